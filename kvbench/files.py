@@ -1,11 +1,7 @@
-"""Files that survive a kill: written whole or not at all, or grown by one synced line.
+"""Files that survive a kill: written whole or not at all, or grown by one synced line; temporary folders.
 
-Reading is the other half of the bargain: a torn last line and a missing file become warnings.
-
-Temporary folders of kvbench's: gone with whoever made them, and found where that one was killed.
-
-Each holds a file that says whose it is, locked for as long as its maker lives. Where nobody holds the lock
-the maker is dead, and ``kvbench stop`` removes the folder. One without that file is to stay.
+A torn last line and a missing file become warnings of the reader. A temporary folder holds a file that its
+maker keeps locked; where nobody holds the lock ``kvbench stop`` removes the folder, unless it is to stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Commands on run folders (report, import, compare, share, follow), and lists of runs and of scenarios.
-
-Commands on deployments: bring one up by hand, list what runs, end it.
-"""
+"""Commands on run folders and on deployments: report, import, compare, share, follow, launch, list, stop."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Commands that prepare: what is here and what is missing, a scenario, other hosts, ``kvbench lab``.
-
-Commands for sessions: what a recorded corpus of them asks for.
-"""
+"""Commands that prepare: what is missing here, a scenario, a corpus, other hosts, ``kvbench lab``."""
 
 from __future__ import annotations
 

@@ -1,16 +1,11 @@
-"""The contract of a connector: how the prefill instance hands its KV cache to the decode instance.
+"""The contract of a connector: how P hands its KV cache to D; hand-offs and options that several share.
 
-A connector is one file in this folder; its module name is its registration. It defines
-``CONNECTOR``, a subclass instance of ``Connector``. The dispatch functions are pure and are the
-one truth for the router and for the load generator.
+A connector is one file in this folder; its module name is its registration. It defines ``CONNECTOR``, a
+subclass instance of ``Connector``, whose pure dispatch functions serve the router and the load generator.
 
-What a connector wants differs between releases of vLLM. Each way is a profile: a connector of its
-own, with the releases it is for. ``CONNECTOR`` is the newest one, which the emulated engine speaks
-too, and ``CONNECTOR.profile(version)`` is the one for an engine of that version.
-
-Hand-offs that several connectors share: without any parameters, by pull, and SGLang's by rooms.
-
-What the connectors over NIXL share: options, UCX's environment, and what is wrong with it.
+Releases of vLLM differ. Each way is a profile: a connector of its own, with the releases it is for.
+``CONNECTOR`` is the newest one, which the emulated engine speaks too; ``CONNECTOR.profile(version)`` is the
+one for an engine of that version.
 """
 
 from __future__ import annotations

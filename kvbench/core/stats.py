@@ -1,17 +1,11 @@
-"""Statistics for verdicts: exact binomial bounds, dependent samples, trends. Pure and without scipy.
+"""Statistics for verdicts: exact binomial bounds, dependent samples, trends, paired differences. Pure.
 
 Shares are counts of "good" requests (``successes`` of ``n``). Requests near capacity depend on their
-neighbours (one long queue makes many late requests), so an interval is quoted for the *effective* number
-of requests, which may be a fraction; the bounds below therefore take real numbers.
+neighbours, so an interval is of the *effective* number of requests, a real number.
 
-Two ways to serve the same requests: what the second adds to the first, with an interval. Pure.
-
-The same plan (offsets, prompts) is sent both ways, so request i of one has a twin in the other, and what
-they share (its place in a burst, its neighbours) falls out of their difference. Neighbouring requests
-depend on each other, so the interval comes from a circular block bootstrap: blocks of neighbouring *pairs*
-are drawn with replacement, until there are as many pairs as were measured, and each figure is computed
-anew [Künsch 1989, Politis & Romano 1992]. It covers chance among the requests of these trials, not what
-would differ if the whole trials were repeated on another day.
+``added`` compares two ways to serve the same plan: request i of one is paired with request i of the other.
+Its interval comes from a circular block bootstrap over neighbouring pairs [Künsch 1989, Politis & Romano
+1992]. It covers chance among the requests of these trials, not another day's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A running deployment: engines without P/D, or P/D pairs, with their router, from start to stop.
-
-Ports: is the planned one free, and which are free where the plan leaves the choice open.
-"""
+"""A running deployment from start to stop: engines or P/D pairs, their router, and the ports they get."""
 
 from __future__ import annotations
 

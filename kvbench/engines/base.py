@@ -1,7 +1,4 @@
-"""The contract of an engine: what serves tokens, and which process to start for a role.
-
-Command lines of engines: arguments from a mapping, and the version that a command reports.
-"""
+"""The contract of an engine: what serves tokens, which process to start for a role, and its command line."""
 
 from __future__ import annotations
 

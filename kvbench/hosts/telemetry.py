@@ -1,7 +1,4 @@
-"""What engines and machine report: /metrics around a trial, a sampler beside it, the machine's counters.
-
-This host during one trial: its counters before and after, and samples in between.
-"""
+"""What engines and machine report: /metrics around a trial, a sampler beside it, the machine's counters."""
 
 from __future__ import annotations
 

@@ -1,18 +1,12 @@
-"""The HTTP client of everything that kvbench asks over HTTP besides the load itself.
+"""The HTTP client of everything that kvbench asks over HTTP besides the load, and why a request failed.
 
-It goes where its URL says: it reads no proxy variables (``http_proxy``, ``https_proxy``, ``all_proxy``) and
-no ``.netrc``. The load generator knows no proxies; a control client that took one would not reach servers on
-loopback or on a data network, would hand prompts and API keys to somebody in between, and would take what a
-proxy refuses for a gap in the evidence. ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` count, since clusters have
-certificate authorities of their own; ``ServerAccess`` of a server may name another file, or believe any.
+It goes where its URL says and reads no proxy variables and no ``.netrc``: a proxy would not reach loopback or
+a data network, and would see prompts and API keys. ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` count;
+``ServerAccess`` of a server may name another file, or trust any certificate.
 
-And no server can hold it up: ``timeout_s`` is for a whole request, from the connection to the last byte of
-the answer, and an answer has an end (``limit_bytes``, unpacked) or is none. Only the status, the body and its
-media type are taken over; a body is UTF-8, whatever charset it claims.
-
-No other module makes an httpx client or transport, or uses urllib.request (tests/repository/test_proxies.py).
-
-Why a server could not be asked, by cause: what a status, or a failed connection, most likely means.
+No server can hold it up: ``timeout_s`` is for a whole request, and a response has an end (``limit_bytes``,
+unpacked). Only status, body and media type are used; a body is UTF-8, whatever charset it claims. No other
+module makes an httpx client or transport, or uses urllib.request (tests/repository/test_proxies.py).
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""What every importer gives back, and the few things that all of them need: lines of a file, numbers, names.
+"""What every importer gives back, and what they share: lines, numbers, names, logged requests, transfer rows.
 
 An importer is a file of this folder with ``FORMAT`` (what it reads, in words), ``RANK`` (where two recognise
 one file the lower rank reads it), ``recognise(path) -> bool`` and ``read(path) -> Imported``. It copies what
 is written: what the file does not say stays None, and what an importer works out is named in ``derived``.
-
-A request from what a client logged of it: times on one clock, from the first planned send.
-
-What the importers of transfer tools share: a row from the few things that such a tool prints.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Where the two sides of a microbenchmark stand: this host, a lab on it, or this host and another one.
-
-A microbenchmark between a scenario's hosts: their agents start both sides, at their data addresses.
-"""
+"""Where the two sides of a microbenchmark run: this host, a lab on it, another one, a scenario's hosts."""
 
 from __future__ import annotations
 

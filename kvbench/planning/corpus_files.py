@@ -1,11 +1,8 @@
-"""Reads a corpus of sessions from a file, packed with gzip or not, or from a folder of JSON files.
+"""Corpora of sessions: read from a file or a folder, and reported by ``kvbench corpus``.
 
-A file has a JSON object a line, is one JSON object or list, or is a Parquet table with a row an object. Its
-format is told by the keys of its first object; formats are described in ``core/sessions``.
-
-``kvbench corpus``: what a corpus asks for, and what of it could be reused, on a terminal or as JSON.
-
-Sessions made after one are counted like recorded ones, and written so that other tools replay them.
+A file has a JSON object a line, is one JSON object or list, or is a Parquet table with a row an object,
+packed with gzip or not. The keys of the first object tell its format; formats are described in
+``core/sessions``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""From a command line to a checked scenario, and where that differs from the file's text.
-
-Which model a server that is already there serves.
-"""
+"""From a command line to a checked scenario, and where that differs from the file's text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Prints sections of a report in a terminal, and while work goes on a line: what is done, and time left.
-
-A line for runs whose files no longer match their checksums: the first that a command prints.
-"""
+"""Prints sections of a report in a terminal, progress lines with the time left, and changed files of runs."""
 
 from __future__ import annotations
 

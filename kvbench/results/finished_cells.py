@@ -1,7 +1,4 @@
-"""What a run folder already has, as a sweep that goes on needs it: finished cells, trials, true outputs.
-
-Is a run gone on with under the conditions that it was begun under? Compared by environment.json.
-"""
+"""What a run folder already has, as a resumed sweep needs it; and whether conditions are still the same."""
 
 from __future__ import annotations
 

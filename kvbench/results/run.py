@@ -1,8 +1,6 @@
-"""Reading a run folder, whatever state it is in: running, complete, or cut off by a kill.
+"""Reading run folders in any state: running, complete, or cut off by a kill; finding them by name.
 
 A folder with a newer schema (a whole number in ``manifest.json``) is refused.
-
-The run folders below a folder, by their manifests alone; and a run by its name, or as the latest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run folder: written so that it can be read at every instant, and read so that nothing is invented.
+"""Writes a run folder so that it can be read at every instant.
 
 ::
 
@@ -17,16 +17,11 @@
     ├── checksums.jsonl            SHA-256 of each of these files, or of each line of one that grows
     └── logs/                      output of each process
 
-How a kill at any moment stays harmless: the folder is made under a hidden name and renamed when it is
-complete; whole files are written to a temporary name, synced and renamed; ``*.jsonl`` grow by one
-synced write per line, and a reader leaves a torn last line out; a trial's requests are in place before
-its line is. The writer holds a lock on ``trials.jsonl``, which ends with its process: so a reader can tell
-a run that still works from one whose process is gone, and a second writer is refused. Some room is kept
-occupied (``.reserve``), so that a run on a disk that is full can still write how it ended.
-
-Who writes a run folder (the lock, the manifest's sessions), and the version of the rules that judge it.
-
-These are the rules of verdicts, findings, limits, and answers.
+A kill at any moment is harmless: the folder is made under a hidden name and renamed when complete; whole
+files are written to a temporary name, synced and renamed; ``*.jsonl`` grow by one synced write per line; a
+trial's requests are in place before its line is. The writer holds a lock on ``trials.jsonl``: so readers know
+a run that still works, and a second writer is refused. Reserved room (``.reserve``) lets a run on a full disk
+write how it ended.
 """
 
 from __future__ import annotations

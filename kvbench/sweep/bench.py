@@ -2,8 +2,6 @@
 
 A sweep knows a ``Bench``, which brings deployments up, and the ``Site`` of each one that is up. What is done
 with a cell there is ``CellWork``: rates are searched for (``cell.py``), or the loads of another run offered.
-
-A new run folder for a scenario: its plan, the machine, the command line, the results' mark.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The process of somebody else's simulator: a line of JSON a question, a line an answer, by a deadline.
-
-What a simulator answers to a trial, checked: nonsense is told by its place, and never measured.
-"""
+"""The process of somebody else's simulator: lines of JSON, answers checked and by a deadline."""
 
 from __future__ import annotations
 

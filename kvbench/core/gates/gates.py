@@ -1,28 +1,20 @@
 """Is this trial a valid measurement, and what is its verdict?
 
-The verdict rule, and why
--------------------------
-A trial is **met** if the judged share of its requests (core/metrics/metrics.py: steady window) reaches the
-target by the *point estimate* and the queue does not grow; else it is **missed**; if a gate refuses it, it is
-**invalid**.
+A trial is **met** if the share of its requests that kept the SLO reaches the target by *point estimate* and
+the queue does not grow, else **missed**; if a gate refuses it, **invalid**. The interval does not decide: 95
+% at 95 % confidence takes 59 requests without a miss, so "met only if proven" would fail most quick trials
+(60 to 200 requests) of a system that attains 97 %. The point estimate errs both ways alike, only where the
+truth is within a few per cent of the target, which is a narrow band of rates. The interval is reported (for
+the *effective* number of requests), and the search confirms its answer by an independent trial.
 
-Why not the interval? To prove 95 % at 95 % confidence takes 59 requests without one miss, or 124 with
-two. A quick trial has 60 to 200, so "met only if proven" would let a system that truly attains 97 % fail
-most of its trials, and the search would settle far below the truth; "missed only if disproven" errs the
-other way. The point estimate errs both ways alike, and only where the truth lies within a few per cent of
-the target. Near capacity attainment falls from 1 to 0 within 5 to 10 % of the rate, so this band is narrow in
-rate, too; longer trials narrow it. The price: a single verdict inside it is nearly a coin toss. So the
-interval is always reported (for the *effective* number of requests), the reason says when it cannot decide,
-and the search confirms its answer by an independent trial.
-
-Doubt and direction: a late client, an emulated engine behind its model, or others on the machine make
-latencies *longer*. A trial that meets the SLO all the same is met, with a warning; a missed one is refused if
-the delay may be the cause. Gross delays refuse both, as the latencies themselves would be wrong.
+A late client, an engine behind its model, or others on the machine make latencies *longer*. A trial that
+meets the SLO all the same is met with a warning; a missed one is refused if the delay may be the cause. Gross
+delays refuse both.
 
 A gate is a function Evidence → Finding | None. An unknown figure (None) trips no gate. Its docstring says
-what an honest trial proves there, by which evidence and within which limits; ``gate_table`` reads it. A gate
-that needs more than the requests' records has a row in ``NEEDS``; without that evidence its silence proves
-nothing (``unseen``).
+what an honest trial proves there, by which evidence and limits; ``gate_table`` reads it. A gate that needs
+more than the requests' records has a row in ``NEEDS``; without that evidence its silence proves nothing
+(``unseen``).
 """
 
 from __future__ import annotations

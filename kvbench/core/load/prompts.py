@@ -1,20 +1,12 @@
-"""Prompts that no prefix cache has seen: token ids of exact length, or messages for servers of chats alone.
+"""Prompts that no prefix cache has seen: token ids of exact length, or messages for chat-only servers. Pure.
 
-Prompts of one trial differ in their first tokens already, so none is a prefix of another and no two share a
-first cache block. Another seed gives other prompts.
+The prompts of one trial differ in their first tokens, so no two share a first cache block; another seed gives
+other prompts. Messages are of common words. The server's own counts (``usage.prompt_tokens`` of two messages
+of different length) teach ``ChatLength`` its tokenizer and template; ``core/gates/answers.py`` allows for
+what differs from prompt to prompt.
 
-Messages are of common words. Only the server knows its tokenizer, and its chat template adds tokens. Both are
-learned from its own counts: ``usage.prompt_tokens`` of two messages of different length (``ChatLength.of``).
-Byte-pair tokenizers have each of these words, with the space before it, as one token; where one has not, the
-measured slope takes it in on average, and lengths differ a little from prompt to prompt
-(``core/gates/answers.py`` allows for it).
-
-A tokenizer whose tokens are the emulated engine's words, in the format of Hugging Face's ``tokenizers``.
-
-The engine counts a token for each word, and writes token 1234 as `` t1234`` (processes/emulator/protocol.py).
-A client with any other tokenizer believes in other lengths. Here ``t1234`` is token 1234; of any other text
-each letter is a token, so that different texts stay different. Decoded tokens have a space between them, and
-are as many words.
+``tokenizer_files`` is a tokenizer whose tokens are the emulated engine's words, since a client with another
+one would count other lengths.
 """
 
 from __future__ import annotations

@@ -1,29 +1,18 @@
-"""Equal answers to different prompts: honest ones, or another user's answer?
+"""Equal answers to different prompts, and different answers to equal ones: honest, or a fault? Pure.
 
-Greedy answers to different prompts may be equal: blank ones, short ones, and those of a model that repeats
-itself. Such a text comes at any time, and from an idle server, too. An answer that goes to the wrong user is
-equal to that of a request that was under way at the same time, or to that of a neighbour. Two tests use this;
-both hold for any distribution of honest answers, as the prompts of a load are drawn independently:
+Honest answers to different prompts may be equal: blank, short, or repeated ones. An answer to the wrong user
+equals that of a request that ran at the same time. Two tests hold for any distribution of honest answers:
 
-1. Time. Each text that two to four requests got has a chance of being two neighbours' by accident: the share
-   of neighbours among all pairs of requests. With independent prompts every assignment of the texts to the
-   requests is equally likely, so the number of texts that neighbours got is a sum of such chances, and its
-   tail at most that of a binomial with their mean (Hoeffding 1956);
-   that different texts cannot fall on one request is neglected.
-2. Idle. The answers of the idle server and those under load are draws from one distribution, so each answer
-   that another prompt got, too, is as likely to be an idle one as its share of all: hypergeometric. This sees
-   faults that do not depend on time, as far as there are enough idle answers.
+1. Time. Each text of two to four requests has a chance of being two neighbours': the share of neighbours
+   among all pairs. The number of texts of neighbours is a sum of such chances; its tail is at most that of a
+   binomial with their mean (Hoeffding 1956).
+2. Idle. Answers of the idle server and answers under load are draws from one distribution, so each answer
+   that another prompt got as well is an idle one with their share of all: hypergeometric.
 
-Each test alone refuses fewer than 1 in 2,000 honest trials, both together fewer than 1 in 1,000: of 82,041
-simulated ones (60 to 600 requests, steady and bursty, five distributions of texts) 10 were refused.
-
-Greedy outputs that differ: is it the KV, or do the numbers of the server itself differ so from time to
-time?
-
-On GPUs sums depend on their order, and that on what else is in the batch: in bf16 two likeliest tokens that
-are close may change places. So the reference is asked again, alone and in batches, and its own differences
-are the measure: by log-probabilities where it tells them, else by how often its texts differ. A reference
-that is exact with itself asks for exact equality.
+Both together refuse fewer than 1 in 1,000 honest trials: 10 of 82,041 simulated ones (60 to 600 requests,
+steady and bursty, five distributions of texts). Greedy answers to one prompt may differ since sums on GPUs
+depend on the batch. So the reference is asked again, alone and in batches, and its own differences are the
+measure (``Noise``): log-probabilities where it reports them, else how often its texts differ.
 """
 
 from __future__ import annotations

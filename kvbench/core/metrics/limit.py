@@ -1,24 +1,15 @@
 """Which limit binds: what the requests that missed the SLO were waiting for. Pure.
 
-The question is put to one trial above the answer. Its evidence is the requests' own times (client and
-router), and what the engines report of their use (busy time, slots, KV pool), of a simulated trial as of a
-measured one. The rule:
+One trial above the answer is examined: the requests' times (client and router) and the engines' use (``Use``:
+known exactly in a simulated trial, else from samples of gauges). The rule:
 
-1. Are more misses over TPOT than over TTFT? Then it is **tpot**: the decode step (and in an aggregated
-   server the prefill chunks between the steps).
-2. Otherwise the TTFT of the late requests is cut into parts: *client* (sent late), *router*, *prefill* (the
-   time at P beyond the least that any request of that length took), *after prefill* (the same from P's answer
-   to D's first byte). What came after prefill was spent in the transfer as far as the transfers' own times
-   go, and otherwise waiting for a place on D: the slots, or the KV pool.
-3. The largest part names the limit, with two exceptions. P that idles while its KV pool is full of prompts
-   that nobody has fetched is blocked by what comes after it. And where hardly anything is waiting, the
-   work itself takes too long: prefill or transfer of one request alone.
-
-Where a part is not known (no router times, no gauges) the answer is "undetermined", not a guess.
-
-How much of a role's engines was in use during a trial: busy time, slots, queue, KV pool. Pure.
-
-A simulated trial knows it exactly; of a measured one it comes from samples of the engines' gauges.
+1. More misses over TPOT than over TTFT: **tpot**, the decode step (and prefill chunks of aggregated servers).
+2. Otherwise the TTFT of late requests has parts: *client* (sent late), *router*, *prefill* (time at P beyond
+   the least for that length), *after prefill* (the same from P's answer to D's first byte). The last is the
+   transfer as far as transfer times go, else waiting for a place on D: slots or KV pool.
+3. The largest part names the limit, with two exceptions: P that idles while its KV pool is full of prompts
+   nobody has fetched is blocked by what follows it; and where hardly anything waits, the work itself takes
+   too long. An unknown part (no router times, no gauges) gives "undetermined", not a guess.
 """
 
 from __future__ import annotations

@@ -1,26 +1,20 @@
-"""Does the queue for the first token grow? Asked while a trial runs, and of its records afterwards.
+"""Does the queue for the first token grow? Computed during a trial, and from its records afterwards. Pure.
 
-Waiting alone is no queue: an idle system holds rate × latency requests that wait for their first token, and
-until it does, their number climbs like that of a queue which grows. So the time in which waiting builds up is
-left out (twice what the first eighth of the requests waited), and of those that wait, only those count which
-have waited longer than the first ones did. Two questions:
+An idle system holds rate × latency requests that wait for their first token, and their number climbs until it
+does. So the time in which waiting builds up is left out (twice the wait of the first eighth), and only
+requests that have waited longer than the first ones count. Two questions:
 
-1. **Do they become more?** Their number must show a slope, less what a mere cluster of arrivals explains,
-   that is *significant* (above 4 standard errors of the fit, and above 2 or 3 of the slope that a random walk
-   of such arrivals shows by chance: a queue at its capacity wanders like one), that adds at least half to all
-   that wait, and that is *material* (in ten minutes it adds more waiting than the TTFT limit). The number in
-   flight is no guide: it is correlated over a whole latency.
-2. **Is more offered than comes out?** While most of those that wait have waited longer than the first ones,
-   for two latencies, the queue is never empty: there the rate of first tokens *is* the capacity, known far
-   better than a slope.
+1. **Do they become more?** Their number must have a slope, less what a cluster of arrivals explains, that is
+   *significant* (above 4 standard errors of the fit, and above 2 or 3 of a random walk of such arrivals),
+   adds at least half to all that wait, and is *material* (in ten minutes it adds more waiting than the TTFT
+   limit).
+2. **Is more offered than comes out?** While most of them have waited longer than the first ones for two
+   latencies, the queue is never empty: the rate of first tokens *is* the capacity.
 
-A queue that grows delays all later requests. Where a quarter of them is as fast as the first ones, neither is
-said: latencies that vary widely, with nobody waiting for anybody, look like growth until the slowest come.
-
-Where a constant below was found by PERF, that is ``python -m tools.perf_search --first-seed 400 --seeds 30
---methods kvbench``: the rates that whole searches find on virtual systems. GATE is ``grows`` in
-tests/core/gates/test_queue_growth.py over all of those systems and 8 seeds: whole trials, judged by their
-records. The rule before, by all that wait and WALKS alone, is what its figures are compared with.
+Where a quarter of the later requests is as fast as the first ones, neither holds: widely varying latencies
+look like growth. Constants found by PERF are of ``python -m tools.perf_search --first-seed 400 --seeds 30
+--methods kvbench``: rates that whole searches find on virtual systems. GATE is ``grows`` in
+tests/core/gates/test_queue_growth.py over those systems and 8 seeds.
 """
 
 from __future__ import annotations

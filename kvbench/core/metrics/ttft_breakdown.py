@@ -1,28 +1,21 @@
 """Where the time to the first token goes: router, P, hand-off, transfer, D. Pure.
 
-``ttft_breakdown`` gives means over a trial's requests in milliseconds, ``parts_of`` the parts of one request
-in seconds. The sources of the means are the client's TTFT, the router's times of each request (in direct mode
-the load generator's own), and the engines' histograms:
+``ttft_breakdown`` gives means over a trial in milliseconds, ``parts_of`` one request's parts in seconds, from
+the client's TTFT, the router's times (in direct mode the load generator's), and the engines' histograms:
 
-- ``router``: TTFT that is neither P's nor D's: the client's delay, the network, the router itself. Without
-  P/D: all that is not the engine's queue or prefill, so its HTTP front end, too.
+- ``router``: TTFT that is neither P's nor D's: client, network, router. Without P/D: all that is not the
+  engine's queue or prefill, so its HTTP front end, too.
 - ``prefill_queue``, ``prefill``: P's ``request_queue_time_seconds`` and ``request_prefill_time_seconds``.
-- ``kv_transfer``: the mean time of a transfer as the engine reports it, for ranks in parallel that of one.
-- ``first_decode_step``: no engine reports it; taken as the mean gap between two tokens on D in this trial.
-- ``decode_queue``: what is left of D's queue and prefill time, which together go from D's front end to its
-  first token and so hold the transfer, wherever an engine draws the line between the two.
-- ``hand_off``: all else between P's last compute and D's engine having the request: the front ends of P and
-  D (HTTP, tokens, P's answer) and the router's turn between them.
+- ``kv_transfer``: mean time of a transfer as the engine reports it; of parallel ranks that of one.
+- ``first_decode_step``: no engine reports it; taken as D's mean gap between two tokens in this trial.
+- ``decode_queue``: the rest of D's queue and prefill time, which hold the transfer.
+- ``hand_off``: the rest between P's last compute and D having the request: front ends and the router's turn.
 
-The parts add up to the TTFT. In three cases a part is unknown (None) and its time is in another one:
-with concurrent dispatch D waits while P computes, so ``decode_queue`` is within ``hand_off``; without a
-router's times ``router`` is within ``hand_off``; where the engine reports no transfer times ``kv_transfer``
-is within ``decode_queue`` (sequential) or ``hand_off`` (concurrent).
-
-The engines' histograms count requests that failed or were cancelled, too; TTFT and the router's times do not.
-So with the router's times known, P's two parts are shortened together to what the router waited for P, and
-D's to what it waited for D; the sum is then the TTFT. Without them a part below zero is shown as 0, and the
-sum is larger than the TTFT by as much.
+The parts add up to the TTFT. An unknown part is None and its time is in another one: ``decode_queue`` (with
+concurrent dispatch) and ``router`` (without its times) in ``hand_off``; ``kv_transfer`` in ``decode_queue``
+(sequential) or ``hand_off`` (concurrent). The histograms count failed requests, too; so P's and D's parts are
+shortened to what the router waited for them. Without its times a part below zero is shown as 0, and the sum
+exceeds the TTFT by as much.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The deployment and connector sections of a scenario file: what is launched, where, and how.
-
-How many instances a role has, and how many ranks each: a number, or a mapping.
-"""
+"""The deployment and connector sections of a scenario: what is launched, where, how, on how many ranks."""
 
 from __future__ import annotations
 

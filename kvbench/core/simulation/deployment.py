@@ -1,28 +1,21 @@
 """A whole deployment on virtual time: router, P instances, KV transfers, D instances; no waiting.
 
 The engines are the emulated engine's model (``core.simulation.scheduler``), the rest is a few constants
-(``Overheads``, ``Link``). A trial is given as planned sends and comes back as request records like the load
-generator's, so everything after it is the same as for a measured trial. What is modelled:
+(``Overheads``, ``Link``). Planned sends come in, request records like the load generator's come out.
+Modelled:
 
-- **Router**: all turns of a session go to the same P and D, by a hash of its number; single requests, and
-  all with ``routing`` round_robin, go to the instances in turn, by the order of arrival. *Sequential*
-  dispatch asks D when P has answered; *concurrent* asks both at once, so that D reserves its blocks while P
-  still computes.
+- **Router**: all turns of a session go to the same P and D, by a hash of its number; single requests, and all
+  with ``routing`` round_robin, in turn. *Sequential* dispatch asks D when P has answered; *concurrent* asks
+  both at once, so that D reserves its blocks while P computes.
 - **P** keeps a request's blocks until D has its KV; **D** reserves blocks before the transfer begins.
-- **Link**: each instance has one. A transfer takes P's and D's for bytes / bandwidth, first come, first
-  served; then the latency passes, in which the link is free for others.
-- **Client**: never late; requests at planned times, turns of sessions think time after the answers that
-  they wait for (``Sends``). A request without its last token ``timeout_s`` after its scheduled send has
-  failed, and its work is dropped wherever it is.
-- **Blocking hand-off** (``System.hand_off``): as in vLLM 0.6, in place of a step of D
-  (``core.simulation.blocking_handoff``).
+- **Link**: one per instance. A transfer takes P's and D's for bytes / bandwidth, first come, first served;
+  then the latency passes, in which the link is free for others.
+- **Client**: never late; turns of sessions come think time after their answers (``Sends``). A request without
+  its last token ``timeout_s`` after its scheduled send has failed, and its work is dropped.
+- **Blocking hand-off** (``System.hand_off``): as in vLLM 0.6, P gives KV away between two steps, D takes one
+  after the other in place of a step; only then come their first tokens.
 
 Not modelled: contention for CPUs, failures, leases, the time that HTTP takes under load.
-
-The blocking hand-off on virtual time: as in vLLM 0.6, whose first P/D connectors ran in the model runner.
-
-P gives a request's KV away between two of its steps, and D takes one after the other in place of a step; only
-then come their first tokens.
 """
 
 from __future__ import annotations

@@ -1,19 +1,10 @@
-"""The contract between kvbench and a far agent's connection: lines there, lines back, and why it ended.
+"""Between kvbench and an agent on another host: the connection, and the frames of JSON that go over it.
 
-Whatever can start a program and carry its stdin and stdout is a channel: ssh, srun, an actor. Over it runs
-``python -m kvbench.processes.agent``, whose frames are lines of JSON (``wire.py``). A channel knows nothing
-of them.
-
-``PipeChannel`` is one over a local program's pipes: srun is such a program, and so are the agents of tests.
-
-What kvbench and its agents say to each other: frames of JSON, one a line, over any ``Channel``.
-
-Asked is ``{"id": 1, "do": "start", …}``; answered ``{"id": 1, "answer": {…}}`` or ``{"id": 1, "error":
-{"kind", "message", "hint"}}``. Without an id come ``{"event": …}`` from the agent (hello, beat, exit, log,
-out) and ``{"do": "beat"}`` or ``{"do": "write"}`` to it, which nobody answers.
-
-A process's stdin and stdout travel as latin-1 text, which is any bytes and readable where they are ASCII;
-contents of files as base64.
+Whatever can start a program and carry its stdin and stdout is a channel: ssh, srun, an actor, the pipes of a
+local program (``PipeChannel``). A frame is a line. A request is ``{"id": 1, "do": "start", …}``, its response
+``{"id": 1, "answer": {…}}`` or ``{"id": 1, "error": {"kind", "message", "hint"}}``. Without an id come
+``{"event": …}`` from the agent (hello, beat, exit, log, out) and ``{"do": "beat"}`` or ``{"do": "write"}`` to
+it, which have no response. A process's stdin and stdout travel as latin-1 text, contents of files as base64.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""What processes that kvbench starts from a JSON spec have in common: spec, end, exit code, timing on Linux.
+"""What processes started from a JSON spec share: spec, end, exit code, timing on Linux, compiled parts.
 
 A process that wakes on a busy core waits until the other one's slice is over, 3 ms by default. From Linux
-6.12 on a process may ask for a slice of its own (``sched_attr.sched_runtime`` of SCHED_OTHER, 0.1 to 100 ms);
-one with a shorter slice goes first when it wakes. It gets no more CPU time for that, and needs no privilege.
-A sleep may end 50 µs late by default, so that the timers of several processes can fire together.
-
-The compiled parts of the hot paths, where a compiler was at hand when kvbench was installed.
-
-``KVBENCH_PURE_PYTHON=1`` refuses them: then the Python ways are used, which give the same results.
+6.12 on it may ask for a shorter slice (``sched_attr.sched_runtime``, 0.1 to 100 ms) and then goes first,
+without privilege or more CPU time. A sleep may end 50 µs late by default. ``KVBENCH_PURE_PYTHON=1`` refuses
+the compiled parts of hot paths; the Python ways give the same results.
 """
 
 from __future__ import annotations

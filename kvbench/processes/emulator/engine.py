@@ -1,11 +1,8 @@
 """The engine's steps on the wall clock: schedule, write and read KV bytes, wait, hand out tokens.
 
-A step that starts when work is there ends at its start plus the modelled time, and its tokens leave at
-that moment, never before. If the process is late, the next step starts at the scheduled end, not at
-the real one, so that a late process catches up instead of slowing the model down; by how much it was
-late is counted per step (``kvbench:emulator_step_lag_seconds``).
-
-Waiting for a moment to within some 50 µs: the event loop's own timers count whole milliseconds.
+A step ends at its start plus the modelled time, and its tokens leave at that moment, never before. A late
+process starts the next step at the scheduled end and so catches up; its lateness is counted per step
+(``kvbench:emulator_step_lag_seconds``). ``Alarm`` waits to within 50 µs; asyncio's timers count milliseconds.
 """
 
 from __future__ import annotations

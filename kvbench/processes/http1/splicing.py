@@ -1,17 +1,11 @@
-"""A stream's way around Python, from socket to socket, where it was compiled (``_splice.c``).
+"""A stream's way around Python, socket to socket, where that was compiled (``_splice.c``); its framing.
 
-A thread that needs no Python does it: it waits for the streams by itself, so that a request does not wait
-behind chunks. A stream goes that way while all is as usual, and is its connection's own again as soon as
-anything is not: its end, an odd read, a client that does not keep up. The event loop hears by a descriptor.
+A thread that needs no Python waits for the streams, so that a request does not wait behind chunks. A stream
+returns to its connection as soon as anything is unusual: its end, an odd read, a slow client.
 
-Where a chunked body ends, found without taking it apart. Pure.
-
-A router passes a stream on as it came. All it must know of it is whether the last chunk was seen: only
-then is the answer whole, and the connection fit for another one. So this follows the framing of RFC 9112
-§7.1 from size line to size line, and refuses everything that is none, so that nothing cut short or
-garbled can pass for complete.
-
-Usual heads in one call, where that was compiled (``_heads.c``); all others are httptools' to read.
+``ChunkWatch`` follows the framing of RFC 9112 §7.1 without taking a body apart, and refuses anything else: a
+response is complete, and its connection reusable, once the last chunk was seen. ``_heads.c`` reads usual
+heads in one call, httptools all others.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
 """Loads of sessions in the load generator: their file, when each turn is due, and its prompt as JSON.
 
-The first turn of a session is due at its planned time, every later one think time after its answers. A prompt
-is of blocks that are encoded once, and of answers as the server gave them. Equal blocks are equal bytes, also
-those that an answer has filled, so encoded blocks are kept and reused by later prompts.
-
-Tokens of prompts that are known by their blocks: equal blocks have equal tokens, and others differ.
-
-A block is a node of the tree of a trial's prompts (``chained``). Its tokens begin with the digits of its
-number, scrambled with the trial's salt: no two blocks of a trial have the same, and none another trial's.
+The first turn of a session is due at its planned time, a later one think time after its answers. A prompt is
+of blocks that are encoded once and kept, and of answers as the server gave them. A block is a node of the
+tree of a trial's prompts (``chained``). Its tokens begin with the digits of its number, scrambled with the
+trial's salt: equal blocks have equal tokens, and no other block of this or another trial has them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""What the requests of one router share: where they go, how long they may take, what is counted.
+"""What the requests of one router share: targets, deadlines, counts, the client's body, and planted lies.
 
-What a router can do behind a benchmark's back, planted on purpose (core/gates/lies.py).
-
-A client's request body, decoded without its long prompt. Pure.
-
-A prompt of 32k token ids is 200 kB of JSON, and decoding and encoding it anew for P and for D would
-cost some 10 ms of TTFT. So the list is cut out as bytes before decoding and put back after encoding.
+A prompt of 32k token ids is 200 kB of JSON, and coding it anew for P and for D would cost some 10 ms of TTFT.
+So the list is cut out as bytes before decoding (``ClientBody``) and put back after encoding. ``Liar`` is what
+a router can do behind a benchmark's back (core/gates/lies.py).
 """
 
 from __future__ import annotations

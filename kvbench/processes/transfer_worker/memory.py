@@ -1,13 +1,9 @@
-"""The buffer of one side of a measured transfer, and what its blocks hold.
+"""The buffer of one side of a measured transfer, what its blocks hold, and an engine's KV on a GPU.
 
-Every block holds a pattern that depends on a seed, the side, the region, the block and the offset, so that no
-two blocks are alike and bytes that arrive in the wrong place do not look right.
-
-An engine's KV on a GPU: the registered memory is the GPU's, the pool in host memory its mirror.
-
-The emulated engine computes on the host. So blocks are copied to the GPU before the library may read them
-there (``offer``, or a write that begins), and back once they have arrived (``collect``, or a read that is
-done). These copies count as preparation, not as transfer.
+Every block holds a pattern that depends on seed, side, region, block and offset, so bytes in the wrong place
+are noticed. ``StagedEndpoint`` registers GPU memory whose mirror is the pool in host memory: blocks are
+copied to the GPU before the library may read them there, and back once they have arrived. The copies count as
+preparation, not as transfer.
 """
 
 from __future__ import annotations

@@ -1,27 +1,22 @@
 """One side of a measured transfer: ``python -m kvbench.processes.transfer_worker.worker``.
 
-It talks JSON lines over stdin and stdout.
+It talks JSON lines over stdin and stdout. The first line in is the spec: ``role`` ("initiator" or "target"),
+``backend``, ``options``, ``layout``, ``memory`` ("host", "cuda"), ``seed``, ``side`` (a number that keeps the
+buffers of one case apart). The first line out is ``{"ready": {agent, library, transport, open_s,
+register_s}}`` or ``{"failed": cause, "log": […]}``. Then each request ``{"n", "cmd", …}`` has one answer
+``{"n", "ok": {…}}`` or ``{"n", "error": cause, "log": […]}``:
 
-The first line in is the spec: ``role`` ("initiator" or "target"), ``backend``, ``options``, ``layout``,
-``memory`` ("host", "cuda"), ``seed``, ``side`` (a number that keeps the buffers of one case apart). The first
-line out is ``{"ready": {agent, library, transport, open_s, register_s}}`` or ``{"failed": cause, "log":
-[…]}``. Then each request ``{"n", "cmd", …}`` has one answer ``{"n", "ok": {…}}`` or ``{"n", "error": cause,
-"log": […]}``:
-
-- ``connect {peer, deadline_s}`` → ``{peer, connect_s}``; ``reshape {layout}`` → ``{agent}``, null where it
+- ``connect {peer, deadline_s}`` → ``{peer, connect_s}``; ``reshape {layout}`` → ``{agent}``, null if it
   cannot
-- ``fill {generation}``; ``collect {blocks}``; ``offer {blocks}``; ``spoil {block}`` (one bit of it, to try
-  the check)
+- ``fill {generation}``; ``collect {blocks}``; ``offer {blocks}``; ``spoil {block}`` (one bit, to try the
+  check)
 - ``verify {blocks, source: {side, generation, blocks}}`` → ``{difference}``, empty where all bytes are right
 - ``prepare {op, transfers: [{peer, local, remote}]}`` → ``{prepare_s, descriptors, nbytes, repeats}``
-- ``release``
-- ``run {limits, start_at_ns}`` → ``{started_ns, ended_ns, calls, call_ns, cpu_s, transport}``
+- ``release``; ``run {limits, start_at_ns}`` → ``{started_ns, ended_ns, calls, call_ns, cpu_s, transport}``
 - ``counters`` → ``{clock_ns, cpu_s, nics, load, host_cpu_s, steal_s, cores}``; ``quit``
 
-Between requests the library makes its progress. The process ends at end of file, whatever a library is doing.
-What a library writes never reaches stdout. Behind a prefix (``ssh host``) all of this stays the same.
-
-What a worker's process and its host have used so far: read before and after a window.
+Between requests the library makes its progress. The process ends at end of file. What a library writes never
+reaches stdout. Behind a prefix (``ssh host``) all of this stays the same.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""What a reader of a result table must know besides its numbers, as sentences made from the run folder.
-
-They also say which gates could see nothing: these prove nothing by their silence.
-
-How many answers were checked under load, how many were wrong, and the bound: the first thing to know.
-
-The figures are of one run, or of several side by side.
-"""
+"""What a reader of a result table must know besides its numbers: caveats, silent gates, checked answers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""A run folder, or several side by side, to look at in a notebook or a script: tables, pictures, summary.
+"""A run folder, or several side by side, in a notebook or a script: tables, pictures, summary.
 
-A folder may be of any kind and in any state: running, cut off, of an older kvbench, imported, simulated, a
-microbenchmark. What it does not have is missing, never invented.
-
-A run's pictures in a notebook: ``run.plot.latency()``, ``run.plot.latency(ax=axes)``.
+A folder may be of any kind and in any state; what it does not have is missing, never invented. Pictures are
+``run.plot.latency()``, or ``run.plot.latency(ax=axes)``.
 """
 
 from __future__ import annotations

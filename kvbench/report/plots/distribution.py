@@ -1,11 +1,7 @@
-"""How TTFT and TPOT are distributed at the rate that was found: the share of requests that were faster.
+"""Where the time to the first token goes, and how TTFT and TPOT are distributed at the rate that was found.
 
-A curve that meets the SLO's line above the asked share keeps it; its right end is the tail that a mean hides.
-
-Where the time to the first token goes: one panel per input length, one bar per connector.
-
-Each bar is the trial that supports the connector's answer, so its rate stands below its name: a bar at a
-higher rate is longer for that, too.
+A curve that meets the SLO's line above the required share keeps it. Each bar is the trial that supports the
+connector's answer, at the rate below its name.
 """
 
 from __future__ import annotations

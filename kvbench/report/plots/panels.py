@@ -1,7 +1,4 @@
-"""What several pictures share: their trials and requests, a panel per input length, ticks and spans.
-
-What a picture is drawn on: a figure of its own with words around the panels, or somebody's Axes.
-"""
+"""What pictures share: the sheet they are drawn on, their trials and requests, panels, ticks and spans."""
 
 from __future__ import annotations
 

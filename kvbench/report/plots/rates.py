@@ -1,16 +1,9 @@
-"""The highest request rate over input length, one line per connector.
+"""Pictures of rates: highest rate over input length, goodput over arrivals, throughput against interactivity.
 
-Goodput over the rate that arrived: how many requests a second were completed within the SLO.
-
-Both are of the steady part. Chance puts more or fewer arrivals into it than the offered rate; a request that
-arrived before it may be completed in it, so that a point can lie a little above the diagonal. Where a line
-leaves the diagonal, part of the work was done for nothing.
-
-Throughput against interactivity: what a GPU puts out, and how fast each user's tokens come.
-
-Interactivity is 1 / median TPOT (as in NVIDIA's and SemiAnalysis' charts of serving); throughput is the
-output tokens per second of the steady window, over all GPUs (engines, where no GPUs are known).
-A point on the line is beaten by no other trial of its connector in both.
+Goodput and arrivals are of the steady part, so a point can be a little above the diagonal; below it, part of
+the work was done for nothing. Interactivity is 1 / median TPOT, throughput the output tokens per second of
+the steady window per GPU (per engine where GPUs are unknown). No trial of a connector beats a point of its
+line in both.
 """
 
 from __future__ import annotations

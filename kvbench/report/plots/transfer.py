@@ -1,9 +1,6 @@
-"""A microbenchmark's pictures: bandwidth by block size, bandwidth by NIC count, time of a call by batch.
+"""A microbenchmark's pictures: bandwidth by block size and by NIC count, time of a call by batch, NIC shares.
 
-How the bytes of a trial were shared out over the NICs: one bar per measured cell or transfer case.
-
-Equal parts mean that all NICs carried the same; a thin one is a NIC that was hardly used. Bytes are those of
-the operating system's counters, so everything else on the same NIC is in them.
+NIC shares are of the operating system's counters, so all other traffic of a NIC is in them.
 """
 
 from __future__ import annotations

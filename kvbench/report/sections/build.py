@@ -1,8 +1,6 @@
 """The report of a run of any kind, or of several together: all sections in order; a run's name and its gist.
 
 The gist is one small table and what limits it, for a notebook.
-
-The sections of the reports of a chaos run and of a soak.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the sections of a report are made from, read from a run once.
+"""What the sections of a report are made from, and those that a run of any kind has.
 
-The sections that a run of any kind has: pictures, the gates' findings, the machine, the commands.
+These are pictures, the gates' findings, the machine, and the commands.
 """
 
 from __future__ import annotations

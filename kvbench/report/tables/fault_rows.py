@@ -1,7 +1,4 @@
-"""A chaos run's table: one row a fault of a pair, over its repeats.
-
-Two chaos runs, or two soaks, beside each other: what each fault costs before and after, what drifts.
-"""
+"""A chaos run's table, one row a fault of a pair, over its repeats; and two chaos runs or soaks compared."""
 
 from __future__ import annotations
 

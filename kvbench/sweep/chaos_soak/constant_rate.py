@@ -1,7 +1,4 @@
-"""What both runs at a held rate ask for: a scenario that can be held, rates, and right answers.
-
-What a deployment's processes hold: KV blocks by their metrics; memory, descriptors, threads by /proc.
-"""
+"""What chaos runs and soaks share: scenario, rates, right answers, and what processes hold over time."""
 
 from __future__ import annotations
 

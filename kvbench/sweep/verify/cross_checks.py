@@ -1,8 +1,6 @@
 """What the files of a run folder say of each other: labels, kinds, scenario, plan and transports.
 
 None of it can be computed from the requests; so each statement is compared with the others that depend on it.
-
-Where two documents differ by more than arithmetic does.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""Lines of JSON between two endpoints, beside the library that moves the bytes: keys, spans, who is ready.
+"""What endpoints share beside the library: JSON lines to the other side, and threads for blocking calls.
 
 A target listens (``Door``), an initiator calls (``dial``); on a standing ``ControlChannel`` one end asks and
-the other one serves, whichever of the two it is.
-
-Blocking library calls in threads of their own, so that asking whether one is done never waits.
-
-Endpoints of such libraries also share a door for peers, and the peers by their id.
+the other one serves. Blocking library calls run in threads, so polling one never waits.
 """
 
 from __future__ import annotations

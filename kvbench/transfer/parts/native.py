@@ -1,8 +1,6 @@
-"""Loading native libraries: what must be in the process before, and what to say when it fails.
+"""Loading native libraries, Mooncake's package among them: what to load before, and what to say on failure.
 
 A library's output is caught in the process that hosts it, kept bounded, and passed on.
-
-The Python package that holds Mooncake's engine and its store.
 """
 
 from __future__ import annotations

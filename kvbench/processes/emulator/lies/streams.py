@@ -1,8 +1,6 @@
-"""Lies about prompts, about time, and in the stream of tokens.
+"""Lies about prompts and time, in the stream of tokens, and on the KV's way from P to D.
 
-Lies on the KV's way from P to D.
-
-How a lie is put into an engine: one thing of it is wrapped.
+A lie wraps one thing of an honest engine (``wrap``).
 """
 
 from __future__ import annotations

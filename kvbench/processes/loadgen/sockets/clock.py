@@ -1,8 +1,6 @@
-"""When bytes came and went: the kernel's stamps, put on the monotonic clock that all else counts by.
+"""When bytes came and went, by the kernel's stamps on the monotonic clock; and the log of one stream's reads.
 
-The compiled part of the load generator's hot path, or None (kvbench.processes.common.entry).
-
-What was read of one stream, and when, until somebody takes it in.
+``READS`` is the compiled part of this hot path, or None (kvbench.processes.common.entry).
 """
 
 from __future__ import annotations
