@@ -138,7 +138,6 @@ class ScenarioOptions:
     ] = None
 
     def cli_options(self) -> CliOptions:
-        """The values of these options."""
         from kvbench.planning.overrides import CliOptions
 
         return CliOptions(
@@ -265,7 +264,6 @@ class LoadOptions(ScenarioOptions):
     ] = False
 
     def cli_options(self) -> CliOptions:
-        """The values of these options."""
         return replace(
             super().cli_options(),
             base_url=self.base_url,
@@ -318,7 +316,6 @@ class BenchOptions(LoadOptions):
     ] = None
 
     def cli_options(self) -> CliOptions:
-        """The values of these options."""
         return replace(
             super().cli_options(),
             fixed_rate=self.rate,

@@ -396,7 +396,6 @@ class LocalLauncher:
     def ask_hosts(
         self, what: str, more: Mapping[str, Mapping[str, Any]] | None = None
     ) -> dict[str, dict[str, Any]]:
-        """There are no other hosts."""
         return {}
 
     def stop(self, processes: Sequence[LocalProcess], grace_s: float = GRACE_S) -> None:

@@ -34,7 +34,6 @@ class Bundle:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def words(self) -> str:
-        """For a message."""
         amounts = [f"{name} {amount:g}" for name, amount in self.resources.items()]
         labels = [f"label {name}={value}" for name, value in self.labels.items()]
         return f"{self.role}: {', '.join([*amounts, *labels])}"
@@ -326,7 +325,6 @@ def _require_answer(address: str) -> None:
 
 
 def no_cluster(address: str, why: str) -> LaunchError:
-    """The error for a cluster that does not answer."""
     return LaunchError(
         f"no Ray cluster answers at {address}: {why}",
         hint="start one with `ray start --head` on one node and `ray start --address=HEAD:6379` on the "

@@ -305,7 +305,6 @@ class BetweenHosts:
 
     @property
     def hosts(self) -> list[str]:
-        """The hosts of all pairs."""
         return list(dict.fromkeys(name for pair in self.pairs for name in pair))
 
     @property

@@ -296,7 +296,6 @@ def corpus_report(
 
 
 def print_report(report: CorpusReport, terminal: Console, *, as_json: bool) -> None:
-    """The whole of it."""
     if as_json:
         print(json.dumps(report.to_json(), indent=2))
     else:

@@ -37,7 +37,6 @@ class FoundMachine:
     """Those that `kvbench init` offers, by name; real ones first."""
 
     def installed(self, engine: str) -> Installed:
-        """What is known of an engine on this machine."""
         return self.engines.get(engine, Installed())
 
 

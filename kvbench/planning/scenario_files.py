@@ -38,7 +38,6 @@ def bundled_folder() -> Path:
 
 
 def bundled_names() -> tuple[str, ...]:
-    """The names of all bundled scenarios."""
     return tuple(sorted(path.stem for path in bundled_folder().glob("*.yaml")))
 
 

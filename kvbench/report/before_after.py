@@ -175,7 +175,6 @@ def _rates(rows: Sequence[Row]) -> str:
 
 
 def change_rows(found: Sequence[CellChange]) -> Table:
-    """The cells as a table."""
     alike = len({each.cell.output_len for each in found}) < 2
     columns = [
         Column("connector", "connector", align="left"),

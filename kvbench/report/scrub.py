@@ -118,7 +118,6 @@ class Scrubber:
             self._learn("USER", found["user"], _MOST_NAMES)
 
     def text(self, text: str) -> str:
-        """The text without them."""
         for kind, pattern in _PATTERNS:
             text = pattern.sub(lambda found, kind=kind: self._instead(kind, found), text)  # type: ignore[misc]
         text = _IPV6.sub(self._address, _IPV4.sub(self._address, text))

@@ -65,7 +65,6 @@ class Resumed:
         return sum(not self.store.earlier.finished(cell) for cell in self.plan.cells)
 
     def sweep(self, watcher: Watcher) -> Sweep:
-        """The sweep that goes on."""
         if self.store.manifest["kind"] != "simulate":
             return deployed_sweep(self.scenario, self.plan, self.store, watcher, self.fixed, self.trace)
         bench = SimulatedBench(self.scenario, self.store, self.trace, self.measured)

@@ -222,7 +222,6 @@ class SimulatedSite:
         """Nobody answers with text."""
 
     def last_canaries(self, cell: Cell) -> tuple[None, None]:
-        """There are none."""
         return None, None
 
     def run(self, plan: TrialPlan) -> TrialRecord:

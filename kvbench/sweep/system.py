@@ -338,7 +338,6 @@ class SystemSite:
         """Nobody answers with text."""
 
     def last_canaries(self, cell: Cell) -> tuple[None, None]:
-        """There are none."""
         return None, None
 
     def run(self, plan: TrialPlan) -> TrialRecord:

@@ -75,7 +75,6 @@ def advance(pending: list[memoryview], at: int, done: int) -> int:
 
 
 def receive_exactly(sock: socket.socket, count: int) -> bytes:
-    """Exactly ``count`` bytes."""
     data = bytearray(count)
     receive_views(sock, [memoryview(data)])
     return bytes(data)

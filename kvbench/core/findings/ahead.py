@@ -96,7 +96,6 @@ class Pair:
         return () if self.why_not else tuple(ratio for ratio in self.ratios if ratio.significant)
 
     def text(self) -> str:
-        """One sentence."""
         return f"{self.place}: {self._ahead()}" if self.significant else self.undecided([self.place], [self])
 
     def _ahead(self) -> str:

@@ -90,7 +90,6 @@ class Sends:
         return None if place is None else (self._offsets_s[place], place)
 
     def sent(self, place: int, now_s: float) -> None:
-        """It has been sent."""
         self._left -= 1
         if self._following is not None:
             self._begun_s.setdefault(self._following.session[place], now_s)

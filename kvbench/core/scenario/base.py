@@ -63,7 +63,6 @@ def typed(name: object, raw: object, known: Mapping[str, type[Options]], none: O
 
 
 def known_name(kind: str, name: str, known: Mapping[str, Any]) -> str:
-    """The name, if it is known."""
     if name not in known:
         raise custom(f"no {kind} is called {quoted(name)}; {nearest(name, known)}")
     return name

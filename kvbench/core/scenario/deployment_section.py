@@ -71,7 +71,6 @@ class RoleRanks(Section):
 
     @property
     def said(self) -> Mapping[str, int]:
-        """The ranks that it names."""
         named = {key: getattr(self, key) for key in RoleRanks.model_fields}
         return {key: value for key, value in named.items() if value is not None}
 

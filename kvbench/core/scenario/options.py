@@ -126,7 +126,6 @@ class EngineOptions(BaseModel):
 
     @property
     def kv_block_tokens(self) -> int:
-        """Tokens per KV block."""
         return 16
 
     def kv_blocks(self, longest: int) -> int | None:

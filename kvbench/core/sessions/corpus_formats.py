@@ -76,14 +76,12 @@ class CorpusRow:
         return float(value) * unit_s
 
     def rows(self, name: str) -> list[CorpusRow]:
-        """A list of objects."""
         value = self.values.get(name)
         if not isinstance(value, list):
             raise InputError(f"{self.where}: {name} must be a list, not {self._said(name)}")
         return [CorpusRow.of(each, f"{self.where}, {name}[{place}]") for place, each in enumerate(value)]
 
     def text(self, name: str) -> str:
-        """A text, that may be empty."""
         value = self.values.get(name)
         if not isinstance(value, str):
             raise InputError(f"{self.where}: {name} must be a text, not {self._said(name)}")

@@ -34,7 +34,6 @@ def mix64(value: int) -> int:
 
 
 def mix64_array(values: U64) -> U64:
-    """``mix64`` of each element."""
     out = values + np.uint64(_GOLDEN)
     out = (out ^ (out >> np.uint64(30))) * np.uint64(_MIX_1)
     out = (out ^ (out >> np.uint64(27))) * np.uint64(_MIX_2)

@@ -63,7 +63,6 @@ class KvPieces:
 
 
 def kv_pieces(model: ModelShape, tensors: KvTensors) -> KvPieces:
-    """Return the pieces of a block."""
     if model.kv_parts == 1:
         return KvPieces(model.layers, 1, merge=True)
     if tensors == "halves":
@@ -98,7 +97,6 @@ class KvWork:
 
     @property
     def region_pieces(self) -> int:
-        """Pieces in each region."""
         return self.blocks * self.block_pieces.per_region
 
     @property
@@ -150,7 +148,6 @@ class KvWork:
         return (self.ranks + 1) * self.regions * self.piece_bytes
 
     def shape(self) -> str:
-        """As in ``Case.shape``."""
         which = f"{self.ranks} ranks" if self.ranks > 1 else "rank 1"
         vllm = f"vLLM {dotted(self.version[:2])}"
         return f"{self.model.name} {self.input_len} tokens, {which} of {self.tensor_parallel_size}, {vllm}"

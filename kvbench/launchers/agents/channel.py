@@ -92,7 +92,6 @@ class Inbox:
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
 
     def put(self, line: bytes) -> None:
-        """A line has come."""
         self._lines.put(line)
 
     def finish(self, why: str) -> None:

@@ -217,7 +217,6 @@ class RemoteLauncher:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names of its hosts."""
         return tuple(self._agents)
 
     def ask_hosts(

@@ -114,7 +114,6 @@ def parse_body(body: bytes) -> WantedAnswer:
 
 
 def chunk(data: bytes) -> bytes:
-    """One chunk of a chunked body."""
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 

@@ -157,7 +157,6 @@ class Pool:
         self._all.add(connection)
 
     def lost(self, connection: ClientConnection) -> None:
-        """The connection is gone."""
         self._all.discard(connection)
         with contextlib.suppress(ValueError):
             self._idle.remove(connection)

@@ -67,7 +67,6 @@ class Orders:
             signal.signal(number, self._signalled)
 
     def is_set(self) -> bool:
-        """Whether to stop."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + PARENT_POLL_S

@@ -93,7 +93,6 @@ class InFlightRequest:
         self._end()
 
     def failed(self, http_request: HttpRequest, failure: Failure) -> None:
-        """One of its HTTP requests has failed, and so it has."""
         self.end(failure, http_request)
 
     def end(self, failure: Failure, http_request: HttpRequest | None = None) -> None:

@@ -267,7 +267,6 @@ class Spares:
         self._owed = 0
 
     def failed(self) -> None:
-        """A request has failed."""
         self._owed = AFTER_FAILURE
 
     def put(self, plan: MutableSequence[PlannedRequest], place: int) -> None:

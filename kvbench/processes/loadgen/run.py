@@ -52,12 +52,10 @@ class Counts:
             self._due.append(record.scheduled_s)
 
     def first_token(self, request: InFlightRequest, at_s: float) -> None:
-        """A request in flight has its first token."""
         if at_s - request.scheduled_s > self._ttft_s:
             self._late_first.add(request)
 
     def settled(self, request: InFlightRequest, record: RequestRecord) -> None:
-        """A request has ended."""
         self._late_first.discard(request)
         self._done += 1
         times = (_rounded(record.ttft_s), _rounded(record.tpot_s), _rounded(record.e2el_s))

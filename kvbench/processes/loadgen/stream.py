@@ -240,7 +240,6 @@ class StreamReader:
                 setattr(self, name, count)
 
     def _begun(self) -> bytes:
-        """The line that has begun."""
         begun = b"".join([self._pending, *self._more])
         self._more, self._size = [], 0
         return begun

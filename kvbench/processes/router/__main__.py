@@ -71,7 +71,6 @@ async def collect_now_and_then() -> None:
 
 
 def one_process(spec: RouterSpec) -> int:
-    """The router in this process alone."""
     return run(NAME, lambda stop: route(Router(spec), spec, (), stop))
 
 

@@ -234,7 +234,6 @@ class Dispatch:
         return [*(self.prefills if self.connector.disaggregated else []), *self.decodes]
 
     def prefill_for(self, request: ReceivedRequest) -> RouterBackend:
-        """Return the P of a request."""
         return self._choose(request, self.prefills, self._next_prefill)
 
     def decode_for(self, request: ReceivedRequest) -> RouterBackend:

@@ -139,7 +139,6 @@ class TransferProcess:
         await self._ask({"cmd": "offer", "blocks": pack_ids(blocks)}, deadline_s)
 
     async def forget(self, peer_id: str) -> None:
-        """Drop a peer."""
         await self._ask({"cmd": "forget", "peer": peer_id}, CHILD_GRACE_S)
 
     async def close(self) -> None:

@@ -140,7 +140,6 @@ ENOUGH: Final = next(count for count in range(1, 10) if chance(count, count) <= 
 
 
 def trial_ids(groups: Sequence[FaultGroup], name: str) -> Iterator[str]:
-    """The trials of one fault."""
     for group in groups:
         if group.name == name:
             yield from (each.trial.trial_id for each in group.trials)

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 
 class Draw(Protocol):
-    """Draws one picture."""
-
     def __call__(self, theme: Theme = "light", ax: Axes | None = None) -> Figure: ...
 
 

@@ -185,7 +185,6 @@ class _Metric:
     middle: Mapping[str, float]
 
     def of(self, trials: Sequence[TrialRecord]) -> _Metric:
-        """Of these trials alone."""
         known = {trial.trial_id for trial in trials}
         high = {name: value for name, value in self.high.items() if name in known}
         middle = {name: value for name, value in self.middle.items() if name in known}

@@ -71,7 +71,6 @@ class StoredSite:
         """The trials are over."""
 
     def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, None]:
-        """By what is stored."""
         asked = self.asked_last.get(f"{cell.key}-end")
         if self.canaries is None or not asked:
             return None, None

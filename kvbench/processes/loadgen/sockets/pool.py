@@ -75,7 +75,6 @@ class ConnectionPool:
         self._idle.append(connection)
 
     def drop(self, connection: ServerConnection) -> None:
-        """Closes a connection."""
         if connection.fd >= 0:
             self._loop.unwatch(connection.fd)
             connection.close()
