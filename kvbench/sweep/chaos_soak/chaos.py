@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from rich.console import Console
 
@@ -37,7 +37,7 @@ from kvbench.core.chaos_soak.fault_plan import (
 )
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.core.records import Cell, TrialRecord
+from kvbench.core.records import Cell, Method, TrialRecord
 from kvbench.core.scenario.hosts import RemoteHost, Roles
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment, with_ports_at
@@ -52,24 +52,24 @@ from kvbench.planning.obstacles import require_open_files
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
 from kvbench.report.tables.table import json_text
-from kvbench.results.run import CellResult, load_run
+from kvbench.results.run import CellResult
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
 from kvbench.sweep.bench import create_store
 from kvbench.sweep.chaos_soak.constant_rate import (
     HeldOptions,
-    canary_pool_of,
+    HeldRate,
+    HeldRun,
+    begun_run,
     carried_out,
-    failed,
     held_cells,
     held_scenario,
     rates_in,
     rates_of,
-    skip,
     with_canaries,
     with_length,
 )
-from kvbench.sweep.chaos_soak.fault_trial import FaultTrial, HeldRate
+from kvbench.sweep.chaos_soak.fault_trial import FaultTrial
 from kvbench.sweep.chaos_soak.strikes import target_counts
 from kvbench.sweep.deployed import DeployedBench, scratch_prefix
 from kvbench.sweep.display import Watcher
@@ -256,14 +256,8 @@ def command(cli: CliOptions, asked: ChaosOptions, output: Path, console: Console
 
 def resumed(path: Path, console: Console, *, force: bool, lab: Lab | None = None) -> int:
     """Go on with a chaos run: the planned faults that have no trial yet. Raises InputError, StoreError."""
-    run = load_run(path)
-    if run.manifest.get("kind") != "chaos":
-        raise InputError(f"{path} is a run of kind {run.manifest.get('kind')}, not chaos")
-    if resume.is_complete(run):
-        console.print(f"{path} is complete: nothing is left to do", markup=False)
-        from kvbench.report.report import tell_program
-
-        tell_program([run], console)
+    run = begun_run(path, "chaos", console)
+    if run is None:
         return EXIT_OK
     asked = run.manifest.get("asked") or {}
     if asked.get("lab") and lab is None:
@@ -317,49 +311,25 @@ def _carry_out(
     lab: Lab | None,
 ) -> int:
     def work(watcher: Watcher) -> Sequence[CellResult]:
-        return ChaosRun(scenario, plan, store, watcher, faults, rates, lab).run()
+        return ChaosRun(scenario, plan, store, watcher, rates, faults, lab).run()
 
     return carried_out(store, len(faults), console, work)
 
 
 @dataclass(frozen=True)
-class ChaosRun:
+class ChaosRun(HeldRun):
     """Does the faults of all pairs that have no trial in the folder yet."""
 
-    scenario: Scenario
-    plan: Plan
-    store: RunStore
-    watcher: Watcher
+    method: ClassVar[Method] = "chaos"
     faults: Mapping[str, Sequence[PlannedFault]]
-    rates: Mapping[str, float]
     lab: Lab | None = None
 
-    def run(self) -> list[CellResult]:
-        """One result a pair. Raises StoreError without the folder, LaunchError without its hosts."""
-        bench = DeployedBench(self.scenario, self.plan, self.store, self.watcher)
-        done = {each.trial_id for each in load_run(self.store.path).all_trials}
-        results = []
-        with bench.open():
-            for planned in self.plan.deployments:
-                if planned.label not in self.faults or skip(planned, bench, self.store, self.watcher):
-                    continue
-                results.append(self._pair(bench, planned, done))
-                self.store.put_cell(results[-1])
-                self.watcher.cell_finished(results[-1])
-        return results
-
-    def _pair(self, bench: DeployedBench, planned: DeploymentPlan, done: set[str]) -> CellResult:
-        cell = next(each for each in self.plan.cells if each.connector == planned.label)
+    def pair(
+        self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, done: set[str]
+    ) -> KvbenchError | None:
         problems: list[KvbenchError] = []
-        try:
-            pool = canary_pool_of(self.scenario, bench, self.plan, self.store, cell, self.watcher)
-        except StoreError:
-            raise
-        except KvbenchError as error:
-            return failed(cell, error, "chaos")
-        held = HeldRate(cell, self.rates[planned.label], pool)
         for fault in self.faults[planned.label]:
-            if f"{cell.key}-chaos-{fault.number:02d}" in done:
+            if f"{held.cell.key}-chaos-{fault.number:02d}" in done:
                 continue
             self.watcher.stage(f"{planned.label}: {fault.name}, repeat {fault.repeat}")
             try:
@@ -373,9 +343,7 @@ class ChaosRun:
                 continue
             self.watcher.trial_finished(record)
             self.watcher.stage(f"{planned.label}: {fault_text(record)}")
-        if problems:
-            return failed(cell, problems[0], "chaos")
-        return CellResult(cell, "done", method="chaos", main=False)
+        return problems[0] if problems else None
 
     def _one(
         self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, fault: PlannedFault

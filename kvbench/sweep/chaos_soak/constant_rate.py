@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import psutil
 from rich.console import Console
@@ -17,12 +18,13 @@ from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell, Method
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment
-from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
+from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, StoreError
 from kvbench.hosts.procfs import family
 from kvbench.hosts.telemetry import Metrics
 from kvbench.planning.overrides import CliOptions, resolve
-from kvbench.results.run import CellResult, load_run
+from kvbench.results.run import CellResult, RunFolder, load_run
 from kvbench.results.store import RunStore
+from kvbench.sweep import resume
 from kvbench.sweep.chaos_soak.strikes import kv_blocks
 from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.display import Display, Watcher
@@ -146,13 +148,12 @@ def with_length(scenario: Scenario, seconds: float, rate: float) -> Scenario:
     return scenario.model_copy(update={"search": scenario.search.model_copy(update=search)})
 
 
-def canary_pool_of(
-    scenario: Scenario, bench: DeployedBench, plan: Plan, store: RunStore, cell: Cell, watcher: Watcher
-) -> CanaryPool | None:
+def _canary_pool(run: HeldRun, scenario: Scenario, bench: DeployedBench, cell: Cell) -> CanaryPool | None:
     """The right answers to a cell's canaries, of an aggregated server; asked for once in a run.
 
     None, with a note, where none can be had.
     """
+    plan, store, watcher = run.plan, run.store, run.watcher
     label = plan.reference_of(cell.connector)
     known = pool_of_cell(store.earlier.canaries, cell, label)
     if known is not None:
@@ -178,11 +179,6 @@ def canary_pool_of(
     return pool
 
 
-def failed(cell: Cell, error: KvbenchError, method: Method) -> CellResult:
-    """The cell's result when nothing of it could be measured."""
-    return CellResult(cell, "failed", reason=error.message, hint=error.hint, method=method, main=False)
-
-
 def carried_out(
     store: RunStore, cells: int, console: Console, work: Callable[[Display], Sequence[CellResult]]
 ) -> int:
@@ -205,16 +201,92 @@ def carried_out(
     return EXIT_FAILED if any(each.status == "failed" for each in results) else EXIT_OK
 
 
-def skip(planned: DeploymentPlan, bench: DeployedBench, store: RunStore, watcher: Watcher) -> bool:
-    """Whether a deployment cannot be brought up here; that is noted."""
-    problem = bench.problem(planned)
-    if problem is None:
-        return False
-    store.skip_connector(planned.label, problem.reason, problem.fix)
-    watcher.note(f"{planned.label} is skipped: {problem.reason}")
-    if problem.fix:
-        watcher.note(f"  fix: {problem.fix}")
-    return True
+@dataclass(frozen=True)
+class HeldRate:
+    """What is held: a cell's rate, and the right answers to the canaries among its requests, if known."""
+
+    cell: Cell
+    rate: float
+    pool: CanaryPool | None = None
+
+
+@dataclass(frozen=True)
+class HeldRun(ABC):
+    """Measures, pair after pair, what the folder of a chaos run or soak does not have yet."""
+
+    method: ClassVar[Method]
+    scenario: Scenario
+    plan: Plan
+    store: RunStore
+    watcher: Watcher
+    rates: Mapping[str, float]
+
+    def run(self) -> list[CellResult]:
+        """One result a pair. Raises StoreError without the folder, LaunchError without its hosts."""
+        scenario, results = self.measured_scenario(), []
+        bench = DeployedBench(scenario, self.plan, self.store, self.watcher)
+        done = {each.trial_id for each in load_run(self.store.path).all_trials}
+        with bench.open():
+            for planned in self.plan.deployments:
+                if planned.label not in self.rates or self._is_skipped(planned, bench):
+                    continue
+                results.append(self._result(bench, scenario, planned, done))
+                self.store.put_cell(results[-1])
+                self.watcher.cell_finished(results[-1])
+        return results
+
+    def measured_scenario(self) -> Scenario:
+        return self.scenario
+
+    @abstractmethod
+    def pair(
+        self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, done: set[str]
+    ) -> KvbenchError | None:
+        """Measure one pair, except the trials that are ``done``; what failed of it, if it went on after that.
+
+        Raises KvbenchError where it could not go on.
+        """
+
+    def _result(
+        self, bench: DeployedBench, scenario: Scenario, planned: DeploymentPlan, done: set[str]
+    ) -> CellResult:
+        cell = next(each for each in self.plan.cells if each.connector == planned.label)
+        result = CellResult(cell, "done", method=self.method, main=False)
+        try:
+            pool = _canary_pool(self, scenario, bench, cell)
+            error = self.pair(bench, planned, HeldRate(cell, self.rates[planned.label], pool), done)
+        except StoreError:
+            raise
+        except KvbenchError as raised:
+            self.store.require_room()
+            self.watcher.note(f"{planned.label} failed: {raised.message}")
+            error = raised
+        return replace(result, status="failed", reason=error.message, hint=error.hint) if error else result
+
+    def _is_skipped(self, planned: DeploymentPlan, bench: DeployedBench) -> bool:
+        """Whether a deployment cannot be brought up here; that is noted."""
+        problem = bench.problem(planned)
+        if problem is None:
+            return False
+        self.store.skip_connector(planned.label, problem.reason, problem.fix)
+        self.watcher.note(f"{planned.label} is skipped: {problem.reason}")
+        if problem.fix:
+            self.watcher.note(f"  fix: {problem.fix}")
+        return True
+
+
+def begun_run(path: Path, kind: str, console: Console) -> RunFolder | None:
+    """The run that is to be resumed; None, with its report printed, if it is complete. Raises InputError."""
+    run = load_run(path)
+    if run.manifest.get("kind") != kind:
+        raise InputError(f"{path} is a run of kind {run.manifest.get('kind')}, not {kind}")
+    if not resume.is_complete(run):
+        return run
+    console.print(f"{path} is complete: nothing is left to do", markup=False)
+    from kvbench.report.report import tell_program
+
+    tell_program([run], console)
+    return None
 
 
 def rates_in(asked: Mapping[str, object]) -> dict[str, float]:

@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.core.canaries.answer_kinds import CanaryResult
-from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.chaos_soak.fault_cost import FaultCost, cost_of
 from kvbench.core.chaos_soak.fault_plan import PlannedFault
 from kvbench.core.foreign_text import visible
 from kvbench.core.metrics.metrics import summarise
-from kvbench.core.records import Cell, Finding, TrialRecord
+from kvbench.core.records import Finding, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import KvbenchError
@@ -30,7 +29,7 @@ from kvbench.hosts.log_tail import LogReader
 from kvbench.hosts.server_access import access_headers
 from kvbench.launchers.base import Launcher
 from kvbench.results.store import RunStore
-from kvbench.sweep.chaos_soak.constant_rate import Holdings, grown_bytes, holdings, stranded_blocks
+from kvbench.sweep.chaos_soak.constant_rate import HeldRate, Holdings, grown_bytes, holdings, stranded_blocks
 from kvbench.sweep.chaos_soak.strikes import DecodeFlood, OrphanedKv, Strike, strike_of, struck_name
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.trial.canary_supply import CanarySupply
@@ -154,15 +153,6 @@ LOOK_S: Final = 0.05
 COUNTS_NOTHING: Final = ("router", "metadata")
 """Targets that count no requests: what the load had answered since tells whether they serve again."""
 NOT_HELD: Final = "not_held"
-
-
-@dataclass(frozen=True)
-class HeldRate:
-    """What is held: a cell's rate, and the right answers to the canaries among its requests, if known."""
-
-    cell: Cell
-    rate: float
-    pool: CanaryPool | None = None
 
 
 @dataclass

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from rich.console import Console
 
-from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.records import Cell
+from kvbench.core.records import Method
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.deployment.deployment import RunningDeployment
-from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, StoreError
-from kvbench.launchers.base import Launcher
+from kvbench.errors import EXIT_FAILED, EXIT_OK, StoreError
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.obstacles import require_open_files
 from kvbench.planning.overrides import CliOptions
@@ -33,15 +30,15 @@ from kvbench.sweep import resume
 from kvbench.sweep.bench import create_store
 from kvbench.sweep.chaos_soak.constant_rate import (
     HeldOptions,
-    canary_pool_of,
+    HeldRate,
+    HeldRun,
+    begun_run,
     carried_out,
-    failed,
     held_cells,
     held_scenario,
     holdings,
     rates_in,
     rates_of,
-    skip,
     with_length,
 )
 from kvbench.sweep.deployed import DeployedBench
@@ -92,14 +89,8 @@ def command(cli: CliOptions, asked: SoakOptions, output: Path, console: Console)
 
 def resumed(path: Path, console: Console, *, force: bool) -> int:
     """Go on with a soak: the windows that are left. Raises InputError, StoreError."""
-    run = load_run(path)
-    if run.manifest.get("kind") != "soak":
-        raise InputError(f"{path} is a run of kind {run.manifest.get('kind')}, not soak")
-    if resume.is_complete(run):
-        console.print(f"{path} is complete: nothing is left to do", markup=False)
-        from kvbench.report.report import tell_program
-
-        tell_program([run], console)
+    run = begun_run(path, "soak", console)
+    if run is None:
         return EXIT_OK
     again = resume.reopen(path, force=force)
     console.print(f"{len(run.all_trials)} windows are kept", markup=False)
@@ -131,91 +122,32 @@ def _carry_out(
 
 
 @dataclass(frozen=True)
-class SoakRun:
+class SoakRun(HeldRun):
     """Measures the windows of all pairs that the folder does not have yet."""
 
-    scenario: Scenario
-    plan: Plan
-    store: RunStore
-    watcher: Watcher
-    rates: Mapping[str, float]
+    method: ClassVar[Method] = "soak"
     window_s: float
     windows: int
-    _sick: dict[str, str] = field(default_factory=dict)
 
-    def run(self) -> list[CellResult]:
-        """One result a pair. Raises StoreError without the folder, LaunchError without its hosts."""
-        scenario = with_length(self.scenario, self.window_s, min(self.rates.values()))
-        bench = DeployedBench(scenario, self.plan, self.store, self.watcher)
-        results = []
-        with bench.open():
-            for planned in self.plan.deployments:
-                if planned.label not in self.rates or skip(planned, bench, self.store, self.watcher):
-                    continue
-                results.append(self._pair(bench, scenario, planned))
-                self.store.put_cell(results[-1])
-                self.watcher.cell_finished(results[-1])
-        return results
+    def measured_scenario(self) -> Scenario:
+        return with_length(self.scenario, self.window_s, min(self.rates.values()))
 
-    def _pair(self, bench: DeployedBench, scenario: Scenario, planned: DeploymentPlan) -> CellResult:
-        cell = next(each for each in self.plan.cells if each.connector == planned.label)
-        done = {each.trial_id for each in load_run(self.store.path).all_trials}
-        try:
-            pool = canary_pool_of(scenario, bench, self.plan, self.store, cell, self.watcher)
-            with bench.running(planned) as (launcher, deployment):
-                soaked = _Soaked(self, scenario, cell, pool, launcher, deployment)
-                for number in range(1, self.windows + 1):
-                    plan = soaked.plan(number)
-                    if plan.trial_id not in done:
-                        soaked.window(plan)
-        except StoreError:
-            raise
-        except KvbenchError as error:
-            self.store.require_room()
-            self.watcher.note(f"{planned.label} failed: {error.message}")
-            return failed(cell, error, "soak")
-        return CellResult(cell, "done", method="soak", main=False)
+    def pair(self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, done: set[str]) -> None:
+        scenario, progress = self.measured_scenario(), self.watcher.trial_progress
+        with bench.running(planned) as (launcher, deployment):
 
+            def columns() -> dict[str, Any]:
+                """Where a window is, and what the processes hold when it is over."""
+                at_s, session = (plan.number - 1) * self.window_s, self.store.resumed
+                return {
+                    "soak": {"at_s": at_s, "session": session, "holdings": holdings(deployment).to_json()}
+                }
 
-class _Soaked:
-    """One pair that is up, and its windows."""
-
-    def __init__(
-        self,
-        run: SoakRun,
-        scenario: Scenario,
-        cell: Cell,
-        pool: CanaryPool | None,
-        launcher: Launcher,
-        deployment: RunningDeployment,
-    ) -> None:
-        self._run = run
-        self._cell = cell
-        self._deployment = deployment
-        self._number = 0
-        progress = run.watcher.trial_progress
-        self._trials = TrialRunner(
-            scenario, deployment, run.store, launcher, progress, more_columns=self._columns
-        )
-        if pool is not None:
-            self._trials.canaries[cell] = CanarySupply(scenario, deployment, pool)
-
-    def plan(self, number: int) -> TrialPlan:
-        rate = self._run.rates[self._cell.connector]
-        return TrialPlan(self._cell, number, rate, f"window {number}", method="soak", searched=False)
-
-    def window(self, plan: TrialPlan) -> None:
-        """Offers one window; it is stored when this returns. Raises KvbenchError if a process died."""
-        self._number = plan.number
-        record = self._trials.run(plan)
-        self._run.watcher.trial_finished(record)
-
-    def _columns(self) -> dict[str, Any]:
-        """What stands beside a window's figures: what the processes hold when it is over."""
-        return {
-            "soak": {
-                "at_s": (self._number - 1) * self._run.window_s,
-                "session": self._run.store.resumed,
-                "holdings": holdings(self._deployment).to_json(),
-            }
-        }
+            trials = TrialRunner(scenario, deployment, self.store, launcher, progress, more_columns=columns)
+            if held.pool is not None:
+                trials.canaries[held.cell] = CanarySupply(scenario, deployment, held.pool)
+            for number in range(1, self.windows + 1):
+                reason = f"window {number}"
+                plan = TrialPlan(held.cell, number, held.rate, reason, method="soak", searched=False)
+                if plan.trial_id not in done:
+                    self.watcher.trial_finished(trials.run(plan))
