@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -11,27 +10,10 @@ from pydantic import ValidationError
 
 from kvbench.connectors.base import Connector
 from kvbench.errors import InputError
-from kvbench.plugins import modules, outside
+from kvbench.plugins import OpenList
 
-ENTRY_POINT_GROUP = "kvbench.connectors"
-
-
-def names() -> tuple[str, ...]:
-    """All connectors: the files of this folder and those of outside packages."""
-    return tuple(sorted(modules(__path__) | set(outside(ENTRY_POINT_GROUP))))
-
-
-def get(name: str) -> Connector:
-    """The connector of that name. Raises InputError for an unknown one."""
-    if (entry := outside(ENTRY_POINT_GROUP).get(name)) is not None:
-        loaded = entry.load()
-        assert isinstance(loaded, Connector)
-        return loaded
-    if name not in names():
-        raise InputError(f"no connector is called {name!r}", hint=f"there are: {', '.join(names())}")
-    connector = importlib.import_module(f"{__name__}.{name}").CONNECTOR
-    assert isinstance(connector, Connector)
-    return connector
+_PARTS: OpenList[Connector] = OpenList(__name__, "connector", "CONNECTOR", Connector)
+names, get = _PARTS.names, _PARTS.get
 
 
 def profile(name: str, version: str, options: Mapping[str, Any], where: str) -> Connector:

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from kvbench.core.plan.engine_count import engine_name
 from kvbench.engines.base import Engine, EngineOptions
-from kvbench.errors import InputError
-from kvbench.plugins import modules, outside
+from kvbench.plugins import OpenList
 
-ENTRY_POINT_GROUP = "kvbench.engines"
-
-
-def names() -> tuple[str, ...]:
-    """All engines: the files of this folder and those of outside packages."""
-    return tuple(sorted(modules(__path__) | set(outside(ENTRY_POINT_GROUP))))
-
-
-def get(name: str) -> Engine:
-    """The engine of that name. Raises InputError for an unknown one."""
-    if (entry := outside(ENTRY_POINT_GROUP).get(name)) is not None:
-        loaded = entry.load()
-        assert isinstance(loaded, Engine)
-        return loaded
-    if name not in names():
-        raise InputError(f"no engine is called {name!r}", hint=f"there are: {', '.join(names())}")
-    engine = importlib.import_module(f"{__name__}.{name}").ENGINE
-    assert isinstance(engine, Engine)
-    return engine
+_PARTS: OpenList[Engine] = OpenList(__name__, "engine", "ENGINE", Engine)
+names, get = _PARTS.names, _PARTS.get
 
 
 def options_model(name: str) -> type[EngineOptions]:

@@ -6,36 +6,20 @@ do so, since an import may fail slowly or end the process.
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
 
 from kvbench.core.plan.processes import TRANSFER_CHILD_MODULE
-from kvbench.errors import InputError, Problem
-from kvbench.plugins import modules, outside
+from kvbench.errors import Problem
+from kvbench.plugins import OpenList
 from kvbench.transfer.base import Backend
 
-ENTRY_POINT_GROUP = "kvbench.transfer"
 CHECK_DEADLINE_S = 15.0
 
 
-def names() -> tuple[str, ...]:
-    """All transfer backends: the files of this folder and those of outside packages."""
-    return tuple(sorted(modules(__path__) | set(outside(ENTRY_POINT_GROUP))))
-
-
-def get(name: str) -> Backend:
-    """The backend of that name; imports its file, not its library. Raises InputError."""
-    if (entry := outside(ENTRY_POINT_GROUP).get(name)) is not None:
-        loaded = entry.load()
-        assert isinstance(loaded, Backend)
-        return loaded
-    if name not in names():
-        raise InputError(f"no transfer backend is called {name!r}", hint=f"there are: {', '.join(names())}")
-    backend = importlib.import_module(f"{__name__}.{name}").BACKEND
-    assert isinstance(backend, Backend)
-    return backend
+_PARTS: OpenList[Backend] = OpenList(__name__, "transfer backend", "BACKEND", Backend)
+names, get = _PARTS.names, _PARTS.get
 
 
 def check(name: str, deadline_s: float = CHECK_DEADLINE_S) -> Problem | None:
