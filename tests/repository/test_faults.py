@@ -213,7 +213,7 @@ _MEASURING = (
 _MODULES = (
     *("sweep/cell", "sweep/sweep", "sweep/trial/loadgen_driver", "sweep/trial/trial"),
     *("sweep/trial/judging", "sweep/trial/readings"),
-    *("sweep/selftest/exact_server", "hosts/telemetry"),
+    *("sweep/selftest_server", "hosts/telemetry"),
     *("launchers/parts/liveness", "deployment/liveness", "deployment/deployment"),
 )
 
