@@ -22,7 +22,6 @@ from rich.console import Console
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import Plan
 from kvbench.core.plan.processes import RUN_TAG_ENV
-from kvbench.core.plan.time_left import TimeLeft
 from kvbench.core.records import HELD_METHODS, Method
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_OK, InputError, StoreError
@@ -37,7 +36,7 @@ from kvbench.results.store import RunStore
 from kvbench.sweep.calibration import measured_run
 from kvbench.sweep.cell import Fixed
 from kvbench.sweep.deployed import scratch_prefix
-from kvbench.sweep.display import Silent, Watcher
+from kvbench.sweep.display import Silent, TimeLeft, Watcher
 from kvbench.sweep.simulate import SimulatedBench
 from kvbench.sweep.sweep import Sweep, carry_out, deployed_sweep, resume_words, searching_sweep
 from kvbench.sweep.verify.audit import DAMAGED, damages_before_resume

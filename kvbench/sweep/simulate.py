@@ -16,7 +16,6 @@ from rich.console import Console
 
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.plan.time_left import TimeLeft
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.planning.load_files import load_trace, session_source
@@ -27,7 +26,7 @@ from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Bench, Site, create_store
 from kvbench.sweep.calibration import Surroundings, measured_run
 from kvbench.sweep.cell import Fixed
-from kvbench.sweep.display import Silent, Watcher
+from kvbench.sweep.display import Silent, TimeLeft, Watcher
 from kvbench.sweep.simulated_trial import SimulatedDeployment, SimulatedSite, fitted_profile, timing_of
 from kvbench.sweep.simulator_process import require_there
 from kvbench.sweep.sweep import Sweep, carry_out, searching_sweep

@@ -19,7 +19,6 @@ from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.load.traces import TracedRequest, figures, request_rate
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.prospect import prospect_text
-from kvbench.core.plan.time_left import TimeLeft
 from kvbench.core.records import HELD_METHODS, Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError, StoreError
@@ -39,7 +38,7 @@ from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Bench, CellWorkOf, Knowledge, Site, create_store
 from kvbench.sweep.cell import Fixed, searched_cells
 from kvbench.sweep.deployed import DeployedBench
-from kvbench.sweep.display import Display, Watcher, minutes
+from kvbench.sweep.display import Display, TimeLeft, Watcher, minutes
 from kvbench.sweep.otlp import OtlpWatcher, meter
 from kvbench.sweep.strategies import common_rates
 from kvbench.sweep.trial.load_plan import TrialPlan

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvbench.core.plan.time_left import TimeLeft
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.run import CellResult
 from kvbench.results.store import RunInfo, RunStore
-from kvbench.sweep.display import Silent
+from kvbench.sweep.display import Silent, TimeLeft
 from kvbench.sweep.simulate import SimulatedBench
 from kvbench.sweep.strategies import Standing
 from kvbench.sweep.sweep import searching_sweep
