@@ -146,15 +146,6 @@ def scenario_of(run: RunFolder) -> str:
     return str(run.manifest.get("scenario") or resolved(run, "name") or "unnamed")
 
 
-def way_of(run: RunFolder) -> str:
-    """``router`` or ``direct``, and whether by chats. Folders from before there was a choice: ``router``."""
-    load = resolved(run, "load")
-    if not isinstance(load, Mapping):
-        return "router"
-    way = str(load.get("mode") or "router")
-    return f"{way}, chats" if load.get("endpoint") == "chat" else way
-
-
 def started(run: RunFolder) -> str:
     """``2026-11-21 13:30 UTC``, or nothing if the manifest does not say."""
     text = str(run.manifest.get("started_at") or "")
