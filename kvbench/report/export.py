@@ -1,11 +1,9 @@
 """``kvbench export``: a run's summary as Prometheus text, OpenTelemetry metrics (JSON), CSV, or MLflow runs.
 
 Names and units follow each system's rules: base units (seconds, bytes), a unit in the name for Prometheus,
-the UCUM unit beside it for OpenTelemetry. Only what is known is exported; a missing figure has no line.
-
-In MLflow the experiment is the scenario; one run stands for the whole folder, with its report, and one below
-it for each row of the result table, with the row's figures and every trial of its search as steps. MLflow's
-own library writes it, which is optional, to where MLFLOW_TRACKING_URI says.
+the UCUM unit beside it for OpenTelemetry. A missing figure has no line. In MLflow the experiment is the
+scenario; one run stands for the folder with its report, and one below it for each row of the result table,
+with every trial of its search as steps. MLflow's own, optional library writes it to MLFLOW_TRACKING_URI.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """``kvbench watch``: a run folder as it grows, in the terminal or as a live page on this machine.
 
-It only reads the folder, so it can be started, stopped and started again at any time, and several may watch.
-It ends when the run does.
-
-The live page (``--serve``) is three addresses on the loopback device, read-only: ``/`` is the page,
-``/state.json`` what it shows, ``/watch.js`` its script. Nothing else of this machine can be had from it, it
-takes no input but the request line, and it answers no host name but that of the loopback device, so that a
-stranger's page in the same browser cannot read it by way of a name of its own.
+It only reads the folder, so it can be started and stopped at any time, and several may watch; it ends with
+the run. The live page (``--serve``) is three addresses on the loopback device, read-only: ``/``,
+``/state.json``, ``/watch.js``. It takes no input but the request line and answers no host name but that of
+the loopback device, so that a stranger's page in the same browser cannot read it by a name of its own.
 """
 
 from __future__ import annotations

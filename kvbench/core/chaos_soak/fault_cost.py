@@ -1,17 +1,13 @@
-"""What a fault cost, from the records of the requests that were offered at a fixed rate around it.
+"""What a fault cost, from the records of the requests that were offered at a fixed rate around it. Pure.
 
 A request is *good* if it met the SLO (without limits on single requests: if it was answered in full), *late*
 if it was answered in full too late, *hung* if nothing ended it before its deadline, *lost* if it failed
-otherwise, and *wrong* if its answer is known to be wrong.
+otherwise, and *wrong* if its answer is known to be wrong. The goodput that a fault cost is the requests due
+while it lasted that would have been good (by the share before it), less those that were; divided by the fixed
+rate it is in seconds.
 
-The goodput that a fault cost is counted in requests: those that were due while it lasted and would have been
-good (by the share that was good before it), less those that were. Divided by the fixed rate it is in seconds
-of that rate; the area between the two in a picture of goodput over time, in request-seconds per second.
-
-Attainment is *back* with the first request from which on every window of so many requests in a row keeps
-the level: the SLO's share, or the share before the fault less two standard errors of a window, if that is
-less.
-
+Attainment is *back* with the first request from which on every window of so many requests in a row keeps the
+level: the SLO's share, or the share before the fault less two standard errors of a window if that is less.
 ``fault_change`` compares the costs of one fault in two runs by the ranks of their repeats.
 """
 

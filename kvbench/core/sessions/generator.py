@@ -1,14 +1,12 @@
-"""Sessions of any number, made after recorded ones: the same shapes, no two alike.
+"""Sessions of any number, made after recorded ones: the same shapes, no two alike. Pure.
 
-A smoothed bootstrap of whole sessions. Each new session follows a recorded one, drawn at random: its turns in
-their order, what each keeps of the context and what it adds, answers and think times, so that what hangs
-together in a session still does. Each amount is then multiplied by a lognormal number (``SPREAD``), and so is
-the number of turns; turns beyond the recorded ones repeat some of its later ones. No distribution is assumed,
-so nothing is known of sessions that are longer or larger than any recorded one.
+A smoothed bootstrap of whole sessions: each follows a recorded one, drawn at random, with its turns in order,
+what each keeps of the context and adds, answers and think times. Each amount and the number of turns is then
+multiplied by a lognormal number (``SPREAD``); further turns repeat some of the later ones. No distribution is
+assumed, so nothing is known beyond the longest and largest recorded sessions.
 
-What a turn keeps is a share of the longest prompt that its session had so far: a side question keeps little,
-the turn after it nearly all, a compacted context little from then on. Sessions are arrays, so that a million
-turns take megabytes.
+What a turn keeps is a share of the longest prompt that its session had so far. Sessions are arrays, so that a
+million turns take megabytes.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Faults of a lab's NICs, each with a counter that says whether it has met traffic.
 
-| kind | what happens on the NIC |
-|---|---|
-| pull | the link goes down at B, as when a cable is pulled; A sees no carrier |
-| partition | packets vanish, both ways, and nobody is notified |
-| reset | TCP connections are answered with a reset |
-| slow | it carries less |
-| loss | a share of the packets vanishes, each way |
-
-Sockets see no error from pull, partition and loss: only a deadline of their own ends a wait.
+``pull``: the link goes down at B, A sees no carrier. ``partition``: packets vanish, both ways. ``reset``: TCP
+connections are answered with a reset. ``slow``: the NIC carries less. ``loss``: a share of packets vanishes,
+each way. Sockets see no error from pull, partition and loss: only a deadline of their own ends a wait.
 """
 
 from __future__ import annotations

@@ -1,18 +1,15 @@
 """The timed loop: prepared transfers, started again and again, each timed from its start to its seen end.
 
-How it waits, and why. A transfer of 4 KiB ends within microseconds, so the loop first asks without any pause,
-for ``EAGER_NS``, then gives up the processor between two questions, until ``SPIN_NS``, since the library's
-own threads need it. Longer ones are asked after sleeps that grow with the time waited (a ``SLEEP_SHARE`` of
-it), so that what a call's time gains by being seen late stays below that share while the cores are left to
-those who move the bytes. An endpoint with ``wait_fds`` is not polled: it wakes the loop.
+How it waits: first without any pause, for ``EAGER_NS``, since 4 KiB take microseconds; then it gives up the
+processor between two questions, until ``SPIN_NS``, since the library's own threads need it; then it sleeps
+for a ``SLEEP_SHARE`` of the time waited, which bounds what a late look adds. An endpoint with ``wait_fds``
+wakes the loop.
 
-Measured with the mooncake backend over the loopback of two cores kept busy by other work (load 6 to 9), ways
-taken in turns call by call, so with care. 4 KiB: 2 to 3 µs more than the library's own blocking call, in the
-median; 389 µs with sleeps of 300 µs. 8 blocks of 1 MiB: asking without any sleep, as the C++ tool and the
-blocking calls do, moves 0.58 (write) and 0.82 (read) of the bytes in the same time for 1.8 times the CPU
-time, since it takes the core from those who move them; on an idle machine that may be otherwise. To sleep
-until nine tenths of the shortest of the last calls and then ask more often saves a tenth of the caller's CPU
-time, and moves as much at 8 blocks of 1 MiB, but only 0.86 to 0.96 at one of 16 MiB: not done.
+Measured with mooncake over loopback on two busy cores, ways taken in turns: 4 KiB take 2 to 3 µs more than
+the library's blocking call (median); 389 µs with sleeps of 300 µs. Asking without sleep moves 0.58 (write)
+and 0.82 (read) of the bytes of 8 × 1 MiB for 1.8 times the CPU time. Sleeping until nine tenths of the
+shortest of the last calls saves a tenth of the CPU time, but moves 0.86 to 0.96 at one block of 16 MiB: not
+done.
 """
 
 from __future__ import annotations

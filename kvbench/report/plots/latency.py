@@ -1,11 +1,9 @@
 """TTFT and TPOT over the offered rate, or side by side for loads that were offered at one rate each.
 
 Over the rate there is one panel per input length, every trial of the search a point. The upper line is the
-quantile that the SLO speaks of (P95 for an attainment of 0.95): where it crosses the limit, the SLO is lost
-to that latency alone. It is taken from the requests of the steady window where the trial's summary lacks it.
-
-Imported results often have one rate each, for several input lengths or tensor-parallel sizes; over the rate
-they would be panels with one point. They get one place on the axis per load instead.
+quantile that the SLO speaks of (P95 for an attainment of 0.95), from the requests of the steady window where
+the summary lacks it: where it crosses the limit, the SLO is lost to that latency alone. Imported results
+often have one rate each; they get one place on the axis per load.
 """
 
 from __future__ import annotations

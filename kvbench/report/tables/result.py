@@ -1,11 +1,9 @@
 """The result table: one row per connector and input length, made from a run folder and nothing else.
 
 A row's latencies and rates come from the trial that supports its answer: the highest rate that met the SLO,
-at or below the answer. The row shows that trial's rate. Without such a trial these columns are empty.
-
-A rate that was predicted with a fitted timing profile has a mark, and a least interval. Of each deployment
-simulated with a profile file the run folder keeps the profile's status, the lengths that it was fitted to,
-and how far its held-out figures may be off (``fitted_with`` in the manifest).
+at or below the answer; without such a trial they are empty. A rate predicted with a fitted timing profile has
+a mark and a least interval; the folder keeps that profile's status, its input lengths, and how far its
+held-out figures may be off (``fitted_with`` in the manifest).
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Copies between memory of this host: what ``memcpy`` and ``shm`` share.
 
-A peer is another process of this host. It publishes its process id and one of its file descriptors, a
-memory file, which this process opens through ``/proc`` and maps; so nothing has a name that could be left
-behind. The same user (or root) and one process namespace are needed, not the same network namespace.
-
-A copy of one part is made at once, in ``start``, as ``process_vm_writev`` and ``cp`` would; with
-``streams`` above 1, parts are copied by that many threads, since ``ctypes`` gives up the interpreter
-meanwhile.
+A peer publishes its process id and the descriptor of a memory file, which this process maps through
+``/proc``; nothing has a name that could be left behind. The same user (or root) and process namespace are
+needed, not the same network namespace. One part is copied at once, in ``start``; with ``streams`` above 1
+that many threads copy, since ``ctypes`` gives up the interpreter meanwhile.
 """
 
 from __future__ import annotations

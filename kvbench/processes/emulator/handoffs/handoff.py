@@ -1,16 +1,14 @@
 """What the pull and the push handshake share: roles, leases, an engine's transfer process, modelled times.
 
 A request on P (``do_remote_decode``) keeps its blocks after its one token until they have been taken or a
-lease ends; D renews the lease until it fetches. A request on D (``do_remote_prefill``) is answered with an
-error when its KV cannot be had: it is never prefilled again in silence.
-
-The bytes really move, and then wait until the model's time is over:
+lease ends; D renews the lease until it fetches. A request on D (``do_remote_prefill``) whose KV cannot be had
+gets an error: it is never prefilled again in silence. The bytes really move, and then wait until the model's
+time is over::
 
     end = max(begin, link free) + bytes / bandwidth + start-up + per descriptor · descriptors
 
-An engine has one link, first come, first served, as in ``core.simulation``. Only the side that moves the
-bytes is paced, so of several P that one D reads from, none waits for another's link. A transfer that really
-took longer is late, never shortened; the lateness is counted, as for steps that end late
+An engine has one link, first come, first served; only the side that moves the bytes is paced. A transfer that
+really took longer is late, never shortened; its lateness is counted
 (``kvbench:emulator_transfer_lag_seconds``).
 """
 
