@@ -211,38 +211,30 @@ class Handoff(ABC):
 
 def producer_params(wanted: Generate) -> Mapping[str, Any] | None:
     """P's side of the handshake, checked; None for a request without a hand-off. Raises ApiError."""
-    params = wanted.kv_transfer_params
-    if params is None:
-        return None
-    if params.get("do_remote_prefill"):
-        raise ApiError(
-            400, "do_remote_prefill was sent to a kv_producer: the router has the roles the wrong way round"
-        )
-    if not params.get("do_remote_decode"):
-        raise ApiError(400, "kv_transfer_params for a kv_producer must hold do_remote_decode: true")
-    if wanted.stream:
+    params = _params_for("kv_producer", "do_remote_decode", "do_remote_prefill", wanted)
+    if params is not None and wanted.stream:
         raise ApiError(400, "a request with do_remote_decode cannot be streamed")
-    if wanted.max_tokens != 1:
+    if params is not None and wanted.max_tokens != 1:
         raise ApiError(400, f"a request with do_remote_decode needs max_tokens 1, not {wanted.max_tokens}")
     return params
 
 
 def consumer_params(wanted: Generate, required: Sequence[str]) -> Mapping[str, Any] | None:
     """D's side of the handshake, checked; None for a request without a hand-off. Raises ApiError."""
-    params = wanted.kv_transfer_params
-    if params is None:
-        return None
-    if params.get("do_remote_decode"):
-        raise ApiError(
-            400, "do_remote_decode was sent to a kv_consumer: the router has the roles the wrong way round"
-        )
-    if not params.get("do_remote_prefill"):
-        raise ApiError(400, "kv_transfer_params for a kv_consumer must hold do_remote_prefill: true")
-    missing = [key for key in required if params.get(key) in (None, "")]
-    if missing:
+    params = _params_for("kv_consumer", "do_remote_prefill", "do_remote_decode", wanted)
+    if params and (missing := [key for key in required if params.get(key) in (None, "")]):
         raise ApiError(
             400, f"kv_transfer_params lacks {', '.join(missing)}: this router does not fit the engine"
         )
+    return params
+
+
+def _params_for(role: str, key: str, other: str, wanted: Generate) -> Mapping[str, Any] | None:
+    params = wanted.kv_transfer_params
+    if params is not None and params.get(other):
+        raise ApiError(400, f"{other} was sent to a {role}: the router has the roles the wrong way round")
+    if params is not None and not params.get(key):
+        raise ApiError(400, f"kv_transfer_params for a {role} must hold {key}: true")
     return params
 
 
