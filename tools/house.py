@@ -37,8 +37,8 @@ class Limits:
 SAME: Final = """
 ahead answers app base cases checks client command control data deployment dispatch engine evidence
 findings gates hosts liveness loop measure methods metrics mooncake mooncake_store nccl nixl notes
-options overrides physics plan pool processes records remote requests run scenario server spec stats
-system tcp transfer transfers wire
+options overrides plan pool processes records remote run scenario server spec stats system tcp transfer
+transfers wire
 """
 """Names of modules in several rooms: each is what its room has of the thing, such as the ``plan`` of a run
 and the load generator's own, or the ``mooncake`` that hands over and the one that moves."""

@@ -27,7 +27,7 @@ from kvbench.core.plan.processes import shell_script
 from kvbench.deployment.deployment import RunningDeployment, with_ports, with_ports_at
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, MissingLibraryError
 from kvbench.files import keep, scratch, write_json
-from kvbench.launchers.agents.fleet import Fleet
+from kvbench.launchers.agents.remote import Fleet
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.parts import tagged
 from kvbench.launchers.parts.sockets import is_here

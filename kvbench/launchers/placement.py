@@ -18,7 +18,7 @@ from kvbench.core.scenario.scenario import Deployment, Scenario
 from kvbench.errors import InputError, KvbenchError, Problem
 from kvbench.hosts.server_access import carried, variables
 from kvbench.launchers.agents.channel import Channel
-from kvbench.launchers.agents.fleet import Fleet
+from kvbench.launchers.agents.remote import Fleet
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.local import LocalLauncher
 

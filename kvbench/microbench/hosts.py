@@ -22,8 +22,7 @@ from kvbench.hosts.lab.lab import Lab
 from kvbench.hosts.lab.layout import LabPlan
 from kvbench.hosts.nics import choice as nics
 from kvbench.hosts.nics.listing import there
-from kvbench.launchers.agents.fleet import Fleet
-from kvbench.launchers.agents.remote import RemoteLauncher
+from kvbench.launchers.agents.remote import Fleet, RemoteLauncher
 from kvbench.launchers.placement import fleet_with
 from kvbench.microbench.options import MicrobenchOptions, Settings
 from kvbench.microbench.sides import Side

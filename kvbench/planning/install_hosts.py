@@ -19,7 +19,7 @@ from rich.console import Console
 from kvbench.core.scenario.hosts import RemoteHost
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, LaunchError
 from kvbench.files import scratch
-from kvbench.launchers.agents.fleet import in_shell
+from kvbench.launchers.agents.remote import in_shell
 from kvbench.launchers.ssh import SshConnections
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.version import __version__

@@ -21,7 +21,7 @@ from sshhosts import PORT, Hosts, no_hosts_reason, standing
 from kvbench.core.scenario.hosts import Ssh
 from kvbench.core.scenario.scenario import parse_scenario
 from kvbench.errors import InputError, LaunchError, ScenarioError, StoreError
-from kvbench.launchers.agents.fleet import Fleet, agent_command, environment_of, in_shell
+from kvbench.launchers.agents.remote import Fleet, agent_command, environment_of, in_shell
 from kvbench.launchers.ssh import SshConnections, connector
 from kvbench.planning.doctor.hosts import gid_checks, nics_reached, require_nodes
 from kvbench.planning.overrides import CliOptions, resolve

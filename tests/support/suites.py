@@ -23,7 +23,7 @@ STARTERS = {
     "kvbench.hosts.lab.lab": ("Lab",),
     "kvbench.hosts.nics.listing": ("there",),
     "kvbench.launchers.agents.channel": ("PipeChannel",),
-    "kvbench.launchers.agents.fleet": ("Fleet",),
+    "kvbench.launchers.agents.remote": ("Fleet",),
     "kvbench.launchers.local": ("LocalLauncher",),
     "kvbench.launchers.parts.liveness": ("Heartbeat",),
     "kvbench.microbench.cases": ("run_cases",),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvbench.core.findings.load_row import LoadRow, figure_text
-from kvbench.core.gates.physics import MARGIN
+from kvbench.core.gates.transfer import MARGIN
 from kvbench.core.records import Finding
 from kvbench.core.search.burst import BURST_S
 from kvbench.core.slo import Limit

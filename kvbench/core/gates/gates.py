@@ -24,17 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from kvbench.core.gates import (
-    answers,
-    client,
-    physics,
-    populations,
-    requests,
-    steady,
-    streaming,
-    transfer,
-    work,
-)
+from kvbench.core.gates import answers, client, steady, streaming, transfer, work
 from kvbench.core.gates.evidence import ClientFigures, EngineFigures, Evidence, GateLimits, HostFigures
 from kvbench.core.metrics.criteria import CriterionResult, missed_text
 from kvbench.core.metrics.equal_answers import is_long
@@ -57,10 +47,10 @@ Gate = Callable[[Evidence], Finding | None]
 
 GATES: Final[tuple[Gate, ...]] = (
     client.own_resources,
-    requests.failed_requests,
-    requests.server_restarted,
+    streaming.failed_requests,
+    streaming.server_restarted,
     answers.wrong_answers,
-    requests.wrong_length,
+    streaming.wrong_length,
     answers.wrong_prompt_length,
     answers.empty_answers,
     streaming.inflated_usage,
@@ -70,7 +60,7 @@ GATES: Final[tuple[Gate, ...]] = (
     answers.repeated_answers,
     answers.prompts_unread,
     streaming.impossible_answers,
-    requests.shedding,
+    streaming.shedding,
     transfer.kv_failures,
     transfer.kv_expired,
     transfer.wrong_transport,
@@ -80,11 +70,11 @@ GATES: Final[tuple[Gate, ...]] = (
     work.decode_recomputed,
     work.work_unproven,
     transfer.kv_bytes_wrong,
-    requests.requests_lost_or_repeated,
-    requests.output_miscounted,
-    requests.failed_elsewhere,
-    physics.impossible_prefill,
-    physics.impossible_transfer,
+    streaming.requests_lost_or_repeated,
+    streaming.output_miscounted,
+    streaming.failed_elsewhere,
+    transfer.impossible_prefill,
+    transfer.impossible_transfer,
     client.host_starved,
     client.client_limited,
     client.router_limited,
@@ -96,19 +86,19 @@ GATES: Final[tuple[Gate, ...]] = (
     steady.not_steady,
     steady.too_short,
     work.unequal_instances,
-    populations.two_populations,
+    steady.two_populations,
     client.machine_disturbed,
     streaming.empty_first_event,
     streaming.tokens_per_event,
 )
 """In the order of importance: the first refusal becomes the verdict's reason."""
 BY_REQUESTS: Final[tuple[Gate, ...]] = (
-    requests.failed_requests,
-    requests.wrong_length,
+    streaming.failed_requests,
+    streaming.wrong_length,
     answers.wrong_prompt_length,
     answers.empty_answers,
     answers.repeated_answers,
-    requests.shedding,
+    streaming.shedding,
     steady.too_few_requests,
     steady.growing_queue,
     steady.one_batch,
@@ -307,7 +297,7 @@ SOCKET: Final = Source(
 IN_TIME: Final = Source("the load generator read late", lambda evidence: evidence.client.reads_in_time)
 MANY_ANSWERS: Final = Source(
     "too few answers",
-    lambda evidence: sum(each.ok for each in evidence.records) >= populations.LEAST,
+    lambda evidence: sum(each.ok for each in evidence.records) >= steady.LEAST,
 )
 LONG_ANSWERS: Final = Source(
     "answers are too short to differ",
@@ -346,7 +336,7 @@ class Need:
 
 
 NEEDS: Final[Mapping[Gate, Need]] = {
-    requests.server_restarted: Need((ANY_COUNTS,)),
+    streaming.server_restarted: Need((ANY_COUNTS,)),
     answers.wrong_answers: Need((CANARIES,)),
     answers.wrong_prompt_length: Need((SOCKET, PROMPT_USAGE)),
     answers.same_answers: Need((FRESH_PROMPTS, SOCKET, TEXTS, LONG_ANSWERS)),
@@ -369,14 +359,14 @@ NEEDS: Final[Mapping[Gate, Need]] = {
     work.prefill_skipped: Need((FRESH_PROMPTS, PROMPT_COUNTS)),
     work.decode_recomputed: Need((BY_SOURCE,), lambda evidence: _paired(evidence) and evidence.whole_prompt),
     transfer.kv_bytes_wrong: Need((KV_BYTES,), _paired),
-    requests.requests_lost_or_repeated: Need((REQUEST_COUNTS,)),
-    requests.output_miscounted: Need((OUTPUT_COUNTS,)),
-    requests.failed_elsewhere: Need((REQUEST_COUNTS,)),
-    physics.impossible_prefill: Need((FRESH_PROMPTS, PEAK)),
-    physics.impossible_transfer: Need((KV_TIMES,), _paired),
+    streaming.requests_lost_or_repeated: Need((REQUEST_COUNTS,)),
+    streaming.output_miscounted: Need((OUTPUT_COUNTS,)),
+    streaming.failed_elsewhere: Need((REQUEST_COUNTS,)),
+    transfer.impossible_prefill: Need((FRESH_PROMPTS, PEAK)),
+    transfer.impossible_transfer: Need((KV_TIMES,), _paired),
     steady.slot_capped: Need((SLOTS,)),
     work.unequal_instances: Need((ANY_COUNTS, BY_INSTANCE), _perhaps_several),
-    populations.two_populations: Need((FRESH_PROMPTS, MANY_ANSWERS)),
+    steady.two_populations: Need((FRESH_PROMPTS, MANY_ANSWERS)),
 }
 """Of the gates on the servers that need more than the requests' times and outcomes."""
 

@@ -21,7 +21,7 @@ from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
 from kvbench.hosts.nics.choice import best_gid
 from kvbench.hosts.version_rules import Check
 from kvbench.launchers.agents.agent_client import AgentClient
-from kvbench.launchers.agents.fleet import Fleet
+from kvbench.launchers.agents.remote import Fleet
 from kvbench.launchers.placement import fleet_with
 from kvbench.planning.doctor.doctor import affinity_checks, print_checks
 from kvbench.planning.gpu_dealing import VISIBLE, far_device_env

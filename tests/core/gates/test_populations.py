@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.core.gates.populations import populations, two_populations
+from kvbench.core.gates.steady import populations, two_populations
 from kvbench.core.records import RequestRecord
 from tests.core.gates.test_gates import GOOD, evidence
 
