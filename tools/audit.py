@@ -8,39 +8,19 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-ROOT: Final = Path(__file__).resolve().parent.parent
+from tools.bench import ROOT, output_of
+
 PINNED: Final = ROOT / "constraints.txt"
 INSTALL_DEADLINE_S: Final = 180.0
 AUDIT_DEADLINE_S: Final = 180.0
 EXIT_CLEAN, EXIT_FOUND, EXIT_NOT_RUN = 0, 1, 4
 MOST_SHOWN: Final = 3
-
-
-def run(words: Sequence[str], deadline_s: float) -> tuple[int, str]:
-    """Exit status and all output of a command; status 124 after the deadline."""
-    try:
-        done = subprocess.run(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=deadline_s,
-            text=True,
-            errors="replace",
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return 124, f"no end within {deadline_s:g} s"
-    except OSError as error:
-        return 127, str(error)
-    return done.returncode, done.stdout
 
 
 def audit(program: Sequence[str], pinned: Path = PINNED) -> int:
@@ -49,7 +29,7 @@ def audit(program: Sequence[str], pinned: Path = PINNED) -> int:
         found = Path(folder) / "audit.json"
         options = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
         words = [*program, "--requirement", str(pinned), *options, "--output", str(found)]
-        status, output = run(words, AUDIT_DEADLINE_S)
+        status, output = output_of(words, AUDIT_DEADLINE_S)
         try:
             data = json.loads(found.read_text())
         except (OSError, ValueError):
@@ -58,7 +38,6 @@ def audit(program: Sequence[str], pinned: Path = PINNED) -> int:
 
 
 def say(data: Any) -> int:
-    """Prints what pip-audit's JSON says; returns the exit code."""
     packages = data.get("dependencies", []) if isinstance(data, dict) else []
     skipped = [each for each in packages if "skip_reason" in each]
     looked_at = [each for each in packages if "skip_reason" not in each]
@@ -100,7 +79,7 @@ def main() -> int:
             [sys.executable, "-m", "venv", folder],
             [python, "-m", "pip", "install", "-q", "pip-audit"],
         ):
-            status, output = run(words, INSTALL_DEADLINE_S)
+            status, output = output_of(words, INSTALL_DEADLINE_S)
             if status:
                 return not_run(f"pip-audit cannot be installed: {_last_line(output)}")
         return audit([python, "-m", "pip_audit"])

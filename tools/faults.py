@@ -91,7 +91,6 @@ def with_kept(rows: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]]) ->
 
 
 def document(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[str]]) -> str:
-    """docs/faults.md."""
     lines = [HEAD, summary(rows, groups), "Each by itself:", ""]
     lines.append("| what happens | what is said | after (s) | at most (s) | what goes on |")
     lines.append("|---|---|---:|---:|---|")
@@ -126,7 +125,6 @@ def _cell(words: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, write, and say what is missing; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pytest_args", nargs="*", help="more for pytest, such as -k router")
     parser.add_argument("--dry", action="store_true", help="write no file")

@@ -20,7 +20,6 @@ TEST_DEADLINE_S: Final = 3600
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs them; returns pytest's exit code."""
     tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_fuzz*.py"))
     options = [
         "-p",

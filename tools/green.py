@@ -34,7 +34,6 @@ def clean_commit() -> str | None:
 
 
 def run(command: Sequence[str]) -> int:
-    """Run the suite and return its exit code."""
     before = clean_commit()
     status = subprocess.run(command, check=False).returncode
     path = stamp_file()

@@ -9,11 +9,8 @@ redone, none of those that were stored. At its end it verifies. Exit code 1 if a
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -24,36 +21,25 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import psutil
 
 from kvbench.core.plan.plan import trial_seed
-from kvbench.core.plan.processes import RUN_TAG_ENV
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET
+from kvbench.launchers.parts.tagged import tagged
 from kvbench.report.report import write_report
 from kvbench.results.checksums import damages
 from kvbench.results.run import RunFolder, load_run
 from kvbench.sweep.verify.audit import audit
+from tools.bench import HOST, arguments, conclude, table, workplace
 
 SMALL: Final = (
-    "connectors=[aggregated,tcp]",
-    "workload.input_len=[64]",
-    "workload.output_len=4",
-    "slo.ttft_ms=2000",
-    "slo.tpot_ms=500",
-    "slo.attainment=0.8",
-    "search.min_rate=15",
-    "search.start_rate=20",
-    "search.max_rate=60",
-    "search.trial_s=0.5",
-    "search.max_trial_s=0.5",
-    "search.min_requests=10",
-    "search.max_trials=5",
-    "search.precision=0.3",
-    "search.equal_rate=true",
-    "deployment.base_port=0",
-    "deployment.ready_timeout_s=60",
+    *("connectors=[aggregated,tcp]", "workload.input_len=[64]", "workload.output_len=4"),
+    *("slo.ttft_ms=2000", "slo.tpot_ms=500", "slo.attainment=0.8"),
+    *("search.min_rate=15", "search.start_rate=20", "search.max_rate=60", "search.precision=0.3"),
+    *("search.trial_s=0.5", "search.max_trial_s=0.5", "search.min_requests=10", "search.max_trials=5"),
+    *("search.equal_rate=true", "deployment.base_port=0", "deployment.ready_timeout_s=60"),
 )
 LONGEST_LIFE_S: Final = 9.0
 CHANGE_S: Final = 3.0
@@ -85,86 +71,63 @@ class Tally:
     problems: list[str] = field(default_factory=list)
 
     def killed(self, moment: str) -> None:
-        """Takes down when a kill came."""
         self.moments[moment] += 1
         self.last = moment
-
-
-class Life:
-    """One process of a sweep, from its start to its kill or its end."""
-
-    def __init__(self, results: Path, folder: Path | None, said: IO[bytes]) -> None:
-        words = ["--resume", str(folder)] if folder else ["quickstart", "--output", str(results)]
-        sets = [] if folder else [word for value in SMALL for word in ("--set", value)]
-        self._said = said
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvbench.cli", "sweep", *words, *sets],
-            stdout=said,
-            stderr=subprocess.STDOUT,
-        )
-
-    def wait(self, seconds: float) -> int | None:
-        """The exit status; None if it still runs after so long."""
-        try:
-            return self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def kill(self) -> None:
-        os.kill(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def text(self) -> str:
-        self._said.seek(0)
-        return self._said.read().decode("utf-8", "replace")
 
 
 def kill_one_run(results: Path, tally: Tally, wanted: int, chance: random.Random) -> None:
     """Starts a sweep, kills it at random moments until ``wanted`` kills are reached, and lets it end."""
     results.mkdir(parents=True)
-    with tempfile.TemporaryFile() as said:
-        _kill_one_run(results, tally, wanted, chance, said)
-
-
-def _kill_one_run(results: Path, tally: Tally, wanted: int, chance: random.Random, said: IO[bytes]) -> None:
     memory, tally.sessions = _shared_memory(), 0
     folder: Path | None = None
     before: dict[str, bytes] = {}
-    while True:
-        last = tally.kills >= wanted
-        said.seek(0)
-        said.truncate()
-        life = Life(results, folder, said)
-        tally.resumes += folder is not None
-        try:
-            status = _until_killed(life, folder, chance) if not last else life.wait(END_S)
-        except BaseException:
-            life.kill()
-            raise
-        if status is None:
-            life.kill()
-            if last:
-                tally.problems.append(f"{folder} did not end within {END_S:g} s:\n{life.text()}")
+    with tempfile.TemporaryFile() as said:
+
+        def failed(what: str) -> None:
+            said.seek(0)
+            tally.problems.append(f"{folder} {what}:\n{said.read().decode('utf-8', 'replace')}")
+
+        while True:
+            last = tally.kills >= wanted
+            said.seek(0)
+            said.truncate()
+            words = ["--resume", str(folder)] if folder else ["quickstart", "--output", str(results)]
+            sets = [] if folder else [word for value in SMALL for word in ("--set", value)]
+            argv = [sys.executable, "-m", "kvbench.cli", "sweep", *words, *sets]
+            tally.resumes += folder is not None
+            with subprocess.Popen(argv, stdout=said, stderr=subprocess.STDOUT) as life:
+                try:
+                    status = _wait(life, END_S) if last else _until_killed(life, folder, chance)
+                finally:
+                    life.kill()
+            if status is None and last:
+                failed(f"did not end within {END_S:g} s")
                 return
-            tally.kills += 1
-        folder = folder or _folder_in(results)
-        problems = _look(folder, before, tally, memory, killed=status is None)
-        tally.problems += problems
-        if status is None:
-            print(f"kill {tally.kills}: {tally.last}", flush=True)
-        if folder is not None:
-            before = {name: _content(folder / name) for name in STORED}
-        if status is not None:
-            if status not in (EXIT_OK, EXIT_SLO_NOT_MET, EXIT_FAILED) or folder is None:
-                tally.problems.append(f"{folder} ended with {status}:\n{life.text()}")
+            tally.kills += status is None
+            folder = folder or _folder_in(results)
+            tally.problems += _look(folder, before, tally, memory, killed=status is None)
+            if folder is not None:
+                before = {name: _content(folder / name) for name in STORED}
+            if status is None:
+                print(f"kill {tally.kills}: {tally.last}", flush=True)
+            elif status not in (EXIT_OK, EXIT_SLO_NOT_MET, EXIT_FAILED) or folder is None:
+                failed(f"ended with {status}")
                 return
-            tally.problems += list(_wrong_at_the_end(load_run(folder)))
-            tally.runs += 1
-            tally.trials += len(load_run(folder).all_trials)
-            return
+            else:
+                tally.problems += list(_wrong_at_the_end(load_run(folder)))
+                tally.runs += 1
+                tally.trials += len(load_run(folder).all_trials)
+                return
 
 
-def _until_killed(life: Life, folder: Path | None, chance: random.Random) -> int | None:
+def _wait(life: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """The exit status; None if it still runs after so long."""
+    with suppress(subprocess.TimeoutExpired):
+        return life.wait(seconds)
+    return None
+
+
+def _until_killed(life: subprocess.Popen[bytes], folder: Path | None, chance: random.Random) -> int | None:
     """Waits for a moment to kill at; returns the exit status if the process has ended before.
 
     A random one since the start; or the next change of the folder after such a one; or, so that a slow
@@ -172,15 +135,15 @@ def _until_killed(life: Life, folder: Path | None, chance: random.Random) -> int
     """
     way = chance.choice(("time", "change", "trial", "trial")) if folder is not None else "time"
     if folder is None or way != "trial":
-        status = life.wait(chance.uniform(SHORTEST_LIFE_S, LONGEST_LIFE_S))
+        status = _wait(life, chance.uniform(SHORTEST_LIFE_S, LONGEST_LIFE_S))
         if status is not None or folder is None or way == "time":
             return status
     stamp_of = _trials if way == "trial" else _stamp
     stamp, deadline = stamp_of(folder), time.monotonic() + (TRIAL_S if way == "trial" else CHANGE_S)
     while stamp_of(folder) == stamp and time.monotonic() < deadline:
-        if (status := life.wait(0.001)) is not None:
+        if (status := _wait(life, 0.001)) is not None:
             return status
-    return life.wait(chance.uniform(0.0, LONGEST_PAUSE_S if way == "trial" else 0.02))
+    return _wait(life, chance.uniform(0.0, LONGEST_PAUSE_S if way == "trial" else 0.02))
 
 
 def _stamp(folder: Path) -> list[int]:
@@ -245,7 +208,9 @@ def _left_behind(folder: Path, memory: set[str], tally: Tally) -> list[str]:
     """Processes, ports and shared memory of a killed run that are not gone in time."""
     began = time.monotonic()
     while True:
-        left = [*_processes(folder), *_ports(folder), *_nobodys(_shared_memory() - memory)]
+        processes = [each for each in tagged() if each.tag.startswith(folder.name)]
+        left = [f"process {each.pid} ({each.command})" for each in processes]
+        left += [*_ports(folder), *_nobodys(_shared_memory() - memory)]
         gone_s = time.monotonic() - began
         if not left:
             tally.slowest_gone_s = max(tally.slowest_gone_s, gone_s)
@@ -255,20 +220,7 @@ def _left_behind(folder: Path, memory: set[str], tally: Tally) -> list[str]:
         time.sleep(0.05)
 
 
-def _processes(folder: Path) -> list[str]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            tagged = process.environ().get(RUN_TAG_ENV, "").startswith(folder.name)
-            if tagged and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(f"process {process.pid} ({process.name()})")
-        except (psutil.Error, OSError):
-            continue
-    return found
-
-
 def _ports(folder: Path) -> list[str]:
-    """Ports of the run's processes at which somebody still listens."""
     plan = json.loads((folder / "plan.json").read_text())
     ports = {
         int(process.get("port") or 0)
@@ -281,7 +233,7 @@ def _ports(folder: Path) -> list[str]:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(0.5)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+        return probe.connect_ex((HOST, port)) == 0
 
 
 def _shared_memory() -> set[str]:
@@ -371,44 +323,30 @@ def _folder_in(results: Path) -> Path | None:
     return next((path for path in results.iterdir() if not path.name.startswith(".")), None)
 
 
-def show(tally: Tally, seconds: float) -> None:
-    """The table."""
-    print(f"{'moment of the kill':<40}{'kills':>6}")
-    for moment, count in tally.moments.most_common():
-        print(f"{moment:<40}{count:>6}")
-    print(f"{'all':<40}{tally.kills:>6}\n")
-    rows = (
-        ("folders that read without an error", f"{tally.valid} of {tally.kills}"),
-        (
-            "nothing left within 10 s",
-            f"{tally.clean} of {tally.kills}, at the latest after {tally.slowest_gone_s:.1f} s",
-        ),
-        ("trials redone after a kill", ", ".join(f"{n}: {c} times" for n, c in sorted(tally.redone.items()))),
-        ("resumes", str(tally.resumes)),
-        ("sweeps brought to their end, trials", f"{tally.runs}, {tally.trials}"),
-        ("minutes", f"{seconds / 60:.1f}"),
-    )
-    for name, value in rows:
-        print(f"{name:<40}{value}")
-    for problem in tally.problems:
-        print(f"FAILED: {problem}")
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--keep", type=Path, default=None, help="folder in which the runs stay")
-    asked = parser.parse_args()
+    seed = random.SystemRandom().randrange(10**6)
+    asked = arguments(
+        __doc__,
+        kills=(100, "to do"),
+        seed=(seed, "of the moments"),
+        keep=(Path, "folder in which the runs stay"),
+    )
     print(f"{asked.kills} kills, --seed {asked.seed}", flush=True)
     chance, tally, began = random.Random(asked.seed), Tally(), time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kvbench-kills-") as scratch:
-        base = asked.keep or Path(scratch)
-        with suppress(KeyboardInterrupt):
-            while tally.kills < asked.kills and not tally.problems:
-                kill_one_run(base / str(tally.runs), tally, asked.kills, chance)
-    show(tally, time.monotonic() - began)
-    return 1 if tally.problems or tally.kills < asked.kills else 0
+    with workplace("kills") as (scratch, _), suppress(KeyboardInterrupt):
+        while tally.kills < asked.kills and not tally.problems:
+            kill_one_run((asked.keep or scratch) / str(tally.runs), tally, asked.kills, chance)
+    moments = [[moment, str(count)] for moment, count in tally.moments.most_common()]
+    print(table("moment of the kill", "kills", [*moments, ["all", str(tally.kills)]]))
+    facts = {
+        "folders that read without an error": f"{tally.valid} of {tally.kills}",
+        "nothing left within 10 s": f"{tally.clean} of {tally.kills}, slowest {tally.slowest_gone_s:.1f} s",
+        "trials redone after a kill": ", ".join(f"{n}: {c} times" for n, c in sorted(tally.redone.items())),
+        "resumes": tally.resumes,
+        "sweeps brought to their end, trials": f"{tally.runs}, {tally.trials}",
+        "minutes": f"{(time.monotonic() - began) / 60:.1f}",
+    }
+    return conclude(facts, tally.problems) or int(tally.kills < asked.kills)
 
 
 if __name__ == "__main__":

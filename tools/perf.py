@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
 from kvbench.hosts import web
+from tools.bench import MB, Row, limit_table, machine_load
 
 KVBENCH = str(Path(sys.executable).with_name("kvbench"))
 SCENARIO = "quickstart"
@@ -38,7 +37,6 @@ READY_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 15.0
 REQUESTS = 20
 PROMPT_TOKENS = 1024
-MB = 1e6
 
 
 @dataclass
@@ -51,44 +49,24 @@ class Pair:
     pids: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table; ``limit`` in the same unit, None where there is none."""
-
-    what: str
-    value: float
-    unit: str
-    limit: float | None = None
-    note: str = ""
-
-
 def main() -> None:
-    console = Console(width=None if sys.stdout.isatty() else 160)
     rows = [help_row()]
     for name in usable_connectors():
-        console.print(f"measuring a pair with {name} …", highlight=False)
+        print(f"measuring a pair with {name} …", flush=True)
         try:
             rows += pair_rows(name)
         except RuntimeError as error:
-            console.print(f"{name}: {error}", style="red", markup=False)
-    console.print(table(rows))
-    load = os.getloadavg()
-    console.print(
-        f"load average {load[0]:.2f} {load[1]:.2f} {load[2]:.2f} on {os.cpu_count()} cores, at the end"
-    )
+            print(f"{name}: {error}")
+    print(limit_table(rows))
+    print(machine_load())
 
 
 def usable_connectors() -> list[str]:
-    """The P/D connectors that work on this machine."""
     from kvbench import connectors
     from kvbench.planning.doctor.doctor import connector_checks
 
-    checks = {check.name.removeprefix("connector "): check for check in connector_checks()}
-    return [
-        name
-        for name, check in checks.items()
-        if check.status == "ok" and connectors.get(name).transfer_backend
-    ]
+    works = [each.name.removeprefix("connector ") for each in connector_checks() if each.status == "ok"]
+    return [name for name in works if connectors.get(name).transfer_backend]
 
 
 def help_row() -> Row:
@@ -159,7 +137,7 @@ def read_pair(process: subprocess.Popen[bytes], started: float) -> Pair:
         text += chunk
         if not pair.started_s and re.search(rb"^ready", text, re.MULTILINE):
             pair.started_s = time.perf_counter() - started
-    for name, url, pid in re.findall(r"^\s+(\S+)\s+(http\S+) \(pid (\d+)\)", text.decode(), re.MULTILINE):
+    for name, url, pid in re.findall(r"^\s+(\S+)\s+(http\S+) \(pid (\d+)", text.decode(), re.MULTILINE):
         pair.metrics_urls[name], pair.pids[name] = url, int(pid)
     found = re.search(r"(http://\S+)/v1/completions", text.decode())
     pair.base_url = found.group(1) if found else ""
@@ -201,16 +179,6 @@ def private_mb(pid: int) -> tuple[float, float]:
     status = Path(f"/proc/{pid}/status").read_text()
     kib = {name: int(amount) for name, amount in re.findall(r"^(Rss\w+):\s+(\d+) kB", status, re.MULTILINE)}
     return (kib["RssAnon"] + kib["RssFile"]) * 1024 / MB, kib["RssShmem"] * 1024 / MB
-
-
-def table(rows: list[Row]) -> Table:
-    made = Table("what", "measured", "limit", "", "how")
-    for row in rows:
-        digits = 2 if row.unit == "s" else 0
-        limit = "" if row.limit is None else f"{row.limit:g} {row.unit}"
-        mark = "" if row.limit is None else ("ok" if row.value <= row.limit else "OVER")
-        made.add_row(row.what, f"{row.value:.{digits}f} {row.unit}", limit, mark, row.note)
-    return made
 
 
 if __name__ == "__main__":

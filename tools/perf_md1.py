@@ -8,20 +8,13 @@ has had enough.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
-
-import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from kvbench.core.records import Cell
 from kvbench.core.search.live_config import Decision
@@ -31,6 +24,7 @@ from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.sweep.selftest_server import RunningExactServer, exact_server
 from kvbench.sweep.trial.load_plan import TrialWatch, Wanted, planned
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
+from tools.bench import arguments, load_spec, machine_load, near, table, workplace
 from tools.known_queues import md1_max_rate
 
 SERVICES: Final = 12
@@ -62,29 +56,28 @@ class Queue:
 
     @property
     def overload_limit_s(self) -> float:
-        """Within this time an overload is to be cut."""
         return OVERLOAD_LIMIT_S + 3 * self.service_s
 
     def spec(self) -> dict[str, Any]:
-        """Of the exact server."""
         return {"queue": "md1", "service_s": self.service_s, "gap_s": GAP_S, "log_tokens": False}
 
 
 def sweep(queue: Queue, url: str, folder: Path, seed: int, precision: float = 0.05) -> Mapping[str, Any]:
     """The answer of a whole ``kvbench sweep`` of that server. Raises RuntimeError if there is none."""
     settings = (f"seed={seed}", "search.trial_s=2", f"search.precision={precision}", "search.max_trials=12")
-    command = [sys.executable, "-m", "kvbench.cli", "sweep", "--base-url", url, "--output", str(folder)]
-    command += [
-        "--input-len",
-        f"{INPUT_LEN}",
-        "--output-len",
-        f"{OUTPUT_LEN}",
-        "--attainment",
-        f"{ATTAINMENT}",
+    options: dict[str, object] = {
+        "--base-url": url,
+        "--output": folder,
+        "--input-len": INPUT_LEN,
+        "--output-len": OUTPUT_LEN,
+        "--attainment": ATTAINMENT,
+        "--ttft-ms": f"{queue.ttft_s * 1e3:g}",
+        "--tpot-ms": f"{10 * GAP_S * 1e3:g}",
+    }
+    words = [
+        str(word) for option in (*options.items(), *(("--set", each) for each in settings)) for word in option
     ]
-    command += ["--ttft-ms", f"{queue.ttft_s * 1e3:g}", "--tpot-ms", f"{10 * GAP_S * 1e3:g}"]
-    for each in settings:
-        command += ["--set", each]
+    command = [sys.executable, "-m", "kvbench.cli", "sweep", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SWEEP_DEADLINE_S, check=False)
     cells = [line for path in folder.glob("*/cells.jsonl") for line in path.read_text().splitlines()]
     found = [json.loads(line) for line in cells]
@@ -113,18 +106,10 @@ def overload(
     wanted = Wanted(Cell("aggregated", INPUT_LEN, OUTPUT_LEN), rate, seed, latency_s=latency_s)
     offered = planned(scenario, wanted)
     watch = TrialWatch(scenario, wanted, offered, {"": slo})
-    spec = {
-        "base_url": server.url,
-        "model": "exact",
-        "request_rate": rate,
-        "num_requests": offered.n,
-        "seed": seed,
-        "input_len": INPUT_LEN,
-        "output_len": OUTPUT_LEN,
-        "vocab_size": 1000,
-        "records_path": str(folder / f".overload-{seed}"),
-        "slo": {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms},
-    }
+    limits = {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms}
+    lengths = {"input_len": INPUT_LEN, "output_len": OUTPUT_LEN, "vocab_size": 1000}
+    records = folder / f".overload-{seed}"
+    spec = load_spec(server.url, records, rate, offered.n, seed=seed, slo=limits, **lengths)
     generator = LoadGenerator(launcher, spec, f"overload-{seed}")
     generator.run(watch.progressed, lambda: None, offered.length_s + 60.0)
     if watch.decision is None:
@@ -133,33 +118,24 @@ def overload(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.perf_md1", description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--service-ms", type=float, default=4.0)
-    chosen = parser.parse_args()
+    chosen = arguments(__doc__, repeats=(10, "sweeps"), service_ms=(4.0, "service time"))
     queue = Queue(chosen.service_ms / 1e3)
-    console = Console(width=None if os.isatty(1) else 110)
-    table = Table("seed", "found (req/s)", "found / true", "status", "trials", "1.3 × cut after (s)")
-    ratios, cuts = [], []
-    with tempfile.TemporaryDirectory(prefix="kvbench-md1-") as name:
-        folder = Path(name)
-        launcher = LocalLauncher("perf-md1", folder / "logs", folder / "specs")
-        with exact_server(launcher, queue.spec()) as server:
-            for seed in range(1, chosen.repeats + 1):
-                answer = sweep(queue, server.url, folder / f"sweep-{seed}", seed)
-                cut = overload(queue, server, launcher, folder, seed)
-                rate = answer["max_request_rate"] or 0.0
-                ratios.append(rate / queue.max_rate)
-                cuts.append(cut.at_s if cut.verdict == "missed" else float("inf"))
-                cells = (f"{rate:.4g}", f"{ratios[-1]:.3f}", answer["status"], f"{judged_trials(answer)}")
-                table.add_row(f"{seed}", *cells, f"{cuts[-1]:.1f}")
-                print(f"seed {seed}: found / true {ratios[-1]:.3f}", file=sys.stderr, flush=True)
-    console.print(f"M/D/1, {queue.service_s * 1e3:g} ms of service, 95 % within {SERVICES} services")
-    console.print(f"true rate {queue.max_rate:.4g} req/s; load average {os.getloadavg()[0]:.1f}")
-    console.print(table)
-    within = sum(abs(ratio - 1) <= 0.05 for ratio in ratios)
-    console.print(f"found / true: median {np.median(ratios):.3f}; {within} of {len(ratios)} within 5 %")
-    console.print(f"1.3 × cut after at most {max(cuts):.1f} s; limit {queue.overload_limit_s:.1f} s")
+    rows, ratios, cuts = list[list[str]](), list[float](), list[float]()
+    with workplace("md1") as (folder, launcher), exact_server(launcher, queue.spec()) as server:
+        for seed in range(1, chosen.repeats + 1):
+            answer = sweep(queue, server.url, folder / f"sweep-{seed}", seed)
+            cut = overload(queue, server, launcher, folder, seed)
+            rate = answer["max_request_rate"] or 0.0
+            ratios.append(rate / queue.max_rate)
+            cuts.append(cut.at_s if cut.verdict == "missed" else float("inf"))
+            cells = (f"{rate:.4g}", f"{ratios[-1]:.3f}", answer["status"], f"{judged_trials(answer)}")
+            rows.append([f"{seed}", *cells, f"{cuts[-1]:.1f}"])
+            print(f"seed {seed}: found / true {ratios[-1]:.3f}", file=sys.stderr, flush=True)
+    print(f"M/D/1, {queue.service_s * 1e3:g} ms of service, 95 % within {SERVICES} services")
+    print(f"true rate {queue.max_rate:.4g} req/s; {machine_load()}")
+    print(table("seed", "found (req/s)|found / true|status|trials|1.3 × cut after (s)", rows))
+    print(near(ratios))
+    print(f"1.3 × cut after at most {max(cuts):.1f} s; limit {queue.overload_limit_s:.1f} s")
 
 
 if __name__ == "__main__":

@@ -8,12 +8,10 @@ hold.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,12 +20,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from rich.console import Console
-from rich.table import Table
 
 from kvbench.core.metrics.metrics import Slo, summarise
 from kvbench.core.records import Cell, RequestRecord, TrialRecord
 from kvbench.results.store import CellResult, RunInfo, RunStore
+from tools.bench import MB, arguments, table, workplace
 
 CONNECTORS = ("mooncake", "nixl", "tcp")
 INPUT_LENS = (1024, 4096, 8192, 16384)
@@ -37,7 +34,6 @@ PLAN: dict[str, Any] = {"scenario": {"name": "perf-report", "model": "tiny", "sl
 REPORT_S, REPORT_MB = 5.0, 400.0
 DEADLINE_S = 300.0
 MANY_TRIALS = 20
-MB = 1e6
 
 
 def requests_of(cell: Cell, rate: float, count: int, seed: int) -> list[RequestRecord]:
@@ -159,49 +155,42 @@ main()
 
 
 def main() -> None:
-    """Makes the runs, measures, prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trials", type=int, default=60)
-    parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument(
-        "--many", type=int, default=10_000_000, help="requests of the second run; 0: without it"
+    """Make the runs, measure, print the table."""
+    chosen = arguments(
+        __doc__,
+        trials=(60, "of the first run"),
+        requests=(500, "of each of its trials"),
+        many=(10_000_000, "requests of the second run; 0: without it"),
+        repeats=(3, "of which the best counts"),
+        json=(False, "print the figures as JSON"),
     )
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    asked = parser.parse_args()
     rows: list[tuple[str, float, float, float, str]] = []
 
     def add(what: str, code: str, folder: Path, limits: str = "", **values: Any) -> None:
         text = code.format(deadline=int(DEADLINE_S), **values)
-        best = min(measured([sys.executable, "-c", text, str(folder)]) for _ in range(asked.repeats))
+        best = min(measured([sys.executable, "-c", text, str(folder)]) for _ in range(chosen.repeats))
         rows.append((what, *best, limits))
 
-    with tempfile.TemporaryDirectory(prefix="kvbench-perf-report-") as temporary:
-        sweep = a_sweep(Path(temporary), asked.trials, asked.requests)
+    with workplace("perf-report") as (temporary, _):
+        sweep = a_sweep(temporary, chosen.trials, chosen.requests)
         limit = f"≤ {REPORT_S:g} s, ≤ {REPORT_MB:g} MB"
-        add(f"report, {asked.trials} trials × {asked.requests} requests", _REPORT, sweep, limit)
-        if asked.many:
-            many = many_requests(Path(temporary), asked.many)
+        add(f"report, {chosen.trials} trials × {chosen.requests} requests", _REPORT, sweep, limit)
+        if chosen.many:
+            many = many_requests(temporary, chosen.many)
             size = sum(file.stat().st_size for file in (many / "requests").iterdir()) / MB
-            words = f"{asked.many:,} requests ({size:.0f} MB): "
+            words = f"{chosen.many:,} requests ({size:.0f} MB): "
             add(f"{words}means and errors of each trial", _SUMMARY, many, trials=MANY_TRIALS)
             two = ', ["scheduled_s", "first_token_s"]'
             add(f"{words}P99 TTFT of each trial, 2 columns", _COLUMNS, many, columns=two)
             add(f"{words}the same with all columns read", _COLUMNS, many, columns="")
-    _print(rows, as_json=asked.json)
-
-
-def _print(rows: Sequence[tuple[str, float, float, float, str]], *, as_json: bool) -> None:
-    if as_json:
+    if chosen.json:
         keys = ("what", "wall_s", "cpu_s", "memory_mb", "limit")
         print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=2, ensure_ascii=False))
         return
-    table = Table(title="best of several, this machine as busy as it is")
-    for heading in ("what", "wall s", "CPU s", "memory MB", "limit"):
-        table.add_column(heading, justify="left" if heading in ("what", "limit") else "right")
-    for what, wall, cpu, memory, limit in rows:
-        table.add_row(what, f"{wall:.2f}", f"{cpu:.2f}", f"{memory:.0f}", limit)
-    Console(width=150).print(table)
+    cells = [[what, limit, f"{s:.2f}", f"{cpu:.2f}", f"{mb:.0f}"] for what, s, cpu, mb, limit in rows]
+    print(
+        table("what|limit", "wall s|CPU s|memory MB", cells, "best of several, this machine as busy as it is")
+    )
 
 
 if __name__ == "__main__":

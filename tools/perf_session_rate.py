@@ -9,7 +9,6 @@ scatter of the trials as its error. Nothing of the search was chosen by systems 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
@@ -19,8 +18,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from kvbench.core.sessions.session_load import PromptHashes
 from kvbench.core.sessions.session_source import SessionSource
@@ -33,6 +30,7 @@ from kvbench.planning.plan import plan_of
 from kvbench.results.run import load_run
 from kvbench.sweep.simulate import simulated
 from kvbench.sweep.simulated_trial import SimulatedDeployment, system_of
+from tools.bench import arguments, near, table
 
 SCENARIO: Final = "agentic-simulated"
 STEP: Final = 1.04
@@ -170,37 +168,26 @@ def searched(cli: CliOptions) -> Mapping[str, Any]:
         return {**(cell.answer or {}), "trials": len(run.trials), "seconds": seconds}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The whole of it: a line a system, then how many answers were right."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--systems", type=int, default=12)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seed", type=int, default=22)
-    parser.add_argument("--requests", type=int, default=30_000)
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args(arguments)
-    console, table = Console(), Table(box=None, padding=(0, 2, 0, 0))
-    for title in (
-        "system",
-        "SLO",
-        "found [90 %]",
-        "true",
-        "found / true",
-        "",
-        "trials",
-        "load (s)",
-        "CPU (s)",
-    ):
-        table.add_column(title)
-    ratios, held = [], 0
-    for place in range(options.first, options.first + options.systems):
-        drawn, began = Drawn.at(options.seed, place), time.process_time()
+def main(given: Sequence[str] | None = None) -> None:
+    """Print a line for each system, then how many answers were right."""
+    options = arguments(
+        __doc__,
+        given,
+        systems=(12, "to draw"),
+        first=(0, "number of the first one"),
+        seed=(22, "of the systems"),
+        requests=(30_000, "of a long trial"),
+        repeats=(3, "long trials at each rate"),
+    )
+    rows, ratios, held = list[list[str]](), list[float](), 0
+    for index in range(options.first, options.first + options.systems):
+        drawn, began = Drawn.at(options.seed, index), time.process_time()
         limits = limits_of(drawn)
         cli = drawn.cli(limits, 1)
         answer = searched(cli)
         took_s = time.process_time() - began
         rate, lower, upper = (answer[key] for key in ("max_request_rate", "lower", "upper"))
-        row = [f"{place} {drawn.connector}", ", ".join(limits)]
+        row = [f"{index} {drawn.connector}", ", ".join(limits)]
         if rate is None or lower is None or upper is None:
             row += [str(answer["status"]), "–", "–", "no answer"]
         else:
@@ -211,16 +198,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row += [f"{rate:.4g} [{lower:.4g}, {upper:.4g}]", f"{true:.4g} ± {100 * error:.1f} %"]
             row += [f"{rate / true:.3f}", f"{answer['status']}{'' if inside else ', not in the interval'}"]
         row += [str(answer["trials"]), f"{answer['seconds']:.0f}", f"{took_s:.0f}"]
-        table.add_row(*row)
+        rows.append(row)
         print("  ".join(row), file=sys.stderr, flush=True)
-    console.print(table)
-    near = sum(abs(each - 1) <= 0.05 for each in ratios)
-    console.print(
-        f"{near} of {len(ratios)} within 5 %, {held} of {len(ratios)} intervals hold the true rate; "
-        f"median of found / true {np.median(ratios):.3f}"
-    )
-    return 0
+    print(table("system|SLO|found [90 %]|true|found / true|", "trials|load (s)|CPU (s)", rows))
+    print(f"{near(ratios)}; {held} of {len(ratios)} intervals hold the true rate")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,7 +8,6 @@ halves differ by themselves, which no generator can be better than. Give a corpu
 
 from __future__ import annotations
 
-import argparse
 import math
 import resource
 import subprocess
@@ -19,14 +18,13 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 
 from kvbench.core.sessions.corpus import Corpus, CorpusFigures
 from kvbench.core.sessions.generator import SessionPlan, fitted_model
 from kvbench.planning.corpus_files import load_corpus
+from tools.bench import NEAR, ROOT, arguments, table
 
-EXCERPT = Path(__file__).parents[1] / "tests/recorded/agentic/excerpt.jsonl.gz"
+EXCERPT = ROOT / "tests/recorded/agentic/excerpt.jsonl.gz"
 DEADLINE_S = 300.0
 QUARTILES = (0.25, 0.5, 0.75)
 MADE = 2_000
@@ -105,54 +103,50 @@ def halves(corpus: Corpus, splits: int) -> tuple[list[Figures], list[Figures]]:
     return of_made, of_halves
 
 
-def differences(corpus: Corpus, splits: int, console: Console) -> None:
+def differences(corpus: Corpus, splits: int) -> None:
     """Print the table of ``halves``, and what is made after the whole corpus beside that corpus."""
     whole = recorded(corpus)
     same = made(fitted_model(corpus).generate(MADE, 0))
     of_made, of_halves = halves(corpus, splits)
-    titles = (
-        "",
-        "made after all (%)",
-        "made after one half (%)",
-        "the other half itself (%)",
-        "within 5 % of",
-    )
-    table = Table(*titles, box=None, padding=(0, 2, 0, 0))
+    rows = []
     for name in whole:
-        for place, quartile in enumerate(("P25", "P50", "P75")):
-            errors, noise = (np.abs([each[name][place] for each in found]) for found in (of_made, of_halves))
-            table.add_row(
-                f"{name} {quartile}",
-                f"{100 * (same[name][place] / whole[name][place] - 1):+.1f}",
-                f"{100 * np.median(errors):.1f}",
-                f"{100 * np.median(noise):.1f}",
-                f"{np.count_nonzero(errors <= 0.05)} of {splits}",
+        for index, quartile in enumerate(("P25", "P50", "P75")):
+            errors, noise = (np.abs([each[name][index] for each in found]) for found in (of_made, of_halves))
+            rows.append(
+                [
+                    f"{name} {quartile}",
+                    f"{100 * (same[name][index] / whole[name][index] - 1):+.1f}",
+                    f"{100 * np.median(errors):.1f}",
+                    f"{100 * np.median(noise):.1f}",
+                    f"{np.count_nonzero(errors <= NEAR)} of {splits}",
+                ]
             )
-    console.print(table)
-    console.print(f"medians of |difference| over {splits} splits, {MADE:,} sessions made each time")
+    titles = "made after all (%)|made after one half (%)|the other half itself (%)|within 5 % of"
+    caption = f"medians of |difference| over {splits} splits, {MADE:,} sessions made each time"
+    print(table("quartile", titles, rows, caption=caption))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The whole of it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--corpus", type=Path, default=EXCERPT)
-    parser.add_argument("--turns", type=int, default=1_000_000)
-    parser.add_argument("--splits", type=int, default=20)
-    parser.add_argument("--plan-alone", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+def main(given: Sequence[str] | None = None) -> int:
+    options = arguments(
+        __doc__,
+        given,
+        corpus=(EXCERPT, "recorded sessions"),
+        turns=(1_000_000, "of the plan"),
+        splits=(20, "of the corpus"),
+        plan_alone=(False, "make the plan in this process and end"),
+    )
     if options.plan_alone:
         plan_alone(options.corpus, options.turns)
         return 0
     words = ["--plan-alone", "--corpus", str(options.corpus), "--turns", str(options.turns)]
     command = [sys.executable, "-m", "tools.perf_sessions", *words]
-    done = subprocess.run(command, check=False, timeout=DEADLINE_S)
-    if done.returncode:
+    if subprocess.run(command, check=False, timeout=DEADLINE_S).returncode:
         return 1
-    corpus, console = load_corpus(options.corpus), Console()
+    corpus = load_corpus(options.corpus)
     if len(corpus.sessions) < FEWEST:
-        console.print(f"{len(corpus.sessions)} sessions are too few for halves: give more with --corpus FILE")
-        return 0
-    differences(corpus, options.splits, console)
+        print(f"{len(corpus.sessions)} sessions are too few for halves: give more with --corpus FILE")
+    else:
+        differences(corpus, options.splits)
     return 0
 
 

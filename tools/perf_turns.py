@@ -7,16 +7,9 @@ later ones. On a machine that is not idle look at the waits for a core.
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from kvbench.core.records import RequestRecord
 from kvbench.core.scenario.sections import Sessions, SessionShape
@@ -24,6 +17,7 @@ from kvbench.core.sessions.session_load import SessionLoad, session_load
 from kvbench.core.sessions.session_source import source_of
 from kvbench.planning.load_files import write_session_load
 from kvbench.processes.common.record_file import read_records
+from tools.bench import arguments, machine_load, table, workplace
 from tools.perf_loadgen import Ran, ran
 
 BEGIN_S = 10.0
@@ -31,26 +25,25 @@ SEND_LAG_P99_MS = 1.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sessions", type=int, default=1000, help="at once")
-    parser.add_argument("--turns", type=int, default=6, help="of each")
-    parser.add_argument("--think-s", type=float, default=5.0, help="think time, the median")
-    parser.add_argument("--first-len", type=int, default=2048, help="tokens of the first prompt, the median")
-    chosen = parser.parse_args()
-    load = many_sessions(chosen.sessions, chosen.turns, chosen.think_s, chosen.first_len)
-    with tempfile.TemporaryDirectory(prefix="kvbench-turns-") as name:
-        path = Path(name) / "sessions.npz"
-        write_session_load(path, load)
-        found = ran(Path(name), {**PLAN, "num_requests": load.requests, "sessions_path": str(path)})
-        records = read_records(Path(name) / "records")
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(
-        table(list(rows(records)), f"{chosen.sessions:,} sessions at once, {load.requests:,} turns")
+    chosen = arguments(
+        __doc__,
+        sessions=(1000, "at once"),
+        turns=(6, "of each"),
+        think_s=(5.0, "think time, the median"),
+        first_len=(2048, "tokens of the first prompt, the median"),
     )
-    console.print(words(found, records), markup=False, highlight=False, soft_wrap=True)
+    load = many_sessions(chosen.sessions, chosen.turns, chosen.think_s, chosen.first_len)
+    with workplace("turns") as (folder, launcher):
+        path = folder / "sessions.npz"
+        write_session_load(path, load)
+        found = ran(folder, launcher, {**PLAN, "requests": load.requests, "sessions_path": str(path)})
+        records = read_records(folder / "records")
+    title = f"{chosen.sessions:,} sessions at once, {load.requests:,} turns"
+    print(table("sent late (ms)", "turns|P50|P90|P99|most", list(rows(records)), title))
+    print(words(found, records))
 
 
-PLAN = {"request_rate": 1.0, "input_len": 1, "output_len": 1, "timeout_s": 60.0}
+PLAN = {"rate": 1.0, "input_len": 1, "output_len": 1, "timeout_s": 60.0}
 
 
 def many_sessions(count: int, turns: int, think_s: float, first_len: int) -> SessionLoad:
@@ -62,26 +55,17 @@ def many_sessions(count: int, turns: int, think_s: float, first_len: int) -> Ses
     return session_load(sessions, offsets, scope, block_tokens, own_answers=False)
 
 
-def rows(records: Sequence[RequestRecord]) -> Iterator[tuple[str, int, list[float]]]:
+def rows(records: Sequence[RequestRecord]) -> Iterator[list[str]]:
     """Name, number and quantiles in ms of how late turns were sent."""
     for name, which in (("first turns", [0]), ("later turns", range(1, 1_000_000))):
         late = [
             1e3 * (each.sent_s - each.scheduled_s) for each in records if each.sent_s and each.turn in which
         ]
-        yield name, len(late), np.quantile(late, (0.5, 0.9, 0.99, 1.0)).tolist()
-
-
-def table(found: Sequence[tuple[str, int, list[float]]], title: str) -> Table:
-    made = Table(title=title)
-    for head in ("sent late (ms)", "turns", "P50", "P90", "P99", "most"):
-        made.add_column(head, justify="left" if head == "sent late (ms)" else "right")
-    for name, count, quantiles in found:
-        made.add_row(name, f"{count:,}", *(f"{each:.3f}" for each in quantiles))
-    return made
+        yield [name, f"{len(late):,}", *(f"{each:.3f}" for each in np.quantile(late, (0.5, 0.9, 0.99, 1.0)))]
 
 
 def words(found: Ran, records: Sequence[RequestRecord]) -> str:
-    client, load = found.client, os.getloadavg()
+    client = found.client
     failed = sum(not each.ok for each in records)
     waited = client["run_queue_wait_share"] or 0.0
     return (
@@ -89,7 +73,7 @@ def words(found: Ran, records: Sequence[RequestRecord]) -> str:
         f"{failed} failed; at most {client['streams_peak']} streams; "
         f"the generator took {client['cpu_share']:.0%} of a "
         f"core, and waited for one for {waited:.1%} of its time; its memory grew by {found.grown_mb:.0f} MB; "
-        f"load average {load[0]:.2f} {load[1]:.2f} {load[2]:.2f} on {os.cpu_count()} cores at the end"
+        f"{machine_load()}"
     )
 
 

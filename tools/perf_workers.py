@@ -7,26 +7,20 @@ this machine's cores: beyond these the figures are about the sharing, not about 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
-from rich.table import Table
-
 from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.channel import PipeChannel
 from kvbench.launchers.agents.remote import RemoteLauncher
 from kvbench.launchers.base import Launcher
-from kvbench.launchers.local import LocalLauncher
 from kvbench.sweep.selftest_server import exact_server
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult
+from tools.bench import arguments, load_spec, machine_load, table, workplace
 
 WORKERS: Final = (1, 2, 3, 4)
 LEAST_SHARE: Final = 0.95
@@ -45,26 +39,27 @@ class Row:
     cpu_share: float
     apart_ms: float
 
-    def share_of(self, one: Row) -> float:
-        """The rate against as many times that of one worker."""
-        return self.sent_rate / (self.workers * one.sent_rate)
+    def cells(self, one: Row) -> list[str]:
+        """Return the figures for the table; ``one`` is the row of one worker."""
+        share = self.sent_rate / (self.workers * one.sent_rate)
+        return [
+            self.where,
+            str(self.workers),
+            f"{self.planned_rate:g}",
+            f"{self.sent_rate:.1f}",
+            f"{share:.3f}",
+            f"{self.lag_p99_ms:.2f}",
+            f"{self.cpu_share:.0%}",
+            f"{self.apart_ms:.2f}",
+            "ok" if share >= LEAST_SHARE else "UNDER",
+        ]
 
 
 def offered(launcher: Launcher, url: str, folder: Path, workers: int, rate: float, seconds: float) -> Row:
     """One load by so many workers, each of which is to send ``rate`` requests a second."""
-    planned = round(workers * rate * seconds)
-    spec = {
-        "base_url": url,
-        "model": "exact",
-        "seed": 7,
-        "vocab_size": 32_000,
-        "request_rate": workers * rate,
-        "num_requests": planned,
-        "input_len": 64,
-        "output_len": 4,
-        "records_path": str(folder / f"records-{workers}"),
-        "slo": {"ttft_ms": 1000.0, "tpot_ms": 1000.0},
-    }
+    more = {"input_len": 64, "output_len": 4, "slo": {"ttft_ms": 1000.0, "tpot_ms": 1000.0}, "seed": 7}
+    records, planned = folder / f"records-{workers}", round(workers * rate * seconds)
+    spec = load_spec(url, records, workers * rate, planned, **more)
     generator = LoadGenerator(launcher, spec, workers=workers)
     load = generator.run(lambda progress: False, lambda: None, DEADLINE_S)
     return row_of("hosts" if launcher.hosts else "here", workers, workers * rate, load)
@@ -111,55 +106,33 @@ def hosts(folder: Path, count: int) -> Iterator[RemoteLauncher]:
             agent.close()
 
 
-def measured(folder: Path, rate: float, seconds: float) -> Iterator[Row]:
+def measured(rate: float, seconds: float) -> Iterator[Row]:
     """All rows, each with an exact server that answers quickly."""
-    launcher = LocalLauncher("perf-workers", folder / "logs", folder / "specs")
-    with exact_server(launcher, {"first_token_s": 0.01, "gap_s": 0.002}) as server:
+    with (
+        workplace("perf-workers") as (folder, launcher),
+        exact_server(launcher, {"first_token_s": 0.01, "gap_s": 0.002}) as server,
+    ):
         for workers in WORKERS:
             yield offered(launcher, server.url, folder, workers, rate, seconds)
         for workers in WORKERS:
-            with hosts(folder, workers) as far:
-                yield offered(far, server.url, folder, workers, rate, seconds)
+            with hosts(folder, workers) as remote:
+                yield offered(remote, server.url, folder, workers, rate, seconds)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rate", type=float, default=400.0, help="requests a second of each worker")
-    parser.add_argument("--seconds", type=float, default=10.0, help="measured with each number of workers")
-    chosen = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    with tempfile.TemporaryDirectory(prefix="kvbench-perf-") as name:
-        rows = list(measured(Path(name), chosen.rate, chosen.seconds))
-    table = Table(
-        "where",
-        "workers",
-        "req/s planned",
-        "req/s sent",
-        "of linear",
-        "send lag p99, ms",
-        "busiest worker's core",
-        "starts apart, ms",
-        "",
+def main() -> None:
+    chosen = arguments(
+        __doc__,
+        rate=(400.0, "requests a second of each worker"),
+        seconds=(10.0, "measured with each number of workers"),
     )
-    for row in rows:
-        one = next(each for each in rows if each.where == row.where)
-        share = row.share_of(one)
-        table.add_row(
-            row.where,
-            str(row.workers),
-            f"{row.planned_rate:g}",
-            f"{row.sent_rate:.1f}",
-            f"{share:.3f}",
-            f"{row.lag_p99_ms:.2f}",
-            f"{row.cpu_share:.0%}",
-            f"{row.apart_ms:.2f}",
-            "ok" if share >= LEAST_SHARE else "UNDER",
-        )
-    console.print(table)
-    load = os.getloadavg()
-    console.print(f"load average {load[0]:.2f} on {os.cpu_count()} cores, at the end")
-    return 0
+    rows = list(measured(chosen.rate, chosen.seconds))
+    one = {row.where: row for row in reversed(rows)}
+    titles = (
+        "workers|req/s planned|req/s sent|of linear|send lag p99, ms|busiest worker's core|starts apart, ms|"
+    )
+    print(table("where", titles, [row.cells(one[row.where]) for row in rows]))
+    print(machine_load())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,11 +4,10 @@ Ray with its dependencies is 240 MB and pins some packages that kvbench's own en
 versions, so it does not go there. Run by .venv's Python after ``make setup``: ``python tools/setup_ray.py``.
 """
 
-import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from setup_base import CONSTRAINTS, ROOT, run, say, tail
+
 VENV = ROOT / ".venv-ray"
 PYTHON = VENV / "bin" / "python"
 RAY = "ray==2.60.0"
@@ -26,22 +25,18 @@ def wanted() -> list[str]:
 
 def main() -> int:
     stamp = VENV / "kvbench-ray.txt"
-    needed = "\n".join([*wanted(), (ROOT / "constraints.txt").read_text()])
+    needed = "\n".join([*wanted(), CONSTRAINTS.read_text()])
     if stamp.exists() and stamp.read_text() == needed and "--force" not in sys.argv:
         return 0
-    print(f"set-up: making {VENV.name} with {RAY} (about 240 MB)", flush=True)
+    say(f"making {VENV.name} with {RAY} (about 240 MB)")
     steps: list[list[object]] = [
-        [sys.executable, "-m", "venv", str(VENV)],
-        [PYTHON, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", *wanted()],
+        [sys.executable, "-m", "venv", VENV],
+        [PYTHON, "-m", "pip", "install", "-q", "-c", CONSTRAINTS, *wanted()],
     ]
     for step in steps:
-        try:
-            done = subprocess.run([str(word) for word in step], timeout=STEP_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            print(f"set-up failed: not done after {STEP_DEADLINE_S:g} s", file=sys.stderr)
-            return 1
-        if done.returncode:
-            print("set-up failed: see above", file=sys.stderr)
+        status, output = run(step, STEP_DEADLINE_S)
+        if status:
+            print(f"set-up failed:\n{tail(output)}", file=sys.stderr)
             return 1
     packages = next((VENV / "lib").glob("python*/site-packages"))
     (packages / "kvbench-here.pth").write_text(f"{ROOT}\n")

@@ -9,7 +9,6 @@ fewer than 1,000 trials were recorded.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import hashlib
 import json
@@ -17,7 +16,6 @@ import os
 import random
 import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -43,16 +41,12 @@ from kvbench.sweep.display import Silent
 from kvbench.sweep.simulate import SimulatedBench, simulable
 from kvbench.sweep.sweep import searching_sweep
 from kvbench.sweep.trial.load_plan import TrialPlan
+from tools.bench import arguments, conclude, table, workplace
 
 SETS: Final = (
-    "connectors=[aggregated,tcp,nixl]",
-    "workload.input_len=[64,128,192,256,384,512]",
-    "search.trial_s=0.5",
-    "search.max_trial_s=0.5",
-    "search.min_requests=20",
-    "search.max_trials=6",
-    "search.precision=0.2",
-    "search.equal_rate=true",
+    *("connectors=[aggregated,tcp,nixl]", "workload.input_len=[64,128,192,256,384,512]"),
+    *("search.trial_s=0.5", "search.max_trial_s=0.5", "search.min_requests=20", "search.max_trials=6"),
+    *("search.precision=0.2", "search.equal_rate=true"),
 )
 WARM_UP: Final = 0.25
 """Share of the time after which memory may not grow any more: caches and arenas fill first."""
@@ -103,7 +97,6 @@ class Soak:
         return ""
 
     def sample(self) -> None:
-        """Take a sample, if the last one is old enough."""
         at_s = time.monotonic() - self.began
         if not self.samples or at_s - self.samples[-1].at_s >= SAMPLE_S:
             own = self.process
@@ -115,13 +108,9 @@ class SoakedSite:
 
     def __init__(self, soak: Soak, site: Site, store: _Refusing) -> None:
         self.trace_rate, self.has_direct = site.trace_rate, site.has_direct
-        self.prepare, self.close, self.alone, self.outputs = (
-            site.prepare,
-            site.close,
-            site.alone,
-            site.outputs,
-        )
-        self.watch_answers, self.last_canaries = site.watch_answers, site.last_canaries
+        self.prepare, self.close, self.alone = site.prepare, site.close, site.alone
+        self.outputs, self.watch_answers = site.outputs, site.watch_answers
+        self.last_canaries = site.last_canaries
         self._run = site.run
         self._soak = soak
         self._store = store
@@ -181,7 +170,6 @@ def _refused(record: TrialRecord) -> TrialRecord:
 
 
 def digest(record: TrialRecord) -> str:
-    """Of all of a record, as JSON."""
     text = json.dumps(record.to_json(), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -216,7 +204,6 @@ def one_sweep(soak: Soak, results: Path) -> None:
 
 
 def judged(soak: Soak, seconds: float) -> list[str]:
-    """What is wrong."""
     warm = [sample for sample in soak.samples if sample.at_s >= seconds * WARM_UP]
     quarter = max(1, len(warm) // 4)
     first, last = warm[:quarter], warm[-quarter:]
@@ -235,33 +222,24 @@ def judged(soak: Soak, seconds: float) -> list[str]:
     return wrong
 
 
-def show(soak: Soak, seconds: float) -> None:
-    """The table."""
-    print(f"{'at':>8} {'RSS':>10} {'descriptors':>12} {'threads':>8}")
-    step = max(1, len(soak.samples) // 10)
-    for sample in soak.samples[::step]:
-        rss = f"{sample.rss / 1e6:.1f} MB"
-        print(f"{sample.at_s:>6.0f} s {rss:>10} {sample.descriptors:>12} {sample.threads:>8}")
-    print(f"sweeps, cells, trials  {soak.sweeps}, {soak.cells}, {soak.trials}")
-    print(f"faults                 {', '.join(f'{n} {c}' for n, c in sorted(soak.faults.items())) or 'none'}")
-    print(f"read back equal        {'all' if not soak.differing else f'all but {soak.differing}'}")
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=1)
-    asked = parser.parse_args()
+    asked = arguments(__doc__, minutes=(30.0, "to go on"), seed=(1, "of the faults"))
     os.nice(5)
     soak, seconds = Soak(random.Random(asked.seed)), asked.minutes * 60
-    with tempfile.TemporaryDirectory(prefix="kvbench-soak-") as scratch:
+    with workplace("soak") as (folder, _):
         while time.monotonic() - soak.began < seconds:
-            one_sweep(soak, Path(scratch))
-    show(soak, seconds)
-    wrong = judged(soak, seconds)
-    for each in wrong:
-        print(f"FAILED: {each}")
-    return 1 if wrong else 0
+            one_sweep(soak, folder)
+    rows = [
+        [f"{each.at_s:.0f} s", f"{each.rss / 1e6:.1f} MB", str(each.descriptors), str(each.threads)]
+        for each in soak.samples[:: max(1, len(soak.samples) // 10)]
+    ]
+    print(table("", "at|RSS|descriptors|threads", rows))
+    facts = {
+        "sweeps, cells, trials": f"{soak.sweeps}, {soak.cells}, {soak.trials}",
+        "faults": ", ".join(f"{name} {count}" for name, count in sorted(soak.faults.items())) or "none",
+        "read back equal": f"all but {soak.differing}" if soak.differing else "all",
+    }
+    return int(conclude(facts, judged(soak, seconds)))
 
 
 if __name__ == "__main__":

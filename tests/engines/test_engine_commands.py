@@ -31,7 +31,7 @@ from kvbench.planning.process_specs import engine_warnings, process_specs, unusa
 from kvbench.planning.scenario_files import registry
 from kvbench.processes.common.entry import parse_spec
 from kvbench.processes.router.spec import RouterSpec
-from tools.vllm_variables import gone, variables
+from tools.vllm_sources import gone, variables
 
 GIVEN: dict[str, Any] = {"model": "./m", "version": "0.32.0"}
 

@@ -24,7 +24,7 @@ from kvbench.errors import LaunchError
 from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.channel import Channel, ChannelClosedError
 from kvbench.launchers.ray import RayNodesOf
-from tools.raylab import RayLab
+from tools.labs import RayLab
 
 pytestmark = [
     pytest.mark.skipif("KVBENCH_TEST_RAY" not in os.environ, reason="opt-in: make test-ray"),

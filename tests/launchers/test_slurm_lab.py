@@ -20,7 +20,7 @@ from kvbench.errors import LaunchError
 from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.channel import Channel, ChannelClosedError
 from kvbench.launchers.slurm import SlurmJob
-from tools.slurmlab import SlurmLab, problem, step_daemons
+from tools.labs import SlurmLab, problem, step_daemons
 
 pytestmark = [
     pytest.mark.skipif("KVBENCH_TEST_SLURM" not in os.environ, reason="opt-in: make test-slurm"),

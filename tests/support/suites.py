@@ -29,8 +29,7 @@ STARTERS = {
     "kvbench.microbench.cases": ("run_cases",),
     "kvbench.processes.transfer_worker.remote": ("TransferProcess",),
     "kvbench.sweep.sweep": ("deployed_sweep",),
-    "tools.liars.honest": ("honest",),
-    "tools.liars.trials": ("run_case",),
+    "tools.liars.trials": ("honest", "run_case"),
 }
 """Functions and classes that start processes, by module."""
 

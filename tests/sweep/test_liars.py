@@ -13,8 +13,7 @@ from kvbench import transfer
 from kvbench.core.gates.gates import gate_table
 from kvbench.core.gates.lies import LIES, labels_of
 from tools.liars.cases import CASES, Case
-from tools.liars.honest import false_alarms, honest
-from tools.liars.trials import run_case, unable
+from tools.liars.trials import false_alarms, honest, run_case, unable
 from tools.random_systems.honest import honest_trials
 
 pytestmark = pytest.mark.timeout(180)

@@ -16,7 +16,7 @@ import pytest
 from fake_cuda import copied, fake_cuda
 
 from kvbench import transfer
-from tools.gpu import driver, kit, noise, one, run, start
+from tools.gpu import checks, driver, kit, one, run, start
 from tools.gpu.checks import CHECKS, TCP_REFUSALS
 from tools.gpu.result import Check, CheckFailedError, Figures, Result, SkippedError
 
@@ -151,7 +151,7 @@ def test_nixl_refuses_memory_that_ucx_does_not_know_as_the_gpus(tmp_path: Path) 
 def test_wrong_bytes_are_a_failure(tmp_path: Path) -> None:
     """Over plain TCP between two fake GPUs: what arrives is compared, and moved both ways."""
     code = (
-        "import json, sys; from pathlib import Path; from tools.gpu.moved import moved\n"
+        "import json, sys; from pathlib import Path; from tools.gpu.checks import moved\n"
         "print(json.dumps(dict(moved('tcp', 'cuda', Path(sys.argv[1])))))"
     )
     env = {**os.environ, **fake_cuda(tmp_path)}
@@ -185,9 +185,9 @@ def test_nvml_is_asked_call_by_call(tmp_path: Path) -> None:
 
 
 def test_the_noise_of_bf16_needs_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SkippedError, match="torch is not installed"):
-        noise.noise()
+        checks.noise()
 
 
 # --- the archive

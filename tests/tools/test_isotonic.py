@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.perf_search.isotonic import MOST_POINTS, REQUESTS, WARMUP_S, SmoothIsotonic, ascending
 from tools.perf_search.pipeline import run_closed
-from tools.perf_search.rivals import Bench, isotonic_rule
+from tools.perf_search.rivals import (
+    MOST_POINTS,
+    REQUESTS,
+    WARMUP_S,
+    Bench,
+    SmoothIsotonic,
+    ascending,
+    isotonic_rule,
+)
 from tools.perf_search.systems import SYSTEMS
 
 

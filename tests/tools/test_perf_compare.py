@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvbench.planning.overrides import CliOptions, resolve
-from tools.perf_compare.__main__ import figures_of
-from tools.perf_compare.jobs import SearchJob, longer
+from tools.perf_compare import SearchJob, figures_of, longer
 
 
 def answers(count: int, rate: float, seed: int) -> list[str]:

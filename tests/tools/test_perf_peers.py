@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 from processes import lives
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-from perf_peers import clients, report, work  # noqa: E402
+from tools.bench import ROOT
+from tools.perf_peers import clients, report, work
 
 WORK = work.Work(10, 7.5, 2)
 

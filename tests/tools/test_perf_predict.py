@@ -10,10 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.errors import InputError
-from tools.perf_predict.__main__ import main
-from tools.perf_predict.closed_loop import ClosedLoop, Measured, straight
-from tools.perf_predict.inferencex import errors_of, read_rows, table_rows
-from tools.perf_predict.llmservingsim import predicted
+from tools.perf_predict import (
+    ClosedLoop,
+    Measured,
+    errors_of,
+    main,
+    predicted,
+    read_rows,
+    straight,
+    table_rows,
+)
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "llmservingsim"
 LOW, HIGH = Measured(4, 200.0, 8.0), Measured(64, 900.0, 21.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -13,14 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from kvbench.results.run import RunFolder
+from kvbench.results.run import RunFolder, load_run
+from tools.bench import ROOT
+from tools.jobs import rows_of
 from tools.random_systems import truth
 from tools.random_systems.family import SEEDS, draw
 from tools.random_systems.judge import __main__ as command
 from tools.random_systems.judge.figures import figures, notes
-from tools.random_systems.judge.jobs import SearchJob
-from tools.random_systems.judge.judged import TOO_LONG, Judged, judge, judge_command, promised
-from tools.random_systems.judge.many import rows_of
+from tools.random_systems.judge.search import TOO_LONG, Judged, SearchJob, judge, judged_run, promised
 
 FOUND = Judged("x", ("drift", "slow"), 1, "converged", "found", 10.0, 12.0, 10.4, 9.0, 10.5)
 CHEAP = 5
@@ -35,13 +36,29 @@ def known(index: int) -> truth.Truth:
 
 
 @pytest.mark.parametrize("index", [CHEAP, *(pytest.param(each, marks=pytest.mark.heavy) for each in (1, 7))])
-def test_a_search_in_this_process_says_what_the_command_says(index: int) -> None:
+def test_a_search_in_this_process_says_what_the_command_says(index: int, tmp_path: Path) -> None:
     """One that converges, one whose backlog makes trials void, one that finds nothing."""
     system, true = draw(SEEDS["develop"], index), known(index)
     here = judge(system, true, 1, 60.0)
-    by_command = judge_command(system, true, 1, 110.0, ("develop", index))
+    player = [sys.executable, "-m", "tools.random_systems.serve", "develop", str(index)]
+    slo, load = system.slo, system.workload
+    options = {
+        "--system": shlex.join(player),
+        "--input-len": load.input_len,
+        "--output-len": load.output_len,
+        "--output": tmp_path,
+        "--ttft-ms": slo.ttft_ms,
+        "--tpot-ms": slo.tpot_ms,
+        "--attainment": None if slo.limits else slo.attainment,
+    }
+    words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    words += [word for limit in slo.limits for word in ("--slo", limit)]
+    words += ["--set", f"workload.burstiness={load.burstiness:g}", "--set", "seed=1"]
+    command_line = [sys.executable, "-m", "kvbench.cli", "simulate", *words]
+    subprocess.run(command_line, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=110, check=False)
+    (folder,) = tmp_path.iterdir()
     assert here.trials >= 2
-    assert replace(here, real_s=0.0) == replace(by_command, real_s=0.0)
+    assert replace(here, real_s=0.0) == judged_run(system, true, 1, load_run(folder))
 
 
 @pytest.mark.heavy
@@ -65,10 +82,8 @@ def test_a_scenario_may_be_set_otherwise() -> None:
 
 def test_a_search_that_takes_too_long_is_said_so() -> None:
     system, true = draw(SEEDS["develop"], CHEAP), known(CHEAP)
-    for found in (judge(system, true, 1, 0.05), judge_command(system, true, 1, 0.05, ("develop", CHEAP))):
-        assert found.outcome == TOO_LONG
-        assert found.interval is None
-        assert found.trials == 0
+    found = judge(system, true, 1, 0.05)
+    assert (found.outcome, found.interval, found.trials) == (TOO_LONG, None, 0)
     assert judge(system, true, 1, 60.0).trials > 0  # the alarm is off
 
 
@@ -150,16 +165,16 @@ def test_figures_count_by_kind() -> None:
 def test_rows_are_gone_on_with(tmp_path: Path) -> None:
     rows = tmp_path / "new" / "rows.jsonl"
     jobs = [SearchJob("develop", CHEAP, known(CHEAP), seed, 60.0) for seed in (1, 2)]
-    (first,) = rows_of(jobs[:1], 1, rows)
+    (first,) = rows_of(jobs[:1], 1, "code", rows)
     whole = rows.read_text()
     rows.write_text(whole + '{"key": "search develop 5 2", "co')
-    found = list(rows_of(jobs, 1, rows))
+    found = list(rows_of(jobs, 1, "code", rows))
     assert found[0] == first  # to the last digit of the time that it took
     assert [Judged.from_json(each).run_seed for each in found] == [1, 2]
     assert rows.read_text().startswith(whole)
     assert len(rows.read_text().splitlines()) == 2
-    assert list(rows_of(jobs, 1, rows)) == found
-    (anew,) = rows_of(jobs[:1], 1, rows, code="other")
+    assert list(rows_of(jobs, 1, "code", rows)) == found
+    (anew,) = rows_of(jobs[:1], 1, "other", rows)
     assert anew["real_s"] != first["real_s"]
     restored = Judged.from_json(json.loads(json.dumps(first)))
     assert asdict(restored)["kinds"] == restored.kinds
@@ -170,7 +185,7 @@ def test_what_works_for_a_judge_ends_with_it(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     with subprocess.Popen(
         [*command_line, "--first-system", str(CHEAP), "--count", "1", "--rows", str(rows)],
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     ) as judging:

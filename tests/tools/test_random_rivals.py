@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 from tools.random_systems import truth
-from tools.random_systems.clock import Clock
 from tools.random_systems.family import SEEDS, draw
 from tools.random_systems.judge import __main__ as command
-from tools.random_systems.judge.closed import can_close, closed
 from tools.random_systems.judge.rivals import (
     RULES,
     DrawnBench,
@@ -23,8 +21,9 @@ from tools.random_systems.judge.rivals import (
     RivalJob,
     rules_for,
 )
+from tools.random_systems.queues import can_close, closed
 from tools.random_systems.simulate import Jobs, run
-from tools.random_systems.system import Disturbances, Service, Slo, System, Workload
+from tools.random_systems.system import Clock, Disturbances, Service, Slo, System, Workload
 
 PLAIN = System(
     name="plain",

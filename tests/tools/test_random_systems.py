@@ -19,14 +19,12 @@ from kvbench.core.slo import Slo as ProductSlo
 from tools.known_queues import md1_attainment
 from tools.random_systems import __main__ as command
 from tools.random_systems import roots, truth
-from tools.random_systems.batching import Engine, batching
-from tools.random_systems.clock import Clock
 from tools.random_systems.family import LEADS, SEEDS, SIZES, draw, family, seed_of
-from tools.random_systems.formulas import Mg1, erlang_c, mg1_mean_wait, mmc_mean, mmc_share
-from tools.random_systems.queues import fifo, shared
+from tools.random_systems.queues import Engine, batching, fifo, shared
 from tools.random_systems.serve import BadLineError, serve
 from tools.random_systems.simulate import Jobs, State, end, run, trial
-from tools.random_systems.system import Batch, Disturbances, FloatArray, Service, Slo, System, Workload
+from tools.random_systems.system import Batch, Clock, Disturbances, FloatArray, Service, Slo, System, Workload
+from tools.random_systems.truth import Mg1, erlang_c, mg1_mean_wait, mmc_mean, mmc_share
 
 PLAIN = System(
     name="plain",
@@ -665,7 +663,7 @@ def test_a_process_of_its_own() -> None:
     assert process.returncode == 0
     done = subprocess.run(words, input="{]\n", capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: line 1: this is no JSON")
+    assert done.stderr.startswith("error: line 1: Invalid JSON")
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:

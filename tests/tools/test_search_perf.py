@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tools.known_queues import md1_attainment
-from tools.perf_search import jobs, truth
+from tools.perf_search import trials, truth
 from tools.perf_search.pipeline import Step, System, offsets, run_closed, run_open
 from tools.perf_search.rivals import RULES, Bench, run_rule
 from tools.perf_search.systems import SYSTEMS
@@ -64,11 +64,11 @@ def test_the_kept_truths_are_those_of_the_systems(name: str) -> None:
 def test_the_search_is_true_and_fast() -> None:
     names = ("md1", "prefill", "slots", "tpot", "cliff", "drift")
     work = [
-        jobs.Job(jobs.OURS, SYSTEMS[name], jobs.truth_of(SYSTEMS[name]), seed)
+        trials.Job(trials.OURS, SYSTEMS[name], trials.truth_of(SYSTEMS[name]), seed)
         for name in names
         for seed in range(5)
     ]
-    row = jobs.rows_of(work, [jobs.run_job(job) for job in work])[-1]
+    row = trials.rows_of(work, [trials.run_job(job) for job in work])[-1]
     assert row.system == "all"
     assert row.median == pytest.approx(1.0, abs=0.025)
     assert row.within >= 0.95
@@ -79,8 +79,8 @@ def test_the_search_is_true_and_fast() -> None:
 def test_the_search_says_where_there_is_nothing_to_find() -> None:
     for name in ("never", "always"):
         system = SYSTEMS[name]
-        work = [jobs.Job(jobs.OURS, system, jobs.truth_of(system), seed) for seed in range(3)]
-        rows = jobs.rows_of(work, [jobs.run_job(job) for job in work])
+        work = [trials.Job(trials.OURS, system, trials.truth_of(system), seed) for seed in range(3)]
+        rows = trials.rows_of(work, [trials.run_job(job) for job in work])
         assert rows[0].right == 1.0
         assert math.isnan(rows[0].median)
         assert rows[0].to_json()["median"] is None
@@ -99,7 +99,7 @@ def test_the_other_rules_answer(rule: str) -> None:
     found = run_rule(rule, system, 1)
     assert found.rate is not None
     assert found.trials > 3
-    ratio = found.rate / jobs.truth_of(system).rate
+    ratio = found.rate / trials.truth_of(system).rate
     assert (1.5 < ratio < 10) if rule.startswith("seed") else 0.3 < ratio < 1.4
     assert run_rule(rule, SYSTEMS["always"], 1).rate is None
 

@@ -18,14 +18,10 @@ _ROOM_BYTES: Final = 4096
 
 _NUMBER: Final = ("nvmlDeviceGetIndex", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit")
 _MORE_NUMBERS: Final = (
-    "nvmlDeviceGetTotalEnergyConsumption",
-    "nvmlDeviceGetCurrentClocksThrottleReasons",
-    "nvmlDeviceGetCurrPcieLinkGeneration",
-    "nvmlDeviceGetCurrPcieLinkWidth",
-    "nvmlDeviceGetPerformanceState",
-    "nvmlDeviceGetPersistenceMode",
-    "nvmlDeviceGetMinorNumber",
-    "nvmlDeviceGetNumaNodeId",
+    *("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetCurrentClocksThrottleReasons"),
+    *("nvmlDeviceGetCurrPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth"),
+    *("nvmlDeviceGetPerformanceState", "nvmlDeviceGetPersistenceMode"),
+    *("nvmlDeviceGetMinorNumber", "nvmlDeviceGetNumaNodeId"),
 )
 _STRUCTURES: Final = ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPciInfo_v3")
 _TEXTS: Final = ("nvmlDeviceGetName", "nvmlDeviceGetUUID", "nvmlDeviceGetVbiosVersion", "nvmlDeviceGetSerial")

@@ -12,7 +12,6 @@ import argparse
 import fnmatch
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 from collections.abc import Sequence
@@ -21,7 +20,8 @@ from pathlib import Path
 from typing import Final
 from zipfile import ZipFile
 
-ROOT: Final = Path(__file__).resolve().parent.parent.parent
+from tools.bench import ROOT, output_of
+
 NAME: Final = "gpu-kit"
 LIMIT_BYTES: Final = 60_000_000
 PIP_DEADLINE_S: Final = 900.0
@@ -35,11 +35,8 @@ DROPPED: Final = (
     *("*libxml2*", "*libs2n*", "*libgusli*", "*/libnixl_test*", "*/libnixl_capi*", "*/libobj_utils*"),
     # Mooncake: the store, its servers, expert parallelism; the engine alone is loaded.
     *(
-        "mooncake/_store*",
-        "mooncake/mooncake_*",
-        "mooncake/libmooncake_*",
-        "mooncake/_ep*",
-        "mooncake/_pg_jit/*",
+        *("mooncake/_store*", "mooncake/mooncake_*", "mooncake/libmooncake_*"),
+        *("mooncake/_ep*", "mooncake/_pg_jit/*"),
     ),
     *("mooncake/transfer_engine_bench", "mooncake_transfer_engine*.libs/libetcd_wrapper*", "*/tests/*"),
 )
@@ -83,19 +80,14 @@ class KitError(Exception):
 
 def run(words: Sequence[str], deadline_s: float, folder: Path = ROOT) -> str:
     """A command's output. Raises KitError."""
-    try:
-        done = subprocess.run(
-            words, cwd=folder, capture_output=True, text=True, timeout=deadline_s, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise KitError(f"{words[0]}: {error}") from error
-    if done.returncode:
-        raise KitError(f"{' '.join(words[:6])} … failed:\n{(done.stderr or done.stdout)[-1500:]}")
-    return done.stdout
+    output: str
+    status, output = output_of(words, deadline_s, folder)
+    if status:
+        raise KitError(f"{' '.join(words[:6])} … failed:\n{output[-1500:]}")
+    return output
 
 
 def project(target: Path) -> None:
-    """The project's files as they are here, those that git knows."""
     for name in run(["git", "ls-files", "--", *PROJECT], 60.0).splitlines():
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -110,13 +102,8 @@ def wheels(group: Group, python: str, cache: Path) -> list[Path]:
         run(
             [
                 *(
-                    sys.executable,
-                    "-m",
-                    "pip",
-                    "download",
-                    "--quiet",
-                    "--disable-pip-version-check",
-                    "--no-deps",
+                    *(sys.executable, "-m", "pip", "download", "--quiet"),
+                    *("--disable-pip-version-check", "--no-deps"),
                 ),
                 *("--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms),
                 *("--platform", "manylinux2014_x86_64", "--platform", "manylinux1_x86_64"),
@@ -136,7 +123,6 @@ def _pinned(packages: Sequence[str]) -> list[str]:
 
 
 def unpack(wheel: Path, target: Path) -> None:
-    """A wheel's files but those that the checks never load."""
     with ZipFile(wheel) as archive:
         for name in archive.namelist():
             if not name.endswith("/") and not any(fnmatch.fnmatch(name, each) for each in DROPPED):
@@ -170,7 +156,6 @@ def _soname(path: Path) -> str:
 
 
 def archive(folder: Path, out: Path) -> int:
-    """The folder as a .tar.gz; its bytes. Raises KitError where they are too many."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(out, "w:gz", compresslevel=9) as tar:
         tar.add(folder, arcname=NAME)
@@ -180,7 +165,6 @@ def archive(folder: Path, out: Path) -> int:
 
 
 def make(python: str, cuda: int, out: Path, cache: Path) -> int:
-    """The whole archive; its bytes. Raises KitError."""
     folder = cache / NAME
     shutil.rmtree(folder, ignore_errors=True)
     project(folder)

@@ -18,7 +18,6 @@ NO_DRIVER: Final = "no NVIDIA driver here"
 
 
 def answer_of(check: Check, folder: Path) -> dict[str, Any]:
-    """What the check says, whatever it raises."""
     try:
         if check.gpu and not driver.there():
             raise SkippedError(NO_DRIVER)

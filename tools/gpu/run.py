@@ -75,7 +75,6 @@ def _tail(log: Path) -> list[str]:
 
 
 def results(checks: Sequence[Check], budget_s: float) -> Iterator[Result]:
-    """One result for each check, in order; what there is no time for is skipped."""
     until = time.monotonic() + budget_s
     for check in checks:
         left = until - time.monotonic()
@@ -86,7 +85,6 @@ def results(checks: Sequence[Check], budget_s: float) -> Iterator[Result]:
 
 
 def summary(found: Sequence[Result]) -> str:
-    """The table at the end: a line for each check."""
     width = max((len(each.name) for each in found), default=0)
     lines = []
     for each in found:

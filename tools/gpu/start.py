@@ -15,7 +15,6 @@ from pathlib import Path
 
 
 def packages(kit: Path) -> list[Path]:
-    """Folders of the kit's packages that are not installed here."""
     return [each for each in sorted((kit / "site").glob("*")) if importlib.util.find_spec(each.name) is None]
 
 
@@ -41,7 +40,6 @@ def cuda_runtimes(roots: list[str]) -> Iterator[Path]:
 
 
 def environment(kit: Path) -> dict[str, str]:
-    """This process's environment with what the checks need to find."""
     native = missing_libraries(kit)
     found = {
         "PYTHONPATH": [kit, *packages(kit)],

@@ -10,15 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .cases import CASES
-from .honest import honest_deployments
-from .trials import run_case, unable
+from .trials import honest_deployments, run_case, unable
 
 NOISE = 0.004
 """Share of tokens that come out otherwise: of answers of eight tokens, three in a hundred."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the bench; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--honest", type=int, default=50, metavar="N", help="honest trials (default: 50)")
     parser.add_argument("--noisy", type=int, default=20, metavar="N", help="with noisy answers (default: 20)")

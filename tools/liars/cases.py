@@ -13,14 +13,8 @@ from kvbench.planning.overrides import CliOptions
 
 # A light load with limits so wide that a busy machine breaks none of them.
 EASY: Final = (
-    "workload.input_len=[64]",
-    "workload.output_len=8",
-    "slo.ttft_ms=4000",
-    "slo.tpot_ms=1000",
-    "slo.attainment=0.5",
-    "search.trial_s=1",
-    "search.min_requests=24",
-    "deployment.base_port=0",
+    *("workload.input_len=[64]", "workload.output_len=8", "slo.ttft_ms=4000", "slo.tpot_ms=1000"),
+    *("slo.attainment=0.5", "search.trial_s=1", "search.min_requests=24", "deployment.base_port=0"),
 )
 
 
@@ -80,11 +74,8 @@ def _answers(case: Case) -> Case:
 # parameters 80 % of an A10's peak. No GPU is stood for; the figures only have to be possible for the honest
 # engine, and impossible for a liar that a busy machine holds up: hence the slow one, and the slow NIC below.
 _PHYSICS: Final = (
-    "workload.input_len=[4096]",
-    "deployment.hardware=A10",
-    "deployment.engine_options.time_scale=5",
-    "model.active_parameters=1.1e10",
-    "search.min_requests=20",
+    *("workload.input_len=[4096]", "deployment.hardware=A10", "deployment.engine_options.time_scale=5"),
+    *("model.active_parameters=1.1e10", "search.min_requests=20"),
 )
 _LONG: Final = ("workload.output_len=16",)
 _MANY: Final = ("search.trial_s=3", "search.min_requests=80")

@@ -22,28 +22,19 @@ from typing import Any, Final
 
 import yaml
 
-from tools.mutants.live import Session, in_session
 from tools.mutants.operators import Mutant, mutants
 from tools.mutants.reach import BUILD, ROOT, Reach, digest, reach, test_files
-from tools.mutants.running import Outcome, Pool, Task, preload, within
+from tools.mutants.running import Outcome, Pool, Session, Task, in_session, preload, within
 
 SOURCES: Final = (
-    "kvbench/core",
-    "kvbench/processes/loadgen/plan.py",
-    "kvbench/processes/router/dispatch.py",
-    "kvbench/report/tables",
-    "kvbench/results/store.py",
+    *("kvbench/core", "kvbench/processes/loadgen/plan.py", "kvbench/processes/router/dispatch.py"),
+    *("kvbench/report/tables", "kvbench/results/store.py"),
 )
 TESTS: Final = (
-    "tests/connectors",
-    "tests/core",
-    "tests/processes/loadgen/test_loadgen_process.py",
+    *("tests/connectors", "tests/core", "tests/processes/loadgen/test_loadgen_process.py"),
     "tests/processes/router/test_router_dialects.py",
-    "tests/processes/router/test_router_processes.py",
-    "tests/report/tables",
-    "tests/report/test_report.py",
-    "tests/results/test_store.py",
-    "tests/sweep/trial/test_load.py",
+    *("tests/processes/router/test_router_processes.py", "tests/report/tables"),
+    *("tests/report/test_report.py", "tests/results/test_store.py", "tests/sweep/trial/test_load.py"),
 )
 EQUIVALENT: Final = Path(__file__).with_name("equivalent.yaml")
 RESULTS: Final = BUILD / "results.jsonl"
@@ -53,7 +44,6 @@ DEAD: Final = ("killed", "too long")
 
 
 def sources(places: Sequence[str]) -> dict[str, str]:
-    """Path → text of the modules of files and folders."""
     found = {}
     for place in places:
         path = ROOT / place

@@ -126,7 +126,6 @@ def _constants(value: object) -> list[ast.AST]:
 
 
 def _calls(node: ast.Call, called: ast.Name | ast.Attribute) -> list[ast.AST]:
-    """Another function of the same arguments."""
     if isinstance(called, ast.Name) and called.id in CALLED:
         return [_with(node, func=ast.Name(CALLED[called.id], ast.Load()))]
     if isinstance(called, ast.Attribute) and called.attr in CALLED:
@@ -207,7 +206,6 @@ def _shown(node: ast.AST) -> str:
 
 
 def mutants(module: str, source: str) -> Iterator[Mutant]:
-    """All changes of a module, in the order of its lines."""
     tree = ast.parse(source)
     passed_over, functions = _left_alone(tree), _functions(tree)
     parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
@@ -241,8 +239,7 @@ def _statement(node: ast.AST, parents: dict[int, ast.AST]) -> str:
     return _shown(around)
 
 
-def mutated(mutant: Mutant, source: str) -> ast.AST:
-    """The module's tree with that one change."""
+def mutated(mutant: Mutant, source: str) -> ast.Module:
     tree = ast.parse(source)
     target = next(node for number, node in enumerate(ast.walk(tree)) if number == mutant.node)
     changed = changes(target)[mutant.way]
@@ -251,4 +248,5 @@ def mutated(mutant: Mutant, source: str) -> ast.AST:
         def visit(self, node: ast.AST) -> ast.AST:
             return ast.copy_location(changed, node) if node is target else self.generic_visit(node)
 
-    return ast.fix_missing_locations(Put().visit(tree))
+    Put().generic_visit(tree)  # no mutant changes the module itself
+    return ast.fix_missing_locations(tree)

@@ -61,7 +61,6 @@ class Reach:
     """Module's path → line → ids of the tests that run it, or AT_IMPORT."""
 
     def add(self, found: dict[str, Any]) -> None:
-        """Adds what a test file's run has written."""
         seconds = found["seconds"]
         self.seconds |= seconds
         for module, lines in found["lines"].items():
@@ -143,7 +142,6 @@ def digest(paths: Sequence[Path]) -> str:
 
 
 def test_files(places: Sequence[str]) -> list[str]:
-    """The test files of files and folders, by their paths."""
     found = [ROOT / place for place in places]
     files = [each for path in found for each in ([path] if path.is_file() else path.rglob("test_*.py"))]
     return sorted({path.relative_to(ROOT).as_posix() for path in files})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import platform
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,12 +18,23 @@ from kvbench.hosts.environment import cpu
 from kvbench.launchers.local import LocalLauncher
 from kvbench.sweep.selftest import least_disturbed
 from kvbench.sweep.selftest_server import exact_server
+from tools.bench import ROOT
 
-from .clients import CLIENTS, NEEDS_TOKENIZER, Client, require
-from .environments import make_tokenizer, set_up
+from .clients import CLIENTS, NEEDS_TOKENIZER, ROUTERS, Client, RoutedLoad, Router, direct, require, through
 from .report import ClientRow, Report, RouterRow, errors_of, percentile, together
-from .routers import ROUTERS, RoutedLoad, Router, direct, through
-from .work import FIRST_TOKEN_S, GAP_S, ROOT, START_UP, Cost, Outcome, PeerError, Work, run_command, work_for
+from .work import (
+    FIRST_TOKEN_S,
+    GAP_S,
+    START_UP,
+    Cost,
+    Outcome,
+    PeerError,
+    Work,
+    make_tokenizer,
+    run_command,
+    set_up,
+    work_for,
+)
 
 START_DEADLINE_S = 180.0
 """What a client may take besides its load: the slowest need about 60 s to start and 30 s to end."""
@@ -181,22 +193,14 @@ class Passes:
             say(f"router {router.name}, {work.streams} streams: adds p50 {row.added_p50_ms} ms to TTFT")
 
 
-class _listed:  # noqa: N801 - reads as a statement
-    """A peer that fails is listed with the reason, and the run goes on."""
-
-    def __init__(self, label: str, report: Report) -> None:
-        self._label = label
-        self._report = report
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, (PeerError, KvbenchError, OSError, ValueError, KeyError)):
-            return False
-        self._report.not_run.append((self._label, f"{type(error).__name__}: {error}"[:300]))
-        say(f"{self._label}: {error}")
-        return True
+@contextlib.contextmanager
+def _listed(label: str, report: Report) -> Iterator[None]:
+    """List a peer that fails with the reason, and go on."""
+    try:
+        yield
+    except (PeerError, KvbenchError, OSError, ValueError, KeyError) as error:
+        report.not_run.append((label, f"{type(error).__name__}: {error}"[:300]))
+        say(f"{label}: {error}")
 
 
 def _deadline_s(work: Work) -> float:

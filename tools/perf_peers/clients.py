@@ -1,7 +1,11 @@
-"""The clients: how each is started with a piece of work, and what it reports of it."""
+"""The clients and the routers: how each is started with a piece of work, and what it reports of it.
+
+Routers are between kvbench's load generator and two exact servers, P and D, with NIXL's dispatch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +13,35 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from kvbench.processes.common.record_file import read_records
-from kvbench.version import __version__
+import psutil
 
-from .environments import FOLDER, HF_HOME, SHIM, TOKENIZER, TOKENIZER_REPO, python_of, version_of
-from .work import FIRST_TOKEN_S, GAP_S, INPUT_LEN, MODEL, OUTPUT_LEN, SEED, Outcome, PeerError, Work
+from kvbench.core.plan.processes import ProcessSpec
+from kvbench.launchers.local import LocalLauncher
+from kvbench.processes.common.record_file import read_records
+from kvbench.sweep.selftest_server import exact_server
+from kvbench.version import __version__
+from tools.bench import HOST, answers, free_port, load_spec, running
+
+from .work import (
+    FIRST_TOKEN_S,
+    FOLDER,
+    GAP_S,
+    HF_HOME,
+    INPUT_LEN,
+    MODEL,
+    OUTPUT_LEN,
+    SEED,
+    SHIM,
+    TOKENIZER,
+    TOKENIZER_REPO,
+    Cost,
+    Outcome,
+    PeerError,
+    Work,
+    python_of,
+    run_command,
+    version_of,
+)
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(HF_HOME), "TOKENIZERS_PARALLELISM": "false"}
 Command = tuple[Sequence[object], Mapping[str, str]]
@@ -35,18 +63,9 @@ class Client:
 
 
 def kvbench_command(work: Work, url: str, folder: Path) -> Command:
-    spec = {
-        "base_url": url,
-        "model": MODEL,
-        "request_rate": work.rate,
-        "num_requests": work.requests,
-        "seed": SEED,
-        "input_len": INPUT_LEN,
-        "output_len": OUTPUT_LEN,
-        "vocab_size": 32_000,
-        "records_path": str(folder / "records"),
-        "slo": {"ttft_ms": 2e3 * FIRST_TOKEN_S, "tpot_ms": 1e3 * GAP_S},
-    }
+    lengths = {"input_len": INPUT_LEN, "output_len": OUTPUT_LEN}
+    slo = {"ttft_ms": 2e3 * FIRST_TOKEN_S, "tpot_ms": 1e3 * GAP_S}
+    spec = load_spec(url, folder / "records", work.rate, work.requests, slo=slo, **lengths)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "spec.json"
     path.write_text(json.dumps(spec))
@@ -168,3 +187,112 @@ def require(client: Client) -> None:
     """Raises PeerError if the client is not there after set-up."""
     if client.environment and not python_of(client.environment).exists():
         raise PeerError(f"there is no environment for it in {FOLDER.name}")
+
+
+READY_DEADLINE_S = 60.0
+PREFILL_S = DECODE_S = FIRST_TOKEN_S / 2
+"""P's answer and D's first token each take half, so that what is true is the same as without a router."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """``process``: what to start for a port and the URLs of P and D."""
+
+    name: str
+    environment: str
+    package: str
+    process: Callable[[int, str, str], ProcessSpec]
+
+    def version(self) -> str:
+        return version_of(self.environment, self.package) if self.environment else __version__
+
+
+@dataclass(frozen=True)
+class RoutedLoad:
+    """What a load through a router showed. ``cpu_s``: of the router with its children, during the load.
+
+    ``late_p99_ms``: how late P and D were with their answers.
+    """
+
+    outcome: Outcome
+    cpu_s: float | None
+    memory_mb: float | None
+    late_p99_ms: tuple[float | None, float | None]
+
+
+def kvbench_process(port: int, prefill: str, decode: str) -> ProcessSpec:
+    spec = {"port": port, "connector": "nixl", "prefill": [{"url": prefill}], "decode": [{"url": decode}]}
+    return ProcessSpec("router-kvbench", (sys.executable, "-m", "kvbench.processes.router"), spec=spec)
+
+
+def vllm_process(port: int, prefill: str, decode: str) -> ProcessSpec:
+    argv = [str(python_of("vllm-router").with_name("vllm-router")), "--host", HOST, "--port", str(port)]
+    argv += ["--vllm-pd-disaggregation", "--prefill", prefill, "--decode", decode, "--kv-connector", "nixl"]
+    argv += ["--policy", "round_robin", "--log-level", "warning", "--disable-retries"]
+    argv += ["--prometheus-port", str(free_port())]
+    return ProcessSpec("router-vllm", tuple(argv), one_thread=False)
+
+
+def fastapi_process(port: int, prefill: str, decode: str) -> ProcessSpec:
+    script = Path(__file__).with_name("fastapi_proxy.py")
+    return ProcessSpec(
+        "router-fastapi", (str(python_of("httpx")), str(script), str(port), prefill, decode), one_thread=False
+    )
+
+
+ROUTERS = (
+    Router("kvbench", "", "", kvbench_process),
+    Router("vllm-router", "vllm-router", "vllm-router", vllm_process),
+    Router("fastapi+httpx", "httpx", "fastapi", fastapi_process),
+)
+
+
+def through(router: Router, work: Work, folder: Path, deadline_s: float) -> RoutedLoad:
+    """Sends the work through a router. Raises PeerError, or LaunchError if an exact server does not start."""
+    launcher = LocalLauncher("perf-peers", folder / "logs", folder / "specs")
+    port = free_port()
+    url = f"http://{HOST}:{port}"
+    with (
+        exact_server(launcher, {"first_token_s": PREFILL_S, "gap_s": GAP_S}, "exact-prefill") as prefill,
+        exact_server(launcher, {"first_token_s": DECODE_S, "gap_s": GAP_S}, "exact-decode") as decode,
+        running(
+            launcher,
+            router.process(port, prefill.url, decode.url),
+            lambda: answers(f"{url}/health"),
+            READY_DEADLINE_S,
+        ) as process,
+    ):
+        # A first request, so that what is opened or loaded once is not part of the load.
+        _load(Work(1, 10.0, 2), url, folder / "first", deadline_s)
+        before, _ = _used(process.pid)
+        _load(work, url, folder / "load", deadline_s)
+        after, memory_mb = _used(process.pid)
+        outcome = kvbench_outcome(work, folder / "load")
+        late = [server.log("?summary=1")["lateness"]["first"]["p99_ms"] for server in (prefill, decode)]
+        return RoutedLoad(outcome, after - before, memory_mb, (late[0], late[1]))
+
+
+def direct(work: Work, folder: Path, deadline_s: float) -> RoutedLoad:
+    """The same load with no router in between: what the load generator and the server add themselves."""
+    launcher = LocalLauncher("perf-peers", folder / "logs", folder / "specs")
+    with exact_server(launcher, {"first_token_s": FIRST_TOKEN_S, "gap_s": GAP_S}) as server:
+        _load(work, server.url, folder / "load", deadline_s)
+        late = server.log("?summary=1")["lateness"]["first"]["p99_ms"]
+        return RoutedLoad(kvbench_outcome(work, folder / "load"), None, None, (None, late))
+
+
+def _load(work: Work, url: str, folder: Path, deadline_s: float) -> Cost:
+    argv, env = kvbench_command(work, url, folder)
+    return run_command(argv, folder, deadline_s, env)
+
+
+def _used(pid: int) -> tuple[float, float]:
+    """CPU seconds so far and resident MB of a process with its children."""
+    cpu_s = memory = 0.0
+    router = psutil.Process(pid)
+    for process in (router, *router.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie, too
+            times = process.cpu_times()
+            cpu_s += times.user + times.system
+            memory += process.memory_info().rss / 1e6
+    return cpu_s, memory

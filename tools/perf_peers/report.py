@@ -172,16 +172,8 @@ class Report:
 
     def _client_lines(self) -> list[str]:
         header = (
-            "streams",
-            "client",
-            "TTFT error",
-            "ITL error",
-            "sent late, not in TTFT (p99)",
-            "tokens per core-s",
-            "start CPU-s",
-            "wall s",
-            "done / failed",
-            "server late",
+            *("streams", "client", "TTFT error", "ITL error", "sent late, not in TTFT (p99)"),
+            *("tokens per core-s", "start CPU-s", "wall s", "done / failed", "server late"),
         )
         rows = [
             (
@@ -204,15 +196,8 @@ class Report:
 
     def _router_lines(self) -> list[str]:
         header = (
-            "streams",
-            "router",
-            "repeats",
-            "TTFT added",
-            "ITL error",
-            "tokens per core-s",
-            "MB",
-            "done / failed",
-            "P, D late (p99)",
+            *("streams", "router", "repeats", "TTFT added", "ITL error", "tokens per core-s", "MB"),
+            *("done / failed", "P, D late (p99)"),
         )
         rows = [
             (

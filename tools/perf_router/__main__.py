@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
-import socket
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.errors import ProcessDiedError
@@ -30,6 +23,17 @@ from kvbench.launchers.local import LocalLauncher
 from kvbench.sweep.selftest import least_disturbed
 from kvbench.sweep.selftest_server import RunningExactServer, errors_of, exact_server
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
+from tools.bench import (
+    answers,
+    arguments,
+    free_port,
+    load_spec,
+    machine_load,
+    repeats,
+    running,
+    table,
+    workplace,
+)
 
 from . import __doc__ as description
 from .plain_proxy import compiled, plain_proxy
@@ -96,20 +100,18 @@ Way = Callable[[Work, str], tuple[dict[str, float], Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="perf_router", description=description)
-    parser.add_argument("--streams", type=int, default=300, help="requests under way on average")
-    parser.add_argument("--seconds", type=float, default=8.0, help="length of each pass, after a ramp")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--processes", type=int, default=1, help="processes of the router")
-    parser.add_argument("--python", action="store_true", help="all streams go through the router's Python")
-    options = parser.parse_args()
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    with tempfile.TemporaryDirectory(prefix="kvbench-perf-router-") as name:
-        folder = Path(name)
-        launcher = LocalLauncher("perf-router", folder / "logs", folder / "specs")
+    options = arguments(
+        description,
+        streams=(300, "requests under way on average"),
+        seconds=(8.0, "length of each pass, after a ramp"),
+        repeats=(5, "of each way"),
+        processes=(1, "processes of the router"),
+        python=(False, "all streams go through the router's Python"),
+    )
+    with workplace("perf-router") as (folder, launcher):
         proxy = compiled(folder)
         if isinstance(proxy, str):
-            console.print(f"no plain proxy to compare with, as it could not be compiled: {proxy}")
+            print(f"no plain proxy to compare with, as it could not be compiled: {proxy}")
         work = Work(
             options.streams,
             options.seconds,
@@ -119,13 +121,17 @@ def main() -> None:
             not options.python,
             proxy if isinstance(proxy, Path) else None,
         )
-        found = []
-        for number in range(options.repeats):
-            console.print(f"repeat {number + 1} of {options.repeats} …")
-            found.append(repeat(work, number))
-    console.print(table(found))
+        found = [repeat(work, number) for number in repeats(options.repeats)]
+    names = [each.name for each in fields(Repeat)]
+    rows = [[cell(getattr(one, name)) for name in names] for one in found]
+    title = "what is reported − what the server did: TTFT in ms"
+    print(table("", "|".join(names).replace("_", " "), rows, title))
     for line in summary(found):
-        console.print(line)
+        print(line)
+
+
+def cell(value: float) -> str:
+    return "no compiler" if math.isnan(value) else f"{value:,.4g}"
 
 
 def repeat(work: Work, number: int) -> Repeat:
@@ -194,53 +200,22 @@ def router_before(work: Work, url: str, name: str) -> Iterator[str]:
         "compiled": work.compiled,
     }
     address = f"http://127.0.0.1:{port}"
-    process = work.launcher.start(
-        ProcessSpec(name=name, argv=(sys.executable, "-m", "kvbench.processes.router"), spec=spec)
-    )
-    try:
-        deadline = time.monotonic() + READY_DEADLINE_S
-        while not answers(f"{address}/health"):
-            if process.poll() is not None or time.monotonic() > deadline:
-                said = "; ".join(process.tail(3))
-                raise ProcessDiedError(
-                    f"the router did not get ready: {said}", hint=f"see {process.log_path}"
-                )
-            time.sleep(0.05)
+    process = ProcessSpec(name=name, argv=(sys.executable, "-m", "kvbench.processes.router"), spec=spec)
+    with running(work.launcher, process, lambda: answers(f"{address}/health"), READY_DEADLINE_S):
         yield address
-    finally:
-        work.launcher.stop([process])
-
-
-def answers(url: str) -> bool:
-    try:
-        with web.client(timeout_s=5) as client:
-            return client.get(url).is_success
-    except httpx.HTTPError:
-        return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def send(work: Work, server: RunningExactServer, url: str, name: str) -> tuple[Any, float]:
     """TTFT errors in ms of the requests sent after the ramp, and how long the pass took."""
     rate = work.streams / DURATION_S
-    spec = {
-        "base_url": url,
-        "model": "exact",
-        "request_rate": rate,
-        "num_requests": max(1, round(rate * (work.seconds + DURATION_S))),
-        "seed": 1,
+    requests = max(1, round(rate * (work.seconds + DURATION_S)))
+    more = {
         "input_len": INPUT_LEN,
         "output_len": OUTPUT_LEN,
-        "vocab_size": 32_000,
-        "records_path": str(work.folder / name),
         "slo": {"ttft_ms": 2e3 * FIRST_TOKEN_S, "tpot_ms": 1e3 * GAP_S},
         "headers": {"x-kvbench-timing": "1"},
     }
+    spec = load_spec(url, work.folder / name, rate, requests, **more)
 
     def alive() -> None:
         if server.process.poll() is not None:
@@ -258,45 +233,26 @@ def page(url: str) -> Metrics:
         return parse_metrics(client.get(f"{url}/metrics").raise_for_status().text)
 
 
-def table(found: list[Repeat]) -> Table:
-    made = Table(title="what is reported − what the server did: TTFT in ms", box=None, pad_edge=False)
-    for each in fields(Repeat):
-        made.add_column(each.name.replace("_", " "), justify="right")
-    for one in found:
-        figures = (getattr(one, each.name) for each in fields(Repeat))
-        made.add_row(*("no compiler" if math.isnan(each) else f"{each:,.4g}" for each in figures))
-    return made
-
-
 def summary(found: list[Repeat]) -> Iterator[str]:
     """Medians over the repeats, beside what they should be."""
-    p50 = statistics.median(each.added_p50_ms for each in found)
-    p99 = statistics.median(each.added_p99_ms for each in found)
-    chunks = statistics.median(each.chunks_per_core_s for each in found)
+
+    def middle(of: Callable[[Repeat], float]) -> float:
+        return statistics.median(of(one) for one in found)
+
+    p50, p99 = middle(lambda one: one.added_p50_ms), middle(lambda one: one.added_p99_ms)
     yield f"added to TTFT, p50: {p50:.2f} ms (at most {P50_LIMIT_MS:g})"
     yield f"added to TTFT, p99: {p99:.2f} ms (at most {P99_LIMIT_MS:g})"
+    chunks = middle(lambda one: one.chunks_per_core_s)
     yield f"chunks per core-second of the router: {chunks:,.0f} (at least {CHUNKS_LIMIT:,})"
-    plain_p50, plain_p99, plain_chunks = (
-        statistics.median(each)
-        for each in zip(
-            *(
-                (
-                    one.plain_p50_ms - one.direct_p50_ms,
-                    one.plain_p99_ms - one.direct_p99_ms,
-                    one.plain_chunks_per_core_s,
-                )
-                for one in found
-            ),
-            strict=True,
-        )
-    )
+    plain_p50 = middle(lambda one: one.plain_p50_ms - one.direct_p50_ms)
+    plain_p99 = middle(lambda one: one.plain_p99_ms - one.direct_p99_ms)
+    plain_chunks = middle(lambda one: one.plain_chunks_per_core_s)
     if not math.isnan(plain_chunks):
         yield (
             f"a plain TCP proxy adds {plain_p50:.2f} ms (p50) and {plain_p99:.2f} ms (p99) here,"
             f" and passes on {plain_chunks:,.0f} chunks per core-second"
         )
-    load = os.getloadavg()[0]
-    yield f"medians of {len(found)}; load average {load:.2f} on {os.cpu_count()} cores at the end"
+    yield f"medians of {len(found)}; {machine_load()}"
 
 
 if __name__ == "__main__":

@@ -7,14 +7,13 @@ import shlex
 import socket
 import subprocess
 import sysconfig
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvbench.core.plan.processes import ProcessSpec
-from kvbench.errors import ProcessDiedError
 from kvbench.launchers.local import LocalLauncher
+from tools.bench import running
 
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILE_DEADLINE_S = 60.0
@@ -56,19 +55,10 @@ def plain_proxy(
 ) -> Iterator[PlainProxy]:
     """The proxy in front of a server of this machine; it ends with the launcher's process at the latest."""
     argv = (str(program), str(port), str(urlsplit(server_url).port))
-    process = launcher.start(ProcessSpec(name=name, argv=argv))
-    try:
-        deadline = time.monotonic() + READY_DEADLINE_S
-        while not _accepts(port):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise ProcessDiedError(
-                    f"the plain proxy did not get ready: {'; '.join(process.tail(3))}",
-                    hint=f"see {process.log_path}",
-                )
-            time.sleep(0.02)
+    with running(
+        launcher, ProcessSpec(name=name, argv=argv), lambda: _accepts(port), READY_DEADLINE_S
+    ) as process:
         yield PlainProxy(f"http://127.0.0.1:{port}", process.pid)
-    finally:
-        launcher.stop([process])
 
 
 def _accepts(port: int) -> bool:

@@ -12,39 +12,36 @@ import multiprocessing
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from tools.bench import table
 
 from . import truth as truths
-from .jobs import METHODS, OURS, WARM, Job, Row, rows_of, run_job, truth_of
 from .rivals import RULES
 from .systems import SYSTEMS
+from .trials import METHODS, OURS, WARM, Job, Row, rows_of, run_job, truth_of
 
 GOALS = "goals: median within ±1 %, 95 % of runs within ±5 %, at most 6 trials and 60 latencies (medians)"
 
 
-def table_of(rows: Sequence[Row]) -> Table:
-    """The rows as a table."""
-    table = Table(title="found / true rate on virtual systems", caption=GOALS)
-    for column in ("system", "rule"):
-        table.add_column(column, no_wrap=True)
-    for column in ("5 %", "median", "95 %", "within 5 %", "trials", "latencies", "converged", "right"):
-        table.add_column(column, justify="right", no_wrap=True)
+def show(rows: Sequence[Row]) -> None:
+    """Print the rows as a table."""
+    cells: list[list[str]] = []
+    sections: list[int] = []
     before = ""
     for row in rows:
-        if before and row.system != before:
-            table.add_section()
         name = row.system if row.system != before else ""
-        if name in SYSTEMS and SYSTEMS[name].hard:
-            name += " (hard)"
+        if name:
+            sections.append(len(cells))
         before = row.system
+        hard = " (hard)" if name in SYSTEMS and SYSTEMS[name].hard else ""
         shown = [f"{value:.3f}" if value == value else "" for value in (row.low, row.median, row.high)]
         shares = (row.within, row.converged, row.right)
         within, converged, right = (f"{value:.0%}" if value == value else "" for value in shares)
         spent = (f"{row.trials:g}", f"{row.latencies:.0f}")
-        table.add_row(name, row.method, *shown, within, *spent, converged, right)
-    return table
+        cells.append([name + hard, row.method, *shown, within, *spent, converged, right])
+    titles = "5 %|median|95 %|within 5 %|trials|latencies|converged|right"
+    print(table("system|rule", titles, cells, "found / true rate on virtual systems", GOALS, sections[1:]))
 
 
 def main() -> None:
@@ -58,7 +55,7 @@ def main() -> None:
     )
     parser.add_argument("--methods", nargs="*", choices=METHODS, metavar="RULE", help="not all of them")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", metavar="PATH", help="write the rows there, too")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there, too")
     parser.add_argument("--truth", action="store_true", help="compute and keep the true rates, and end")
     chosen = parser.parse_args()
     systems = [SYSTEMS[name] for name in chosen.systems or SYSTEMS]
@@ -79,12 +76,10 @@ def main() -> None:
         start = time.monotonic()
         results = pool.map(run_job, jobs, chunksize=4)
     rows = rows_of(jobs, results)
-    console = Console(width=None if os.isatty(1) else 120)
-    console.print(table_of(rows))
-    console.print(f"{len(jobs)} searches in {time.monotonic() - start:.0f} s, {chosen.workers} processes")
+    show(rows)
+    print(f"{len(jobs)} searches in {time.monotonic() - start:.0f} s, {chosen.workers} processes")
     if chosen.json:
-        with open(chosen.json, "w", encoding="utf-8") as file:
-            json.dump([row.to_json() for row in rows], file, indent=1)
+        chosen.json.write_text(json.dumps([row.to_json() for row in rows], indent=1))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,20 @@ comes one decode step after a slot is got, as a P/D pair's client sees it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from tools.random_systems.queues import fifo
+
 FloatArray = npt.NDArray[np.float64]
 MANY: int = 1 << 20
+NEVER_S = 1e9
+"""End of a request that is never served."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +109,25 @@ class Outcomes:
         return np.where(self.failed, np.inf, worst)
 
 
-def offsets(system: System, rate: float, seconds: float, rng: np.random.Generator) -> FloatArray:
+@dataclass(frozen=True)
+class Found:
+    """What a search came to. ``measured_s``: time in which load was offered, in seconds."""
+
+    rate: float | None
+    status: str
+    trials: int
+    measured_s: float
+
+
+def arrivals(shape: float, rate: float, seconds: float, rng: np.random.Generator) -> FloatArray:
     """Open-loop arrivals for so many seconds: gamma gaps, as kvbench's generator plans them."""
-    n = max(8, math.ceil(rate * seconds * 1.1 + 6 * math.sqrt(rate * seconds / system.burstiness) + 10))
-    at: FloatArray = np.cumsum(rng.gamma(system.burstiness, 1 / (rate * system.burstiness), n))
+    n = max(8, math.ceil(rate * seconds * 1.1 + 6 * math.sqrt(rate * seconds / shape) + 10))
+    at: FloatArray = np.cumsum(rng.gamma(shape, 1 / (rate * shape), n))
     return at[: max(2, int(np.searchsorted(at, seconds)))]
+
+
+def offsets(system: System, rate: float, seconds: float, rng: np.random.Generator) -> FloatArray:
+    return arrivals(system.burstiness, rate, seconds, rng)
 
 
 def run_open(system: System, at: FloatArray, rng: np.random.Generator, clock_s: float = 0.0) -> Outcomes:
@@ -130,12 +150,10 @@ def _prefill(system: System, at: FloatArray, rng: np.random.Generator, clock_s: 
     amplitude, period = system.drift
     if amplitude:
         work *= 1 + amplitude * np.sin(2 * np.pi * (at + clock_s) / period)
-    if system.prefill_servers == 1:
-        return _fifo(at, work)
     done = np.empty_like(at)
     for server in range(system.prefill_servers):
         mine = slice(server, None, system.prefill_servers)
-        done[mine] = _fifo(at[mine], work[mine])
+        done[mine] = fifo(1, at[mine], work[mine])
     return done
 
 
@@ -145,58 +163,46 @@ def _through(at: FloatArray, seconds: float) -> FloatArray:
         return at
     order = np.argsort(at, kind="stable")
     done = np.empty_like(at)
-    done[order] = _fifo(at[order], np.full(len(at), seconds))
-    return done
-
-
-def _fifo(at: FloatArray, work: FloatArray) -> FloatArray:
-    """When each leaves a single server (Lindley's recursion, unrolled)."""
-    total = np.cumsum(work)
-    done: FloatArray = total + np.maximum.accumulate(at - (total - work))
+    done[order] = fifo(1, at[order], np.full(len(at), seconds))
     return done
 
 
 def _decode(system: System, ready: FloatArray) -> tuple[FloatArray, FloatArray]:
     """(first token, last token) of each request; slots are given in the order of readiness."""
     order = np.argsort(ready, kind="stable")
-    queue = ready[order].tolist()
-    n, tokens, slots = len(queue), system.tokens, system.slots
-    steps = _Steps(system.step)
-    first, end, done_at = [0.0] * n, [0.0] * n, [0.0] * n
-    now = clock = 0.0  # ``clock`` counts the tokens that a request in the batch since the start has got
-    head = tail = 0
-    while head < n:
-        size = tail - head
-        step = steps[size]
-        finish = now + (done_at[head] - clock) * step if size else math.inf
-        if tail < n and size < slots and queue[tail] <= finish:
-            at = queue[tail]
-            if at > now:
-                if size:
-                    clock += (at - now) / step
-                now = at
-            done_at[tail] = clock + tokens
-            first[tail] = now + steps[size + 1]
-            tail += 1
-            continue
-        now, clock = finish, done_at[head]
-        end[head] = now
-        head += 1
-    firsts, ends = np.empty(n), np.empty(n)
-    firsts[order], ends[order] = first, end
+    firsts, ends = np.empty(len(ready)), np.empty(len(ready))
+    firsts[order], ends[order] = _batch(system, ready[order].tolist())
     return firsts, ends
 
 
-class _Steps(dict[int, float]):
-    """A step function's values, kept."""
+def _batch(
+    system: System, ready: list[float], ended: Callable[[float], None] = lambda at: None
+) -> tuple[list[float], list[float]]:
+    """(first token, last token) of requests in the order in which they are ready for decode.
 
-    def __init__(self, step: Step) -> None:
-        super().__init__()
-        self._step = step
-
-    def __missing__(self, size: int) -> float:
-        value = self[size] = self._step(max(1, size))
-        return value
+    ``ended`` is called with each end, in order, and may add to ``ready``.
+    """
+    steps, tokens, slots = cache(lambda size: system.step(max(1, size))), system.tokens, system.slots
+    first, end, done_at = list[float](), list[float](), list[float]()
+    now = clock = 0.0  # ``clock`` counts the tokens that a request in the batch since the start has got
+    head = tail = 0
+    while head < len(ready):
+        size = tail - head
+        step = steps(size)
+        finish = now + (done_at[head] - clock) * step if size else math.inf
+        if tail < len(ready) and size < slots and ready[tail] <= finish:
+            if ready[tail] > now:
+                clock += (ready[tail] - now) / step if size else 0.0
+                now = ready[tail]
+            done_at.append(clock + tokens)
+            first.append(now + steps(size + 1))
+            tail += 1
+            continue
+        now, clock = finish, done_at[head]
+        end.append(now)
+        head += 1
+        ended(now)
+    return first, end
 
 
 def run_closed(
@@ -210,11 +216,7 @@ def run_closed(
     sigma = math.sqrt(math.log1p(system.variation**2))
     arrived = (np.arange(concurrency) * system.idle_s / concurrency).tolist()
     ready: list[float] = []
-    first: list[float] = []
-    done_at: list[float] = []
-    end: list[float] = []
-    free, link, now, clock = [0.0] * system.prefill_servers, 0.0, 0.0, 0.0
-    steps, head, tail, tokens = _Steps(system.step), 0, 0, system.tokens
+    free, link = [0.0] * system.prefill_servers, 0.0
 
     def admit(index: int) -> None:
         nonlocal link
@@ -229,24 +231,12 @@ def run_closed(
     del arrived[most:]
     for index in range(len(arrived)):
         admit(index)
-    while head < len(ready):
-        size = tail - head
-        step = steps[size]
-        finish = now + (done_at[head] - clock) * step if size else math.inf
-        if tail < len(ready) and size < system.slots and ready[tail] <= finish:
-            if ready[tail] > now:
-                clock += (ready[tail] - now) / step if size else 0.0
-                now = ready[tail]
-            done_at.append(clock + tokens)
-            first.append(now + steps[size + 1])
-            tail += 1
-            continue
-        now, clock = finish, done_at[head]
-        end.append(now)
-        head += 1
+
+    def ended(now: float) -> None:
         if now < seconds and len(arrived) < most:
             arrived.append(now)
             admit(len(arrived) - 1)
-    n = len(end)
-    failed = rng.random(n) < system.failing
-    return Outcomes(np.array(arrived[:n]), np.array(first[:n]), np.array(end), failed, tokens)
+
+    first, end = _batch(system, ready, ended)
+    failed = rng.random(len(end)) < system.failing
+    return Outcomes(np.array(arrived[: len(end)]), np.array(first), np.array(end), failed, system.tokens)

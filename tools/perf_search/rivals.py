@@ -2,87 +2,208 @@
 
 Each is given its best: the right metric (the share of requests within limits, or the percentile that belongs
 to it), no failures of its own, no start-up time. What is left is the rule.
+
+AIPerf's default is a smooth isotonic search: from 1 the users are doubled up to the first miss, at most to
+1000. Three points fill that bracket. The margins of all points are made to ascend (PAVA) and interpolated
+(PCHIP), and the next point is the root; without one, the bracket's middle. It ends when the bracket is
+narrower than 5 %, after 30 points at most. Left out are repeats and a guard against cliffs, which are off by
+default, or act on brackets of more than 50 users only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final
 
 import numpy as np
 
-from . import isotonic
-from .pipeline import FloatArray, Outcomes, System, offsets, run_closed, run_open
-from .roots import pchip_root
-from .trials import Found
+from .pipeline import NEVER_S, FloatArray, Found, Outcomes, System, arrivals, run_closed, run_open
+
+
+def pchip_root(x: FloatArray, y: FloatArray, low: float, high: float) -> float:
+    """Root of the monotone cubic (Fritsch and Carlson's slopes) through the points, between two of them."""
+    h, d = np.diff(x), np.diff(y) / np.diff(x)
+    slopes = np.empty_like(x)
+    slopes[0], slopes[-1] = d[0], d[-1]
+    for i in range(1, len(x) - 1):
+        if d[i - 1] * d[i] <= 0:
+            slopes[i] = 0.0
+        else:
+            left, right = 2 * h[i] + h[i - 1], h[i] + 2 * h[i - 1]
+            slopes[i] = (left + right) / (left / d[i - 1] + right / d[i])
+    i = int(np.searchsorted(x, low, side="right")) - 1
+    for _ in range(60):
+        middle = (low + high) / 2
+        t = (middle - x[i]) / h[i]
+        value = (
+            (1 + 2 * t) * (1 - t) ** 2 * y[i]
+            + t * (1 - t) ** 2 * h[i] * slopes[i]
+            + t**2 * (3 - 2 * t) * y[i + 1]
+            + t**2 * (t - 1) * h[i] * slopes[i + 1]
+        )
+        low, high = (middle, high) if value <= 0 else (low, middle)
+    return low
+
+
+MOST_USERS: Final = 1000
+MOST_POINTS: Final = 30
+PRECISION: Final = 0.05
+"""Of the lowest concurrency that missed."""
+FEWEST_LEVELS: Final = 3
+"""With fewer different margins after PAVA, or fewer than four points, two more are taken, twice at most."""
+REFITS: Final = 3
+REQUESTS: Final = 1000
+WARMUP_S: Final = 60.0
+"""Of each point, before its requests; they are not counted."""
+
+
+def ascending(values: Sequence[float]) -> FloatArray:
+    """The nearest values, by least squares, that do not descend (pool adjacent violators)."""
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = float(value), 1
+        while blocks and blocks[-1][0] >= mean:
+            before, many = blocks.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        blocks.append((mean, count))
+    return np.repeat([mean for mean, _ in blocks], [count for _, count in blocks])
+
+
+@dataclass
+class SmoothIsotonic:
+    """One search. ``margin`` measures a number of users: below 0 their limits are kept."""
+
+    margin: Callable[[int], float]
+    passed: int | None = None
+    missed: int | None = None
+    points: int = 0
+    _margins: dict[int, list[float]] = field(default_factory=dict)
+
+    def run(self) -> int | None:
+        """The highest number of users that passed; None if a single one missed."""
+        users = 1
+        while self._measured(users):
+            if users >= MOST_USERS:
+                return users
+            users = min(2 * users, MOST_USERS)
+        if self.passed is None:
+            return None
+        self._narrow(users)
+        return self.passed
+
+    def _narrow(self, again: int) -> None:
+        """Fits and measures until the bracket is narrow. ``again``: measured where there is nothing new."""
+        queue = self._inside((0.25, 0.5, 0.75))
+        fits = 0
+        while self.points < MOST_POINTS:
+            if queue or not fits:
+                self._measured(queue.pop(0) if queue else again)
+                if queue:
+                    continue
+            fits += 1
+            candidate = self._root()
+            if candidate is None:
+                return
+            if fits < REFITS and self._too_few():
+                queue = self._inside((0.125, 0.625))
+                if queue:
+                    continue
+            if self._gap <= max(1, PRECISION * (self.missed or 0)) or candidate in self._margins:
+                return
+            queue = [candidate]
+
+    def _measured(self, users: int) -> bool:
+        margin = self.margin(users)
+        self._margins.setdefault(users, []).append(margin)
+        self.points += 1
+        if margin < 0:
+            if self.missed is None or users < self.missed:
+                self.passed = max(users, self.passed or 0)
+        elif self.passed is None or users > self.passed:
+            self.missed = min(users, self.missed or MOST_USERS)
+        return margin < 0
+
+    @property
+    def _gap(self) -> int:
+        return (self.missed or 0) - (self.passed or 0)
+
+    def _inside(self, shares: Sequence[float]) -> list[int]:
+        """Points at these shares of the bracket that have not been measured."""
+        low, high = self.passed or 0, self.missed or 0
+        places = [min(low + max(1, round(self._gap * share)), high - 1) for share in shares]
+        return [each for each in dict.fromkeys(places) if each > low and each not in self._margins]
+
+    def _levels(self) -> tuple[list[int], FloatArray]:
+        users = sorted(self._margins)
+        return users, ascending([float(np.mean(self._margins[each])) for each in users])
+
+    def _too_few(self) -> bool:
+        users, levels = self._levels()
+        return len(users) < FEWEST_LEVELS + 1 or len(set(levels.tolist())) < FEWEST_LEVELS
+
+    def _root(self) -> int | None:
+        """Where the curve crosses 0 inside the bracket, or its middle; None if there is nothing inside."""
+        low, high = self.passed or 0, self.missed or 0
+        if high - low <= 1:
+            return None
+        users, levels = self._levels()
+        at_low, at_high = levels[users.index(low)], levels[users.index(high)]
+        if not at_low < 0 < at_high:
+            return low + (high - low) // 2
+        root = pchip_root(np.array(users, np.float64), levels, float(low), float(high))
+        return min(max(round(root), low + 1), high - 1)
+
 
 PROBE_S = 60.0
 Rule = Callable[["Bench"], float | None]
 
 
-class Offers(Protocol):
-    """What most rules need of a bench; one on other systems has it, too."""
+class Offers(ABC):
+    """Offers loads to one system and keeps the bill: trials, and seconds from first send to last answer."""
 
-    @property
-    def idle_s(self) -> float: ...
-    @property
-    def min_rate(self) -> float: ...
-    @property
-    def max_rate(self) -> float: ...
-    def requests(self, rate: float, count: int) -> Outcomes: ...
-    def seconds(self, rate: float, seconds: float) -> Outcomes: ...
-    def users(
-        self, concurrency: int, seconds: float = math.inf, requests: int | None = None
-    ) -> tuple[Outcomes, float]: ...
-    def wait(self, seconds: float) -> None: ...
-    def kept(self, outcomes: Outcomes) -> bool: ...
-    def margin(self, outcomes: Outcomes) -> float: ...
+    idle_s: float
+    burstiness: float
+    min_rate: float
+    max_rate: float
 
+    def __init__(self, seed: int) -> None:
+        self.trials = 0
+        self.measured_s = 0.0
+        self.rng = np.random.default_rng([13, seed])
 
-@dataclass
-class Bench:
-    """Offers loads to one system and keeps the bill: trials and seconds from first send to last answer."""
+    @abstractmethod
+    def serve(self, at: FloatArray) -> Outcomes:
+        """Serve requests that arrive at these times."""
 
-    system: System
-    seed: int
-    trials: int = 0
-    measured_s: float = 0.0
-    rng: np.random.Generator = field(init=False)
+    @abstractmethod
+    def serve_users(self, concurrency: int, seconds: float, requests: int | None) -> Outcomes:
+        """Serve a closed loop, by time or by number."""
 
-    def __post_init__(self) -> None:
-        self.rng = np.random.default_rng([13, self.seed])
+    @abstractmethod
+    def kept(self, outcomes: Outcomes) -> bool:
+        """Return whether the SLO is kept over the whole run."""
 
-    @property
-    def idle_s(self) -> float:
-        return self.system.idle_s
-
-    @property
-    def min_rate(self) -> float:
-        return self.system.min_rate
-
-    @property
-    def max_rate(self) -> float:
-        return self.system.max_rate
+    @abstractmethod
+    def margin(self, outcomes: Outcomes) -> float:
+        """Return the figure that binds, relative to its limit, less 1: above 0 is a miss."""
 
     def requests(self, rate: float, count: int) -> Outcomes:
         """An open loop of so many requests, whose last arrival falls on count / rate (vLLM's rule)."""
-        gaps = self.rng.gamma(self.system.burstiness, 1.0, count)
-        at: FloatArray = np.cumsum(gaps)
-        return self._pay(run_open(self.system, at * (count / rate / at[-1]), self.rng, self.measured_s))
+        at: FloatArray = np.cumsum(self.rng.gamma(self.burstiness, 1.0, count))
+        return self._pay(self.serve(at * (count / rate / at[-1])))
 
     def seconds(self, rate: float, seconds: float) -> Outcomes:
         """An open loop of so many seconds."""
-        return self._pay(
-            run_open(self.system, offsets(self.system, rate, seconds, self.rng), self.rng, self.measured_s)
-        )
+        return self._pay(self.serve(arrivals(self.burstiness, rate, seconds, self.rng)))
 
     def users(
         self, concurrency: int, seconds: float = math.inf, requests: int | None = None
     ) -> tuple[Outcomes, float]:
         """A closed loop, by time or by number; also its requests per second over the whole run."""
-        outcomes = self._pay(run_closed(self.system, concurrency, seconds, self.rng, requests))
+        outcomes = self._pay(self.serve_users(concurrency, seconds, requests))
         return outcomes, len(outcomes.end_s) / float(outcomes.end_s.max())
 
     def wait(self, seconds: float) -> None:
@@ -91,15 +212,29 @@ class Bench:
 
     def _pay(self, outcomes: Outcomes) -> Outcomes:
         self.trials += 1
-        self.measured_s += float(outcomes.end_s.max())
+        self.measured_s += float(outcomes.end_s[outcomes.end_s < NEVER_S].max(initial=0.0))
         return outcomes
 
+
+class Bench(Offers):
+    """One of the virtual systems of ``systems.py``."""
+
+    def __init__(self, system: System, seed: int) -> None:
+        super().__init__(seed)
+        self.system = system
+        self.idle_s, self.burstiness = system.idle_s, system.burstiness
+        self.min_rate, self.max_rate = system.min_rate, system.max_rate
+
+    def serve(self, at: FloatArray) -> Outcomes:
+        return run_open(self.system, at, self.rng, self.measured_s)
+
+    def serve_users(self, concurrency: int, seconds: float, requests: int | None) -> Outcomes:
+        return run_closed(self.system, concurrency, seconds, self.rng, requests)
+
     def kept(self, outcomes: Outcomes) -> bool:
-        """Enough requests within limits, over the whole run."""
         return float((outcomes.load(self.system) <= 1.0).mean()) >= self.system.attainment
 
     def margin(self, outcomes: Outcomes) -> float:
-        """The percentile that belongs to the attainment, relative to its limit, less 1: above 0 is a miss."""
         return min(float(np.quantile(outcomes.load(self.system), self.system.attainment)), 1e3) - 1.0
 
 
@@ -178,11 +313,11 @@ def isotonic_rule(bench: Offers) -> float | None:
     rates: dict[int, float] = {}
 
     def margin(users: int) -> float:
-        bench.wait(isotonic.WARMUP_S)
-        outcomes, rates[users] = bench.users(users, requests=isotonic.REQUESTS)
+        bench.wait(WARMUP_S)
+        outcomes, rates[users] = bench.users(users, requests=REQUESTS)
         return bench.margin(outcomes)
 
-    users = isotonic.SmoothIsotonic(margin).run()
+    users = SmoothIsotonic(margin).run()
     return None if users is None else rates[users]
 
 

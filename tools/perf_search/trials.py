@@ -1,9 +1,11 @@
-"""One search on virtual time: the live rule is fed as a generator's progress lines would feed it."""
+"""One search on virtual time: the live rule is fed as a generator's progress lines would feed it. Then the
+figures of many.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,21 +16,13 @@ from kvbench.core.search.live_config import CriterionTarget, Decision, LiveConfi
 from kvbench.core.search.search import Hint, Probe, RateSearch, SearchLimits, TrialFigures
 from kvbench.core.search.sequential_trial import LiveTrial
 
-from .pipeline import Outcomes, System, offsets, run_open
+from . import truth as truths
+from .pipeline import Found, Outcomes, System, offsets, run_open
+from .rivals import RULES, run_rule
 
 BEAT_S: Final = 0.25
 START_CONCURRENCY: Final = 4.0
 """As the sweep does: a search starts where this many requests would be under way."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a search came to. ``measured_s``: time in which load was offered, in seconds."""
-
-    rate: float | None
-    status: str
-    trials: int
-    measured_s: float
 
 
 @dataclass(frozen=True)
@@ -132,3 +126,98 @@ def hint_near(system: System, rate: float, seed: int) -> Hint:
     """A trusted hint that is off by up to 20 %, as a neighbouring cell's would be."""
     off = math.exp(float(np.random.default_rng([17, seed]).uniform(-0.2, 0.2)))
     return Hint(min(max(rate * off, system.min_rate), system.max_rate))
+
+
+OURS = "kvbench"
+WARM = "kvbench, warm start"
+METHODS = (OURS, WARM, *RULES)
+NOWHERE = ("above", "below")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One search."""
+
+    method: str
+    system: System
+    truth: truths.Truth
+    seed: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """The figures of one method on one system, or on all: found/true, trials, measuring time in latencies."""
+
+    method: str
+    system: str
+    runs: int
+    low: float
+    median: float
+    high: float
+    within: float
+    trials: float
+    latencies: float
+    converged: float
+    """Share of runs that called their answer converged, of those with a rate to find."""
+    right: float
+    """Share of runs that said rightly that there is no rate to be found; nan where there is one."""
+
+    def to_json(self) -> dict[str, float | int | str | None]:
+        return {name: None if value != value else value for name, value in vars(self).items()}
+
+
+def run_job(job: Job) -> Found:
+    """One search, in whichever process."""
+    if job.method in RULES:
+        return run_rule(job.method, job.system, job.seed)
+    hint = hint_near(job.system, job.truth.rate, job.seed) if job.method == WARM else None
+    return search(job.system, job.seed, hint)
+
+
+def is_right(job: Job, found: Found) -> bool:
+    """Of a system without a rate to find: did it say so? A rival that is above the limits is not to blame."""
+    if job.system.truth == "below":
+        return found.rate is None
+    if job.method in RULES:
+        return found.rate is not None and found.rate >= 0.95 * job.system.max_rate
+    return found.status == "censored"
+
+
+def row_of(method: str, name: str, pairs: Sequence[tuple[Job, Found]]) -> Row:
+    """The figures of some searches of one method."""
+    numbers = [(job, found) for job, found in pairs if job.system.truth not in NOWHERE]
+    others = [is_right(job, found) for job, found in pairs if job.system.truth in NOWHERE]
+    ratio = np.array([(found.rate or 0.0) / job.truth.rate for job, found in numbers])
+    low, median, high = np.percentile(ratio, [5, 50, 95]) if len(ratio) else [np.nan] * 3
+    return Row(
+        method,
+        name,
+        len(pairs),
+        float(low),
+        float(median),
+        float(high),
+        float((np.abs(ratio - 1) <= 0.05).mean()) if len(ratio) else np.nan,
+        float(np.median([found.trials for _, found in pairs])),
+        float(np.median([found.measured_s / job.truth.latency_s for job, found in pairs])),
+        float(np.mean([found.status == "converged" for _, found in numbers])) if numbers else np.nan,
+        float(np.mean(others)) if others else np.nan,
+    )
+
+
+def rows_of(jobs: Sequence[Job], results: Sequence[Found]) -> list[Row]:
+    """A row for each method and system, then one for each method over all systems."""
+    pairs = list(zip(jobs, results, strict=True))
+    methods = list(dict.fromkeys(job.method for job in jobs))
+    names = list(dict.fromkeys(job.system.name for job in jobs))
+    rows = [
+        row_of(method, name, [p for p in pairs if (p[0].method, p[0].system.name) == (method, name)])
+        for name in names
+        for method in methods
+    ]
+    return rows + [row_of(method, "all", [p for p in pairs if p[0].method == method]) for method in methods]
+
+
+def truth_of(system: System) -> truths.Truth:
+    """As kept, or computed anew for a system that was changed."""
+    kept = truths.known().get(truths.fingerprint(system))
+    return kept if kept is not None else truths.compute(system)

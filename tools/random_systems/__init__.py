@@ -1,6 +1,6 @@
 """Systems drawn at random, their true highest rates, and a process that plays them: to judge a search by.
 
-Nothing here uses the product's own simulations: formulas.py, queues.py and batching.py are written from
+Nothing here uses the product's own simulations: queues.py and the formulas of truth.py are written from
 textbooks, so that an error of kvbench is not repeated in what it is measured against. family.py draws a
 system (system.py says what it is), simulate.py answers a trial with it, truth.py says what is to be found,
 and serve.py speaks the protocol of ``kvbench simulate --system COMMAND``.

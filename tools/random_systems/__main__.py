@@ -16,46 +16,38 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from kvbench.processes.transfer_worker.child import die_with_parent
+from tools.bench import table
 
 from . import truth as truths
 from .family import SEEDS, draw, family, seed_of
 from .system import System
 
 
-def table_of(systems: Sequence[System], known: Mapping[str, truths.Truth]) -> Table:
+def table_of(systems: Sequence[System], known: Mapping[str, truths.Truth]) -> str:
     """A row a system; the truth is empty where it has not been computed."""
-    table = Table(title="drawn systems", caption="true: requests per second (± 1 standard error), at first")
-    for column in ("system", "kind", "discipline", "service", "disturbed by", "SLO"):
-        table.add_column(column, overflow="fold")
-    for column in ("servers", "burst", "idle s", "capacity", "true", "slope"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("how", overflow="fold")
+    rows = []
     for system in systems:
         true = known.get(system.fingerprint)
         service = system.service.form + (f" {system.service.spread:.2g}" if system.service.spread else "")
         if len(system.service.mixture) > 1:
             service += ", mixed"
-        rate, slope = ("", "") if true is None else (_rate(true), f"{true.slope:.3g}")
-        table.add_row(
+        words = (
             system.name,
             system.kinds[0],
             system.discipline,
             service,
             _disturbed(system),
             system.slo.text(),
-            str(system.servers),
-            f"{system.workload.burstiness:.2g}",
-            f"{system.idle_ttft_s():.3g}",
-            f"{system.capacity:.3g}",
-            rate,
-            slope,
-            "" if true is None else true.how,
         )
-    return table
+        how, rate, slope = ("", "", "") if true is None else (true.how, _rate(true), f"{true.slope:.3g}")
+        figures = (system.workload.burstiness, 2), (system.idle_ttft_s(), 3), (system.capacity, 3)
+        shown = [f"{value:.{digits}g}" for value, digits in figures]
+        rows.append([*words, how, str(system.servers), *shown, rate, slope])
+    left = "system|kind|discipline|service|disturbed by|SLO|how"
+    caption = "true: requests per second (± 1 standard error), at first"
+    text: str = table(left, "servers|burst|idle s|capacity|true|slope", rows, "drawn systems", caption)
+    return text
 
 
 def _rate(true: truths.Truth) -> str:
@@ -124,12 +116,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for each in systems:
             true = known.get(each.fingerprint)
             print(json.dumps({**each.to_json(), "truth": None if true is None else true.to_json()}))
-    console = Console(width=None if sys.stdout.isatty() else 200)
     if chosen.kinds:
         for kind, count in Counter(kind for each in systems for kind in each.kinds).most_common():
             print(f"{count:4d} {kind}")
     if chosen.list or not (chosen.json or chosen.kinds or chosen.truth):
-        console.print(table_of(systems, known))
+        print(table_of(systems, known))
     return 0
 
 

@@ -139,7 +139,6 @@ def as_streamed(system: System, records: list[RequestRecord], seed: int) -> list
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what came of the trials; exit code 1 if one raised an alarm."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.random_systems.honest", description=(__doc__ or "").splitlines()[0]
     )

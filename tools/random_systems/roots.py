@@ -15,9 +15,8 @@ from typing import Final
 
 import numpy as np
 
-from .clock import Clock
 from .simulate import Jobs, run
-from .system import FloatArray, Slo, System
+from .system import Clock, FloatArray, Slo, System
 
 REPLICATIONS: Final = 8
 FIRST_REQUESTS: Final = 10_000
@@ -166,7 +165,6 @@ class Runs:
         return self._system.capacity * (1 - own.pause_s / own.pause_every_s - own.tenants)
 
     def afforded(self) -> int:
-        """Requests of a replication at most."""
         system = self._system
         if system.discipline == "fifo" and not system.slope_s and not system.disturbances.tenants:
             return AFFORDED_LINE if system.servers == 1 else AFFORDED["fifo"]

@@ -21,10 +21,11 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, TextIO
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Final, Literal, TextIO
 
 import numpy as np
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from .family import draw, seed_of
 from .simulate import State, end, trial
@@ -32,6 +33,31 @@ from .system import FloatArray, System
 
 EXIT_BAD_INPUT: Final = 2
 MOST_REQUESTS: Final = 10_000_000
+Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Length = Annotated[float, Field(ge=1, allow_inf_nan=False)]
+Lengths = Annotated[list[Length], Field(max_length=MOST_REQUESTS)] | Length
+
+
+class Trial(BaseModel, strict=True):
+    """Arrivals, and lengths in tokens: one for each request, or one for all."""
+
+    type: Literal["trial"]
+    seed: int = Field(ge=0)
+    starts_at_s: Time
+    arrivals_s: list[Time] = Field(max_length=MOST_REQUESTS)
+    input_len: Lengths
+    output_len: Lengths
+
+
+class End(BaseModel, strict=True):
+    """The end of a trial."""
+
+    type: Literal["end"]
+    cut_at_s: Time
+    cancelled: list[int] = []
+
+
+MESSAGE: Final[TypeAdapter[Trial | End]] = TypeAdapter(Annotated[Trial | End, Field(discriminator="type")])
 
 
 class BadLineError(ValueError):
@@ -49,75 +75,40 @@ class Session:
     def answer(self, line: str) -> str | None:
         """The answer to a line, None if there is none. Raises BadLineError."""
         try:
-            message = json.loads(line)
-        except ValueError as error:
-            raise BadLineError(f"this is no JSON: {error}") from None
-        if not isinstance(message, dict):
-            raise BadLineError("a message is a JSON object")
-        kind = message.get("type")
-        if kind == "trial":
-            return self._trial(message)
-        if kind == "end":
+            message = MESSAGE.validate_json(line)
+            if isinstance(message, Trial):
+                return self._trial(message)
             self._end(message)
-            return None
-        raise BadLineError(f"type is {kind!r}, not trial or end")
-
-    def _trial(self, message: Mapping[str, Any]) -> str:
-        seed = message.get("seed")
-        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
-            raise BadLineError(f"seed must be a whole number of 0 or more, not {seed!r}")
-        starts_at_s = _number(message, "starts_at_s")
-        arrivals_s = _numbers(message, "arrivals_s", None, least=0.0)
-        count = len(arrivals_s)
-        lengths = [_numbers(message, name, count, least=1.0) for name in ("input_len", "output_len")]
-        try:
-            first_s, last_s, self._state = trial(
-                self._system, arrivals_s, lengths[0], lengths[1], starts_at_s, seed, self._state
-            )
-        except ValueError as error:
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            raise BadLineError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}".lstrip(": ")) from None
+        except (ValueError, IndexError) as error:
             raise BadLineError(str(error)) from None
+        return None
+
+    def _trial(self, message: Trial) -> str:
+        count = len(message.arrivals_s)
+        lengths = []
+        for name, given in (("input_len", message.input_len), ("output_len", message.output_len)):
+            values = given if isinstance(given, list) else [given] * count
+            if len(values) != count:
+                raise ValueError(f"{name} has {len(values)} values, arrivals_s {count}")
+            lengths.append(np.array(values, np.float64))
+        at = np.array(message.arrivals_s, np.float64)
+        first_s, last_s, self._state = trial(
+            self._system, at, lengths[0], lengths[1], message.starts_at_s, message.seed, self._state
+        )
         self._running = True
-        told = {"first_token_s": _nulls(first_s), "last_token_s": _nulls(last_s)}
-        return json.dumps(told, allow_nan=False)
+        return json.dumps({"first_token_s": nulls(first_s), "last_token_s": nulls(last_s)}, allow_nan=False)
 
-    def _end(self, message: Mapping[str, Any]) -> None:
+    def _end(self, message: End) -> None:
         if not self._running:
-            raise BadLineError("the end of a trial, but there is none")
-        cancelled = message.get("cancelled", [])
-        if not isinstance(cancelled, list) or not all(type(each) is int for each in cancelled):
-            raise BadLineError("cancelled must be a list of numbers of requests")
-        try:
-            self._state = end(self._system, self._state, _number(message, "cut_at_s"), cancelled)
-        except IndexError as error:
-            raise BadLineError(str(error)) from None
+            raise ValueError("the end of a trial, but there is none")
+        self._state = end(self._system, self._state, message.cut_at_s, message.cancelled)
         self._running = False
 
 
-def _number(message: Mapping[str, Any], name: str) -> float:
-    value = message.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise BadLineError(f"{name} must be a number of 0 or more, not {value!r}")
-    return float(value)
-
-
-def _numbers(message: Mapping[str, Any], name: str, count: int | None, least: float) -> FloatArray:
-    """A list of finite numbers; one number stands for all where the count is known."""
-    value = message.get(name)
-    if count is not None and isinstance(value, (int, float)):
-        value = [value] * count
-    if not isinstance(value, list) or len(value) > MOST_REQUESTS:
-        raise BadLineError(f"{name} must be a list of numbers")
-    if count is not None and len(value) != count:
-        raise BadLineError(f"{name} has {len(value)} values, arrivals_s {count}")
-    if not all(type(each) in (int, float) for each in value):
-        raise BadLineError(f"{name} must be a list of numbers")
-    numbers: FloatArray = np.array(value, np.float64)
-    if not np.all(np.isfinite(numbers) & (numbers >= least)):
-        raise BadLineError(f"{name} must have finite values of {least:g} or more")
-    return numbers
-
-
-def _nulls(times: FloatArray) -> list[float | None]:
+def nulls(times: FloatArray) -> list[float | None]:
     return [each if math.isfinite(each) else None for each in times.tolist()]
 
 

@@ -15,10 +15,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from .batching import batching
-from .clock import Clock
-from .queues import fifo, shared
-from .system import Discipline, FloatArray, System, Workload
+from .queues import batching, fifo, shared
+from .system import Clock, Discipline, FloatArray, System, Workload
 
 BoolArray = npt.NDArray[np.bool_]
 Places = BoolArray | npt.NDArray[np.intp]
@@ -168,7 +166,6 @@ def run(system: System, clock: Clock, jobs: Jobs, salt: int = 0) -> tuple[FloatA
 
 
 def latency_s(system: System) -> float:
-    """End-to-end latency of a nominal request alone."""
     return system.idle_ttft_s() + (system.workload.output_len - 1) * system.idle_tpot_s
 
 
@@ -198,7 +195,6 @@ def prefill(
     work: FloatArray,
     gone: FloatArray | None = None,
 ) -> FloatArray:
-    """When each is served, in work time, by the servers of that discipline."""
     if discipline == "fifo":
         return fifo(servers, arrived, work, gone)
     return shared(lambda present: min(1.0, servers / present), arrived, work, gone)

@@ -1,6 +1,10 @@
-"""What a drawn system is: how it serves, what is offered to it, and what it has to keep. Plain data, as JSON.
+"""What a drawn system is: how it serves, what is offered to it, and what it has to keep; and its clock.
 
-Times are seconds, lengths tokens, loads shares of one. Everything a system does follows from these fields.
+Times are seconds, lengths tokens, loads shares of one. Everything a system does follows from the fields,
+which are plain data, as JSON.
+
+A server that slows down as a whole does the same things in the same order, only later. So queues are
+simulated in *work time*, in which the speed is always 1. The clock turns seconds into work time and back.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Final, Literal
@@ -130,7 +135,6 @@ class Batch:
     token_s: float
 
     def idle_ttft_s(self, tokens: float) -> float:
-        """Time to the first token of a lone prompt."""
         return math.ceil(max(tokens, 1) / self.token_budget) * self.step_s + self.token_s * tokens
 
     def loaded(self, input_len: int, output_len: int) -> tuple[float, float]:
@@ -184,16 +188,7 @@ class Slo:
     attainment: float
     limits: tuple[str, ...] = ()
 
-    def options(self) -> list[str]:
-        """The same as options of ``kvbench sweep``."""
-        words = [] if self.ttft_ms is None else ["--ttft-ms", f"{self.ttft_ms:.12g}"]
-        words += [] if self.tpot_ms is None else ["--tpot-ms", f"{self.tpot_ms:.12g}"]
-        if not self.limits:
-            words += ["--attainment", f"{self.attainment:.12g}"]
-        return words + [word for limit in self.limits for word in ("--slo", limit)]
-
     def text(self) -> str:
-        """For a table."""
         parts = [
             f"{name} ≤ {limit:.4g} ms"
             for name, limit in (("TTFT", self.ttft_ms), ("TPOT", self.tpot_ms))
@@ -232,7 +227,6 @@ class System:
         return self.servers / self.prefill_s
 
     def idle_ttft_s(self, work: float = 1.0) -> float:
-        """Time to the first token of a request with that much work alone in the system."""
         if self.batch is not None:
             return self.batch.idle_ttft_s(max(1.0, work * self.workload.input_len))
         return work * self.prefill_s
@@ -250,3 +244,57 @@ class System:
         """Changes with anything that could change the true rate."""
         data = {key: value for key, value in self.to_json().items() if key not in ("name", "kinds", "aborts")}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Clock:
+    """Seconds of the virtual clock ↔ seconds of undisturbed work.
+
+    ``noise``: (start of a trial, its slowness), ascending; the last one goes on, before the first is none.
+    """
+
+    def __init__(self, disturbances: Disturbances, noise: Sequence[tuple[float, float]] = ()) -> None:
+        own = disturbances
+        self._pause_s, self._every_s = own.pause_s, own.pause_every_s
+        knots = {0.0} | {start for start, _ in noise if start > 0}
+        if own.warmup_factor != 1.0:
+            knots.add(own.warmup_s)
+        if own.drift:
+            knots |= {60.0 * minute for minute in range(1, round((own.drift_most - 1) / own.drift) + 2)}
+        ordered = np.array(sorted(knots))
+        slowness = np.array(
+            [
+                (own.warmup_factor if at < own.warmup_s else 1.0)
+                * own.drift_factor(at)
+                * next((factor for start, factor in reversed(noise) if start <= at), 1.0)
+                for at in ordered.tolist()
+            ]
+        )
+        self._active = self._unpaused(ordered)
+        self._speed = 1.0 / slowness
+        self._done = np.concatenate(([0.0], np.cumsum(np.diff(self._active) * self._speed[:-1])))
+
+    def work(self, at_s: FloatArray) -> FloatArray:
+        """Work done until then. Times before 0 count as undisturbed by warm-up and drift."""
+        active = self._unpaused(np.asarray(at_s, np.float64))
+        place = np.maximum(np.searchsorted(self._active, active, side="right") - 1, 0)
+        return np.asarray(self._done[place] + (active - self._active[place]) * self._speed[place])
+
+    def seconds(self, work: FloatArray) -> FloatArray:
+        """When that much work is done: the inverse. NaN and inf stay what they are."""
+        place = np.maximum(np.searchsorted(self._done, work, side="right") - 1, 0)
+        place = np.minimum(place, len(self._done) - 1)
+        active = self._active[place] + (work - self._done[place]) / self._speed[place]
+        if not self._pause_s:
+            return np.asarray(active)
+        lasts = self._every_s - self._pause_s
+        with np.errstate(invalid="ignore"):
+            periods = np.ceil(active / lasts) - 1  # what ends with a period's work ends before its pause
+            seconds = active + periods * self._pause_s
+        return np.asarray(np.where(np.isinf(active), active, seconds))
+
+    def _unpaused(self, at_s: FloatArray) -> FloatArray:
+        if not self._pause_s:
+            return at_s
+        lasts = self._every_s - self._pause_s
+        periods = np.floor(at_s / self._every_s)
+        return np.asarray(periods * lasts + np.minimum(at_s - periods * self._every_s, lasts))

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-ROOT: Final = Path(__file__).resolve().parents[2]
+from tools.bench import ROOT, output_of
+
 BUILD: Final = ROOT / "build" / "sanitize"
 COPIED: Final = ("kvbench", "tests", "tools", "scenarios", "docs", "results/reference")
 COPIED_FILES: Final = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "Makefile")
@@ -38,14 +39,11 @@ MOST_SHOWN: Final = 3
 EXAMPLES: Final = "100"
 
 TESTS: Final = (
-    "tests/processes/http1",
-    "tests/processes/loadgen/test_loadgen_loop.py",
+    *("tests/processes/http1", "tests/processes/loadgen/test_loadgen_loop.py"),
     "tests/processes/loadgen/test_loadgen_answer.py",
     "tests/processes/loadgen/test_foreign_answers.py",
-    "tests/processes/loadgen/test_loadgen_direct.py",
-    "tests/processes/router/test_router_stream.py",
-    "tests/processes/router/test_fuzz_http.py",
-    "tests/processes/exact_server/test_exact.py",
+    *("tests/processes/loadgen/test_loadgen_direct.py", "tests/processes/router/test_router_stream.py"),
+    *("tests/processes/router/test_fuzz_http.py", "tests/processes/exact_server/test_exact.py"),
 )
 """Those in whose process, or in processes of theirs, compiled code runs."""
 LEFT_OUT: Final = (
@@ -102,25 +100,7 @@ def compiler() -> str:
     return found
 
 
-def run(words: Sequence[str], folder: Path, environment: Mapping[str, str], deadline_s: float) -> str:
-    """All output of a command, whatever its status."""
-    done = subprocess.run(
-        words,
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=deadline_s,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    return done.stdout
-
-
 def copy(folder: Path) -> None:
-    """The sources alone, into an empty folder."""
     shutil.rmtree(folder, ignore_errors=True)
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "*.pyc", ".hypothesis")
     for name in COPIED:
@@ -134,17 +114,13 @@ def compile_all(sanitizer: Sanitizer, folder: Path) -> None:
     flags = " ".join(sanitizer.flags)
     environment = {"CC": compiler(), "CFLAGS": f"{flags} -Werror", "LDFLAGS": flags}
     words = [sys.executable, "-c", "from setuptools import setup; setup()", "-q", "build_ext", "--inplace"]
-    output = run(words, folder, environment, BUILD_DEADLINE_S)
+    _, output = output_of(words, BUILD_DEADLINE_S, folder, environment)
     built = {path.name.partition(".")[0] for path in (folder / "kvbench").rglob("*.so")}
     missing = modules(folder) - built
     if missing or not built:
         raise NotRunError(f"{', '.join(sorted(missing))} did not compile:\n{output[-2000:]}")
-    output = run(
-        [compiler(), *sanitizer.flags, "-shared", "-fPIC", "-o", "canary.so", str(CANARY)],
-        folder,
-        {},
-        BUILD_DEADLINE_S,
-    )
+    words = [compiler(), *sanitizer.flags, "-shared", "-fPIC", "-o", "canary.so", str(CANARY)]
+    _, output = output_of(words, BUILD_DEADLINE_S, folder)
     if not (folder / "canary.so").exists():
         raise NotRunError(f"the canary did not compile:\n{output[-2000:]}")
 
@@ -160,9 +136,8 @@ def modules(folder: Path) -> set[str]:
 
 def environment(sanitizer: Sanitizer, folder: Path) -> dict[str, str]:
     """Under which a Python, and each that it starts, runs with the sanitizer and the copy's modules."""
-    library = run(
-        [compiler(), f"-print-file-name={sanitizer.library}"], folder, {}, CANARY_DEADLINE_S
-    ).strip()
+    words = [compiler(), f"-print-file-name={sanitizer.library}"]
+    library = output_of(words, CANARY_DEADLINE_S, folder)[1].strip()
     if not Path(library).is_absolute():
         raise NotRunError(f"the compiler has no {sanitizer.library}")
     reports = folder / "reports" / "report"
@@ -194,7 +169,8 @@ def hear(sanitizer: Sanitizer, folder: Path, environment: Mapping[str, str]) -> 
         seen = []
         for name in sanitizer.canaries:
             code = f"import ctypes; ctypes.CDLL('./canary.so').{name}(4)"
-            output = run([*before, sys.executable, "-c", code], folder, environment, CANARY_DEADLINE_S)
+            words = [*before, sys.executable, "-c", code]
+            _, output = output_of(words, CANARY_DEADLINE_S, folder, environment)
             told = [output, *reports(folder)]
             seen.append(any("Sanitizer" in text or "runtime error" in text for text in told))
             said = "\n".join(told)[-1000:]
@@ -204,7 +180,6 @@ def hear(sanitizer: Sanitizer, folder: Path, environment: Mapping[str, str]) -> 
 
 
 def sanitize(name: str, arguments: Sequence[str]) -> int:
-    """Builds, tests and reports with one of them; returns the exit code."""
     sanitizer, folder = SANITIZERS[name], BUILD / name
     print(f"sanitize {name}: compiling into {folder.relative_to(ROOT)}", flush=True)
     copy(folder)
@@ -212,16 +187,8 @@ def sanitize(name: str, arguments: Sequence[str]) -> int:
     around = environment(sanitizer, folder)
     before = hear(sanitizer, folder, around)
     # Everything takes several times as long.
-    options = [
-        "-k",
-        " and ".join(f"not {name}" for name in LEFT_OUT),
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "faulthandler_timeout=1800",
-        "--timeout",
-        "900",
-    ]
+    options = ["-k", " and ".join(f"not {name}" for name in LEFT_OUT), "-p", "no:cacheprovider"]
+    options += ["-o", "faulthandler_timeout=1800", "--timeout", "900"]
     tests = [] if any("test_" in each for each in arguments) else list(TESTS)
     words = [*before, sys.executable, "-m", "pytest", "-q", *tests, *options, *arguments]
     examples = {"FUZZ_EXAMPLES": EXAMPLES, **os.environ}["FUZZ_EXAMPLES"]
@@ -238,7 +205,6 @@ def sanitize(name: str, arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs those that are named, or all; the worst exit code."""
     names = [each for each in arguments if each in SANITIZERS] or list(SANITIZERS)
     rest = [each for each in arguments if each not in SANITIZERS and each != "--"]
     codes = []

@@ -11,23 +11,50 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from tools.jobs import Job, code_version, rows_of
 
 from .. import truth as truths
 from ..family import SEEDS, SIZES, draw, seed_of
-from .figures import Figures, figures, notes, table_of
-from .jobs import SearchJob
-from .judged import Judged
-from .many import code_version, rows_of
-from .rivals import RULES, RivalFigures, RivalFound, RivalJob, rival_table, rules_for
-from .twins import MOST, TwinFigures, TwinJob, Twins, twin_figures, twin_table
+from .figures import Figures, figures, table_of
+from .rivals import RivalFigures, RivalFound, RivalJob, rival_figures, rival_table, rules_for
+from .search import Judged, SearchJob
+from .twins import TwinFigures, TwinJob, Twins, twin_figures, twin_table
 
 COUNT = 30
 """Systems of a seed that has no name."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One kind of job: how its rows are read, printed and counted, and the table of the figures."""
+
+    read: Callable[[Mapping[str, Any]], Any]
+    count: Callable[[Sequence[Any]], Sequence[Figures | TwinFigures | RivalFigures]]
+    table: Callable[[Any, str], str]
+
+    def run(self, jobs: Sequence[Job], chosen: argparse.Namespace) -> None:
+        """Do the jobs; print each row, then the figures of all, and write these where that is requested."""
+        code = code_version("random_systems")
+        rows = []
+        for found in rows_of(jobs, chosen.workers, code, chosen.rows):
+            rows.append(self.read(found))
+            # Of the release only the number of rows is shown.
+            if chosen.seed != "release":
+                print(rows[-1], flush=True)
+            elif len(rows) % 50 == 0:
+                print(f"{len(rows)} of {len(jobs)}", flush=True)
+        if not rows:
+            return
+        figures = self.count(rows)
+        print(self.table(figures, chosen.title))
+        if chosen.figures:
+            data = {"seed": chosen.seed, "code": code, "kinds": [each.to_json() for each in figures]}
+            chosen.figures.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,108 +64,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     drawn = {index: draw(seed_of(chosen.seed), index) for index in numbers}
     judgeable = {index: known[each.fingerprint] for index, each in drawn.items() if each.fingerprint in known}
     # All systems by the first seed, then by the next: what is broken off is of all kinds.
-    seeds = range(chosen.run_seed, chosen.run_seed + chosen.searches)
+    runs = range(chosen.run_seed, chosen.run_seed + chosen.searches)
+    pairs = [(run, index, true) for run in runs for index, true in judgeable.items()]
+    chosen.title = f"{chosen.seed}: {len(judgeable)} systems"
+    seed, limit_s, sets = chosen.seed, chosen.limit_s, tuple(chosen.set)
     if chosen.twins:
-        there = [index for index, true in judgeable.items() if true.exists]
-        judge_pairs(
-            [TwinJob(chosen.seed, each, run, chosen.limit_s) for run in seeds for each in there], chosen
-        )
+        way = Way(Twins.from_json, twin_figures, twin_table)
+        way.run([TwinJob(seed, index, run, limit_s) for run, index, true in pairs if true.exists], chosen)
     elif chosen.rivals:
-        rivals = [
-            RivalJob(chosen.seed, index, true, run, chosen.limit_s, rule)
-            for run in seeds
-            for index, true in judgeable.items()
-            for rule in rules_for(drawn[index])
-        ]
-        judge_rivals(rivals, chosen)
+        rules = {index: rules_for(drawn[index]) for index in judgeable}
+        way = Way(RivalFound.from_json, rival_figures, rival_table)
+        way.run(
+            [RivalJob(seed, i, true, run, limit_s, each) for run, i, true in pairs for each in rules[i]],
+            chosen,
+        )
     else:
-        jobs = [
-            SearchJob(chosen.seed, index, true, run, chosen.limit_s, tuple(chosen.set))
-            for run in seeds
-            for index, true in judgeable.items()
-        ]
-        judge_searches(jobs, chosen)
+        way = Way(Judged.from_json, lambda rows: figures(rows, chosen.every_kind), table_of)
+        way.run([SearchJob(seed, index, true, run, limit_s, sets) for run, index, true in pairs], chosen)
     if len(judgeable) < len(drawn):
         missing = len(drawn) - len(judgeable)
         print(
             f"{missing} systems have no true rate yet: python -m tools.random_systems --truth computes them"
         )
     return 0
-
-
-def judge_searches(jobs: Sequence[SearchJob], chosen: argparse.Namespace) -> None:
-    """Each search beside the truth, and the figures of all."""
-    judged = []
-    for row in rows_of(jobs, chosen.workers, chosen.rows):
-        each = Judged.from_json(row)
-        judged.append(each)
-        tell(line_of(each), chosen, len(judged), len(jobs))
-    if judged:
-        found = figures(judged, chosen.every_kind)
-        systems = len({each.name for each in judged})
-        show(table_of(found, f"{chosen.seed}: {systems} systems, 5 / 50 / 95 % of found / true"))
-        for note in notes(found[-1]):
-            print(note)
-        write(found, chosen)
-
-
-def judge_pairs(jobs: Sequence[TwinJob], chosen: argparse.Namespace) -> None:
-    """Each pair of twins, and how many are in the wrong order."""
-    twins = []
-    for row in rows_of(jobs, chosen.workers, chosen.rows):
-        each = Twins.from_json(row)
-        twins.append(each)
-        verdict = " (wrong)" if each.wrong else ""
-        line = (
-            f"{each.name} {each.kind} {each.number}: {each.form}, × {each.factor:.3f}: {each.told}{verdict}"
-        )
-        tell(line, chosen, len(twins), len(jobs))
-    if twins:
-        found = twin_figures(twins)
-        show(twin_table(found, f"{chosen.seed}: times × 1/{1 + MOST:g} … {1 + MOST:g}"))
-        write(found, chosen)
-
-
-def judge_rivals(jobs: Sequence[RivalJob], chosen: argparse.Namespace) -> None:
-    """Each search by another tool's rule, and the figures of each rule."""
-    rows = []
-    for row in rows_of(jobs, chosen.workers, chosen.rows):
-        each = RivalFound(**{name: row[name] for name in RivalFound.__dataclass_fields__})
-        rows.append(each)
-        ratio = f"{each.found / each.true:.3f} of the truth" if each.found and each.true else "none"
-        tell(f"{each.name} {each.kind} {each.rule}: {ratio}", chosen, len(rows), len(jobs))
-    if rows:
-        found = [RivalFigures.of(rule, [each for each in rows if each.rule == rule]) for rule in RULES]
-        show(rival_table(found, f"{chosen.seed}; closed loops only where they are simulated"))
-        write(found, chosen)
-
-
-def tell(line: str, chosen: argparse.Namespace, done: int, jobs: int) -> None:
-    """One result as it comes; of the release's only how many there are."""
-    if chosen.seed != "release":
-        print(line, flush=True)
-    elif done % 50 == 0:
-        print(f"{done} of {jobs}", flush=True)
-
-
-def show(table: Table) -> None:
-    Console(width=None if sys.stdout.isatty() else 190).print(table)
-
-
-def write(
-    found: Sequence[Figures] | Sequence[TwinFigures] | Sequence[RivalFigures], chosen: argparse.Namespace
-) -> None:
-    """The table as JSON, where that is asked for."""
-    if chosen.figures:
-        data = {"seed": chosen.seed, "code": code_version(), "kinds": [each.to_json() for each in found]}
-        chosen.figures.write_text(json.dumps(data, indent=1) + "\n")
-
-
-def line_of(each: Judged) -> str:
-    """One search as it ends."""
-    ratio = "" if each.ratio is None else f" {each.ratio:.3f} of the truth"
-    held = "" if each.holds is None else ", in" if each.holds else ", not in the interval"
-    return f"{each.name} {each.kind} {each.run_seed}: {each.outcome}{ratio}{held}, {each.trials} trials"
 
 
 def _chosen(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
-from rich.table import Table
+from tools.bench import table
 
-from .judged import Judged
+from .search import Judged
 
 ALL: Final = "all"
 NOTHING: Final = "–"
@@ -70,13 +70,13 @@ class Figures:
             held=sum(held),
             drifting=len(drifting),
             held_some=sum(bool(each.holds_some) for each in drifting),
-            half_width=_median(widths),
-            low=_quantile(ratios, 0.05),
-            middle=_median(ratios),
-            high=_quantile(ratios, 0.95),
-            virtual_s=_median([each.virtual_s for each in answered]),
-            offered_s=_median([each.offered_s for each in answered]),
-            latencies=_median([each.latencies for each in answered]),
+            half_width=middle_of(widths),
+            low=quantile(ratios, 0.05),
+            middle=middle_of(ratios),
+            high=quantile(ratios, 0.95),
+            virtual_s=middle_of(each.virtual_s for each in answered),
+            offered_s=middle_of(each.offered_s for each in answered),
+            latencies=middle_of(each.latencies for each in answered),
             wrong_none=sum(each.wrong_none for each in judged),
             wrong_least=sum(each.wrong_least for each in judged),
             right_none=sum(not each.true and each.said == "none" for each in judged),
@@ -107,31 +107,28 @@ def figures(judged: Sequence[Judged], every_kind: bool = False) -> list[Figures]
     return [*by_kind, Figures.of(ALL, judged)]
 
 
-_COLUMNS: Final[Sequence[tuple[str, Callable[[Figures], str]]]] = (
-    ("searches", lambda of: str(of.searches)),
-    ("converged", lambda of: counted(of.converged, of.searches)),
-    ("within 5 %", lambda of: counted(of.near, of.converged)),
-    ("truth in interval", lambda of: counted(of.held, of.intervals)),
-    ("± %", lambda of: NOTHING if of.half_width is None else f"{of.half_width:.1%}"),
-    ("found / true", lambda of: _ratios(of)),
-    ("virtual s", lambda of: _number(of.virtual_s)),
-    ("offered s", lambda of: _number(of.offered_s)),
-    ("latencies", lambda of: _number(of.latencies)),
-    ("wrong none", lambda of: str(of.wrong_none or NOTHING)),
-    ("wrong ≥", lambda of: str(of.wrong_least or NOTHING)),
-    ("as promised", lambda of: counted(of.kept, of.promised)),
-)
+_COLUMNS: Final[Mapping[str, Callable[[Figures], str]]] = {
+    "searches": lambda of: str(of.searches),
+    "converged": lambda of: counted(of.converged, of.searches),
+    "within 5 %": lambda of: counted(of.near, of.converged),
+    "truth in interval": lambda of: counted(of.held, of.intervals),
+    "± %": lambda of: NOTHING if of.half_width is None else f"{of.half_width:.1%}",
+    "found / true": lambda of: ratio_text(of.low, of.middle, of.high),
+    "virtual s": lambda of: number(of.virtual_s),
+    "offered s": lambda of: number(of.offered_s),
+    "latencies": lambda of: number(of.latencies),
+    "wrong none": lambda of: str(of.wrong_none or NOTHING),
+    "wrong ≥": lambda of: str(of.wrong_least or NOTHING),
+    "as promised": lambda of: counted(of.kept, of.promised),
+}
 
 
-def table_of(found: Sequence[Figures], caption: str) -> Table:
-    """A row a kind, and all of them."""
-    table = Table(title="the search on drawn systems", caption=caption)
-    table.add_column("kind", no_wrap=True)
-    for name, _ in _COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
-    for each in found:
-        table.add_row(each.kind, *(shown(each) for _, shown in _COLUMNS), end_section=each is found[-2:][0])
-    return table
+def table_of(found: Sequence[Figures], about: str) -> str:
+    """A row a kind, and all of them; then what the table has no column for."""
+    rows = [[each.kind, *(shown(each) for shown in _COLUMNS.values())] for each in found]
+    caption = f"{about}; found / true: 5 / 50 / 95 %"
+    text = table("kind", "|".join(_COLUMNS), rows, "the search on drawn systems", caption, [len(rows) - 1])
+    return "\n".join([text, *notes(found[-1])])
 
 
 def notes(overall: Figures) -> list[str]:
@@ -159,19 +156,18 @@ def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _ratios(of: Figures) -> str:
-    if of.low is None or of.middle is None or of.high is None:
-        return NOTHING
-    return f"{of.low:.3f} {of.middle:.3f} {of.high:.3f}"
+def ratio_text(*ratios: float | None) -> str:
+    return " ".join(f"{ratio:.3f}" for ratio in ratios if ratio is not None) or NOTHING
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.0f}"
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return median(values) if values else None
+def middle_of(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return median(known) if known else None
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float | None:
+def quantile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[round(share * (len(ordered) - 1))] if ordered else None

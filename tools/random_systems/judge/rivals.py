@@ -10,25 +10,22 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from rich.table import Table
 
-from tools.perf_search.pipeline import Outcomes
+from tools.bench import NEAR, table
+from tools.perf_search.pipeline import NEVER_S, Outcomes
 from tools.perf_search.rivals import Offers, guidellm_rule, isotonic_rule, plain_rule, vllm_rule
 
-from ..clock import Clock
 from ..family import draw, seed_of
+from ..queues import can_close, closed
 from ..roots import criteria
 from ..simulate import State, latency_s, trial
-from ..system import FloatArray, System
+from ..system import Clock, FloatArray, System
 from ..truth import Truth
-from .closed import can_close, closed
-from .figures import NOTHING, counted
-from .judged import WITHIN
+from .figures import counted, middle_of, number, quantile, ratio_text
 from .search import TooLongError, at_most
 
 OPEN: Final[Mapping[str, Callable[[Offers], float | None]]] = {
@@ -47,63 +44,45 @@ MOST_ANSWERS: Final = 100_000
 """Of a closed loop by time."""
 
 
-@dataclass
-class DrawnBench:
-    """Offers loads to a drawn system one by one, and keeps the bill. ``seed``: of arrivals and work."""
+class DrawnBench(Offers):  # type: ignore[misc]
+    """A drawn system. ``seed``: of arrivals and work."""
 
-    drawn: System
-    seed: int
-    trials: int = 0
-    measured_s: float = 0.0
-    min_rate: float = LEAST_RATE
-    max_rate: float = MOST_RATE
-    rng: np.random.Generator = field(init=False)
-    noise: list[tuple[float, float]] = field(default_factory=list)
+    min_rate, max_rate = LEAST_RATE, MOST_RATE
 
-    def __post_init__(self) -> None:
-        self.rng = np.random.default_rng([13, self.seed])
+    def __init__(self, drawn: System, seed: int) -> None:
+        super().__init__(seed)
+        self.drawn = drawn
+        self.idle_s, self.burstiness = latency_s(drawn), drawn.workload.burstiness
+        self.noise: list[tuple[float, float]] = []
 
-    @property
-    def idle_s(self) -> float:
-        return latency_s(self.drawn)
+    def serve(self, at: FloatArray) -> Outcomes:
+        load, seed = self.drawn.workload, int(self.rng.integers(2**32))
+        lengths = [np.full(len(at), float(each)) for each in (load.input_len, load.output_len)]
+        first, last, _ = trial(self.drawn, at, lengths[0], lengths[1], self.measured_s, seed, State())
+        return self._outcomes(at, first, last)
 
-    def requests(self, rate: float, count: int) -> Outcomes:
-        """An open loop of so many requests, whose last arrival falls on count / rate (vLLM's rule)."""
-        shape = self.drawn.workload.burstiness
-        at: FloatArray = np.cumsum(self.rng.gamma(shape, 1.0, count))
-        return self._offer(at * (count / rate / at[-1]))
-
-    def seconds(self, rate: float, seconds: float) -> Outcomes:
-        """An open loop of so many seconds."""
-        shape = self.drawn.workload.burstiness
-        count = math.ceil(rate * seconds + 8 * math.sqrt(rate * seconds / shape) + 10)
-        at: FloatArray = np.cumsum(self.rng.gamma(shape, 1 / (rate * shape), count))
-        return self._offer(at[: max(2, int(np.searchsorted(at, seconds)))])
-
-    def users(
-        self, concurrency: int, seconds: float = math.inf, requests: int | None = None
-    ) -> tuple[Outcomes, float]:
-        """A closed loop, by time or by number; also its requests per second over the whole run."""
+    def serve_users(self, concurrency: int, seconds: float, requests: int | None) -> Outcomes:
         work = self.drawn.service.draw(requests or MOST_ANSWERS, self.rng)
-        clock, begin_s = self._clock(), self.measured_s
+        own, begin_s = self.drawn.disturbances, self.measured_s
+        if own.noise:
+            self.noise.append((begin_s, math.exp(own.noise * float(self.rng.standard_normal()))))
+        clock = Clock(own, self.noise)
         begin = float(clock.work(np.array([begin_s]))[0])
         if requests is None:  # no more than can be sent in that time, or than is simulated
             most = int(4 * (seconds + self.idle_s) * min(concurrency / self.idle_s, self.drawn.capacity)) + 10
             work = work[: most + concurrency]
         times = [clock.seconds(begin + each) - begin_s for each in closed(self.drawn, concurrency, work)]
         arrived, first, last = (each[times[0] <= seconds] for each in times)
-        outcomes = self._paid(arrived, first, last)
-        return outcomes, len(arrived) / float(last.max())
+        return self._outcomes(arrived, first, last)
 
-    def wait(self, seconds: float) -> None:
-        """Time that a rule takes without counting what it offers then."""
-        self.measured_s += seconds
+    def _outcomes(self, arrived: FloatArray, first: FloatArray, last: FloatArray) -> Outcomes:
+        never = np.isnan(last)
+        first, last = np.where(never, NEVER_S, first), np.where(never, NEVER_S, last)
+        return Outcomes(arrived, first, last, never, self.drawn.workload.output_len)
 
     def kept(self, outcomes: Outcomes) -> bool:
-        """Whether the SLO is kept over the whole run."""
-        return all(
-            each.value(outcomes.ttft_s, self._tpot(outcomes)) <= 1.0 for each in criteria(self.drawn.slo)
-        )
+        limits = criteria(self.drawn.slo)
+        return all(each.value(outcomes.ttft_s, self._tpot(outcomes)) <= 1.0 for each in limits)
 
     def margin(self, outcomes: Outcomes) -> float:
         """Mean or percentile of what binds, relative to its limit, less 1: above 0 is a miss."""
@@ -119,26 +98,6 @@ class DrawnBench:
     def _tpot(self, outcomes: Outcomes) -> FloatArray:
         decode_s: FloatArray = outcomes.end_s - outcomes.first_s
         return decode_s / max(self.drawn.workload.output_len - 1, 1)
-
-    def _offer(self, at: FloatArray) -> Outcomes:
-        load, seed = self.drawn.workload, int(self.rng.integers(2**32))
-        lengths = [np.full(len(at), float(each)) for each in (load.input_len, load.output_len)]
-        first, last, _ = trial(self.drawn, at, lengths[0], lengths[1], self.measured_s, seed, State())
-        return self._paid(at, first, last)
-
-    def _clock(self) -> Clock:
-        own = self.drawn.disturbances
-        if own.noise:
-            factor = math.exp(own.noise * float(self.rng.standard_normal()))
-            self.noise.append((self.measured_s, factor))
-        return Clock(own, self.noise)
-
-    def _paid(self, arrived: FloatArray, first: FloatArray, last: FloatArray) -> Outcomes:
-        self.trials += 1
-        self.measured_s += float(np.nanmax(last, initial=0.0))
-        never = np.isnan(last)
-        first, last = np.where(never, 1e9, first), np.where(never, 1e9, last)
-        return Outcomes(arrived, first, last, never, self.drawn.workload.output_len)
 
 
 @dataclass(frozen=True)
@@ -157,7 +116,6 @@ class RivalJob:
         return f"rival {self.seed} {self.index} {self.run_seed} {self.rule}"
 
     def row(self) -> dict[str, Any]:
-        """``RivalFound`` as JSON."""
         start, system = time.perf_counter(), draw(seed_of(self.seed), self.index)
         bench, found, answered = DrawnBench(system, self.run_seed), None, True
         try:
@@ -188,6 +146,14 @@ class RivalFound:
     latencies: float
     real_s: float
 
+    def __str__(self) -> str:
+        ratio = f"{self.found / self.true:.3f} of the truth" if self.found and self.true else "none"
+        return f"{self.name} {self.kind} {self.rule}: {ratio}"
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> RivalFound:
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__})
+
 
 @dataclass(frozen=True)
 class RivalFigures:
@@ -210,20 +176,18 @@ class RivalFigures:
         answered = [each for each in rows if each.answered]
         possible = [each for each in answered if LEAST_RATE <= each.true <= MOST_RATE]
         ratios = sorted(each.found / each.true for each in possible if each.found)
-        ends = [ratios[round(q * (len(ratios) - 1))] if ratios else None for q in (0.05, 0.95)]
-        near = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
         return cls(
             rule,
             len(rows),
             len(answered),
             len(possible),
-            len(ratios),
-            near,
-            ends[0],
-            median(ratios) if ratios else None,
-            ends[1],
-            median(each.virtual_s for each in answered) if answered else None,
-            median(each.latencies for each in answered) if answered else None,
+            found=len(ratios),
+            near=sum(abs(ratio - 1) <= NEAR for ratio in ratios),
+            low=quantile(ratios, 0.05),
+            middle=middle_of(ratios),
+            high=quantile(ratios, 0.95),
+            virtual_s=middle_of(each.virtual_s for each in answered),
+            latencies=middle_of(each.latencies for each in answered),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -235,24 +199,25 @@ def rules_for(system: System) -> tuple[str, ...]:
     return RULES if can_close(system) else tuple(OPEN)
 
 
-def rival_table(found: Sequence[RivalFigures], caption: str) -> Table:
-    """A row a rule."""
-    table = Table(title="other rules on drawn systems", caption=caption)
-    table.add_column("rule", no_wrap=True)
-    for name in (
-        "searches",
-        "answered",
-        "a rate found",
-        "within 5 %",
-        "found / true",
-        "virtual s",
-        "latencies",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for each in found:
-        ratios = [f"{ratio:.3f}" for ratio in (each.low, each.middle, each.high) if ratio is not None]
-        spent = [NOTHING if value is None else f"{value:.0f}" for value in (each.virtual_s, each.latencies)]
-        shares = (counted(each.found, each.possible), counted(each.near, each.possible))
-        answered = counted(each.answered, each.searches)
-        table.add_row(each.rule, str(each.searches), answered, *shares, " ".join(ratios) or NOTHING, *spent)
-    return table
+def rival_figures(rows: Sequence[RivalFound]) -> list[RivalFigures]:
+    return [RivalFigures.of(rule, [each for each in rows if each.rule == rule]) for rule in RULES]
+
+
+def rival_table(found: Sequence[RivalFigures], about: str) -> str:
+    rows = [
+        [
+            each.rule,
+            str(each.searches),
+            counted(each.answered, each.searches),
+            counted(each.found, each.possible),
+            counted(each.near, each.possible),
+            ratio_text(each.low, each.middle, each.high),
+            number(each.virtual_s),
+            number(each.latencies),
+        ]
+        for each in found
+    ]
+    titles = "searches|answered|a rate found|within 5 %|found / true|virtual s|latencies"
+    caption = f"{about}; closed loops only where they are simulated"
+    text: str = table("rule", titles, rows, "other rules on drawn systems", caption)
+    return text

@@ -1,30 +1,31 @@
-"""One search of the product on a drawn system: in this process, or by the command that a user would type.
+"""One search of the product on a drawn system, in this process, and its answer beside the truth.
 
-Both go the same way through the product from the options on: planning, single requests, trials, drains,
-waits, gates, search, run folder. In this process the system is asked without a pipe, and no report is
-written.
+It goes the way of ``kvbench simulate --system`` from the options on: planning, single requests, trials,
+drains, waits, gates, search, run folder. But the system is asked without a pipe, and no report is written.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-import os
-import shlex
+import math
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from kvbench.core.simulation.data import SimulatedLoad
 from kvbench.errors import KvbenchError
+from kvbench.files import scratch
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
+from kvbench.report.tables.result import summary_table
 from kvbench.results.provenance import SIMULATED
 from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunInfo, RunStore
@@ -32,21 +33,20 @@ from kvbench.sweep.display import Silent
 from kvbench.sweep.simulator_process import SystemAnswer
 from kvbench.sweep.sweep import searching_sweep
 from kvbench.sweep.system import Replayed, SystemBench
-
-from ..simulate import State, end, trial
-from ..system import FloatArray, System
-
-ENDING_S: Final = 20.0
-ROOT: Final = Path(__file__).resolve().parents[3]
-MEMORY: Final = Path("/dev/shm")
-"""Run folders are synced with each line; in memory that costs nothing."""
-
+from tools.bench import NEAR
+from tools.jobs import fast_folder
+from tools.random_systems.family import draw, seed_of
+from tools.random_systems.serve import nulls
+from tools.random_systems.simulate import State, end, latency_s, trial
+from tools.random_systems.system import System
+from tools.random_systems.truth import Truth
 
 STRIDE: Final = 0x5DEECE66D1CE4E5B
 """Far apart, so that no two trials' seeds meet."""
-
-
 AGAIN_S: Final = 1.0
+TOO_LONG: Final = "too long to simulate"
+PROMISE: Final = "time_suffices"
+"""Where a search says of its time that it suffices: in its answer, or in the run's plan."""
 
 
 class TooLongError(BaseException):
@@ -73,16 +73,10 @@ class DrawnAnswers:
             self._system, arrivals, inputs, outputs, starts_at_s, own, self._state
         )
         count = len(arrivals)
-        return SystemAnswer(_known(first), _known(last), [()] * count, [""] * count)
+        return SystemAnswer(nulls(first), nulls(last), [()] * count, [""] * count)
 
     def ended(self, replayed: Replayed) -> None:
         self._state = end(self._system, self._state, replayed.cut_at_s, replayed.dropped)
-
-
-def _known(times: FloatArray) -> list[float | None]:
-    if np.isfinite(times).all():
-        return list(times.tolist())
-    return [each if np.isfinite(each) else None for each in times.tolist()]
 
 
 def options_of(system: System, run_seed: int, sets: tuple[str, ...] = ()) -> CliOptions:
@@ -144,35 +138,177 @@ def failure(error: Exception) -> str:
     return f"failed: {error.message}" if isinstance(error, KvbenchError) else f"crashed: {error!r}"
 
 
-def fast_folder() -> Path | None:
-    """Where run folders that nobody keeps are written fastest; None: where temporary files are."""
-    return MEMORY if os.access(MEMORY, os.W_OK) else None
+@dataclass(frozen=True)
+class Judged:
+    """One search. ``true``: of a system that drifts the rate at the search's end; 0: there is none.
+
+    ``outcome`` is the search's (``converged``, ``exhausted``, …), or why there was no answer; ``said`` that
+    of the result table (``found``, ``at_least``, ``none``, …). ``virtual_s``: the virtual clock at the end;
+    ``offered_s``: the trials alone; ``latencies``: the former in end-to-end latencies of a request alone.
+    ``promised``: whether the plan said that the time suffices; None where it says nothing.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    run_seed: int
+    outcome: str
+    said: str
+    true: float
+    true_at_first: float
+    found: float | None = None
+    lower: float | None = None
+    upper: float | None = None
+    trials: int = 0
+    void: int = 0
+    virtual_s: float = 0.0
+    offered_s: float = 0.0
+    latencies: float = 0.0
+    promised: bool | None = None
+    real_s: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        return self.kinds[0]
+
+    @property
+    def converged(self) -> bool:
+        return self.outcome == "converged"
+
+    @property
+    def ratio(self) -> float | None:
+        return self.found / self.true if self.found and self.true else None
+
+    @property
+    def near(self) -> bool:
+        return self.ratio is not None and abs(self.ratio - 1) <= NEAR
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """What the answer allows: ``≥ x`` everything from there on, ``none (< x)`` everything up to there."""
+        if self.said == "none" or self.outcome == "slo_unattainable":
+            return 0.0, 0.0 if self.upper is None else self.upper
+        lower = self.lower if self.lower is not None else self.found
+        if lower is None:
+            return None
+        return lower, math.inf if self.upper is None else self.upper
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the interval holds the truth; None without one, or where it is rightly said that no rate
+        meets the SLO.
+        """
+        if self.interval is None or (not self.true and not self.found):
+            return None
+        return self.interval[0] <= self.true <= self.interval[1]
+
+    @property
+    def holds_some(self) -> bool | None:
+        """Of a system that drifts: whether the interval holds a rate that was true at some time."""
+        if self.interval is None or (not self.true and not self.found):
+            return None
+        low, high = sorted((self.true, self.true_at_first))
+        return self.interval[0] <= high and low <= self.interval[1]
+
+    @property
+    def half_width(self) -> float | None:
+        """Relative, of an interval with two ends."""
+        if not self.found or self.interval is None or math.isinf(self.interval[1]):
+            return None
+        return (self.interval[1] - self.interval[0]) / 2 / self.found
+
+    @property
+    def wrong_none(self) -> bool:
+        """``none`` was said of a system that holds a rate which that excludes."""
+        return not self.found and self.holds is False
+
+    @property
+    def wrong_least(self) -> bool:
+        """``≥ x`` was said, and x is more than there is."""
+        return bool(self.found) and self.upper is None and self.holds is False
+
+    def __str__(self) -> str:
+        ratio = "" if self.ratio is None else f" {self.ratio:.3f} of the truth"
+        held = "" if self.holds is None else ", in" if self.holds else ", not in the interval"
+        return f"{self.name} {self.kind} {self.run_seed}: {self.outcome}{ratio}{held}, {self.trials} trials"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "kinds": list(self.kinds)}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Judged:
+        known = {each.name: row[each.name] for each in dataclasses.fields(cls) if each.name in row}
+        return cls(**{**known, "kinds": tuple(row["kinds"])})
 
 
-# -- by the command -----------------------------------------------------------------------------------
-
-
-def command_of(system: System, seed: str, index: int, run_seed: int, output: Path) -> list[str]:
-    """The command line that a user would type for system ``index`` of a family's seed."""
-    player = [sys.executable, "-m", "tools.random_systems.serve", seed, str(index)]
-    work = system.workload
-    lengths = ["--input-len", str(work.input_len), "--output-len", str(work.output_len)]
-    sets = ["--set", f"workload.burstiness={work.burstiness:g}", "--set", f"seed={run_seed}"]
-    start = [sys.executable, "-m", "kvbench.cli", "simulate", "--system", shlex.join(player)]
-    return [*start, *lengths, *system.slo.options(), *sets, "--output", str(output)]
-
-
-def carried_out(command: Sequence[str], limit_s: float) -> bool:
-    """Runs a command for at most so long; then ends it as Ctrl-C does, so that it ends what it started."""
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen(command, cwd=ROOT, stdin=quiet, stdout=quiet, stderr=quiet) as process:
+def judge(system: System, true: Truth, run_seed: int, limit_s: float, sets: tuple[str, ...] = ()) -> Judged:
+    """Searches one system in this process, for at most ``limit_s`` of real time. ``sets``: of a scenario."""
+    start = time.perf_counter()
+    with scratch("kvbench-judge-", parent=fast_folder()) as folder:
         try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(ENDING_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            return False
-    return True
+            run = searched(system, run_seed, folder, limit_s, sets=sets)
+        except TooLongError:
+            found = unanswered(system, true, run_seed, TOO_LONG)
+        except Exception as error:
+            found = unanswered(system, true, run_seed, failure(error))
+        else:
+            found = judged_run(system, true, run_seed, run)
+    return replace(found, real_s=round(time.perf_counter() - start, 3))
+
+
+def unanswered(system: System, true: Truth, run_seed: int, why: str) -> Judged:
+    return Judged(system.name, system.kinds, run_seed, why, "failed", true.rates[0], true.rates[0])
+
+
+def judged_run(system: System, true: Truth, run_seed: int, run: RunFolder) -> Judged:
+    rows = summary_table(run)
+    if len(rows) != 1:
+        return unanswered(system, true, run_seed, "failed: no trial")
+    (row,) = rows
+    ends = [float(each.engine.get("starts_at_s") or 0.0) + each.duration_s for each in run.trials]
+    virtual_s = max(ends, default=0.0)
+    return Judged(
+        name=system.name,
+        kinds=system.kinds,
+        run_seed=run_seed,
+        outcome=row.search or row.outcome,
+        said=row.outcome,
+        true=true.at(virtual_s) if true.exists else 0.0,
+        true_at_first=true.rates[0],
+        found=row.answer.max_request_rate,
+        lower=row.answer.lower,
+        upper=row.answer.upper,
+        trials=row.trials,
+        void=sum(each.verdict == "invalid" for each in run.trials),
+        virtual_s=virtual_s,
+        offered_s=sum(each.duration_s for each in run.trials),
+        latencies=virtual_s / latency_s(system),
+        promised=promised(run),
+    )
+
+
+def promised(run: RunFolder) -> bool | None:
+    """Whether a search's plan said that its time suffices; None where it says nothing of it."""
+    answers = [each.answer or {} for each in run.cells]
+    said = [place[PROMISE] for place in (*answers, run.plan) if isinstance(place.get(PROMISE), bool)]
+    return bool(said[0]) if said else None
+
+
+@dataclass(frozen=True)
+class SearchJob:
+    """One search of a system of a family, for at most ``limit_s`` of real time."""
+
+    seed: str
+    index: int
+    true: Truth
+    run_seed: int
+    limit_s: float
+    sets: tuple[str, ...] = ()
+    """What else of the scenario is set, as PATH=VALUE."""
+
+    @property
+    def key(self) -> str:
+        return " ".join(("search", self.seed, str(self.index), str(self.run_seed), *self.sets))
+
+    def row(self) -> dict[str, Any]:
+        system = draw(seed_of(self.seed), self.index)
+        return judge(system, self.true, self.run_seed, self.limit_s, self.sets).to_json()

@@ -16,16 +16,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
-from rich.table import Table
 
 from kvbench.files import scratch
 from kvbench.report.side_by_side import compared_runs
 from kvbench.results.run import RunFolder
+from tools.bench import table
+from tools.jobs import fast_folder
 
 from ..family import draw, seed_of
 from ..system import System
-from .figures import ALL, NOTHING, counted
-from .search import TooLongError, failure, fast_folder, searched
+from .figures import ALL, counted
+from .search import TooLongError, failure, searched
 
 Form = Literal["slower or faster", "equal, other dice", "equal, other load"]
 FORMS: Final[Sequence[Form]] = (
@@ -69,6 +70,12 @@ class Twins:
     def wrong(self) -> bool:
         return self.ordered and self.told != self.truly
 
+    def __str__(self) -> str:
+        verdict = " (wrong)" if self.wrong else ""
+        return (
+            f"{self.name} {self.kind} {self.number}: {self.form}, × {self.factor:.3f}: {self.told}{verdict}"
+        )
+
     def to_json(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "rates": list(self.rates)}
 
@@ -92,7 +99,6 @@ class TwinJob:
         return f"twins {self.seed} {self.index} {self.run_seed}"
 
     def row(self) -> dict[str, Any]:
-        """``Twins`` as JSON."""
         place = seed_of(self.seed), self.index
         rng = np.random.default_rng([*place, self.run_seed, 3])
         form = FORMS[(self.index + self.run_seed) % len(FORMS)]
@@ -184,27 +190,27 @@ class TwinFigures:
 
 
 def twin_figures(twins: Sequence[Twins]) -> list[TwinFigures]:
-    """By form, by kind, and of all."""
     of: Sequence[Callable[[Twins], str]] = (lambda each: each.form, lambda each: each.kind)
     groups = [(name, key) for key in of for name in sorted({key(each) for each in twins})]
     parts = [TwinFigures.of(name, [each for each in twins if key(each) == name]) for name, key in groups]
     return [*parts, TwinFigures.of(ALL, twins)]
 
 
-def twin_table(found: Sequence[TwinFigures], caption: str) -> Table:
-    """A row a form, a kind, and all of them."""
-    table = Table(title="who is ahead of twins", caption=caption)
-    table.add_column("twins", no_wrap=True)
-    for name in ("pairs", "with two answers", "in an order", "in the wrong one"):
-        table.add_column(name, justify="right", no_wrap=True)
-    forms = len({each.kind for each in found} & set(FORMS))
-    for place, each in enumerate(found):
-        table.add_row(
+def twin_table(found: Sequence[TwinFigures], about: str) -> str:
+    rows = [
+        [
             each.kind,
             str(each.pairs),
             counted(each.answered, each.pairs),
             counted(each.ordered, each.answered),
-            counted(each.wrong, each.ordered) if each.ordered else NOTHING,
-            end_section=place in (forms - 1, len(found) - 2),
-        )
-    return table
+            counted(each.wrong, each.ordered),
+        ]
+        for each in found
+    ]
+    forms = len({each.kind for each in found} & set(FORMS))
+    titles, caption = (
+        "pairs|with two answers|in an order|in the wrong one",
+        f"{about}; times × 1/{1 + MOST:g} … {1 + MOST:g}",
+    )
+    text: str = table("twins", titles, rows, "who is ahead of twins", caption, [forms, len(rows) - 1])
+    return text

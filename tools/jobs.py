@@ -1,4 +1,4 @@
-"""Many searches on some processors, each row kept as soon as it is there, so that one can go on with them."""
+"""Many jobs on some processors. Each row is kept as soon as it is there, so that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from kvbench.processes.transfer_worker.child import die_with_parent
+from tools.bench import ROOT
 
-from .search import ROOT
+MEMORY: Final = Path("/dev/shm")
 
 
 class Job(Protocol):
@@ -26,25 +27,34 @@ class Job(Protocol):
     def key(self) -> str: ...
 
     def row(self) -> dict[str, Any]:
-        """What came of it, as JSON."""
+        """Return the result as JSON."""
+
+
+def fast_folder() -> Path | None:
+    """Return where run folders, which are synced with each line, are written fastest; None: the default."""
+    return MEMORY if os.access(MEMORY, os.W_OK) else None
 
 
 @cache
-def code_version() -> str:
-    """Of all code that a row depends on: rows of other code are not taken over."""
-    here = ROOT / "tools/random_systems"
-    own = [here / "judge" / f"{name}.py" for name in ("search", "judged", "twins", "rivals", "closed")]
+def code_version(tools: str, left_out: tuple[str, ...] = ()) -> str:
+    """Return a hash of the code that a row depends on: kvbench, except for the folders ``left_out``, and the
+    module or folder ``tools/TOOLS``.
+    """
+    package, own = ROOT / "kvbench", ROOT / "tools" / tools
+    skipped = tuple(str(package / name) for name in left_out)
+    paths: Iterable[Path] = (
+        path for path in package.rglob("*.py") if not str(path).startswith(skipped or "-")
+    )
     digest = hashlib.sha256()
-    for path in (*sorted((ROOT / "kvbench").rglob("*.py")), *sorted(here.glob("*.py")), *own):
+    for path in (*sorted(paths), *(sorted(own.rglob("*.py")) if own.is_dir() else [own])):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
 def rows_of(
-    jobs: Sequence[Job], workers: int, path: Path | None = None, code: str = ""
+    jobs: Sequence[Job], workers: int, code: str, path: Path | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The row of each job, as they come; those that ``path`` has from the same code are not done again."""
-    code = code or code_version()
+    """Yield the row of each job, as they come; what ``path`` has from the same code is not done again."""
     kept = _kept(path, code)
     yield from (kept[job.key] for job in jobs if job.key in kept)
     left = [job for job in jobs if job.key not in kept]
@@ -76,12 +86,12 @@ def _end_with(parent_pid: int) -> None:
 def _done(code: str, job: Job) -> dict[str, Any]:
     try:
         return {"key": job.key, "code": code, **job.row()}
-    except SystemExit:  # would be an answer to who is not there any more
+    except SystemExit:  # the process that waits for the row has ended
         os._exit(1)
 
 
 def _kept(path: Path | None, code: str) -> Mapping[str, dict[str, Any]]:
-    """The rows of that code by their key; a torn last line is none."""
+    """Return the rows of that code by their key, without a torn last line."""
     if path is None or not path.exists():
         return {}
     text = path.read_text()

@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,22 +23,96 @@ from typing import Any, Final
 import numpy as np
 
 from kvbench.core.findings.rate_change import Searched, rate_change
-from kvbench.core.fitted_table import Grid, columns_of
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.planning.overrides import CliOptions, resolve
+from kvbench.planning.plan import plan_of
 from kvbench.report.tables.result import read_answer
-from tools.random_systems.judge.many import rows_of
+from kvbench.results.run import load_run
+from kvbench.sweep.simulate import simulated
+from kvbench.sweep.simulated_trial import SimulatedDeployment
+from tools.bench import ROOT, table
+from tools.jobs import code_version, fast_folder, rows_of
 
-from .jobs import ROOT, SearchJob, code_version
-
-CELL: Final = ("nixl", 256)
-SHARP: Final = (
-    "search.trial_s=30",
-    "search.max_trial_s=60",
-    "search.precision=0.05",
-    "search.max_trials=16",
+SCENARIO: Final = "quickstart"
+_NO_PART: Final = (
+    *("report", "cli", "core/findings", "hosts", "launchers", "processes", "transfer", "importers"),
 )
+"""Folders of kvbench that an answer does not depend on."""
+CELL: Final = ("nixl", 256)
+SHARP: Final = ("search.trial_s=30", "search.max_trial_s=60", "search.precision=0.05", "search.max_trials=16")
 SETTINGS: Final = {"quickstart": (), "30 s trials, 5 % precision": SHARP}
 SIDES: Final = ((1, 1), (6, 1), (3, 3), (4, 4))
 """Runs before and after."""
+
+
+@dataclass(frozen=True)
+class SearchJob:
+    """One search of a cell of the quickstart scenario.
+
+    ``sets``: what of the scenario is set besides, as PATH=VALUE. ``factor``: by how much all times are
+    longer: steps, links, overheads, trials, and the SLO's limits, so that the true rate is exactly so much
+    lower.
+    """
+
+    connector: str
+    input_len: int
+    run_seed: int
+    factor: float = 1.0
+    sets: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return " ".join(
+            (self.connector, str(self.input_len), f"{self.factor:g}", str(self.run_seed), *self.sets)
+        )
+
+    def row(self) -> dict[str, Any]:
+        sets = (f"seed={self.run_seed}", *self.sets)
+        cli = CliOptions(SCENARIO, sets, (self.connector,), input_len=str(self.input_len))
+        if self.factor != 1.0:
+            cli = CliOptions(
+                SCENARIO, (*sets, *longer(cli, self.factor)), cli.connectors, input_len=cli.input_len
+            )
+        with tempfile.TemporaryDirectory(prefix="searched-", dir=fast_folder()) as there:
+            (cell,) = load_run(simulated(cli, Path(there))).cells
+        return {
+            "connector": self.connector,
+            "factor": self.factor,
+            "seed": self.run_seed,
+            "sets": list(self.sets),
+            "answer": cell.answer,
+        }
+
+
+def longer(cli: CliOptions, factor: float) -> tuple[str, ...]:
+    """What makes every time of the scenario's simulation so much longer."""
+    scenario, _ = resolve(cli)
+    planned = next(each for each in plan_of(scenario).deployments if each.label in cli.connectors)
+    around = SimulatedDeployment.of(scenario, planned).around
+    own = scenario.simulate.time_scale or scenario.deployment.engine_options.time_factor
+    times = {
+        "simulate.time_scale": own * factor,
+        "simulate.router_ms": around.overheads.router_ms * factor,
+        "simulate.front_end_ms": around.overheads.front_end_ms * factor,
+        "simulate.turn_ms": around.overheads.turn_ms * factor,
+        "simulate.arrival_ms": around.overheads.arrival_ms * factor,
+        "simulate.kv_gb_per_s": around.link.gb_per_s / factor,
+        "simulate.kv_latency_ms": around.link.latency_ms * factor,
+        **_goals(scenario, factor),
+    }
+    return tuple(f"{name}={value:.12g}" for name, value in times.items())
+
+
+def _goals(scenario: Scenario, factor: float) -> dict[str, float]:
+    slo, search = scenario.slo, scenario.search
+    given = {
+        "slo.ttft_ms": slo.ttft_ms,
+        "slo.tpot_ms": slo.tpot_ms,
+        "search.trial_s": search.trial_s,
+        "search.max_trial_s": search.max_trial_s,
+    }
+    found = {name: value * factor for name, value in given.items() if value is not None}
+    return {**found, "search.max_rate": search.max_rate / factor} if search.max_rate else found
 
 
 @dataclass(frozen=True)
@@ -128,7 +203,7 @@ def main() -> None:
         for seed, each in ((2 * pair + 1, 1.0), (2 * pair + 2, 1.0), (2 * pair + 2, factor))
     ]
     found: list[dict[str, Any]] = []
-    for row in rows_of(jobs, asked.workers, asked.rows, code_version()):
+    for row in rows_of(jobs, asked.workers, code_version("perf_compare.py", _NO_PART), asked.rows):
         found.append(row)
         if len(found) % 50 == 0:
             print(f"{len(found)} of {len(jobs)} searches", file=sys.stderr, flush=True)
@@ -138,8 +213,7 @@ def main() -> None:
         answers = _answers(mine, 1.0), _answers(mine, factor)
         figures += figures_of(setting, *answers, asked.pairs, asked.loss, asked.worse_than)
     titles = f"comparisons|not converged|false alarms|loss of {asked.loss:.0%} seen|told"
-    grid = Grid(columns_of("search|runs", titles), [each.cells() for each in figures])
-    print(grid.fitted(None).text())
+    print(table("search|runs", titles, [each.cells() for each in figures]))
     if asked.json is not None:
         asked.json.write_text(json.dumps([vars(each) for each in figures], indent=2) + "\n")
 

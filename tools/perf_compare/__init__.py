@@ -1,1 +1,0 @@
-"""How often ``kvbench compare --ci`` gives a false alarm, and how often it sees a loss."""

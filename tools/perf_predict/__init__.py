@@ -1,1 +1,0 @@
-"""Predictions held against what others measured: ``make perf-predict``."""
