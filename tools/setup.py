@@ -31,7 +31,9 @@ VENV_DEADLINE_S = 300.0
 
 # The build's own needs; installed first and used without isolation, so that they are pinned too.
 BUILD_PACKAGES = ("setuptools",)
-COMPILED = tuple(ROOT / "kvbench" / "processes" / name for name in ("loadgen/sockets", "http1"))
+COMPILED = tuple(
+    ROOT / "kvbench" / name for name in ("processes/loadgen/sockets", "processes/http1", "core/search/replay")
+)
 
 Connectors = dict[str, dict[str, str]]
 """Connector name → status, detail and fix, as kvbench.planning.doctor.doctor reports them."""
@@ -135,12 +137,16 @@ def install_packages() -> None:
 
 def compiled_note() -> str:
     """What to say if the hot paths could not be compiled; empty if they were."""
-    names = ("http1._heads", "http1._splice", "loadgen.sockets._reads")
-    code = "import " + ", ".join(f"kvbench.processes.{name}" for name in names)
+    names = (
+        *("processes.http1._heads", "processes.http1._splice", "processes.loadgen.sockets._reads"),
+        "core.search.replay._queues",
+    )
+    code = "import " + ", ".join(f"kvbench.{name}" for name in names)
     if run([PYTHON, "-c", code], CHECK_DEADLINE_S)[0] == 0:
         return ""
     return (
         "the hot paths were not compiled, so a load generator's worker and a router take half of the load\n"
+        "and a search computes for longer between its trials\n"
         f"  to fix it: install a C compiler and Python's headers, then make setup FORCE=1 (details: {LOG})"
     )
 

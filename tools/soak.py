@@ -110,7 +110,7 @@ class SoakedSite:
         self.trace_rate, self.has_direct = site.trace_rate, site.has_direct
         self.prepare, self.close, self.alone = site.prepare, site.close, site.alone
         self.outputs, self.watch_answers = site.outputs, site.watch_answers
-        self.last_canaries = site.last_canaries
+        self.last_canaries, self.requests = site.last_canaries, site.requests
         self._run = site.run
         self._soak = soak
         self._store = store

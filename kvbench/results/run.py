@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from numpy.typing import NDArray
 
+    from kvbench.core.search.trial_requests import TrialRequests
+
 
 FIRST_SCHEMA: Final = 1
 """The oldest schema that a release wrote."""
@@ -176,14 +178,7 @@ class RunFolder:
         The same as ``requests`` and ``telemetry``, without the time that pandas takes to be there. Raises
         StoreError where the file or a column is missing.
         """
-        import pyarrow.parquet as pq
-
-        path = self._parquet(kind, trial_id)
-        with _readable(path), pq.ParquetFile(path) as file:
-            if missing := set(names).difference(file.schema_arrow.names):
-                raise StoreError(f"{path} has no {', '.join(sorted(missing))}")
-            table = file.read(columns=list(names), use_threads=False)
-            return {name: _array(table.column(name)) for name in names}
+        return _columns(self._parquet(kind, trial_id), names, whole=True)
 
     def request_records(self, trial_id: str) -> list[RequestRecord]:
         """The trial's requests as records (``itl_s`` with the precision of a 32-bit float)."""
@@ -329,6 +324,32 @@ def writer_is_alive(folder: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def requests_to_replay(folder: Path, trial: TrialRecord, burstiness: float) -> TrialRequests | None:
+    """The requests of a stored trial; None where they are not stored, or not as a replay needs them."""
+    from kvbench.core.search.trial_requests import COLUMNS, TrialRequests
+
+    path = parquet_path(folder, "requests", trial.trial_id)
+    if not path.is_file() or path.is_symlink():
+        return None
+    columns = _columns(path, COLUMNS, whole=False)
+    if len(columns) < len(COLUMNS):
+        return None
+    stopped_s = (trial.summary.get("live") or {}).get("at_s", trial.duration_s)
+    return TrialRequests.of(columns, trial.request_rate, trial.duration_s, stopped_s, burstiness)
+
+
+def _columns(path: Path, names: Sequence[str], *, whole: bool) -> dict[str, NDArray[Any]]:
+    """Columns of a file, each an array. If ``whole``, raises StoreError where one is missing."""
+    import pyarrow.parquet as pq
+
+    with _readable(path), pq.ParquetFile(path) as file:
+        missing = set(names).difference(file.schema_arrow.names)
+        if missing and whole:
+            raise StoreError(f"{path} has no {', '.join(sorted(missing))}")
+        table = file.read(columns=[name for name in names if name not in missing], use_threads=False)
+        return {name: _array(table.column(name)) for name in names if name not in missing}
 
 
 def parquet_path(folder: Path, kind: Literal["requests", "telemetry"], trial_id: str) -> Path:

@@ -21,6 +21,7 @@ from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell, Outputs, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.search import Hint
+from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.errors import Problem
 from kvbench.hosts import environment
 from kvbench.planning.overrides import overridden
@@ -134,6 +135,9 @@ class Site(Protocol):
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Offers a load, judges and stores the trial. Raises KvbenchError if the deployment fails."""
+
+    def requests(self, record: TrialRecord) -> TrialRequests | None:
+        """The requests of a trial as they are stored; None if they are not."""
 
 
 class Bench(Protocol):

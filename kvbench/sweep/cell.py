@@ -15,6 +15,7 @@ from kvbench.core.plan.prospect import KnownCell, Prospect, may_suffice, prospec
 from kvbench.core.records import MAIN_METHODS, Cell, Method, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import BurstSearch
+from kvbench.core.search.replay.data import Objective
 from kvbench.core.search.search import FORESEEN, Hint, RateSearch, SearchLimits, foreseen_after
 from kvbench.results.run import CellResult
 from kvbench.sweep.bench import CellWorkOf, Knowledge, Site
@@ -215,8 +216,15 @@ class CellRunner:
             own = replace(limits, attainment=min(slo.shares))
             # What comes out of a flood of sessions is no rate of them: their turns wait for each other.
             ceiling = CEILING and self._scenario.workload.sessions is None
-            searches[tier] = RateSearch(own, hint, ceiling=ceiling)
-        return Tiered(searches)
+            objective = Objective.of(slo.all_criteria()) if self._replayable(method) else None
+            searches[tier] = RateSearch(own, hint, ceiling=ceiling, objective=objective)
+        return Tiered(searches, self._site.requests)
+
+    def _replayable(self, method: Method) -> bool:
+        """Whether trials differ by their rate only: requests arrive by themselves, by the same law."""
+        return (
+            method == "sustained" and self._scenario.workload.sessions is None and not self._site.trace_rate
+        )
 
     def _allowed(self, rate: float) -> float:
         search = self._scenario.search

@@ -16,6 +16,7 @@ from kvbench.core.metrics.ttft_breakdown import Phases, hand_off_parts, ttft_bre
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.core.sessions.session_load import PromptHashes
 from kvbench.core.sessions.session_source import SessionSource
 from kvbench.core.simulation.data import Outcome, SimulatedLoad, System, Tick
@@ -27,7 +28,7 @@ from kvbench.engines.parts.timing_files import bundled_names, profile_file, timi
 from kvbench.errors import InputError
 from kvbench.planning.process_specs import profile_of
 from kvbench.results.provenance import SIMULATED
-from kvbench.results.run import RunFolder
+from kvbench.results.run import RunFolder, requests_to_replay
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone
 from kvbench.sweep.calibration import Surroundings, surroundings
@@ -220,6 +221,10 @@ class SimulatedSite:
 
     def watch_answers(self, cell: Cell, known: CanaryPool | None) -> None:
         """Nobody answers with text."""
+
+    def requests(self, record: TrialRecord) -> TrialRequests | None:
+        """As they are stored."""
+        return requests_to_replay(self._store.path, record, self._scenario.workload.burstiness)
 
     def last_canaries(self, cell: Cell) -> tuple[None, None]:
         return None, None

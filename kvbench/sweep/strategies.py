@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.search.burst import BurstSearch
 from kvbench.core.search.search import RateSearch, TrialFigures
+from kvbench.core.search.trial_requests import TrialRequests
 
 
 @dataclass(frozen=True)
@@ -121,9 +122,14 @@ class Tiered:
 
     searched = True
 
-    def __init__(self, searches: Mapping[str, RateSearch]) -> None:
-        """``searches``: by tier, the strictest first."""
+    def __init__(
+        self,
+        searches: Mapping[str, RateSearch],
+        requests_of: Callable[[TrialRecord], TrialRequests | None] = lambda record: None,
+    ) -> None:
+        """``searches``: by tier, the strictest first. ``requests_of``: a stored trial's, None if unknown."""
         self._searches = dict(searches)
+        self._requests_of = requests_of
 
     def ask(self) -> Ask | None:
         for tier, search in self._searches.items():
@@ -134,6 +140,8 @@ class Tiered:
 
     def tell(self, record: TrialRecord) -> None:
         asked = self.ask()
+        judged = record.purpose != "ceiling" and record.verdict != "invalid"
+        requests = self._requests_of(record) if judged else None
         for tier, search in self._searches.items():
             verdict = record.verdict_of(tier)
             own = asked is not None and asked.tier == tier
@@ -141,7 +149,7 @@ class Tiered:
                 # It is a place to start from and no verdict: not even a disturbed one is worth a repetition.
                 verdict = "undecided"
             if own or (verdict in ("met", "missed") and search.ask() is not None):
-                search.tell(record.request_rate, verdict, measured_of(record, tier))
+                search.tell(record.request_rate, verdict, measured_of(record, tier), requests)
 
     def answers(self) -> Mapping[str, Mapping[str, Any]]:
         return {tier: search.answer().to_json() for tier, search in self._searches.items()}

@@ -23,11 +23,13 @@ from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, trial_seed
 from kvbench.core.records import Cell, RequestError, RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.core.simulation.data import SimulatedLoad
 from kvbench.core.simulation.deployment import TICK_S
 from kvbench.errors import ServerError
 from kvbench.files import scratch
 from kvbench.launchers.local import LocalLauncher
+from kvbench.results.run import requests_to_replay
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.deployed import scratch_prefix
@@ -336,6 +338,10 @@ class SystemSite:
 
     def watch_answers(self, cell: Cell, known: CanaryPool | None) -> None:
         """Nobody answers with text."""
+
+    def requests(self, record: TrialRecord) -> TrialRequests | None:
+        """As they are stored."""
+        return requests_to_replay(self._store.path, record, self._scenario.workload.burstiness)
 
     def last_canaries(self, cell: Cell) -> tuple[None, None]:
         return None, None

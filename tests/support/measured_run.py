@@ -33,7 +33,7 @@ class AnsweringSite:
         self.trace_rate, self.has_direct = site.trace_rate, site.has_direct
         self.prepare, self.close, self.outputs = site.prepare, site.close, site.outputs
         self.watch_answers, self.last_canaries, self.run = site.watch_answers, site.last_canaries, site.run
-        self._alone, self._store = site.alone, store
+        self._alone, self._store, self.requests = site.alone, store, site.requests
 
     def alone(self, cell: Cell) -> Alone:
         outputs = Outputs(("one", "two"), self._alone(cell).latency_s)

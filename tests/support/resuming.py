@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.core.plan.plan import DeploymentPlan
-from kvbench.core.records import TrialRecord
+from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.checksums import CHECKSUMS, begin_checksums
@@ -24,7 +24,7 @@ from kvbench.sweep.simulate import SimulatedBench
 from kvbench.sweep.sweep import searching_sweep
 from kvbench.sweep.trial.load_plan import TrialPlan
 
-Tape = dict[TrialPlan, TrialRecord]
+Tape = dict[TrialPlan, tuple[TrialRecord, list[RequestRecord]]]
 WORDS = ("trials.jsonl", "cells.jsonl", "manifest.json", "plan.json", "environment.json", "scenario.yaml")
 
 
@@ -40,16 +40,18 @@ class TapedSite:
             site.outputs,
         )
         self.watch_answers, self.last_canaries = site.watch_answers, site.last_canaries
+        self.requests = site.requests
         self._run = site.run
         self._tape = tape
         self._store = store
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         if plan in self._tape:
-            self._store.add_trial(self._tape[plan])
+            self._store.add_trial(*self._tape[plan])
         else:
-            self._tape[plan] = self._run(plan)
-        return self._tape[plan]
+            record = self._run(plan)
+            self._tape[plan] = record, load_run(self._store.path).request_records(record.trial_id)
+        return self._tape[plan][0]
 
 
 class TapedBench:
@@ -136,6 +138,7 @@ def cut_off(folder: Path, target: Path, lines: int, *, torn: bool) -> Path:
         kept[name] += line[: len(line) // 2]
     for name, content in kept.items():
         (target / name).write_bytes(content)
+    shutil.copytree(folder / "requests", target / "requests")  # of later trials, too: they are written anew
     manifest = json.loads((target / "manifest.json").read_text())
     (session,) = manifest["sessions"]
     manifest.update(status="running", ended_at=None, sessions=[{**session, "ended_at": None, "why": ""}])

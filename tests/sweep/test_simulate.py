@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvbench.errors import InputError
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import profile_of
-from kvbench.results.run import RunFolder, load_run
+from kvbench.results.run import RunFolder, load_run, requests_to_replay
 from kvbench.sweep.calibration import LOOPBACK, NETWORK, fitted, surroundings
 from kvbench.sweep.simulate import simulable
 from kvbench.sweep.simulate_splits import Choice, Split, split_plan, wanted_splits
@@ -87,6 +88,18 @@ def test_a_pair_stands_against_two_servers_and_the_limit_is_named(pair: tuple[Fi
         "aggregated": "tpot",
         "nixl": "prefill",
     }
+
+
+def test_an_answer_has_what_its_requests_say_by_themselves(pair: tuple[Finished, RunFolder]) -> None:
+    """Replayed from the request files; without one of them nothing is replayed."""
+    _, run = pair
+    for result in run.cells:
+        told = (result.answer or {})["replay"]
+        assert told["lower"] <= told["rate"] <= told["upper"]
+        assert told["models"]
+        trials = [each for each in run.trials_of(result.cell) if each.purpose != "ceiling"]
+        assert 0.5 * told["seconds"] <= sum(each.duration_s for each in trials) <= 2 * told["seconds"]
+    assert requests_to_replay(run.path, replace(run.trials[0], trial_id="nowhere"), 1.0) is None
 
 
 def test_arrivals_are_those_of_a_measured_trial(pair: tuple[Finished, RunFolder]) -> None:

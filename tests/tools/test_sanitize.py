@@ -23,7 +23,7 @@ from tools.sanitize.__main__ import (
 def test_all_extension_modules_are_compiled_and_all_tests_are_there() -> None:
     config = (ROOT / "pyproject.toml").read_text()
     found = modules(ROOT)
-    assert found == {"_heads", "_reads", "_splice"}
+    assert found == {"_heads", "_queues", "_reads", "_splice"}
     assert config.count("[[tool.setuptools.ext-modules]]") == len(found)
     assert all((ROOT / name).exists() for name in TESTS)
 

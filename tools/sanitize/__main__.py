@@ -39,6 +39,7 @@ MOST_SHOWN: Final = 3
 EXAMPLES: Final = "100"
 
 TESTS: Final = (
+    "tests/core/search/replay/test_queues.py",
     *("tests/processes/http1", "tests/processes/loadgen/test_loadgen_loop.py"),
     "tests/processes/loadgen/test_loadgen_answer.py",
     "tests/processes/loadgen/test_foreign_answers.py",

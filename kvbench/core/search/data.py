@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvbench.core.records import VerdictKind
+
+if TYPE_CHECKING:
+    from kvbench.core.search.trial_requests import TrialRequests
 
 Purpose = Literal["ceiling", "start", "expand", "bisect", "confirm", "recheck", "retry"]
 Status = Literal["converged", "undecided", "exhausted", "slo_unattainable", "censored"]
@@ -139,13 +142,17 @@ def _known(value: float | None) -> bool:
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """One trial's outcome, and what it had been asked for; no purpose if it was not asked."""
+    """One trial's outcome, and what it had been asked for; no purpose if it was not asked.
+
+    ``requests``: each of its requests, where they are known.
+    """
 
     rate: float
     verdict: VerdictKind
     purpose: Purpose | Literal[""] = ""
     measured: TrialFigures | None = None
     thorough: bool = True
+    requests: TrialRequests | None = None
 
     def to_json(self) -> dict[str, Any]:
         """One point of the curve."""
@@ -178,6 +185,8 @@ class SearchAnswer:
     equally probable rates, in order; ``posterior_at_first``: the same of the beginning of a search that has
     ended, since a system may wander; ``wanders``: how probable that is by the last trials' posterior.
     ``time_suffices``: whether the trials seemed to be enough when some were done (``RateSearch.foreseen``).
+    ``replay``: of a search that has ended, what its requests say by themselves (``ReplayResult.to_json``). It
+    decides nothing.
     """
 
     max_request_rate: float | None
@@ -198,6 +207,7 @@ class SearchAnswer:
     wanders: float | None = None
     posterior_at_first: tuple[float, ...] = ()
     time_suffices: bool | None = None
+    replay: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         row = asdict(self)

@@ -32,7 +32,9 @@ from kvbench.core.search.data import (
 )
 from kvbench.core.search.posterior.posterior import RateEstimate
 from kvbench.core.search.posterior.rate_points import SATURATED
+from kvbench.core.search.replay.data import Objective
 from kvbench.core.search.trial_history import TrialHistory
+from kvbench.core.search.trial_requests import TrialRequests
 
 __all__ = ["Hint", "Probe", "RateSearch", "SearchAnswer", "SearchLimits", "TrialFigures", "TrialOutcome"]
 
@@ -57,14 +59,22 @@ def foreseen_after(max_trials: int) -> int:
 class RateSearch:
     """One search. ``ask`` until it returns None; ``tell`` each outcome; ``answer`` at any moment."""
 
-    def __init__(self, limits: SearchLimits, hint: Hint | None = None, *, ceiling: bool = False) -> None:
+    def __init__(
+        self,
+        limits: SearchLimits,
+        hint: Hint | None = None,
+        *,
+        ceiling: bool = False,
+        objective: Objective | None = None,
+    ) -> None:
         """``ceiling``: a start without a trusted hint begins with a saturating burst (whose outcome must be
-        told with its ``completion_rate``). Raises ValueError for a hint that is not a positive number.
+        told with its ``completion_rate``). ``objective``: what the requests of a trial have to keep, where
+        they can be replayed. Raises ValueError for a hint that is not a positive number.
         """
         if hint is not None and not 0 < hint.rate < math.inf:
             raise ValueError(f"a hint must be a positive rate, not {hint.rate}")
         self._trusted = hint is not None and hint.trusted
-        self._history = TrialHistory(limits)
+        self._history = TrialHistory(limits, objective=objective)
         self._start = self._history.inside(limits.start_rate if hint is None else hint.rate)
         self._ceiling = ceiling and not self._trusted
         self._pending: Probe | None = None
@@ -85,7 +95,13 @@ class RateSearch:
             self._pending = self._next()
         return self._pending
 
-    def tell(self, rate: float, verdict: VerdictKind, measured: TrialFigures | None = None) -> None:
+    def tell(
+        self,
+        rate: float,
+        verdict: VerdictKind,
+        measured: TrialFigures | None = None,
+        requests: TrialRequests | None = None,
+    ) -> None:
         """Take in an outcome, also of a rate that was not asked (a resumed run's, for one).
 
         A ceiling probe's verdict is not looked at. Raises ValueError for a rate outside the limits or a
@@ -104,7 +120,7 @@ class RateSearch:
         thorough = True
         if probe is not None and rate == probe.rate:
             purpose, thorough = probe.purpose, probe.thorough
-        outcome = TrialOutcome(rate, verdict, purpose, measured, thorough)
+        outcome = TrialOutcome(rate, verdict, purpose, measured, thorough, requests)
         self._history = replace(self._history, outcomes=(*self.history, outcome))
         self._pending = None
         if len(self.history) == foreseen_after(self.limits.max_trials):
@@ -124,7 +140,10 @@ class RateSearch:
         """The best answer so far; honest, if not sharp, before the end."""
         found = self._answer()
         sooner = True if found.status == "converged" else None
-        return replace(found, time_suffices=sooner if self._foreseen is None else self._foreseen)
+        suffices = sooner if self._foreseen is None else self._foreseen
+        replay = self._history.replay if self.ask() is None else None
+        told = None if replay is None else replay.to_json()
+        return replace(found, time_suffices=suffices, replay=told)
 
     def _answer(self) -> SearchAnswer:
         history, finished = self._history, self.ask() is None

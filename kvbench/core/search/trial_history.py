@@ -18,6 +18,8 @@ from kvbench.core.search.posterior.rate_points import (
     waiting_of,
     waiting_of_slow,
 )
+from kvbench.core.search.replay.data import Objective
+from kvbench.core.search.replay.replay import ReplayResult, replayed
 
 UP_COLD: Final = (2.0,)
 DOWN_COLD: Final = (2.0, 4.0)
@@ -64,6 +66,8 @@ class TrialHistory:
 
     limits: SearchLimits
     outcomes: tuple[TrialOutcome, ...] = ()
+    objective: Objective | None = None
+    """What each request has to keep; None where trials cannot be replayed."""
 
     @property
     def trials_left(self) -> int:
@@ -111,6 +115,14 @@ class TrialHistory:
         if not self.points or all(each.measured is None for each in self.outcomes):
             return None
         return self._fitted(self.points)
+
+    @cached_property
+    def replay(self) -> ReplayResult | None:
+        """What the requests of all trials say by themselves; None where some are not known, or too few."""
+        if self.objective is None or not self.tried:
+            return None
+        known = [each.requests for each in self.tried if each.requests is not None]
+        return replayed(known, self.objective) if len(known) == len(self.tried) else None
 
     @cached_property
     def estimate_at_first(self) -> RateEstimate | None:

@@ -27,7 +27,8 @@ class Figures:
     truth in them; ``held_some``: of drifting systems' those with a rate that was true at some time.
     ``wrong_none`` and ``wrong_least``: "none" and "≥ x" that the truth refutes, which are intervals that do
     not hold, too. ``right_none``: "none" where there is none. ``promised``: searches whose plan said that the
-    time suffices; ``kept``: those of them that converged.
+    time suffices; ``kept``: those of them that converged. ``replayed``: searches whose requests a replay
+    explains; ``replay_held``: those of them whose replayed interval has the truth, ``replay_width`` wide.
     """
 
     kind: str
@@ -51,6 +52,9 @@ class Figures:
     promised: int
     kept: int
     outcomes: dict[str, int]
+    replayed: int
+    replay_held: int
+    replay_width: float | None
 
     @classmethod
     def of(cls, kind: str, judged: Sequence[Judged]) -> Figures:
@@ -61,6 +65,7 @@ class Figures:
         widths = [each.half_width for each in judged if each.half_width is not None]
         answered = [each for each in judged if each.trials]
         promised = [each for each in judged if each.promised]
+        replays = [(*each.replayed, each.true) for each in judged if each.replayed is not None]
         return cls(
             kind,
             searches=len(judged),
@@ -83,6 +88,9 @@ class Figures:
             promised=len(promised),
             kept=sum(each.converged for each in promised),
             outcomes=dict(Counter(_named(each.outcome) for each in judged)),
+            replayed=len(replays),
+            replay_held=sum(lower <= true <= upper for lower, upper, true in replays),
+            replay_width=middle_of((upper / lower - 1) / 2 for lower, upper, _ in replays),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -135,6 +143,9 @@ def notes(overall: Figures) -> list[str]:
     """What the table has no column for, a sentence each."""
     said = [f"{count} {name}" for name, count in sorted(overall.outcomes.items())]
     found = [f"outcomes: {', '.join(said)}"]
+    if overall.replay_width is not None:
+        share = counted(overall.replay_held, overall.replayed)
+        found.append(f"by replays, which decide nothing: truth in {share}, ± {overall.replay_width:.1%}")
     if overall.drifting:
         share = counted(overall.held_some, overall.drifting)
         found.append(f"of systems that drifted meanwhile, a rate that was true at some time: {share}")

@@ -145,7 +145,8 @@ class Judged:
     ``outcome`` is the search's (``converged``, ``exhausted``, …), or why there was no answer; ``said`` that
     of the result table (``found``, ``at_least``, ``none``, …). ``virtual_s``: the virtual clock at the end;
     ``offered_s``: the trials alone; ``latencies``: the former in end-to-end latencies of a request alone.
-    ``promised``: whether the plan said that the time suffices; None where it says nothing.
+    ``promised``: whether the plan said that the time suffices; None where it says nothing. ``replay``: what
+    the requests say by themselves (``ReplayResult.to_json``).
     """
 
     name: str
@@ -165,6 +166,7 @@ class Judged:
     latencies: float = 0.0
     promised: bool | None = None
     real_s: float = 0.0
+    replay: Mapping[str, Any] | None = None
 
     @property
     def kind(self) -> str:
@@ -208,6 +210,13 @@ class Judged:
             return None
         low, high = sorted((self.true, self.true_at_first))
         return self.interval[0] <= high and low <= self.interval[1]
+
+    @property
+    def replayed(self) -> tuple[float, float] | None:
+        """A replay's interval; None of one that its own checks refute, or where there is no truth."""
+        if not self.replay or self.replay["objections"] or not self.true:
+            return None
+        return self.replay["lower"], self.replay["upper"]
 
     @property
     def half_width(self) -> float | None:
@@ -283,6 +292,7 @@ def judged_run(system: System, true: Truth, run_seed: int, run: RunFolder) -> Ju
         offered_s=sum(each.duration_s for each in run.trials),
         latencies=virtual_s / latency_s(system),
         promised=promised(run),
+        replay=(run.cells[0].answer or {}).get("replay") if run.cells else None,
     )
 
 

@@ -1,0 +1,314 @@
+"""Models of a server: the queue that first tokens wait in, and the decode steps after them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal, Protocol
+
+import numpy as np
+
+from kvbench.core.search.replay import queues
+from kvbench.core.search.replay.data import Latencies, Objective
+from kvbench.core.search.replay.queues import BoolArray, FloatArray
+from kvbench.core.search.trial_requests import TrialRequests
+
+UNKNOWN_AFTER: Final = 0.995
+"""Requests that arrived this quantile of the sojourn before a trial's end, or later, are left out: of them
+only the short ones have been seen."""
+LEAST: Final = 1e-9
+
+
+@dataclass(frozen=True)
+class QueueFamily:
+    """How first tokens are served: in order by ``servers``, or sharing them; after a fixed ``delay_s``."""
+
+    kind: Literal["fifo", "sharing"]
+    servers: float
+    delay_s: float = 0.0
+
+    def text(self) -> str:
+        many = f"{self.servers:g} server{'s' if self.servers != 1 else ''}"
+        if self.kind == "sharing":
+            return f"{many}, shared evenly"
+        return f"{many} in order of arrival, {self.delay_s * 1e3:.3g} ms fixed"
+
+    def work(self, trial: TrialRequests) -> tuple[FloatArray, FloatArray]:
+        """(seconds of work of each request, log speed at its departure); NaN where unknown."""
+        seen = ~np.isnan(trial.first_s)
+        if self.kind == "fifo":
+            work: FloatArray = queues.fifo_work(
+                trial.arrived_s, trial.first_s - self.delay_s, int(self.servers)
+            )
+            log_speed: FloatArray = np.zeros(len(work))
+        else:
+            work, log_speed = queues.shared_work(trial.arrived_s, trial.first_s, self.servers)
+        if seen.any():
+            tail_s = float(np.quantile(trial.first_s[seen] - trial.arrived_s[seen], UNKNOWN_AFTER))
+            if tail_s < 0.5 * trial.end_s:
+                work = np.where(trial.arrived_s <= trial.end_s - tail_s, work, math.nan)
+        return work, log_speed
+
+    def first_s(self, arrived_s: FloatArray, work_s: FloatArray) -> FloatArray:
+        """When the first tokens come."""
+        if self.kind == "fifo":
+            return queues.fifo(arrived_s, work_s, int(self.servers)) + self.delay_s
+        return queues.shared(arrived_s, work_s, self.servers)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Seconds of a token: alone + each × (other requests that decode) + prefill × (prompts computed for each
+    token meanwhile). ``noise``: of many requests, real / modelled time, sorted; empty: nothing is
+    modelled."""
+
+    alone_s: float
+    each_s: float
+    prefill_s: float
+    noise: FloatArray
+
+    @classmethod
+    def fitted(cls, trials: Sequence[TrialRequests], pick: FloatArray | None = None) -> Decode | None:
+        """By least squares over all requests that were seen to end; None of too few.
+
+        ``pick``: weights of the blocks of a bootstrap, eight a trial.
+        """
+        parts = [_decode_rows(trial) for trial in trials]
+        rows = np.concatenate([part[0] for part in parts])
+        values = np.concatenate([part[1] for part in parts])
+        if len(values) < 20:
+            return None
+        weights: FloatArray = np.ones(len(values))
+        if pick is not None:
+            blocks = np.concatenate([index * 8 + part[2] for index, part in enumerate(parts)])
+            weights = np.sqrt(pick[blocks.astype(np.int64)])
+        found = _non_negative(rows * weights[:, None], values * weights)
+        if found[0] <= 0:
+            return None
+        noise = np.sort(values / np.maximum(rows @ found, LEAST))
+        return cls(float(found[0]), float(found[1]), float(found[2]), noise)
+
+    @property
+    def spread(self) -> float:
+        """How far real times lie from the modelled ones, as a share (standard deviation)."""
+        return float(np.std(self.noise))
+
+    def last_s(
+        self, first_s: FloatArray, tokens: FloatArray, prefill_s: FloatArray, chance: FloatArray
+    ) -> FloatArray:
+        """When the last tokens come. ``prefill_s``: what each prompt keeps the others from decoding."""
+        order = np.argsort(first_s, kind="stable")
+        last_s = np.empty(len(first_s))
+        if self.prefill_s > 0:
+            begins = first_s[order] - prefill_s[order]
+            first, last = queues.engine(
+                begins, prefill_s[order], tokens[order], self.alone_s, self.each_s, len(order)
+            )
+            spans = last - first
+        else:
+            spans = (
+                queues.shared(first_s[order], tokens[order], math.inf, self.alone_s, self.each_s)
+                - first_s[order]
+            )
+        last_s[order] = first_s[order] + spans
+        places = (chance * len(self.noise)).astype(np.int64)
+        return first_s + (last_s - first_s) * self.noise[places]
+
+
+def _decode_rows(trial: TrialRequests) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Of each request that was seen to end and had further tokens: (1, others decoding, prompts for each
+    token), seconds of a token, and which eighth of its trial it began in."""
+    known = ~np.isnan(trial.first_s)
+    first, last = np.sort(trial.first_s[known]), np.sort(trial.last_s[~np.isnan(trial.last_s)])
+    ended = known & ~np.isnan(trial.last_s) & (trial.tokens > 0) & (trial.last_s > trial.first_s)
+    begin, end, tokens = trial.first_s[ended], trial.last_s[ended], trial.tokens[ended]
+    if not len(begin):
+        return np.empty((0, 3)), np.empty(0), np.empty(0)
+    times = np.concatenate([first, last])
+    order = np.argsort(times, kind="stable")
+    times = times[order]
+    present = np.cumsum(np.where(order < len(first), 1.0, -1.0))
+    total = np.concatenate([[0.0], np.cumsum(np.diff(times) * present[:-1])])
+    mean = (np.interp(end, times, total) - np.interp(begin, times, total)) / (end - begin)
+    prompts = np.searchsorted(first, end, "right") - np.searchsorted(first, begin, "right")
+    rows = np.column_stack([np.ones(len(begin)), mean - 1.0, prompts / tokens])
+    eighth = np.minimum((begin / max(trial.end_s, LEAST) * 8).astype(np.int64), 7)
+    return rows, (end - begin) / tokens, eighth
+
+
+def _non_negative(rows: FloatArray, values: FloatArray) -> FloatArray:
+    """Least squares with no coefficient below 0."""
+    active = list(range(rows.shape[1]))
+    while True:
+        found = np.zeros(rows.shape[1])
+        found[active] = np.linalg.lstsq(rows[:, active], values, rcond=None)[0]
+        below = [index for index in active if found[index] < 0]
+        if not below:
+            return found
+        active.remove(min(below, key=lambda index: found[index] * rows[:, index].std()))
+        if not active:
+            return found
+
+
+class Model(Protocol):
+    """What replays a load."""
+
+    def capacity(self, tokens: FloatArray) -> float:
+        """Requests per second at most, of so many further tokens."""
+
+    @property
+    def longest(self) -> int:
+        """Requests of a load that finds its root."""
+
+    def text(self) -> str:
+        """In words."""
+
+    def times(self, arrived_s: FloatArray, tokens: FloatArray, chance: FloatArray) -> Latencies:
+        """The times of requests that arrive so. ``chance``: uniform numbers, shape (2, requests)."""
+
+    def resampled(self, trials: Sequence[TrialRequests], rng: np.random.Generator) -> Model:
+        """As it would be if the same server had been seen once more."""
+
+
+@dataclass(frozen=True)
+class QueueModel:
+    """A family with the work of the requests seen (sorted seconds), and the decode steps if they matter."""
+
+    family: QueueFamily
+    work_s: FloatArray
+    decode: Decode | None = None
+    longest: int = 100_000
+
+    def capacity(self, tokens: FloatArray) -> float:
+        return self.family.servers / float(self.work_s.mean())
+
+    def text(self) -> str:
+        return self.family.text()
+
+    def times(self, arrived_s: FloatArray, tokens: FloatArray, chance: FloatArray) -> Latencies:
+        work = self.work_s[(chance[0] * len(self.work_s)).astype(np.int64)]
+        first_s = self.family.first_s(arrived_s, work)
+        last_s = first_s
+        if self.decode is not None:
+            share = self.decode.prefill_s / max(float(self.work_s.mean()), LEAST)
+            last_s = self.decode.last_s(first_s, tokens, work * min(share, 1.0), chance[1])
+        return Latencies.of(arrived_s, first_s, last_s, tokens)
+
+    def resampled(self, trials: Sequence[TrialRequests], rng: np.random.Generator) -> QueueModel:
+        work = np.sort(rng.choice(self.work_s, len(self.work_s)))
+        decode = self.decode and (Decode.fitted(trials, blocks(trials, rng)) or self.decode)
+        return replace(self, work_s=work, decode=decode)
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """An engine that works in steps (``queues.steps``) of ``decode``'s times, with a fixed ``delay_s``."""
+
+    decode: Decode
+    prompts: float
+    slots: float
+    delay_s: float
+    longest: int = 30_000
+
+    def capacity(self, tokens: FloatArray) -> float:
+        """By a load that is there at once."""
+        first_s, _ = self._played(np.zeros(len(tokens)), tokens)
+        return float(len(first_s) / first_s.max())
+
+    def text(self) -> str:
+        many = f"{self.prompts:.3g}" if self.prompts < ANY else "any number of"
+        return f"steps of {self.decode.alone_s * 1e3:.3g} ms with {many} prompts"
+
+    def _played(self, arrived_s: FloatArray, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
+        alone_s = max(self.decode.alone_s - self.decode.each_s, LEAST)
+        decode = self.decode
+        return queues.steps(
+            arrived_s, tokens, alone_s, decode.each_s, decode.prefill_s, self.prompts, self.slots
+        )
+
+    def times(self, arrived_s: FloatArray, tokens: FloatArray, chance: FloatArray) -> Latencies:
+        first_s, last_s = self._played(arrived_s, tokens)
+        first_s = first_s + self.delay_s
+        places = (chance[1] * len(self.decode.noise)).astype(np.int64)
+        last_s = first_s + (last_s + self.delay_s - first_s) * self.decode.noise[places]
+        return Latencies.of(arrived_s, first_s, last_s, tokens)
+
+    def resampled(self, trials: Sequence[TrialRequests], rng: np.random.Generator) -> StepModel:
+        decode = Decode.fitted(trials, blocks(trials, rng))
+        return self if decode is None else replace(self, decode=decode)
+
+    @classmethod
+    def fitted(cls, trials: Sequence[TrialRequests], decode: Decode) -> StepModel | None:
+        """From the decode steps, the lowest TTFT, and how many first tokens come at once while some wait."""
+        lowest_s = min(
+            float(np.nanmin(each.first_s - each.arrived_s))
+            for each in trials
+            if (~np.isnan(each.first_s)).any()
+        )
+        chunks = max(1, round((lowest_s - decode.prefill_s) / decode.alone_s))
+        delay_s = max(lowest_s - chunks * decode.alone_s - decode.prefill_s, 0.0)
+        found = [_full_steps(trial, decode, delay_s) for trial in trials]
+        prompts, steps, present = (np.concatenate(parts) for parts in zip(*found, strict=True))
+        each, slots = 1.0 / chunks if chunks > 1 else ANY, math.inf
+        if len(prompts) >= FULL_STEPS:
+            most = float(np.sort(present)[-CROWDED])
+            crowded = present >= most - 1.0
+            taken = float((prompts[crowded] / steps[crowded]).mean())
+            if (~crowded).sum() >= FULL_STEPS:
+                each = float(prompts[~crowded].sum() / steps[~crowded].sum())
+                limited = taken < 0.8 * each
+            else:
+                limited = taken < 0.8 / chunks
+            if limited:
+                slots = most
+            else:
+                each = float(prompts.sum() / steps.sum())
+        return cls(decode, each, slots, delay_s)
+
+
+ANY: Final = 1e6
+FULL_STEPS: Final = 8
+"""So many steps that left some waiting tell how many prompts a step takes at most."""
+CROWDED: Final = 4
+"""The number of requests that so many of them had, or more, is that of all slots, if such steps took fewer
+prompts than the others."""
+
+
+def _full_steps(
+    trial: TrialRequests, decode: Decode, delay_s: float
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Of each group of first tokens before which some waited, and after which, too: how many they are, how
+    many steps they took, and how many requests were taken in or decoded."""
+    first = np.sort(trial.first_s[~np.isnan(trial.first_s)]) - delay_s
+    last = np.sort(trial.last_s[~np.isnan(trial.last_s)]) - delay_s
+    if len(first) < 3:
+        return np.empty(0), np.empty(0), np.empty(0)
+    begins = np.flatnonzero(np.diff(first, prepend=-math.inf) > 0.3 * decode.alone_s)
+    sizes = np.diff(np.append(begins, len(first))).astype(np.float64)
+    ends = first[begins]
+    given = np.append(begins[1:], len(first))
+    before = np.append(0.0, ends[:-1])
+    running = given - np.searchsorted(last, ends - 0.5 * decode.alone_s, "right")
+    waited = np.searchsorted(trial.arrived_s, before, "right") - begins
+    seconds = np.diff(ends, prepend=0.0)
+    step_s = decode.alone_s + decode.each_s * np.maximum(running - sizes, 0.0)
+    steps = np.maximum(np.round((seconds - decode.prefill_s * sizes) / step_s), 1.0)
+    full = (waited > sizes) & (np.arange(len(sizes)) > 0)
+    return sizes[full], steps[full], running[full].astype(np.float64)
+
+
+def blocks(trials: Sequence[TrialRequests], rng: np.random.Generator) -> FloatArray:
+    """How often a bootstrap draws each eighth of each trial."""
+    count = 8 * len(trials)
+    return np.bincount(rng.integers(0, count, count), minlength=count).astype(np.float64)
+
+
+def judged_part(trial: TrialRequests, objective: Objective) -> BoolArray:
+    """Which requests of a trial had the time to keep their limits, or break them, before it ended."""
+    longest_s = max(min(goal.longest_s, math.inf) for goal in objective.goals)
+    if not math.isfinite(longest_s):
+        known = trial.last_s - trial.arrived_s
+        known = known[~np.isnan(known)]
+        longest_s = float(np.quantile(known, 0.95)) * 1.1 if len(known) else math.inf
+    return trial.arrived_s <= trial.end_s - min(longest_s, trial.end_s / 2)

@@ -1,0 +1,339 @@
+"""The highest rate that keeps an SLO, by replaying long loads through models that explain the trials.
+
+From each trial's arrivals, first and last tokens follow the seconds of work of every request, for each family
+of queue (``selection``). Long loads with such work are replayed at any rate (``models``); the root is where
+the worst criterion is just kept. Its uncertainty is that of the work (bootstrap), of the model
+(``DISCREPANCY``), and of what trials near the root showed beyond it. A model that some trial contradicts is
+*refuted*.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from kvbench.core.search.posterior.posterior import GRID, RateEstimate
+from kvbench.core.search.replay.data import FAR, Goal, Latencies, Objective
+from kvbench.core.search.replay.models import Decode, Model, QueueModel, StepModel, judged_part
+from kvbench.core.search.replay.queues import BoolArray, FloatArray
+from kvbench.core.search.replay.selection import FEWEST, NATS, RESOLUTION, Candidate, candidates
+from kvbench.core.search.trial_requests import TrialRequests
+
+LONG: Final = 100_000
+SHORT: Final = 24_000
+"""Requests of a load at most, and of one that tells how the root moves."""
+SATURATING: Final = 3000
+"""Requests of a load that comes at once."""
+BOOTSTRAPS: Final = 24
+MODELS: Final = 3
+"""At most so many families are averaged."""
+DISCREPANCY: Final = 0.02
+"""Relative error of the rate that a model may have and no check shows (standard deviation)."""
+TOLERATED: Final = 0.25
+"""Of the misses that are allowed: a bias of all trials (standard deviation), before they are compared."""
+LEAST_ALLOWED: Final = 1e-3
+"""Misses that count as allowed even where none are."""
+REPLAYS: Final = 30
+"""Of each trial, for what it should have shown."""
+
+
+@dataclass(frozen=True)
+class Root:
+    """One model's answer: the rate in requests per second, its relative standard error, and what was found
+    against the model."""
+
+    model: Model
+    rate: float
+    error: float
+    objections: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """What all trials say together. ``roots``: of the models that nothing was found against; where there are
+    none, of the one with the fewest ``objections``. ``requests`` were replayed, of ``seconds`` of trials."""
+
+    roots: tuple[Root, ...]
+    objections: tuple[str, ...]
+    requests: int
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Rate and 90 % interval in requests per second, and how they were found."""
+        found = self.estimate
+        return {
+            "rate": float(f"{found.median:.5g}"),
+            "lower": float(f"{found.lower:.5g}"),
+            "upper": float(f"{found.upper:.5g}"),
+            "models": [root.model.text() for root in self.roots],
+            "objections": list(self.objections),
+            "requests": self.requests,
+            "seconds": round(self.seconds, 3),
+        }
+
+    @cached_property
+    def estimate(self) -> RateEstimate:
+        """The density of the rate looked for: the models count alike, until something tells them apart."""
+        low = min(math.log(root.rate) - 5 * root.error for root in self.roots)
+        high = max(math.log(root.rate) + 5 * root.error for root in self.roots)
+        logs = np.linspace(low, high, GRID)
+        density = np.zeros(GRID)
+        for root in self.roots:
+            own = np.exp(-0.5 * ((logs - math.log(root.rate)) / root.error) ** 2)
+            density += own / own.sum()
+        return RateEstimate(np.exp(logs), density / density.sum())
+
+
+class UnitLoad:
+    """Unit gaps and uniform numbers that all replays share, so that they differ by the rate and the work
+    only."""
+
+    def __init__(self, burstiness: float, tokens: FloatArray) -> None:
+        rng = np.random.default_rng(3)
+        self.unit = np.cumsum(rng.gamma(burstiness, 1 / burstiness, LONG))
+        self.chance = rng.random((2, LONG))
+        self.tokens = tokens[(rng.random(LONG) * len(tokens)).astype(np.int64)]
+
+    def score(self, model: Model, objective: Objective, rate: float, count: int) -> float:
+        """The worst criterion's score at a rate, in steady state."""
+        times = model.times(self.unit[:count] / rate, self.tokens[:count], self.chance[:, :count])
+        steady = slice(count // 30, count - count // 60)
+        cut = Latencies(times.ttft_s[steady], times.tpot_s[steady], times.e2el_s[steady])
+        return objective.worst(cut)
+
+    def root(
+        self, model: Model, objective: Objective, count: int, low: float, high: float, steps: int
+    ) -> float:
+        """The rate between ``low`` and ``high`` where the SLO is just kept, by bisection of its logarithm."""
+        for _ in range(steps):
+            middle = math.sqrt(low * high)
+            if self.score(model, objective, middle, count) >= 0:
+                low = middle
+            else:
+                high = middle
+        return math.sqrt(low * high)
+
+
+def replayed(trials: Sequence[TrialRequests], objective: Objective) -> ReplayResult | None:
+    """None where there is too little to look at: no family explains it, or it has no decode steps."""
+    found = candidates(trials)
+    if not found:
+        return None
+    load = UnitLoad(trials[-1].burstiness, np.concatenate([each.tokens for each in trials]))
+    decode = Decode.fitted(trials)
+    if objective.needs_last and decode is None:
+        return None
+    roots = []
+    for candidate in _distinct(found):
+        known = [np.maximum(work[~np.isnan(work)], 1e-9) for work in candidate.work]
+        model = QueueModel(
+            candidate.family, np.sort(np.concatenate(known)), decode if objective.needs_last else None
+        )
+        objections = tuple(_work_checks(trials, candidate, model))
+        roots.append(_root(trials, objective, model, load, objections, _between(candidate)))
+    if all(root.objections for root in roots) and decode is not None:
+        steps = StepModel.fitted(trials, decode)
+        if steps is not None:
+            roots.append(_root(trials, objective, steps, load))
+    good = tuple(root for root in roots if not root.objections)
+    seen = sum(map(len, trials)), sum(trial.end_s for trial in trials)
+    if good:
+        return ReplayResult(good, (), *seen)
+    best = min(roots, key=lambda root: len(root.objections))
+    return ReplayResult((best,), best.objections, *seen)
+
+
+def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
+    """The likely ones, of each kind and number of servers the likeliest."""
+    kept: dict[tuple[str, float], Candidate] = {}
+    for each in found:
+        if each.log_likelihood >= found[0].log_likelihood - NATS:
+            kept.setdefault((each.family.kind, each.family.servers), each)
+    return list(kept.values())[:MODELS]
+
+
+def _root(
+    trials: Sequence[TrialRequests],
+    objective: Objective,
+    model: Model,
+    load: UnitLoad,
+    objections: tuple[str, ...] = (),
+    between: float = 0.0,
+) -> Root:
+    """``between``: relative error by speeds that differ from trial to trial."""
+    top, many = model.capacity(load.tokens[:SATURATING]), model.longest
+    rate = load.root(model, objective, many, 0.01 * top, top, 15)
+    below, above = (load.score(model, objective, rate * factor, SHORT) for factor in (0.96, 1.04))
+    slope = max((below - above) / 0.08, 1e-3)
+    spread = _bootstrap(trials, objective, model, load, rate, slope)
+    found, bias, bias_error = _checks(trials, objective, model, rate, slope, spread)
+    error = math.sqrt((1.2 * spread) ** 2 + DISCREPANCY**2 + (bias_error / slope) ** 2 + between**2)
+    moved = rate * math.exp(max(-0.1, min(0.1, bias / slope)))
+    return Root(model, moved, error, (*objections, *found))
+
+
+def _bootstrap(
+    trials: Sequence[TrialRequests],
+    objective: Objective,
+    model: Model,
+    load: UnitLoad,
+    rate: float,
+    slope: float,
+) -> float:
+    """Standard deviation of the root's logarithm if the same server had been seen again."""
+    rng = np.random.default_rng(9)
+    base = load.score(model, objective, rate, SHORT)
+    moves = []
+    for _ in range(BOOTSTRAPS):
+        again = model.resampled(trials, rng)
+        moves.append((load.score(again, objective, rate, SHORT) - base) / slope)
+    return float(np.std(moves)) + 1e-4
+
+
+def _checks(
+    trials: Sequence[TrialRequests],
+    objective: Objective,
+    model: Model,
+    rate: float,
+    slope: float,
+    spread: float,
+) -> tuple[list[str], float, float]:
+    """(what trials showed that the model does not, bias of the score near the root, its standard error)."""
+    objections: list[str] = []
+    goal = min(objective.goals, key=lambda goal: goal.target)
+    tolerated = TOLERATED * max(1 - goal.target if goal.kind == "share" else 0.2, LEAST_ALLOWED)
+    precision, weighted = 1 / tolerated**2, 0.0
+    rng = np.random.default_rng(21)
+    threshold = 3.0 + 0.12 * len(trials)
+    for trial in trials:
+        if trial.failed and trial.rate <= 1.12 * rate:
+            objections.append(f"{trial.failed} requests failed at {trial.rate:.3g} req/s")
+        part = judged_part(trial, objective)
+        if part.sum() < 20:
+            continue
+        seen = _figures(
+            objective, Latencies.of(trial.arrived_s, trial.first_s, trial.last_s, trial.tokens), part
+        )
+        shown = []
+        for _ in range(REPLAYS):
+            times = model.times(trial.arrived_s, trial.tokens, rng.random((2, len(trial))))
+            shown.append(_figures(objective, _cut(times, trial), part))
+        foretold = np.array(shown)
+        mean, deviation = foretold.mean(axis=0), foretold.std(axis=0)
+        if trial.rate > 1.12 * rate:
+            if seen[0] > mean[0] + 0.05 + 3 * deviation[0]:
+                objections.append(
+                    f"better at {trial.rate:.3g} req/s than replayed ({seen[0]:.3f}, {mean[0]:.3f})"
+                )
+            continue
+        relative = np.hypot(deviation[2:], np.hypot(1.5 * spread * mean[2:], 0.1 * mean[2:] + 0.004))
+        if np.abs((seen[2:] - mean[2:]) / relative).max() > threshold + 0.3:
+            objections.append(f"other quantiles at {trial.rate:.3g} req/s than replayed")
+        score_error = math.hypot(deviation[0], spread * slope * min(1.0, trial.rate / rate))
+        if abs(seen[0] - mean[0]) / math.hypot(score_error, 3 * tolerated) > threshold:
+            objections.append(f"score {seen[0]:.3f} at {trial.rate:.3g} req/s, {mean[0]:.3f} replayed")
+        mean_error = math.hypot(deviation[1], spread * mean[1] * 1.5)
+        if abs(seen[1] - mean[1]) / math.hypot(mean_error, 0.03 * mean[1] + 0.004) > threshold:
+            objections.append(
+                f"mean {seen[1]:.3f} of the limit at {trial.rate:.3g} req/s, {mean[1]:.3f} replayed"
+            )
+        if 0.8 < trial.rate / rate < 1.1:
+            variance = deviation[0] ** 2 + 1e-5
+            precision += 1 / variance
+            weighted += (seen[0] - mean[0]) / variance
+    return objections, weighted / precision, precision**-0.5
+
+
+def _figures(objective: Objective, times: Latencies, part: BoolArray) -> FloatArray:
+    """(score, mean ratio up to 2, four quantiles of the ratio) of the worst criterion."""
+    found = []
+    for goal in objective.goals:
+        ratios = np.nan_to_num(goal.ratios(times)[part], nan=FAR, posinf=FAR, neginf=0.0)
+        low = np.minimum(ratios, FAR)
+        found.append(
+            (
+                goal.score(ratios),
+                float(np.minimum(ratios, 2.0).mean()),
+                *np.quantile(low, (0.3, 0.6, 0.85, _tail(goal, len(low)))),
+            )
+        )
+    return np.array(min(found))
+
+
+def _tail(goal: Goal, count: int) -> float:
+    """The quantile that decides whether a share is kept, as far as so many requests have it."""
+    return max(min(goal.target if goal.kind == "share" else 0.95, 1 - 3 / count), 0.85)
+
+
+def _cut(times: Latencies, trial: TrialRequests) -> Latencies:
+    """What would have been seen of them by the trial's end."""
+    late_first = trial.arrived_s + times.ttft_s > trial.end_s
+    late_last = trial.arrived_s + times.e2el_s > trial.end_s
+    return Latencies(
+        np.where(late_first, math.nan, times.ttft_s),
+        np.where(late_last, math.nan, times.tpot_s),
+        np.where(late_last, math.nan, times.e2el_s),
+    )
+
+
+def _between(candidate: Candidate) -> float:
+    """Standard error of the mean of all trials by what their mean work differs beyond its sampling error."""
+    parts = [work[~np.isnan(work)] for work in candidate.work]
+    logs = [
+        (math.log(part.mean()), float(part.std() / part.mean()) ** 2 / len(part))
+        for part in parts
+        if len(part) >= FEWEST and part.mean() > 0
+    ]
+    if len(logs) < 2:
+        return 0.0
+    means, variances = np.array(logs).T
+    excess = float(np.var(means, ddof=1) - variances.mean())
+    return math.sqrt(max(excess, 0.0) / len(logs))
+
+
+def _work_checks(trials: Sequence[TrialRequests], candidate: Candidate, model: QueueModel) -> list[str]:
+    """Whether the work is the same early and late, with a short and a long queue, one after another, and in
+    each trial."""
+    objections = []
+    mean, top = float(model.work_s.mean()), float(np.quantile(model.work_s, 0.99))
+    for trial, work in zip(trials, candidate.work, strict=True):
+        known = ~np.isnan(work)
+        values = work[known]
+        count = len(values)
+        if count < 60:
+            continue
+        values = np.minimum(values, np.quantile(values, 0.99))
+        error = float(values.std()) / math.sqrt(count)
+        half = count // 2
+        if abs(values[:half].mean() - values[half:].mean()) / mean > 0.05 + 6.6 * error / mean:
+            objections.append(f"the work drifts within a trial at {trial.rate:.3g} req/s")
+        seen = np.sort(trial.first_s[~np.isnan(trial.first_s)])
+        queue = (np.arange(len(trial)) - np.searchsorted(seen, trial.arrived_s, "right"))[known]
+        many = queue > np.median(queue)
+        if min(int(many.sum()), int((~many).sum())) >= 20:
+            differs = abs(values[many].mean() - values[~many].mean()) / mean
+            allowed = values.std() * math.sqrt(1 / many.sum() + 1 / (~many).sum()) / mean
+            if differs > 0.06 + 3.3 * allowed:
+                objections.append(f"the work depends on the queue at {trial.rate:.3g} req/s")
+        noise = RESOLUTION * mean * np.random.default_rng(2).standard_normal(count)
+        ranks = np.argsort(np.argsort(values + noise)) - count / 2
+        correlation = float((ranks[1:] * ranks[:-1]).mean() / (ranks * ranks).mean())
+        if correlation > 0.15 + 3.3 / math.sqrt(count) and values.std() > 0.03 * mean:
+            objections.append(f"the work of one request foretells the next one's at {trial.rate:.3g} req/s")
+    if len(trials) > 1:
+        parts = [np.minimum(work[~np.isnan(work)], top) for work in candidate.work]
+        everything = np.concatenate(parts)
+        for trial, part in zip(trials, parts, strict=True):
+            if len(part) <= 40:
+                continue
+            allowed = (
+                max(float(part.std()), float(everything.std())) / everything.mean() / math.sqrt(len(part))
+            )
+            if abs(part.mean() / everything.mean() - 1) > 0.05 + 4 * allowed:
+                objections.append(f"other work in the trial at {trial.rate:.3g} req/s than in the others")
+    return objections

@@ -1,0 +1,203 @@
+"""Rates found by replaying requests: servers whose true rate is known, and servers that no model explains."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbench.core.search.replay import queues
+from kvbench.core.search.replay.data import Goal, Latencies, Objective
+from kvbench.core.search.replay.queues import FloatArray
+from kvbench.core.search.replay.replay import ReplayResult, replayed
+from kvbench.core.search.trial_requests import TrialRequests
+from kvbench.core.slo import Limit, Slo
+
+Server = Callable[[FloatArray, np.random.Generator], FloatArray]
+"""First tokens, in seconds, of requests that arrive so."""
+TTFT_300 = Objective((Goal("share", 0.9, (("ttft_ms", 0.3),)),))
+
+
+def trial(
+    server: Server, rate: float, seconds: float, seed: int, stop_s: float | None = None
+) -> TrialRequests:
+    """Poisson arrivals for so many seconds, of one token each."""
+    rng = np.random.default_rng(seed)
+    arrived = np.cumsum(rng.exponential(1 / rate, math.ceil(2 * rate * seconds) + 20))
+    arrived = arrived[arrived < seconds]
+    first = server(arrived, rng)
+    end = seconds if stop_s is None else stop_s
+    kept = arrived < end
+    seen = np.where(first[kept] <= end, first[kept], math.nan)
+    return TrialRequests(rate, end, arrived[kept], seen, seen, np.zeros(int(kept.sum())))
+
+
+def even(work_s: float, servers: int = 1) -> Server:
+    return lambda arrived, rng: queues.fifo(arrived, np.full(len(arrived), work_s), servers)
+
+
+def exponential(work_s: float) -> Server:
+    return lambda arrived, rng: queues.fifo(arrived, rng.exponential(work_s, len(arrived)), 1)
+
+
+def asked(found: ReplayResult | None) -> ReplayResult:
+    assert found is not None
+    return found
+
+
+def models(found: ReplayResult) -> tuple[str, ...]:
+    return tuple(found.to_json()["models"])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_queue_of_even_work_is_known_after_some_seconds(seed: int) -> None:
+    """M/D/1 of 100 ms: 90 % within 300 ms up to 5.87 req/s (Crommelin's formula)."""
+    trials = [trial(even(0.1), 5.0, 30, 10 + seed), trial(even(0.1), 5.8, 60, 20 + seed)]
+    found = asked(replayed(trials, TTFT_300))
+    assert not found.objections
+    assert models(found) == ("1 server in order of arrival, 0 ms fixed",)
+    assert found.estimate.lower < 5.87 < found.estimate.upper
+    assert found.estimate.width < 0.05
+
+
+def test_random_work_takes_longer() -> None:
+    """M/M/1 of 60 ms: P(T > 0.3) = exp(−(μ − λ) 0.3) = 0.1 at λ = μ − ln(10) / 0.3 = 8.99 req/s."""
+    short = asked(replayed([trial(exponential(0.06), 8.5, 30, 1)], TTFT_300))
+    trials = [trial(exponential(0.06), 8.5, 400, seed) for seed in (2, 3)]
+    long = asked(replayed(trials, TTFT_300))
+    assert long.estimate.width < short.estimate.width
+    assert long.estimate.lower < 8.99 < long.estimate.upper
+    told = long.to_json()
+    assert told["lower"] < told["rate"] < told["upper"]
+    assert (told["requests"], told["seconds"]) == (sum(len(each) for each in trials), 800.0)
+
+
+def test_servers_side_by_side_are_counted() -> None:
+    objective = Objective((Goal("share", 0.9, (("ttft_ms", 1.5),)),))
+    found = asked(
+        replayed([trial(even(1.0, 13), rate, 120, seed) for seed, rate in enumerate((8.0, 12.0))], objective)
+    )
+    assert models(found) == ("13 servers in order of arrival, 0 ms fixed",)
+
+
+def test_a_fixed_part_of_the_latency_is_not_taken_for_work() -> None:
+    delayed: Server = lambda arrived, rng: 0.2 + queues.fifo(arrived, np.full(len(arrived), 0.05), 1)  # noqa: E731
+    found = asked(replayed([trial(delayed, 15.0, 60, 3)], TTFT_300))
+    assert models(found) == ("1 server in order of arrival, 200 ms fixed",)
+
+
+def test_requests_that_share_a_server_are_told_from_those_in_a_line() -> None:
+    shared: Server = lambda arrived, rng: queues.shared(arrived, rng.exponential(0.06, len(arrived)), 1)  # noqa: E731
+    found = asked(replayed([trial(shared, 8.0, 300, 4)], TTFT_300))
+    assert models(found) == ("1 server, shared evenly",)
+
+
+def test_a_trial_that_was_stopped_tells_as_much_as_it_has() -> None:
+    """What was not seen to end is not taken for fast, nor for slow."""
+    trials = [trial(even(0.1), 12.0, 60, 5, stop_s=9.0), trial(even(0.1), 5.8, 40, 6)]
+    found = asked(replayed(trials, TTFT_300))
+    assert not found.objections
+    assert found.estimate.lower < 5.87 < found.estimate.upper
+
+
+@pytest.mark.parametrize(
+    ("server", "objection"),
+    [
+        # Slower from its fortieth second on.
+        (lambda a, rng: queues.fifo(a, np.where(a < 40, 0.05, 0.12), 1), "the work drifts"),
+        # Slow and fast in turns of five seconds.
+        (lambda a, rng: queues.fifo(a, np.where(a % 10 < 5, 0.04, 0.12), 1), "foretells the next"),
+    ],
+    ids=["drifts", "turns"],
+)
+def test_a_server_that_no_queue_explains_is_refuted(server: Server, objection: str) -> None:
+    found = asked(replayed([trial(server, 6.0, 80, 7), trial(server, 9.0, 80, 8)], TTFT_300))
+    assert found.objections
+    assert any(objection in each for each in found.objections)
+
+
+def test_a_server_that_was_slow_at_first_is_refuted_by_the_next_trial() -> None:
+    trials = [trial(even(0.15), 4.0, 60, 9), trial(even(0.1), 5.0, 60, 10)]
+    assert asked(replayed(trials, TTFT_300)).objections
+
+
+def test_a_rate_above_the_answer_that_goes_better_than_replayed_refutes_it() -> None:
+    trials = [trial(even(0.12), 4.5, 60, 11), trial(even(0.1), 8.0, 60, 12)]
+    assert any("better at 8 req/s" in each for each in asked(replayed(trials, TTFT_300)).objections)
+
+
+def test_steps_of_an_engine_are_found_from_its_tokens() -> None:
+    """20 ms a step, 0.2 ms for each that decodes, 10 ms for each prompt; TPOT ≤ 40 ms for 90 %."""
+    objective = Objective((Goal("share", 0.9, (("ttft_ms", 0.5), ("tpot_ms", 0.04))),))
+
+    def served(rate: float, seed: int, seconds: float = 40.0) -> TrialRequests:
+        rng = np.random.default_rng(seed)
+        arrived = np.cumsum(rng.exponential(1 / rate, int(seconds * rate)))
+        tokens = np.full(len(arrived), 99.0)
+        first, last = queues.steps(arrived, tokens, 0.02, 0.0002, 0.01, 4.0)
+        return TrialRequests(rate, float(last.max()), arrived, first, last, tokens)
+
+    def score(rate: float) -> float:
+        long = served(rate, 99, 2000.0)
+        return objective.worst(Latencies.of(long.arrived_s, long.first_s, long.last_s, long.tokens))
+
+    found = asked(replayed([served(10.0, 1), served(20.0, 2), served(28.0, 3)], objective))
+    assert not found.objections
+    assert score(found.estimate.lower * 0.97) > 0 > score(found.estimate.upper * 1.03)
+
+
+def test_too_few_requests_are_not_replayed() -> None:
+    assert replayed([trial(even(0.1), 5.0, 3, 1)], TTFT_300) is None
+
+
+def test_what_an_slo_asks_is_judged_by_times() -> None:
+    slo = Slo(300.0, 20.0, 0.9, (Limit.parse("e2el_ms mean <= 2000"),))
+    objective = Objective.of(slo.all_criteria())
+    assert objective is not None
+    assert objective.needs_last
+    times = Latencies.of(
+        np.zeros(4),
+        np.array([0.1, 0.2, 0.4, math.nan]),
+        np.array([1.0, 5.2, 1.4, math.nan]),
+        np.full(4, 100.0),
+    )
+    share, mean = objective.goals
+    assert share.ratios(times)[:3].tolist() == pytest.approx([0.45, 2.5, 4 / 3])
+    assert share.score(share.ratios(times)[:3]) == pytest.approx(1 / 3 - 0.9)
+    assert mean.score(mean.ratios(times)[:3]) == pytest.approx(1 - (1.0 + 5.2 + 1.4) / 3 / 2)
+
+
+def test_an_slo_of_sessions_or_of_answers_alone_is_not_replayed() -> None:
+    assert Objective.of(Slo(limits=(Limit.parse("session_ms p90 <= 9000"),)).all_criteria()) is None
+    assert Objective.of(Slo().all_criteria()) is None
+
+
+times = st.floats(0, 100, allow_nan=False)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(times, times, times, st.integers(0, 9), st.booleans()), min_size=45, max_size=80),
+    st.sampled_from([0.5, 0.9, 1.0]),
+    st.sampled_from(["ttft_ms", "tpot_ms", "e2el_ms"]),
+    st.booleans(),
+)
+def test_whatever_a_trial_saw_it_is_replayed_or_not(
+    rows: list[tuple[float, float, float, int, bool]], target: float, metric: str, twice: bool
+) -> None:
+    """No answer is too odd: ties, no waiting at all, requests without an end, limits that nobody keeps."""
+    arrived = np.sort(np.array([row[0] for row in rows]))
+    seen = np.array([row[4] for row in rows])
+    first = np.where(seen, arrived + np.array([row[1] for row in rows]), math.nan)
+    last = first + np.array([row[2] for row in rows])
+    tokens = np.array([float(row[3]) for row in rows])
+    one = TrialRequests(1.0, 300.0, arrived, first, last, tokens)
+    found = replayed([one, one] if twice else [one], Objective((Goal("share", target, ((metric, 1.0),)),)))
+    if found is not None:
+        assert all(math.isfinite(value) for value in found.estimate.rates)
+        assert json.dumps(found.to_json(), allow_nan=False)

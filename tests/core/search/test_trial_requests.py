@@ -1,0 +1,48 @@
+"""Request records as arrays: what a trial saw before it ended, and nothing that came later."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvbench.core.search.trial_requests import COLUMNS, TrialRequests
+
+NONE = float("nan")
+
+
+def columns(*rows: tuple[float, float, float, float, float, float, str]) -> dict[str, Any]:
+    """(scheduled, first, last, output tokens, asked for, untimed, error) of each request."""
+    found: dict[str, Any] = {name: np.array([row[at] for row in rows]) for at, name in enumerate(COLUMNS)}
+    return {**found, "error": np.array([row[-1] for row in rows], dtype=object)}
+
+
+def of(*rows: tuple[float, float, float, float, float, float, str], stopped_s: float = 9.0) -> TrialRequests:
+    return TrialRequests.of(columns(*rows), rate=2.0, duration_s=10.0, stopped_s=stopped_s, burstiness=1.0)
+
+
+def test_requests_come_in_order_of_arrival_with_their_further_tokens() -> None:
+    found = of((1.0, 1.5, 3.0, 8, 8, 1, ""), (0.0, 0.5, 2.0, 8, 8, 2, ""))
+    assert found.arrived_s.tolist() == [0.0, 1.0]
+    assert found.tokens.tolist() == [6.0, 7.0]
+    assert (found.end_s, found.failed, len(found)) == (10.0, 0, 2)
+
+
+def test_what_came_after_the_stop_was_not_seen() -> None:
+    """A trial that was stopped ends when its verdict was sure, not when its last request was cancelled."""
+    found = of(
+        (0.0, 0.5, 2.0, 8, 8, 1, ""),
+        (5.0, 9.5, NONE, 1, 8, 1, "cancelled"),
+        (9.2, NONE, NONE, 0, 8, 1, "cancelled"),
+    )
+    assert found.end_s == 9.0
+    assert found.arrived_s.tolist() == [0.0, 5.0]
+    assert np.isnan(found.first_s).tolist() == np.isnan(found.last_s).tolist() == [False, True]
+    assert found.tokens.tolist() == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("error", ["timeout", "http_error", "aborted"])
+def test_a_trial_tells_of_the_time_before_its_first_failure(error: str) -> None:
+    found = of((0.0, 0.5, 2.0, 8, 8, 1, ""), (3.0, NONE, NONE, 0, 8, 1, error), (4.0, 4.5, 6.0, 8, 8, 1, ""))
+    assert (found.end_s, found.failed, len(found)) == (3.0, 1, 1)
