@@ -9,6 +9,7 @@ are weighted once more after a first fit by how far each kind was off. The first
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -214,6 +215,13 @@ _TRANSFER: Final = ("transfer_ms", "transfer_token_ms")
 _ASIDE: Final = 1.25
 _ALIKE: Final = 1.5
 """Sums of squares up to this factor above the least are as good a fit."""
+_REQUEST: Final = "prefill_request_ms"
+_TAKEN: Final = 0.8
+"""The part of another coefficient that a time of each prompt begins with."""
+_LONGER: Final = 4
+"""So many times the rounds: the way along a narrow valley is long."""
+_BETTER: Final = 2.0
+"""So many times smaller the sum of squares must be for a time of each prompt to be believed."""
 _UNTOLD: Final = 1.0
 """An error above the coefficient itself: it was not told apart."""
 
@@ -289,12 +297,46 @@ def fit(served: Sequence[ServedLoad], used: Sequence[Mask] | None = None, rounds
     weights = first.spread(best.residuals)
     second = _Problem(served, masks, names, weights)
     found = least_squares(second.residuals, best.values, scales, clusters, rounds)
+    more = _Problem(served, masks, [*names, _REQUEST], weights)
+    each = _with_request_time(more, found, start, names, scales, clusters, rounds)
+    if each is not None:
+        values = dict(zip([*names, _REQUEST], each.values.tolist(), strict=True))
+        return FittedTiming(values, each.covariance, _rms(weights), count)
     return FittedTiming(
         dict(zip(names, found.values.tolist(), strict=True)),
         found.covariance + _between(found, begun, first),
-        (weights[0] * _TTFT_SHARE, weights[1] * _DECODE_SHARE),
+        _rms(weights),
         count,
     )
+
+
+def _rms(weights: tuple[float, float]) -> tuple[float, float]:
+    return weights[0] * _TTFT_SHARE, weights[1] * _DECODE_SHARE
+
+
+def _with_request_time(
+    problem: _Problem,
+    without: Estimate,
+    start: F64,
+    names: Sequence[str],
+    scales: F64,
+    clusters: NDArray[np.int64],
+    rounds: int,
+) -> Estimate | None:
+    """The same fit with a time for each prompt besides; None where the load does not tell it from a step's.
+
+    It differs from the times of a step and of the front end only where steps compute several prompts. The
+    residuals must get clearly smaller by it, and the coefficient must be known to half of itself. In the
+    first guess (``start``) the front end has taken its part, and the way from there to it is long.
+    """
+    front = list(names).index("front_end_ms")
+    begin = np.append(start, _TAKEN * start[front])
+    begin[front] *= 1 - _TAKEN
+    sizes = np.append(scales, max(float(scales[front]), float(begin[-1])))
+    found = least_squares(problem.residuals, begin, sizes, clusters, _LONGER * rounds)
+    before, after = (float(each.residuals @ each.residuals) for each in (without, found))
+    error = math.sqrt(max(float(found.covariance[-1, -1]), 0.0))
+    return found if after < before / _BETTER and error < 0.5 * found.values[-1] else None
 
 
 def _begins(count: int) -> list[F64]:
@@ -376,7 +418,7 @@ def _fitted_names(served: Sequence[ServedLoad]) -> list[str]:
     moved = any(each.system.prefill for each in served)
     decodes = any((each.output_len > 1).any() for each in served)
     lengths = np.unique(np.concatenate([each.input_len for each in served]))
-    left_out = {"prefill_request_ms", "front_end_token_ms"}
+    left_out = {_REQUEST, "front_end_token_ms"}
     # What a client sees does not tell a front end's time for a token from the engine's own.
     left_out |= set() if moved else set(_TRANSFER)
     left_out |= {"decode_seq_ms", "decode_context_ms"} if not decodes else set()

@@ -159,13 +159,8 @@ def burst_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None)
         for axes, (burst, sustained) in zip(grid, pairs, strict=True):
             for axis, trial, kind in zip(axes, (burst, sustained), ("burst", "sustained"), strict=True):
                 _draw_burst(axis, trial, light_records(run, trial.trial_id), palette)
-                cell = trial.cell
-                axis.set_title(
-                    f"{cell.connector}, {cell.input_len:,} in: {kind}, "
-                    f"measured at {number(trial.request_rate)} req/s",
-                    fontsize=9,
-                )
-            axes[0].set_ylabel("requests")
+                axis.set_title(f"{kind}, measured at {number(trial.request_rate)} req/s")
+            axes[0].set_ylabel(f"requests ({burst.cell.connector}, {burst.cell.input_len:,} in)")
         for axis in grid[-1]:
             axis.set_xlabel("seconds since the first arrival was due")
         sheet.legend([_legend(palette, "requests arrive")])

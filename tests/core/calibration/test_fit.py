@@ -127,6 +127,18 @@ def test_what_a_load_does_not_tell_is_said() -> None:
     assert {"front_end_ms", "prefill_step_ms", "decode_seq_ms", "decode_context_ms"} & set(found.untold)
 
 
+@pytest.mark.parametrize("request_ms", [0.0, 9.0])
+def test_what_each_prompt_takes_besides_its_tokens_is_fitted_where_it_shows(request_ms: float) -> None:
+    """The emulated engine's own profile has 9 ms of it, which other coefficients would be bent for."""
+    truth = {**TRUTH, "prefill_request_ms": request_ms, "front_end_ms": 2.0, "prefill_step_ms": 4.0}
+    loads = [served_with(truth, a_load(rate, 50, 11 + at)) for at, rate in enumerate((0.3, 6.0))]
+    found = fit(loads)
+    assert found.values.get("prefill_request_ms", 0.0) == pytest.approx(request_ms, rel=0.15)
+    unseen = served_with(truth, a_load(4.0, 60, 99))
+    ttft = unseen.predicted(found.values).ttft_s.mean()
+    assert ttft == pytest.approx(unseen.measured.ttft_s.mean(), rel=0.02)
+
+
 def test_too_few_requests_are_refused() -> None:
     with pytest.raises(InputError, match="4 requests with known times are too few to fit 7 coefficients"):
         fit([served_with(TRUTH, a_load(1.0, 4, 1))])
