@@ -15,8 +15,8 @@ from kvbench.core.plan.prospect import KnownCell, Prospect, may_suffice, prospec
 from kvbench.core.records import MAIN_METHODS, Cell, Method, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import BurstSearch
-from kvbench.core.search.replay.data import Objective
 from kvbench.core.search.search import FORESEEN, Hint, RateSearch, SearchLimits, foreseen_after
+from kvbench.core.search.trial_requests import Objective
 from kvbench.results.run import CellResult
 from kvbench.sweep.bench import CellWorkOf, Knowledge, Site
 from kvbench.sweep.display import Watcher

@@ -32,9 +32,8 @@ from kvbench.core.search.data import (
 )
 from kvbench.core.search.posterior.posterior import RateEstimate
 from kvbench.core.search.posterior.rate_points import SATURATED
-from kvbench.core.search.replay.data import Objective
 from kvbench.core.search.trial_history import TrialHistory
-from kvbench.core.search.trial_requests import TrialRequests
+from kvbench.core.search.trial_requests import Objective, TrialRequests
 
 __all__ = ["Hint", "Probe", "RateSearch", "SearchAnswer", "SearchLimits", "TrialFigures", "TrialOutcome"]
 

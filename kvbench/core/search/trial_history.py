@@ -18,8 +18,8 @@ from kvbench.core.search.posterior.rate_points import (
     waiting_of,
     waiting_of_slow,
 )
-from kvbench.core.search.replay.data import Objective
 from kvbench.core.search.replay.replay import ReplayResult, replayed
+from kvbench.core.search.trial_requests import Objective
 
 UP_COLD: Final = (2.0,)
 DOWN_COLD: Final = (2.0, 4.0)

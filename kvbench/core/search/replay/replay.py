@@ -1,10 +1,10 @@
 """The highest rate that keeps an SLO, by replaying long loads through models that explain the trials.
 
-From each trial's arrivals, first and last tokens follow the seconds of work of every request, for each family
-of queue (``selection``). Long loads with such work are replayed at any rate (``models``); the root is where
-the worst criterion is just kept. Its uncertainty is that of the work (bootstrap), of the model
-(``DISCREPANCY``), and of what trials near the root showed beyond it. A model that some trial contradicts is
-*refuted*.
+Arrivals and first tokens of a trial tell the seconds of work of every request, for each kind of queue; last
+tokens tell the decode steps. The likeliest models are offered long loads with such work at any rate: the
+answer is the rate at which the worst criterion is just kept. Its error has three parts: the work that was
+seen (bootstrap), what no check shows of a model (``DISCREPANCY``), and what trials near the answer showed
+beyond it. What a trial contradicts is an objection to the model.
 """
 
 from __future__ import annotations
@@ -18,17 +18,27 @@ from typing import Any, Final
 import numpy as np
 
 from kvbench.core.search.posterior.posterior import GRID, RateEstimate
-from kvbench.core.search.replay.data import FAR, Goal, Latencies, Objective
-from kvbench.core.search.replay.models import Decode, Model, QueueModel, StepModel, judged_part
+from kvbench.core.search.replay.models import (
+    FEWEST,
+    NATS,
+    RESOLUTION,
+    Candidate,
+    Decode,
+    Model,
+    QueueModel,
+    StepModel,
+    candidates,
+    judged_part,
+)
 from kvbench.core.search.replay.queues import BoolArray, FloatArray
-from kvbench.core.search.replay.selection import FEWEST, NATS, RESOLUTION, Candidate, candidates
-from kvbench.core.search.trial_requests import TrialRequests
+from kvbench.core.search.trial_requests import FAR, Goal, Latencies, Objective, TrialRequests
 
 LONG: Final = 100_000
 SHORT: Final = 24_000
 """Requests of a load at most, and of one that tells how the root moves."""
 SATURATING: Final = 3000
 """Requests of a load that comes at once."""
+BISECTIONS: Final = 15
 BOOTSTRAPS: Final = 24
 MODELS: Final = 3
 """At most so many families are averaged."""
@@ -59,9 +69,13 @@ class ReplayResult:
     none, of the one with the fewest ``objections``. ``requests`` were replayed, of ``seconds`` of trials."""
 
     roots: tuple[Root, ...]
-    objections: tuple[str, ...]
     requests: int
     seconds: float
+
+    @property
+    def objections(self) -> tuple[str, ...]:
+        """What the trials showed that no model does; empty where a model explains them."""
+        return self.roots[0].objections
 
     def to_json(self) -> dict[str, Any]:
         """Rate and 90 % interval in requests per second, and how they were found."""
@@ -106,13 +120,13 @@ class UnitLoad:
         cut = Latencies(times.ttft_s[steady], times.tpot_s[steady], times.e2el_s[steady])
         return objective.worst(cut)
 
-    def root(
-        self, model: Model, objective: Objective, count: int, low: float, high: float, steps: int
-    ) -> float:
-        """The rate between ``low`` and ``high`` where the SLO is just kept, by bisection of its logarithm."""
-        for _ in range(steps):
+    def root(self, model: Model, objective: Objective) -> float:
+        """The rate where the SLO is just kept, from a hundredth of the capacity on, by bisection."""
+        high = model.capacity(self.tokens[:SATURATING])
+        low = 0.01 * high
+        for _ in range(BISECTIONS):
             middle = math.sqrt(low * high)
-            if self.score(model, objective, middle, count) >= 0:
+            if self.score(model, objective, middle, model.longest) >= 0:
                 low = middle
             else:
                 high = middle
@@ -143,9 +157,9 @@ def replayed(trials: Sequence[TrialRequests], objective: Objective) -> ReplayRes
     good = tuple(root for root in roots if not root.objections)
     seen = sum(map(len, trials)), sum(trial.end_s for trial in trials)
     if good:
-        return ReplayResult(good, (), *seen)
+        return ReplayResult(good, *seen)
     best = min(roots, key=lambda root: len(root.objections))
-    return ReplayResult((best,), best.objections, *seen)
+    return ReplayResult((best,), *seen)
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
@@ -166,8 +180,7 @@ def _root(
     between: float = 0.0,
 ) -> Root:
     """``between``: relative error by speeds that differ from trial to trial."""
-    top, many = model.capacity(load.tokens[:SATURATING]), model.longest
-    rate = load.root(model, objective, many, 0.01 * top, top, 15)
+    rate = load.root(model, objective)
     below, above = (load.score(model, objective, rate * factor, SHORT) for factor in (0.96, 1.04))
     slope = max((below - above) / 0.08, 1e-3)
     spread = _bootstrap(trials, objective, model, load, rate, slope)
@@ -223,25 +236,25 @@ def _checks(
         for _ in range(REPLAYS):
             times = model.times(trial.arrived_s, trial.tokens, rng.random((2, len(trial))))
             shown.append(_figures(objective, _cut(times, trial), part))
-        foretold = np.array(shown)
-        mean, deviation = foretold.mean(axis=0), foretold.std(axis=0)
+        predicted = np.array(shown)
+        mean, deviation = predicted.mean(axis=0), predicted.std(axis=0)
         if trial.rate > 1.12 * rate:
             if seen[0] > mean[0] + 0.05 + 3 * deviation[0]:
                 objections.append(
-                    f"better at {trial.rate:.3g} req/s than replayed ({seen[0]:.3f}, {mean[0]:.3f})"
+                    f"better at {trial.rate:.3g} req/s than the replay ({seen[0]:+.3f}, {mean[0]:+.3f})"
                 )
             continue
         relative = np.hypot(deviation[2:], np.hypot(1.5 * spread * mean[2:], 0.1 * mean[2:] + 0.004))
         if np.abs((seen[2:] - mean[2:]) / relative).max() > threshold + 0.3:
-            objections.append(f"other quantiles at {trial.rate:.3g} req/s than replayed")
+            objections.append(f"latency quantiles at {trial.rate:.3g} req/s differ from the replay")
         score_error = math.hypot(deviation[0], spread * slope * min(1.0, trial.rate / rate))
         if abs(seen[0] - mean[0]) / math.hypot(score_error, 3 * tolerated) > threshold:
-            objections.append(f"score {seen[0]:.3f} at {trial.rate:.3g} req/s, {mean[0]:.3f} replayed")
+            objections.append(
+                f"margin of the SLO at {trial.rate:.3g} req/s: {seen[0]:+.3f}, replay {mean[0]:+.3f}"
+            )
         mean_error = math.hypot(deviation[1], spread * mean[1] * 1.5)
         if abs(seen[1] - mean[1]) / math.hypot(mean_error, 0.03 * mean[1] + 0.004) > threshold:
-            objections.append(
-                f"mean {seen[1]:.3f} of the limit at {trial.rate:.3g} req/s, {mean[1]:.3f} replayed"
-            )
+            objections.append(f"mean / limit at {trial.rate:.3g} req/s: {seen[1]:.3f}, replay {mean[1]:.3f}")
         if 0.8 < trial.rate / rate < 1.1:
             variance = deviation[0] ** 2 + 1e-5
             precision += 1 / variance
@@ -324,7 +337,7 @@ def _work_checks(trials: Sequence[TrialRequests], candidate: Candidate, model: Q
         ranks = np.argsort(np.argsort(values + noise)) - count / 2
         correlation = float((ranks[1:] * ranks[:-1]).mean() / (ranks * ranks).mean())
         if correlation > 0.15 + 3.3 / math.sqrt(count) and values.std() > 0.03 * mean:
-            objections.append(f"the work of one request foretells the next one's at {trial.rate:.3g} req/s")
+            objections.append(f"the work of successive requests is correlated at {trial.rate:.3g} req/s")
     if len(trials) > 1:
         parts = [np.minimum(work[~np.isnan(work)], top) for work in candidate.work]
         everything = np.concatenate(parts)
@@ -335,5 +348,5 @@ def _work_checks(trials: Sequence[TrialRequests], candidate: Candidate, model: Q
                 max(float(part.std()), float(everything.std())) / everything.mean() / math.sqrt(len(part))
             )
             if abs(part.mean() / everything.mean() - 1) > 0.05 + 4 * allowed:
-                objections.append(f"other work in the trial at {trial.rate:.3g} req/s than in the others")
+                objections.append(f"the work at {trial.rate:.3g} req/s differs from that in the other trials")
     return objections

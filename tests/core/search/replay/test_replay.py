@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.core.search.replay import queues
-from kvbench.core.search.replay.data import Goal, Latencies, Objective
 from kvbench.core.search.replay.queues import FloatArray
 from kvbench.core.search.replay.replay import ReplayResult, replayed
-from kvbench.core.search.trial_requests import TrialRequests
+from kvbench.core.search.trial_requests import Goal, Latencies, Objective, TrialRequests
 from kvbench.core.slo import Limit, Slo
 
 Server = Callable[[FloatArray, np.random.Generator], FloatArray]
@@ -111,7 +110,7 @@ def test_a_trial_that_was_stopped_tells_as_much_as_it_has() -> None:
         # Slower from its fortieth second on.
         (lambda a, rng: queues.fifo(a, np.where(a < 40, 0.05, 0.12), 1), "the work drifts"),
         # Slow and fast in turns of five seconds.
-        (lambda a, rng: queues.fifo(a, np.where(a % 10 < 5, 0.04, 0.12), 1), "foretells the next"),
+        (lambda a, rng: queues.fifo(a, np.where(a % 10 < 5, 0.04, 0.12), 1), "is correlated"),
     ],
     ids=["drifts", "turns"],
 )
