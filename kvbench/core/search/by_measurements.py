@@ -26,7 +26,9 @@ import math
 from statistics import median
 from typing import Any, Final, Literal
 
+from kvbench.core.search import by_replay
 from kvbench.core.search.data import Probe, Purpose, SearchAnswer, Status, TrialOutcome
+from kvbench.core.search.live_config import requests_s
 from kvbench.core.search.posterior.posterior import LEVEL, RateEstimate
 from kvbench.core.search.trial_history import (
     DOWN_COLD,
@@ -86,6 +88,8 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
         return history.confirm_lowest()
     if not some_bad and highest >= limits.max_rate:
         return history.confirm_highest(highest)
+    if history.trusted_replay is not None:
+        return by_replay.next_probe(history, history.trusted_replay)
     near = estimate.width <= limits.precision * NEAR
     sharp = near and not _always_kept(history)
     capacity, target = _capacity(history), estimate.median
@@ -119,12 +123,12 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
         return None
     purpose: Purpose = "confirm" if sharp else "bisect" if some_good and some_bad else "expand"
     thorough = target > CLOSE * capacity or (some_good and some_bad)
-    return Probe(target, purpose, thorough, _least_s(history) if thorough else 0.0)
+    return Probe(target, purpose, thorough, _least_s(history, target) if thorough else 0.0)
 
 
-def _least_s(history: TrialHistory) -> float:
+def _least_s(history: TrialHistory, rate: float) -> float:
     """For how long a thorough trial goes on: what waits must be seen, and the longer the search, the more."""
-    waits_s = max(WAITS * history.waiting.slack_s, SECONDS)
+    waits_s = max(WAITS * history.waiting.slack_s, SECONDS, requests_s(rate))
     lengths = [each.measured.duration_s for each in history.tried if each.thorough and each.measured]
     if not lengths or len(history.tried) < STRETCH_AFTER:
         return waits_s
@@ -194,7 +198,9 @@ def _belief(history: TrialHistory, estimate: RateEstimate, finished: bool) -> di
 
 def _unsettled(history: TrialHistory, estimate: RateEstimate, finished: bool) -> tuple[Status, str]:
     """Why there is no answer that can be relied on."""
-    rate, limits = history.inside(estimate.median), history.limits
+    rate, limits, replay = history.inside(estimate.median), history.limits, history.trusted_replay
+    if replay is not None and finished and by_replay.too_far(history, replay):
+        return "exhausted", by_replay.too_far_text(history, replay)
     if history.trials_left > 0:
         if not finished:
             return "undecided", "the search was not finished"
@@ -268,6 +274,9 @@ def _capacity(history: TrialHistory) -> float:
 def _settled(history: TrialHistory, estimate: RateEstimate) -> float | None:
     """The rate that the search ends with, if it is over: near the median, sure enough, and met in a trial."""
     precision = history.limits.precision
+    replay = history.trusted_replay
+    if replay is not None:
+        return _most_likely(history, estimate) if by_replay.suffices(history, replay) else None
     if all(each.verdict == "met" for each in history.tried) and _capacity(history) == math.inf:
         return None  # nothing bounds it from above
     median = history.inside(estimate.median)

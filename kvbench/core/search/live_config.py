@@ -35,8 +35,9 @@ a few are under way at once, a dozen latencies show next to nothing."""
 
 def trial_length_s(rate: float, latency_s: float, least_s: float = 0.0) -> float:
     """For how long to plan a trial: twice what it is likely to take, should latencies turn out longer."""
-    usual_s = max(2 * TRIAL_LATENCIES * latency_s, requests_s(rate))
-    return max(usual_s, min(least_s, LONGEST * usual_s))
+    latencies_s = 2 * TRIAL_LATENCIES * latency_s
+    longest_s = LONGEST * max(latencies_s, requests_s(rate))
+    return max(latencies_s, min(least_s or requests_s(rate), longest_s))
 
 
 def requests_s(rate: float) -> float:
@@ -82,7 +83,8 @@ class LiveConfig:
     either verdict. ``thorough``: no quick yes, and a quick no only if it is very clear; for trials near the
     answer, whose figures count. ``confirms``: what matters are its figures, as near the answer:
     when its time is up, figures that reach what is asked are a yes, proven or not.
-    ``latencies``: the time is up after so many of the trial's own latencies, ``least_s`` at the earliest.
+    ``latencies``: the time is up after so many of the trial's own latencies, ``least_s`` at the earliest (0:
+    after ``requests_s``).
     ``hopeless_s``: what has been under way for so long has broken a limit for sure.
     ``turns``: of a load of sessions: what it sends comes as answers come, in the order of ``feed``'s offsets.
     """

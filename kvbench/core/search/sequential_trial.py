@@ -215,7 +215,7 @@ class LiveTrial:
     def _up(self, latency_s: float) -> float:
         """When the time is up: so many of the trial's own latencies, within what was planned."""
         wanted = max(self.config.latencies * latency_s, FIRST_LOOK * self.config.latency_s)
-        usual = max(wanted, requests_s(self.config.rate), self.config.least_s)
+        usual = max(wanted, self.config.least_s or requests_s(self.config.rate))
         return min(self._max_s, self._filled_s + max(usual, FILLS * self._filled_s))
 
     def _alpha(self) -> float:

@@ -30,6 +30,10 @@ UNSURE_TRIALS: Final = 2
 """A rate is left alone after so many undecided trials without figures."""
 BELOW_LOWEST: Final = 10.0
 """The rate looked for may lie so far below the lowest one allowed: what no trial may ask is no bound."""
+VAGUE: Final = 0.25
+"""Relative standard error from which on a replayed rate is not used: the other posterior knows as much."""
+ALLOWED: Final = 0.98
+"""A replayed rate outside this central share of the other posterior is not used."""
 _DIGITS: Final = 4
 """Rates are rounded to so many significant digits: what is asked for is what is printed."""
 
@@ -111,23 +115,40 @@ class TrialHistory:
 
     @cached_property
     def estimate(self) -> RateEstimate | None:
-        """The posterior of the rate looked for; None before anything was measured."""
+        """Posterior of the rate, by the replay where it is trusted; None before anything was measured."""
+        return self.by_verdicts if self.trusted_replay is None else self.trusted_replay.estimate
+
+    @cached_property
+    def by_verdicts(self) -> RateEstimate | None:
+        """Posterior of the rate by what each trial measured as a whole."""
         if not self.points or all(each.measured is None for each in self.outcomes):
             return None
         return self._fitted(self.points)
 
     @cached_property
     def replay(self) -> ReplayResult | None:
-        """What the requests of all trials say by themselves; None where some are not known, or too few."""
+        """What the requests of all trials show; None without them, or where no model explains them."""
         if self.objective is None or not self.tried:
             return None
         known = [each.requests for each in self.tried if each.requests is not None]
         return replayed(known, self.objective) if len(known) == len(self.tried) else None
 
     @cached_property
+    def trusted_replay(self) -> ReplayResult | None:
+        """The replay, if no trial contradicts it, it is precise enough, and the other posterior allows it."""
+        replay, other = self.replay, self.by_verdicts
+        if replay is None or replay.objections or replay.error > VAGUE:
+            return None
+        tail = (1 - ALLOWED) / 2
+        allowed = other is None or other.quantile(tail) <= replay.estimate.median <= other.quantile(1 - tail)
+        return replay if allowed else None
+
+    @cached_property
     def estimate_at_first(self) -> RateEstimate | None:
         """The same of the search's beginning: from the last trial back to the first."""
-        return None if self.estimate is None else self._fitted(self.points[::-1])
+        if self.estimate is None or self.trusted_replay is not None:
+            return self.estimate
+        return self._fitted(self.points[::-1])
 
     def _fitted(self, points: Sequence[RatePoint]) -> RateEstimate:
         return fit(points, self.limits.min_rate / BELOW_LOWEST, self.limits.max_rate * 1.05, self.waitings)

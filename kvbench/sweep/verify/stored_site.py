@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,10 +16,11 @@ from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.errors import KvbenchError
 from kvbench.results.checksums import Damage
 from kvbench.results.finished_cells import asked_canaries, earlier_sessions
-from kvbench.results.run import CELLS, TRIALS, CellResult, RunFolder
+from kvbench.results.run import CELLS, TRIALS, CellResult, RunFolder, requests_to_replay
 from kvbench.sweep.bench import Alone, Knowledge
 from kvbench.sweep.calibration import measured_run
 from kvbench.sweep.cell import Fixed, searched_cells
@@ -53,6 +54,7 @@ class StoredSite:
     """By trial."""
     otherwise: list[Damage] = field(default_factory=list)
     """Where what is stored is not what was asked for."""
+    requests_of: Callable[[TrialRecord], TrialRequests | None] = lambda record: None
 
     def prepare(self) -> None:
         """Nothing is started."""
@@ -70,8 +72,9 @@ class StoredSite:
     def watch_answers(self, cell: Cell, known: CanaryPool | None) -> None:
         """The trials are over."""
 
-    def requests(self, record: TrialRecord) -> None:
-        """Nothing is replayed: what replays say decides nothing."""
+    def requests(self, record: TrialRecord) -> TrialRequests | None:
+        """As they are stored."""
+        return self.requests_of(record)
 
     def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, None]:
         asked = self.asked_last.get(f"{cell.key}-end")
@@ -148,7 +151,15 @@ class Searches:
             self.unknown.append(cell)
             return
         pool = pool_of_cell(self._pools, cell, self._plan.reference_of(cell.connector))
-        site = StoredSite(trials, alone, self._trace_rate, canaries=pool, asked_last=self._asked_last)
+        burstiness = self._scenario.workload.burstiness
+        site = StoredSite(
+            trials,
+            alone,
+            self._trace_rate,
+            canaries=pool,
+            asked_last=self._asked_last,
+            requests_of=lambda record: requests_to_replay(self._run.path, record, burstiness),
+        )
         work = searched_cells(self._scenario, self._plan, Silent(), self._fixed)(site, knowledge)
         try:
             found = work.run(cell, is_reference=planned.label == self._plan.reference)
@@ -173,9 +184,6 @@ class Searches:
             yield Damage(CELLS, f"{name}: no such answer follows from the trials")
             return
         now = replace(again[0], extra=stored.extra)
-        if now.answer is not None and stored.answer is not None:
-            kept = {"replay": stored.answer["replay"]} if "replay" in stored.answer else {}
-            now = replace(now, answer={**{k: v for k, v in now.answer.items() if k != "replay"}, **kept})
         if len(self._run.manifest.get("sessions") or ()) > 1:  # each session compares outputs of its own
             now = replace(now, equal_outputs=stored.equal_outputs)
         rows = as_read(stored.to_json()), as_read(now.to_json())

@@ -13,11 +13,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
 from kvbench.core.search.posterior.posterior import GRID, RateEstimate
+from kvbench.core.search.replay.engines import LARGEST, EngineModel, engine_model, engine_objections
 from kvbench.core.search.replay.models import (
     FEWEST,
     NATS,
@@ -26,7 +27,6 @@ from kvbench.core.search.replay.models import (
     Decode,
     Model,
     QueueModel,
-    StepModel,
     candidates,
     judged_part,
 )
@@ -42,8 +42,19 @@ BISECTIONS: Final = 15
 BOOTSTRAPS: Final = 24
 MODELS: Final = 3
 """At most so many families are averaged."""
+EXACT: Final = 0.08
+"""Mean error of the latencies, as a share, up to which engines in steps alone explain the trials: they
+predict each request; a queue with random work predicts only how many are late."""
+EVEN: Final = 0.02
+CLEARLY: Final = 0.7
+"""Engines in steps are considered where the best queue of equal requests has a larger error than the first,
+and theirs is below the second share of it."""
 DISCREPANCY: Final = 0.02
 """Relative error of the rate that a model may have and no check shows (standard deviation)."""
+APART: Final = 0.02
+"""Relative difference of two models' rates above which they are different."""
+NORMAL_90: Final = 1.645
+"""Half of a normal distribution's 90 % interval, in standard deviations."""
 TOLERATED: Final = 0.25
 """Of the misses that are allowed: a bias of all trials (standard deviation), before they are compared."""
 LEAST_ALLOWED: Final = 1e-3
@@ -52,12 +63,15 @@ REPLAYS: Final = 30
 """Of each trial, for what it should have shown."""
 
 
+M = TypeVar("M", bound=Model, covariant=True)
+
+
 @dataclass(frozen=True)
-class Root:
+class Root(Generic[M]):
     """One model's answer: the rate in requests per second, its relative standard error, and what was found
     against the model."""
 
-    model: Model
+    model: M
     rate: float
     error: float
     objections: tuple[str, ...]
@@ -68,7 +82,7 @@ class ReplayResult:
     """What all trials say together. ``roots``: of the models that nothing was found against; where there are
     none, of the one with the fewest ``objections``. ``requests`` were replayed, of ``seconds`` of trials."""
 
-    roots: tuple[Root, ...]
+    roots: tuple[Root[Model], ...]
     requests: int
     seconds: float
 
@@ -76,6 +90,23 @@ class ReplayResult:
     def objections(self) -> tuple[str, ...]:
         """What the trials showed that no model does; empty where a model explains them."""
         return self.roots[0].objections
+
+    @property
+    def error(self) -> float:
+        """Largest relative standard error of a model's rate."""
+        return max(root.error for root in self.roots)
+
+    @property
+    def highest(self) -> float:
+        """Highest model's rate where the models differ, else the middle of all, in requests per second."""
+        rates = [root.rate for root in self.roots]
+        return max(rates) if max(rates) > (1 + APART) * min(rates) else math.sqrt(max(rates) * min(rates))
+
+    def further_requests(self, precision: float) -> float:
+        """Estimate how many more requests the precision takes: errors shrink with the square root of their
+        number."""
+        allowed = max((precision / NORMAL_90) ** 2 - DISCREPANCY**2, 1e-6)
+        return self.requests * max((self.error**2 - DISCREPANCY**2) / allowed - 1.0, 0.0)
 
     def to_json(self) -> dict[str, Any]:
         """Rate and 90 % interval in requests per second, and how they were found."""
@@ -142,6 +173,10 @@ def replayed(trials: Sequence[TrialRequests], objective: Objective) -> ReplayRes
     decode = Decode.fitted(trials)
     if objective.needs_last and decode is None:
         return None
+    seen = sum(map(len, trials)), sum(trial.end_s for trial in trials)
+    stepwise = _stepwise(trials, objective, load, decode, found)
+    if stepwise is not None and not stepwise.objections and stepwise.model.error <= EXACT:
+        return ReplayResult((stepwise,), *seen)
     roots = []
     for candidate in _distinct(found):
         known = [np.maximum(work[~np.isnan(work)], 1e-9) for work in candidate.work]
@@ -150,16 +185,40 @@ def replayed(trials: Sequence[TrialRequests], objective: Objective) -> ReplayRes
         )
         objections = tuple(_work_checks(trials, candidate, model))
         roots.append(_root(trials, objective, model, load, objections, _between(candidate)))
-    if all(root.objections for root in roots) and decode is not None:
-        steps = StepModel.fitted(trials, decode)
-        if steps is not None:
-            roots.append(_root(trials, objective, steps, load))
+    if stepwise is not None and not stepwise.objections and all(root.objections for root in roots):
+        roots.append(stepwise)
     good = tuple(root for root in roots if not root.objections)
-    seen = sum(map(len, trials)), sum(trial.end_s for trial in trials)
     if good:
         return ReplayResult(good, *seen)
     best = min(roots, key=lambda root: len(root.objections))
     return ReplayResult((best,), *seen)
+
+
+def _stepwise(
+    trials: Sequence[TrialRequests],
+    objective: Objective,
+    load: UnitLoad,
+    decode: Decode | None,
+    found: Sequence[Candidate],
+) -> Root[EngineModel] | None:
+    """The answer of engines in steps; None if a queue of even work explains the requests about as well."""
+    model = engine_model(trials, decode)
+    even = min(_even_error(trials, each) for each in found)
+    if model is None or even < EVEN or model.error > CLEARLY * even:
+        return None
+    return _root(trials, objective, model, load, engine_objections(trials, model))
+
+
+def _even_error(trials: Sequence[TrialRequests], candidate: Candidate) -> float:
+    """Mean difference of the logarithms of measured TTFT and that of a queue whose requests are all alike."""
+    work_s = float(np.nanmean(np.concatenate(candidate.work)))
+    errors = []
+    for trial in trials:
+        first_s = candidate.family.first_s(trial.arrived_s, np.full(len(trial), work_s))
+        known = trial.first_s > trial.arrived_s
+        ratios = (first_s - trial.arrived_s)[known] / (trial.first_s - trial.arrived_s)[known]
+        errors.append(np.minimum(np.abs(np.log(ratios)), LARGEST))
+    return float(np.concatenate(errors).mean())
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
@@ -174,11 +233,11 @@ def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
 def _root(
     trials: Sequence[TrialRequests],
     objective: Objective,
-    model: Model,
+    model: M,
     load: UnitLoad,
     objections: tuple[str, ...] = (),
     between: float = 0.0,
-) -> Root:
+) -> Root[M]:
     """``between``: relative error by speeds that differ from trial to trial."""
     rate = load.root(model, objective)
     below, above = (load.score(model, objective, rate * factor, SHORT) for factor in (0.96, 1.04))
