@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbench.core.search.replay import queues
-from kvbench.core.search.replay.models import FEWEST, LEAST, Decode
+from kvbench.core.search.replay.models import FEWEST, LEAST, Decode, blocks
 from kvbench.core.search.replay.queues import FloatArray
 from kvbench.core.search.trial_requests import Latencies, TrialRequests
 
@@ -107,7 +107,14 @@ class EngineModel:
         )
 
     def resampled(self, trials: Sequence[TrialRequests], rng: np.random.Generator) -> EngineModel:
-        """Refit to parts of the trials drawn with replacement."""
+        """Fitted anew to parts of the trials drawn with replacement."""
+        if self.error == math.inf:  # counted, not fitted
+            decode = Decode.fitted(trials, blocks(trials, rng))
+            if decode is None:
+                return self
+            alone_s = max(decode.alone_s - decode.each_s, LEAST)
+            times = (alone_s, decode.each_s, decode.prefill_s, *self.seconds[3:])
+            return replace(self, seconds=times, noise=(self.noise[0], decode.noise))
         load = JoinedTrials.of(trials)
         count = PART * len(trials)
         drawn = np.bincount(rng.integers(0, count, count), minlength=count).astype(np.float64)
@@ -313,3 +320,62 @@ def _most_decoding(trial: TrialRequests) -> int:
     last = np.sort(trial.last_s[~np.isnan(trial.last_s)])
     present = np.arange(1, len(first) + 1) - np.searchsorted(last, first, "right")
     return int(present.max(initial=1))
+
+
+def counted_engine(trials: Sequence[TrialRequests], decode: Decode) -> EngineModel:
+    """One engine by the fitted decode steps, the lowest TTFT, and how many first tokens come at once while
+    others wait: for loads on which no simulation reproduces each request."""
+    lowest_s = min(
+        float(np.nanmin(each.first_s - each.arrived_s)) for each in trials if (~np.isnan(each.first_s)).any()
+    )
+    chunks = max(1, round((lowest_s - decode.prefill_s) / decode.alone_s))
+    delay_s = max(lowest_s - chunks * decode.alone_s - decode.prefill_s, 0.0)
+    found = [_full_steps(trial, decode, delay_s) for trial in trials]
+    prompts, steps, present = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    each, slots = 1.0 / chunks if chunks > 1 else ANY, math.inf
+    if len(prompts) >= FULL_STEPS:
+        most = float(np.sort(present)[-CROWDED])
+        crowded = present >= most - 1.0
+        taken = float((prompts[crowded] / steps[crowded]).mean())
+        if (~crowded).sum() >= FULL_STEPS:
+            each = float(prompts[~crowded].sum() / steps[~crowded].sum())
+            limited = taken < 0.8 * each
+        else:
+            limited = taken < 0.8 / chunks
+        if limited:
+            slots = most
+        else:
+            each = float(prompts.sum() / steps.sum())
+    times = (max(decode.alone_s - decode.each_s, LEAST), decode.each_s, decode.prefill_s, 0.0, delay_s)
+    return EngineModel(False, 1, each, slots, times, noise=(np.ones(1), decode.noise))
+
+
+ANY: Final = 1e6
+FULL_STEPS: Final = 8
+"""So many steps that left some waiting tell how many prompts a step takes at most."""
+CROWDED: Final = 4
+"""The number of requests that so many of them had, or more, is that of all slots, if such steps took fewer
+prompts than the others."""
+
+
+def _full_steps(
+    trial: TrialRequests, decode: Decode, delay_s: float
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Of each group of first tokens before which some waited, and after which, too: how many they are, how
+    many steps they took, and how many requests were taken in or decoded."""
+    first = np.sort(trial.first_s[~np.isnan(trial.first_s)]) - delay_s
+    last = np.sort(trial.last_s[~np.isnan(trial.last_s)]) - delay_s
+    if len(first) < 3:
+        return np.empty(0), np.empty(0), np.empty(0)
+    begins = np.flatnonzero(np.diff(first, prepend=-math.inf) > 0.3 * decode.alone_s)
+    sizes = np.diff(np.append(begins, len(first))).astype(np.float64)
+    ends = first[begins]
+    given = np.append(begins[1:], len(first))
+    before = np.append(0.0, ends[:-1])
+    running = given - np.searchsorted(last, ends - 0.5 * decode.alone_s, "right")
+    waited = np.searchsorted(trial.arrived_s, before, "right") - begins
+    seconds = np.diff(ends, prepend=0.0)
+    step_s = decode.alone_s + decode.each_s * np.maximum(running - sizes, 0.0)
+    steps = np.maximum(np.round((seconds - decode.prefill_s * sizes) / step_s), 1.0)
+    full = (waited > sizes) & (np.arange(len(sizes)) > 0)
+    return sizes[full], steps[full], running[full].astype(np.float64)

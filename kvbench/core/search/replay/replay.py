@@ -18,7 +18,13 @@ from typing import Any, Final, Generic, TypeVar
 import numpy as np
 
 from kvbench.core.search.posterior.posterior import GRID, RateEstimate
-from kvbench.core.search.replay.engines import LARGEST, EngineModel, engine_model, engine_objections
+from kvbench.core.search.replay.engines import (
+    LARGEST,
+    EngineModel,
+    counted_engine,
+    engine_model,
+    engine_objections,
+)
 from kvbench.core.search.replay.models import (
     FEWEST,
     NATS,
@@ -185,8 +191,8 @@ def replayed(trials: Sequence[TrialRequests], objective: Objective) -> ReplayRes
         )
         objections = tuple(_work_checks(trials, candidate, model))
         roots.append(_root(trials, objective, model, load, objections, _between(candidate)))
-    if stepwise is not None and not stepwise.objections and all(root.objections for root in roots):
-        roots.append(stepwise)
+    if all(root.objections for root in roots) and decode is not None:
+        roots.append(_root(trials, objective, counted_engine(trials, decode), load))
     good = tuple(root for root in roots if not root.objections)
     if good:
         return ReplayResult(good, *seen)
