@@ -32,7 +32,7 @@ help:
 	@echo "make perf-peers  the same work through kvbench and its peers, each set up in .venv-peers (PEERS_ARGS=)"
 	@echo "make perf-search  how true and fast the search is on virtual systems, beside other rules (PERF_SEARCH_ARGS=)"
 	@echo "make perf-random  the product's whole search on systems drawn at random, by their true rates (PERF_RANDOM_ARGS=)"
-	@echo "make perf-microbench  transfers beside the library's own C++ tool and plain copies (PERF_MICROBENCH_ARGS=)"
+	@echo "make perf-microbench  transfers beside the library's own C++ tool (PERF_MICROBENCH_ARGS=)"
 	@echo "make perf-sessions  a plan of a million turns: time, memory; sessions made after one half of a corpus beside the other (PERF_SESSIONS_ARGS=)"
 	@echo "make perf-session-rate  searched rates of sessions beside long trials, on simulated systems drawn at random (PERF_SESSION_RATE_ARGS=)"
 	@echo "make perf-turns  how late turns are sent, a thousand sessions at once, on the exact server (PERF_TURNS_ARGS=)"

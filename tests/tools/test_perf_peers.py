@@ -48,12 +48,7 @@ def test_a_command_that_hangs_is_ended(tmp_path: Path) -> None:
 
 
 def test_what_vllm_reports_is_read(tmp_path: Path) -> None:
-    result = {
-        "ttfts": [0.051, 0.0],
-        "itls": [[0.01, 0.012], []],
-        "errors": ["", "reset"],
-        "completed": 1,
-    }
+    result = {"ttfts": [0.051, 0.0], "itls": [[0.01, 0.012], []], "errors": ["", "reset"], "completed": 1}
     (tmp_path / "result.json").write_text(json.dumps(result))
     outcome = clients.vllm_outcome(WORK, tmp_path)
     assert outcome.ttft_ms == [51.0]

@@ -13,14 +13,7 @@ import pytest
 from tools.random_systems import truth
 from tools.random_systems.family import SEEDS, draw
 from tools.random_systems.judge import __main__ as command
-from tools.random_systems.judge.rivals import (
-    RULES,
-    DrawnBench,
-    RivalFigures,
-    RivalFound,
-    RivalJob,
-    rules_for,
-)
+from tools.random_systems.judge.rivals import RULES, DrawnBench, RivalFigures, RivalFound, RivalJob, rules_for
 from tools.random_systems.queues import can_close, closed
 from tools.random_systems.simulate import Jobs, run
 from tools.random_systems.system import Clock, Disturbances, Service, Slo, System, Workload
