@@ -230,7 +230,8 @@ def _unused(names: set[str]) -> list[str]:
     used = set[str]()
     for process in psutil.process_iter() if names else ():
         with suppress(psutil.Error, OSError):
-            used |= {Path(each.path).name for each in (*process.memory_maps(), *process.open_files())}
+            used |= {Path(each.path).name for each in process.memory_maps()}
+            used |= {Path(each.path).name for each in process.open_files()}
     return sorted(names - used)
 
 
