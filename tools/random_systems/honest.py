@@ -7,7 +7,6 @@ refuses a trial, or warns of the server; not one that finds the load too high, o
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -29,6 +28,7 @@ from kvbench.sweep.trial.judging import evidence_of, judged
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.trial.trial import stop_grace_s
+from tools.bench import arguments
 
 from .family import draw
 from .serve import Session
@@ -138,13 +138,13 @@ def as_streamed(system: System, records: list[RequestRecord], seed: int) -> list
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.random_systems.honest", description=(__doc__ or "").splitlines()[0]
+def main(given: Sequence[str] | None = None) -> int:
+    chosen = arguments(
+        (__doc__ or "").splitlines()[0],
+        given,
+        count=(200, "trials, each on a system of its own"),
+        seed=(SEED, "of the family"),
     )
-    parser.add_argument("--count", type=int, default=200, help="trials, each on a system of its own (200)")
-    parser.add_argument("--seed", type=int, default=SEED, help=f"of the family ({SEED})")
-    chosen = parser.parse_args(arguments)
     wrong = 0
     verdicts: Counter[str] = Counter()
     counts: Counter[str] = Counter()
