@@ -109,9 +109,9 @@ def main(arguments: list[str]) -> int:
         print(*(f"{count:5} {name}" for name, count in sorted(counts.items())), sep="\n")
         return 0
     done = [name for name in paths if name.startswith(DONE)] if DONE else []
-    found = [f"{name}:{line}: {find}" for name in done for line, find in file_finds(paths[name])]
-    print(*found or ["The wording is plain."], sep="\n")
-    return 1 if found else 0
+    problems = [f"{name}:{line}: {found}" for name in done for line, found in file_finds(paths[name])]
+    print(*problems or ["The wording is plain."], sep="\n")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":
