@@ -73,7 +73,7 @@ OBJECT_NOT_FOUND = -704
 
 
 def describe_code(code: int) -> str:
-    """Return a return code's name and usual cause."""
+    """Return the name and usual cause of an error code."""
     name = f"{NAMES.get(code, 'unknown code')} ({code})"
     return f"{name}: {HINTS[code]}" if code in HINTS else name
 

@@ -56,7 +56,7 @@ class LoadSpec:
     requests_path: str = ""
     """File of requests (JSON lines) that replaces request_rate, num_requests and the lengths."""
     sessions_path: str = ""
-    """File of a load of sessions (``core/sessions/session_load.py``, as npz) that replaces them."""
+    """File of a session load (npz of ``core/sessions/session_load.py``) that replaces rate and lengths."""
     offsets_s: list[float] = field(default_factory=list)
     """Planned sends in seconds, ascending, if not derived from a rate."""
     concurrency: int = 0
