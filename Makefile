@@ -74,6 +74,7 @@ lint: setup
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m tools.house
+	@$(BIN)/python -m tools.wording
 
 # The default suite: all tests without processes, and a core of tests with them (CONTRIBUTING.md). The test runner
 # comes last, so that its closing line is the last one printed. A pass of all of it on a clean tree is noted.

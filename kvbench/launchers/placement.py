@@ -16,7 +16,7 @@ from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.scenario.hosts import RayOptions, RemoteHost, Roles, SlurmOptions
 from kvbench.core.scenario.scenario import Deployment, Scenario
 from kvbench.errors import InputError, KvbenchError, Problem
-from kvbench.hosts.server_access import carried, variables
+from kvbench.hosts.server_access import secret_values, variables
 from kvbench.launchers.agents.channel import Channel
 from kvbench.launchers.agents.remote import Fleet
 from kvbench.launchers.base import Launcher
@@ -145,7 +145,7 @@ class Places:
         """
         if self._fleet is None:
             return LocalLauncher(self.run_tag, log_dir, spec_dir)
-        secrets = carried(variables(self.scenario.deployment.engine_options.server.access))
+        secrets = secret_values(variables(self.scenario.deployment.engine_options.server.access))
         launcher = self._fleet.launcher(log_dir, env)
         return launcher.with_secrets("loadgen", secrets)
 

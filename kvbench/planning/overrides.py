@@ -17,7 +17,7 @@ from kvbench.core.scenario.sections import Sessions
 from kvbench.core.scenario.yaml_lines import Plain
 from kvbench.engines.external import header_problem, url_problem
 from kvbench.errors import InputError, KvbenchError, ServerError
-from kvbench.hosts.server_access import access_headers, hidden, variables
+from kvbench.hosts.server_access import access_headers, redact, variables
 from kvbench.planning.load_files import load_trace, require_fitting, session_source, trace_lengths
 from kvbench.planning.scenario_files import load_draft, plain_name, registry
 
@@ -60,7 +60,7 @@ def served_models(root: str, access: ServerAccess) -> list[str]:
             f"GET {url} failed: {type(error).__name__} {error}".rstrip(), hint=failure_hint(url, error)
         ) from error
     if response.status_code != 200:
-        said = hidden(visible(response.text[:200].strip()), variables(access))
+        said = redact(visible(response.text[:200].strip()), variables(access))
         raise ServerError(
             f"GET {url} answered {status_text(response.status_code)}" + (f": {said}" if said else ""),
             hint=status_hint(response.status_code, "authorization" in {name.lower() for name in headers}),

@@ -14,12 +14,12 @@ from kvbench.processes.common.entry import parse_spec
 from kvbench.processes.http1 import Pool, Splicing
 
 _KNOWN_PATHS: Final = 16
-"""Paths for which the beginning of a request is kept; clients may send any number of others."""
+"""Number of paths with a cached request head; clients may send any others."""
 
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Where to listen, which connector's dispatch to use, and the servers behind."""
+    """Where to listen, which connector's dispatch to use, and the backends."""
 
     port: int
     connector: str
@@ -28,30 +28,29 @@ class RouterSpec:
     host: str = "127.0.0.1"
     request_timeout_s: float = 60.0
     bootstrap_timeout_s: float = 30.0
-    """How long the prefill servers may take to report their engine ids: as long as they take to start."""
+    """Time for the prefill servers to start and report their engine ids."""
     version: str = ""
-    """The engine's version, which chooses the connector's dialect; empty takes the newest."""
+    """The engine's version, which selects the connector's dialect; empty: the newest."""
     options: dict[str, Any] = field(default_factory=dict)
-    """The connector's options, for those whose dialect depends on them."""
+    """The connector's options, for dialects that depend on them."""
     processes: int = 1
     """Processes that share the port; each uses one core at most."""
     routing: str = "session"
-    """How servers are chosen: ``core.scenario.deployment_section.Routing``."""
+    """Choice of servers: ``core.scenario.deployment_section.Routing``."""
     compiled: bool = True
-    """Streams go through compiled code where it is at hand; false: through Python."""
+    """Forward streams by compiled code if available; false: by Python."""
     lie: str = ""
-    """What to lie about, on purpose, to see it caught (core/gates/lies.py); empty: nothing."""
     trace_path: str = ""
-    """Where the spans of the first requests of each trial are written; empty: nowhere."""
+    """File for the spans of each trial's first requests; empty: none."""
 
     def profile(self) -> Connector:
-        """The connector whose dispatch functions are used. Raises InputError."""
+        """Return the connector whose dispatch functions are used. Raises InputError."""
         return connectors.profile(self.connector, self.version, self.options, "the spec's options")
 
     def backends(
         self, role: str, connector: Connector, splicing: Splicing | None = None
     ) -> list[RouterBackend]:
-        """The servers of a role. Raises InputError for what the connector cannot work with."""
+        """Return a role's servers. Raises InputError if the connector cannot use them."""
         items = self.prefill if role == "prefill" else self.decode
         found = [
             RouterBackend(role, parse_spec(BackendSpec, item, f"the spec's {role}[{index}]"), splicing)
@@ -84,7 +83,6 @@ class RouterBackend:
         return f"{self.role} {self.url}"
 
     def request(self, path: str, headers: Mapping[str, str], request_id: str, body: bytes) -> bytes:
-        """A request with a JSON body, as bytes. Raises InputError for an id that is none."""
         begun = self._begun.get(path)
         if begun is None or headers or not request_id.isprintable():
             all_headers = {"content-type": "application/json", **headers, "x-request-id": request_id}

@@ -379,9 +379,9 @@ def test_p_failing_after_d_has_begun_breaks_the_stream() -> None:
     [
         (as_json({"choices": []}), "kv_transfer_params"),
         (as_json({"kv_transfer_params": {**PARAMS, "remote_port": None}}), "remote_port"),
-        (as_json([1]), "no JSON object"),
-        (lambda _, response: response.send(200, b"<html>", "text/html"), "no JSON object"),
-        (lambda _, response: response.abort(), "no whole answer"),
+        (as_json([1]), "did not answer a JSON object"),
+        (lambda _, response: response.send(200, b"<html>", "text/html"), "did not answer a JSON object"),
+        (lambda _, response: response.abort(), "no complete answer"),
     ],
 )
 def test_an_unusable_answer_of_p_is_a_502_that_says_why(answer: Answer, words: str) -> None:

@@ -238,5 +238,5 @@ def test_a_torn_line_is_left_out_by_name(tmp_path: Path) -> None:
     assert [problem.line for problem in reading.problems] == [2, 3]
     assert "has no output_toks" in reading.problems[1].text
     path.write_text("{}\n")
-    with pytest.raises(InputError, match="no whole request"):
+    with pytest.raises(InputError, match="no complete request"):
         read(path)
