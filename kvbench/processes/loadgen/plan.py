@@ -60,8 +60,12 @@ class _Wanted:
     """Token ids, or the words of a chat's message."""
 
 
-def planned_requests(spec: LoadSpec) -> list[PlannedRequest]:
+def planned_requests(
+    spec: LoadSpec,
+    watched: Callable[[Iterator[tuple[int, _Wanted]]], Iterator[tuple[int, _Wanted]]] = iter,
+) -> list[PlannedRequest]:
     """This worker's requests in scheduled order; a pure function of the spec but for the request ids.
+    ``watched``: counts them meanwhile.
 
     Raises InputError.
     """
@@ -76,7 +80,7 @@ def planned_requests(spec: LoadSpec) -> list[PlannedRequest]:
             output_len=wanted.output_len,
             prompt=encode(wanted.prompt),
         )
-        for index, wanted in _share(spec)
+        for index, wanted in watched(_share(spec))
     ]
 
 
