@@ -52,6 +52,10 @@ OtlpOption = Annotated[
     ),
 ]
 
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print trials, gates, client figures and caveats, too.")
+]
+
 SERVED = (
     *("base_url", "model", "header", "ca_file", "insecure", "api_key_env"),
     *("prefill_metrics_url", "decode_metrics_url", "workers", "direct"),
@@ -64,6 +68,7 @@ def sweep(
     options: LoadOptions,
     otlp: OtlpOption = "",
     json_: JsonOption = False,
+    verbose: VerboseOption = False,
     output: OutputOption = Path("results"),
     resume: ResumeOption = None,
     force: ForceOption = False,
@@ -72,8 +77,8 @@ def sweep(
     from kvbench.sweep import sweep as sweeping
 
     if resume is not None:
-        return _resumed(resume, "sweep", options.cli_options(), output, force, as_json=json_)
-    return sweeping.command(options.cli_options(), output, console(as_json=json_), otlp)
+        return _resumed(resume, "sweep", options.cli_options(), output, force, as_json=json_, verbose=verbose)
+    return sweeping.command(options.cli_options(), output, console(as_json=json_), otlp, verbose=verbose)
 
 
 @asks(without=("attainment", "method", "rates"))
@@ -173,6 +178,7 @@ def simulate(
         typer.Option("--rate", metavar="REQ/S", help="Only this rate, no search.", min=0.001),
     ] = None,
     json_: JsonOption = False,
+    verbose: VerboseOption = False,
     against: AgainstOption = None,
     output: OutputOption = Path("results"),
 ) -> int:
@@ -188,7 +194,7 @@ def simulate(
     if splits is not None or gpus is not None:
         chosen = splitting.Choice(splits, gpus, json_)
         return splitting.command(cli, chosen, output, console(), like)
-    return simulate_command(cli, output, console(as_json=json_), like)
+    return simulate_command(cli, output, console(as_json=json_), like, verbose=verbose)
 
 
 def calibrate(
@@ -269,13 +275,15 @@ def selftest(
     return testing.command(streams, seconds, console(), as_json=json_, output=output)
 
 
-def _resumed(run: Path, kind: str, cli: CliOptions, output: Path, force: bool, *, as_json: bool) -> int:
+def _resumed(
+    run: Path, kind: str, cli: CliOptions, output: Path, force: bool, *, as_json: bool, verbose: bool = False
+) -> int:
     """Go on with a run folder, in which the plan is."""
     from kvbench.sweep import resume
 
     if output != Path("results") and output.resolve() != run.resolve().parent:
         raise typer.BadParameter(f"a run goes on in its own folder, {run}", param_hint="--output")
-    return resume.command(run, cli, kind, console(as_json=as_json), force=force)
+    return resume.command(run, cli, kind, console(as_json=as_json), force=force, verbose=verbose)
 
 
 NOT_HELD = (

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from kvbench.processes.transfer_worker.memory import available_bytes
 from kvbench.report import report
 from kvbench.report.tables.table import number
 from kvbench.report.tables.transfers import case_text, time_text
-from kvbench.report.terminal import LiveBar
+from kvbench.report.terminal import LiveBar, minutes, print_text
 from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunInfo, RunStore
 
@@ -40,25 +39,24 @@ from kvbench.results.store import RunInfo, RunStore
 class CaseProgress:
     """Shows progress. ``estimate_s``: of all cases, corrected by the time of finished ones."""
 
-    def __init__(self, console: Console, cases: int, estimate_s: float) -> None:
+    def __init__(self, console: Console, path: Path, cases: int, estimate_s: float) -> None:
+        """``path``: the run folder."""
         self._console = console
         self._cases = cases
         self._estimate_s = estimate_s
         self._done = 0
-        self._started = time.monotonic()
-        self._bar = LiveBar(console, "cases", cases)
+        self._bar = LiveBar(console, path)
 
     def __enter__(self) -> CaseProgress:
-        self._started = time.monotonic()
-        self._bar.start()
+        self._bar.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+        self._bar.__exit__(*error)
 
     def on_stage(self, index: int, case: Case, stage: str) -> None:
         """Show progress within a case, as ``run_cases`` reports it."""
-        self._bar.say(f"{case_text(case)}: {stage}", self._left())
+        self._say_live(what=f"{case_text(case)}: {stage}")
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
@@ -70,17 +68,19 @@ class CaseProgress:
             self._say(f"{_where(record)}{case_text(record.case)}: {record.error}", "red")
         elif not self._bar.shown:
             self._say(f"{_where(record)}{case_text(record.case)}: {_figures(record)}", "")
-        self._bar.count(self._done, self._left())
+        self._say_live()
 
     def _say(self, text: str, style: str) -> None:
-        seconds = int(time.monotonic() - self._started)
-        clock = f"{seconds // 60}:{seconds % 60:02d}  {self._done}/{self._cases}  "
-        self._console.print(Text(clock + text, style=style), soft_wrap=True)
+        clock = f"{minutes(self._bar.elapsed_s)}  {self._done}/{self._cases}  "
+        print_text(self._console, Text(clock + text, style=style))
 
-    def _left(self) -> str:
-        gone = time.monotonic() - self._started
-        share = self._done / max(1, self._cases)
-        # The initial estimate loses weight as more cases finish.
+    def _say_live(self, **what: str) -> None:
+        count, share = f"case {self._done}/{self._cases}", self._done / max(1, self._cases)
+        self._bar.say(count=count, left=self._left(share), share=share, **what)
+
+    def _left(self, share: float) -> str:
+        gone = self._bar.elapsed_s
+        # The estimate counts less the more cases have shown how long one takes.
         whole = self._estimate_s if not self._done else (1 - share) * self._estimate_s + gone
         return f"about {duration_text(max(0.0, whole - gone))} left"
 
@@ -319,7 +319,7 @@ def _measure(
             if left.absent:
                 store.add_transfer(TransferRecord(left.case, "skipped", left.reason))
         try:
-            with ExitStack() as stack, CaseProgress(console, count, asked.estimate_s) as progress:
+            with ExitStack() as stack, CaseProgress(console, store.path, count, asked.estimate_s) as progress:
                 if places.in_lab:
                     progress.note(f"lab: {places.describe()}")
                 for place, members in places.by_place(cases, stack):

@@ -62,6 +62,8 @@ CellStatus = Literal["done", "refused", "failed", "skipped"]
 MANIFEST: Final = "manifest.json"
 TRIALS: Final = "trials.jsonl"
 CELLS: Final = "cells.jsonl"
+LIVE: Final = ".live.json"
+"""What is being done at this moment; there only while something is measured, and no part of the record."""
 OUTPUTS: Final = "outputs.jsonl"
 CANARIES: Final = "canaries.jsonl"
 

@@ -74,6 +74,7 @@ from kvbench.results.parquet import TRANSFERS, TransferTable, write_parquet, wri
 from kvbench.results.run import (
     CANARIES,
     CELLS,
+    LIVE,
     MANIFEST,
     OUTPUTS,
     TRIALS,
@@ -171,7 +172,7 @@ RESERVE: Final = ".reserve"
 RESERVE_BYTES: Final = 256 * 1024
 LEAST_ROOM_BYTES: Final = 64 * 1024
 """With less left than that, whatever failed has failed for want of room."""
-_LEFT_BY_A_KILL: Final = (".*.tmp", ".records-*.jsonl*", ".requests-*.jsonl")
+_LEFT_BY_A_KILL: Final = (LIVE, ".*.tmp", ".records-*.jsonl*", ".requests-*.jsonl")
 
 
 @dataclass(frozen=True)

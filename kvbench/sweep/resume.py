@@ -70,11 +70,15 @@ class Resumed:
         return searching_sweep(self.scenario, self.plan, self.store, watcher, bench, self.fixed)
 
 
-def command(path: Path, cli: CliOptions, kind: str, console: Console, *, force: bool = False) -> int:
+def command(
+    path: Path, cli: CliOptions, kind: str, console: Console, *, force: bool = False, verbose: bool = False
+) -> int:
     """Go on with a run, write its report, print its table; returns the exit code.
 
     ``kind``: the command that was used, sweep or bench. ``cli``: its other options, which may repeat what
-    the folder says and not contradict it. Raises InputError for options that do, StoreError for a folder
+    the folder says and not contradict it. ``verbose``: as in ``carry_out``.
+
+    Raises InputError for options that do, StoreError for a folder
     that cannot be gone on with.
     """
     run = load_run(path)
@@ -98,7 +102,7 @@ def command(path: Path, cli: CliOptions, kind: str, console: Console, *, force: 
     open_cells = [cell for cell in resumed.plan.cells if not resumed.store.earlier.finished(cell)]
     paced = resumed.store.manifest["kind"] != "simulate"
     left = TimeLeft(resumed.plan, open_cells, paced=paced) if resumed.fixed is None else None
-    return carry_out(resumed.store, resumed.left, console, resumed.sweep, left)
+    return carry_out(resumed.store, resumed.left, console, resumed.sweep, left, verbose=verbose)
 
 
 def resume(path: Path, *, force: bool = False) -> Path:

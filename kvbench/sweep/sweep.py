@@ -32,13 +32,14 @@ from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import engine_warnings
 from kvbench.report.findings.ahead import parted, rate_pairs
 from kvbench.report.tables.result import Row, summary_table
+from kvbench.report.terminal import minutes, print_text
 from kvbench.results.provenance import scenario_of
 from kvbench.results.run import MANIFEST, CellResult, RunFolder, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Bench, CellWorkOf, Knowledge, Site, create_store
 from kvbench.sweep.cell import Fixed, searched_cells
 from kvbench.sweep.deployed import DeployedBench
-from kvbench.sweep.display import Display, TimeLeft, Watcher, minutes
+from kvbench.sweep.display import Display, TimeLeft, Watcher
 from kvbench.sweep.otlp import OtlpWatcher, meter
 from kvbench.sweep.strategies import common_rates
 from kvbench.sweep.trial.load_plan import TrialPlan
@@ -55,7 +56,7 @@ def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
         return resume, "measures the failed cells once more"
     search = (run.plan.get("scenario") or {}).get("search") or {}
     words = [str(word) for word in run.manifest.get("argv") or ()]
-    again = shlex.join(words) if words[:1] == ["kvbench"] else ""
+    again = " ".join(words) if words[:1] == ["kvbench"] else ""  # stored as a shell reads them
     searched = [row for row in rows if row.outcome in ("found", "at_least")]
     if again and searched and search.get("method") == "sustained":
         short = [row.name for row in searched if row.outcome == "found" and not row.answer.sure]
@@ -85,10 +86,10 @@ def _earlier(run: RunFolder) -> Path | None:
     return None
 
 
-def command(cli: CliOptions, output: Path, console: Console, otlp: str = "") -> int:
+def command(cli: CliOptions, output: Path, console: Console, otlp: str = "", *, verbose: bool = False) -> int:
     """Run a sweep (or one rate), write its report, print its table; returns the exit code.
 
-    ``otlp``: the collector that its metrics are sent to meanwhile, if any.
+    ``otlp``: the collector that its metrics are sent to meanwhile, if any. ``verbose``: as in ``carry_out``.
     """
     scenario, source = resolve(cli)
     if scenario.deployment.engine_options.simulator.command:
@@ -111,17 +112,13 @@ def command(cli: CliOptions, output: Path, console: Console, otlp: str = "") -> 
         store.update(trace=trace_summary(scenario.workload.trace, figures(trace)))
     sweep_of = partial(deployed_sweep, scenario, plan, store, fixed=fixed, trace=trace)
     planned = f"{minutes(plan.lower_s)} to {minutes(plan.upper_s)} by the plan" if left else ""
+    carried_out = partial(
+        carry_out, store, len(plan.cells), console, left=left, planned=planned, verbose=verbose
+    )
     if not otlp:
-        return carry_out(store, len(plan.cells), console, sweep_of, left, planned)
+        return carried_out(sweep_of)
     with meter(otlp, store.path.name, scenario.name) as told:
-        return carry_out(
-            store,
-            len(plan.cells),
-            console,
-            lambda display: sweep_of(OtlpWatcher(display, told)),
-            left,
-            planned,
-        )
+        return carried_out(lambda display: sweep_of(OtlpWatcher(display, told)))
 
 
 def carry_out(
@@ -131,29 +128,37 @@ def carry_out(
     sweep_of: Callable[[Display], Sweep],
     left: TimeLeft | None = None,
     planned: str = "",
+    *,
+    verbose: bool = False,
 ) -> int:
     """Run a sweep to its end, write its report, print its table; returns the exit code.
 
-    ``cells``: how many are left to measure; ``left`` and ``planned``: as ``Display`` takes them. The last
-    line is the next useful command; of a run that ends too soon that is how to go on with it.
+    ``cells``: how many are left to measure; ``left`` and ``planned``: as ``Display`` takes them. ``verbose``:
+    trials, gates and caveats are printed, too. The last line is the next useful command; of a run that ends
+    too soon that is how to go on with it.
     """
     from kvbench.report import report
+    from kvbench.report.sections.requests import subject_lines
 
-    console.print(f"run folder: {store.path}", markup=False)
+    for line in subject_lines(load_run(store.path)):
+        print_text(console, line)
+    if not console.is_terminal:
+        print_text(console, f"run folder: {store.path}")
     manifest = store.manifest
+    brief = not verbose and manifest["kind"] != "bench"
     words = resume_words(manifest["kind"], store.path) if manifest.get("asked") is not None else ""
     try:
-        with store, Display(console, cells, left, planned) as display:
+        with store, Display(console, store.path, cells, left, planned, verbose=verbose) as display:
             results = sweep_of(display).run()
     except BaseException:
         # What ended the run is what is to be reported, not that its report cannot be written either.
         with suppress(KvbenchError, OSError):
-            report.command([store.path], console)
+            report.command([store.path], console, brief=brief)
         if words:
-            console.print(f"to go on with it: {words}", markup=False, soft_wrap=True)
+            print_text(console, f"to go on with it: {words}")
         raise
-    report.command([store.path], console)
-    console.print(next_step(load_run(store.path), words), markup=False, soft_wrap=True)
+    report.command([store.path], console, brief=brief)
+    print_text(console, next_step(load_run(store.path), words))
     return exit_code(results)
 
 
@@ -254,7 +259,7 @@ class Sweep:
             for note in engine_warnings(scenario):
                 self._watcher.note(note)
             if text := prospect_text(self._plan.prospects):
-                self._watcher.note(text)
+                self._watcher.note(text, caveat=True)
             last: DeploymentPlan | None = None
             for deployment in self._plan.deployments:
                 left = self._recall(deployment)

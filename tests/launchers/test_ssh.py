@@ -301,7 +301,7 @@ class Notes(Silent):
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, caveat: bool = False) -> None:
         self.said.append(text)
 
 

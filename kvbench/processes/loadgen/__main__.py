@@ -8,14 +8,14 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvbench.core.plan.processes import LOADGEN_MODULE
 from kvbench.errors import InputError, KvbenchError, StoreError
 from kvbench.processes.common.entry import parse_spec, print_error, read_spec, shorten_slice, sleep_exactly
 from kvbench.processes.common.record_file import write_records
-from kvbench.processes.loadgen.control import STDIN, Orders, Reporter, print_event
+from kvbench.processes.loadgen.control import STDIN, Orders, Preparation, Reporter, print_event
 from kvbench.processes.loadgen.in_flight import InFlightRequest, InFlightRun
 from kvbench.processes.loadgen.plan import (
     PlannedRequest,
@@ -62,9 +62,11 @@ def generate(spec: LoadSpec) -> int:
 
 
 def planned_run(spec: LoadSpec, loop: SocketLoop) -> LoadRun:
-    plan = planned_requests(spec)
+    """Return the run of requests that are known beforehand."""
+    watched = Preparation().watched
+    plan = planned_requests(spec, watched)
     spares = plant_canaries(spec, plan)
-    pools, begin = prepare_dispatch(spec, [*plan, *spares], loop)
+    pools, begin = prepare_dispatch(spec, watched([*plan, *spares]), loop)
     warm(spec, len(plan), plan[-1].offset_s if plan else 0.0, pools)
     schedule = PlannedSchedule(spec, plan, Spares(spares))
     return LoadRun(spec, schedule, loop, pools, Reporter().report, begin)
@@ -84,7 +86,7 @@ def session_run(spec: LoadSpec, loop: SocketLoop) -> LoadRun:
 
 
 def prepare_dispatch(
-    spec: LoadSpec, plan: Sequence[PlannedRequest], loop: SocketLoop
+    spec: LoadSpec, plan: Iterable[PlannedRequest], loop: SocketLoop
 ) -> tuple[list[ConnectionPool], Begin]:
     """Make the bytes of all planned requests, for one server, or for P and D in direct mode. Later requests
     get their bytes when they begin."""

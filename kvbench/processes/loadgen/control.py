@@ -10,7 +10,8 @@ import select
 import signal
 import stat
 import time
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, TypeVar
 
 from kvbench.processes.loadgen.sockets.loop import READABLE, SocketLoop
 
@@ -19,6 +20,11 @@ log = logging.getLogger(__name__)
 STDIN: Final = 0
 STDOUT: Final = 1
 PARENT_POLL_S: Final = 0.25
+PREPARING_S: Final = 0.5
+"""How often a generator says how far its preparation is, in seconds."""
+PREPARED_EACH: Final = 64
+"""The clock is read once for so many requests."""
+_T = TypeVar("_T")
 
 
 class Reporter:
@@ -35,6 +41,24 @@ class Reporter:
             return False
         print_event(event)
         return True
+
+
+class Preparation:
+    """Reports how many requests are prepared; each is taken up twice, to be planned and to be encoded."""
+
+    def __init__(self, every_s: float = PREPARING_S) -> None:
+        self._taken = 0
+        self._every_s = every_s
+        self._report_at = time.monotonic() + every_s
+
+    def watched(self, requests: Iterable[_T]) -> Iterator[_T]:
+        """The same, one by one."""
+        for request in requests:
+            yield request
+            self._taken += 1
+            if not self._taken % PREPARED_EACH and time.monotonic() >= self._report_at:
+                self._report_at = time.monotonic() + self._every_s
+                print_event({"event": "preparing", "done": self._taken // 2})
 
 
 def print_event(event: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -158,7 +158,7 @@ class DirectDispatch:
             for backend in self._prefills:
                 backend.engine_id = query_engine_id(backend, self._direct.bootstrap_timeout_s)
 
-    def prepare(self, plan: Sequence[PlannedRequest]) -> None:
+    def prepare(self, plan: Iterable[PlannedRequest]) -> None:
         """Make each request's bytes as far as they are known beforehand."""
         fields: dict[tuple[int, bool], AroundPrompt] = {}
         for request in plan:

@@ -58,9 +58,14 @@ class _Wanted:
     """Token ids, or the words of a chat's message."""
 
 
-def planned_requests(spec: LoadSpec) -> list[PlannedRequest]:
+def planned_requests(
+    spec: LoadSpec,
+    watched: Callable[[Iterator[tuple[int, _Wanted]]], Iterator[tuple[int, _Wanted]]] = iter,
+) -> list[PlannedRequest]:
     """Return this worker's requests in scheduled order, a pure function of the spec except the request ids.
-    Raises InputError."""
+
+    ``watched``: counts them meanwhile. Raises InputError.
+    """
     encode = prompt_encoder(spec)
     run = uuid.uuid4().hex[:12]
     return [
@@ -72,7 +77,7 @@ def planned_requests(spec: LoadSpec) -> list[PlannedRequest]:
             output_len=wanted.output_len,
             prompt=encode(wanted.prompt),
         )
-        for index, wanted in _share(spec)
+        for index, wanted in watched(_share(spec))
     ]
 
 

@@ -208,6 +208,16 @@ def answer_text(rows: Sequence[Row], statements: Sequence[Statement] = ()) -> st
     return f"{first[0].text}." if first else ""
 
 
+def lead_text(rows: Sequence[Row]) -> str:
+    """Who is ahead, by how much, and how certain that is. Empty without a rate, or a winner to look for."""
+    found = [row for row in rows if row.outcome in FOUND]
+    if not found:
+        return _none(rows)
+    if len({row.name for row in found}) == 1:
+        return f"{_of_one(found)}."
+    return f"{_of_several(found, certainty=True)}."
+
+
 def _of_one(found: Sequence[Row]) -> str:
     """``nixl holds 63.1 [50.3, 72.4] req/s at 256 tokens in, 28.8 [24.6, 34.0] at 1,024``."""
     ordered = sorted(found, key=lengths)
@@ -219,8 +229,10 @@ def _of_one(found: Sequence[Row]) -> str:
     )
 
 
-def _of_several(found: Sequence[Row]) -> str:
-    """Who is ahead at each length; the lengths at which nobody is, together."""
+def _of_several(found: Sequence[Row], *, certainty: bool = False) -> str:
+    """Who is ahead at each length; the lengths at which nobody is, together. ``certainty``: with how certain
+    it is, in place of the rates, which the table beside it has.
+    """
     groups = by_lengths(rate_pairs(found))
     told, untold = [], []
     for place, pairs in groups.items():
@@ -235,8 +247,11 @@ def _of_several(found: Sequence[Row]) -> str:
             rate = next(row.answer.text() for row in mine if row.name == best.ahead)
             whole = len(beaten) == len(mine) - 1
             by = ", ".join(each.relation().removeprefix(f"{best.ahead} ") for each in beaten)
+            if certainty:  # in whole per cent, and never 100
+                by += f", confidence {min(99, *(math.floor(100 * (each.sure or 0.0)) for each in beaten))} %"
             lead = "ahead of all others" if whole and len(beaten) > 1 else "ahead"
-            told.append(f"at {place[0]:,} tokens in, {best.ahead} is {lead} with {rate} req/s, {by}")
+            holds = ":" if certainty else f" with {rate} req/s,"
+            told.append(f"at {place[0]:,} tokens in, {best.ahead} is {lead}{holds} {by}")
             names = [
                 row.name for row in mine if row.name not in (best.ahead, *(each.behind for each in beaten))
             ]

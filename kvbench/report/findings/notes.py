@@ -79,27 +79,48 @@ def notes(run: RunFolder, rows: Sequence[Row], *, gates: bool = True) -> list[No
     """
     found = [
         *_state(run),
-        *_skipped(run),
-        *_over_tcp(run),
-        *_unequal(run, rows),
-        *_cells(rows),
-        *_predictions(rows),
+        *_of_setup(run, rows),
         *_limits(rows),
         *unseen_gates(run, rows),
     ]
-    return [*found, *as_notes([*refused(run), *warned(run, rows), *drifts(run, rows)])] if gates else found
+    return [*found, *_of_gates(run, rows)] if gates else found
+
+
+def warnings(run: RunFolder, rows: Sequence[Row]) -> list[Note]:
+    """Those of the notes that say that something is not as it should be."""
+    return [*map(Note, run.warnings), *_of_setup(run, rows), *_of_gates(run, rows)]
+
+
+def _of_setup(run: RunFolder, rows: Sequence[Row]) -> Iterator[Note]:
+    yield from _skipped(run)
+    yield from _over_tcp(run)
+    yield from _unequal(run, rows)
+    yield from _cells(rows)
+    yield from _predictions(rows)
+
+
+def _of_gates(run: RunFolder, rows: Sequence[Row]) -> Sequence[Note]:
+    return list(as_notes([*refused(run), *warned(run, rows), *drifts(run, rows)]))
+
+
+def status_lines(run: RunFolder) -> Iterator[str]:
+    """How a run stands that did not come to its end; nothing if it did."""
+    status, error = run.manifest.get("status"), str(run.manifest.get("error") or "")
+    if status == "complete":
+        return
+    detail = f": {error}" if error and error != status else ""
+    yield (
+        "the run is still going on; this is what it has so far"
+        if status == "running"
+        else f"the run is {status}{detail}; this is what was measured before"
+    )
+    planned = run.plan.get("cells")
+    if isinstance(planned, list) and len(run.cells) < len(planned):
+        yield f"{len(run.cells)} of {len(planned)} cells are finished"
 
 
 def _state(run: RunFolder) -> Iterable[Note]:
-    status, error = run.manifest.get("status"), str(run.manifest.get("error") or "")
-    if status == "running":
-        yield Note("the run is still going on; this is what it has so far")
-    elif status != "complete":
-        detail = f": {error}" if error and error != status else ""
-        yield Note(f"the run is {status}{detail}; this is what was measured before")
-    planned = run.plan.get("cells")
-    if status != "complete" and isinstance(planned, list) and len(run.cells) < len(planned):
-        yield Note(f"{len(run.cells)} of {len(planned)} cells are finished")
+    yield from map(Note, status_lines(run))
     if (run.path / "against.md").is_file():
         yield Note("the loads of another run were simulated: against.md has its figures beside these")
     mark = mark_of(run)

@@ -208,7 +208,8 @@ _PAGES: Final = ("markdown", "html")
 
 REQUESTS: Final[_Order] = (
     (requests.heads, ("terminal",)),
-    (requests.checked_answers, WRITERS),
+    (requests.checked_answers, ("terminal", *_PAGES, "notebook")),
+    (requests.screen, ("screen",)),
     (requests.brief_result, ("terminal",)),
     (requests.sessions, ("terminal",)),
     (requests.clients, ("terminal",)),

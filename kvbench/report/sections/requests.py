@@ -11,10 +11,10 @@ from typing import Any, Final
 
 from kvbench.core.findings.findings import KIND_WORDS
 from kvbench.core.records import TrialRecord
-from kvbench.report.findings.ahead import answer_text
+from kvbench.report.findings.ahead import answer_text, lead_text
 from kvbench.report.findings.findings import as_notes, folded
 from kvbench.report.findings.load_rows import row_conclusions
-from kvbench.report.findings.notes import ahead, checked_lines, notes, run_tally
+from kvbench.report.findings.notes import ahead, checked_lines, notes, run_tally, status_lines, warnings
 from kvbench.report.plots import NO_DATA
 from kvbench.report.sections.facts import Facts, Material, drawings
 from kvbench.report.tables import cells
@@ -22,7 +22,7 @@ from kvbench.report.tables.result import Row
 from kvbench.report.tables.table import STEADY, Table, number, of_texts, percent
 from kvbench.report.tables.trial_values import engine_word, reason_text, time_line, trial_values
 from kvbench.report.value import Block, Note, ReportSection
-from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
+from kvbench.results.provenance import caption, mark_of, model_of, scenario_of, server_of, slo_of
 from kvbench.results.run import RunFolder
 
 WHICH_SESSIONS: Final = (
@@ -109,6 +109,51 @@ def sessions(of: Material) -> Iterator[ReportSection]:
         if (table := sessions_table(facts.run, facts.rows)) is not None:
             title = f"Sessions, {facts.name}" if facts.name else "Sessions"
             yield ReportSection("sessions", title, [Block(words=WHICH_SESSIONS, table=table)], apart=True)
+
+
+def subject_lines(run: RunFolder) -> tuple[str, str]:
+    """What a run measures, and the question that it answers."""
+    mark, cells = mark_of(run), run.plan.get("cells")
+    planned = [each for each in cells if isinstance(each, Mapping)] if isinstance(cells, list) else []
+
+    def listed(key: str) -> str:
+        values = dict.fromkeys(each.get(key) for each in planned)
+        return " and ".join(", ".join(f"{each:,}" if isinstance(each, int) else str(each) for each in part)
+                            for part in (list(values)[:-1], list(values)[-1:]) if part)  # fmt: skip
+
+    lengths = f"{listed('input_len')} tokens in, {listed('output_len')} out" if planned else ""
+    what = (
+        mark.word.upper() if mark is not None else "", scenario_of(run), server_of(run) or model_of(run),
+        listed("connector"), lengths,
+    )  # fmt: skip
+    search = (run.plan.get("scenario") or {}).get("search") or {}
+    asked = "listed request rates" if search.get("method") == "fixed" else "highest request rate"
+    asked = "one load" if run.manifest.get("kind") == "bench" else asked
+    return " · ".join(filter(None, what)), f"{asked} with {slo_of(run).text()}"
+
+
+def screen(of: Material) -> Iterator[ReportSection]:
+    """The table, who is ahead, how many outputs were checked and warnings there are, where the report is."""
+    facts = of.one
+    run, path = facts.run, facts.run.path / "report.html"
+    shown = [("", row) for row in facts.rows if row.outcome != "skipped"]
+    blocks = [Block(table=cells.brief_result(shown), bare=True)] if shown else []
+    blocks += [Block(each.title, table=each, bare=True) for each in facts.methods]
+    if (of_sessions := sessions_table(run, facts.rows)) is not None:
+        blocks.append(Block(table=of_sessions, bare=True))
+    if not blocks:
+        blocks.append(Block(words=f"no cell was measured; {NO_DATA}"))
+    yield ReportSection("result", "", blocks, apart=True)
+    count = len(warnings(run, facts.rows))
+    counted = f"{count or 'no'} warning{'s' * (count != 1)}"
+    lines = (
+        ("; ".join(status_lines(run)), "yellow"),
+        (lead_text(facts.rows), "bold"),
+        (next(checked_lines(run), ""), "bold red" if run_tally(run).wrong else ""),
+        (f"report ({counted}): {path if path.exists() else run.path}", "yellow" if count else ""),
+    )
+    said = [Block(words=text, style=style) for text, style in lines if text]
+    yield ReportSection("lead", "", said, apart=True)
 
 
 def clients(of: Material) -> Iterator[ReportSection]:

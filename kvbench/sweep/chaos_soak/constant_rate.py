@@ -190,7 +190,7 @@ def carried_out(
     console.print(f"run folder: {store.path}", markup=False)
     words = resume_words(store.manifest["kind"], store.path)
     try:
-        with store, Display(console, cells) as display:
+        with store, Display(console, store.path, cells, verbose=True) as display:
             results = work(display)
     except BaseException:
         with suppress(KvbenchError, OSError):

@@ -175,6 +175,8 @@ class TrialRunner:
 
         def progressed(progress: Progress) -> bool:
             self._on_progress(plan.cell, plan.rate, offered.n, progress)
+            if progress.prepared is not None:
+                return False
             if over is not None:
                 return over(progress)
             return trial.watch.progressed(progress)

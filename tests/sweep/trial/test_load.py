@@ -140,6 +140,8 @@ script = spec["script"]
 mine = script[worker] if isinstance(script, list) else script
 def tell(event):
     print(json.dumps(event), flush=True)
+for done in mine.get("preparing", []):
+    tell({"event": "preparing", "done": done})
 tell({"event": "ready"})
 start = sys.stdin.readline().split()
 assert start[0] == "go", start
@@ -193,6 +195,13 @@ def test_workers_start_together_and_join(launcher: LocalLauncher, workers: int) 
     assert result.reason == "complete"
     assert result.duration_s == workers
     assert result.client["workers"] == workers
+
+
+def test_a_long_preparation_says_how_far_it_is(launcher: LocalLauncher) -> None:
+    seen: list[Progress] = []
+    drive(launcher, [{"preparing": [1, 2]}, {"preparing": [3]}], lambda each: bool(seen.append(each)))
+    assert max(each.prepared or 0 for each in seen) == 5
+    assert all(each.sent == 0 for each in seen)
 
 
 def test_progress_is_the_sum_and_settled_requests_are_told_once(launcher: LocalLauncher) -> None:
