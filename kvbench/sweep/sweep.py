@@ -152,7 +152,10 @@ def carry_out(
         if words:
             console.print(f"to go on with it: {words}", markup=False, soft_wrap=True)
         raise
-    report.command([store.path], console)
+    if manifest["kind"] == "bench":
+        report.report_load(store.path, console)
+    else:
+        report.command([store.path], console)
     console.print(next_step(load_run(store.path), words), markup=False, soft_wrap=True)
     return exit_code(results)
 
