@@ -343,7 +343,7 @@ class TestBaseUrl:
             server.communicate()
         assert done.status == 1
         assert "answered 500 Internal Server Error: oops" in " ".join(done.text.split())
-        assert cells_of(the_run(tmp_path)) == {"aggregated": "failed"}
+        assert cells_of(the_run(tmp_path)) == {"m": "failed"}
 
     def test_what_is_missing_is_named(self) -> None:
         done = invoke("sweep", "--base-url", "http://127.0.0.1:9")

@@ -200,6 +200,12 @@ def bench_block(of: Material) -> Iterator[ReportSection]:
     tables = bench_tables([(facts.name, facts.run) for facts in of.runs])
     blocks = [Block(table=each) for each in tables]
     blocks += [Block(words=DIFFERENCE.replace("`", ""), style="dim")] if tables else []
+    blocks += [
+        Block(f"\n{table.title}", table=table)
+        for facts in of.runs
+        for table in facts.methods
+        if table.name == "trace"
+    ]
     refused = [
         Note(refused_text(trial), next((x.advice for x in trial.findings if x.level == "invalid"), ""), "red")
         for facts in of.runs
