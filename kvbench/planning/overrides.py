@@ -151,6 +151,8 @@ def resolve(cli: CliOptions, *, sessions: bool = True) -> tuple[Scenario, bytes]
         scenario = draft.put(more).checked(known)
     if scenario.workload.trace:
         require_fitting(scenario, load_trace(scenario.workload.trace))
+    if scenario.search.method not in ("fixed", "trace") and not (scenario.slo.given or _is_one_load(cli)):
+        raise InputError("the scenario has no SLO, and a search needs one", hint="add --ttft-ms or --tpot-ms")
     return scenario, source
 
 
@@ -303,7 +305,7 @@ def _connector_of(cli: CliOptions, option: str, one: str) -> str:
         for option, value in (("--input-len", cli.input_len), ("--output-len", cli.output_len))
         if value is None and not _own_lengths(cli)
     ]
-    unsearched = cli.rates is not None or cli.trace is not None
+    unsearched = cli.rates is not None or cli.trace is not None or _is_one_load(cli)
     if cli.ttft_ms is None and cli.tpot_ms is None and not cli.slo and not unsearched:
         missing.append("--ttft-ms, --tpot-ms or --slo")
     if missing:
@@ -314,6 +316,11 @@ def _connector_of(cli: CliOptions, option: str, one: str) -> str:
             f"{one} is one deployment, so it has one --connector", hint="measure each with a run of its own"
         )
     return cli.connectors[0] if cli.connectors else "aggregated"
+
+
+def _is_one_load(cli: CliOptions) -> bool:
+    """Whether one load is offered, as ``bench`` does, so that nothing is searched for."""
+    return cli.fixed_rate is not None or cli.concurrency is not None
 
 
 def _own_lengths(cli: CliOptions) -> bool:
@@ -328,7 +335,12 @@ def _bare(cli: CliOptions, engine: str, connector: str, served: str, options: di
         "name": engine,
         "model": {"name": plain_name(served), "served_model_name": served, "vocab_size": SMALL_VOCABULARY},
         "deployment": {"engine": engine, "engine_options": options},
-        "connectors": [connector],
+        # A server that nothing is known of is called by its model.
+        "connectors": [
+            {"name": connector, "label": plain_name(served)}
+            if engine == "external" and connector == "aggregated"
+            else connector
+        ],
         "workload": {}
         if _own_lengths(cli)
         else {"input_len": _lengths(cli.input_len or ""), "output_len": cli.output_len},

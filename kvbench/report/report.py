@@ -6,6 +6,7 @@ byte for byte.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvbench.files import said_clearly, write_bytes, write_json
 from kvbench.report.html import report_html
 from kvbench.report.plots import PICTURES_AS, write_plots
 from kvbench.report.sections.build import build
+from kvbench.report.sections.facts import Facts, Material, files
 from kvbench.report.side_by_side import Changes, are_microbenchmarks, changes_as_text, earlier_of
 from kvbench.report.tables.table import Table, json_text, markdown_table, write_csv
 from kvbench.report.terminal import LiveBar, print_changed_files, print_sections
@@ -141,6 +143,28 @@ def render_terminal(
     changes = Changes.between(before, runs) if before is not None and isinstance(runs, RunFolder) else None
     print_sections(build(runs, differing, changes, (writer,)).of(writer), console)
     tell_program([runs] if isinstance(runs, RunFolder) else runs, console)
+
+
+def report_load(path: Path, console: Console) -> None:
+    """Prints at once what one load came to, while a process of its own draws and writes the report.
+
+    So the caller needs neither matplotlib nor pandas. Raises StoreError if the report was not written.
+    """
+    words = "import sys; from kvbench.report.report import write_report; write_report(sys.argv[1])"
+    argv = [sys.executable, "-c", words, str(path)]
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as writer:
+        run = load_run(path)
+        print_changed_files([run], console)
+        shown = build(run, writers=("terminal",)).of("terminal")
+        print_sections([each for each in shown if each.anchor != "files"], console)
+        _, said = writer.communicate()
+    if writer.returncode:
+        last = said.strip().splitlines()[-1:] or [f"exit code {writer.returncode}"]
+        raise StoreError(
+            f"the report of {path} was not written: {last[0]}", hint=f"kvbench report {path} writes it anew"
+        )
+    print_sections(files(Material([Facts(run)])), console)
+    tell_program([run], console)
 
 
 def tell_program(runs: Sequence[RunFolder], console: Console) -> None:

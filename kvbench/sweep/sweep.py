@@ -157,7 +157,10 @@ def carry_out(
         if words:
             print_text(console, f"to go on with it: {words}")
         raise
-    report.command([store.path], console, brief=brief)
+    if manifest["kind"] == "bench":
+        report.report_load(store.path, console)
+    else:
+        report.command([store.path], console, brief=brief)
     print_text(console, next_step(load_run(store.path), words))
     return exit_code(results)
 

@@ -343,10 +343,16 @@ class TestBaseUrl:
             server.communicate()
         assert done.status == 1
         assert "answered 500 Internal Server Error: oops" in " ".join(done.text.split())
-        assert cells_of(the_run(tmp_path)) == {"aggregated": "failed"}
+        assert cells_of(the_run(tmp_path)) == {"m": "failed"}
 
     def test_what_is_missing_is_named(self) -> None:
         done = invoke("sweep", "--base-url", "http://127.0.0.1:9")
         assert done.status == 2
         assert "--input-len" in done.err
         assert "--ttft-ms, --tpot-ms or --slo" in done.err
+
+    @pytest.mark.parametrize("load", [("--rate", "4"), ("--concurrency", "2")])
+    def test_one_load_needs_no_slo(self, load: tuple[str, str]) -> None:
+        url = ("--base-url", "http://127.0.0.1:9", "--input-len", "8", "--output-len", "2")
+        done = invoke("bench", *url, *load)
+        assert "GET http://127.0.0.1:9/v1/models failed" in done.err

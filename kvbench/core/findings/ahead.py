@@ -22,8 +22,11 @@ from kvbench.core.plan.engine_count import first_unequal
 from kvbench.core.stats import t_quantile
 
 CONFIDENCE: Final = 0.95
-AXES: Final = ("run", "connector", "mode", "protocol", "nics", "tp", "input_len", "output_len", "rate")
-"""What rows may be sorted, grouped and compared by; ``mode`` is router or direct."""
+AXES: Final = (
+    "run", "connector", "mode", "protocol", "nics", "tp", "input_len", "output_len", "concurrency", "rate",
+)  # fmt: skip
+"""What rows may be sorted, grouped and compared by; ``mode`` is router or direct, ``concurrency`` that of a
+closed loop."""
 _FREE: Final = frozenset({"run", "rate"})
 """Axes that need not be equal before two rows are compared: of several runs rows of one setting are
 repeats.

@@ -259,6 +259,8 @@ class Summary:
 
     peak_waiting: int = 0
     peak_in_flight: int = 0
+    peak_output_tok_per_s: float | None = None
+    """Most output tokens of one second of the whole run, counted from the first send."""
     waiting_trend: Trend | None = None
     """Slope of the number of requests waiting for their first token, over the window."""
     criteria: tuple[CriterionResult, ...] = ()
@@ -324,12 +326,42 @@ def summarise(
         first_event_ms=Distribution.of((record.first_event_ttft_s for record in done), 1e3),
         peak_waiting=waiting.peak(),
         peak_in_flight=in_flight_series(records, ended_s).peak(),
+        peak_output_tok_per_s=peak_output(records),
         waiting_trend=trend(waiting, window.start_s, window.end_s) if window.length_s >= MIN_SPAN_S else None,
         criteria=judge_criteria(judged, slo, ended_s, confidence),
         arrived=len(judged),
         left=sum(record.ok and window.has(record.last_token_s) for record in records),
         whole_run=WholeRun.of(records, duration_s),
     )
+
+
+def peak_output(records: Sequence[RequestRecord]) -> float | None:
+    """Most output tokens of answered requests in one second, the seconds counted from the first send.
+
+    So does ``vllm bench serve``, which counts events; here an event counts as many tokens as it brought on
+    average. Without times of single events, tokens are spread evenly from the first to the last.
+    """
+    done = [record for record in records if record.ok and record.first_token_s is not None]
+    if not done:
+        return None
+    gaps = [_gaps_s(record) for record in done]
+    events = np.array([len(each) + 1 for each in gaps])
+    first = np.array([record.first_token_s for record in done])
+    # One sum over all gaps, from which each request's own begins anew at its first event.
+    summed = np.cumsum(np.concatenate([part for each in gaps for part in ([0.0], each)]))
+    times = summed + np.repeat(first - summed[np.cumsum(events) - events], events)
+    tokens = np.repeat(np.array([record.output_len for record in done]) / events, events)
+    start_s = min(record.scheduled_s if record.sent_s is None else record.sent_s for record in done)
+    return float(np.bincount(np.maximum(times - start_s, 0.0).astype(np.int64), tokens).max())
+
+
+def _gaps_s(record: RequestRecord) -> Sequence[float]:
+    """Times between the events of an answered request, evenly spread where they are not known."""
+    if len(record.itl_s) or record.output_len < 2 or record.first_token_s is None:
+        return record.itl_s
+    gaps = record.output_len - 1
+    last_s = record.first_token_s if record.last_token_s is None else record.last_token_s
+    return [(last_s - record.first_token_s) / gaps] * gaps
 
 
 def _latencies_of(done: Sequence[RequestRecord]) -> dict[str, Any]:

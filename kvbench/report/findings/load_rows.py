@@ -1,8 +1,8 @@
 """A run's loads as rows of figures, and what the rules conclude from them.
 
 A row is a load that was offered once and asked for as such: a read-in result, a listed rate, a single rate,
-the equal rate after a search. Of a search the trial that supports its answer is a row, too, marked by
-``answer``.
+a closed loop, the equal rate after a search. Of a search the trial that supports its answer is a row, too,
+marked by ``answer``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvbench.results.provenance import hardware_of, mark_of, model_of, resolved,
 from kvbench.results.run import RunFolder
 
 IMPORTED: Final = "imported"
-OFFERED: Final = (IMPORTED, "fixed", "equal_rate")
+OFFERED: Final = (IMPORTED, "fixed", "equal_rate", "closed_loop")
 SECTIONS: Final = 10
 UNCONVERGED_ADVICE: Final = "give the search more trials (search.max_trials), and look at its notes"
 LEAST_REQUESTS: Final = 100
@@ -149,7 +149,8 @@ def _axes(run: RunFolder, trial: TrialRecord, settings: Mapping[str, Any], name:
         "tp": settings.get("tp") or tp,
         "input_len": trial.cell.input_len,
         "output_len": trial.cell.output_len,
-        "rate": trial.request_rate,
+        "concurrency": trial.engine.get("concurrency"),
+        "rate": trial.request_rate or None,  # a closed loop offers none
     }
 
 

@@ -119,6 +119,19 @@ def status_lines(run: RunFolder) -> Iterator[str]:
         yield f"{len(run.cells)} of {len(planned)} cells are finished"
 
 
+def notes_of_load(run: RunFolder, rows: Sequence[Row]) -> list[Note]:
+    """The same of one load, without what its block says, what its title says, and the silent gates."""
+    mark, refused_cells = mark_of(run), {each.cell for each in run.all_trials if each.verdict == "invalid"}
+    return [
+        *(note for note in _state(run) if mark is None or mark.why not in note.text),
+        *_skipped(run),
+        *_over_tcp(run),
+        *_unequal(run, rows),
+        *_cells([row for row in rows if row.cell not in refused_cells]),
+        *as_notes(warned(run, rows)),
+    ]
+
+
 def _state(run: RunFolder) -> Iterable[Note]:
     yield from map(Note, status_lines(run))
     if (run.path / "against.md").is_file():
@@ -235,7 +248,7 @@ def _said_of(row: Row) -> str:
         return "the search was not finished"
     if row.outcome == "found" and (row.search not in ("", "converged") or row.reason):
         return f"{row.search if row.search != 'converged' else ''}{reason}".removeprefix(": ")
-    if row.outcome == "one_rate" and row.verdict != "met":
+    if row.outcome == "one_rate" and row.verdict not in ("met", "measured"):
         return f"{number(row.answer.max_request_rate)} req/s: {row.verdict}{reason}"
     return row.reason if row.outcome == "one_rate" else ""
 

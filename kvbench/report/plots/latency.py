@@ -204,7 +204,7 @@ class _Metric:
 
 
 def latency_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """Latency against rate; None where no trial has a latency."""
+    """Latency against rate, a panel a length with two rates or more; None where there is none."""
     metrics = _metrics(run)
     elsewhere = set(single_rates(run))  # one rate makes no line: these are drawn by load
     trials = [
@@ -212,6 +212,10 @@ def latency_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = Non
         for trial in rated_trials(run)
         if any(trial.trial_id in metric.high for metric in metrics) and lengths_of(trial) not in elsewhere
     ]
+    rates = {
+        panel: {t.request_rate for t in trials if lengths_of(t) == panel} for panel in map(lengths_of, trials)
+    }
+    trials = [trial for trial in trials if len(rates[lengths_of(trial)]) > 1]
     if not trials:
         return None
     metrics = [metric.of(trials) for metric in metrics]

@@ -297,9 +297,10 @@ class Point:
 
 
 def pareto_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """A panel per input length; None where the plan does not name the instances, or no trial has both."""
+    """A panel per input length; None where the plan does not name the instances, or one trial at most has
+    both."""
     found = points(run)
-    if not found:
+    if sum(map(len, found.values())) < 2:
         return None
     palette = PALETTES[theme]
     panels = sorted(found)

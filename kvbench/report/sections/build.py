@@ -29,7 +29,7 @@ from kvbench.report.tables.fault_rows import (
 from kvbench.report.tables.soak_rows import drift_table, soak_trials, verdict_lines
 from kvbench.report.tables.table import MISSING, OF_WHOLE_RUN, WHOLE_RUN, Table, number, of_texts, percent
 from kvbench.report.tables.transfers import blocks_text, time_text, way_text
-from kvbench.report.tables.vllm_bench import about, serve_values
+from kvbench.report.tables.vllm_bench import about, bench_tables, bench_trials, serve_values
 from kvbench.report.value import WRITERS, Block, Note, Report, ReportSection, Writer
 from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.results.run import RunFolder
@@ -141,7 +141,8 @@ def _measured(facts: Facts, kind: str) -> str:
 def of_requests(of: Material) -> Iterator[ReportSection]:
     """The rates found; where nothing was searched, the loads that were offered."""
     searched = of.one.rows or not of.one.run.other_trials
-    yield _gist(of.one, cells.gist(of.one.rows) if searched else _tried(of.one))
+    blocks = bench_tables([("", of.one.run)])
+    yield _gist(of.one, blocks[0] if blocks else cells.gist(of.one.rows) if searched else _tried(of.one))
 
 
 def of_transfers(of: Material) -> Iterator[ReportSection]:
@@ -236,6 +237,20 @@ REQUESTS: Final[_Order] = (
     (of_requests, ("notebook",)),
     (any_run.files, ("terminal",)),
 )
+BENCH: Final[_Order] = (
+    (requests.heads, ("terminal",)),
+    (requests.checked_answers, ("terminal",)),
+    (requests.bench_block, ("terminal",)),
+    (requests.sessions, ("terminal",)),
+    (requests.clients, ("terminal",)),
+    (requests.not_comparable, ("terminal",)),
+    (requests.concluded, ("terminal",)),
+    (requests.router, ("terminal",)),
+    (requests.bench_notes, ("terminal",)),
+    (any_run.files, ("terminal",)),
+    *((make, shown) for make, writers in REQUESTS if (shown := [x for x in writers if x != "terminal"])),
+)
+"""One load: a terminal shows the block of ``vllm bench serve`` in place of tables of rates."""
 TRANSFERS: Final[_Order] = (
     (transfers.head, ("terminal",)),
     (transfers.asked, ("markdown",)),
@@ -298,9 +313,10 @@ def build(
     one = of[0]
     if several:
         writers = ("terminal",)
+    order = BENCH if all(bench_trials(each.run) for each in of) else _BY_KIND.get(one.kind, REQUESTS)
     sections = [
         replace(section, writers=shown)
-        for make, for_ in _BY_KIND.get(one.kind, REQUESTS)
+        for make, for_ in order
         if set(for_) & set(writers)
         for section in make(material)
         if (shown := [each for each in writers if each in for_ and each in section.writers])

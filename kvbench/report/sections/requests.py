@@ -14,13 +14,22 @@ from kvbench.core.records import TrialRecord
 from kvbench.report.findings.ahead import answer_text, lead_text
 from kvbench.report.findings.findings import as_notes, folded
 from kvbench.report.findings.load_rows import row_conclusions
-from kvbench.report.findings.notes import ahead, checked_lines, notes, run_tally, status_lines, warnings
+from kvbench.report.findings.notes import (
+    ahead,
+    checked_lines,
+    notes,
+    notes_of_load,
+    run_tally,
+    status_lines,
+    warnings,
+)
 from kvbench.report.plots import NO_DATA
 from kvbench.report.sections.facts import Facts, Material, drawings
 from kvbench.report.tables import cells
 from kvbench.report.tables.result import Row
 from kvbench.report.tables.table import STEADY, Table, number, of_texts, percent
 from kvbench.report.tables.trial_values import engine_word, reason_text, time_line, trial_values
+from kvbench.report.tables.vllm_bench import DIFFERENCE, bench_tables, bench_trials, refused_text
 from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption, mark_of, model_of, scenario_of, server_of, slo_of
 from kvbench.results.run import RunFolder
@@ -239,6 +248,35 @@ def every_note(of: Material) -> Iterator[ReportSection]:
             )
 
 
+def bench_block(of: Material) -> Iterator[ReportSection]:
+    """What one load came to, and in one line each why another one is refused."""
+    tables = bench_tables([(facts.name, facts.run) for facts in of.runs])
+    blocks = [Block(table=each) for each in tables]
+    blocks += [Block(words=DIFFERENCE.replace("`", ""), style="dim")] if tables else []
+    blocks += [
+        Block(f"\n{table.title}", table=table)
+        for facts in of.runs
+        for table in facts.methods
+        if table.name == "trace"
+    ]
+    refused = [
+        Note(refused_text(trial), next((x.advice for x in trial.findings if x.level == "invalid"), ""), "red")
+        for facts in of.runs
+        for trial in bench_trials(facts.run)
+        if trial.verdict == "invalid"
+    ]
+    blocks += [Block(notes=refused, bullets=False)] if refused else []
+    yield ReportSection("bench", "", blocks or [Block(words=f"no load was measured; {NO_DATA}")], apart=True)
+
+
+def bench_notes(of: Material) -> Iterator[ReportSection]:
+    """What a reader of one load must know besides; the report has all."""
+    for facts in of.runs:
+        if found := notes_of_load(facts.run, facts.rows):
+            title = f"notes on {facts.name}" if facts.name else "notes"
+            yield ReportSection("notes", title, [Block(notes=found)])
+
+
 # --- on pages --------------------------------------------------------------------------------------
 
 
@@ -265,7 +303,7 @@ def result(of: Material) -> Iterator[ReportSection]:
     """The highest rates; on a page also what was measured beside them, and what the router adds."""
     facts = of.one
     blocks = []
-    if facts.rows:
+    if facts.rows and not bench_trials(facts.run):  # a load has its block, under what was measured
         blocks.append(Block(table=cells.result(facts.rows), writers=("markdown",)))
         sorted_ = cells.sorted_result(facts.rows, facts.files["summary"])
         blocks.append(Block(table=sorted_, writers=("html",)))

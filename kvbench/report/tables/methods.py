@@ -1,6 +1,7 @@
 """What was measured beside the main column, each method in a table of its own: never mixed with the others.
 
 - listed rates (``fixed``): by rate, by input length, by connector, with the columns of ``vllm bench serve``;
+- one load, as ``vllm bench serve`` shows it;
 - a closed loop: what so many requests at once met with, which is no rate;
 - ``burst``: the rate that five seconds' means allow, beside the sustained one, and their ratio;
 - one equal rate: all connectors with the same requests at the lowest rate found;
@@ -20,6 +21,7 @@ from kvbench.report.tables.table import OF_WHOLE_RUN, STEADY, WHOLE_RUN, Table, 
 from kvbench.report.tables.vllm_bench import (
     FIGURES,
     about,
+    bench_tables,
     closed_loop_table,
     fixed_tables,
     imported_table,
@@ -35,6 +37,7 @@ def method_tables(run: RunFolder) -> list[Table]:
         _tiers(run),
         _burst(run),
         _equal_rate(run),
+        *bench_tables([("", run)]),
         *fixed_tables(run),
         closed_loop_table(run),
         trace_table(run),

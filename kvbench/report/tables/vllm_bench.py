@@ -1,17 +1,150 @@
-"""Tables with the columns of ``vllm bench serve``: listed rates, and the replay of a trace."""
+"""Tables as ``vllm bench serve`` prints them: the block of one load, listed rates, the replay of a trace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from kvbench.core.records import TrialRecord
 from kvbench.core.search.methods import SATURATED
-from kvbench.report.tables.table import OF_WHOLE_RUN, WHOLE_RUN, Table, number, of_method, percent
+from kvbench.report.tables.table import (
+    MISSING,
+    OF_WHOLE_RUN,
+    WHOLE_RUN,
+    Column,
+    Table,
+    number,
+    of_method,
+    percent,
+)
+from kvbench.results.provenance import slo_of
 from kvbench.results.run import RunFolder
 
 FIGURES: Final = ("mean", "p50", "p99")
 _LATENCIES: Final = ("ttft", "tpot", "itl")
+
+
+# --- one load --------------------------------------------------------------------------------------
+
+DIFFERENCE: Final = "Latency counts from the scheduled send; `vllm bench serve` counts from the real one."
+BLOCK_COLUMNS: Final = 4
+"""Loads that stand side by side in one block."""
+_LATENCY_TITLES: Final = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+
+
+def bench_trials(run: RunFolder) -> list[TrialRecord]:
+    """The last trial of each load that ``kvbench bench`` offered, each way; none of other runs."""
+    if run.manifest.get("kind") != "bench":
+        return []
+    tried = [each for each in run.all_trials if each.method in ("sustained", "trace", "closed_loop")]
+    return list({(each.cell, each.engine.get("load_mode")): each for each in tried}.values())
+
+
+def bench_tables(named: Sequence[tuple[str, RunFolder]]) -> list[Table]:
+    """The block of ``vllm bench serve``, a column for each load that was not refused.
+
+    ``named``: runs with their names, all empty for a single one.
+    """
+    shown = [
+        (name, trial, _goodput(run, trial))
+        for name, run in named
+        for trial in bench_trials(run)
+        if trial.verdict != "invalid"
+    ]
+    ways = len({trial.engine.get("load_mode") for _, trial, _ in shown}) > 1
+    blocks = [shown[start : start + BLOCK_COLUMNS] for start in range(0, len(shown), BLOCK_COLUMNS)]
+    return [_block(each, ways) for each in blocks]
+
+
+def refused_text(trial: TrialRecord) -> str:
+    """Which load is refused, and why, in one line."""
+    cell, at_once = trial.cell, trial.engine.get("concurrency")
+    load = f"{at_once} at once" if at_once else f"{number(trial.request_rate)} req/s"
+    why = " ".join(trial.reason.split())
+    return f"refused: {cell.connector}, {cell.input_len:,} in, {cell.output_len:,} out, {load}: {why}"
+
+
+def _goodput(run: RunFolder, trial: TrialRecord) -> float | None:
+    """Requests that met the SLO, per second of the whole run; None where no limit is on single requests."""
+    met, duration_s = trial.summary.get("met"), _whole(trial).get("duration_s")
+    return met / duration_s if slo_of(run).main().each and met is not None and duration_s else None
+
+
+def _block(found: Sequence[tuple[str, TrialRecord, float | None]], ways: bool) -> Table:
+    shown = [(name, trial) for name, trial, _ in found]
+    goodput = [each for _, _, each in found]
+    cells, groups = _first_lines([trial for _, trial in shown], goodput), {0: ""}
+    for latency, title in _LATENCY_TITLES.items():
+        groups[len(cells)] = title
+        for word, key in (("Mean", "mean"), ("Median", "p50"), ("P90", "p90"), ("P99", "p99")):
+            figures = [(_whole(trial).get(f"{latency}_ms") or {}).get(key) for _, trial in shown]
+            cells.append([f"{word} {latency.upper()} (ms)", *map(number, figures)])
+    moved = [
+        [title, *(number(trial.engine.get(key)) for _, trial in shown)]
+        for title, key in (
+            ("Mean KV transfer (ms)", "kv_transfer_ms_per_request"),
+            ("KV bytes per request", "kv_bytes_per_request"),
+        )
+    ]
+    if any(cell != MISSING for row in moved for cell in row[1:]):
+        groups[len(cells)] = "KV Transfer"
+        cells += moved
+    titles = [_column_title(name, trial, ways) for name, trial in shown]
+    columns = [Column("", "", align="left"), *(Column("", each, align="right") for each in titles)]
+    rows = [
+        {
+            **about(trial),
+            "max_concurrency": trial.engine.get("concurrency"),
+            **serve_values(trial),
+            "run_request_goodput": good,
+            "peak_output_tok_per_s": trial.summary.get("peak_output_tok_per_s"),
+            "peak_in_flight": trial.summary.get("peak_in_flight"),
+            "verdict": trial.verdict,
+        }
+        for _, trial, good in found
+    ]
+    return Table("Serving benchmark", columns, cells, rows, "bench", DIFFERENCE, groups, window=WHOLE_RUN)
+
+
+def _column_title(name: str, trial: TrialRecord, ways: bool) -> str:
+    who = f"{trial.cell.connector}@{name}" if name else trial.cell.connector
+    lengths = f"{trial.cell.input_len:,} in, {trial.cell.output_len:,} out"
+    return "\n".join([who, lengths, *([str(trial.engine.get("load_mode"))] if ways else [])])
+
+
+def _whole(trial: TrialRecord) -> Mapping[str, Any]:
+    return trial.summary.get("whole_run") or {}
+
+
+def _first_lines(trials: Sequence[TrialRecord], goodput: Sequence[float | None]) -> list[list[str]]:
+    """Counts and rates; a line for which no trial has a value is left out, unless vLLM's block has it."""
+    values = [serve_values(trial) for trial in trials]
+    lines: list[tuple[str, list[str], bool]] = [
+        ("Successful requests", [_count(each["completed"]) for each in values], True),
+        ("Failed requests", [_count(each["failed"]) for each in values], True),
+        ("Requests cancelled at the end", [_count(each["cancelled"] or None) for each in values], False),
+        ("Maximum request concurrency", [_count(each.engine.get("concurrency")) for each in trials], False),
+        ("Request rate offered (req/s)", [number(each.request_rate or None) for each in trials], False),
+        ("Benchmark duration (s)", [number(each["duration_s"]) for each in values], True),
+        ("Total input tokens", [_count(each["total_input_tokens"]) for each in values], True),
+        ("Total generated tokens", [_count(each["total_output_tokens"]) for each in values], True),
+        ("Request throughput (req/s)", [number(each["request_throughput"]) for each in values], True),
+        ("Request goodput (req/s)", list(map(number, goodput)), False),
+        ("Output token throughput (tok/s)", [number(each["output_throughput"]) for each in values], True),
+        (
+            "Peak output token throughput (tok/s)",
+            [number(each.summary.get("peak_output_tok_per_s")) for each in trials],
+            True,
+        ),
+        ("Peak concurrent requests", [_count(each.summary.get("peak_in_flight")) for each in trials], True),
+        ("Total token throughput (tok/s)", [number(each["total_token_throughput"]) for each in values], True),
+    ]
+    return [[title, *cells] for title, cells, always in lines if always or set(cells) != {MISSING}]
 
 
 # --- listed rates ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import pytest
 import yaml
 
+from kvbench.core.scenario.checks import contradictions
 from kvbench.core.scenario.scenario import scenario_schema
 from kvbench.core.slo import Limit, Slo
 from tests.core.scenario.test_scenario import MINIMAL, REGISTRY, fits, mistakes, parse
@@ -84,3 +85,10 @@ def test_a_trace_stands_in_for_lengths() -> None:
     assert scenario.workload.longest == 900
     assert fits(SCHEMA, yaml.safe_load(text), SCHEMA)
     assert not scenario.slo.given
+
+
+@pytest.mark.parametrize(("engine", "fine"), [("external", True), ("emulated", False)])
+def test_an_empty_slo_is_for_one_load_of_a_server_that_is_up(engine: str, fine: bool) -> None:
+    data = {"deployment": {"engine": engine}, "slo": {}, "workload": {"input_len": [8], "output_len": 2}}
+    texts = [each.text for each in contradictions(data)]
+    assert any("slo needs a limit" in each for each in texts) is not fine
