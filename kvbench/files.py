@@ -1,7 +1,7 @@
 """Files that survive a kill: written whole or not at all, or grown by one synced line; temporary folders.
 
 A torn last line and a missing file become warnings of the reader. A temporary folder holds a file that its
-maker keeps locked; where nobody holds the lock ``kvbench stop`` removes the folder, unless it is to stay.
+maker keeps locked; without that lock ``kvbench runs stop`` removes the folder, unless it is to stay.
 """
 
 from __future__ import annotations

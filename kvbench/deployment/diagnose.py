@@ -1,6 +1,6 @@
 """Log lines → causes. The patterns are data (log_patterns.yaml): what is written, why, and a hint.
 
-``diagnose(lines)`` explains lines that are there; ``kvbench diagnose`` does so for logs of any origin.
+``diagnose(lines)`` explains lines that are there; ``kvbench doctor diagnose`` does so for logs of any origin.
 ``LogWatch`` follows the logs of a deployment's processes while it starts and while trials run: what is fatal
 ends the wait at once, with the cause and a hint; the rest is a finding of the trial in which it was written.
 """

@@ -71,7 +71,7 @@ def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
     if (earlier := _earlier(run)) is not None:
         both = " ".join(shlex.quote(str(path)) for path in (earlier, run.path))
         return f"kvbench compare {both}", "says what has changed since"
-    return f"kvbench timeline {shlex.quote(str(run.path))}", "shows one trial request by request"
+    return f"kvbench export timeline {shlex.quote(str(run.path))}", "shows one trial request by request"
 
 
 def _earlier(run: RunFolder) -> Path | None:

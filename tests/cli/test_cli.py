@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,32 @@ from typing import Any
 import pytest
 from commands import invoke, kvbench
 
+from kvbench.cli.app import _COMMANDS, FIRST, RENAMED
 from kvbench.planning.options import CliOptions, Sets, declared
 from kvbench.planning.overrides import resolve
 
-COMMANDS = ("sweep", "bench", "launch", "plan", "schema", "report", "doctor", "init", "timeline")
 
-
-def test_help_names_every_command() -> None:
+def test_help_begins_with_three_examples_and_nine_commands() -> None:
     done = invoke("--help")
     assert done.status == 0
-    assert all(command in done.out for command in COMMANDS)
+    begin = [line.strip() for line in done.out.splitlines() if line.strip().startswith("kvbench ")]
+    assert [line.split()[1] for line in begin] == ["sweep", "init", "bench"]
+    listed = re.findall(r"(?m)^. ([a-z]+(?: [a-z]+)?)  +[A-Z]", done.out)
+    assert listed == [*FIRST]
+    every = invoke("--help", "--all").out
+    assert re.findall(r"(?m)^. ([a-z]+(?: [a-z]+)?)  +[A-Z]", every) == [*_COMMANDS, "lab", "hosts"]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_name_works_and_names_the_new_one(old: str, new: str) -> None:
+    done = invoke(old, "--help")
+    assert done.status == 0
+    assert f"Usage: kvbench {new} " in done.out
+    assert done.err == f"kvbench {old} is now: kvbench {new}\n"
+    assert invoke(*new.split(), "--help").err == ""
+
+
+@pytest.mark.parametrize("command", FIRST)
 def test_each_command_has_help_and_few_options(command: str) -> None:
     done = invoke(command, "--help")
     assert done.status == 0

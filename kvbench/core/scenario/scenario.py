@@ -325,7 +325,7 @@ def scenario_error(mistakes: Sequence[Mistake], path: str) -> ScenarioError:
     lines = list(dict.fromkeys(f"{each.where.show(path)}: {_text(each)}" for each in ordered))
     if len(lines) > 50:
         lines = [*lines[:50], f"… and {len(lines) - 50} more mistakes"]
-    return ScenarioError("\n".join(lines), hint="`kvbench schema` prints the format of a scenario")
+    return ScenarioError("\n".join(lines), hint="`kvbench scenarios schema` prints the format of a scenario")
 
 
 def _text(mistake: Mistake) -> str:
