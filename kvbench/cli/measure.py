@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvbench.cli.console import console
+from kvbench.errors import EXIT_OK
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.planning.options import (
     ONE_LOAD,
@@ -124,14 +125,14 @@ def plan(
         list[str] | None,
         typer.Option("--with", metavar="NAME=VALUE", help="For --render: image, gpu, rdma, …; repeatable."),
     ] = None,
-) -> None:
+) -> int:
     """Print what a sweep would do: cells, processes, ports, time. Starts nothing."""
     from kvbench.planning import plan as planning
 
     if render is not None:
         planning.render(options, with_ or ())
-    else:
-        planning.command(options, console(), as_json=json_)
+        return EXIT_OK
+    return planning.command(options, console(), as_json=json_)
 
 
 @asks(without=(*SERVER, *ONE_LOAD, "workers", "direct"))

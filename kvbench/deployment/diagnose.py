@@ -23,6 +23,7 @@ from rich.console import Console
 from kvbench.core.gates.evidence import LoggedTransport
 from kvbench.core.records import Finding
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError
+from kvbench.files import similar_files
 from kvbench.hosts.log_tail import MAX_LINE_BYTES, LogReader
 from kvbench.transfer.parts.transport_log import TransportReader
 
@@ -294,7 +295,8 @@ def _logs(names: Sequence[str]) -> Iterator[tuple[str, contextlib.AbstractContex
             try:
                 yield str(each), each.open("rb")
             except OSError as error:
-                raise InputError(f"{each} cannot be read: {error.strerror or error}") from error
+                said = f"{each} cannot be read: {error.strerror or error}"
+                raise InputError(said, hint=similar_files(each).strip()) from error
 
 
 def _lines(file: IO[bytes]) -> Iterator[str]:

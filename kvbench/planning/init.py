@@ -210,7 +210,8 @@ def command(
         write_bytes(file, text.encode())
     name = str(file) if "/" in str(file) or file.suffix in (".yaml", ".yml") else f"./{file}"
     console.print(f"\nwritten: {file}\nnext:", markup=False)
-    for words in ("doctor", "plan", "sweep"):
+    install = ("hosts install",) if elsewhere and elsewhere.hosts else ()
+    for words in (*install, "doctor", "plan", "sweep"):
         console.print(f"  kvbench {words} {name}", markup=False)
     return EXIT_OK
 
