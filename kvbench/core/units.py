@@ -88,6 +88,22 @@ def duration_text(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def estimate_text(lower_s: float, upper_s: float) -> str:
+    """Return a time that is only estimated: ``about 2 h``, ``30 to 45 min``, ``50 s to 2 min``."""
+    (low, low_unit), (high, high_unit) = _rounded(lower_s), _rounded(upper_s)
+    if (low, low_unit) == (high, high_unit):
+        return f"about {low} {low_unit}"
+    return f"{low}{'' if low_unit == high_unit else ' ' + low_unit} to {high} {high_unit}"
+
+
+def _rounded(seconds: float) -> tuple[str, str]:
+    """Return a time in two digits, and its unit."""
+    for unit, name in ((1, "s"), (60, "min")):
+        if round(seconds / unit) < 100:
+            return f"{round(seconds / unit)}", name
+    return f"{float(f'{seconds / 3600:.2g}'):g}", "h"
+
+
 _STANDALONE: Final = re.compile(r"(?<![\w.,])\d+(?:[.,]\d+)*(?![\w])")
 """A number that stands alone: no part of a name such as ``nic3`` or of a size such as ``4K``."""
 

@@ -1,4 +1,4 @@
-"""``kvbench launch``: bring one deployment up until Ctrl-C; ``kvbench ps`` and ``stop``: processes of runs.
+"""``kvbench launch``: start one deployment until Ctrl-C; ``kvbench runs ps`` and ``stop``: processes of runs.
 
 The latter are found here and on the hosts of a scenario.
 """
@@ -191,7 +191,7 @@ def stop(
     folders that such runs left here.
     """
     if bool(tag) == everything:
-        raise InputError("say which run to stop, or --all", hint="`kvbench ps` lists them")
+        raise InputError("say which run to stop, or --all", hint="`kvbench runs ps` lists them")
     with _reached(scenario, overrides, console) as (fleet, failed):
         rows = [row for row in _found(fleet) if everything or str(row["tag"]).startswith(tag)]
         for host in dict.fromkeys(row["host"] for row in rows):

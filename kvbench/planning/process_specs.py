@@ -69,7 +69,7 @@ def nsys_override() -> str:
     if shutil.which(NSYS[0]) is None:
         raise MissingLibraryError(
             "nsys is not installed here, or not on the PATH",
-            hint="it comes with NVIDIA Nsight Systems; `kvbench timeline` needs none: deployment.trace=true",
+            hint="NVIDIA Nsight Systems has it; `kvbench export timeline` needs only deployment.trace=true",
         )
     words = {role: list(NSYS) for role in ("prefill", "decode", "aggregated")}
     return f"deployment.prefix={json.dumps(words)}"

@@ -83,11 +83,19 @@ class CiVerdict:
         more = f"worse by more than {self.worse_than:.0%}"
         if self.inconclusive and not self.worse:
             named = ", ".join(each.place() for each in self.inconclusive)
-            return f"inconclusive: a cell may be {more}: {named} ({counts_text(self.cells)})"
+            counts = counts_text(self.cells)
+            return f"inconclusive: a cell may be {more}: {named} ({counts}){self._least_loss()}"
         if not self.worse:
             return f"ok: no cell is surely {more} ({counts_text(self.cells)})"
         named = "; ".join(f"{each.place()}: {self.reason(each)}" for each in self.worse)
         return f"WORSE: {len(self.worse)} of {len(self.cells)} cells {more}: {named}"
+
+    def _least_loss(self) -> str:
+        """Return the smallest loss that each inconclusive cell would have shown: the end of a sentence."""
+        changes = [each.change for each in self.inconclusive if each.change]
+        losses = [each.least_loss(self.count) for each in changes]
+        known = [loss for loss in losses if loss is not None]
+        return f"; the smallest loss that it could have detected is {max(known):.0%}" if known else ""
 
     def power(self) -> str:
         """How probable it is to see a loss of 10 % in the cell that tells least, and what would help."""

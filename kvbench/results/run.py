@@ -27,8 +27,8 @@ from kvbench.core.records import (
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.core.transfers.records import TransferRecord
 from kvbench.errors import InputError, KvbenchError, NewerSchemaError, StoreError
-from kvbench.files import open_read, read_lines, read_object
-from kvbench.results.parquet import read_transfers
+from kvbench.files import open_read, read_lines, read_object, similar_files
+from kvbench.results.parquet import TRANSFERS, read_transfers
 from kvbench.version import __version__
 
 if TYPE_CHECKING:
@@ -445,19 +445,32 @@ def _manifests(root: Path) -> Iterator[Path]:
         yield from (file for file in root.glob(pattern) if not file.parent.name.startswith("."))
 
 
+def is_empty(folder: Path) -> bool:
+    """Return whether a run has measured nothing: it has no trial, no cell and no transfer."""
+    files = [folder / name for name in (TRIALS, CELLS, TRANSFERS)]
+    return not any(file.is_file() and file.stat().st_size for file in files)
+
+
+def _can_be_latest(run: ListedRun) -> bool:
+    running = run.status == "running" and writer_is_alive(run.path)
+    return not run.problem and (running or not is_empty(run.path))
+
+
 def find_run(text: str) -> Path:
-    """A run folder by its path, by ``latest``, or by the beginning or the end of its name in the folder that
-    runs are written to. Raises InputError.
+    """Find a run folder by its path, by the beginning or the end of its name in the folder that runs are
+    written to, or by ``latest``, which is the last run that measures or has measured something.
+
+    Raises InputError.
     """
     path = Path(text)
     if path.is_dir() and text != LATEST:
         return path
     root = output_folder()
     if text == LATEST:
-        runs = [run for run in listed_runs(root) if not run.problem]
-        if not runs:
-            raise InputError(f"there is no run in {root} yet", hint="kvbench sweep makes one")
-        return runs[0].path
+        latest = next(filter(_can_be_latest, listed_runs(root)), None)
+        if latest is None:
+            raise InputError(f"no run in {root} has measured anything yet", hint="kvbench sweep makes one")
+        return latest.path
     if path.exists():
         raise InputError(f"{path} is no folder", hint="give a run folder, or `latest`")
     names = sorted(file.parent.name for file in _manifests(root)) if root.is_dir() and "/" not in text else []
@@ -467,4 +480,7 @@ def find_run(text: str) -> Path:
     if fitting:
         shown = ", ".join(fitting[-MOST_NAMED:])
         raise InputError(f"{len(fitting)} runs are called {text}…: {shown}", hint="give more of the name")
-    raise InputError(f"there is no run {text}", hint=f"`kvbench runs` lists those in {root}; `latest` is one")
+    raise InputError(
+        f"there is no run {text}",
+        hint=f"{similar_files(path, *names)}`kvbench runs` lists those in {root}; `latest` is one",
+    )

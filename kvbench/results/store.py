@@ -31,6 +31,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import socket
 import time
 from asyncio import CancelledError
@@ -80,6 +81,7 @@ from kvbench.results.run import (
     TRIALS,
     CellResult,
     RunStatus,
+    is_empty,
     load_run,
     parquet_path,
 )
@@ -434,6 +436,13 @@ class RunStore:
             self.update(status=status, error=error, ended_at=ended, sessions=[*earlier, session])
         finally:
             self.close()
+
+    def remove_if_empty(self) -> bool:
+        """Remove a folder in which nothing was measured and no process has logged anything."""
+        empty = is_empty(self.path) and not any(file.is_file() for file in self.logs.rglob("*"))
+        if empty:
+            shutil.rmtree(self.path)
+        return empty
 
     def close(self) -> None:
         """Lets go of the folder without a word: to a reader it then looks like a killed run's."""

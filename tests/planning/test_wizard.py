@@ -100,7 +100,7 @@ def test_with_yes_the_file_is_for_this_machine_and_can_be_planned(tmp_path: Path
     assert scenario.deployment.engine == "emulated"
     assert {"aggregated", "tcp"} <= {each.name for each in scenario.connectors}
     assert path.read_text().count("#") > 10
-    assert invoke("plan", str(path)).status == 0
+    assert invoke("plan", str(path), sets=("deployment.base_port=0",)).status == 0
 
 
 def test_a_file_is_replaced_only_with_force(tmp_path: Path) -> None:

@@ -152,18 +152,15 @@ def test_bench_measures_one_rate(tmp_path: Path) -> None:
     assert trial.summary["completed"] == 20
 
 
-def test_a_taken_port_ends_its_cells_with_a_hint(tmp_path: Path) -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        held.listen()
+def test_a_taken_port_is_refused_with_a_hint_and_leaves_no_folder(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        status, text, run = sweep(
-            tmp_path, "--connector", "aggregated", sets=(f"deployment.base_port={port}",)
-        )
-    assert status == 1
-    assert f"port 127.0.0.1:{port}" in text
-    assert "deployment.base_port" in text
-    assert cells_of(run) == {"aggregated": "failed"}
+        words = ("sweep", "quickstart", "--connector", "aggregated", "--output", str(tmp_path / "runs"))
+        done = invoke(*words, sets=(f"deployment.base_port={port}",))
+    assert done.status == 1
+    assert f"cannot start: ports in use: {port}" in done.err
+    assert "deployment.base_port=0" in done.err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_pair_that_never_gets_ready(tmp_path: Path) -> None:

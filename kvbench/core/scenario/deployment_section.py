@@ -203,7 +203,8 @@ class Deployment(Section):
         description="deadline for all processes to be ready; by default 600 for engines that load weights",
     )
     trace: bool = Field(
-        False, description="write down the spans of the first requests of each trial, for `kvbench timeline`"
+        False,
+        description="store spans of the first requests of each trial, for `kvbench export timeline`",
     )
     prefix: CommandPrefix = Field(
         default_factory=CommandPrefix,

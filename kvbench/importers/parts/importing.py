@@ -22,6 +22,7 @@ from kvbench.core.fitted_table import Grid, columns_of
 from kvbench.core.transfers.records import TransferWarning
 from kvbench.core.units import size_text
 from kvbench.errors import EXIT_OK, InputError
+from kvbench.files import similar_files
 from kvbench.importers.base import (
     Imported,
     ImportedRow,
@@ -174,7 +175,8 @@ def read(path: Path, name: str | None = None) -> ImportedFile:
     and without a complete result."""
     if not path.exists():
         raise InputError(
-            f"there is no file {str(path)!r}", hint="give the path of a result file, or of a folder with some"
+            f"there is no file {str(path)!r}",
+            hint=f"{similar_files(path)}give the path of a result file, or of a folder with some",
         )
     found = name or importers.recognise_format(path)
     if found is None:

@@ -19,7 +19,7 @@ from kvbench.core.transfers.cases import (
     estimate_s,
     memory_needed,
 )
-from kvbench.core.units import duration_text, parse_counts, parse_size, parse_sizes, size_text
+from kvbench.core.units import duration_text, estimate_text, parse_counts, parse_size, parse_sizes, size_text
 from kvbench.errors import InputError
 
 
@@ -75,6 +75,20 @@ def test_a_round_size_is_read_back_from_its_words(count: int, unit: int) -> None
 )
 def test_durations_are_rounded_up(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        ((7186.0, 7186.0), "about 2 h"),
+        ((1906.0, 7186.0), "32 min to 2 h"),
+        ((194.0, 216.0), "3 to 4 min"),
+        ((0.0, 7.2), "0 to 7 s"),
+        ((6000.0, 20000.0), "1.7 to 5.6 h"),
+    ],
+)
+def test_an_estimate_has_two_digits(times: tuple[float, float], text: str) -> None:
+    assert estimate_text(*times) == text
 
 
 def test_the_default_matrix_is_small_and_ends_in_time() -> None:

@@ -220,7 +220,8 @@ def test_direct_mode_of_an_unknown_pair_is_refused() -> None:
 def test_the_short_options_reach_the_scenario_and_the_plan() -> None:
     scenario, _ = resolve(CliOptions(workers=3, direct=True))
     assert (scenario.load.workers, scenario.load.mode) == (3, "direct")
-    done = invoke("plan", "quickstart", "--json", sets=("load.workers=3", "load.mode=direct"))
+    sets = ("load.workers=3", "load.mode=direct", "deployment.base_port=0")
+    done = invoke("plan", "quickstart", "--json", sets=sets)
     assert done.status == 0, done.text
     assert json.loads(done.out)["scenario"]["load"] == {
         "workers": 3,
