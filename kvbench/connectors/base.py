@@ -165,13 +165,13 @@ class Connector(ABC):
         """Connector-specific keys of the kv_transfer_config."""
         return {}
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
-        """Environment of the engine process."""
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
+        """Environment of the engine process; its addresses are the engine's to say, for each node its own."""
         return {}
 
     def seat_env(self, options: ConnectorOptions, seat: Seat) -> dict[str, str]:
         """The same, for who must know more of the deployment."""
-        return self.env(seat.role, options, seat.side_port, seat.host)
+        return self.env(seat.role, options, seat.side_port)
 
     def files(self, options: ConnectorOptions, seat: Seat) -> dict[str, dict[str, Any]]:
         """JSON files that an instance reads: environment variable with its path → content."""
@@ -379,11 +379,6 @@ def moves_gpu_memory(tls: str) -> bool:
     words = [word.strip() for word in tls.removeprefix("^").split(",") if word.strip()]
     named = any(word == "all" or word.startswith(("cuda", "gdr", "rocm", "ze")) for word in words)
     return not words or named != tls.startswith("^")
-
-
-def side_channel_env(side_port: int | None, host: str) -> dict[str, str]:
-    """Where an instance tells the other side about its NIXL agent."""
-    return {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
 
 
 def ucx_warnings(env: Mapping[str, str]) -> list[str]:

@@ -67,9 +67,9 @@ class _Settings(Connector):
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         return dict(_options(options).extra_config)
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         name = _options(options).port_env
-        return {name: str(side_port), "VLLM_HOST_IP": host} if name and side_port else {"VLLM_HOST_IP": host}
+        return {name: str(side_port)} if name and side_port else {}
 
 
 class CustomLone(LoneConnector, _Settings):

@@ -113,9 +113,9 @@ class _Settings(Connector):
     """Names from Mooncake's store, which this connector never reads."""
     history = HISTORY
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         forced = _FORCED.get(_options(options).protocol)
-        env = {**({forced: "1"} if forced else {}), "VLLM_HOST_IP": host}
+        env = {forced: "1"} if forced else {}
         if side_port is not None:
             env["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(side_port)
         return env
@@ -153,8 +153,8 @@ class _Chosen(_Settings):
             config["kv_connector_extra_config"]["rdma_devices"] = _options(options).device_name
         return config
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
-        env = super().env(role, options, side_port, host)
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
+        env = super().env(role, options, side_port)
         return {**env, "PYTHONPATH": str(IN_VLLM)} if _options(options).device_name else env
 
 
@@ -182,9 +182,9 @@ class MooncakeV0(PlainConnector, _Settings):
             "kv_buffer_size": _options(options).kv_buffer_size,
         }
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         # From 0.8 on the V1 engine is the default, which has no such connector.
-        return {"VLLM_USE_V1": "0", "VLLM_HOST_IP": host}
+        return {"VLLM_USE_V1": "0"}
 
     def files(self, options: ConnectorOptions, seat: Seat) -> dict[str, dict[str, Any]]:
         return {"MOONCAKE_CONFIG_PATH": v0_config(_options(options), seat)}

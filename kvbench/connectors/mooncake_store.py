@@ -56,11 +56,11 @@ class MooncakeStore(PlainConnector):
         "another class, of the V0 engine"
     )
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         assert isinstance(options, MooncakeStoreOptions)
         forced = "MC_FORCE_TCP" if options.protocol == "tcp" else "MC_FORCE_HCA"
         # P and D find each other's blocks by hashes, which Python salts anew in each process.
-        return {forced: "1", "PYTHONHASHSEED": "0", "VLLM_HOST_IP": host}
+        return {forced: "1", "PYTHONHASHSEED": "0"}
 
     def files(self, options: ConnectorOptions, seat: Seat) -> dict[str, dict[str, Any]]:
         assert isinstance(options, MooncakeStoreOptions)

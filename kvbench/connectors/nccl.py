@@ -83,10 +83,10 @@ class Nccl(PlainConnector):
             "mem_pool_size_gb": options.mem_pool_size_gb,  # a number: 0.9.2 cannot read "32.0"
         }
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         # Both sides must see the same request id. vLLM 0.13 leaves it as it is, later ones add a random
         # part unless that is disabled, and D then waits for ever.
-        return {"VLLM_HOST_IP": host, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
+        return {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
 
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
         assert isinstance(options, NcclOptions)

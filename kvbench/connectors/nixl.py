@@ -11,7 +11,6 @@ from kvbench.connectors.base import (
     Role,
     RoomConnector,
     UcxOptions,
-    side_channel_env,
     ucx_warnings,
 )
 from kvbench.core.engine_versions import Releases
@@ -31,7 +30,7 @@ class SglangNixl(RoomConnector):
     def engine_args(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         return {"disaggregation-transfer-backend": "nixl"}
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         assert isinstance(options, NixlOptions)
         return options.env()
 
@@ -54,9 +53,9 @@ class _Pull(PullConnector):
         assert isinstance(options, NixlOptions)
         return options.extra_config()
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         assert isinstance(options, NixlOptions)
-        return {**options.env(), **side_channel_env(side_port, host)}
+        return {**options.env(), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
 
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
         return ucx_warnings(env)

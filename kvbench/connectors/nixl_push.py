@@ -23,7 +23,6 @@ from kvbench.connectors.base import (
     PullConnector,
     Role,
     UcxOptions,
-    side_channel_env,
     ucx_warnings,
 )
 from kvbench.core.engine_versions import Releases
@@ -58,9 +57,9 @@ class NixlPush(PullConnector):
         assert isinstance(options, NixlPushOptions)
         return options.extra_config()
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         assert isinstance(options, NixlPushOptions)
-        return {**options.env(), **side_channel_env(side_port, host)}
+        return {**options.env(), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
 
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
         return ucx_warnings(env)

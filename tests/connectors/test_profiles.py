@@ -238,8 +238,8 @@ def test_a_device_list_comes_through_a_class_of_our_own_where_vllm_has_no_key(ve
     assert (IN_VLLM / f"{config['kv_connector_module_path']}.py").is_file()
     profile = connectors.get("mooncake").profile(version)
     options = options_for(profile, protocol="rdma", device_name="mlx5_0")
-    assert profile.env("decode", options, None, "10.0.0.2")["PYTHONPATH"] == str(IN_VLLM)
-    assert "PYTHONPATH" not in profile.env("decode", options_for(profile), None, "10.0.0.2")
+    assert profile.env("decode", options, None)["PYTHONPATH"] == str(IN_VLLM)
+    assert "PYTHONPATH" not in profile.env("decode", options_for(profile), None)
 
 
 def test_a_device_list_is_a_key_of_vllm_from_0_25_on() -> None:
@@ -433,7 +433,7 @@ def test_store_starts_its_master_and_tells_the_engines_where() -> None:
     file = connector.files(options, seat(neighbours=NEIGHBOURS))["MOONCAKE_CONFIG_PATH"]
     assert file["master_server_address"] == "10.0.0.1:50051"
     assert file["metadata_server"] == "P2PHANDSHAKE"
-    assert connector.env("decode", options, None, "10.0.0.1")["PYTHONHASHSEED"] == "0"
+    assert connector.env("decode", options, None)["PYTHONHASHSEED"] == "0"
 
 
 def test_lmcache_finds_its_server_or_the_users() -> None:
@@ -481,7 +481,7 @@ def test_custom_takes_any_class_and_handshake() -> None:
         for kind in ("plain", "answer", "none")
     ]
     assert modes == ["sequential", "sequential", "none"]
-    env = connector.env("prefill", connector.options_model(port_env="MY_PORT"), 7000, "10.0.0.1")
+    env = connector.env("prefill", connector.options_model(port_env="MY_PORT"), 7000)
     assert env["MY_PORT"] == "7000"
 
 

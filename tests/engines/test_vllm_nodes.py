@@ -33,9 +33,11 @@ def text(roles: dict[str, Any] | None = None, **more: Any) -> str:
         name: {"address": f"10.0.0.{number}", "devices": list(range(8))}
         for number, name in enumerate("abcde", 1)
     }
+    connectors = more.pop("connectors", ["nixl"])
+    options = {"model": "/models/m", "version": more.pop("version", "0.32.0"), **more.pop("options", {})}
     deployment = {
         "engine": "vllm",
-        "engine_options": {"model": "/models/m", "version": more.pop("version", "0.32.0")},
+        "engine_options": options,
         "launcher": "ssh",
         "hosts": hosts,
         "roles": roles or ROLES,
@@ -48,7 +50,7 @@ def text(roles: dict[str, Any] | None = None, **more: Any) -> str:
             "version": 1,
             "model": "tiny",
             "deployment": deployment,
-            "connectors": ["nixl"],
+            "connectors": connectors,
             "workload": {"input_len": [64], "output_len": 4},
             "slo": {"ttft_ms": 200},
         },
@@ -61,7 +63,8 @@ def parsed(roles: dict[str, Any] | None = None, **more: Any) -> Scenario:
 
 
 def nixl(scenario: Scenario) -> DeploymentPlan:
-    return next(each for each in plan_of(scenario).deployments if each.connector == "nixl")
+    """Its plan; that of the only connector there is, where it is another one."""
+    return plan_of(scenario).deployments[-1]
 
 
 def specs(scenario: Scenario) -> dict[str, ProcessSpec]:
@@ -120,6 +123,77 @@ def test_one_answers_and_the_others_are_headless() -> None:
     assert "--nnodes" not in found["decode-0"].argv
 
 
+ADDRESSES = ("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST")
+EACH = {
+    "nixl": "0.33.0",
+    "nixl_push": "0.33.0",
+    "mooncake": "0.33.0",
+    "mooncake_store": "0.33.0",
+    "custom": "0.33.0",
+}
+EACH |= {"nccl": "0.13.0", "multi": "0.33.0", "lmcache": "0.33.0"}
+
+
+@pytest.mark.parametrize(("connector", "version"), [*EACH.items(), ("mooncake", "0.13.0")])
+def test_each_node_has_its_own_addresses_whatever_the_connector(connector: str, version: str) -> None:
+    """vLLM binds both: with another node's it ends with "Cannot assign requested address"."""
+    users = {"env": {"VLLM_HOST_IP": "10.9.9.9"}}
+    for options in ({}, users):
+        found = specs(parsed(connectors=[connector], version=version, options=options))
+        for name, address in (("prefill-0", "10.0.0.1"), ("prefill-0-node1", "10.0.0.2")):
+            assert {found[name].env[key] for key in ADDRESSES} == {address}
+            assert found[name].host == address
+    assert found["decode-0"].env["VLLM_HOST_IP"] == "10.9.9.9"  # one host: the user's word counts
+
+
+def dp(spec: ProcessSpec) -> dict[str, str]:
+    flags = [word for word in spec.argv if word.startswith("--data-parallel")]
+    return {flag.removeprefix("--data-parallel-"): after(spec, flag) for flag in flags}
+
+
+def test_data_parallel_ranks_are_spread_over_the_hosts() -> None:
+    """TP 8 × DP 4, EP over two hosts: two ranks on each, behind the first one's port."""
+    wide = parsed(
+        prefill={"instances": 1, "data_parallel_size": 4, "expert_parallel": True}, base_port=22_000
+    )
+    found, planned = specs(wide), nixl(wide).instances[0]
+    first, second = found["prefill-0"], found["prefill-0-node1"]
+    rpc = str((planned.group_port or 0) + 1)
+    both = {"size": "4", "size-local": "2", "address": "10.0.0.1", "rpc-port": rpc}
+    assert dp(first) == both  # a start rank of 0 would ask vLLM for another kind of load balancing
+    assert dp(second) == {**both, "start-rank": "2"}
+    assert "--enable-expert-parallel" in first.argv
+    assert after(second, "--master-port") == str(planned.group_port)
+    ids = [json.loads(after(spec, "--kv-transfer-config"))["engine_id"] for spec in (first, second)]
+    assert ids == ["nixl-prefill-0", "nixl-prefill-0-node1"]  # older vLLM adds a rank's number on its host
+    assert planned.ports_on(0, 2) == (planned.port, *planned.group_ports, *planned.all_side_ports[:2])
+    assert planned.ports_on(1, 2) == planned.all_side_ports[2:]
+    assert len(set(nixl(wide).ports)) == len(nixl(wide).ports)
+
+
+def test_a_data_parallel_rank_may_span_hosts() -> None:
+    roles = {"prefill": [["a", "b", "c", "d"]], "decode": ["e"]}
+    found = specs(parsed(roles, prefill={"instances": 1, "data_parallel_size": 2}))
+    starts = [dp(found[name]).get("start-rank") for name in list(found)[:4]]
+    assert starts == [None, None, "1", "1"]
+    ids = [json.loads(after(spec, "--kv-transfer-config"))["engine_id"] for spec in list(found.values())[:4]]
+    assert ids[0] == ids[1] != ids[2] == ids[3]  # the workers of a rank know its scheduler by it
+
+
+def test_arguments_of_one_instance() -> None:
+    given = {"instance_args": {"prefill-1": {"max_num_seqs": 7}}, "prefill_args": {"max-num-seqs": 5}}
+    found = specs(parsed(options=given))
+    assert [after(found[f"prefill-{n}"], "--max-num-seqs") for n in (0, 1)] == ["5", "7"]
+    assert after(found["prefill-1-node1"], "--max-num-seqs") == "7"
+    for wrong, words in (
+        ({"prefill-2": {}}, "no instance is called prefill-2"),
+        ({"prefill-1": {"dp": 2}}, "dp cannot differ"),
+        ({"router-0": {}}, "router-0"),
+    ):
+        with pytest.raises(ScenarioError, match=words):
+            parsed(options={"instance_args": wrong})
+
+
 def test_each_host_gives_its_share_of_the_gpus() -> None:
     env = far_device_env(parsed(), nixl(parsed()))
     assert {name: each["CUDA_VISIBLE_DEVICES"] for name, each in env.items()} == {
@@ -147,7 +221,8 @@ def test_planned_ports_have_one_for_the_meeting() -> None:
     ("given", "words"),
     [
         ({"roles": {**ROLES, "prefill": [["a", "a"]]}}, "names a host twice"),
-        ({"tensor_parallel_size": 3}, r"tensor_parallel_size 3 does not divide among a, b"),
+        ({"tensor_parallel_size": 3}, r"TP 3 does not divide among a, b"),
+        ({"prefill": {"data_parallel_size": 3}, "tensor_parallel_size": 4}, r"TP 4 × DP 3 does not divide"),
         ({"roles": {**ROLES, "prefill": [["a", "x"]]}}, "no host is called `x`"),
         ({"roles": {**ROLES, "router": [["a", "b"]]}}, "deployment.roles.router"),
         ({"engine": "emulated", "engine_options": {}}, "an instance of the emulated engine runs on one host"),
@@ -156,6 +231,11 @@ def test_planned_ports_have_one_for_the_meeting() -> None:
 def test_what_cannot_be_is_said(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ScenarioError, match=words):
         parsed(**given)
+
+
+def test_local_ranks_follow_from_the_hosts() -> None:
+    with pytest.raises(InputError, match="data-parallel-size-local of prefill-0 follows from its hosts"):
+        specs(parsed(options={"prefill_args": {"data-parallel-size-local": 1}}))
 
 
 def test_an_older_vllm_is_refused_with_what_to_do() -> None:

@@ -56,9 +56,9 @@ ADDED = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 ADDED_BY = {
-    "mooncake": {"MC_FORCE_HCA", "VLLM_HOST_IP"},  # RDMA or nothing; the address that D connects to
+    "mooncake": {"MC_FORCE_HCA"},  # RDMA or nothing
     "nixl": {"UCX_TLS", *TELLING},  # "all" is what UCX does without the variable
-    "nccl": {"VLLM_HOST_IP", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"},
+    "nccl": {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"},
 }
 
 
@@ -122,7 +122,8 @@ def test_flags_and_environment(case: str) -> None:
         assert (kept | ADDED).items() <= env.items()
         assert not (LEFT_OUT | dropped) & set(env)
         side = {name for name in env if "SIDE_CHANNEL" in name or "BOOTSTRAP" in name}
-        more = set(env) - set(ENV[connector]) - set(ADDED) - side - {"PYTHONPATH"}
+        assert {env["VLLM_HOST_IP"], env["VLLM_NIXL_SIDE_CHANNEL_HOST"]} == {host}  # what others connect to
+        more = set(env) - set(ENV[connector]) - set(ADDED) - side - {"VLLM_HOST_IP"} - {"PYTHONPATH"}
         assert more == ADDED_BY[connector]
 
 

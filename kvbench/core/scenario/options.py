@@ -120,6 +120,11 @@ class EngineOptions(BaseModel):
         return {}
 
     @property
+    def instances_named(self) -> tuple[str, ...]:
+        """The instances that have options of their own, by names such as ``prefill-1``."""
+        return ()
+
+    @property
     def gpu_memory_share(self) -> float:
         """The share of a GPU's memory that it takes; by default vLLM's (0.9 in older releases)."""
         return 0.92

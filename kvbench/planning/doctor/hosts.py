@@ -203,8 +203,10 @@ def _ports(scenario: Scenario, plan: Plan, name: str, agent: AgentClient) -> Ite
         port
         for each in plan.deployments
         for instance in each.instances
-        if deployment.host_name(instance.name) == name
-        for port in (instance.port, *instance.all_side_ports, instance.group_port or 0)
+        for nodes in [deployment.nodes_of(instance.name)]
+        for node, host in enumerate(nodes)
+        if host == name
+        for port in instance.ports_on(node, len(nodes))
     }
     if deployment.roles.host_of("router") == name:
         wanted |= {port for each in plan.deployments for port in (each.router_port or 0, *each.service_ports)}
