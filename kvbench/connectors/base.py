@@ -351,6 +351,12 @@ class UcxOptions(ConnectorOptions):
         "4 in vLLM, for the emulated one 0",
     )
 
+    backends: tuple[Literal["UCX", "LIBFABRIC"], ...] = Field(
+        ("UCX",),
+        min_length=1,
+        description="NIXL's backends, real engines only: LIBFABRIC for EFA, which UCX emulates in software",
+    )
+
     def settled(self) -> UcxOptions:
         threads = 0 if self.num_threads is None else self.num_threads
         return self.model_copy(update={"ucx_tls": self.ucx_tls or "tcp", "num_threads": threads})
@@ -362,7 +368,7 @@ class UcxOptions(ConnectorOptions):
     def extra_config(self) -> dict[str, Any]:
         """The keys of vLLM's kv_connector_extra_config; without a number of threads vLLM takes its own."""
         threads = {} if self.num_threads is None else {"num_threads": self.num_threads}
-        return {"backends": ["UCX"], **threads}
+        return {"backends": list(self.backends), **threads}
 
     def env(self) -> dict[str, str]:
         """UCX's environment; what is not given there it chooses: transports, and devices among all.
@@ -381,9 +387,12 @@ def moves_gpu_memory(tls: str) -> bool:
     return not words or named != tls.startswith("^")
 
 
-def ucx_warnings(env: Mapping[str, str]) -> list[str]:
-    """Environment of the user that fights with the connector's."""
+def ucx_warnings(options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
+    """What of the user's options and environment is ignored."""
+    assert isinstance(options, UcxOptions)
     found = []
+    if "UCX" not in options.backends and (options.ucx_tls or options.ucx_net_devices):
+        found.append("ucx_tls and ucx_net_devices do nothing, since UCX is not among the backends")
     for name in ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE"):
         if name in env:
             found.append(f"{name} is set, but NIXL never reads it")

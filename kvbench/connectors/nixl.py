@@ -58,7 +58,7 @@ class _Pull(PullConnector):
         return {**options.env(), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
 
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
-        return ucx_warnings(env)
+        return ucx_warnings(options, env)
 
     def transport_asked(self, options: ConnectorOptions) -> str:
         assert isinstance(options, NixlOptions)
@@ -77,6 +77,7 @@ class NixlPerRank(_Pull):
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
         assert isinstance(options, NixlOptions)
         ignored = [] if options.num_threads is None else ["num_threads is read by vLLM 0.11.1 and newer only"]
+        ignored += [] if options.backends == ("UCX",) else ["backends are read by vLLM 0.11 and newer only"]
         return [*super().warnings(options, env), *ignored]
 
 

@@ -62,7 +62,7 @@ class NixlPush(PullConnector):
         return {**options.env(), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
 
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
-        return ucx_warnings(env)
+        return ucx_warnings(options, env)
 
     def transport_asked(self, options: ConnectorOptions) -> str:
         assert isinstance(options, NixlPushOptions)

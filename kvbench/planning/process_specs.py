@@ -12,21 +12,23 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from kvbench import connectors, engines
 from kvbench.connectors.base import Connector, Neighbours
-from kvbench.core.findings.setups import tcp_beside_rdma
+from kvbench.core.findings.setups import transport_warnings
 from kvbench.core.physics import ModelShape
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.plan.processes import ROUTER_MODULE, ProcessSpec
+from kvbench.core.plan.processes import ONE_THREAD_ENV, ROUTER_MODULE, ProcessSpec
 from kvbench.core.records import Finding
 from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Deployment, Scenario
 from kvbench.engines.base import Instance, OptionsContext
 from kvbench.errors import InputError, MissingLibraryError, Problem
+from kvbench.launchers.placement import placed_on
+from kvbench.planning.gpu_dealing import far_device_env
 from kvbench.processes.common.spans import SUFFIX
 
 LOGS: Final = "{logs}"
@@ -106,10 +108,10 @@ def engine_warnings(scenario: Scenario) -> list[str]:
     return [*_exposed(scenario), *warnings]
 
 
-def tcp_findings(
+def transport_findings(
     scenario: Scenario, plan: Plan, devices: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[Finding]:
-    """Where a real engine is told to use TCP beside active RDMA. ``devices``: as listed, by host.
+    """Where a real engine is told to use what its NICs do badly. ``devices``: as listed, by host.
 
     What is not said in a process's environment it inherits from this one, on this machine.
     """
@@ -117,15 +119,15 @@ def tcp_findings(
     if not (options.starts_processes and options.chooses_transport):
         return []
     inherited = dict(os.environ) if scenario.deployment.launcher == "local" else {}
-    found = []
+    found: list[Finding] = []
     for planned in plan.deployments:
         if connectors.get(planned.connector).disaggregated:
             specs: list[ProcessSpec] = []
             with suppress(InputError):  # one that the engine lacks is reported by ``unusable``
                 specs = process_specs(scenario, planned)
             commands = [(each.argv, {**inherited, **each.env}) for each in specs if each.name != "router"]
-            found.append(tcp_beside_rdma(planned.label, commands, devices))
-    return [each for each in found if each is not None]
+            found += transport_warnings(planned.label, commands, devices)
+    return found
 
 
 def _exposed(scenario: Scenario) -> list[str]:
@@ -226,6 +228,55 @@ def process_specs(scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None
         )
         for spec in specs
     ]
+
+
+def placed_specs(
+    scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None = None, *, dealt: bool = True
+) -> tuple[list[ProcessSpec], tuple[str, ...]]:
+    """Every process as its launcher starts it, with its host's environment, NICs and GPUs; and placeholders.
+
+    These stand for the addresses of nodes that a scheduler is yet to choose. ``dealt``: false where somebody
+    else, such as Kubernetes, gives a process its GPUs.
+    """
+    scenario, placeholders = with_placeholders(scenario)
+    hosts = scenario.deployment.hosts
+    specs = process_specs(scenario, plan, log_dir)
+    if not hosts:
+        return specs, ()
+    gpus = far_device_env(scenario, plan, numbered=True) if dealt else {}
+    placed = []
+    for spec in specs:
+        host = hosts[scenario.deployment.host_name(spec.name)]
+        own = {**(ONE_THREAD_ENV if spec.one_thread else {}), **spec.env}
+        env = {**host.env, **own, **gpus.get(spec.name, {})}
+        placed.append(replace(spec, env=env, host=host.address, nics=host.nics))
+    return placed, placeholders
+
+
+@dataclass(frozen=True)
+class _Unknown:
+    """Nodes that a scheduler is yet to choose: one for each instance, which is called after it."""
+
+    hosts: Mapping[str, tuple[str, ...]]
+
+    def address(self, host: str) -> str:
+        return host
+
+
+def with_placeholders(scenario: Scenario) -> tuple[Scenario, tuple[str, ...]]:
+    """The scenario with a placeholder for each node that Slurm or Ray is yet to choose, and their names."""
+    deployment = scenario.deployment
+    if deployment.launcher not in ("slurm", "ray") or deployment.hosts:
+        return scenario, ()
+    counts = {"prefill": deployment.prefill.instances, "decode": deployment.decode.instances}
+    nodes = {
+        role: tuple(f"{role.upper()}-NODE-{number}" for number in range(count))
+        for role, count in counts.items()
+    }
+    first = nodes["prefill"][:1]
+    unknown = _Unknown({**nodes, "router": first, "loadgen": first})
+    placed = scenario.model_copy(update={"deployment": placed_on(deployment, unknown)})
+    return placed, (*nodes["prefill"], *nodes["decode"])
 
 
 def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | None:

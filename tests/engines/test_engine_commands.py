@@ -27,7 +27,7 @@ from kvbench.engines.vllm import VllmOptions, given_up
 from kvbench.errors import LaunchError, MissingLibraryError, ScenarioError
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import engine_warnings, process_specs, unusable
+from kvbench.planning.process_specs import engine_warnings, process_specs, transport_findings, unusable
 from kvbench.planning.scenario_files import registry
 from kvbench.processes.common.entry import parse_spec
 from kvbench.processes.router.spec import RouterSpec
@@ -218,6 +218,22 @@ def test_why_it_cannot_run(options: dict[str, Any], listed: str, said: str) -> N
     assert problem is not None
     assert said in problem.reason
     assert problem.fix or "GPU" in said
+
+
+def test_ucx_over_efa_is_warned_of_and_libfabric_is_the_way_out() -> None:
+    efa = {"name": "rdmap79s0", "driver": "efa", "ports": [{"state": "ACTIVE"}]}
+    for listed, devices, codes in (
+        ("[nixl]", [efa], ["ucx_over_efa"]),
+        ("[{name: nixl, backends: [LIBFABRIC]}]", [efa], []),
+        ("[nixl]", [{**efa, "driver": "mlx5_core"}], []),
+        ("[{name: nixl, ucx_tls: 'tcp,cuda'}]", [efa], ["tcp_beside_rdma"]),
+    ):
+        asked = scenario(listed=listed)
+        found = transport_findings(asked, plan_of(asked), {"": devices})
+        assert [each.gate for each in found] == codes
+    assert "ucx_net_devices do nothing" in " ".join(
+        engine_warnings(scenario(listed="[{name: nixl, backends: [LIBFABRIC], ucx_net_devices: all}]"))
+    )
 
 
 def test_an_emulated_engine_says_which_connectors_it_cannot_run() -> None:

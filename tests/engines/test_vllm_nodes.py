@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from commands import invoke
+from commands import invoke, wait_until
 
 from kvbench.core.plan.plan import DeploymentPlan
-from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.plan.processes import ProcessSpec, nic_env, shell_script
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.deployment.deployment import with_ports
 from kvbench.errors import InputError, ScenarioError
+from kvbench.hosts.nics.choice import are_rdma
+from kvbench.launchers.agents.agent_client import AgentClient
+from kvbench.launchers.agents.channel import PipeChannel
+from kvbench.launchers.agents.remote import RemoteLauncher
 from kvbench.planning.gpu_dealing import far_device_env
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import process_specs
@@ -40,7 +45,7 @@ def text(roles: dict[str, Any] | None = None, **more: Any) -> str:
         "engine_options": options,
         "launcher": "ssh",
         "hosts": hosts,
-        "roles": roles or ROLES,
+        "roles": ROLES if roles is None else roles,
         "prefill": 2,
         "tensor_parallel_size": 8,
         **more,
@@ -253,6 +258,113 @@ def test_the_commands_are_printed_for_each_host(tmp_path: Path) -> None:
     assert done.status == 0, done.text
     assert "# prefill-0-node1, on 10.0.0.2" in done.out
     assert done.out.count("--headless") == 2
+
+
+def told(output: str) -> tuple[list[str], dict[str, str]]:
+    """Arguments of a ``vllm`` that prints its own, and what of its environment is not this process's."""
+    argv, env = json.loads(output.splitlines()[-1])
+    mere = {"PATH", "PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "KVBENCH_RUN_TAG", "PYTHONUNBUFFERED"}
+    return argv, {key: each for key, each in env.items() if key not in mere and os.environ.get(key) != each}
+
+
+def test_what_is_printed_is_what_an_agent_runs(tmp_path: Path) -> None:
+    """A host is started from the printed text alone: arguments and environment, word for word."""
+    vllm = tmp_path / "vllm"
+    vllm.write_text(
+        "#!/usr/bin/env python3\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
+    )
+    vllm.chmod(0o755)
+    given = yaml.safe_load(
+        text(
+            connectors=[{"name": "mooncake", "device_name": "mlx5_0"}],
+            version="0.13.0",
+            options={"command": [str(vllm)], "env": {"A": "it's $HOME"}},
+            base_port=22_000,
+        )
+    )
+    for name in "be":
+        given["deployment"]["hosts"][name] |= {
+            "nics": ["data0", "data1"],
+            "env": {"NCCL_DEBUG": f"of {name}"},
+        }
+    path = tmp_path / "far.yaml"
+    path.write_text(yaml.safe_dump(given))
+    printed = invoke("launch", "--print", str(path))
+    assert printed.status == 0, printed.text
+    blocks = {block.split(",")[0].removeprefix("# "): block for block in printed.out.split("\n\n")[1:]}
+    scenario = parse_scenario(path.read_text(), "far.yaml", registry())
+    planned = nixl(scenario)
+    specs = {spec.name: spec for spec in process_specs(scenario, planned, tmp_path / "logs")}
+    for name, host in (("prefill-0-node1", "b"), ("decode-0", "e")):
+        at = scenario.deployment.hosts[host]
+        channel = PipeChannel(host, [sys.executable, "-m", "kvbench.processes.agent", "--tag", "printed"], {})
+        agent = AgentClient(channel, str(tmp_path / host), at.env, at.nics)
+        try:
+            launcher = RemoteLauncher(
+                {host: agent}, scenario.deployment.roles.host_of, "printed", tmp_path / "logs"
+            )
+            process = launcher.with_env(far_device_env(scenario, planned)).start(specs[name])
+            wait_until(lambda process=process: process.poll() is not None)
+            ran = told(process.log_path.read_text())
+        finally:
+            agent.close()
+        by_hand = subprocess.run(
+            ["bash", "-c", blocks[name]],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert told(by_hand.stdout) == ran
+        _, env = ran
+        assert env["NCCL_DEBUG"] == f"of {host}"
+        assert (env["UCX_NET_DEVICES"], env["NCCL_SOCKET_IFNAME"]) == ("data0,data1", "data0,data1")
+        assert len(env["CUDA_VISIBLE_DEVICES"]) == (7 if host == "b" else 15)
+        assert env["VLLM_HOST_IP"] == at.address
+
+
+def test_nics_are_what_their_host_says(tmp_path: Path) -> None:
+    names = ("rdmap79s0", "erdma_0", "roceP2p1s0", "mlx5_0:2")
+    for name in names:
+        (tmp_path / "sys/class/infiniband" / name.partition(":")[0]).mkdir(parents=True)
+    for name in names:
+        assert are_rdma([name], tmp_path)
+        assert "NCCL_SOCKET_IFNAME" not in nic_env([name], rdma=True)
+    assert not are_rdma(["mlx5_0", "mlx5_bond"], tmp_path)
+    assert nic_env(names, rdma=True)["UCX_NET_DEVICES"] == "rdmap79s0:1,erdma_0:1,roceP2p1s0:1,mlx5_0:2"
+    spec = ProcessSpec("p", ("true",), nics=("rdmap79s0",))
+    script = (
+        shell_script(spec).replace("/sys/", f"{tmp_path}/sys/")
+        + "\necho $UCX_NET_DEVICES $NCCL_SOCKET_IFNAME"
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "rdmap79s0:1\n"
+
+
+def test_plan_json_and_slurms_placeholders(tmp_path: Path) -> None:
+    path = tmp_path / "far.yaml"
+    path.write_text(
+        text(base_port=22_000, hosts={n: {"address": f"10.0.0.{n}", "nics": ["x0"]} for n in "abcde"})
+    )
+    processes = json.loads(invoke("plan", "--json", str(path)).out)["processes"]["nixl"]
+    node = next(each for each in processes if each["name"] == "prefill-0-node1")
+    assert (node["host"], node["nics"]) == ("10.0.0.b", ["x0"])
+    assert node["nic_env"]["rdma"]["UCX_NET_DEVICES"] == "x0:1"
+    job = {
+        "launcher": "slurm",
+        "hosts": {},
+        "slurm": {"nics": ["mlx5_0"], "devices": [0, 1]},
+        "tensor_parallel_size": 1,
+    }
+    path.write_text(text({"router": []}, **job))
+    done = invoke("launch", "--print", str(path))
+    assert "PREFILL-NODE-0, PREFILL-NODE-1, DECODE-NODE-0: placeholders for the addresses" in done.out, (
+        done.text
+    )
+    assert "127.0.0.1" not in done.out
+    assert done.out.count("VLLM_HOST_IP=DECODE-NODE-0") == 1
+    assert done.out.count("UCX_NET_DEVICES=mlx5_0:1") == 4
 
 
 @pytest.mark.skipif(

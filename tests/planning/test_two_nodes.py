@@ -7,6 +7,7 @@ is listed with its reason, so that nothing differs unsaid.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from typing import Any
 
@@ -71,7 +72,8 @@ def printed(name: str, connector: str | None = None) -> dict[str, list[str]]:
     for block in done.out.split("\n\n"):
         title = block.split("\n")[0].removeprefix("# ").split(",")[0]
         if title in ("prefill-0", "decode-0", "router"):
-            found[title] = shlex.split(block.split("\nEOF\n")[-1].replace("\\\n", ""), comments=True)
+            command = re.sub(r"^KVBENCH_CODE=.*$", "", block.split("\nEOF\n")[-1], flags=re.MULTILINE)
+            found[title] = shlex.split(command.replace("\\\n", ""), comments=True)
             if title == "router":
                 found["router.json"] = [block.split("<<'EOF'\n")[1].split("\nEOF\n")[0]]
     return found

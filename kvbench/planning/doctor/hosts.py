@@ -27,7 +27,7 @@ from kvbench.planning.doctor.doctor import affinity_checks, print_checks
 from kvbench.planning.gpu_dealing import VISIBLE, far_device_env
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import tcp_findings
+from kvbench.planning.process_specs import transport_findings
 
 FREE_BYTES: Final = 2**30
 """A GPU of whose memory more is in use works for somebody."""
@@ -99,7 +99,7 @@ def examine(scenario: Scenario, plan: Plan, fleet: Fleet) -> list[Check]:
     devices = {name: each.get("rdma") or () for name, each in environments.items()}
     checks += [
         Check("transport", "warn", each.message, each.advice)
-        for each in tcp_findings(scenario, plan, devices)
+        for each in transport_findings(scenario, plan, devices)
     ]
     for name, agent in fleet.items():
         try:

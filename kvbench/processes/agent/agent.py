@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.plan.processes import ProcessSpec, nic_env
 from kvbench.errors import KvbenchError, LaunchError
 from kvbench.launchers.agents.channel import BEAT_S, LOST_S, Lines, decode, error_frame
 from kvbench.launchers.local import LocalLauncher
@@ -207,6 +207,11 @@ class Agent:
     def _open(self, asked: Frame) -> dict[str, Any]:
         """Takes its working folder and environment: first of all, once."""
         self._pool.submit(importlib.import_module, "kvbench.hosts.telemetry")  # while engines get ready
+        nics = [str(name) for name in asked.get("nics", ())]
+        if nics:
+            from kvbench.hosts.nics.choice import are_rdma
+
+            os.environ.update(nic_env(nics, rdma=are_rdma(nics)))
         os.environ.update({str(name): str(value) for name, value in dict(asked.get("env", {})).items()})
         # A shell that ssh starts knows nothing of the environment that this Python is in.
         os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
