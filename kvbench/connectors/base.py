@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue, field_validator
 
 from kvbench.core.engine_versions import Release, Releases, is_sglang, release
 from kvbench.core.plan.processes import ProcessSpec
@@ -31,6 +31,63 @@ Body = Mapping[str, Any]
 """JSON of a request, or of an answer."""
 
 KV_ROLE: Mapping[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer", "aggregated": "kv_both"}
+
+
+BESIDE_EXTRA: Final = ("enable_permute_local_kv",)
+"""Keys of connectors that vLLM reads from the kv_transfer_config itself."""
+
+
+@dataclass(frozen=True)
+class ExtraKey:
+    """A key that a connector reads: the types of its values, and the releases of vLLM that read it."""
+
+    kinds: tuple[type, ...]
+    releases: Releases = field(default_factory=Releases)
+
+    def takes(self, value: object) -> bool:
+        return isinstance(value, self.kinds) and (bool in self.kinds or not isinstance(value, bool))
+
+
+def key_since(first: Release, *kinds: type, until: Release | None = None) -> ExtraKey:
+    """A key of the releases from ``first`` on; whole numbers are taken for others."""
+    return ExtraKey((*kinds, int) if float in kinds else kinds, Releases(first, until))
+
+
+ExtraKeys = Mapping[str, ExtraKey]
+
+
+class KvOptions(ConnectorOptions):
+    """Options of a connector of vLLM's: its own keys go through as they are."""
+
+    keys: ClassVar[ExtraKeys] = {}
+    """The keys that kvbench knows, beside those that follow from options (recorded/vllm/connectors.yaml)."""
+    follow: ClassVar[Mapping[str, str]] = {}
+    """Keys that follow from an option of another name."""
+
+    extra_config: dict[str, JsonValue] = Field(
+        default_factory=dict, description="further keys of kv_connector_extra_config, word for word"
+    )
+
+    @field_validator("extra_config")
+    @classmethod
+    def _fits(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name, value in given.items():
+            option, known = cls.follow.get(name, name), cls.keys.get(name)
+            if option in cls.model_fields and option != "extra_config":
+                raise ValueError(f"{name} follows from the option {option}")
+            if known is not None and not known.takes(value):
+                kinds = " or ".join(kind.__name__ for kind in known.kinds)
+                raise ValueError(f"{name} must be {kinds}, not {value!r}")
+        return given
+
+    def key_notes(self, version: str) -> Iterator[str]:
+        """What a vLLM of that version (empty: unknown) is not known to read."""
+        for name in self.extra_config:
+            known = self.keys.get(name)
+            if known is None:
+                yield f"extra_config: kvbench does not know the key {name}; it is passed on as it is"
+            elif version and release(version) not in known.releases:
+                yield f"extra_config: {name} is a key of {known.releases}, and this is {version}"
 
 
 @dataclass(frozen=True)
@@ -154,11 +211,16 @@ class Connector(ABC):
         """The engine's ``--kv-transfer-config`` for one instance; None if nothing is to be configured."""
         if not self.kv_connector:
             return None
+        more = options.extra_config if isinstance(options, KvOptions) else {}
         return {
             "kv_connector": self.kv_connector,
             "kv_role": KV_ROLE[role],
             "engine_id": engine_id,
-            "kv_connector_extra_config": self.extra_config(role, options),
+            **{key: value for key, value in more.items() if key in BESIDE_EXTRA},
+            "kv_connector_extra_config": {
+                **self.extra_config(role, options),
+                **{key: value for key, value in more.items() if key not in BESIDE_EXTRA},
+            },
         }
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
@@ -334,8 +396,20 @@ TELLING: Final = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
 """Lines at start-up and at each new connection, none at transfers."""
 
 
-class UcxOptions(ConnectorOptions):
+class UcxOptions(KvOptions):
     """Options of a connector over NIXL."""
+
+    keys: ClassVar[ExtraKeys] = {
+        "bidirectional_kv_xfer": key_since((0, 21), bool),
+        "decoder_kv_blocks_ttl": key_since((0, 22), float),
+        "enable_cross_layers_blocks": key_since((0, 16), bool, str, until=(0, 29)),
+        "enable_permute_local_kv": key_since((0, 11, 1), bool),
+        "enforce_handshake_compat": key_since((0, 13), bool),
+        "engine_ttl": key_since((0, 24), float),
+        "kv_lease_duration": key_since((0, 22), float),
+        "kv_recompute_threshold": key_since((0, 21), int),
+        "push_registration_timeout": key_since((0, 24), float),
+    }
 
     ucx_tls: str = Field(
         "",
@@ -365,7 +439,7 @@ class UcxOptions(ConnectorOptions):
     def nics_asked(self) -> tuple[str, ...]:
         return nic_names(self.ucx_net_devices)
 
-    def extra_config(self) -> dict[str, Any]:
+    def nixl_config(self) -> dict[str, Any]:
         """The keys of vLLM's kv_connector_extra_config; without a number of threads vLLM takes its own."""
         threads = {} if self.num_threads is None else {"num_threads": self.num_threads}
         return {"backends": list(self.backends), **threads}

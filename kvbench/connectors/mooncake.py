@@ -25,12 +25,15 @@ from kvbench.connectors.base import (
     Body,
     Connector,
     ConnectorOptions,
+    ExtraKeys,
+    KvOptions,
     PlainConnector,
     PrefillPeer,
     PullConnector,
     Role,
     RoomConnector,
     Seat,
+    key_since,
     one_token_prefill,
 )
 from kvbench.core.engine_versions import Releases
@@ -49,8 +52,14 @@ _METADATA_SERVER: Final = re.compile(r"(?:etcd|redis|https?)://\S+|[^\s:/]+:\d{1
 HISTORY: Final = "MooncakeConnector is in vLLM up to 0.10.0 (V0 engine), and again from 0.13 on"
 
 
-class MooncakeOptions(ConnectorOptions):
+class MooncakeOptions(KvOptions):
     """Options of the mooncake connector."""
+
+    keys: ClassVar[ExtraKeys] = {
+        "bootstrap_server_address": key_since((0, 32), str),
+        "preferred_segment": key_since((0, 22), str),
+    }
+    follow: ClassVar[Mapping[str, str]] = {"mooncake_protocol": "protocol", "rdma_devices": "device_name"}
 
     protocol: Literal["auto", "tcp", "rdma"] = Field(
         "auto",
@@ -79,6 +88,10 @@ class MooncakeOptions(ConnectorOptions):
     @property
     def protocol_asked(self) -> str:
         return self.protocol
+
+    @property
+    def bootstrap_address(self) -> str:
+        return str(self.extra_config.get("bootstrap_server_address", ""))
 
     @property
     def nics_asked(self) -> tuple[str, ...]:

@@ -8,17 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from kvbench.connectors.base import ConnectorOptions, PlainConnector, PrefillPeer, Role, Seat
+from kvbench.connectors.base import (
+    ConnectorOptions,
+    ExtraKeys,
+    KvOptions,
+    PlainConnector,
+    PrefillPeer,
+    Role,
+    Seat,
+    key_since,
+)
 from kvbench.core.engine_versions import Releases
 from kvbench.core.ranks import Ranks
 
 
-class NcclOptions(ConnectorOptions):
+class NcclOptions(KvOptions):
     """Options of the nccl connector."""
+
+    keys: ClassVar[ExtraKeys] = {
+        name: key_since((0, 9, 2), str, int, until=(0, 24))
+        for name in ("http_port", "proxy_ip", "proxy_port")
+    }
 
     send_type: Literal["PUT_ASYNC", "PUT", "GET"] = Field(
         "PUT_ASYNC", description="PUT_ASYNC sends layers while P still computes; GET lets D ask for them"

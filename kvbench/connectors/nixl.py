@@ -51,7 +51,7 @@ class _Pull(PullConnector):
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         assert isinstance(options, NixlOptions)
-        return options.extra_config()
+        return options.nixl_config()
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         assert isinstance(options, NixlOptions)

@@ -55,7 +55,7 @@ class NixlPush(PullConnector):
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         assert isinstance(options, NixlPushOptions)
-        return options.extra_config()
+        return options.nixl_config()
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         assert isinstance(options, NixlPushOptions)

@@ -200,6 +200,8 @@ class Emulated(Engine):
             tls = connector.env("decode", chosen, None).get("UCX_TLS", "")
             if options.memory == "cuda" and not moves_gpu_memory(tls):
                 notes.append(f"{label}: UCX_TLS={tls} leaves CUDA out: set its ucx_tls to cuda,tcp")
+            if getattr(chosen, "extra_config", None):
+                notes.append(f"{label}: extra_config is for real engines, and does nothing here")
             pace = options.pace(connector.transfer_backend) if connector.kv_connector else None
             if pace is not None:
                 origin = f" ({pace.way}, of {options.transfer_like})" if options.transfer_like else ""

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import yaml
 
-from kvbench.connectors.base import Connector, ConnectorOptions, Role, UcxOptions, moves_gpu_memory
+from kvbench.connectors.base import Connector, ConnectorOptions, KvOptions, Role, UcxOptions, moves_gpu_memory
 from kvbench.core.engine_versions import NEWEST_KNOWN, Release, Releases, dotted, is_newer_than_known, release
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
@@ -386,7 +386,8 @@ def _warnings(options: VllmOptions, setting: OptionsContext, version: str) -> It
     for label, (connector, connector_options) in setting.connectors.items():
         for role in roles:
             environment = {**options.environment(role, 0)}
-            for text in connector.warnings(connector_options, environment):
+            notes = connector_options.key_notes(version) if isinstance(connector_options, KvOptions) else ()
+            for text in (*connector.warnings(connector_options, environment), *notes):
                 yield f"{label}: {text}"
             if isinstance(connector_options, UcxOptions) and not cpu:
                 tls = environment.get("UCX_TLS") or connector_options.ucx_tls

@@ -289,10 +289,13 @@ def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | 
         return None
     members = instances(scenario, plan)
     connector = profile_of(scenario, plan.connector, plan.label)
+    bootstrap = scenario.connector_options(plan.label).bootstrap_address
+    if bootstrap and "://" not in bootstrap:
+        bootstrap = f"http://{bootstrap}"
     prefill = [
         {
             "url": member.url,
-            "bootstrap_url": member.bootstrap_url if connector.needs_bootstrap else "",
+            "bootstrap_url": (bootstrap or member.bootstrap_url) if connector.needs_bootstrap else "",
             "side_address": member.side_address,
             **(
                 {"engine_id": member.engine_id, "tensor_parallel_size": member.ranks.tensor}

@@ -191,6 +191,20 @@ def test_side_channel_ports_of_all_ranks_are_planned() -> None:
     assert router["decode"][0]["side_address"].endswith(str(plan.instances[1].side_port))
 
 
+def test_a_bootstrap_server_of_the_users_is_the_one_that_is_asked() -> None:
+    listed = "[{name: mooncake, extra_config: {bootstrap_server_address: '10.0.0.9:8998'}}]"
+    router = specs(scenario(listed=listed), "mooncake")["router"].spec
+    assert router is not None
+    assert router["prefill"][0]["bootstrap_url"] == "http://10.0.0.9:8998"
+
+
+def test_mooncake_store_enforces_what_is_asked_for_and_nothing_else() -> None:
+    for protocol, forced in (("auto", set()), ("tcp", {"MC_FORCE_TCP"}), ("rdma", {"MC_FORCE_HCA"})):
+        asked = scenario(listed=f"[{{name: mooncake_store, protocol: {protocol}}}]")
+        env = specs(asked, "mooncake_store")["decode-0"].env
+        assert {name for name in env if name.startswith("MC_")} == forced
+
+
 def test_helper_processes_come_first() -> None:
     asked = scenario(listed="[mooncake_store]")
     made = specs(asked, "mooncake_store")
@@ -257,6 +271,7 @@ def test_hosts_elsewhere_are_printed_only() -> None:
         (scenario(options=without(engine_args={"enforce-eager": True})), "CUDA graphs off"),
         (scenario(options=without(kv_load_failure_policy="recompute")), "recompute: where KV is lost"),
         (scenario(options=without(version="0.77.0")), "0.77.0 is newer than"),
+        (scenario(listed="[{name: nixl, extra_config: {mine: 1}}]"), "does not know the key mine"),
         (scenario(options=without(env={"MOONCAKE_PROTOCOL": "rdma"})), "NIXL never reads"),
         (
             scenario(listed="[mooncake]", options=without(env={"MOONCAKE_DEVICE": "mlx5_0"})),

@@ -197,6 +197,11 @@ class ConnectorOptions(BaseModel):
         return None
 
     @property
+    def bootstrap_address(self) -> str:
+        """Where prefill instances report their ranks, if that is no server of their own."""
+        return ""
+
+    @property
     def nics_asked(self) -> tuple[str, ...]:
         """The NICs that are named; none where the choice is the library's."""
         return ()
