@@ -197,6 +197,10 @@ class Connector(ABC):
             f"vLLM {version} has no {what}", hint=self.history or f"it came with {self.releases}"
         )
 
+    def ranks_problem(self, version: str, prefill: Ranks, decode: Ranks) -> str:
+        """Why it moves no KV between instances with these ranks; empty if it does, or that is not known."""
+        return ""
+
     def side_ports(self, role: str, ranks: Ranks) -> int:
         """How many consecutive side ports an instance of a role takes."""
         if role not in self.side_port_roles:
@@ -470,8 +474,4 @@ def ucx_warnings(options: ConnectorOptions, env: Mapping[str, str]) -> list[str]
     for name in ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE"):
         if name in env:
             found.append(f"{name} is set, but NIXL never reads it")
-    if "VLLM_NIXL_ABORT_REQUEST_TIMEOUT" in env:
-        found.append(
-            "VLLM_NIXL_ABORT_REQUEST_TIMEOUT is read up to vLLM 0.13 only; later releases have leases"
-        )
     return found

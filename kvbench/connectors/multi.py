@@ -77,6 +77,9 @@ class Multi(Connector):
             )
         return Multi(found)
 
+    def ranks_problem(self, version: str, prefill: Ranks, decode: Ranks) -> str:
+        return self._first.ranks_problem(version, prefill, decode)
+
     def side_ports(self, role: str, ranks: Ranks) -> int:
         return self._first.side_ports(role, ranks)
 

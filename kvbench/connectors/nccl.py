@@ -80,6 +80,11 @@ class Nccl(PlainConnector):
     def side_ports(self, role: str, ranks: Ranks) -> int:
         return ranks.gpus if role in self.side_port_roles else 0
 
+    def ranks_problem(self, version: str, prefill: Ranks, decode: Ranks) -> str:
+        if prefill == decode:
+            return ""
+        return f"P2pNcclConnector wants P and D alike, unlike {prefill.text()} and {decode.text()}"
+
     def kv_transfer_config(
         self, role: Role, engine_id: str, options: ConnectorOptions, seat: Seat | None = None
     ) -> dict[str, Any] | None:

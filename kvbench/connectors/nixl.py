@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from kvbench.connectors.base import (
     ConnectorOptions,
@@ -13,7 +13,11 @@ from kvbench.connectors.base import (
     UcxOptions,
     ucx_warnings,
 )
-from kvbench.core.engine_versions import Releases
+from kvbench.core.engine_versions import Release, Releases, dotted, release
+from kvbench.core.ranks import Ranks
+
+SMALLER_DECODE_SINCE: Final[Release] = (0, 14)
+"""Before, vLLM's connector ends with "Decode TP cannot be smaller than prefill TP"."""
 
 
 class NixlOptions(UcxOptions):
@@ -59,6 +63,14 @@ class _Pull(PullConnector):
 
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
         return ucx_warnings(options, env)
+
+    def ranks_problem(self, version: str, prefill: Ranks, decode: Ranks) -> str:
+        if version and release(version) < SMALLER_DECODE_SINCE and decode.tensor < prefill.tensor:
+            return (
+                f"NIXL of vLLM {version} moves no KV from TP {prefill.tensor} to fewer ranks (TP "
+                f"{decode.tensor}): D's TP may not be below P's before vLLM {dotted(SMALLER_DECODE_SINCE)}"
+            )
+        return ""
 
     def transport_asked(self, options: ConnectorOptions) -> str:
         assert isinstance(options, NixlOptions)

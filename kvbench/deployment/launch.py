@@ -35,7 +35,7 @@ from kvbench.launchers.placement import Places, fleet_of
 from kvbench.planning.gpu_dealing import far_device_env, require_gpus
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import engine_warnings, nsys_override, placed_specs, unusable
+from kvbench.planning.process_specs import engine_warnings, nsys_override, placed_specs, unplannable, unusable
 
 WATCH_S = 0.2
 
@@ -63,7 +63,11 @@ def command(
 def _keep_up(places: Places, planned: DeploymentPlan, console: Console) -> int:
     """Brings a deployment up and keeps it until Ctrl-C."""
     scenario = places.scenario
-    problem = places.unusable(planned) if places.remote else unusable(scenario, planned)
+    problem = (
+        (unplannable(scenario, planned) or places.unusable(planned))
+        if places.remote
+        else unusable(scenario, planned)
+    )
     if problem is not None:
         raise MissingLibraryError(f"{planned.connector} cannot run here: {problem.reason}", hint=problem.fix)
     # After trouble the logs stay, with the error that names them.

@@ -83,11 +83,18 @@ def has_prefix(wanted: Deployment) -> bool:
 
 
 def profile_of(scenario: Scenario, connector: str, label: str) -> Connector:
-    """The connector as the scenario's engine wants it. Raises InputError if that engine has none such."""
+    """The connector as the scenario's engine wants it.
+
+    Raises InputError if that engine has none such, or moves no KV between the scenario's ranks with it.
+    """
     engine = engines.get(scenario.deployment.engine)
     version = engine.version(scenario.deployment.engine_options)
     options = scenario.connector_options(label)
-    return connectors.get(connector).profile(version, options)
+    profile = connectors.get(connector).profile(version, options)
+    prefill, decode = (scenario.deployed(label).ranks_of(f"{role}-0") for role in ("prefill", "decode"))
+    if profile.disaggregated and (problem := profile.ranks_problem(version, prefill, decode)):
+        raise InputError(problem, hint="give deployment.prefill and deployment.decode the same ranks")
+    return profile
 
 
 def engine_warnings(scenario: Scenario) -> list[str]:
@@ -360,4 +367,13 @@ def unusable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
         error = several_hosts_problem()
         return Problem(error.message, error.hint)
     engine = engines.get(deployment.engine)
-    return engine.check(connectors.get(plan.connector), options)
+    return engine.check(connectors.get(plan.connector), options) or unplannable(scenario, plan)
+
+
+def unplannable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
+    """Why a deployment cannot run anywhere: its engine lacks the connector, or its ranks do not fit."""
+    try:
+        profile_of(scenario, plan.connector, plan.label)
+    except InputError as error:
+        return Problem(error.message, error.hint)
+    return None

@@ -24,7 +24,7 @@ from kvbench.core.plan.processes import ProcessSpec, shell_script
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.engines.base import argv_of, asked_version
 from kvbench.engines.vllm import VllmOptions, given_up
-from kvbench.errors import LaunchError, MissingLibraryError, ScenarioError
+from kvbench.errors import InputError, LaunchError, MissingLibraryError, ScenarioError
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import engine_warnings, process_specs, transport_findings, unusable
@@ -232,6 +232,43 @@ def test_why_it_cannot_run(options: dict[str, Any], listed: str, said: str) -> N
     assert problem is not None
     assert said in problem.reason
     assert problem.fix or "GPU" in said
+
+
+@pytest.mark.parametrize(
+    ("listed", "version", "prefill", "decode", "said"),
+    [
+        ("nixl", "0.13.0", 4, 2, "moves no KV from TP 4 to fewer ranks"),
+        ("multi", "0.13.0", 4, 2, "moves no KV from TP 4 to fewer ranks"),
+        ("nixl", "0.13.0", 2, 4, ""),
+        ("nixl", "0.14.0", 4, 2, ""),
+        ("nccl", "0.13.0", 2, 4, "wants P and D alike, unlike TP 2 and TP 4"),
+        ("nccl", "0.13.0", 2, 2, ""),
+    ],
+)
+def test_unequal_ranks_that_cannot_work_are_refused(
+    listed: str, version: str, prefill: int, decode: int, said: str
+) -> None:
+    sizes = {"prefill": {"tensor_parallel_size": prefill}, "decode": {"tensor_parallel_size": decode}}
+    options = without(version=version, command=[sys.executable])
+    asked = scenario(listed=f"[{listed}]", options=options, **sizes)
+    problem = unusable(asked, deployment_of(asked, listed))
+    noted = [each for each in plan_of(asked).notes if each.startswith(f"{listed} cannot run: ")]
+    if not said:
+        assert (problem, noted) == (None, [])
+        return
+    assert problem is not None
+    assert said in problem.reason
+    assert said in noted[0]
+    with pytest.raises(InputError, match=r"fewer ranks|P and D alike"):
+        specs(asked, listed)
+
+
+def test_each_versions_word_for_what_became_of_kv_nobody_fetched() -> None:
+    for version, noted in (("0.20.2", 0), ("0.32.0", 1)):
+        options = without(version=version, env={"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "60"})
+        notes = [each for each in engine_warnings(scenario(options=options)) if "ABORT_REQUEST" in each]
+        assert len(notes) == noted
+        assert all("extra_config: kv_lease_duration" in each for each in notes)
 
 
 def test_ucx_over_efa_is_warned_of_and_libfabric_is_the_way_out() -> None:
