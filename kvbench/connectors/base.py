@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Final, Literal
 from pydantic import Field, JsonValue, field_validator
 
 from kvbench.core.engine_versions import Release, Releases, is_sglang, release
+from kvbench.core.plan.dispatch import RANK_HEADER, BackendSpec
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.options import ConnectorOptions as ConnectorOptions
@@ -61,8 +62,7 @@ class KvOptions(ConnectorOptions):
 
     keys: ClassVar[ExtraKeys] = {}
     """The keys that kvbench knows, beside those that follow from options (recorded/vllm/connectors.yaml)."""
-    follow: ClassVar[Mapping[str, str]] = {}
-    """Keys that follow from an option of another name."""
+    follow: ClassVar[Mapping[str, str]] = {}  # keys → options of another name
 
     extra_config: dict[str, JsonValue] = Field(
         default_factory=dict, description="further keys of kv_connector_extra_config, word for word"
@@ -100,6 +100,29 @@ class PrefillPeer:
     side_address: str = ""
     """``host:port`` of its side channel."""
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_rank: int | None = None
+    """The data-parallel rank that computes the prompt, where P has several that D must know apart."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What sends P's request to that rank."""
+        return {} if self.data_rank is None else {RANK_HEADER: str(self.data_rank)}
+
+
+def peer_at(spec: BackendSpec, engine_ids: Sequence[str], turn: int) -> PrefillPeer:
+    """The rank of a prefill server whose turn it is, as vLLM's own proxy goes round (server, rank)."""
+    rank = turn % len(engine_ids) if len(engine_ids) > 1 else None
+    addresses = spec.side_addresses or [spec.side_address]
+    return PrefillPeer(
+        spec.url,
+        spec.bootstrap_url,
+        engine_ids[rank or 0] if engine_ids else "",
+        addresses[(rank or 0) % len(addresses)],
+        spec.tensor_parallel_size,
+        spec.pipeline_parallel_size,
+        rank,
+    )
 
 
 @dataclass(frozen=True)

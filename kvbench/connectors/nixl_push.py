@@ -87,7 +87,7 @@ class NixlPushAtOnce(NixlPush):
             "remote_host": host,
             "remote_port": int(port or 0),
             "tp_size": peer.tensor_parallel_size,
-            "pp_size": 1,
+            "pp_size": peer.pipeline_parallel_size,
         }
         return {**body, "kv_transfer_params": params}
 

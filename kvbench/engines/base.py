@@ -73,8 +73,17 @@ class Instance:
         ranks = self.ranks.data
         if ranks == 1:
             return (self.engine_id,)
-        hosts = [rank * max(1, len(self.nodes)) // ranks for rank in range(ranks)]
-        return tuple(f"{self._engine_id_on(host)}_dp{rank}" for rank, host in enumerate(hosts))
+        return tuple(f"{self._engine_id_on(self._host_of(rank))}_dp{rank}" for rank in range(ranks))
+
+    @property
+    def rank_side_addresses(self) -> tuple[str, ...]:
+        """``host:port`` of each data-parallel rank's side channel, where each has one."""
+        hosts = self.nodes or (self.host,)
+        return tuple(f"{hosts[self._host_of(r)]}:{(self.side_port or 0) + r}" for r in range(self.ranks.data))
+
+    def _host_of(self, rank: int) -> int:
+        """The index of the first host of a data-parallel rank."""
+        return rank * max(1, len(self.nodes)) // self.ranks.data
 
     @property
     def side_address(self) -> str:

@@ -304,8 +304,14 @@ def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | 
             "url": member.url,
             "bootstrap_url": (bootstrap or member.bootstrap_url) if connector.needs_bootstrap else "",
             "side_address": member.side_address,
+            **({"data_parallel_size": member.ranks.data} if member.ranks.data > 1 else {}),
             **(
-                {"engine_id": member.engine_id, "tensor_parallel_size": member.ranks.tensor}
+                {
+                    "engine_ids": list(member.rank_engine_ids),
+                    "side_addresses": list(member.rank_side_addresses),
+                    "tensor_parallel_size": member.ranks.tensor,
+                    "pipeline_parallel_size": member.ranks.pipeline,
+                }
                 if connector.needs_engine_id
                 else {}
             ),

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvbench import connectors, engines
+from kvbench.connectors.base import peer_at
 from kvbench.core.engine_versions import release
+from kvbench.core.plan.dispatch import BackendSpec
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.processes import ProcessSpec, shell_script
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
@@ -114,9 +116,27 @@ def test_a_router_that_sends_to_both_at_once_knows_p_s_engine_id() -> None:
     told = parse_spec(RouterSpec, made["router"].spec).prefill
     for number, each in enumerate(told):
         config = json.loads(flags(made[f"prefill-{number}"])["--kv-transfer-config"] or "")
-        assert each["engine_id"] == config["engine_id"]
+        assert each["engine_ids"] == [config["engine_id"]]
         assert each["tensor_parallel_size"] == 2
-    assert len({each["engine_id"] for each in told}) == 2
+    assert len({each["engine_ids"][0] for each in told}) == 2
+
+
+def test_a_pushing_p_has_an_id_and_an_address_for_each_data_parallel_rank() -> None:
+    sizes = {"data_parallel_size": 2, "pipeline_parallel_size": 2}
+    made = specs(scenario(listed="[{name: nixl_push, dispatch: concurrent}]", prefill=sizes), "nixl_push")
+    (told,) = parse_spec(RouterSpec, made["router"].spec).prefill
+    port = int(made["prefill-0"].env["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+    assert told["engine_ids"] == ["nixl_push-prefill-0_dp0", "nixl_push-prefill-0_dp1"]
+    backend = parse_spec(BackendSpec, told)
+    for turn, rank in enumerate((0, 1, 0)):
+        peer = peer_at(backend, backend.engine_ids, turn)
+        assert peer.headers == {"x-data-parallel-rank": str(rank)}
+        connector = connectors.get("nixl_push").profile(
+            "0.33.0", connectors.get("nixl_push").options_model(dispatch="concurrent")
+        )
+        params = connector.decode_request({}, None, "id", peer)["kv_transfer_params"]
+        assert params["remote_engine_id"] == f"nixl_push-prefill-0_dp{rank}"
+        assert (params["remote_port"], params["pp_size"]) == (port + rank, 2)
 
 
 def test_arguments_of_a_role_win_and_null_takes_one_away() -> None:
