@@ -179,9 +179,11 @@ def _connector_lines(answers: Answers, machine: FoundMachine) -> list[str]:
     return lines
 
 
-def _options(name: str, answers: Answers, machine: FoundMachine) -> dict[str, str]:
+def _options(name: str, answers: Answers, machine: FoundMachine) -> dict[str, object]:
     """Options that follow from the devices; none where the connector's defaults are right."""
     nics = ",".join(machine.nics)
+    if machine.efa:  # no verbs for Mooncake's usual build, and UCX would emulate
+        return {"backends": ["LIBFABRIC"]} if name in ("nixl", "nixl_push") else {}
     if name == "mooncake" and nics:
         return {"protocol": "rdma", "device_name": nics}
     if name in ("nixl", "nixl_push"):

@@ -152,8 +152,7 @@ def places(scenario: Scenario, plan: Plan) -> set[tuple[str, int]]:
         helpers = (*planned.service_ports, *([planned.router_port] if planned.router_port else ()))
         found |= {(where("router"), port) for port in helpers}
         for each in planned.instances:
-            own = (each.port, *each.all_side_ports, *([each.group_port] if each.group_port else ()))
-            found |= {(where(each.name), port) for port in own}
+            found |= {(where(each.name), port) for port in each.ports_on(0, 1)}
     return found
 
 

@@ -24,7 +24,7 @@ from kvbench.hosts.gpu_affinity import affinity_text, with_affinity
 from kvbench.planning.gpu_dealing import with_devices
 from kvbench.planning.obstacles import left_out, obstacles
 from kvbench.planning.overrides import CliOptions, resolve
-from kvbench.planning.process_specs import engine_warnings, process_specs, profile_of, tcp_findings
+from kvbench.planning.process_specs import engine_warnings, placed_specs, profile_of, transport_findings
 
 
 def plan_of(scenario: Scenario) -> Plan:
@@ -118,7 +118,7 @@ def _of_this_machine(plan: Plan) -> Iterator[str]:
     """What this machine's devices say to a plan that is for it: TCP beside RDMA, and where its GPUs sit."""
     if plan.scenario.deployment.launcher != "local":
         return
-    for each in tcp_findings(plan.scenario, plan, {"": rdma()}):
+    for each in transport_findings(plan.scenario, plan, {"": rdma()}):
         yield f"{each.message}; {each.advice}"
     dealt = {device for mine in plan.deployments for each in mine.instances for device in each.devices}
     for card in (with_affinity(gpus()) or ()) if dealt else ():
@@ -137,7 +137,9 @@ def render(cli: CliOptions, words: Sequence[str]) -> None:
 def _processes(scenario: Scenario, deployment: DeploymentPlan) -> list[dict[str, Any]]:
     """A deployment's processes; none if the engine has no such connector, which the launch reports."""
     with suppress(InputError):
-        return [spec.to_json() for spec in process_specs(scenario, deployment)]
+        specs, placeholders = placed_specs(scenario, deployment)
+        more = {"placeholders": list(placeholders)} if placeholders else {}
+        return [{**spec.printed(), **more} for spec in specs]
     return []
 
 

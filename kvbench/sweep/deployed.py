@@ -23,7 +23,7 @@ from kvbench.launchers.base import Launcher
 from kvbench.launchers.placement import Places
 from kvbench.planning.gpu_dealing import far_device_env
 from kvbench.planning.load_files import session_source
-from kvbench.planning.process_specs import process_specs, unusable
+from kvbench.planning.process_specs import process_specs, unplannable, unusable
 from kvbench.results.finished_cells import ELSEWHERE, host_differences
 from kvbench.results.run import requests_to_replay
 from kvbench.results.store import RunStore
@@ -240,7 +240,11 @@ class DeployedBench:
         return not (planned.reference_only and not self._scenario.deployment.engine_options.starts_processes)
 
     def problem(self, planned: DeploymentPlan) -> Problem | None:
-        return self._places.unusable(planned) if self._places.remote else unusable(self._scenario, planned)
+        return (
+            (unplannable(self._scenario, planned) or self._places.unusable(planned))
+            if self._places.remote
+            else unusable(self._scenario, planned)
+        )
 
     @contextmanager
     def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:

@@ -48,29 +48,54 @@ Command = tuple[Sequence[str], Mapping[str, str]]
 """A process's argv and environment."""
 
 
-def tcp_beside_rdma(
-    label: str, commands: Iterable[Command], hosts: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> Finding | None:
-    """A warning where a connector's engines are told to use TCP on hosts with an active RDMA port.
+def transport_warnings(
+    label: str, commands: Sequence[Command], hosts: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> Iterator[Finding]:
+    """Warnings where a connector's engines are told to use what their hosts' NICs do badly.
 
     ``hosts``: RDMA devices by host; of this machine alone the name is empty.
     """
-    told = next(filter(None, (forced_tcp(argv, env) for argv, env in commands)), "")
-    active = [
-        f"{device['name']}{f' of {host}' if host else ''}"
+    active = {
+        f"{device['name']}{f' of {host}' if host else ''}": device
         for host, devices in hosts.items()
         for device in devices
         if any(port.get("state") == "ACTIVE" for port in device.get("ports") or ())
-    ]
+    }
+    found = tcp_beside_rdma(label, commands, list(active))
+    efa = [name for name, device in active.items() if device.get("driver") == "efa"]
+    if found is not None:
+        yield found
+    elif efa and any(_over_ucx(argv) for argv, _ in commands):
+        yield Finding(
+            "ucx_over_efa",
+            "warning",
+            f"{label} moves its KV with UCX over EFA devices ({_shown(efa)}), where UCX emulates reads and "
+            "writes in software or takes TCP",
+            "choose libfabric in the connector's options: backends: [LIBFABRIC]",
+            {"efa": efa},
+        )
+
+
+def _over_ucx(argv: Sequence[str]) -> bool:
+    """Whether a command configures NIXL with UCX alone."""
+    return any("Nixl" in word and "UCX" in word and "LIBFABRIC" not in word for word in argv)
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def tcp_beside_rdma(label: str, commands: Iterable[Command], active: Sequence[str]) -> Finding | None:
+    """A warning where a connector's engines are told to use TCP beside these active RDMA devices."""
+    told = next(filter(None, (forced_tcp(argv, env) for argv, env in commands)), "")
     if not told or not active:
         return None
-    shown = ", ".join(active[:8]) + (f" and {len(active) - 8} more" if len(active) > 8 else "")
     return Finding(
         "tcp_beside_rdma",
         "warning",
-        f"{label} is told to move its KV over TCP ({told}), beside active RDMA devices ({shown})",
+        f"{label} is told to move its KV over TCP ({told}), beside active RDMA devices ({_shown(active)})",
         "leave protocol or ucx_tls out, or ask for RDMA, unless TCP is what you want to measure",
-        {"told": told, "rdma": active},
+        {"told": told, "rdma": list(active)},
     )
 
 

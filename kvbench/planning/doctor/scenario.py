@@ -28,7 +28,7 @@ from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.obstacles import places, scheduler_problem
 from kvbench.planning.overrides import CliOptions, resolve, served_model
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import instances, tcp_findings, unusable
+from kvbench.planning.process_specs import instances, transport_findings, unusable
 
 GIB: Final = 2**30
 _WEIGHTS_INDEX: Final = "model.safetensors.index.json"
@@ -187,7 +187,7 @@ def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] |
 def transport_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]) -> Iterator[Check]:
     """Is a connector told to use TCP beside RDMA that would work? ``listed``: RDMA devices as found here."""
     if scenario.deployment.launcher == "local":
-        for each in tcp_findings(scenario, plan, {"": listed}):
+        for each in transport_findings(scenario, plan, {"": listed}):
             yield Check("transport", "warn", each.message, each.advice)
 
 

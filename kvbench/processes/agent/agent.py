@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.plan.processes import ProcessSpec, nic_env
 from kvbench.errors import KvbenchError, LaunchError
 from kvbench.launchers.agents.channel import BEAT_S, LOST_S, Lines, decode, error_frame
 from kvbench.launchers.local import LocalLauncher
@@ -202,6 +202,11 @@ class Agent:
     def _open(self, asked: Frame) -> dict[str, Any]:
         """Set the working folder and environment. Must be the first request, once."""
         self._pool.submit(importlib.import_module, "kvbench.hosts.telemetry")  # while engines get ready
+        nics = [str(name) for name in asked.get("nics", ())]
+        if nics:
+            from kvbench.hosts.nics.choice import are_rdma
+
+            os.environ.update(nic_env(nics, rdma=are_rdma(nics)))
         os.environ.update({str(name): str(value) for name, value in dict(asked.get("env", {})).items()})
         # A shell started by ssh does not have this Python's environment.
         os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))

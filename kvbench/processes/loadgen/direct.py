@@ -8,13 +8,14 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from pydantic import ValidationError
 
 from kvbench import connectors
-from kvbench.connectors.base import Connector, PrefillPeer
-from kvbench.core.plan.dispatch import AroundPrompt, BackendSpec, engine_id_in, prompt_key, server_of_session
+from kvbench.connectors.base import Connector, PrefillPeer, peer_at
+from kvbench.core.plan.dispatch import AroundPrompt, BackendSpec, engine_ids_in, prompt_key, server_of_session
 from kvbench.core.records import RequestRecord, abort_text
 from kvbench.errors import InputError, ServerError
 from kvbench.processes.common.entry import parse_spec
@@ -40,24 +41,18 @@ MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
 
 
 class DirectBackend:
-    """P or D. ``engine_id`` is known after the bootstrap query."""
+    """P or D. ``engine_ids`` of its ranks are known after the bootstrap query."""
 
     def __init__(self, role: str, spec: BackendSpec, loop: SocketLoop) -> None:
         self.name = f"{role} {spec.url}"
         self.spec = spec
         self.server = ServerAddress(spec.url)
         self.pool = ConnectionPool(self.server, loop)
-        self.engine_id = spec.engine_id
-
-    def peer(self) -> PrefillPeer:
-        spec = self.spec
-        return PrefillPeer(
-            spec.url, spec.bootstrap_url, self.engine_id, spec.side_address, spec.tensor_parallel_size
-        )
+        self.engine_ids = tuple(spec.engine_ids)
 
 
-def query_engine_id(backend: DirectBackend, timeout_s: float) -> str:
-    """Return the engine id from a prefill server's bootstrap address. Raises ServerError on timeout."""
+def query_engine_ids(backend: DirectBackend, timeout_s: float) -> tuple[str, ...]:
+    """Return the engine ids that a prefill server's bootstrap address names. Raises ServerError on timeout."""
     import httpx  # this import takes 0.1 s
 
     from kvbench.hosts import web
@@ -69,13 +64,14 @@ def query_engine_id(backend: DirectBackend, timeout_s: float) -> str:
         try:
             with web.client(timeout_s=BOOTSTRAP_ANSWER_S) as client:
                 answer = client.get(url)
-            engine_id = engine_id_in(answer.content) if answer.status_code == 200 else ""
-            lacking = "the answer carries no engine_id"
+            least = backend.spec.data_parallel_size
+            engine_ids = engine_ids_in(answer.content, least) if answer.status_code == 200 else ()
+            lacking = "the answer carries no engine_id, or not that of every rank"
             problem = lacking if answer.status_code == 200 else f"status {answer.status_code}"
         except httpx.HTTPError as error:
-            engine_id, problem = "", str(error) or type(error).__name__
-        if engine_id:
-            return engine_id
+            engine_ids, problem = (), str(error) or type(error).__name__
+        if engine_ids:
+            return engine_ids
         if time.monotonic() > deadline:
             raise ServerError(
                 f"{backend.name}: its bootstrap address {backend.spec.bootstrap_url} reported no engine id"
@@ -118,6 +114,8 @@ class DirectHandoff:
     prompt: bytes
     request_id: str
     """The id that P and D get."""
+    peer: PrefillPeer | None = None
+    """The rank of P that computes the prompt."""
     decode_parts: tuple[bytes, ...] = ()
 
 
@@ -156,7 +154,7 @@ class DirectDispatch:
             pool.server.resolve()
         if self.connector.needs_bootstrap:
             for backend in self._prefills:
-                backend.engine_id = query_engine_id(backend, self._direct.bootstrap_timeout_s)
+                backend.engine_ids = query_engine_ids(backend, self._direct.bootstrap_timeout_s)
 
     def prepare(self, plan: Iterable[PlannedRequest]) -> None:
         """Make each request's bytes as far as they are known beforehand."""
@@ -171,13 +169,14 @@ class DirectDispatch:
             d = self._choose(request, self._decodes)
             p = self._choose(request, self._prefills) if self._prefills else None
             peer_id = request.request_id
-            if p is not None:
-                peer_id = self.connector.backend_request_id(peer_id, p.peer(), d.spec.side_address)
+            peer = self._peer(request, p) if p is not None else None
+            if peer is not None:
+                peer_id = self.connector.backend_request_id(peer_id, peer, d.spec.side_address)
             headers = request_headers(self._spec, peer_id, request.session_id)
-            handoff = DirectHandoff(p, d, around, headers, request.prompt, request.request_id)
-            if p is not None:
-                body = self.connector.prefill_request(around.fields, request.request_id, p.peer())
-                request.parts = self._parts(p, handoff, body)
+            handoff = DirectHandoff(p, d, around, headers, request.prompt, request.request_id, peer)
+            if p is not None and peer is not None:
+                body = self.connector.prefill_request(around.fields, request.request_id, peer)
+                request.parts = self._parts(p, handoff, body, peer.headers)
             if p is None or self.connector.dispatch == "concurrent":
                 handoff.decode_parts = self.decode_parts(handoff, request.request_id, None)
             self._handoffs[id(request)] = handoff
@@ -189,21 +188,36 @@ class DirectDispatch:
         # Round robin by index in the plan, so that all workers together act as one.
         return backends[request.index % len(backends)]
 
+    def _peer(self, request: PlannedRequest, backend: DirectBackend) -> PrefillPeer:
+        """The rank of a prefill server that takes a request: all pairs of server and rank in turn."""
+        turn = request.index // len(self._prefills)
+        if request.session_id and self._direct.routing == "session":
+            turn = server_of_session(request.session_id, max(1, len(backend.engine_ids)))
+        return peer_at(backend.spec, backend.engine_ids, turn)
+
     def decode_parts(
         self, handoff: DirectHandoff, request_id: str, answer: Mapping[str, Any] | None
     ) -> tuple[bytes, ...]:
         """Return D's request, which may depend on P's answer."""
         fields = handoff.around.fields
-        if handoff.prefill is not None:
-            fields = self.connector.decode_request(fields, answer, request_id, handoff.prefill.peer())
+        if handoff.peer is not None:
+            fields = self.connector.decode_request(fields, answer, request_id, handoff.peer)
         return self._parts(handoff.decode, handoff, fields)
 
     def _parts(
-        self, backend: DirectBackend, handoff: DirectHandoff, fields: Mapping[str, Any]
+        self,
+        backend: DirectBackend,
+        handoff: DirectHandoff,
+        fields: Mapping[str, Any],
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[bytes, ...]:
         before, after = handoff.around.encode(fields)
         length = len(before) + len(handoff.prompt) + len(after)
-        return backend.server.head(self._spec.path, handoff.headers, length) + before, handoff.prompt, after
+        return (
+            backend.server.head(self._spec.path, {**handoff.headers, **headers}, length) + before,
+            handoff.prompt,
+            after,
+        )
 
     def begin(self, run: InFlightRun, request: PlannedRequest, scheduled_s: float) -> InFlightRequest:
         """Begin a due request; make its bytes if they depend on earlier answers."""

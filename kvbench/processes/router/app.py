@@ -11,7 +11,8 @@ import uuid
 from collections.abc import Awaitable, Iterator
 from typing import Any, Final
 
-from kvbench.core.plan.dispatch import engine_id_in
+from kvbench.connectors.base import PrefillPeer
+from kvbench.core.plan.dispatch import engine_ids_in
 from kvbench.core.records import TIMING_REQUEST_HEADER
 from kvbench.errors import InputError, ServerError
 from kvbench.processes.common.spans import Span, SpanLog
@@ -66,7 +67,7 @@ class RoutedRequest:
         self._timing = Timing(received=self._began, asked=request.headers.get(TIMING_REQUEST_HEADER) == "1")
         self._over = False
         self._body: ClientBody | None = None
-        self._p: RouterBackend | None = None
+        self._p: PrefillPeer | None = None
         self._prefill: BackendRequest | None = None
         self._decode: Splice | None = None
         self._lying: asyncio.Task[None] | None = None
@@ -122,18 +123,19 @@ class RoutedRequest:
             self._failed(error)
 
     def _send(self, p: RouterBackend | None) -> None:
-        self._p = p
         dispatch = self._dispatch
+        if p is not None:
+            self._p = p.next_peer(dispatch.session_of(self._request))
         d = dispatch.decode_for(self._request)
         if dispatch.liar is not None:
             d = dispatch.liar.decode_of(d, dispatch.decodes)
         self._decode = Splice(
             d, self, self._response, {"x-request-id": self._timing.request_id}, self._timing
         )
-        if p is None:
+        if p is None or self._p is None:
             self._send_decode(None)
             return
-        fields = self._dispatch.connector.prefill_request(self._fields, self._timing.request_id, p.peer())
+        fields = self._dispatch.connector.prefill_request(self._fields, self._timing.request_id, self._p)
         self._prefill = PrefillRequest(p, self, self._timing)
         self._prefill.start(self._bytes_for(p, fields))
         if self._dispatch.connector.dispatch == "concurrent" and not self._over:
@@ -150,7 +152,7 @@ class RoutedRequest:
         fields = None
         if p is not None:
             connector = self._dispatch.connector
-            fields = connector.decode_request(self._fields, answer, self._timing.request_id, p.peer())
+            fields = connector.decode_request(self._fields, answer, self._timing.request_id, p)
         decode.start(self._bytes_for(decode.backend, fields))
 
     def _bytes_for(self, backend: RouterBackend, fields: dict[str, Any] | None) -> bytes:
@@ -158,12 +160,15 @@ class RoutedRequest:
         request, peer_id, p = self._request, self._timing.request_id, self._p
         if p is not None:
             side_address = self._decode.backend.side_address
-            peer_id = self._dispatch.connector.backend_request_id(peer_id, p.peer(), side_address)
+            peer_id = self._dispatch.connector.backend_request_id(peer_id, p, side_address)
         body = request.body
         if fields is not None:
             assert self._body is not None
             body = self._body.encode(fields)
-        return backend.request(request.path, forwarded_headers(request), peer_id, body)
+        headers = forwarded_headers(request)
+        if p is not None and backend is not self._decode.backend:
+            headers |= p.headers
+        return backend.request(request.path, headers, peer_id, body)
 
     # events
 
@@ -358,10 +363,10 @@ async def _ask_engine_id(backend: RouterBackend, timeout_s: float) -> None:
             answer = await _ask(pool, "GET", "/query")
             problem = answer if isinstance(answer, str) else f"status {answer.status}"
             if isinstance(answer, Reply) and answer.status == 200:
-                backend.engine_id = engine_id_in(answer.body)
-                if backend.engine_id:
+                backend.engine_ids = engine_ids_in(answer.body, backend.spec.data_parallel_size)
+                if backend.engine_ids:
                     return
-                problem = "the answer carries no engine_id"
+                problem = "the answer carries no engine_id, or not that of every rank"
             if time.monotonic() > deadline:
                 raise ServerError(
                     f"{backend.name}: its bootstrap address {backend.bootstrap_url} reported no engine id"

@@ -140,7 +140,7 @@ class Liar:
         self, request: ReceivedRequest, body: ClientBody, request_id: str, p: RouterBackend
     ) -> None:
         """Send a request to P and discard its answer, as after a timeout."""
-        fields = self._connector.prefill_request(body.fields, request_id, p.peer())
+        fields = self._connector.prefill_request(body.fields, request_id, p.next_peer())
         headers = {"content-type": CONTENT_TYPE, "x-request-id": request_id}
         data = p.pool.request("POST", request.path, headers, body.encode(fields))
         try:
@@ -233,10 +233,14 @@ class Dispatch:
         """Return the D of a request, or its aggregated engine."""
         return self._choose(request, self.decodes, self._next_decode)
 
+    def session_of(self, request: ReceivedRequest) -> str | None:
+        """The session whose requests go to the same engines; None: they go in turn."""
+        return request.headers.get(SESSION_HEADER) if self._by_session else None
+
     def _choose(
         self, request: ReceivedRequest, backends: list[RouterBackend], in_turn: Iterator[RouterBackend]
     ) -> RouterBackend:
-        session = request.headers.get(SESSION_HEADER) if self._by_session else None
+        session = self.session_of(request)
         return backends[server_of_session(session, len(backends))] if session else next(in_turn)
 
     async def close(self) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvbench import connectors
-from kvbench.connectors.base import Connector, PrefillPeer
-from kvbench.core.plan.dispatch import BackendSpec
+from kvbench.connectors.base import Connector, PrefillPeer, peer_at
+from kvbench.core.plan.dispatch import BackendSpec, server_of_session
 from kvbench.errors import InputError
 from kvbench.processes.common.entry import parse_spec
 from kvbench.processes.http1 import Pool, Splicing
@@ -58,23 +58,24 @@ class RouterSpec:
         ]
         if not found and (role == "decode" or connector.disaggregated):
             raise InputError(f"the spec: connector {connector.name!r} needs at least one {role} server")
-        if role == "prefill" and connector.needs_engine_id and not all(b.engine_id for b in found):
-            raise InputError(f"the spec: connector {connector.name!r} needs an engine_id for each prefill")
+        if role == "prefill" and connector.needs_engine_id and not all(b.engine_ids for b in found):
+            raise InputError(f"the spec: connector {connector.name!r} needs engine_ids for each prefill")
         if role == "prefill" and connector.needs_bootstrap and not all(b.bootstrap_url for b in found):
             raise InputError(f"the spec: connector {connector.name!r} needs a bootstrap_url for each prefill")
         return found
 
 
 class RouterBackend:
-    """A server with its connections. ``engine_id`` is known after the bootstrap query."""
+    """A server with its connections. ``engine_ids`` of its ranks are known after the bootstrap query."""
 
     def __init__(self, role: str, spec: BackendSpec, splicing: Splicing | None = None) -> None:
         self.role = role
         self.url = spec.url
         self.bootstrap_url = spec.bootstrap_url
         self.side_address = spec.side_address
-        self.engine_id = spec.engine_id
-        self._ranks = spec.tensor_parallel_size
+        self.engine_ids = tuple(spec.engine_ids)
+        self.spec = spec
+        self._turn = 0
         self.pool = Pool(spec.url, splicing=splicing)
         self._begun: dict[str, bytes] = {}
 
@@ -93,5 +94,9 @@ class RouterBackend:
         name = request_id.encode("latin-1", "replace")
         return b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n%b" % (begun, name, len(body), body)
 
-    def peer(self) -> PrefillPeer:
-        return PrefillPeer(self.url, self.bootstrap_url, self.engine_id, self.side_address, self._ranks)
+    def next_peer(self, session: str | None = None) -> PrefillPeer:
+        """The rank that takes the next request; of a session always the same."""
+        if session and len(self.engine_ids) > 1:
+            return peer_at(self.spec, self.engine_ids, server_of_session(session, len(self.engine_ids)))
+        self._turn += 1
+        return peer_at(self.spec, self.engine_ids, self._turn - 1)

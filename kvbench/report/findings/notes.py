@@ -8,7 +8,7 @@ from typing import Any, Final
 from kvbench import engines
 from kvbench.core.canaries.answer_kinds import found_in_any, percent_text, wrong_share_bound
 from kvbench.core.canaries.tally import Tally
-from kvbench.core.findings.setups import tcp_beside_rdma, unequal_ranks
+from kvbench.core.findings.setups import transport_warnings, unequal_ranks
 from kvbench.core.gates.gates import CORRUPT
 from kvbench.core.metrics.limit import LIMIT_WORDS
 from kvbench.core.records import Cell
@@ -178,7 +178,7 @@ def _skipped(run: RunFolder) -> Iterable[Note]:
 
 
 def _over_tcp(run: RunFolder) -> Iterable[Note]:
-    """Connectors of a real engine that were told to use TCP on hosts with RDMA."""
+    """Connectors of a real engine that were told to use what their hosts' NICs do badly."""
     deployment = (run.plan.get("scenario") or {}).get("deployment") or {}
     name = deployment.get("engine", "")
     if name not in engines.names() or not engines.options_model(name).chooses_transport:
@@ -189,7 +189,7 @@ def _over_tcp(run: RunFolder) -> Iterable[Note]:
     for label, processes in (run.plan.get("processes") or {}).items():
         specs = [spec for process, spec in processes.items() if process != "router"]
         commands = [(spec.get("argv") or (), {**inherited, **(spec.get("env") or {})}) for spec in specs]
-        if found := tcp_beside_rdma(label, commands, devices):
+        for found in transport_warnings(label, commands, devices):
             yield Note(found.message, found.advice)
 
 
