@@ -9,13 +9,13 @@ from typing import Any, Final
 
 from kvbench.connectors.base import Connector
 from kvbench.core.calibration.profile_file import ProfileFile
-from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.gates.evidence import ClientFigures
 from kvbench.core.load.traces import BLOCK_TOKENS, TracedRequest, shares_prefixes
 from kvbench.core.metrics.ttft_breakdown import Phases, hand_off_parts, ttft_breakdown
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.core.sessions.session_load import PromptHashes
 from kvbench.core.sessions.session_source import SessionSource
 from kvbench.core.simulation.data import Outcome, SimulatedLoad, System, Tick
@@ -29,7 +29,7 @@ from kvbench.planning.process_specs import profile_of
 from kvbench.results.provenance import SIMULATED
 from kvbench.results.run import RunFolder
 from kvbench.results.store import RunStore
-from kvbench.sweep.bench import Alone
+from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.calibration import Surroundings, surroundings
 from kvbench.sweep.trial.evidence import router_times
 from kvbench.sweep.trial.judging import Seen, Trials
@@ -172,10 +172,8 @@ def alone_s(system: System, cell: Cell) -> float:
     return simulate(system, one).records[0].e2el_s or 0.0
 
 
-class SimulatedSite:
+class SimulatedSite(Site):
     """One deployment on virtual time, and its trials."""
-
-    has_direct = False
 
     def __init__(
         self,
@@ -188,26 +186,17 @@ class SimulatedSite:
         self.system = system_of(scenario, deployment)
         self._trials = Trials(scenario, store, trace, source)
         self._deployment = deployment
-        self.trace_rate, self.requests = self._trials.trace_rate, self._trials.requests
 
-    def prepare(self) -> None:
-        """Nothing is started."""
+    @property
+    def trace_rate(self) -> float:
+        return self._trials.trace_rate
 
-    def close(self) -> None:
-        """Nothing was."""
+    def requests(self, record: TrialRecord) -> TrialRequests | None:
+        return self._trials.requests(record)
 
     def alone(self, cell: Cell) -> Alone:
         """End-to-end latency of one request alone. Raises InputError if it never fits."""
         return Alone(alone_s(self.system, cell))
-
-    def outputs(self, input_len: int) -> None:
-        """There are none."""
-
-    def watch_answers(self, cell: Cell, known: CanaryPool | None) -> None:
-        """Nobody answers with text."""
-
-    def last_canaries(self, cell: Cell) -> tuple[None, None]:
-        return None, None
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Simulate the load, judge it, store it. Raises InputError for a request that never fits."""

@@ -145,10 +145,7 @@ def carry_out(
     The last line is the next useful command. Arguments as those of ``run_and_report``.
     """
     results = run_and_report(store, cells, console, lambda display: sweep_of(display).run(), left, planned)
-    words = (
-        resume_words(store.manifest["kind"], store.path) if store.manifest.get("asked") is not None else ""
-    )
-    console.print(next_step(load_run(store.path), words), markup=False, soft_wrap=True)
+    console.print(next_step(load_run(store.path), _how_to_resume(store)), markup=False, soft_wrap=True)
     return exit_code(results)
 
 

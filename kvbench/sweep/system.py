@@ -18,11 +18,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, trial_seed
 from kvbench.core.records import Cell, RequestError, RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.core.simulation.data import SimulatedLoad
 from kvbench.core.simulation.deployment import TICK_S
 from kvbench.errors import ServerError
@@ -293,10 +293,8 @@ class AskedSystem:
         return ""
 
 
-class SystemSite:
+class SystemSite(Site):
     """A system that answers, and its trials."""
-
-    has_direct = False
 
     def __init__(
         self, scenario: Scenario, system: AskedSystem, store: RunStore, trace: Sequence[TracedRequest] = ()
@@ -304,29 +302,20 @@ class SystemSite:
         self._scenario = scenario
         self._system = system
         self._trials = Trials(scenario, store, trace)
-        self.trace_rate, self.requests = self._trials.trace_rate, self._trials.requests
         self._idle = Idleness(scenario, system, clock=system.clock)
 
-    def prepare(self) -> None:
-        """It runs already."""
+    @property
+    def trace_rate(self) -> float:
+        return self._trials.trace_rate
 
-    def close(self) -> None:
-        """The bench ends it."""
+    def requests(self, record: TrialRecord) -> TrialRequests | None:
+        return self._trials.requests(record)
 
     def alone(self, cell: Cell) -> Alone:
         """By the requests that a server is asked for its greedy outputs. Raises KvbenchError."""
         prompts = check_prompts(self._scenario.seed, cell.input_len, self._scenario.model.vocab_size)
         clock = self._system.clock
         return Alone(greedy_outputs(self._system.complete, prompts, cell.output_len, clock).latency_s)
-
-    def outputs(self, input_len: int) -> None:
-        """There are none."""
-
-    def watch_answers(self, cell: Cell, known: CanaryPool | None) -> None:
-        """Nobody answers with text."""
-
-    def last_canaries(self, cell: Cell) -> tuple[None, None]:
-        return None, None
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Offers a load to the idle system, as a measured trial does; one that does not get idle is void."""
