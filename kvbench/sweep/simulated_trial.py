@@ -32,7 +32,7 @@ from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.calibration import Surroundings, surroundings
 from kvbench.sweep.trial.evidence import router_times
-from kvbench.sweep.trial.judging import Seen, Trials
+from kvbench.sweep.trial.judging import SiteReadings, Trials
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadResult, Progress, Settled
 
@@ -217,7 +217,7 @@ class SimulatedSite(Site):
         hashes = [prompt_hashes(each, self.system.config.block_tokens) for each in requests]
         return replace(load, hashes=hashes)
 
-    def _seen(self, trial: PlannedTrial, outcome: Outcome) -> Seen:
+    def _seen(self, trial: PlannedTrial, outcome: Outcome) -> SiteReadings:
         """Host, router and transport are no part of a model, so they stay unknown."""
         system, config = self.system, self.system.config
         blocks = self._trials.scenario.model.shape.blocks(trial.plan.cell.input_len, config.block_tokens)
@@ -228,7 +228,7 @@ class SimulatedSite(Site):
             "kv_bytes_per_request": blocks * system.block_bytes if moves else None,
         }
         pool = config.num_blocks * config.block_tokens * (system.prefill or system.decode)
-        return Seen(evidence, self._columns(outcome), pool)
+        return SiteReadings(evidence, self._columns(outcome), pool)
 
     def _columns(self, outcome: Outcome) -> dict[str, Any]:
         """What stands in a trial's record beside its summary; names and meanings as for a measured trial."""

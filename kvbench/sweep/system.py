@@ -34,7 +34,7 @@ from kvbench.sweep.deployed import scratch_prefix
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
 from kvbench.sweep.simulator_process import SimulatorProcess, SystemAnswer, read_answer
 from kvbench.sweep.trial.idle import Idleness
-from kvbench.sweep.trial.judging import Seen, Trials
+from kvbench.sweep.trial.judging import SiteReadings, Trials
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadResult, Progress, Settled
 from kvbench.sweep.trial.output_check import check_prompts, greedy_outputs
@@ -326,7 +326,7 @@ class SystemSite(Site):
         trial = self._trials.begin_trial(plan)
         load = self._offer(trial)
         self._idle.drain(load)
-        return self._trials.end_trial(trial, load, Seen({"client": IDLE_CLIENT}, columns))
+        return self._trials.end_trial(trial, load, SiteReadings({"client": IDLE_CLIENT}, columns))
 
     def _offer(self, trial: PlannedTrial) -> LoadResult:
         scenario, load = self._scenario, simulated_load(self._scenario, trial)

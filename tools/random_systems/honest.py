@@ -25,7 +25,7 @@ from kvbench.planning.plan import plan_of
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
 from kvbench.sweep.simulator_process import read_answer
 from kvbench.sweep.system import Replay
-from kvbench.sweep.trial.judging import Seen, judge
+from kvbench.sweep.trial.judging import SiteReadings, judge
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.trial.trial import stop_grace_s
@@ -89,7 +89,7 @@ def honest_trial(system: System, load: float, number: int) -> HonestTrial:
     replayed = Replay(asked, answer, stop_grace_s(scenario)).run(trial.watch.progressed)
     records = as_streamed(system, replayed.load.records, number)
     result = LoadResult(records, replayed.load.reason, replayed.load.duration_s)
-    record = judge(scenario, trial, result, Seen({"client": IDLE_CLIENT}))
+    record = judge(scenario, trial, result, SiteReadings({"client": IDLE_CLIENT}))
     loud = [each for each in record.findings if each.level != "note"]
     return HonestTrial(
         system,

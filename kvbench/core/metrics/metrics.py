@@ -382,9 +382,6 @@ def _output_inside(record: RequestRecord, window: Window) -> float:
     return count + (record.output_len - 1) * max(0.0, shared) / length
 
 
-# -- whether requests keep an SLO: one by one, and all of a trial's together ----------------------------
-
-
 @dataclass(frozen=True)
 class CriterionResult:
     """One criterion of the SLO over the judged requests. ``value`` of a share is in 0…1, of a mean in ms.

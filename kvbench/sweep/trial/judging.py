@@ -36,7 +36,7 @@ _OF_A_TIER = ("slo_attainment", "attainment_lower", "attainment_upper", "request
 
 
 @dataclass(frozen=True)
-class Seen:
+class SiteReadings:
     """What a site saw of a trial besides its load. ``evidence``: fields of ``Evidence``. ``columns``: of the
     record. ``cache_tokens``: size of the KV caches that prompts are looked up in, if known.
     ``found_tokens``: prompt tokens found there, where the requests' records lack them.
@@ -65,7 +65,7 @@ class Trials:
     def begin_trial(self, plan: TrialPlan) -> PlannedTrial:
         return PlannedTrial.of(self.scenario, plan, self.trace, self.source, self._labels)
 
-    def end_trial(self, trial: PlannedTrial, load: LoadResult, seen: Seen) -> TrialRecord:
+    def end_trial(self, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> TrialRecord:
         """Judge a trial and store it."""
         return self._stored(judge(self.scenario, trial, load, seen), load)
 
@@ -94,7 +94,7 @@ class Trials:
         return list(self.store.manifest.get("labels", ()))
 
 
-def judge(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: Seen) -> TrialRecord:
+def judge(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> TrialRecord:
     """Return the record of a trial: the verdict of gates and live rule together, its figures and findings."""
     evidence, watch, flood = evidence_of(scenario, trial, load, seen), trial.watch, trial.offered.flood
     verdict, reason, findings = _verdict(scenario, trial, evidence, load, watch.main_decision)
@@ -126,7 +126,7 @@ def judge(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: Seen)
     return record
 
 
-def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: Seen) -> Evidence:
+def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> Evidence:
     """What the gates look at: the load with its figures over the steady part, and what the site saw."""
     method, decision = trial.plan.method, trial.watch.main_decision
     window = judged_window(method, load.records) or _steady_part(decision) or _filled_part(trial)
@@ -186,7 +186,9 @@ def _expected_reuse(requests: Sequence[TracedRequest], load: LoadResult) -> dict
     return {"expected_hit_rate": sum(expected_hits(sent)) / prompts}
 
 
-def _session_columns(trial: PlannedTrial, load: LoadResult, window: Window, seen: Seen) -> dict[str, Any]:
+def _session_columns(
+    trial: PlannedTrial, load: LoadResult, window: Window, seen: SiteReadings
+) -> dict[str, Any]:
     """Sessions per second and at once, TTFT by turn, reuse offered and achieved; nothing of other loads."""
     offered = trial.offered
     if offered.sessions is None or offered.turns is None:

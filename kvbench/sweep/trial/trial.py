@@ -19,7 +19,7 @@ from kvbench.planning.load_files import write_requests, write_session_load
 from kvbench.results.store import RunStore
 from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.idle import Idleness
-from kvbench.sweep.trial.judging import Seen, Trials
+from kvbench.sweep.trial.judging import SiteReadings, Trials
 from kvbench.sweep.trial.load_plan import LoadMode, Offered, PlannedTrial, TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult, Progress, Spare
 from kvbench.sweep.trial.readings import (
@@ -98,7 +98,7 @@ class TrialRunner:
 
     def _seen(
         self, trial: PlannedTrial, load: LoadResult, readings: Readings, undrained: Finding | None
-    ) -> Seen:
+    ) -> SiteReadings:
         canaries = self._judged_canaries(trial.plan, load)
         columns = {
             **readings.columns(load),
@@ -110,7 +110,7 @@ class TrialRunner:
         role = readings.engines.get("prefill") or readings.engines.get("aggregated") or EngineFigures()
         pool = None if role.cache_tokens is None else int(role.cache_tokens)
         evidence = self._evidence(trial, load, readings, undrained)
-        return Seen({**evidence, "canaries": canaries}, columns, pool, role.prefix_hits)
+        return SiteReadings({**evidence, "canaries": canaries}, columns, pool, role.prefix_hits)
 
     def _judged_canaries(self, plan: TrialPlan, load: LoadResult) -> CanaryResult | None:
         """Asks for some more where requests have failed or were cancelled, and judges all of the trial."""

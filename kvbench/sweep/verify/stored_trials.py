@@ -38,7 +38,7 @@ from kvbench.results.checksums import Damage
 from kvbench.results.parquet import TRANSFERS
 from kvbench.results.provenance import slo_of
 from kvbench.results.run import MANIFEST, TRIALS, RunFolder
-from kvbench.sweep.trial.judging import Seen, judge, stored_offer
+from kvbench.sweep.trial.judging import SiteReadings, judge, stored_offer
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, TrialWatch, planned
 from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.verify.cross_checks import ABSENT, SAME, as_read, json_differences
@@ -159,7 +159,9 @@ class StoredTrial:
             "reuse_expected": self._prompts_share_beginnings,
             "canaries": self._judged_canaries(),
         }
-        return judge(self.scenario, PlannedTrial(plan, (), offered, watch, record), load, Seen(evidence))
+        return judge(
+            self.scenario, PlannedTrial(plan, (), offered, watch, record), load, SiteReadings(evidence)
+        )
 
     @property
     def _prompts_share_beginnings(self) -> bool:
