@@ -44,7 +44,7 @@ class StoredSite(Site):
 
     trials: Mapping[str, TrialRecord]
     known_alone: Alone
-    trace_rate: float
+    trace_rate: float = 0.0
     has_direct: bool = True
     canaries: CanaryPool | None = None
     """The right answers that its own were compared with."""
