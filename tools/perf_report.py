@@ -20,8 +20,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kvbench.core.metrics.metrics import Slo, summarise
+from kvbench.core.metrics.metrics import summarise
 from kvbench.core.records import Cell, RequestRecord, TrialRecord
+from kvbench.core.slo import Slo
 from kvbench.results.store import CellResult, RunInfo, RunStore
 from tools.bench import MB, arguments, table, workplace
 

@@ -23,7 +23,7 @@ from typing import Final, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from kvbench.core.metrics.criteria import missed_text
+from kvbench.core.metrics.metrics import missed_text
 from kvbench.core.plan.plan import Plan
 from kvbench.core.plan.prospect import Prospect, prospect_of, seen_of
 from kvbench.core.records import MAIN_METHODS, Cell, TrialRecord

@@ -85,11 +85,7 @@ def command(
     _require_kind(run, kind)
     if cli != CliOptions():
         _require_agreement(run, cli)
-    if is_complete(run):
-        console.print(f"{path} is complete: nothing is left to do", markup=False)
-        from kvbench.report.report import tell_program
-
-        tell_program([run], console)
+    if nothing_left(run, console):
         return EXIT_OK
     resumed = reopen(path, force=force)
     for difference in resumed.store.manifest["sessions"][-1]["differs"]:
@@ -118,6 +114,17 @@ def is_complete(run: RunFolder) -> bool:
     """Whether nothing is left to do: it came to its end, and no cell failed."""
     failed = any(result.status == "failed" for result in [*run.cells, *run.other_cells])
     return run.manifest.get("status") == "complete" and not failed
+
+
+def nothing_left(run: RunFolder, console: Console) -> bool:
+    """Whether a run is complete; if so, that is said and its report printed."""
+    if is_complete(run):
+        console.print(f"{run.path} is complete: nothing is left to do", markup=False)
+        from kvbench.report.report import tell_program
+
+        tell_program([run], console)
+        return True
+    return False
 
 
 def reopen(path: Path, *, force: bool = False) -> Resumed:

@@ -22,7 +22,15 @@ from kvbench.core.plan.prospect import prospect_text
 from kvbench.core.records import HELD_METHODS, Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.units import estimate_text
-from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError, StoreError
+from kvbench.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_SLO_NOT_MET,
+    InputError,
+    KvbenchError,
+    Problem,
+    StoreError,
+)
 from kvbench.files import read_object
 from kvbench.launchers.agents.channel import HostLostError
 from kvbench.planning.gpu_dealing import require_gpus
@@ -163,9 +171,36 @@ def carry_out(
 ) -> int:
     """Run a sweep to its end, write its report, print its table; returns the exit code.
 
-    ``cells``: how many are left to measure; ``left`` and ``planned``: as ``Display`` takes them. ``verbose``:
-    trials, gates and caveats are printed, too. The last line is the next useful command; of a run that ends
-    too soon that is how to go on with it.
+    The last line is the next useful command. Arguments as those of ``run_and_report``.
+    """
+    results = run_and_report(
+        store,
+        cells,
+        console,
+        lambda display: sweep_of(display).run(),
+        left=left,
+        planned=planned,
+        verbose=verbose,
+    )
+    print_text(console, next_step(load_run(store.path), _how_to_resume(store)))
+    return exit_code(results)
+
+
+def run_and_report(
+    store: RunStore,
+    cells: int,
+    console: Console,
+    work: Callable[[Display], Sequence[CellResult]],
+    *,
+    left: TimeLeft | None = None,
+    planned: str = "",
+    verbose: bool = False,
+) -> Sequence[CellResult]:
+    """Run to the end, write the report, print its table. However it ends, the folder is readable and the
+    last line says how to resume it.
+
+    ``cells``: number of cells left to measure; ``left`` and ``planned``: as ``Display`` takes them.
+    ``verbose``: trials, gates and caveats are printed, too.
     """
     from kvbench.report import report
     from kvbench.report.sections.requests import subject_lines
@@ -174,27 +209,31 @@ def carry_out(
         print_text(console, line)
     if not console.is_terminal:
         print_text(console, f"run folder: {store.path}")
-    manifest = store.manifest
-    brief = not verbose and manifest["kind"] != "bench"
-    words = resume_words(manifest["kind"], store.path) if manifest.get("asked") is not None else ""
+    kind = store.manifest["kind"]
+    brief = not verbose and kind != "bench"
     try:
         with store, Display(console, store.path, cells, left, planned, verbose=verbose) as display:
-            results = sweep_of(display).run()
+            results = work(display)
     except BaseException as error:
         if isinstance(error, KvbenchError) and not store.resumed and store.remove_if_empty():
             raise
         # What ended the run is what is to be reported, not that its report cannot be written either.
         with suppress(KvbenchError, OSError):
             report.command([store.path], console, brief=brief)
-        if words:
+        if words := _how_to_resume(store):
             print_text(console, f"to go on with it: {words}")
         raise
-    if manifest["kind"] == "bench":
+    if kind == "bench":
         report.report_load(store.path, console)
     else:
         report.command([store.path], console, brief=brief)
-    print_text(console, next_step(load_run(store.path), words))
-    return exit_code(results)
+    return results
+
+
+def _how_to_resume(store: RunStore) -> str:
+    """The command that resumes a run; empty if none can."""
+    known = store.manifest.get("asked") is not None
+    return resume_words(store.manifest["kind"], store.path) if known else ""
 
 
 def resume_words(kind: str, path: Path) -> str:
@@ -257,6 +296,17 @@ def deployed_sweep(
     """The same over deployments that really run."""
     bench = DeployedBench(scenario, plan, store, watcher, trace, fixed)
     return searching_sweep(scenario, plan, store, watcher, bench, fixed)
+
+
+def skip_unusable(bench: Bench, planned: DeploymentPlan, store: RunStore, watcher: Watcher) -> Problem | None:
+    """Note that a deployment cannot be brought up here, and return why; None if it can."""
+    problem = bench.problem(planned)
+    if problem is not None:
+        store.skip_connector(planned.label, problem.reason, problem.fix)
+        watcher.note(f"{planned.label} is skipped: {problem.reason}")
+        if problem.fix:
+            watcher.note(f"  fix: {problem.fix}")
+    return problem
 
 
 class Sweep:
@@ -354,13 +404,9 @@ class Sweep:
         )
 
     def _skip(self, deployment: DeploymentPlan) -> bool:
-        problem = self._bench.problem(deployment)
+        problem = skip_unusable(self._bench, deployment, self._store, self._watcher)
         if problem is None:
             return False
-        self._store.skip_connector(deployment.label, problem.reason, problem.fix)
-        self._watcher.note(f"{deployment.label} is skipped: {problem.reason}")
-        if problem.fix:
-            self._watcher.note(f"  fix: {problem.fix}")
         for cell in self._plan.cells_of(deployment.label):
             self._finish(CellResult(cell, "skipped", reason=problem.reason, hint=problem.fix))
         return True

@@ -198,7 +198,7 @@ def supply_of(server: Server, *, proof: str = "reference", scored: bool = False)
 def offered(number: int) -> tuple[Offered, int]:
     scenario, _ = resolve(CliOptions("quickstart", EASY))
     plan = TrialPlan(CELL, number, 20.0, "bench", searched=False)
-    return planned(scenario, plan.wanted(scenario.seed)), plan.seed(scenario.seed)
+    return planned(scenario, plan), plan.seed(scenario.seed)
 
 
 def test_no_prompt_is_asked_twice_before_the_caches_are_emptied() -> None:

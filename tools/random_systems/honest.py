@@ -24,7 +24,7 @@ from kvbench.planning.plan import plan_of
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
 from kvbench.sweep.simulator_process import read_answer
 from kvbench.sweep.system import Replay
-from kvbench.sweep.trial.judging import evidence_of, judged
+from kvbench.sweep.trial.judging import SiteReadings, judge
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.trial.trial import stop_grace_s
@@ -89,14 +89,13 @@ def honest_trial(system: System, load: float, number: int) -> HonestTrial:
     replayed = Replay(asked, answer, stop_grace_s(scenario)).run(trial.watch.progressed)
     records = as_streamed(system, replayed.load.records, number)
     result = LoadResult(records, replayed.load.reason, replayed.load.duration_s)
-    evidence = replace(evidence_of(scenario, trial, result), client=IDLE_CLIENT)
-    judgement = judged(scenario, trial, result, evidence)
-    loud = [each for each in judgement.findings if each.level != "note"]
+    record = judge(scenario, trial, result, SiteReadings({"client": IDLE_CLIENT}))
+    loud = [each for each in record.findings if each.level != "note"]
     return HonestTrial(
         system,
         load,
         len(records),
-        judgement.verdict,
+        record.verdict,
         tuple(each for each in loud if each.gate not in STEADY_GATES),
         tuple(each for each in loud if each.gate in STEADY_GATES),
     )

@@ -21,7 +21,7 @@ from functools import lru_cache
 from statistics import NormalDist, median
 from typing import Any, Final, Literal, get_args
 
-from kvbench.core.metrics.criteria import met
+from kvbench.core.metrics.metrics import met
 from kvbench.core.records import UNENDED, RequestRecord
 from kvbench.core.slo import Slo
 

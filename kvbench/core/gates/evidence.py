@@ -11,11 +11,11 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 from kvbench.core.canaries.answer_kinds import CanaryResult
-from kvbench.core.metrics.criteria import judge_criteria
-from kvbench.core.metrics.metrics import Slo, Summary, ended_at, judged_records
+from kvbench.core.metrics.metrics import Summary, ended_at, judge_criteria, judged_records
 from kvbench.core.metrics.queue_growth import QueueGrowth, QueueReadings, queue_growth
 from kvbench.core.physics import PrefillWork
 from kvbench.core.records import Finding, Method, RequestRecord
+from kvbench.core.slo import Slo
 
 LOCAL_COMPUTE: Final = "local_compute"
 LOCAL_CACHE_HIT: Final = "local_cache_hit"

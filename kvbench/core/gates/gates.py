@@ -26,8 +26,8 @@ from typing import Final
 
 from kvbench.core.gates import answers, client, steady, streaming, transfer, work
 from kvbench.core.gates.evidence import ClientFigures, EngineFigures, Evidence, GateLimits, HostFigures
-from kvbench.core.metrics.criteria import CriterionResult, missed_text
 from kvbench.core.metrics.equal_answers import is_long
+from kvbench.core.metrics.metrics import CriterionResult, missed_text
 from kvbench.core.records import Finding, RequestRecord, VerdictKind
 
 __all__ = [

@@ -21,9 +21,10 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
-from kvbench.core.metrics.metrics import Slo, Window
+from kvbench.core.metrics.metrics import Window
 from kvbench.core.metrics.ttft_breakdown import parts_of, shares_of
 from kvbench.core.records import UNENDED, RequestRecord, TrialRecord
+from kvbench.core.slo import Slo
 
 
 @dataclass

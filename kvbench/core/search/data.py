@@ -12,7 +12,7 @@ from kvbench.core.records import VerdictKind
 if TYPE_CHECKING:
     from kvbench.core.search.trial_requests import TrialRequests
 
-Purpose = Literal["ceiling", "start", "expand", "bisect", "confirm", "recheck", "retry"]
+Purpose = Literal["ceiling", "start", "expand", "bisect", "confirm", "recheck", "retry", "burst", "fixed"]
 Status = Literal["converged", "undecided", "exhausted", "slo_unattainable", "censored"]
 
 
@@ -64,13 +64,15 @@ class Probe:
     """The next trial to run: its rate, and what it is for.
 
     ``thorough``: near the answer, so it is to run its full length; a quick yes would come before a queue had
-    time to build up (``LiveConfig.thorough``). ``least_s``: for how long at least, in seconds.
+    time to build up (``LiveConfig.thorough``). ``least_s``: for how long at least, in seconds. ``tier``: of
+    the SLO, which the trial is run for; "" if there is one.
     """
 
     rate: float
     purpose: Purpose
     thorough: bool = False
     least_s: float = 0.0
+    tier: str = ""
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class DirectBackend:
 
 
 def query_engine_ids(backend: DirectBackend, timeout_s: float) -> tuple[str, ...]:
-    """Return the engine ids that a prefill server's bootstrap address names. Raises ServerError on timeout."""
+    """Return the engine ids from a prefill server's bootstrap address. Raises ServerError on timeout."""
     import httpx  # this import takes 0.1 s
 
     from kvbench.hosts import web

@@ -38,7 +38,7 @@ from kvbench.results.checksums import Damage
 from kvbench.results.parquet import TRANSFERS
 from kvbench.results.provenance import slo_of
 from kvbench.results.run import MANIFEST, TRIALS, RunFolder
-from kvbench.sweep.trial.judging import Judgement, evidence_of, judged, stored_offer
+from kvbench.sweep.trial.judging import SiteReadings, judge, stored_offer
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, TrialWatch, planned
 from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.verify.cross_checks import ABSENT, SAME, as_read, json_differences
@@ -146,24 +146,22 @@ class StoredTrial:
             {key: row[key] for key in ("limit", "shares") if key in row} if isinstance(row, Mapping) else row
         )
 
-    def _judged(self, reason: str) -> Judgement:
+    def _judged(self, reason: str) -> TrialRecord:
         """By the rules, from requests, stored decisions, and what gates found whose evidence is gone."""
         record = self.record
         plan = TrialPlan(record.cell, 1, record.request_rate, record.purpose, method=record.method)
         offered = stored_offer(record)
-        watch = TrialWatch(
-            self.scenario, plan.wanted(record.seed), offered, self.scenario.slo.by_tier(), plan.tier
-        )
+        watch = TrialWatch(self.scenario, plan, offered)
         watch.decisions.update(self._decisions())
-        trial = PlannedTrial(plan, (), offered, watch)
         load = LoadResult(self.requests, reason, record.duration_s, record.engine.get("client") or {})
-        evidence = replace(
-            evidence_of(self.scenario, trial, load),
-            recorded=record.findings,
-            reuse_expected=self._prompts_share_beginnings,
-            canaries=self._judged_canaries(),
+        evidence = {
+            "recorded": record.findings,
+            "reuse_expected": self._prompts_share_beginnings,
+            "canaries": self._judged_canaries(),
+        }
+        return judge(
+            self.scenario, PlannedTrial(plan, (), offered, watch, record), load, SiteReadings(evidence)
         )
-        return judged(self.scenario, trial, load, evidence)
 
     @property
     def _prompts_share_beginnings(self) -> bool:
@@ -191,7 +189,7 @@ class StoredTrial:
         if self.record.seed != (seed := plan.seed(self.scenario.seed)):
             yield self.damage("its seed is not that of its place", self.record.seed, seed)
             return
-        due = planned(self.scenario, plan.wanted(self.scenario.seed), self.trace).offsets_s
+        due = planned(self.scenario, plan, self.trace).offsets_s
         stored = np.sort([each.scheduled_s for each in self.requests])
         if len(stored) > len(due) or (len(stored) and np.abs(stored - due[: len(stored)]).max() > ARRIVAL_S):
             yield self.damage("its requests are not those that its seed plans")

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.metrics.criteria import judge_criteria
-from kvbench.core.metrics.metrics import summarise
+from kvbench.core.metrics.metrics import judge_criteria, summarise
 from kvbench.core.records import RequestRecord
 from kvbench.core.slo import (
     METRICS,
