@@ -31,7 +31,6 @@ from kvbench.errors import (
     Problem,
     StoreError,
 )
-from kvbench.files import read_object
 from kvbench.launchers.agents.channel import HostLostError
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.load_files import load_trace, trace_summary
@@ -39,88 +38,16 @@ from kvbench.planning.obstacles import require_open_files, require_start
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import engine_warnings
-from kvbench.report.findings.ahead import parted, rate_pairs
-from kvbench.report.tables.result import Row, summary_table
 from kvbench.report.terminal import print_text
-from kvbench.results.provenance import differences, scenario_of, server_of
-from kvbench.results.run import MANIFEST, CellResult, RunFolder, load_run
+from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Bench, CellWorkOf, Knowledge, Site, create_store
 from kvbench.sweep.cell import Fixed, searched_cells
 from kvbench.sweep.deployed import DeployedBench
-from kvbench.sweep.display import Display, TimeLeft, Watcher
+from kvbench.sweep.display import Display, TimeLeft, Watcher, next_step
 from kvbench.sweep.otlp import OtlpWatcher, meter
 from kvbench.sweep.strategies import common_rates
 from kvbench.sweep.trial.load_plan import TrialPlan
-
-
-def next_step(run: RunFolder, resume: str = "") -> str:
-    """``next: kvbench compare A B  (…)``. ``resume``: the command that goes on with the run, if one can."""
-    command, purpose = _step(run, summary_table(run), resume)
-    return f"next: {command}  ({purpose})"
-
-
-def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
-    if resume and any(result.status == "failed" for result in run.cells):
-        return resume, "measures the failed cells once more"
-    search = (run.plan.get("scenario") or {}).get("search") or {}
-    words = [str(word) for word in run.manifest.get("argv") or ()]
-    again = shlex.split(" ".join(words)) if words[:1] == ["kvbench"] else []
-    searched = [row for row in rows if row.outcome in ("found", "at_least")]
-    if again and searched and search.get("method") == "sustained":
-        short = [row.name for row in searched if row.outcome == "found" and not row.answer.sure]
-        if short and (trials := search.get("max_trials")):
-            names = ", ".join(dict.fromkeys(short))
-            command = _changed(again, "--max-trials", "search.max_trials", f"{2 * int(trials)}")
-            return command, f"searches longer, for {names}"
-        if any(row.outcome == "at_least" for row in searched) and (most := search.get("max_rate")):
-            command = _changed(again, "", "search.max_rate", f"{10 * float(most):g}")
-            return command, "no rate was too high yet"
-        alike = parted(rate_pairs(rows)).alike
-        if alike and (precision := search.get("precision")):
-            names = f"{alike[0].ahead} from {alike[0].behind}"
-            command = _changed(again, "--precision", "search.precision", f"{float(precision) / 2:g}")
-            return command, f"separates {names} more closely"
-    if (earlier := _earlier(run)) is not None:
-        both = " ".join(shlex.quote(str(path)) for path in (earlier, run.path))
-        return f"kvbench compare {both}", "says what has changed since"
-    if not run.all_trials:
-        return "kvbench doctor", "says what is missing here"
-    return f"kvbench export timeline {shlex.quote(str(run.path))}", "shows one trial request by request"
-
-
-def _changed(words: Sequence[str], option: str, path: str, value: str) -> str:
-    """Return a command with another value for a scenario path, in place of what sets it already.
-
-    ``option``: the option that sets the path, if there is one besides ``--set``.
-    """
-    kept: list[str] = []
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        after = rest[0] if rest else ""
-        if (option and word == option) or (word == "--set" and after.startswith(f"{path}=")):
-            del rest[:1]
-        elif not word.startswith(tuple(f"{each}=" for each in (f"--set={path}", option) if each)):
-            kept.append(word)
-    return shlex.join([*kept, *((option, value) if option else ("--set", f"{path}={value}"))])
-
-
-def _earlier(run: RunFolder) -> Path | None:
-    """Return the last complete run beside this one that it can be compared with."""
-    for folder in sorted(run.path.parent.glob(f"*-{scenario_of(run)}-*"), reverse=True):
-        if folder.name < run.path.name and (folder / MANIFEST).is_file():
-            manifest = read_object(folder / MANIFEST, [])
-            same = all(manifest.get(key) == run.manifest.get(key) for key in ("kind", "scenario"))
-            if same and manifest.get("status") == "complete" and _can_be_compared(load_run(folder), run):
-                return folder
-    return None
-
-
-def _can_be_compared(earlier: RunFolder, run: RunFolder) -> bool:
-    done = [{each.cell for each in of.cells if each.status == "done"} for of in (earlier, run)]
-    alike = server_of(earlier) == server_of(run) and not differences([earlier, run])
-    return alike and bool(done[0] & done[1])
 
 
 def command(cli: CliOptions, output: Path, console: Console, otlp: str = "", *, verbose: bool = False) -> int:

@@ -23,7 +23,8 @@ from kvbench.report.timeline import counters
 from kvbench.results.checksums import lost_requests
 from kvbench.results.run import CellResult, load_run
 from kvbench.sweep import resume
-from kvbench.sweep.sweep import carry_out, next_step
+from kvbench.sweep.display import next_step
+from kvbench.sweep.sweep import carry_out
 
 LISTED = (
     "connectors=[aggregated]",

@@ -3,14 +3,12 @@
 - **Met and missed.** A request meets the SLO if it succeeded and keeps every limit that is set on each
   request (core/slo.py). A failed, late or wrong-length request is a miss. TPOT is undefined for one token;
   such a request keeps the TPOT limit. Limits on a percentile or a mean are judged over the trial's requests.
-  A request that kvbench cancelled when it stopped the trial is *undecided*, unless it could no longer
-  have met a limit when it was cancelled; then it is a miss. Without that, a trial stopped because
-  requests wait too long would be judged by the lucky ones alone.
+  A request that kvbench cancelled when it stopped the trial is *undecided*, or a miss if it could no longer
+  have met a limit. Otherwise a trial stopped for long waits would be judged by the fast requests alone.
 - **Steady window.** Verdict, rates and latencies are taken from it. It begins after the warm-up and ends with
   the last arrival. The warm-up is the first 10 % of the arrivals, or one median end-to-end latency if that is
-  longer, but never more than 30 % of the arrivals. Fewer than 20 arrivals have no warm-up: there is nothing
-  to spare. A request belongs to the window if it was *scheduled* in it; a completion or a token counts for a
-  rate if it *happened* in it. So the drain, in which the load is no longer offered, distorts no rate.
+  longer, but never more than 30 % of the arrivals. Fewer than 20 arrivals have no warm-up. A request belongs
+  to the window if it was *scheduled* in it; a completion or a token counts for a rate if it *happened* in it.
 - **Rates of the whole run** (``run_*``) follow ``vllm bench serve``: all completed requests over the
   whole duration, ramp and drain included. They are lower than the load that was carried.
 - **Percentiles** interpolate linearly (numpy's default). They are None below 2 (P50), 10 (P90) or 50
@@ -28,6 +26,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvbench.core.metrics.untimed_tokens import peak_output
 from kvbench.core.records import UNENDED, RequestRecord
 from kvbench.core.slo import (
     METRICS,
@@ -321,35 +320,6 @@ def summarise(
         left=sum(record.ok and window.has(record.last_token_s) for record in records),
         whole_run=WholeRun.of(records, duration_s),
     )
-
-
-def peak_output(records: Sequence[RequestRecord]) -> float | None:
-    """Most output tokens of answered requests in one second, the seconds counted from the first send.
-
-    So does ``vllm bench serve``, which counts events; here an event counts as many tokens as it brought on
-    average. Without times of single events, tokens are spread evenly from the first to the last.
-    """
-    done = [record for record in records if record.ok and record.first_token_s is not None]
-    if not done:
-        return None
-    gaps = [_gaps_s(record) for record in done]
-    events = np.array([len(each) + 1 for each in gaps])
-    first = np.array([record.first_token_s for record in done])
-    # One sum over all gaps, from which each request's own begins anew at its first event.
-    summed = np.cumsum(np.concatenate([part for each in gaps for part in ([0.0], each)]))
-    times = summed + np.repeat(first - summed[np.cumsum(events) - events], events)
-    tokens = np.repeat(np.array([record.output_len for record in done]) / events, events)
-    start_s = min(record.scheduled_s if record.sent_s is None else record.sent_s for record in done)
-    return float(np.bincount(np.maximum(times - start_s, 0.0).astype(np.int64), tokens).max())
-
-
-def _gaps_s(record: RequestRecord) -> Sequence[float]:
-    """Times between the events of an answered request, evenly spread where they are not known."""
-    if len(record.itl_s) or record.output_len < 2 or record.first_token_s is None:
-        return record.itl_s
-    gaps = record.output_len - 1
-    last_s = record.first_token_s if record.last_token_s is None else record.last_token_s
-    return [(last_s - record.first_token_s) / gaps] * gaps
 
 
 def _latencies_of(done: Sequence[RequestRecord]) -> dict[str, Any]:

@@ -1,10 +1,15 @@
-"""Tokens of a streamed answer that did not come in the time between its first text and its last."""
+"""When the tokens of streamed answers came: those outside the time from first text to last, and the busiest
+second."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
+
+from kvbench.core.records import RequestRecord
 
 MERGED: Final = 1.05
 """More tokens than this an event, on average, are no accident of a few."""
@@ -61,3 +66,32 @@ def untimed_tokens(tokens: int, gaps_s: Sequence[float], shape: StreamShape) -> 
         first = inside * shape.first_text / shape.text if known else inside / events
         first = max(1.0, first) * together
     return max(1.0, min(max(first, float(together)), float(most)) + outside)
+
+
+def peak_output(records: Sequence[RequestRecord]) -> float | None:
+    """Most output tokens of answered requests in one second, the seconds counted from the first send.
+
+    So does ``vllm bench serve``, which counts events; here an event counts as many tokens as it brought on
+    average. Without times of single events, tokens are spread evenly from the first to the last.
+    """
+    done = [record for record in records if record.ok and record.first_token_s is not None]
+    if not done:
+        return None
+    gaps = [_gaps_s(record) for record in done]
+    events = np.array([len(each) + 1 for each in gaps])
+    first = np.array([record.first_token_s for record in done])
+    # One sum over all gaps, from which each request's own begins anew at its first event.
+    summed = np.cumsum(np.concatenate([part for each in gaps for part in ([0.0], each)]))
+    times = summed + np.repeat(first - summed[np.cumsum(events) - events], events)
+    tokens = np.repeat(np.array([record.output_len for record in done]) / events, events)
+    start_s = min(record.scheduled_s if record.sent_s is None else record.sent_s for record in done)
+    return float(np.bincount(np.maximum(times - start_s, 0.0).astype(np.int64), tokens).max())
+
+
+def _gaps_s(record: RequestRecord) -> Sequence[float]:
+    """Times between the events of an answered request, evenly spread where they are not known."""
+    if len(record.itl_s) or record.output_len < 2 or record.first_token_s is None:
+        return record.itl_s
+    gaps = record.output_len - 1
+    last_s = record.first_token_s if record.last_token_s is None else record.last_token_s
+    return [(last_s - record.first_token_s) / gaps] * gaps

@@ -91,7 +91,7 @@ class TrialFigures:
     asked for stayed within; ``ttft_attainment``: the share whose TTFT kept the limit, whatever else they
     broke; ``ttft_fast_s``: the one that a tenth did, nearly that of a request that does not
     wait. ``latency_s``: the median of whole requests. ``queue_rate``: what the arrivals stood for, if a queue
-    it is (``arrival_luck``), of whose gaps ``gap_variation`` is the squared coefficient of variation.
+    it is (``queue_rate``), of whose gaps ``gap_variation`` is the squared coefficient of variation.
     ``criteria``: where there are several, the figures of each in order, by the names used here.
     """
 

@@ -23,7 +23,7 @@ PARENT_POLL_S: Final = 0.25
 PREPARING_S: Final = 0.5
 """How often a generator says how far its preparation is, in seconds."""
 PREPARED_EACH: Final = 64
-"""The clock is read once for so many requests."""
+"""Number of requests between two looks at the clock."""
 _T = TypeVar("_T")
 
 
