@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of one instance, as vLLM and SGLang count them; each has a GPU of its own.
-
-    Data parallel ranks are engines behind one HTTP port; expert parallelism spreads the experts over the
-    tensor and data parallel ranks and takes no more.
-    """
+    """The ranks of one instance, as vLLM and SGLang count them; each has a GPU of its own. Data parallel
+    ranks are engines behind one HTTP port; expert parallelism spreads the experts over the tensor and data
+    parallel ranks and takes no more."""
 
     tensor: int = 1
     pipeline: int = 1

@@ -1,8 +1,7 @@
 """What a measurement leaves behind: one request, one trial. Seconds inside, milliseconds at the edge.
 
 All ``*_s`` times of a request are seconds since the trial's start on the load generator's
-monotonic clock; ``None`` means that it did not happen or was not seen.
-"""
+monotonic clock; ``None`` means that it did not happen or was not seen."""
 
 from __future__ import annotations
 
@@ -83,12 +82,10 @@ def timing_header(name: str) -> str:
 
 @dataclass
 class RequestRecord:
-    """One request as the load generator saw it.
-
-    The times from ``router_received_s`` to ``decode_first_byte_s`` are the router's, put on the generator's
-    clock; they are there if the router is kvbench's own and runs on the same machine. In direct mode, without
-    a router, all but ``router_received_s`` are the generator's own.
-    """
+    """One request as the load generator saw it. The times from ``router_received_s`` to
+    ``decode_first_byte_s`` are the router's, put on the generator's clock; they are there if the router is
+    kvbench's own and runs on the same machine. In direct mode, without a router, all but
+    ``router_received_s`` are the generator's own."""
 
     request_id: str
     scheduled_s: float
@@ -183,9 +180,7 @@ class RequestRecord:
 
 def require_types(record: object) -> None:
     """Raises TypeError if a field of a record from a file is of another JSON type than it is declared with.
-
-    Numbers may be None: what was not finite is written so.
-    """
+    Numbers may be None: what was not finite is written so."""
     cls = type(record)
     if cls not in _JSON_TYPES:
         _JSON_TYPES[cls] = {name: _kinds(hint) for name, hint in get_type_hints(cls).items()}
@@ -212,10 +207,8 @@ def _kinds(hint: Any) -> tuple[type, ...]:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a gate has to say about a trial: data, with evidence and advice.
-
-    ``level`` is "invalid" (the trial is refused), "warning" (shown beside the number) or "note".
-    """
+    """What a gate has to say about a trial: data, with evidence and advice. ``level`` is "invalid" (the trial
+    is refused), "warning" (shown beside the number) or "note"."""
 
     gate: str
     level: Literal["invalid", "warning", "note"]
@@ -299,11 +292,9 @@ class TokenChoice:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Greedy outputs for one input length, and the median time of one request in seconds.
-
-    ``choices``: each text's tokens, () where the server does not tell them. ``repeats``: the same asked
-    again, alone and together, by which a server's own noise is known.
-    """
+    """Greedy outputs for one input length, and the median time of one request in seconds. ``choices``: each
+    text's tokens, () where the server does not tell them. ``repeats``: the same asked again, alone and
+    together, by which a server's own noise is known."""
 
     texts: tuple[str, ...]
     latency_s: float

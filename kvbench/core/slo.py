@@ -10,8 +10,7 @@ Forms
   dropping requests, so an SLO of means alone also asks that the share ``attainment`` is answered.
 
 Every limit of an SLO must hold. A failed, late or wrong-length request keeps nothing. The client's deadline
-for a request follows from what the SLO allows it (``default_timeout_s``).
-"""
+for a request follows from what the SLO allows it (``default_timeout_s``)."""
 
 from __future__ import annotations
 
@@ -46,9 +45,7 @@ _SHORT_FORM: Final = "such as `ttft_ms p90 <= 5000`: metric, statistic (each, me
 @dataclass(frozen=True)
 class Limit:
     """``metric`` in milliseconds, its ``statistic`` ("each", "mean", "p90") and the ``limit`` it must keep.
-
-    Raises ValueError for values that make no limit.
-    """
+    Raises ValueError for values that make no limit."""
 
     metric: str
     statistic: str
@@ -57,9 +54,9 @@ class Limit:
     def __post_init__(self) -> None:
         known = (*METRICS, *SESSION_METRICS)
         if self.metric not in known:
-            raise ValueError(f"no limit can be set on {self.metric!r}; there are: {', '.join(known)}")
+            raise ValueError(f"unknown metric {self.metric!r}; known: {', '.join(known)}")
         if self.metric == "session_ms" and self.statistic == "each":
-            raise ValueError("session_ms is of sessions, not of each request: take a percentile or the mean")
+            raise ValueError("session_ms applies to sessions, not requests: use a percentile or the mean")
         if self.statistic not in ("each", "mean") and self.share is None:
             raise ValueError(f"statistic must be each, mean, or p50 to p99.9, not {self.statistic!r}")
         if not 0 < self.limit < math.inf:
@@ -77,7 +74,7 @@ class Limit:
         """From ``ttft_ms p90 <= 5000``; without a statistic each request is meant. Raises ValueError."""
         match = _SHORT.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is no limit; write one {_SHORT_FORM}")
+            raise ValueError(f"{text!r} is not a limit; expected {_SHORT_FORM}")
         metric, statistic = match["metric"].lower(), (match["statistic"] or "each").lower()
         metric = metric if metric.endswith("_ms") else f"{metric}_ms"
         statistic = {"median": "p50", "avg": "mean", "average": "mean"}.get(statistic, statistic)
@@ -92,11 +89,11 @@ class Limit:
         if isinstance(data, str):
             return cls.parse(data)
         if not isinstance(data, Mapping):
-            raise ValueError(f"{data!r} is no limit; write one {_SHORT_FORM}")
+            raise ValueError(f"{data!r} is not a limit; expected {_SHORT_FORM}")
         try:
             return cls(str(data["metric"]), str(data.get("statistic", "each")), float(data["limit"]))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{data!r} is no limit: {error}") from None
+            raise ValueError(f"{data!r} is not a limit: {error}") from None
 
     def short(self) -> str:
         """The short form: what ``parse`` reads."""
@@ -158,10 +155,8 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Slo:
-    """Limits that a trial must keep; see the module's docstring for what they mean.
-
-    ``ttft_ms`` counts from the scheduled send. None is no limit. Raises ValueError for impossible values.
-    """
+    """Limits that a trial must keep; see the module's docstring for what they mean. ``ttft_ms`` counts from
+    the scheduled send. None is no limit. Raises ValueError for impossible values."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -266,10 +261,8 @@ class Slo:
         return parts if whole is None else min(parts or whole, whole)
 
     def longest_ms(self, output_len: int) -> float:
-        """End-to-end latency up to which a request may keep a limit; a limit not given counts as nothing.
-
-        Of limits on the same metric the loosest counts, of those on each request what they allow together.
-        """
+        """End-to-end latency up to which a request may keep a limit; a limit not given counts as nothing. Of
+        limits on the same metric the loosest counts, of those on each request what they allow together."""
         limits = (*self.each, *(limit for limit in self.limits if limit.statistic != "each"))
         loosest = {
             metric: max((x.limit for x in limits if x.metric == metric), default=0.0) for metric in METRICS
@@ -318,11 +311,9 @@ def burst_slo(slo: Slo) -> Slo:
 
 
 def by_strictness(tiers: Mapping[str, Slo]) -> list[str]:
-    """The tiers' names, the strictest first: where the search begins, as its rate is the lowest.
-
-    Tiers need not be ordered in truth (one may have the tighter TTFT, another the tighter TPOT); this
-    order (sum of the limits' logarithms, a limit not given counting as a very wide one) only saves trials.
-    """
+    """The tiers' names, the strictest first: where the search begins, as its rate is the lowest. Tiers need
+    not be ordered in truth (one may have the tighter TTFT, another the tighter TPOT); this order (sum of the
+    limits' logarithms, a limit not given counting as a very wide one) only saves trials."""
 
     def width(name: str) -> tuple[float, float]:
         slo = tiers[name]
@@ -383,8 +374,8 @@ def timeout_problem(data: Mapping[str, Any]) -> str:
     if own_s >= allowed:
         return ""
     return (
-        f"workload.request_timeout_s ({own_s:g}) is less than the {allowed:.6g} s that the SLO allows one "
-        "request, so answers that are in time would be cut off; leave it out, or set at least that"
+        f"workload.request_timeout_s ({own_s:g}) is less than the {allowed:.6g} s that the SLO allows a "
+        "request, so answers within the SLO would be cut off; omit it, or set at least that value"
     )
 
 

@@ -100,7 +100,7 @@ def test_every_file_counts(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["requests/t9.parquet", "telemetry/t9.parquet", "outputs.jsonl"])
 def test_a_file_more_is_found(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"{}\n")
-    assert said(folder) == [f"{name}: {'line 1 ' if name.endswith('l') else ''}is not of this run"]
+    assert said(folder) == [f"{name}: {'line 1 ' if name.endswith('l') else ''}does not belong to this run"]
 
 
 def _removed(lines: list[bytes], place: int) -> list[bytes]:
@@ -135,7 +135,7 @@ def test_every_line_counts(
 def test_half_a_line_after_the_end_is_found(folder: Path) -> None:
     with (folder / "trials.jsonl").open("ab") as file:
         file.write(b'{"trial_id": ')
-    assert said(folder) == ["trials.jsonl: ends in half a line"]
+    assert said(folder) == ["trials.jsonl: ends in an incomplete line"]
 
 
 @pytest.mark.parametrize("place", [0, 7, -2, -1])

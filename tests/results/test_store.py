@@ -203,7 +203,7 @@ def test_what_is_no_run_folder_is_said(tmp_path: Path) -> None:
         load_run(tmp_path)
     assert "take it from a copy of the run" in cut.value.hint
     (tmp_path / "manifest.json").write_text('{"schema": "1"}')
-    with pytest.raises(StoreError, match="names no schema"):
+    with pytest.raises(StoreError, match="unknown schema"):
         load_run(tmp_path)
 
 

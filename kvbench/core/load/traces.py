@@ -9,8 +9,7 @@ Formats (a file's text → ``TracedRequest`` values, all mistakes reported with 
 
 Offsets count from the first request, wherever the recorded times begin. Times are sorted and subtracted in
 the unit that they are written in: two that differ there may be equal once divided by 1000, and of
-milliseconds since 1970 the division would cost digits of each gap.
-"""
+milliseconds since 1970 the division would cost digits of each gap."""
 
 from __future__ import annotations
 
@@ -108,12 +107,10 @@ def shares_prefixes(requests: Iterable[TracedRequest]) -> bool:
 
 
 def expected_hits(requests: Sequence[TracedRequest], block_tokens: int = 16) -> list[int]:
-    """Prompt tokens of each request that an infinite prefix cache would have, in the order of arrival.
-
-    A request finds the blocks with which it begins, as far as one and the same earlier request began so
-    too. Engines look up whole blocks of ``block_tokens`` and always compute at least one token (vLLM's
-    rule). An earlier request counts as soon as it has arrived, so real caches hit less.
-    """
+    """Prompt tokens of each request that an infinite prefix cache would have, in the order of arrival. A
+    request finds the blocks with which it begins, as far as one and the same earlier request began so too.
+    Engines look up whole blocks of ``block_tokens`` and always compute at least one token (vLLM's rule). An
+    earlier request counts as soon as it has arrived, so real caches hit less."""
     tree: dict[tuple[int, int], int] = {}  # (node, block) → the node that it leads to
     covered = [0]  # tokens of a prompt that are known at each node; the root is 0
     found = []
@@ -134,11 +131,9 @@ def expected_hits(requests: Sequence[TracedRequest], block_tokens: int = 16) -> 
 def traced_prompt(
     input_len: int, blocks: Sequence[int] | None, seed: int, index: int, vocab_size: int
 ) -> list[int]:
-    """Token ids of a traced request's prompt, ``input_len`` of them.
-
-    Each hash id is 512 tokens that are a function of (seed, id) alone, so equal ids give equal tokens in one
-    trial and others in the next. What no id covers is fresh: a function of (seed, index).
-    """
+    """Token ids of a traced request's prompt, ``input_len`` of them. Each hash id is 512 tokens that are a
+    function of (seed, id) alone, so equal ids give equal tokens in one trial and others in the next. What no
+    id covers is fresh: a function of (seed, index)."""
     low = lowest_id(vocab_size)
     if vocab_size - low < 1:
         raise InputError(f"vocab_size must be at least 1, it is {vocab_size}")
@@ -175,10 +170,8 @@ _UNIT_S: Final[Mapping[TraceFormat, float]] = {"mooncake": 1e-3, "jsonl": 1.0, "
 
 
 def parse_trace(text: str, path: str, kind: TraceFormat | Literal["auto"] = "auto") -> list[TracedRequest]:
-    """The requests of a trace file's text, by time, counted from the first.
-
-    Raises InputError with every mistake as ``path:line: what is wrong`` (the first 20 and their number).
-    """
+    """The requests of a trace file's text, by time, counted from the first. Raises InputError with every
+    mistake as ``path:line: what is wrong`` (the first 20 and their number)."""
     kind = _guess(text, path) if kind == "auto" else kind
     found: list[tuple[float, TracedRequest]] = []
     mistakes: list[str] = []
@@ -190,7 +183,7 @@ def parse_trace(text: str, path: str, kind: TraceFormat | Literal["auto"] = "aut
                 found.append(timed)
         mistakes += [f"{path}:{line}: {problem}" for problem in problems]
     if not found and not mistakes:
-        mistakes = [f"{path}:1: there is no request in it"]
+        mistakes = [f"{path}:1: the file has no request"]
     if mistakes:
         more = len(mistakes) - MOST_MISTAKES
         lines = mistakes[:MOST_MISTAKES] + ([f"… and {more} more mistakes"] if more > 0 else [])
@@ -220,13 +213,13 @@ def _json_rows(text: str) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
         try:
             row = json.loads(each, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
-            yield line, f"is no JSON: {error}"
+            yield line, f"is not JSON: {error}"
             continue
         yield line, row if isinstance(row, dict) else "must be a JSON object"
 
 
 def _refuse(word: str) -> float:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def _csv_rows(text: str) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
@@ -247,7 +240,7 @@ def _csv_rows(text: str) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
                 continue
             yield reader.line_num, {name: cell.strip() for name, cell in zip(header, cells, strict=True)}
     except csv.Error as error:
-        yield reader.line_num, f"is no CSV: {error}"
+        yield reader.line_num, f"is not CSV: {error}"
 
 
 def _header_problem(header: Sequence[str]) -> str:
@@ -306,7 +299,7 @@ def _blocks(
     most = math.ceil(values.get("input_len", math.inf) / BLOCK_TOKENS) if "input_len" in values else len(ids)
     if len(ids) > most:
         problems.append(
-            f"{len(ids)} hash_ids stand for more than its {values['input_len']:.0f} prompt tokens "
+            f"{len(ids)} hash_ids cover more than its {values['input_len']:.0f} prompt tokens "
             f"({BLOCK_TOKENS} a block)"
         )
         return None

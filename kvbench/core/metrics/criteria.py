@@ -28,9 +28,7 @@ CONFIDENCE: Final = 0.95
 @dataclass(frozen=True)
 class CriterionResult:
     """One criterion of the SLO over the judged requests. ``value`` of a share is in 0…1, of a mean in ms.
-
-    ``n``: requests that were counted; None values: nothing could be. ``met`` goes by the point estimate.
-    """
+    ``n``: requests that were counted; None values: nothing could be. ``met`` goes by the point estimate."""
 
     text: str
     kind: CriterionKind
@@ -43,10 +41,8 @@ class CriterionResult:
 
 
 def met(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> bool | None:
-    """True: it kept every limit; False: a miss; None: cancelled before that was decided.
-
-    ``ended_s`` is when the trial was stopped and its requests cancelled, in seconds since its start.
-    """
+    """True: it kept every limit; False: a miss; None: cancelled before that was decided. ``ended_s`` is when
+    the trial was stopped and its requests cancelled, in seconds since its start."""
     broken = misses(record, slo, ended_s)
     if broken:
         return False
@@ -97,11 +93,9 @@ def _latencies(record: RequestRecord, ended_s: float | None) -> tuple[dict[str, 
 def judge_criteria(
     judged: Sequence[RequestRecord], slo: Slo, ended_s: float | None, confidence: float = CONFIDENCE
 ) -> tuple[CriterionResult, ...]:
-    """Each criterion of the SLO over the judged requests, with its two-sided interval.
-
-    A cancelled request counts in a share if it had broken a limit by then, and not at all otherwise; in a
-    mean it does not count. Neighbours depend on each other: intervals are for the effective number.
-    """
+    """Each criterion of the SLO over the judged requests, with its two-sided interval. A cancelled request
+    counts in a share if it had broken a limit by then, and not at all otherwise; in a mean it does not count.
+    Neighbours depend on each other: intervals are for the effective number."""
     return tuple(_judged_by(criterion, judged, ended_s, confidence) for criterion in slo.all_criteria())
 
 

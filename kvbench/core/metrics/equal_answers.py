@@ -12,8 +12,7 @@ equals that of a request that ran at the same time. Two tests hold for any distr
 Both together refuse fewer than 1 in 1,000 honest trials: 10 of 82,041 simulated ones (60 to 600 requests,
 steady and bursty, five distributions of texts). Greedy answers to one prompt may differ since sums on GPUs
 depend on the batch. So the reference is asked again, alone and in batches, and its own differences are the
-measure (``Noise``): log-probabilities where it reports them, else how often its texts differ.
-"""
+measure (``Noise``): log-probabilities where it reports them, else how often its texts differ."""
 
 from __future__ import annotations
 
@@ -70,9 +69,7 @@ class EqualAnswers:
 
 def equal_answers(records: Iterable[RequestRecord], idle: Sequence[Text] = ()) -> EqualAnswers:
     """Compare the long answers of a load with each other and with ``idle``, an idle server's answers.
-
-    Canaries have the idle answers' prompts, so that they are left out where these are compared.
-    """
+    Canaries have the idle answers' prompts, so that they are left out where these are compared."""
     long = [each for each in records if is_long(each)]
     chances: list[float] = []
     pairs: list[tuple[str, str]] = []
@@ -107,9 +104,7 @@ def is_long(record: RequestRecord) -> bool:
 
 def _neighbours(alike: Sequence[RequestRecord], chances: list[float], pairs: list[tuple[str, str]]) -> None:
     """Add the chance of each text that two to four of these requests got, and the pairs of neighbours.
-
-    ``alike``: requests of one output length in the order of their sending.
-    """
+    ``alike``: requests of one output length in the order of their sending."""
     n = len(alike)
     places: dict[Text, list[int]] = {}
     for place, each in enumerate(alike):
@@ -174,10 +169,9 @@ SIGNIFICANCE: Final = 0.05
 @dataclass(frozen=True)
 class Noise:
     """How far a server's answers to the same prompts differ. ``asked`` answers were compared with the first
-    ones, ``differed`` of them had another text. ``nats``: the most that the gap between a token and its
-    rival changed; None without log-probabilities. ``close``: the share of tokens whose gap is within
-    ``MARGIN`` of that.
-    """
+    ones, ``differed`` of them had another text. ``nats``: the most that the gap between a token and its rival
+    changed; None without log-probabilities. ``close``: the share of tokens whose gap is within ``MARGIN`` of
+    that."""
 
     asked: int = 0
     differed: int = 0
@@ -221,10 +215,7 @@ def gap_of(choice: TokenChoice) -> float | None:
 
 def gap_changes(first: Sequence[TokenChoice], again: Sequence[TokenChoice]) -> Iterator[float]:
     """By how much the gap between each token and its rival changed, as far as both have the same text before
-    it.
-
-    Where another token was chosen, that is the rival.
-    """
+    it. Where another token was chosen, that is the rival."""
     for one, other in zip(first, again, strict=False):
         rival = other.token if other.token != one.token else _likeliest_other(one)
         values = [each.logprobs.get(token) for each in (one, other) for token in (one.token, rival)]
@@ -242,11 +233,8 @@ def _likeliest_other(choice: TokenChoice) -> str:
 
 def departure(choices: Sequence[TokenChoice], text: str) -> float | None:
     """The gap (nats) at the first token at which ``text`` leaves the chosen ones; None if that cannot be
-    found.
-
-    Of what ``text`` goes on with instead the likeliest; a token that is not among those told is less likely
-    than all of them, and the gap at least that wide.
-    """
+    found. Of what ``text`` goes on with instead the likeliest; a token that is not among those told is less
+    likely than all of them, and the gap at least that wide."""
     before = ""
     for each in choices:
         if text.startswith(before + each.token):
@@ -266,9 +254,7 @@ def departure(choices: Sequence[TokenChoice], text: str) -> float | None:
 
 def chance(differ: int, of: int, noise: Noise) -> float:
     """How probable it is that so many of so few differ, or more, if they do as often as the reference's own.
-
-    Fisher's exact test, one-sided.
-    """
+    Fisher's exact test, one-sided."""
     total, marked = of + noise.asked, differ + noise.differed
     ways = sum(
         math.comb(marked, k) * math.comb(total - marked, of - k) for k in range(differ, min(of, marked) + 1)

@@ -14,8 +14,7 @@
 - **Rates of the whole run** (``run_*``) follow ``vllm bench serve``: all completed requests over the
   whole duration, ramp and drain included. They are lower than the load that was carried.
 - **Percentiles** interpolate linearly (numpy's default). They are None below 2 (P50), 10 (P90) or 50
-  (P99) values. Fewer than 100 values put P99 between the two largest: read it as a maximum.
-"""
+  (P99) values. Fewer than 100 values put P99 between the two largest: read it as a maximum."""
 
 from __future__ import annotations
 
@@ -113,8 +112,7 @@ def in_flight_series(records: Sequence[RequestRecord], ended_s: float | None = N
 
 def _open_requests(records: Sequence[RequestRecord], ended_s: float | None, until: str) -> StepSeries:
     """What never reached ``until`` is open up to the last moment known of its trial if it timed out or was
-    cancelled; a request that failed otherwise is taken to have failed at once.
-    """
+    cancelled; a request that failed otherwise is taken to have failed at once."""
     known = [time for r in records for time in (r.sent_s, r.last_token_s) if time is not None]
     last_s = ended_s if ended_s is not None else max(known, default=0.0)
     starts, ends = [], []
@@ -164,9 +162,7 @@ class Distribution:
 @dataclass(frozen=True)
 class WholeRun:
     """All answered requests over the whole duration, ramp and drain included, as ``vllm bench serve`` counts.
-
-    TTFT counts from the scheduled send, or (``ttft_sent_ms``) from the real one. Rates are per second.
-    """
+    TTFT counts from the scheduled send, or (``ttft_sent_ms``) from the real one. Rates are per second."""
 
     duration_s: float = 0.0
     successful: int = 0
@@ -205,11 +201,9 @@ class WholeRun:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of one trial. Rates are per second; latencies in milliseconds; times in seconds.
-
-    The first block counts all requests of the trial; everything after ``window`` is of the steady window
-    only, except ``run_*``, the peaks and ``duration_s``.
-    """
+    """The figures of one trial. Rates are per second; latencies in milliseconds; times in seconds. The first
+    block counts all requests of the trial; everything after ``window`` is of the steady window only, except
+    ``run_*``, the peaks and ``duration_s``."""
 
     offered_rate: float
     duration_s: float
@@ -289,12 +283,10 @@ def summarise(
     window: Window | None = None,
     confidence: float = CONFIDENCE,
 ) -> Summary:
-    """All figures of a trial.
-
-    ``records``: one for each planned request. ``offered_rate``: requests per second that were asked for.
-    ``duration_s``: from the trial's start to its end, drain included. ``window``: steady window, found
-    from the records if not given. ``confidence``: of the attainment's two-sided interval.
-    """
+    """All figures of a trial. ``records``: one for each planned request. ``offered_rate``: requests per
+    second that were asked for. ``duration_s``: from the trial's start to its end, drain included. ``window``:
+    steady window, found from the records if not given. ``confidence``: of the attainment's two-sided
+    interval."""
     ended_s = ended_at(records, duration_s)
     window = steady_window(records, ended_s) if window is None else window
     judged = judged_records(records, window)

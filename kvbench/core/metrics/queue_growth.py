@@ -14,8 +14,7 @@ requests that have waited longer than the first ones count. Two questions:
 Where a quarter of the later requests is as fast as the first ones, neither holds: widely varying latencies
 look like growth. Constants found by PERF are of ``python -m tools.perf_search --first-seed 400 --seeds 30
 --methods kvbench``: rates that whole searches find on virtual systems. GATE is ``grows`` in
-tests/core/gates/test_queue_growth.py over those systems and 8 seeds.
-"""
+tests/core/gates/test_queue_growth.py over those systems and 8 seeds."""
 
 from __future__ import annotations
 
@@ -75,9 +74,7 @@ trials that met the SLO above the true rate GATE finds 4.4 % in four latencies i
 @dataclass(frozen=True)
 class QueueGrowth:
     """By how many requests a second a queue grows, the standard error of that, and what chance alone shows.
-
-    ``capacity``: first tokens per second, where the growth was measured by them; else it is a slope.
-    """
+    ``capacity``: first tokens per second, where the growth was measured by them; else it is a slope."""
 
     per_s: float
     error: float
@@ -94,8 +91,7 @@ class QueueReadings:
     ``dispersion``: squared variation of the gaps between arrivals, at least 1. By request: ``offsets_s``, the
     planned sends in order; ``settled_s``, when its outcome was known, nan before; ``ttft_s``, nan where
     unknown. By time: ``waiting``, requests without a first token; ``firsts``, first tokens so far.
-    ``unbroken``: it is early, and no criterion was broken yet, so that only what is sure may be said.
-    """
+    ``unbroken``: it is early, and no criterion was broken yet, so that only what is sure may be said."""
 
     rate: float
     idle_latency_s: float
@@ -121,10 +117,8 @@ class QueueReadings:
         latency_s: float,
         ttft_limit_s: float,
     ) -> QueueReadings | None:
-        """Those of a whole trial while load was offered, up to ``end_s``; None without load.
-
-        ``duration_s``: from the trial's start to its end, drain included.
-        """
+        """Those of a whole trial while load was offered, up to ``end_s``; None without load. ``duration_s``:
+        from the trial's start to its end, drain included."""
         offered = [each for each in records if each.scheduled_s <= end_s]
         offered.sort(key=lambda each: each.scheduled_s)
         if len(offered) < 2 or end_s <= 0 or rate <= 0:
@@ -175,10 +169,8 @@ class QueueReadings:
     @cached_property
     def early_s(self) -> FloatArray | None:
         """How long the first requests waited for their first tokens; None while one of them still does, but
-        not for longer than one alone may have to.
-
-        First tokens are counted, not told apart, so the k-th one is taken to be the k-th arrival's.
-        """
+        not for longer than one alone may have to. First tokens are counted, not told apart, so the k-th one
+        is taken to be the k-th arrival's."""
         early = max(1, int(np.searchsorted(self.offsets_s, self.now_s / EARLY)))
         firsts = np.maximum.accumulate(self.firsts)
         if firsts[-1] < early:
@@ -229,10 +221,8 @@ def dispersion(offsets_s: FloatArray) -> float:
 
 
 def queue_growth(readings: QueueReadings, *, walks: float = WALKS) -> QueueGrowth | None:
-    """By how much the queue grows; None where nothing says that it does.
-
-    ``walks``: ``WALKS_AT_EACH_LOOK`` for who asks again and again while the trial runs.
-    """
+    """By how much the queue grows; None where nothing says that it does. ``walks``: ``WALKS_AT_EACH_LOOK``
+    for who asks again and again while the trial runs."""
     if readings.early_s is None or readings.now_s < FILL * readings.idle_latency_s:
         return None
     slope = _slope(readings, walks)

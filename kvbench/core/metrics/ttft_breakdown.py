@@ -15,8 +15,7 @@ The parts add up to the TTFT. An unknown part is None and its time is in another
 concurrent dispatch) and ``router`` (without its times) in ``hand_off``; ``kv_transfer`` in ``decode_queue``
 (sequential) or ``hand_off`` (concurrent). The histograms count failed requests, too; so P's and D's parts are
 shortened to what the router waited for them. Without its times a part below zero is shown as 0, and the sum
-exceeds the TTFT by as much.
-"""
+exceeds the TTFT by as much."""
 
 from __future__ import annotations
 
@@ -52,11 +51,9 @@ PART_WORDS: Final = {
 
 @dataclass(frozen=True)
 class RouterTimes:
-    """The router's times of a request, in seconds: P's and D's answers as it waited for them.
-
-    ``hand_off``: from P's answer to the request to D; None with concurrent dispatch. ``prefill`` is None if
-    D's first byte mostly came before P's answer, which can only be then.
-    """
+    """The router's times of a request, in seconds: P's and D's answers as it waited for them. ``hand_off``:
+    from P's answer to the request to D; None with concurrent dispatch. ``prefill`` is None if D's first byte
+    mostly came before P's answer, which can only be then."""
 
     prefill: float | None
     decode: float
@@ -126,9 +123,8 @@ def ttft_breakdown(
 def hand_off_parts(
     prefill: Phases | None, decode: Phases | None, router: RouterTimes | None
 ) -> dict[str, float | None]:
-    """Where a long ``hand_off`` lies, in milliseconds: in P's front end and answer, in the router between
-    the two, or in D's front end and answer. None with concurrent dispatch, and where a time is not known.
-    """
+    """Where a long ``hand_off`` lies, in milliseconds: in P's front end and answer, in the router between the
+    two, or in D's front end and answer. None with concurrent dispatch, and where a time is not known."""
     parts: dict[str, float | None] = dict.fromkeys(("prefill_front_end", "router_turn", "decode_front_end"))
     if router is None or router.hand_off is None:
         return parts

@@ -2,8 +2,7 @@
 
 A session is a sequence of turns. Each turn's prompt is the conversation so far and something new; it is sent
 think time after the answer before it. Sub-agents are sessions beside it: they begin once a turn is answered,
-and the turn after that waits for them.
-"""
+and the turn after that waits for them."""
 
 from __future__ import annotations
 
@@ -24,12 +23,9 @@ ASSUMED_BLOCK_TOKENS: Final = 64
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One request of a session.
-
-    ``input_len`` and ``output_len`` are tokens; ``think_time_s`` is the time from the answer before (and the
-    sub-agents' last) until it is sent; ``sent_s`` when it was sent, counted from the session's begin.
-    ``blocks``: ids of its prompt's whole blocks.
-    """
+    """One request of a session. ``input_len`` and ``output_len`` are tokens; ``think_time_s`` is the time
+    from the answer before (and the sub-agents' last) until it is sent; ``sent_s`` when it was sent, counted
+    from the session's begin. ``blocks``: ids of its prompt's whole blocks."""
 
     input_len: int
     output_len: int
@@ -103,10 +99,8 @@ def prompts_by_time(corpus: Corpus) -> TimedPrompts:
 
 def chained(prompts: Sequence[Blocks]) -> tuple[list[Blocks], int]:
     """The same prompts by new ids 0 … n - 1, and n: equal ids stand for equal tokens after equal beginnings.
-
     A prefix cache finds a block only behind the same blocks. Recorded ids mostly say so already; where one id
-    follows two different ones, it becomes two.
-    """
+    follows two different ones, it becomes two."""
     if not prompts:
         return [], 0
     lengths = [len(each) for each in prompts]
@@ -175,8 +169,7 @@ def offered_reuse(prompts: Sequence[Blocks]) -> OfferedReuse:
     by every cache of n blocks or more.
 
     The blocks whose last user was the same prompt are always its end, and lie on the stack in a row. So a
-    prompt's blocks are a few runs, and each takes one look into a tree of sums over the prompts.
-    """
+    prompt's blocks are a few runs, and each takes one look into a tree of sums over the prompts."""
     nodes = 1 + max((int(each.max()) for each in prompts if len(each)), default=-1)
     user = np.full(nodes, -1, np.int64)  # the last prompt that had this block
     live = _Sums(len(prompts))  # blocks by their last user
@@ -304,10 +297,8 @@ class CorpusFigures:
         return inside + [each for each in steps if each >= max(1, all_of_it)][:1]
 
     def unseen(self) -> list[int]:
-        """Of each request the prompt tokens that no earlier prompt of its session had.
-
-        They are what a perfect cache of prompts leaves to compute; an answer is first in the next prompt.
-        """
+        """Of each request the prompt tokens that no earlier prompt of its session had. They are what a
+        perfect cache of prompts leaves to compute; an answer is first in the next prompt."""
         found = []
         for session, offered in zip(self.corpus.sessions, self.alone, strict=True):
             sent = [turn for _, turn in sorted(session.requests(), key=lambda each: each[0])]

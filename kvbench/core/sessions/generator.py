@@ -6,8 +6,7 @@ multiplied by a lognormal number (``SPREAD``); further turns repeat some of the 
 assumed, so nothing is known beyond the longest and largest recorded sessions.
 
 What a turn keeps is a share of the longest prompt that its session had so far. Sessions are arrays, so that a
-million turns take megabytes.
-"""
+million turns take megabytes."""
 
 from __future__ import annotations
 
@@ -69,10 +68,8 @@ class SessionPlan:
         return Corpus(tuple(sessions), self.block_tokens, "corpus")
 
     def _kept(self, turn: int, held: list[Blocks]) -> tuple[Blocks, int]:
-        """The blocks that are kept, of the latest prompt that is long enough, and how many are new.
-
-        A first prompt keeps what its session shares with others, the first of ``held``.
-        """
+        """The blocks that are kept, of the latest prompt that is long enough, and how many are new. A first
+        prompt keeps what its session shares with others, the first of ``held``."""
         whole, kept = (int(each[turn]) // self.block_tokens for each in (self.input_len, self.kept_len))
         kept = len(held[0]) if len(held) == 1 else kept
         parent = next((each for each in reversed(held) if len(each) >= kept), held[0])
@@ -112,7 +109,7 @@ class SessionModel:
     def generate(self, sessions: int, seed: int) -> SessionPlan:
         """So many sessions; a function of model, number and seed alone. Raises InputError below 1."""
         if sessions < 1:
-            raise InputError(f"{sessions} sessions cannot be made: ask for 1 at least")
+            raise InputError(f"{sessions} sessions cannot be generated: request at least 1")
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([_STREAM, seed])))
         donor = rng.integers(0, self.sessions, sessions)
         recorded = np.diff(self.first)[donor]
@@ -173,8 +170,8 @@ def fitted_model(corpus: Corpus) -> SessionModel:
     sessions = [each for each in corpus.sessions if each.turns]
     if not any(len(each.turns) > 1 for each in sessions):
         raise InputError(
-            "no session has a second turn: nothing can be learned of sessions from them",
-            hint="take a corpus whose requests belong to sessions; docs/sessions.md has the formats",
+            "no session has a second turn, so the corpus has no multi-turn statistics",
+            hint="use a corpus with multi-turn sessions; docs/sessions.md describes the formats",
         )
     alone = Corpus(tuple(_without_subagents(each) for each in sessions), corpus.block_tokens, "session")
     turns = [turn for each in alone.sessions for turn in each.turns]

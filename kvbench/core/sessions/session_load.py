@@ -5,8 +5,7 @@ after the answer before it, and after the last of the sub-agents that it waits f
 the answer of the turn that calls it, beside its siblings. Every copy of a recorded session has its own
 blocks, except for what sessions share: nothing is found that another copy, or an earlier trial, has left.
 
-``session_figures`` says what a trial shows besides: sessions at once, TTFT by turn, reuse.
-"""
+``session_figures`` says what a trial shows besides: sessions at once, TTFT by turn, reuse."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ class SessionLoad:
 
     def offered_tokens(self, sent: Sequence[int], capacities: Sequence[int | None]) -> list[int]:
         """Prompt tokens that caches of so many tokens (None: unlimited) could have found, of requests in the
-        order of sending. A prompt counts with its answer as soon as it is sent: real caches find less.
-        """
+        order of sending. A prompt counts with its answer as soon as it is sent: real caches find less."""
         offered = offered_reuse([self.prompts[place] for place in sent])
         most = np.array([self.input_len[place] // self.block_tokens for place in sent], np.int64)
         found = []
@@ -74,10 +72,8 @@ class SessionLoad:
 
 @dataclass(frozen=True, eq=False)
 class PromptHashes(Sequence[list[int]]):
-    """Of each prompt of a load a hash for each whole block of an engine, made when it is asked for.
-
-    They end where nothing is known to be like another prompt's.
-    """
+    """Of each prompt of a load a hash for each whole block of an engine, made when it is asked for. They end
+    where nothing is known to be like another prompt's."""
 
     load: SessionLoad
     block_tokens: int
@@ -138,10 +134,8 @@ def session_load(
     own_answers: bool,
 ) -> SessionLoad:
     """Sessions that begin at ``offsets_s``, one each. A session that stands there again is a copy.
-
     ``own_answers``: where a prompt begins with the whole prompt before it, what follows there is that one's
-    answer as the server gave it; else answers are recorded ones, that no server has the KV of.
-    """
+    answer as the server gave it; else answers are recorded ones, that no server has the KV of."""
     drawn = _Drawn()
     for number, (session, offset_s) in enumerate(zip(sessions, offsets_s, strict=True)):
         drawn.last[drawn.add(session, number, float(offset_s))] = True
@@ -249,7 +243,7 @@ def load_of_arrays(arrays: Arrays) -> SessionLoad:
     )
     rows = (load.offsets_s, load.output_len, load.goes_on, load.prompts, *vars(following).values())
     if not requests or any(len(each) != requests for each in rows):
-        raise ValueError("its columns are not of the same requests")
+        raise ValueError("its columns have different lengths")
     return load
 
 
@@ -266,8 +260,7 @@ def session_figures(
 ) -> dict[str, Any]:
     """As they stand in a trial's record; times in ms but for ``session_s``, reuse as shares of the whole
     blocks of all prompts that were sent. ``pool_tokens``: what the caches hold that prompts are looked up in;
-    None: nobody knows. ``found_tokens``: what of all prompts was found there, where records do not say it.
-    """
+    None: nobody knows. ``found_tokens``: what of all prompts was found there, where records do not say it."""
     begin_s, end_s = window_s
     inside = [each for each in records if begin_s <= each.scheduled_s <= end_s and each.ok]
     took = [each.session_s for each in inside if each.session_s is not None]

@@ -99,7 +99,7 @@ class SessionSource:
         if blocks > MOST_BLOCKS:
             raise InputError(
                 f"the prompts of a trial of {count:,} sessions have {blocks:,} blocks; at most "
-                f"{MOST_BLOCKS:,} are held",
+                f"{MOST_BLOCKS:,} fit",
                 hint="lower workload.sessions.length_scale or max_turns, or search.max_requests",
             )
         offsets = planned_offsets(session_rate, count, burstiness, seed)
@@ -130,7 +130,7 @@ def source_of(wanted: Sessions, corpus: Corpus | None) -> SessionSource:
     corpus = limited(corpus, wanted.length_scale, wanted.max_turns, wanted.max_input_len)
     if not corpus.sessions:
         raise InputError(
-            "no session is left within workload.sessions.max_input_len",
+            "no session fits within workload.sessions.max_input_len",
             hint="raise it, or lower length_scale",
         )
     most = max(turn.output_len for each in corpus.sessions for _, turn in each.requests())

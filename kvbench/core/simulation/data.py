@@ -29,12 +29,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Overheads:
-    """Milliseconds that a request spends outside the model's queues and steps.
-
-    ``router_ms``: client and router, before P. ``front_end_ms``: HTTP and tokens, in each engine that it
-    passes. ``turn_ms``: the router's turn from P's answer to D. ``arrival_ms``: from the KV's arrival to D's
-    scheduler knowing it.
-    """
+    """Milliseconds that a request spends outside the model's queues and steps. ``router_ms``: client and
+    router, before P. ``front_end_ms``: HTTP and tokens, in each engine that it passes. ``turn_ms``: the
+    router's turn from P's answer to D. ``arrival_ms``: from the KV's arrival to D's scheduler knowing it."""
 
     router_ms: float = 0.0
     front_end_ms: float = 0.0
@@ -45,9 +42,7 @@ class Overheads:
 @dataclass(frozen=True)
 class System:
     """What serves: ``prefill`` × P and ``decode`` × D, or with ``prefill`` 0 so many aggregated servers.
-
-    ``block_bytes``: KV bytes of one block over all layers and ranks, as they go over the wire.
-    """
+    ``block_bytes``: KV bytes of one block over all layers and ranks, as they go over the wire."""
 
     timing: TimingProfile
     config: EngineConfig = field(default_factory=EngineConfig)
@@ -68,11 +63,8 @@ class System:
 @dataclass(frozen=True)
 class SimulatedLoad:
     """Planned sends in scheduled order. ``hashes``: of each prompt's full blocks, where blocks are shared;
-    those behind its prompt are its answer's.
-
-    ``following``: which of them wait for others instead. Their offsets count for nothing, and they may stand
-    anywhere; those with a planned time stand in its order.
-    """
+    those behind its prompt are its answer's. ``following``: which of them wait for others instead. Their
+    offsets count for nothing, and they may stand anywhere; those with a planned time stand in its order."""
 
     offsets_s: Sequence[float]
     input_len: Sequence[int]

@@ -15,8 +15,7 @@ Modelled:
 - **Blocking hand-off** (``System.hand_off``): as in vLLM 0.6, P gives KV away between two steps, D takes one
   after the other in place of a step; only then come their first tokens.
 
-Not modelled: contention for CPUs, failures, leases, the time that HTTP takes under load.
-"""
+Not modelled: contention for CPUs, failures, leases, the time that HTTP takes under load."""
 
 from __future__ import annotations
 
@@ -36,11 +35,8 @@ from kvbench.core.simulation.step_time import TimingProfile
 
 
 class BlockingHandOff:
-    """Who takes from whom, and who has to wait.
-
-    ``give`` sends one request's KV on its way and calls ``take_next`` when D has it; ``poke`` lets an engine
-    go on with its steps.
-    """
+    """Who takes from whom, and who has to wait. ``give`` sends one request's KV on its way and calls
+    ``take_next`` when D has it; ``poke`` lets an engine go on with its steps."""
 
     def __init__(
         self,
@@ -60,10 +56,8 @@ class BlockingHandOff:
         return engine in self._taking
 
     def begin(self, engine: StepEngine, now: float) -> float | None:
-        """Lets an engine begin a step, or take KV in place of one; returns when its step ends, or None.
-
-        What was just filled makes its first tokens before more is taken.
-        """
+        """Lets an engine begin a step, or take KV in place of one; returns when its step ends, or None. What
+        was just filled makes its first tokens before more is taken."""
         end = engine.begin(now, loads_first=engine not in self._filled)
         self._filled.discard(engine)
         if not engine.loads:
@@ -129,10 +123,8 @@ TICK_S: Final = 0.25
 
 
 def simulate(system: System, load: SimulatedLoad, watch: Callable[[Tick], bool] | None = None) -> Outcome:
-    """Run one trial. ``watch`` gets the progress every TICK_S and stops the trial by returning True.
-
-    Raises InputError for a request that can never fit into an engine.
-    """
+    """Run one trial. ``watch`` gets the progress every TICK_S and stops the trial by returning True. Raises
+    InputError for a request that can never fit into an engine."""
     return SimulatedTrial(system, load, watch).run()
 
 

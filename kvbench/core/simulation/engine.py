@@ -3,8 +3,7 @@
 ``StepEngine`` is one engine among others: ``kvbench.core.simulation.deployment`` owns the counter and gets
 from the engine when its step ends. Between two changes of its batch an engine that only decodes repeats the
 same step. These steps are planned in one go, and cut short if something happens meanwhile: a trial costs by
-its requests and not by its tokens.
-"""
+its requests and not by its tokens."""
 
 from __future__ import annotations
 
@@ -104,9 +103,7 @@ class StepEngine:
 
     def begin(self, now: float, *, loads_first: bool = False) -> float | None:
         """Start what can be started at ``now``; returns when that ends, None if there is nothing to do.
-
-        ``loads_first``: nothing is started if there are requests whose KV may be fetched.
-        """
+        ``loads_first``: nothing is started if there are requests whose KV may be fetched."""
         assert self._plan is None, "end() must follow begin()"
         while True:
             plan = self.scheduler.schedule(now)
@@ -228,9 +225,7 @@ class Moved:
 @dataclass(eq=False)
 class Flow:
     """One request on its way. ``whole`` is what the client asked for: D's part, or an aggregated server's.
-
-    ``index``: which one it is in the order of sending; ``place``: in the load.
-    """
+    ``index``: which one it is in the order of sending; ``place``: in the load."""
 
     index: int
     record: RequestRecord

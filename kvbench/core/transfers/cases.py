@@ -1,7 +1,6 @@
 """From the axes that a user gave to the cases that are measured, their blocks, and what was left out and why.
 
-A case's blocks are the tables of both sides and the block ids of each transfer under way.
-"""
+A case's blocks are the tables of both sides and the block ids of each transfer under way."""
 
 from __future__ import annotations
 
@@ -42,22 +41,16 @@ def _layout(case: Case, peers: int) -> Layout:
 
 
 def _reserved(case: Case) -> int:
-    """Return the number of blocks at the start of each region that no transfer moves.
-
-    vLLM never hands out block 0. So the blocks of one region do not touch those of the next one, and no
-    library can merge them.
-    """
+    """Return the number of blocks at the start of each region that no transfer moves. vLLM never hands out
+    block 0. So the blocks of one region do not touch those of the next one, and no library can merge them."""
     return 1 if case.regions > 1 else 0
 
 
 def pairings(case: Case, seed: int = 0) -> list[Pairing]:
-    """All transfers of a case, by initiator, then thread, then target.
-
-    Contiguous blocks lie side by side in the same order on both sides. If they are to be merged, the order is
-    ascending. If not, odd positions come before even ones, so that no library finds a neighbour to merge.
-    Scattered blocks are every other block of their part, in an order of its own on each side, so that no two
-    of them touch, on either side.
-    """
+    """All transfers of a case, by initiator, then thread, then target. Contiguous blocks lie side by side in
+    the same order on both sides. If they are to be merged, the order is ascending. If not, odd positions come
+    before even ones, so that no library finds a neighbour to merge. Scattered blocks are every other block of
+    their part, in an order of its own on each side, so that no two of them touch, on either side."""
     found = []
     for initiator in range(case.initiators):
         for thread in range(case.threads):
@@ -221,10 +214,8 @@ class Matrix:
 
 
 def build(axes: Axes, backends: Sequence[BackendCapabilities], memory_bytes: int | None = None) -> Matrix:
-    """All cases of the axes that make sense. ``memory_bytes``: free for buffers, all sides together.
-
-    Raises InputError for a backend that there is not, and where nothing is left to measure by what was asked.
-    """
+    """All cases of the axes that make sense. ``memory_bytes``: free for buffers, all sides together. Raises
+    InputError for a backend that there is not, and where nothing is left to measure by what was asked."""
     chosen = _chosen(axes, backends)
     cases: dict[str, Case] = {}
     left: dict[tuple[str, str], Left] = {}
@@ -244,8 +235,8 @@ def build(axes: Axes, backends: Sequence[BackendCapabilities], memory_bytes: int
         wanted = ", ".join(axes.protocols)
         reasons = "; ".join(f"{each.what}: {each.reason}" for each in left.values() if each.case.protocol)
         raise InputError(
-            f"nothing here moves bytes over {wanted}, and yardsticks alone say nothing of it: {reasons}",
-            hint="leave --protocol out to measure what is there",
+            f"no backend on this host moves bytes over {wanted}, only baselines are left: {reasons}",
+            hint="omit --protocol to measure the available protocols",
         )
     return Matrix(tuple(sorted(cases.values(), key=_order(chosen))), tuple(left.values()))
 
@@ -254,9 +245,7 @@ def _chosen(axes: Axes, backends: Sequence[BackendCapabilities]) -> list[Backend
     known = {backend.name: backend for backend in backends}
     for name in axes.backends:
         if name not in known:
-            raise InputError(
-                f"no transfer backend is called {name!r}", hint=f"there are: {', '.join(sorted(known))}"
-            )
+            raise InputError(f"unknown transfer backend {name!r}", hint=f"known: {', '.join(sorted(known))}")
     # What is optional and cannot run here anyway is reported, so that nobody looks for it in vain.
     names = axes.backends or tuple(each.name for each in backends if not each.optional or each.problem)
     first = [name for name in BASELINES if name in names]
@@ -292,7 +281,7 @@ def _protocols(axes: Axes, backend: BackendCapabilities) -> Iterator[tuple[str, 
         names = asked
     for name in names:
         if name not in backend.protocols:
-            yield name, f"{backend.name} has no such protocol, only {', '.join(backend.protocols)}", False
+            yield name, f"{backend.name} does not support it, only {', '.join(backend.protocols)}", False
         else:
             yield name, backend.lacking.get(name, ""), name in backend.lacking
 
@@ -330,27 +319,27 @@ def _cases(axes: Axes, backend: BackendCapabilities, protocol: str) -> Iterator[
 def _sense(case: Case, backend: BackendCapabilities, axes: Axes, memory_bytes: int | None) -> tuple[str, str]:
     """(what, why) of a combination that makes no sense; ("", "") for one that does."""
     if case.op not in backend.ops:
-        return f"{case.backend} {case.op}", f"{case.backend} knows only {', '.join(backend.ops)}"
+        return f"{case.backend} {case.op}", f"{case.backend} supports only {', '.join(backend.ops)}"
     if case.nics > 1 and case.protocol in backend.one_nic:
         return f"{case.backend} over {case.protocol} with several NICs", "it uses one address, so one NIC"
     if case.memory not in backend.memories:
         return (
             f"{case.backend} in {case.memory} memory",
-            f"only {' and '.join(backend.memories)} memory is known",
+            f"it supports only {' and '.join(backend.memories)} memory",
         )
     if case.protocol == "cuda_ipc" and case.memory != "cuda":
-        return f"{case.backend} over cuda_ipc", "it copies from GPU to GPU: --memory cuda"
+        return f"{case.backend} over cuda_ipc", "it copies between GPUs: use --memory cuda"
     if backend.loopback_only and axes.remote:
-        return case.backend, "it works within one host, and the two sides stand on two"
+        return case.backend, "it works only within one host, and the two sides are on different hosts"
     if case.initiators > 1 and case.targets > 1:
         return (
             f"{case.initiators} initiators to {case.targets} targets",
-            "one of the two sides has to be a single one: fan-in or fan-out",
+            "one of the two sides must be single: fan-in or fan-out",
         )
     need = memory_needed(case)
     if memory_bytes is not None and need > MEMORY_SHARE * memory_bytes:
         what = f"{size_text(case.block_bytes)} × {case.batch_size * case.regions} at {case.threads} a time"
-        return what, f"its buffers need {need / 1e9:.3g} GB of {memory_bytes / 1e9:.3g} GB that are free"
+        return what, f"its buffers need {need / 1e9:.3g} GB of {memory_bytes / 1e9:.3g} GB free memory"
     return "", ""
 
 

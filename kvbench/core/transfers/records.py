@@ -42,8 +42,7 @@ class Case:
     ``nbytes`` bytes; ``threads`` transfers are under way at a time from each initiator to each target.
     ``nics`` of 0 stands for a way that passes no NIC (a copy in memory, shared memory, the null backend).
     ``scattered`` blocks never touch each other in memory; the others lie side by side and are ``merged``
-    into runs where the backend can do that and it is asked to.
-    """
+    into runs where the backend can do that and it is asked to."""
 
     backend: str
     protocol: str
@@ -89,13 +88,10 @@ class TransferWarning:
 
 @dataclass
 class TransferRecord:
-    """One case measured, refused or failed: a row of ``transfers.parquet``.
-
-    Times end in ``_s`` and are seconds. ``gb_per_s`` is 10⁹ bytes over ``window_s``, the time from the first
-    start to the last end over all initiators; ``call_s`` holds each call's own time, start to completion, one
-    initiator after the other. ``logical_bytes`` counts each KV byte of a model once; ``nbytes`` is what one
-    transfer moves.
-    """
+    """One case measured, refused or failed: a row of ``transfers.parquet``. Times end in ``_s`` and are
+    seconds. ``gb_per_s`` is 10⁹ bytes over ``window_s``, the time from the first start to the last end over
+    all initiators; ``call_s`` holds each call's own time, start to completion, one initiator after the other.
+    ``logical_bytes`` counts each KV byte of a model once; ``nbytes`` is what one transfer moves."""
 
     case: Case
     status: Status = "ok"

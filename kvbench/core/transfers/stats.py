@@ -1,7 +1,6 @@
 """What a measured transfer's row says, and what makes it weaker than it looks; two runs compared. No I/O.
 
-A row has percentiles, bandwidth against limits, CPU cost.
-"""
+A row has percentiles, bandwidth against limits, CPU cost."""
 
 from __future__ import annotations
 
@@ -183,12 +182,12 @@ def _change(case: Case, before: TransferRecord | None, after: TransferRecord | N
         if record.status != "ok" or not _calls_per_s(record):
             return replace(known, why=f"failed in {name}")
         if len(record.call_s) < LEAST_CALLS:
-            return replace(known, why=f"cannot be told: {len(record.call_s)} calls in {name}")
+            return replace(known, why=f"inconclusive: {len(record.call_s)} calls in {name}")
     ratio = _calls_per_s(after) / _calls_per_s(before)
     spread = math.exp(_spread(before.call_s, after.call_s))
     low, high = ratio / spread, ratio * spread
     if low <= 1 <= high:
-        return replace(known, low=low, high=high, why="cannot be told apart")
+        return replace(known, low=low, high=high, why="no significant difference")
     return replace(known, ratio=ratio, low=low, high=high)
 
 
@@ -284,10 +283,10 @@ def _busy_machine(record: TransferRecord, seen: CaseConditions) -> Iterator[Tran
         yield TransferWarning("machine_busy", message, advice, evidence)
     elif room and seen.others_cpu_s > OTHERS_SHARE * room:
         share = seen.others_cpu_s / room
-        message = f"other processes took {share:.0%} of this machine's CPU time meanwhile"
+        message = f"other processes took {share:.0%} of this machine's CPU time in the window"
         yield TransferWarning("machine_busy", message, advice, {"others_cpu_s": seen.others_cpu_s})
     if room and seen.steal_s > STEAL_SHARE * room:
-        message = f"the hypervisor took {seen.steal_s / room:.0%} of this machine's CPU time meanwhile"
+        message = f"the hypervisor took {seen.steal_s / room:.0%} of this machine's CPU time in the window"
         yield TransferWarning("cpu_stolen", message, advice, {"steal_s": seen.steal_s})
 
 
@@ -296,7 +295,7 @@ def _few_repeats(record: TransferRecord, seen: CaseConditions) -> Iterator[Trans
     if record.calls < MIN_CALLS or short:
         message = f"only {record.calls} calls in {record.window_s:.2f} s"
         evidence = {"calls": record.calls, "window_s": record.window_s}
-        yield TransferWarning("few_repeats", message, "give each case more seconds (--seconds)", evidence)
+        yield TransferWarning("few_repeats", message, "measure each case for longer (--seconds)", evidence)
 
 
 def _burst(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarning]:
@@ -307,13 +306,13 @@ def _burst(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWar
     evidence = {"burst_bytes": seen.burst_bytes, "bytes_per_nic": moved}
     if seen.burst_bytes > BURST_SHARE * moved:
         message = (
-            f"the shaper's burst is {seen.burst_bytes / moved:.0%} of what passed each NIC" if moved else ""
+            f"the shaper's burst is {seen.burst_bytes / moved:.0%} of the bytes per NIC" if moved else ""
         )
-        advice = "give the case more seconds: the rate is flattered by what passed unshaped"
-        yield TransferWarning("near_burst", message or "nothing passed the NICs", advice, evidence)
+        advice = "measure the case for longer (--seconds): the unshaped burst inflates the rate"
+        yield TransferWarning("near_burst", message or "no bytes passed the NICs", advice, evidence)
     elif record.nbytes <= 2 * seen.burst_bytes * nics:
         message = f"one transfer ({record.nbytes:,} bytes) is not much larger than the shaper's burst"
-        advice = "its latency may be that of the unshaped link; take larger or more blocks"
+        advice = "its latency may be that of the unshaped link; use larger or more blocks"
         yield TransferWarning("near_burst", message, advice, evidence)
 
 
@@ -325,8 +324,8 @@ def _busy_waiting(record: TransferRecord, seen: CaseConditions) -> Iterator[Tran
     below = speed is None or limit is None or speed < limit
     copies = record.case.backend in ("memcpy", "shm", "null")
     if share >= BUSY_SHARE and below and not copies and median(record.call_s) > BUSY_CALL_S:
-        message = f"the library keeps {share:.1f} cores busy at the initiator, and is slower than memcpy"
-        advice = "it waits by polling: on a machine with few cores that time is missing elsewhere"
+        message = f"the library keeps {share:.1f} cores busy at the initiator and is slower than memcpy"
+        advice = "it waits by polling, which takes CPU from other processes on a machine with few cores"
         yield TransferWarning("busy_waiting", message, advice, {"cpu_share": share})
 
 
@@ -344,13 +343,13 @@ def _nics(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarn
             others = {name: count for name, count in carried.items() if name not in names}
             where = max(others, key=lambda name: others[name], default="")
             went = f"; {where} carried {others[where] / total:.0%}" if where and others[where] else ""
-            message = f"at the {side} only {moved / total:.0%} of the bytes passed the NICs asked for{went}"
-            advice = "see which device or transport the library chose; `kvbench doctor` lists them"
+            message = f"at the {side} only {moved / total:.0%} of the bytes passed the requested NICs{went}"
+            advice = "check which device or transport the library chose; `kvbench doctor` lists them"
             yield TransferWarning("bytes_elsewhere", message, advice, evidence)
         elif idle:
             used = len(names) - len(idle)
             message = f"at the {side} {used} of {len(names)} NICs carried bytes; idle: {', '.join(idle)}"
-            advice = "the library did not spread this transfer: more streams, blocks or another op may"
+            advice = "the library did not spread this transfer; try more streams or blocks, or another op"
             yield TransferWarning("idle_nics", message, advice, evidence)
 
 
@@ -359,13 +358,13 @@ def _transport(record: TransferRecord, seen: CaseConditions) -> Iterator[Transfe
     if not seen.moves_bytes or not ran or asked not in _MEANS:
         return
     if "(configured)" in ran:
-        message = f"the library does not say which transport ran; {asked} was asked for"
+        message = f"the library does not report its transport; {asked} was requested"
         yield TransferWarning("transport_unproven", message, "", {"transport": ran})
     elif not any(name in ran.lower() for name in _MEANS[asked]):
-        message = f"{asked} was asked for, and {ran} ran"
+        message = f"{asked} was requested, but {ran} ran"
         yield TransferWarning("other_transport", message, "see `kvbench doctor`", {"transport": ran})
 
 
 def _verified(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarning]:
     if record.verified is None and seen.moves_bytes:
-        yield TransferWarning("not_verified", "its bytes were not compared", "", {})
+        yield TransferWarning("not_verified", "the received bytes were not verified", "", {})

@@ -90,8 +90,8 @@ def test_names_of_faults_and_of_whom_they_are_done_to():
     ("text", "said"),
     [
         ("melt:prefill", "no fault is called 'melt'"),
-        ("pull:prefill", "pull cannot be done to 'prefill'"),
-        ("lease:decode", "lease cannot be done to 'decode'"),
+        ("pull:prefill", "pull is not possible for 'prefill'"),
+        ("lease:decode", "lease is not possible for 'decode'"),
         ("kill", "is no fault"),
         ("kill:prefill@soon", "is no fault"),
     ],

@@ -48,7 +48,7 @@ def said(run: RunFolder) -> list[str]:
 def test_it_is_said_which_way_how_far_and_how_fast(sample: RunFolder) -> None:
     (slower,) = said(with_belief(sample, 10.0, 9.0))
     assert slower == (
-        "nixl at 512 got slower during the search: the rate that it holds fell by about 10% in 10 minutes "
+        "nixl at 512 became slower during the search: its sustained rate fell by about 10% in 10 minutes "
         "(about 47% an hour)"
     )
     (faster,) = said(with_belief(sample, 9.0, 10.0, 7200.0))

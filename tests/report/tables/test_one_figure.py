@@ -150,8 +150,8 @@ HOVER = [
         r"(?P<name>.+): (?P<arrived>[\d.]+) req/s arrived, (?P<request_goodput>[\d.]+) req/s completed "
         r"within the SLO",
         rf"(?P<name>.+), {RATE}: (?P<output_per_gpu>[\d.]+) tokens/s, (?P<each_user>[\d.]+) for each user",
-        r"(?P<trial_id>\S+): (?P<peak_in_flight>\d+) on their way at most",
-        r"(?P<trial_id>\S+): (?P<peak_waiting>\d+) waiting for a token at most",
+        r"(?P<trial_id>\S+): at most (?P<peak_in_flight>\d+) in flight",
+        r"(?P<trial_id>\S+): at most (?P<peak_waiting>\d+) waiting for the first token",
         r"(?P<name>[^,]+), (?P<part>[^:]+(: \w[\w ]*)?): (?P<part_ms>[\d.]+) ms",
         r"(?P<name>[^,:]+)(, (?P<input_len>[\d,]+) tokens in)?: (found )?(?P<answer>.+) req/s",
     )
