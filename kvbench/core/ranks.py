@@ -1,4 +1,4 @@
-"""How one engine instance is spread over GPUs: its tensor, pipeline and data parallel ranks. Pure."""
+"""Tensor, pipeline and data parallel ranks of one engine instance. Pure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ class Ranks:
 
     @property
     def gpus(self) -> int:
-        """All ranks together."""
         return self.tensor * self.pipeline * self.data
 
     def text(self) -> str:
-        """``TP 8``, ``TP 2 × PP 2 × DP 4, EP``."""
+        """Return ``TP 8`` or ``TP 2 × PP 2 × DP 4, EP``."""
         more = ((self.pipeline, "PP"), (self.data, "DP"))
         words = [f"TP {self.tensor}", *(f"{word} {count}" for count, word in more if count > 1)]
         return " × ".join(words) + (", EP" if self.expert else "")

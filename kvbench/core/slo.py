@@ -26,7 +26,7 @@ SESSION_METRICS: Final = ("first_ttft_ms", "later_ttft_ms", "session_ms")
 """Of loads of sessions: TTFT of the turn that opens a conversation, and of the others; a whole session, from
 its planned begin to its last answer. A request that one of them does not concern says nothing of it."""
 NO_VALUE: Final = math.nan
-"""The observation of a request that says nothing of a mean: it failed, or its TPOT is undefined."""
+"""Observation of a request without a value: it failed, or its TPOT is undefined."""
 
 _NAMES: Final = {
     "first_ttft_ms": "TTFT of first turns",
@@ -64,14 +64,14 @@ class Limit:
 
     @cached_property
     def share(self) -> float | None:
-        """The share of requests that a percentile asks for: 0.9 for p90. None for the other statistics."""
+        """Return the share of a percentile: 0.9 for p90; else None."""
         match = re.fullmatch(r"p(\d{1,2}(?:\.\d{1,4})?)", self.statistic)
         share = float(match[1]) / 100 if match else 0.0
         return share if 0 < share < 1 else None
 
     @classmethod
     def parse(cls, text: str) -> Limit:
-        """From ``ttft_ms p90 <= 5000``; without a statistic each request is meant. Raises ValueError."""
+        """Parse ``ttft_ms p90 <= 5000``; the default statistic is each. Raises ValueError."""
         match = _SHORT.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a limit; expected {_SHORT_FORM}")
@@ -85,7 +85,7 @@ class Limit:
 
     @classmethod
     def from_json(cls, data: Any) -> Limit:
-        """From a mapping or from the short form. Raises ValueError."""
+        """Parse a mapping or the short form. Raises ValueError."""
         if isinstance(data, str):
             return cls.parse(data)
         if not isinstance(data, Mapping):
@@ -96,17 +96,16 @@ class Limit:
             raise ValueError(f"{data!r} is not a limit: {error}") from None
 
     def short(self) -> str:
-        """The short form: what ``parse`` reads."""
         return f"{self.metric} {self.statistic} <= {self.limit:.12g}"
 
     def text(self) -> str:
-        """For people: ``TTFT P90 ≤ 5000 ms``."""
+        """Return ``TTFT P90 ≤ 5000 ms``."""
         name = _NAMES.get(self.metric) or self.metric.removesuffix("_ms").upper()
         middle = {"each": " ", "mean": " mean "}.get(self.statistic, f" {self.statistic.upper()} ")
         return f"{name}{middle}≤ {self.limit:g} ms"
 
     def kept(self, value_ms: float | None) -> bool:
-        """Whether one request keeps it. TPOT may be undefined (one token): that keeps it."""
+        """Return whether one request keeps it; undefined TPOT (one token) does."""
         if value_ms is None:
             return self.metric == "tpot_ms"
         return value_ms <= self.limit
@@ -119,7 +118,7 @@ class Criterion:
     kind: CriterionKind
     target: float
     limits: tuple[Limit, ...] = ()
-    """A share: what a request must keep to count as 1, beside being answered. A mean: its one limit."""
+    """A share's conditions per request besides being answered; a mean's single limit."""
 
     def observe(self, values: Mapping[str, float | None], ok: bool) -> float:
         """One request's observation: 0.0 or 1.0, or its value in ms; NO_VALUE if it says nothing of it."""
@@ -144,7 +143,7 @@ class Criterion:
         return max((value / limit for value, limit in known if value is not None), default=0.0)
 
     def text(self) -> str:
-        """For people: ``TTFT ≤ 250 ms and TPOT ≤ 15 ms for 95 % of requests``."""
+        """Return ``TTFT ≤ 250 ms and TPOT ≤ 15 ms for 95 % of requests``."""
         if len(self.limits) == 1 and self.limits[0].statistic != "each":
             return self.limits[0].text()
         share = f"{self.target * 100:g} % of requests"
@@ -172,7 +171,7 @@ class Slo:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Slo:
-        """From a scenario's or a plan's plain data, of any age. Raises ValueError."""
+        """Parse plain data of a scenario or plan, of any version. Raises ValueError."""
         ttft_ms, tpot_ms, attainment = (data.get(key) for key in ("ttft_ms", "tpot_ms", "attainment"))
         return cls(
             None if ttft_ms is None else float(ttft_ms),
@@ -191,14 +190,13 @@ class Slo:
 
     @cached_property
     def each(self) -> tuple[Limit, ...]:
-        """The limits of the joint form."""
         own = (("ttft_ms", self.ttft_ms), ("tpot_ms", self.tpot_ms))
         joint = [Limit(metric, "each", limit) for metric, limit in own if limit is not None]
         return (*joint, *(limit for limit in self.limits if limit.statistic == "each"))
 
     @property
     def joint(self) -> bool:
-        """Whether a single request can meet the SLO: there are limits on each, or none of any kind."""
+        """Return whether single requests can meet the SLO: it has limits on each, or none at all."""
         return bool(self.each) or not self.limits
 
     @property
@@ -234,7 +232,7 @@ class Slo:
         return tuple([criterion.observe(values, ok) for criterion in self._criteria])
 
     def margins(self, values: Mapping[str, float | None], ok: bool) -> tuple[float, ...]:
-        """For each criterion how near one request came to its limit: value / limit; inf if it failed."""
+        """Return value / limit per criterion; inf for a failed request."""
         return tuple([criterion.margin(values, ok) for criterion in self._criteria])
 
     def tightest(self, metric: str) -> float | None:
@@ -274,7 +272,7 @@ class Slo:
         return min(parts, whole) if joint and parts and whole else max(parts, whole)
 
     def text(self) -> str:
-        """For people, without the criterion that only asks for answers."""
+        """Return the text without the criterion that only asks for answers."""
         texts = [criterion.text() for criterion in self.all_criteria() if criterion.limits]
         return "; ".join(texts) or "no SLO"
 
@@ -324,12 +322,12 @@ def by_strictness(tiers: Mapping[str, Slo]) -> list[str]:
 
 
 def tiers_text(tiers: Mapping[str, Slo]) -> str:
-    """For people: each tier's name with its limits."""
+    """Return each tier's name with its limits."""
     return " · ".join(f"{name}: {slo.text()}" for name, slo in tiers.items())
 
 
 def same_metric_twice(limits: Sequence[Limit]) -> Iterable[int]:
-    """Places of limits that repeat the metric and the statistic of an earlier one."""
+    """Yield the indices of limits that repeat an earlier metric and statistic."""
     seen: set[tuple[str, str]] = set()
     for place, limit in enumerate(limits):
         if (limit.metric, limit.statistic) in seen:
@@ -338,19 +336,20 @@ def same_metric_twice(limits: Sequence[Limit]) -> Iterable[int]:
 
 
 LEAST_S: Final = 60.0
+"""Shortest deadline in seconds."""
 LONGEST_TIMEOUT_S: Final = 86_400.0
 TIMES: Final = 3.0
-"""The deadline is at least so long, and so many times what the SLO allows: a limit on a percentile or a mean
-lets single requests take longer, and what is cut counts as failed."""
+"""Deadline as a multiple of the SLO's allowance: percentiles and means permit slower requests, and cut-off
+ones count as failed."""
 
 
 def allowed_s(slos: Iterable[Slo], output_len: int) -> float:
-    """How long a request of so many output tokens may take and still keep a limit; 0 without one."""
+    """Return how long a request of ``output_len`` tokens may take within a limit; 0 without one."""
     return min(max((slo.longest_ms(output_len) / 1e3 for slo in slos), default=0.0), LONGEST_TIMEOUT_S)
 
 
 def default_timeout_s(allowed: float) -> float:
-    """The deadline where none is set."""
+    """Return the default deadline."""
     return min(max(LEAST_S, TIMES * allowed), LONGEST_TIMEOUT_S)
 
 

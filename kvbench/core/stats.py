@@ -189,9 +189,9 @@ class Trend:
 
 
 def trend(series: StepSeries, start_s: float, end_s: float, blocks: int = 10) -> Trend | None:
-    """Least-squares slope of a step series over [start, end], from the means of ``blocks`` blocks. The error
-    is the residuals' one: too small where the series wanders within the span as a queue does. So whoever
-    judges must ask for several errors, and for more than a random walk yields. None for an empty span."""
+    """Return the least-squares slope over [start, end] from block means, or None for an empty span. The error
+    is the residuals' and too small for a wandering queue, so require several errors and more than a random
+    walk's slope."""
     if blocks < 3 or end_s <= start_s:
         return None
     means = series.block_means(start_s, end_s, blocks)
@@ -232,7 +232,7 @@ def sectioned(values: FloatArray, sections: int, share: float | None) -> tuple[f
 
 
 def design_effect(flags: FloatArray, sections: int) -> float:
-    """How many neighbours count as one, at least 1: variance of section means over that of free flags."""
+    """Return the effective number of neighbours per independent flag, at least 1."""
     n = len(flags) // sections * sections
     share = float(flags.mean()) if len(flags) else 0.0
     if n < 2 * sections or not 0.0 < share < 1.0:
@@ -242,17 +242,18 @@ def design_effect(flags: FloatArray, sections: int) -> float:
 
 
 Pairs: TypeAlias = tuple[FloatArray, FloatArray]
-"""One trial each way, shape (n,) both: element i of each is the same request."""
+"""One trial each way, shape (n,) both: index i is the same request."""
 
 RESAMPLES: Final = 1000
+"""Resamples of the bootstrap."""
 CONFIDENCE: Final = 0.95
 LEAST_PAIRS: Final = 20
-"""Fewer pairs than this give no interval."""
+"""Fewest pairs for an interval."""
 _SEED: Final = 20
 
 _FIGURES: Final = ("mean", "p50", "p90", "p99")
 _AT_ONCE: Final = 2_000_000
-"""Values that are drawn at once, which bounds the memory."""
+"""Most values drawn together, to bound the memory."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +271,7 @@ class Added:
 
     @property
     def seen(self) -> bool:
-        """Is it distinguishable from zero?"""
+        """Return whether it differs significantly from zero."""
         return self.lower > 0 or self.upper < 0
 
     def to_json(self) -> dict[str, Any]:
@@ -311,7 +312,6 @@ def _ends(lower: FloatArray, upper: FloatArray, place: int) -> tuple[float, floa
 
 
 def _figures(values: FloatArray) -> FloatArray:
-    """The figures of each row, shape (rows, len(_FIGURES))."""
     return np.column_stack([values.mean(axis=1), *np.percentile(values, [50, 90, 99], axis=1)])
 
 

@@ -26,11 +26,11 @@ from kvbench.core.load.prompts import lowest_id
 from kvbench.errors import InputError
 
 BLOCK_TOKENS: Final = 512
-"""Tokens that one hash id of a Mooncake trace stands for."""
+"""Tokens per hash id of a Mooncake trace."""
 
 _BLOCK_STREAM: Final = 3
+"""Random streams of shared blocks and new tokens, separate from all others."""
 _FRESH_STREAM: Final = 4
-"""Set the random numbers of shared blocks and of fresh tokens apart from each other and from all others."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TracedRequest:
 
 @dataclass(frozen=True)
 class TraceFigures:
-    """What a trace asks for. Rates per second; ``hit_rate`` as ``expected_hits`` counts it."""
+    """Figures of a trace. Rates per second; ``hit_rate`` as in ``expected_hits``."""
 
     requests: int
     duration_s: float
@@ -68,20 +68,20 @@ class TraceFigures:
 
 
 def scaled(requests: Sequence[TracedRequest], factor: float, most: int | None = None) -> list[TracedRequest]:
-    """The first ``most`` requests, the time between them multiplied by ``factor`` (0.5: twice as fast)."""
+    """Return the first ``most`` requests with the gaps multiplied by ``factor`` (0.5: twice as fast)."""
     if not 0 < factor < math.inf:
         raise InputError(f"the time between requests must be multiplied by more than 0, not {factor}")
     return [replace(request, offset_s=request.offset_s * factor) for request in requests[:most]]
 
 
 def request_rate(requests: Sequence[TracedRequest]) -> float:
-    """Mean arrivals per second: the gaps over the time that they take; of no time at all infinite."""
+    """Return the mean arrivals per second; infinite for simultaneous ones."""
     length_s = requests[-1].offset_s - requests[0].offset_s if requests else 0.0
     return (len(requests) - 1) / length_s if length_s > 0 else math.inf
 
 
 def figures(requests: Sequence[TracedRequest], block_tokens: int = 16) -> TraceFigures:
-    """What a trace asks for. ``requests`` must not be empty."""
+    """Return the figures of a non-empty trace."""
     prompts = sum(request.input_len for request in requests)
     return TraceFigures(
         requests=len(requests),
@@ -96,7 +96,7 @@ def figures(requests: Sequence[TracedRequest], block_tokens: int = 16) -> TraceF
 
 
 def shares_prefixes(requests: Iterable[TracedRequest]) -> bool:
-    """Whether a prefix cache can find anything: two requests begin with the same block."""
+    """Return whether two requests begin with the same block."""
     seen: set[int] = set()
     for request in requests:
         if request.blocks:
@@ -166,7 +166,7 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 _UNIT_S: Final[Mapping[TraceFormat, float]] = {"mooncake": 1e-3, "jsonl": 1.0, "csv": 1.0}
-"""Of ``timestamp``; ``offset_s`` is in seconds everywhere."""
+"""Unit of ``timestamp``; ``offset_s`` is always in seconds."""
 
 
 def parse_trace(text: str, path: str, kind: TraceFormat | Literal["auto"] = "auto") -> list[TracedRequest]:

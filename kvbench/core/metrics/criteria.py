@@ -1,4 +1,4 @@
-"""Whether requests keep an SLO: one by one, and all of a trial's together."""
+"""Whether requests meet an SLO, one by one and together."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class CriterionResult:
 
 
 def met(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> bool | None:
-    """True: it kept every limit; False: a miss; None: cancelled before that was decided. ``ended_s`` is when
-    the trial was stopped and its requests cancelled, in seconds since its start."""
+    """Return True (met), False (missed) or None (cancelled before a decision). ``ended_s``: end of the trial
+    that cancelled it, in seconds since its start."""
     broken = misses(record, slo, ended_s)
     if broken:
         return False
@@ -50,7 +50,7 @@ def met(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> bool |
 
 
 def misses(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> tuple[str, ...]:
-    """Why a request is a miss: "ttft", "tpot", "e2el", or the class of its failure. Empty if it is none."""
+    """Return a miss's causes: "ttft", "tpot", "e2el" or its failure class. Empty if it is no miss."""
     if record.error not in ("", "cancelled"):
         return (record.error,)
     values, decided = _latencies(record, ended_s)
@@ -64,7 +64,7 @@ def misses(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> tup
 
 
 def missed_text(causes: Mapping[str, int]) -> str:
-    """``1 missed TPOT, 7 missed TTFT, 2 failed (timeout)``, of misses by cause as ``misses`` names them."""
+    """Return ``1 missed TPOT, 7 missed TTFT, 2 failed (timeout)``."""
     latencies = {metric.removesuffix("_ms") for metric in (*METRICS, *SESSION_METRICS)}
     return ", ".join(
         f"{count} missed {cause.upper()}" if cause in latencies else f"{count} failed ({cause})"
@@ -73,7 +73,7 @@ def missed_text(causes: Mapping[str, int]) -> str:
 
 
 def _latencies(record: RequestRecord, ended_s: float | None) -> tuple[dict[str, float | None], bool]:
-    """A request's latencies in ms, and whether they are final; of a cancelled one, what they are at least."""
+    """Return a request's latencies in ms, and whether they are final; a cancelled one's are lower bounds."""
     ttft_s, tpot_s, e2el_s = record.ttft_s, record.tpot_s, record.e2el_s
     cancelled = record.error == "cancelled"
     if cancelled:

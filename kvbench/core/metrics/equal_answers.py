@@ -29,17 +29,17 @@ from kvbench.core.records import Outputs, RequestRecord, TokenChoice
 from kvbench.core.stats import binomial_cdf
 
 LONG_TOKENS: Final = 16
-"""Answers of fewer tokens are not compared: their texts are too often equal to tell anything."""
+"""Shorter answers are not compared: equal texts are too common."""
 LONG_BYTES: Final = 32
-"""Bytes that a text has at least: 16 blank tokens have fewer."""
+"""Fewest bytes of a compared text: 16 blank tokens have fewer."""
 MOST_EQUAL: Final = 4
-"""Requests that share a text in the test of time; one that more have is a popular answer, or a canned one."""
+"""Most requests that share a text in the time test; more popular answers are excluded."""
 NEIGHBOURS: Final = 2
-"""The next two requests count as neighbours, also where the one before had ended: its KV may be stale."""
+"""Following requests that count as neighbours even after the answer's end: its KV may be stale."""
 CERTAIN_TEXTS: Final = 2
-"""At least so many texts have to be neighbours': a single one may be a proxy's mistake."""
+"""Fewest neighbouring texts for a refusal: a single one may be a proxy's fault."""
 MOST_CHANCE: Final = 0.5
-"""A text whose requests are neighbours with a higher chance than this tells nothing and is left out."""
+"""Highest chance of neighbours for a text to be informative."""
 
 Text = tuple[int, int]
 """CRC-32 and length in bytes."""
@@ -97,7 +97,7 @@ def equal_answers(records: Iterable[RequestRecord], idle: Sequence[Text] = ()) -
 
 
 def is_long(record: RequestRecord) -> bool:
-    """Whether an answer is long enough to be compared."""
+    """Return whether an answer is long enough to compare."""
     long = record.output_len >= LONG_TOKENS and (record.text_bytes or 0) >= LONG_BYTES
     return record.ok and long and record.text_crc is not None and record.sent_s is not None
 
@@ -129,14 +129,14 @@ def _neighbours(alike: Sequence[RequestRecord], chances: list[float], pairs: lis
 
 
 def _tail(seen: int, of: int, expected: float) -> float:
-    """The probability of ``seen`` or more of ``of``, at most; 1 where the bound does not hold."""
+    """Return an upper bound of P(``seen`` or more of ``of``); 1 if the bound does not hold."""
     if seen < expected + 1:
         return 1.0
     return max(0.0, 1.0 - binomial_cdf(seen - 1, of, expected / of))
 
 
 def _idle_chance(load: Sequence[Text], idle: Sequence[Text]) -> tuple[int, float]:
-    """Idle answers that another prompt got, and the probability of so few of them."""
+    """Return the idle answers that another prompt also got, and the probability of so few."""
     every = [*load, *idle]
     counts, repeated = Counter(every), _repeated(every)
     seen = sum(counts[each] > 1 for each in idle)
@@ -152,7 +152,6 @@ def _idle_chance(load: Sequence[Text], idle: Sequence[Text]) -> tuple[int, float
 
 
 def _repeated(texts: Sequence[Text]) -> int:
-    """How many have a text that another one has."""
     return sum(count for count in Counter(texts).values() if count > 1)
 
 
@@ -161,8 +160,7 @@ def _text(record: RequestRecord) -> Text:
 
 
 MARGIN: Final = 2.0
-"""A gap of two log-probabilities may change by this many times the most that was seen: a few rounds do not
-show the largest change there is."""
+"""Factor on the largest observed gap change: a few repeats do not show the maximum."""
 SIGNIFICANCE: Final = 0.05
 
 
@@ -180,7 +178,7 @@ class Noise:
 
     @property
     def exact(self) -> bool:
-        """The server agrees with itself to the last digit that it tells, or was not asked again."""
+        """Return whether the server repeated itself exactly, or was not asked again."""
         return not self.differed and not self.nats
 
     @property
@@ -189,7 +187,6 @@ class Noise:
 
 
 def noise_of(reference: Outputs) -> Noise:
-    """By the reference's ``repeats``."""
     asked = differed = 0
     changes: list[float] = []
     for again in reference.repeats:
@@ -207,7 +204,7 @@ def noise_of(reference: Outputs) -> Noise:
 
 
 def gap_of(choice: TokenChoice) -> float | None:
-    """Log-probability of the token less that of the likeliest other; None if there is no other."""
+    """Return the log-probability of the token minus the best alternative's, or None."""
     own = choice.logprobs.get(choice.token)
     others = [value for token, value in choice.logprobs.items() if token != choice.token]
     return None if own is None or not others else own - max(others)

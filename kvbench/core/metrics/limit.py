@@ -27,9 +27,9 @@ from kvbench.core.records import UNENDED, RequestRecord, TrialRecord
 
 @dataclass
 class Use:
-    """How much of the engines of one role was in use; times are shares of the trial, counts are per engine.
-    ``slots_full_share``: all slots taken and somebody waiting. ``kv_full_share``: the first in the queue
-    found too few free KV blocks. None is unknown, as on a real server that does not report it."""
+    """Use of one role's engines; times as shares of the trial, counts per engine. ``slots_full_share``: all
+    slots taken with a queue. ``kv_full_share``: too few free KV blocks for the queue's head. None:
+    unknown."""
 
     engines: int = 1
     busy_share: float | None = None
@@ -48,7 +48,7 @@ class Use:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Use:
-        """Takes the figures it knows and leaves the others."""
+        """Read the known figures of a row."""
         known = cls.__dataclass_fields__
         return cls(**{key: row[key] for key in known if row.get(key) is not None})
 
@@ -57,7 +57,7 @@ RUNNING: Final = "vllm:num_requests_running"
 WAITING: Final = "vllm:num_requests_waiting"
 KV_USE: Final = "vllm:kv_cache_usage_perc"
 _KV_FULL: Final = 0.97
-"""A request needs many blocks at once, so that a pool is full before its last block is taken."""
+"""Use of a KV pool from which it counts as full: a request needs many blocks at once."""
 
 
 def sampled_use(rows: Iterable[Mapping[str, Any]], slots: int | None) -> dict[str, Use]:
@@ -104,7 +104,7 @@ LIMIT_WORDS: Final[Mapping[str, str]] = {
     "none": "none",
     "undetermined": "undetermined",
 }
-"""As tables call them."""
+"""Names of the limits in tables."""
 LIMIT_SHORT: Final[Mapping[str, str]] = {
     **LIMIT_WORDS,
     "prefill": "prefill",
@@ -113,23 +113,22 @@ LIMIT_SHORT: Final[Mapping[str, str]] = {
     "decode_slots": "slots",
     "undetermined": "unclear",
 }
-"""Where a table is narrow."""
+"""Names in narrow tables."""
 assert set(LIMIT_WORDS) == set(get_args(LimitKind))
 
 FULL_SHARE: Final = 0.25
-"""Slots, or a KV pool, count as full if they were so in this share of the trial: its ramp and drain and the
-time before the queue had built up are part of it."""
+"""Share of the trial from which slots or a KV pool count as full; the trial includes ramp and drain."""
 IDLE_SHARE: Final = 0.85
-"""Engines busy for less than this share of a trial with a queue are blocked by something else."""
+"""Busy share below which engines with a queue are blocked by something else."""
 FEW: Final = 3
 WAITING_SHARE: Final = 0.3
-"""Below this share of the TTFT waiting explains nothing: the work itself is too long."""
+"""Share of TTFT below which waiting explains nothing: the work itself is too long."""
 LONG_GAP: Final = 2.0
 
 
 @dataclass(frozen=True)
 class TrialFacts:
-    """What is looked at beside the requests. ``use``: by role. ``kv_transfer_ms``: mean of a transfer."""
+    """Facts besides the requests. ``use``: by role. ``kv_transfer_ms``: mean."""
 
     request_rate: float
     duration_s: float
@@ -139,7 +138,6 @@ class TrialFacts:
 
     @classmethod
     def of(cls, trial: TrialRecord) -> TrialFacts:
-        """From a stored trial, also of a version that did not note the engines' use."""
         window = trial.summary.get("window") or {}
         use = {role: Use.from_json(row) for role, row in (trial.engine.get("use") or {}).items()}
         for role, figures in (trial.engine.get("roles") or {}).items():
@@ -157,7 +155,7 @@ class TrialFacts:
 
 @dataclass(frozen=True)
 class Binding:
-    """The limit that binds, the evidence in words, and the shares of the late requests' TTFT by part."""
+    """The limit, its evidence in words, and shares of the late requests' TTFT by part."""
 
     limit: LimitKind
     evidence: str
@@ -174,12 +172,12 @@ class Binding:
 
 
 NEAR: Final = 0.9
-"""A missed rate no lower than this part of the answer's lower end speaks of the same limit."""
+"""Share of the answer's lower end down to which a missed rate shows the same limit."""
 
 
 def limiting_trial(trials: Sequence[TrialRecord], lower: float | None) -> TrialRecord | None:
-    """The trial to ask: the lowest rate that was missed above ``lower`` (above nothing if that is None).
-    Where there is none, one that was not decided there, or one that was missed just below."""
+    """Return the trial with the lowest missed rate above ``lower``, else an undecided one there, else one
+    missed just below."""
     least = lower or 0.0
     for verdict, bound in (("missed", least * (1 + 1e-9)), ("undecided", least), ("missed", least * NEAR)):
         found = [each for each in trials if each.verdict == verdict and each.request_rate >= bound]
@@ -189,7 +187,7 @@ def limiting_trial(trials: Sequence[TrialRecord], lower: float | None) -> TrialR
 
 
 def limit_of_cell(trials: Sequence[TrialRecord], lower: float | None) -> dict[str, Any] | None:
-    """What is stored with a cell's answer: limit, evidence, shares, the trial asked. None if unknown."""
+    """Return the stored limit of a cell (limit, evidence, shares, trial), or None."""
     trial = limiting_trial(trials, lower)
     if trial is None:
         met_only = lower is not None and all(each.verdict == "met" for each in trials)
@@ -199,13 +197,13 @@ def limit_of_cell(trials: Sequence[TrialRecord], lower: float | None) -> dict[st
 
 
 def note_limit(trial: TrialRecord, records: Sequence[RequestRecord], slo: Slo) -> None:
-    """Write which limit binds into the engine columns of a trial that was not met."""
+    """Store the limit of a missed trial in its engine columns."""
     if trial.verdict not in ("met", "invalid"):
         trial.engine["limit"] = binding_of(records, slo, TrialFacts.of(trial)).to_json()
 
 
 def binding_of(records: Sequence[RequestRecord], slo: Slo, facts: TrialFacts) -> Binding:
-    """What limits the rate of this trial; "none" if nothing in it was late."""
+    """Return the limit of this trial's rate; "none" if nothing was late."""
     judged = [record for record in records if facts.window.has(record.scheduled_s)]
     ttft_ms, tpot_ms = slo.tightest("ttft_ms"), slo.tightest("tpot_ms")
     over_ttft = [r for r in judged if _over(_waited_s(r, facts.duration_s), ttft_ms)]
@@ -235,14 +233,14 @@ def _over(value_s: float | None, limit_ms: float | None) -> bool:
 
 
 def _waited_s(record: RequestRecord, ended_s: float) -> float | None:
-    """TTFT, or how long it had been waiting without a first token."""
+    """Return TTFT, or the wait so far."""
     if record.ttft_s is not None and record.error in ("", "cancelled"):
         return record.ttft_s
     return ended_s - record.scheduled_s if record.error in UNENDED else None
 
 
 def _late_tail(judged: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """The quarter that arrived last: in a growing queue it waits longest."""
+    """Return the last quarter of arrivals, which waits longest in a growing queue."""
     known = sorted((r for r in judged if r.ttft_s is not None), key=lambda r: r.scheduled_s)
     return known[-max(FEW, len(known) // 4) :]
 

@@ -59,7 +59,7 @@ WARMUP_MIN_REQUESTS: Final = 20
 
 @dataclass(frozen=True)
 class Window:
-    """The steady part of a trial, in seconds since its start; both ends belong to it."""
+    """Steady part of a trial in seconds since its start, both ends included."""
 
     start_s: float
     end_s: float
@@ -73,12 +73,12 @@ class Window:
 
 
 def ended_at(records: Sequence[RequestRecord], duration_s: float) -> float | None:
-    """When the trial was stopped, if it was: its end, if any request had to be cancelled."""
+    """Return when the trial was stopped, or None if no request was cancelled."""
     return duration_s if any(record.error == "cancelled" for record in records) else None
 
 
 def steady_window(records: Sequence[RequestRecord], ended_s: float | None = None) -> Window:
-    """The window after the warm-up and up to the last arrival, by the rule in the module's docstring."""
+    """Return the window from the end of warm-up to the last arrival (see the module)."""
     arrivals = sorted(
         record.scheduled_s for record in records if ended_s is None or record.scheduled_s <= ended_s
     )
@@ -95,18 +95,18 @@ def steady_window(records: Sequence[RequestRecord], ended_s: float | None = None
 
 
 def judged_records(records: Sequence[RequestRecord], window: Window) -> list[RequestRecord]:
-    """The requests that the verdict counts, in the order of their scheduled sends."""
+    """Return the requests of the verdict in order of scheduled sends."""
     inside = (record for record in records if window.has(record.scheduled_s))
     return sorted(inside, key=lambda record: record.scheduled_s)
 
 
 def waiting_series(records: Sequence[RequestRecord], ended_s: float | None = None) -> StepSeries:
-    """Number of requests that wait for their first token, from their scheduled send on."""
+    """Return the number of requests waiting for their first token, from their scheduled send."""
     return _open_requests(records, ended_s, "first_token_s")
 
 
 def in_flight_series(records: Sequence[RequestRecord], ended_s: float | None = None) -> StepSeries:
-    """Number of requests between their scheduled send and their last token."""
+    """Return the number of requests between scheduled send and last token."""
     return _open_requests(records, ended_s, "last_token_s")
 
 
@@ -127,13 +127,13 @@ def _open_requests(records: Sequence[RequestRecord], ended_s: float | None, unti
 
 
 MIN_SPAN_S: Final = 1e-3
-"""No rate and no trend is taken from a shorter time."""
+"""Shortest time for a rate or trend, in seconds."""
 MIN_VALUES: Final[Mapping[int, int]] = {50: 2, 90: 10, 99: 50}
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """A sample's figures; all None for an empty one. ``n`` is the number of values."""
+    """Statistics of a sample, None if empty. ``n``: values."""
 
     n: int = 0
     mean: float | None = None
@@ -144,7 +144,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float | None], scale: float = 1.0) -> Distribution:
-        """Figures of the values that are there, each times ``scale``."""
+        """Summarise the known values times ``scale``."""
         if isinstance(values, np.ndarray):
             data = values * scale
         else:
@@ -168,7 +168,7 @@ class WholeRun:
     successful: int = 0
     failed: int = 0
     cancelled: int = 0
-    """By kvbench, when it stopped the trial: nobody knows what would have become of them."""
+    """Requests cancelled by kvbench when it stopped the trial."""
     input_tokens: int = 0
     output_tokens: int = 0
     request_throughput: float | None = None
@@ -221,7 +221,7 @@ class Summary:
     judged_missed: int
     judged_undecided: int
     missed_by: Mapping[str, int]
-    """Judged misses by cause: "ttft", "tpot" (a request may break both) or the class of its failure."""
+    """Judged misses by cause: "ttft", "tpot" (possibly both) or failure class."""
 
     slo_attainment: float | None
     """judged_met / (judged_met + judged_missed); None if nothing was decided, or if the SLO sets no limit
@@ -230,15 +230,15 @@ class Summary:
     attainment_upper: float
     attainment_confidence: float
     effective_n: float
-    """How many independent requests the judged ones are worth; the interval is for this number."""
+    """Number of independent requests that the judged ones are worth; base of the interval."""
 
     achieved_rate: float | None
-    """Requests completed inside the window / its length."""
+    """Requests completed in the window / its length."""
     request_goodput: float | None
-    """Requests that met the SLO and completed inside the window / its length."""
+    """Requests within the SLO completed in the window / its length."""
     output_tok_per_s: float | None
     total_tok_per_s: float | None
-    """Output tokens, and with them the prompt tokens of requests whose first token came in the window."""
+    """Output tokens, and with the prompt tokens of requests whose first token is in the window."""
     run_request_rate: float | None
     run_output_tok_per_s: float | None
     run_total_tok_per_s: float | None
@@ -249,17 +249,17 @@ class Summary:
     itl_ms: Distribution = field(default_factory=Distribution)
     e2el_ms: Distribution = field(default_factory=Distribution)
     first_event_ms: Distribution = field(default_factory=Distribution)
-    """From the scheduled send to the first event, which may be without text."""
+    """From scheduled send to first event, possibly without text."""
 
     peak_waiting: int = 0
     peak_in_flight: int = 0
     waiting_trend: Trend | None = None
-    """Slope of the number of requests waiting for their first token, over the window."""
+    """Slope of the number of waiting requests in the window."""
     criteria: tuple[CriterionResult, ...] = ()
-    """Each thing that the SLO asks, over the judged requests."""
+    """Result of each SLO criterion over the judged requests."""
     arrived: int = 0
     left: int = 0
-    """Requests that were scheduled inside the window, and that ended well inside it."""
+    """Requests scheduled in the window, and ended well inside it."""
     whole_run: WholeRun = field(default_factory=WholeRun)
 
     @property
@@ -268,7 +268,6 @@ class Summary:
 
     @property
     def attained(self) -> bool:
-        """Whether every criterion holds, by the point estimates."""
         return bool(self.criteria) and all(criterion.met for criterion in self.criteria)
 
     def to_json(self) -> dict[str, Any]:
@@ -325,7 +324,6 @@ def summarise(
 
 
 def _latencies_of(done: Sequence[RequestRecord]) -> dict[str, Any]:
-    """The distributions of answered requests, in ms."""
     gaps = [np.asarray(record.itl_s, np.float64) for record in done if len(record.itl_s)]
     return {
         "ttft_ms": Distribution.of((record.ttft_s for record in done), 1e3),
@@ -374,7 +372,7 @@ def _per_second(count: float, seconds: float) -> float | None:
 
 
 def _output_inside(record: RequestRecord, window: Window) -> float:
-    """Output tokens of a request inside the window: the first at its time, the others spread evenly."""
+    """Return a request's output tokens in the window: the first at its time, others spread evenly."""
     if record.first_token_s is None or record.output_len < 1:
         return 0.0
     count = 1.0 if window.has(record.first_token_s) else 0.0

@@ -1,4 +1,4 @@
-"""Tokens of a streamed answer that did not come in the time between its first text and its last."""
+"""Tokens of a stream that did not arrive between its first and last text."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Final
 
 MERGED: Final = 1.05
-"""More tokens than this an event, on average, are no accident of a few."""
+"""Average tokens per event from which merging is no accident."""
 AT_ONCE_TOKEN_S: Final = 1e-4
-"""No model decodes one sequence faster than this a token: what comes faster was made before."""
+"""Time per token below which it was produced earlier: no model decodes one sequence faster."""
 MOST_TEXT: Final = 16
 """Bytes a token, on average, beyond which a text has more in it than its tokens: random ones of a vocabulary
 of 150,000 have 7. vLLM since February 2026 repeats a whole prompt in the first event where it ends within a

@@ -18,7 +18,7 @@ Blocks: TypeAlias = NDArray[np.int64]
 BlockScope = Literal["session", "corpus"]
 
 ASSUMED_BLOCK_TOKENS: Final = 64
-"""Of a corpus that has lengths alone: the size that recorded agentic traces have."""
+"""Block size for corpora with only lengths, as in recorded agentic traces."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Turn:
     sent_s: float
     blocks: Blocks
     subagents: tuple[Session, ...] = ()
-    """They begin after its answer, and the next turn waits for them."""
+    """Started after its answer; the next turn waits for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +44,10 @@ class Session:
     start_s: float
     turns: tuple[Turn, ...]
     shared_len: int = 0
-    """Tokens of tools and system prompt at the beginning of its prompts, where the recording says so."""
+    """Tokens of tools and system prompt at the beginning of its prompts, if recorded."""
 
     def requests(self) -> Iterator[tuple[float, Turn]]:
-        """When each of its requests was sent, from the corpus's begin, and the request; sub-agents' too."""
+        """Yield each request, sub-agents' included, with its send time from the corpus's begin."""
         for turn in self.turns:
             yield self.start_s + turn.sent_s, turn
             for each in turn.subagents:
@@ -55,7 +55,6 @@ class Session:
                     yield self.start_s + sent_s, below
 
     def subagent_count(self) -> int:
-        """Its sub-agents, and theirs."""
         return sum(1 + each.subagent_count() for turn in self.turns for each in turn.subagents)
 
 
@@ -67,7 +66,7 @@ class Corpus:
     block_tokens: int
     scope: BlockScope
     notes: tuple[str, ...] = ()
-    """What somebody must know who reads its figures: sentences."""
+    """Caveats of the corpus, as sentences."""
 
 
 class TimedPrompts(NamedTuple):
@@ -75,7 +74,7 @@ class TimedPrompts(NamedTuple):
 
     prompts: list[Blocks]
     session: list[int]
-    """Of each prompt the place of its session in the corpus."""
+    """Index of each prompt's session in the corpus."""
 
 
 def prompts_by_time(corpus: Corpus) -> TimedPrompts:
@@ -98,9 +97,8 @@ def prompts_by_time(corpus: Corpus) -> TimedPrompts:
 
 
 def chained(prompts: Sequence[Blocks]) -> tuple[list[Blocks], int]:
-    """The same prompts by new ids 0 … n - 1, and n: equal ids stand for equal tokens after equal beginnings.
-    A prefix cache finds a block only behind the same blocks. Recorded ids mostly say so already; where one id
-    follows two different ones, it becomes two."""
+    """Renumber ids to 0 … n - 1 (also returned: n), so that equal ids mean equal tokens after equal prefixes.
+    A prefix cache finds a block only after the same blocks; an id with two predecessors becomes two."""
     if not prompts:
         return [], 0
     lengths = [len(each) for each in prompts]
@@ -129,26 +127,25 @@ class OfferedReuse:
     """What was offered for reuse: runs of found blocks, one entry a run in each of the four arrays."""
 
     blocks: int
-    """All blocks of all prompts."""
     distinct: int
-    """Blocks that differ: what an unlimited cache holds at the end."""
+    """Distinct blocks: an unlimited cache's final content."""
     prompt: NDArray[np.int64]
-    """In which prompt the run stands."""
+    """Prompt of the run."""
     depth: NDArray[np.int64]
-    """Stack distance of its first block, from 1; each further one is one deeper."""
+    """Stack distance of its first block, from 1; later ones are deeper by one each."""
     length: NDArray[np.int64]
-    """Its blocks."""
+    """Blocks of the run."""
 
     def found(self, capacity: int | None = None) -> int:
-        """Blocks that a cache of ``capacity`` blocks would have found; None is unlimited."""
+        """Return the blocks that a cache of ``capacity`` blocks finds; None: unlimited."""
         return int(self._found(capacity).sum())
 
     def share(self, capacity: int | None = None) -> float:
-        """The same as a share of all blocks; 0 of none."""
+        """Return the found share of all blocks."""
         return self.found(capacity) / self.blocks if self.blocks else 0.0
 
     def of_prompts(self, prompts: int, capacity: int | None = None) -> NDArray[np.int64]:
-        """The same for each of the ``prompts`` by itself."""
+        """Return the found blocks per prompt."""
         sums = np.zeros(prompts, np.int64)
         np.add.at(sums, self.prompt, self._found(capacity))
         return sums
@@ -212,7 +209,7 @@ class _Sums:
             place += place & -place
 
     def after(self, place: int) -> int:
-        """The sum over all places beyond this one."""
+        """Return the sum over later places."""
         place += 1
         until = 0
         while place:
@@ -241,14 +238,14 @@ class CapacityRow(NamedTuple):
     tokens: int | None
     """None: unlimited."""
     alone: float
-    """Each session has a cache of that size for itself."""
+    """One cache per session."""
     together: float
-    """All sessions share one, at the times that are recorded."""
+    """One cache for all sessions, at recorded times."""
 
 
 @dataclass(frozen=True, eq=False)
 class CorpusFigures:
-    """A corpus and what is counted of it; each count is made once, when it is asked for."""
+    """Figures of a corpus, each computed once on demand."""
 
     corpus: Corpus
 
@@ -264,12 +261,12 @@ class CorpusFigures:
 
     @cached_property
     def together(self) -> OfferedReuse:
-        """Of one cache for all sessions."""
+        """Reuse with one cache for all sessions."""
         return offered_reuse(self.prompts.prompts)
 
     @cached_property
     def alone(self) -> list[OfferedReuse]:
-        """Of a cache for each session by itself."""
+        """Reuse with one cache per session."""
         found = []
         for session in self.corpus.sessions:
             sent = sorted(session.requests(), key=lambda each: each[0])

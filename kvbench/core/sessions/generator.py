@@ -29,16 +29,15 @@ class SessionPlan:
 
     block_tokens: int
     first: NDArray[np.int64]
-    """Where each session's turns begin; one more than sessions."""
+    """Start of each session's turns; one more entry than sessions."""
     shared_len: Ints32
-    """Of each session: its prompts begin with so many tokens that all sessions with this number share."""
+    """Shared prefix length of each session: equal for all sessions with this number."""
     input_len: Ints32
     kept_len: Ints32
-    """Tokens with which it begins as an earlier prompt of its session did: whole blocks of the
-    latest that is so long."""
+    """Tokens shared with an earlier prompt of the session: whole blocks of the latest long enough one."""
     output_len: Ints32
     think_time_s: NDArray[np.float32]
-    """From the answer before."""
+    """Time since the previous answer."""
 
     @property
     def sessions(self) -> int:
@@ -49,7 +48,7 @@ class SessionPlan:
         return len(self.input_len)
 
     def corpus(self) -> Corpus:
-        """The same with block ids, as if it had been recorded on a server that answers at once."""
+        """Return the plan with block ids, as if recorded on an infinitely fast server."""
         shared, fresh, sessions = dict[int, Blocks](), 0, []
         for length in np.unique(self.shared_len).tolist():
             shared[length] = np.arange(fresh, fresh + length // self.block_tokens)
@@ -77,9 +76,9 @@ class SessionPlan:
 
 
 SPREAD: Final = 0.1
-"""Standard deviation of the logarithm of what each amount is multiplied by."""
+"""Standard deviation of the logarithm of each amount's random factor."""
 _STREAM: Final = 5
-"""Sets these random numbers apart from those of prompts and traces."""
+"""Random stream, separate from prompts and traces."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -91,16 +90,16 @@ class SessionModel:
 
     block_tokens: int
     first: Ints
-    """Where each session's turns begin; one more than sessions."""
+    """Start of each session's turns; one more entry than sessions."""
     shared_len: Ints
-    """Of each session the tokens of tools and system prompt."""
+    """Tokens of tools and system prompt per session."""
     kept_share: Floats
-    """Of the longest prompt so far."""
+    """Share of the longest prompt so far."""
     unseen_len: Ints
     output_len: Ints
     think_time_s: Floats
     longest: int
-    """Tokens of the longest prompt: no context grows beyond."""
+    """Tokens of the longest prompt, the limit of every context."""
 
     @property
     def sessions(self) -> int:
@@ -137,7 +136,7 @@ class SessionModel:
     def _sources(
         self, rng: np.random.Generator, donor: Ints, recorded: Ints, turns: Ints, first: Ints
     ) -> Ints:
-        """Which recorded turn each new one follows."""
+        """Return the recorded turn that each new one follows."""
         place = np.arange(first[-1]) - np.repeat(first[:-1], turns)
         known = np.repeat(recorded, turns)
         later = np.minimum(1 + (rng.random(len(place)) * (known - 1)).astype(np.int64), known - 1)
@@ -192,7 +191,6 @@ def fitted_model(corpus: Corpus) -> SessionModel:
 
 
 def _without_subagents(session: Session) -> Session:
-    """Turns in the order in which they were sent."""
     turns = [Turn(t.input_len, t.output_len, t.think_time_s, t.sent_s, t.blocks) for t in session.turns]
     return Session(session.name, session.start_s, tuple(sorted(turns, key=lambda each: each.sent_s)))
 

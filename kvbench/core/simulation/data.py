@@ -56,7 +56,7 @@ class System:
     overheads: Overheads = field(default_factory=Overheads)
     block_bytes: float = 0.0
     hand_off: Literal["beside", "blocking"] = "beside"
-    """Whether KV moves beside the engines' steps, or between P's steps and in place of D's."""
+    """Whether KV moves during the engines' steps, or between P's and instead of D's."""
     routing: Routing = "session"
 
 
@@ -77,7 +77,7 @@ class SimulatedLoad:
     def alike(
         cls, offsets_s: Sequence[float], input_len: int, output_len: int, timeout_s: float = 60.0
     ) -> SimulatedLoad:
-        """Requests that differ in nothing but their time."""
+        """Return requests that differ only in their time."""
         n = len(offsets_s)
         return cls(offsets_s, [input_len] * n, [output_len] * n, timeout_s)
 
@@ -94,7 +94,7 @@ class Tick:
     waiting: Sequence[int]
     in_flight: int
     sent_before: int = 0
-    """How many had been sent at the last tick."""
+    """Requests sent before the last tick."""
 
 
 @dataclass
@@ -109,7 +109,7 @@ class Outcome:
     use: dict[str, Use] = field(default_factory=dict)
     transfers: int = 0
     transfer_s: float = 0.0
-    """From the moment that a transfer could have begun to its end, over all transfers."""
+    """Sum over all transfers, from the moment they could begin to their end."""
     transfer_bytes: float = 0.0
     link_busy_share: float = 0.0
-    """Of the busiest link."""
+    """Share of the busiest link."""

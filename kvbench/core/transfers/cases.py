@@ -26,12 +26,12 @@ class Pairing:
 
 
 def initiator_layout(case: Case) -> Layout:
-    """Every transfer under way has blocks of its own: ``threads`` transfers to each target."""
+    """Return blocks for ``threads`` transfers to each target."""
     return _layout(case, case.targets)
 
 
 def target_layout(case: Case) -> Layout:
-    """Room for ``threads`` transfers from each initiator."""
+    """Return blocks for ``threads`` transfers from each initiator."""
     return _layout(case, case.initiators)
 
 
@@ -76,28 +76,28 @@ def _ids(case: Case, slot: int, seed: str) -> tuple[int, ...]:
 
 
 DEFAULT_SIZES: Final = ((4 * KIB, 1), (64 * KIB, 32), (MIB, 8), (16 * MIB, 1))
-"""Few but telling (block bytes, blocks): latency, an engine's scattered blocks, merged runs, bandwidth."""
+"""Default (block bytes, blocks): latency, an engine's scattered blocks, merged runs, bandwidth."""
 FULL_BLOCKS: Final = tuple(4 * KIB * 4**step for step in range(8))
 """4 KiB to 64 MiB."""
 FULL_BATCHES: Final = (1, 8, 32, 128)
 FULL_THREADS: Final = (1, 4)
 FULL_LIMIT_BYTES: Final = 256 * MIB
-"""A transfer of the full matrix moves no more than this: beyond, bandwidth is what it was."""
+"""Largest transfer of the full matrix: bandwidth no longer changes beyond."""
 
 LAB_SIZES: Final = ((64 * KIB, 32), (MIB, 16))
-"""Large against a shaper's burst, and still many calls a second over one slow NIC."""
+"""Large compared with a shaper's burst, with many calls per second over one slow NIC."""
 LAB_SECONDS: Final = 1.0
 
 BASELINES: Final = ("null", "memcpy", "shm", "tcp")
-"""Measured first: the tool's own cost, and the limits that the others are compared with."""
+"""Measured first: the tool's overhead, and reference limits."""
 DEFAULT_SECONDS: Final = 0.5
 FULL_SECONDS: Final = 1.0
 LEAST_CALLS: Final = 20
-"""A case goes on until so many calls were made, …"""
+"""Fewest calls of a case."""
 MOST_SECONDS: Final = 5.0
-"""… but no longer than this."""
+"""Longest window of a case in seconds."""
 MEMORY_SHARE: Final = 0.8
-"""Of the free memory, what buffers may take: the libraries need some of their own."""
+"""Share of the free memory for buffers; libraries need the rest."""
 
 # Time that a pair of workers takes to start, connect and end, by backend, and what each case takes besides
 # its own window (warm-up, calibration, verification). Medians of runs on two shared cores; an estimate.
@@ -118,21 +118,21 @@ class BackendCapabilities:
 
     name: str
     protocols: tuple[str, ...] = ("tcp",)
-    """The usual one first."""
+    """Default first."""
     ops: tuple[TransferOp, ...] = ("read", "write")
     nics: bool = True
     loopback_only: bool = False
     memories: tuple[str, ...] = ("host",)
     optional: bool = False
     problem: str = ""
-    """Why it cannot run here; empty if it can."""
+    """Why it cannot run here, or empty."""
     one_nic: tuple[str, ...] = ()
-    """Protocols over which it uses one NIC and no more."""
+    """Protocols limited to one NIC."""
     lacking: Mapping[str, str] = field(default_factory=dict)
-    """Protocols that cannot run here, each with the reason."""
+    """Protocols that cannot run here, with reasons."""
 
     def usual(self) -> str:
-        """The protocol to take where none is named: RDMA where it is there, for it is built for that."""
+        """Return the default protocol: RDMA if available."""
         if "rdma" in self.protocols and "rdma" not in self.lacking:
             return "rdma"
         return next((name for name in self.protocols if name not in self.lacking), self.protocols[0])
@@ -140,12 +140,12 @@ class BackendCapabilities:
 
 @dataclass(frozen=True)
 class Axes:
-    """What is to be varied. ``backends`` and ``protocols`` empty: all that are usual."""
+    """Axes to vary. Empty ``backends`` and ``protocols``: the default ones."""
 
     backends: tuple[str, ...] = ()
     protocols: tuple[str, ...] = ()
     nics: tuple[int, ...] = (0,)
-    """0: no NIC is chosen, so a library over TCP passes the host's loopback."""
+    """0 lets the library choose; TCP then uses loopback."""
     ops: tuple[TransferOp, ...] = ("write", "read")
     sizes: tuple[tuple[int, int], ...] = DEFAULT_SIZES
     """(bytes of a block, blocks of a transfer in each region)."""
@@ -155,16 +155,16 @@ class Axes:
     memory: Memory = "host"
     regions: int = 1
     whole_blocks: frozenset[str] = frozenset()
-    """Backends to which the pieces of a block in all regions are one piece."""
+    """Backends that store a block of all regions as one piece."""
     block_pieces: int = 1
-    """Pieces of a block in all regions, for those backends."""
+    """Pieces of a block in all regions for those backends."""
     scattered: bool = False
     shape: str = ""
     merged: bool = False
-    """Whether contiguous blocks are merged into runs; never those of ``whole_blocks``."""
+    """Whether contiguous blocks are merged; never for ``whole_blocks``."""
     all_protocols: bool = False
     remote: bool = False
-    """Whether the two sides stand on two machines."""
+    """Whether the sides are on two machines."""
 
     @classmethod
     def full(cls, **given: Any) -> Axes:
@@ -255,7 +255,7 @@ def _chosen(axes: Axes, backends: Sequence[BackendCapabilities]) -> list[Backend
 def _of_backend(
     axes: Axes, backend: BackendCapabilities, memory_bytes: int | None
 ) -> Iterator[tuple[Case, str, str, bool]]:
-    """(case, what it is part of, why not, whether something is absent); no reason for a good one."""
+    """Yield (case, part, reason, unavailable); no reason for a valid case."""
     for protocol, reason, absent in _protocols(axes, backend):
         sample = Case(backend.name, protocol, axes.ops[0], *axes.sizes[0])
         if backend.problem:
@@ -270,7 +270,7 @@ def _of_backend(
 
 
 def _protocols(axes: Axes, backend: BackendCapabilities) -> Iterator[tuple[str, str, bool]]:
-    """(protocol, why not, whether something is absent)."""
+    """Yield (protocol, reason, unavailable)."""
     # What passes no NIC is a baseline and keeps its own way, whichever protocol the others are asked for.
     asked = tuple(p for p in axes.protocols if p in backend.protocols) if not backend.nics else axes.protocols
     if not asked:

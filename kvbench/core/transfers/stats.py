@@ -19,13 +19,13 @@ PERCENTILES: Final[Mapping[str, float]] = {"p50": 0.5, "p90": 0.9, "p99": 0.99, 
 LIMIT_BACKENDS: Final[Mapping[str, str]] = {"memcpy": "memcpy", "tcp": "tcp"}
 """Column → backend whose rows of the same run are a limit to the others."""
 WITHIN_ONE_HOST: Final = frozenset({"memcpy", "shm"})
-"""Faster than any network: plain TCP is no limit to them."""
+"""Backends faster than any network, without a TCP limit."""
 CONFIDENCE: Final = 0.99
-"""A matrix has dozens of cases, and none of them should be called changed by chance."""
+"""High, because a matrix has dozens of cases."""
 MOST_SECTIONS: Final = 20
-"""Neighbouring calls resemble each other, so an error is taken from the means of so many sections, …"""
+"""Most sections of neighbouring calls for the standard error."""
 CALLS_PER_SECTION: Final = 2
-"""… each of them with so many calls at least; of few calls there are fewer sections."""
+"""Fewest calls per section."""
 LEAST_CALLS: Final = 5 * CALLS_PER_SECTION
 
 
@@ -137,7 +137,7 @@ def _shape(case: Case) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class Change:
-    """One case in two runs. ``ratio``: after / before, by calls a second; None: cannot be told from 1."""
+    """One case in two runs. ``ratio``: after / before in calls per second, None if not significant."""
 
     case: Case
     before_gb_per_s: float | None
@@ -145,13 +145,13 @@ class Change:
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    """What the spread of the calls' times allows, at 99 %; None where there were too few calls."""
+    """99 % interval from the spread of the calls, or None with too few."""
     before_p50_s: float | None = None
     after_p50_s: float | None = None
     why: str = ""
-    """Why there is no ratio."""
+    """Reason without a ratio."""
     pair: str = ""
-    """Between which hosts, where they were named."""
+    """The pair of hosts, if named."""
 
     def text(self) -> str:
         if self.ratio is None:
@@ -199,7 +199,7 @@ def apart(one: TransferRecord, other: TransferRecord) -> bool:
 
 
 def _spread(one: Sequence[float], other: Sequence[float]) -> float:
-    """Half the interval of the logarithm of a ratio of mean times."""
+    """Return half the interval of the log ratio of mean times."""
     error = math.hypot(_relative_error(one), _relative_error(other))
     degrees = min(_sections(one), _sections(other)) - 1
     return min(50.0, t_quantile(1 - (1 - CONFIDENCE) / 2, degrees) * error)
@@ -210,7 +210,7 @@ def _sections(times_s: Sequence[float]) -> int:
 
 
 def _calls_per_s(record: TransferRecord) -> float:
-    """Of equal transfers, bandwidth by another name; known too where nothing is moved."""
+    """Return calls per second: bandwidth for equal transfers, known even without bytes."""
     return record.calls / record.window_s if record.window_s > 0 else 0.0
 
 
@@ -219,7 +219,7 @@ def _rate(record: TransferRecord | None) -> float | None:
 
 
 def _relative_error(times_s: Sequence[float]) -> float:
-    """Standard error of the mean call time, as a share of it: bandwidth is its inverse."""
+    """Return the relative standard error of the mean call time."""
     mean, error = sectioned(np.asarray(times_s, np.float64), _sections(times_s), None)
     return error / mean if mean > 0 else math.inf
 
@@ -227,10 +227,11 @@ def _relative_error(times_s: Sequence[float]) -> float:
 MIN_CALLS: Final = 20
 MIN_WINDOW_S: Final = 0.2
 MANY_CALLS: Final = 1000
-"""So many calls are enough even in a short window."""
+"""Calls that suffice even in a short window."""
 BUSY_SHARE: Final = 0.9
+"""Cores busy from which polling is reported."""
 BUSY_CALL_S: Final = 2e-3
-"""Shorter calls are waited for by asking without rest, so their CPU time says nothing about the library."""
+"""Shorter calls are polled, so their CPU time says nothing about the library."""
 OTHERS_SHARE: Final = 0.15
 STEAL_SHARE: Final = 0.02
 BURST_SHARE: Final = 0.05
@@ -245,7 +246,7 @@ _MEANS: Final[Mapping[str, Sequence[str]]] = {
     "shm": ("shm", "sysv", "posix", "memfd"),
     "posix": ("posix", "file"),
 }
-"""What a transport's name contains if it is the protocol that was asked for."""
+"""Parts of transport names per requested protocol."""
 
 
 @dataclass(frozen=True)
@@ -254,18 +255,18 @@ class CaseConditions:
 
     cores: int = 0
     load_before: float | None = None
-    """Load average before the first case, so without our own work."""
+    """Load average before the first case, without kvbench's work."""
     others_cpu_s: float = 0.0
-    """CPU time of everybody else on the initiators' host in the window."""
+    """Other processes' CPU time on the initiators' host in the window."""
     steal_s: float = 0.0
     burst_bytes: int | None = None
-    """What the shaper of one NIC lets through at once."""
+    """Burst of one NIC's shaper in bytes."""
     memcpy_gb_per_s: float | None = None
     moves_bytes: bool = True
     carried: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Side → NIC → bytes in the window, the asked ones and all others."""
     asked: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Side → the NICs that were asked for."""
+    """Side → requested NICs."""
 
 
 def warnings(record: TransferRecord, seen: CaseConditions) -> list[TransferWarning]:

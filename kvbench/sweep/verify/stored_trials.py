@@ -97,10 +97,10 @@ class StoredTrial:
         record = self.record
         # Whether the load was over by itself when it was decided is not stored.
         best = self._judged("stopped")
-        if _decision(best) != _decision(record):
+        if _outcome(best) != _outcome(record):
             other = self._judged("complete")
-            best = other if _decision(other) == _decision(record) else best
-        if _decision(best) != _decision(record):
+            best = other if _outcome(other) == _outcome(record) else best
+        if _outcome(best) != _outcome(record):
             yield self.damage("the verdict does not follow from the requests", _words(record), _words(best))
         for then, again, what in (
             (_names(record.findings), _names(best.findings), "findings"),
@@ -245,7 +245,7 @@ def _names(findings: Sequence[Finding]) -> list[str]:
     return sorted(f"{each.gate}: {each.level}" for each in findings)
 
 
-def _decision(of: TrialRecord | Judgement) -> tuple[str, list[str], dict[str, Any]]:
+def _outcome(of: TrialRecord | Judgement) -> tuple[str, list[str], dict[str, Any]]:
     """Return verdict, figures in the reason, and tiers' verdicts; the reason's wording may change."""
     return of.verdict, re.findall(r"\d+(?:\.\d+)?", of.reason), _verdicts(of.summary)
 

@@ -111,7 +111,7 @@ def fired(found: Evidence) -> dict[str, str]:
 def test_an_honest_trial_trips_no_gate() -> None:
     verdict, reason, findings = judge(evidence(GOOD))
     assert (verdict, findings) == ("met", [])
-    assert reason.startswith("90 of 90 requests (100.0%) within the SLO, 95.0% asked")
+    assert reason.startswith("90 of 90 requests (100.0%) within the SLO, target 95.0%")
     verdict, reason, findings = judge(evidence(BAD))
     assert (verdict, findings) == ("missed", [])
     assert "18 missed TTFT" in reason

@@ -187,7 +187,7 @@ def test_waiting_on_a_decode_that_tells_nothing_is_undetermined() -> None:
     full = {"decode": Use(slots=8, slots_full_share=0.9, kv_full_share=0.0)}
     told = binding_of(records, SLO, window_facts(full))
     assert told.limit == "decode_slots"
-    assert "all 8 slots were taken 90% of the time" in told.evidence
+    assert "all 8 slots were in use 90% of the time" in told.evidence
 
 
 def test_mostly_failed_requests_are_no_queue() -> None:
@@ -304,7 +304,7 @@ FREE = Use(slots=8, slots_full_share=0.0, kv_full_share=0.2)
 BLOCKED = Use(busy_share=0.5, kv_full_share=0.4)
 FETCHED = (
     "waiting for P, which was busy only 50% of the time: its KV pool was full of prompts that decode had not "
-    "fetched"
+    "fetched yet"
 )
 
 

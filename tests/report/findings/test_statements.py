@@ -95,7 +95,7 @@ def test_a_run_of_one_connector_says_that_nobody_is_compared() -> None:
     (alone,) = (each for each in found if each.rule == "alone")
     assert alone.text == "no comparison: aggregated is the only connector in this run"
     (burst,) = (each for each in found if each.rule == "burst_and_sustained")
-    assert "29.5 req/s, 2.50 times the 11.8 that hold" in burst.text
+    assert "29.5 req/s, 2.50 times the sustained 11.8" in burst.text
 
 
 def test_what_makes_a_number_void_stands_before_who_is_ahead() -> None:

@@ -109,7 +109,7 @@ def test_every_figure_in_every_table_is_the_trials_own(name: str) -> None:
         for place, column in enumerate(table.columns):
             title = column.title
             if not (LATENCY.search(title) or title in OTHER or title in OFFERED) or table.title.startswith(
-                "Every case"
+                "All cases"
             ):
                 unknown = A_RATE.search(title) and not NOT_A_TRIALS.search(title) and table.window
                 assert not unknown, f"{title!r} has no definition here ({where})"
