@@ -251,7 +251,7 @@ def load_run(path: Path | str) -> RunFolder:
     outputs = read_lines(folder / OUTPUTS, warnings) if (folder / OUTPUTS).is_file() else []
     if manifest.get("status") == "running" and not writer_is_alive(folder):
         manifest["status"] = "interrupted"
-        warnings.append("the run was interrupted: its process ended without writing a final status")
+        warnings.append("the run was cut off: its process ended without writing a final status")
     _require_shapes(manifest, warnings)
     trials = _parsed(trial_rows, TrialRecord.from_json, TRIALS, warnings)
     cells = _last_of_each(_parsed(cell_rows, CellResult.from_json, CELLS, warnings))

@@ -547,7 +547,7 @@ def test_what_the_router_adds_is_told_with_its_interval(tmp_path: Path) -> None:
     text = (run.path / "report.md").read_text()
     assert "## Router overhead" in text
     assert "+3.00 ms [3.00, 3.00]" in text
-    assert "through it" in printed(run)
+    assert "through the router" in printed(run)
     rows = (run.path / "tables" / "router_cost.csv").read_text().splitlines()
     assert [row.split(",")[4] for row in rows] == ["figure", "mean", "p50", "p90", "p99", "request"]
 
@@ -568,7 +568,10 @@ def test_one_way_alone_has_no_router_cost(full: RunFolder) -> None:
     assert router_costs(full) == []
     text = printed(full)
     assert "router overhead" not in text
-    assert "client (P99, worst trial): sends 0.310 ms late, reads 0.420 ms; kernel stamps; 1 process" in text
+    assert (
+        "client (P99, worst trial): sends 0.310 ms late, reads 0.420 ms late; kernel stamps; 1 process"
+        in text
+    )
 
 
 def test_the_report_shows_the_load_generator(full: RunFolder) -> None:

@@ -93,7 +93,7 @@ def test_every_file_counts(folder: Path) -> None:
         (folder / name).unlink()
         found = list(damages(folder))
         assert {each.file for each in found} == {name}, name
-        assert "is missing" in found[0].what or "lines before line 1 are gone" in found[0].what
+        assert "is missing" in found[0].what or "lines before line 1 are missing" in found[0].what
         (folder / name).write_bytes(before)
 
 
@@ -129,7 +129,7 @@ def test_every_line_counts(
     if edit is _edited:
         assert found == f"{name}: line {place + 1} was changed since it was written"
     elif edit is _removed:
-        assert found == f"{name}: 1 line before line {place + 1} is gone"
+        assert found == f"{name}: 1 line before line {place + 1} is missing"
 
 
 def test_half_a_line_after_the_end_is_found(folder: Path) -> None:

@@ -81,7 +81,7 @@ def test_all_mistakes_come_with_their_lines() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "t:1: there is no request in it"),
+        ("", "t:1: the file has no request"),
         ("a,b\n1,2\n", "t:1: the header lacks offset_s, input_len, output_len; it has: a, b"),
         ("offset_s,input_len,output_len\n1,2\n", "t:2: has 2 columns where the header has 3"),
         ("offset_s,input_len,output_len\n1,0,x\n", "t:2: input_len must be a whole number from 1"),

@@ -114,7 +114,7 @@ def test_beyond_memory_the_longest_that_fits_is_told_and_does_fit() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (("no-such-model", 10), "no model is called"),
+        (("no-such-model", 10), "unknown model"),
         (("qwen3-8b", 0), "--input-len must be at least 1"),
         (("qwen3-8b", 10, 3), "cannot be divided evenly"),
         (("qwen3-8b", 10, 1, 0), "--block-tokens must be"),

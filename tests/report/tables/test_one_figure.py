@@ -153,7 +153,7 @@ HOVER = [
         r"(?P<trial_id>\S+): at most (?P<peak_in_flight>\d+) in flight",
         r"(?P<trial_id>\S+): at most (?P<peak_waiting>\d+) waiting for the first token",
         r"(?P<name>[^,]+), (?P<part>[^:]+(: \w[\w ]*)?): (?P<part_ms>[\d.]+) ms",
-        r"(?P<name>[^,:]+)(, (?P<input_len>[\d,]+) tokens in)?: (found )?(?P<answer>.+) req/s",
+        r"(?P<name>[^,:]+)(, (?P<input_len>[\d,]+) tokens in)?: (result )?(?P<answer>.+) req/s",
     )
 ]
 """What marks of pictures say of trials and answers."""

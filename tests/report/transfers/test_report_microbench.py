@@ -203,7 +203,7 @@ def test_tables_for_programs(plain: RunFolder) -> None:
 def test_two_runs_beside_each_other(plain: RunFolder, tmp_path: Path) -> None:
     faster = load_run(make_run(tmp_path, speed=2.0))
     text = printed(faster, plain)
-    assert f"beside {plain.run_id}" in text
+    assert f"compared with {plain.run_id}" in text
     assert "tcp, write 4 KiB × 1: 2.0" in text
     assert "faster" in text
     assert "failed in the other run" in text
