@@ -179,7 +179,7 @@ def test_runs_lists_what_can_be_read_and_what_cannot(tmp_path: Path, copied: Pat
     assert listed.path.tolist() == [str(copied), str(broken)]
     assert listed.status.tolist()[0] == "complete"
     assert "manifest.json" in listed.problem.iloc[1]
-    with pytest.raises(InputError, match="there is no folder"):
+    with pytest.raises(InputError, match="does not exist"):
         kvbench.runs(tmp_path / "none")
 
 
