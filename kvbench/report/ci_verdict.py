@@ -60,7 +60,7 @@ class CiVerdict:
         return [
             each
             for each in self.cells
-            if each.became == "cannot be told"
+            if each.became == "inconclusive"
             and not self.reason(each)
             and (each.change is None or each.change.low < 1 - self.worse_than)
         ]
@@ -126,8 +126,8 @@ class CiVerdict:
     # --- for other programs ------------------------------------------------------------------------
 
     def junit(self) -> str:
-        """JUnit XML: a test case for each cell; an alarm is a failure, what cannot be told is skipped."""
-        skipped = sum(not self.reason(each) and each.became == "cannot be told" for each in self.cells)
+        """JUnit XML: a test case for each cell; an alarm is a failure, an inconclusive cell is skipped."""
+        skipped = sum(not self.reason(each) and each.became == "inconclusive" for each in self.cells)
         counts = {"tests": f"{len(self.cells)}", "failures": f"{len(self.worse)}", "skipped": f"{skipped}"}
         suites = ElementTree.Element("testsuites", {**counts, "errors": "0"})
         suite = ElementTree.SubElement(
@@ -139,7 +139,7 @@ class CiVerdict:
             reason = self.reason(cell)
             if reason:
                 ElementTree.SubElement(case, "failure", {"message": _xml(reason), "type": "worse"})
-            elif cell.became == "cannot be told":
+            elif cell.became == "inconclusive":
                 ElementTree.SubElement(case, "skipped", {"message": _xml(cell.words())})
             before, after = change_rows([cell]).cells[0][3:5]
             out = ElementTree.SubElement(case, "system-out")

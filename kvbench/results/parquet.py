@@ -1,8 +1,6 @@
-"""A run's rows as Parquet: requests of a trial, and a microbenchmark's rows in ``transfers.parquet``.
+"""Parquet files of a run: a trial's requests, and a microbenchmark's ``transfers.parquet``.
 
-A transfer's case, measured fields and call times are columns side by side, so that any reader of Parquet can
-group by them; what is nested (warnings, bytes by NIC) is JSON.
-"""
+A transfer's case, figures and call times are flat columns; nested values are JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def write_parquet(path: Path, requests: Sequence[RequestRecord], metadata: Mapping[str, str]) -> None:
-    """One row per request. Times as float64 seconds, ITLs as list<float32>; zstd."""
+    """Write one row per request. Times are float64 seconds, ITLs list<float32>; zstd."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -58,7 +56,7 @@ def write_parquet(path: Path, requests: Sequence[RequestRecord], metadata: Mappi
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Any rows of plain values as Parquet; the first row names the columns."""
+    """Write plain rows as Parquet; the first row names the columns."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -128,7 +126,7 @@ _SCHEMA_KEY: Final = b"kvbench_transfer_schema"
 
 
 class TransferTable:
-    """The rows so far; the file is written anew, and put into place whole, after each of them."""
+    """A microbenchmark's rows; the file is replaced as a whole after each one."""
 
     def __init__(self, folder: Path, announced: Announcer) -> None:
         self._path = folder / TRANSFERS
@@ -136,7 +134,7 @@ class TransferTable:
         self._parts: list[pa.Table] = []
 
     def add(self, record: TransferRecord) -> None:
-        """Keeps a row and writes all. Raises OSError where the folder cannot be written."""
+        """Add a row and write the file. Raises OSError."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -147,7 +145,7 @@ class TransferTable:
 
 
 def read_transfers(folder: Path) -> list[TransferRecord]:
-    """The rows of a run folder, none if it has none. Raises StoreError for a file that cannot be read."""
+    """Return the rows of a run folder, or none. Raises StoreError for an unreadable file."""
     path = folder / TRANSFERS
     if not path.is_file():
         return []

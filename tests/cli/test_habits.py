@@ -82,7 +82,7 @@ def test_a_run_is_found_by_path_by_latest_and_by_a_piece_of_its_name(results: Pa
     assert find_run("latest") == runs[0].path
     for run in runs:
         assert find_run(str(run.path)) == find_run(run.path.name) == find_run(run.path.name[-6:]) == run.path
-    with pytest.raises(InputError, match="3 runs are called"):
+    with pytest.raises(InputError, match="3 runs match"):
         find_run(runs[0].path.name[:4])
     with pytest.raises(InputError, match="no run nothing"):
         find_run("nothing")

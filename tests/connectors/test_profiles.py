@@ -580,7 +580,7 @@ def test_versions_are_read(text: str, numbers: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("text", ["", "main", "13", "version one"])
 def test_what_is_no_version(text: str) -> None:
-    with pytest.raises(InputError, match="is no version"):
+    with pytest.raises(InputError, match="is not a version"):
         release(text)
 
 

@@ -190,7 +190,7 @@ def test_python_paths_are_joined() -> None:
         (without(prefill_args={"kv_transfer_config": {}}), "kv_transfer_config follow from the scenario"),
         (without(env={"A-B": "x"}), "A-B"),
         (without(env={"A": 1}), "must be text"),
-        (without(version="newest"), "is no version"),
+        (without(version="newest"), "is not a version"),
         (without(command=[]), "command"),
         (without(enforce_eager=True), "enforce_eager"),
     ],

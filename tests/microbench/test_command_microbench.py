@@ -97,9 +97,9 @@ def test_every_backend_is_known_to_the_matrix() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"backend": "pigeon"}, "no transfer backend is called 'pigeon'"),
-        ({"block_size": "4 apples"}, "is no size"),
-        ({"threads": "none"}, "is no whole number"),
+        ({"backend": "pigeon"}, "unknown transfer backend 'pigeon'"),
+        ({"block_size": "4 apples"}, "is not a size"),
+        ({"threads": "none"}, "is not a whole number"),
         ({"op": "swap"}, "--op knows no 'swap'"),
         ({"memory": "tape"}, "--memory knows no 'tape'"),
         ({"model": "tiny", "block_size": "4K"}, "cannot both be given"),

@@ -80,7 +80,7 @@ def test_a_file_that_is_not_ours_any_more_is_said(
         append = (
             partial(store.add_trial, trial(2)) if name == "trials.jsonl" else partial(store.put_cell, cell)
         )
-        with pytest.raises(StoreError, match=rf"{name} was (removed or replaced|changed by somebody else)"):
+        with pytest.raises(StoreError, match=rf"{name} was (removed or replaced|changed by another process)"):
             append()
 
 
@@ -205,7 +205,7 @@ def test_what_is_no_run_folder_is_said(tmp_path: Path) -> None:
         load_run(tmp_path)
     assert "take it from a copy of the run" in cut.value.hint
     (tmp_path / "manifest.json").write_text('{"schema": "1"}')
-    with pytest.raises(StoreError, match="names no schema"):
+    with pytest.raises(StoreError, match="unknown schema"):
         load_run(tmp_path)
 
 
@@ -221,7 +221,7 @@ def test_missing_requests_are_said(tmp_path: Path) -> None:
         store.add_trial(trial())
         with pytest.raises(StoreError, match="cannot be a file name"):
             store.add_trial(trial(trial_id="../x"), [request(0)])
-    with pytest.raises(StoreError, match="is not there"):
+    with pytest.raises(StoreError, match="does not exist"):
         load_run(store.path).requests("tcp-in1024-001")
 
 

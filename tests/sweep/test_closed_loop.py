@@ -65,7 +65,7 @@ def test_so_many_are_under_way_and_no_rate_is_named(tmp_path: Path, workers: int
     assert "3 at once" in done.out
     assert "0.00 req/s" not in done.out
     report = (run.path / "report.md").read_text()
-    assert "A closed loop" in report
+    assert "Closed loop" in report
 
 
 def test_a_closed_loop_ends_when_its_time_is_up(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_a_trace_is_searched_for_the_speed_that_holds(tmp_path: Path, trace: Pat
         (("sweep", "--rates", "1,x"), "must be a number, not 'x'"),
         (("sweep", "--rates", "1", "--method", "burst"), "search.rates are for method fixed"),
         (("sweep", "--trace", "/nowhere/t.jsonl"), "the trace /nowhere/t.jsonl cannot be read"),
-        (("sweep", "--slo", "ttft p90 => 5"), "is no limit"),
+        (("sweep", "--slo", "ttft p90 => 5"), "is not a limit"),
         (("bench",), "give the rate to offer"),
     ],
 )

@@ -94,7 +94,7 @@ def test_where_the_first_token_s_time_goes_adds_up(finished: tuple[int, str, Run
             rows = rows[rows.prefill_answered_s.notna()]
             assert len(rows)
         assert (rows.prefill_answered_s > rows.prefill_sent_s).all()
-    assert "Where the time to the first token goes" in (run.path / "report.md").read_text()
+    assert "TTFT breakdown" in (run.path / "report.md").read_text()
     assert (run.path / "figures" / "ttft_breakdown.svg").is_file()
 
 

@@ -12,8 +12,7 @@
 - **Rates of the whole run** (``run_*``) follow ``vllm bench serve``: all completed requests over the
   whole duration, ramp and drain included. They are lower than the load that was carried.
 - **Percentiles** interpolate linearly (numpy's default). They are None below 2 (P50), 10 (P90) or 50
-  (P99) values. Fewer than 100 values put P99 between the two largest: read it as a maximum.
-"""
+  (P99) values. Fewer than 100 values put P99 between the two largest: read it as a maximum."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ WARMUP_MIN_REQUESTS: Final = 20
 
 @dataclass(frozen=True)
 class Window:
-    """The steady part of a trial, in seconds since its start; both ends belong to it."""
+    """Steady part of a trial in seconds since its start, both ends included."""
 
     start_s: float
     end_s: float
@@ -61,12 +60,12 @@ class Window:
 
 
 def ended_at(records: Sequence[RequestRecord], duration_s: float) -> float | None:
-    """When the trial was stopped, if it was: its end, if any request had to be cancelled."""
+    """Return when the trial was stopped, or None if no request was cancelled."""
     return duration_s if any(record.error == "cancelled" for record in records) else None
 
 
 def steady_window(records: Sequence[RequestRecord], ended_s: float | None = None) -> Window:
-    """The window after the warm-up and up to the last arrival, by the rule in the module's docstring."""
+    """Return the window from the end of warm-up to the last arrival (see the module)."""
     arrivals = sorted(
         record.scheduled_s for record in records if ended_s is None or record.scheduled_s <= ended_s
     )
@@ -83,25 +82,24 @@ def steady_window(records: Sequence[RequestRecord], ended_s: float | None = None
 
 
 def judged_records(records: Sequence[RequestRecord], window: Window) -> list[RequestRecord]:
-    """The requests that the verdict counts, in the order of their scheduled sends."""
+    """Return the requests of the verdict in order of scheduled sends."""
     inside = (record for record in records if window.has(record.scheduled_s))
     return sorted(inside, key=lambda record: record.scheduled_s)
 
 
 def waiting_series(records: Sequence[RequestRecord], ended_s: float | None = None) -> StepSeries:
-    """Number of requests that wait for their first token, from their scheduled send on."""
+    """Return the number of requests waiting for their first token, from their scheduled send."""
     return _open_requests(records, ended_s, "first_token_s")
 
 
 def in_flight_series(records: Sequence[RequestRecord], ended_s: float | None = None) -> StepSeries:
-    """Number of requests between their scheduled send and their last token."""
+    """Return the number of requests between scheduled send and last token."""
     return _open_requests(records, ended_s, "last_token_s")
 
 
 def _open_requests(records: Sequence[RequestRecord], ended_s: float | None, until: str) -> StepSeries:
     """What never reached ``until`` is open up to the last moment known of its trial if it timed out or was
-    cancelled; a request that failed otherwise is taken to have failed at once.
-    """
+    cancelled; a request that failed otherwise is taken to have failed at once."""
     known = [time for r in records for time in (r.sent_s, r.last_token_s) if time is not None]
     last_s = ended_s if ended_s is not None else max(known, default=0.0)
     starts, ends = [], []
@@ -116,13 +114,13 @@ def _open_requests(records: Sequence[RequestRecord], ended_s: float | None, unti
 
 
 MIN_SPAN_S: Final = 1e-3
-"""No rate and no trend is taken from a shorter time."""
+"""Shortest time for a rate or trend, in seconds."""
 MIN_VALUES: Final[Mapping[int, int]] = {50: 2, 90: 10, 99: 50}
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """A sample's figures; all None for an empty one. ``n`` is the number of values."""
+    """Statistics of a sample, None if empty. ``n``: values."""
 
     n: int = 0
     mean: float | None = None
@@ -133,7 +131,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float | None], scale: float = 1.0) -> Distribution:
-        """Figures of the values that are there, each times ``scale``."""
+        """Summarise the known values times ``scale``."""
         if isinstance(values, np.ndarray):
             data = values * scale
         else:
@@ -151,15 +149,13 @@ class Distribution:
 @dataclass(frozen=True)
 class WholeRun:
     """All answered requests over the whole duration, ramp and drain included, as ``vllm bench serve`` counts.
-
-    TTFT counts from the scheduled send, or (``ttft_sent_ms``) from the real one. Rates are per second.
-    """
+    TTFT counts from the scheduled send, or (``ttft_sent_ms``) from the real one. Rates are per second."""
 
     duration_s: float = 0.0
     successful: int = 0
     failed: int = 0
     cancelled: int = 0
-    """By kvbench, when it stopped the trial: nobody knows what would have become of them."""
+    """Requests cancelled by kvbench when it stopped the trial."""
     input_tokens: int = 0
     output_tokens: int = 0
     request_throughput: float | None = None
@@ -192,11 +188,9 @@ class WholeRun:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of one trial. Rates are per second; latencies in milliseconds; times in seconds.
-
-    The first block counts all requests of the trial; everything after ``window`` is of the steady window
-    only, except ``run_*``, the peaks and ``duration_s``.
-    """
+    """The figures of one trial. Rates are per second; latencies in milliseconds; times in seconds. The first
+    block counts all requests of the trial; everything after ``window`` is of the steady window only, except
+    ``run_*``, the peaks and ``duration_s``."""
 
     offered_rate: float
     duration_s: float
@@ -214,7 +208,7 @@ class Summary:
     judged_missed: int
     judged_undecided: int
     missed_by: Mapping[str, int]
-    """Judged misses by cause: "ttft", "tpot" (a request may break both) or the class of its failure."""
+    """Judged misses by cause: "ttft", "tpot" (possibly both) or failure class."""
 
     slo_attainment: float | None
     """judged_met / (judged_met + judged_missed); None if nothing was decided, or if the SLO sets no limit
@@ -223,15 +217,15 @@ class Summary:
     attainment_upper: float
     attainment_confidence: float
     effective_n: float
-    """How many independent requests the judged ones are worth; the interval is for this number."""
+    """Number of independent requests that the judged ones are worth; base of the interval."""
 
     achieved_rate: float | None
-    """Requests completed inside the window / its length."""
+    """Requests completed in the window / its length."""
     request_goodput: float | None
-    """Requests that met the SLO and completed inside the window / its length."""
+    """Requests within the SLO completed in the window / its length."""
     output_tok_per_s: float | None
     total_tok_per_s: float | None
-    """Output tokens, and with them the prompt tokens of requests whose first token came in the window."""
+    """Output tokens, and with the prompt tokens of requests whose first token is in the window."""
     run_request_rate: float | None
     run_output_tok_per_s: float | None
     run_total_tok_per_s: float | None
@@ -242,19 +236,19 @@ class Summary:
     itl_ms: Distribution = field(default_factory=Distribution)
     e2el_ms: Distribution = field(default_factory=Distribution)
     first_event_ms: Distribution = field(default_factory=Distribution)
-    """From the scheduled send to the first event, which may be without text."""
+    """From scheduled send to first event, possibly without text."""
 
     peak_waiting: int = 0
     peak_in_flight: int = 0
     peak_output_tok_per_s: float | None = None
     """Most output tokens of one second of the whole run, counted from the first send."""
     waiting_trend: Trend | None = None
-    """Slope of the number of requests waiting for their first token, over the window."""
+    """Slope of the number of waiting requests in the window."""
     criteria: tuple[CriterionResult, ...] = ()
-    """Each thing that the SLO asks, over the judged requests."""
+    """Result of each SLO criterion over the judged requests."""
     arrived: int = 0
     left: int = 0
-    """Requests that were scheduled inside the window, and that ended well inside it."""
+    """Requests scheduled in the window, and ended well inside it."""
     whole_run: WholeRun = field(default_factory=WholeRun)
 
     @property
@@ -263,7 +257,6 @@ class Summary:
 
     @property
     def attained(self) -> bool:
-        """Whether every criterion holds, by the point estimates."""
         return bool(self.criteria) and all(criterion.met for criterion in self.criteria)
 
     def to_json(self) -> dict[str, Any]:
@@ -278,12 +271,10 @@ def summarise(
     window: Window | None = None,
     confidence: float = CONFIDENCE,
 ) -> Summary:
-    """All figures of a trial.
-
-    ``records``: one for each planned request. ``offered_rate``: requests per second that were asked for.
-    ``duration_s``: from the trial's start to its end, drain included. ``window``: steady window, found
-    from the records if not given. ``confidence``: of the attainment's two-sided interval.
-    """
+    """All figures of a trial. ``records``: one for each planned request. ``offered_rate``: requests per
+    second that were asked for. ``duration_s``: from the trial's start to its end, drain included. ``window``:
+    steady window, found from the records if not given. ``confidence``: of the attainment's two-sided
+    interval."""
     ended_s = ended_at(records, duration_s)
     window = steady_window(records, ended_s) if window is None else window
     judged = judged_records(records, window)
@@ -323,7 +314,6 @@ def summarise(
 
 
 def _latencies_of(done: Sequence[RequestRecord]) -> dict[str, Any]:
-    """The distributions of answered requests, in ms."""
     gaps = [np.asarray(record.itl_s, np.float64) for record in done if len(record.itl_s)]
     return {
         "ttft_ms": Distribution.of((record.ttft_s for record in done), 1e3),
@@ -372,7 +362,7 @@ def _per_second(count: float, seconds: float) -> float | None:
 
 
 def _output_inside(record: RequestRecord, window: Window) -> float:
-    """Output tokens of a request inside the window: the first at its time, the others spread evenly."""
+    """Return a request's output tokens in the window: the first at its time, others spread evenly."""
     if record.first_token_s is None or record.output_len < 1:
         return 0.0
     count = 1.0 if window.has(record.first_token_s) else 0.0
@@ -387,9 +377,7 @@ def _output_inside(record: RequestRecord, window: Window) -> float:
 @dataclass(frozen=True)
 class CriterionResult:
     """One criterion of the SLO over the judged requests. ``value`` of a share is in 0…1, of a mean in ms.
-
-    ``n``: requests that were counted; None values: nothing could be. ``met`` goes by the point estimate.
-    """
+    ``n``: requests that were counted; None values: nothing could be. ``met`` goes by the point estimate."""
 
     text: str
     kind: CriterionKind
@@ -402,10 +390,8 @@ class CriterionResult:
 
 
 def met(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> bool | None:
-    """True: it kept every limit; False: a miss; None: cancelled before that was decided.
-
-    ``ended_s`` is when the trial was stopped and its requests cancelled, in seconds since its start.
-    """
+    """Return True (met), False (missed) or None (cancelled before a decision). ``ended_s``: end of the trial
+    that cancelled it, in seconds since its start."""
     broken = misses(record, slo, ended_s)
     if broken:
         return False
@@ -413,7 +399,7 @@ def met(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> bool |
 
 
 def misses(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> tuple[str, ...]:
-    """Why a request is a miss: "ttft", "tpot", "e2el", or the class of its failure. Empty if it is none."""
+    """Return a miss's causes: "ttft", "tpot", "e2el" or its failure class. Empty if it is no miss."""
     if record.error not in ("", "cancelled"):
         return (record.error,)
     values, decided = _latencies(record, ended_s)
@@ -427,7 +413,7 @@ def misses(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> tup
 
 
 def missed_text(causes: Mapping[str, int]) -> str:
-    """``1 missed TPOT, 7 missed TTFT, 2 failed (timeout)``, of misses by cause as ``misses`` names them."""
+    """Return ``1 missed TPOT, 7 missed TTFT, 2 failed (timeout)``."""
     latencies = {metric.removesuffix("_ms") for metric in (*METRICS, *SESSION_METRICS)}
     return ", ".join(
         f"{count} missed {cause.upper()}" if cause in latencies else f"{count} failed ({cause})"
@@ -436,7 +422,7 @@ def missed_text(causes: Mapping[str, int]) -> str:
 
 
 def _latencies(record: RequestRecord, ended_s: float | None) -> tuple[dict[str, float | None], bool]:
-    """A request's latencies in ms, and whether they are final; of a cancelled one, what they are at least."""
+    """Return a request's latencies in ms, and whether they are final; a cancelled one's are lower bounds."""
     ttft_s, tpot_s, e2el_s = record.ttft_s, record.tpot_s, record.e2el_s
     cancelled = record.error == "cancelled"
     if cancelled:
@@ -456,11 +442,9 @@ def _latencies(record: RequestRecord, ended_s: float | None) -> tuple[dict[str, 
 def judge_criteria(
     judged: Sequence[RequestRecord], slo: Slo, ended_s: float | None, confidence: float = CONFIDENCE
 ) -> tuple[CriterionResult, ...]:
-    """Each criterion of the SLO over the judged requests, with its two-sided interval.
-
-    A cancelled request counts in a share if it had broken a limit by then, and not at all otherwise; in a
-    mean it does not count. Neighbours depend on each other: intervals are for the effective number.
-    """
+    """Each criterion of the SLO over the judged requests, with its two-sided interval. A cancelled request
+    counts in a share if it had broken a limit by then, and not at all otherwise; in a mean it does not count.
+    Neighbours depend on each other: intervals are for the effective number."""
     return tuple(_judged_by(criterion, judged, ended_s, confidence) for criterion in slo.all_criteria())
 
 

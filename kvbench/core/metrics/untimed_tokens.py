@@ -1,5 +1,4 @@
-"""When the tokens of streamed answers came: those outside the time from first text to last, and the busiest
-second."""
+"""Arrival of tokens in a stream: those outside its first and last text, and the busiest second."""
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ import numpy as np
 from kvbench.core.records import RequestRecord
 
 MERGED: Final = 1.05
-"""More tokens than this an event, on average, are no accident of a few."""
+"""Average tokens per event from which merging is no accident."""
 AT_ONCE_TOKEN_S: Final = 1e-4
-"""No model decodes one sequence faster than this a token: what comes faster was made before."""
+"""Time per token below which it was produced earlier: no model decodes one sequence faster."""
 MOST_TEXT: Final = 16
 """Bytes a token, on average, beyond which a text has more in it than its tokens: random ones of a vocabulary
 of 150,000 have 7. vLLM since February 2026 repeats a whole prompt in the first event where it ends within a
@@ -23,12 +22,10 @@ character (issue 48853), as 1 % of random prompts do."""
 
 @dataclass(frozen=True)
 class StreamShape:
-    """How a stream's events were filled. Texts in bytes.
-
-    ``first_text``, ``text``: of the first text event, and of all; 0 where that is not known. ``told``: tokens
-    by the usage in the first event, of a server that tells it all along. ``empty``: events without text, of
-    which ``outside`` came before the first text or after the last.
-    """
+    """How a stream's events were filled. Texts in bytes. ``first_text``, ``text``: of the first text event,
+    and of all; 0 where that is not known. ``told``: tokens by the usage in the first event, of a server that
+    tells it all along. ``empty``: events without text, of which ``outside`` came before the first text or
+    after the last."""
 
     first_text: int = 0
     text: int = 0
@@ -47,8 +44,7 @@ def untimed_tokens(tokens: int, gaps_s: Sequence[float], shape: StreamShape) -> 
       0.1 ms of each other were sent together, and count as one. Bundles of 16 tokens of 5 ms each come 80 ms
       apart, and with ``tokens`` − 1 would seem to take 3.8 ms of an answer of 64;
     - and tokens without text before the first or after the last, as parts of a character and ends of sequence
-      that are ignored: events without text, as far as there are more tokens than events with text.
-    """
+      that are ignored: events without text, as far as there are more tokens than events with text."""
     events, together = len(gaps_s) + 1, 1
     for gap_s in gaps_s:
         if gap_s > AT_ONCE_TOKEN_S:

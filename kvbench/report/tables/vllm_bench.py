@@ -1,4 +1,4 @@
-"""Tables as ``vllm bench serve`` prints them: the block of one load, listed rates, the replay of a trace."""
+"""Tables as ``vllm bench serve`` prints them: one load, listed rates, imported results, trace replays."""
 
 from __future__ import annotations
 
@@ -158,10 +158,11 @@ _SERVE_HEADER: Final = (
 )  # fmt: skip
 _RATES_SHOWN: Final = _SERVE_HEADER[6:8]
 _FIXED_WORDS: Final = (
-    "All answered requests over the whole duration, ramp and drain included, as `vllm bench serve` counts; "
-    "but TTFT counts from the scheduled send, and what kvbench cancelled as it stopped a trial is not "
-    "failed. *saturated*: the system did not keep up with the offered rate, so its latencies depend on how "
-    "long the load was offered."
+    "All answered requests over the whole duration, ramp and drain included, as in `vllm bench serve`; "
+    "but TTFT counts from the scheduled send, and requests that kvbench cancelled when it stopped a trial "
+    "are not "
+    "failed. *saturated*: the system did not keep up with the offered rate, so latencies depend on the "
+    "trial's length."
 )
 
 
@@ -171,7 +172,7 @@ _FIXED_BRIEF: Final = (
 
 
 def serve_values(trial: TrialRecord) -> dict[str, Any]:
-    """The columns of ``vllm bench serve``, by its names where it has one."""
+    """Return the columns of ``vllm bench serve``."""
     whole = trial.summary.get("whole_run") or {}
     values: dict[str, Any] = {
         "completed": whole.get("successful"),
@@ -192,7 +193,7 @@ def serve_values(trial: TrialRecord) -> dict[str, Any]:
 
 
 def _failed(trial: TrialRecord) -> int | None:
-    """Requests that failed. Older folders count with them what kvbench cancelled as it stopped the trial."""
+    """Return the failed requests; older folders include those that kvbench cancelled."""
     whole = trial.summary.get("whole_run") or {}
     failed, cancelled = whole.get("failed"), trial.summary.get("cancelled") or 0
     return failed - cancelled if failed is not None and "cancelled" not in whole else failed
@@ -218,7 +219,7 @@ def _state(trial: TrialRecord) -> str:
 
 
 def fixed_tables(run: RunFolder) -> Iterable[Table]:
-    """Three views of the same trials: what varies stands first, what is fixed stands in front of it."""
+    """Return three views of the same trials, each led by the varying axis."""
     trials = [trial for trial in run.other_trials if trial.method == "fixed"]
     if not trials:
         return
@@ -261,9 +262,10 @@ def fixed_tables(run: RunFolder) -> Iterable[Table]:
 
 
 _CLOSED_WORDS: Final = (
-    "A closed loop: so many requests were under way at any time, and each that ended let the next one in. No "
-    "rate was offered, and a slow server was asked less: `req/s, whole run` is what it completed, not what "
-    "it holds. All answered requests over the whole duration, as `vllm bench serve --max-concurrency` counts."
+    "Closed loop: a fixed number of requests in flight; each finished request starts the next one. No "
+    "rate is offered, so a slow server gets fewer requests: `req/s, whole run` is the completed rate, not a "
+    "sustained rate. All answered requests over the whole duration, as in `vllm bench serve "
+    "--max-concurrency`."
 )
 
 
@@ -284,7 +286,7 @@ def closed_loop_table(run: RunFolder) -> Table:
         rows.append({**values, "max_concurrency": at_once, **serve_values(trial), "verdict": trial.verdict})
     header = ["connector", "input", "output", "at once", *_SERVE_HEADER, "state"]
     brief = ["at once" if name == "offered req/s" else name for name in _FIXED_BRIEF]
-    return of_method("closed_loop", "A closed loop", _CLOSED_WORDS, header, shown, rows, brief, WHOLE_RUN)
+    return of_method("closed_loop", "Closed loop", _CLOSED_WORDS, header, shown, rows, brief, WHOLE_RUN)
 
 
 def _fixed_row(trial: TrialRecord) -> dict[str, Any]:
@@ -312,13 +314,12 @@ def about(trial: TrialRecord) -> dict[str, Any]:
 # --- read-in results -------------------------------------------------------------------------------
 
 _IMPORTED_WORDS: Final = (
-    "As the tool that measured them summed them up; nothing was judged by kvbench. What is not told is "
-    "missing. TTFT counts from the tool's own send. `source`: the file and lines that a row was read from."
+    "Figures as the measuring tool reported them; kvbench judged nothing. Unreported figures are "
+    "missing. TTFT counts from the tool's send. `source`: file and lines of the row."
 )
 
 
 def imported_table(run: RunFolder) -> Table:
-    """Results of other tools, with the columns of ``vllm bench serve``; each row names its lines."""
     trials = [trial for trial in run.other_trials if trial.method == "imported"]
     axes = [
         axis
@@ -349,7 +350,7 @@ def imported_table(run: RunFolder) -> Table:
         )
     header = ["connector", "input", "output", *axes, "offered req/s", *_IMPORTED_HEADER, "source"]
     brief = (*header[: 4 + len(axes)], *_RATES_SHOWN, *_IMPORTED_HEADER[8:10])
-    title = "Results that were read in"
+    title = "Imported results"
     return of_method("imported", title, _IMPORTED_WORDS, header, shown, rows, brief, WHOLE_RUN)
 
 
@@ -410,8 +411,8 @@ def trace_table(run: RunFolder) -> Table:
     words = (
         f"{trace.get('path')}: {trace.get('requests'):,} requests in {number(trace.get('duration_s'))} s, "
         f"{number(trace.get('mean_input_len'))} tokens in and {number(trace.get('mean_output_len'))} out on "
-        f"average, time scaled by {trace.get('time_scale'):g}; the speed-up counts from there. Expected hits "
-        "are those of a cache that forgets nothing and knows a prompt as it arrives: real ones hit less."
+        f"average, time scaled by {trace.get('time_scale'):g}; the speed-up is relative to that. Expected "
+        "hits assume an unlimited cache that holds a prompt from its arrival; real caches hit less."
     )
     brief = (*header[:3], _RATES_SHOWN[0], _SERVE_HEADER[9], _SERVE_HEADER[10], *header[-4:-2], "verdict")
     return of_method("trace", "The trace", words, header, shown, rows, brief, WHOLE_RUN)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,15 +96,12 @@ class StoredTrial:
         """Verdicts, findings and limits that these rules would not give, and requests that nobody planned."""
         record = self.record
         # Whether the load was over by itself when it was decided is not stored.
-        stored = (record.verdict, record.reason, _verdicts(record.summary))
         best = self._judged("stopped")
-        now = (best.verdict, best.reason, _verdicts(best.summary))
-        if now != stored:
+        if _outcome(best) != _outcome(record):
             other = self._judged("complete")
-            if (other.verdict, other.reason, _verdicts(other.summary)) == stored:
-                best, now = other, stored
-        if now != stored:
-            yield self.damage("the verdict does not follow from the requests", _words(*stored), _words(*now))
+            best = other if _outcome(other) == _outcome(record) else best
+        if _outcome(best) != _outcome(record):
+            yield self.damage("the verdict does not follow from the requests", _words(record), _words(best))
         for then, again, what in (
             (_names(record.findings), _names(best.findings), "findings"),
             (_without_live(record.summary), _without_live(best.summary), "tiers"),
@@ -245,9 +243,14 @@ def _names(findings: Sequence[Finding]) -> list[str]:
     return sorted(f"{each.gate}: {each.level}" for each in findings)
 
 
-def _words(verdict: str, reason: str, tiers: Mapping[str, Any]) -> str:
-    each = "".join(f", {name} {of}" for name, of in tiers.items())
-    return f"{verdict}{each} ({reason})" if reason else f"{verdict}{each}"
+def _outcome(of: TrialRecord) -> tuple[str, list[str], dict[str, Any]]:
+    """Return verdict, figures in the reason, and tiers' verdicts; the reason's wording may change."""
+    return of.verdict, re.findall(r"\d+(?:\.\d+)?", of.reason), _verdicts(of.summary)
+
+
+def _words(of: TrialRecord) -> str:
+    each = "".join(f", {name} {verdict}" for name, verdict in _verdicts(of.summary).items())
+    return f"{of.verdict}{each} ({of.reason})" if of.reason else f"{of.verdict}{each}"
 
 
 def _share_then(

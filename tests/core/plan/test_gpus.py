@@ -323,7 +323,7 @@ def test_the_report_says_it_of_what_was_started(tmp_path: Path) -> None:
     made = {**plan.to_json(), "processes": processes}
     with RunStore.create(tmp_path / "runs", "x", b"version: 1", made, {"hosts": far}, RunInfo()) as store:
         (note,) = [each for each in notes(load_run(store.path), []) if "over TCP" in each.text]
-    assert note.text.startswith("nixl is told to move its KV over TCP (UCX_TLS=tcp), beside active RDMA")
+    assert note.text.startswith("nixl is configured to move KV over TCP (UCX_TLS=tcp) although RDMA")
     assert "mlx5_0 of a" in note.text
 
 

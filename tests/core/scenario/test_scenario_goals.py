@@ -40,7 +40,7 @@ def test_goals_that_are_accepted(old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (OLD, "slo: {limits: [ttft p90 >= 5]}", "is no limit; write one such as"),
+        (OLD, "slo: {limits: [ttft p90 >= 5]}", "is not a limit; expected such as"),
         (OLD, "slo: {limits: [{metric: ttft_ms, limit: 5, unit: s}]}", "but no `unit`"),
         (OLD, "slo: {limits: [ttft p90 <= 5, ttft p90 <= 6]}", "repeats the metric and the statistic"),
         (OLD, "slo: {ttft_ms: 5, tiers: {a: {ttft_ms: 9}}}", "slo.ttft_ms beside slo.tiers"),

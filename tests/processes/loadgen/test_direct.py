@@ -194,8 +194,8 @@ def test_a_bench_tells_what_the_router_adds(tmp_path: Path) -> None:
         assert trial.engine["roles"]["prefill"]["prefix_hits"] == 0
     one, other = (list(run.requests(trial.trial_id).scheduled_s) for trial in tcp[:2])
     assert one == other
-    assert "what the router adds" in done.text
-    assert "## What the router adds" in (run.path / "report.md").read_text()
+    assert "router overhead" in done.text
+    assert "## Router overhead" in (run.path / "report.md").read_text()
 
 
 def test_direct_mode_with_several_workers_by_the_short_options(tmp_path: Path) -> None:

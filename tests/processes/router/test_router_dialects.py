@@ -129,7 +129,7 @@ def test_options_choose_a_handshake_where_the_connector_has_several() -> None:
     ("spec", "said"),
     [
         ({"connector": "nccl", "version": "0.32.0"}, "has no P2pNcclConnector"),
-        ({"connector": "nixl", "version": "latest"}, "is no version"),
+        ({"connector": "nixl", "version": "latest"}, "is not a version"),
         ({"connector": "nixl", "options": {"threads": 1}}, "the spec's options"),
     ],
 )

@@ -104,7 +104,7 @@ def test_what_is_not_predicted_makes_it_unfit(tmp_path: Path) -> None:
     assert done.status == 1, done.text
     profile = read_profile(path)
     assert profile.status == "unfit"
-    assert any(each.startswith("tpot_mean of the requests held out") for each in profile.cannot_explain)
+    assert any(each.startswith("tpot_mean of the held-out requests") for each in profile.cannot_explain)
     assert "UNFIT" in done.text
 
 

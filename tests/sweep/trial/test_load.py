@@ -104,7 +104,7 @@ def test_a_stopped_plan_is_as_long_as_each_worker_got() -> None:
 def test_a_share_of_another_worker_is_an_error() -> None:
     with pytest.raises(KvbenchError, match="worker 1 has request 2 where 1 belongs"):
         joined_records([[record(0)], [record(2)]], None)
-    with pytest.raises(KvbenchError, match="does not say its place"):
+    with pytest.raises(KvbenchError, match="does not contain its index"):
         joined_records([[RequestRecord("own-name", 0.0, 1, 1)]], None)
 
 
