@@ -86,7 +86,7 @@ def test_a_run_is_found_by_path_by_latest_and_by_a_piece_of_its_name(results: Pa
         find_run(runs[0].path.name[:4])
     with pytest.raises(InputError, match="no run nothing"):
         find_run("nothing")
-    with pytest.raises(InputError, match="no folder"):
+    with pytest.raises(InputError, match="does not exist"):
         listed_runs(results / "none")
 
 

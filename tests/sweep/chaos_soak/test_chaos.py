@@ -218,7 +218,7 @@ def test_wrong_answers_are_seen(tmp_path: Path) -> None:
     [
         (("--fault", "partition:prefill"), "there is no network here whose packets kvbench may lose"),
         (("--fault", "kill:metadata"), "this deployment has no metadata"),
-        (("--fault", "melt:decode"), "no fault is called 'melt'"),
+        (("--fault", "melt:decode"), "unknown fault 'melt'"),
         (("--lab", "many"), "is no lab"),
         (("--share", "0.5"), "--share is of a rate that was found"),
     ],

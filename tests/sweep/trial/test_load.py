@@ -102,7 +102,7 @@ def test_a_stopped_plan_is_as_long_as_each_worker_got() -> None:
 
 
 def test_a_share_of_another_worker_is_an_error() -> None:
-    with pytest.raises(KvbenchError, match="worker 1 has request 2 where 1 belongs"):
+    with pytest.raises(KvbenchError, match="worker 1 has request 2 instead of 1"):
         joined_records([[record(0)], [record(2)]], None)
     with pytest.raises(KvbenchError, match="does not contain its index"):
         joined_records([[RequestRecord("own-name", 0.0, 1, 1)]], None)
@@ -282,7 +282,7 @@ def test_the_cause_is_the_line_that_says_it(lines: list[str], cause: str) -> Non
 def test_a_missing_and_a_double_record_are_errors(launcher: LocalLauncher) -> None:
     with pytest.raises(KvbenchError, match="missing: 5"):
         drive(launcher, [{}, {"records": [1, 3]}])
-    with pytest.raises(KvbenchError, match="has request 3 where 5 belongs"):
+    with pytest.raises(KvbenchError, match="has request 3 instead of 5"):
         drive(launcher, [{}, {"records": [1, 3, 3]}])
 
 
