@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 JOBS ?= 2
 BIN := .venv/bin
 
-.PHONY: help setup setup-tests sweep test lint liars perf perf-loadgen perf-router perf-peers perf-search perf-md1 perf-microbench perf-report perf-sessions perf-session-rate perf-turns perf-predict clean
+.PHONY: help setup setup-tests sweep test lint liars perf perf-loadgen perf-router perf-peers perf-search perf-compare perf-md1 perf-microbench perf-report perf-sessions perf-session-rate perf-turns perf-predict clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,8 +31,9 @@ help:
 	@echo "make perf-router  what the router adds to TTFT, and its chunks per core-second (PERF_ROUTER_ARGS=)"
 	@echo "make perf-peers  the same work through kvbench and its peers, each set up in .venv-peers (PEERS_ARGS=)"
 	@echo "make perf-search  how true and fast the search is on virtual systems, beside other rules (PERF_SEARCH_ARGS=)"
+	@echo "make perf-compare  false alarms and power of compare --ci, on virtual time (PERF_COMPARE_ARGS=)"
 	@echo "make perf-random  the product's whole search on systems drawn at random, by their true rates (PERF_RANDOM_ARGS=)"
-	@echo "make perf-microbench  transfers beside the library's own C++ tool and plain copies (PERF_MICROBENCH_ARGS=)"
+	@echo "make perf-microbench  transfers beside the library's own C++ tool (PERF_MICROBENCH_ARGS=)"
 	@echo "make perf-sessions  a plan of a million turns: time, memory; sessions made after one half of a corpus beside the other (PERF_SESSIONS_ARGS=)"
 	@echo "make perf-session-rate  searched rates of sessions beside long trials, on simulated systems drawn at random (PERF_SESSION_RATE_ARGS=)"
 	@echo "make perf-turns  how late turns are sent, a thousand sessions at once, on the exact server (PERF_TURNS_ARGS=)"
@@ -73,6 +74,7 @@ lint: setup
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python -m tools.house
+	@$(BIN)/python -m tools.wording
 
 # The default suite: all tests without processes, and a core of tests with them (CONTRIBUTING.md). The test runner
 # comes last, so that its closing line is the last one printed. A pass of all of it on a clean tree is noted.
@@ -128,6 +130,9 @@ perf-random: setup
 
 perf-search: setup
 	@$(BIN)/python -m tools.perf_search $(PERF_SEARCH_ARGS)
+
+perf-compare: setup
+	@$(BIN)/python -m tools.perf_compare $(PERF_COMPARE_ARGS)
 
 perf-microbench: setup
 	@$(BIN)/python -m tools.perf_microbench $(PERF_MICROBENCH_ARGS)

@@ -34,7 +34,7 @@ EXIT_INTERRUPTED = 130
 EXIT_CODES = {
     EXIT_OK: "done",
     EXIT_FAILED: "failed; verify: not sound",
-    EXIT_BAD_INPUT: "bad input",
+    EXIT_BAD_INPUT: "bad input; plan: a sweep cannot start",
     EXIT_SLO_NOT_MET: "measured, but no rate met the SLO",
     EXIT_WORSE: "a rate got worse (compare --ci)",
     EXIT_NOT_VERIFIED: "not verified: part of a run could not be checked (verify)",

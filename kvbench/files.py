@@ -1,12 +1,13 @@
 """Files that survive a kill: written whole or not at all, or grown by one synced line; temporary folders.
 
 A torn last line and a missing file become warnings of the reader. A temporary folder holds a file that its
-maker keeps locked; where nobody holds the lock ``kvbench stop`` removes the folder, unless it is to stay.
+maker keeps locked; without that lock ``kvbench runs stop`` removes the folder, unless it is to stay.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import fcntl
 import json
@@ -15,7 +16,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -203,6 +204,22 @@ def open_read(path: Path) -> int:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, "it is a link, which is not followed") from error
         raise
+
+
+def did_you_mean(wrong: str, names: Iterable[str]) -> str:
+    """Return ``did you mean A, B or C? `` with up to three similar names; empty if no name is similar."""
+    near = difflib.get_close_matches(wrong, list(dict.fromkeys(names)), n=3)
+    listed = " or ".join(filter(None, (", ".join(near[:-1]), *near[-1:])))
+    return f"did you mean {listed}? " if near else ""
+
+
+def similar_files(path: Path, *others: str) -> str:
+    """Return ``did you mean …? `` for a file that does not exist, from its folder and ``others``."""
+    try:
+        inside = [] if path.exists() else [each.name for each in path.parent.iterdir()]
+    except (OSError, ValueError):
+        inside = []
+    return did_you_mean(path.name, (*inside, *others))
 
 
 def require_no_links(folder: Path) -> None:

@@ -35,13 +35,17 @@ def arguments(
 ) -> argparse.Namespace:
     """Parse a benchmark's options, declared as name → default and help.
 
-    A default of False makes a switch; a type in place of a default makes an option that is None if not given.
+    A default of False makes a switch, a list an option with any number of values, a tuple one that may be
+    repeated; a type in place of a default makes an option that is None if not given.
     """
     parser = argparse.ArgumentParser(description=description)
     for name, (default, text) in options.items():
         flag = f"--{name.replace('_', '-')}"
         if default is False:
             parser.add_argument(flag, action="store_true", help=text)
+        elif isinstance(default, (list, tuple)):
+            how: dict[str, Any] = {"nargs": "*"} if isinstance(default, list) else {"action": "append"}
+            parser.add_argument(flag, default=list(default), help=text, **how)
         elif isinstance(default, type):
             parser.add_argument(flag, type=default, help=text)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import multiprocessing
@@ -12,12 +13,29 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from kvbench.processes.transfer_worker.child import die_with_parent
 from tools.bench import ROOT
 
 MEMORY: Final = Path("/dev/shm")
+
+
+R = TypeVar("R", bound="Row")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A result that is kept as JSON; a sequence is a tuple."""
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return found
+
+    @classmethod
+    def from_json(cls: type[R], row: Mapping[str, Any]) -> R:
+        known = {each.name: row[each.name] for each in dataclasses.fields(cls) if each.name in row}
+        return cls(**{name: tuple(each) if isinstance(each, list) else each for name, each in known.items()})
 
 
 class Job(Protocol):

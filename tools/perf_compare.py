@@ -9,7 +9,6 @@ It judges nothing.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -30,7 +29,7 @@ from kvbench.report.tables.result import read_answer
 from kvbench.results.run import load_run
 from kvbench.sweep.simulate import simulated
 from kvbench.sweep.simulated_trial import SimulatedDeployment
-from tools.bench import ROOT, table
+from tools.bench import ROOT, arguments, table
 from tools.jobs import code_version, fast_folder, rows_of
 
 SCENARIO: Final = "quickstart"
@@ -186,15 +185,16 @@ def _answers(rows: Sequence[dict[str, Any]], factor: float) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.perf_compare", description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=200, help="comparisons of each kind (200)")
-    parser.add_argument("--loss", type=float, default=0.1, help="the loss to be seen, as a share (0.1)")
-    parser.add_argument("--worse-than", type=float, default=0.05, help="as of compare --ci (0.05)")
-    parser.add_argument("--settings", nargs="*", choices=list(SETTINGS), default=list(SETTINGS))
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--rows", type=Path, default=ROOT / "results" / "perf-compare.jsonl")
-    parser.add_argument("--json", type=Path, help="write the figures to this file, too")
-    asked = parser.parse_args()
+    asked = arguments(
+        (__doc__ or "").splitlines()[0],
+        pairs=(200, "comparisons of each kind"),
+        loss=(0.1, "the loss to be seen, as a share"),
+        worse_than=(0.05, "as of compare --ci"),
+        settings=(list(SETTINGS), "of the search"),
+        workers=(os.cpu_count() or 1, "processes"),
+        rows=(ROOT / "results" / "perf-compare.jsonl", "keeps the searches"),
+        json=(Path, "write the figures to this file, too"),
+    )
     factor = 1 / (1 - asked.loss)
     jobs = [
         SearchJob(*CELL, seed, each, SETTINGS[setting])

@@ -1,6 +1,6 @@
 """What the load generator costs and errs: ``make perf-loadgen``. A benchmark, not a test: it judges nothing.
 
-The levels of streams are those of ``kvbench selftest``, against the exact server. Beside them stand what
+The levels of streams are those of ``kvbench doctor selftest`` (the exact server). Beside them stand what
 that does not show: CPU time until the generator is ready, how late requests go out whose prompts are long,
 and the memory and the file that a million chunks take. Limits are those of an otherwise idle machine, and
 of the compiled way; ``KVBENCH_PURE_PYTHON=1`` measures the other. Figures are medians of several repeats,

@@ -22,7 +22,7 @@ from kvbench.core.slo import Slo
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.sweep.selftest_server import RunningExactServer, exact_server
-from kvbench.sweep.trial.load_plan import TrialWatch, Wanted, planned
+from kvbench.sweep.trial.load_plan import TrialPlan, TrialWatch, planned
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 from tools.bench import arguments, load_spec, machine_load, near, table, workplace
 from tools.known_queues import md1_max_rate
@@ -103,9 +103,9 @@ def overload(
     )
     scenario, _ = resolve(cli)
     latency_s = queue.service_s + OUTPUT_LEN * GAP_S
-    wanted = Wanted(Cell("aggregated", INPUT_LEN, OUTPUT_LEN), rate, seed, latency_s=latency_s)
-    offered = planned(scenario, wanted)
-    watch = TrialWatch(scenario, wanted, offered, {"": slo})
+    plan = TrialPlan(Cell("aggregated", INPUT_LEN, OUTPUT_LEN), seed, rate, "bisect", latency_s=latency_s)
+    offered = planned(scenario, plan)
+    watch = TrialWatch(scenario, plan, offered, {"": slo})
     limits = {"ttft_ms": slo.ttft_ms, "tpot_ms": slo.tpot_ms}
     lengths = {"input_len": INPUT_LEN, "output_len": OUTPUT_LEN, "vocab_size": 1000}
     records = folder / f".overload-{seed}"

@@ -8,7 +8,6 @@ hold.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -21,8 +20,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from kvbench.core.metrics.metrics import Slo, summarise
+from kvbench.core.metrics.metrics import summarise
 from kvbench.core.records import Cell, RequestRecord, TrialRecord
+from kvbench.core.slo import Slo
 from kvbench.results.store import CellResult, RunInfo, RunStore
 from tools.bench import MB, arguments, table, workplace
 
@@ -162,7 +162,6 @@ def main() -> None:
         requests=(500, "of each of its trials"),
         many=(10_000_000, "requests of the second run; 0: without it"),
         repeats=(3, "of which the best counts"),
-        json=(False, "print the figures as JSON"),
     )
     rows: list[tuple[str, float, float, float, str]] = []
 
@@ -183,10 +182,6 @@ def main() -> None:
             two = ', ["scheduled_s", "first_token_s"]'
             add(f"{words}P99 TTFT of each trial, 2 columns", _COLUMNS, many, columns=two)
             add(f"{words}the same with all columns read", _COLUMNS, many, columns="")
-    if chosen.json:
-        keys = ("what", "wall_s", "cpu_s", "memory_mb", "limit")
-        print(json.dumps([dict(zip(keys, row, strict=True)) for row in rows], indent=2, ensure_ascii=False))
-        return
     cells = [[what, limit, f"{s:.2f}", f"{cpu:.2f}", f"{mb:.0f}"] for what, s, cpu, mb, limit in rows]
     print(
         table("what|limit", "wall s|CPU s|memory MB", cells, "best of several, this machine as busy as it is")

@@ -30,18 +30,55 @@ class PlainFlags(typer.core.TyperCommand):
         return _plain_flags(super().get_params(ctx))
 
 
+FIRST = ("sweep", "bench", "plan", "init", "doctor", "report", "compare", "watch", "runs")
+"""Commands that ``--help`` shows; ``--help --all`` shows all."""
+RENAMED = {
+    "selftest": "doctor selftest",
+    "diagnose": "doctor diagnose",
+    "timeline": "export timeline",
+    "schema": "scenarios schema",
+    "ps": "runs ps",
+    "stop": "runs stop",
+}
+"""Names that still work, and the names that replace them."""
+
+
 class _Commands(typer.core.TyperGroup):
-    """All commands, in whose help flags have no type."""
+    """All commands. A name can be two words: ``doctor selftest`` is a command beside ``doctor``."""
 
     def get_params(self, ctx: Any) -> Any:
         return _plain_flags(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta["all"] = {"--all", *args} <= {"--all", "--help", "-h"} and "--all" in args
+        return super().parse_args(ctx, args)
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        if ctx.resilient_parsing:  # a shell completes one word
+            return [name for name in self.commands if " " not in name]
+        return list(self.commands if ctx.meta.get("all") else FIRST)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if new := RENAMED.get(args[0]):
+            if not ctx.resilient_parsing:
+                typer.echo(f"kvbench {args[0]} is now: kvbench {new}", err=True)
+            args = [*new.split(), *args[1:]]
+        name = " ".join(args[:2])
+        if name in self.commands:
+            return name, self.commands[name], args[2:]
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
     name="kvbench",
     cls=_Commands,
-    help="Finds the highest request rate that prefill/decode (P/D) serving holds under its SLO, "
-    "per KV connector and input length, and refuses numbers it cannot stand behind.",
+    help="Finds the highest request rate that prefill/decode (P/D) serving sustains within its SLO, "
+    "per KV connector and input length.\n\n"
+    "\b\n"
+    "kvbench sweep quickstart\n"
+    "kvbench init mine.yaml && kvbench sweep mine.yaml\n"
+    "kvbench bench --base-url http://localhost:8000 --rate 4 \\\n"
+    "  --input-len 512 --output-len 64",
     epilog="Exit codes:  " + " · ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()),
     no_args_is_help=True,
     add_completion=True,
@@ -49,46 +86,48 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-MEASURE, PREPARE, RESULTS, PROCESSES = "Measure", "Prepare", "Results", "Processes and hosts"
+COMMON, MEASURE, PREPARE = "Commands (all: kvbench --help --all)", "Measure", "Prepare"
+RESULTS, PROCESSES = "Results", "Processes and hosts"
 
 _COMMANDS: dict[str, tuple[str, Callable[..., int | None], str]] = {
-    "sweep": (MEASURE, measure.sweep, "kvbench sweep quickstart --connector nixl"),
-    "bench": (MEASURE, measure.bench, "kvbench bench quickstart --rate 20 --duration 30"),
-    "chaos": (
-        MEASURE,
-        measure.chaos,
-        "kvbench chaos quickstart --connector nixl --rate 40 --fault restart:prefill",
-    ),
-    "soak": (MEASURE, measure.soak, "kvbench soak quickstart --connector nixl --rate 40 --hours 8"),
-    "simulate": (MEASURE, measure.simulate, "kvbench simulate xpyd --gpus 3"),
-    "calibrate": (MEASURE, measure.calibrate, "kvbench calibrate --from latest --output my-gpu.yaml"),
-    "microbench": (MEASURE, measure.microbench, "kvbench microbench --lab --nics 1,2,4,8"),
-    "selftest": (MEASURE, measure.selftest, "kvbench selftest --streams 10,100"),
-    "init": (PREPARE, setup.init, "kvbench init two-nodes.yaml --hosts node1,node2"),
-    "scenarios": (PREPARE, runs.scenarios, "kvbench scenarios --json"),
-    "plan": (PREPARE, measure.plan, "kvbench plan quickstart --input-len 1024"),
-    "corpus": (PREPARE, setup.corpus, "kvbench corpus traces.jsonl.gz --model llama-3.1-70b --gb 80"),
-    "doctor": (PREPARE, setup.doctor, "kvbench doctor two-nodes.yaml"),
-    "schema": (PREPARE, setup.schema, "kvbench schema > scenario.schema.json"),
-    "runs": (RESULTS, runs.runs, "kvbench runs"),
-    "report": (RESULTS, runs.report, "kvbench report latest"),
-    "watch": (RESULTS, runs.watch, "kvbench watch latest --serve"),
-    "compare": (RESULTS, runs.compare, "kvbench compare results/before results/after"),
-    "verify": (RESULTS, runs.verify, "kvbench verify latest"),
-    "timeline": (RESULTS, runs.timeline, "kvbench timeline latest"),
-    "export": (RESULTS, runs.export, "kvbench export latest --format csv"),
-    "bundle": (RESULTS, runs.bundle, "kvbench bundle latest --without-logs"),
-    "import": (RESULTS, runs.import_, "kvbench import vllm-bench.json --connector nixl"),
-    "diagnose": (RESULTS, runs.diagnose, "kvbench diagnose results/run/logs"),
-    "launch": (PROCESSES, runs.launch, "kvbench launch quickstart --connector nixl"),
-    "ps": (PROCESSES, runs.ps, "kvbench ps"),
-    "stop": (PROCESSES, runs.stop, "kvbench stop --all"),
+    "sweep": (COMMON, measure.sweep, "quickstart --connector nixl"),
+    "bench": (COMMON, measure.bench, "quickstart --rate 20 --duration 30"),
+    "plan": (COMMON, measure.plan, "quickstart --input-len 1024"),
+    "init": (COMMON, setup.init, "two-nodes.yaml --hosts node1,node2"),
+    "doctor": (COMMON, setup.doctor, "two-nodes.yaml"),
+    "report": (COMMON, runs.report, "latest"),
+    "compare": (COMMON, runs.compare, "results/before results/after"),
+    "watch": (COMMON, runs.watch, "latest --serve"),
+    "runs": (COMMON, runs.runs, ""),
+    "chaos": (MEASURE, measure.chaos, "quickstart --connector nixl --rate 40 --fault restart:prefill"),
+    "soak": (MEASURE, measure.soak, "quickstart --connector nixl --rate 40 --hours 8"),
+    "simulate": (MEASURE, measure.simulate, "xpyd --gpus 3"),
+    "calibrate": (MEASURE, measure.calibrate, "--from latest --output my-gpu.yaml"),
+    "microbench": (MEASURE, measure.microbench, "--lab --nics 1,2,4,8"),
+    "scenarios": (PREPARE, runs.scenarios, "--json"),
+    "scenarios schema": (PREPARE, setup.schema, "> scenario.schema.json"),
+    "corpus": (PREPARE, setup.corpus, "traces.jsonl.gz --model llama-3.1-70b --gb 80"),
+    "doctor selftest": (PREPARE, measure.selftest, "--streams 10,100"),
+    "doctor diagnose": (PREPARE, runs.diagnose, "results/run/logs"),
+    "verify": (RESULTS, runs.verify, "latest"),
+    "export": (RESULTS, runs.export, "latest --format csv"),
+    "export timeline": (RESULTS, runs.timeline, "latest"),
+    "bundle": (RESULTS, runs.bundle, "latest --without-logs"),
+    "import": (RESULTS, runs.import_, "vllm-bench.json --connector nixl"),
+    "launch": (PROCESSES, runs.launch, "quickstart --connector nixl"),
+    "runs ps": (PROCESSES, runs.ps, ""),
+    "runs stop": (PROCESSES, runs.stop, "--all"),
 }
-"""Name → where it stands in the help, what it calls, an example."""
+"""Name → its panel in the help, what it calls, an example of its arguments."""
 for _name, (_panel, _function, _example) in _COMMANDS.items():
-    app.command(_name, cls=PlainFlags, rich_help_panel=_panel, epilog=f"Example:  {_example}")(
-        with_exit_code(_function)
-    )
+    _more = [f"kvbench {each}" for each in _COMMANDS if each.startswith(f"{_name} ")]
+    _also = f"   See also:  {', '.join(_more)}" if _more else ""
+    app.command(
+        _name,
+        cls=PlainFlags,
+        rich_help_panel=_panel,
+        epilog=f"Example:  kvbench {_name} {_example}".rstrip() + _also,
+    )(with_exit_code(_function))
 
 for _registered in lab.registered_commands:
     _registered.cls = PlainFlags
@@ -111,6 +150,7 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
+    all_: Annotated[bool, typer.Option("--all", help="With --help: show all commands.")] = False,
 ) -> None:
     """kvbench measures how the KV cache travels from prefill to decode, and what that does to serving."""
 

@@ -10,21 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvbench.cli.console import console
-from kvbench.cli.options import (
-    BenchOptions,
+from kvbench.errors import EXIT_OK
+from kvbench.microbench.options import MicrobenchOptions
+from kvbench.planning.options import (
+    ONE_LOAD,
+    SEARCHED,
+    SERVER,
+    CliOptions,
     ForceOption,
     JsonOption,
-    LoadOptions,
     OutputOption,
     ResumeOption,
     asks,
     complete_run,
     run_folder,
 )
-from kvbench.microbench.options import MicrobenchOptions
 
 if TYPE_CHECKING:
-    from kvbench.planning.overrides import CliOptions
     from kvbench.sweep.chaos_soak.constant_rate import HeldOptions
 
 
@@ -52,18 +54,17 @@ OtlpOption = Annotated[
     ),
 ]
 
-SERVED = (
-    *("base_url", "model", "header", "ca_file", "insecure", "api_key_env"),
-    *("prefill_metrics_url", "decode_metrics_url", "workers", "direct"),
-)
-"""Options that mean nothing where nothing is served."""
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Print trials, gates, client figures and caveats, too.")
+]
 
 
-@asks()
+@asks(without=ONE_LOAD)
 def sweep(
-    options: LoadOptions,
+    options: CliOptions,
     otlp: OtlpOption = "",
     json_: JsonOption = False,
+    verbose: VerboseOption = False,
     output: OutputOption = Path("results"),
     resume: ResumeOption = None,
     force: ForceOption = False,
@@ -72,13 +73,13 @@ def sweep(
     from kvbench.sweep import sweep as sweeping
 
     if resume is not None:
-        return _resumed(resume, "sweep", options.cli_options(), output, force, as_json=json_)
-    return sweeping.command(options.cli_options(), output, console(as_json=json_), otlp)
+        return _resumed(resume, "sweep", options, output, force, as_json=json_, verbose=verbose)
+    return sweeping.command(options, output, console(as_json=json_), otlp, verbose=verbose)
 
 
-@asks(without=("attainment", "method", "rates"))
+@asks(without=("attainment", "method", "rates", *SEARCHED))
 def bench(
-    options: BenchOptions,
+    options: CliOptions,
     router_cost: Annotated[
         bool,
         typer.Option(
@@ -95,7 +96,7 @@ def bench(
     """Measure one request rate, for each connector and input length."""
     from kvbench.sweep import sweep as sweeping
 
-    cli = replace(options.cli_options(), both_modes=router_cost)
+    cli = replace(options, both_modes=router_cost, replay=options.trace is not None)
     if cli.concurrency is not None and (cli.fixed_rate or cli.replay or router_cost or against is not None):
         raise typer.BadParameter(
             "a closed loop offers no rate: leave --rate, --trace, --router-cost and --against out",
@@ -115,9 +116,9 @@ def bench(
     return sweeping.command(cli, output, console(as_json=json_), otlp)
 
 
-@asks()
+@asks(without=ONE_LOAD)
 def plan(
-    options: LoadOptions,
+    options: CliOptions,
     json_: Annotated[
         bool, typer.Option("--json", help="Print the plan as JSON, with each process's argv.")
     ] = False,
@@ -129,19 +130,19 @@ def plan(
         list[str] | None,
         typer.Option("--with", metavar="NAME=VALUE", help="For --render: image, gpu, rdma, …; repeatable."),
     ] = None,
-) -> None:
+) -> int:
     """Print what a sweep would do: cells, processes, ports, time. Starts nothing."""
     from kvbench.planning import plan as planning
 
     if render is not None:
-        planning.render(options.cli_options(), with_ or ())
-    else:
-        planning.command(options.cli_options(), console(), as_json=json_)
+        planning.render(options, with_ or ())
+        return EXIT_OK
+    return planning.command(options, console(), as_json=json_)
 
 
-@asks(without=SERVED)
+@asks(without=(*SERVER, *ONE_LOAD, "workers", "direct"))
 def simulate(
-    options: LoadOptions,
+    options: CliOptions,
     system: Annotated[
         str | None,
         typer.Option(
@@ -173,6 +174,7 @@ def simulate(
         typer.Option("--rate", metavar="REQ/S", help="Only this rate, no search.", min=0.001),
     ] = None,
     json_: JsonOption = False,
+    verbose: VerboseOption = False,
     against: AgainstOption = None,
     output: OutputOption = Path("results"),
 ) -> int:
@@ -180,7 +182,7 @@ def simulate(
     from kvbench.sweep import simulate_splits as splitting
     from kvbench.sweep.simulate import command as simulate_command
 
-    cli = replace(options.cli_options(), fixed_rate=rate, system=system)
+    cli = replace(options, fixed_rate=rate, system=system)
     if against is not None:
         from kvbench.sweep.against import simulate_against as against_command
 
@@ -188,7 +190,7 @@ def simulate(
     if splits is not None or gpus is not None:
         chosen = splitting.Choice(splits, gpus, json_)
         return splitting.command(cli, chosen, output, console(), like)
-    return simulate_command(cli, output, console(as_json=json_), like)
+    return simulate_command(cli, output, console(as_json=json_), like, verbose=verbose)
 
 
 def calibrate(
@@ -269,18 +271,20 @@ def selftest(
     return testing.command(streams, seconds, console(), as_json=json_, output=output)
 
 
-def _resumed(run: Path, kind: str, cli: CliOptions, output: Path, force: bool, *, as_json: bool) -> int:
+def _resumed(
+    run: Path, kind: str, cli: CliOptions, output: Path, force: bool, *, as_json: bool, verbose: bool = False
+) -> int:
     """Go on with a run folder, in which the plan is."""
     from kvbench.sweep import resume
 
     if output != Path("results") and output.resolve() != run.resolve().parent:
         raise typer.BadParameter(f"a run goes on in its own folder, {run}", param_hint="--output")
-    return resume.command(run, cli, kind, console(as_json=as_json), force=force)
+    return resume.command(run, cli, kind, console(as_json=as_json), force=force, verbose=verbose)
 
 
 NOT_HELD = (
-    *("base_url", "model", "header", "ca_file", "insecure", "api_key_env"),
-    *("prefill_metrics_url", "decode_metrics_url", "direct", "method", "rates", "trace", "time_scale"),
+    *(*SERVER, *ONE_LOAD, *SEARCHED),
+    *("direct", "method", "rates", "trace", "time_scale"),
 )
 """Options of loads that are not held, and of servers whose processes are somebody else's."""
 
@@ -343,7 +347,7 @@ PlanOption = Annotated[bool, typer.Option("--plan", help="Print the plan of faul
 
 @asks(without=NOT_HELD)
 def chaos(
-    options: LoadOptions,
+    options: CliOptions,
     rate: RateOption = None,
     from_: FromOption = None,
     share: ShareOption = None,
@@ -373,12 +377,12 @@ def chaos(
             return running.resumed(resume, shown, force=force, lab=place.lab)
         held, times = _held(rate, from_, share, deadline), FaultTimes(before, down, after)
         asked = running.ChaosOptions(held, tuple(fault or ()), times, repeats, place.lab)
-        return running.command(options.cli_options(), asked, output, shown, only_plan=plan)
+        return running.command(options, asked, output, shown, only_plan=plan)
 
 
 @asks(without=NOT_HELD)
 def soak(
-    options: LoadOptions,
+    options: CliOptions,
     hours: Annotated[
         float, typer.Option("--hours", metavar="H", help="For how long; 0.05 is three minutes.", min=0.001)
     ] = 1.0,
@@ -402,7 +406,7 @@ def soak(
     if resume is not None:
         return running.resumed(resume, shown, force=force)
     asked = running.SoakOptions(_held(rate, from_, share, deadline), hours * 3600.0, window)
-    return running.command(options.cli_options(), asked, output, shown)
+    return running.command(options, asked, output, shown)
 
 
 def _held(

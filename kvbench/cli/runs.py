@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvbench.cli.console import console
-from kvbench.cli.options import JsonOption, OutputOption, RunArg, RunsArg, ScenarioArg, SetOption
+from kvbench.planning.options import JsonOption, OutputOption, RunArg, RunsArg, ScenarioArg, SetOption
 
 ForceComparisonOption = Annotated[
     bool,

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from kvbench.cli.console import console, with_exit_code
-from kvbench.cli.options import JsonOption, ScenarioArg, SetOption
 from kvbench.errors import InputError
+from kvbench.planning.options import JsonOption, ScenarioArg, SetOption
 
 
 def schema() -> None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue, field_validator
 
 from kvbench.core.engine_versions import Release, Releases, is_sglang, release
+from kvbench.core.plan.dispatch import RANK_HEADER, BackendSpec
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.options import ConnectorOptions as ConnectorOptions
@@ -33,6 +34,62 @@ Body = Mapping[str, Any]
 KV_ROLE: Mapping[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer", "aggregated": "kv_both"}
 
 
+BESIDE_EXTRA: Final = ("enable_permute_local_kv",)
+"""Keys of connectors that vLLM reads from the kv_transfer_config itself."""
+
+
+@dataclass(frozen=True)
+class ExtraKey:
+    """A key that a connector reads: the types of its values, and the releases of vLLM that read it."""
+
+    kinds: tuple[type, ...]
+    releases: Releases = field(default_factory=Releases)
+
+    def takes(self, value: object) -> bool:
+        return isinstance(value, self.kinds) and (bool in self.kinds or not isinstance(value, bool))
+
+
+def key_since(first: Release, *kinds: type, until: Release | None = None) -> ExtraKey:
+    """A key of the releases from ``first`` on; whole numbers are taken for others."""
+    return ExtraKey((*kinds, int) if float in kinds else kinds, Releases(first, until))
+
+
+ExtraKeys = Mapping[str, ExtraKey]
+
+
+class KvOptions(ConnectorOptions):
+    """Options of a connector of vLLM's: its own keys go through as they are."""
+
+    keys: ClassVar[ExtraKeys] = {}
+    """The keys that kvbench knows, beside those that follow from options (recorded/vllm/connectors.yaml)."""
+    follow: ClassVar[Mapping[str, str]] = {}  # keys → options of another name
+
+    extra_config: dict[str, JsonValue] = Field(
+        default_factory=dict, description="further keys of kv_connector_extra_config, word for word"
+    )
+
+    @field_validator("extra_config")
+    @classmethod
+    def _fits(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name, value in given.items():
+            option, known = cls.follow.get(name, name), cls.keys.get(name)
+            if option in cls.model_fields and option != "extra_config":
+                raise ValueError(f"{name} follows from the option {option}")
+            if known is not None and not known.takes(value):
+                kinds = " or ".join(kind.__name__ for kind in known.kinds)
+                raise ValueError(f"{name} must be {kinds}, not {value!r}")
+        return given
+
+    def key_notes(self, version: str) -> Iterator[str]:
+        """What a vLLM of that version (empty: unknown) is not known to read."""
+        for name in self.extra_config:
+            known = self.keys.get(name)
+            if known is None:
+                yield f"extra_config: kvbench does not know the key {name}; it is passed on as it is"
+            elif version and release(version) not in known.releases:
+                yield f"extra_config: {name} is a key of {known.releases}, and this is {version}"
+
+
 @dataclass(frozen=True)
 class PrefillPeer:
     """The prefill instance chosen for a request, as the dispatch functions need it."""
@@ -43,6 +100,29 @@ class PrefillPeer:
     side_address: str = ""
     """``host:port`` of its side channel."""
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_rank: int | None = None
+    """The data-parallel rank that computes the prompt, where P has several that D must know apart."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What sends P's request to that rank."""
+        return {} if self.data_rank is None else {RANK_HEADER: str(self.data_rank)}
+
+
+def peer_at(spec: BackendSpec, engine_ids: Sequence[str], turn: int) -> PrefillPeer:
+    """The rank of a prefill server whose turn it is, as vLLM's own proxy goes round (server, rank)."""
+    rank = turn % len(engine_ids) if len(engine_ids) > 1 else None
+    addresses = spec.side_addresses or [spec.side_address]
+    return PrefillPeer(
+        spec.url,
+        spec.bootstrap_url,
+        engine_ids[rank or 0] if engine_ids else "",
+        addresses[(rank or 0) % len(addresses)],
+        spec.tensor_parallel_size,
+        spec.pipeline_parallel_size,
+        rank,
+    )
 
 
 @dataclass(frozen=True)
@@ -140,6 +220,10 @@ class Connector(ABC):
             f"vLLM {version} has no {what}", hint=self.history or f"it came with {self.releases}"
         )
 
+    def ranks_problem(self, version: str, prefill: Ranks, decode: Ranks) -> str:
+        """Why it moves no KV between instances with these ranks; empty if it does, or that is not known."""
+        return ""
+
     def side_ports(self, role: str, ranks: Ranks) -> int:
         """How many consecutive side ports an instance of a role takes."""
         if role not in self.side_port_roles:
@@ -154,24 +238,29 @@ class Connector(ABC):
         """The engine's ``--kv-transfer-config`` for one instance; None if nothing is to be configured."""
         if not self.kv_connector:
             return None
+        more = options.extra_config if isinstance(options, KvOptions) else {}
         return {
             "kv_connector": self.kv_connector,
             "kv_role": KV_ROLE[role],
             "engine_id": engine_id,
-            "kv_connector_extra_config": self.extra_config(role, options),
+            **{key: value for key, value in more.items() if key in BESIDE_EXTRA},
+            "kv_connector_extra_config": {
+                **self.extra_config(role, options),
+                **{key: value for key, value in more.items() if key not in BESIDE_EXTRA},
+            },
         }
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         """Connector-specific keys of the kv_transfer_config."""
         return {}
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
-        """Environment of the engine process."""
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
+        """Environment of the engine process; its addresses are the engine's to say, for each node its own."""
         return {}
 
     def seat_env(self, options: ConnectorOptions, seat: Seat) -> dict[str, str]:
         """The same, for who must know more of the deployment."""
-        return self.env(seat.role, options, seat.side_port, seat.host)
+        return self.env(seat.role, options, seat.side_port)
 
     def files(self, options: ConnectorOptions, seat: Seat) -> dict[str, dict[str, Any]]:
         """JSON files that an instance reads: environment variable with its path → content."""
@@ -334,8 +423,20 @@ TELLING: Final = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
 """Lines at start-up and at each new connection, none at transfers."""
 
 
-class UcxOptions(ConnectorOptions):
+class UcxOptions(KvOptions):
     """Options of a connector over NIXL."""
+
+    keys: ClassVar[ExtraKeys] = {
+        "bidirectional_kv_xfer": key_since((0, 21), bool),
+        "decoder_kv_blocks_ttl": key_since((0, 22), float),
+        "enable_cross_layers_blocks": key_since((0, 16), bool, str, until=(0, 29)),
+        "enable_permute_local_kv": key_since((0, 11, 1), bool),
+        "enforce_handshake_compat": key_since((0, 13), bool),
+        "engine_ttl": key_since((0, 24), float),
+        "kv_lease_duration": key_since((0, 22), float),
+        "kv_recompute_threshold": key_since((0, 21), int),
+        "push_registration_timeout": key_since((0, 24), float),
+    }
 
     ucx_tls: str = Field(
         "",
@@ -351,6 +452,12 @@ class UcxOptions(ConnectorOptions):
         "4 in vLLM, for the emulated one 0",
     )
 
+    backends: tuple[Literal["UCX", "LIBFABRIC"], ...] = Field(
+        ("UCX",),
+        min_length=1,
+        description="NIXL's backends, real engines only: LIBFABRIC for EFA, which UCX emulates in software",
+    )
+
     def settled(self) -> UcxOptions:
         threads = 0 if self.num_threads is None else self.num_threads
         return self.model_copy(update={"ucx_tls": self.ucx_tls or "tcp", "num_threads": threads})
@@ -359,10 +466,10 @@ class UcxOptions(ConnectorOptions):
     def nics_asked(self) -> tuple[str, ...]:
         return nic_names(self.ucx_net_devices)
 
-    def extra_config(self) -> dict[str, Any]:
+    def nixl_config(self) -> dict[str, Any]:
         """The keys of vLLM's kv_connector_extra_config; without a number of threads vLLM takes its own."""
         threads = {} if self.num_threads is None else {"num_threads": self.num_threads}
-        return {"backends": ["UCX"], **threads}
+        return {"backends": list(self.backends), **threads}
 
     def env(self) -> dict[str, str]:
         """UCX's environment; what is not given there it chooses: transports, and devices among all.
@@ -381,19 +488,13 @@ def moves_gpu_memory(tls: str) -> bool:
     return not words or named != tls.startswith("^")
 
 
-def side_channel_env(side_port: int | None, host: str) -> dict[str, str]:
-    """Where an instance tells the other side about its NIXL agent."""
-    return {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
-
-
-def ucx_warnings(env: Mapping[str, str]) -> list[str]:
-    """Environment of the user that fights with the connector's."""
+def ucx_warnings(options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
+    """What of the user's options and environment is ignored."""
+    assert isinstance(options, UcxOptions)
     found = []
+    if "UCX" not in options.backends and (options.ucx_tls or options.ucx_net_devices):
+        found.append("ucx_tls and ucx_net_devices do nothing, since UCX is not among the backends")
     for name in ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE"):
         if name in env:
             found.append(f"{name} is set, but NIXL never reads it")
-    if "VLLM_NIXL_ABORT_REQUEST_TIMEOUT" in env:
-        found.append(
-            "VLLM_NIXL_ABORT_REQUEST_TIMEOUT is read up to vLLM 0.13 only; later releases have leases"
-        )
     return found

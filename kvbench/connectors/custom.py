@@ -6,13 +6,15 @@ which environment variable carries a side channel's port.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from kvbench.connectors.base import (
     Connector,
     ConnectorOptions,
+    KvOptions,
     LoneConnector,
     PlainConnector,
     PullConnector,
@@ -22,19 +24,19 @@ from kvbench.connectors.base import (
 from kvbench.core.engine_versions import Releases
 
 
-class CustomOptions(ConnectorOptions):
+class CustomOptions(KvOptions):
     """Options of the custom connector."""
 
     kv_connector: str = Field("ExampleConnector", min_length=1, description="name of the connector's class")
     kv_connector_module_path: str = Field("", description="its Python module, if vLLM does not know it")
-    extra_config: dict[str, JsonValue] = Field(
-        default_factory=dict, description="kv_connector_extra_config, word for word"
-    )
     handshake: Literal["plain", "answer", "none"] = Field(
         "plain",
         description="plain: P first, then D; answer: P's kv_transfer_params go to D; none: one server",
     )
     port_env: str = Field("", description="environment variable that gets a planned port in each instance")
+
+    def key_notes(self, version: str) -> Iterator[str]:
+        yield from ()  # the keys are the class's own
 
 
 def _options(options: ConnectorOptions) -> CustomOptions:
@@ -64,12 +66,9 @@ class _Settings(Connector):
             config["kv_connector_module_path"] = chosen.kv_connector_module_path
         return config
 
-    def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
-        return dict(_options(options).extra_config)
-
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         name = _options(options).port_env
-        return {name: str(side_port), "VLLM_HOST_IP": host} if name and side_port else {"VLLM_HOST_IP": host}
+        return {name: str(side_port)} if name and side_port else {}
 
 
 class CustomLone(LoneConnector, _Settings):

@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import Field
 
-from kvbench.connectors.base import ConnectorOptions, LoneConnector, Role
+from kvbench.connectors.base import ConnectorOptions, KvOptions, LoneConnector, Role
 from kvbench.core.engine_versions import Releases
 
 
-class DecodeBenchOptions(ConnectorOptions):
+class DecodeBenchOptions(KvOptions):
     """Options of the decode_bench connector."""
 
     fill_mean: float = Field(0.015, description="mean of the invented KV values")

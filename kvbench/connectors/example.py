@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import Field
 
-from kvbench.connectors.base import ConnectorOptions, PlainConnector, Role
+from kvbench.connectors.base import ConnectorOptions, KvOptions, PlainConnector, Role
 from kvbench.core.engine_versions import Releases
 
 
-class ExampleOptions(ConnectorOptions):
+class ExampleOptions(KvOptions):
     """Options of the example connector."""
 
     shared_storage_path: str = Field(

@@ -8,17 +8,27 @@ needs a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
-from kvbench.connectors.base import ConnectorOptions, PlainConnector, Role, Seat
+from kvbench.connectors.base import (
+    ConnectorOptions,
+    ExtraKeys,
+    KvOptions,
+    PlainConnector,
+    Role,
+    Seat,
+    key_since,
+)
 from kvbench.core.engine_versions import Releases
 from kvbench.core.plan.processes import ProcessSpec
 
 
-class LmcacheOptions(ConnectorOptions):
+class LmcacheOptions(KvOptions):
     """Options of the lmcache connector."""
+
+    keys: ClassVar[ExtraKeys] = {"use_layerwise": key_since((0, 17), bool)}
 
     remote_url: str = Field(
         "", description="the store, such as redis://host:6379; by default an LMCache server is started"

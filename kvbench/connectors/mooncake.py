@@ -25,12 +25,15 @@ from kvbench.connectors.base import (
     Body,
     Connector,
     ConnectorOptions,
+    ExtraKeys,
+    KvOptions,
     PlainConnector,
     PrefillPeer,
     PullConnector,
     Role,
     RoomConnector,
     Seat,
+    key_since,
     one_token_prefill,
 )
 from kvbench.core.engine_versions import Releases
@@ -49,8 +52,14 @@ _METADATA_SERVER: Final = re.compile(r"(?:etcd|redis|https?)://\S+|[^\s:/]+:\d{1
 HISTORY: Final = "MooncakeConnector is in vLLM up to 0.10.0 (V0 engine), and again from 0.13 on"
 
 
-class MooncakeOptions(ConnectorOptions):
+class MooncakeOptions(KvOptions):
     """Options of the mooncake connector."""
+
+    keys: ClassVar[ExtraKeys] = {
+        "bootstrap_server_address": key_since((0, 32), str),
+        "preferred_segment": key_since((0, 22), str),
+    }
+    follow: ClassVar[Mapping[str, str]] = {"mooncake_protocol": "protocol", "rdma_devices": "device_name"}
 
     protocol: Literal["auto", "tcp", "rdma"] = Field(
         "auto",
@@ -79,6 +88,10 @@ class MooncakeOptions(ConnectorOptions):
     @property
     def protocol_asked(self) -> str:
         return self.protocol
+
+    @property
+    def bootstrap_address(self) -> str:
+        return str(self.extra_config.get("bootstrap_server_address", ""))
 
     @property
     def nics_asked(self) -> tuple[str, ...]:
@@ -113,9 +126,9 @@ class _Settings(Connector):
     """Names from Mooncake's store, which this connector never reads."""
     history = HISTORY
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         forced = _FORCED.get(_options(options).protocol)
-        env = {**({forced: "1"} if forced else {}), "VLLM_HOST_IP": host}
+        env = {forced: "1"} if forced else {}
         if side_port is not None:
             env["VLLM_MOONCAKE_BOOTSTRAP_PORT"] = str(side_port)
         return env
@@ -153,8 +166,8 @@ class _Chosen(_Settings):
             config["kv_connector_extra_config"]["rdma_devices"] = _options(options).device_name
         return config
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
-        env = super().env(role, options, side_port, host)
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
+        env = super().env(role, options, side_port)
         return {**env, "PYTHONPATH": str(IN_VLLM)} if _options(options).device_name else env
 
 
@@ -182,9 +195,9 @@ class MooncakeV0(PlainConnector, _Settings):
             "kv_buffer_size": _options(options).kv_buffer_size,
         }
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         # From 0.8 on the V1 engine is the default, which has no such connector.
-        return {"VLLM_USE_V1": "0", "VLLM_HOST_IP": host}
+        return {"VLLM_USE_V1": "0"}
 
     def files(self, options: ConnectorOptions, seat: Seat) -> dict[str, dict[str, Any]]:
         return {"MOONCAKE_CONFIG_PATH": v0_config(_options(options), seat)}

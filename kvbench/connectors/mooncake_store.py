@@ -7,20 +7,47 @@ where what is. A block that is not there in time is computed by D, without an er
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from kvbench.connectors.base import ConnectorOptions, PlainConnector, Role, Seat
+from kvbench.connectors.base import (
+    ConnectorOptions,
+    ExtraKeys,
+    KvOptions,
+    PlainConnector,
+    Role,
+    Seat,
+    key_since,
+)
 from kvbench.core.engine_versions import Releases
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.options import nic_names
 
 
-class MooncakeStoreOptions(ConnectorOptions):
+class MooncakeStoreOptions(KvOptions):
     """Options of the mooncake_store connector."""
 
-    protocol: Literal["tcp", "rdma"] = Field("tcp", description="transport of the pool")
+    keys: ClassVar[ExtraKeys] = {
+        "cache_prefix": key_since((0, 24), str),
+        "custom_mem_pool": key_since((0, 31), str, bool, dict),
+        "enable_cross_layers_blocks": key_since((0, 21), bool, str),
+        "enable_group_semantics": key_since((0, 28), bool, str),
+        "enable_lookup": key_since((0, 27), bool),
+        "enable_store_tp_lcm": key_since((0, 30), bool),
+        "load_async": key_since((0, 21), bool),
+        "lookup_async": key_since((0, 24), bool),
+        "lookup_rpc_port": key_since((0, 21), int),
+        "prefill_tp_sizes": key_since((0, 30), list),
+        "save_decode_cache": key_since((0, 29), bool),
+        "store_tp_size": key_since((0, 30), int),
+    }
+
+    protocol: Literal["auto", "tcp", "rdma"] = Field(
+        "auto",
+        description="transport of the pool; tcp and rdma are enforced by MC_FORCE_TCP and MC_FORCE_HCA. auto "
+        "enforces nothing: the store's file says tcp, as vLLM does by default",
+    )
     device_name: str = Field("", description="comma-separated RDMA devices; empty takes all")
     global_segment_size: str = Field(
         "4GB", pattern=r"^[1-9]\d*(KB|MB|GB)$", description="memory that each rank lends to the pool"
@@ -56,11 +83,11 @@ class MooncakeStore(PlainConnector):
         "another class, of the V0 engine"
     )
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         assert isinstance(options, MooncakeStoreOptions)
-        forced = "MC_FORCE_TCP" if options.protocol == "tcp" else "MC_FORCE_HCA"
+        forced = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}.get(options.protocol)
         # P and D find each other's blocks by hashes, which Python salts anew in each process.
-        return {forced: "1", "PYTHONHASHSEED": "0", "VLLM_HOST_IP": host}
+        return {**({forced: "1"} if forced else {}), "PYTHONHASHSEED": "0"}
 
     def files(self, options: ConnectorOptions, seat: Seat) -> dict[str, dict[str, Any]]:
         assert isinstance(options, MooncakeStoreOptions)
@@ -71,7 +98,7 @@ class MooncakeStore(PlainConnector):
                 "master_server_address": services[0] if services else "",
                 "global_segment_size": options.global_segment_size,
                 "local_buffer_size": options.local_buffer_size,
-                "protocol": options.protocol,
+                "protocol": "tcp" if options.protocol == "auto" else options.protocol,
                 "device_name": options.device_name,
             }
         }
@@ -98,7 +125,7 @@ class MooncakeStore(PlainConnector):
 
     def transport_asked(self, options: ConnectorOptions) -> str:
         assert isinstance(options, MooncakeStoreOptions)
-        return options.protocol
+        return "" if options.protocol == "auto" else options.protocol
 
 
 CONNECTOR = MooncakeStore()

@@ -77,6 +77,9 @@ class Multi(Connector):
             )
         return Multi(found)
 
+    def ranks_problem(self, version: str, prefill: Ranks, decode: Ranks) -> str:
+        return self._first.ranks_problem(version, prefill, decode)
+
     def side_ports(self, role: str, ranks: Ranks) -> int:
         return self._first.side_ports(role, ranks)
 
@@ -99,8 +102,8 @@ class Multi(Connector):
         config["kv_connector_extra_config"] = {"connectors": members}
         return config
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
-        return self._first.env(role, self._own(options), side_port, host)
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
+        return self._first.env(role, self._own(options), side_port)
 
     def files(self, options: ConnectorOptions, seat: Seat) -> dict[str, dict[str, Any]]:
         return self._first.files(self._own(options), seat)

@@ -8,17 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from kvbench.connectors.base import ConnectorOptions, PlainConnector, PrefillPeer, Role, Seat
+from kvbench.connectors.base import (
+    ConnectorOptions,
+    ExtraKeys,
+    KvOptions,
+    PlainConnector,
+    PrefillPeer,
+    Role,
+    Seat,
+    key_since,
+)
 from kvbench.core.engine_versions import Releases
 from kvbench.core.ranks import Ranks
 
 
-class NcclOptions(ConnectorOptions):
+class NcclOptions(KvOptions):
     """Options of the nccl connector."""
+
+    keys: ClassVar[ExtraKeys] = {
+        name: key_since((0, 9, 2), str, int, until=(0, 24))
+        for name in ("http_port", "proxy_ip", "proxy_port")
+    }
 
     send_type: Literal["PUT_ASYNC", "PUT", "GET"] = Field(
         "PUT_ASYNC", description="PUT_ASYNC sends layers while P still computes; GET lets D ask for them"
@@ -66,6 +80,11 @@ class Nccl(PlainConnector):
     def side_ports(self, role: str, ranks: Ranks) -> int:
         return ranks.gpus if role in self.side_port_roles else 0
 
+    def ranks_problem(self, version: str, prefill: Ranks, decode: Ranks) -> str:
+        if prefill == decode:
+            return ""
+        return f"P2pNcclConnector wants P and D alike, unlike {prefill.text()} and {decode.text()}"
+
     def kv_transfer_config(
         self, role: Role, engine_id: str, options: ConnectorOptions, seat: Seat | None = None
     ) -> dict[str, Any] | None:
@@ -83,10 +102,10 @@ class Nccl(PlainConnector):
             "mem_pool_size_gb": options.mem_pool_size_gb,  # a number: 0.9.2 cannot read "32.0"
         }
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         # Both sides must see the same request id. vLLM 0.13 leaves it as it is, later ones add a random
         # part unless that is disabled, and D then waits for ever.
-        return {"VLLM_HOST_IP": host, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
+        return {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
 
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
         assert isinstance(options, NcclOptions)

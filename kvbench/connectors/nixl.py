@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from kvbench.connectors.base import (
     ConnectorOptions,
@@ -11,10 +11,13 @@ from kvbench.connectors.base import (
     Role,
     RoomConnector,
     UcxOptions,
-    side_channel_env,
     ucx_warnings,
 )
-from kvbench.core.engine_versions import Releases
+from kvbench.core.engine_versions import Release, Releases, dotted, release
+from kvbench.core.ranks import Ranks
+
+SMALLER_DECODE_SINCE: Final[Release] = (0, 14)
+"""Before, vLLM's connector ends with "Decode TP cannot be smaller than prefill TP"."""
 
 
 class NixlOptions(UcxOptions):
@@ -31,7 +34,7 @@ class SglangNixl(RoomConnector):
     def engine_args(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         return {"disaggregation-transfer-backend": "nixl"}
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         assert isinstance(options, NixlOptions)
         return options.env()
 
@@ -52,14 +55,22 @@ class _Pull(PullConnector):
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         assert isinstance(options, NixlOptions)
-        return options.extra_config()
+        return options.nixl_config()
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         assert isinstance(options, NixlOptions)
-        return {**options.env(), **side_channel_env(side_port, host)}
+        return {**options.env(), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
 
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
-        return ucx_warnings(env)
+        return ucx_warnings(options, env)
+
+    def ranks_problem(self, version: str, prefill: Ranks, decode: Ranks) -> str:
+        if version and release(version) < SMALLER_DECODE_SINCE and decode.tensor < prefill.tensor:
+            return (
+                f"NIXL of vLLM {version} moves no KV from TP {prefill.tensor} to fewer ranks (TP "
+                f"{decode.tensor}): D's TP may not be below P's before vLLM {dotted(SMALLER_DECODE_SINCE)}"
+            )
+        return ""
 
     def transport_asked(self, options: ConnectorOptions) -> str:
         assert isinstance(options, NixlOptions)
@@ -78,6 +89,7 @@ class NixlPerRank(_Pull):
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
         assert isinstance(options, NixlOptions)
         ignored = [] if options.num_threads is None else ["num_threads is read by vLLM 0.11.1 and newer only"]
+        ignored += [] if options.backends == ("UCX",) else ["backends are read by vLLM 0.11 and newer only"]
         return [*super().warnings(options, env), *ignored]
 
 

@@ -23,7 +23,6 @@ from kvbench.connectors.base import (
     PullConnector,
     Role,
     UcxOptions,
-    side_channel_env,
     ucx_warnings,
 )
 from kvbench.core.engine_versions import Releases
@@ -56,14 +55,14 @@ class NixlPush(PullConnector):
 
     def extra_config(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         assert isinstance(options, NixlPushOptions)
-        return options.extra_config()
+        return options.nixl_config()
 
-    def env(self, role: Role, options: ConnectorOptions, side_port: int | None, host: str) -> dict[str, str]:
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         assert isinstance(options, NixlPushOptions)
-        return {**options.env(), **side_channel_env(side_port, host)}
+        return {**options.env(), "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
 
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
-        return ucx_warnings(env)
+        return ucx_warnings(options, env)
 
     def transport_asked(self, options: ConnectorOptions) -> str:
         assert isinstance(options, NixlPushOptions)
@@ -88,7 +87,7 @@ class NixlPushAtOnce(NixlPush):
             "remote_host": host,
             "remote_port": int(port or 0),
             "tp_size": peer.tensor_parallel_size,
-            "pp_size": 1,
+            "pp_size": peer.pipeline_parallel_size,
         }
         return {**body, "kv_transfer_params": params}
 

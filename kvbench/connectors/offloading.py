@@ -5,16 +5,25 @@ It answers what a host-memory tier gives (or costs) beside the aggregated server
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
-from kvbench.connectors.base import ConnectorOptions, LoneConnector, Role
+from kvbench.connectors.base import ConnectorOptions, ExtraKeys, KvOptions, LoneConnector, Role, key_since
 from kvbench.core.engine_versions import Releases
 
 
-class OffloadingOptions(ConnectorOptions):
+class OffloadingOptions(KvOptions):
     """Options of the offloading connector."""
+
+    keys: ClassVar[ExtraKeys] = {
+        "eviction_policy": key_since((0, 11, 1), str),
+        "offload_prompt_only": key_since((0, 23), bool),
+        "secondary_tiers": key_since((0, 22), list),
+        "spec_module_path": key_since((0, 11), str),
+        "spec_name": key_since((0, 11), str),
+        "store_threshold": key_since((0, 18), int),
+    }
 
     cpu_bytes_to_use: int = Field(
         2**30, ge=2**20, description="bytes of host memory of the whole server; vLLM 0.14 and newer"

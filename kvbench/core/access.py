@@ -1,4 +1,4 @@
-"""How somebody else's server is asked."""
+"""Access to external servers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ServerAccess:
-    """What requests to a server carry, and whose certificate is believed. No secret stands in it."""
+    """Headers and certificates for a server; contains no secret."""
 
     api_key_env: str = ""
-    """The environment variable with the API key that it wants; empty: none."""
+    """Environment variable with the API key, or empty."""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Further headers; ``${NAME}`` in a value is that environment variable's, put in when it is sent."""
+    """Further headers; ``${NAME}`` in a value is replaced by that environment variable when sent."""
     ca_file: str = ""
-    """Certificates (PEM) that are believed instead of the machine's; empty: the machine's."""
+    """PEM file of trusted certificates; empty: the machine's."""
     insecure: bool = False
-    """Any certificate is believed."""
+    """Skip TLS verification."""

@@ -1,4 +1,4 @@
-"""Engine versions: read from text, compared as releases, and the ranges that profiles are for. Pure."""
+"""Engine versions: parsing, comparison, ranges of profiles. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvbench.errors import InputError
 Release = tuple[int, ...]
 
 NEWEST_KNOWN: Final[Release] = (0, 33)
-"""The newest vLLM release whose source these profiles were compared with."""
+"""Newest vLLM release whose source the profiles were checked against."""
 
 _NUMBERS: Final = re.compile(r"(?<![\d.])v?(\d{1,4}(?:\.\d{1,4}){1,3})(?![\d])")
 
 
 @dataclass(frozen=True)
 class Releases:
-    """From ``first`` (included) up to ``until`` (excluded); None is without end."""
+    """Releases from ``first`` (included) to ``until`` (excluded); None: no end."""
 
     first: Release = (0,)
     until: Release | None = None
@@ -35,18 +35,15 @@ class Releases:
 
 
 def release(text: str) -> Release:
-    """The numbers of a version: "v0.6.4.post1" is (0, 6, 4), "0.32.0+cpu" is (0, 32, 0).
-
-    Raises InputError if there are none.
-    """
+    """Return a version's numbers: "v0.6.4.post1" is (0, 6, 4). Raises InputError if there are none."""
     found = _NUMBERS.search(text)
     if found is None:
-        raise InputError(f"{text[:80]!r} is no version", hint='one looks like "0.32.0"')
+        raise InputError(f"{text[:80]!r} is not a version", hint='expected for example "0.32.0"')
     return tuple(int(part) for part in found[1].split("."))
 
 
 def version_in(output: str) -> str:
-    """The version in what ``vllm --version`` prints: on the last line that has one; empty if none has."""
+    """Return the version in ``vllm --version``'s output: on the last line that has one; or empty."""
     for line in reversed(output.splitlines()):
         found = re.fullmatch(r"(?:vllm\s+)?v?(\d+(?:\.\d+)+\S*)", line.strip(), re.IGNORECASE)
         if found:
@@ -55,15 +52,14 @@ def version_in(output: str) -> str:
 
 
 def is_sglang(version: str) -> bool:
-    """SGLang's versions are written as "sglang" or "sglang-0.5.23"."""
+    """Return whether it is "sglang" or for example "sglang-0.5.23"."""
     return version.startswith("sglang")
 
 
 def is_newer_than_known(version: str) -> bool:
-    """A vLLM release after the newest known one."""
     return not is_sglang(version) and release(version)[:2] > NEWEST_KNOWN
 
 
 def dotted(parts: Release) -> str:
-    """(0, 24) as "0.24"."""
+    """Return (0, 24) as "0.24"."""
     return ".".join(map(str, parts))

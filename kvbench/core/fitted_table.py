@@ -1,6 +1,7 @@
-"""A table as lines of text that fit a width without cutting anything: titles take several lines, then whole
-columns go, the least wanted first, and what is still too wide becomes a block for each row, with all columns.
-"""
+"""A table as text within a width, without truncation.
+
+Titles wrap first, then low-ranked columns are dropped, and a table that is still too wide becomes one block
+per row."""
 
 from __future__ import annotations
 
@@ -14,14 +15,13 @@ from typing import Literal
 Kind = Literal["head", "rule", "group", "row"]
 GAP = "  "
 LEAST_TITLE = 9
-"""A title is folded into lines of so many characters at least."""
+"""Least width, in characters, to which a title is folded."""
 
 
 @dataclass(frozen=True)
 class FittedColumn:
-    """``rank``: columns of a higher one are dropped earlier, those of 0 never. ``fold``: where room is short,
-    a longer cell goes on in a further line, at a blank; 0: never. A title may have several lines.
-    """
+    """``rank``: higher ones are dropped first, 0 never. ``fold``: width at which a cell wraps, 0 for
+    never."""
 
     title: str
     align: Literal["left", "right"] = "right"
@@ -31,7 +31,7 @@ class FittedColumn:
 
 @dataclass(frozen=True)
 class Line:
-    """``row``: the number of the row that it is the last line of; -1 for the others."""
+    """``row``: number of the row that ends here, else -1."""
 
     text: str
     kind: Kind
@@ -40,23 +40,23 @@ class Line:
 
 @dataclass(frozen=True)
 class Fitted:
-    """``left_out``: titles of the columns that are not shown."""
+    """``left_out``: titles of dropped columns."""
 
     lines: Sequence[Line]
     left_out: Sequence[str] = ()
 
     @property
     def note(self) -> str:
-        """What is said where columns are not shown."""
+        """Return the sentence on dropped columns."""
         listed = ", ".join(self.left_out)
-        return f"no room for: {listed} (a wider terminal or a file has all)" if listed else ""
+        return f"columns left out: {listed} (use a wider terminal or a file)" if listed else ""
 
     def text(self) -> str:
         return "\n".join([*(line.text for line in self.lines), *filter(None, [self.note])])
 
 
 def columns_of(left: str, right: str = "", ranks: Mapping[str, int] | None = None) -> list[FittedColumn]:
-    """Columns by their titles, apart by ``|``: first those of words, then those of numbers."""
+    """Return columns from titles separated by ``|``: first texts, then numbers."""
     ranks = ranks or {}
     sides: tuple[tuple[Literal["left", "right"], str], ...] = (("left", left), ("right", right))
     return [
@@ -68,9 +68,7 @@ def columns_of(left: str, right: str = "", ranks: Mapping[str, int] | None = Non
 
 @dataclass(frozen=True)
 class Grid:
-    """A table. ``groups``: number of the row that begins a group → words above it, or none. ``ruled``: a line
-    below the header and between groups. Each row has a cell for each column.
-    """
+    """A table. ``groups``: first row → heading. ``ruled``: a line below the header and between groups."""
 
     columns: Sequence[FittedColumn]
     cells: Sequence[Sequence[str]]
@@ -79,7 +77,7 @@ class Grid:
     indent: str = ""
 
     def fitted(self, width: int | None) -> Fitted:
-        """In at most ``width`` columns of a terminal, unless a single word is longer; None: in any number."""
+        """Fit into ``width`` characters, unless a single word is longer; None: unlimited."""
         whole = replace(self, columns=[replace(each, fold=0) for each in self.columns])
         every = range(len(self.columns))
         if width is None or whole._width(every) <= width:
@@ -87,7 +85,6 @@ class Grid:
         return replace(self, columns=[self._narrow(place) for place in every])._dropped(width)
 
     def _narrow(self, place: int) -> FittedColumn:
-        """A column whose title is hardly wider than its cells."""
         column = self.columns[place]
         cells = replace(self, columns=[replace(each, title="") for each in self.columns])
         room = max(cells._column_width(place), LEAST_TITLE)
@@ -139,7 +136,7 @@ class Grid:
     def _row(
         self, parts: Mapping[int, Sequence[str]], widths: Mapping[int, int], *, head: bool = False
     ) -> Iterator[str]:
-        """The lines of one row; a header stands on its last line, a cell on its first."""
+        """Yield the lines of one row; headers are bottom-aligned, cells top-aligned."""
         height = max((len(each) for each in parts.values()), default=1)
         for level in range(height):
             texts = []
@@ -151,7 +148,7 @@ class Grid:
             yield (self.indent + GAP.join(texts)).rstrip()
 
     def _blocks(self, width: int) -> Iterator[Line]:
-        """A block for each row: the first column, then a line for each other one."""
+        """Yield a block per row: the first column, then a line per other column."""
         names = [_one_line(column.title) for column in self.columns]
         longest = min(max(map(_cells_of, names[1:]), default=0), width // 2)
         for number, row in enumerate(self.cells):
@@ -169,7 +166,7 @@ class Grid:
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """The text in lines of at most ``width``, broken at blanks alone; 0: as it is."""
+    """Wrap at blanks only; 0: no wrap."""
     lines = text.split("\n") or [""]
     if not width:
         return lines
@@ -184,7 +181,7 @@ def _one_line(title: str) -> str:
 
 
 def _cells_of(text: str) -> int:
-    """How many columns of a terminal a text takes."""
+    """Return a text's width in terminal columns."""
     if text.isascii():
         return len(text)
     wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)

@@ -2,8 +2,7 @@
 
 Peak and work err to the side of silence: the peak is the highest dense one that a GPU has for inference, and
 the work counts only what every implementation has to compute. So a rate above the peak is impossible,
-whatever the kernels, the data type or the share of the peak that is usual.
-"""
+whatever the kernels, the data type or the share of the peak that is usual."""
 
 from __future__ import annotations
 
@@ -62,11 +61,9 @@ GPU_NAMES: Final = tuple(_PEAK_TFLOPS)
 @dataclass(frozen=True)
 class PrefillWork:
     """What a prompt costs: 2 FLOP per parameter and token, and attention, which grows with the square.
-
-    ``parameters`` are those that a token meets in prefill: active experts only, without embeddings (they
-    are looked up) and without the output layer (it is computed for the last token alone).
-    ``attention`` is layers × query heads × mean width of key and value heads.
-    """
+    ``parameters`` are those that a token meets in prefill: active experts only, without embeddings (they are
+    looked up) and without the output layer (it is computed for the last token alone). ``attention`` is layers
+    × query heads × mean width of key and value heads."""
 
     parameters: float
     attention: float = 0.0
@@ -99,14 +96,12 @@ def prefill_work(model: str, active_parameters: float | None = None) -> PrefillW
     known = _WORK.get(model)
     if active_parameters is None:
         return known
-    return PrefillWork(active_parameters, known.attention if known else 0.0, "as the scenario says")
+    return PrefillWork(active_parameters, known.attention if known else 0.0, "from the scenario")
 
 
 def peak_flops(name: str) -> float | None:
-    """FLOP/s that one GPU of that name has at most; None if it is not known.
-
-    ``name`` is nvidia-smi's ("NVIDIA H100 80GB HBM3") or short ("h200").
-    """
+    """FLOP/s that one GPU of that name has at most; None if it is not known. ``name`` is nvidia-smi's
+    ("NVIDIA H100 80GB HBM3") or short ("h200")."""
     known = _known_gpu(name)
     return _PEAK_TFLOPS[known] * 1e12 if known else None
 
@@ -179,7 +174,7 @@ def hardware_of(text: str) -> Hardware:
     """From ``8xH200`` or ``L40S``. Raises ValueError for a GPU that is not in the table."""
     found = _HARDWARE.fullmatch(text)
     if found is None or peak_flops(found[2]) is None or int(found[1] or 1) < 1:
-        raise ValueError(f"{text!r} is no known GPU; write one such as 8xH200: {', '.join(GPU_NAMES)}")
+        raise ValueError(f"{text!r} is not a known GPU; expected for example 8xH200: {', '.join(GPU_NAMES)}")
     return Hardware(found[2], int(found[1] or 1))
 
 
@@ -208,8 +203,7 @@ class ModelShape:
     head: ``2 · layers · kv_heads · head_dim · dtype_bytes`` bytes. Multi-head latent attention (MLA) holds
     one compressed vector per layer instead: ``layers · mla_dim · dtype_bytes``. With more tensor-parallel
     ranks than KV heads each head is stored more than once, and MLA's vector is stored on every rank, so the
-    bytes on the wire exceed the logical ones.
-    """
+    bytes on the wire exceed the logical ones."""
 
     name: str
     layers: int

@@ -1,8 +1,7 @@
 """What a measurement leaves behind: one request, one trial. Seconds inside, milliseconds at the edge.
 
 All ``*_s`` times of a request are seconds since the trial's start on the load generator's
-monotonic clock; ``None`` means that it did not happen or was not seen.
-"""
+monotonic clock; ``None`` means that it did not happen or was not seen."""
 
 from __future__ import annotations
 
@@ -36,14 +35,14 @@ RequestError = Literal[
 ]
 
 UNENDED: Final = ("timeout", "no_answer", "cancelled")
-"""Classes of requests that were still open when kvbench gave them up."""
+"""Failure classes of requests that were open when kvbench stopped waiting."""
 
 ABORTED: Final = ("abort", "error")
-"""Values of ``finish_reason`` by which vLLM and SGLang report that they gave an answer up."""
+"""``finish_reason`` values of aborted answers in vLLM and SGLang."""
 
 
 def abort_text(choices: Any) -> str:
-    """Return in words that ``choices`` of a completion or chat report an aborted answer; empty if not."""
+    """Return the abort of a completion's or chat's ``choices`` in words; empty if none."""
     for choice in choices if isinstance(choices, list) else ():
         reason = choice.get("finish_reason") if isinstance(choice, dict) else None
         if reason in ABORTED:
@@ -63,7 +62,7 @@ a rate, with a fault in it, or one window of hours;
 "imported" is a result that another tool measured (importers/)."""
 MAIN_METHODS: Final = ("sustained", "trace")
 HELD_METHODS: Final = ("chaos", "soak")
-"""Methods of runs at a held rate, whose kinds are called so, too."""
+"""Methods at a fixed rate; their run kinds have the same names."""
 
 ROUTER_TIMES: Final = (
     "router_received_s",
@@ -83,12 +82,10 @@ def timing_header(name: str) -> str:
 
 @dataclass
 class RequestRecord:
-    """One request as the load generator saw it.
-
-    The times from ``router_received_s`` to ``decode_first_byte_s`` are the router's, put on the generator's
-    clock; they are there if the router is kvbench's own and runs on the same machine. In direct mode, without
-    a router, all but ``router_received_s`` are the generator's own.
-    """
+    """One request as the load generator saw it. The times from ``router_received_s`` to
+    ``decode_first_byte_s`` are the router's, put on the generator's clock; they are there if the router is
+    kvbench's own and runs on the same machine. In direct mode, without a router, all but
+    ``router_received_s`` are the generator's own."""
 
     request_id: str
     scheduled_s: float
@@ -99,7 +96,7 @@ class RequestRecord:
     last_token_s: float | None = None
     output_len: int = 0
     itl_s: Sequence[float] = field(default_factory=list)
-    """A list, or an array of floats, which takes a quarter of the memory."""
+    """A list, or an array of floats at a quarter of the memory."""
     status: int = 0
     error: RequestError = ""
     error_detail: str = ""
@@ -109,36 +106,35 @@ class RequestRecord:
     decode_sent_s: float | None = None
     decode_first_byte_s: float | None = None
     sent_kernel_s: float | None = None
-    """When the kernel handed the request's last byte to the network device; None if it did not report it."""
+    """When the kernel passed the request's last byte to the network device, or None."""
     stamps: Literal["", "kernel", "read"] = ""
-    """Where the times of what was received come from: the kernel's receive stamps, or the client's reads."""
+    """Source of receive times: the kernel's stamps, or the client's reads."""
     prompt_tokens: int | None = None
-    """The prompt's length as the server's usage reports it; None if it does not."""
+    """Prompt length in the server's usage, or None."""
     text_crc: int | None = None
-    """CRC-32 of the answer's text, by which equal answers are recognised; None if there was none."""
+    """CRC-32 of the answer's text, to recognise equal answers, or None."""
     text_bytes: int | None = None
-    """Its length in UTF-8; None if it was not looked at."""
+    """Length of the text in UTF-8, or None."""
     first_event_s: float | None = None
-    """The first event of the stream, which may be without text; None if it was not looked at."""
+    """First event of the stream, possibly without text, or None."""
     untimed_tokens: float = 1.0
-    """Tokens that came with the first text, or not between the first and the last, as far as can be told
-    (core/metrics/untimed_tokens.py)."""
+    """Tokens not timed between the first and the last text (core/metrics/untimed_tokens.py)."""
     empty_events: int = 0
-    """Events of the stream that brought no text."""
+    """Events without text."""
     first_blank: bool = False
-    """The first text was nothing but blanks."""
+    """Whether the first text was only blanks."""
     canary: int | None = None
-    """The number of its prompt among those whose right answers are known (core/canaries); None of others."""
+    """Number of its canary prompt (core/canaries), or None."""
     text: str = ""
-    """A canary's answer; empty of others."""
+    """A canary's answer, else empty."""
     session: int | None = None
-    """The number of its session in the trial; None where requests are none of a session's."""
+    """Number of its session in the trial, or None."""
     turn: int | None = None
-    """Which request of its conversation it is, from 0; a sub-agent's are counted by themselves."""
+    """Index in its conversation; sub-agents count separately."""
     session_s: float | None = None
-    """Of the last request of a session: from the session's begin to this answer's end."""
+    """Session duration up to this answer, for the session's last request."""
     cached_tokens: int | None = None
-    """Tokens of its prompt that the cache of the engine that computed it had; None if it was not told."""
+    """Prompt tokens found in the prefix cache, or None."""
 
     @property
     def ok(self) -> bool:
@@ -146,12 +142,12 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """First token − scheduled send (wrk2's rule: waiting to be sent is part of the latency)."""
+        """First token − scheduled send (as in wrk2: waiting to be sent counts)."""
         return None if self.first_token_s is None else self.first_token_s - self.scheduled_s
 
     @property
     def first_event_ttft_s(self) -> float | None:
-        """First event, be it without text − scheduled send: what TTFT would be by any event."""
+        """First event, possibly without text − scheduled send."""
         return None if self.first_event_s is None else self.first_event_s - self.scheduled_s
 
     @property
@@ -168,7 +164,7 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """(e2el − ttft) / (output_len − 1), less if events bundle tokens; undefined if all came at once."""
+        """(e2el − ttft) / (output_len − 1), less for bundled tokens; undefined if all came at once."""
         if self.first_token_s is None or self.last_token_s is None or self.output_len <= self.untimed_tokens:
             return None
         return (self.last_token_s - self.first_token_s) / (self.output_len - self.untimed_tokens)
@@ -183,9 +179,7 @@ class RequestRecord:
 
 def require_types(record: object) -> None:
     """Raises TypeError if a field of a record from a file is of another JSON type than it is declared with.
-
-    Numbers may be None: what was not finite is written so.
-    """
+    Numbers may be None: what was not finite is written so."""
     cls = type(record)
     if cls not in _JSON_TYPES:
         _JSON_TYPES[cls] = {name: _kinds(hint) for name, hint in get_type_hints(cls).items()}
@@ -196,7 +190,7 @@ def require_types(record: object) -> None:
 
 
 _JSON_TYPES: Final[dict[type, dict[str, tuple[type, ...]]]] = {}
-"""Of each class of records that has come by: field → what it may hold."""
+"""Allowed JSON types by record class and field."""
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:
@@ -212,10 +206,8 @@ def _kinds(hint: Any) -> tuple[type, ...]:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a gate has to say about a trial: data, with evidence and advice.
-
-    ``level`` is "invalid" (the trial is refused), "warning" (shown beside the number) or "note".
-    """
+    """A gate's finding. ``level``: "invalid" (refuses the trial), "warning" (shown with the number) or
+    "note"."""
 
     gate: str
     level: Literal["invalid", "warning", "note"]
@@ -226,7 +218,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Cell:
-    """One place in the result table: what is searched for one connector and one input length."""
+    """One place in the result table: a connector and an input length."""
 
     connector: str
     input_len: int
@@ -238,7 +230,7 @@ class Cell:
 
     @property
     def lengths_key(self) -> str:
-        """The same for all connectors at these lengths."""
+        """Key shared by all connectors at these lengths."""
         return f"in{self.input_len}-out{self.output_len}"
 
 
@@ -262,7 +254,7 @@ class TrialRecord:
     method: Method = "sustained"
 
     def verdict_of(self, tier: str) -> VerdictKind:
-        """The verdict for one tier of the SLO. "" is the trial's own."""
+        """Return the verdict for one SLO tier; "" is the trial's own."""
         of_tier = (self.summary.get("tiers") or {}).get(tier) if tier else None
         verdict: VerdictKind = self.verdict if of_tier is None else of_tier["verdict"]
         return verdict
@@ -291,7 +283,7 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """An output token's text, and log-probabilities (nats) of the likeliest texts there, its own too."""
+    """A token's text, and the log-probabilities (nats) of the most likely texts at its position."""
 
     token: str
     logprobs: Mapping[str, float]
@@ -299,11 +291,9 @@ class TokenChoice:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Greedy outputs for one input length, and the median time of one request in seconds.
-
-    ``choices``: each text's tokens, () where the server does not tell them. ``repeats``: the same asked
-    again, alone and together, by which a server's own noise is known.
-    """
+    """Greedy outputs for one input length, and the median time of one request in seconds. ``choices``: each
+    text's tokens, () where the server does not tell them. ``repeats``: the same asked again, alone and
+    together, by which a server's own noise is known."""
 
     texts: tuple[str, ...]
     latency_s: float

@@ -10,8 +10,7 @@ Forms
   dropping requests, so an SLO of means alone also asks that the share ``attainment`` is answered.
 
 Every limit of an SLO must hold. A failed, late or wrong-length request keeps nothing. The client's deadline
-for a request follows from what the SLO allows it (``default_timeout_s``).
-"""
+for a request follows from what the SLO allows it (``default_timeout_s``)."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ SESSION_METRICS: Final = ("first_ttft_ms", "later_ttft_ms", "session_ms")
 """Of loads of sessions: TTFT of the turn that opens a conversation, and of the others; a whole session, from
 its planned begin to its last answer. A request that one of them does not concern says nothing of it."""
 NO_VALUE: Final = math.nan
-"""The observation of a request that says nothing of a mean: it failed, or its TPOT is undefined."""
+"""Observation of a request without a value: it failed, or its TPOT is undefined."""
 
 _NAMES: Final = {
     "first_ttft_ms": "TTFT of first turns",
@@ -46,9 +45,7 @@ _SHORT_FORM: Final = "such as `ttft_ms p90 <= 5000`: metric, statistic (each, me
 @dataclass(frozen=True)
 class Limit:
     """``metric`` in milliseconds, its ``statistic`` ("each", "mean", "p90") and the ``limit`` it must keep.
-
-    Raises ValueError for values that make no limit.
-    """
+    Raises ValueError for values that make no limit."""
 
     metric: str
     statistic: str
@@ -57,9 +54,9 @@ class Limit:
     def __post_init__(self) -> None:
         known = (*METRICS, *SESSION_METRICS)
         if self.metric not in known:
-            raise ValueError(f"no limit can be set on {self.metric!r}; there are: {', '.join(known)}")
+            raise ValueError(f"unknown metric {self.metric!r}; known: {', '.join(known)}")
         if self.metric == "session_ms" and self.statistic == "each":
-            raise ValueError("session_ms is of sessions, not of each request: take a percentile or the mean")
+            raise ValueError("session_ms applies to sessions, not requests: use a percentile or the mean")
         if self.statistic not in ("each", "mean") and self.share is None:
             raise ValueError(f"statistic must be each, mean, or p50 to p99.9, not {self.statistic!r}")
         if not 0 < self.limit < math.inf:
@@ -67,17 +64,17 @@ class Limit:
 
     @cached_property
     def share(self) -> float | None:
-        """The share of requests that a percentile asks for: 0.9 for p90. None for the other statistics."""
+        """Return the share of a percentile: 0.9 for p90; else None."""
         match = re.fullmatch(r"p(\d{1,2}(?:\.\d{1,4})?)", self.statistic)
         share = float(match[1]) / 100 if match else 0.0
         return share if 0 < share < 1 else None
 
     @classmethod
     def parse(cls, text: str) -> Limit:
-        """From ``ttft_ms p90 <= 5000``; without a statistic each request is meant. Raises ValueError."""
+        """Parse ``ttft_ms p90 <= 5000``; the default statistic is each. Raises ValueError."""
         match = _SHORT.fullmatch(text)
         if match is None:
-            raise ValueError(f"{text!r} is no limit; write one {_SHORT_FORM}")
+            raise ValueError(f"{text!r} is not a limit; expected {_SHORT_FORM}")
         metric, statistic = match["metric"].lower(), (match["statistic"] or "each").lower()
         metric = metric if metric.endswith("_ms") else f"{metric}_ms"
         statistic = {"median": "p50", "avg": "mean", "average": "mean"}.get(statistic, statistic)
@@ -88,28 +85,27 @@ class Limit:
 
     @classmethod
     def from_json(cls, data: Any) -> Limit:
-        """From a mapping or from the short form. Raises ValueError."""
+        """Parse a mapping or the short form. Raises ValueError."""
         if isinstance(data, str):
             return cls.parse(data)
         if not isinstance(data, Mapping):
-            raise ValueError(f"{data!r} is no limit; write one {_SHORT_FORM}")
+            raise ValueError(f"{data!r} is not a limit; expected {_SHORT_FORM}")
         try:
             return cls(str(data["metric"]), str(data.get("statistic", "each")), float(data["limit"]))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{data!r} is no limit: {error}") from None
+            raise ValueError(f"{data!r} is not a limit: {error}") from None
 
     def short(self) -> str:
-        """The short form: what ``parse`` reads."""
         return f"{self.metric} {self.statistic} <= {self.limit:.12g}"
 
     def text(self) -> str:
-        """For people: ``TTFT P90 ≤ 5000 ms``."""
+        """Return ``TTFT P90 ≤ 5000 ms``."""
         name = _NAMES.get(self.metric) or self.metric.removesuffix("_ms").upper()
         middle = {"each": " ", "mean": " mean "}.get(self.statistic, f" {self.statistic.upper()} ")
         return f"{name}{middle}≤ {self.limit:g} ms"
 
     def kept(self, value_ms: float | None) -> bool:
-        """Whether one request keeps it. TPOT may be undefined (one token): that keeps it."""
+        """Return whether one request keeps it; undefined TPOT (one token) does."""
         if value_ms is None:
             return self.metric == "tpot_ms"
         return value_ms <= self.limit
@@ -122,7 +118,7 @@ class Criterion:
     kind: CriterionKind
     target: float
     limits: tuple[Limit, ...] = ()
-    """A share: what a request must keep to count as 1, beside being answered. A mean: its one limit."""
+    """A share's conditions per request besides being answered; a mean's single limit."""
 
     def observe(self, values: Mapping[str, float | None], ok: bool) -> float:
         """One request's observation: 0.0 or 1.0, or its value in ms; NO_VALUE if it says nothing of it."""
@@ -147,7 +143,7 @@ class Criterion:
         return max((value / limit for value, limit in known if value is not None), default=0.0)
 
     def text(self) -> str:
-        """For people: ``TTFT ≤ 250 ms and TPOT ≤ 15 ms for 95 % of requests``."""
+        """Return ``TTFT ≤ 250 ms and TPOT ≤ 15 ms for 95 % of requests``."""
         if len(self.limits) == 1 and self.limits[0].statistic != "each":
             return self.limits[0].text()
         share = f"{self.target * 100:g} % of requests"
@@ -158,10 +154,8 @@ class Criterion:
 
 @dataclass(frozen=True)
 class Slo:
-    """Limits that a trial must keep; see the module's docstring for what they mean.
-
-    ``ttft_ms`` counts from the scheduled send. None is no limit. Raises ValueError for impossible values.
-    """
+    """Limits that a trial must keep; see the module's docstring for what they mean. ``ttft_ms`` counts from
+    the scheduled send. None is no limit. Raises ValueError for impossible values."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
@@ -177,7 +171,7 @@ class Slo:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Slo:
-        """From a scenario's or a plan's plain data, of any age. Raises ValueError."""
+        """Parse plain data of a scenario or plan, of any version. Raises ValueError."""
         ttft_ms, tpot_ms, attainment = (data.get(key) for key in ("ttft_ms", "tpot_ms", "attainment"))
         return cls(
             None if ttft_ms is None else float(ttft_ms),
@@ -196,14 +190,13 @@ class Slo:
 
     @cached_property
     def each(self) -> tuple[Limit, ...]:
-        """The limits of the joint form."""
         own = (("ttft_ms", self.ttft_ms), ("tpot_ms", self.tpot_ms))
         joint = [Limit(metric, "each", limit) for metric, limit in own if limit is not None]
         return (*joint, *(limit for limit in self.limits if limit.statistic == "each"))
 
     @property
     def joint(self) -> bool:
-        """Whether a single request can meet the SLO: there are limits on each, or none of any kind."""
+        """Return whether single requests can meet the SLO: it has limits on each, or none at all."""
         return bool(self.each) or not self.limits
 
     @property
@@ -239,7 +232,7 @@ class Slo:
         return tuple([criterion.observe(values, ok) for criterion in self._criteria])
 
     def margins(self, values: Mapping[str, float | None], ok: bool) -> tuple[float, ...]:
-        """For each criterion how near one request came to its limit: value / limit; inf if it failed."""
+        """Return value / limit per criterion; inf for a failed request."""
         return tuple([criterion.margin(values, ok) for criterion in self._criteria])
 
     def tightest(self, metric: str) -> float | None:
@@ -266,10 +259,8 @@ class Slo:
         return parts if whole is None else min(parts or whole, whole)
 
     def longest_ms(self, output_len: int) -> float:
-        """End-to-end latency up to which a request may keep a limit; a limit not given counts as nothing.
-
-        Of limits on the same metric the loosest counts, of those on each request what they allow together.
-        """
+        """End-to-end latency up to which a request may keep a limit; a limit not given counts as nothing. Of
+        limits on the same metric the loosest counts, of those on each request what they allow together."""
         limits = (*self.each, *(limit for limit in self.limits if limit.statistic != "each"))
         loosest = {
             metric: max((x.limit for x in limits if x.metric == metric), default=0.0) for metric in METRICS
@@ -281,7 +272,7 @@ class Slo:
         return min(parts, whole) if joint and parts and whole else max(parts, whole)
 
     def text(self) -> str:
-        """For people, without the criterion that only asks for answers."""
+        """Return the text without the criterion that only asks for answers."""
         texts = [criterion.text() for criterion in self.all_criteria() if criterion.limits]
         return "; ".join(texts) or "no SLO"
 
@@ -318,11 +309,9 @@ def burst_slo(slo: Slo) -> Slo:
 
 
 def by_strictness(tiers: Mapping[str, Slo]) -> list[str]:
-    """The tiers' names, the strictest first: where the search begins, as its rate is the lowest.
-
-    Tiers need not be ordered in truth (one may have the tighter TTFT, another the tighter TPOT); this
-    order (sum of the limits' logarithms, a limit not given counting as a very wide one) only saves trials.
-    """
+    """The tiers' names, the strictest first: where the search begins, as its rate is the lowest. Tiers need
+    not be ordered in truth (one may have the tighter TTFT, another the tighter TPOT); this order (sum of the
+    limits' logarithms, a limit not given counting as a very wide one) only saves trials."""
 
     def width(name: str) -> tuple[float, float]:
         slo = tiers[name]
@@ -333,12 +322,12 @@ def by_strictness(tiers: Mapping[str, Slo]) -> list[str]:
 
 
 def tiers_text(tiers: Mapping[str, Slo]) -> str:
-    """For people: each tier's name with its limits."""
+    """Return each tier's name with its limits."""
     return " · ".join(f"{name}: {slo.text()}" for name, slo in tiers.items())
 
 
 def same_metric_twice(limits: Sequence[Limit]) -> Iterable[int]:
-    """Places of limits that repeat the metric and the statistic of an earlier one."""
+    """Yield the indices of limits that repeat an earlier metric and statistic."""
     seen: set[tuple[str, str]] = set()
     for place, limit in enumerate(limits):
         if (limit.metric, limit.statistic) in seen:
@@ -347,19 +336,20 @@ def same_metric_twice(limits: Sequence[Limit]) -> Iterable[int]:
 
 
 LEAST_S: Final = 60.0
+"""Shortest deadline in seconds."""
 LONGEST_TIMEOUT_S: Final = 86_400.0
 TIMES: Final = 3.0
-"""The deadline is at least so long, and so many times what the SLO allows: a limit on a percentile or a mean
-lets single requests take longer, and what is cut counts as failed."""
+"""Deadline as a multiple of the SLO's allowance: percentiles and means permit slower requests, and cut-off
+ones count as failed."""
 
 
 def allowed_s(slos: Iterable[Slo], output_len: int) -> float:
-    """How long a request of so many output tokens may take and still keep a limit; 0 without one."""
+    """Return how long a request of ``output_len`` tokens may take within a limit; 0 without one."""
     return min(max((slo.longest_ms(output_len) / 1e3 for slo in slos), default=0.0), LONGEST_TIMEOUT_S)
 
 
 def default_timeout_s(allowed: float) -> float:
-    """The deadline where none is set."""
+    """Return the default deadline."""
     return min(max(LEAST_S, TIMES * allowed), LONGEST_TIMEOUT_S)
 
 
@@ -383,8 +373,8 @@ def timeout_problem(data: Mapping[str, Any]) -> str:
     if own_s >= allowed:
         return ""
     return (
-        f"workload.request_timeout_s ({own_s:g}) is less than the {allowed:.6g} s that the SLO allows one "
-        "request, so answers that are in time would be cut off; leave it out, or set at least that"
+        f"workload.request_timeout_s ({own_s:g}) is less than the {allowed:.6g} s that the SLO allows a "
+        "request, so answers within the SLO would be cut off; omit it, or set at least that value"
     )
 
 

@@ -5,8 +5,7 @@ neighbours, so an interval is of the *effective* number of requests, a real numb
 
 ``added`` compares two ways to serve the same plan: request i of one is paired with request i of the other.
 Its interval comes from a circular block bootstrap over neighbouring pairs [Künsch 1989, Politis & Romano
-1992]. It covers chance among the requests of these trials, not another day's.
-"""
+1992]. It covers chance among the requests of these trials, not another day's."""
 
 from __future__ import annotations
 
@@ -108,11 +107,9 @@ def share_interval(successes: float, n: float, confidence: float) -> tuple[float
 
 
 def requests_needed(misses: int, attainment: float, confidence: float) -> int:
-    """Fewest requests that prove ``attainment`` at ``confidence`` with that many misses among them.
-
-    The early-stopping rule of MLPerf's load generator: the least n with
-    P(X ≤ misses | n, 1 - attainment) ≤ 1 - confidence. For example 59 at 95 % / 95 % with no miss.
-    """
+    """Fewest requests that prove ``attainment`` at ``confidence`` with that many misses among them. The
+    early-stopping rule of MLPerf's load generator: the least n with P(X ≤ misses | n, 1 - attainment) ≤ 1 -
+    confidence. For example 59 at 95 % / 95 % with no miss."""
     low, high = misses, 2 * misses + 2
     while binomial_cdf(misses, high, 1.0 - attainment) > 1.0 - confidence:
         low, high = high, 2 * high
@@ -126,12 +123,10 @@ def requests_needed(misses: int, attainment: float, confidence: float) -> int:
 
 
 def autocorrelation_time(values: Sequence[float] | FloatArray) -> float:
-    """How many neighbours count as one independent value: 1 + 2 × the sum of the lag autocorrelations.
-
-    Lags are summed in pairs until a pair's sum is no longer positive (Geyer's initial positive sequence).
-    1 for constant or short series; never below 1 (negative correlation is not used to narrow an interval)
-    and never above half the length.
-    """
+    """How many neighbours count as one independent value: 1 + 2 × the sum of the lag autocorrelations. Lags
+    are summed in pairs until a pair's sum is no longer positive (Geyer's initial positive sequence). 1 for
+    constant or short series; never below 1 (negative correlation is not used to narrow an interval) and never
+    above half the length."""
     data = np.asarray(values, dtype=np.float64)
     n = len(data)
     centred = data - data.mean() if n else data
@@ -194,12 +189,9 @@ class Trend:
 
 
 def trend(series: StepSeries, start_s: float, end_s: float, blocks: int = 10) -> Trend | None:
-    """Least-squares slope of a step series over [start, end], from the means of ``blocks`` blocks.
-
-    The error is the residuals' one: too small where the series wanders within the span as a queue does.
-    So whoever judges must ask for several errors, and for more than a random walk yields.
-    None for an empty span.
-    """
+    """Return the least-squares slope over [start, end] from block means, or None for an empty span. The error
+    is the residuals' and too small for a wandering queue, so require several errors and more than a random
+    walk's slope."""
     if blocks < 3 or end_s <= start_s:
         return None
     means = series.block_means(start_s, end_s, blocks)
@@ -220,12 +212,10 @@ def t_quantile(p: float, degrees: float) -> float:
 
 
 def sectioned(values: FloatArray, sections: int, share: float | None) -> tuple[float, float]:
-    """(figure of all values, its standard error by sections of neighbours).
-
-    The figure is the mean, or with ``share`` that quantile. The spread of the sections' figures about the
-    whole's is used (not about their own mean, since a section's quantile is biased), and inflated where
-    neighbouring sections resemble each other. Raises ValueError for fewer values than sections.
-    """
+    """(figure of all values, its standard error by sections of neighbours). The figure is the mean, or with
+    ``share`` that quantile. The spread of the sections' figures about the whole's is used (not about their
+    own mean, since a section's quantile is biased), and inflated where neighbouring sections resemble each
+    other. Raises ValueError for fewer values than sections."""
     if sections < 2 or len(values) < sections:
         raise ValueError(f"{len(values)} values do not fill {sections} sections")
 
@@ -242,7 +232,7 @@ def sectioned(values: FloatArray, sections: int, share: float | None) -> tuple[f
 
 
 def design_effect(flags: FloatArray, sections: int) -> float:
-    """How many neighbours count as one, at least 1: variance of section means over that of free flags."""
+    """Return the effective number of neighbours per independent flag, at least 1."""
     n = len(flags) // sections * sections
     share = float(flags.mean()) if len(flags) else 0.0
     if n < 2 * sections or not 0.0 < share < 1.0:
@@ -252,26 +242,25 @@ def design_effect(flags: FloatArray, sections: int) -> float:
 
 
 Pairs: TypeAlias = tuple[FloatArray, FloatArray]
-"""One trial each way, shape (n,) both: element i of each is the same request."""
+"""One trial each way, shape (n,) both: index i is the same request."""
 
 RESAMPLES: Final = 1000
+"""Resamples of the bootstrap."""
 CONFIDENCE: Final = 0.95
 LEAST_PAIRS: Final = 20
-"""Fewer pairs than this give no interval."""
+"""Fewest pairs for an interval."""
 _SEED: Final = 20
 
 _FIGURES: Final = ("mean", "p50", "p90", "p99")
 _AT_ONCE: Final = 2_000_000
-"""Values that are drawn at once, which bounds the memory."""
+"""Most values drawn together, to bound the memory."""
 
 
 @dataclass(frozen=True)
 class Added:
-    """One figure both ways, and ``added`` = with − without, between ``lower`` and ``upper``.
-
-    ``request`` as a figure is the median over requests of what the way adds to the same request; it is no
-    difference of two figures, so its ``with_`` and ``without`` are None.
-    """
+    """One figure both ways, and ``added`` = with − without, between ``lower`` and ``upper``. ``request`` as a
+    figure is the median over requests of what the way adds to the same request; it is no difference of two
+    figures, so its ``with_`` and ``without`` are None."""
 
     figure: str
     with_: float | None
@@ -282,7 +271,7 @@ class Added:
 
     @property
     def seen(self) -> bool:
-        """Is it distinguishable from zero?"""
+        """Return whether it differs significantly from zero."""
         return self.lower > 0 or self.upper < 0
 
     def to_json(self) -> dict[str, Any]:
@@ -297,13 +286,11 @@ class Added:
 
 
 def added(trials: Sequence[Pairs], confidence: float = CONFIDENCE) -> list[Added]:
-    """Mean, P50, P90, P99 and the median of the pairs' differences, over all trials' pairs together.
-
-    Units are those of the values. Empty with fewer than LEAST_PAIRS pairs. Raises ValueError for arrays
-    that are not pairs.
-    """
+    """Mean, P50, P90, P99 and the median of the pairs' differences, over all trials' pairs together. Units
+    are those of the values. Empty with fewer than LEAST_PAIRS pairs. Raises ValueError for arrays that are
+    not pairs."""
     if any(len(with_) != len(without) for with_, without in trials):
-        raise ValueError("each request needs its twin")
+        raise ValueError("each request needs its pair")
     trials = [pair for pair in trials if len(pair[0])]
     if sum(len(with_) for with_, _ in trials) < LEAST_PAIRS:
         return []
@@ -325,7 +312,6 @@ def _ends(lower: FloatArray, upper: FloatArray, place: int) -> tuple[float, floa
 
 
 def _figures(values: FloatArray) -> FloatArray:
-    """The figures of each row, shape (rows, len(_FIGURES))."""
     return np.column_stack([values.mean(axis=1), *np.percentile(values, [50, 90, 99], axis=1)])
 
 
@@ -352,10 +338,8 @@ def _resampled(trials: Sequence[Pairs]) -> Iterator[Pairs]:
 
 
 def block_length(values: FloatArray) -> int:
-    """Neighbours to draw together: the usual n^(1/3), or twice their correlation time if that is more.
-
-    At most a fifth of them, so that there is something to draw from.
-    """
+    """Neighbours to draw together: the usual n^(1/3), or twice their correlation time if that is more. At
+    most a fifth of them, so that there is something to draw from."""
     n = len(values)
     wanted = max(n ** (1 / 3), 2 * autocorrelation_time(values))
     return int(max(1, min(math.ceil(wanted), n // 5)))

@@ -23,12 +23,12 @@ def parse_size(text: str) -> int:
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise InputError(
-            f"{text.strip()!r} is no size",
-            hint="write bytes such as 4096, 4K, 64KiB, 1M or 2G (powers of 1024)",
+            f"{text.strip()!r} is not a size",
+            hint="expected bytes such as 4096, 4K, 64KiB, 1M or 2G (powers of 1024)",
         )
     size = float(match[1]) * unit
     if size < 1 or size != int(size):
-        raise InputError(f"{text.strip()!r} is no whole number of bytes above 0")
+        raise InputError(f"{text.strip()!r} is not a whole number of bytes above 0")
     return int(size)
 
 
@@ -45,7 +45,7 @@ def parse_counts(text: str) -> tuple[int, ...]:
 def _count(text: str) -> int:
     if not re.fullmatch(r"\d{1,9}", text.strip()) or int(text) < 1:
         raise InputError(
-            f"{text.strip()!r} is no whole number above 0", hint="write for example 8, or 1,2,4,8"
+            f"{text.strip()!r} is not a whole number above 0", hint="expected for example 8, or 1,2,4,8"
         )
     return int(text)
 
@@ -59,7 +59,7 @@ def _values(text: str, parse: Callable[[str], int], what: str) -> tuple[int, ...
             continue
         low, high = parse(first), parse(last)
         if high < low:
-            raise InputError(f"the range {part.strip()!r} goes downwards", hint="write the smaller end first")
+            raise InputError(f"the range {part.strip()!r} is descending", hint="write the smaller end first")
         found += [low << step for step in range((high // low).bit_length())]
         # The end that was asked for is measured, too, where doubling does not hit it.
         found += [high] if found[-1] != high else []
@@ -88,16 +88,30 @@ def duration_text(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
+def estimate_text(lower_s: float, upper_s: float) -> str:
+    """Return a time that is only estimated: ``about 2 h``, ``30 to 45 min``, ``50 s to 2 min``."""
+    (low, low_unit), (high, high_unit) = _rounded(lower_s), _rounded(upper_s)
+    if (low, low_unit) == (high, high_unit):
+        return f"about {low} {low_unit}"
+    return f"{low}{'' if low_unit == high_unit else ' ' + low_unit} to {high} {high_unit}"
+
+
+def _rounded(seconds: float) -> tuple[str, str]:
+    """Return a time in two digits, and its unit."""
+    for unit, name in ((1, "s"), (60, "min")):
+        if round(seconds / unit) < 100:
+            return f"{round(seconds / unit)}", name
+    return f"{float(f'{seconds / 3600:.2g}'):g}", "h"
+
+
 _STANDALONE: Final = re.compile(r"(?<![\w.,])\d+(?:[.,]\d+)*(?![\w])")
 """A number that stands alone: no part of a name such as ``nic3`` or of a size such as ``4K``."""
 
 
 def joined(sentences: Iterable[str]) -> dict[str, str]:
-    """Each sentence → the one that stands for all that differ from it only in numbers.
-
-    Where they differ, the smallest and the largest stand there: ``only 9–18 calls``. Numbers are compared as
-    they are written, without thousands separators.
-    """
+    """Each sentence → the one that stands for all that differ from it only in numbers. Where they differ, the
+    smallest and the largest stand there: ``only 9–18 calls``. Numbers are compared as they are written,
+    without thousands separators."""
     alike: dict[str, list[str]] = {}
     for sentence in dict.fromkeys(sentences):
         alike.setdefault(_STANDALONE.sub("#", sentence), []).append(sentence)

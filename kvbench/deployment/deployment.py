@@ -16,7 +16,7 @@ from kvbench.core.access import ServerAccess
 from kvbench.core.foreign_text import visible
 from kvbench.core.gates.evidence import LoggedTransport
 from kvbench.core.load.prompts import ChatLength
-from kvbench.core.plan.plan import DeploymentPlan
+from kvbench.core.plan.plan import DeploymentPlan, InstancePlan
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Deployment, Scenario
@@ -79,12 +79,20 @@ def require_free_ports(plan: DeploymentPlan, deployment: Deployment, launcher: L
         wanted["router"].append(("router", plan.router_port))
     wanted["router"] += [(f"{plan.label}'s helpers", port) for port in plan.service_ports]
     for each in plan.instances:
-        ports = [(each.name, each.port), *((f"{each.name}'s side channel", p) for p in each.all_side_ports)]
-        ports += [(f"{each.name}'s ranks", each.group_port)] if each.group_port else []
-        wanted[each.name] = ports
+        nodes = deployment.nodes_of(each.name)
+        for node in range(max(1, len(nodes))):
+            name = f"{each.name}{NODE}{node}" if node else each.name
+            wanted[name] = [(_port_of(each, port), port) for port in each.ports_on(node, len(nodes)) if port]
     for name, needed in wanted.items():
         if needed:
             launcher.place_of(name).require_free(deployment.address_of(name), needed)
+
+
+def _port_of(instance: InstancePlan, port: int) -> str:
+    """What a port is for, in words."""
+    if port == instance.port:
+        return instance.name
+    return f"{instance.name}'s {'ranks' if port in instance.group_ports else 'side channel'}"
 
 
 def _with_chosen(plan: DeploymentPlan, places: dict[str, str], choose: Choose) -> DeploymentPlan:
@@ -99,7 +107,7 @@ def _with_chosen(plan: DeploymentPlan, places: dict[str, str], choose: Choose) -
         if each.side_port == 0:
             open_.append((each.name, "side_port", each.side_ports))
         if each.group_port == 0:
-            open_.append((each.name, "group_port", 1))
+            open_.append((each.name, "group_port", 2))
     chosen: dict[tuple[str, str], int] = {}
     by_place: dict[str, list[tuple[str, str, int]]] = {}
     for name, what, count in open_:

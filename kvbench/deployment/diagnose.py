@@ -1,6 +1,6 @@
 """Log lines → causes. The patterns are data (log_patterns.yaml): what is written, why, and a hint.
 
-``diagnose(lines)`` explains lines that are there; ``kvbench diagnose`` does so for logs of any origin.
+``diagnose(lines)`` explains lines that are there; ``kvbench doctor diagnose`` does so for logs of any origin.
 ``LogWatch`` follows the logs of a deployment's processes while it starts and while trials run: what is fatal
 ends the wait at once, with the cause and a hint; the rest is a finding of the trial in which it was written.
 """
@@ -23,6 +23,7 @@ from rich.console import Console
 from kvbench.core.gates.evidence import LoggedTransport
 from kvbench.core.records import Finding
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError
+from kvbench.files import similar_files
 from kvbench.hosts.log_tail import MAX_LINE_BYTES, LogReader
 from kvbench.transfer.parts.transport_log import TransportReader
 
@@ -294,7 +295,8 @@ def _logs(names: Sequence[str]) -> Iterator[tuple[str, contextlib.AbstractContex
             try:
                 yield str(each), each.open("rb")
             except OSError as error:
-                raise InputError(f"{each} cannot be read: {error.strerror or error}") from error
+                said = f"{each} cannot be read: {error.strerror or error}"
+                raise InputError(said, hint=similar_files(each).strip()) from error
 
 
 def _lines(file: IO[bytes]) -> Iterator[str]:

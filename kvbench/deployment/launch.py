@@ -1,4 +1,4 @@
-"""``kvbench launch``: bring one deployment up until Ctrl-C; ``kvbench ps`` and ``stop``: processes of runs.
+"""``kvbench launch``: start one deployment until Ctrl-C; ``kvbench runs ps`` and ``stop``: processes of runs.
 
 The latter are found here and on the hosts of a scenario.
 """
@@ -27,7 +27,7 @@ from kvbench.core.plan.processes import shell_script
 from kvbench.deployment.deployment import RunningDeployment, with_ports, with_ports_at
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, MissingLibraryError
 from kvbench.files import keep, scratch, write_json
-from kvbench.launchers.agents.remote import Fleet
+from kvbench.launchers.agents.remote import CODE, Fleet
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.parts import tagged
 from kvbench.launchers.parts.sockets import is_here
@@ -35,7 +35,7 @@ from kvbench.launchers.placement import Places, fleet_of
 from kvbench.planning.gpu_dealing import far_device_env, require_gpus
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import engine_warnings, nsys_override, process_specs, unusable
+from kvbench.planning.process_specs import engine_warnings, nsys_override, placed_specs, unplannable, unusable
 
 WATCH_S = 0.2
 
@@ -63,7 +63,11 @@ def command(
 def _keep_up(places: Places, planned: DeploymentPlan, console: Console) -> int:
     """Brings a deployment up and keeps it until Ctrl-C."""
     scenario = places.scenario
-    problem = places.unusable(planned) if places.remote else unusable(scenario, planned)
+    problem = (
+        (unplannable(scenario, planned) or places.unusable(planned))
+        if places.remote
+        else unusable(scenario, planned)
+    )
     if problem is not None:
         raise MissingLibraryError(f"{planned.connector} cannot run here: {problem.reason}", hint=problem.fix)
     # After trouble the logs stay, with the error that names them.
@@ -141,7 +145,7 @@ def print_commands(
         raise InputError("an external server is started by somebody else: there is no command to print")
     plan = plan_of(scenario)
     planned = _chosen(plan)
-    elsewhere = deployment.several_hosts or not is_here(deployment.host)
+    elsewhere = deployment.launcher != "local" or deployment.several_hosts or not is_here(deployment.host)
     planned = with_ports(planned, "127.0.0.1" if elsewhere else deployment.host)
     print(f"# {planned.label}: {len(planned.instances)} instance(s), start them in this order")
     for note in engine_warnings(scenario):
@@ -150,12 +154,18 @@ def print_commands(
         require_gpus(replace(plan, deployments=(planned,)))
     except InputError as error:
         print(f"# note: {error.message}: these commands are for a machine with more")
-    for spec in process_specs(scenario, planned, Path(".")):
-        if elsewhere and spec.argv[0] == sys.executable:
-            spec = replace(spec, argv=("python3", *spec.argv[1:]))
-        if elsewhere and "PYTHONPATH" in spec.env:
-            print(f"\n# PYTHONPATH is this machine's; on {spec.host} name kvbench's folder there")
-        print(f"\n{shell_script(spec)}")
+    specs, placeholders = placed_specs(scenario, planned, Path("."))
+    if placeholders:
+        print(
+            f"# {', '.join(placeholders)}: placeholders for the addresses of nodes that "
+            f"{deployment.launcher} chooses; put in those of your nodes"
+        )
+    for spec in specs:
+        if elsewhere:
+            host = next((each for each in deployment.hosts.values() if each.address == spec.host), None)
+            python = (host.python if host else "") or "python3"
+            spec = replace(spec, argv=tuple(python if word == sys.executable else word for word in spec.argv))
+        print(f"\n{shell_script(spec, CODE if elsewhere else '')}")
     return EXIT_OK
 
 
@@ -191,7 +201,7 @@ def stop(
     folders that such runs left here.
     """
     if bool(tag) == everything:
-        raise InputError("say which run to stop, or --all", hint="`kvbench ps` lists them")
+        raise InputError("say which run to stop, or --all", hint="`kvbench runs ps` lists them")
     with _reached(scenario, overrides, console) as (fleet, failed):
         rows = [row for row in _found(fleet) if everything or str(row["tag"]).startswith(tag)]
         for host in dict.fromkeys(row["host"] for row in rows):

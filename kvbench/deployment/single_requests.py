@@ -19,7 +19,7 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.liveness import beside
 from kvbench.errors import ServerError
 from kvbench.hosts import web
-from kvbench.hosts.server_access import hidden, variables
+from kvbench.hosts.server_access import redact, variables
 from kvbench.hosts.web import failure_hint, status_hint, status_text
 
 TOLD: Final = 5
@@ -208,7 +208,7 @@ class SingleRequests:
             raise self._failed(what + late, failure_hint(self._url, error)) from error
 
     def _read(self, response: httpx.Response, what: Callable[[Any], Any]) -> Any:
-        said = hidden(visible(response.text[:300]), variables(self._access))
+        said = redact(visible(response.text[:300]), variables(self._access))
         if response.status_code != 200:
             sent_key = bool(self._access.api_key_env)
             status = response.status_code

@@ -10,7 +10,7 @@ import signal
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Final
 
@@ -22,6 +22,7 @@ from kvbench.core.physics import ModelShape
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.ranks import Ranks
+from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.options import EngineOptions as EngineOptions
 from kvbench.errors import InputError, KvbenchError, LaunchError, MissingLibraryError, Problem
 
@@ -49,11 +50,40 @@ class Instance:
     nodes: tuple[str, ...] = ()
     """The addresses of the hosts that it spans, its own first; none or one for one host."""
     group_port: int | None = None
-    """Where its processes meet, on the first of them."""
+    """Where its processes meet, on the first of them; the port after it joins its data-parallel ranks."""
     devices: tuple[str, ...] = ()
     """The GPUs that it is dealt; none where nobody deals them out."""
     wire_ranks: int = 1
     """Tensor parallel ranks for which KV goes over the wire: those of the D instances."""
+
+    def on_node(self, number: int) -> Instance:
+        """The instance as its process on one of its hosts sees it: with that host's address."""
+        return replace(self, host=self.nodes[number], engine_id=self._engine_id_on(number))
+
+    def _engine_id_on(self, number: int) -> str:
+        """Hosts with data-parallel ranks of their own have an id each: older vLLM (0.13) makes a rank's id
+        from its number on its host alone.
+        """
+        first = number - number % max(1, len(self.nodes) // self.ranks.data)
+        return f"{self.engine_id}{NODE}{first}" if first else self.engine_id
+
+    @property
+    def rank_engine_ids(self) -> tuple[str, ...]:
+        """The engine id of each data-parallel rank, as vLLM makes it."""
+        ranks = self.ranks.data
+        if ranks == 1:
+            return (self.engine_id,)
+        return tuple(f"{self._engine_id_on(self._host_of(rank))}_dp{rank}" for rank in range(ranks))
+
+    @property
+    def rank_side_addresses(self) -> tuple[str, ...]:
+        """``host:port`` of each data-parallel rank's side channel, where each has one."""
+        hosts = self.nodes or (self.host,)
+        return tuple(f"{hosts[self._host_of(r)]}:{(self.side_port or 0) + r}" for r in range(self.ranks.data))
+
+    def _host_of(self, rank: int) -> int:
+        """The index of the first host of a data-parallel rank."""
+        return rank * max(1, len(self.nodes)) // self.ranks.data
 
     @property
     def side_address(self) -> str:

@@ -197,9 +197,11 @@ class Emulated(Engine):
         assert isinstance(options, EmulatedOptions)
         notes = []
         for label, (connector, chosen) in (setting.connectors if setting else {}).items():
-            tls = connector.env("decode", chosen, None, "").get("UCX_TLS", "")
+            tls = connector.env("decode", chosen, None).get("UCX_TLS", "")
             if options.memory == "cuda" and not moves_gpu_memory(tls):
                 notes.append(f"{label}: UCX_TLS={tls} leaves CUDA out: set its ucx_tls to cuda,tcp")
+            if getattr(chosen, "extra_config", None):
+                notes.append(f"{label}: extra_config is for real engines, and does nothing here")
             pace = options.pace(connector.transfer_backend) if connector.kv_connector else None
             if pace is not None:
                 origin = f" ({pace.way}, of {options.transfer_like})" if options.transfer_like else ""
@@ -275,7 +277,7 @@ class Emulated(Engine):
         return ProcessSpec(
             name=instance.name,
             argv=(sys.executable, "-m", EMULATOR_MODULE),
-            env=connector.env(instance.role, connector_options, instance.side_port, instance.host),
+            env=connector.env(instance.role, connector_options, instance.side_port),
             spec=spec,
             ready_url=f"{instance.url}/health",
             port=instance.port,

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import yaml
 
-from kvbench.connectors.base import Connector, ConnectorOptions, Role, UcxOptions, moves_gpu_memory
+from kvbench.connectors.base import Connector, ConnectorOptions, KvOptions, Role, UcxOptions, moves_gpu_memory
 from kvbench.core.engine_versions import NEWEST_KNOWN, Release, Releases, dotted, is_newer_than_known, release
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
@@ -206,9 +206,8 @@ class Vllm(Engine):
         vLLM's own processes find each other at ``--master-addr`` (its multiprocessing executor, since 0.12).
         """
         assert isinstance(options, VllmOptions)
-        first = self.process(instance, connector, connector_options, options)
         if len(instance.nodes) < 2:
-            return [first]
+            return [self.process(instance, connector, connector_options, options)]
         if release(self.version(options)) < SPANS_HOSTS_SINCE:
             raise InputError(
                 f"vLLM {self.version(options)} spans hosts with Ray only, and {instance.name} is to run "
@@ -216,7 +215,14 @@ class Vllm(Engine):
                 hint=f"vLLM {dotted(SPANS_HOSTS_SINCE)} and newer need no Ray for it; or start Ray and vLLM"
                 " on them by hand, and measure with --base-url",
             )
-        return [_on_node(first, instance, number) for number in range(len(instance.nodes))]
+        if {"data-parallel-size-local", "dpl"} & set(options.arguments(instance.role, instance.name)):
+            raise InputError(
+                f"data-parallel-size-local of {instance.name} follows from its hosts: leave it out",
+                hint=f"deployment.{instance.role}.data_parallel_size counts the ranks of all hosts",
+            )
+        here = [instance.on_node(number) for number in range(len(instance.nodes))]
+        specs = [self.process(each, connector, connector_options, options) for each in here]
+        return [_on_node(spec, instance, number) for number, spec in enumerate(specs)]
 
     def process(
         self,
@@ -235,7 +241,7 @@ class Vllm(Engine):
             "kv-cache-dtype": "fp8" if instance.model.known and instance.model.kv_dtype == "fp8" else None,
             **connector.engine_args(role, connector_options),
             **cpu_args(options, self.version(options)),
-            **options.arguments(role),
+            **options.arguments(role, instance.name),
         }
         config = self.kv_transfer_config(instance, connector, connector_options, options)
         if config is not None:
@@ -281,15 +287,20 @@ class Vllm(Engine):
         connector_options: ConnectorOptions,
         options: VllmOptions,
     ) -> dict[str, str]:
+        spans = len(instance.nodes) > 1
+        node = node_env(instance.host) if connector.kv_connector or spans else {}
         ours = {
             "VLLM_SERVER_DEV_MODE": "1",  # only then is there a /reset_prefix_cache
             "VLLM_NO_USAGE_STATS": "1",
+            **node,
             **instance.device_env,
             **connector.seat_env(connector_options, instance.seat),
         }
         users = options.environment(instance.role, instance.rank)
         paths = [env["PYTHONPATH"] for env in (users, ours) if env.get("PYTHONPATH")]
-        return {**ours, **users, **({"PYTHONPATH": ":".join(paths)} if paths else {})}
+        # No single address of the user's is right on several hosts.
+        own = node if spans else {}
+        return {**ours, **users, **({"PYTHONPATH": ":".join(paths)} if paths else {}), **own}
 
     def warnings(self, options: EngineOptions, setting: OptionsContext | None = None) -> Sequence[str]:
         assert isinstance(options, VllmOptions)
@@ -312,23 +323,38 @@ def _rank_args(ranks: Ranks, given: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
+def node_env(address: str) -> dict[str, str]:
+    """The addresses at which a process is found by others: its own node's, whatever the connector.
+
+    Else vLLM takes the address of its default route, which need not be on the data network, and NIXL's
+    connectors take localhost.
+    """
+    return {"VLLM_HOST_IP": address, "VLLM_NIXL_SIDE_CHANNEL_HOST": address}
+
+
 def _on_node(spec: ProcessSpec, instance: Instance, number: int) -> ProcessSpec:
-    """The server's process as it is on one of the hosts that it spans."""
+    """The server's process as it is on one of the hosts that it spans.
+
+    What vLLM infers of data-parallel ranks from the number of nodes is said, since not all releases do.
+    """
+    ranks, hosts = instance.ranks.data, len(instance.nodes)
     meet = {
         "distributed-executor-backend": "mp",
-        "nnodes": len(instance.nodes),
+        "nnodes": hosts,
         "node-rank": number,
         "master-addr": instance.nodes[0],
         "master-port": instance.group_port,
         "headless": True if number else None,
     }
-    # Else vLLM takes the address of its default route, which need not be on the data network.
-    env = {"VLLM_HOST_IP": instance.nodes[number], **spec.env}
-    spec = replace(spec, argv=(*spec.argv, *argv_of(meet)), env=env)
-    if not number:
-        return spec
-    name = f"{spec.name}{NODE}{number}"
-    return replace(spec, name=name, ready_url="", port=0, host=instance.nodes[number])
+    if ranks > 1:
+        meet |= {
+            "data-parallel-size-local": max(1, ranks // hosts),
+            "data-parallel-start-rank": number * ranks // hosts or None,  # a 0 would ask for another mode
+            "data-parallel-address": instance.nodes[0],
+            "data-parallel-rpc-port": (instance.group_port or 0) + 1,
+        }
+    spec = replace(spec, argv=(*spec.argv, *argv_of(meet)))
+    return replace(spec, name=f"{spec.name}{NODE}{number}", ready_url="", port=0) if number else spec
 
 
 def _version_of(options: VllmOptions) -> str:
@@ -360,7 +386,8 @@ def _warnings(options: VllmOptions, setting: OptionsContext, version: str) -> It
     for label, (connector, connector_options) in setting.connectors.items():
         for role in roles:
             environment = {**options.environment(role, 0)}
-            for text in connector.warnings(connector_options, environment):
+            notes = connector_options.key_notes(version) if isinstance(connector_options, KvOptions) else ()
+            for text in (*connector.warnings(connector_options, environment), *notes):
                 yield f"{label}: {text}"
             if isinstance(connector_options, UcxOptions) and not cpu:
                 tls = environment.get("UCX_TLS") or connector_options.ucx_tls
@@ -369,7 +396,7 @@ def _warnings(options: VllmOptions, setting: OptionsContext, version: str) -> It
                         f"{label}: UCX_TLS={tls} leaves CUDA out, and NIXL 1.0 and newer then refuse GPU "
                         "memory; add cuda, or leave it out"
                     )
-            yield from _overridden(label, connector.env(role, connector_options, 1, "host"), environment)
+            yield from _overridden(label, connector.env(role, connector_options, 1), environment)
     local = {host for host in setting.hosts if host in ("localhost", "127.0.0.1")}
     if local and len(setting.hosts) > 1:
         yield (

@@ -1,1 +1,1 @@
-"""What a machine is and does: devices, environment, telemetry."""
+"""A machine: devices, environment, telemetry, lab."""

@@ -1,4 +1,4 @@
-"""NICs, RDMA devices and GPUs of a machine, and their counters. What cannot be read is null."""
+"""NICs, RDMA devices and GPUs of a machine, and their counters. Unreadable values are null."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from typing import Any, Final, Literal
 SMI_DEADLINE_S: Final = 5.0
 
 LOOPBACK_TYPE: Final = 772
-"""ARPHRD_LOOPBACK of Linux."""
+"""Linux's ARPHRD_LOOPBACK."""
 PCI_ADDRESS: Final = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _SMI_FIELDS: Final = ("index", "name", "memory.total", "driver_version", "pci.bus_id", "pstate")
 
 
 def read(path: Path) -> str | None:
-    """A file's text without surrounding space; None if it is absent, unreadable or empty.
-
-    Some sysfs files exist and still fail on read, such as the speed of a link that is down.
-    """
+    """Return a file's stripped text; None if it is absent, unreadable or empty. Some sysfs files fail on
+    read, such as the speed of a link that is down."""
     try:
         return path.read_text(errors="replace").strip() or None
     except OSError:
@@ -37,7 +35,7 @@ def read_int(path: Path) -> int | None:
 
 
 def children(folder: Path) -> list[Path]:
-    """What a folder holds, by name, with numbers in their order; empty if there is no such folder."""
+    """Return a folder's entries in natural order; empty without the folder."""
     try:
         return sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name))
     except OSError:
@@ -45,7 +43,7 @@ def children(folder: Path) -> list[Path]:
 
 
 def link_name(path: Path) -> str | None:
-    """The last part of where a symbolic link points to: in sysfs, a driver's name or a PCI address."""
+    """Return the last part of a symbolic link's target: in sysfs, a driver's name or a PCI address."""
     try:
         return Path(os.readlink(path)).name
     except OSError:
@@ -53,7 +51,7 @@ def link_name(path: Path) -> str | None:
 
 
 def output_of(command: list[str], deadline_s: float) -> str | None:
-    """What a command prints; None if it cannot be run, fails, or does not end in time."""
+    """Return a command's output; None if it cannot run, fails, or times out."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=deadline_s, check=True
@@ -64,7 +62,8 @@ def output_of(command: list[str], deadline_s: float) -> str | None:
 
 
 def nics(root: Path) -> list[dict[str, Any]]:
-    """Network interfaces; ``speed_mbit`` is null where the driver does not report it or the link is down."""
+    """Return network interfaces; ``speed_mbit`` is null if the driver does not report it or the link is
+    down."""
     found = []
     for folder in children(root / "sys/class/net"):
         if not (folder / "operstate").exists():  # such as the file bonding_masters
@@ -83,9 +82,9 @@ def nics(root: Path) -> list[dict[str, Any]]:
 
 
 def _pci(folder: Path) -> dict[str, Any]:
-    """Driver, PCI address and NUMA node of a device; null for a virtual one."""
+    """Return driver, PCI address and NUMA node of a device; null for a virtual one."""
     device = (folder / "device").resolve()
-    # A virtio device hangs one level below the PCI device that carries it.
+    # A virtio device is one level below its PCI device.
     addresses = [place for place in (device, *device.parents[:2]) if PCI_ADDRESS.fullmatch(place.name)]
     node = read_int(addresses[0] / "numa_node") if addresses else None
     return {
@@ -96,10 +95,8 @@ def _pci(folder: Path) -> dict[str, Any]:
 
 
 def pcie_link(folder: Path) -> dict[str, Any] | None:
-    """Speed (GT/s a lane) and width of a device's PCIe link, as it is and as it could be; null if unknown.
-
-    Source of the files' meaning: sysfs-bus-pci in the kernel's ABI documentation.
-    """
+    """Return current and maximum speed (GT/s per lane) and width of a PCIe link; null if unknown. Source:
+    sysfs-bus-pci in the kernel's ABI documentation."""
     device = (folder / "device").resolve()
     place = next(
         (place for place in (device, device.parent) if (place / "current_link_width").exists()), None
@@ -115,7 +112,7 @@ def pcie_link(folder: Path) -> dict[str, Any] | None:
 
 
 def rdma(root: Path = Path("/")) -> list[dict[str, Any]]:
-    """RDMA devices with the state, rate and link layer of each port and its table of GIDs."""
+    """Return RDMA devices with each port's state, rate and link layer, and its table of GIDs."""
     return [
         {
             "name": device.name,
@@ -157,7 +154,7 @@ def _rdma_port(port: Path) -> dict[str, Any]:
 
 
 def gpus(command: str = "nvidia-smi", deadline_s: float = SMI_DEADLINE_S) -> list[dict[str, Any]] | None:
-    """GPUs as nvidia-smi lists them; empty without nvidia-smi, null if it fails or does not answer."""
+    """Return nvidia-smi's GPUs; empty without nvidia-smi, null if it fails or times out."""
     path = shutil.which(command)
     if path is None:
         return []
@@ -184,26 +181,25 @@ _RDMA_COUNTERS: Final = (
     (("counters/port_xmit_data", "counters/port_rcv_data"), 4),
     (("hw_counters/tx_bytes", "hw_counters/rx_bytes"), 1),
 )
-"""What counts a port's bytes out and in, and in which unit, the first that is there: by InfiniBand's
-architecture words of four bytes (octets over four lanes); of EFA, which has no such files, its own
-(EFA_DEFINE_PORT_STATS of the kernel's efa_verbs.c: all of them, those of RDMA reads and writes included).
-"""
+"""Files of a port's sent and received bytes, with their unit; the first existing pair counts. InfiniBand
+counts four-byte words (octets over four lanes). EFA has only its own files (EFA_DEFINE_PORT_STATS in the
+kernel's efa_verbs.c: all bytes, including RDMA reads and writes)."""
 
 
 @dataclass(frozen=True)
 class NicReading:
-    """Bytes that an interface ("ip"), RDMA device ("rdma") or GPU's NVLinks ("nvlink") have counted."""
+    """Byte counters of an interface ("ip"), RDMA device ("rdma") or GPU's NVLinks ("nvlink")."""
 
     kind: Literal["ip", "rdma", "nvlink"]
     sent_bytes: float
     received_bytes: float
     bytes_per_s: float | None = None
-    """Line rate one way; null where the driver does not report it or the link is down."""
+    """Line rate in one direction; null if the driver does not report it or the link is down."""
     loopback: bool = False
 
 
 def nic_counters(root: Path = Path("/")) -> dict[str, NicReading]:
-    """All interfaces and RDMA devices that count their bytes. An RDMA device's ports are added."""
+    """Read all interfaces and RDMA devices with byte counters; an RDMA device's ports are added."""
     found: dict[str, NicReading] = {}
     for folder in children(root / "sys/class/net"):
         sent, received = (read_int(folder / f"statistics/{way}_bytes") for way in ("tx", "rx"))
@@ -225,7 +221,7 @@ def nic_counters(root: Path = Path("/")) -> dict[str, NicReading]:
 
 
 def _rdma_bytes(port: Path) -> tuple[int, int] | None:
-    """Bytes that an RDMA port has sent and received; None if it does not count both."""
+    """Return bytes sent and received by an RDMA port; None unless it counts both."""
     for names, unit in _RDMA_COUNTERS:
         sent, received = (read_int(port / name) for name in names)
         if sent is not None and received is not None:
@@ -234,13 +230,13 @@ def _rdma_bytes(port: Path) -> tuple[int, int] | None:
 
 
 def link_rate(text: str | None) -> float | None:
-    """Bytes per second from an RDMA port's ``400 Gb/sec (4X NDR)``."""
+    """Return bytes per second from an RDMA port's ``400 Gb/sec (4X NDR)``."""
     match = _RATE.search(text or "")
     return None if match is None else float(match[1]) * {"G": 1e9, "M": 1e6}[match[2]] / 8
 
 
 def thermal_events(root: Path = Path("/")) -> int | None:
-    """How often any core, or a CPU's package, has slowed down for heat since the start of the machine."""
+    """Count thermal slowdowns of any core or CPU package since boot."""
     folders = children(root / "sys/devices/system/cpu")
     counts = [
         count
@@ -252,7 +248,7 @@ def thermal_events(root: Path = Path("/")) -> int | None:
 
 
 def own_cgroups(root: Path) -> list[Path]:
-    """This process's cgroup (v2), and all above it."""
+    """Return this process's cgroup (v2) and its parents."""
     own = re.search(r"^0::/(.*)$", read(root / "proc/self/cgroup") or "", re.MULTILINE)
     base = root / "sys/fs/cgroup"
     folder = base / (own[1] if own else "")
@@ -260,13 +256,13 @@ def own_cgroups(root: Path) -> list[Path]:
 
 
 def cpu_pressure_s(root: Path = Path("/")) -> float | None:
-    """Seconds in which some process was ready and had no core, since boot; None on kernels without PSI."""
+    """Seconds since boot in which a process was ready without a core; None on kernels without PSI."""
     found = re.search(r"^some .*total=(\d+)$", read(root / "proc/pressure/cpu") or "", re.MULTILINE)
     return int(found[1]) / 1e6 if found else None
 
 
 def cgroup_throttled_s(root: Path = Path("/")) -> float | None:
-    """Seconds for which a CPU limit has held this process's cgroup, or one above it, back."""
+    """Seconds for which a CPU limit throttled this process's cgroup or a parent."""
     base = root / "sys/fs/cgroup"
     seconds: list[float] = []
     for place in own_cgroups(root):

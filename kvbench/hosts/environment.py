@@ -1,8 +1,6 @@
-"""What machine this is, before a run: one JSON-able dict. What cannot be read is null; nothing raises.
-
-Devices are read from sysfs and procfs under a root folder, so that recorded trees of other machines
-can be read as well. Libraries are asked for their version without being imported.
-"""
+"""Description of this machine before a run, as a JSON-able dict. Unreadable values are null; nothing raises.
+Devices are read from sysfs and procfs under a root folder, so that recorded trees of other machines work too.
+Versions of libraries are read without importing them."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from kvbench.version import __version__
 GIT_DEADLINE_S: Final = 5.0
 
 ENV_PREFIXES: Final = ("MC_", "UCX_", "NCCL_", "VLLM_")
-"""Variables that change what a transfer library or an engine does; recorded in full."""
+"""Prefixes of variables that change a transfer library or an engine; recorded in full."""
 SECRET_WORDS: Final = ("KEY", "TOKEN", "SECRET", "PASSW", "CREDENTIAL", "AUTH")
 WITHHELD: Final = "(not recorded)"
 
@@ -50,7 +48,7 @@ T = TypeVar("T")
 def describe(
     root: Path = Path("/"), environ: Mapping[str, str] | None = None, code: Path | None = None
 ) -> dict[str, Any]:
-    """Machine, devices, libraries, settings and load. ``code`` is the folder of kvbench's checkout."""
+    """Return machine, devices, libraries, settings and load. ``code`` is the folder of kvbench's checkout."""
     parts: dict[str, Callable[[], Any]] = {
         "kvbench": lambda: __version__,
         "hostname": lambda: read(root / "proc/sys/kernel/hostname"),
@@ -71,7 +69,7 @@ def describe(
 
 
 def attempt(part: Callable[[], T]) -> T | None:
-    """What ``part`` returns, or None. A description must never cost the run that it describes."""
+    """Return the result of ``part``, or None: a description must never fail a run."""
     try:
         return part()
     except Exception:
@@ -90,13 +88,13 @@ def python() -> dict[str, Any]:
 
 
 def os_name(root: Path) -> str | None:
-    """The distribution's own name for itself, such as ``Debian GNU/Linux 12 (bookworm)``."""
+    """Return the distribution's full name, such as ``Debian GNU/Linux 12 (bookworm)``."""
     found = re.search(r'^PRETTY_NAME="?([^"\n]+)', read(root / "etc/os-release") or "", re.MULTILINE)
     return found.group(1) if found else None
 
 
 def cpu(root: Path) -> dict[str, Any]:
-    """Model, logical cores, those this process may use, NUMA nodes, cgroup limit and governors."""
+    """Return model, logical cores, usable cores, NUMA nodes, cgroup limit and governors."""
     info = read(root / "proc/cpuinfo") or ""
     model = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", info, re.MULTILINE)
     cores = len(re.findall(r"^processor\s*:", info, re.MULTILINE))
@@ -116,9 +114,9 @@ def cpu(root: Path) -> dict[str, Any]:
 
 
 def cgroup_cpu_limit(root: Path) -> float | None:
-    """Cores that this process's cgroup, or one above it, grants; None without a limit."""
+    """Return the smallest core limit of this process's cgroup and its parents, if any."""
     base = root / "sys/fs/cgroup"
-    # A limit above binds as well.
+    # A parent's limit applies too.
     limits = [_quota((read(folder / "cpu.max") or "").split()) for folder in own_cgroups(root)]
     first_version = (read(base / "cpu/cpu.cfs_quota_us"), read(base / "cpu/cpu.cfs_period_us"))
     limits.append(_quota([value for value in first_version if value]))
@@ -126,14 +124,13 @@ def cgroup_cpu_limit(root: Path) -> float | None:
 
 
 def _quota(words: list[str]) -> float | None:
-    """Cores from ``quota period`` in microseconds; a quota of ``max`` or -1 is no limit."""
+    """Return the cores of ``quota period`` (µs); a quota of ``max`` or -1 is no limit."""
     if len(words) != 2 or not words[0].isdigit() or not words[1].isdigit():
         return None
     return round(int(words[0]) / int(words[1]), 3)
 
 
 def memory(root: Path) -> dict[str, Any]:
-    """Bytes of memory in all and available now."""
     info = read(root / "proc/meminfo") or ""
     kib = {name: int(amount) for name, amount in re.findall(r"^(\w+):\s+(\d+) kB", info, re.MULTILINE)}
     return {
@@ -143,7 +140,7 @@ def memory(root: Path) -> dict[str, Any]:
 
 
 def load_average(root: Path = Path("/")) -> list[float] | None:
-    """Runnable processes, averaged over 1, 5 and 15 minutes."""
+    """Return the number of runnable processes, averaged over 1, 5 and 15 minutes."""
     words = (read(root / "proc/loadavg") or "").split()[:3]
     return [float(word) for word in words] or None
 
@@ -152,12 +149,12 @@ def load_average(root: Path = Path("/")) -> list[float] | None:
 
 
 def versions() -> dict[str, str | None]:
-    """The installed version of each library that matters here; null for one that is not installed."""
+    """Return the versions of relevant libraries; null if not installed."""
     return {name: version_of(name) for name in LIBRARIES}
 
 
 def recorded_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """The allow-listed variables. Secrets are withheld by name, and logins are cut out of addresses."""
+    """Return the allowed variables, without secrets (by name) and without logins in addresses."""
     kept = {}
     for name in sorted(environ):
         if name.startswith(ENV_PREFIXES):
@@ -167,7 +164,7 @@ def recorded_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the code, and whether tracked files were changed; null outside a checkout."""
+    """Return the code's commit, and whether tracked files were changed; null outside a checkout."""
     if not (folder / ".git").exists():
         return None
     git = ["git", "--no-optional-locks", "-C", str(folder)]

@@ -1,9 +1,6 @@
-"""Where each GPU of a machine sits: its NUMA node, the RDMA devices that are nearest, and its NVLinks.
-
-From sysfs (the tree of PCI devices), and from ``nvidia-smi topo -m``, which also knows NVLink, and what a
-container or virtual machine hides of the tree. Everything is read below ``root``, so that recorded machines
-are judged, too.
-"""
+"""Location of each GPU: its NUMA node, the nearest RDMA devices, and its NVLinks. Sources: sysfs (the tree of
+PCI devices), and ``nvidia-smi topo -m``, which also reports NVLink and what a container or virtual machine
+hides in sysfs. All files are below ``root``, so that recorded machines can be tested."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from kvbench.hosts.devices import SMI_DEADLINE_S, output_of
 from kvbench.hosts.nics.choice import distance, find, place_of
 
 WAYS: Final = ("PIX/PXB", "PHB", "NODE", "SYS")
-"""``choice.distance``'s kinds in the words of ``nvidia-smi topo``: switches only, through one host bridge,
-within a NUMA node, between nodes. By sysfs PIX (one bridge) and PXB (several) are not told apart."""
+"""Kinds of ``choice.distance`` as ``nvidia-smi topo`` names them: switches only, through one host bridge,
+within a NUMA node, between nodes. sysfs does not distinguish PIX (one bridge) from PXB (several)."""
 _ESCAPES: Final = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -29,13 +26,13 @@ class Topology:
 
     numa_node: int | None = None
     nics: Mapping[str, str] = field(default_factory=dict)
-    """Way by RDMA device."""
+    """Connection by RDMA device."""
     gpus: Mapping[str, str] = field(default_factory=dict)
-    """Way by the other GPU's index; ``NV18``: a bond of 18 NVLinks."""
+    """Connection by the other GPU's index; ``NV18`` is a bond of 18 NVLinks."""
 
 
 def topologies(text: str) -> dict[str, Topology]:
-    """The rows of ``nvidia-smi topo -m`` by the GPU's index; empty for a text of another form."""
+    """Parse ``nvidia-smi topo -m`` into rows by GPU index; empty for another format."""
     lines = [_ESCAPES.sub("", line) for line in text.splitlines()]
     names = dict(re.findall(r"^\s*(NIC\d+): (\S+)", "\n".join(lines), re.MULTILINE))
     header = next((line.split("\t") for line in lines if line.strip().startswith("GPU0")), [])
@@ -63,11 +60,8 @@ def topologies(text: str) -> dict[str, Topology]:
 def with_affinity(
     cards: Sequence[Mapping[str, Any]] | None, root: Path = Path("/"), topology: str | None = None
 ) -> list[dict[str, Any]] | None:
-    """GPUs as ``devices.gpus`` lists them, with ``numa_node``, ``nearest_nics``, ``nic_way`` and ``nvlink``.
-
-    ``topology``: what ``nvidia-smi topo -m`` prints, asked for if it is None. What is not known is null, or
-    empty.
-    """
+    """Add ``numa_node``, ``nearest_nics``, ``nic_way`` and ``nvlink`` to the GPUs of ``devices.gpus``.
+    ``topology``: output of ``nvidia-smi topo -m``, which is run if None. Unknown values are null or empty."""
     if not cards:
         return None if cards is None else []
     rows = topologies(_ask() if topology is None else topology)
@@ -91,7 +85,7 @@ def _affinity(
     told = {name: way for name, way in row.nics.items() if not ways or name in ways}
     if ways and min(ways.values())[0] < len(WAYS) - 1:
         way = WAYS[min(ways.values())[0]]
-    elif told:  # sysfs shows no nearness: nvidia-smi may know more
+    elif told:  # sysfs shows no distance: nvidia-smi may
         order = ("PIX", "PXB", "PHB", "NODE", "SYS")
         way = min(told.values(), key=lambda each: order.index(each) if each in order else len(order))
         nearest = [name for name, each in told.items() if each == way]
@@ -106,9 +100,9 @@ def _affinity(
 
 
 def affinity_text(card: Mapping[str, Any]) -> str:
-    """``NUMA node 0; nearest RDMA mlx5_0 (PXB); NVLink to 7 GPUs (NV18)``; what is not known is left out."""
+    """Return ``NUMA node 0; nearest RDMA mlx5_0 (PXB); NVLink to 7 GPUs (NV18)``, without unknown parts."""
     node, nics, links = card.get("numa_node"), card.get("nearest_nics"), card.get("nvlink") or {}
-    parts = ["NUMA node not known" if node is None else f"NUMA node {node}"]
+    parts = ["NUMA node unknown" if node is None else f"NUMA node {node}"]
     if nics:
         parts.append(f"nearest RDMA {', '.join(nics)} ({card.get('nic_way')})")
     if links:

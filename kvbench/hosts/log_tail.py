@@ -1,4 +1,4 @@
-"""Logs that grow while they are read: a bounded reader of what is new."""
+"""A bounded reader of growing logs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Final
 from kvbench.core.foreign_text import visible
 
 MAX_READ_BYTES: Final = 64 * 1024
-"""Bytes taken by one ``read``: some hundred lines, so that a look at a log costs milliseconds."""
+"""Maximum bytes per ``read``: about a hundred lines, so that it takes milliseconds."""
 MAX_BEHIND_BYTES: Final = 4 * 2**20
-"""A log that has run further ahead is not caught up with: its middle is skipped."""
+"""If a log is further ahead than this, its middle is skipped."""
 MAX_LINE_BYTES: Final = 4096
-"""Longer lines are cut: one library writes all its descriptors, hundreds of megabytes, into one."""
+"""Longer lines are cut: one library writes hundreds of megabytes of descriptors into one line."""
 
 
 class LogReader:
-    """Reads what is appended to a file, whole lines only. The file need not be there yet."""
+    """Reads whole lines appended to a file, which need not exist yet."""
 
     def __init__(self, path: Path, *, from_start: bool = False) -> None:
         self.path = path
@@ -26,12 +26,12 @@ class LogReader:
         self._cut = False
 
     def read(self, max_bytes: int = MAX_READ_BYTES) -> list[str]:
-        """The lines that have been completed since the last call, of at most ``max_bytes``."""
+        """Return the lines completed since the last call, of at most ``max_bytes``."""
         size = size_of(self.path)
         if size < self._offset:  # truncated, or a new file of that name
             self._offset, self._rest, self._cut = 0, b"", False
         if size - self._offset > MAX_BEHIND_BYTES:
-            # What is left begins in the middle of some line, which says nothing.
+            # The rest begins in the middle of a line, so drop it.
             self._offset, self._rest, self._cut = size - MAX_BEHIND_BYTES // 4, b"", True
         if size == self._offset:
             return []
@@ -54,7 +54,7 @@ class LogReader:
         return [text for text in texts if text]
 
     def drain(self, max_bytes: int = MAX_BEHIND_BYTES) -> list[str]:
-        """``read`` until the end of the file, or until ``max_bytes`` have been taken."""
+        """``read`` until the end of the file, or up to ``max_bytes``."""
         lines: list[str] = []
         for _ in range(-(-max_bytes // MAX_READ_BYTES)):
             before = self._offset
@@ -65,7 +65,6 @@ class LogReader:
 
 
 def size_of(path: Path) -> int:
-    """Bytes in a file; 0 if it is not there."""
     try:
         return os.stat(path).st_size
     except OSError:
@@ -73,7 +72,7 @@ def size_of(path: Path) -> int:
 
 
 def tail_of(path: Path, lines: int) -> list[str]:
-    """The last lines of a text file, read from its last 16 KiB; empty if it is not there."""
+    """Return the last lines of a text file, from its last 16 KiB; empty if it does not exist."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)

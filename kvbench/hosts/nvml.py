@@ -1,9 +1,7 @@
-"""What NVIDIA's GPUs have drawn and their NVLinks carried, and for how long they were slowed down.
-
-NVML keeps for each GPU its energy (nvmlDeviceGetTotalEnergyConsumption), and the time for which a policy has
-lowered its clocks (nvmlDeviceGetViolationStatus), so two readings cover everything between them. The library
-is loaded by its file name and asked a few plain questions; it starts no CUDA context.
-"""
+"""NVIDIA's counters of energy, NVLink bytes, and time of lowered clocks. NVML counts each GPU's energy
+(nvmlDeviceGetTotalEnergyConsumption), and the time in which a policy lowered its clocks
+(nvmlDeviceGetViolationStatus), so two readings cover everything between them. The library is loaded by file
+name; it starts no CUDA context."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ POLICIES: Final = {0: "power", 1: "heat"}
 _NAME_BYTES: Final = 96
 """NVML_DEVICE_NAME_V2_BUFFER_SIZE and NVML_DEVICE_UUID_V2_BUFFER_SIZE."""
 _LINK_DATA: Final = (138, 139)
-"""NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX: KiB of payload, by link or over all of them."""
+"""NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX and _RX: KiB of payload, per link or over all of them."""
 _ALL_LINKS: Final = 0xFFFFFFFF
 _KIB: Final = 1024.0
 
@@ -30,7 +28,7 @@ class _Violation(ctypes.Structure):
 
 
 class _FieldValue(ctypes.Structure):
-    """nvmlFieldValue_t; its union's unsigned long long alone, as throughputs are."""
+    """nvmlFieldValue_t; only the unsigned long long of its union, used for throughputs."""
 
     _fields_ = (
         ("field", ctypes.c_uint),
@@ -53,7 +51,8 @@ def _opened(name: str) -> ctypes.CDLL | None:
 
 
 def slowed_s(name: str = LIBRARY) -> dict[str, float]:
-    """Seconds by "GPU 0 (power)" and the like since the driver was loaded; empty without GPUs or NVML."""
+    """Return slowed seconds since the driver was loaded by "GPU 0 (power)" and so on; empty without GPUs or
+    NVML."""
     library = _opened(name)
     if library is None:
         return {}
@@ -65,16 +64,14 @@ def slowed_s(name: str = LIBRARY) -> dict[str, float]:
                 asked: Any = library.nvmlDeviceGetViolationStatus
                 if asked(handle, ctypes.c_int(policy), ctypes.byref(time)) == 0:
                     found[f"GPU {index} ({word})"] = time.violation / 1e9
-    except AttributeError:  # a library too old for one of the questions
+    except AttributeError:  # the library is too old for one call
         return {}
     return found
 
 
 def energy_j(name: str = LIBRARY) -> dict[str, float]:
-    """GPU → joules since the driver was loaded, each under its number and under its UUID.
-
-    Without those that do not count them, as those before Volta.
-    """
+    """Return joules since the driver was loaded by GPU number and by UUID; GPUs before Volta do not count
+    them."""
     library = _opened(name)
     if library is None:
         return {}
@@ -87,13 +84,13 @@ def energy_j(name: str = LIBRARY) -> dict[str, float]:
             found[str(index)] = millijoules.value / 1e3
             if library.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(_NAME_BYTES)) == 0:
                 found[uuid.value.decode("utf-8", "replace")] = millijoules.value / 1e3
-    except AttributeError:  # a library too old for one of the questions
+    except AttributeError:  # the library is too old for one call
         return {}
     return found
 
 
 def nvlink_bytes(name: str = LIBRARY) -> dict[int, tuple[float, float]]:
-    """GPU → bytes that it has sent and received over all its NVLinks; without those that have none."""
+    """Return bytes sent and received over all NVLinks by GPU; without GPUs that have none."""
     library = _opened(name)
     if library is None:
         return {}
@@ -108,13 +105,13 @@ def nvlink_bytes(name: str = LIBRARY) -> dict[int, tuple[float, float]]:
                 continue
             if all(each.returned == 0 for each in fields):
                 found[index] = (fields[0].value * _KIB, fields[1].value * _KIB)
-    except AttributeError:  # a library too old for the question
+    except AttributeError:  # the library is too old for this call
         return {}
     return found
 
 
 def names(library_name: str = LIBRARY) -> list[str]:
-    """The GPUs' names, by index; empty without GPUs or NVML."""
+    """Return the GPUs' names by index; empty without GPUs or NVML."""
     library = _opened(library_name)
     if library is None:
         return []
@@ -130,7 +127,7 @@ def names(library_name: str = LIBRARY) -> list[str]:
 
 
 def _gpus(library: ctypes.CDLL) -> Iterator[tuple[int, ctypes.c_void_p]]:
-    """Index and handle of each GPU that can be asked."""
+    """Yield index and handle of each GPU that responds."""
     count = ctypes.c_uint()
     known = library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
     for index in range(count.value if known else 0):

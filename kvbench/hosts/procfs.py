@@ -1,4 +1,4 @@
-"""What /proc says of processes on this machine: their children, whether they are stopped, their CPU time."""
+"""Processes of this machine in /proc: children, stopped state, CPU time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import psutil
 
 STOPPED = "T"
-"""State of a process that a signal has stopped (proc(5)); one that a debugger holds is in state t."""
+"""State of a process that a signal has stopped (proc(5)); under a debugger it is t."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -21,10 +21,8 @@ _KERNEL = 2
 
 @dataclass(frozen=True)
 class ProcessReading:
-    """A process at one moment. ``started``: ticks since boot, which tell it from a later one of its number.
-
-    ``cpu_s`` is its own; ``ended_s`` that of its children which have ended and been waited for.
-    """
+    """A process at one moment. ``started``: ticks since boot, to distinguish reused numbers. ``cpu_s``: its
+    CPU time; ``ended_s``: that of its ended children that were waited for."""
 
     pid: int
     parent: int
@@ -36,7 +34,7 @@ class ProcessReading:
 
 
 def processes() -> dict[int, ProcessReading]:
-    """All processes by number: one file each, and none of their threads."""
+    """Return all processes by number, without their threads: one file read each."""
     found = {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -61,9 +59,8 @@ def processes() -> dict[int, ProcessReading]:
 
 
 def belonging(table: Mapping[int, ProcessReading], roots: Collection[int]) -> set[int]:
-    """Those of ``roots`` that are there, all that descend from them, and what shares a session that one of
-    them leads: a worker whose parent has ended has another parent now, but still that session.
-    """
+    """Return existing ``roots``, their descendants, and all processes in a session that one of these leads: a
+    worker whose parent has ended keeps its session."""
     found = {pid for pid in roots if pid in table}
     led = {pid for pid in found if table[pid].session == pid}
     found |= {each.pid for each in table.values() if each.session in led}
@@ -84,11 +81,8 @@ def is_kernel_thread(process: ProcessReading) -> bool:
 
 @dataclass(frozen=True)
 class Listeners:
-    """Who listens at URLs that name this machine.
-
-    ``pids``: the processes that can be seen. ``urls``: the URLs that name this machine. ``unseen``: those of
-    them whose listener cannot be seen, as in a container or of another user.
-    """
+    """Listeners at URLs of this machine. ``pids``: visible processes. ``urls``: the URLs of this machine.
+    ``unseen``: those with an invisible listener, as in a container or of another user."""
 
     pids: tuple[int, ...] = ()
     urls: tuple[str, ...] = ()
@@ -96,7 +90,7 @@ class Listeners:
 
 
 def listening(urls: Iterable[str]) -> Listeners:
-    """Find the processes that listen on this machine at the ports of URLs that name it."""
+    """Find the processes that listen at the ports of URLs of this machine."""
     addresses = {each.address for all_of in psutil.net_if_addrs().values() for each in all_of}
     here = {"localhost", "0.0.0.0", *addresses}
     ports = {}
@@ -120,10 +114,8 @@ def listening(urls: Iterable[str]) -> Listeners:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that descend from it, itself first; those that have ended are left out.
-
-    It reads a file for each of their threads, so it is nothing to do many times a second.
-    """
+    """Return a process and its living descendants, itself first. Reads a file per thread: too slow for many
+    calls per second."""
     found = [pid]
     for each in found:
         with contextlib.suppress(OSError):
@@ -134,13 +126,13 @@ def family(pid: int) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped it (SIGSTOP, Ctrl-Z): it does nothing until it is continued."""
+    """Whether a signal has stopped it (SIGSTOP, Ctrl-Z)."""
     fields = stat(pid)
     return bool(fields) and fields[0] == STOPPED
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """CPU seconds that these processes have taken together; of those that have ended, none."""
+    """Return the total CPU seconds of these processes, without ended ones."""
     ticks = 0
     for pid in pids:
         fields = stat(pid)
@@ -150,7 +142,7 @@ def cpu_s(pids: Iterable[int]) -> float:
 
 
 def stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; empty if there is no such process."""
+    """Return the fields of /proc/PID/stat from the state on; empty without the process."""
     try:
         with open(f"/proc/{pid}/stat", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

@@ -1,8 +1,6 @@
-"""Access to a server: its secrets stay in the environment, and only their variables' names are written.
-
-Specs, plans and command lines carry the names; who sends a request looks the values up at that moment. What
-a server says back goes through ``hidden`` before it is kept, since some repeat the key that they refuse.
-"""
+"""Access to a server: secrets stay in the environment; only the names of their variables are written. Specs,
+plans and command lines have the names; a sender reads the values when it sends. Responses of a server pass
+``redact`` before they are stored, since some repeat the refused key."""
 
 from __future__ import annotations
 
@@ -19,29 +17,29 @@ from kvbench.errors import InputError
 
 WITHHELD: Final = "(API key)"
 MIN_SHOWN: Final = 4
-"""So many characters of a key are no secret yet."""
+"""Shorter parts of a key are not redacted."""
 _SENDABLE: Final = re.compile(r"[\x21-\x7e]+")
 _VARIABLE: Final = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def variables(access: ServerAccess) -> tuple[str, ...]:
-    """The environment variables that requests to this server take their secrets from."""
+    """Return the environment variables with this server's secrets."""
     own = (access.api_key_env,) if access.api_key_env else ()
     return tuple(dict.fromkeys((*own, *named_in(access.headers.values()))))
 
 
 def named_in(values: Iterable[str]) -> list[str]:
-    """The variables that stand in headers' values as ``${NAME}``."""
+    """Return the variables used as ``${NAME}`` in headers' values."""
     return [name for value in values for name in _VARIABLE.findall(value)]
 
 
 def access_headers(access: ServerAccess) -> dict[str, str]:
-    """The headers of a request, with the secrets in place. Raises InputError, as ``bearer`` does."""
-    return {**filled(access.headers), **bearer(access.api_key_env)}
+    """Return the headers of a request, with secrets. Raises InputError, like ``bearer``."""
+    return {**fill_headers(access.headers), **bearer(access.api_key_env)}
 
 
-def filled(headers: Mapping[str, str]) -> dict[str, str]:
-    """Headers with their ``${NAME}`` replaced. Raises InputError for a variable that is unset or unfit."""
+def fill_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """Replace ``${NAME}`` in headers. Raises InputError for an unset or unusable variable."""
     return {name: _filled(name, value) if "${" in value else value for name, value in headers.items()}
 
 
@@ -50,10 +48,8 @@ def _filled(name: str, value: str) -> str:
 
 
 def bearer(variable: str) -> dict[str, str]:
-    """The header that carries the key of this environment variable; none for no variable.
-
-    Raises InputError if it is unset, or holds what no header may; the message does not show the value.
-    """
+    """Return the header with the key in this environment variable; empty without a variable. Raises
+    InputError if it is unset, or invalid in a header; the message does not show the value."""
     return {"authorization": f"Bearer {_value(variable, 'api_key_env')}"} if variable else {}
 
 
@@ -67,22 +63,20 @@ def _value(variable: str, named_by: str) -> str:
     if not _SENDABLE.fullmatch(key):
         raise InputError(
             f"the API key in {variable} has a space, a line break or another character that a header may not",
-            hint="look for a stray line end at its end",
+            hint="check for a line break at its end",
         )
     return key
 
 
-def carried(names: Iterable[str]) -> dict[str, str]:
-    """The variables with their values, for a process elsewhere that is to send them; none where none is set.
-
-    To be handed over a connection, into that process's environment and nowhere else.
-    """
+def secret_values(names: Iterable[str]) -> dict[str, str]:
+    """Return the set variables with their values, for a remote process that sends them. Pass them over a
+    connection into that process's environment only."""
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
-def hidden(text: str, names: Iterable[str]) -> str:
-    """The text without the values of these variables, nor the beginning of one where a text was cut."""
-    for key in carried(names).values():
+def redact(text: str, names: Iterable[str]) -> str:
+    """Remove the values of these variables from a text, and their beginnings at a cut."""
+    for key in secret_values(names).values():
         text = _without(text, key)
     return text
 
@@ -97,16 +91,15 @@ def _without(text: str, key: str) -> str:
 
 
 def tls_context(access: ServerAccess) -> ssl.SSLContext:
-    """Whose certificates are believed. Raises InputError for a CA file that cannot be read."""
+    """Return the trusted certificates. Raises InputError for an unreadable CA file."""
     chosen = os.environ.get("SSL_CERT_FILE", ""), os.environ.get("SSL_CERT_DIR", "")
     return _context(access.ca_file, access.insecure, chosen)
 
 
 @cache
 def _context(ca_file: str, insecure: bool, chosen: tuple[str, str]) -> ssl.SSLContext:
-    """``ca_file`` alone if there is one; else those of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` (``chosen``,
-    empty where unset) where one is set, as in OpenSSL; else this machine's and those that certifi brings.
-    """
+    """Trust ``ca_file`` alone if given; else those of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` (``chosen``,
+    empty if unset), as in OpenSSL; else this machine's and certifi's."""
     if ca_file:
         try:
             context = ssl.create_default_context(cafile=str(Path(ca_file).expanduser()))

@@ -1,4 +1,4 @@
-"""What engines and machine report: /metrics around a trial, a sampler beside it, the machine's counters."""
+"""Metrics of engines and machine: /metrics around a trial, a sampler during it, the machine's counters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCRAPE_TIMEOUT_S = 5.0
 SAMPLE_INTERVAL_S = 0.5
 METRICS_LINES: Final = 50_000
 METRICS_LINE_CHARACTERS: Final = 8 * 1024
-"""Parsing takes time by the square of a line's length."""
+"""Maximum line length: parsing time grows with its square."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Metrics:
     samples: Mapping[str, Sequence[tuple[Mapping[str, str], float]]] = field(default_factory=dict)
 
     def total(self, name: str, **labels: str) -> float | None:
-        """Sum over all label sets of a sample that match ``labels``; None if there is none."""
+        """Return the sum over all label sets of a sample that match ``labels``; None without any."""
         found = [
             value
             for sample_labels, value in self.samples.get(name, ())
@@ -44,14 +44,14 @@ class Metrics:
         return sum(found) if found else None
 
     def label(self, name: str, label: str) -> str:
-        """A label's value of an info metric's first sample; empty if there is none."""
+        """Return a label's value of an info metric's first sample; empty without one."""
         for sample_labels, _ in self.samples.get(name, ()):
             return sample_labels.get(label, "")
         return ""
 
 
 def parse_metrics(text: str) -> Metrics:
-    """Prometheus text → Metrics. Raises ServerError for a page that is none."""
+    """Parse Prometheus text. Raises ServerError for an invalid page."""
     from prometheus_client.parser import text_string_to_metric_families
 
     lines = text.splitlines()
@@ -71,7 +71,7 @@ def parse_metrics(text: str) -> Metrics:
 
 
 def finite(value: str) -> float | None:
-    """A sample's value; None where it is no number, or without end."""
+    """Return a sample's value; None unless it is a finite number."""
     try:
         number = float(value)
     except ValueError:
@@ -80,7 +80,7 @@ def finite(value: str) -> float | None:
 
 
 def scrape(client: httpx.Client, url: str, timeout_s: float = SCRAPE_TIMEOUT_S) -> Metrics | None:
-    """Read a /metrics page; None when it cannot be had, which is a gap in the evidence and no failure."""
+    """Read a /metrics page; None on failure, which is a gap in the evidence and no error."""
     if not url:
         return None
     try:
@@ -92,11 +92,8 @@ def scrape(client: httpx.Client, url: str, timeout_s: float = SCRAPE_TIMEOUT_S) 
 
 
 def quantile(before: Metrics | None, after: Metrics | None, name: str, share: float) -> float | None:
-    """Upper bound of a histogram's quantile over what it counted between two readings.
-
-    The bound is that of the bucket which the quantile falls into; None if nothing was counted or it lies
-    beyond the last finite bucket's readings.
-    """
+    """Return the upper bound of a histogram's quantile between two readings: its bucket's bound. None if
+    nothing was counted or it is beyond the last finite bucket."""
     if before is None or after is None:
         return None
     start = {labels["le"]: value for labels, value in before.samples.get(f"{name}_bucket", ())}
@@ -111,11 +108,8 @@ def quantile(before: Metrics | None, after: Metrics | None, name: str, share: fl
 
 
 def difference(before: Metrics | None, after: Metrics | None, name: str, **labels: str) -> float | None:
-    """Growth of a counter between two readings; None if either lacks it.
-
-    A counter that first appears in ``after`` counts from zero: Prometheus clients create
-    labelled counters at their first use.
-    """
+    """Return a counter's growth between two readings; None if either lacks it. A counter that first appears
+    in ``after`` counts from zero: Prometheus clients create labelled counters at first use."""
     if before is None or after is None:
         return None
     end = after.total(name, **labels)
@@ -126,7 +120,7 @@ def difference(before: Metrics | None, after: Metrics | None, name: str, **label
 
 @dataclass(frozen=True)
 class HostReading:
-    """The machine at one moment. Counters since its start; what it does not report is None or empty."""
+    """The machine at one moment. Counters since boot; missing ones are None or empty."""
 
     load_average: float
     steal_s: float
@@ -138,20 +132,18 @@ class HostReading:
     thermal_events: int | None = None
     gpu_slowed_s: Mapping[str, float] = field(default_factory=dict)
     gpu_energy_j: Mapping[str, float] = field(default_factory=dict)
-    """By number, and again by UUID."""
+    """Energy by GPU number, and again by UUID."""
     pressure_s: float | None = None
-    """For how long some process was ready to run and had no core (PSI)."""
+    """Time in which some process was ready to run without a core (PSI)."""
     others: Mapping[tuple[int, int], tuple[str, float]] = field(default_factory=dict)
-    """Processes that are not this run's, by number and start: name, CPU seconds."""
+    """Processes outside this run, by number and start: name, CPU seconds."""
 
 
 def read_host(*, slowdowns: bool = True, whose: bool = True, also: Collection[int] = ()) -> HostReading:
-    """Load average (1 min), CPU seconds over all cores (stolen, all, this run's), NICs, slowdowns.
-
-    This run is this process with all its descendants, those that have ended and been waited for included;
-    ``also``: the system under test, where others have started it. Kernel threads are nobody else's. Without
-    ``slowdowns`` or ``whose`` (which reads a file of each process) these are not asked for.
-    """
+    """Read load average (1 min), CPU seconds over all cores (stolen, all, this run's), NICs, slowdowns. This
+    run is this process with all descendants, including ended children; ``also``: the system under test, if
+    started by others. Kernel threads belong to no one. Without ``slowdowns`` or ``whose`` (which reads a file
+    per process) these are skipped."""
     times = psutil.cpu_times()
     used = times.user + times.system + times.nice
     table = procfs.processes() if whose else {}
@@ -189,10 +181,8 @@ def _nvlinks() -> dict[str, NicReading]:
 
 
 class Sampler:
-    """Samples the machine, given processes and /metrics gauges in a thread while a trial runs.
-
-    Rows: ``{"trial_id", "t_s", "source", "metric", "value"}``; ``t_s`` counts from ``start``.
-    """
+    """Samples the machine, given processes and /metrics gauges in a thread during a trial. Rows:
+    ``{"trial_id", "t_s", "source", "metric", "value"}``; ``t_s`` counts from ``start``."""
 
     GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 
@@ -204,7 +194,7 @@ class Sampler:
         headers: Mapping[str, str] | None = None,
         access: ServerAccess = web.ANY_SERVER,
     ) -> None:
-        """``headers``: for the questions at ``metrics_urls``; ``access``: whose certificates are believed."""
+        """``headers``: for requests to ``metrics_urls``; ``access``: TLS trust."""
         self.rows: list[dict[str, Any]] = []
         self._headers = dict(headers or {})
         self._access = access
@@ -259,7 +249,7 @@ class Sampler:
 
 
 def _alive(pids: Mapping[str, int]) -> Iterable[tuple[str, psutil.Process]]:
-    """The processes and their children, by name; those that have ended are left out."""
+    """Yield the living processes and their children, by name."""
     for name, pid in pids.items():
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
@@ -271,11 +261,11 @@ def _alive(pids: Mapping[str, int]) -> Iterable[tuple[str, psutil.Process]]:
 SLOWED_SHARE: Final = 0.01
 MOST_TAKERS: Final = 3
 TAKER_SHARE: Final = 0.02
-"""Who took less is not named."""
+"""Processes that used a smaller share of the CPU are not named."""
 
 
 def host_figures(before: HostReading, after: HostReading) -> HostFigures:
-    """Load average before the trial; what the machine did for others, and what it withheld, during it."""
+    """Return the load average before the trial, and CPU used by others or withheld during it."""
     cores = os.cpu_count() or 1
     elapsed_s = max(1e-9, after.time_s - before.time_s)
     capacity_s = elapsed_s * cores
@@ -315,7 +305,7 @@ def _slowdowns(before: Mapping[str, float], after: Mapping[str, float], elapsed_
 
 
 def _watts(before: HostReading, after: HostReading, elapsed_s: float) -> dict[str, float]:
-    """Mean power by GPU; without those whose counter began anew."""
+    """Return mean power by GPU; without those whose counter restarted."""
     grown = {
         gpu: joules - before.gpu_energy_j[gpu]
         for gpu, joules in after.gpu_energy_j.items()
@@ -325,7 +315,8 @@ def _watts(before: HostReading, after: HostReading, elapsed_s: float) -> dict[st
 
 
 def _takers(before: HostReading, after: HostReading, capacity_s: float) -> list[str]:
-    """The names under which others took the most CPU, as ``cc1plus 31 %``; one that has ended is not seen."""
+    """Return the names of the processes that used the most CPU, as ``cc1plus 31 %``; ended ones are
+    invisible."""
     taken: dict[str, float] = {}
     for key, (name, seconds) in after.others.items():
         grown = seconds - before.others.get(key, (name, 0.0))[1]
@@ -346,7 +337,7 @@ def _nic_figures(before: NicReading, after: NicReading) -> NicFigures:
 
 
 class TrialSamples:
-    """Begins at once; ``taken`` ends it."""
+    """Starts at once; ``taken`` ends it."""
 
     def __init__(
         self,
@@ -361,7 +352,7 @@ class TrialSamples:
         self._sampler.__enter__()
 
     def taken(self) -> dict[str, Any]:
-        """Rows as ``Sampler`` has them, and the machine's figures as ``HostFigures`` has them."""
+        """Return rows of ``Sampler``, and the machine's ``HostFigures``."""
         self._sampler.__exit__(None, None, None)
         return {
             "rows": self._sampler.rows,

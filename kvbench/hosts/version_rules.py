@@ -1,7 +1,5 @@
-"""Versions that clash: the rules of ``version_rules.yaml``, and what is installed beside an engine.
-
-Pure but for ``installed`` and ``cuda_major_of``: recorded versions of other machines can be judged as well.
-"""
+"""Incompatible versions: the rules of ``version_rules.yaml``, and an engine's installed packages. Pure except
+``installed`` and ``cuda_major_of``, so recorded versions of other machines can be checked too."""
 
 from __future__ import annotations
 
@@ -64,7 +62,7 @@ class Check:
 
 @dataclass(frozen=True)
 class EngineEnvironment:
-    """What an engine finds around it: versions by distribution, the CUDA release, whether there is a GPU."""
+    """An engine's environment: versions by distribution, the CUDA release, whether there is a GPU."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
     cuda: int | None = None
@@ -73,12 +71,9 @@ class EngineEnvironment:
 
 @dataclass(frozen=True)
 class Rule:
-    """A combination that does not work, or not well, and what to do about it.
-
-    ``when`` maps a distribution to a condition: "" (installed), "absent", a comparison such as "<=0.8.4", or
-    one with another's version such as "!=nixl". All must hold, and so must ``cuda`` and ``gpu`` where given;
-    what is not known trips no rule.
-    """
+    """A combination that does not work, or not well, and its fix. ``when`` maps a distribution to a
+    condition: "" (installed), "absent", a comparison such as "<=0.8.4", or one with another's version such as
+    "!=nixl". All must hold, and so must ``cuda`` and ``gpu`` if given; unknown values match no rule."""
 
     name: str
     when: Mapping[str, str]
@@ -101,12 +96,11 @@ _TABLE: Final = Path(__file__).with_suffix(".yaml")
 
 @cache
 def rules() -> tuple[Rule, ...]:
-    """The table, in its order."""
     return tuple(Rule(**entry) for entry in yaml.safe_load(_TABLE.read_text(encoding="utf-8")))
 
 
 def clashes(found: EngineEnvironment) -> Iterator[Check]:
-    """A check for each rule that applies; of several rules with one name the first."""
+    """Yield a check for each rule that applies; of several rules with one name the first."""
     seen = set()
     for rule in rules():
         if rule.name not in seen and rule.applies(found):
@@ -116,7 +110,7 @@ def clashes(found: EngineEnvironment) -> Iterator[Check]:
 
 
 def holds(name: str, condition: str, versions: Mapping[str, str]) -> bool:
-    """Whether a distribution's installed version meets a condition of a rule."""
+    """Whether a distribution's installed version meets a rule's condition."""
     version = versions.get(name)
     if condition == ABSENT:
         return version is None
@@ -130,7 +124,7 @@ def holds(name: str, condition: str, versions: Mapping[str, str]) -> bool:
 
 
 def _key(version: str) -> tuple[tuple[int, ...], int, int]:
-    """To compare by: release, a pre-release before it, a post-release after it. Local parts do not count."""
+    """Return a sort key: release, pre-releases before it, post-releases after it, without local parts."""
     found = re.match(r"(?:\d+!)?(\d+(?:\.\d+)*)(?:[.-]?(a|b|c|rc|dev)\d*)?(?:[.-]?post(\d+))?", version)
     if found is None:
         return (), 0, 0
@@ -144,7 +138,7 @@ def _key(version: str) -> tuple[tuple[int, ...], int, int]:
 
 
 def version_of(name: str) -> str | None:
-    """A distribution's installed version, if it is installed; nothing is imported."""
+    """Return a distribution's installed version, if any, without importing it."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -152,7 +146,7 @@ def version_of(name: str) -> str | None:
 
 
 def installed(python: Path | None = None) -> dict[str, str]:
-    """Versions of what matters, here or in another interpreter's environment; nothing is imported."""
+    """Return relevant versions, here or in another interpreter's environment, without importing them."""
     if python is None:
         return {name: version for name in DISTRIBUTIONS if (version := version_of(name)) is not None}
     code = (
@@ -172,7 +166,7 @@ def installed(python: Path | None = None) -> dict[str, str]:
 
 
 def cuda_major_of(versions: Mapping[str, str]) -> int | None:
-    """The CUDA release that PyTorch is built for: its version's suffix, or the runtime it brought along."""
+    """Return PyTorch's CUDA release: its version's suffix, or its bundled runtime."""
     suffix = re.search(r"\+cu(\d{2})\d", versions.get("torch", ""))
     if suffix:
         return int(suffix[1])
@@ -183,7 +177,7 @@ def cuda_major_of(versions: Mapping[str, str]) -> int | None:
 
 
 def interpreter_of(command: Path) -> Path | None:
-    """The Python that a console script runs with: the one it names first, or the one beside it."""
+    """Return a console script's Python: the first one that it names, or the one in its folder."""
     try:
         with command.open("rb") as file:
             head = file.read(1024).decode("utf-8", "replace")

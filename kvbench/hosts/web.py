@@ -1,12 +1,12 @@
-"""The HTTP client of everything that kvbench asks over HTTP besides the load, and why a request failed.
+"""The HTTP client for all requests except the load, and explanations of failures.
 
-It goes where its URL says and reads no proxy variables and no ``.netrc``: a proxy would not reach loopback or
-a data network, and would see prompts and API keys. ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` count;
-``ServerAccess`` of a server may name another file, or trust any certificate.
+It ignores proxy variables and ``.netrc``: a proxy would not reach loopback or a data network, and would see
+prompts and API keys. ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` apply; a server's ``ServerAccess`` may name
+another file, or trust any certificate.
 
-No server can hold it up: ``timeout_s`` is for a whole request, and a response has an end (``limit_bytes``,
-unpacked). Only status, body and media type are used; a body is UTF-8, whatever charset it claims. No other
-module makes an httpx client or transport, or uses urllib.request (tests/repository/test_proxies.py).
+Requests are bounded: ``timeout_s`` is for a whole request, ``limit_bytes`` for an unpacked response. Only
+status, body and media type are used; bodies are decoded as UTF-8. No other module makes an httpx client or
+transport, or uses urllib.request (tests/repository/test_proxies.py).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kvbench.core.plan.processes import PROXIES
 from kvbench.hosts.server_access import tls_context
 
 TIMEOUT_S: Final = 5.0
-"""A client's where nothing is said, for a whole request."""
+"""Default time for a whole request, in seconds."""
 LIMIT_BYTES: Final = 8 * 1024 * 1024
-"""Of an answer, unpacked. vLLM's /metrics has 0.1 MB an engine."""
+"""Limit of an unpacked response. vLLM's /metrics has 0.1 MB per engine."""
 JSON_BYTES: Final = 2 * 1024 * 1024
-"""Of one that is JSON, which takes twenty times as much memory where it is ``[[],[],…``."""
+"""Limit of a JSON response, which can take twenty times as much memory (``[[],[],…``)."""
 ANY_SERVER: Final = ServerAccess()
 _PIECE_BYTES: Final = 64 * 1024
 _ZLIB_OR_GZIP: Final = 32 + zlib.MAX_WBITS
@@ -49,22 +49,20 @@ def client(
     limit_bytes: int = LIMIT_BYTES,
     access: ServerAccess = ANY_SERVER,
 ) -> httpx.Client:
-    """A client for requests with these headers, one after the other. ``over``: another way than sockets.
-
-    ``access``: whose certificates are believed; its headers are the caller's to put in.
-    """
+    """Return a client for sequential requests with these headers. ``over``: another transport than sockets.
+    ``access``: TLS trust; the caller adds its headers."""
     said = {"accept-encoding": "identity", **(headers or {})}
     way = over or transport(limit_bytes, access)
     return httpx.Client(headers=said, timeout=timeout_s, transport=way, trust_env=False)
 
 
 def transport(limit_bytes: int = LIMIT_BYTES, access: ServerAccess = ANY_SERVER) -> httpx.BaseTransport:
-    """The sockets below such a client, for one that sends some of its requests another way."""
+    """Return such a client's sockets, for a client that sends some requests another way."""
     return _BoundedTransport(limit_bytes, access)
 
 
 def json_of(response: httpx.Response) -> Any:
-    """What an answer holds. Raises ValueError for what is no JSON, is nested too deep or too long."""
+    """Return a response's JSON. Raises ValueError if it is invalid, too long or too deeply nested."""
     if len(response.content) > JSON_BYTES:
         raise ValueError(f"JSON of more than {JSON_BYTES} bytes")
     try:
@@ -74,7 +72,7 @@ def json_of(response: httpx.Response) -> Any:
 
 
 class _BoundedTransport(httpx.BaseTransport):
-    """Each request over a connection of its own, whose every step ends by the request's deadline."""
+    """One connection per request, whose every step ends by the request's deadline."""
 
     def __init__(self, limit_bytes: int, access: ServerAccess) -> None:
         self._limit_bytes = limit_bytes
@@ -100,7 +98,7 @@ class _BoundedTransport(httpx.BaseTransport):
             ) as answer,
         ):
             said = {name.lower(): value.decode("latin-1") for name, value in answer.headers}
-            pieces = _unpacked(answer.iter_stream(), said.get(b"content-encoding", "identity").lower())
+            pieces = _unpack(answer.iter_stream(), said.get(b"content-encoding", "identity").lower())
             body = self._whole(pieces)
         media_type = said.get(b"content-type", "").partition(";")[0].strip()
         kept = {"content-type": media_type}
@@ -116,7 +114,7 @@ class _BoundedTransport(httpx.BaseTransport):
 
 
 class _BoundedStream(httpcore.NetworkStream):
-    """A stream that ends by a time of the monotonic clock, however little at a time its other end sends."""
+    """A stream that ends by a time of the monotonic clock, however slowly the other end sends."""
 
     def __init__(self, stream: httpcore.NetworkStream, end: float) -> None:
         self._stream = stream
@@ -142,7 +140,7 @@ class _BoundedStream(httpcore.NetworkStream):
 
 
 class _BoundedBackend(httpcore.SyncBackend):
-    """Connections whose whole life ends by a time of the monotonic clock; looking up a name is not in it."""
+    """Connections that end by a time of the monotonic clock; name resolution is not included."""
 
     def __init__(self, end: float) -> None:
         self._end = end
@@ -168,13 +166,15 @@ def _left_s(end: float, late: type[httpcore.TimeoutException]) -> float:
     return left_s
 
 
-def _unpacked(pieces: Iterable[bytes], coding: str) -> Iterator[bytes]:
-    """A body as it was before it was packed, in pieces that are small however well it was packed."""
+def _unpack(pieces: Iterable[bytes], coding: str) -> Iterator[bytes]:
+    """Yield an unpacked body in small pieces, whatever its compression."""
     if coding == "identity":
         yield from pieces
         return
     if coding not in ("gzip", "x-gzip", "deflate"):
-        raise httpcore.RemoteProtocolError(f"the answer is packed by {coding[:40]!r}, which nobody asked for")
+        raise httpcore.RemoteProtocolError(
+            f"the answer is packed by {coding[:40]!r}, which was not requested"
+        )
     unpacking = zlib.decompressobj(_ZLIB_OR_GZIP)
     try:
         for piece in pieces:
@@ -188,7 +188,7 @@ def _unpacked(pieces: Iterable[bytes], coding: str) -> Iterator[bytes]:
 
 @contextmanager
 def _as_httpx(request: httpx.Request) -> Iterator[None]:
-    """httpcore's errors as those of the same names that httpx has."""
+    """Convert httpcore's errors to httpx's errors of the same names."""
     try:
         yield
     except (
@@ -202,30 +202,30 @@ def _as_httpx(request: httpx.Request) -> Iterator[None]:
 
 
 _OF_STATUS: Final = {
-    401: "it wants an API key: name the environment variable that holds it with --api-key-env NAME",
-    403: "the key that was sent may not do this: look at the key's rights and at --api-key-env",
-    404: "nothing is at that path: the base URL ends where /v1 begins, as http://host:8000; servers that "
-    "know chats alone are asked with --endpoint chat",
-    405: "the path takes no such request: is the base URL that of the OpenAI API?",
-    413: "the prompt is too large for it: a smaller --input-len, or a greater limit of the proxy before it",
-    422: "it does not know one of the request's fields: is it OpenAI-compatible?",
-    429: "it limits how many requests it takes: raise that limit, or ask behind its gateway",
+    401: "the server requires an API key: name its environment variable with --api-key-env NAME",
+    403: "the API key is not allowed to do this: check its permissions and --api-key-env",
+    404: "nothing is at that path: the base URL ends where /v1 begins, as http://host:8000; servers "
+    "with chat only need --endpoint chat",
+    405: "the path does not accept this method: is it the base URL of the OpenAI API?",
+    413: "the prompt is too large: use a smaller --input-len, or raise the proxy's limit",
+    422: "the server does not know one of the request's fields: is it OpenAI-compatible?",
+    429: "the server has a rate limit: raise it, or connect behind its gateway",
 }
-_SERVER_FAILED: Final = "it failed by itself, or the proxy before it has no server: look into its log"
+_SERVER_FAILED: Final = "the server failed, or its proxy has no server: see its log"
 _NOT_HTTP: Final = "what listens there does not speak HTTP: is the port right?"
 
 
 def status_hint(status: int, sent_key: bool = False) -> str:
-    """What an answer with this status most likely means; empty where there is nothing to say."""
+    """Return the likely meaning of a status; empty without one."""
     if status == 401 and sent_key:
         return "the server refuses the key that was sent: is it the right one, without a line end?"
     if 300 <= status < 400:
-        return "give the URL that it leads to: redirects are not followed"
+        return "give the redirect's target URL: redirects are not followed"
     return _OF_STATUS.get(status, _SERVER_FAILED if status >= 500 else "")
 
 
 def status_text(status: int) -> str:
-    """``401 Unauthorized``; the number alone where the standard has no word for it."""
+    """Return text such as ``401 Unauthorized``; the number alone for an unknown status."""
     try:
         return f"{status} {HTTPStatus(status).phrase}"
     except ValueError:
@@ -233,27 +233,27 @@ def status_text(status: int) -> str:
 
 
 def failure_hint(url: str, error: Exception) -> str:
-    """What a request that got no answer most likely means."""
+    """Return the likely cause of a request without an answer."""
     text = " ".join(str(each) for each in _causes(error))
     parts = urlsplit(url)
     if "CERTIFICATE_VERIFY_FAILED" in text or any(
         isinstance(each, ssl.SSLCertVerificationError) for each in _causes(error)
     ):
         return (
-            "its certificate is not believed here: name its authority's file with --ca-file FILE, or believe "
-            "any with --insecure"
+            "its certificate is not trusted: give its CA file with --ca-file FILE, or skip verification "
+            "with --insecure"
         )
     if re.search(r"WRONG_VERSION_NUMBER|HTTP_REQUEST|RECORD_LAYER_FAILURE", text):
-        return f"it does not speak TLS there: try http://{parts.netloc}"
+        return f"the server does not use TLS: try http://{parts.netloc}"
     if "SSL" in text or "TLS" in text:
-        return "TLS failed before the request was sent: versions, or a certificate that it wants of us"
+        return "TLS failed before the request: incompatible versions, or a required client certificate"
     if isinstance(error, httpx.TimeoutException):
         return "nothing answered in time: is it still loading its model, or does a firewall drop packets?"
     if isinstance(error, (httpx.RemoteProtocolError, httpx.ReadError)):
-        tls = f" If it speaks TLS there: https://{parts.netloc}" if parts.scheme == "http" else ""
+        tls = f" If the server uses TLS: https://{parts.netloc}" if parts.scheme == "http" else ""
         return _NOT_HTTP + tls
     if re.search(r"Name or service not known|nodename|Temporary failure|No address", text):
-        return f"the host {parts.hostname} is not known here: is it spelt right?{_past_the_proxy()}"
+        return f"the host {parts.hostname} is unknown: is it spelt correctly?{_past_the_proxy()}"
     if "refused" in text:
         port = parts.port or (443 if parts.scheme == "https" else 80)
         return f"nothing listens on port {port} there: is it up?{_past_the_proxy()}"
@@ -264,8 +264,8 @@ def _past_the_proxy() -> str:
     if not any(os.environ.get(cased) for name in PROXIES for cased in (name, name.upper())):
         return ""
     return (
-        " kvbench goes straight to it, past the proxy that is set: what lies behind one is measured from its "
-        "other side, or through a TCP tunnel such as ssh -L"
+        " kvbench connects directly and ignores the configured proxy: run it behind the proxy, or use a "
+        "TCP tunnel such as ssh -L"
     )
 
 

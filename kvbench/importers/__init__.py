@@ -1,4 +1,4 @@
-"""Whose results can be read: one file per tool, found by its name."""
+"""Importers of other tools' results: one file per tool, found by its name."""
 
 from __future__ import annotations
 
@@ -12,35 +12,32 @@ from kvbench.plugins import modules
 
 
 class Importer(Protocol):
-    """What a file of this folder has."""
+    """The contents of a file in this folder."""
 
     FORMAT: str
     RANK: int
 
     def recognise(self, path: Path) -> bool:
-        """Whether this is a file, or folder, of the tool's.
-
-        Raises nothing: what cannot be read is not its.
-        """
+        """Whether this is the tool's file or folder. Never raises: unreadable files are not."""
 
     def read(self, path: Path) -> Imported:
-        """Everything the file says. Raises InputError where that is nothing, with the line."""
+        """Return the file's whole content. Raises InputError, with the line, if there is none."""
 
 
 def names() -> tuple[str, ...]:
-    """All formats, in the order of their names."""
+    """Return all formats, sorted."""
     return tuple(sorted(modules(__path__)))
 
 
 def get(name: str) -> Importer:
-    """The importer of that name. Raises InputError for an unknown one."""
+    """Return an importer. Raises InputError for an unknown format."""
     if name not in names():
-        raise InputError(f"no format is called {name!r}", hint=f"there are: {', '.join(names())}")
+        raise InputError(f"unknown format {name!r}", hint=f"there are: {', '.join(names())}")
     module: Importer = importlib.import_module(f"{__name__}.{name}")
     return module
 
 
-def recognised(path: Path) -> str | None:
-    """The format of a file or folder: the one of lowest rank that takes it for its own; None if none does."""
+def recognise_format(path: Path) -> str | None:
+    """Return the format of a file or folder: the lowest rank that recognises it; None without one."""
     found = [(get(name).RANK, name) for name in names() if get(name).recognise(path)]
     return min(found)[1] if found else None

@@ -1,8 +1,6 @@
-"""Exports of aiperf (``profile_export_aiperf.json`` and ``.csv``) and of its predecessor genai-perf.
-
-Of the two the JSON has more digits and says what was asked for. Names differ from vLLM's: aiperf's *inter
-token latency* is one mean gap for each request, which is TPOT here; its *inter chunk latency* is ITL.
-"""
+"""Exports of aiperf (``profile_export_aiperf.json`` and ``.csv``) and of its predecessor genai-perf. The JSON
+has more digits and the requested load. Names differ from vLLM's: aiperf's *inter token latency* is one mean
+gap per request, which is TPOT here; its *inter chunk latency* is ITL."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ DEFINITIONS: Final = {
     "ttft_ms": "first chunk − start of the request in the client (not its planned time)",
     "tpot_ms": "aiperf's inter token latency: (latency − TTFT) / (output tokens − 1), each request",
     "itl_ms": "aiperf's inter chunk latency: gaps between streamed chunks, all requests together",
-    "input_len": "mean of the tokens that were counted; what was asked for is in the settings",
+    "input_len": "mean of the counted tokens; the requested length is in the settings",
 }
 
 _LATENCIES: Final = {
@@ -95,10 +93,10 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Imported:
-    """One row. Raises InputError for a file that is not whole."""
+    """Return one row. Raises InputError for an incomplete file."""
     file = _inside(path) if path.is_dir() else path
     if file is None:
-        raise InputError(f"{path} has no export of aiperf in it", hint=f"one of {', '.join(_FILES)}")
+        raise InputError(f"{path} contains no export of aiperf", hint=f"one of {', '.join(_FILES)}")
     reading = Imported(definitions=dict(DEFINITIONS), files=[file])
     lines = read_lines(file)
     origin = Origin(file.name, 1, len(lines), TOOL)
@@ -108,7 +106,7 @@ def read(path: Path) -> Imported:
         else _from_json(file, origin, reading)
     )
     if not row.figures:
-        raise InputError(f"{file.name}:1: no metric of aiperf is in it")
+        raise InputError(f"{file.name}:1: contains no metric of aiperf")
     reading.rows.append(row)
     single = file.with_name(_REQUESTS)
     if path.is_dir() and single.is_file():
@@ -119,7 +117,7 @@ def read(path: Path) -> Imported:
 
 
 def _requests(file: Path, reading: Imported) -> list[RequestRecord]:
-    """The single requests of ``profile_export.jsonl``, without those of the warm-up."""
+    """Return the single requests of ``profile_export.jsonl``, without the warm-up."""
     seen = []
     for line, text in enumerate(read_lines(file), start=1):
         try:
@@ -207,8 +205,7 @@ def _lengths(row: ServingRow, metrics: Mapping[str, Any]) -> None:
 
 
 def _asked(row: ServingRow, config: Any) -> None:
-    """What was asked for, as the exporter's own ``input_config`` reports: its layout changed with the
-    versions."""
+    """Read the requested load from ``input_config``, whose layout differs between versions."""
     if not isinstance(config, Mapping):
         return
     phases = listed(config.get("phases")) or [config.get("loadgen")]
@@ -233,7 +230,7 @@ def _asked(row: ServingRow, config: Any) -> None:
 
 
 def _from_csv(file: Path, lines: Sequence[str], origin: Origin, reading: Imported) -> ServingRow:
-    """The metrics whose line is whole; a file without its totals was cut off."""
+    """Return the metrics of complete lines; a file without its totals was cut off."""
     row = ServingRow(origin, {})
     metrics: dict[str, dict[str, Any]] = {}
     headers: list[list[str]] = [[]]

@@ -1,9 +1,7 @@
-"""What every importer gives back, and what they share: lines, numbers, names, logged requests, transfer rows.
-
-An importer is a file of this folder with ``FORMAT`` (what it reads, in words), ``RANK`` (where two recognise
-one file the lower rank reads it), ``recognise(path) -> bool`` and ``read(path) -> Imported``. It copies what
-is written: what the file does not say stays None, and what an importer works out is named in ``derived``.
-"""
+"""Common parts of importers: results, lines, numbers, names, logged requests, transfer rows. An importer is a
+file of this folder with ``FORMAT`` (a description), ``RANK`` (the lowest one that recognises a file reads
+it), ``recognise(path) -> bool`` and ``read(path) -> Imported``. It copies what is written: missing values
+stay None, and computed ones are named in ``derived``."""
 
 from __future__ import annotations
 
@@ -20,9 +18,9 @@ from kvbench.core.transfers.records import Case, TransferRecord, TransferWarning
 from kvbench.errors import InputError
 
 MAX_BYTES: Final = 512 * 2**20
-"""A larger file is refused: no summary of a benchmark is that long."""
+"""Larger files are refused: no benchmark summary is that long."""
 PEEK_BYTES: Final = 8 * 2**20
-"""How much of a file is looked at to recognise its format."""
+"""Bytes of a file that are read to recognise its format."""
 _COLOUR: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 LATENCIES: Final = ("ttft", "tpot", "itl", "e2el")
@@ -35,14 +33,12 @@ EXPECTED: Final = (
     "peak_concurrent_requests",
     *(f"{statistic}_{latency}_ms" for latency in LATENCIES for statistic in ("mean", "median", "p90", "p99")),
 )
-"""The figures, in the words of ``vllm bench serve``, that are listed as missing where a file does not have
-them."""
+"""Values, named as in ``vllm bench serve``, that are listed as missing if a file lacks them."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a row stands: file name, first and last line (from 1), and which tool wrote it, if that
-    is reported."""
+    """Source of a row: file name, first and last line (from 1), and the tool, if known."""
 
     file: str
     line: int
@@ -57,13 +53,10 @@ class Origin:
 
 @dataclass
 class ServingRow:
-    """One load offered once, as a tool summed it up.
-
-    ``figures`` are named as by ``vllm bench serve`` (``mean_ttft_ms``, ``request_throughput``, …), durations
-    with their unit (``duration_s``); rates are per second. ``request_rate`` is in requests per second,
-    infinite where all were sent at once, None where it is not reported. ``settings`` say how it was run
-    (``tp``, ``nics``, ``protocol``, …).
-    """
+    """One measured load, as summarised by a tool. ``figures`` are named as by ``vllm bench serve``
+    (``mean_ttft_ms``, ``request_throughput``, …), durations with their unit (``duration_s``); rates are per
+    second. ``request_rate`` is in requests per second, infinite if all were sent at once, None if not
+    reported. ``settings`` describe the run (``tp``, ``nics``, ``protocol``, …)."""
 
     origin: Origin
     figures: dict[str, float]
@@ -74,29 +67,29 @@ class ServingRow:
     num_prompts: int | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
-    """Labels or columns that no figure is known for, with their text."""
+    """Unknown labels or columns, with their text."""
     derived: dict[str, str] = field(default_factory=dict)
-    """What was worked out instead of read: name → how."""
+    """Computed values: name → how."""
     requests: list[RequestRecord] = field(default_factory=list)
-    """The single requests, where the file has them."""
+    """The single requests, if the file has them."""
     date: str = ""
-    """As written; without a time zone it is no moment."""
+    """The text as written; without a time zone it is ambiguous."""
     command: str = ""
     refused: dict[str, str] = field(default_factory=dict)
-    """Figures that were left out of the row: name → why (``parts/trials.py``)."""
+    """Values left out of the row: name → why (``parts/trials.py``)."""
     qualifiers: list[str] = field(default_factory=list)
-    """What must be known with the row's figures to read them."""
+    """Notes needed to read the row's values."""
     incomplete: str = ""
-    """Why the row is not whole, such as a log that ends inside it; empty for a whole one."""
+    """Why the row is incomplete, such as a log that ends inside it; empty if complete."""
 
     def take_mean_length(self, name: str, mean: float, key: str) -> None:
-        """The mean length in tokens, which the tool reports as ``key``, rounded."""
+        """Store a mean length in tokens, reported as ``key``, rounded."""
         setattr(self, name, round(mean))
         if mean != round(mean):
             self.derived[name] = f"mean of {key}, rounded"
 
     def derive_length(self, name: str, total: str) -> None:
-        """The mean length from the tokens of all completed requests; none where these are not reported."""
+        """Compute the mean length from the tokens of all completed requests, if reported."""
         tokens, completed = self.figures.get(total), self.figures.get("completed")
         if tokens is not None and completed:
             setattr(self, name, round(tokens / completed))
@@ -104,7 +97,7 @@ class ServingRow:
 
     @property
     def missing(self) -> list[str]:
-        """What the file does not say of this row."""
+        """Return the names of this row's missing values."""
         named = {
             "connector": self.connector,
             "input_len": self.input_len,
@@ -120,13 +113,13 @@ class ServingRow:
 
 @dataclass
 class TransferRow:
-    """One measurement of raw transfers. ``missing``: what is not reported."""
+    """One measurement of raw transfers. ``missing``: unreported values."""
 
     origin: Origin
     record: TransferRecord
     missing: list[str] = field(default_factory=list)
     qualifiers: list[str] = field(default_factory=list)
-    """What must be known with the bandwidth to read it, such as "both directions together"."""
+    """Notes needed to read the bandwidth, such as "both directions together"."""
 
 
 ImportedRow: TypeAlias = ServingRow | TransferRow
@@ -134,7 +127,7 @@ ImportedRow: TypeAlias = ServingRow | TransferRow
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Something in a file that was not taken as a row, and why. Line 0: the file as a whole."""
+    """A part of a file that was not imported, and why. Line 0: the file as a whole."""
 
     line: int
     text: str
@@ -147,21 +140,18 @@ class LeftOut:
 
 @dataclass
 class Imported:
-    """What one file, or folder, gave.
-
-    ``about`` says what holds for all rows (model, hardware, SLO, claims, …).
-    """
+    """Content of one file or folder. ``about`` applies to all rows (model, hardware, SLO, claims, …)."""
 
     rows: list[ImportedRow] = field(default_factory=list)
     problems: list[LeftOut] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
     definitions: dict[str, str] = field(default_factory=dict)
-    """How the tool defines a figure, where that differs from kvbench's definition."""
+    """The tool's definitions that differ from kvbench's."""
     files: list[Path] = field(default_factory=list)
-    """The files that were read, if it was a folder."""
+    """The files of a folder."""
 
     def leave_out(self, line: int, text: str, file: str) -> None:
-        """Note what was not taken as a row, and why."""
+        """Note what was not imported, and why."""
         self.problems.append(LeftOut(line, text, file))
 
     @property
@@ -174,10 +164,9 @@ class Imported:
 
 
 def peek(path: Path) -> str:
-    """The beginning of a file as text; empty for a folder, for a binary file and for one that cannot be
-    read."""
+    """Return the beginning of a file as text; empty for a folder, a binary or an unreadable file."""
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # reading a pipe would block
             return ""
         with path.open("rb") as file:
             data = file.read(PEEK_BYTES)
@@ -187,13 +176,11 @@ def peek(path: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    """A file as text: UTF-8, or UTF-16 with a byte order mark; bytes that are neither become U+FFFD.
-
-    Raises InputError for a file that cannot be read or is too large.
-    """
+    """Return a file's text: UTF-8, or UTF-16 with a byte order mark; invalid bytes become U+FFFD. Raises
+    InputError if it is unreadable or too large."""
     try:
         if path.exists() and not path.is_file():
-            raise InputError(f"{path} is a folder, a pipe or a device, and no file")
+            raise InputError(f"{path} is a folder, a pipe or a device, not a file")
         if path.stat().st_size > MAX_BYTES:
             raise InputError(
                 f"{path} is larger than {MAX_BYTES >> 20} MiB", hint="cut out the part with results"
@@ -204,10 +191,8 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file as editors count them, without their ends and colours; the first is line 1.
-
-    Of a line that was written over (a progress bar), what was written last.
-    """
+    """Return the lines of a text file without line ends and colours; the first is line 1. Of an overwritten
+    line (a progress bar) the last text counts."""
     lines = read_text(path).split("\n")
     if len(lines) > 1 and not lines[-1]:
         lines.pop()
@@ -225,7 +210,7 @@ def _decoded(data: bytes) -> str:
 
 
 def json_value(text: str) -> Any:
-    """A JSON text's value. Raises JSONDecodeError, also for what JSON allows and Python cannot hold."""
+    """Parse JSON. Raises JSONDecodeError, also for JSON that Python cannot hold."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:
@@ -235,18 +220,18 @@ def json_value(text: str) -> Any:
 
 
 def parse_json(path: Path) -> Any:
-    """A JSON file's value. Raises InputError with the line where it stops being JSON."""
+    """Parse a JSON file. Raises InputError with the line of an error."""
     try:
         return json_value(read_text(path))
     except json.JSONDecodeError as error:
         raise InputError(
-            f"{path.name}:{error.lineno}: is not whole JSON ({error.msg})",
+            f"{path.name}:{error.lineno}: is not complete JSON ({error.msg})",
             hint="the file may have been cut off while it was written",
         ) from error
 
 
 def number(value: Any) -> float | None:
-    """A finite number from JSON or text such as ``1,234.5``; None for anything else."""
+    """Return a finite number from JSON or text such as ``1,234.5``, else None."""
     if isinstance(value, str):
         try:
             value = float(value.strip().replace(",", ""))
@@ -260,18 +245,17 @@ def number(value: Any) -> float | None:
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # an integer too large for a float
         return False
 
 
 def whole(value: Any) -> int | None:
-    """An integer, if the value is one."""
     found = number(value)
     return int(found) if found is not None and found == int(found) else None
 
 
 def rate(value: Any) -> float | None:
-    """A request rate; ``inf`` is one. None for what is no number."""
+    """Return a request rate, which may be ``inf``; None for other text."""
     if isinstance(value, str) and value.strip().lower() in ("inf", "infinity"):
         return math.inf
     if isinstance(value, float) and math.isinf(value) and value > 0:
@@ -281,7 +265,7 @@ def rate(value: Any) -> float | None:
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that are not None, empty, or nested."""
+    """Return the entries that are not None, empty, or nested."""
     return {
         key: value
         for key, value in values.items()
@@ -290,24 +274,24 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """The value if it is a JSON object, else an empty one."""
+    """Return the value if it is a JSON object, else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 
 def listed(value: Any) -> Sequence[Any]:
-    """The value if it is a JSON list, else an empty one."""
+    """Return the value if it is a JSON list, else an empty one."""
     return value if isinstance(value, list) else []
 
 
 def excerpt(lines: Sequence[str], line: int, width: int = 100) -> str:
-    """Line ``line`` (from 1) as it is quoted in a message."""
+    """Return line ``line`` (from 1) as quoted in a message."""
     text = lines[line - 1].strip() if 0 < line <= len(lines) else ""
     return text if len(text) <= width else text[: width - 1] + "…"
 
 
 @dataclass(frozen=True)
 class LoggedRequest:
-    """One request as logged, in seconds on the client's clock; None: it did not happen, or is not known."""
+    """A logged request, in seconds on the client's clock; None: did not happen, or unknown."""
 
     request_id: str
     scheduled_s: float
@@ -321,7 +305,7 @@ class LoggedRequest:
 
 
 def records_of(seen: Sequence[LoggedRequest]) -> list[RequestRecord]:
-    """The requests in the order of their planned sends, with times from the first of them."""
+    """Return the requests by planned send, with times from the first send."""
     ordered = sorted(seen, key=lambda each: each.scheduled_s)
     return [_record(each, ordered[0].scheduled_s) for each in ordered]
 
@@ -349,27 +333,24 @@ def _record(seen: LoggedRequest, start: float) -> RequestRecord:
 
 @dataclass
 class ReportedTransfer:
-    """One measurement as far as it is reported. ``gb_per_s`` is in 10⁹ bytes per second, times in seconds."""
+    """One measurement as reported. ``gb_per_s`` is in 10⁹ bytes per second, times in seconds."""
 
     case: Case
     gb_per_s: float
     calls: int | None = None
     window_s: float | None = None
-    """The length of the measurement, if the tool reports it."""
+    """Duration of the measurement, if reported."""
     library: str = ""
     transport: str = ""
     prepare_s: float | None = None
     verified: bool | None = None
     also: Mapping[str, Any] = field(default_factory=dict)
     qualifiers: Sequence[str] = ()
-    """What must be known with the bandwidth to read it."""
+    """Notes needed to read the bandwidth."""
 
 
 def transfer_row(origin: Origin, reported: ReportedTransfer, missing: Sequence[str]) -> TransferRow:
-    """The row.
-
-    What the tool does not report stands in the record as its default, and by name in ``missing``.
-    """
+    """Return a row. An unreported value has its default in the record and its name in ``missing``."""
     absent = [
         *missing,
         *(
@@ -398,7 +379,7 @@ def transfer_row(origin: Origin, reported: ReportedTransfer, missing: Sequence[s
             "imported",
             f"read from {origin.text()}, not measured by kvbench; "
             + "".join(f"{text}; " for text in reported.qualifiers)
-            + f"not told: {', '.join(absent)}",
+            + f"not reported: {', '.join(absent)}",
             evidence={
                 "file": origin.file,
                 "line": origin.line,

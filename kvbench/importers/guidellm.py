@@ -1,9 +1,6 @@
-"""JSON reports of guidellm: one row a benchmark (a rate, or a concurrency), over its successful requests.
-
-Names differ from vLLM's: guidellm's *inter token latency* is one mean gap for each request, which is TPOT
-here; its *time per output token* has the first token's wait in it and stays a setting of its own. It keeps
-no single gaps.
-"""
+"""JSON reports of guidellm: one row per benchmark (a rate, or a concurrency), over its successful requests.
+Names differ from vLLM's: guidellm's *inter token latency* is one mean gap per request, which is TPOT here;
+its *time per output token* includes the first token's wait and becomes a setting. It has no single gaps."""
 
 from __future__ import annotations
 
@@ -62,11 +59,11 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Imported:
-    """A row for each benchmark of the report. Raises InputError for a file that is not whole."""
+    """Return a row for each benchmark. Raises InputError for an incomplete file."""
     data = parse_json(path)
     benchmarks = data.get("benchmarks") if isinstance(data, Mapping) else None
     if not isinstance(benchmarks, list):
-        raise InputError(f"{path.name}:1: has no list of benchmarks, so it is no report of guidellm")
+        raise InputError(f"{path.name}:1: has no list of benchmarks, so it is not a report of guidellm")
     version = str(mapping(data.get("metadata")).get("guidellm_version") or "")
     origin = Origin(path.name, 1, len(read_lines(path)), TOOL, version)
     reading = Imported(definitions=dict(DEFINITIONS))
@@ -102,7 +99,7 @@ def _successful(metric: Any) -> Mapping[str, Any]:
 
 
 def _statistics(metric: Any) -> dict[str, float]:
-    """A metric's figures over its successful requests; none where there were none."""
+    """Return a metric's statistics over successful requests; empty without any."""
     values = _successful(metric)
     if not values.get("count"):
         return {}
@@ -137,7 +134,7 @@ def _counts(row: ServingRow, benchmark: Mapping[str, Any], metrics: Mapping[str,
 
 
 def _requests(groups: Mapping[str, Any]) -> list[RequestRecord]:
-    """The single requests, if the report has them: with their planned times, without gaps between tokens."""
+    """Return the single requests, if reported: with their planned times, without gaps between tokens."""
     seen: list[LoggedRequest] = []
     for group in ("successful", "errored", "incomplete"):
         for request in map(mapping, listed(groups.get(group))):

@@ -1,8 +1,6 @@
-"""LLMServingSim's recorded vLLM runs: ``requests.jsonl``, with ``meta.json`` beside it, or their folder.
-
-Each line has the engine's own times of a request on a monotonic clock, and its arrival on the wall clock. The
-engine's are put on the client's by the shortest way between them: nothing can be queued before it arrives.
-"""
+"""LLMServingSim's recorded vLLM runs: ``requests.jsonl`` with ``meta.json``, or their folder. Each line has
+the engine's times of a request on a monotonic clock, and its arrival on the wall clock. The clocks are
+aligned by the smallest difference: no request is queued before it arrives."""
 
 from __future__ import annotations
 
@@ -48,13 +46,13 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Imported:
-    """One row with its requests. Raises InputError for a file without a whole one."""
+    """Return one row with its requests. Raises InputError for a file without a complete one."""
     file = path / _REQUESTS if path.is_dir() else path
     reading = Imported(definitions=dict(DEFINITIONS), files=[file])
     lines = read_lines(file)
     seen = list(filter(None, (_line(at, text, file, reading) for at, text in enumerate(lines, start=1))))
     if not seen:
-        raise InputError(f"{file.name}:1: no whole request is in it")
+        raise InputError(f"{file.name}:1: contains no complete request")
     about = file.with_name(_META)
     meta = mapping(parse_json(about)) if about.is_file() else {}
     row = ServingRow(Origin(file.name, 1, len(lines), TOOL, ""), {}, num_prompts=len(seen))
@@ -73,7 +71,7 @@ def _line(at: int, text: str, file: Path, reading: Imported) -> Mapping[str, Any
     try:
         row = mapping(json_value(text))
     except json.JSONDecodeError as error:
-        reading.leave_out(at, f"is not whole JSON ({error.msg}); left out", file.name)
+        reading.leave_out(at, f"is not complete JSON ({error.msg}); left out", file.name)
         return None
     lacking = [name for name in _TIMES if number(row.get(name)) is None]
     lacking += [name for name in ("input_toks", "output_toks") if not whole(row.get(name))]
@@ -110,7 +108,9 @@ def _summed_up(row: ServingRow) -> None:
             row.derived[name] = "mean over the requests"
     row.take_mean_length("input_len", fmean(each.input_len for each in requests), "input_toks")
     row.take_mean_length("output_len", fmean(each.output_len for each in requests), "output_toks")
-    row.derived["requests.first_token_s"] = "the engine's clock, put on the client's by the shortest way"
+    row.derived["requests.first_token_s"] = (
+        "the engine's clock, aligned with the client's by the smallest difference"
+    )
 
 
 def _asked(row: ServingRow, meta: Mapping[str, Any]) -> None:

@@ -1,10 +1,7 @@
 """Tables of nccl-tests (``sendrecv_perf``, ``all_reduce_perf``, …): a row for each size and placement.
-
-``algbw`` and ``busbw`` are 10⁹ bytes a second. ``algbw`` = size / time is taken as the bandwidth: what one
-call moved from the caller's view; ``busbw`` is kept beside it. A collective is no one-sided transfer, so the
-op stands as ``write`` and is listed as missing. Times are of one call, in µs. ``#wrong`` is 0, a number, or
-N/A.
-"""
+``algbw`` and ``busbw`` are 10⁹ bytes per second. ``algbw`` = size / time (bytes of one call for the caller)
+becomes the bandwidth; ``busbw`` is kept too. A collective is not a one-sided transfer, so the op is ``write``
+and listed as missing. Times are of one call, in µs. ``#wrong`` is 0, a number, or N/A."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Imported:
-    """Two rows a line, out of place and in place; sizes of 0 bytes are left out, they move nothing."""
+    """Return two rows per line, out of place and in place; sizes of 0 bytes are left out."""
     reading = Imported()
     about: dict[str, Any] = {"gpus": [], "hosts": set(), "ranks": set()}
     columns: list[str] = []
@@ -96,7 +93,7 @@ def _take(text: str, columns: list[str], about: dict[str, Any], origin: Origin, 
         reading.leave_out(origin.line, "a call of 0 bytes moves nothing; left out", origin.file)
         return
     if len(about["ranks"]) == 1:
-        what = "was measured by a rank that is alone and copies to itself"
+        what = "was measured by a single rank that copies to itself"
         hint = "build nccl-tests with MPI=1" if len(about["gpus"]) > 1 else "give it two GPUs"
         reading.leave_out(origin.line, f"{what} ({hint}); left out", origin.file)
         return

@@ -1,9 +1,8 @@
-"""Tables that nixlbench (of NIXL) prints, with the configuration above them.
+"""Tables of nixlbench (part of NIXL), with the configuration above them.
 
-The columns changed: up to 0.2 ``Avg Lat. (us)`` came before three bandwidths (MiB/s, GiB/s, GB/s); later
-there is one bandwidth, and the times of preparing, posting and transferring with their P99. ``B/W (GB/Sec)``
-is 10⁹ bytes a second in all of them. The latency is that of one block, so it is kept as reported and no
-call's time is made of it.
+The columns changed: up to 0.2 ``Avg Lat. (us)`` precedes three bandwidths (MiB/s, GiB/s, GB/s); later there
+is one bandwidth, and times of preparing, posting and transferring with their P99. ``B/W (GB/Sec)`` is always
+10⁹ bytes per second. The latency is one block's, so it is kept as reported, not as a call's time.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Imported:
-    """A row for each line of a table. Where the header or a bandwidth is absent, the line is a problem."""
+    """Return a row for each line of a table. A line without header or bandwidth is a problem."""
     reading = Imported()
     settings: dict[str, str] = {}
     columns: list[str] = []

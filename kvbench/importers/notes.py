@@ -9,7 +9,7 @@ The layout, in any language around it::
     Testing input=1024 output=1024 rps=80 num_prompts=400
     ============ Serving Benchmark Result ============
     …
-    5. 结论                              ← written conclusions; kept as claims beside the rows they speak of
+    5. 结论                              ← written conclusions; kept as claims next to their rows
 
 A section without a block is reported. Nothing here judges the claims. A claim is always ``{"line", "text"}``;
 where the sentence is understood also ``metric`` (a figure's name), ``input_len`` (a list), and either
@@ -43,7 +43,7 @@ _ITEM: Final = re.compile(r"^[-*•]\s*(?P<text>.+)$")
 def read_claims(
     lines: Sequence[str], connectors: Iterable[str], lengths: Iterable[int]
 ) -> list[dict[str, Any]]:
-    """All claims of the section of conclusions. ``connectors`` and ``lengths``: those that were measured."""
+    """Return all claims of the conclusions. ``connectors`` and ``lengths``: those that were measured."""
     known, measured = list(dict.fromkeys(connectors)), sorted(set(lengths))
     sentences = yaml.safe_load(_SENTENCES.read_text(encoding="utf-8"))
     claims: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ def _claim(
     if "ahead" in found:
         claim["ahead"] = found["ahead"].lower()
         others = [each for each in known if each != claim["ahead"]]
-        only = others[0] if len(others) == 1 else ""  # of the connectors that were measured
+        only = others[0] if len(others) == 1 else ""  # measured connectors only
         claim["behind"] = found.get("behind", only).lower()
     if "least" in found:
         claim["by_percent"] = [float(found["least"]), float(found.get("most", found["least"]))]
@@ -143,8 +143,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Imported:
-    """A row for each block, with its heading, the section's connector, and how that connector was
-    launched."""
+    """Return a row for each block, with its heading, the section's connector, and its launch settings."""
     lines = read_lines(path)
     reading = Imported(definitions=dict(DEFINITIONS))
     launches, launch_lines = _launches(lines)
@@ -200,7 +199,7 @@ def _sections(lines: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def _launches(lines: Sequence[str]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, int]]]:
-    """Settings by connector from the chapters on how each is launched, and the line of each setting."""
+    """Return settings by connector from the chapters on launching, and each setting's line."""
     values: dict[str, dict[str, Any]] = {}
     places: dict[str, dict[str, int]] = {}
     name = ""
@@ -242,7 +241,7 @@ def _float(text: str) -> float | str:
 
 
 def _about(lines: Sequence[str], reading: Imported) -> str:
-    """Hardware, SLO and model of the notes; returns vLLM's version."""
+    """Read hardware, SLO and model of the notes; return vLLM's version."""
     version = ""
     for line, text in enumerate(lines, start=1):
         if found := _ENVIRONMENT.match(text.strip()):
@@ -257,7 +256,7 @@ def _about(lines: Sequence[str], reading: Imported) -> str:
 
 
 def _scripts(lines: Sequence[str], sections: Sequence[tuple[int, str]], rows: Sequence[ServingRow]) -> None:
-    """The rate that the script printed above the results asks for, beside the one that the result names."""
+    """Add the rate of the script above the results to the reported rate."""
     for line, text in enumerate(lines, start=1):
         found = _SCRIPT.match(text.strip())
         connector = next((name for at, name in reversed(sections) if at < line), "")

@@ -1,9 +1,7 @@
-"""Output of perftest's bandwidth programs: ``ib_write_bw``, ``ib_read_bw``, ``ib_send_bw``.
-
-The average is taken; the peak is kept, unless it is the 0 of runs by duration. ``MB/sec`` and ``MiB/sec``
-both mean 2²⁰ bytes (the name was corrected in newer versions, the figure is the same), ``Gb/sec``
-(``--report_gbits``) 10⁹ bits. Rows of ``-b`` are the sum of both directions, and are marked as such.
-"""
+"""Output of perftest's bandwidth programs: ``ib_write_bw``, ``ib_read_bw``, ``ib_send_bw``. The average is
+the result; the peak is kept unless it is 0 (runs by duration). ``MB/sec`` and ``MiB/sec`` both mean 2²⁰ bytes
+(only the name was corrected), ``Gb/sec`` (``--report_gbits``) 10⁹ bits. Rows of ``-b`` are the sum of both
+directions, and are marked."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ _TITLE: Final = re.compile(r"^\s*(?:RDMA_)?(?P<name>Write|Read|Send)(?: Bidirect
 _SETTING: Final = re.compile(r"(?P<name>[A-Z][A-Za-z_*. ]*?)\s*:\s*(?P<value>\S+(?:\[\w+\])?)")
 _ROW: Final = re.compile(r"^\s*\d+\s+\d+\s+[\d.]+\s+[\d.]+")
 _BOTH: Final = "both directions together"
-"""How rows of ``-b`` are marked: their bandwidth is the sum of two transfers that run against each other."""
+"""Qualifier of rows of ``-b``: the sum of two opposite transfers."""
 _GB: Final = {"MB": 2.0**20 / 1e9, "MiB": 2.0**20 / 1e9, "Gb": 1 / 8}
 _OPS: Final[dict[str, TransferOp]] = {"Write": "write", "Read": "read", "Send": "write"}
 
@@ -44,7 +42,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Imported:
-    """A row for each message size of each test."""
+    """Return a row for each message size of each test."""
     reading = Imported()
     settings: dict[str, str] = {}
     test, unit, both = "", "", False
@@ -66,7 +64,7 @@ def _take(cells: list[str], about: dict[str, Any], origin: Origin, reading: Impo
     if not size or average is None or len(cells) < 5:
         reading.leave_out(
             origin.line,
-            "is not whole: size, iterations, peak, average and rate are wanted; left out",
+            "is incomplete: size, iterations, peak, average and rate are required; left out",
             origin.file,
         )
         return

@@ -1,9 +1,7 @@
 """The page of vLLM's pull request 10884, as text: three tables of results of Mooncake's first connector.
-
-Titles such as ``Varying tp (input length = 1024, qps = 2, output length =6)`` give what was kept; the first
-column what was varied, the second the RDMA NICs or ``TCP``. The page quotes the tables again, once
-machine-translated: the first appearance is read, and every later one is compared with it, cell by cell.
-"""
+Titles such as ``Varying tp (input length = 1024, qps = 2, output length =6)`` name the constants; the first
+column is the variable, the second the RDMA NICs or ``TCP``. The page repeats the tables, once
+machine-translated: the first appearance is used, and later ones are compared with it, cell by cell."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ COLUMNS: Final = {
         for word in ("Mean", "Median", "P99")
     },
 }
-"""Columns after ``Setting`` and ``num_rdma_nic``, in their order on the page → names of the figures."""
+"""Columns after ``Setting`` and ``num_rdma_nic``, in order → names of the values."""
 HEADER: Final = " ".join(("Setting", "num_rdma_nic", *COLUMNS))
 
 _TITLE: Final = re.compile(r"^Varying (?P<axis>tp|qps|input length) \((?P<kept>[^)]*)\)$")
@@ -57,7 +55,7 @@ class _Row:
 
 @dataclass
 class _Table:
-    """One appearance of a table. ``axis``: empty where the title is no English one."""
+    """One appearance of a table. ``axis``: empty for a title that is not English."""
 
     line: int
     title: str
@@ -74,7 +72,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Imported:
-    """A row for each row of the three tables; see the module's words for the repeated ones."""
+    """Return a row for each row of the three tables; see the module's docstring for repeats."""
     lines = read_lines(path)
     reading = Imported(definitions=dict(DEFINITIONS))
     tables = _tables(lines)
@@ -88,7 +86,7 @@ def read(path: Path) -> Imported:
             continue
         firsts.append(table)
         end = tables[place + 1].line if place + 1 < len(tables) else len(lines) + 1
-        reading.problems += _torn(lines, table, end, path.name)
+        reading.problems += _torn_row(lines, table, end, path.name)
         reading.rows += [_row(table, row, path.name) for row in table.rows]
     repeats = [table for table in tables if table not in firsts and table.rows]
     _compare(firsts, repeats, reading, path.name)
@@ -100,7 +98,7 @@ def read(path: Path) -> Imported:
 
 
 def _tables(lines: Sequence[str]) -> list[_Table]:
-    """Every appearance of a table: a header with ``num_rdma_nic``, the title before it, the rows after it."""
+    """Return every appearance of a table: a header with ``num_rdma_nic``, its title and rows."""
     tables: list[_Table] = []
     for place, text in enumerate(lines):
         stripped = text.strip()
@@ -123,8 +121,8 @@ def _next_line(table: _Table) -> int:
     return (table.rows[-1].line if table.rows else table.header_line) + 1
 
 
-def _torn(lines: Sequence[str], table: _Table, end: int, file: str) -> list[LeftOut]:
-    """The line after a table's last row, if it was to be a row."""
+def _torn_row(lines: Sequence[str], table: _Table, end: int, file: str) -> list[LeftOut]:
+    """Report the line after a table's last row if it is a broken row."""
     line = _next_line(table)
     text = lines[line - 1].strip() if line <= len(lines) and line < end else ""
     if re.match(r"^(?:tp = |qps = )?\d+ (?:\d+|TCP)\b", text):
@@ -160,12 +158,12 @@ def _row(table: _Table, row: _Row, file: str) -> ServingRow:
 
 
 def _compare(firsts: Sequence[_Table], repeats: Sequence[_Table], reading: Imported, file: str) -> None:
-    """What the repeated tables have that the first ones have not; where they are equal, that is noted."""
+    """Report differences of repeated tables from the first ones, or their equality."""
     equal: list[dict[str, Any]] = []
     for place, repeat in enumerate(repeats):
         first = firsts[place % len(firsts)] if firsts else None
         if first is None or len(first.rows) != len(repeat.rows):
-            text = "a repeated table has other rows than its first appearance; the first one counts"
+            text = "a repeated table has other rows than its first appearance, which is used"
             reading.leave_out(repeat.header_line, text, file)
             continue
         differing = [
@@ -183,13 +181,13 @@ def _compare(firsts: Sequence[_Table], repeats: Sequence[_Table], reading: Impor
 
 
 def _same_figures(reading: Imported, file: str) -> None:
-    """Rows of different tables with the same figures in every column are one measurement reported twice."""
+    """Report rows of different tables with equal values in every column: one measurement, reported twice."""
     seen: dict[tuple[float, ...], ServingRow] = {}
     for row in reading.serving:
         key = tuple(row.figures.values())
         if key in seen:
             first = seen[key].origin.line
             row.settings["same_as_line"] = first
-            text = f"has the figures of line {first} in every column: one measurement, told twice"
+            text = f"has the values of line {first} in every column: one measurement, reported twice"
             reading.leave_out(row.origin.line, text, file)
         seen.setdefault(key, row)

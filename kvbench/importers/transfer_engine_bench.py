@@ -1,10 +1,7 @@
-"""The log of Mooncake's ``transfer_engine_bench``: its last line has the throughput.
-
-``Test completed: duration 10.01, batch count 4895, throughput 1.25 GB/s``. The unit follows
-``--report_unit`` (GB, GiB, Gb, MB, …, each a second); old versions print none and mean 10⁹ bytes. Block and
-batch size are no part of the output: they come from the command line if it stands in the log, and are
-missing otherwise.
-"""
+"""The log of Mooncake's ``transfer_engine_bench``: its last line has the throughput. ``Test completed:
+duration 10.01, batch count 4895, throughput 1.25 GB/s``. The unit follows ``--report_unit`` (GB, GiB, Gb, MB,
+…, per second); old versions print none and mean 10⁹ bytes. Block and batch size are only known if the log has
+the command line."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Imported:
-    """A row for each completed test."""
+    """Return a row for each completed test."""
     reading = Imported()
     flags: dict[str, str] = {}
     workers, transport = 0, ""

@@ -24,7 +24,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Imported:
-    """Every result in the file. Raises InputError if not even the first one is whole."""
+    """Return every result in the file. Raises InputError if the first one is incomplete."""
     reading = Imported(definitions=dict(DEFINITIONS))
     try:
         value = json_value(read_text(path))
@@ -32,7 +32,7 @@ def read(path: Path) -> Imported:
         found = _lines(path, reading)
         if not found:
             raise InputError(
-                f"{path.name}:{error.lineno}: is not whole JSON ({error.msg})",
+                f"{path.name}:{error.lineno}: is not complete JSON ({error.msg})",
                 hint="the file was cut off while it was written; the run's log may hold the result block",
             ) from error
         return reading
@@ -49,7 +49,7 @@ def _lines(path: Path, reading: Imported) -> int:
         try:
             _take(json_value(text), Origin(path.name, line, line, TOOL), reading)
         except json.JSONDecodeError as error:
-            reading.leave_out(line, f"is not whole JSON ({error.msg}); left out", path.name)
+            reading.leave_out(line, f"is not complete JSON ({error.msg}); left out", path.name)
     return len(reading.rows)
 
 
@@ -58,5 +58,5 @@ def _take(result: Any, origin: Origin, reading: Imported) -> None:
         tool = _SGLANG if "total_output_tokens_retokenized" in result else origin.tool
         reading.rows.append(row_of(result, replace(origin, tool=tool)))
     else:
-        what = "is no result of a serving benchmark"
+        what = "is not a result of a serving benchmark"
         reading.leave_out(origin.line, f"{what}; left out", origin.file)

@@ -1,10 +1,7 @@
-"""Result blocks of ``vllm bench serve`` in a log, several per log, with the command before each where there
-is one.
-
-Formats seen: 0.4 (``benchmark_serving.py``) to 0.32, where the parsed arguments are printed before the run
-as ``Namespace(…)``, and the "Traffic request rate" after them. What is asked for comes from the nearest of
-these, or from a heading of ``key=value`` words, that stands between the block before and this one.
-"""
+"""Result blocks of ``vllm bench serve`` in a log, several per log, each with its command if present. Formats:
+0.4 (``benchmark_serving.py``) to 0.32, which prints the parsed arguments before the run as ``Namespace(…)``,
+and "Traffic request rate" after them. The requested load comes from the nearest of these, or from a heading
+of ``key=value`` pairs, between the previous block and this one."""
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ _HEADING_KEYS: Final = {
     "request_rate": "request_rate",
     "num_prompts": "num_prompts",
 }
-# Settings of the command that are kept; the others are in the command itself.
+# Recorded settings of the command; the whole command is stored too.
 _KEPT: Final = (
     "backend", "model", "served_model_name", "dataset_name", "burstiness", "max_concurrency", "seed",
     "num_warmups",
@@ -61,7 +58,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Imported:
-    """Every block of a log; one that is cut off is a problem and no row."""
+    """Return every block of a log; an incomplete one is a problem."""
     lines = read_lines(path)
     reading = Imported(definitions=dict(DEFINITIONS))
     before = 0
@@ -70,24 +67,22 @@ def read(path: Path) -> Imported:
             reading.leave_out(block.line, f"a result block is left out: {block.cut}", path.name)
         else:
             reading.rows.append(row_of(block, lines, before, path.name))
-            reading.problems += unread(block, path.name)
+            reading.problems += unknown_lines(block, path.name)
         before = block.last_line
     return reading
 
 
-def unread(block: vllm_result.ResultBlock, file: str) -> list[LeftOut]:
-    """What stood in a whole block and is no figure that is known."""
+def unknown_lines(block: vllm_result.ResultBlock, file: str) -> list[LeftOut]:
+    """Report unknown lines of a complete block."""
     problems = [LeftOut(line, f"not read: {text[:100]}", file) for line, text in block.unreadable]
     if block.unknown:
         names = ", ".join(block.unknown)
-        problems.append(
-            LeftOut(block.line, f"no figure is known by the name of: {names} (kept as text)", file)
-        )
+        problems.append(LeftOut(block.line, f"unknown names of values: {names} (kept as text)", file))
     return problems
 
 
 def row_of(block: vllm_result.ResultBlock, lines: Sequence[str], before: int, file: str) -> ServingRow:
-    """The row of a block, with what was asked for from the lines between ``before`` and the block."""
+    """Return a block's row, with the requested load from the lines after ``before``."""
     asked = RequestedLoad.before(lines, before, block.line - 1)
     row = ServingRow(
         Origin(file, block.line, block.last_line, asked.tool),
@@ -112,7 +107,7 @@ def row_of(block: vllm_result.ResultBlock, lines: Sequence[str], before: int, fi
 
 
 class RequestedLoad:
-    """What the lines before a block say was asked for."""
+    """The requested load from the lines before a block."""
 
     def __init__(self) -> None:
         self.tool = ""
@@ -124,7 +119,7 @@ class RequestedLoad:
 
     @classmethod
     def before(cls, lines: Sequence[str], first: int, last: int) -> RequestedLoad:
-        """Lines ``first`` to ``last``, counted from 0, ``last`` not included; later words count more."""
+        """Parse lines ``first`` to ``last`` (from 0, ``last`` excluded); later values win."""
         asked = cls()
         place = first
         while place < last:
@@ -132,7 +127,7 @@ class RequestedLoad:
             if _NAMESPACE.search(text):
                 asked._namespace(text)
             elif _COMMAND.search(text):
-                place, command = _joined(lines, place, last)
+                place, command = _join_command(lines, place, last)
                 asked._command(command)
             elif found := _TRAFFIC.match(text):
                 asked._values["request_rate"] = found["rate"]
@@ -147,7 +142,7 @@ class RequestedLoad:
         self._take({key: value for key, value in pairs.items() if value != "None"})
 
     def _command(self, text: str) -> None:
-        """Only flags with a value that is reported: ``$rps`` of a script's text is none."""
+        """Take only flags with a literal value, not ``$rps`` of a script."""
         found = _COMMAND.search(text)
         self.tool = " ".join(found[0].split()) if found else ""
         self.command = text
@@ -182,8 +177,8 @@ class RequestedLoad:
             self._values.update({key: value for key, value in known.items() if "$" not in value})
 
 
-def _joined(lines: Sequence[str], place: int, last: int) -> tuple[int, str]:
-    """A command over several lines that end in a backslash, and the place of its last line."""
+def _join_command(lines: Sequence[str], place: int, last: int) -> tuple[int, str]:
+    """Join a command over several lines that end in a backslash; return it with its last line's index."""
     words = [lines[place].strip()]
     while words[-1].endswith("\\") and place + 1 < last:
         place += 1

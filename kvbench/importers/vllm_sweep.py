@@ -1,8 +1,6 @@
-"""Folders of ``vllm bench sweep``: one folder a combination, ``run=<n>.json`` in it for each run.
-
-``serve``, ``serve_sla`` and ``serve_workload`` write the same files. A combination's parameters stand in
-each run's JSON; ``summary.json`` repeats the runs and is read only where they are gone.
-"""
+"""Folders of ``vllm bench sweep``: one folder per combination with ``run=<n>.json`` for each run. ``serve``,
+``serve_sla`` and ``serve_workload`` write the same files. Each run's JSON has the combination's parameters;
+``summary.json`` repeats the runs and is read only if they are missing."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Imported:
-    """Every run of every combination, in the order of their names."""
+    """Return every run of every combination, in the order of their names."""
     reading = Imported(definitions=dict(DEFINITIONS))
     runs = _runs(path)
     folders = {run.parent for run in runs}
@@ -44,7 +42,7 @@ def read(path: Path) -> Imported:
                 row.settings["combination"] = file.parent.relative_to(path).as_posix()
                 reading.rows.append(row)
             else:
-                reading.leave_out(1, "is no result of a serving benchmark; left out", name)
+                reading.leave_out(1, "is not a result of a serving benchmark; left out", name)
     reading.problems += [_failure(path, file) for file in sorted(path.rglob("*failure.json"))[:MAX_FILES]]
     return reading
 
@@ -55,7 +53,7 @@ def _runs(path: Path) -> list[Path]:
 
 
 def _order(run: Path) -> list[str | int]:
-    """Numbers in names are ordered as numbers: words and numbers stand at every second place."""
+    """Return a sort key that orders numbers in names as numbers."""
     parts = re.split(r"(\d+)", run.as_posix())
     return [int(part) if place % 2 else part for place, part in enumerate(parts)]
 

@@ -16,7 +16,7 @@ from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.scenario.hosts import RayOptions, RemoteHost, Roles, SlurmOptions
 from kvbench.core.scenario.scenario import Deployment, Scenario
 from kvbench.errors import InputError, KvbenchError, Problem
-from kvbench.hosts.server_access import carried, variables
+from kvbench.hosts.server_access import secret_values, variables
 from kvbench.launchers.agents.channel import Channel
 from kvbench.launchers.agents.remote import Fleet
 from kvbench.launchers.base import Launcher
@@ -25,20 +25,25 @@ from kvbench.launchers.local import LocalLauncher
 Tell = Callable[[str], None]
 
 
-class Nodes(Protocol):
-    """What a scheduler has given: ``SlurmJob`` or ``RayNodesOf``."""
+class ChosenNodes(Protocol):
+    """Which nodes serve which role, and their addresses."""
 
-    hosts: Mapping[str, tuple[str, ...]]
-    """Role → its nodes."""
+    @property
+    def hosts(self) -> Mapping[str, tuple[str, ...]]:
+        """Role → its nodes."""
+
+    def address(self, host: str, /) -> str:
+        """The node's address, as the scheduler knows it. Raises LaunchError."""
+
+
+class Nodes(ChosenNodes, Protocol):
+    """What a scheduler has given: ``SlurmJob`` or ``RayNodesOf``."""
 
     def open(self) -> None:
         """Get them; ``hosts`` is known then. Raises LaunchError."""
 
     def channel(self, host: str, command: str, /) -> Channel:
         """A shell command on a node. Raises LaunchError."""
-
-    def address(self, host: str, /) -> str:
-        """The node's address, as the scheduler knows it. Raises LaunchError."""
 
     def close(self) -> None:
         """Give them back."""
@@ -73,7 +78,7 @@ def _nodes(deployment: Deployment, run_tag: str, tell: Tell) -> Nodes:
     return RayNodesOf(deployment.ray or RayOptions(), run_tag, tell, loadgen_only=loadgen_only)
 
 
-def placed_on(deployment: Deployment, nodes: Nodes) -> Deployment:
+def placed_on(deployment: Deployment, nodes: ChosenNodes) -> Deployment:
     """The deployment with these nodes as its hosts."""
     options: SlurmOptions | RayOptions = deployment.ray or RayOptions()
     if deployment.launcher == "slurm":
@@ -145,7 +150,7 @@ class Places:
         """
         if self._fleet is None:
             return LocalLauncher(self.run_tag, log_dir, spec_dir)
-        secrets = carried(variables(self.scenario.deployment.engine_options.server.access))
+        secrets = secret_values(variables(self.scenario.deployment.engine_options.server.access))
         launcher = self._fleet.launcher(log_dir, env)
         return launcher.with_secrets("loadgen", secrets)
 

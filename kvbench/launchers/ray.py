@@ -165,9 +165,7 @@ class RayNodesOf:
     def open(self) -> None:
         """Join the cluster and set the nodes aside."""
         if missing_here := problem():
-            raise MissingLibraryError(
-                missing_here, hint="pip install 'kvbench[ray]', in the cluster's version"
-            )
+            raise MissingLibraryError(missing_here, hint="pip install ray, in the cluster's version")
         self._join()
         self._reserve()
 

@@ -1,1 +1,1 @@
-"""``kvbench microbench``: from the cases that are asked for to the records of their transfers."""
+"""``kvbench microbench``: from the requested cases to the records of their transfers."""

@@ -1,7 +1,5 @@
-"""Measures raw transfers between workers, case by case: every case ends as a row, whatever goes wrong.
-
-A case is measured with connected workers: fill, prepare, warm up, measure, verify.
-"""
+"""Measures raw transfers between workers, case by case; a failed case is a row with its error. Steps of a
+case: connect workers, fill, prepare, warm up, measure, verify."""
 
 from __future__ import annotations
 
@@ -41,21 +39,21 @@ from kvbench.processes.transfer_worker.memory import MEMORY_SHARE, available_byt
 from kvbench.transfer.parts.blocks import pack_ids
 
 MAX_CALLS: Final = 200_000
-"""Of one initiator in one case: each call's own time is kept."""
+"""Maximum calls of one initiator in one case: each call's time is kept."""
 WARMUP_SHARE: Final = 0.15
 WARMUP_CALLS: Final = 3
 WARMUP_MAX_S: Final = 1.0
 START_DELAY_S: Final = 0.01
-"""Several initiators start at one moment of their common clock, so long after they are asked."""
+"""Delay of the common start of several initiators on one clock, in seconds."""
 SLOWEST_BYTES_PER_S: Final = 50e6
-"""Large transfers get more time than ``call_s``: what is slower than this, all together, counts as stuck."""
+"""A large transfer slower than this counts as stuck; its deadline may exceed ``call_s``."""
 BYTES_PER_S: Final = 50e6
-"""A fill or a comparison slower than this is taken for a dead worker's."""
+"""A fill or comparison slower than this counts as a dead worker's."""
 
 
 @dataclass
 class CounterWindow:
-    """Counters of all workers, initiators first, right before and right after what was timed."""
+    """Counters of all workers, initiators first, just before and after the timed window."""
 
     before: list[dict[str, Any]]
     after: list[dict[str, Any]]
@@ -63,7 +61,7 @@ class CounterWindow:
 
 @dataclass
 class _Timed:
-    """What the initiators' loops said, of one round or several."""
+    """Results of the initiators' loops, of one or several rounds."""
 
     calls: int = 0
     window_s: float = 0.0
@@ -72,7 +70,7 @@ class _Timed:
     transport: str = ""
 
     def add(self, answers: Sequence[Mapping[str, Any]]) -> None:
-        """One round: its window is from the first start to the last end over all initiators."""
+        """Add a round: its window is from the first start to the last end over all initiators."""
         first, last = (min(a["started_ns"] for a in answers), max(a["ended_ns"] for a in answers))
         self.window_s += (last - first) / 1e9
         self.calls += sum(answer["calls"] for answer in answers)
@@ -82,7 +80,7 @@ class _Timed:
 
 
 class CaseRun:
-    """The steps of one case; fills its record. Every step raises WorkerError when something is wrong."""
+    """The steps of one case; fills its record. Every step raises WorkerError on failure."""
 
     def __init__(
         self, case: Case, record: TransferRecord, team: Team, workers: Workers, settings: Settings
@@ -102,7 +100,7 @@ class CaseRun:
         self._bytes_s = ANSWER_S + size / BYTES_PER_S
 
     def run(self, new_content: Callable[[], int], on_stage: Callable[[str], None]) -> CounterWindow:
-        """All steps. ``new_content`` numbers what the buffers hold, so that no two fills are alike."""
+        """Run all steps. ``new_content`` numbers the buffers' contents, so that all fills differ."""
         on_stage("preparing")
         generation = new_content()
         self._fill(generation)
@@ -113,7 +111,7 @@ class CaseRun:
         if self._moves and self._settings.verify:
             on_stage("verifying")
             self._verify(generation)
-            # Once more with other bytes: a repeated transfer that does nothing would have passed so far.
+            # Repeat with other bytes: a repeated transfer without effect would have passed up to now.
             generation = new_content()
             self._fill(generation)
             count = self._tickets
@@ -124,7 +122,7 @@ class CaseRun:
 
     @property
     def _tickets(self) -> int:
-        """Transfers under way at each initiator."""
+        """Concurrent transfers of each initiator."""
         return self._case.threads * self._case.targets
 
     def _fill(self, generation: int) -> None:
@@ -194,7 +192,7 @@ class CaseRun:
         return CounterWindow(before, after)
 
     def _run(self, limits: Limits) -> _Timed:
-        """Keep all transfers going until the limits, in rounds where the target must offer anew."""
+        """Run all transfers up to the limits, in rounds if the target must offer again."""
         done, left = _Timed(), limits
         while True:
             if self._repeats is not None and not self._offered:
@@ -225,12 +223,12 @@ class CaseRun:
         return self._workers.ask([(worker, "counters", {}) for worker in self._team.everyone], ANSWER_S)
 
     def _verify(self, generation: int) -> None:
-        """Compare all blocks where they have arrived. Raises WorkerError for the first wrong byte."""
+        """Compare all blocks at their destination. Raises WorkerError for the first wrong byte."""
         write = self._case.op == "write"
         if write:
             self._to_targets("collect", self._bytes_s + self._settings.connect_s)
         asked = [self._comparison(pair, generation) for pair in self._pairs]
-        # Answers come one by one and in order, so all pairs of all workers may be asked at once.
+        # Answers arrive in order, so all pairs of all workers can be requested at once.
         for answer, (worker, _, _) in zip(self._workers.ask(asked, self._bytes_s * 2), asked, strict=True):
             if answer["difference"]:
                 self._record.verified = False
@@ -247,8 +245,8 @@ class CaseRun:
         return worker, "verify", {"blocks": pack_ids(blocks), "source": origin}
 
 
-def carried(workers: Sequence[WorkerHandle], window: CounterWindow) -> dict[str, dict[str, int]]:
-    """Side → NIC → bytes in the window: of both directions the larger one."""
+def nic_bytes(workers: Sequence[WorkerHandle], window: CounterWindow) -> dict[str, dict[str, int]]:
+    """Return side → NIC → bytes in the window, of the direction with more."""
     found: dict[str, dict[str, int]] = {}
     for worker, before, after in zip(workers, window.before, window.after, strict=True):
         role = worker.name.partition("-")[0]
@@ -263,10 +261,10 @@ def carried(workers: Sequence[WorkerHandle], window: CounterWindow) -> dict[str,
 
 
 MAX_FAILURES: Final = 2
-"""Workers of one kind that did not start, or connect, so often in a row are not waited for again."""
+"""Cases of one kind are skipped after this many consecutive failed starts or connects."""
 
 Progress = Callable[[int, Case, str], None]
-"""Progress: the case's place in the list, the case, and what happens to it now."""
+"""Called with the case's index, the case, and its current stage."""
 
 
 def run_cases(
@@ -277,11 +275,9 @@ def run_cases(
     on_stage: Progress = lambda index, case, stage: None,
     log_dir: Path | None = None,
 ) -> Iterator[TransferRecord]:
-    """Measure cases one after the other; a row for each, in their order, as soon as it is known.
-
-    Whatever goes wrong with a case becomes its row's error. The workers' output goes to files in ``log_dir``.
-    Close the iterator, or interrupt it, and no process is left. Use it from one thread: workers end with it.
-    """
+    """Measure cases in order; yield a row for each as soon as it is known. A failed case's row has its error.
+    The workers' output goes to files in ``log_dir``. Closing or interrupting the iterator ends all processes.
+    Use it from one thread: workers end with it."""
     with tempfile.TemporaryDirectory(prefix="kvbench-microbench-") as folder:
         scratch = Path(folder)
         bench = Microbench(
@@ -294,9 +290,8 @@ def run_cases(
         yield from bench.run(cases, on_stage)
 
 
-def skipped_because(case: Case) -> str:
-    """What keeps a case from being tried on this machine, or an empty string. Raises InputError for a
-    mistake."""
+def skip_reason(case: Case) -> str:
+    """Return why a case cannot run on this machine, or an empty text. Raises InputError for a mistake."""
     backend = transfer.get(case.backend)
     for what, value, known in (
         ("protocol", case.protocol, backend.protocols),
@@ -316,8 +311,6 @@ def skipped_because(case: Case) -> str:
 
 
 class Microbench:
-    """Runs cases one after the other, and judges what was measured."""
-
     def __init__(
         self, initiator: Side, target: Side, settings: Settings, log_dir: Path, scratch: Path
     ) -> None:
@@ -331,7 +324,7 @@ class Microbench:
         self._load = None if initiator.launcher else os.getloadavg()[0]
 
     def run(self, cases: Sequence[Case], on_stage: Progress) -> Iterator[TransferRecord]:
-        """A row for each case, in order. Leaves no process, also when it is closed or interrupted."""
+        """Yield a row for each case, in order. Ends all processes, also when closed or interrupted."""
         room = self._room()
         for case in cases:
             if not self._too_large(case, room):
@@ -350,15 +343,15 @@ class Microbench:
         record.initiator_host, record.target_host = (side.name for side in self._sides.values())
         far = all(side.launcher for side in self._sides.values())
         try:
-            # What other hosts lack they have reported before.
-            if reason := "" if far else skipped_because(case):
+            # Other hosts have already reported missing libraries.
+            if reason := "" if far else skip_reason(case):
                 record.status, record.error = "skipped", reason
                 return record
             if reason := self._too_large(case, room) or self._too_few_nics(case):
                 raise WorkerError(reason)
             key = Key.of(case)
             if self._failures.get(key, 0) >= MAX_FAILURES:
-                raise WorkerError(f"not tried any more, since {MAX_FAILURES} such cases before did not start")
+                raise WorkerError(f"skipped, since the last {MAX_FAILURES} such cases did not start")
             self._failures[key] = self._failures.get(key, 0) + 1
             team = self._teams.fitting(case, record, on_stage)
             self._failures[key] = 0
@@ -374,13 +367,13 @@ class Microbench:
 
     def _cause(self, error: Exception) -> str:
         cause = str(error) if isinstance(error, KvbenchError) else f"{type(error).__name__}: {error}"
-        return "; ".join([cause, *(word for word in self._workers.casualties() if word not in cause)])
+        return "; ".join([cause, *(word for word in self._workers.unexpected_ends() if word not in cause)])
 
     def _new_content(self) -> int:
         self._generation += 1
         return self._generation
 
-    # --- what cannot be
+    # --- impossible cases
 
     def _room(self) -> int | None:
         if all(side.elsewhere for side in self._sides.values()):
@@ -401,7 +394,7 @@ class Microbench:
         for name, side in self._sides.items():
             if case.nics and len(side.nics) < case.nics:
                 there = ", ".join(str(nic["name"]) for nic in side.nics) or "none"
-                return f"{case.nics} NICs are asked for, and the {name} has {len(side.nics)}: {there}"
+                return f"{case.nics} NICs are requested, but the {name} has {len(side.nics)}: {there}"
         return ""
 
     # --- judging
@@ -411,7 +404,7 @@ class Microbench:
         before, after = window.before[0], window.after[0]
         record.load_average = before["load"]
         record.line_rate_gb_per_s = self._line_rate(case, window)
-        moved = carried(team.everyone, window)
+        moved = nic_bytes(team.everyone, window)
         asked = {role: [str(nic["name"]) for nic in side.nics[: case.nics]] for role, side in sides.items()}
         little = 0.01 * record.calls * record.nbytes
         record.nic_bytes = {
@@ -440,7 +433,7 @@ class Microbench:
         record.warnings = stats.warnings(record, seen)
 
     def _line_rate(self, case: Case, window: CounterWindow) -> float | None:
-        """What the asked NICs of the slower side can carry together, in GB/s."""
+        """Line rate of the requested NICs of the slower side together, in GB/s."""
         if not case.nics:
             return None
         if self._settings.nic_gb_per_s is not None:

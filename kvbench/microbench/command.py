@@ -1,13 +1,10 @@
-"""``kvbench microbench``: options → matrix → rows in a run folder → table and report.
-
-While it runs, the user sees a bar with the time left, or a line for each case.
-"""
+"""``kvbench microbench``: options → matrix → rows in a run folder → table and report. It shows a bar with the
+time left, or a line for each case."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -34,54 +31,55 @@ from kvbench.processes.transfer_worker.memory import available_bytes
 from kvbench.report import report
 from kvbench.report.tables.table import number
 from kvbench.report.tables.transfers import case_text, time_text
-from kvbench.report.terminal import LiveBar
+from kvbench.report.terminal import LiveBar, minutes, print_text
 from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunInfo, RunStore
 
 
 class CaseProgress:
-    """Shows how far it is. ``estimate_s``: of all cases, corrected by how long those so far took."""
+    """Shows progress. ``estimate_s``: of all cases, corrected by the time of finished ones."""
 
-    def __init__(self, console: Console, cases: int, estimate_s: float) -> None:
+    def __init__(self, console: Console, path: Path, cases: int, estimate_s: float) -> None:
+        """``path``: the run folder."""
         self._console = console
         self._cases = cases
         self._estimate_s = estimate_s
         self._done = 0
-        self._started = time.monotonic()
-        self._bar = LiveBar(console, "cases", cases)
+        self._bar = LiveBar(console, path)
 
     def __enter__(self) -> CaseProgress:
-        self._started = time.monotonic()
-        self._bar.start()
+        self._bar.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+        self._bar.__exit__(*error)
 
     def on_stage(self, index: int, case: Case, stage: str) -> None:
-        """Progress within a case, as ``run_cases`` reports it."""
-        self._bar.say(f"{case_text(case)}: {stage}", self._left())
+        """Show progress within a case, as ``run_cases`` reports it."""
+        self._say_live(what=f"{case_text(case)}: {stage}")
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def finished(self, record: TransferRecord) -> None:
-        """A case has its row: failures are reported at once, others only where no bar shows them."""
+        """Show a finished case: failures at once, others only without a bar."""
         self._done += 1
         if record.status == "error":
             self._say(f"{_where(record)}{case_text(record.case)}: {record.error}", "red")
         elif not self._bar.shown:
             self._say(f"{_where(record)}{case_text(record.case)}: {_figures(record)}", "")
-        self._bar.count(self._done, self._left())
+        self._say_live()
 
     def _say(self, text: str, style: str) -> None:
-        seconds = int(time.monotonic() - self._started)
-        clock = f"{seconds // 60}:{seconds % 60:02d}  {self._done}/{self._cases}  "
-        self._console.print(Text(clock + text, style=style), soft_wrap=True)
+        clock = f"{minutes(self._bar.elapsed_s)}  {self._done}/{self._cases}  "
+        print_text(self._console, Text(clock + text, style=style))
 
-    def _left(self) -> str:
-        gone = time.monotonic() - self._started
-        share = self._done / max(1, self._cases)
+    def _say_live(self, **what: str) -> None:
+        count, share = f"case {self._done}/{self._cases}", self._done / max(1, self._cases)
+        self._bar.say(count=count, left=self._left(share), share=share, **what)
+
+    def _left(self, share: float) -> str:
+        gone = self._bar.elapsed_s
         # The estimate counts less the more cases have shown how long one takes.
         whole = self._estimate_s if not self._done else (1 - share) * self._estimate_s + gone
         return f"about {duration_text(max(0.0, whole - gone))} left"
@@ -101,7 +99,7 @@ def _figures(record: TransferRecord) -> str:
 
 @dataclass(frozen=True)
 class MicrobenchPlan:
-    """Everything that a run is made of, before anything is started."""
+    """The whole plan of a run, before anything starts."""
 
     axes: Axes
     matrix: Matrix
@@ -112,7 +110,8 @@ class MicrobenchPlan:
 
 
 def command(options: MicrobenchOptions, output: Path, console: Console) -> int:
-    """Measures the matrix. 0: all measured · 1: a case failed, or none could run · 130: interrupted."""
+    """Measure the matrix. Exit code 0: all measured · 1: a case failed, or none could run · 130:
+    interrupted."""
     before = _earlier(options.compare)
     with _places(options, console) as places:
         asked = ask(options, places.movers, places)
@@ -135,7 +134,6 @@ def _places(options: MicrobenchOptions, console: Console) -> MicrobenchPlaces | 
 
 
 def exit_code(run: RunFolder) -> int:
-    """What the rows and the run's end say."""
     if run.manifest.get("status") == "interrupted":
         return EXIT_INTERRUPTED
     statuses = [record.status for record in run.transfer_records()]
@@ -147,11 +145,11 @@ def _earlier(path: Path | None) -> RunFolder | None:
         return None
     run = load_run(path)
     if run.manifest.get("kind") != "microbench":
-        raise InputError(f"{path} is no microbenchmark", hint="give --compare a run of kvbench microbench")
+        raise InputError(f"{path} is not a microbenchmark", hint="give --compare a run of kvbench microbench")
     return run
 
 
-# --- what is asked for -----------------------------------------------------------------------------
+# --- options ---------------------------------------------------------------------------------------
 
 
 def ask(
@@ -159,10 +157,8 @@ def ask(
     known: Callable[[], Sequence[BackendCapabilities]],
     places: MicrobenchPlaces | BetweenHosts,
 ) -> MicrobenchPlan:
-    """The matrix of the options; mistakes in them are said before ``known`` looks for libraries.
-
-    Raises InputError for what cannot be.
-    """
+    """Build the matrix; mistakes in options are reported before ``known`` looks for libraries. Raises
+    InputError for impossible requests."""
     work = _work(options)
     axes = _axes(options, work, places)
     free = None if places.remote else available_bytes()
@@ -255,7 +251,7 @@ def _memory(text: str) -> Memory:
     raise InputError(f"--memory knows no {text!r}", hint="host or cuda")
 
 
-# --- telling ---------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------
 
 
 def _announce(asked: MicrobenchPlan, places: MicrobenchPlaces | BetweenHosts, console: Console) -> None:
@@ -314,7 +310,7 @@ def _create(
 def _measure(
     asked: MicrobenchPlan, places: MicrobenchPlaces | BetweenHosts, store: RunStore, console: Console
 ) -> None:
-    """Stores a row for each case; Ctrl-C ends it, keeps the rows, and says so."""
+    """Store a row for each case; Ctrl-C ends the run and keeps the rows."""
     cases = asked.matrix.cases
     count = len(cases) * places.repeats
     places.log_dir = store.logs
@@ -323,7 +319,7 @@ def _measure(
             if left.absent:
                 store.add_transfer(TransferRecord(left.case, "skipped", left.reason))
         try:
-            with ExitStack() as stack, CaseProgress(console, count, asked.estimate_s) as progress:
+            with ExitStack() as stack, CaseProgress(console, store.path, count, asked.estimate_s) as progress:
                 if places.in_lab:
                     progress.note(f"lab: {places.describe()}")
                 for place, members in places.by_place(cases, stack):
@@ -352,7 +348,7 @@ def _measure_at(
             progress.finished(record)
         return
     rows = run_cases(members, place.initiator, place.target, settings, progress.on_stage, store.logs)
-    # Closed at once when interrupted: the workers end with it.
+    # Close it when interrupted: this ends the workers.
     with closing(cast("Generator[TransferRecord, None, None]", rows)):
         for record in rows:
             whole = asked.work.logical_bytes if asked.work is not None else record.nbytes

@@ -31,13 +31,13 @@ from kvbench.transfer.parts.usable import movers, movers_on
 
 DEFAULT_LAB_COUNTS: Final = (1, 2, 4, 8)
 CALL_S: Final = 5.0
-# A transfer slower than this, in bytes per second and NIC or host, is taken for stuck.
+# A transfer slower than this, in bytes per second and NIC or host, counts as stuck.
 SLOWEST_BYTES_PER_S: Final = 40e6
 
 
 @dataclass(frozen=True)
 class MicrobenchPlace:
-    """Two sides, and what is known of the way between them."""
+    """Two sides, and the known properties of the network between them."""
 
     initiator: Side = field(default_factory=Side)
     target: Side = field(default_factory=Side)
@@ -48,7 +48,7 @@ class MicrobenchPlace:
     """Why nothing can be measured there; empty if it can."""
 
     def settings(self, seconds: float, cases: Sequence[Case]) -> Settings:
-        """How to measure here: a call's deadline grows with what it moves."""
+        """Return how to measure here: a call's deadline grows with its bytes."""
         longest = max(case.nbytes for case in cases)
         return Settings(
             seconds=seconds,
@@ -82,22 +82,20 @@ class MicrobenchPlaces:
             self.counts = given or tuple(count for count in DEFAULT_LAB_COUNTS if count <= most)
             if max(self.counts) > most:
                 raise InputError(
-                    f"{max(self.counts)} NICs are asked for, and the lab {options.lab_name!r} has {most}",
+                    f"{max(self.counts)} NICs are requested, but the lab {options.lab_name!r} has {most}",
                     hint=f"kvbench lab up --nics {max(self.counts)}",
                 )
 
     @classmethod
     def of(cls, options: MicrobenchOptions) -> MicrobenchPlaces:
-        """Raises InputError for options that contradict each other."""
+        """Raises InputError for contradictory options."""
         if options.pairs or options.from_host or options.to_host:
             raise InputError("--from, --to and --pairs speak of a scenario's hosts", hint="add --scenario")
         lab = options.lab or options.lab_name is not None
         if lab and options.peer_prefix is not None:
             raise InputError("--lab makes two hosts on this machine, and --peer-prefix names another one")
         if options.lab and options.lab_name is not None:
-            raise InputError(
-                "--lab makes a lab, and --lab-name takes one that stands already: give one of the two"
-            )
+            raise InputError("--lab makes a lab, and --lab-name uses an existing one: give one of the two")
         if options.peer_prefix is not None and options.host is None:
             raise InputError(
                 "the other machine has to reach this one", hint="give this machine's address with --host"
@@ -109,46 +107,42 @@ class MicrobenchPlaces:
         return cls(options)
 
     repeats = 1
-    """How often the matrix is measured."""
     source = b""
-    """The scenario that the place is from."""
+    """Text of the scenario that names the hosts."""
     log_dir: Path
-    """Where the workers' logs go; to be set before ``by_place``."""
+    """Folder of the workers' logs; set it before ``by_place``."""
 
     def __enter__(self) -> MicrobenchPlaces:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """What is made for the cases ends with ``by_place``."""
+        """Nothing to do: ``by_place`` cleans up."""
 
     def movers(self) -> list[BackendCapabilities]:
-        """Every backend, with what this machine lacks for it."""
+        """Return every backend, with what this machine lacks for it."""
         return movers()
 
     def environments(self) -> dict[str, Any]:
-        """There are no hosts with agents."""
         return {}
 
     @property
     def hosts(self) -> list[str]:
-        """The other machines."""
         return [self.peer] if self.peer else []
 
     @property
     def nic_gb_per_s(self) -> float | None:
-        """Line rate of one NIC where it is known beforehand."""
+        """Line rate of one NIC if known beforehand."""
         return self._plan.line_rate_gb_per_s if self._plan is not None else None
 
     @property
     def peer(self) -> str:
-        """The other machine's address; empty if there is none."""
         if self._options.peer_prefix is None:
             return ""
         words = shlex.split(self._options.peer_prefix)
         return self._options.peer_host or (words[-1].rpartition("@")[2] if words else "")
 
     def words(self) -> list[str]:
-        """What has to be known of the place to read the numbers."""
+        """Return notes about the place that are needed to read the numbers."""
         if self._plan is not None:
             return [
                 f"lab: two network namespaces on this machine, {self._plan.describe()} between them; cases "
@@ -161,20 +155,21 @@ class MicrobenchPlaces:
             ]
         if self.counts:
             return [
-                "both sides stand on this machine: bytes pass a NIC only where its driver does not hand them "
-                "over within the host; each row says what the NICs carried (two machines: --peer-prefix)"
+                "both sides are on this machine: bytes pass a NIC only if its driver does not forward them "
+                "within the host; each row has the NICs' bytes (two machines: --peer-prefix)"
             ]
-        return ["both sides stand on this machine, TCP passes its loopback (NICs: --lab, or --peer-prefix)"]
+        return ["both sides are on this machine, TCP uses its loopback (NICs: --lab, or --peer-prefix)"]
 
     def describe(self) -> str:
         return self._plan.describe() if self._plan is not None else ""
 
     def record(self) -> dict[str, Any]:
-        """What decides the numbers of a lab, for the manifest."""
+        """Return a lab's settings that determine the numbers, for the manifest."""
         return self._lab.record() if self._lab is not None else {}
 
     def check(self, cases: Sequence[Case]) -> None:
-        """Choose the NICs of both sides. Raises InputError, with all that there are, for more than that."""
+        """Choose the NICs of both sides. Raises InputError, listing the existing ones, if there are too
+        few."""
         asked: dict[str, int] = {}
         for case in cases:
             if case.nics and not self.in_lab:
@@ -191,7 +186,7 @@ class MicrobenchPlaces:
     def by_place(
         self, cases: Sequence[Case], stack: ExitStack
     ) -> Iterator[tuple[MicrobenchPlace, list[Case]]]:
-        """Cases in a row that are measured at one place; ``stack`` ends what is made for them."""
+        """Yield consecutive cases that are measured at one place; ``stack`` cleans up after them."""
         for kind, group in groupby(cases, key=self._kind):
             members = list(group)
             yield self._place(kind, members, stack), members
@@ -228,7 +223,6 @@ class MicrobenchPlaces:
 
 
 def kind_of(case: Case) -> str:
-    """The kind of NICs that a case needs."""
     if not case.nics:
         return "without NICs"
     return "rdma" if "rdma" in case.protocol else "tcp"
@@ -244,22 +238,19 @@ def _plain(chosen: Sequence[nics.Nic]) -> tuple[dict[str, Any], ...]:
 
 
 CHECK_S: Final = 120.0
-"""A host imports every transfer library to report what it lacks, from a cold disk."""
+"""Time for a host to import every transfer library from a cold disk, in seconds."""
 LISTED: Final = 6
 
 
 class BetweenHosts:
-    """Context manager: the hosts are reached from its beginning to its end.
-
-    Raises InputError for options that contradict each other, LaunchError where no pair can be reached. Else a
-    host that is not reached, or lost, costs its pairs only.
-    """
+    """Context manager that connects to the hosts. Raises InputError for contradictory options, LaunchError if
+    no pair can be reached. Any other unreachable or lost host only costs its pairs."""
 
     in_lab: Final = False
     remote: Final = True
     nic_gb_per_s: Final = None
     log_dir: Path
-    """Where the workers' logs go; to be set before ``by_place``."""
+    """Folder of the workers' logs; set it before ``by_place``."""
 
     def __init__(self, options: MicrobenchOptions, tell: Callable[[str], None] = lambda words: None) -> None:
         for name, given in (("--lab", options.lab), ("--lab-name", options.lab_name)):
@@ -286,7 +277,7 @@ class BetweenHosts:
     def __enter__(self) -> BetweenHosts:
         self._scenario, self._fleet = fleet_with(self._scenario, self._tag, self._tell)
         try:
-            self.pairs = chosen_pairs(self._scenario, self._options)
+            self.pairs = choose_pairs(self._scenario, self._options)
             self._reach()
         except BaseException:
             self._fleet.close()
@@ -300,7 +291,7 @@ class BetweenHosts:
         if self._fleet is not None:
             self._fleet.close()
 
-    # -- what is known of the hosts -----------------------------------------------------------------
+    # -- properties of the hosts --------------------------------------------------------------------
 
     @property
     def hosts(self) -> list[str]:
@@ -308,7 +299,6 @@ class BetweenHosts:
 
     @property
     def repeats(self) -> int:
-        """How often the matrix is measured: once for each pair."""
         return len(self.pairs)
 
     @property
@@ -321,18 +311,17 @@ class BetweenHosts:
         return self._fleet
 
     def movers(self) -> list[BackendCapabilities]:
-        """Every backend, with what the hosts lack for it."""
+        """Return every backend, with what the hosts lack for it."""
         names = [name for name in self.hosts if name not in self._gone]
         with ThreadPoolExecutor(len(names)) as pool:
             lacking = list(pool.map(lambda name: self._agents[name].ask("lacking", CHECK_S), names))
         return movers_on(dict(zip(names, lacking, strict=True)))
 
     def environments(self) -> dict[str, Any]:
-        """What each host is, by name."""
         return self._agents.environments()
 
     def words(self) -> list[str]:
-        """What has to be known of the place to read the numbers."""
+        """Return notes about the place that are needed to read the numbers."""
         shown = [f"{one} → {other}" for one, other in self.pairs[:LISTED]]
         more = [f"… and {len(self.pairs) - LISTED} more"] if len(self.pairs) > LISTED else []
         where = ", ".join(f"{name} is {self._hosts[name].address}" for name in self.hosts)
@@ -343,11 +332,10 @@ class BetweenHosts:
         return ""
 
     def record(self) -> dict[str, Any]:
-        """Nothing of a lab."""
         return {}
 
     def check(self, cases: Sequence[Case]) -> None:
-        """Choose each host's NICs. Raises InputError, with all that there are, for more than that."""
+        """Choose each host's NICs. Raises InputError, listing the existing ones, if there are too few."""
         most: dict[str, int] = {}
         for case in cases:
             if case.nics:
@@ -373,7 +361,7 @@ class BetweenHosts:
     def by_place(
         self, cases: Sequence[Case], stack: ExitStack
     ) -> Iterator[tuple[MicrobenchPlace, list[Case]]]:
-        """All cases for each pair, one pair after the other; a pair out of reach says so in ``trouble``."""
+        """Yield all cases for each pair in turn; for an unreachable pair ``trouble`` has the reason."""
         for one, other in self.pairs:
             trouble = self._lost(one) or self._lost(other)
             if trouble:
@@ -400,7 +388,7 @@ class BetweenHosts:
             )
 
     def _lost(self, name: str) -> str:
-        """Why a host is out of reach; empty if it is there. One that was lost is tried again, once."""
+        """Return why a host is out of reach, or an empty text. A lost host is tried again once."""
         if name not in self._gone:
             try:
                 self._agents.require([name])
@@ -409,11 +397,9 @@ class BetweenHosts:
         return self._gone.get(name, "")
 
 
-def chosen_pairs(scenario: Scenario, options: MicrobenchOptions) -> list[tuple[str, str]]:
-    """(initiators' host, targets' host) of each pair. By default the first of prefill's and of decode's.
-
-    Raises InputError for a host that there is not.
-    """
+def choose_pairs(scenario: Scenario, options: MicrobenchOptions) -> list[tuple[str, str]]:
+    """Return (initiators' host, targets' host) of each pair; by default prefill's first and decode's first.
+    Raises InputError for an unknown host."""
     deployment = scenario.deployment
     if options.pairs == "all":
         pairs = list(permutations(deployment.hosts, 2))

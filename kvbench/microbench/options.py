@@ -20,8 +20,6 @@ _how = partial(typer.Option, rich_help_panel="How")
 
 @dataclass(frozen=True)
 class MicrobenchOptions:
-    """What to measure, where, and how."""
-
     backend: Annotated[
         str | None,
         _matrix(
@@ -35,7 +33,7 @@ class MicrobenchOptions:
         _matrix(
             "--protocol",
             metavar="NAME[,NAME…]",
-            help="Protocols, such as tcp or rdma; by default RDMA where there is any, else the usual one.",
+            help="Protocols, such as tcp or rdma; by default RDMA if available, else the usual one.",
         ),
     ] = None
     nics: Annotated[
@@ -47,21 +45,21 @@ class MicrobenchOptions:
     ] = None
     block_size: Annotated[
         str | None,
-        _matrix("--block-size", metavar="SIZE[,SIZE…]", help="Of a block."),
+        _matrix("--block-size", metavar="SIZE[,SIZE…]", help="Bytes of a block."),
     ] = None
     batch_size: Annotated[
-        str | None, _matrix("--batch-size", metavar="N[,N…]", help="Blocks of a transfer.")
+        str | None, _matrix("--batch-size", metavar="N[,N…]", help="Blocks per transfer.")
     ] = None
-    threads: Annotated[
-        str | None, _matrix("--threads", metavar="N[,N…]", help="Transfers under way at a time.")
-    ] = None
+    threads: Annotated[str | None, _matrix("--threads", metavar="N[,N…]", help="Concurrent transfers.")] = (
+        None
+    )
     initiators: Annotated[
         str | None, _matrix("--initiators", metavar="N[,N…]", help="Processes that start transfers.")
     ] = None
     targets: Annotated[
-        str | None, _matrix("--targets", metavar="N[,N…]", help="Processes that are written or read.")
+        str | None, _matrix("--targets", metavar="N[,N…]", help="Processes that are written to or read from.")
     ] = None
-    memory: Annotated[str, _matrix("--memory", metavar="host|cuda", help="Where buffers lie.")] = "host"
+    memory: Annotated[str, _matrix("--memory", metavar="host|cuda", help="Memory of the buffers.")] = "host"
     scattered: Annotated[
         bool,
         _matrix("--scattered", help="Blocks that never touch, in shuffled order."),
@@ -82,17 +80,17 @@ class MicrobenchOptions:
             help="The version whose connector's descriptors are made; by default the newest known one.",
         ),
     ] = ""
-    all_ranks: Annotated[bool, _kv("--all-ranks", help="All ranks at once, as so many initiators.")] = False
+    all_ranks: Annotated[bool, _kv("--all-ranks", help="All ranks at once, one initiator each.")] = False
     lab: Annotated[
         bool, _where("--lab", help="In a lab made for this run: two hosts as network namespaces.")
     ] = False
-    rate: Annotated[str, _where("--rate", metavar="RATE", help="Of each of the lab's NICs.")] = "1gbit"
+    rate: Annotated[str, _where("--rate", metavar="RATE", help="Rate of each NIC of the lab.")] = "1gbit"
     lab_name: Annotated[
         str | None,
         _where(
             "--lab-name",
             metavar="NAME",
-            help="In the lab of this name, which stands already (kvbench lab up).",
+            help="Use the existing lab of this name (kvbench lab up).",
         ),
     ] = None
     host: Annotated[
@@ -120,7 +118,7 @@ class MicrobenchOptions:
         _where(
             "--peer-python",
             metavar="PATH",
-            help="The other machine's Python that has kvbench; by default as here.",
+            help="The other machine's Python with kvbench; by default the same path.",
         ),
     ] = None
     scenario: Annotated[
@@ -148,20 +146,19 @@ class MicrobenchOptions:
         _where(
             "--pairs",
             metavar="all",
-            help="Each host of the scenario with each other, both ways: a matrix of who sends to whom.",
+            help="All pairs of the scenario's hosts, in both directions.",
         ),
     ] = None
     seconds: Annotated[
-        float | None, _how("--seconds", metavar="S", help="Of transfers for each case.", min=0.05, max=600.0)
+        float | None,
+        _how("--seconds", metavar="S", help="Duration of the transfers of each case.", min=0.05, max=600.0),
     ] = None
     compare: Annotated[
         Path | None,
-        _how(
-            "--compare", metavar="RUN", help="Say what changed since this run.", exists=True, file_okay=False
-        ),
+        _how("--compare", metavar="RUN", help="Show changes since this run.", exists=True, file_okay=False),
     ] = None
     dry_run: Annotated[
-        bool, _how("--dry-run", help="Print the matrix and the time it takes; start nothing.")
+        bool, _how("--dry-run", help="Print the matrix and the estimated time; start nothing.")
     ] = False
 
 
@@ -172,17 +169,17 @@ class Settings:
     seconds: float = 0.5
     min_calls: int = 20
     max_seconds: float = 5.0
-    """A case ends after this time, also with fewer than ``min_calls`` calls."""
+    """Maximum duration of a case, even with fewer than ``min_calls`` calls."""
     open_s: float = 15.0
     connect_s: float = 5.0
     call_s: float = 5.0
-    """Deadline of one transfer; more for hundreds of megabytes (``measuring.SLOWEST_BYTES_PER_S``)."""
+    """Deadline of one transfer; longer for hundreds of megabytes (``cases.SLOWEST_BYTES_PER_S``)."""
     seed: int = 0
     verify: bool = True
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     lab: str = ""
-    """What a lab is called in the rows; empty on real hosts."""
+    """The lab's name in the rows; empty on real hosts."""
     burst_bytes: int | None = None
-    """What a lab's shaper lets through at once, of each NIC."""
+    """Burst size of a lab's shaper, per NIC."""
     nic_gb_per_s: float | None = None
-    """Line rate of each NIC where the driver does not know it, as in a lab."""
+    """Line rate of each NIC if the driver does not know it, as in a lab."""

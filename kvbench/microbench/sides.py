@@ -1,7 +1,5 @@
-"""The worker processes of a transfer measurement: where each side runs, how they are started and talked to.
-
-Nothing here waits without a deadline, and every process is ended by whoever started it.
-"""
+"""The worker processes of a transfer measurement: where each side runs, how they are started and called.
+Every wait has a deadline, and every started process is ended."""
 
 from __future__ import annotations
 
@@ -24,43 +22,40 @@ from kvbench.launchers.local import LocalLauncher
 from kvbench.microbench.options import Settings
 
 ANSWER_S: Final = 2.0
-"""Beyond a command's own time, a worker has so long to answer."""
+"""Time for an answer, in addition to a command's duration, in seconds."""
 QUIT_S: Final = 2.0
-"""A library has so long to close in order; it may own shared memory that only it can remove."""
+"""Time for a library to close properly, in seconds; it may own shared memory that only it can remove."""
 LOG_LINES: Final = 8
 READ_BYTES: Final = 1 << 20
 LAST_WORDS_S: Final = 1.0
-"""What an ended worker has sent lies in the pipe already; one that lives on is not waited for any longer."""
+"""Time to read the last output of an ended worker from the pipe, in seconds."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """Where the initiators, or the targets, run.
-
-    ``host`` is the address under which the other side reaches it. ``prefix`` is put in front of the worker's
-    command (``ip netns exec …``, ``ssh node``); the worker speaks over stdin and stdout. ``nics`` are those
-    that may be used, the best first: ``{"name", "address"}``.
-    """
+    """Where the initiators, or the targets, run. ``host``: address for the other side. ``prefix``: put in
+    front of the worker's command (``ip netns exec …``, ``ssh node``). ``nics``: usable NICs, best first:
+    ``{"name", "address"}``."""
 
     host: str = "127.0.0.1"
     prefix: tuple[str, ...] = ()
     nics: tuple[Mapping[str, Any], ...] = ()
     python: str = sys.executable
     elsewhere: bool = False
-    """Whether it is another machine, with memory and cores of its own."""
+    """Whether it is another machine, with separate memory and cores."""
     name: str = ""
-    """The scenario's name of its host; empty where none is named."""
+    """The host's name in the scenario; empty without one."""
     launcher: Launcher | None = None
-    """What starts its workers on that host; None starts them here, behind the prefix."""
+    """Starts its workers on that host; None: here, behind the prefix."""
 
     @property
     def host_key(self) -> tuple[Any, ...]:
-        """The same for sides on the same machine, as far as that can be known from here."""
+        """Key that is equal for sides on the same machine, as far as known."""
         return (self.name,) if self.name else ((self.prefix, self.host) if self.elsewhere else ())
 
 
 class WorkerError(TransferError):
-    """A worker failed, died, or gave no answer; ``log`` is what its library wrote last."""
+    """A worker failed, died, or gave no answer; ``log`` is its library's last output."""
 
     def __init__(self, cause: str, log: Sequence[str] = ()) -> None:
         super().__init__(cause)
@@ -69,7 +64,7 @@ class WorkerError(TransferError):
 
 @dataclass
 class WorkerHandle:
-    """One started worker. ``name`` is ``initiator`` or ``target``, with a number where there are several."""
+    """One started worker. ``name`` is ``initiator`` or ``target``, with a number if there are several."""
 
     name: str
     process: Process
@@ -84,13 +79,12 @@ class WorkerHandle:
         return self.process.stdout.fileno()
 
     def send(self, command: str, content: Mapping[str, Any]) -> int:
-        """Write a request; returns its number. Raises WorkerError when the worker is gone."""
+        """Write a request and return its number. Raises WorkerError when the worker has gone."""
         self._next += 1
         self._write({"n": self._next, "cmd": command, **content})
         return self._next
 
     def introduce(self, spec: Mapping[str, Any]) -> None:
-        """Write the first line."""
         self._write(spec)
 
     def _write(self, message: Mapping[str, Any]) -> None:
@@ -98,20 +92,21 @@ class WorkerHandle:
             self.process.stdin.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
             self.process.stdin.flush()
         except OSError:
-            self._hear_out()
-            raise self.gone() from None
+            self._read_rest()
+            raise self.end_error() from None
 
-    def _hear_out(self) -> None:
-        """Take in what it sent before it ended: that says more than the end. Raises WorkerError, as read."""
+    def _read_rest(self) -> None:
+        """Read everything sent before the end, which explains more than the end. Raises WorkerError, like
+        ``read``."""
         deadline = time.monotonic() + LAST_WORDS_S
         while select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
             self.read()
 
     def read(self) -> None:
-        """Take in what is there to be read. Raises WorkerError at the end of file."""
+        """Read what is available. Raises WorkerError at the end of file."""
         chunk = os.read(self.fd, READ_BYTES)
         if not chunk:
-            raise self.gone()
+            raise self.end_error()
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             try:
@@ -122,7 +117,7 @@ class WorkerHandle:
                 raise WorkerError(f"the {self.name} sent something unreadable: {text}", self.tail()) from None
 
     def take(self, number: int) -> dict[str, Any] | None:
-        """An answer that has arrived. Raises WorkerError where it is an error."""
+        """Return an answer that has arrived. Raises WorkerError if it is an error."""
         message = self._answers.pop(number, None)
         if message is None:
             return None
@@ -131,8 +126,8 @@ class WorkerHandle:
             raise WorkerError(f"{self.name}: {cause}", message.get("log") or self.tail())
         return dict(message.get("ok", message.get("ready", {})))
 
-    def gone(self) -> WorkerError:
-        """The error that says how this worker ended, or that its host is lost."""
+    def end_error(self) -> WorkerError:
+        """Return the error for this worker's end, or its host's loss."""
         try:
             self.launcher.check()
         except KvbenchError as error:
@@ -153,7 +148,7 @@ Asked = tuple[WorkerHandle, str, Mapping[str, Any]]
 
 
 class Workers:
-    """Starts workers and talks to them. Use it from one thread that lives as long as they shall."""
+    """Starts workers and calls them. Use it from one thread that outlives them."""
 
     def __init__(self, launcher: LocalLauncher) -> None:
         self._launcher = launcher
@@ -161,10 +156,10 @@ class Workers:
         self.all: list[WorkerHandle] = []
 
     def start(self, name: str, side: Side, spec: Mapping[str, Any]) -> WorkerHandle:
-        """Start one and tell it what it is; ``hello`` waits until it is ready. Raises LaunchError,
+        """Start a worker and send its spec; ``hello`` waits until it is ready. Raises LaunchError,
         WorkerError."""
         self._started += 1
-        # The last word is for those who read a process list.
+        # The last argument is only shown in process lists.
         argv = (*side.prefix, side.python, "-m", TRANSFER_WORKER_MODULE, name)
         command = ProcessSpec(f"{spec['backend']}-{name}-{self._started}", argv)
         launcher = side.launcher or self._launcher
@@ -180,9 +175,8 @@ class Workers:
             worker.hello = answer
 
     def ask(self, asked: Sequence[Asked], deadline_s: float) -> list[dict[str, Any]]:
-        """Put questions to workers at the same time; their answers in order. Raises WorkerError for the first
-        trouble: an error, a worker that has died (also one that was not asked), silence beyond the deadline.
-        """
+        """Send requests to workers at the same time and return their answers in order. Raises WorkerError for
+        the first error, dead worker (even an idle one), or missed deadline."""
         numbers = [(worker, worker.send(command, content)) for worker, command, content in asked]
         commands = " and ".join(dict.fromkeys(command for _, command, _ in asked))
         return self._gather(numbers, deadline_s, f"gave no answer to {commands}")
@@ -210,12 +204,12 @@ class Workers:
             for fd, _ in poller.poll(left * 1e3):
                 by_fd[fd].read()
 
-    def casualties(self) -> list[str]:
-        """How workers ended that should still be there, in words."""
-        return [worker.gone().message for worker in self.all if worker.process.poll() is not None]
+    def unexpected_ends(self) -> list[str]:
+        """Return descriptions of how workers ended unexpectedly."""
+        return [worker.end_error().message for worker in self.all if worker.process.poll() is not None]
 
     def stop(self, *, orderly: bool = True) -> None:
-        """End all: by request where they still listen, else by force. Nothing of them is left."""
+        """End all workers: by request if possible, else by force."""
         workers, self.all = self.all, []
         try:
             for worker in workers:
@@ -229,17 +223,17 @@ class Workers:
             for worker in workers:
                 worker.process.kill()
             for launcher in dict.fromkeys(worker.launcher for worker in workers):
-                if launcher is not self._launcher:  # what another host still holds of them
+                if launcher is not self._launcher:  # what is left of them on another host
                     launcher.stop([each.process for each in workers if each.launcher is launcher], 0.0)
 
 
 TOUCH_BYTES_PER_S: Final = 200e6
-"""Memory that is touched and registered slower than this is taken for a stuck worker's."""
+"""A worker that touches and registers memory slower than this counts as stuck."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """Cases with equal keys can be served by the same workers."""
+    """Cases with equal keys can use the same workers."""
 
     backend: str
     protocol: str
@@ -262,25 +256,22 @@ class Key:
             max(case.threads, case.nics, 1),
             case.initiators,
             case.targets,
-            # Over several NICs, libraries spread reads and writes in different ways.
+            # Libraries distribute reads and writes differently over several NICs.
             case.op if case.nics > 1 else "",
         )
 
 
 @dataclass
 class Team:
-    """Workers that stand ready for the cases of one key."""
-
     key: Key
     layouts: tuple[Layout, Layout]
-    """Of the initiators' and the targets' buffers."""
+    """Layouts of the initiators' and the targets' buffers."""
     initiators: list[WorkerHandle] = field(default_factory=list)
     targets: list[WorkerHandle] = field(default_factory=list)
     agents: list[dict[str, Any]] = field(default_factory=list)
     open_s: float = 0.0
     register_s: float = 0.0
     connect_s: float | None = None
-    """None while it is not connected."""
 
     @property
     def everyone(self) -> list[WorkerHandle]:
@@ -288,12 +279,12 @@ class Team:
 
 
 def side_number(role: str, number: int) -> int:
-    """What keeps the buffers of one team apart."""
+    """Return a number that separates the buffers of one team."""
     return 2 * number + (role == "target")
 
 
 class Teams:
-    """Keeps the workers of one case for the next one where they can serve both. ``sides`` by role."""
+    """Reuses the workers of one case for the next one if possible. ``sides`` by role."""
 
     def __init__(self, sides: Mapping[str, Side], settings: Settings, workers: Workers) -> None:
         self._workers = workers
@@ -304,17 +295,17 @@ class Teams:
         self._rigid: set[str] = set()
 
     def expect(self, case: Case) -> None:
-        """A case that comes: workers get buffers for the largest of those that they can serve."""
+        """Announce a case: workers get buffers for the largest case that they can run."""
         layouts = (cases.initiator_layout(case), cases.target_layout(case))
         known = self._largest.get(Key.of(case))
         if known is None or layouts[0].nbytes > known[0].nbytes:
             self._largest[Key.of(case)] = layouts
 
     def fitting(self, case: Case, record: TransferRecord, on_stage: Callable[[str], None]) -> Team:
-        """The team of the case before if it can serve this one, or a new one; connected."""
+        """Return a connected team for a case: the previous one if possible, else a new one."""
         wanted = (cases.initiator_layout(case), cases.target_layout(case))
         key = Key.of(case)
-        if self._team is None or self._team.key != key or self._workers.casualties():
+        if self._team is None or self._team.key != key or self._workers.unexpected_ends():
             self.disband(orderly=True)
             rigid = case.backend in self._rigid
             self._team = self._assemble(case, wanted if rigid else self._largest[key])
@@ -376,7 +367,7 @@ class Teams:
         }
 
     def _gpu(self, key: Key, role: str, number: int) -> dict[str, Any]:
-        """Whose turn a worker has at the GPUs of its host: on one host all have different ones, if it can."""
+        """Return a worker's GPU option: workers of one host get different GPUs if possible."""
         if key.memory != "cuda":
             return {}
         one, other = self._sides["initiator"], self._sides["target"]
@@ -397,7 +388,7 @@ class Teams:
         return True
 
     def _connect(self, team: Team) -> float:
-        """Each initiator to each target; the longest time."""
+        """Connect each initiator to each target; return the longest time."""
         limit = self._settings.connect_s
         longest = 0.0
         for agent in team.agents:
@@ -409,6 +400,6 @@ class Teams:
         return longest
 
     def disband(self, *, orderly: bool) -> None:
-        """End all workers: by request where they still listen, else by force."""
+        """End all workers: by request if possible, else by force."""
         self._team = None
         self._workers.stop(orderly=orderly)

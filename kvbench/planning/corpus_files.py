@@ -30,7 +30,7 @@ from kvbench.core.sessions.corpus_formats import (
 )
 from kvbench.core.sessions.generator import fitted_model
 from kvbench.errors import InputError
-from kvbench.files import replaced, said_clearly
+from kvbench.files import replaced, said_clearly, similar_files
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -185,7 +185,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(
             f"the corpus {path} cannot be read: {reason}",
-            hint="its path counts from where kvbench is started",
+            hint=f"{similar_files(Path(path))}its path counts from where kvbench is started",
         ) from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is no text: byte {error.start} of a line is not UTF-8") from error

@@ -71,13 +71,18 @@ def pool_here(scenario: Scenario, listed: Listed = None) -> GpuPool | None:
 
 
 def far_device_env(
-    scenario: Scenario, planned: DeploymentPlan, answers: Mapping[str, Mapping[str, Any]] | None = None
+    scenario: Scenario,
+    planned: DeploymentPlan,
+    answers: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    numbered: bool = False,
 ) -> dict[str, dict[str, str]]:
     """Environment by process: the GPUs of those that run on ``deployment.hosts``.
 
     A host's ``devices`` are what is dealt out there; else those that its agent reports (``answers``, by host:
     to the question ``gpus``), which sees what Slurm or Ray shows to it. Where ``devices`` are named even an
-    engine that needs no GPU is dealt one a rank. Raises InputError with the counts where they are too few.
+    engine that needs no GPU is dealt one a rank. ``numbered``: where neither is known they are numbered from
+    0, as for commands that are printed. Raises InputError with the counts where they are too few.
     """
     deployment = scenario.deployed(planned.label)
     if not deployment.hosts or not deployment.engine_options.starts_processes:
@@ -89,6 +94,8 @@ def far_device_env(
             pools[name] = GpuPool(tuple(map(str, host.devices)), f"the devices of host {name} are")
         elif answer is not None:
             pools[name] = pool_of(answer.get("visible"), len(answer.get("used_bytes") or ()), name)
+        elif numbered:
+            pools[name] = None
     wants = [
         want for each in planned.instances for want in _far_wants(deployment, each) if want.host in pools
     ]

@@ -88,7 +88,7 @@ def written(
         *_deployment_lines(answers, machine),
         f"  ready_timeout_s: {ready_s}",
         "  base_port: 21000         # the first of a dozen; 0 takes any free ones",
-        "  trace: false             # true: spans of sampled requests for `kvbench timeline`",
+        "  trace: false             # true: spans of sampled requests for `kvbench export timeline`",
         "",
         "connectors:                # each gets a line in the plot; aggregated is the truth for outputs",
         *_connector_lines(answers, machine),
@@ -179,9 +179,11 @@ def _connector_lines(answers: Answers, machine: FoundMachine) -> list[str]:
     return lines
 
 
-def _options(name: str, answers: Answers, machine: FoundMachine) -> dict[str, str]:
+def _options(name: str, answers: Answers, machine: FoundMachine) -> dict[str, object]:
     """Options that follow from the devices; none where the connector's defaults are right."""
     nics = ",".join(machine.nics)
+    if machine.efa:  # no verbs for Mooncake's usual build, and UCX would emulate
+        return {"backends": ["LIBFABRIC"]} if name in ("nixl", "nixl_push") else {}
     if name == "mooncake" and nics:
         return {"protocol": "rdma", "device_name": nics}
     if name in ("nixl", "nixl_push"):
@@ -210,7 +212,8 @@ def command(
         write_bytes(file, text.encode())
     name = str(file) if "/" in str(file) or file.suffix in (".yaml", ".yml") else f"./{file}"
     console.print(f"\nwritten: {file}\nnext:", markup=False)
-    for words in ("doctor", "plan", "sweep"):
+    install = ("hosts install",) if elsewhere and elsewhere.hosts else ()
+    for words in (*install, "doctor", "plan", "sweep"):
         console.print(f"  kvbench {words} {name}", markup=False)
     return EXIT_OK
 

@@ -33,6 +33,8 @@ class FoundMachine:
     gpus: Sequence[Mapping[str, Any]] = ()
     nics: Sequence[str] = ()
     """RDMA devices with an active port."""
+    efa: bool = False
+    """These are EFA's, where UCX emulates NIXL's operations in software."""
     engines: Mapping[str, Installed] = field(default_factory=dict)
     """Those that `kvbench init` offers, by name; real ones first."""
 
@@ -51,13 +53,10 @@ class Able:
 
 def look_around(root: Path = Path("/")) -> FoundMachine:
     """This machine; what cannot be read is left out."""
-    active = [
-        str(device["name"])
-        for device in rdma(root)
-        if any(port["state"] == "ACTIVE" for port in device["ports"])
-    ]
+    active = [device for device in rdma(root) if any(port["state"] == "ACTIVE" for port in device["ports"])]
     usable = active if (root / "dev/infiniband").is_dir() else []
-    return FoundMachine(gpus() or (), usable, _installed())
+    efa = any(device["driver"] == "efa" for device in usable)
+    return FoundMachine(gpus() or (), [str(each["name"]) for each in usable], efa, _installed())
 
 
 def _installed() -> dict[str, Installed]:

@@ -16,13 +16,14 @@ from typing import Any, Final
 import yaml
 from pydantic import Field, ValidationError
 
+from kvbench.connectors.mooncake import IN_VLLM
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.plan.processes import ONE_THREAD_ENV, RUN_TAG_ENV, ProcessSpec
+from kvbench.core.plan.processes import RUN_TAG_ENV, ProcessSpec, nic_env
 from kvbench.core.scenario.base import Section
-from kvbench.core.scenario.hosts import RemoteHost, Roles
+from kvbench.core.scenario.hosts import NODE, RemoteHost, Roles
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
-from kvbench.planning.process_specs import process_specs
+from kvbench.planning.process_specs import placed_specs
 from kvbench.version import __version__
 
 Manifest = dict[str, Any]
@@ -82,7 +83,8 @@ def pod_manifests(
     members: Sequence[ProcessSpec],
 ) -> list[Manifest]:
     """The manifests of the pod ``name`` with these processes, the instance or the router last."""
-    role = members[-1].name.rsplit("-", 1)[0]
+    role = members[-1].name.partition("-")[0]
+    nodes = {each.name: len(scenario.deployment.nodes_of(each.name)) for each in planned.instances}
     labels = {
         "app.kubernetes.io/name": "kvbench",
         "app.kubernetes.io/instance": name,
@@ -96,7 +98,8 @@ def pod_manifests(
         meta["namespace"] = options.namespace
     selector = {"app.kubernetes.io/instance": name}
     ports = [
-        {"name": f"p{number}", "port": number, "targetPort": number} for number in _ports(planned, members)
+        {"name": f"p{number}", "port": number, "targetPort": number}
+        for number in _ports(planned, members, nodes)
     ]
     service = {
         "apiVersion": "v1",
@@ -111,6 +114,7 @@ def pod_manifests(
         },
     }
     files = {file: text for each in members for file, text in _files(each).items()}
+    files |= _modules(members[-1])
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": files}
     pod = _pod_spec(scenario, options, name, members, run_tag(scenario, planned))
     workload = {
@@ -131,7 +135,7 @@ def _pod_spec(
     scenario: Scenario, options: K8sOptions, name: str, members: Sequence[ProcessSpec], tag: str
 ) -> Manifest:
     volumes: list[Manifest] = []
-    if any(_files(each) for each in members):
+    if any(_files(each) or _modules(each) for each in members):
         volumes.append({"name": "specs", "configMap": {"name": name}})
     instance = members[-1].name != "router"
     if instance:
@@ -157,8 +161,11 @@ def _pod_spec(
 
 def _container(scenario: Scenario, options: K8sOptions, name: str, spec: ProcessSpec, tag: str) -> Manifest:
     """One process. Its own address in arguments and environment becomes the pod's IP, to bind to."""
-    engine = spec.name.rsplit("-", 1)[0] in ("prefill", "decode", "aggregated")
-    env = {**(ONE_THREAD_ENV if spec.one_thread else {}), **spec.env, RUN_TAG_ENV: tag}
+    engine = spec.name.partition("-")[0] in ("prefill", "decode", "aggregated")
+    # A pod that is given an RDMA resource sees RDMA devices, any other one interfaces.
+    env = {**nic_env(spec.nics, rdma=bool(options.rdma)), **spec.env, RUN_TAG_ENV: tag}
+    if _modules(spec):
+        env["PYTHONPATH"] = env["PYTHONPATH"].replace(str(IN_VLLM), SPECS)
     env |= {variable: f"{SPECS}/{_file_name(spec, variable)}" for variable in spec.files}
     argv = ["python3" if word == sys.executable else word for word in spec.argv]
     argv += [f"{SPECS}/{spec.name}.json"] if spec.spec is not None else []
@@ -171,7 +178,9 @@ def _container(scenario: Scenario, options: K8sOptions, name: str, spec: Process
             *({"name": key, "value": _expanded(value, name)} for key, value in env.items()),
         ],
     }
-    mounts = [{"name": "specs", "mountPath": SPECS, "readOnly": True}] if _files(spec) else []
+    mounts = (
+        [{"name": "specs", "mountPath": SPECS, "readOnly": True}] if _files(spec) or _modules(spec) else []
+    )
     if spec.port:
         container["ports"] = [{"name": "http", "containerPort": spec.port}]
         container |= _probes(spec, scenario.deployment.ready_timeout_s)
@@ -188,7 +197,8 @@ def _container(scenario: Scenario, options: K8sOptions, name: str, spec: Process
 def _resources(scenario: Scenario, options: K8sOptions, instance: str) -> Manifest:
     limits: dict[str, str] = {}
     if options.gpu and scenario.deployment.engine_options.uses_gpus:
-        limits[options.gpu.partition("=")[0]] = str(scenario.deployment.ranks_of(instance).gpus)
+        hosts = max(1, len(scenario.deployment.nodes_of(instance)))
+        limits[options.gpu.partition("=")[0]] = str(scenario.deployment.ranks_of(instance).gpus // hosts)
     found: Manifest = {}
     if options.rdma:
         resource, _, count = options.rdma.partition("=")
@@ -211,12 +221,14 @@ def _probes(spec: ProcessSpec, ready_s: float) -> Manifest:
     }
 
 
-def _ports(planned: DeploymentPlan, members: Sequence[ProcessSpec]) -> list[int]:
-    """All that a pod's processes listen on: HTTP, side channels, helpers."""
-    of_instance = {each.name: (each.port, *each.all_side_ports) for each in planned.instances}
+def _ports(planned: DeploymentPlan, members: Sequence[ProcessSpec], nodes: Mapping[str, int]) -> list[int]:
+    """All that a pod's processes listen on: HTTP, side channels, helpers. ``nodes``: hosts by instance."""
+    of_instance = {each.name: each for each in planned.instances}
     ports: list[int] = []
     for each in members:
-        ports += of_instance.get(each.name, (each.port,))
+        name, _, node = each.name.partition(NODE)
+        own = of_instance.get(name)
+        ports += (each.port,) if own is None else own.ports_on(int(node or 0), nodes.get(name, 1))
     if members[-1].name == "router" or planned.router_port is None:
         ports += planned.service_ports
     return [port for port in dict.fromkeys(ports) if port]
@@ -228,6 +240,13 @@ def _files(spec: ProcessSpec) -> dict[str, str]:
     if spec.spec is not None:
         files[f"{spec.name}.json"] = dict(spec.spec)
     return {name: json.dumps(content, indent=1) for name, content in files.items()}
+
+
+def _modules(spec: ProcessSpec) -> dict[str, str]:
+    """The modules of kvbench's that its engine loads, by their files; an engine's image has no kvbench."""
+    if str(IN_VLLM) not in spec.env.get("PYTHONPATH", ""):
+        return {}
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(IN_VLLM.glob("*.py"))}
 
 
 def _file_name(spec: ProcessSpec, variable: str) -> str:
@@ -295,7 +314,12 @@ def chosen(plan: Plan, label: str) -> DeploymentPlan:
 
 def dns_names(scenario: Scenario, planned: DeploymentPlan) -> dict[str, str]:
     """Process → the name of its Service. Raises InputError if a name is too long or not its own."""
-    processes = [each.name for each in planned.instances]
+    nodes_of = scenario.deployment.nodes_of
+    processes = [
+        f"{each.name}{NODE}{node}" if node else each.name
+        for each in planned.instances
+        for node in range(max(1, len(nodes_of(each.name))))
+    ]
     processes += ["router"] if planned.router_port is not None else []
     names = {name: k8s_name(f"{scenario.name}-{planned.label}-{name}") for name in processes}
     for name in names.values():
@@ -318,7 +342,7 @@ def manifests_of(scenario: Scenario, planned: DeploymentPlan, options: K8sOption
             "pods need ports that are known beforehand", hint="give one: --set deployment.base_port=21000"
         )
     undealt = tuple(replace(each, devices=()) for each in planned.instances)
-    specs = process_specs(_placed(scenario, names), replace(planned, instances=undealt))
+    specs, _ = placed_specs(_placed(scenario, names), replace(planned, instances=undealt), dealt=False)
     home = "router" if "router" in names else planned.instances[0].name
     pods: dict[str, list[ProcessSpec]] = {name: [] for name in names}
     for spec in specs:  # helpers are in the router's pod
@@ -331,18 +355,25 @@ def manifests_of(scenario: Scenario, planned: DeploymentPlan, options: K8sOption
 
 def _placed(scenario: Scenario, names: Mapping[str, str]) -> Scenario:
     """The scenario with each process on a host of its own, which is its Service."""
-    roles = {
-        role: tuple(names[name] for name in names if name.rsplit("-", 1)[0] == role)
-        for role in ("prefill", "decode", "aggregated", "router")
-    }
-    roles["router"] = roles["router"] or roles["aggregated"]  # where helpers are, even without a router
-    hosts = {name: RemoteHost(address=name) for name in names.values()}
+    deployment = scenario.deployment
+    groups: dict[str, list[list[str]]] = {"prefill": [], "decode": [], "aggregated": []}
+    for name, pod in names.items():
+        if NODE in name:
+            groups[name.partition("-")[0]][-1].append(pod)
+        elif name != "router":
+            groups[name.partition("-")[0]].append([pod])
+    # Helpers have the router's place, even without a router.
+    roles = {**groups, "router": [names["router"]] if "router" in names else groups["aggregated"][0]}
+    hosts = {}
+    for name, pod in names.items():
+        own = deployment.hosts[deployment.host_name(name)] if deployment.hosts else RemoteHost(address=pod)
+        hosts[pod] = RemoteHost(address=pod, env=own.env, nics=own.nics)
     # The choice of devices is that of one machine; a pod sees what it was given.
-    deployment = scenario.deployment.model_copy(
+    deployment = deployment.model_copy(
         update={
             "hosts": hosts,
             "roles": Roles.model_validate(roles),
-            "engine_options": scenario.deployment.engine_options.without_devices(),
+            "engine_options": deployment.engine_options.without_devices(),
         }
     )
     return scenario.model_copy(update={"deployment": deployment})

@@ -18,6 +18,7 @@ from kvbench.core.search.burst import burst_offsets
 from kvbench.core.sessions.session_load import SessionLoad, load_arrays
 from kvbench.core.sessions.session_source import SessionSource, source_of
 from kvbench.errors import InputError
+from kvbench.files import similar_files
 from kvbench.planning.corpus_files import load_corpus
 
 MOST_BYTES = 2 * 2**30
@@ -44,7 +45,7 @@ def _text_of(trace: Trace) -> str:
     except OSError as error:
         raise InputError(
             f"the trace {path} cannot be read: {error.strerror or error}",
-            hint="its path counts from where kvbench is started",
+            hint=f"{similar_files(Path(path))}its path counts from where kvbench is started",
         ) from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is no text: byte {error.start} is not UTF-8") from error

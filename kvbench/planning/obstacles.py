@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+import shlex
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -70,17 +71,42 @@ SSH_PORT: Final = 22
 MOST_NAMED: Final = 8
 
 
-def obstacles(scenario: Scenario, plan: Plan) -> list[Problem]:
-    """What nothing can start with: open files, GPUs, hosts, ports. Nothing is loaded and nothing started.
+def obstacles(scenario: Scenario, plan: Plan, named: str) -> list[Problem]:
+    """Return what prevents every start: open files, GPUs, Slurm, Ray, hosts, ports. Nothing is started.
 
-    `kvbench doctor SCENARIO` looks closer: it loads the libraries, and asks the hosts.
+    ``named``: the scenario as the user named it, for `kvbench doctor`, which also loads libraries and asks
+    the hosts.
     """
     files = few_open_files(scenario)
     first = [files] if files is not None else []
     if not scenario.deployment.engine_options.starts_processes:
         return first
-    look = _ports(scenario, plan) if scenario.deployment.launcher == "local" else _hosts(scenario)
+    launcher = scenario.deployment.launcher
+    if launcher in ("slurm", "ray"):
+        missing = scheduler_problem(launcher)
+        look = iter([missing] if missing else [])
+    else:
+        look = _ports(scenario, plan) if launcher == "local" else _hosts(scenario, named)
     return [*first, *_gpus(plan), *look]
+
+
+def scheduler_problem(launcher: str) -> Problem | None:
+    """Return why Slurm or Ray cannot be asked from this machine; None if it can."""
+    from kvbench.launchers import ray, slurm
+
+    if launcher == "slurm":
+        reason, fix = slurm.problem(), "start kvbench on a login node of the cluster"
+    else:
+        reason, fix = ray.problem(), "pip install ray, in the cluster's version"
+    return Problem(reason, fix) if reason else None
+
+
+def require_start(scenario: Scenario, plan: Plan, named: str) -> None:
+    """Raise LaunchError with every obstacle, before a run folder is made."""
+    if problems := obstacles(scenario, plan, named):
+        reasons = "\n  ".join(each.reason for each in problems)
+        fixes = "\n  ".join(each.fix for each in problems if each.fix)
+        raise LaunchError(f"cannot start: {reasons}", hint=fixes)
 
 
 def left_out(scenario: Scenario, plan: Plan) -> dict[str, Problem]:
@@ -115,7 +141,7 @@ def _ports(scenario: Scenario, plan: Plan) -> Iterator[Problem]:
         more = f" and {len(taken) - MOST_NAMED} more" if len(taken) > MOST_NAMED else ""
         yield Problem(
             f"ports in use: {', '.join(map(str, taken[:MOST_NAMED]))}{more}",
-            "end what listens there, or --set deployment.base_port=PORT (0: any free ones)",
+            "end what listens there, or take any free ports: --set deployment.base_port=0",
         )
 
 
@@ -126,12 +152,11 @@ def places(scenario: Scenario, plan: Plan) -> set[tuple[str, int]]:
         helpers = (*planned.service_ports, *([planned.router_port] if planned.router_port else ()))
         found |= {(where("router"), port) for port in helpers}
         for each in planned.instances:
-            own = (each.port, *each.all_side_ports, *([each.group_port] if each.group_port else ()))
-            found |= {(where(each.name), port) for port in own}
+            found |= {(where(each.name), port) for port in each.ports_on(0, 1)}
     return found
 
 
-def _hosts(scenario: Scenario) -> Iterator[Problem]:
+def _hosts(scenario: Scenario, named: str) -> Iterator[Problem]:
     """Hosts of an ssh scenario that do not take a connection; what ~/.ssh/config may say is left to ssh."""
     if scenario.deployment.launcher != "ssh" or Path("~/.ssh/config").expanduser().is_file():
         return
@@ -142,7 +167,10 @@ def _hosts(scenario: Scenario) -> Iterator[Problem]:
         answers = list(together.map(_unreached, hosts, hosts.values()))
     for name, why in zip(hosts, answers, strict=True):
         if why:
-            yield Problem(f"host {name} is not reached: {why}", "kvbench doctor SCENARIO looks closer")
+            yield Problem(
+                f"host {name} is not reached: {why}",
+                f"see `kvbench doctor {shlex.quote(named)}`",
+            )
 
 
 def _unreached(name: str, host: RemoteHost) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -17,8 +17,10 @@ from kvbench.core.scenario.sections import Sessions
 from kvbench.core.scenario.yaml_lines import Plain
 from kvbench.engines.external import header_problem, url_problem
 from kvbench.errors import InputError, KvbenchError, ServerError
-from kvbench.hosts.server_access import access_headers, hidden, variables
+from kvbench.hosts.server_access import access_headers, redact, variables
 from kvbench.planning.load_files import load_trace, require_fitting, session_source, trace_lengths
+from kvbench.planning.options import SERVER, Sets, declared, option_name
+from kvbench.planning.options import CliOptions as CliOptions
 from kvbench.planning.scenario_files import load_draft, plain_name, registry
 
 ASK_TIMEOUT_S = 10.0
@@ -60,7 +62,7 @@ def served_models(root: str, access: ServerAccess) -> list[str]:
             f"GET {url} failed: {type(error).__name__} {error}".rstrip(), hint=failure_hint(url, error)
         ) from error
     if response.status_code != 200:
-        said = hidden(visible(response.text[:200].strip()), variables(access))
+        said = redact(visible(response.text[:200].strip()), variables(access))
         raise ServerError(
             f"GET {url} answered {status_text(response.status_code)}" + (f": {said}" if said else ""),
             hint=status_hint(response.status_code, "authorization" in {name.lower() for name in headers}),
@@ -82,46 +84,6 @@ SMALL_VOCABULARY = 4000
 """Token ids that any server has whose vocabulary cannot be asked; --set model.vocab_size raises it."""
 
 
-@dataclass(frozen=True)
-class CliOptions:
-    """The options of ``sweep``, ``bench`` and ``plan``, as they were given."""
-
-    scenario: str = "quickstart"
-    overrides: tuple[str, ...] = ()
-    connectors: tuple[str, ...] = ()
-    base_url: str | None = None
-    system: str | None = None
-    """The command of somebody else's simulator, in place of a scenario (``simulate`` alone)."""
-    input_len: str | None = None
-    output_len: int | None = None
-    ttft_ms: float | None = None
-    tpot_ms: float | None = None
-    attainment: float | None = None
-    fixed_rate: float | None = None
-    concurrency: int | None = None
-    """Of a closed loop, in place of ``fixed_rate``."""
-    num_requests: int | None = None
-    duration_s: float | None = None
-    replay: bool = False
-    slo: tuple[str, ...] = ()
-    method: str | None = None
-    rates: str | None = None
-    trace: str | None = None
-    time_scale: float | None = None
-    workers: int | None = None
-    endpoint: str | None = None
-    direct: bool = False
-    both_modes: bool = False
-    api_key_env: str | None = None
-    model: str | None = None
-    headers: tuple[str, ...] = ()
-    """``NAME: VALUE`` each."""
-    ca_file: str | None = None
-    insecure: bool = False
-    prefill_metrics_url: str | None = None
-    decode_metrics_url: str | None = None
-
-
 def resolve(cli: CliOptions, *, sessions: bool = True) -> tuple[Scenario, bytes]:
     """The scenario and the bytes that a run folder keeps of it. Raises InputError with all mistakes.
 
@@ -131,14 +93,11 @@ def resolve(cli: CliOptions, *, sessions: bool = True) -> tuple[Scenario, bytes]
     if bare:
         text = _system(cli, cli.system or "") if cli.base_url is None else _external(cli, cli.base_url)
         draft, source = read_scenario(text, bare), text.encode()
-        own = _load_values(cli)
-        overrides = merged(_sections(replace(cli, slo=())), typed_overrides(cli.overrides), own)
     else:
         _require_no_server_options(cli)
         draft, source = load_draft(cli.scenario)
-        overrides = merged(_sections(cli), typed_overrides(cli.overrides), _values(cli))
     known = registry()
-    draft = draft.put(overrides)
+    draft = draft.put(*_overrides(cli))
     scenario = draft.checked(known)
     if scenario.workload.sessions and not sessions:
         raise InputError(
@@ -151,54 +110,70 @@ def resolve(cli: CliOptions, *, sessions: bool = True) -> tuple[Scenario, bytes]
         scenario = draft.put(more).checked(known)
     if scenario.workload.trace:
         require_fitting(scenario, load_trace(scenario.workload.trace))
+    if scenario.search.method not in ("fixed", "trace") and not (scenario.slo.given or _is_one_load(cli)):
+        raise InputError("the scenario has no SLO, and a search needs one", hint="add --ttft-ms or --tpot-ms")
     return scenario, source
 
 
 def _require_no_server_options(cli: CliOptions) -> None:
-    given = {
-        "--model": cli.model,
-        "--header": cli.headers,
-        "--ca-file": cli.ca_file,
-        "--insecure": cli.insecure,
-        "--prefill-metrics-url": cli.prefill_metrics_url,
-        "--decode-metrics-url": cli.decode_metrics_url,
-    }
-    if names := [name for name, value in given.items() if value]:
+    own = [field for field in SERVER if field not in ("base_url", "api_key_env")]
+    if names := [option_name(field) for field in own if getattr(cli, field)]:
         raise InputError(
             f"{', '.join(names)} {'goes' if len(names) == 1 else 'go'} with a --base-url",
             hint="a scenario says the same in model and in deployment.engine_options",
         )
 
 
-def _sections(cli: CliOptions) -> Overrides:
-    """What stands for a whole section, so that nothing of the scenario's own is left beside it."""
-    found: dict[str, Plain] = {}
+def _overrides(cli: CliOptions) -> tuple[Overrides, dict[str, str]]:
+    """Return the scenario values that options set, and by path the option as it was typed.
+
+    Whole sections come first, so that ``--set`` and the other options change values in them.
+    """
+    parts: list[dict[str, Plain]] = [{}, dict(typed_overrides(cli.overrides)), {}]
+    typed: dict[str, str] = {}
+
+    def put(part: int, path: str, value: Plain, field: str) -> None:
+        parts[part][path] = value
+        given = getattr(cli, field)
+        words = given if isinstance(given, tuple) else () if given is True else (given,)
+        typed[path] = shlex.join((option_name(field), *map(str, words)))
+
     if cli.slo:
-        found["slo"] = {"limits": list(cli.slo)}
+        put(0, "slo", {"limits": list(cli.slo)}, "slo")
     if cli.trace is not None:
-        scale: dict[str, Plain] = {} if cli.time_scale is None else {"time_scale": cli.time_scale}
-        found |= {"workload.trace": {"path": cli.trace, **scale}, "search.method": "trace"}
-    elif cli.time_scale is not None:
-        found["workload.trace.time_scale"] = cli.time_scale
-    return merged(found, _method(cli))
+        put(0, "workload.trace", {"path": cli.trace}, "trace")
+        put(0, "search.method", "trace", "trace")
+    if cli.rates is not None:
+        put(0, "search.method", "fixed", "rates")
+    for path, value in _method(cli).items():
+        put(0, path, value, "method")
+    typed = {path: option for path, option in typed.items() if path not in parts[1]}
+    for field, declarations in declared().items():
+        value = getattr(cli, field)
+        for sets in declarations:
+            if isinstance(sets, Sets) and value is not None and value is not False:
+                number = isinstance(value, (int, float)) and value is not True
+                put(2, sets.path, value if number else Unread(sets.form.format(value)), field)
+    if (n := cli.num_requests) is not None:
+        put(2, "search.min_requests", 1 if cli.concurrency or cli.duration_s else n, "num_requests")
+        put(2, "search.max_requests", n, "num_requests")
+    elif cli.duration_s:
+        put(2, "search.min_requests", 1, "duration_s")
+        put(2, "search.max_requests", 10_000_000, "duration_s")
+    return merged(*parts), typed
 
 
 def _method(cli: CliOptions) -> Overrides:
-    """``--method sustained,burst`` and ``--rates``, which mean a method by themselves."""
-    found: dict[str, Plain] = {}
+    """Return what ``--method`` sets; ``sustained,burst`` measures both."""
     names = [name.strip() for name in (cli.method or "").split(",") if name.strip()]
-    if cli.rates is not None:
-        found["search.rates"] = Unread(f"[{cli.rates}]")
-        if not names:
-            found["search.method"] = "fixed"
     if sorted(names) == ["burst", "sustained"]:
-        return found | {"search.method": "sustained", "search.compare_burst": True}
+        return {"search.method": "sustained", "search.compare_burst": True}
     if len(names) > 1:
         raise InputError(
             f"--method takes one method, or sustained,burst for both, not {cli.method!r}",
             hint="there are: sustained, burst, fixed, trace",
         )
-    return found | ({"search.method": Unread(names[0])} if names else {})
+    return {"search.method": Unread(names[0])} if names else {}
 
 
 def _traced(scenario: Scenario) -> Overrides:
@@ -225,39 +200,6 @@ def _of_sessions(wanted: Sessions) -> Overrides:
         "workload.sessions.longest": source.longest_input + source.longest_output,
         "workload.sessions.longest_output": source.longest_output,
     }
-
-
-def _values(cli: CliOptions) -> Overrides:
-    """The options for one value each; what may be anything is read as the file's values are."""
-    values: dict[str, Plain] = {
-        "workload.input_len": None if cli.input_len is None else Unread(f"[{cli.input_len}]"),
-        "workload.output_len": cli.output_len,
-        "slo.ttft_ms": cli.ttft_ms,
-        "slo.tpot_ms": cli.tpot_ms,
-        "slo.attainment": cli.attainment,
-        "load.mode": "direct" if cli.direct else None,
-        **_load_values(cli),
-        "deployment.engine_options.api_key_env": None if cli.api_key_env is None else Unread(cli.api_key_env),
-    }
-    return {path: value for path, value in values.items() if value is not None}
-
-
-def _load_values(cli: CliOptions) -> dict[str, Plain]:
-    values: dict[str, Plain] = {
-        "load.workers": cli.workers,
-        "load.endpoint": None if cli.endpoint is None else Unread(cli.endpoint),
-        "search.trial_s": cli.duration_s,
-        **_counts(cli),
-    }
-    return {path: value for path, value in values.items() if value is not None}
-
-
-def _counts(cli: CliOptions) -> dict[str, Plain]:
-    """How many requests one trial has at least and at most, where ``bench`` was told."""
-    n, closed = cli.num_requests, cli.concurrency is not None
-    if n is not None:
-        return {"search.min_requests": 1 if closed or cli.duration_s else n, "search.max_requests": n}
-    return {"search.min_requests": 1, "search.max_requests": 10_000_000} if cli.duration_s else {}
 
 
 def _chosen(scenario: Scenario, names: tuple[str, ...]) -> Overrides:
@@ -303,7 +245,7 @@ def _connector_of(cli: CliOptions, option: str, one: str) -> str:
         for option, value in (("--input-len", cli.input_len), ("--output-len", cli.output_len))
         if value is None and not _own_lengths(cli)
     ]
-    unsearched = cli.rates is not None or cli.trace is not None
+    unsearched = cli.rates is not None or cli.trace is not None or _is_one_load(cli)
     if cli.ttft_ms is None and cli.tpot_ms is None and not cli.slo and not unsearched:
         missing.append("--ttft-ms, --tpot-ms or --slo")
     if missing:
@@ -314,6 +256,11 @@ def _connector_of(cli: CliOptions, option: str, one: str) -> str:
             f"{one} is one deployment, so it has one --connector", hint="measure each with a run of its own"
         )
     return cli.connectors[0] if cli.connectors else "aggregated"
+
+
+def _is_one_load(cli: CliOptions) -> bool:
+    """Whether one load is offered, as ``bench`` does, so that nothing is searched for."""
+    return cli.fixed_rate is not None or cli.concurrency is not None
 
 
 def _own_lengths(cli: CliOptions) -> bool:
@@ -328,20 +275,17 @@ def _bare(cli: CliOptions, engine: str, connector: str, served: str, options: di
         "name": engine,
         "model": {"name": plain_name(served), "served_model_name": served, "vocab_size": SMALL_VOCABULARY},
         "deployment": {"engine": engine, "engine_options": options},
-        "connectors": [connector],
+        # A server that nothing is known of is called by its model.
+        "connectors": [
+            {"name": connector, "label": plain_name(served)}
+            if engine == "external" and connector == "aggregated"
+            else connector
+        ],
         "workload": {}
         if _own_lengths(cli)
         else {"input_len": _lengths(cli.input_len or ""), "output_len": cli.output_len},
-        "slo": {
-            key: value
-            for key, value in (
-                ("ttft_ms", cli.ttft_ms),
-                ("tpot_ms", cli.tpot_ms),
-                ("attainment", cli.attainment),
-                ("limits", list(cli.slo) or None),
-            )
-            if value is not None
-        },
+        "slo": {key: getattr(cli, key) for key in ("ttft_ms", "tpot_ms", "attainment") if getattr(cli, key)}
+        | ({"limits": list(cli.slo)} if cli.slo else {}),
     }
     return str(yaml.safe_dump(document, sort_keys=False))
 
@@ -363,14 +307,8 @@ def _engine_options(root: str, connector: str, cli: CliOptions) -> dict[str, Any
     options: dict[str, Any] = {"base_url": root}
     if connector == "aggregated":
         options["decode_metrics_url"] = f"{root}/metrics"
-    given = {
-        "prefill_metrics_url": cli.prefill_metrics_url,
-        "decode_metrics_url": cli.decode_metrics_url,
-        "api_key_env": cli.api_key_env,
-        "headers": _headers(cli.headers),
-        "ca_file": cli.ca_file,
-        "insecure": cli.insecure,
-    }
+    given = {name: getattr(cli, name) for name in SERVER if name not in ("base_url", "model")}
+    given["headers"] = _headers(cli.headers)
     options |= {name: value for name, value in given.items() if value}
     if connector == "aggregated" and "prefill_metrics_url" in options:
         raise InputError(

@@ -17,13 +17,14 @@ from kvbench.core.plan.plan import DeploymentPlan, InstancePlan, Plan, make_plan
 from kvbench.core.plan.prospect import prospect_text
 from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.errors import InputError, Problem
+from kvbench.core.units import estimate_text
+from kvbench.errors import EXIT_BAD_INPUT, EXIT_OK, InputError, Problem
 from kvbench.hosts.devices import gpus, rdma
 from kvbench.hosts.gpu_affinity import affinity_text, with_affinity
 from kvbench.planning.gpu_dealing import with_devices
 from kvbench.planning.obstacles import left_out, obstacles
 from kvbench.planning.overrides import CliOptions, resolve
-from kvbench.planning.process_specs import engine_warnings, process_specs, profile_of, tcp_findings
+from kvbench.planning.process_specs import engine_warnings, placed_specs, profile_of, transport_findings
 
 
 def plan_of(scenario: Scenario) -> Plan:
@@ -42,18 +43,22 @@ def plan_of(scenario: Scenario) -> Plan:
     return with_devices(replace(plan, notes=(*plan.notes, *lacking, *engine_warnings(scenario), *unequal)))
 
 
-def command(cli: CliOptions, console: Console, *, as_json: bool) -> None:
-    """Print the plan: for people, or as JSON with every process's argv and environment."""
+def command(cli: CliOptions, console: Console, *, as_json: bool) -> int:
+    """Print the plan: for people, or as JSON with every process's argv and environment.
+
+    Returns the exit code: ``EXIT_BAD_INPUT`` if a sweep could not start.
+    """
     scenario, _ = resolve(cli)
     plan = plan_of(scenario)
-    skipped, problems = left_out(scenario, plan), obstacles(scenario, plan)
+    skipped, problems = left_out(scenario, plan), obstacles(scenario, plan, cli.scenario)
+    code = EXIT_BAD_INPUT if problems else EXIT_OK
     if as_json:
         processes = {each.label: _processes(scenario, each) for each in plan.deployments}
         said = [{"what": each.reason, "fix": each.fix} for each in problems]
         gone = {label: {"why": each.reason, "fix": each.fix} for label, each in skipped.items()}
         whole = {**plan.to_json(), "processes": processes, "obstacles": said, "left_out": gone}
         print(json.dumps(whole, indent=2))
-        return
+        return code
     _print_obstacles(plan, skipped, problems, console)
     _print_header(plan, console)
     width = console.width if console.is_terminal else None
@@ -67,6 +72,7 @@ def command(cli: CliOptions, console: Console, *, as_json: bool) -> None:
     if text := prospect_text(plan.prospects):
         console.print(f"precision: {text}", markup=False)
     console.print("nothing was started", markup=False)
+    return code
 
 
 def _print_obstacles(
@@ -94,10 +100,10 @@ def _print_time(plan: Plan, skipped: Mapping[str, Problem], console: Console) ->
     if not kept:
         return
     without = f", without {', '.join(skipped)}" if skipped else ""
-    lower, upper = _minutes(plan.lower_s), _minutes(plan.upper_s)
-    console.print(f"\nestimated time: {lower} to {upper}{without}", markup=False)
+    whole = estimate_text(plan.lower_s, plan.upper_s)
+    console.print(f"\nestimated time: {whole}{without}", markup=False)
     for part in plan.time:
-        console.print(f"  {part.name:<20} {_minutes(part.lower_s)} to {_minutes(part.upper_s)}", markup=False)
+        console.print(f"  {part.name:<20} {estimate_text(part.lower_s, part.upper_s)}", markup=False)
     not_in_it = [_WAITS[scenario.deployment.launcher]] if scenario.deployment.launcher in _WAITS else []
     if scenario.deployment.engine_options.served_from:
         not_in_it.append("downloading the model")
@@ -112,7 +118,7 @@ def _of_this_machine(plan: Plan) -> Iterator[str]:
     """What this machine's devices say to a plan that is for it: TCP beside RDMA, and where its GPUs sit."""
     if plan.scenario.deployment.launcher != "local":
         return
-    for each in tcp_findings(plan.scenario, plan, {"": rdma()}):
+    for each in transport_findings(plan.scenario, plan, {"": rdma()}):
         yield f"{each.message}; {each.advice}"
     dealt = {device for mine in plan.deployments for each in mine.instances for device in each.devices}
     for card in (with_affinity(gpus()) or ()) if dealt else ():
@@ -131,7 +137,9 @@ def render(cli: CliOptions, words: Sequence[str]) -> None:
 def _processes(scenario: Scenario, deployment: DeploymentPlan) -> list[dict[str, Any]]:
     """A deployment's processes; none if the engine has no such connector, which the launch reports."""
     with suppress(InputError):
-        return [spec.to_json() for spec in process_specs(scenario, deployment)]
+        specs, placeholders = placed_specs(scenario, deployment)
+        more = {"placeholders": list(placeholders)} if placeholders else {}
+        return [{**spec.printed(), **more} for spec in specs]
     return []
 
 
@@ -230,7 +238,3 @@ def _port(port: int | None) -> str:
     if port is None:
         return ""
     return str(port) if port else "any free"
-
-
-def _minutes(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d} min"

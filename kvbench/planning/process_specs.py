@@ -12,21 +12,23 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from kvbench import connectors, engines
 from kvbench.connectors.base import Connector, Neighbours
-from kvbench.core.findings.setups import tcp_beside_rdma
+from kvbench.core.findings.setups import transport_warnings
 from kvbench.core.physics import ModelShape
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.plan.processes import ROUTER_MODULE, ProcessSpec
+from kvbench.core.plan.processes import ONE_THREAD_ENV, ROUTER_MODULE, ProcessSpec
 from kvbench.core.records import Finding
 from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Deployment, Scenario
 from kvbench.engines.base import Instance, OptionsContext
 from kvbench.errors import InputError, MissingLibraryError, Problem
+from kvbench.launchers.placement import placed_on
+from kvbench.planning.gpu_dealing import far_device_env
 from kvbench.processes.common.spans import SUFFIX
 
 LOGS: Final = "{logs}"
@@ -69,7 +71,7 @@ def nsys_override() -> str:
     if shutil.which(NSYS[0]) is None:
         raise MissingLibraryError(
             "nsys is not installed here, or not on the PATH",
-            hint="it comes with NVIDIA Nsight Systems; `kvbench timeline` needs none: deployment.trace=true",
+            hint="NVIDIA Nsight Systems has it; `kvbench export timeline` needs only deployment.trace=true",
         )
     words = {role: list(NSYS) for role in ("prefill", "decode", "aggregated")}
     return f"deployment.prefix={json.dumps(words)}"
@@ -81,11 +83,18 @@ def has_prefix(wanted: Deployment) -> bool:
 
 
 def profile_of(scenario: Scenario, connector: str, label: str) -> Connector:
-    """The connector as the scenario's engine wants it. Raises InputError if that engine has none such."""
+    """The connector as the scenario's engine wants it.
+
+    Raises InputError if that engine has none such, or moves no KV between the scenario's ranks with it.
+    """
     engine = engines.get(scenario.deployment.engine)
     version = engine.version(scenario.deployment.engine_options)
     options = scenario.connector_options(label)
-    return connectors.get(connector).profile(version, options)
+    profile = connectors.get(connector).profile(version, options)
+    prefill, decode = (scenario.deployed(label).ranks_of(f"{role}-0") for role in ("prefill", "decode"))
+    if profile.disaggregated and (problem := profile.ranks_problem(version, prefill, decode)):
+        raise InputError(problem, hint="give deployment.prefill and deployment.decode the same ranks")
+    return profile
 
 
 def engine_warnings(scenario: Scenario) -> list[str]:
@@ -106,10 +115,10 @@ def engine_warnings(scenario: Scenario) -> list[str]:
     return [*_exposed(scenario), *warnings]
 
 
-def tcp_findings(
+def transport_findings(
     scenario: Scenario, plan: Plan, devices: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[Finding]:
-    """Where a real engine is told to use TCP beside active RDMA. ``devices``: as listed, by host.
+    """Where a real engine is told to use what its NICs do badly. ``devices``: as listed, by host.
 
     What is not said in a process's environment it inherits from this one, on this machine.
     """
@@ -117,15 +126,15 @@ def tcp_findings(
     if not (options.starts_processes and options.chooses_transport):
         return []
     inherited = dict(os.environ) if scenario.deployment.launcher == "local" else {}
-    found = []
+    found: list[Finding] = []
     for planned in plan.deployments:
         if connectors.get(planned.connector).disaggregated:
             specs: list[ProcessSpec] = []
             with suppress(InputError):  # one that the engine lacks is reported by ``unusable``
                 specs = process_specs(scenario, planned)
             commands = [(each.argv, {**inherited, **each.env}) for each in specs if each.name != "router"]
-            found.append(tcp_beside_rdma(planned.label, commands, devices))
-    return [each for each in found if each is not None]
+            found += transport_warnings(planned.label, commands, devices)
+    return found
 
 
 def _exposed(scenario: Scenario) -> list[str]:
@@ -228,6 +237,55 @@ def process_specs(scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None
     ]
 
 
+def placed_specs(
+    scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None = None, *, dealt: bool = True
+) -> tuple[list[ProcessSpec], tuple[str, ...]]:
+    """Every process as its launcher starts it, with its host's environment, NICs and GPUs; and placeholders.
+
+    These stand for the addresses of nodes that a scheduler is yet to choose. ``dealt``: false where somebody
+    else, such as Kubernetes, gives a process its GPUs.
+    """
+    scenario, placeholders = with_placeholders(scenario)
+    hosts = scenario.deployment.hosts
+    specs = process_specs(scenario, plan, log_dir)
+    if not hosts:
+        return specs, ()
+    gpus = far_device_env(scenario, plan, numbered=True) if dealt else {}
+    placed = []
+    for spec in specs:
+        host = hosts[scenario.deployment.host_name(spec.name)]
+        own = {**(ONE_THREAD_ENV if spec.one_thread else {}), **spec.env}
+        env = {**host.env, **own, **gpus.get(spec.name, {})}
+        placed.append(replace(spec, env=env, host=host.address, nics=host.nics))
+    return placed, placeholders
+
+
+@dataclass(frozen=True)
+class _Unknown:
+    """Nodes that a scheduler is yet to choose: one for each instance, which is called after it."""
+
+    hosts: Mapping[str, tuple[str, ...]]
+
+    def address(self, host: str) -> str:
+        return host
+
+
+def with_placeholders(scenario: Scenario) -> tuple[Scenario, tuple[str, ...]]:
+    """The scenario with a placeholder for each node that Slurm or Ray is yet to choose, and their names."""
+    deployment = scenario.deployment
+    if deployment.launcher not in ("slurm", "ray") or deployment.hosts:
+        return scenario, ()
+    counts = {"prefill": deployment.prefill.instances, "decode": deployment.decode.instances}
+    nodes = {
+        role: tuple(f"{role.upper()}-NODE-{number}" for number in range(count))
+        for role, count in counts.items()
+    }
+    first = nodes["prefill"][:1]
+    unknown = _Unknown({**nodes, "router": first, "loadgen": first})
+    placed = scenario.model_copy(update={"deployment": placed_on(deployment, unknown)})
+    return placed, (*nodes["prefill"], *nodes["decode"])
+
+
 def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | None:
     """How requests go to P and D, as JSON: what the router gets, and the load generator in direct mode.
 
@@ -238,13 +296,22 @@ def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | 
         return None
     members = instances(scenario, plan)
     connector = profile_of(scenario, plan.connector, plan.label)
+    bootstrap = scenario.connector_options(plan.label).bootstrap_address
+    if bootstrap and "://" not in bootstrap:
+        bootstrap = f"http://{bootstrap}"
     prefill = [
         {
             "url": member.url,
-            "bootstrap_url": member.bootstrap_url if connector.needs_bootstrap else "",
+            "bootstrap_url": (bootstrap or member.bootstrap_url) if connector.needs_bootstrap else "",
             "side_address": member.side_address,
+            **({"data_parallel_size": member.ranks.data} if member.ranks.data > 1 else {}),
             **(
-                {"engine_id": member.engine_id, "tensor_parallel_size": member.ranks.tensor}
+                {
+                    "engine_ids": list(member.rank_engine_ids),
+                    "side_addresses": list(member.rank_side_addresses),
+                    "tensor_parallel_size": member.ranks.tensor,
+                    "pipeline_parallel_size": member.ranks.pipeline,
+                }
                 if connector.needs_engine_id
                 else {}
             ),
@@ -306,4 +373,13 @@ def unusable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
         error = several_hosts_problem()
         return Problem(error.message, error.hint)
     engine = engines.get(deployment.engine)
-    return engine.check(connectors.get(plan.connector), options)
+    return engine.check(connectors.get(plan.connector), options) or unplannable(scenario, plan)
+
+
+def unplannable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
+    """Why a deployment cannot run anywhere: its engine lacks the connector, or its ranks do not fit."""
+    try:
+        profile_of(scenario, plan.connector, plan.label)
+    except InputError as error:
+        return Problem(error.message, error.hint)
+    return None

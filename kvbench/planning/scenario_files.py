@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from kvbench.core.scenario.overrides import typed_overrides
 from kvbench.core.scenario.scenario import Draft, Registry, Scenario, read_scenario
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.errors import InputError, ScenarioError
+from kvbench.files import similar_files
 
 _SUFFIXES = (".yaml", ".yml")
 
@@ -101,7 +101,5 @@ def _read(path: Path) -> bytes:
 
 def _there_are(wanted: str) -> str:
     names = bundled_names()
-    stem = Path(wanted.replace("\0", "")).stem
-    close = difflib.get_close_matches(stem, names, n=1)
-    nearest = f"did you mean {close[0]}? " if close else ""
-    return f"{nearest}bundled scenarios: {', '.join(names) or 'none'}; or give the path of a .yaml file"
+    near = similar_files(Path(wanted.replace("\0", "") or "-"), *names)
+    return f"{near}bundled scenarios: {', '.join(names) or 'none'}; or give the path of a .yaml file"

@@ -1,1 +1,1 @@
-"""Processes of their own: met over argv, a JSON spec and HTTP, never imported from outside."""
+"""Processes that kvbench starts: called by argv, a JSON spec and HTTP, never imported from outside."""

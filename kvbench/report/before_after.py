@@ -53,7 +53,7 @@ class CellChange:
     def became(self) -> Became:
         if self.same:
             return "unchanged"
-        return "cannot be told" if self.change is None else self.change.became
+        return "inconclusive" if self.change is None else self.change.became
 
     @property
     def lost(self) -> bool:
@@ -201,9 +201,9 @@ def change_rows(found: Sequence[CellChange]) -> Table:
 
 
 def counts_text(found: Sequence[CellChange]) -> str:
-    """``6 cells: 1 worse, 2 unchanged, 3 cannot be told``."""
+    """``6 cells: 1 worse, 2 unchanged, 3 inconclusive``."""
     counts = Counter(each.became for each in found)
-    order: tuple[Became, ...] = ("better", "worse", "unchanged", "cannot be told")
+    order: tuple[Became, ...] = ("better", "worse", "unchanged", "inconclusive")
     parts = ", ".join(f"{counts[word]} {word}" for word in order if counts[word])
     return f"{len(found)} cell{'' if len(found) == 1 else 's'}: {parts}"
 

@@ -60,7 +60,7 @@ class CiVerdict:
         return [
             each
             for each in self.cells
-            if each.became == "cannot be told"
+            if each.became == "inconclusive"
             and not self.reason(each)
             and (each.change is None or each.change.low < 1 - self.worse_than)
         ]
@@ -83,11 +83,19 @@ class CiVerdict:
         more = f"worse by more than {self.worse_than:.0%}"
         if self.inconclusive and not self.worse:
             named = ", ".join(each.place() for each in self.inconclusive)
-            return f"inconclusive: a cell may be {more}: {named} ({counts_text(self.cells)})"
+            counts = counts_text(self.cells)
+            return f"inconclusive: a cell may be {more}: {named} ({counts}){self._least_loss()}"
         if not self.worse:
             return f"ok: no cell is surely {more} ({counts_text(self.cells)})"
         named = "; ".join(f"{each.place()}: {self.reason(each)}" for each in self.worse)
         return f"WORSE: {len(self.worse)} of {len(self.cells)} cells {more}: {named}"
+
+    def _least_loss(self) -> str:
+        """Return the smallest loss that each inconclusive cell would have shown: the end of a sentence."""
+        changes = [each.change for each in self.inconclusive if each.change]
+        losses = [each.least_loss(self.count) for each in changes]
+        known = [loss for loss in losses if loss is not None]
+        return f"; the smallest loss that it could have detected is {max(known):.0%}" if known else ""
 
     def power(self) -> str:
         """How probable it is to see a loss of 10 % in the cell that tells least, and what would help."""
@@ -118,8 +126,8 @@ class CiVerdict:
     # --- for other programs ------------------------------------------------------------------------
 
     def junit(self) -> str:
-        """JUnit XML: a test case for each cell; an alarm is a failure, what cannot be told is skipped."""
-        skipped = sum(not self.reason(each) and each.became == "cannot be told" for each in self.cells)
+        """JUnit XML: a test case for each cell; an alarm is a failure, an inconclusive cell is skipped."""
+        skipped = sum(not self.reason(each) and each.became == "inconclusive" for each in self.cells)
         counts = {"tests": f"{len(self.cells)}", "failures": f"{len(self.worse)}", "skipped": f"{skipped}"}
         suites = ElementTree.Element("testsuites", {**counts, "errors": "0"})
         suite = ElementTree.SubElement(
@@ -131,7 +139,7 @@ class CiVerdict:
             reason = self.reason(cell)
             if reason:
                 ElementTree.SubElement(case, "failure", {"message": _xml(reason), "type": "worse"})
-            elif cell.became == "cannot be told":
+            elif cell.became == "inconclusive":
                 ElementTree.SubElement(case, "skipped", {"message": _xml(cell.words())})
             before, after = change_rows([cell]).cells[0][3:5]
             out = ElementTree.SubElement(case, "system-out")

@@ -6,6 +6,7 @@ byte for byte.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,10 +21,11 @@ from kvbench.files import said_clearly, write_bytes, write_json
 from kvbench.report.html import report_html
 from kvbench.report.plots import PICTURES_AS, write_plots
 from kvbench.report.sections.build import build
+from kvbench.report.sections.facts import Facts, Material, files
 from kvbench.report.side_by_side import Changes, are_microbenchmarks, changes_as_text, earlier_of
 from kvbench.report.tables.table import Table, json_text, markdown_table, write_csv
-from kvbench.report.terminal import print_changed_files, print_sections
-from kvbench.report.value import Block, Note, Report
+from kvbench.report.terminal import LiveBar, print_changed_files, print_sections
+from kvbench.report.value import Block, Note, Report, Writer
 from kvbench.results.provenance import check_comparable
 from kvbench.results.run import RunFolder, load_run
 
@@ -97,11 +99,12 @@ def command(
     dark: bool = False,
     png: bool = False,
     as_json: bool = False,
+    brief: bool = False,
 ) -> None:
     """Writes the report of each run and prints one table of all of them.
 
     ``dark``: figures for a dark background, too; ``png``: figures as PNG beside the SVG; ``as_json``: prints
-    what lies in their tables/*.json instead, a document a run.
+    what lies in their tables/*.json instead, a document a run. ``brief``: prints no more than the answer.
 
     Raises InputError for runs that are not comparable, unless ``force``.
     """
@@ -110,16 +113,19 @@ def command(
     micro = are_microbenchmarks(runs, hint="report them one by one")
     differing = [] if micro else check_comparable(runs, force=force)
     formats = (*FORMATS, "png") if png else FORMATS
-    for run in runs:
-        write_report(run.path, formats)
-        if dark:
-            write_plots(run, run.path / "figures", [kind for kind in PICTURES_AS if kind in formats], "dark")
+    with LiveBar(console) as bar:
+        for place, run in enumerate(runs):
+            bar.say(what=f"writing the report of {run.path.name}", share=place / len(runs))
+            write_report(run.path, formats)
+            if dark:
+                drawn = [kind for kind in PICTURES_AS if kind in formats]
+                write_plots(run, run.path / "figures", drawn, "dark")
     if as_json:
         console.file.write(_documents(runs))
     elif micro:
         print_transfers(runs, console)
     else:
-        render_terminal(runs, console, differing)
+        render_terminal(runs, console, differing, writer="screen" if brief else "terminal")
 
 
 def render_terminal(
@@ -127,6 +133,7 @@ def render_terminal(
     console: Console,
     differing: Sequence[str] = (),
     before: RunFolder | None = None,
+    writer: Writer = "terminal",
 ) -> None:
     """Prints the report of one or several runs, with where the files are.
 
@@ -134,8 +141,30 @@ def render_terminal(
     ``before``: the run that a microbenchmark is shown beside.
     """
     changes = Changes.between(before, runs) if before is not None and isinstance(runs, RunFolder) else None
-    print_sections(build(runs, differing, changes, ("terminal",)).of("terminal"), console)
+    print_sections(build(runs, differing, changes, (writer,)).of(writer), console)
     tell_program([runs] if isinstance(runs, RunFolder) else runs, console)
+
+
+def report_load(path: Path, console: Console) -> None:
+    """Prints at once what one load came to, while a process of its own draws and writes the report.
+
+    So the caller needs neither matplotlib nor pandas. Raises StoreError if the report was not written.
+    """
+    words = "import sys; from kvbench.report.report import write_report; write_report(sys.argv[1])"
+    argv = [sys.executable, "-c", words, str(path)]
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as writer:
+        run = load_run(path)
+        print_changed_files([run], console)
+        shown = build(run, writers=("terminal",)).of("terminal")
+        print_sections([each for each in shown if each.anchor != "files"], console)
+        _, said = writer.communicate()
+    if writer.returncode:
+        last = said.strip().splitlines()[-1:] or [f"exit code {writer.returncode}"]
+        raise StoreError(
+            f"the report of {path} was not written: {last[0]}", hint=f"kvbench report {path} writes it anew"
+        )
+    print_sections(files(Material([Facts(run)])), console)
+    tell_program([run], console)
 
 
 def tell_program(runs: Sequence[RunFolder], console: Console) -> None:

@@ -46,6 +46,7 @@ _AXIS_TITLES: Final = {
     "tp": "tp",
     "input_len": "input length",
     "output_len": "output length",
+    "concurrency": "max concurrency",
     "rate": "qps",
 }
 # (key, title, whether a terminal shows it). Keys as in tables/summary.csv.

@@ -1,22 +1,31 @@
-"""Prints sections of a report in a terminal, progress lines with the time left, and changed files of runs."""
+"""Prints sections of a report in a terminal, the live line of what is being done, changed files of runs."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import sys
 import textwrap
+import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, Literal
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 from rich.text import Text
 
 from kvbench.core.fitted_table import FittedColumn, Grid
 from kvbench.core.foreign_text import visible
 from kvbench.report.tables.table import Table
+from kvbench.report.tables.trial_values import finite
 from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.checksums import CHECKSUMS, damages
-from kvbench.results.run import RunFolder
+from kvbench.results.run import LIVE, RunFolder
 
 WIDTH: Final = 100
 """Words are broken into lines of so many columns."""
@@ -47,15 +56,17 @@ def _block(console: Console, block: Block) -> None:
     if block.words:
         _line(console, block.words, block.style)
     if block.table is not None:
-        print_table(console, block.table)
+        print_table(console, block.table, bare=block.bare)
     _list(console, block.notes, "• " if block.bullets else "")
 
 
 # --- tables ----------------------------------------------------------------------------------------
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Only the brief columns, of these as many as fit; a row's footnotes stand behind it."""
+def print_table(console: Console, table: Table, *, bare: bool = False) -> None:
+    """Only the brief columns, of these as many as fit; a row's footnotes stand behind it. ``bare``: without
+    words on what the figures are of, and on columns without room.
+    """
     places = [place for place, column in enumerate(table.columns) if column.brief]
     grid = Grid(
         [_column(table, place, first=place == places[0]) for place in places],
@@ -76,9 +87,9 @@ def print_table(console: Console, table: Table) -> None:
         noted = " ".join(str(mark).translate(_SUPERSCRIPT) for mark in marks)
         text.append(f" {noted}" if noted else "", style="yellow")
         console.print(text, soft_wrap=True)
-    if table.window:
+    if table.window and not bare:
         _line(console, table.of_window, "dim")
-    if fitted.note:
+    if fitted.note and not bare:
         _line(console, fitted.note, "dim")
 
 
@@ -116,53 +127,135 @@ def _wrapped(text: str, width: int) -> Iterator[str]:
 
 
 def _line(console: Console, text: str, style: str = "") -> None:
-    """Words of others (paths, errors) are printed as they are: no markup is read into them."""
-    console.print(Text(text, style=style), soft_wrap=True)
+    print_text(console, Text(text, style=style))
+
+
+def print_text(console: Console, text: Text | str, indent: int = 0) -> None:
+    """Print a text without reading markup into it. On a terminal, lines break between words; a word (a path,
+    a number) is never split. ``indent``: of all lines but the first. A pipe gets each line as it is.
+    """
+    lines = (Text(text) if isinstance(text, str) else text).split("\n") or [Text()]
+    if console.is_terminal:
+        lines = [part for line in lines for part in broken(line, console.width, indent)]
+    # One print: a live line below would swallow anything printed without its line's end.
+    console.print(Text("\n").join(lines), soft_wrap=True)
+
+
+_WORD: Final = re.compile(r"\s*(?:\[[^][]{0,30}\]|\d (?=%)|\S)+\s*")
+
+
+def broken(line: Text, width: int, indent: int = 0) -> list[Text]:
+    """One line in several of at most ``width`` columns, broken at blanks alone, and in no interval."""
+    places, column = [], 0
+    for word in _WORD.finditer(line.plain):
+        if column and column + cell_len(word.group().rstrip()) > width:
+            places.append(word.start())
+            column = indent
+        column += cell_len(word.group())
+    first, *more = line.divide(places) if places else [line]
+    for part in (first, *more):
+        part.rstrip()
+    return [first, *(Text(" " * indent).append_text(part) for part in more)]
+
+
+# --- the live line ---------------------------------------------------------------------------------
+
+BAR_CELLS: Final = 8, 24
+"""Fewest and most characters of the live line's bar."""
+WRITE_S: Final = 0.5
+"""How often the live line is written into the run folder at most, for ``kvbench watch``."""
+_GAP: Final = "  "
+
+
+@dataclass(frozen=True)
+class LiveLine:
+    """What is being done, as texts for people. ``share``: how much of all is done, of 1; None is unknown."""
+
+    what: str = ""
+    count: str = ""
+    trial: str = ""
+    rate: str = ""
+    left: str = ""
+    share: float | None = None
+
+    @classmethod
+    def of_folder(cls, path: Path) -> LiveLine | None:
+        """The line that whoever measures into a run folder shows at this moment; None if nobody does."""
+        with suppress(OSError, ValueError):
+            data = json.loads((path / LIVE).read_bytes())
+            if isinstance(data, dict):
+                texts = {key: str(data.get(key) or "") for key in ("what", "count", "trial", "rate", "left")}
+                return cls(**texts, share=finite(data.get("share")))
+        return None
+
+    def text(self, width: int, elapsed: str = "") -> Text:
+        """In one line as far as ``width`` allows. Where room is short, whole parts are left out."""
+        before = _GAP.join(filter(None, (elapsed, self.what)))
+        for left_out in range(4):
+            after = _GAP.join(filter(None, (*(self.count, self.trial, self.rate)[left_out:], self.left)))
+            room = width - cell_len(before) - cell_len(after) - 2 * len(_GAP)
+            if room >= BAR_CELLS[0]:
+                break
+        cells = min(room, BAR_CELLS[1]) if room >= BAR_CELLS[0] else 0
+        done = round(cells * min(max(self.share or 0.0, 0.0), 1.0))
+        bar = Text.assemble(("━" * done, "green"), ("━" * (cells - done), "bright_black"))
+        return Text(_GAP).join(part for part in (Text(before), bar, Text(after)) if part)
 
 
 class LiveBar:
-    """A bar on a terminal; elsewhere nothing is shown, and ``shown`` stays False."""
+    """The live line below what is printed, on a terminal; elsewhere nothing is shown. ``shown`` says which.
 
-    def __init__(self, console: Console, what: str, total: int) -> None:
+    ``path``: a run folder that the line is written into, too, as long as it lasts.
+    """
+
+    def __init__(self, console: Console, path: Path | None = None) -> None:
         self._console = console
-        self._what = what
-        self._total = total
-        self._progress: Progress | None = None
-        self._task = TaskID(0)
+        self._path = path
+        self._line = LiveLine("starting")
+        self._started = time.monotonic()
+        self._written = -WRITE_S
+        self._live: Live | None = None
+
+    def __enter__(self) -> LiveBar:
+        self._started = time.monotonic()
+        if self._console.is_terminal:
+            self._live = Live(self, console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+        if self._path is not None:
+            with suppress(OSError):
+                (self._path / LIVE).unlink(missing_ok=True)
 
     @property
     def shown(self) -> bool:
-        return self._progress is not None
+        return self._live is not None
 
-    def start(self) -> None:
-        if not self._console.is_terminal:
-            return
-        self._progress = Progress(
-            TextColumn(f"[bold]{self._what}"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=22),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
-            TextColumn("{task.description}"),
-            console=self._console,
-            transient=True,
-        )
-        self._task = self._progress.add_task("starting", total=self._total, left="")
-        self._progress.start()
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._started
 
-    def stop(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._line.text(options.max_width, minutes(self.elapsed_s))
 
-    def say(self, text: str, left: str) -> None:
-        """What is being done, and the time left, as texts."""
-        if self._progress is not None:
-            self._progress.update(self._task, description=text, left=left)
+    def say(self, **parts: Any) -> None:
+        """Changes parts of the line: fields of ``LiveLine``."""
+        self._line = replace(self._line, **parts)
+        now = time.monotonic()
+        if self._path is not None and now - self._written >= WRITE_S:
+            self._written = now
+            temporary = self._path / f"{LIVE}.tmp"
+            with suppress(OSError):  # it is a comfort, and no part of what is measured
+                temporary.write_text(json.dumps(asdict(self._line)))
+                os.replace(temporary, self._path / LIVE)
 
-    def count(self, done: int, left: str) -> None:
-        """So many of all are done."""
-        if self._progress is not None:
-            self._progress.update(self._task, completed=done, left=left)
+
+def minutes(seconds: float) -> str:
+    """``3:07``."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 MOST_NAMED: Final = 3

@@ -1,4 +1,4 @@
-"""``kvbench timeline``: one trial's sampled requests through client, router, P, KV transfer and D.
+"""``kvbench export timeline``: one trial's sampled requests through client, router, P, KV transfer and D.
 
 The file is in the trace-event format (JSON), which Perfetto and Chrome's tracing page open. Processes of the
 deployment are its processes, lanes its threads: a lane holds one request's spans at a time, and spans in a

@@ -1,7 +1,7 @@
 """What a report is before it is written: sections of findings, tables and pictures, built once from a run.
 
 The terminal, report.md, report.html and notebooks are written from this value alone. What only some of them
-show is marked with their names.
+show is marked with their names. ``screen`` is what a terminal shows at the end of a sweep: the answer alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from kvbench.report.plots.style import Theme
 
-Writer = Literal["terminal", "markdown", "html", "notebook"]
-WRITERS: Final[tuple[Writer, ...]] = ("terminal", "markdown", "html", "notebook")
+Writer = Literal["screen", "terminal", "markdown", "html", "notebook"]
+WRITERS: Final[tuple[Writer, ...]] = ("screen", "terminal", "markdown", "html", "notebook")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Block:
     """A part of a section: words, sentences, a table, code, or a picture, under a title or none.
 
     ``folded``: whether a page opens it on a click only, ``bulk``: whether paper leaves it out. ``style``: how
-    a terminal shows its words; ``bullets``: whether its notes are a list.
+    a terminal shows its words; ``bullets``: whether its notes are a list; ``bare``: whether a terminal shows
+    its table alone.
     """
 
     title: str = ""
@@ -61,6 +62,7 @@ class Block:
     bulk: bool = False
     style: str = ""
     bullets: bool = True
+    bare: bool = False
     writers: Sequence[Writer] = WRITERS
 
     @property

@@ -17,14 +17,11 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from textwrap import shorten
 from typing import Final
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from kvbench.core.fitted_table import FittedColumn, Grid
@@ -112,10 +109,7 @@ LOOK_S: Final = 0.5
 LINGER_S: Final = 2.5
 """How long the live page stays after the run's end, so that an open one shows how it ended."""
 LOG_LINES: Final = 12
-BAR_WIDTH: Final = 30
 CURVE_BAR: Final = 20
-LEAST_REASON: Final = 12
-"""Characters of a reason; with less room it is left out, as of a verdict that has its line in the report."""
 _COLOURS: Final = {
     "met": "green",
     "missed": "red",
@@ -169,15 +163,11 @@ def _follow(watch: RunWatch, console: Console) -> int:
 
 
 def _screen(seen: Seen) -> RenderableType:
-    head = Text(seen.title, style="bold")
-    bar = Table.grid(padding=(0, 1))
-    total = max(1, seen.cells_planned)
-    bar.add_row(
-        Text(f"{seen.unit} {seen.cells_done}/{seen.cells_planned or '?'}"),
-        ProgressBar(total=total, completed=min(seen.cells_done, total), width=BAR_WIDTH),
-        Text(f"{len(seen.log)} measured, {seen.elapsed}{seen.left}", style="dim"),
-    )
-    parts: list[RenderableType] = [head, Text(seen.caption, style="dim"), bar]
+    parts: list[RenderableType] = [
+        Text(seen.title, style="bold"),
+        Text(seen.caption, style="dim"),
+        _Now(seen),
+    ]
     if seen.curve:
         parts.append(Panel(_Curve(seen.curve), title=Text(f"curve of {seen.cell}"), title_align="left"))
     if seen.load:
@@ -186,6 +176,16 @@ def _screen(seen: Seen) -> RenderableType:
         parts.append(_pairs("NICs, MB/s sent / received", seen.nics))
     parts.append(Panel(_Log(seen.log[-LOG_LINES:]), title="verdicts", title_align="left"))
     return Group(*parts)
+
+
+@dataclass(frozen=True)
+class _Now:
+    """The live line of whoever measures."""
+
+    seen: Seen
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.seen.live.text(options.max_width, self.seen.elapsed)
 
 
 @dataclass(frozen=True)
@@ -224,17 +224,15 @@ class _Curve:
 
 @dataclass(frozen=True)
 class _Log:
-    """The latest verdicts, a line each; a reason ends at a word where there is no room for all of it."""
+    """The latest verdicts, a line each, with the reason where there is room for all of it."""
 
     lines: Sequence[TrialLine]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in self.lines:
             told = _log_line(line)
-            room = options.max_width - told.cell_len
-            if room >= LEAST_REASON:
-                told.append(f" {shorten(line.reason, room - 1, placeholder=' …')}", "dim")
-            yield told
+            reason = Text(f" {' '.join(line.reason.split())}", "dim")
+            yield told.append_text(reason) if told.cell_len + reason.cell_len <= options.max_width else told
 
 
 def _pairs(title: str, pairs: Sequence[tuple[str, str]]) -> RenderableType:

@@ -17,6 +17,7 @@ from kvbench.core.units import size_text
 from kvbench.errors import StoreError
 from kvbench.report.tables.table import number
 from kvbench.report.tables.trial_values import reason_text, trial_values
+from kvbench.report.terminal import LiveLine, minutes
 from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.results.run import CELLS, MANIFEST, TRIALS, RunFolder, load_run, writer_is_alive
 
@@ -48,7 +49,8 @@ class TrialLine:
 class Seen:
     """A run folder at one moment. ``unit``: what is counted as done, cells or cases.
 
-    ``curve``: the trials of the cell that is being measured, or was last.
+    ``curve``: the trials of the cell that is being measured, or was last. ``live``: the line that whoever
+    measures shows at this moment.
 
     ``load`` and ``nics``: (name, value as text) of the last trial: its queues, and MB/s sent / received.
     """
@@ -59,7 +61,7 @@ class Seen:
     status: str
     error: str
     elapsed: str
-    left: str
+    live: LiveLine
     unit: str
     cells_done: int
     cells_planned: int
@@ -97,9 +99,8 @@ class RunWatch:
                 run = load_run(self._path)
                 self._known, self._stamp = (run, _seen(run, now)), stamp
             run, seen = self._known
-        elapsed_s = _elapsed_s(run, now)
-        left = _left(run, elapsed_s, seen.cells_done, seen.cells_planned)
-        return replace(seen, elapsed=_minutes(elapsed_s), left=left)
+        live = LiveLine.of_folder(self._path) if seen.running else None
+        return replace(seen, elapsed=minutes(_elapsed_s(run, now)), live=live or seen.live)
 
 
 def _stamp(path: Path) -> object:
@@ -117,17 +118,17 @@ def _seen(run: RunFolder, now: datetime | None) -> Seen:
     planned = run.plan.get("cases" if micro else "cells")
     cells = len(planned) if isinstance(planned, list) else 0
     done = len(log) if micro else len(run.cells)
-    elapsed_s = _elapsed_s(run, now)
     mark = mark_of(run)
+    unit = "cases" if micro else "cells"
     return Seen(
         run_id=run.run_id,
         title=f"{f'{mark.word.upper()} · ' if mark else ''}{scenario_of(run)} · {slo_of(run).text()}",
         caption=caption(run),
         status=str(run.manifest.get("status")),
         error=str(run.manifest.get("error") or ""),
-        elapsed=_minutes(elapsed_s),
-        left=_left(run, elapsed_s, done, cells),
-        unit="cases" if micro else "cells",
+        elapsed=minutes(_elapsed_s(run, now)),
+        live=LiveLine(f"{unit} {done}/{cells or '?'}", share=min(1.0, done / max(1, cells))),
+        unit=unit,
         cells_done=done,
         cells_planned=cells,
         cell=_cell_name(last.cell) if last else "",
@@ -144,7 +145,7 @@ def _line(run: RunFolder, trial: TrialRecord) -> TrialLine:
     begun = _moment(trial.started_at)
     after_s = (begun - started).total_seconds() + trial.duration_s if begun and started else None
     return TrialLine(
-        at="" if after_s is None else _minutes(after_s),
+        at="" if after_s is None else minutes(after_s),
         trial_id=trial.trial_id,
         connector=trial.cell.connector,
         where=f"{trial.cell.input_len:,} in",
@@ -172,7 +173,7 @@ def _transfer_lines(run: RunFolder) -> list[TrialLine]:
         after_s = (begun - started).total_seconds() + record.window_s if begun and started else None
         lines.append(
             TrialLine(
-                at="" if after_s is None else _minutes(max(0.0, after_s)),
+                at="" if after_s is None else minutes(max(0.0, after_s)),
                 trial_id=case.key,
                 connector=case.backend,
                 where=f"{case.op} {case.batch_size} × {size_text(case.block_bytes)}",
@@ -226,18 +227,6 @@ def _elapsed_s(run: RunFolder, now: datetime | None) -> float:
     started = _moment(run.manifest.get("started_at"))
     ended = _moment(run.manifest.get("ended_at")) or now or datetime.now(timezone.utc)
     return max(0.0, (ended - started).total_seconds()) if started else 0.0
-
-
-def _left(run: RunFolder, elapsed_s: float, done: int, cells: int) -> str:
-    """How long it will take yet, by the cells that are done; nothing before the first one is."""
-    if run.manifest.get("status") != "running" or not 0 < done < cells:
-        return ""
-    return f", about {_minutes(elapsed_s / done * (cells - done))} left"
-
-
-def _minutes(seconds: float) -> str:
-    whole = int(seconds)
-    return f"{whole // 60}:{whole % 60:02d}"
 
 
 def _moment(text: Any) -> datetime | None:

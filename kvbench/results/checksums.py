@@ -1,13 +1,12 @@
-"""``checksums.jsonl``: SHA-256 of everything that kvbench writes into a run folder, so that an edit is found.
+"""``checksums.jsonl``: SHA-256 of everything that kvbench writes into a run folder, to detect edits.
 
-One line for each whole file and for each line of a growing one, synced *before* that is written: so whatever
-is in the folder has been announced, and what a kill keeps from being written is the last that its session
-announced. ``{"file": …, "sha256": …}``; a session begins with ``{"session": run tag}`` and ends with
-``{"ended": name}``, the file whose writing failed, or "". ``after`` ties each line to the one before it.
+One line per whole file and per line of a growing file, synced *before* the data. So everything in the folder
+was announced, and a kill loses only the session's last announcement. Lines are ``{"file": …, "sha256": …}``;
+a session begins with ``{"session": run tag}`` and ends with ``{"ended": name}`` (the file that failed, or
+""). ``after`` chains each line to the previous one.
 
-Not covered: processes' logs, which others write, and what ``kvbench report`` derives. It is no signature:
-an edit of a result and its checksum is found only by what is recomputed (``kvbench verify``).
-"""
+Not covered: process logs and files derived by ``kvbench report``. Checksums are no signature: an edit of a
+result together with its checksum is detected only by recomputation (``kvbench verify``)."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ _AFTER_CHARS: Final = 16
 
 @dataclass(frozen=True)
 class Damage:
-    """What is not as it was written: the file within the run folder, what of it, then and now in words."""
+    """A file that differs from its checksum: path, what changed, stored and current values."""
 
     file: str
     what: str
@@ -60,10 +59,10 @@ class Damage:
 
 
 class Checksums:
-    """Announces what a session writes. Raises OSError, or StoreError if the file is no longer its own."""
+    """Announces what a session writes. Raises OSError, or StoreError if another process changed the file."""
 
     def __init__(self, folder: Path) -> None:
-        """For a folder in which the session is the last that was begun."""
+        """Continue a folder whose last session is the caller's."""
         self._path = folder / CHECKSUMS
         self._handle = open_append(self._path)
         self._last = _last(self._path)
@@ -71,7 +70,7 @@ class Checksums:
 
     @contextmanager
     def announced(self, name: str, digest: str) -> Iterator[None]:
-        """Around the writing of a file, or of a line of one that grows, with that content."""
+        """Announce a file or a line with this content around its writing."""
         self._append({"file": name, ALGORITHM: digest})
         try:
             yield
@@ -80,7 +79,7 @@ class Checksums:
             raise
 
     def end(self) -> None:
-        """The session writes nothing more but its manifest."""
+        """Write the session's end; only the manifest may follow."""
         self._append({"ended": self._failed})
 
     def close(self) -> None:
@@ -95,12 +94,12 @@ class Checksums:
 
 
 def begin_checksums(folder: Path, run_tag: str) -> None:
-    """The first session's, of what it begins with: of a new folder, or of a copy that we made ourselves."""
+    """Begin the checksums of a new folder, or of a copy."""
     write_bytes(folder / CHECKSUMS, _chained([{"session": run_tag}, *_found_in(folder)], _after(b"")))
 
 
 def go_on_with_checksums(folder: Path, run_tag: str) -> None:
-    """A further session's. What an older kvbench began is taken as it is found, which the file says."""
+    """Begin a further session's checksums. Files of an older kvbench are adopted and marked so."""
     if (folder / CHECKSUMS).exists():
         known = bytes_of(folder / CHECKSUMS)
         added = _chained([{"session": run_tag}], _last(folder / CHECKSUMS))
@@ -127,7 +126,6 @@ def sha256_of(content: bytes) -> str:
 
 
 def sha256_of_file(path: Path) -> str:
-    """Raises OSError."""
     digest = hashlib.sha256()
     with open(open_read(path), "rb") as file:
         while piece := file.read(1 << 20):
@@ -145,7 +143,7 @@ def _found_in(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def _covered(folder: Path) -> Iterator[str]:
-    """Names of all files there that a run writes, but for logs and what is derived."""
+    """Yield the names of all covered files: no logs, nothing derived."""
     for name in (*_WHOLE, *_GROWING):
         if os.path.lexists(folder / name):
             yield name
@@ -160,7 +158,7 @@ def _after(line: bytes) -> str:
 
 
 def _lines_of(path: Path) -> list[bytes] | None:
-    """Its whole lines, without their ends; None if there is no such file. Raises OSError."""
+    """Return the file's complete lines, or None without the file. Raises OSError."""
     try:
         return bytes_of(path).split(b"\n")[:-1]
     except FileNotFoundError:
@@ -172,7 +170,7 @@ def _lines_of(path: Path) -> list[bytes] | None:
 
 @dataclass(frozen=True)
 class _Announced:
-    """``open``: its session may have ended before it was written."""
+    """``open``: its session may have ended before the write."""
 
     file: str
     digest: str
@@ -180,15 +178,13 @@ class _Announced:
 
 
 def adopted(folder: Path) -> bool:
-    """Whether a session began with what an older kvbench had written without checksums."""
+    """Return whether a session adopted files that had no checksums."""
     return any(_row(line).get("adopted") for line in _lines_of(folder / CHECKSUMS) or ())
 
 
 def damages(folder: Path, checked: Counter[str] | None = None) -> Iterator[Damage]:
-    """What is not as the checksums say. ``checked`` counts what was looked at.
-
-    Raises StoreError where that cannot be read.
-    """
+    """Yield the differences from the checksums; ``checked`` counts the comparisons. Raises StoreError for
+    unreadable files."""
     alive = writer_is_alive(folder)
     try:
         found = {name: _digests_in(folder, name) for name in _covered(folder)}
@@ -219,7 +215,7 @@ def damages(folder: Path, checked: Counter[str] | None = None) -> Iterator[Damag
 
 
 def _digests_in(folder: Path, name: str) -> tuple[list[str], bytes]:
-    """(digests of its lines, or of all of it; half a line at its end)."""
+    """Return (digests of its lines or of the whole file, incomplete last line)."""
     if name not in _GROWING:
         return [sha256_of_file(folder / name)], b""
     *lines, rest = bytes_of(folder / name).split(b"\n")
@@ -235,10 +231,8 @@ def _row(line: bytes) -> dict[str, Any]:
 
 
 def _sessions(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The lines of each session, its own first; what it announced of the manifest after its end is left out.
-
-    That is no result, and may itself be cut off.
-    """
+    """Return the lines of each session, without announcements of the manifest after its end, which is no
+    result and may be cut off."""
     sessions: list[list[dict[str, Any]]] = [[]]
     for row in rows:
         if "session" in row:
@@ -250,7 +244,7 @@ def _sessions(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def _announced(rows: Sequence[dict[str, Any]]) -> list[_Announced]:
-    """In order. Open is what a session announced last, or what it said to have failed at."""
+    """Return the announcements in order. The last one of a session, and a failed one, are open."""
     opened: set[int] = set()
     for session in _sessions(rows):
         own = [row for row in session if "file" in row]
@@ -268,7 +262,7 @@ def _announced(rows: Sequence[dict[str, Any]]) -> list[_Announced]:
 
 def _of_whole(name: str, announced: Sequence[_Announced], there: str | None, alive: bool) -> Iterator[Damage]:
     if not announced:
-        yield Damage(name, "is not of this run")
+        yield Damage(name, "does not belong to this run")
         return
     allowed: set[str | None] = set()
     for each in reversed(announced):
@@ -300,20 +294,20 @@ def _of_lines(
                 other.append(place)
         for count, place in enumerate(other):
             edited = count < last - first
-            what = "was changed since it was written" if edited else "is not of this run"
+            what = "was changed since it was written" if edited else "does not belong to this run"
             yield Damage(name, f"line {place + 1} {what}")
         if (gone := last - first - len(other)) > 0:
             words = "1 line" if gone == 1 else f"{gone} lines"
-            yield Damage(name, f"{words} before line {end + 1} {'is' if gone == 1 else 'are'} gone")
+            yield Damage(name, f"{words} before line {end + 1} {'is' if gone == 1 else 'are'} missing")
     if rest and not torn_allowed:
-        yield Damage(name, "ends in half a line")
+        yield Damage(name, "ends in an incomplete line")
 
 
-_HINT: Final = "put back what was there (from a copy of the run), or begin anew"
+_HINT: Final = "restore the file from a copy of the run, or start a new run"
 
 
 def digests(scenario_bytes: bytes, plan: Mapping[str, Any]) -> dict[str, str]:
-    """What a run is begun with: SHA-256 of scenario.yaml, and of the scenario in plan.json."""
+    """Return the SHA-256 of scenario.yaml and of the scenario in plan.json."""
     return {"scenario.yaml": hashlib.sha256(scenario_bytes).hexdigest(), "plan.json": _of_plan(plan)}
 
 
@@ -324,7 +318,7 @@ def _of_plan(plan: Mapping[str, Any]) -> str:
 
 
 def require_untouched(run: RunFolder) -> None:
-    """Raises StoreError if what a run asks is not what it was begun with: answers would be mixed."""
+    """Raise StoreError if the scenario changed since the run began: results would be mixed."""
     asked = run.manifest.get("asked_digests")
     if isinstance(asked, dict):
         # plan.json as it is on disk: load_run makes invisible characters visible.
@@ -340,12 +334,12 @@ def require_untouched(run: RunFolder) -> None:
         if changed:
             where = " and ".join(changed)
             raise StoreError(
-                f"{run.path}: what is asked was changed since the run began, in {where}", hint=_HINT
+                f"{run.path}: the scenario was changed since the run began, in {where}", hint=_HINT
             )
 
 
 def lost_requests(run: RunFolder) -> Iterator[str]:
-    """Trials of a measured run whose stored requests are not there, or not all of them."""
+    """Yield the trials of a measured run whose stored requests are missing or incomplete."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""What a run folder already has, as a resumed sweep needs it; and whether conditions are still the same."""
+"""What a resumed sweep needs from its run folder, and whether conditions have changed."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EarlierSessions:
-    """The trials of each cell and method in the order they were run; empty for a run that begins."""
+    """The trials of each cell and method in order; empty for a new run."""
 
     trials: Mapping[tuple[Cell, Method], Sequence[TrialRecord]] = field(default_factory=dict)
     results: Mapping[Cell, Sequence[CellResult]] = field(default_factory=dict)
     """Of the cells that are finished, the main one first. One that failed is not: it may go well now."""
     outputs: Mapping[tuple[str, int], Outputs] = field(default_factory=dict)
-    """By deployment and input length: greedy outputs, and the latency that its search began with."""
+    """Greedy outputs and idle latency by deployment and input length."""
     canaries: Mapping[tuple[str, int, int], CanaryPool] = field(default_factory=dict)
-    """By deployment, input and output length: the right answers to canaries."""
+    """Right answers of canaries, by deployment, input and output length."""
     hosts: Mapping[str, Any] = field(default_factory=dict)
-    """What the hosts that a launcher reached were like, by name; empty where there were none."""
+    """Remote hosts' properties by name."""
     forced: bool = False
-    """Go on even if the trials are not those that this kvbench would have asked for."""
+    """Resume even if the stored trials differ from those this kvbench would request."""
     had_failures: bool = False
-    """A cell has failed, and is or was measured again: later cells then learn from it what they did not
-    know when they began. Their searches may ask otherwise today, and take the trials as they are."""
+    """Whether a cell has failed: cells measured after its retry know more than they did, so their searches
+    accept the stored trials."""
 
     def tried(self, cell: Cell, method: Method) -> list[TrialRecord]:
         return list(self.trials.get((cell, method), ()))
@@ -45,20 +45,20 @@ class EarlierSessions:
         return cell in self.results
 
     def check(self, record: TrialRecord, trial_id: str, rate: float, purpose: str) -> None:
-        """Raise StoreError for a trial that is not the one that the search asks for at its place."""
+        """Raise StoreError if the stored trial is not the one that the search requests."""
         same_rate = math.isclose(record.request_rate, rate, rel_tol=1e-9)
         as_asked = self.had_failures or (same_rate and record.purpose == purpose)
         if self.forced or (record.trial_id == trial_id and as_asked):
             return
         raise StoreError(
             f"the folder's trial {record.trial_id} at {record.request_rate:g} req/s ({record.purpose}) is "
-            f"not what the search asks for there: {trial_id} at {rate:g} req/s ({purpose})",
-            hint="another kvbench wrote it, or the file was changed: begin anew, or go on with --force",
+            f"not the trial that the search requests there: {trial_id} at {rate:g} req/s ({purpose})",
+            hint="another kvbench version wrote it, or it was edited: start a new run, or use --force",
         )
 
 
 def earlier_sessions(run: RunFolder, own_method: Method, *, forced: bool = False) -> EarlierSessions:
-    """What a folder has. ``own_method``: the method whose result comes last of a cell's, if it is done."""
+    """Read a folder. ``own_method``: the method that is measured last for a cell."""
     trials: dict[tuple[Cell, Method], list[TrialRecord]] = {}
     for record in run.all_trials:
         trials.setdefault((record.cell, record.method), []).append(record)
@@ -79,17 +79,15 @@ def earlier_sessions(run: RunFolder, own_method: Method, *, forced: bool = False
 
 
 def _had_failures(run: RunFolder) -> bool:
-    """Whether any line of cells.jsonl reports a failure, even if a later line replaces it."""
+    """Return whether any line of cells.jsonl reports a failure, even a replaced one."""
     with suppress(OSError):
         return re.search(rb'"status": ?"failed"', (run.path / CELLS).read_bytes()) is not None
     return False
 
 
 def changed_outputs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, str, str]]:
-    """Outputs that a later session has asked for again and got otherwise: label, input length, then, now.
-
-    ``rows``: the lines of outputs.jsonl. Of each label and length the first text that differs is given.
-    """
+    """Return (label, input length, then, now) of outputs that differ between sessions: per label and length
+    the first difference. ``rows``: lines of outputs.jsonl."""
     first: dict[tuple[str, int], Outputs] = {}
     changed: dict[tuple[str, int], tuple[str, str]] = {}
     for key, outputs in _outputs(rows):
@@ -103,7 +101,7 @@ def changed_outputs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, s
 
 
 def canary_pools(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int], CanaryPool]:
-    """The right answers in the lines of canaries.jsonl, by deployment, input and output length."""
+    """Return the right answers in canaries.jsonl, by deployment, input and output length."""
     from kvbench.core.canaries.pool import CanaryPool
 
     found = {}
@@ -116,7 +114,7 @@ def canary_pools(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int]
 
 
 def asked_canaries(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[AskedCanary]]:
-    """The answers that were asked for beside loads, in the lines of canaries.jsonl, by trial."""
+    """Return the additional canary answers in canaries.jsonl, by trial."""
     from kvbench.core.canaries.answer_kinds import AskedCanary
 
     found: dict[str, list[AskedCanary]] = {}
@@ -128,17 +126,17 @@ def asked_canaries(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[AskedCan
 
 
 def pool_row(pool: CanaryPool) -> dict[str, Any]:
-    """A line of canaries.jsonl: right answers."""
+    """Return right answers as a line of canaries.jsonl."""
     return {**pool.to_json(), **_row_of(pool.answers)}
 
 
 def asked_row(trial_id: str, asked: Sequence[AskedCanary]) -> dict[str, Any]:
-    """A line of canaries.jsonl: answers beside a load."""
+    """Return additional canary answers as a line of canaries.jsonl."""
     return {"trial_id": trial_id, "asked": [each.to_json() for each in asked]}
 
 
 def _outputs(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, int], Outputs]]:
-    """A line that has not what it should have is one that is not there: the outputs are asked for again."""
+    """Yield the outputs of each complete line; incomplete ones are requested again."""
     for row in rows:
         with suppress(KeyError, TypeError, ValueError):
             yield (str(row["label"]), int(row["input_len"])), _outputs_of(row)
@@ -160,13 +158,12 @@ def _outputs_of(row: Mapping[str, Any]) -> Outputs:
 
 
 def _ends(result: CellResult, own_method: Method) -> bool:
-    """Whether it is the line that is written last of a cell's: the first tier's, of its own method."""
+    """Return whether the line completes its cell: first tier of its own method."""
     decided = result.status in ("done", "refused", "skipped")
     return decided and (result.main or (result.method == own_method and not result.tier))
 
 
 def output_row(label: str, input_len: int, outputs: Outputs) -> dict[str, Any]:
-    """One line of outputs.jsonl."""
     return {"label": label, "input_len": input_len, **_row_of(outputs)}
 
 
@@ -180,7 +177,7 @@ def _row_of(outputs: Outputs) -> dict[str, Any]:
 
 
 ELSEWHERE: Final = "resumed elsewhere"
-"""Label of a run whose later part was measured on another machine or by other software."""
+"""Label of a run that was resumed on another machine or with other software."""
 
 _OF_THE_MACHINE: Final = (
     ("kvbench", ""),
@@ -197,22 +194,19 @@ _DEVICES: Final = {"gpus": ("name", "driver_version"), "nics": ("name", "speed_m
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """What is not as it was, in words: kvbench's version, machine, devices, libraries, settings."""
+    """Yield the differences in kvbench version, machine, devices, libraries and settings."""
     for name, before, after in _facts(then, now):
         if before != after:
             yield f"{name}: {_shown(before)} then, {_shown(after)} now"
 
 
 def host_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The same of the hosts that a launcher reaches, by their names in the scenario.
-
-    A host that is not used any more, or is new, is a difference, too. Nothing is known of hosts that the
-    run had not reached yet: then there is none.
-    """
+    """Return the differences between remote hosts, by scenario name. New and unused hosts are differences;
+    hosts that the run had not reached yet are not."""
     if not then:
         return []
-    found = [f"host {name}: not used any more" for name in then if name not in now]
-    found += [f"host {name}: not used then" for name in now if name not in then]
+    found = [f"host {name}: no longer used" for name in then if name not in now]
+    found += [f"host {name}: not used before" for name in now if name not in then]
     for name in now:
         if name in then:
             found += [f"host {name}, {each}" for each in differences(then[name] or {}, now[name] or {})]
@@ -220,7 +214,7 @@ def host_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 
 def _facts(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(what, as it was, as it is)."""
+    """Yield (what, before, now)."""
     for part, key in _OF_THE_MACHINE:
         yield f"{part} {key}".strip(), _fact(then, part, key), _fact(now, part, key)
     for part, shown in _DEVICES.items():
@@ -237,7 +231,7 @@ def _fact(machine: Mapping[str, Any], part: str, key: str) -> Any:
 
 
 def _devices(machine: Mapping[str, Any], part: str, keys: tuple[str, ...]) -> list[str]:
-    """Physical devices in words; virtual network interfaces come and go."""
+    """Return physical devices in words; virtual network interfaces are ignored."""
     found = [each for each in machine.get(part) or () if part != "nics" or each.get("pci_address")]
     return sorted(" ".join(str(each.get(key)) for key in keys if each.get(key)) for each in found)
 

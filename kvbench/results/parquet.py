@@ -1,13 +1,11 @@
-"""A run's rows as Parquet: requests of a trial, and a microbenchmark's rows in ``transfers.parquet``.
+"""Parquet files of a run: a trial's requests, and a microbenchmark's ``transfers.parquet``.
 
-A transfer's case, measured fields and call times are columns side by side, so that any reader of Parquet can
-group by them; what is nested (warnings, bytes by NIC) is JSON.
-"""
+A transfer's case, figures and call times are flat columns; nested values are JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def write_parquet(path: Path, requests: Sequence[RequestRecord], metadata: Mapping[str, str]) -> None:
-    """One row per request. Times as float64 seconds, ITLs as list<float32>; zstd."""
+    """Write one row per request. Times are float64 seconds, ITLs list<float32>; zstd."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -52,20 +50,65 @@ def write_parquet(path: Path, requests: Sequence[RequestRecord], metadata: Mappi
         values = [row[name] for row in rows]
         if types.get(name) == pa.string():
             values = [value.encode("utf-8", "backslashreplace").decode() for value in values]
-        columns[name] = pa.array(values, types.get(name))
+        columns[name] = _array(values, types.get(name))
     table = pa.table(columns).replace_schema_metadata({"kvbench_schema": str(SCHEMA_VERSION), **metadata})
     pq.write_table(table, path, compression="zstd")
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Any rows of plain values as Parquet; the first row names the columns."""
+    """Write plain rows as Parquet; the first row names the columns."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.table({name: [row.get(name) for row in rows] for name in rows[0]})
+    table = pa.table({name: _array([row.get(name) for row in rows]) for name in rows[0]})
     pq.write_table(
         table.replace_schema_metadata({"kvbench_schema": str(SCHEMA_VERSION)}), path, compression="zstd"
     )
+
+
+def _array(values: Sequence[Any], kind: pa.DataType | None = None) -> pa.Array:
+    """A column; without a ``kind`` that of its values.
+
+    It is put together from buffers, since ``pa.array`` imports pandas: most of a second of CPU time.
+    """
+    import numpy as np
+    import pyarrow as pa
+
+    found = {type(value) for value in values} - {type(None)}
+    if kind is None and not found:
+        return pa.nulls(len(values))
+    if kind is None:
+        kinds = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
+        kind = kinds.get(float if found == {int, float} else found.pop() if len(found) == 1 else object)
+    known = np.array([value is not None for value in values], bool)
+    validity = None if known.all() else pa.py_buffer(np.packbits(known, bitorder="little"))
+    if kind is not None and pa.types.is_string(kind):
+        texts = [b"" if value is None else value.encode() for value in values]
+        parts = [validity, _offsets(texts), pa.py_buffer(b"".join(texts))]
+        return pa.Array.from_buffers(kind, len(values), parts)
+    if kind is not None and pa.types.is_list(kind):
+        lists = [np.asarray(() if value is None else value, np.float32) for value in values]
+        gaps = np.concatenate(lists)
+        child = pa.Array.from_buffers(pa.float32(), len(gaps), [None, pa.py_buffer(gaps)])
+        return pa.Array.from_buffers(kind, len(values), [validity, _offsets(lists)], children=[child])
+    dtype = _DTYPES.get(str(kind))
+    if kind is None or dtype is None:
+        return pa.array(values, kind)
+    data = np.array([0 if value is None else value for value in values], dtype)
+    packed = np.packbits(data, bitorder="little") if dtype == "?" else data
+    return pa.Array.from_buffers(kind, len(values), [validity, pa.py_buffer(packed)])
+
+
+def _offsets(parts: Sequence[Sized]) -> pa.Buffer:
+    """Where each of the parts begins, and the last one ends."""
+    import numpy as np
+    import pyarrow as pa
+
+    return pa.py_buffer(np.cumsum([0, *map(len, parts)], dtype=np.int32))
+
+
+_DTYPES: Final = {"bool": "?", "double": "f8", "int64": "i8", "int32": "i4"}
+"""numpy's names of the types whose values lie side by side."""
 
 
 TRANSFERS: Final = "transfers.parquet"
@@ -83,7 +126,7 @@ _SCHEMA_KEY: Final = b"kvbench_transfer_schema"
 
 
 class TransferTable:
-    """The rows so far; the file is written anew, and put into place whole, after each of them."""
+    """A microbenchmark's rows; the file is replaced as a whole after each one."""
 
     def __init__(self, folder: Path, announced: Announcer) -> None:
         self._path = folder / TRANSFERS
@@ -91,7 +134,7 @@ class TransferTable:
         self._parts: list[pa.Table] = []
 
     def add(self, record: TransferRecord) -> None:
-        """Keeps a row and writes all. Raises OSError where the folder cannot be written."""
+        """Add a row and write the file. Raises OSError."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -102,7 +145,7 @@ class TransferTable:
 
 
 def read_transfers(folder: Path) -> list[TransferRecord]:
-    """The rows of a run folder, none if it has none. Raises StoreError for a file that cannot be read."""
+    """Return the rows of a run folder, or none. Raises StoreError for an unreadable file."""
     path = folder / TRANSFERS
     if not path.is_file():
         return []

@@ -1,4 +1,4 @@
-"""Where a run's numbers come from: model, SLO, hardware, emulated or real; which runs may share a table."""
+"""Provenance of a run: model, SLO, hardware, emulated or real; which runs may share a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIMULATED_WHY: Final = "nothing ran: engines, router and KV transfers are a mode
 
 @dataclass(frozen=True)
 class Mark:
-    """What every table and picture says of numbers that were not measured on real engines."""
+    """Mark of numbers that were not measured on real engines."""
 
     word: str
     why: str
@@ -35,17 +35,17 @@ _MARKS: Final = (
 
 @dataclass(frozen=True)
 class ReportedSlo:
-    """What had to be met, as far as the run folder says; None and empty where it does not."""
+    """The SLO as the run folder states it; None or empty if unknown."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     attainment: float | None = None
     limits: tuple[slos.Limit, ...] = ()
     tiers: Mapping[str, slos.Slo] = field(default_factory=dict)
-    """The tiers, the strictest first, where there are several."""
+    """Tiers, strictest first, if there are several."""
 
     def main(self) -> slos.Slo:
-        """The SLO that requests are judged by: of several tiers the strictest. Raises ValueError."""
+        """Return the SLO that requests are judged by: the strictest tier. Raises ValueError."""
         own = slos.Slo(self.ttft_ms, self.tpot_ms, self.attainment or 0.95, self.limits)
         return next(iter(self.tiers.values()), own)
 
@@ -65,10 +65,8 @@ class ReportedSlo:
         return " and ".join(limits) + share
 
     def lines(self, metric: str) -> list[tuple[str, str, float]]:
-        """(tier, statistic, limit in ms) of each limit on "ttft_ms" or "tpot_ms", the strictest tier first.
-
-        The statistic of a limit on each request is the attainment's percentile: p95 for 0.95.
-        """
+        """Return (tier, statistic, limit in ms) of each limit on "ttft_ms" or "tpot_ms", strictest tier
+        first. A limit on each request has the attainment's percentile as statistic: p95 for 0.95."""
         tiers = self.tiers or {"": slos.Slo(self.ttft_ms, self.tpot_ms, self.attainment or 0.99, self.limits)}
         return [
             (
@@ -83,7 +81,7 @@ class ReportedSlo:
 
 
 def resolved(run: RunFolder, key: str) -> Any:
-    """A part of what was asked for, from the plan or else from the scenario file; None if neither has it."""
+    """Return a part of the plan, else of the scenario file, else None."""
     scenario = run.plan.get("scenario")
     for place in (run.plan, scenario if isinstance(scenario, Mapping) else {}):
         if place.get(key) is not None:
@@ -128,7 +126,7 @@ def model_of(run: RunFolder) -> str:
 
 
 def mark_of(run: RunFolder) -> Mark | None:
-    """How the run is marked; None if real engines were measured."""
+    """Return the run's mark, or None for real engines."""
     labels = {*run.labels, *(label for trial in run.trials for label in trial.labels)}
     mark = next((mark for mark in _MARKS if mark.word in labels), None)
     lie = lie_of(sorted(labels))
@@ -137,7 +135,7 @@ def mark_of(run: RunFolder) -> Mark | None:
     what = LIES[lie].what if lie in LIES else lie
     return Mark(
         f"{mark.word}, lie: {lie}",
-        f"{mark.why}; and the system lies on purpose: {what}",
+        f"{mark.why}; the system misreports on purpose: {what}",
         f"LIE: {lie} · {mark.badge}",
     )
 
@@ -147,7 +145,7 @@ def scenario_of(run: RunFolder) -> str:
 
 
 def started(run: RunFolder) -> str:
-    """``2026-11-21 13:30 UTC``, or nothing if the manifest does not say."""
+    """Return ``2026-11-21 13:30 UTC``, or "" if unknown."""
     text = str(run.manifest.get("started_at") or "")
     return f"{text[:10]} {text[11:16]} UTC" if len(text) >= 16 else text
 
@@ -159,7 +157,7 @@ def host_of(run: RunFolder) -> str:
 
 
 def hardware_of(run: RunFolder) -> str:
-    """CPU, cores and GPUs in one line, as far as environment.json says."""
+    """Return CPU, cores and GPUs in one line."""
     cpu = run.environment.get("cpu")
     details: Mapping[str, Any] = cpu if isinstance(cpu, Mapping) else {"model": cpu}
     model = str(details.get("model") or details.get("name") or "")
@@ -173,7 +171,7 @@ def hardware_of(run: RunFolder) -> str:
 
 
 def server_of(run: RunFolder) -> str:
-    """``Qwen/Qwen3-8B at http://router:8000`` where somebody else's server was measured; else empty."""
+    """Return ``Qwen/Qwen3-8B at http://router:8000`` for an external server; else empty."""
     deployment, model = resolved(run, "deployment"), resolved(run, "model")
     options = deployment.get("engine_options") if isinstance(deployment, Mapping) else None
     url = options.get("base_url") if isinstance(options, Mapping) else None
@@ -182,15 +180,13 @@ def server_of(run: RunFolder) -> str:
 
 
 def caption(run: RunFolder) -> str:
-    """What every picture and table carries: scenario, model, version, hardware, date.
-
-    Of somebody else's server also its URL; the hardware is then that of the client.
-    """
+    """Return the caption of plots and tables: scenario, model, version, hardware, date. For an external
+    server it has its URL, and the hardware is the client's."""
     server = server_of(run)
     parts = [
         scenario_of(run),
         server or model_of(run),
-        f"{'read in by ' if run.manifest.get('kind') == 'imported' else ''}kvbench "
+        f"{'imported by ' if run.manifest.get('kind') == 'imported' else ''}kvbench "
         f"{run.manifest.get('kvbench', '?')}",
         f"client {host_of(run)}" if server else host_of(run),
         hardware_of(run),
@@ -200,14 +196,12 @@ def caption(run: RunFolder) -> str:
 
 
 _NO_WORKLOAD: Final = ("input_len", "output_len", "request_timeout_s")
-"""Lengths are a cell's, and cells of other lengths are other rows; the deadline is the client's."""
+"""Not part of the workload: lengths belong to a cell, the timeout to the client."""
 
 
 def identity(run: RunFolder) -> dict[str, Any]:
-    """What has to be equal before two runs' rows may stand in one table: what was asked, and of what.
-
-    Machine, versions and options are what one may want to compare.
-    """
+    """Return what must be equal before two runs share a table: the workload and the model. Machine, versions
+    and options may differ, to be compared."""
     mark, workload = mark_of(run), resolved(run, "workload")
     asked = workload if isinstance(workload, Mapping) else {}
     return {
@@ -219,7 +213,7 @@ def identity(run: RunFolder) -> dict[str, Any]:
 
 
 def differences(runs: Sequence[RunFolder]) -> list[str]:
-    """One line per thing in which the runs differ, such as ``seed: 1 / 2``."""
+    """Return one line per difference, such as ``seed: 1 / 2``."""
     identities = [identity(run) for run in runs]
     lines = []
     for key in dict.fromkeys(key for item in identities for key in item):
@@ -231,12 +225,12 @@ def differences(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def check_comparable(runs: Sequence[RunFolder], *, force: bool = False) -> list[str]:
-    """The differences that make runs not comparable. Raises InputError unless ``force``."""
+    """Return the differences that make runs incomparable. Raises InputError unless ``force``."""
     found = differences(runs)
     if found and not force:
         raise InputError(
             "these runs are not comparable; they differ in " + "; ".join(found),
-            hint="report them one by one, or add --force to put them in one table that says so",
+            hint="report them separately, or add --force for one table that is marked",
         )
     return found
 

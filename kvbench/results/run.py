@@ -1,7 +1,6 @@
-"""Reading run folders in any state: running, complete, or cut off by a kill; finding them by name.
+"""Read run folders in any state, and find them by name.
 
-A folder with a newer schema (a whole number in ``manifest.json``) is refused.
-"""
+A folder with a newer schema (an integer in ``manifest.json``) is refused."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ from kvbench.core.records import (
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.core.transfers.records import TransferRecord
 from kvbench.errors import InputError, KvbenchError, NewerSchemaError, StoreError
-from kvbench.files import open_read, read_lines, read_object
-from kvbench.results.parquet import read_transfers
+from kvbench.files import open_read, read_lines, read_object, similar_files
+from kvbench.results.parquet import TRANSFERS, read_transfers
 from kvbench.version import __version__
 
 if TYPE_CHECKING:
@@ -39,14 +38,14 @@ if TYPE_CHECKING:
 
 
 FIRST_SCHEMA: Final = 1
-"""The oldest schema that a release wrote."""
+"""Oldest schema of a release."""
 
 
 def schema_of(manifest: Mapping[str, Any], path: Path) -> int:
-    """Return the schema of a folder, by its manifest at ``path``. Raises StoreError, NewerSchemaError."""
+    """Return the schema of the manifest at ``path``. Raises StoreError, NewerSchemaError."""
     schema = manifest.get("schema")
     if not isinstance(schema, int) or isinstance(schema, bool) or schema < FIRST_SCHEMA:
-        raise StoreError(f"{path} names no schema that was ever written: {schema!r}")
+        raise StoreError(f"{path} has an unknown schema: {schema!r}")
     if schema > SCHEMA_VERSION:
         raise NewerSchemaError(
             f"{path.parent} was written by kvbench {manifest.get('kvbench', 'of unknown version')} "
@@ -62,6 +61,8 @@ CellStatus = Literal["done", "refused", "failed", "skipped"]
 MANIFEST: Final = "manifest.json"
 TRIALS: Final = "trials.jsonl"
 CELLS: Final = "cells.jsonl"
+LIVE: Final = ".live.json"
+"""What is being done at this moment; there only while something is measured, and no part of the record."""
 OUTPUTS: Final = "outputs.jsonl"
 CANARIES: Final = "canaries.jsonl"
 
@@ -73,19 +74,15 @@ _LISTS: Final[Mapping[str, type]] = {
     "hosts": str,
     "argv": str,
 }
-"""Lists of the manifest, and what they hold."""
+"""Lists in the manifest, with their element types."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """What came of one cell.
-
-    ``answer`` is the search's answer as JSON, None when there was no search. ``equal_outputs`` is
-    ``{"checked": n, "equal": n}``: greedy outputs compared with the aggregated server's; of a server that was
-    asked again also ``within_noise`` and ``power`` (sweep/trial/output_check.py). ``method``: how it
-    was measured. ``tier``: the SLO tier that this answers; "" where there is one SLO only.
-    """
+    """Result of one cell. ``answer``: the search's answer as JSON, or None. ``equal_outputs``: ``{"checked":
+    n, "equal": n}`` against the aggregated server's greedy outputs, with ``within_noise`` and ``power`` if it
+    was asked again (sweep/trial/output_check.py). ``tier``: the SLO tier, "" for a single SLO."""
 
     cell: Cell
     status: CellStatus
@@ -97,12 +94,11 @@ class CellResult:
     method: Method = "sustained"
     tier: str = ""
     main: bool = True
-    """Whether its answer belongs into the main column: not that of another method, nor of a second tier."""
+    """Whether its answer belongs to the main column: not another method's, nor a second tier's."""
     canaries: dict[str, Any] | None = None
-    """Answers under load whose right text was known: how many were checked and wrong (core/canaries/tally);
-    None where there were none."""
+    """Counts of checked and wrong canary answers under load (core/canaries/tally), or None."""
     limit: dict[str, Any] | None = None
-    """Which limit binds above the answer, as ``core.metrics.limit`` names it; None where not known."""
+    """The limit above the answer (``core.metrics.limit``), or None."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -123,12 +119,9 @@ class CellResult:
 
 @dataclass
 class RunFolder:
-    """A run folder as read. ``schema`` is the one it was written with; ``warnings`` say what is not whole.
-
-    ``trials`` and ``cells`` are those of the main column: the searches for a sustained rate, single rates and
-    replays. What was measured otherwise (burst, listed rates, one equal rate, further SLO tiers) is kept
-    apart in ``other_trials`` and ``other_cells``, so that nothing can mix them up.
-    """
+    """A run folder. ``schema``: as written; ``warnings``: incomplete parts. ``trials`` and ``cells`` belong
+    to the main column (searches for a sustained rate, single rates, replays); ``other_trials`` and
+    ``other_cells`` to other methods and tiers."""
 
     path: Path
     schema: int
@@ -142,9 +135,9 @@ class RunFolder:
     other_trials: list[TrialRecord] = field(default_factory=list)
     other_cells: list[CellResult] = field(default_factory=list)
     outputs: list[dict[str, Any]] = field(default_factory=list)
-    """Greedy outputs by deployment and input length: what the others are compared with."""
+    """Greedy outputs by deployment and input length, used as references."""
     canaries: list[dict[str, Any]] = field(default_factory=list)
-    """Right answers of canaries by deployment and lengths, and answers that were asked for beside loads."""
+    """Right answers of canaries, and additional answers."""
 
     @property
     def all_trials(self) -> list[TrialRecord]:
@@ -160,28 +153,25 @@ class RunFolder:
 
     @property
     def skipped(self) -> list[dict[str, str]]:
-        """Connectors that were not measured: connector, reason, hint."""
+        """Return the connectors that were not measured: connector, reason, hint."""
         return list(self.manifest.get("skipped", []))
 
     def trials_of(self, cell: Cell) -> list[TrialRecord]:
         return [trial for trial in self.trials if trial.cell == cell]
 
     def requests(self, trial_id: str, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """The trial's requests, one row each, columns as in RequestRecord; only ``columns`` if given."""
+        """Return the trial's requests, one row each; only ``columns`` if given."""
         return self._frame("requests", trial_id, columns)
 
     def columns(
         self, kind: Literal["requests", "telemetry"], trial_id: str, names: Sequence[str]
     ) -> dict[str, NDArray[Any]]:
-        """Columns of the trial's requests or samples, each an array: texts, or floats and NaN for unknown.
-
-        The same as ``requests`` and ``telemetry``, without the time that pandas takes to be there. Raises
-        StoreError where the file or a column is missing.
-        """
+        """Return columns of the trial's requests or samples as arrays; NaN for unknown. Avoids the import of
+        pandas. Raises StoreError if the file or a column is missing."""
         return _columns(self._parquet(kind, trial_id), names, whole=True)
 
     def request_records(self, trial_id: str) -> list[RequestRecord]:
-        """The trial's requests as records (``itl_s`` with the precision of a 32-bit float)."""
+        """Return the trial's requests as records; ``itl_s`` in 32-bit precision."""
         import pyarrow.parquet as pq
 
         path = self._parquet("requests", trial_id)
@@ -189,11 +179,11 @@ class RunFolder:
             return [RequestRecord.from_json(row) for row in pq.read_table(path).to_pylist()]
 
     def telemetry(self, trial_id: str) -> pd.DataFrame:
-        """Samples taken while the trial ran: trial_id, t_s, source, metric, value."""
+        """Return the samples of a trial: trial_id, t_s, source, metric, value."""
         return self._frame("telemetry", trial_id)
 
     def transfer_records(self) -> list[TransferRecord]:
-        """The rows of a microbenchmark, in the order of measuring; none in a run of another kind."""
+        """Return the rows of a microbenchmark in order of measurement."""
         return read_transfers(self.path)
 
     def _frame(
@@ -208,12 +198,12 @@ class RunFolder:
     def _parquet(self, kind: Literal["requests", "telemetry"], trial_id: str) -> Path:
         path = parquet_path(self.path, kind, trial_id)
         if not path.is_file() or path.is_symlink():
-            raise StoreError(f"{path} is not there", hint="the trial kept none, or the file was removed")
+            raise StoreError(f"{path} does not exist", hint="the trial stored none, or the file was removed")
         return path
 
 
 def _array(column: Any) -> NDArray[Any]:
-    """A column of Arrow's. Its own ``to_numpy`` would import pandas (pyarrow 25)."""
+    """Return an Arrow column as an array. Its own ``to_numpy`` imports pandas (pyarrow 25)."""
     import numpy as np
     import pyarrow as pa
 
@@ -231,7 +221,7 @@ def _array(column: Any) -> NDArray[Any]:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """What a library says of a file that is cut off or damaged becomes a StoreError."""
+    """Turn a library's error for a damaged file into a StoreError."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:  # Arrow's own are among them
@@ -241,14 +231,12 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def load_run(path: Path | str) -> RunFolder:
-    """Reads a run folder, whatever state it is in; what is not whole becomes a warning.
-
-    Errors: NewerSchemaError for a folder of a newer kvbench; StoreError when it is no run folder.
-    """
+    """Read a run folder in any state; incomplete parts become warnings. Raises NewerSchemaError for a newer
+    kvbench's folder, StoreError for no run folder."""
     folder = Path(path)
     if not (folder / MANIFEST).is_file():
         inside = sorted(each.parent.name for each in folder.glob(f"*/{MANIFEST}"))
-        hint = "give one of the folders that lie in results/"
+        hint = "give a folder in results/"
         if inside:
             hint = f"it holds {len(inside)} run folder(s), the last by name is {folder / inside[-1]}"
         raise StoreError(f"{folder} is not a run folder: it has no {MANIFEST}", hint=hint)
@@ -264,7 +252,7 @@ def load_run(path: Path | str) -> RunFolder:
     outputs = read_lines(folder / OUTPUTS, warnings) if (folder / OUTPUTS).is_file() else []
     if manifest.get("status") == "running" and not writer_is_alive(folder):
         manifest["status"] = "interrupted"
-        warnings.append("the run was cut off: its process is gone and had not written how it ended")
+        warnings.append("the run was cut off: its process ended without writing a final status")
     _require_shapes(manifest, warnings)
     trials = _parsed(trial_rows, TrialRecord.from_json, TRIALS, warnings)
     cells = _last_of_each(_parsed(cell_rows, CellResult.from_json, CELLS, warnings))
@@ -286,22 +274,22 @@ def load_run(path: Path | str) -> RunFolder:
 
 
 def _require_shapes(manifest: dict[str, Any], warnings: list[str]) -> None:
-    """Lists in the manifest that are none, or not of objects, are emptied, and that is said."""
+    """Empty malformed lists of the manifest, with a warning."""
     for name, of in _LISTS.items():
         value = manifest.get(name)
         if value is not None and not (
             isinstance(value, list) and all(isinstance(each, of) for each in value)
         ):
-            warnings.append(f"{MANIFEST}: {name} is {str(value)[:40]!r}, which is left out")
+            warnings.append(f"{MANIFEST}: {name} is {str(value)[:40]!r}, ignored")
             manifest[name] = []
     for name in ("asked", "trace"):
         if not isinstance(manifest.get(name), (dict, type(None))):
-            warnings.append(f"{MANIFEST}: {name} is {str(manifest[name])[:40]!r}, which is left out")
+            warnings.append(f"{MANIFEST}: {name} is {str(manifest[name])[:40]!r}, ignored")
             manifest[name] = None
 
 
 def _text(path: Path) -> str:
-    """A scenario's text, as much of it as a scenario may have; empty if it cannot be read."""
+    """Return a scenario's text up to the size limit; empty if unreadable."""
     try:
         with open(open_read(path), "rb") as file:
             return file.read(4 * MAX_CHARS).decode("utf-8", "replace")
@@ -310,7 +298,7 @@ def _text(path: Path) -> str:
 
 
 def writer_is_alive(folder: Path) -> bool:
-    """Whether some process still has the folder open for writing; True when that is not known."""
+    """Return whether a process still writes the folder; True if unknown."""
     try:
         handle = open_read(folder / TRIALS)
     except FileNotFoundError:
@@ -327,7 +315,7 @@ def writer_is_alive(folder: Path) -> bool:
 
 
 def requests_to_replay(folder: Path, trial: TrialRecord, burstiness: float) -> TrialRequests | None:
-    """The requests of a stored trial; None where they are not stored, or not as a replay needs them."""
+    """Return the requests of a stored trial, or None if they do not suffice for a replay."""
     from kvbench.core.search.trial_requests import COLUMNS, TrialRequests
 
     path = parquet_path(folder, "requests", trial.trial_id)
@@ -341,7 +329,7 @@ def requests_to_replay(folder: Path, trial: TrialRecord, burstiness: float) -> T
 
 
 def _columns(path: Path, names: Sequence[str], *, whole: bool) -> dict[str, NDArray[Any]]:
-    """Columns of a file, each an array. If ``whole``, raises StoreError where one is missing."""
+    """Return columns of a file as arrays. If ``whole``, raises StoreError for a missing one."""
     import pyarrow.parquet as pq
 
     with _readable(path), pq.ParquetFile(path) as file:
@@ -353,7 +341,7 @@ def _columns(path: Path, names: Sequence[str], *, whole: bool) -> dict[str, NDAr
 
 
 def parquet_path(folder: Path, kind: Literal["requests", "telemetry"], trial_id: str) -> Path:
-    """Where a trial's rows lie. Raises StoreError for an id that cannot be a file name."""
+    """Return the path of a trial's rows. Raises StoreError for an unsafe id."""
     if not _SAFE_NAME.fullmatch(trial_id):
         raise StoreError(f"trial id {trial_id!r} cannot be a file name")
     return folder / kind / f"{trial_id}.parquet"
@@ -367,12 +355,12 @@ def _parsed(
         try:
             parsed.append(parse(row))
         except (KeyError, TypeError, ValueError) as error:
-            warnings.append(f"{name}: an entry is left out, it does not have the expected fields ({error})")
+            warnings.append(f"{name}: an entry is ignored, it lacks the expected fields ({error})")
     return parsed
 
 
 def _last_of_each(cells: Sequence[CellResult]) -> list[CellResult]:
-    """The newest line for each cell, method and tier; a failure is gone once its cell went well."""
+    """Return the newest line per cell, method and tier; a later success replaces a failure."""
     found: dict[tuple[Cell, Method, str], CellResult] = {}
     for result in cells:
         own = (result.cell, result.method, result.tier)
@@ -387,14 +375,14 @@ def _now_done(earlier: CellResult, later: CellResult) -> bool:
 
 
 OUTPUT_ENV: Final = "KVBENCH_OUTPUT"
-"""The environment variable with the folder that runs are written to; ``--output`` comes before it."""
+"""Environment variable with the output folder; ``--output`` takes precedence."""
 LATEST: Final = "latest"
 MOST_NAMED: Final = 5
 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """A run as its manifest has it; ``problem``: why that cannot be read."""
+    """A run by its manifest; ``problem``: why it is unreadable."""
 
     path: Path
     kind: str = ""
@@ -423,16 +411,16 @@ def _run_list_text(value: Any) -> str:
 
 
 def output_folder() -> Path:
-    """Where run folders are written if nobody says otherwise."""
+    """Return the default output folder."""
     return Path(os.environ.get(OUTPUT_ENV) or "results")
 
 
 def listed_runs(root: Path) -> list[ListedRun]:
-    """The runs below a folder, two levels deep, the latest first. Raises InputError without the folder."""
+    """Return the runs up to two levels below a folder, latest first. Raises InputError without the folder."""
     if not root.is_dir():
         raise InputError(
-            f"there is no folder {root}",
-            hint=f"give the folder that runs are written to: --output, or {OUTPUT_ENV}",
+            f"folder {root} does not exist",
+            hint=f"set the folder of the runs: --output, or {OUTPUT_ENV}",
         )
     found = [ListedRun.of(manifest) for manifest in sorted(_manifests(root))]
     return sorted(found, key=lambda run: run.started_at, reverse=True)
@@ -443,26 +431,39 @@ def _manifests(root: Path) -> Iterator[Path]:
         yield from (file for file in root.glob(pattern) if not file.parent.name.startswith("."))
 
 
+def is_empty(folder: Path) -> bool:
+    """Return whether a run has measured nothing: it has no trial, no cell and no transfer."""
+    files = [folder / name for name in (TRIALS, CELLS, TRANSFERS)]
+    return not any(file.is_file() and file.stat().st_size for file in files)
+
+
+def _can_be_latest(run: ListedRun) -> bool:
+    running = run.status == "running" and writer_is_alive(run.path)
+    return not run.problem and (running or not is_empty(run.path))
+
+
 def find_run(text: str) -> Path:
-    """A run folder by its path, by ``latest``, or by the beginning or the end of its name in the folder that
-    runs are written to. Raises InputError.
-    """
+    """Find a run folder by path, by the beginning or end of its name, or as ``latest``: the last one that
+    measures or has measured something. Raises InputError."""
     path = Path(text)
     if path.is_dir() and text != LATEST:
         return path
     root = output_folder()
     if text == LATEST:
-        runs = [run for run in listed_runs(root) if not run.problem]
-        if not runs:
-            raise InputError(f"there is no run in {root} yet", hint="kvbench sweep makes one")
-        return runs[0].path
+        latest = next(filter(_can_be_latest, listed_runs(root)), None)
+        if latest is None:
+            raise InputError(f"no run in {root} has measured anything yet", hint="kvbench sweep makes one")
+        return latest.path
     if path.exists():
-        raise InputError(f"{path} is no folder", hint="give a run folder, or `latest`")
+        raise InputError(f"{path} is not a folder", hint="give a run folder, or `latest`")
     names = sorted(file.parent.name for file in _manifests(root)) if root.is_dir() and "/" not in text else []
     fitting = [name for name in names if name.startswith(text) or name.endswith(text)]
     if len(fitting) == 1:
         return next(file.parent for file in _manifests(root) if file.parent.name == fitting[0])
     if fitting:
         shown = ", ".join(fitting[-MOST_NAMED:])
-        raise InputError(f"{len(fitting)} runs are called {text}…: {shown}", hint="give more of the name")
-    raise InputError(f"there is no run {text}", hint=f"`kvbench runs` lists those in {root}; `latest` is one")
+        raise InputError(f"{len(fitting)} runs match {text}…: {shown}", hint="give a longer part of the name")
+    raise InputError(
+        f"there is no run {text}",
+        hint=f"{similar_files(path, *names)}`kvbench runs` lists those in {root}; `latest` is one",
+    )

@@ -21,8 +21,7 @@ A kill at any moment is harmless: the folder is made under a hidden name and ren
 files are written to a temporary name, synced and renamed; ``*.jsonl`` grow by one synced write per line; a
 trial's requests are in place before its line is. The writer holds a lock on ``trials.jsonl``: so readers know
 a run that still works, and a second writer is refused. Reserved room (``.reserve``) lets a run on a full disk
-write how it ended.
-"""
+write how it ended."""
 
 from __future__ import annotations
 
@@ -31,6 +30,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import socket
 import time
 from asyncio import CancelledError
@@ -74,11 +74,13 @@ from kvbench.results.parquet import TRANSFERS, TransferTable, write_parquet, wri
 from kvbench.results.run import (
     CANARIES,
     CELLS,
+    LIVE,
     MANIFEST,
     OUTPUTS,
     TRIALS,
     CellResult,
     RunStatus,
+    is_empty,
     load_run,
     parquet_path,
 )
@@ -93,18 +95,15 @@ __all__ = ["CellResult", "RunInfo", "RunStatus", "RunStore", "load_run"]
 
 
 RULES_VERSION: Final = 1
-"""Version of the rules in ``core`` and ``sweep``.
-
-Raise it by one when the same stored requests can get another verdict, reason, finding or limit, or the same
-trials another answer. Renaming, comments and faster code leave it. ``tests/sweep/test_verify.py`` judges the
-reference runs: one that has this version must be sound.
-"""
+"""Version of the rules in ``core`` and ``sweep``. Raise it by one when the same stored requests can get
+another verdict, finding or limit, or the same trials another answer; not for wording, renaming or speed.
+``tests/sweep/test_verify.py`` verifies the reference runs with this version."""
 UNVERSIONED: Final = 0
-"""Version of the rules of runs that were measured before rules had one."""
+"""Rules version of runs older than this number."""
 
 
 def rules_version_of(manifest: Mapping[str, Any]) -> int:
-    """Return the version of the rules that judged a run; of several the first that is not today's."""
+    """Return the version of the rules that judged a run: with several, the first that is not current."""
     versions = [_version(each.get("rules_version")) for each in manifest.get("sessions") or [{}]]
     return next((version for version in versions if version != RULES_VERSION), RULES_VERSION)
 
@@ -114,11 +113,11 @@ def _version(stored: Any) -> int:
 
 
 LOCK_DEADLINE_S: Final = 2.0
-"""A reader that asks whether the writer lives holds the lock for an instant."""
+"""How long, in seconds, a writer waits for the lock: readers hold it for an instant to test for a writer."""
 
 
 def locked(path: Path) -> int:
-    """``trials.jsonl``, open and locked. Raises StoreError if another process holds the lock."""
+    """Open and lock ``trials.jsonl``. Raises StoreError if another process holds the lock."""
     handle = open_append(path / TRIALS)
     deadline = time.monotonic() + LOCK_DEADLINE_S
     while True:
@@ -131,7 +130,7 @@ def locked(path: Path) -> int:
             os.close(handle)
             raise StoreError(
                 f"{path} is being written by another process{_writer(path)}",
-                hint="wait for its end or end it; `kvbench watch` follows it",
+                hint="wait until it ends, or stop it; `kvbench watch` follows it",
             ) from None
         except BaseException:
             os.close(handle)
@@ -140,7 +139,6 @@ def locked(path: Path) -> int:
 
 
 def _writer(path: Path) -> str:
-    """Who writes a folder, as far as its manifest says."""
     sessions = read_object(path / MANIFEST, []).get("sessions") or [{}]
     last = sessions[-1]
     if not last.get("pid"):
@@ -149,7 +147,7 @@ def _writer(path: Path) -> str:
 
 
 def new_session(run_id: str, now: datetime) -> dict[str, Any]:
-    """This process as a session of a run."""
+    """Return this process as a session of a run."""
     return {
         "started_at": iso(now),
         "ended_at": None,
@@ -163,20 +161,21 @@ def new_session(run_id: str, now: datetime) -> dict[str, Any]:
 
 
 def iso(moment: datetime) -> str:
-    """UTC with milliseconds: ``2026-11-21T13:30:00.123Z``."""
+    """Return UTC with milliseconds: ``2026-11-21T13:30:00.123Z``."""
     return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 RESERVE: Final = ".reserve"
 RESERVE_BYTES: Final = 256 * 1024
+"""Bytes reserved to write a run's end on a full disk."""
 LEAST_ROOM_BYTES: Final = 64 * 1024
-"""With less left than that, whatever failed has failed for want of room."""
-_LEFT_BY_A_KILL: Final = (".*.tmp", ".records-*.jsonl*", ".requests-*.jsonl")
+"""With less free space than this, a write failure is attributed to the full disk."""
+_LEFT_BY_A_KILL: Final = (LIVE, ".*.tmp", ".records-*.jsonl*", ".requests-*.jsonl")
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What the manifest says besides what the store knows by itself (schema, status, version, times)."""
+    """Manifest fields that the store does not know itself."""
 
     kind: str = "sweep"
     argv: Sequence[str] = ()
@@ -185,19 +184,17 @@ class RunInfo:
     hosts: Sequence[str] = ()
     labels: Sequence[str] = ()
     asked: Mapping[str, Any] | None = None
-    """What the scenario does not say of the load, for who goes on with the run; None: nobody can."""
+    """Load options that the scenario lacks, needed to resume; None: the run cannot be resumed."""
     overridden: Mapping[str, Any] | None = None
-    """Values of plan.json's scenario that scenario.yaml does not give, by path; None if not known."""
+    """Scenario values in plan.json that scenario.yaml lacks, by path, or None."""
 
 
 class RunStore:
-    """Writes one run folder. As a context manager it also writes how the run ended.
-
-    Errors: StoreError when the folder cannot be written (no space, no right), with the path.
-    """
+    """Writer of one run folder. As a context manager it also writes the run's end. Raises StoreError with the
+    path if the folder cannot be written."""
 
     def __init__(self, path: Path, manifest: dict[str, Any], lock: int | None = None) -> None:
-        """``lock``: ``trials.jsonl``, open and locked by the caller."""
+        """``lock``: the locked ``trials.jsonl``."""
         self.path = path
         self.earlier = EarlierSessions()
         self._manifest = manifest
@@ -219,7 +216,7 @@ class RunStore:
         environment: Mapping[str, Any],
         info: RunInfo | None = None,
     ) -> RunStore:
-        """Makes ``results_dir/<UTC time>-<scenario>-<6 hex>/``; it appears at once, with its first files."""
+        """Create ``results_dir/<UTC time>-<scenario>-<6 hex>/``, which appears with its first files."""
         now = datetime.now(timezone.utc)
         name = f"{now:%Y%m%dT%H%M%SZ}-{slug(scenario_name)}-{secrets.token_hex(3)}"
         info = info or RunInfo()
@@ -257,10 +254,8 @@ class RunStore:
 
     @classmethod
     def reopen(cls, path: Path) -> RunStore:
-        """A run folder that is gone on with: a new session in its manifest, half-written ends cut off.
-
-        Raises StoreError if another process works on the folder.
-        """
+        """Resume a run folder: add a session and cut off incomplete lines. Raises StoreError if another
+        process writes to the folder."""
         require_no_links(path)
         lock = locked(path)
         try:
@@ -292,12 +287,12 @@ class RunStore:
 
     @property
     def run_tag(self) -> str:
-        """What marks the processes of this session in their environment; begins with the run's name."""
+        """Tag of this session's processes in their environment; begins with the run's name."""
         return str(self._manifest["sessions"][-1]["run_tag"])
 
     @property
     def resumed(self) -> int:
-        """How many sessions there were before."""
+        """Number of earlier sessions."""
         return len(self._manifest["sessions"]) - 1
 
     @property
@@ -306,44 +301,41 @@ class RunStore:
 
     @property
     def logs(self) -> Path:
-        """Folder for ``<process>.log``."""
         return self.path / "logs"
 
     def update(self, **fields: Any) -> None:
-        """Changes fields of the manifest, for example ``labels`` or ``hosts``."""
         self._manifest.update(fields)
         with said_clearly(self.path):
             write_json(self.path / MANIFEST, self._manifest, partial(self._announced, MANIFEST))
 
     def resumed_elsewhere(self, differs: Sequence[str], label: str) -> None:
-        """Keeps with this session what is not as it was when the run began, and labels the run."""
+        """Store this session's differences from the first one, and label the run."""
         *earlier, session = self._manifest["sessions"]
         session = {**session, "differs": [*session.get("differs", []), *differs]}
         labels = dict.fromkeys([*self._manifest["labels"], label])
         self.update(sessions=[*earlier, session], labels=list(labels))
 
     def write_plan(self, plan: Mapping[str, Any]) -> None:
-        """Replaces plan.json, for example when the processes' real ports and argv are known."""
+        """Replace plan.json, for example with the processes' real ports and argv."""
         with said_clearly(self.path):
             write_json(self.path / "plan.json", plan, partial(self._announced, "plan.json"))
 
     def processes(self) -> dict[str, Any]:
-        """Each deployment's processes as plan.json has them."""
         return dict(read_object(self.path / "plan.json", []).get("processes") or {})
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
-        """Replaces environment.json, when the other hosts of a run have reported theirs."""
+        """Replace environment.json once the other hosts have reported theirs."""
         with said_clearly(self.path):
             announced = partial(self._announced, "environment.json")
             write_json(self.path / "environment.json", environment, announced)
 
     def skip_connector(self, connector: str, reason: str, hint: str = "") -> None:
-        """Notes that a connector is not measured in this run, why, and the command that would fix it."""
+        """Note a skipped connector, with the reason and the command that fixes it."""
         skipped = [entry for entry in self._manifest["skipped"] if entry["connector"] != connector]
         self.update(skipped=[*skipped, {"connector": connector, "reason": reason, "hint": hint}])
 
     def add_trial(self, trial: TrialRecord, requests: Sequence[RequestRecord] = ()) -> None:
-        """Stores one trial: its requests first, then its line, so that a listed trial is whole."""
+        """Store a trial: requests first, so that a listed trial is complete."""
         with said_clearly(self.path):
             if requests:
                 with self._replaced("requests", trial.trial_id) as temporary:
@@ -351,7 +343,7 @@ class RunStore:
             self._append(self._trials, TRIALS, trial.to_json())
 
     def add_telemetry(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Stores samples of counters and gauges; each row has the ``trial_id`` that it was taken in."""
+        """Store samples; each row has its ``trial_id``."""
         for trial_id in dict.fromkeys(str(row["trial_id"]) for row in rows):
             mine = [row for row in rows if row["trial_id"] == trial_id]
             with said_clearly(self.path), self._replaced("telemetry", trial_id) as temporary:
@@ -367,18 +359,17 @@ class RunStore:
         return self._checksums.announced(name, sha256_of_file(content))
 
     def add_transfer(self, record: TransferRecord) -> None:
-        """Stores one row of a microbenchmark; the file is whole at every instant."""
         with said_clearly(self.path):
             self._transfers.add(record)
 
     def put_cell(self, result: CellResult | Mapping[str, Any]) -> None:
-        """Stores what came of one cell; a later line for the same cell replaces an earlier one."""
+        """Store a cell's result; a later line replaces an earlier one."""
         checked = result if isinstance(result, CellResult) else CellResult.from_json(result)
         with said_clearly(self.path):
             self._append(self._cells, CELLS, checked.to_json())
 
     def add_outputs(self, label: str, input_len: int, outputs: Outputs) -> None:
-        """Stores a deployment's greedy outputs at one input length; a later line replaces an earlier one."""
+        """Store a deployment's greedy outputs at one input length; a later line replaces an earlier one."""
         with said_clearly(self.path):
             if self._outputs < 0:
                 self._outputs = open_append(self.path / OUTPUTS)
@@ -386,11 +377,11 @@ class RunStore:
             self._append(self._outputs, OUTPUTS, output_row(label, input_len, outputs))
 
     def add_canaries(self, pool: CanaryPool) -> None:
-        """Stores the right answers to the canaries of some cells; a later line replaces an earlier one."""
+        """Store right answers of canaries; a later line replaces an earlier one."""
         self._add_canaries(pool_row(pool))
 
     def add_asked_canaries(self, trial_id: str, asked: Sequence[AskedCanary]) -> None:
-        """Stores what was answered beside a trial's load, after it or at the end of its cell."""
+        """Store canary answers requested in addition to a trial's load."""
         self._add_canaries(asked_row(trial_id, asked))
 
     def _add_canaries(self, row: Mapping[str, Any]) -> None:
@@ -401,26 +392,26 @@ class RunStore:
             self._append(self._canaries, CANARIES, row)
 
     def _append(self, handle: int, name: str, row: Mapping[str, Any]) -> None:
-        """Appends a row, and looks whether the file still is as this process left it, and where it was."""
+        """Append a row, and check that no other process changed or moved the file."""
         path, known = self.path / name, self._sizes.get(name)
         if handle >= 0 and known is not None and os.fstat(handle).st_size != known:
             raise StoreError(
-                f"{path} was changed by somebody else while it was written",
-                hint="nothing but kvbench may write to the folder of a run; begin it anew",
+                f"{path} was changed by another process while it was written",
+                hint="only kvbench may write to a run folder; start a new run",
             )
         line = line_of(row)
         with self._checksums.announced(name, sha256_of(line)):
             self._sizes[name] = append_bytes(handle, line, path)
 
     def require_room(self) -> None:
-        """Raises StoreError where there is no room left to go on writing."""
+        """Raise StoreError if the disk is too full to continue."""
         with said_clearly(self.path):
             disk = os.statvfs(self.path)
             if disk.f_bavail * disk.f_frsize < LEAST_ROOM_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def finish(self, status: RunStatus, error: str = "") -> None:
-        """Writes how the run ended and lets go of the folder. The first call counts."""
+        """Write the run's end and release the folder. Only the first call counts."""
         if self._trials < 0:
             return
         ended = iso(datetime.now(timezone.utc))
@@ -434,8 +425,15 @@ class RunStore:
         finally:
             self.close()
 
+    def remove_if_empty(self) -> bool:
+        """Remove a folder in which nothing was measured and no process has logged anything."""
+        empty = is_empty(self.path) and not any(file.is_file() for file in self.logs.rglob("*"))
+        if empty:
+            shutil.rmtree(self.path)
+        return empty
+
     def close(self) -> None:
-        """Lets go of the folder without a word: to a reader it then looks like a killed run's."""
+        """Release the folder without an end: readers then see an interrupted run."""
         for handle in (self._trials, self._cells, self._outputs, self._canaries):
             if handle >= 0:
                 os.close(handle)
@@ -457,5 +455,5 @@ class RunStore:
 
 
 def slug(name: str) -> str:
-    """A name as part of a folder name: lower case, digits and single hyphens, at most 40 characters."""
+    """Return a name for a folder: lower case, digits, single hyphens, at most 40 characters."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].rstrip("-") or "run"

@@ -155,7 +155,7 @@ def bench_against(cli: CliOptions, measured: Path, output: Path, console: Consol
     console.print(f"run folder: {store.path}", markup=False)
     trial_of: dict[str, str] = {}
     try:
-        with store, Display(console, len(plan.cells)) as display:
+        with store, Display(console, store.path, len(plan.cells)) as display:
             bench = RowBench(DeployedBench(scenario, plan, store, display))
             sweep = Sweep(
                 scenario,

@@ -100,7 +100,7 @@ class Alone:
 
 
 class Site(Protocol):
-    """One deployment that is up."""
+    """One deployment that is up. What has a body here is that of a site that runs no processes."""
 
     @property
     def trace_rate(self) -> float:
@@ -109,17 +109,21 @@ class Site(Protocol):
     @property
     def has_direct(self) -> bool:
         """Whether its servers can be reached without its router."""
+        return False
 
     def prepare(self) -> None:
         """What the next trial needs may be started; ``close`` ends it."""
+        return
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        return
 
     def alone(self, cell: Cell) -> Alone:
         """Latency and greedy outputs of single requests of a cell. Raises KvbenchError."""
 
     def outputs(self, input_len: int) -> Outputs | None:
         """Greedy outputs that others are compared with, stored; None where there are none."""
+        return None
 
     def watch_answers(self, cell: Cell, known: CanaryPool | None) -> CanaryPool | None:
         """From now on some requests of the cell's trials are canaries. ``known``: the right answers to them.
@@ -127,17 +131,20 @@ class Site(Protocol):
         Without these the site is asked for them, idle as it is, and they are stored. Returns those that are
         used; None where nobody knows any. Raises KvbenchError.
         """
+        return None
 
     def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, CanaryPool | None]:
         """What comes of some canaries after a cell's last trial; and the right answers to others', with the
         noise that the trials have shown, if they are the site's own.
         """
+        return None, None
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Offers a load, judges and stores the trial. Raises KvbenchError if the deployment fails."""
 
     def requests(self, record: TrialRecord) -> TrialRequests | None:
         """The requests of a trial as they are stored; None if they are not."""
+        return None
 
 
 class Bench(Protocol):

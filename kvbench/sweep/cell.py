@@ -284,7 +284,8 @@ class CellRunner:
         if at_the_end or may_suffice(search, found[1]):
             return False
         slo = self._scenario.slo.main()
-        self._watcher.note(f"{attempt.cell.key}: {shortfall_text(search, slo, found[1], found[0])}")
+        text = shortfall_text(search, slo, found[1], found[0])
+        self._watcher.note(f"{attempt.cell.key}: {text}", caveat=True)
         return True
 
     def _foresee(self, attempt: Attempt, strategy: Strategy) -> None:
@@ -296,7 +297,8 @@ class CellRunner:
         self._watcher.note(
             f"{attempt.cell.key}: after {done} of {search.max_trials} trials it lies {standing.text()}; "
             f"the rest are not likely to make this ±{100 * search.precision:.2g} % (raise search.max_trials "
-            "or search.precision, or lengthen the trials)"
+            "or search.precision, or lengthen the trials)",
+            caveat=True,
         )
 
     def _prospect(

@@ -12,9 +12,8 @@ from kvbench.core.canaries.answer_kinds import CanaryResult
 from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.records import Cell, Outputs, TrialRecord
+from kvbench.core.records import Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.deployment.deployment import RunningDeployment, with_ports_at
 from kvbench.errors import Problem, ServerError, StoreError
 from kvbench.files import scratch
@@ -23,9 +22,8 @@ from kvbench.launchers.base import Launcher
 from kvbench.launchers.placement import Places
 from kvbench.planning.gpu_dealing import far_device_env
 from kvbench.planning.load_files import session_source
-from kvbench.planning.process_specs import process_specs, unusable
+from kvbench.planning.process_specs import process_specs, unplannable, unusable
 from kvbench.results.finished_cells import ELSEWHERE, host_differences
-from kvbench.results.run import requests_to_replay
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.cell import Fixed
@@ -60,7 +58,7 @@ class DeployedSite:
         """``compared``: other deployments' outputs are compared with this one's. ``fixed``: the load that is
         offered, where no rate is searched for.
         """
-        self.trace_rate = trials.trace_rate
+        self.trace_rate, self.requests = trials.trials.trace_rate, trials.trials.requests
         self.has_direct = deployment.endpoints.direct is not None
         self.prepare, self.run, self.close = trials.prepare, trials.run, trials.close
         self._scenario = scenario
@@ -73,7 +71,7 @@ class DeployedSite:
         self._fixed = fixed
         self._latency_s = 0.0
         """Of one request alone, as far as it is known."""
-        self._trace = trials.trace
+        self._trace = trials.trials.trace
         self._asked_again = compared and not scenario.deployment.engine_options.repeats_exactly
 
     def alone(self, cell: Cell) -> Alone:
@@ -143,10 +141,6 @@ class DeployedSite:
         search = self._scenario.search
         trials = 1 if self._store.manifest.get("kind") == "bench" else search.max_trials
         return self._scenario.checks.canary_share * trials * search.trial_s
-
-    def requests(self, record: TrialRecord) -> TrialRequests | None:
-        """As they are stored."""
-        return requests_to_replay(self._store.path, record, self._scenario.workload.burstiness)
 
     def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, CanaryPool | None]:
         """Stores what was answered, and what became known of noise."""
@@ -240,7 +234,11 @@ class DeployedBench:
         return not (planned.reference_only and not self._scenario.deployment.engine_options.starts_processes)
 
     def problem(self, planned: DeploymentPlan) -> Problem | None:
-        return self._places.unusable(planned) if self._places.remote else unusable(self._scenario, planned)
+        return (
+            (unplannable(self._scenario, planned) or self._places.unusable(planned))
+            if self._places.remote
+            else unusable(self._scenario, planned)
+        )
 
     @contextmanager
     def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:

@@ -1,4 +1,6 @@
-"""What a user sees while a sweep runs: a live line on a terminal, plain lines elsewhere; and the time left.
+"""What a user sees while a sweep runs: a line for each finished cell, the time left, and what to do next.
+
+A terminal has a live line below them; a log has a line for each trial in addition, as has ``-v``.
 
 ``TimeLeft`` is the plan's estimate in seconds of trials, corrected by every trial that has ended. A cell
 needs as many more trials as narrow its interval to the required precision (by the root of their number), each
@@ -10,9 +12,11 @@ trials.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean, median
 from types import TracebackType
 from typing import Final, Protocol
@@ -20,13 +24,17 @@ from typing import Final, Protocol
 from rich.console import Console
 from rich.text import Text
 
-from kvbench.core.metrics.criteria import missed_text
+from kvbench.core.metrics.metrics import missed_text
 from kvbench.core.plan.plan import Plan
 from kvbench.core.plan.prospect import Prospect, prospect_of, seen_of
 from kvbench.core.records import MAIN_METHODS, Cell, TrialRecord
 from kvbench.core.search.by_measurements import SURE
-from kvbench.report.terminal import LiveBar
-from kvbench.results.run import CellResult
+from kvbench.files import read_object
+from kvbench.report.findings.ahead import parted, rate_pairs
+from kvbench.report.tables.result import Row, summary_table
+from kvbench.report.terminal import LiveBar, minutes, print_text
+from kvbench.results.provenance import differences, scenario_of, server_of
+from kvbench.results.run import MANIFEST, CellResult, RunFolder, load_run
 from kvbench.sweep.strategies import Standing
 from kvbench.sweep.trial.loadgen_driver import Progress as LoadProgress
 
@@ -225,10 +233,12 @@ def _open(record: TrialRecord) -> str:
 
 
 class Watcher(Protocol):
-    """Told what a sweep does; never asked anything."""
+    """Hears what a sweep does; is never asked anything."""
 
     def stage(self, text: str) -> None: ...
-    def note(self, text: str) -> None: ...
+    def note(self, text: str, *, caveat: bool = False) -> None:
+        """``caveat``: a forecast of how good the figures will be; the report says how good they are."""
+
     def trial_progress(self, cell: Cell, rate: float, planned: int, progress: LoadProgress) -> None: ...
     def trial_finished(self, record: TrialRecord, standing: Standing | None = None) -> None: ...
     def cell_finished(self, result: CellResult) -> None: ...
@@ -240,7 +250,7 @@ class Silent:
     def stage(self, text: str) -> None:
         pass
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, *, caveat: bool = False) -> None:
         pass
 
     def trial_progress(self, cell: Cell, rate: float, planned: int, progress: LoadProgress) -> None:
@@ -254,95 +264,199 @@ class Silent:
 
 
 class Display:
-    """Prints a line per trial and per cell; on a terminal with a live line and time left below them.
+    """Prints a line for each cell of a run folder; one for each trial, if ``verbose`` or without a live line.
 
     ``left``: who reckons the time left, if anybody does; ``planned``: what the plan says of it, until then.
     """
 
-    def __init__(self, console: Console, cells: int, left: TimeLeft | None = None, planned: str = "") -> None:
+    def __init__(
+        self,
+        console: Console,
+        path: Path,
+        cells: int,
+        left: TimeLeft | None = None,
+        planned: str = "",
+        *,
+        verbose: bool = False,
+    ) -> None:
         self._console = console
+        self._path = path
         self._cells = cells
         self._done = 0
+        self._trials: Counter[Cell] = Counter()
         self._time_left = left
         self._planned = planned
-        self._standing: tuple[Cell, Standing] | None = None
-        self._started = time.monotonic()
-        self._bar = LiveBar(console, "cells", cells)
+        self._verbose = verbose
+        self._whole = verbose or not console.is_terminal
+        """Whether trials have lines."""
+        self._bar = LiveBar(console, path)
 
     def __enter__(self) -> Display:
-        self._bar.start()
+        self._trials = Counter(trial.cell for trial in load_run(self._path).all_trials)
+        self._bar.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._bar.__exit__(kind, error, trace)
 
     def stage(self, text: str) -> None:
-        if not self._bar.shown:
-            self._console.print(f"{self._elapsed()}  {text}", highlight=False, markup=False)
-        else:
-            self._live(text)
+        if self._whole:
+            self._print(text)
+        self._say({"what": text, "trial": "", "rate": ""})
 
-    def note(self, text: str) -> None:
-        self._console.print(f"{self._elapsed()}  {text}", highlight=False, markup=False, style="yellow")
+    def note(self, text: str, *, caveat: bool = False) -> None:
+        if self._verbose or not caveat:
+            self._print(text, "yellow")
 
     def trial_progress(self, cell: Cell, rate: float, planned: int, progress: LoadProgress) -> None:
-        judged = progress.met + progress.missed
-        attainment = f"{progress.met / judged:.0%} within SLO" if judged else "…"
-        known = self._standing[1].text() if self._standing and self._standing[0] == cell else ""
-        now = f"now {rate:.3g} req/s" if rate else "closed loop"
-        words = (
-            f"{cell.connector} · {cell.input_len} in", known, now,
-            f"{progress.done}/{planned} done", attainment,
-        )  # fmt: skip
-        self._bar.say(" · ".join(filter(None, words)), self._left(cell, progress.t_s))
+        doing, done = f"{rate:.3g} req/s" if rate else "closed loop", progress.done
+        if progress.prepared is not None:
+            doing, done = f"preparing {progress.prepared:,} of {planned:,} requests", progress.prepared
+        texts = _live_texts(cell, self._trials[cell] + 1, doing)
+        self._say(texts, cell, progress.t_s, done / max(1, planned))
 
     def trial_finished(self, record: TrialRecord, standing: Standing | None = None) -> None:
+        self._trials[record.cell] += 1
         if self._time_left is not None and record.method in MAIN_METHODS:
             so_far = (standing.sure, standing.width) if standing else (None, None)
             self._time_left.trial_ended(record, *so_far)
-        # Far from the answer an interval says nothing.
-        told = standing if standing is not None and standing.upper < FAR * standing.lower else None
-        self._standing = None if told is None else (record.cell, told)
-        attainment = record.summary.get("slo_attainment")
-        # Of a saturating probe nothing is within the SLO, and nothing is meant to be.
-        known = attainment is not None and record.purpose != "ceiling"
-        share = f"{attainment:.1%} within SLO" if known else ""
-        said = "; ".join(filter(None, (why(record), told.text() if told else "")))
-        line = Text.assemble(
-            f"{self._elapsed()}    {record.cell.connector:<11} {record.cell.input_len:>6} in  ",
-            f"{_load_text(record):>14}  {share:>17}  ",
-            (f"{record.verdict:<7}", _COLOURS[record.verdict]),
-            ("  " + said, "dim"),
-        )
-        # One print: a live line below would swallow anything printed without its line's end.
-        self._console.print(line, no_wrap=self._console.is_terminal, overflow="ellipsis")
+        number = self._trials[record.cell]
+        if self._whole:
+            self._print(_trial_text(record, number, standing))
+        self._say(_live_texts(record.cell, number, _load_text(record).strip()), record.cell)
 
     def cell_finished(self, result: CellResult) -> None:
         self._done += 1
         if self._time_left is not None:
             self._time_left.cell_ended(result.cell)
-        left = self._left()
-        if not self._bar.shown and left and self._done < self._cells:
-            self.stage(f"{self._done} of {self._cells} cells are done, {left}")
-        self._bar.count(self._done, left)
+        if result.status != "skipped":
+            left = self._left_text(self._left_s())
+            more = f"  ({self._done} of {self._cells} cells, {left})" if left and self._whole else ""
+            self._print(self._cell_text(result) + more)
+        self._say({})
 
-    def _live(self, text: str) -> None:
-        self._bar.say(text, self._left())
+    def _cell_text(self, result: CellResult) -> str:
+        """What the table will say of it."""
+        where = f"{result.cell.connector:<11} {result.cell.input_len:>6,} in  "
+        row = next((each for each in summary_table(load_run(self._path)) if each.cell == result.cell), None)
+        if row is None or result.answer is None:
+            return where + ": ".join(filter(None, (result.status, *result.reason.splitlines()[:1])))
+        return f"{where}{row.rate_text()}{' req/s' if row.answer.max_request_rate else ''}"
 
-    def _left(self, cell: Cell | None = None, in_trial_s: float = 0.0) -> str:
-        if self._time_left is None:
+    def _say(
+        self, texts: Mapping[str, str], cell: Cell | None = None, in_trial_s: float = 0.0, part: float = 0.0
+    ) -> None:
+        """``part``: how much of the trial is done. The bar is of time where that is known, else of cells."""
+        gone_s, left_s = self._bar.elapsed_s, self._left_s(cell, in_trial_s)
+        if left_s is not None:
+            share = gone_s / max(gone_s + left_s, 1e-9)
+        else:
+            share = (self._done + (part if self._time_left is None else 0.0)) / max(1, self._cells)
+        count = f"cell {min(self._done + 1, self._cells)}/{self._cells}"
+        self._bar.say(count=count, left=self._left_text(left_s), share=share, **texts)
+
+    def _left_s(self, cell: Cell | None = None, in_trial_s: float = 0.0) -> float | None:
+        known = self._time_left
+        return None if known is None else known.left_s(self._bar.elapsed_s, cell, in_trial_s)
+
+    def _left_text(self, seconds: float | None) -> str:
+        if self._done >= self._cells:
             return ""
-        seconds = self._time_left.left_s(time.monotonic() - self._started, cell, in_trial_s)
         if seconds is None:
             return self._planned
         return f"about {minutes(seconds)} left" if seconds >= 1 else "any moment now"
 
-    def _elapsed(self) -> str:
-        return minutes(time.monotonic() - self._started)
+    def _print(self, text: Text | str, style: str = "") -> None:
+        clock = f"{minutes(self._bar.elapsed_s)}  "
+        print_text(self._console, Text.assemble(clock, text, style=style), len(clock))
 
 
-def minutes(seconds: float) -> str:
-    """``3:07``."""
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+def _live_texts(cell: Cell, number: int, doing: str) -> Mapping[str, str]:
+    return {"what": f"{cell.connector} {cell.input_len:,} in", "trial": f"trial {number}", "rate": doing}
+
+
+def _trial_text(record: TrialRecord, number: int, standing: Standing | None) -> Text:
+    attainment = record.summary.get("slo_attainment")
+    # Of a saturating probe nothing is within the SLO, and nothing is meant to be.
+    known = attainment is not None and record.purpose != "ceiling"
+    # Far from the answer an interval says nothing.
+    near = standing is not None and standing.upper < FAR * standing.lower
+    said = "; ".join(filter(None, (why(record), standing.text() if standing and near else "")))
+    return Text.assemble(
+        f"{record.cell.connector:<11} {record.cell.input_len:>6,} in  trial {number:<2}  ",
+        f"{_load_text(record):>14}  ",
+        f"{f'{attainment:.1%} within SLO' if known else '':>17}  ",
+        (f"{record.verdict:<7}", _COLOURS[record.verdict]),
+        ("  " + said if said else "", "dim"),
+    )
+
+
+def next_step(run: RunFolder, resume: str = "") -> str:
+    """``next: kvbench compare A B  (…)``. ``resume``: the command that goes on with the run, if one can."""
+    command, purpose = _step(run, summary_table(run), resume)
+    return f"next: {command}  ({purpose})"
+
+
+def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
+    if resume and any(result.status == "failed" for result in run.cells):
+        return resume, "measures the failed cells once more"
+    search = (run.plan.get("scenario") or {}).get("search") or {}
+    words = [str(word) for word in run.manifest.get("argv") or ()]
+    again = shlex.split(" ".join(words)) if words[:1] == ["kvbench"] else []
+    searched = [row for row in rows if row.outcome in ("found", "at_least")]
+    if again and searched and search.get("method") == "sustained":
+        short = [row.name for row in searched if row.outcome == "found" and not row.answer.sure]
+        if short and (trials := search.get("max_trials")):
+            names = ", ".join(dict.fromkeys(short))
+            command = _changed(again, "--max-trials", "search.max_trials", f"{2 * int(trials)}")
+            return command, f"searches longer, for {names}"
+        if any(row.outcome == "at_least" for row in searched) and (most := search.get("max_rate")):
+            command = _changed(again, "", "search.max_rate", f"{10 * float(most):g}")
+            return command, "no rate was too high yet"
+        alike = parted(rate_pairs(rows)).alike
+        if alike and (precision := search.get("precision")):
+            names = f"{alike[0].ahead} from {alike[0].behind}"
+            command = _changed(again, "--precision", "search.precision", f"{float(precision) / 2:g}")
+            return command, f"separates {names} more closely"
+    if (earlier := _earlier(run)) is not None:
+        both = " ".join(shlex.quote(str(path)) for path in (earlier, run.path))
+        return f"kvbench compare {both}", "says what has changed since"
+    if not run.all_trials:
+        return "kvbench doctor", "says what is missing here"
+    return f"kvbench export timeline {shlex.quote(str(run.path))}", "shows one trial request by request"
+
+
+def _changed(words: Sequence[str], option: str, path: str, value: str) -> str:
+    """Return a command with another value for a scenario path, in place of what sets it already.
+
+    ``option``: the option that sets the path, if there is one besides ``--set``.
+    """
+    kept: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        after = rest[0] if rest else ""
+        if (option and word == option) or (word == "--set" and after.startswith(f"{path}=")):
+            del rest[:1]
+        elif not word.startswith(tuple(f"{each}=" for each in (f"--set={path}", option) if each)):
+            kept.append(word)
+    return shlex.join([*kept, *((option, value) if option else ("--set", f"{path}={value}"))])
+
+
+def _earlier(run: RunFolder) -> Path | None:
+    """Return the last complete run beside this one that it can be compared with."""
+    for folder in sorted(run.path.parent.glob(f"*-{scenario_of(run)}-*"), reverse=True):
+        if folder.name < run.path.name and (folder / MANIFEST).is_file():
+            manifest = read_object(folder / MANIFEST, [])
+            same = all(manifest.get(key) == run.manifest.get(key) for key in ("kind", "scenario"))
+            if same and manifest.get("status") == "complete" and _can_be_compared(load_run(folder), run):
+                return folder
+    return None
+
+
+def _can_be_compared(earlier: RunFolder, run: RunFolder) -> bool:
+    done = [{each.cell for each in of.cells if each.status == "done"} for of in (earlier, run)]
+    alike = server_of(earlier) == server_of(run) and not differences([earlier, run])
+    return alike and bool(done[0] & done[1])

@@ -49,8 +49,8 @@ class OtlpWatcher:
     def stage(self, text: str) -> None:
         self._inner.stage(text)
 
-    def note(self, text: str) -> None:
-        self._inner.note(text)
+    def note(self, text: str, *, caveat: bool = False) -> None:
+        self._inner.note(text, caveat=caveat)
 
     def trial_progress(self, cell: Cell, rate: float, planned: int, progress: LoadProgress) -> None:
         self._inner.trial_progress(cell, rate, planned, progress)

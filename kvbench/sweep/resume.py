@@ -70,22 +70,22 @@ class Resumed:
         return searching_sweep(self.scenario, self.plan, self.store, watcher, bench, self.fixed)
 
 
-def command(path: Path, cli: CliOptions, kind: str, console: Console, *, force: bool = False) -> int:
+def command(
+    path: Path, cli: CliOptions, kind: str, console: Console, *, force: bool = False, verbose: bool = False
+) -> int:
     """Go on with a run, write its report, print its table; returns the exit code.
 
     ``kind``: the command that was used, sweep or bench. ``cli``: its other options, which may repeat what
-    the folder says and not contradict it. Raises InputError for options that do, StoreError for a folder
+    the folder says and not contradict it. ``verbose``: as in ``carry_out``.
+
+    Raises InputError for options that do, StoreError for a folder
     that cannot be gone on with.
     """
     run = load_run(path)
     _require_kind(run, kind)
     if cli != CliOptions():
         _require_agreement(run, cli)
-    if is_complete(run):
-        console.print(f"{path} is complete: nothing is left to do", markup=False)
-        from kvbench.report.report import tell_program
-
-        tell_program([run], console)
+    if nothing_left(run, console):
         return EXIT_OK
     resumed = reopen(path, force=force)
     for difference in resumed.store.manifest["sessions"][-1]["differs"]:
@@ -98,7 +98,7 @@ def command(path: Path, cli: CliOptions, kind: str, console: Console, *, force: 
     open_cells = [cell for cell in resumed.plan.cells if not resumed.store.earlier.finished(cell)]
     paced = resumed.store.manifest["kind"] != "simulate"
     left = TimeLeft(resumed.plan, open_cells, paced=paced) if resumed.fixed is None else None
-    return carry_out(resumed.store, resumed.left, console, resumed.sweep, left)
+    return carry_out(resumed.store, resumed.left, console, resumed.sweep, left, verbose=verbose)
 
 
 def resume(path: Path, *, force: bool = False) -> Path:
@@ -114,6 +114,17 @@ def is_complete(run: RunFolder) -> bool:
     """Whether nothing is left to do: it came to its end, and no cell failed."""
     failed = any(result.status == "failed" for result in [*run.cells, *run.other_cells])
     return run.manifest.get("status") == "complete" and not failed
+
+
+def nothing_left(run: RunFolder, console: Console) -> bool:
+    """Whether a run is complete; if so, that is said and its report printed."""
+    if is_complete(run):
+        console.print(f"{run.path} is complete: nothing is left to do", markup=False)
+        from kvbench.report.report import tell_program
+
+        tell_program([run], console)
+        return True
+    return False
 
 
 def reopen(path: Path, *, force: bool = False) -> Resumed:

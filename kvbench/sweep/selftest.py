@@ -1,4 +1,4 @@
-"""``kvbench selftest``: what this host's own measuring is worth, against a server with an exact schedule.
+"""``kvbench doctor selftest``: this host's own error, against a server with an exact schedule.
 
 For each number of streams the real load generator sends an open-loop Poisson load whose rate keeps so many
 requests under way on average: streams / duration of a request. What it reports is compared, request by

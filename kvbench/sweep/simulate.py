@@ -120,15 +120,17 @@ def require_simulable(scenario: Scenario) -> None:
     timing_of(scenario)
 
 
-def command(cli: CliOptions, output: Path, console: Console, like: Path | None = None) -> int:
+def command(
+    cli: CliOptions, output: Path, console: Console, like: Path | None = None, *, verbose: bool = False
+) -> int:
     """Simulate a sweep, write its report, print its table; returns the exit code.
 
-    ``like``: a measured run whose KV links and overheads are taken. Raises InputError for a scenario that
-    cannot be simulated.
+    ``like``: a measured run whose KV links and overheads are taken. ``verbose``: as in ``carry_out``. Raises
+    InputError for a scenario that cannot be simulated.
     """
     ready = _ready(cli, output, like)
     left = TimeLeft(ready.plan, paced=False) if ready.fixed is None else None
-    return carry_out(ready.store, len(ready.plan.cells), console, ready.sweep, left)
+    return carry_out(ready.store, len(ready.plan.cells), console, ready.sweep, left, verbose=verbose)
 
 
 def simulated(cli: CliOptions, output: Path, like: Path | None = None) -> Path:

@@ -297,7 +297,8 @@ def command(cli: CliOptions, choice: Choice, output: Path, console: Console, lik
     ready = _ready(cli, choice, output, like)
     scenario, store = ready.scenario, ready.store
     quiet = Console(stderr=True, quiet=choice.as_json)
-    with store, Display(quiet if choice.as_json else console, len(ready.plan.cells)) as display:
+    shown = quiet if choice.as_json else console
+    with store, Display(shown, store.path, len(ready.plan.cells)) as display:
         results = ready.sweep(display).run()
     run, found = ready.found()
     data: dict[str, Any] = {

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 from kvbench.connectors.base import Connector
 from kvbench.core.calibration.profile_file import ProfileFile
-from kvbench.core.canaries.pool import CanaryPool
-from kvbench.core.gates.evidence import ClientFigures, Evidence
+from kvbench.core.gates.evidence import ClientFigures
 from kvbench.core.load.traces import BLOCK_TOKENS, TracedRequest, shares_prefixes
 from kvbench.core.metrics.ttft_breakdown import Phases, hand_off_parts, ttft_breakdown
 from kvbench.core.plan.plan import DeploymentPlan
@@ -28,22 +27,13 @@ from kvbench.engines.parts.timing_files import bundled_names, profile_file, timi
 from kvbench.errors import InputError
 from kvbench.planning.process_specs import profile_of
 from kvbench.results.provenance import SIMULATED
-from kvbench.results.run import RunFolder, requests_to_replay
+from kvbench.results.run import RunFolder
 from kvbench.results.store import RunStore
-from kvbench.sweep.bench import Alone
+from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.calibration import Surroundings, surroundings
 from kvbench.sweep.trial.evidence import router_times
-from kvbench.sweep.trial.judging import (
-    begun_record,
-    ended_record,
-    evidence_of,
-    expected_reuse,
-    judged,
-    offered_reuse_of,
-    session_columns,
-    stored,
-)
-from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, rate_of
+from kvbench.sweep.trial.judging import SiteReadings, Trials
+from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadResult, Progress, Settled
 
 MODEL_PROFILES: Final = {
@@ -182,10 +172,8 @@ def alone_s(system: System, cell: Cell) -> float:
     return simulate(system, one).records[0].e2el_s or 0.0
 
 
-class SimulatedSite:
+class SimulatedSite(Site):
     """One deployment on virtual time, and its trials."""
-
-    has_direct = False
 
     def __init__(
         self,
@@ -196,63 +184,31 @@ class SimulatedSite:
         source: SessionSource | None = None,
     ) -> None:
         self.system = system_of(scenario, deployment)
-        self._scenario = scenario
+        self._trials = Trials(scenario, store, trace, source)
         self._deployment = deployment
-        self._store = store
-        self._trace = trace
-        self._source = source
 
     @property
     def trace_rate(self) -> float:
-        return rate_of(self._trace)
+        return self._trials.trace_rate
 
-    def prepare(self) -> None:
-        """Nothing is started."""
-
-    def close(self) -> None:
-        """Nothing was."""
+    def requests(self, record: TrialRecord) -> TrialRequests | None:
+        return self._trials.requests(record)
 
     def alone(self, cell: Cell) -> Alone:
         """End-to-end latency of one request alone. Raises InputError if it never fits."""
         return Alone(alone_s(self.system, cell))
 
-    def outputs(self, input_len: int) -> None:
-        """There are none."""
-
-    def watch_answers(self, cell: Cell, known: CanaryPool | None) -> None:
-        """Nobody answers with text."""
-
-    def requests(self, record: TrialRecord) -> TrialRequests | None:
-        """As they are stored."""
-        return requests_to_replay(self._store.path, record, self._scenario.workload.burstiness)
-
-    def last_canaries(self, cell: Cell) -> tuple[None, None]:
-        return None, None
-
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Simulate the load, judge it, store it. Raises InputError for a request that never fits."""
-        scenario = self._scenario
-        begun = begun_record(scenario, plan, self._store)
-        trial = PlannedTrial.of(scenario, plan, self._trace, self._source)
-        asked = self._load(trial)
-        outcome = simulate(self.system, asked, lambda tick: trial.watch.progressed(progress_of(tick)))
+        trial = self._trials.begin_trial(plan)
+        outcome = simulate(
+            self.system, self._load(trial), lambda tick: trial.watch.progressed(progress_of(tick))
+        )
         load = LoadResult(outcome.records, "stopped" if outcome.stopped else "complete", outcome.duration_s)
-        evidence = self._evidence(trial, load, outcome)
-        columns = {**self._columns(outcome), **expected_reuse(trial.offered, load)}
-        if trial.offered.sessions is not None and self._source is not None:
-            columns |= self._session_columns(trial, load, evidence)
-        record = ended_record(begun, judged(scenario, trial, load, evidence), columns, load.duration_s)
-        return stored(scenario, record, load, self._store)
-
-    def _session_columns(self, trial: PlannedTrial, load: LoadResult, evidence: Evidence) -> dict[str, Any]:
-        """Sessions per second and at once, TTFT by turn, reuse offered and achieved."""
-        assert self._source is not None
-        config, system = self.system.config, self.system
-        pool = config.num_blocks * config.block_tokens * (system.prefill or system.decode)
-        return session_columns(trial, load, evidence, self._source.requests_each, pool)
+        return self._trials.end_trial(trial, load, self._seen(trial, outcome))
 
     def _load(self, trial: PlannedTrial) -> SimulatedLoad:
-        load, requests = simulated_load(self._scenario, trial), trial.offered.requests
+        load, requests = simulated_load(self._trials.scenario, trial), trial.offered.requests
         if trial.offered.sessions is not None:
             block_tokens = self.system.config.block_tokens
             return replace(load, hashes=PromptHashes(trial.offered.sessions, block_tokens))
@@ -261,17 +217,18 @@ class SimulatedSite:
         hashes = [prompt_hashes(each, self.system.config.block_tokens) for each in requests]
         return replace(load, hashes=hashes)
 
-    def _evidence(self, trial: PlannedTrial, load: LoadResult, outcome: Outcome) -> Evidence:
-        """What the gates look at. Host, router and transport are no part of a model, so they stay unknown."""
-        blocks = self._scenario.model.shape.blocks(trial.plan.cell.input_len, self.system.config.block_tokens)
-        moves = bool(self.system.prefill) and not trial.trace and trial.offered.sessions is None
-        return replace(
-            evidence_of(self._scenario, trial, load),
-            client=IDLE_CLIENT,
-            engines=outcome.figures,
-            kv_bytes_per_request=blocks * self.system.block_bytes if moves else None,
-            reuse_offered=offered_reuse_of(trial, load, outcome.figures),
-        )
+    def _seen(self, trial: PlannedTrial, outcome: Outcome) -> SiteReadings:
+        """Host, router and transport are no part of a model, so they stay unknown."""
+        system, config = self.system, self.system.config
+        blocks = self._trials.scenario.model.shape.blocks(trial.plan.cell.input_len, config.block_tokens)
+        moves = bool(system.prefill) and not trial.trace and trial.offered.sessions is None
+        evidence = {
+            "client": IDLE_CLIENT,
+            "engines": outcome.figures,
+            "kv_bytes_per_request": blocks * system.block_bytes if moves else None,
+        }
+        pool = config.num_blocks * config.block_tokens * (system.prefill or system.decode)
+        return SiteReadings(evidence, self._columns(outcome), pool)
 
     def _columns(self, outcome: Outcome) -> dict[str, Any]:
         """What stands in a trial's record beside its summary; names and meanings as for a measured trial."""

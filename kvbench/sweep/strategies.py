@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.search.burst import BurstSearch
+from kvbench.core.search.data import Probe, Purpose
 from kvbench.core.search.search import RateSearch, TrialFigures
 from kvbench.core.search.trial_requests import TrialRequests
-
-
-@dataclass(frozen=True)
-class Ask:
-    """The next trial: its rate, what it is for, and the SLO tier that it is run for ("" if there is one)."""
-
-    rate: float
-    purpose: str
-    tier: str = ""
-    thorough: bool = False
-    least_s: float = 0.0
-    """The search leans on the trial's figures."""
 
 
 class Strategy(Protocol):
@@ -32,7 +21,7 @@ class Strategy(Protocol):
         """Whether a trial may end as soon as its verdict is sure; else all of its load is offered."""
         ...
 
-    def ask(self) -> Ask | None: ...
+    def ask(self) -> Probe | None: ...
     def tell(self, record: TrialRecord) -> None: ...
     def answers(self) -> Mapping[str, Mapping[str, Any]]:
         """Each tier's answer as plain data; one under "" without tiers, none if nothing was searched."""
@@ -68,10 +57,10 @@ class RateList:
 
     searched = False
 
-    def __init__(self, rates: Sequence[float], purpose: str = "fixed") -> None:
-        self._left = [Ask(rate, purpose) for rate in rates]
+    def __init__(self, rates: Sequence[float], purpose: Purpose = "fixed") -> None:
+        self._left = [Probe(rate, purpose) for rate in rates]
 
-    def ask(self) -> Ask | None:
+    def ask(self) -> Probe | None:
         return self._left[0] if self._left else None
 
     def tell(self, record: TrialRecord) -> None:
@@ -99,9 +88,9 @@ class Burst:
     def __init__(self, search: BurstSearch) -> None:
         self._search = search
 
-    def ask(self) -> Ask | None:
+    def ask(self) -> Probe | None:
         rate = self._search.ask()
-        return None if rate is None else Ask(rate, "burst")
+        return None if rate is None else Probe(rate, "burst")
 
     def tell(self, record: TrialRecord) -> None:
         self._search.tell(record.request_rate, record.verdict)
@@ -131,11 +120,11 @@ class Tiered:
         self._searches = dict(searches)
         self._requests_of = requests_of
 
-    def ask(self) -> Ask | None:
+    def ask(self) -> Probe | None:
         for tier, search in self._searches.items():
             probe = search.ask()
             if probe is not None:
-                return Ask(probe.rate, probe.purpose, tier, probe.thorough, probe.least_s)
+                return replace(probe, tier=tier)
         return None
 
     def tell(self, record: TrialRecord) -> None:

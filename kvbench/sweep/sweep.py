@@ -21,74 +21,39 @@ from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.prospect import prospect_text
 from kvbench.core.records import HELD_METHODS, Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET, InputError, KvbenchError, StoreError
-from kvbench.files import read_object
+from kvbench.core.units import estimate_text
+from kvbench.errors import (
+    EXIT_FAILED,
+    EXIT_OK,
+    EXIT_SLO_NOT_MET,
+    InputError,
+    KvbenchError,
+    Problem,
+    StoreError,
+)
 from kvbench.launchers.agents.channel import HostLostError
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.load_files import load_trace, trace_summary
-from kvbench.planning.obstacles import require_open_files
+from kvbench.planning.obstacles import require_open_files, require_start
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import engine_warnings
-from kvbench.report.findings.ahead import parted, rate_pairs
-from kvbench.report.tables.result import Row, summary_table
-from kvbench.results.provenance import scenario_of
-from kvbench.results.run import MANIFEST, CellResult, RunFolder, load_run
+from kvbench.report.terminal import print_text
+from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Bench, CellWorkOf, Knowledge, Site, create_store
 from kvbench.sweep.cell import Fixed, searched_cells
 from kvbench.sweep.deployed import DeployedBench
-from kvbench.sweep.display import Display, TimeLeft, Watcher, minutes
+from kvbench.sweep.display import Display, TimeLeft, Watcher, next_step
 from kvbench.sweep.otlp import OtlpWatcher, meter
 from kvbench.sweep.strategies import common_rates
 from kvbench.sweep.trial.load_plan import TrialPlan
 
 
-def next_step(run: RunFolder, resume: str = "") -> str:
-    """``next: kvbench compare A B  (…)``. ``resume``: the command that goes on with the run, if one can."""
-    command, purpose = _step(run, summary_table(run), resume)
-    return f"next: {command}  ({purpose})"
-
-
-def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
-    if resume and any(result.status == "failed" for result in run.cells):
-        return resume, "measures the failed cells once more"
-    search = (run.plan.get("scenario") or {}).get("search") or {}
-    words = [str(word) for word in run.manifest.get("argv") or ()]
-    again = shlex.join(words) if words[:1] == ["kvbench"] else ""
-    searched = [row for row in rows if row.outcome in ("found", "at_least")]
-    if again and searched and search.get("method") == "sustained":
-        short = [row.name for row in searched if row.outcome == "found" and not row.answer.sure]
-        if short and (trials := search.get("max_trials")):
-            names = ", ".join(dict.fromkeys(short))
-            return f"{again} --set search.max_trials={2 * int(trials)}", f"searches longer, for {names}"
-        if any(row.outcome == "at_least" for row in searched) and (most := search.get("max_rate")):
-            return f"{again} --set search.max_rate={10 * float(most):g}", "no rate was too high yet"
-        alike = parted(rate_pairs(rows)).alike
-        if alike and (precision := search.get("precision")):
-            names = f"{alike[0].ahead} from {alike[0].behind}"
-            return f"{again} --set search.precision={float(precision) / 2:g}", f"tells more closely, {names}"
-    if (earlier := _earlier(run)) is not None:
-        both = " ".join(shlex.quote(str(path)) for path in (earlier, run.path))
-        return f"kvbench compare {both}", "says what has changed since"
-    return f"kvbench timeline {shlex.quote(str(run.path))}", "shows one trial request by request"
-
-
-def _earlier(run: RunFolder) -> Path | None:
-    """The last complete run of the same scenario and kind beside this one."""
-    for folder in sorted(run.path.parent.glob(f"*-{scenario_of(run)}-*"), reverse=True):
-        if folder.name < run.path.name and (folder / MANIFEST).is_file():
-            manifest = read_object(folder / MANIFEST, [])
-            same = all(manifest.get(key) == run.manifest.get(key) for key in ("kind", "scenario"))
-            if same and manifest.get("status") == "complete":
-                return folder
-    return None
-
-
-def command(cli: CliOptions, output: Path, console: Console, otlp: str = "") -> int:
+def command(cli: CliOptions, output: Path, console: Console, otlp: str = "", *, verbose: bool = False) -> int:
     """Run a sweep (or one rate), write its report, print its table; returns the exit code.
 
-    ``otlp``: the collector that its metrics are sent to meanwhile, if any.
+    ``otlp``: the collector that its metrics are sent to meanwhile, if any. ``verbose``: as in ``carry_out``.
     """
     scenario, source = resolve(cli)
     if scenario.deployment.engine_options.simulator.command:
@@ -101,6 +66,7 @@ def command(cli: CliOptions, output: Path, console: Console, otlp: str = "") -> 
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
     fixed = _fixed(cli, scenario, trace)
     require_open_files(scenario, *((fixed.rate, fixed.concurrency) if fixed is not None else ()))
+    require_start(scenario, plan, cli.scenario)
     kind = "sweep" if fixed is None else "bench"
     asked = {} if fixed is None else asdict(fixed)
     # Nobody can go on with a run of sessions: their corpus may be another one by then.
@@ -110,18 +76,14 @@ def command(cli: CliOptions, output: Path, console: Console, otlp: str = "") -> 
     if scenario.workload.trace:
         store.update(trace=trace_summary(scenario.workload.trace, figures(trace)))
     sweep_of = partial(deployed_sweep, scenario, plan, store, fixed=fixed, trace=trace)
-    planned = f"{minutes(plan.lower_s)} to {minutes(plan.upper_s)} by the plan" if left else ""
+    planned = f"{estimate_text(plan.lower_s, plan.upper_s)} by the plan" if left else ""
+    carried_out = partial(
+        carry_out, store, len(plan.cells), console, left=left, planned=planned, verbose=verbose
+    )
     if not otlp:
-        return carry_out(store, len(plan.cells), console, sweep_of, left, planned)
+        return carried_out(sweep_of)
     with meter(otlp, store.path.name, scenario.name) as told:
-        return carry_out(
-            store,
-            len(plan.cells),
-            console,
-            lambda display: sweep_of(OtlpWatcher(display, told)),
-            left,
-            planned,
-        )
+        return carried_out(lambda display: sweep_of(OtlpWatcher(display, told)))
 
 
 def carry_out(
@@ -131,30 +93,74 @@ def carry_out(
     sweep_of: Callable[[Display], Sweep],
     left: TimeLeft | None = None,
     planned: str = "",
+    *,
+    verbose: bool = False,
 ) -> int:
     """Run a sweep to its end, write its report, print its table; returns the exit code.
 
-    ``cells``: how many are left to measure; ``left`` and ``planned``: as ``Display`` takes them. The last
-    line is the next useful command; of a run that ends too soon that is how to go on with it.
+    The last line is the next useful command. Arguments as those of ``run_and_report``.
+    """
+    results = run_and_report(
+        store,
+        cells,
+        console,
+        lambda display: sweep_of(display).run(),
+        left=left,
+        planned=planned,
+        verbose=verbose,
+    )
+    print_text(console, next_step(load_run(store.path), _how_to_resume(store)))
+    return exit_code(results)
+
+
+def run_and_report(
+    store: RunStore,
+    cells: int,
+    console: Console,
+    work: Callable[[Display], Sequence[CellResult]],
+    *,
+    left: TimeLeft | None = None,
+    planned: str = "",
+    verbose: bool = False,
+) -> Sequence[CellResult]:
+    """Run to the end, write the report, print its table. However it ends, the folder is readable and the
+    last line says how to resume it.
+
+    ``cells``: number of cells left to measure; ``left`` and ``planned``: as ``Display`` takes them.
+    ``verbose``: trials, gates and caveats are printed, too.
     """
     from kvbench.report import report
+    from kvbench.report.sections.requests import subject_lines
 
-    console.print(f"run folder: {store.path}", markup=False)
-    manifest = store.manifest
-    words = resume_words(manifest["kind"], store.path) if manifest.get("asked") is not None else ""
+    for line in subject_lines(load_run(store.path)):
+        print_text(console, line)
+    if not console.is_terminal:
+        print_text(console, f"run folder: {store.path}")
+    kind = store.manifest["kind"]
+    brief = not verbose and kind != "bench"
     try:
-        with store, Display(console, cells, left, planned) as display:
-            results = sweep_of(display).run()
-    except BaseException:
+        with store, Display(console, store.path, cells, left, planned, verbose=verbose) as display:
+            results = work(display)
+    except BaseException as error:
+        if isinstance(error, KvbenchError) and not store.resumed and store.remove_if_empty():
+            raise
         # What ended the run is what is to be reported, not that its report cannot be written either.
         with suppress(KvbenchError, OSError):
-            report.command([store.path], console)
-        if words:
-            console.print(f"to go on with it: {words}", markup=False, soft_wrap=True)
+            report.command([store.path], console, brief=brief)
+        if words := _how_to_resume(store):
+            print_text(console, f"to go on with it: {words}")
         raise
-    report.command([store.path], console)
-    console.print(next_step(load_run(store.path), words), markup=False, soft_wrap=True)
-    return exit_code(results)
+    if kind == "bench":
+        report.report_load(store.path, console)
+    else:
+        report.command([store.path], console, brief=brief)
+    return results
+
+
+def _how_to_resume(store: RunStore) -> str:
+    """The command that resumes a run; empty if none can."""
+    known = store.manifest.get("asked") is not None
+    return resume_words(store.manifest["kind"], store.path) if known else ""
 
 
 def resume_words(kind: str, path: Path) -> str:
@@ -219,6 +225,17 @@ def deployed_sweep(
     return searching_sweep(scenario, plan, store, watcher, bench, fixed)
 
 
+def skip_unusable(bench: Bench, planned: DeploymentPlan, store: RunStore, watcher: Watcher) -> Problem | None:
+    """Note that a deployment cannot be brought up here, and return why; None if it can."""
+    problem = bench.problem(planned)
+    if problem is not None:
+        store.skip_connector(planned.label, problem.reason, problem.fix)
+        watcher.note(f"{planned.label} is skipped: {problem.reason}")
+        if problem.fix:
+            watcher.note(f"  fix: {problem.fix}")
+    return problem
+
+
 class Sweep:
     """Measures every cell of a plan. One deployment's failure ends its own cells and no others."""
 
@@ -254,7 +271,7 @@ class Sweep:
             for note in engine_warnings(scenario):
                 self._watcher.note(note)
             if text := prospect_text(self._plan.prospects):
-                self._watcher.note(text)
+                self._watcher.note(text, caveat=True)
             last: DeploymentPlan | None = None
             for deployment in self._plan.deployments:
                 left = self._recall(deployment)
@@ -314,13 +331,9 @@ class Sweep:
         )
 
     def _skip(self, deployment: DeploymentPlan) -> bool:
-        problem = self._bench.problem(deployment)
+        problem = skip_unusable(self._bench, deployment, self._store, self._watcher)
         if problem is None:
             return False
-        self._store.skip_connector(deployment.label, problem.reason, problem.fix)
-        self._watcher.note(f"{deployment.label} is skipped: {problem.reason}")
-        if problem.fix:
-            self._watcher.note(f"  fix: {problem.fix}")
         for cell in self._plan.cells_of(deployment.label):
             self._finish(CellResult(cell, "skipped", reason=problem.reason, hint=problem.fix))
         return True

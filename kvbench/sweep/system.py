@@ -12,13 +12,12 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, trial_seed
 from kvbench.core.records import Cell, RequestError, RequestRecord, TrialRecord
@@ -29,23 +28,14 @@ from kvbench.core.simulation.deployment import TICK_S
 from kvbench.errors import ServerError
 from kvbench.files import scratch
 from kvbench.launchers.local import LocalLauncher
-from kvbench.results.run import requests_to_replay
 from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.deployed import scratch_prefix
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
 from kvbench.sweep.simulator_process import SimulatorProcess, SystemAnswer, read_answer
 from kvbench.sweep.trial.idle import Idleness
-from kvbench.sweep.trial.judging import (
-    begun_record,
-    ended_record,
-    evidence_of,
-    expected_reuse,
-    judged,
-    stored,
-    void,
-)
-from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, rate_of
+from kvbench.sweep.trial.judging import SiteReadings, Trials
+from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadResult, Progress, Settled
 from kvbench.sweep.trial.output_check import check_prompts, greedy_outputs
 from kvbench.sweep.trial.trial import stop_grace_s
@@ -303,29 +293,23 @@ class AskedSystem:
         return ""
 
 
-class SystemSite:
+class SystemSite(Site):
     """A system that answers, and its trials."""
-
-    has_direct = False
 
     def __init__(
         self, scenario: Scenario, system: AskedSystem, store: RunStore, trace: Sequence[TracedRequest] = ()
     ) -> None:
         self._scenario = scenario
         self._system = system
-        self._store = store
-        self._trace = trace
+        self._trials = Trials(scenario, store, trace)
         self._idle = Idleness(scenario, system, clock=system.clock)
 
     @property
     def trace_rate(self) -> float:
-        return rate_of(self._trace)
+        return self._trials.trace_rate
 
-    def prepare(self) -> None:
-        """It runs already."""
-
-    def close(self) -> None:
-        """The bench ends it."""
+    def requests(self, record: TrialRecord) -> TrialRequests | None:
+        return self._trials.requests(record)
 
     def alone(self, cell: Cell) -> Alone:
         """By the requests that a server is asked for its greedy outputs. Raises KvbenchError."""
@@ -333,42 +317,20 @@ class SystemSite:
         clock = self._system.clock
         return Alone(greedy_outputs(self._system.complete, prompts, cell.output_len, clock).latency_s)
 
-    def outputs(self, input_len: int) -> None:
-        """There are none."""
-
-    def watch_answers(self, cell: Cell, known: CanaryPool | None) -> None:
-        """Nobody answers with text."""
-
-    def requests(self, record: TrialRecord) -> TrialRequests | None:
-        """As they are stored."""
-        return requests_to_replay(self._store.path, record, self._scenario.workload.burstiness)
-
-    def last_canaries(self, cell: Cell) -> tuple[None, None]:
-        return None, None
-
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Offers a load to the idle system, as a measured trial does; one that does not get idle is void."""
-        scenario, clock = self._scenario, self._system.clock
         backlog = self._idle.wait(plan.cell)
-        columns = {"starts_at_s": clock.now()}
+        columns = {"starts_at_s": self._system.clock.now()}
         if backlog is not None:
-            return void(scenario, plan, backlog, self._store, columns)
-        begun = begun_record(scenario, plan, self._store)
-        trial = PlannedTrial.of(scenario, plan, self._trace)
+            return self._trials.skip_trial(plan, backlog, columns)
+        trial = self._trials.begin_trial(plan)
         load = self._offer(trial)
         self._idle.drain(load)
-        evidence = replace(evidence_of(scenario, trial, load), client=IDLE_CLIENT)
-        record = ended_record(
-            begun,
-            judged(scenario, trial, load, evidence),
-            {**columns, **expected_reuse(trial.offered, load)},
-            load.duration_s,
-        )
-        return stored(scenario, record, load, self._store)
+        return self._trials.end_trial(trial, load, SiteReadings({"client": IDLE_CLIENT}, columns))
 
     def _offer(self, trial: PlannedTrial) -> LoadResult:
         scenario, load = self._scenario, simulated_load(self._scenario, trial)
-        answer = self._system.ask(load, trial.plan.seed(scenario.seed))
+        answer = self._system.ask(load, trial.begun.seed)
         replayed = Replay(load, answer, stop_grace_s(scenario)).run(trial.watch.progressed)
         self._system.ended(replayed)
         return replayed.load

@@ -1,8 +1,5 @@
-"""How bytes move: one file per library, found by its name.
-
-Nothing here imports a native library into the calling process; ``check`` lets a short-lived child
-do so, since an import may fail slowly or end the process.
-"""
+"""Transfer backends: one file per library, found by its name. ``check`` imports native libraries only in a
+short-lived child, since an import may fail slowly or end the process."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ names, get = _PARTS.names, _PARTS.get
 
 
 def check(name: str, deadline_s: float = CHECK_DEADLINE_S) -> Problem | None:
-    """What keeps a backend from working here, or None. Imports native libraries in a child only."""
+    """Return what prevents a backend from running here. Imports native libraries in a child only."""
     backend = get(name)
     problem = backend.check()
     if problem is not None or backend.load is None:

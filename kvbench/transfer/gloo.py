@@ -1,8 +1,6 @@
-"""Gloo, torch's library for CPUs: send and receive between two processes over TCP. It is not NCCL.
-
-Each transfer under way has tags of its own. With several NICs each has a device in the group; the library
-chooses among them by tag, so a transfer's bytes are dealt over as many tags.
-"""
+"""Gloo, torch's library for CPUs: send and receive between two processes over TCP, without NCCL. Each
+concurrent transfer has separate tags. With several NICs each is a device of the group; the library chooses a
+device by tag, so a transfer's bytes use as many tags as NICs."""
 
 from __future__ import annotations
 
@@ -26,14 +24,13 @@ from kvbench.transfer.parts.two_sided import (
 
 
 def check() -> Problem | None:
-    """Is torch there? Whether it loads, and with gloo, is asked in a child process."""
+    """Check that torch is installed; a child process checks that it loads with gloo."""
     if importlib.util.find_spec("torch") is None:
         return Problem("torch is not installed", INSTALL)
     return None
 
 
 def load() -> dict[str, str]:
-    """Import torch with gloo; for child processes only."""
     import_native("torch", INSTALL)
     distributed: Any = import_native("torch.distributed", INSTALL)
     if not distributed.is_available() or not distributed.is_gloo_available():
@@ -42,8 +39,6 @@ def load() -> dict[str, str]:
 
 
 class GlooPair(TwoSidedPair):
-    """A process group of two."""
-
     def __init__(self, group: Any, rank: int, whole: Any, lanes: int) -> None:
         self._group = group
         self._peer = 1 - rank
@@ -53,8 +48,8 @@ class GlooPair(TwoSidedPair):
     def move(self, way: Way, lanes: Sequence[Sequence[Part]], channel: int) -> None:
         works = []
         for lane, parts in enumerate(lanes):
-            # The library takes the device whose number is the tag modulo their count. Parts of a lane have
-            # one tag, and arrive in order.
+            # The library uses device number tag modulo device count. Parts of a lane share
+            # one tag and arrive in order.
             tag = channel * self._lanes + lane
             for offset, nbytes in parts:
                 tensor = [self._whole[offset : offset + nbytes]]
@@ -68,8 +63,6 @@ class GlooPair(TwoSidedPair):
 
 
 class GlooEndpoint(TwoSidedEndpoint):
-    """One side."""
-
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._nics = list(options.get("nics") or ())
         self.lanes = max(len(self._nics), 1)

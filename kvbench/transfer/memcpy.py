@@ -1,8 +1,6 @@
-"""A copy within the initiator's own process, buffer to buffer: what this machine can do at best.
-
-The second buffer stands for the peer's. It is a memory file that the peer made, so that the bytes can be
-compared there: the peer takes them over with ``collect``, and puts its own in with ``offer``.
-"""
+"""A copy within the initiator's process, buffer to buffer: the machine's upper limit. The second buffer
+replaces the peer's. It is a memory file that the peer made, to compare the bytes: ``collect`` copies them to
+the peer's buffer, ``offer`` copies the peer's into it."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from kvbench.transfer.parts.copying import CopyEndpoint, MappedFile, memory_file
 
 
 class MemcpyEndpoint(CopyEndpoint):
-    """Beside the registered memory, a second buffer of its size."""
+    """The registered memory, and a second buffer of its size."""
 
     transport_name = "memcpy"
 

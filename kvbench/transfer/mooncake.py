@@ -1,23 +1,19 @@
 """Mooncake's Transfer Engine, peer to peer, without a metadata server.
 
-How it is driven, and why (measured with the non-CUDA wheel 0.3.13 over TCP on two cores):
+Design, and its reasons (measured with the non-CUDA wheel 0.3.13 over TCP on two cores):
 
-- The blocking calls (``transfer_sync``, ``batch_transfer_sync``, ``get_batch_transfer_status``)
-  spin, which costs the caller 0.7 CPU-seconds per GB against 0.4 for submitting and polling with
-  pauses; and they cannot be left before the library's own time limit. So every span is submitted
-  as a batch of one: of a larger batch ``transfer_check_status`` asks the first span only, and
-  nothing else answers without waiting. A submission takes 25 to 40 µs per span either way, most of
-  it the library's own. Nothing is lost by it: eight blocks of 1 MiB in one batch, each asked for
-  through the C++ library's own symbols, took 1.01 to 1.04 times as long, for the same CPU time
-  (some 120 to 250 calls of each in turns, both ops).
-- The wait for a peer that accepts a connection and never answers is 61 s, inside
-  ``send_probe`` as inside the first transfer. The probe runs in ``connect``, in a thread, and
-  nothing is submitted to a peer that did not answer it.
-- The protocol argument of ``initialize`` selects nothing; ``MC_FORCE_TCP`` does, by its presence.
-- Over TCP an engine sends from and to one address. So with NICs there is one engine per NIC here,
-  each reaching the peer's engine of the same index, and the bytes are split evenly over them. Over
-  RDMA one engine gets the list of devices and stripes by itself; each device is kept to the peer's
-  device of the same name, since cross-rail pairs fail on many networks.
+- The blocking calls (``transfer_sync``, ``batch_transfer_sync``, ``get_batch_transfer_status``) busy-wait,
+  which costs 0.7 CPU-seconds per GB against 0.4 for submit and poll, and they only end at the library's time
+  limit. So every span is a batch of one: ``transfer_check_status`` reports only a batch's first span. This
+  loses nothing: a submission takes 25 to 40 µs per span either way, and eight blocks of 1 MiB in one batch
+  through the C++ symbols took 1.01 to 1.04 times as long, with the same CPU time (120 to 250 calls of each,
+  both ops).
+- A peer that accepts a connection and never answers blocks ``send_probe`` and the first transfer for 61 s.
+  The probe runs in ``connect``, in a thread, and an unanswered probe means no submissions.
+- The protocol argument of ``initialize`` has no effect; the presence of ``MC_FORCE_TCP`` has.
+- Over TCP an engine uses one address. So there is one engine per NIC, connected to the peer's engine of the
+  same index, and bytes are split evenly. Over RDMA one engine stripes over its list of devices; each device
+  talks to the peer's device of the same name, since cross-rail pairs fail on many networks.
 """
 
 from __future__ import annotations
@@ -35,19 +31,20 @@ from kvbench.errors import TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket, nics_of, protocol_of
 from kvbench.transfer.parts import native
 from kvbench.transfer.parts.blocks import MIN_PART_BYTES, paired_spans, split_spans
-from kvbench.transfer.parts.native import inherited
+from kvbench.transfer.parts.native import variable_value
 
-# Runs under way to one peer. The library refuses what exceeds its queue per peer ("TCP lane
+# Maximum active runs per peer. The library refuses more than its queue per peer ("TCP lane
 # queue-full rejection", seen with a few thousand runs); 1024 at a time were not faster than this.
 MAX_UNDER_WAY = 256
 DONE, PENDING = 1, 0
-# Of a submission: 0 means failure; some builds return -1 as an unsigned number when the segment is gone.
+# Results of a submission: 0 is failure; some builds return -1 as an unsigned number for a lost segment.
 FAILED = frozenset({0, -1, 2**64 - 1})
 REFUSED = "the engine refused a span"
 
 
 class PeerQueue:
-    """One engine's way to one peer: the parts that have spans to submit, oldest first, and all under way."""
+    """One engine's queue to one peer: parts with spans to submit, oldest first, and number of active
+    spans."""
 
     __slots__ = ("queue", "under_way")
 
@@ -57,7 +54,7 @@ class PeerQueue:
 
 
 class TransferPart:
-    """The spans of a transfer that one engine moves to one peer, and the library's ids of those under way."""
+    """Spans of a transfer that one engine moves to one peer, and the library's ids of active ones."""
 
     __slots__ = ("calls", "error", "lane", "under_way", "waiting", "way")
 
@@ -65,15 +62,12 @@ class TransferPart:
         self.lane = lane
         self.way = way
         self.calls = calls
-        """The arguments of each submission."""
         self.waiting: deque[tuple[Any, ...]] = deque()
         self.under_way: deque[int] = deque()
         self.error = ""
 
 
 class EngineLane:
-    """One engine, and the order in which spans are given to it."""
-
     def __init__(self, host: str, protocol: str, devices: str) -> None:
         module = native.mooncake_module("engine")
         self.opcodes = {"read": module.TransferOpcode.Read, "write": module.TransferOpcode.Write}
@@ -85,7 +79,7 @@ class EngineLane:
         self._submit = self.engine.batch_transfer_async
         self._status = self.engine.transfer_check_status
         self.ways: defaultdict[str, PeerQueue] = defaultdict(PeerQueue)
-        """By the peer's segment."""
+        """Queues by the peer's segment."""
 
     def start(self, part: TransferPart) -> None:
         way, calls = part.way, part.calls
@@ -95,7 +89,7 @@ class EngineLane:
             way.queue.append(part)
             self._submit_more(way)
             return
-        # Nobody is before it and all have room: the same, in a third of the time.
+        # Fast path for an empty queue with room: a third of the time.
         for call in calls:
             number = self._submit(*call)
             if number in FAILED:
@@ -105,7 +99,7 @@ class EngineLane:
             way.under_way += 1
 
     def _submit_more(self, way: PeerQueue) -> None:
-        """Keep the library busy, but not beyond its queue; older transfers go first."""
+        """Keep the library busy within its queue limit; older transfers go first."""
         queue = way.queue
         while queue and way.under_way < MAX_UNDER_WAY:
             part = queue[0]
@@ -123,7 +117,7 @@ class EngineLane:
         """Whether the part is done. Raises TransferError."""
         way, under_way, status = part.way, part.under_way, self._status
         while under_way and not part.error:
-            # Spans end about in order, so the oldest one is the one to ask.
+            # Spans end about in order, so check the oldest one.
             found = status(under_way[0])
             if found == PENDING:
                 break
@@ -138,32 +132,29 @@ class EngineLane:
         return not under_way and not part.waiting
 
     def drop(self, part: TransferPart) -> None:
-        """Spans of a failed transfer cannot be called back; they end by the library's own limits."""
+        """Forget a failed transfer's spans; they cannot be cancelled and end by the library's limits."""
         part.way.under_way -= len(part.under_way)
         part.waiting.clear()
         part.under_way.clear()
 
 
-# The library then gives up a stalled connection by itself, long after our own deadlines, so that
+# The library then gives up a stalled connection, long after kvbench's deadlines, so that
 # its threads and buffers do not stay busy with a peer that is gone. Seconds.
 STALL_LIMIT_S = "20"
 PROTOCOLS = ("tcp", "rdma")
 
 
 def load() -> dict[str, str]:
-    """Import the engine; for child processes only."""
     native.mooncake_module("engine")
     return native.mooncake_version()
 
 
 def env(options: Mapping[str, Any]) -> dict[str, str]:
-    """The transport is forced by a variable's presence.
-
-    The bind address is what the engine publishes; release 0.3.13 listens on all interfaces anyway.
-    """
+    """Return the variables: their presence forces the transport. The engine publishes the bind address;
+    release 0.3.13 listens on all interfaces anyway."""
     variables = {
-        "MC_TCP_BIND_ADDRESS": inherited("MC_TCP_BIND_ADDRESS", options.get("host"), "127.0.0.1"),
-        "MC_TCP_PROGRESS_TIMEOUT_SEC": inherited("MC_TCP_PROGRESS_TIMEOUT_SEC", None, STALL_LIMIT_S),
+        "MC_TCP_BIND_ADDRESS": variable_value("MC_TCP_BIND_ADDRESS", options.get("host"), "127.0.0.1"),
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": variable_value("MC_TCP_PROGRESS_TIMEOUT_SEC", None, STALL_LIMIT_S),
     }
     if _rdma(options):
         variables["MC_FORCE_HCA"] = "1"
@@ -175,13 +166,13 @@ def env(options: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _rdma(options: Mapping[str, Any]) -> bool:
-    """Whether RDMA is asked for: by the option, or without one by the environment."""
+    """Whether RDMA is requested, by the option or else by the environment."""
     protocol = protocol_of(options, PROTOCOLS)
     return protocol == "rdma" or (not options.get("protocol") and "MC_FORCE_HCA" in os.environ)
 
 
 def transport_in_log(lines: Sequence[str]) -> str:
-    """The transport that the engine says it installed; empty if it does not say."""
+    """Return the transport that the engine's log reports, or an empty text."""
     for line in reversed(lines):
         if found := re.search(r"installTransport, type=(\w+)", line):
             return found.group(1)
@@ -205,7 +196,7 @@ class MooncakeEndpoint(Endpoint):
         nics = nics_of(options)
         self._merge = bool(options.get("merge", True))
         if _rdma(options):
-            # What is forced is decided by a variable's presence, so the other one must be absent.
+            # A variable's presence forces a transport, so the other one must be absent.
             os.environ.pop("MC_FORCE_TCP", None)
             devices = ",".join(nic.name for nic in nics) or str(options.get("device_name", ""))
             self._lanes = [EngineLane(host, "rdma", devices)]
@@ -299,7 +290,7 @@ class MooncakeEndpoint(Endpoint):
 
 
 def _tcp_lane(address: str) -> EngineLane:
-    """An engine at one address, which it reads from the environment when it starts."""
+    """Start an engine at one address, which it reads from the environment."""
     os.environ["MC_TCP_BIND_ADDRESS"] = address
     return EngineLane(address, "tcp", "")
 

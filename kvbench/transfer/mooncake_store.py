@@ -1,18 +1,18 @@
 """Mooncake Store: put and get of objects, zero copy, in batches.
 
-The target brings up a ``mooncake_master`` and contributes the one segment that objects live in, so a write
-moves initiator → segment and a read segment → initiator; the initiator is a pure client. How it is driven,
-and why (measured with the non-CUDA wheel 0.3.13 over TCP on two cores):
+The target starts a ``mooncake_master`` and provides the only segment, so a write moves initiator → segment
+and a read segment → initiator; the initiator is a pure client. Design, and its reasons (measured with the
+non-CUDA wheel 0.3.13 over TCP on two cores):
 
-- The calls block, and release the interpreter: each transfer under way has a thread of its own.
-- A second put of a key returns success and keeps the old value, so each put has a fresh key.
-- ``remove`` refuses for the time of the lease (10 s) after a get, unless it is forced; it is forced here.
-- A pure client without a local hot cache gets from the segment each time, so reads may repeat a key.
-- An absent master costs 4.4 s a try and 20 tries. The target itself is asked first, and one try is made.
-- The first write of a page of the segment takes several times as long as a later one: all are touched first.
-- The holder's own ``close`` takes 2.4 s and is not called: the process ends, and its memory with it.
-- A metadata server that is not there costs a setup that fails without a message: it is asked first.
-- A metadata server ``redis://`` ends the process where that plug-in is not built in. It is refused before.
+- Calls block and release the interpreter: each active transfer has a thread.
+- A second put of a key returns success and keeps the old value: each put has a fresh key.
+- ``remove`` fails during the lease (10 s) after a get unless forced: it is forced.
+- A pure client without a local hot cache gets from the segment each time: reads may repeat a key.
+- A missing master costs 20 tries of 4.4 s: check the target first, then try once.
+- A page's first write takes several times as long as a later one: all pages are written first.
+- The holder's ``close`` takes 2.4 s: it is not called, and the process's end frees the memory.
+- A missing metadata server makes setup fail without a message: it is checked first.
+- A metadata server ``redis://`` ends the process if that plug-in is not built in: it is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvbench.core.plan.processes import unproxied
 from kvbench.errors import Problem, TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout
 from kvbench.transfer.parts import native
-from kvbench.transfer.parts.native import inherited
+from kvbench.transfer.parts.native import variable_value
 from kvbench.transfer.parts.stores.keyed import KeyedEndpoint, Notes, Store
 from kvbench.transfer.parts.stores.servers import Master, available_bytes, master_binary
 
@@ -65,69 +65,68 @@ NAMES = {
 }
 HINTS = {
     -200: "the segment is full: raise the target's option segment_bytes",
-    -704: "it was never put, or was put out by others for want of room",
+    -704: "it was never put, or was evicted for lack of space",
     -800: "the process that holds the segment is gone, or an address is not registered",
     -900: "the master is gone, or does not answer",
 }
 OBJECT_NOT_FOUND = -704
 
 
-def words(code: int) -> str:
-    """A return code as its name, with what it most often means."""
+def describe_code(code: int) -> str:
+    """Return the name and usual cause of an error code."""
     name = f"{NAMES.get(code, 'unknown code')} ({code})"
     return f"{name}: {HINTS[code]}" if code in HINTS else name
 
 
 def require_all(what: str, codes: Sequence[int], wanted: int) -> None:
-    """Raises TransferError that names the first code that is not the wanted one."""
+    """Raise TransferError with the first code that differs from the wanted one."""
     for code in codes:
         if code != wanted:
             wrong = sum(other != wanted for other in codes)
-            said = words(code) if code < 0 else f"{code} of {wanted} bytes"
+            said = describe_code(code) if code < 0 else f"{code} of {wanted} bytes"
             raise TransferError(f"{what} of {wrong} of {len(codes)} objects failed: {said}")
 
 
-# The segment holds what is offered, what was written last, what is being written and what it replaced.
+# The segment holds offered objects, the last write, the current write and what it replaces.
 GENERATIONS = 4
 SPARE_BYTES = 64 << 20
-# Objects under way at a time. The library's queue per peer is limited, and what exceeds it fails
+# Maximum active objects. The library's queue per peer is limited, and more objects fail
 # (TRANSFER_FAIL, seen with 2048 objects a call and 8 calls).
 MAX_UNDER_WAY = 256
 TOUCH_BYTES = 4 << 20
 TOUCH_S = 3.0
 METADATA_S = 3.0
-# The library's own buffer, which zero copy leaves unused; with none at all, gets of small objects fail.
+# The library's buffer, unused by zero copy; without one, gets of small objects fail.
 LOCAL_BUFFER_BYTES = 16 << 20
 
 
 def check() -> Problem | None:
-    """Are the package and its master there? Whether it loads is asked in a child process."""
+    """Check that the package and its master are installed; a child process checks that it loads."""
     if problem := native.mooncake_absent():
         return problem
     binary = master_binary()
     if not os.access(binary, os.X_OK):
         return Problem(
-            f"the package has no program {binary.name} beside it",
+            f"the package has no program {binary.name}",
             f"{native.INSTALL} --force-reinstall",
         )
     return None
 
 
 def load() -> dict[str, str]:
-    """Import the store; for child processes only."""
     native.mooncake_module("store")
     return native.mooncake_version()
 
 
 def env(options: Mapping[str, Any]) -> dict[str, str]:
-    """Short waits for a master that is gone, and the transport, which a variable's presence forces."""
+    """Return short timeouts for a lost master, and the transport, forced by a variable's presence."""
     return {
-        "MC_TCP_BIND_ADDRESS": inherited("MC_TCP_BIND_ADDRESS", _address(options), "127.0.0.1"),
+        "MC_TCP_BIND_ADDRESS": variable_value("MC_TCP_BIND_ADDRESS", _address(options), "127.0.0.1"),
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
-        "MC_RPC_TIMEOUT_MS": inherited("MC_RPC_TIMEOUT_MS", None, "3000"),
-        "MC_RPC_CONNECT_TIMEOUT_MS": inherited("MC_RPC_CONNECT_TIMEOUT_MS", None, "3000"),
+        "MC_RPC_TIMEOUT_MS": variable_value("MC_RPC_TIMEOUT_MS", None, "3000"),
+        "MC_RPC_CONNECT_TIMEOUT_MS": variable_value("MC_RPC_CONNECT_TIMEOUT_MS", None, "3000"),
         "MC_FORCE_HCA" if options.get("protocol", "tcp") == "rdma" else "MC_FORCE_TCP": "1",
-        # libcurl, which asks a metadata server over HTTP, would take a proxy from the environment.
+        # libcurl, used for an HTTP metadata server, would use a proxy from the environment.
         **unproxied(os.environ, _metadata_hosts(options)),
     }
 
@@ -138,15 +137,15 @@ def _metadata_hosts(options: Mapping[str, Any]) -> list[str]:
 
 
 def _address(options: Mapping[str, Any]) -> str:
-    """The address that a side publishes: the NIC's, where one is asked for, else the host's."""
+    """Return the address that a side publishes: the requested NIC's, else the host's."""
     nics = options.get("nics") or [{}]
     if options.get("protocol", "tcp") == "tcp" and len(nics) > 1:
-        raise TransferError("over tcp the store uses one address: ask for one NIC, or for protocol rdma")
+        raise TransferError("over tcp the store uses one address: request one NIC, or protocol rdma")
     return str(nics[0].get("address") or options.get("host", "127.0.0.1"))
 
 
 class Budget:
-    """How many objects may be under way at a time, over all threads."""
+    """Limit of concurrent objects over all threads."""
 
     def __init__(self, objects: int) -> None:
         self._free = objects
@@ -154,7 +153,7 @@ class Budget:
 
     @contextlib.contextmanager
     def of(self, objects: int) -> Iterator[None]:
-        """Wait until so many more fit; at most the whole budget."""
+        """Wait until ``objects`` more fit; at most the whole budget."""
         with self._changed:
             self._changed.wait_for(lambda: self._free >= objects)
             self._free -= objects
@@ -167,7 +166,7 @@ class Budget:
 
 
 class MooncakeObjectStore(Store):
-    """One client; the holder of the segment if ``segment_bytes`` is not 0."""
+    """One client; it holds the segment if ``segment_bytes`` is not 0."""
 
     def __init__(self, settings: Mapping[str, Any], address: int, nbytes: int, segment_bytes: int) -> None:
         """``settings``: host, metadata_server, protocol, devices, master. Raises TransferError."""
@@ -185,11 +184,11 @@ class MooncakeObjectStore(Store):
         )
         if code != 0:
             raise TransferError(
-                f"the store at {settings['master']} cannot be joined: setup gave {words(code)}"
+                f"the store at {settings['master']} cannot be joined: setup gave {describe_code(code)}"
             )
         code = self._client.register_buffer(address, nbytes)
         if code != 0:
-            raise TransferError(f"register_buffer of {nbytes} bytes gave {words(code)}")
+            raise TransferError(f"register_buffer of {nbytes} bytes gave {describe_code(code)}")
 
     def put(self, keys: Sequence[str], addresses: Sequence[int], nbytes: int) -> Notes:
         self._in_portions(self._client.batch_put_from, "put", (keys, addresses, nbytes), 0)
@@ -219,18 +218,16 @@ class MooncakeObjectStore(Store):
             require_all("remove", [0 if code == OBJECT_NOT_FOUND else code for code in codes], 0)
 
     def touch(self, room: int) -> None:
-        """Write once to about all of the segment, so that no measured write meets a page that is not there.
-
-        A first write of a page takes several times as long as a later one. Gives up after TOUCH_S.
-        """
+        """Write once to nearly all of the segment, since a page's first write takes several times as long.
+        Stops after TOUCH_S."""
         until = time.monotonic() + TOUCH_S
         scratch = mmap.mmap(-1, TOUCH_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(scratch))
         code = self._client.register_buffer(address, TOUCH_BYTES)
         if code != 0:
-            raise TransferError(f"register_buffer of {TOUCH_BYTES} bytes gave {words(code)}")
+            raise TransferError(f"register_buffer of {TOUCH_BYTES} bytes gave {describe_code(code)}")
         keys: list[str] = []
-        # Somewhat less than all: what does not fit makes the master put objects out.
+        # Not quite all: the master evicts objects when the segment is full.
         for number in range(room * 9 // 10 // TOUCH_BYTES):
             if time.monotonic() > until:
                 break
@@ -247,7 +244,7 @@ class MooncakeObjectStore(Store):
 
 
 def _require_metadata_server(server: str, deadline_s: float) -> None:
-    """Raises TransferError if nobody listens at an http metadata server."""
+    """Raise TransferError if no http metadata server answers."""
     url = urlsplit(server)
     if url.scheme not in ("http", "https"):
         return
@@ -257,12 +254,12 @@ def _require_metadata_server(server: str, deadline_s: float) -> None:
     except OSError as error:
         raise TransferError(
             f"no metadata server answers at {server}: {error}; start it (`mooncake_http_metadata_server "
-            f"--host {url.hostname} --port {port}`), or leave it out: the store does without one"
+            f"--host {url.hostname} --port {port}`), or leave it out: the store works without one"
         ) from error
 
 
 class MooncakeStoreEndpoint(KeyedEndpoint):
-    """One side: the holder of a segment beside its own master, or a pure client, or both."""
+    """One side: the holder of a segment with its own master, or a pure client, or both."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
@@ -325,7 +322,6 @@ class MooncakeStoreEndpoint(KeyedEndpoint):
 
 
 def open_endpoint(options: Mapping[str, Any]) -> Endpoint:
-    """One side. Raises TransferError."""
     return MooncakeStoreEndpoint(options)
 
 

@@ -1,11 +1,10 @@
 """NCCL through torch: send and receive between two ranks, GPU memory to GPU memory.
 
-All sends, or all receives, of a transfer are one group call. NCCL knows one order only, so transfers go one
-after another. The transport is the one that the library logs; ``protocol`` forces one: ``p2p`` (NVLink or
-PCIe), ``shm``, ``tcp``, ``rdma``.
-
-Two ranks on one GPU need NCCL 2.30 or newer, experimental, by NCCL_MULTI_RANK_GPU_ENABLE
-(NCCL's docs/userguide/source/env.rst); it shows that this path works, not how fast a network is.
+All sends, or all receives, of a transfer are one group call. NCCL has one order only, so transfers run one
+after another. The transport is read from the library's log; ``protocol`` forces one: ``p2p`` (NVLink or
+PCIe), ``shm``, ``tcp``, ``rdma``. Two ranks on one GPU need NCCL 2.30 or newer, experimental, by
+NCCL_MULTI_RANK_GPU_ENABLE (NCCL's docs/userguide/source/env.rst); this tests the code path, not a network's
+speed.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from typing import Any
 
 from kvbench.errors import MissingLibraryError, Problem, TransferError
 from kvbench.transfer.base import Backend, Layout
-from kvbench.transfer.parts.native import import_native, inherited, version_of
+from kvbench.transfer.parts.native import import_native, variable_value, version_of
 from kvbench.transfer.parts.two_sided import LIBRARY_LIMIT_S, Part, TwoSidedEndpoint, TwoSidedPair, Way
 
 INSTALL = "pip install torch, a build with CUDA"
 NO_GPU = Problem(
     "no NVIDIA GPU here: NCCL moves GPU memory only", "use a machine with a GPU, or gloo for CPUs"
 )
-# Which of NCCL's ways are left, by protocol (NCCL's docs/userguide/source/env.rst).
+# Variables that leave one transport, by protocol (NCCL's docs/userguide/source/env.rst).
 FORCED: Mapping[str, Mapping[str, str]] = {
     "auto": {},
     "p2p": {"NCCL_SHM_DISABLE": "1", "NCCL_NET": "Socket"},
@@ -39,7 +38,7 @@ VIA = {"P2P": "p2p", "SHM": "shm", "NET/Socket": "tcp", "NET/IB": "rdma"}
 
 
 def check() -> Problem | None:
-    """Is there a GPU, and torch? Whether they fit together is asked in a child process."""
+    """Check for a GPU and torch; a child process checks that they fit together."""
     if not os.path.exists("/dev/nvidiactl"):
         return NO_GPU
     if importlib.util.find_spec("torch") is None:
@@ -48,7 +47,6 @@ def check() -> Problem | None:
 
 
 def load() -> dict[str, str]:
-    """Import torch with CUDA and NCCL; for child processes only."""
     torch: Any = import_native("torch", INSTALL)
     distributed: Any = import_native("torch.distributed", INSTALL)
     if not distributed.is_available() or not distributed.is_nccl_available():
@@ -59,22 +57,22 @@ def load() -> dict[str, str]:
 
 
 def env(options: Mapping[str, Any]) -> dict[str, str]:
-    """The forced way, the NICs, and a log that names the transport."""
+    """Return the forced transport, the NICs, and a log level that names the transport."""
     protocol = str(options.get("protocol", "auto"))
     names = ",".join(str(nic["name"]) for nic in options.get("nics") or () if nic.get("name"))
     variables = {
         **FORCED.get(protocol, {}),
-        "NCCL_DEBUG": inherited("NCCL_DEBUG", None, "INFO"),
-        "NCCL_MULTI_RANK_GPU_ENABLE": inherited("NCCL_MULTI_RANK_GPU_ENABLE", None, "1"),
+        "NCCL_DEBUG": variable_value("NCCL_DEBUG", None, "INFO"),
+        "NCCL_MULTI_RANK_GPU_ENABLE": variable_value("NCCL_MULTI_RANK_GPU_ENABLE", None, "1"),
     }
     if names:
-        # "=" asks for exactly these names.
+        # "=" requests exactly these names.
         variables["NCCL_IB_HCA" if protocol == "rdma" else "NCCL_SOCKET_IFNAME"] = f"={names}"
     return variables
 
 
 def transport_in_log(lines: Sequence[str]) -> str:
-    """The transport of the channels that NCCL says it connected; empty if it does not say."""
+    """Return the transport of the channels in NCCL's log, or an empty text."""
     for line in reversed(lines):
         if found := re.search(r"Channel \S+ : .* via (P2P|SHM|NET/Socket|NET/IB)", line):
             return VIA[found.group(1)]
@@ -82,7 +80,7 @@ def transport_in_log(lines: Sequence[str]) -> str:
 
 
 class _Memory:
-    """GPU memory as torch takes it over: CUDA array interface, version 3, of plain bytes."""
+    """GPU memory for torch: CUDA array interface, version 3, of plain bytes."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -94,8 +92,6 @@ class _Memory:
 
 
 class NcclPair(TwoSidedPair):
-    """A communicator of two ranks, with a stream of its own."""
-
     def __init__(self, torch: Any, group: Any, rank: int, whole: Any) -> None:
         self._torch = torch
         self._group = group
@@ -112,18 +108,16 @@ class NcclPair(TwoSidedPair):
                 for offset, nbytes in lane:
                     call([self._whole[offset : offset + nbytes]], self._peer, 0)
             work = self._group._end_coalescing()
-            # Makes our stream wait for the library's; then we wait for ours.
+            # This stream waits for the library's; then wait for this stream.
             work.wait()
         self._stream.synchronize()
 
     def close(self) -> None:
-        # Not shut down: a communicator whose other rank is gone may wait for it.
+        # Not shut down: a communicator may wait for a lost rank.
         pass
 
 
 class NcclEndpoint(TwoSidedEndpoint):
-    """One side, with one GPU."""
-
     max_threads = 1
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -148,7 +142,7 @@ class NcclEndpoint(TwoSidedEndpoint):
         options = self._distributed.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=LIBRARY_LIMIT_S)
         group = self._distributed.ProcessGroupNCCL(store, rank, 2, options)
-        # Ranks meet now, not within the first transfer.
+        # Ranks connect now, not within the first transfer.
         group.eager_connect_single_device(self._whole.device)
         return NcclPair(self._torch, group, rank, self._whole)
 

@@ -1,25 +1,22 @@
 """NIXL with the UCX plugin, or with its POSIX plugin to and from a file of the target's.
 
-How UCX is driven, and why (measured with nixl-cu12 1.5.1 over UCX_TLS=tcp on two cores):
+Design for UCX, and its reasons (measured with nixl-cu12 1.5.1 over UCX_TLS=tcp on two cores):
 
-- The agent's progress thread polls without rest (its delay is fixed to 0 in the Python API) and
-  burns a core per agent, idle or not. So it stays off, and the child's loop makes the progress,
-  which the target of a TCP transfer must make too. It does not poll for that: UCX's TCP transport
-  keeps its sockets in an epoll set, whose descriptor can itself be waited on (it is what UCX
-  offers as an interface's event descriptor). 2 MiB written take 0.4 ms this way, against 0.8 ms
-  with a sleeping progress thread and 1.8 ms with polling every 0.5 ms; idle CPU is nil.
+- The agent's progress thread busy-polls (the Python API fixes its delay at 0) and uses a core per agent even
+  when idle. It stays off, and the child's loop makes progress, also at a TCP target. UCX's TCP transport
+  keeps its sockets in an epoll set, on whose descriptor the loop waits. 2 MiB written take 0.4 ms this way,
+  against 0.8 ms with a sleeping progress thread and 1.8 ms with polling every 0.5 ms; idle CPU time is 0.
 - Transports without such descriptors (cma, shared memory) are polled.
-- As in vLLM's connector, blocks are chosen by index from a table that is made ready once per peer,
-  and NIXL merges those that follow each other on both sides. kvbench sorts them first unless
-  ``merge`` is off; NIXL merges in either case. Several agents share spans of bytes instead.
-- A transfer to a frozen peer stays pending for ever: the deadline is ours.
-- Several NICs over TCP: an agent with several rails scales writes, and never reads, which UCX sends
-  as messages on one lane. So unless only writes are asked for (option ``op``), there is one agent
-  per NIC here, each reaching the peer's agent of the same index, and the bytes are split evenly.
-  Over RDMA the rails of one agent serve both.
-- GPU memory: ``cuda_ipc`` copies within one host. The other protocols leave it out, since UCX would
-  take it for writes whatever the network. cuda_copy only brings bytes to host memory and back.
-- Shared memory (``shm``) needs UCX's error handling off: a peer that is killed is not noticed.
+- As in vLLM's connector, blocks are chosen by index from a table prepared once per peer, and NIXL merges
+  those adjacent on both sides. kvbench sorts them first unless ``merge`` is off. Several agents use byte
+  spans instead.
+- A transfer to a frozen peer never ends by NIXL's limits: kvbench has a deadline.
+- Several NICs over TCP: an agent with several rails speeds up writes but not reads, which UCX sends as
+  messages on one lane. So there is one agent per NIC (unless option ``op`` is write), connected to the peer's
+  agent of the same index, and bytes are split evenly. Over RDMA the rails of one agent serve both.
+- GPU memory: ``cuda_ipc`` copies within one host. Other protocols exclude it, since UCX would use it for
+  writes on any network. cuda_copy only copies to host memory and back.
+- Shared memory (``shm``) needs UCX's error handling off: a killed peer is not detected.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from kvbench.errors import Problem, TransferError
 from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket, TransferNic, nics_of, protocol_of
 from kvbench.transfer.parts.blocks import MIN_PART_BYTES, BlockSpan, in_order, paired_spans, split_spans
 from kvbench.transfer.parts.copying import Neighbour, file_of
-from kvbench.transfer.parts.native import inherited, version_of
+from kvbench.transfer.parts.native import variable_value, version_of
 from kvbench.transfer.parts.nixlagent import (
     DISTRIBUTIONS,
     INSTALL,
@@ -62,12 +59,9 @@ class _FilePeer:
 
 
 class FileEndpoint(AgentsEndpoint):
-    """A file of the target's, which the initiator writes and reads by the POSIX plugin.
-
-    The file has no name, and lies in the folder of the option ``nixl_folder``, the system's for temporary
-    files without it. The page cache is not passed by: what is measured is the plugin and the file system,
-    not a disk.
-    """
+    """A file of the target's that the initiator writes and reads by the POSIX plugin. The file has no name;
+    its folder is the option ``nixl_folder``, else the system's temporary folder. The page cache is used: this
+    measures plugin and file system, not a disk."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
@@ -156,47 +150,43 @@ class FileEndpoint(AgentsEndpoint):
 
 
 TLS = {"tcp": "tcp", "rdma": "ib", "cma": "cma,tcp", "shm": "posix,self", "cuda_ipc": "cuda_ipc,tcp"}
-"""UCX_TLS by protocol: nothing that could take over. Memory copies (cma, cuda_ipc) need tcp for messages."""
+"""UCX_TLS by protocol, without alternatives. Memory copies (cma, cuda_ipc) need tcp for messages."""
 LOOPBACK = ("127.", "localhost")
 
 
 def ucx_env(options: Mapping[str, Any], protocol: str) -> dict[str, str]:
-    """Transports are always explicit: UCX's own choice on one host is a memory copy (cma).
-
-    What the user's environment names holds, unless an option names it too.
-    """
+    """Return UCX's variables; transports are explicit, since UCX would choose cma on one host. The user's
+    variables win unless an option sets them too."""
     if protocol not in TLS:
         return {}
     nics = nics_of(options)
     on_gpu = options.get("memory") == "cuda"
     tls = TLS[protocol] + (",cuda_copy" if on_gpu else "")
-    chosen = inherited("UCX_TLS", tls if options.get("protocol") else None, tls)
+    chosen = variable_value("UCX_TLS", tls if options.get("protocol") else None, tls)
     variables = {
         "UCX_TLS": chosen if on_gpu else with_cuda_copy(chosen, nvidia_gpus()),
-        # At this level, and not below, UCX says once which transport each connection got.
-        "UCX_LOG_LEVEL": inherited("UCX_LOG_LEVEL", None, "info"),
+        # Lowest level at which UCX logs each connection's transport.
+        "UCX_LOG_LEVEL": variable_value("UCX_LOG_LEVEL", None, "info"),
     }
     if on_gpu:
-        # A connection's lanes don't say which of them an operation takes (``gpu_transport``).
-        variables["UCX_PROTO_INFO"] = inherited("UCX_PROTO_INFO", None, "y")
+        # A connection's lanes do not show which one an operation uses (``gpu_transport``).
+        variables["UCX_PROTO_INFO"] = variable_value("UCX_PROTO_INFO", None, "y")
     host = str(options.get("host", "127.0.0.1"))
     if nics:
         variables["UCX_NET_DEVICES"] = devices(nics, protocol)
-        # NIXL's own preset is 2, whatever the number of devices.
+        # NIXL's default is 2 for any number of devices.
         variables["UCX_MAX_RMA_RAILS"] = str(len(nics))
     elif host.startswith(LOOPBACK) and protocol != "rdma":
-        # Otherwise UCX also takes, and listens on, the machine's other interfaces.
-        variables["UCX_NET_DEVICES"] = inherited("UCX_NET_DEVICES", None, "lo")
+        # Otherwise UCX also uses the machine's other interfaces and listens there.
+        variables["UCX_NET_DEVICES"] = variable_value("UCX_NET_DEVICES", None, "lo")
     return variables
 
 
 def with_cuda_copy(tls: str, gpus: int) -> str:
-    """UCX_TLS, with ``cuda_copy`` where the host has NVIDIA GPUs.
-
-    NIXL 1.5 starts no agent on such a host if UCX_TLS names no transport for CUDA memory, even when all
-    buffers are in host memory ("NVIDIA GPU(s) are present, but this setting does not enable CUDA memory
-    support": nixl-cu13 1.5.1 on an H200). ``cuda_copy`` reaches no peer, so it never carries a transfer.
-    """
+    """Return UCX_TLS, with ``cuda_copy`` if the host has NVIDIA GPUs. NIXL 1.5 starts no agent on such a host
+    if UCX_TLS names no transport for CUDA memory, even with all buffers in host memory ("NVIDIA GPU(s) are
+    present, but this setting does not enable CUDA memory support": nixl-cu13 1.5.1 on an H200). ``cuda_copy``
+    reaches no peer, so it never carries a transfer."""
     if not gpus or tls.startswith("^"):
         return tls
     # Its module loads pydantic, which workers on hosts without GPUs don't need.
@@ -206,7 +196,7 @@ def with_cuda_copy(tls: str, gpus: int) -> str:
 
 
 def nvidia_gpus(root: Path = Path("/")) -> int:
-    """NVIDIA GPUs on the PCI bus, counted as NIXL counts them (src/utils/common/hw_info.cpp)."""
+    """Count NVIDIA GPUs on the PCI bus as NIXL does (src/utils/common/hw_info.cpp)."""
     found = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
         with contextlib.suppress(OSError):
@@ -216,18 +206,16 @@ def nvidia_gpus(root: Path = Path("/")) -> int:
 
 
 def devices(nics: Sequence[TransferNic], protocol: str) -> str:
-    """UCX_NET_DEVICES: interfaces, or RDMA devices with their port."""
+    """Return UCX_NET_DEVICES: interfaces, or RDMA devices with their port."""
     port = ":1" if protocol == "rdma" else ""
     return ",".join(nic.name if ":" in nic.name else nic.name + port for nic in nics)
 
 
 def transport_in_log(lines: Sequence[str]) -> str:
-    """The lane for remote memory access to a peer that UCX last reported, such as ``tcp/lo``; or empty.
-
-    UCX also reports an agent's connection to itself, which says nothing about peers. Where it names lanes
-    for access by messages (``rma_am``), the bytes of large blocks go over the lanes of ``am``: over a memory
-    lane if there is one (1 MiB took 0.1 ms so, which TCP alone does not), else over all of them.
-    """
+    """Return the last reported lane for remote memory access to a peer, such as ``tcp/lo``; or empty. UCX
+    also reports an agent's connection to itself; it is ignored. If UCX names lanes for access by messages
+    (``rma_am``), large blocks use the lanes of ``am``: a memory lane if there is one (1 MiB took 0.1 ms,
+    impossible over TCP), else all of them."""
     for line in reversed(lines):
         if "-node cfg#" not in line:
             continue
@@ -239,7 +227,7 @@ def transport_in_log(lines: Sequence[str]) -> str:
 
 
 def epoll_descriptors() -> set[int]:
-    """This process's epoll sets; UCX keeps the sockets of its TCP transport in one per worker."""
+    """Return this process's epoll sets; UCX keeps a worker's TCP sockets in one."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -250,42 +238,39 @@ def epoll_descriptors() -> set[int]:
 
 PROTOCOLS = ("tcp", "rdma", "cma", "shm", "cuda_ipc", "posix")
 KEY_BYTES = 16
-# With event descriptors the timed poll is a safety net only.
+# With event descriptors the timed poll is only a safety net.
 SAFETY_INTERVAL_S = 0.005
 
 
 def check() -> Problem | None:
-    """Is the package there? Whether it loads is asked in a child process."""
+    """Check that the package is installed; a child process checks that it loads."""
     return None if installed() else Problem("not installed", INSTALL)
 
 
 def load() -> dict[str, str]:
-    """Import the API; for child processes only."""
     import_api()
     return version_of(*DISTRIBUTIONS)
 
 
 def env(options: Mapping[str, Any]) -> dict[str, str]:
-    """UCX's transports and devices, and how much NIXL says."""
-    level = {"NIXL_LOG_LEVEL": inherited("NIXL_LOG_LEVEL", None, "WARN")}
+    """Return UCX's transports and devices, and NIXL's log level."""
+    level = {"NIXL_LOG_LEVEL": variable_value("NIXL_LOG_LEVEL", None, "WARN")}
     return {**ucx_env(options, protocol_of(options, PROTOCOLS)), **level}
 
 
 @dataclass
 class _Peer:
-    """A known peer: its agents' names, and the tables of its blocks."""
+    """A connected peer: its agents' names, and the tables of its blocks."""
 
     agents: list[str]
     address: int
     layout: Layout
     tables: list[Any]
     device: int = 0
-    """The GPU that its memory is on, as its own process counts them."""
+    """GPU of its memory, numbered as in its process."""
 
 
 class UcxEndpoint(AgentsEndpoint):
-    """One agent, or one for each NIC."""
-
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
         protocol = protocol_of(options, PROTOCOLS)
@@ -318,12 +303,12 @@ class UcxEndpoint(AgentsEndpoint):
         self._tables: list[Any] = []
         self._op = ""
         self._peers: dict[str, _Peer] = {}
-        # Peers read the key to see that they reached this very process; it lands in their scratch.
+        # Peers read the key into their scratch to verify that they reached this process.
         self._key = ctypes.create_string_buffer(os.urandom(KEY_BYTES), KEY_BYTES)
         self._scratch = ctypes.create_string_buffer(KEY_BYTES)
 
     def _open(self, params: Mapping[str, str]) -> None:
-        """One more agent, and the descriptors by which it says that there is something to do."""
+        """Open an agent, and the descriptors that report its events."""
         before = epoll_descriptors()
         agent = NixlAgent("UCX", params)
         self._agents.append(agent)
@@ -367,19 +352,19 @@ class UcxEndpoint(AgentsEndpoint):
         self._peers[peer["id"]] = known
         try:
             for agent, metadata in zip(self._agents, peer["agents"], strict=True):
-                name = agent.meet(metadata)
+                name = agent.add_peer(metadata)
                 known.agents.append(name)
                 known.tables.append(agent.table(name, known.address, layout, self._kind, known.device))
-                with self._probing:  # the scratch is one; each probe ends by its own deadline
+                with self._probing:  # one shared scratch; each probe has its own deadline
                     self._probe(agent, name, int(peer["key_address"]), until)
                     if self._scratch.raw.hex() != peer["key"]:
-                        raise TransferError("another process answers in the peer's place")
+                        raise TransferError("another process answers instead of the peer")
         except TransferError:
             self.forget(peer["id"])
             raise
 
     def _probe(self, agent: NixlAgent, name: str, key_address: int, until: float) -> None:
-        """Read the peer's key: metadata alone does not show that anyone is there."""
+        """Read the peer's key: metadata alone does not prove that the peer is alive."""
         began = time.monotonic()
         ctypes.memset(self._scratch, 0, KEY_BYTES)
         here, there = NixlPlace(ctypes.addressof(self._scratch), "DRAM"), NixlPlace(key_address, "DRAM")
@@ -426,12 +411,12 @@ class UcxEndpoint(AgentsEndpoint):
         return ticket
 
     def progress(self) -> None:
-        for agent in self._called():
+        for agent in self._agents_with_events():
             with agent.lock:
                 agent.progress()
 
-    def _called(self) -> Iterable[NixlAgent]:
-        """Agents with something to do, or all if none says so: asking all eight costs the busy one time."""
+    def _agents_with_events(self) -> Iterable[NixlAgent]:
+        """Yield agents with events, or all if none reports any: polling all eight costs the busy one time."""
         if self._ready is None:
             return self._agents
         return {self._owner[fd] for fd, _ in self._ready.poll(0)} or self._agents
@@ -448,7 +433,7 @@ class UcxEndpoint(AgentsEndpoint):
             ]
             said = " ".join(dict.fromkeys(filter(None, each))) or said
         if self._kind == "VRAM":
-            # Only GPU memory needs it, and its imports would make every worker start later.
+            # Only GPU memory needs this slow import.
             from kvbench.transfer.parts.transport_log import gpu_transport
 
             return gpu_transport(lines, self._op) or f"ucx:{said} (configured)"
@@ -467,7 +452,7 @@ class UcxEndpoint(AgentsEndpoint):
 
 
 def open_endpoint(options: Mapping[str, Any]) -> Endpoint:
-    """UCX in memory, or a file. Raises TransferError."""
+    """Open UCX in memory, or a file. Raises TransferError."""
     return UcxEndpoint(options) if protocol_of(options, PROTOCOLS) in TLS else FileEndpoint(options)
 
 

@@ -1,4 +1,4 @@
-"""Moves nothing, at once: what remains is the cost of the tool itself."""
+"""Moves nothing, at once: measures the tool's overhead."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from kvbench.transfer.base import Backend, Endpoint, Layout, Op, Ticket
 
 
 class NullEndpoint(Endpoint):
-    """Every transfer is done when it is started."""
-
     def __init__(self) -> None:
         self._layout = Layout(0, 0, 0)
         self._peers: set[str] = set()

@@ -1,15 +1,12 @@
 """Connectors of vLLM-Omni's contract: put, get, cleanup, health, close, by stage and key.
 
-Driven through that contract alone (``OmniConnectorBase`` of vllm-omni 0.30), so any class that fulfils it
-can be measured: ``omni_connector`` names one (``package.module:Class``), ``omni_config`` adds to its
-configuration. The protocols are the connectors of an installed vllm-omni, and ``example``, a small connector
-that is part of kvbench.
-
-What the figures mean: a write is the initiator's ``put``, a read its ``get`` of what the target has put.
-With a connector that pulls (MooncakeTransferEngineConnector) bytes cross at ``get``, so its reads are what
-counts. The contract hands over Python objects one by one, so the copy of what ``get`` returned into the
-registered buffer is part of a read, and, without torch, a copy out of it is part of a write. Some connectors
-give a key away only once: each read has fresh keys.
+Only the contract is used (``OmniConnectorBase`` of vllm-omni 0.30), so any class that implements it can be
+measured: ``omni_connector`` names one (``package.module:Class``), ``omni_config`` adds to its configuration.
+The protocols are the connectors of an installed vllm-omni, and ``example``, a small connector of kvbench. A
+write is the initiator's ``put``, a read its ``get`` of what the target has put. With a pulling connector
+(MooncakeTransferEngineConnector) bytes move at ``get``, so its reads are relevant. The contract passes Python
+objects one by one, so a read includes the copy into the registered buffer, and without torch a write includes
+a copy out of it. Some connectors deliver a key only once: each read has fresh keys.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from kvbench.transfer.parts.stores.omniexample import ExampleConnector
 from kvbench.transfer.parts.stores.servers import Master, free_port
 
 DISTRIBUTION = "vllm-omni"
-INSTALL = "pip install vllm-omni, beside the vllm of the same version"
+INSTALL = "pip install vllm-omni, of the same version as vllm"
 CONNECTORS = "vllm_omni.distributed.omni_connectors.connectors"
 FROM_STAGE, TO_STAGE = "0", "1"
 POOL_SPARE_BYTES = 64 << 20
@@ -41,11 +38,11 @@ NPU_ONLY = "YuanrongTransferEngineConnector"
 
 @dataclass(frozen=True)
 class Kind:
-    """Where a connector class is, and what its configuration needs here."""
+    """A connector class and the configuration it needs here."""
 
     where: str
     sender_config: Callable[[OmniEndpoint, Layout], dict[str, Any]]
-    """Of the side that puts; one that only gets has the same with role ``receiver``."""
+    """Configuration of the putting side; a side that only gets has the same with role ``receiver``."""
     transport: str = ""
 
 
@@ -103,12 +100,12 @@ KINDS: dict[str, Kind] = {
 
 
 def check() -> Problem | None:
-    """The example connector always works; what the others need is asked by ``check_protocol``."""
+    """No problem: the example connector always works; ``check_protocol`` checks the others."""
     return None
 
 
 def check_protocol(protocol: str) -> Problem | None:
-    """What keeps one of the connectors from working here."""
+    """Return what prevents one of the connectors from running here."""
     if protocol == NPU_ONLY:
         return Problem("runs on Ascend NPUs only", "use YuanrongConnector, or a machine with an NPU")
     if protocol != "example" and importlib.util.find_spec("vllm_omni") is None:
@@ -117,7 +114,7 @@ def check_protocol(protocol: str) -> Problem | None:
 
 
 def connector_class(where: str) -> Callable[[dict[str, Any]], Any]:
-    """The class that ``package.module:Class`` names. Raises MissingLibraryError, TransferError."""
+    """Return the class that ``package.module:Class`` names. Raises MissingLibraryError, TransferError."""
     module, _, name = where.partition(":")
     if not name:
         raise TransferError(f"omni_connector must be package.module:Class, not {where!r}")
@@ -129,13 +126,13 @@ def connector_class(where: str) -> Callable[[dict[str, Any]], Any]:
 
 
 class OmniStore(Store):
-    """One connector that puts and one that gets; the same one where the class does both."""
+    """One connector that puts and one that gets, or one for both."""
 
     def __init__(self, putter: Any, getter: Any, master: Master | None = None) -> None:
         self.putter = putter
         self._getter = getter
         self._master = master
-        # The contract does not say that a connector may be used by several threads.
+        # The contract does not promise thread safety.
         self._lock = threading.Lock()
 
     def put(self, keys: Sequence[str], addresses: Sequence[int], nbytes: int) -> Notes:
@@ -170,7 +167,7 @@ class OmniStore(Store):
 
 
 def _payload(address: int, nbytes: int) -> Any:
-    """The bytes as what the contract moves best: a tensor over them, else a copy."""
+    """Return the bytes as a tensor over them (the fastest way), else as a copy."""
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("vllm_omni") is None:
         return ctypes.string_at(address, nbytes)
     torch: Any = importlib.import_module("torch")
@@ -178,7 +175,7 @@ def _payload(address: int, nbytes: int) -> Any:
 
 
 def _unload(obj: Any, address: int, nbytes: int, key: str) -> None:
-    """Copy what a get returned to where it belongs: bytes, a tensor, or a buffer to be released."""
+    """Copy a get's result (bytes, a tensor, or a buffer to release) to its address."""
     tensor = getattr(obj, "tensor", obj)
     data = tensor.cpu().numpy() if hasattr(tensor, "cpu") else tensor
     view = memoryview(data).cast("B")
@@ -191,8 +188,6 @@ def _unload(obj: Any, address: int, nbytes: int, key: str) -> None:
 
 
 class OmniEndpoint(KeyedEndpoint):
-    """One stage."""
-
     fresh_reads = True
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -205,20 +200,20 @@ class OmniEndpoint(KeyedEndpoint):
         if problem is not None:
             raise MissingLibraryError(f"{self._protocol}: {problem.reason}", hint=problem.fix)
         if not self._own_class and self._protocol not in KINDS:
-            raise TransferError(f"no connector is called {self._protocol!r}; there are: {', '.join(KINDS)}")
+            raise TransferError(f"unknown connector {self._protocol!r};  there are: {', '.join(KINDS)}")
         preload(VERBS_LIBRARIES)
         self._master: Master | None = None
         self._joined = ""
 
     def master_address(self) -> str:
-        """Of the store's master: the peer's, or one that is started here."""
+        """Return the store master's address: the peer's, or one that is started here."""
         if self._joined:
             return self._joined
         self._master = Master(self._host)
         return self._master.address
 
     def _connectors(self, shared: Mapping[str, Any]) -> OmniStore:
-        """A connector made ready; ``shared`` is what the target's side says of itself."""
+        """Return a ready connector; ``shared`` is the target's description."""
         kind = KINDS[self._protocol]
         make = connector_class(self._own_class or kind.where)
         usual = {} if self._own_class else kind.sender_config(self, self._layout)
@@ -240,7 +235,7 @@ class OmniEndpoint(KeyedEndpoint):
     def provide(self, address: int, layout: Layout) -> tuple[Store, dict[str, Any]]:
         store = self._connectors({})
         self._health(store)
-        # What a class of one's own, or the example, wants its other side to be told.
+        # What the example or a custom class needs on its other side.
         share: dict[str, Any] = getattr(store.putter, "share", dict)()
         if isinstance(store.putter, ExampleConnector):
             room = 0
@@ -260,7 +255,7 @@ class OmniEndpoint(KeyedEndpoint):
     def _health(self, store: OmniStore) -> None:
         health = store.putter.health()
         if not isinstance(health, dict) or health.get("status", "healthy") not in ("healthy", "ok"):
-            raise TransferError(f"the connector is not well: {health}")
+            raise TransferError(f"the connector is not healthy:  {health}")
 
     def transport(self) -> str:
         if self._own_class:
@@ -274,7 +269,6 @@ class OmniEndpoint(KeyedEndpoint):
 
 
 def env(options: Mapping[str, Any]) -> dict[str, str]:
-    """What the Mooncake connectors read."""
     variables = {"MC_STORE_CLIENT_SETUP_RETRIES": "1"}
     if "Mooncake" in str(options.get("protocol", "")) and "MC_FORCE_HCA" not in os.environ:
         variables["MC_FORCE_TCP"] = "1"

@@ -1,9 +1,9 @@
 """Shared memory between two processes: the initiator copies directly into, or out of, the target's memory.
 
-The registered buffer is the caller's. If it is a mapped file already, such as an emulated engine's KV pool,
-that file is what a peer maps. Otherwise its pages are replaced in place by those of a memory file with the
-same content (``mmap`` with ``MAP_FIXED``), for which the buffer must begin at a page; the address stays, so
-that its owner sees what a peer wrote without doing anything.
+The caller owns the registered buffer. If it is already a mapped file, such as an emulated engine's KV pool, a
+peer maps that file. Otherwise its pages are replaced by those of a memory file with the same content
+(``mmap`` with ``MAP_FIXED``); the buffer must begin at a page. The address stays, so the owner sees what a
+peer wrote.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def mapped_files() -> Iterator[tuple[int, int, int, tuple[int, int]]]:
-    """Shared file mappings of this process, see proc(5): start, end, offset, (device, inode)."""
+    """Yield shared file mappings of this process, see proc(5): start, end, offset, (device, inode)."""
     with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
         for line in maps:
             where, permissions, offset, device, inode = line.split()[:5]
@@ -34,7 +34,7 @@ def mapped_files() -> Iterator[tuple[int, int, int, tuple[int, int]]]:
 
 
 def descriptor_of(file: tuple[int, int]) -> int | None:
-    """A descriptor of one of this process's open files, by device and inode; None where there is none."""
+    """Return a descriptor of one of this process's open files, by device and inode."""
     for name in os.listdir("/proc/self/fd"):
         try:
             found = os.fstat(int(name))
@@ -46,7 +46,7 @@ def descriptor_of(file: tuple[int, int]) -> int | None:
 
 
 def file_below(address: int, nbytes: int) -> tuple[int, int] | None:
-    """The file that is mapped at an address, and the address's offset in it; None for other memory."""
+    """Return the file mapped at an address, and the address's offset in it, if any."""
     for start, end, offset, file in mapped_files():
         if start <= address and address + nbytes <= end:
             fd = descriptor_of(file)
@@ -55,7 +55,7 @@ def file_below(address: int, nbytes: int) -> tuple[int, int] | None:
 
 
 def put_below(address: int, nbytes: int) -> int:
-    """Replace the pages at an address by those of a new memory file; content stays. Raises TransferError."""
+    """Replace the pages at an address by a new memory file with the same content. Raises TransferError."""
     if address % mmap.PAGESIZE:
         raise TransferError(f"the buffer at {address:#x} does not begin at a page, so it cannot be shared")
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -73,7 +73,7 @@ def put_below(address: int, nbytes: int) -> int:
 
 
 class ShmEndpoint(CopyEndpoint):
-    """Publishes the file below the registered memory."""
+    """Publishes the file behind the registered memory."""
 
     transport_name = "shm"
 

@@ -1,14 +1,11 @@
-"""The plain reference: ordinary sockets, vectored I/O straight from and into the registered memory.
+"""The reference: plain sockets with vectored I/O directly from and into the registered memory.
 
-Each stream is a connection with a thread of its own. With NICs, each stream is bound to the address of one,
-and goes to the peer's address of the same index; the bytes of a transfer are split evenly over all streams,
-so that large blocks are cut.
-
-Wire format, little-endian. A connection opens with the server's 16-byte key, which the caller knows from
-``describe``; the server repeats it. To a caller with another key the server sends 16 zeros, nothing of its
-key or its memory, and hangs up. Then one request after another: ``op`` (u8: 0 read, 1 write), count of spans
-(u32), the spans (u64 offset, u64 bytes each, in the server's buffer). A write carries its payload next. The
-server answers a status byte (0 good, 1 refused) and, for a read, the payload.
+Each stream is a connection with a thread. With NICs, each stream is bound to one NIC's address and connects
+to the peer's address of the same index; a transfer's bytes are split evenly over all streams, cutting large
+blocks. Wire format, little-endian: a connection opens with the server's 16-byte key, known from ``describe``;
+the server repeats it. For another key it sends 16 zeros and closes. Then requests follow: ``op`` (u8: 0 read,
+1 write), count of spans (u32), the spans (u64 offset, u64 bytes each, in the server's buffer), and a write's
+payload. The server answers a status byte (0 good, 1 refused) and, for a read, the payload.
 """
 
 from __future__ import annotations
@@ -36,12 +33,12 @@ KEY_BYTES = 16
 HELLO_S = 5.0
 HEADER = struct.Struct("<BI")
 MAX_SPANS = 1 << 20
-# Linux refuses more buffers in one sendmsg or recvmsg call (IOV_MAX, limits.h).
+# Linux's limit of buffers in one sendmsg or recvmsg call (IOV_MAX, limits.h).
 MAX_BUFFERS = 1024
-# A send buffer has at least this much room (net.ipv4.tcp_wmem's default), so that it is sent at once. Bytes.
+# Bytes that fit a send buffer (net.ipv4.tcp_wmem's default) and are sent at once.
 SMALL_BYTES = 16 * 1024
 OPS: tuple[Op, ...] = ("read", "write")
-REFUSED = "the peer refused the request: a span lies outside its memory"
+REFUSED = "the peer refused the request: a span is outside its memory"
 
 
 def send_views(sock: socket.socket, views: Sequence[memoryview]) -> None:
@@ -54,7 +51,7 @@ def send_views(sock: socket.socket, views: Sequence[memoryview]) -> None:
 
 
 def receive_views(sock: socket.socket, views: Sequence[memoryview]) -> None:
-    """Fill all buffers, in order. Raises ConnectionError when the peer ends before."""
+    """Fill all buffers, in order. Raises ConnectionError when the peer ends early."""
     pending = [view for view in views if len(view)]
     at = 0
     while at < len(pending):
@@ -65,7 +62,7 @@ def receive_views(sock: socket.socket, views: Sequence[memoryview]) -> None:
 
 
 def advance(pending: list[memoryview], at: int, done: int) -> int:
-    """Step over ``done`` bytes; a buffer moved in part is replaced by its rest."""
+    """Skip ``done`` bytes; a partly sent buffer is replaced by its rest."""
     while at < len(pending) and done >= len(pending[at]):
         done -= len(pending[at])
         at += 1
@@ -81,7 +78,7 @@ def receive_exactly(sock: socket.socket, count: int) -> bytes:
 
 
 class Exchange:
-    """One request and its answer, ready to go as often as it is asked for."""
+    """One request and its answer, reusable."""
 
     def __init__(
         self, op: Op, part: Sequence[BlockSpan], memory: memoryview, done: Callable[[str], None]
@@ -96,24 +93,20 @@ class Exchange:
         self.small = self.send_bytes <= SMALL_BYTES and max(len(self.send), len(self.receive)) <= MAX_BUFFERS
         self.small = self.small and sum(map(len, self.receive)) <= SMALL_BYTES
         self.done = done
-        """Gets the outcome, an error or nothing; from whichever thread saw it."""
+        """Receives the outcome, an error or nothing, from any thread."""
 
     def begin(self) -> None:
         self.status[0] = 1
 
-    def checked(self) -> None:
-        """Raises TransferError if the answer was no."""
+    def check(self) -> None:
         if self.status[0]:
             raise TransferError(REFUSED)
 
 
 class TcpStream:
-    """One connection to a peer, and the thread that works off its exchanges, in order.
-
-    A small exchange on an idle connection is made without the thread, which would cost it several times its
-    own duration: ``start`` sends, ``poll`` receives, and ``watch`` sees to it that ``fd`` of the endpoint
-    wakes the loop.
-    """
+    """One connection to a peer, and the thread that runs its exchanges in order. A small exchange on an idle
+    connection avoids the thread, whose overhead is several times its duration: ``start`` sends, ``poll``
+    receives, and ``watch`` makes the endpoint's ``fd`` wake the loop."""
 
     def __init__(self, sock: socket.socket, wake: int, watch: select.epoll) -> None:
         self._sock = sock
@@ -123,7 +116,7 @@ class TcpStream:
         self._jobs: queue.SimpleQueue[tuple[Exchange, list[memoryview], list[memoryview]] | None] = (
             queue.SimpleQueue()
         )
-        # Counted by one thread each, so that no lock is needed to see whether the thread is idle.
+        # Each has one writing thread, so the idle check needs no lock.
         self._given = self._taken = 0
         self._error = ""
         self._inline: Exchange | None = None
@@ -131,7 +124,7 @@ class TcpStream:
         threading.Thread(target=self._run, name="tcp-stream", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread and fail what it has not done; nothing arrives in memory after that."""
+        """End the thread and fail its exchanges; nothing is written to memory afterwards."""
         self._hand_over()
         with contextlib.suppress(OSError, ValueError):
             self._watch.unregister(self._sock)
@@ -146,7 +139,7 @@ class TcpStream:
             try:
                 sent = self._sock.sendmsg(exchange.send, (), socket.MSG_DONTWAIT)
             except OSError:
-                sent = 0  # the thread meets it again, and waits for room or says what is wrong
+                sent = 0  # the thread gets the same error, and waits for room or reports it
             if sent == exchange.send_bytes:
                 self._inline, self._rest = exchange, exchange.receive
                 self._watch.modify(self._sock, select.EPOLLIN | select.EPOLLONESHOT)
@@ -157,7 +150,7 @@ class TcpStream:
         self._put(exchange, exchange.send, exchange.receive)
 
     def poll(self) -> None:
-        """Receive what there is for an exchange without the thread."""
+        """Receive available bytes of an exchange without the thread."""
         exchange = self._inline
         if exchange is None:
             return
@@ -173,7 +166,7 @@ class TcpStream:
             if self._rest and not self._answered_no():
                 self._watch.modify(self._sock, select.EPOLLIN | select.EPOLLONESHOT)
                 return
-            exchange.checked()
+            exchange.check()
         except BlockingIOError:
             return
         except (OSError, TransferError) as problem:
@@ -186,7 +179,7 @@ class TcpStream:
         return exchange is not None and self._rest is not exchange.receive and bool(exchange.status[0])
 
     def _hand_over(self) -> None:
-        """Leave an exchange under way to the thread, since another one follows it."""
+        """Give an active exchange to the thread, since another one follows."""
         exchange, self._inline = self._inline, None
         if exchange is not None:
             self._put(exchange, [], self._rest)
@@ -203,7 +196,7 @@ class TcpStream:
                     send_views(self._sock, send)
                     if len(receive) and receive[0].obj is exchange.status:
                         receive_views(self._sock, receive[:1])
-                        exchange.checked()
+                        exchange.check()
                         receive_views(self._sock, receive[1:])
                     else:
                         receive_views(self._sock, receive)
@@ -218,7 +211,7 @@ class TcpStream:
 
 
 class TcpServer:
-    """The target's side: a thread accepts at each address, one serves each connection."""
+    """The target's side: one accepting thread per address, one serving thread per connection."""
 
     def __init__(self, addresses: Sequence[str], key: bytes, memory: memoryview) -> None:
         self._key = key
@@ -268,14 +261,14 @@ class TcpServer:
             while True:
                 self._answer(sock)
         except OSError:
-            pass  # the caller went away, which ends this connection and nothing else
+            pass  # a lost caller only ends this connection
         finally:
             with self._lock:
                 self._open.discard(sock)
             sock.close()
 
     def _answer(self, sock: socket.socket) -> None:
-        """One request. A span outside the memory ends the connection, since its payload follows."""
+        """Answer one request. A span outside the memory ends the connection, since its payload follows."""
         op, count = HEADER.unpack(receive_exactly(sock, HEADER.size))
         if count > MAX_SPANS or op >= len(OPS):
             raise ConnectionError("too many spans, or no such operation")
@@ -283,7 +276,7 @@ class TcpServer:
         wanted = list(zip(numbers[::2], numbers[1::2], strict=True))
         if any(offset + size > len(self._memory) for offset, size in wanted):
             sock.sendall(b"\1")
-            raise ConnectionError("a span lies outside the memory")
+            raise ConnectionError("a span is outside the memory")
         views = [self._memory[offset : offset + size] for offset, size in wanted]
         if OPS[op] == "read":
             send_views(sock, [memoryview(b"\0"), *views])
@@ -296,7 +289,7 @@ PROTOCOLS = ("tcp",)
 
 
 class _Transfer:
-    """What a ticket stands for: exchanges on streams, those still under way, and the first error."""
+    """A ticket's state: exchanges on streams, the active ones, and the first error."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[TcpStream, Exchange]] = []
@@ -311,7 +304,7 @@ class _Transfer:
 
 
 class TcpEndpoint(Endpoint):
-    """Sockets; their threads report through an eventfd, so that the loop need not poll."""
+    """Sockets; their threads report through an eventfd, so the loop need not poll."""
 
     poll_interval_s = 1.0
 
@@ -320,7 +313,7 @@ class TcpEndpoint(Endpoint):
         host = str(options.get("host", "127.0.0.1"))
         self._own = [nic.address for nic in nics_of(options)]
         self._addresses = self._own or [host]
-        # As many per NIC as it takes to have all that are asked for.
+        # Streams per NIC, so that the total is at least the requested number.
         self._streams = -(-int(options.get("streams", 1)) // len(self._addresses)) * len(self._addresses)
         self._merge = bool(options.get("merge", True))
         self._layout = Layout(0, 0, 0)
@@ -409,7 +402,7 @@ class TcpEndpoint(Endpoint):
         return True
 
     def release(self, ticket: Ticket) -> None:
-        # What was given up must not land in memory later: only closing its connections ensures it.
+        # Only closed connections ensure that an abandoned transfer writes nothing later.
         if ticket.handle.parts:
             self.forget(ticket.peer)
 

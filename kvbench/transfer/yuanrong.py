@@ -1,13 +1,12 @@
 """openYuanrong's datasystem: set and get of objects through a worker process.
 
-The target starts a ``datasystem_worker`` with a metastore of its own, so that no etcd is needed, and both
-sides are its clients: on one host they share its memory. For a worker on each of two hosts, start both with
-``dscli start`` and one metastore, and name each to its side by the option ``yuanrong_worker`` (host:port).
-
-A worker keeps a copy of what it has fetched, so a second get of a key would not meet the network: each read
-has fresh keys. A get copies from the worker's shared memory into the registered buffer, a set the other way.
-Measured with openyuanrong-datasystem 0.8.1: the worker needs 6 s to be ready. It must never share a process
-with nixl (both bundle UCX, and one of them crashes).
+The target starts a ``datasystem_worker`` with its own metastore, without etcd, and both sides are its
+clients: on one host they share its memory. For a worker on each of two hosts, start both with ``dscli start``
+and one metastore, and give each side the option ``yuanrong_worker`` (host:port). A worker caches what it has
+fetched, so a second get would not use the network: each read has fresh keys. A get copies from the worker's
+shared memory into the registered buffer, a set the other way. Measured with openyuanrong-datasystem 0.8.1:
+the worker needs 6 s to be ready. It must never share a process with nixl (both bundle UCX, and one of them
+crashes).
 """
 
 from __future__ import annotations
@@ -34,34 +33,33 @@ DISTRIBUTION = "openyuanrong-datasystem"
 INSTALL = f"pip install {DISTRIBUTION}"
 READY_S = 14.0
 GET_TIMEOUT_MS = 2000
-# The library refuses 2000 keys a call and more.
+# The library refuses 2000 or more keys per call.
 KEYS_PER_CALL = 1000
 SPARE_BYTES = 64 << 20
 FOLDER = "kvbench-yuanrong-"
 
 
 def check() -> Problem | None:
-    """Is the package there? Whether it loads is asked in a child process."""
+    """Check that the package is installed; a child process checks that it loads."""
     if not package_folder().is_dir():
         return Problem("not installed", f"{INSTALL} (x86-64 and Python 3.9 to 3.11 only)")
     return None
 
 
 def load() -> dict[str, str]:
-    """Import the client; for child processes only."""
     import_native("yr.datasystem.kv_client", INSTALL)
     return version_of(DISTRIBUTION)
 
 
 def package_folder() -> Path:
-    """Where the package is, or would be; found without importing anything of it."""
+    """Return the package's (possible) folder, without importing it."""
     spec = importlib.util.find_spec("yr")
     folders = (spec.submodule_search_locations if spec else None) or ["/nowhere"]
     return Path(next(iter(folders))) / "datasystem"
 
 
 class YuanrongWorker:
-    """A worker with its own metastore, in a folder of its own, which ends with this process."""
+    """A worker with its own metastore and folder, which ends with this process."""
 
     def __init__(self, host: str, memory_bytes: int) -> None:
         """Raises TransferError when it is not ready within READY_S."""
@@ -96,14 +94,14 @@ class YuanrongWorker:
             time.sleep(0.02)
 
     def close(self) -> None:
-        """End it, and remove its folder. Safe to call twice."""
+        """End it and remove its folder. Safe to call twice."""
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def sweep_folders() -> None:
-    """Remove what workers of killed processes left."""
+    """Remove folders left by workers of killed processes."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
         owner = folder.name[len(FOLDER) :].partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
@@ -112,8 +110,6 @@ def sweep_folders() -> None:
 
 
 class YuanrongStore(Store):
-    """One client of a worker."""
-
     def __init__(self, address: str, worker: YuanrongWorker | None, deadline_s: float) -> None:
         client: Any = import_native("yr.datasystem.kv_client", INSTALL)
         host, _, port = address.rpartition(":")
@@ -151,7 +147,7 @@ class YuanrongStore(Store):
 
     def remove(self, keys: Sequence[str]) -> None:
         for some in _portions(len(keys)):
-            with contextlib.suppress(RuntimeError):  # what is gone already is no trouble
+            with contextlib.suppress(RuntimeError):  # already removed
                 self._client.delete(list(keys[some]))
 
     def close(self) -> None:
@@ -160,7 +156,7 @@ class YuanrongStore(Store):
 
 
 def _address_of(view: memoryview) -> int:
-    """Where a read-only buffer lies; ctypes itself asks for writable ones."""
+    """Return the address of a read-only buffer; ctypes requires writable ones."""
     numpy: Any = importlib.import_module("numpy")
     return int(numpy.frombuffer(view, numpy.uint8).ctypes.data)
 
@@ -199,7 +195,7 @@ class YuanrongEndpoint(KeyedEndpoint):
         return YuanrongStore(self._named or str(provided["worker"]), None, deadline_s)
 
     def transport(self) -> str:
-        # The client says nothing; whether it shares memory with the worker depends on the host alone.
+        # The client does not report it; sharing memory with the worker depends only on the host.
         return "shared memory or tcp (configured)"
 
     def library(self) -> dict[str, str]:

@@ -18,6 +18,7 @@ REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 NO_TABLE = {
     "bundle",
     "export",
+    "export timeline",
     "hosts install",
     "init",
     "lab down",
@@ -25,13 +26,12 @@ NO_TABLE = {
     "lab fault",
     "lab up",
     "launch",
-    "schema",
-    "stop",
-    "timeline",
+    "runs stop",
+    "scenarios schema",
     "watch",
 }
 """They start, stop or write something, print a document that is none of figures, or show what goes on."""
-ELSEWHERE = ("chaos", "lab status", "report", "soak", "calibrate", "selftest", "verify")
+ELSEWHERE = ("chaos", "lab status", "report", "soak", "calibrate", "doctor selftest", "verify")
 """Other tests read their JSON: of runs that they make, as `report` writes into a run."""
 RUN = str(REFERENCE / "quickstart")
 DETAILED = str(RECORDED / "vllm" / "detailed.json")
@@ -39,13 +39,13 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "bench": ("quickstart", "--rate", "20", "--connector", "aggregated"),
     "compare": (RUN, RUN),
     "corpus": (str(RECORDED / "agentic" / "excerpt.jsonl.gz"),),
-    "diagnose": (str(RECORDED / "mooncake" / "initiator.log"),),
     "doctor": ("--gates",),
+    "doctor diagnose": (str(RECORDED / "mooncake" / "initiator.log"),),
     "import": (DETAILED,),
     "microbench": ("--backend", "memcpy", "--block-size", "64k", "--seconds", "0.2"),
     "plan": ("quickstart",),
-    "ps": (),
     "runs": (str(REFERENCE),),
+    "runs ps": (),
     "scenarios": (),
     "simulate": ("quickstart", "--connector", "aggregated", "--rate", "5"),
     "sweep": ("quickstart", "--connector", "aggregated"),
@@ -84,7 +84,8 @@ def test_stdout_is_one_document(name: str, tmp_path: Path) -> None:
 
 
 def require_one_document(name: str, tmp_path: Path, run: Callable[..., Finished]) -> None:
-    words, sets = [name, *COMMANDS[name], "--json"], EASY if name in ("bench", "simulate", "sweep") else ()
+    words = [*name.split(), *COMMANDS[name], "--json"]
+    sets = EASY if name in ("bench", "simulate", "sweep") else ()
     made = name in MADE
     done = run(*words, *(("--output", str(tmp_path)) if made else ()), sets=sets)
     assert done.status == 0, done.text
@@ -98,7 +99,7 @@ def require_one_document(name: str, tmp_path: Path, run: Callable[..., Finished]
         again = invoke("report", str(folder), "--json")
         assert again.status == 0, again.text
         assert document in json.loads(again.out)["runs"]
-        assert "files: " in done.err  # people are told beside it
+        assert "files: " in done.err or "report (" in done.err  # people are told beside it
 
 
 def test_a_run_that_is_complete_is_told_again(tmp_path: Path) -> None:

@@ -55,9 +55,7 @@ def test_contract(name: str) -> None:
     assert connector.profile() is connector or type(connector.profile()) is type(connector)
     for role in ("prefill", "decode"):
         assert (connector.side_ports(role, Ranks(2)) > 0) == (role in connector.side_port_roles)
-    assert all(
-        isinstance(value, str) for value in connector.env("decode", options, 5600, "127.0.0.1").values()
-    )
+    assert all(isinstance(value, str) for value in connector.env("decode", options, 5600).values())
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -108,7 +106,7 @@ def test_mooncake_joins_the_two_requests_by_a_transfer_id() -> None:
 @pytest.mark.parametrize(("protocol", "present", "absent"), [("tcp", "TCP", "HCA"), ("rdma", "HCA", "TCP")])
 def test_mooncake_forces_its_transport_by_presence_alone(protocol: str, present: str, absent: str) -> None:
     connector = connectors.get("mooncake")
-    env = connector.env("prefill", connector.options_model(protocol=protocol), 8998, "127.0.0.1")
+    env = connector.env("prefill", connector.options_model(protocol=protocol), 8998)
     assert env[f"MC_FORCE_{present}"] == "1"
     assert f"MC_FORCE_{absent}" not in env  # set to 0 it would count as set
 
@@ -117,15 +115,14 @@ def test_mooncake_forces_its_transport_by_presence_alone(protocol: str, present:
 def test_what_is_not_asked_is_left_to_nixl_and_its_engine(name: str) -> None:
     connector = connectors.get(name)
     plain = connector.options_model()
-    assert set(connector.env("decode", plain, 5600, "127.0.0.1")) == {
-        "VLLM_NIXL_SIDE_CHANNEL_HOST",
+    assert set(connector.env("decode", plain, 5600)) == {
         "VLLM_NIXL_SIDE_CHANNEL_PORT",
         *TELLING,
     }
     assert connector.extra_config("decode", plain) == {"backends": ["UCX"]}
     assert connector.transport_asked(plain) == ""
     asked = connector.options_model(ucx_tls="rc,cuda", num_threads=0)
-    assert connector.env("decode", asked, 5600, "127.0.0.1")["UCX_TLS"] == "rc,cuda"
+    assert connector.env("decode", asked, 5600)["UCX_TLS"] == "rc,cuda"
     assert connector.extra_config("decode", asked)["num_threads"] == 0
 
 
@@ -134,7 +131,7 @@ def test_what_is_not_asked_is_left_to_mooncake_and_its_engine(version: str) -> N
     """vLLM's own are rdma and 10 workers (connectors.md of its releases 0.13 and 0.33)."""
     options = connectors.get("mooncake").options_model()
     connector = connectors.get("mooncake").profile(version, options)
-    assert not [name for name in connector.env("prefill", options, 8998, "::1") if name.startswith("MC_")]
+    assert not [name for name in connector.env("prefill", options, 8998) if name.startswith("MC_")]
     assert connector.extra_config("prefill", options) == {}
     assert connector.transport_asked(options) == ""
 
@@ -151,7 +148,7 @@ def test_the_emulated_engine_is_told_what_real_ones_choose(
 ) -> None:
     connector = connectors.get(name)
     settled = connector.options_model().settled()
-    assert env.items() <= connector.env("prefill", settled, 8998, "127.0.0.1").items()
+    assert env.items() <= connector.env("prefill", settled, 8998).items()
     assert connector.extra_config("prefill", settled) == config
     assert connector.transport_asked(settled) == asked
     assert settled.settled() == settled

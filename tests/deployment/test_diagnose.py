@@ -111,7 +111,7 @@ def test_as_findings() -> None:
 
 
 class TestCommand:
-    """`kvbench diagnose` on logs that somebody brings."""
+    """`kvbench doctor diagnose` on logs that somebody brings."""
 
     def test_it_says_what_where_and_what_to_do(self, tmp_path: Path) -> None:
         log = tmp_path / "decode.log"

@@ -18,16 +18,18 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvbench import connectors, engines
+from kvbench.connectors.base import peer_at
 from kvbench.core.engine_versions import release
+from kvbench.core.plan.dispatch import BackendSpec
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.processes import ProcessSpec, shell_script
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.engines.base import argv_of, asked_version
 from kvbench.engines.vllm import VllmOptions, given_up
-from kvbench.errors import LaunchError, MissingLibraryError, ScenarioError
+from kvbench.errors import InputError, LaunchError, MissingLibraryError, ScenarioError
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import engine_warnings, process_specs, unusable
+from kvbench.planning.process_specs import engine_warnings, process_specs, transport_findings, unusable
 from kvbench.planning.scenario_files import registry
 from kvbench.processes.common.entry import parse_spec
 from kvbench.processes.router.spec import RouterSpec
@@ -114,9 +116,27 @@ def test_a_router_that_sends_to_both_at_once_knows_p_s_engine_id() -> None:
     told = parse_spec(RouterSpec, made["router"].spec).prefill
     for number, each in enumerate(told):
         config = json.loads(flags(made[f"prefill-{number}"])["--kv-transfer-config"] or "")
-        assert each["engine_id"] == config["engine_id"]
+        assert each["engine_ids"] == [config["engine_id"]]
         assert each["tensor_parallel_size"] == 2
-    assert len({each["engine_id"] for each in told}) == 2
+    assert len({each["engine_ids"][0] for each in told}) == 2
+
+
+def test_a_pushing_p_has_an_id_and_an_address_for_each_data_parallel_rank() -> None:
+    sizes = {"data_parallel_size": 2, "pipeline_parallel_size": 2}
+    made = specs(scenario(listed="[{name: nixl_push, dispatch: concurrent}]", prefill=sizes), "nixl_push")
+    (told,) = parse_spec(RouterSpec, made["router"].spec).prefill
+    port = int(made["prefill-0"].env["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+    assert told["engine_ids"] == ["nixl_push-prefill-0_dp0", "nixl_push-prefill-0_dp1"]
+    backend = parse_spec(BackendSpec, told)
+    for turn, rank in enumerate((0, 1, 0)):
+        peer = peer_at(backend, backend.engine_ids, turn)
+        assert peer.headers == {"x-data-parallel-rank": str(rank)}
+        connector = connectors.get("nixl_push").profile(
+            "0.33.0", connectors.get("nixl_push").options_model(dispatch="concurrent")
+        )
+        params = connector.decode_request({}, None, "id", peer)["kv_transfer_params"]
+        assert params["remote_engine_id"] == f"nixl_push-prefill-0_dp{rank}"
+        assert (params["remote_port"], params["pp_size"]) == (port + rank, 2)
 
 
 def test_arguments_of_a_role_win_and_null_takes_one_away() -> None:
@@ -170,7 +190,7 @@ def test_python_paths_are_joined() -> None:
         (without(prefill_args={"kv_transfer_config": {}}), "kv_transfer_config follow from the scenario"),
         (without(env={"A-B": "x"}), "A-B"),
         (without(env={"A": 1}), "must be text"),
-        (without(version="newest"), "is no version"),
+        (without(version="newest"), "is not a version"),
         (without(command=[]), "command"),
         (without(enforce_eager=True), "enforce_eager"),
     ],
@@ -189,6 +209,20 @@ def test_side_channel_ports_of_all_ranks_are_planned() -> None:
     assert router is not None
     assert router["version"] == "0.13.0"
     assert router["decode"][0]["side_address"].endswith(str(plan.instances[1].side_port))
+
+
+def test_a_bootstrap_server_of_the_users_is_the_one_that_is_asked() -> None:
+    listed = "[{name: mooncake, extra_config: {bootstrap_server_address: '10.0.0.9:8998'}}]"
+    router = specs(scenario(listed=listed), "mooncake")["router"].spec
+    assert router is not None
+    assert router["prefill"][0]["bootstrap_url"] == "http://10.0.0.9:8998"
+
+
+def test_mooncake_store_enforces_what_is_asked_for_and_nothing_else() -> None:
+    for protocol, forced in (("auto", set()), ("tcp", {"MC_FORCE_TCP"}), ("rdma", {"MC_FORCE_HCA"})):
+        asked = scenario(listed=f"[{{name: mooncake_store, protocol: {protocol}}}]")
+        env = specs(asked, "mooncake_store")["decode-0"].env
+        assert {name for name in env if name.startswith("MC_")} == forced
 
 
 def test_helper_processes_come_first() -> None:
@@ -220,6 +254,59 @@ def test_why_it_cannot_run(options: dict[str, Any], listed: str, said: str) -> N
     assert problem.fix or "GPU" in said
 
 
+@pytest.mark.parametrize(
+    ("listed", "version", "prefill", "decode", "said"),
+    [
+        ("nixl", "0.13.0", 4, 2, "moves no KV from TP 4 to fewer ranks"),
+        ("multi", "0.13.0", 4, 2, "moves no KV from TP 4 to fewer ranks"),
+        ("nixl", "0.13.0", 2, 4, ""),
+        ("nixl", "0.14.0", 4, 2, ""),
+        ("nccl", "0.13.0", 2, 4, "wants P and D alike, unlike TP 2 and TP 4"),
+        ("nccl", "0.13.0", 2, 2, ""),
+    ],
+)
+def test_unequal_ranks_that_cannot_work_are_refused(
+    listed: str, version: str, prefill: int, decode: int, said: str
+) -> None:
+    sizes = {"prefill": {"tensor_parallel_size": prefill}, "decode": {"tensor_parallel_size": decode}}
+    options = without(version=version, command=[sys.executable])
+    asked = scenario(listed=f"[{listed}]", options=options, **sizes)
+    problem = unusable(asked, deployment_of(asked, listed))
+    noted = [each for each in plan_of(asked).notes if each.startswith(f"{listed} cannot run: ")]
+    if not said:
+        assert (problem, noted) == (None, [])
+        return
+    assert problem is not None
+    assert said in problem.reason
+    assert said in noted[0]
+    with pytest.raises(InputError, match=r"fewer ranks|P and D alike"):
+        specs(asked, listed)
+
+
+def test_each_versions_word_for_what_became_of_kv_nobody_fetched() -> None:
+    for version, noted in (("0.20.2", 0), ("0.32.0", 1)):
+        options = without(version=version, env={"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "60"})
+        notes = [each for each in engine_warnings(scenario(options=options)) if "ABORT_REQUEST" in each]
+        assert len(notes) == noted
+        assert all("extra_config: kv_lease_duration" in each for each in notes)
+
+
+def test_ucx_over_efa_is_warned_of_and_libfabric_is_the_way_out() -> None:
+    efa = {"name": "rdmap79s0", "driver": "efa", "ports": [{"state": "ACTIVE"}]}
+    for listed, devices, codes in (
+        ("[nixl]", [efa], ["ucx_over_efa"]),
+        ("[{name: nixl, backends: [LIBFABRIC]}]", [efa], []),
+        ("[nixl]", [{**efa, "driver": "mlx5_core"}], []),
+        ("[{name: nixl, ucx_tls: 'tcp,cuda'}]", [efa], ["tcp_beside_rdma"]),
+    ):
+        asked = scenario(listed=listed)
+        found = transport_findings(asked, plan_of(asked), {"": devices})
+        assert [each.gate for each in found] == codes
+    assert "ucx_net_devices do nothing" in " ".join(
+        engine_warnings(scenario(listed="[{name: nixl, backends: [LIBFABRIC], ucx_net_devices: all}]"))
+    )
+
+
 def test_an_emulated_engine_says_which_connectors_it_cannot_run() -> None:
     asked = scenario("emulated", "[nixl_push, offloading]", {"timing": "quick"})
     for label in ("nixl_push", "offloading"):
@@ -241,6 +328,7 @@ def test_hosts_elsewhere_are_printed_only() -> None:
         (scenario(options=without(engine_args={"enforce-eager": True})), "CUDA graphs off"),
         (scenario(options=without(kv_load_failure_policy="recompute")), "recompute: where KV is lost"),
         (scenario(options=without(version="0.77.0")), "0.77.0 is newer than"),
+        (scenario(listed="[{name: nixl, extra_config: {mine: 1}}]"), "does not know the key mine"),
         (scenario(options=without(env={"MOONCAKE_PROTOCOL": "rdma"})), "NIXL never reads"),
         (
             scenario(listed="[mooncake]", options=without(env={"MOONCAKE_DEVICE": "mlx5_0"})),

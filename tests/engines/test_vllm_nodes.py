@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from commands import invoke
+from commands import invoke, wait_until
 
 from kvbench.core.plan.plan import DeploymentPlan
-from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.plan.processes import ProcessSpec, nic_env, shell_script
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.deployment.deployment import with_ports
 from kvbench.errors import InputError, ScenarioError
+from kvbench.hosts.nics.choice import are_rdma
+from kvbench.launchers.agents.agent_client import AgentClient
+from kvbench.launchers.agents.channel import PipeChannel
+from kvbench.launchers.agents.remote import RemoteLauncher
 from kvbench.planning.gpu_dealing import far_device_env
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import process_specs
@@ -33,12 +38,14 @@ def text(roles: dict[str, Any] | None = None, **more: Any) -> str:
         name: {"address": f"10.0.0.{number}", "devices": list(range(8))}
         for number, name in enumerate("abcde", 1)
     }
+    connectors = more.pop("connectors", ["nixl"])
+    options = {"model": "/models/m", "version": more.pop("version", "0.32.0"), **more.pop("options", {})}
     deployment = {
         "engine": "vllm",
-        "engine_options": {"model": "/models/m", "version": more.pop("version", "0.32.0")},
+        "engine_options": options,
         "launcher": "ssh",
         "hosts": hosts,
-        "roles": roles or ROLES,
+        "roles": ROLES if roles is None else roles,
         "prefill": 2,
         "tensor_parallel_size": 8,
         **more,
@@ -48,7 +55,7 @@ def text(roles: dict[str, Any] | None = None, **more: Any) -> str:
             "version": 1,
             "model": "tiny",
             "deployment": deployment,
-            "connectors": ["nixl"],
+            "connectors": connectors,
             "workload": {"input_len": [64], "output_len": 4},
             "slo": {"ttft_ms": 200},
         },
@@ -61,7 +68,8 @@ def parsed(roles: dict[str, Any] | None = None, **more: Any) -> Scenario:
 
 
 def nixl(scenario: Scenario) -> DeploymentPlan:
-    return next(each for each in plan_of(scenario).deployments if each.connector == "nixl")
+    """Its plan; that of the only connector there is, where it is another one."""
+    return plan_of(scenario).deployments[-1]
 
 
 def specs(scenario: Scenario) -> dict[str, ProcessSpec]:
@@ -120,6 +128,77 @@ def test_one_answers_and_the_others_are_headless() -> None:
     assert "--nnodes" not in found["decode-0"].argv
 
 
+ADDRESSES = ("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST")
+EACH = {
+    "nixl": "0.33.0",
+    "nixl_push": "0.33.0",
+    "mooncake": "0.33.0",
+    "mooncake_store": "0.33.0",
+    "custom": "0.33.0",
+}
+EACH |= {"nccl": "0.13.0", "multi": "0.33.0", "lmcache": "0.33.0"}
+
+
+@pytest.mark.parametrize(("connector", "version"), [*EACH.items(), ("mooncake", "0.13.0")])
+def test_each_node_has_its_own_addresses_whatever_the_connector(connector: str, version: str) -> None:
+    """vLLM binds both: with another node's it ends with "Cannot assign requested address"."""
+    users = {"env": {"VLLM_HOST_IP": "10.9.9.9"}}
+    for options in ({}, users):
+        found = specs(parsed(connectors=[connector], version=version, options=options))
+        for name, address in (("prefill-0", "10.0.0.1"), ("prefill-0-node1", "10.0.0.2")):
+            assert {found[name].env[key] for key in ADDRESSES} == {address}
+            assert found[name].host == address
+    assert found["decode-0"].env["VLLM_HOST_IP"] == "10.9.9.9"  # one host: the user's word counts
+
+
+def dp(spec: ProcessSpec) -> dict[str, str]:
+    flags = [word for word in spec.argv if word.startswith("--data-parallel")]
+    return {flag.removeprefix("--data-parallel-"): after(spec, flag) for flag in flags}
+
+
+def test_data_parallel_ranks_are_spread_over_the_hosts() -> None:
+    """TP 8 × DP 4, EP over two hosts: two ranks on each, behind the first one's port."""
+    wide = parsed(
+        prefill={"instances": 1, "data_parallel_size": 4, "expert_parallel": True}, base_port=22_000
+    )
+    found, planned = specs(wide), nixl(wide).instances[0]
+    first, second = found["prefill-0"], found["prefill-0-node1"]
+    rpc = str((planned.group_port or 0) + 1)
+    both = {"size": "4", "size-local": "2", "address": "10.0.0.1", "rpc-port": rpc}
+    assert dp(first) == both  # a start rank of 0 would ask vLLM for another kind of load balancing
+    assert dp(second) == {**both, "start-rank": "2"}
+    assert "--enable-expert-parallel" in first.argv
+    assert after(second, "--master-port") == str(planned.group_port)
+    ids = [json.loads(after(spec, "--kv-transfer-config"))["engine_id"] for spec in (first, second)]
+    assert ids == ["nixl-prefill-0", "nixl-prefill-0-node1"]  # older vLLM adds a rank's number on its host
+    assert planned.ports_on(0, 2) == (planned.port, *planned.group_ports, *planned.all_side_ports[:2])
+    assert planned.ports_on(1, 2) == planned.all_side_ports[2:]
+    assert len(set(nixl(wide).ports)) == len(nixl(wide).ports)
+
+
+def test_a_data_parallel_rank_may_span_hosts() -> None:
+    roles = {"prefill": [["a", "b", "c", "d"]], "decode": ["e"]}
+    found = specs(parsed(roles, prefill={"instances": 1, "data_parallel_size": 2}))
+    starts = [dp(found[name]).get("start-rank") for name in list(found)[:4]]
+    assert starts == [None, None, "1", "1"]
+    ids = [json.loads(after(spec, "--kv-transfer-config"))["engine_id"] for spec in list(found.values())[:4]]
+    assert ids[0] == ids[1] != ids[2] == ids[3]  # the workers of a rank know its scheduler by it
+
+
+def test_arguments_of_one_instance() -> None:
+    given = {"instance_args": {"prefill-1": {"max_num_seqs": 7}}, "prefill_args": {"max-num-seqs": 5}}
+    found = specs(parsed(options=given))
+    assert [after(found[f"prefill-{n}"], "--max-num-seqs") for n in (0, 1)] == ["5", "7"]
+    assert after(found["prefill-1-node1"], "--max-num-seqs") == "7"
+    for wrong, words in (
+        ({"prefill-2": {}}, "no instance is called prefill-2"),
+        ({"prefill-1": {"dp": 2}}, "dp cannot differ"),
+        ({"router-0": {}}, "router-0"),
+    ):
+        with pytest.raises(ScenarioError, match=words):
+            parsed(options={"instance_args": wrong})
+
+
 def test_each_host_gives_its_share_of_the_gpus() -> None:
     env = far_device_env(parsed(), nixl(parsed()))
     assert {name: each["CUDA_VISIBLE_DEVICES"] for name, each in env.items()} == {
@@ -147,7 +226,8 @@ def test_planned_ports_have_one_for_the_meeting() -> None:
     ("given", "words"),
     [
         ({"roles": {**ROLES, "prefill": [["a", "a"]]}}, "names a host twice"),
-        ({"tensor_parallel_size": 3}, r"tensor_parallel_size 3 does not divide among a, b"),
+        ({"tensor_parallel_size": 3}, r"TP 3 does not divide among a, b"),
+        ({"prefill": {"data_parallel_size": 3}, "tensor_parallel_size": 4}, r"TP 4 × DP 3 does not divide"),
         ({"roles": {**ROLES, "prefill": [["a", "x"]]}}, "no host is called `x`"),
         ({"roles": {**ROLES, "router": [["a", "b"]]}}, "deployment.roles.router"),
         ({"engine": "emulated", "engine_options": {}}, "an instance of the emulated engine runs on one host"),
@@ -156,6 +236,11 @@ def test_planned_ports_have_one_for_the_meeting() -> None:
 def test_what_cannot_be_is_said(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ScenarioError, match=words):
         parsed(**given)
+
+
+def test_local_ranks_follow_from_the_hosts() -> None:
+    with pytest.raises(InputError, match="data-parallel-size-local of prefill-0 follows from its hosts"):
+        specs(parsed(options={"prefill_args": {"data-parallel-size-local": 1}}))
 
 
 def test_an_older_vllm_is_refused_with_what_to_do() -> None:
@@ -173,6 +258,113 @@ def test_the_commands_are_printed_for_each_host(tmp_path: Path) -> None:
     assert done.status == 0, done.text
     assert "# prefill-0-node1, on 10.0.0.2" in done.out
     assert done.out.count("--headless") == 2
+
+
+def told(output: str) -> tuple[list[str], dict[str, str]]:
+    """Arguments of a ``vllm`` that prints its own, and what of its environment is not this process's."""
+    argv, env = json.loads(output.splitlines()[-1])
+    mere = {"PATH", "PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "KVBENCH_RUN_TAG", "PYTHONUNBUFFERED"}
+    return argv, {key: each for key, each in env.items() if key not in mere and os.environ.get(key) != each}
+
+
+def test_what_is_printed_is_what_an_agent_runs(tmp_path: Path) -> None:
+    """A host is started from the printed text alone: arguments and environment, word for word."""
+    vllm = tmp_path / "vllm"
+    vllm.write_text(
+        "#!/usr/bin/env python3\nimport json, os, sys\nprint(json.dumps([sys.argv[1:], dict(os.environ)]))\n"
+    )
+    vllm.chmod(0o755)
+    given = yaml.safe_load(
+        text(
+            connectors=[{"name": "mooncake", "device_name": "mlx5_0"}],
+            version="0.13.0",
+            options={"command": [str(vllm)], "env": {"A": "it's $HOME"}},
+            base_port=22_000,
+        )
+    )
+    for name in "be":
+        given["deployment"]["hosts"][name] |= {
+            "nics": ["data0", "data1"],
+            "env": {"NCCL_DEBUG": f"of {name}"},
+        }
+    path = tmp_path / "far.yaml"
+    path.write_text(yaml.safe_dump(given))
+    printed = invoke("launch", "--print", str(path))
+    assert printed.status == 0, printed.text
+    blocks = {block.split(",")[0].removeprefix("# "): block for block in printed.out.split("\n\n")[1:]}
+    scenario = parse_scenario(path.read_text(), "far.yaml", registry())
+    planned = nixl(scenario)
+    specs = {spec.name: spec for spec in process_specs(scenario, planned, tmp_path / "logs")}
+    for name, host in (("prefill-0-node1", "b"), ("decode-0", "e")):
+        at = scenario.deployment.hosts[host]
+        channel = PipeChannel(host, [sys.executable, "-m", "kvbench.processes.agent", "--tag", "printed"], {})
+        agent = AgentClient(channel, str(tmp_path / host), at.env, at.nics)
+        try:
+            launcher = RemoteLauncher(
+                {host: agent}, scenario.deployment.roles.host_of, "printed", tmp_path / "logs"
+            )
+            process = launcher.with_env(far_device_env(scenario, planned)).start(specs[name])
+            wait_until(lambda process=process: process.poll() is not None)
+            ran = told(process.log_path.read_text())
+        finally:
+            agent.close()
+        by_hand = subprocess.run(
+            ["bash", "-c", blocks[name]],
+            cwd=tmp_path,
+            env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert told(by_hand.stdout) == ran
+        _, env = ran
+        assert env["NCCL_DEBUG"] == f"of {host}"
+        assert (env["UCX_NET_DEVICES"], env["NCCL_SOCKET_IFNAME"]) == ("data0,data1", "data0,data1")
+        assert len(env["CUDA_VISIBLE_DEVICES"]) == (7 if host == "b" else 15)
+        assert env["VLLM_HOST_IP"] == at.address
+
+
+def test_nics_are_what_their_host_says(tmp_path: Path) -> None:
+    names = ("rdmap79s0", "erdma_0", "roceP2p1s0", "mlx5_0:2")
+    for name in names:
+        (tmp_path / "sys/class/infiniband" / name.partition(":")[0]).mkdir(parents=True)
+    for name in names:
+        assert are_rdma([name], tmp_path)
+        assert "NCCL_SOCKET_IFNAME" not in nic_env([name], rdma=True)
+    assert not are_rdma(["mlx5_0", "mlx5_bond"], tmp_path)
+    assert nic_env(names, rdma=True)["UCX_NET_DEVICES"] == "rdmap79s0:1,erdma_0:1,roceP2p1s0:1,mlx5_0:2"
+    spec = ProcessSpec("p", ("true",), nics=("rdmap79s0",))
+    script = (
+        shell_script(spec).replace("/sys/", f"{tmp_path}/sys/")
+        + "\necho $UCX_NET_DEVICES $NCCL_SOCKET_IFNAME"
+    )
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "rdmap79s0:1\n"
+
+
+def test_plan_json_and_slurms_placeholders(tmp_path: Path) -> None:
+    path = tmp_path / "far.yaml"
+    path.write_text(
+        text(base_port=22_000, hosts={n: {"address": f"10.0.0.{n}", "nics": ["x0"]} for n in "abcde"})
+    )
+    processes = json.loads(invoke("plan", "--json", str(path)).out)["processes"]["nixl"]
+    node = next(each for each in processes if each["name"] == "prefill-0-node1")
+    assert (node["host"], node["nics"]) == ("10.0.0.b", ["x0"])
+    assert node["nic_env"]["rdma"]["UCX_NET_DEVICES"] == "x0:1"
+    job = {
+        "launcher": "slurm",
+        "hosts": {},
+        "slurm": {"nics": ["mlx5_0"], "devices": [0, 1]},
+        "tensor_parallel_size": 1,
+    }
+    path.write_text(text({"router": []}, **job))
+    done = invoke("launch", "--print", str(path))
+    assert "PREFILL-NODE-0, PREFILL-NODE-1, DECODE-NODE-0: placeholders for the addresses" in done.out, (
+        done.text
+    )
+    assert "127.0.0.1" not in done.out
+    assert done.out.count("VLLM_HOST_IP=DECODE-NODE-0") == 1
+    assert done.out.count("UCX_NET_DEVICES=mlx5_0:1") == 4
 
 
 @pytest.mark.skipif(

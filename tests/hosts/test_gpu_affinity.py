@@ -53,7 +53,7 @@ def test_gpus_without_nvlink_or_nics_and_texts_of_another_form(tmp_path: Path) -
     cards = with_affinity(hgx.CARDS[:2], tmp_path, plain)
     assert cards is not None
     assert affinity_text(cards[0]) == "NUMA node 0"
-    assert affinity_text(cards[1]) == "NUMA node not known"
+    assert affinity_text(cards[1]) == "NUMA node unknown"
     assert topologies("nvidia-smi: command failed") == topologies("") == {}
     assert with_affinity([], tmp_path) == []
     assert with_affinity(None, tmp_path) is None

@@ -76,7 +76,7 @@ def run_of(tmp_path: Path, *files: Path, connector: str | None = None) -> RunFol
 
 @pytest.mark.parametrize(("name", "expected"), FORMATS.items())
 def test_each_sample_is_known_for_what_it_is(name: str, expected: str) -> None:
-    assert importers.recognised(RECORDED / name) == expected
+    assert importers.recognise_format(RECORDED / name) == expected
 
 
 def test_every_importer_has_a_sample_and_a_word_for_its_format() -> None:
@@ -214,7 +214,7 @@ def test_blocks_behind_a_prefix_and_with_windows_line_ends(tmp_path: Path) -> No
     lines = (RECORDED / "vllm/serve.log").read_text().split("\n")
     path = tmp_path / "prefixed.log"
     path.write_bytes("\r\n".join(f"bench-1  | {line}" for line in lines).encode("utf-16"))
-    assert importers.recognised(path) == "vllm_serve"
+    assert importers.recognise_format(path) == "vllm_serve"
     rows = importers.get("vllm_serve").read(path).serving
     assert [row.figures for row in rows] == [row.figures for row in read("vllm/serve.log").serving]
 
@@ -238,7 +238,7 @@ def test_blocks_of_the_relatives_of_vllm(tmp_path: Path) -> None:
     assert row.unknown == {"Backend": "sglang"}
     assert "max_concurrency" not in row.settings
     assert [problem.text for problem in reading.problems] == [
-        "no figure is known by the name of: Backend (kept as text)"
+        "unknown names of values: Backend (kept as text)"
     ]
 
 
@@ -482,16 +482,16 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "no result of a tool that is known in its 1 lines"),
+        (b"", "no result of a known tool in its 1 lines"),
         (b"hello\nworld\n", "line 1 is 'hello'"),
-        (b"\x00\x01\x02\xff" * 100, "this is no text"),
-        (b"nothing\nvllm bench serve --model x\nTraceback\n", "words of one stand at line 2"),
+        (b"\x00\x01\x02\xff" * 100, "this is not text"),
+        (b"nothing\nvllm bench serve --model x\nTraceback\n", "similar text at line 2"),
         (
             "你好\n============ Serving Benchmark Result ============\n成功".encode(),
             "the file ends at line 3",
         ),
-        (b'{"request_throughput": 1, "total_input_tokens"', "bad.txt:1: is not whole JSON"),
-        (b'{"request_throughput": 1, "total_input_tokens": 2}', "is no result of a serving benchmark"),
+        (b'{"request_throughput": 1, "total_input_tokens"', "bad.txt:1: is not complete JSON"),
+        (b'{"request_throughput": 1, "total_input_tokens": 2}', "is not a result of a serving benchmark"),
         (
             b'{"benchmarks": 3, "x": "time_to_first_token_ms", "time_to_first_token_ms": 1}',
             "no list of benchmarks",
@@ -529,9 +529,9 @@ def test_a_file_cut_anywhere_gives_whole_rows_or_none(tmp_path: Path, name: str)
 def test_a_target_log_and_mixed_kinds(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Test completed"):
         importing.read(RECORDED / "mooncake/target.log")
-    with pytest.raises(InputError, match="no table in common"):
+    with pytest.raises(InputError, match="need different tables"):
         run_of(tmp_path, RECORDED / "vllm/serve.log", RECORDED / "written/nixlbench.txt")
-    with pytest.raises(InputError, match="no format is called"):
+    with pytest.raises(InputError, match="unknown format"):
         importing.read(RECORDED / "vllm/serve.log", "excel")
 
 
@@ -558,7 +558,7 @@ def test_bytes_that_are_no_text_are_not_printed(tmp_path: Path, content: bytes) 
     path.write_bytes(content)
     with pytest.raises(InputError) as caught:
         importing.read(path)
-    assert "this is no text" in caught.value.message
+    assert "this is not text" in caught.value.message
     assert caught.value.message.isprintable()
 
 
@@ -569,5 +569,5 @@ def test_json_that_python_cannot_hold_is_refused_in_words(text: str, tmp_path: P
     path = tmp_path / "result.json"
     path.write_text(text)
     for read_file in (importers.get("vllm_json").read, base.parse_json):
-        with pytest.raises(InputError, match="not whole JSON"):
+        with pytest.raises(InputError, match="not complete JSON"):
             read_file(path)

@@ -97,9 +97,9 @@ def test_every_backend_is_known_to_the_matrix() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"backend": "pigeon"}, "no transfer backend is called 'pigeon'"),
-        ({"block_size": "4 apples"}, "is no size"),
-        ({"threads": "none"}, "is no whole number"),
+        ({"backend": "pigeon"}, "unknown transfer backend 'pigeon'"),
+        ({"block_size": "4 apples"}, "is not a size"),
+        ({"threads": "none"}, "is not a whole number"),
         ({"op": "swap"}, "--op knows no 'swap'"),
         ({"memory": "tape"}, "--memory knows no 'tape'"),
         ({"model": "tiny", "block_size": "4K"}, "cannot both be given"),
@@ -110,7 +110,7 @@ def test_every_backend_is_known_to_the_matrix() -> None:
         ({"peer_prefix": "ssh b"}, "the other machine has to reach this one"),
         ({"peer_host": "10.0.0.2"}, "speak of another machine"),
         ({"backend": "tcp", "nics": "63"}, "63 NICs asked for"),
-        ({"lab_name": "nowhere"}, "no lab called 'nowhere'"),
+        ({"lab_name": "nowhere"}, "there is no lab 'nowhere'"),
         ({"backend": "tcp", "block_size": "64G"}, "its buffers need"),
     ],
 )
@@ -131,7 +131,7 @@ def test_a_run_of_requests_is_no_run_to_compare_with(tmp_path: Path) -> None:
     sweep = make_sweep(tmp_path, ("tcp",), (512,))
     done = invoke("microbench", *QUICK, "--compare", str(sweep), "--output", str(tmp_path / "results"))
     assert done.status == 2
-    assert "is no microbenchmark" in done.err
+    assert "is not a microbenchmark" in done.err
 
 
 def test_a_dry_run_prints_the_matrix_and_the_time_and_starts_nothing(tmp_path: Path) -> None:

@@ -347,7 +347,7 @@ def test_workers_that_never_start_are_not_waited_for_again_and_again() -> None:
     )
     assert [row.status for row in rows] == ["error"] * 4
     assert "did not get ready within 0.5 s" in rows[1].error
-    assert "not tried any more" in rows[2].error
+    assert "skipped, since the last" in rows[2].error
     assert "did not get ready within 0.5 s" in rows[3].error, "others are tried"
 
 

@@ -15,7 +15,7 @@ from sshhosts import Hosts, no_hosts_reason, standing
 
 from kvbench.core.transfers.records import Case, TransferRecord
 from kvbench.errors import InputError
-from kvbench.microbench.hosts import BetweenHosts, MicrobenchPlaces, chosen_pairs
+from kvbench.microbench.hosts import BetweenHosts, MicrobenchPlaces, choose_pairs
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.report.tables.transfers import pair_matrices
@@ -184,7 +184,7 @@ def test_pairs_are_of_hosts_that_are_there(tmp_path: Path) -> None:
     scenario, _ = resolve(CliOptions(str(path)))
 
     def pairs(**given: Any) -> list[tuple[str, str]]:
-        return chosen_pairs(scenario, MicrobenchOptions(scenario=str(path), **given))
+        return choose_pairs(scenario, MicrobenchOptions(scenario=str(path), **given))
 
     assert pairs() == [("a", "b")]
     assert pairs(from_host="b", to_host="a") == [("b", "a")]

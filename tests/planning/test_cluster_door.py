@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,14 +35,25 @@ def test_what_init_writes_for_a_cluster_is_planned(
     file = tmp_path / "cluster.yaml"
     done = invoke("init", str(file), "--yes", *options)
     assert done.status == 0, done.text
+    assert (f"next:\n  kvbench hosts install {file}\n" in done.out) == (launcher == "ssh")
     scenario, _ = load_scenario(str(file))
     assert (scenario.deployment.launcher, scenario.deployment.engine) == (launcher, "vllm")
     assert scenario.deployment.decode.instances == decodes
-    done = invoke("plan", str(file))
-    assert done.status == 0, done.text
+    done = invoke("plan", str(file), env={"PATH": str(tmp_path)})
+    begins = {
+        "ssh": "cannot start: host ",
+        "slurm": "cannot start: Slurm's salloc, srun, ",
+        "ray": "scenario" if find_spec("ray") else "cannot start: Ray is not installed here",
+    }
+    assert done.out.startswith(begins[launcher]), done.text
+    assert done.status == (2 if "cannot start" in begins[launcher] else 0)
     assert "not in it: " in done.out
-    if launcher == "ssh":
-        assert done.out.startswith("cannot start: host "), "what prevents a start comes first"
+    assert "SCENARIO" not in done.out
+    if launcher != "ray":
+        swept = invoke("sweep", str(file), "--output", str(tmp_path / "runs"), env={"PATH": str(tmp_path)})
+        assert swept.status == 1
+        assert "kvbench: cannot start: " in swept.err
+        assert not (tmp_path / "runs").exists()
 
 
 def test_doctor_says_nothing_of_this_machine_where_nothing_runs_on_it(tmp_path: Path) -> None:
@@ -101,8 +113,9 @@ def test_the_h200_scenarios_run_on_two_hosts_to_fill_in(name: str) -> None:
 def test_a_port_that_is_taken_is_said_before_anything_else() -> None:
     scenario, _ = load_scenario("quickstart", ["deployment.base_port=27640"])
     with socket.create_server(("127.0.0.1", 27642)):
-        (problem,) = obstacles(scenario, plan_of(scenario))
+        (problem,) = obstacles(scenario, plan_of(scenario), "quickstart")
     assert "ports in use: 27642" in problem.reason
+    assert "deployment.base_port=0" in problem.fix
 
 
 def test_the_time_of_what_is_left_out_is_not_counted() -> None:

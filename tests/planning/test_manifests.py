@@ -147,6 +147,49 @@ def test_instances_ask_for_their_gpus_and_rdma_devices() -> None:
     assert "resources" not in router
 
 
+def test_pods_have_their_hosts_environment_and_an_instance_a_pod_on_each_host(tmp_path: Path) -> None:
+    hosts = {n: {"address": n, "nics": ["mlx5_0"], "env": {"OF": n}} for n in ("a", "b", "c")}
+    deployment = {
+        "engine": "vllm",
+        "engine_options": {"model": "m", "version": "0.16.0", "env": {"PYTHONPATH": "/mine"}},
+        "launcher": "ssh",
+        "hosts": hosts,
+        "roles": {"prefill": [["a", "b"]], "decode": ["c"]},
+        "tensor_parallel_size": 4,
+        "decode": {"data_parallel_size": 2},
+        "prefill": {"data_parallel_size": 2},
+    }
+    text = {
+        "version": 1,
+        "model": "tiny",
+        "deployment": deployment,
+        "connectors": [{"name": "mooncake", "device_name": "mlx5_0"}],
+        "workload": {"input_len": 64, "output_len": 4},
+        "slo": {"ttft_ms": 100},
+    }
+    path = tmp_path / "s.yaml"
+    path.write_text(yaml.safe_dump(text))
+    documents = manifests(scenario_of(str(path)), [f"rdma={RDMA}", "engine-image=vllm:1"])
+    for each in documents:
+        validate(each)
+    for end, host, gpus in (("prefill-0", "a", "4"), ("prefill-0-node1", "b", "4"), ("decode-0", "c", "8")):
+        pod = container(documents, end)
+        env = {each["name"]: each.get("value") for each in pod["env"]}
+        assert (env["OF"], env["UCX_NET_DEVICES"], env["VLLM_HOST_IP"]) == (host, "mlx5_0:1", "$(POD_IP)")
+        assert pod["resources"]["limits"]["nvidia.com/gpu"] == gpus
+        # vLLM's image has no kvbench, and this machine's folder is not there.
+        assert env["PYTHONPATH"] == "/mine:/etc/kvbench"
+        assert (
+            "class KvbenchMooncakeConnector"
+            in of_kind(documents, "ConfigMap")[f"s-mooncake-{end}"]["data"]["kvbench_vllm_mooncake.py"]
+        )
+        assert {"name": "specs", "mountPath": "/etc/kvbench", "readOnly": True} in pod["volumeMounts"]
+    node = container(documents, "prefill-0-node1")["command"]
+    assert node[node.index("--master-addr") + 1] == "s-mooncake-prefill-0"
+    assert "--headless" in node
+    assert "readinessProbe" not in container(documents, "prefill-0-node1")
+
+
 def test_everything_carries_the_run_tag() -> None:
     scenario = scenario_of("quickstart", connector="nixl")
     plan = plan_of(scenario)

@@ -64,12 +64,31 @@ def rendered(name: str, *overrides: str) -> Iterator[tuple[Scenario, DeploymentP
         try:
             yield scenario, planned, process_specs(scenario, planned)
         except InputError as error:
-            if " has no " not in error.message and "needs a metadata server" not in error.message:
+            left_out = (" has no ", "needs a metadata server", "wants P and D alike")
+            if not any(words in error.message for words in left_out):
                 raise
 
 
 def engines_of(specs: list[ProcessSpec]) -> list[ProcessSpec]:
     return [spec for spec in specs if "serve" in spec.argv]
+
+
+def address_problems(spec: ProcessSpec) -> list[str]:
+    """The addresses in a connector's environment that are not its own node's."""
+    if "--kv-transfer-config" not in spec.argv:
+        return []
+    wanted = dict.fromkeys(("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST"), spec.host)
+    return [f"{name}={spec.env.get(name)}" for name, host in wanted.items() if spec.env.get(name) != host]
+
+
+def test_an_address_of_another_node_is_seen() -> None:
+    """Each mistake that vLLM would die of or wait by, planted once."""
+    argv = ("vllm", "serve", "m", "--kv-transfer-config", "{}")
+    right = {"VLLM_HOST_IP": "10.0.0.2", "VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.2"}
+    assert address_problems(ProcessSpec("p", argv, right, host="10.0.0.2")) == []
+    for name in right:
+        for wrong in ({**right, name: "10.0.0.1"}, {key: each for key, each in right.items() if key != name}):
+            assert len(address_problems(ProcessSpec("p", argv, wrong, host="10.0.0.2"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -96,6 +115,7 @@ def test_a_release_takes_every_word_of_a_scenario(
                 wrong += config_problems(json.loads(config), version)
             ours = {key for key in spec.env if key.startswith("VLLM_")} - users.keys() - OWN_ENV
             wrong += sorted(ours - said("env", version).keys())
+            wrong += address_problems(spec)
             assert not wrong, (planned.label, spec.name)
             taken.update((given["--host"], port) for port in bound_ports(given, spec.env, version))
         helpers = [planned.router_port, *planned.service_ports]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvbench.errors import EXIT_FAILED
+from kvbench.errors import EXIT_BAD_INPUT, EXIT_FAILED
 from kvbench.planning.obstacles import open_files_needed
 from kvbench.planning.scenario_files import load_scenario
 
@@ -27,7 +27,7 @@ def test_a_hard_limit_that_is_too_low_is_refused_before_the_start(tmp_path: Path
     command = [sys.executable, "-m", "kvbench"]
     for words, status in (
         (("sweep", "quickstart", "--connector", "tcp", "--output", str(tmp_path / "runs")), EXIT_FAILED),
-        (("plan", "quickstart", "--connector", "tcp"), 0),
+        (("plan", "quickstart", "--connector", "tcp"), EXIT_BAD_INPUT),
     ):
         done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120, preexec_fn=few)
         text = " ".join((done.stdout + done.stderr).split())

@@ -7,6 +7,7 @@ is listed with its reason, so that nothing differs unsaid.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from typing import Any
 
@@ -56,9 +57,9 @@ ADDED = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 ADDED_BY = {
-    "mooncake": {"MC_FORCE_HCA", "VLLM_HOST_IP"},  # RDMA or nothing; the address that D connects to
+    "mooncake": {"MC_FORCE_HCA"},  # RDMA or nothing
     "nixl": {"UCX_TLS", *TELLING},  # "all" is what UCX does without the variable
-    "nccl": {"VLLM_HOST_IP", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"},
+    "nccl": {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"},
 }
 
 
@@ -71,7 +72,8 @@ def printed(name: str, connector: str | None = None) -> dict[str, list[str]]:
     for block in done.out.split("\n\n"):
         title = block.split("\n")[0].removeprefix("# ").split(",")[0]
         if title in ("prefill-0", "decode-0", "router"):
-            found[title] = shlex.split(block.split("\nEOF\n")[-1].replace("\\\n", ""), comments=True)
+            command = re.sub(r"^KVBENCH_CODE=.*$", "", block.split("\nEOF\n")[-1], flags=re.MULTILINE)
+            found[title] = shlex.split(command.replace("\\\n", ""), comments=True)
             if title == "router":
                 found["router.json"] = [block.split("<<'EOF'\n")[1].split("\nEOF\n")[0]]
     return found
@@ -122,7 +124,8 @@ def test_flags_and_environment(case: str) -> None:
         assert (kept | ADDED).items() <= env.items()
         assert not (LEFT_OUT | dropped) & set(env)
         side = {name for name in env if "SIDE_CHANNEL" in name or "BOOTSTRAP" in name}
-        more = set(env) - set(ENV[connector]) - set(ADDED) - side - {"PYTHONPATH"}
+        assert {env["VLLM_HOST_IP"], env["VLLM_NIXL_SIDE_CHANNEL_HOST"]} == {host}  # what others connect to
+        more = set(env) - set(ENV[connector]) - set(ADDED) - side - {"VLLM_HOST_IP"} - {"PYTHONPATH"}
         assert more == ADDED_BY[connector]
 
 

@@ -100,7 +100,7 @@ def test_with_yes_the_file_is_for_this_machine_and_can_be_planned(tmp_path: Path
     assert scenario.deployment.engine == "emulated"
     assert {"aggregated", "tcp"} <= {each.name for each in scenario.connectors}
     assert path.read_text().count("#") > 10
-    assert invoke("plan", str(path)).status == 0
+    assert invoke("plan", str(path), sets=("deployment.base_port=0",)).status == 0
 
 
 def test_a_file_is_replaced_only_with_force(tmp_path: Path) -> None:
@@ -169,6 +169,8 @@ def test_rdma_devices_go_into_the_connectors() -> None:
     assert (mooncake.options.protocol, mooncake.options.device_name) == ("rdma", "mlx5_0,mlx5_1")
     assert nixl.options.ucx_tls == ""  # UCX knows what GPU memory needs
     assert nixl.options.ucx_net_devices == "mlx5_0:1,mlx5_1:1"
+    mooncake, nixl = parsed(answers, replace(machine, nics=("rdmap79s0",), efa=True)).connectors
+    assert (mooncake.options.device_name, nixl.options.backends) == ("", ("LIBFABRIC",))
 
 
 def test_what_cannot_run_is_a_comment() -> None:

@@ -90,7 +90,7 @@ def test_every_cell_of_the_rows_is_in_csv_and_json(notes: RunFolder) -> None:
 
 def test_the_conclusions_stand_before_the_table(notes: RunFolder) -> None:
     text = printed([notes.path])
-    assert text.index("What is suspicious") < text.index("What cannot be told") < text.rindex("mooncake  ")
+    assert text.index("Warnings") < text.index("Inconclusive") < text.rindex("mooncake  ")
     markdown = printed([notes.path], format="md")
     assert markdown.index("five-second burst") < markdown.index("| connector |")
 
@@ -165,7 +165,7 @@ def test_a_rate_against_none_is_plain_json(tmp_path: Path) -> None:
 
     data = json.loads(printed([store.path], format="json"), parse_constant=never)
     (statement,) = data["conclusions"]
-    assert "mooncake holds a rate, nixl none that was tested" in statement["text"]
+    assert "mooncake sustains a rate, nixl none of the tested rates" in statement["text"]
     assert statement["evidence"]["pairs"][0]["ratio"] is None
 
 

@@ -20,7 +20,7 @@ from sample_run import make_run
 from kvbench.cli.visible_console import VisibleConsole
 from kvbench.core.foreign_text import fenced, markdown_words, spreadsheet_cell, visible
 from kvbench.hosts.log_tail import tail_of
-from kvbench.processes.loadgen.stream import clipped
+from kvbench.processes.loadgen.stream import clip
 from kvbench.report.report import write_report
 
 OBEYED = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -179,7 +179,7 @@ def test_numbers_and_words_stay(text: str) -> None:
 
 
 def test_words_of_servers_and_logs_come_in_without_it(tmp_path: Path) -> None:
-    assert clipped(b"\x1b[31mno\x1b[0m \xc2\x9b2Jway") == "no way"
+    assert clip(b"\x1b[31mno\x1b[0m \xc2\x9b2Jway") == "no way"
     log = tmp_path / "a.log"
     log.write_bytes(b"\x1b[31mone\x1b[0m\ntwo\x07\n")
     assert tail_of(log, 5) == ["one", "two"]

@@ -98,7 +98,7 @@ def test_nothing_names_a_winner_over_a_cache_blind_rate() -> None:
     rows = [row("nixl", 29.0, 31.0), replace(row("aggregated", 22.0, 24.0), no_winner=CACHE_BLIND)]
     (pair,) = rate_pairs(rows)
     assert (pair.ratio, pair.low, pair.high) == (None, None, None)
-    assert pair.text() == f"no winner is named: aggregated: {CACHE_BLIND}"
+    assert pair.text() == f"no winner: aggregated: {CACHE_BLIND}"
     assert ahead(rows) == [f"1,024 in: {pair.text()}"]
     (statement,) = searched(rows)
     assert (statement.kind, statement.rule) == ("untold", "no_winner")
@@ -107,7 +107,7 @@ def test_nothing_names_a_winner_over_a_cache_blind_rate() -> None:
     both = [*rows, replace(row("tcp", 20.0, 21.0), no_winner=CACHE_BLIND)]
     (block,) = folded(searched(both))
     assert block.table is not None
-    assert all("no winner is named" in cells[2] for cells in block.table.cells)
+    assert all("no winner" in cells[2] for cells in block.table.cells)
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -184,8 +184,8 @@ def test_one_rate_is_not_called_a_maximum(tmp_path: Path) -> None:
     assert only.values["ttft_ms_p50"] is not None
     assert "missed" in printed(run)
     names = {path.name for path in write_report(store.path)}
-    assert "latency.svg" in names
-    assert "max_request_rate.svg" not in names
+    assert "distribution.svg" in names
+    assert not names & {"latency.svg", "max_request_rate.svg"}
     assert "max_request_rate.svg" not in (store.path / "report.md").read_text()
 
 
@@ -227,7 +227,7 @@ def test_rates_are_ordered_only_where_that_is_almost_sure() -> None:
     assert (told["b", "a"].ratio, told["b", "a"].low) == (1.2, pytest.approx(low, rel=0.002))
     assert told["b", "a"].high == pytest.approx(high, rel=0.002)
     assert ahead(rows) == [
-        "1,024 in: c 1.23× a [1.19, 1.26]; b 1.20× a [1.16, 1.24]; cannot be told apart: c and b"
+        "1,024 in: c 1.23× a [1.19, 1.26]; b 1.20× a [1.16, 1.24]; no significant difference: c and b"
     ]
 
 
@@ -246,14 +246,14 @@ def test_the_posterior_of_a_search_is_what_decides_where_it_is_kept() -> None:
 def test_a_search_that_did_not_converge_takes_no_part() -> None:
     rows = [row("a", 10.0, 10.5), row("b", 20.0, 20.5), row("c", 40.0, 40.5)]
     rows = [rows[0], *(replace(each, answer=replace(each.answer, sure=False)) for each in rows[1:])]
-    assert ahead(rows) == ["1,024 in: cannot be told: the searches of c and b did not converge"]
+    assert ahead(rows) == ["1,024 in: inconclusive: the searches of c and b did not converge"]
     assert all(each.ratio is None for each in rate_pairs(rows))
     (said,) = searched(rows)
     assert (said.kind, said.rule) == ("untold", "unconverged")
-    assert ahead(rows[:2]) == ["1,024 in: cannot be told: the search of b did not converge"]
+    assert ahead(rows[:2]) == ["1,024 in: inconclusive: the search of b did not converge"]
     given = {"max_request_rate": None, "upper": 2.0, "status": "exhausted"}
     none = replace(rows[1], answer=read_answer(given))
-    assert ahead([rows[0], none]) == ["1,024 in: cannot be told: the search of b did not converge"]
+    assert ahead([rows[0], none]) == ["1,024 in: inconclusive: the search of b did not converge"]
 
 
 def test_the_head_says_how_probable_the_interval_is() -> None:
@@ -271,7 +271,7 @@ def test_open_ended_and_missing_rates_are_compared_honestly() -> None:
     )
     assert rate_pairs([row("a", 4.0, None, "at_least"), row("b", 10.0, 11.0)])[0].ratio is None
     told = rate_pairs([row("a", 4.0, 4.2), row("b", None, 0.5, "none")])[0]
-    assert told.text() == "a holds a rate, b none that was tested"
+    assert told.text() == "a sustains a rate, b none of the tested rates"
     assert rate_pairs([row("a", 4.0, 4.2), row("b", None, 8.0, "none")])[0].ratio is None
     assert rate_pairs([row("a", 4.0, 4.2), row("b", None, None, "refused")]) == []
 
@@ -311,7 +311,7 @@ def log_normal(interval: tuple[float, float]) -> tuple[float, float]:
 
 def test_the_terminal_table_fits_100_columns_and_says_what_matters(special: RunFolder) -> None:
     text = printed(special)
-    table = text[text.index("connector") : text.index("who is ahead")]
+    table = text[text.index("connector") : text.index("comparison of max")]
     assert max(len(line.rstrip()) for line in table.splitlines()) <= 100
     assert "EMULATED" in text.splitlines()[1]
     assert "[interval]" in text
@@ -355,15 +355,15 @@ def test_gates_that_saw_nothing_are_named_once_for_all_that_lack_the_same(full: 
     last = replace(last, summary={**last.summary, "unseen": {"no /metrics": ["warm_cache"]}})
     blind = replace(full, trials=[*rest, last])
     rows = summary_table(blind)
-    found = [note.text for note in notes(blind, rows) if "prove nothing by their silence" in note.text]
+    found = [note.text for note in notes(blind, rows) if "checks not run" in note.text]
     assert found
     assert all("no /metrics: warm_cache" in text for text in found)
     assert len(found) <= len({row.name for row in rows})
     for name in ("terminal", "markdown", "html", "notebook"):
         report = build(blind, writers=(name,))  # type: ignore[arg-type]
         blocks = [block for section in report.sections for block in section.blocks]
-        assert any("prove nothing by their silence" in n.text for block in blocks for n in block.notes), name
-    assert not [note for note in notes(full, rows) if "silence" in note.text]  # of an older kvbench
+        assert any("checks not run" in n.text for block in blocks for n in block.notes), name
+    assert not [note for note in notes(full, rows) if "not run" in note.text]  # of an older kvbench
 
 
 def test_a_run_with_nothing_in_it_is_reported(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_comparable_runs_share_a_table(tmp_path: Path) -> None:
     command(paths, console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
-    assert "cannot be told apart: mooncake@A and mooncake@B" in text
+    assert "no significant difference: mooncake@A and mooncake@B" in text
     assert "NOT COMPARABLE" not in text
     assert all((path / "report.md").is_file() for path in paths)
 
@@ -503,7 +503,7 @@ def test_a_run_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
         command([path], Console(file=io.StringIO()))
 
 
-# ---------------------------------------------------------------- what the router adds
+# ---------------------------------------------------------------- router overhead
 
 
 def both_ways(
@@ -545,9 +545,9 @@ def test_what_the_router_adds_is_told_with_its_interval(tmp_path: Path) -> None:
     assert cost.requests > 150
     write_report(run.path, ("md", "csv", "json"))
     text = (run.path / "report.md").read_text()
-    assert "## What the router adds" in text
+    assert "## Router overhead" in text
     assert "+3.00 ms [3.00, 3.00]" in text
-    assert "through it" in printed(run)
+    assert "through the router" in printed(run)
     rows = (run.path / "tables" / "router_cost.csv").read_text().splitlines()
     assert [row.split(",")[4] for row in rows] == ["figure", "mean", "p50", "p90", "p99", "request"]
 
@@ -555,27 +555,30 @@ def test_what_the_router_adds_is_told_with_its_interval(tmp_path: Path) -> None:
 def test_a_refused_trial_gives_no_router_cost(tmp_path: Path) -> None:
     (cost,) = router_costs(both_ways(tmp_path, verdict="invalid"))
     assert cost.added == ()
-    assert "no valid measurement: the load generator was late" in cost.text()
+    assert "not a valid measurement: the load generator was late" in cost.text()
 
 
 def test_trials_of_other_plans_are_not_compared(tmp_path: Path) -> None:
     (cost,) = router_costs(both_ways(tmp_path, other_plan=True))
     assert cost.added == ()
-    assert "not one plan" in cost.text()
+    assert "different plans" in cost.text()
 
 
 def test_one_way_alone_has_no_router_cost(full: RunFolder) -> None:
     assert router_costs(full) == []
     text = printed(full)
-    assert "what the router adds" not in text
-    assert "client (P99, worst trial): sends 0.310 ms late, reads 0.420 ms; kernel stamps; 1 process" in text
+    assert "router overhead" not in text
+    assert (
+        "client (P99, worst trial): sends 0.310 ms late, reads 0.420 ms late; kernel stamps; 1 process"
+        in text
+    )
 
 
 def test_the_report_shows_the_load_generator(full: RunFolder) -> None:
     write_report(full.path, ("md",))
     text = (full.path / "report.md").read_text()
-    assert "## The load generator itself" in text
-    assert "| nixl | 512 |" in text.split("## The load generator itself")[1]
+    assert "## Load generator" in text
+    assert "| nixl | 512 |" in text.split("## Load generator")[1]
     assert "0.0500 / 0.310" in text
 
 

@@ -24,7 +24,7 @@ PAGES = [
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 ]
 BIN = str(Path(sys.executable).parent)
-LIGHT = {"plan", "scenarios", "schema"}
+LIGHT = {"plan", "scenarios"}
 """What is run as it stands, if the files that it names are there."""
 OURS = re.compile(r"^(?:\S*/bin/)?kvbench |^python3? -m kvbench ")
 DEADLINE_S = 90
@@ -98,12 +98,15 @@ def test_each_command_is_there_and_takes_its_options(page: str, command: str) ->
     if words[0] in LIGHT and "--base-url" not in words:
         named = [word for word in words[1:] if word.endswith(".yaml")]
         if all((ROOT / name).is_file() for name in named):
-            done = bare(shlex.join(["kvbench", *words]))
-            assert done.returncode == 0, done.stderr
+            require_plan(bare(shlex.join(["kvbench", *words])))
     elif scenario and words[0] in ("sweep", "launch", "bench"):
         sets = [part for at, part in enumerate(words) if part == "--set" or words[at - 1] == "--set"]
-        done = bare(shlex.join(["kvbench", "plan", scenario, *sets]))
-        assert done.returncode == 0, done.stderr
+        require_plan(bare(shlex.join(["kvbench", "plan", scenario, *sets])))
+
+
+def require_plan(done: subprocess.CompletedProcess[str]) -> None:
+    """Fail if a plan was refused, but not for what this machine lacks: its hosts and ports."""
+    assert done.returncode == (2 if done.stdout.startswith("cannot start: ") else 0), done.stderr
 
 
 @pytest.mark.parametrize(("page", "command"), OTHERS, ids=lambda value: value.replace("docs/", "")[:60])

@@ -84,6 +84,7 @@ def offered() -> dict[str, Any]:
     for name, command in group.commands.items():
         for below, each in getattr(command, "commands", {"": command}).items():
             commands[f"{name} {below}".strip()] = [word for one in each.params for word in one.opts]
+    commands |= {old: commands[new] for old, new in app.RENAMED.items()}
     schema = scenario_schema(registry())
     return {
         "commands": commands,
@@ -159,7 +160,7 @@ def test_every_key_and_command_that_a_text_names_is_there() -> None:
     }
     real = options | {*now["scenario"], *NO_KEYS}
     assert {key: where for key, where in keys.items() if key not in real} == {}
-    known = {command.partition(" ")[0] for command in now["commands"]}
+    known = {command.partition(" ")[0] for command in now["commands"]} - app.RENAMED.keys()
     assert {name: where for name, where in commands.items() if name not in known} == {}
 
 

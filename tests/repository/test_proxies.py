@@ -157,7 +157,7 @@ def test_who_needs_a_proxy_is_told_that_there_is_none(trap: Trap, monkeypatch: p
         nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(ServerError) as met:
         served_model(nobody, ServerAccess())
-    assert "past the proxy that is set" in met.value.hint
+    assert "ignores the configured proxy" in met.value.hint
     for name in trap.variables:
         monkeypatch.delenv(name)
     with pytest.raises(ServerError) as met:

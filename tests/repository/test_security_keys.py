@@ -24,7 +24,7 @@ from hostile import DONE, HOST, TOKEN, USAGE
 from kvbench.engines.external import url_problem
 from kvbench.errors import InputError
 from kvbench.hosts.environment import recorded_env
-from kvbench.hosts.server_access import WITHHELD, bearer, hidden
+from kvbench.hosts.server_access import WITHHELD, bearer, redact
 from kvbench.processes import http1
 from kvbench.processes.http1 import ReceivedRequest, Response
 from kvbench.report.bundle import BundleOptions, bundle
@@ -163,10 +163,10 @@ def test_a_key_that_is_missing_or_unsendable_is_said_without_it(
         assert "cret" not in str(caught.value)
     monkeypatch.setenv(VARIABLE, CANARY)
     assert bearer(VARIABLE) == {"authorization": f"Bearer {CANARY}"}
-    assert hidden(f"no: {CANARY}!", (VARIABLE,)) == f"no: {WITHHELD}!"
+    assert redact(f"no: {CANARY}!", (VARIABLE,)) == f"no: {WITHHELD}!"
     for kept in range(4, len(CANARY)):
-        assert hidden(f"no: {CANARY[:kept]}…", (VARIABLE,)) == f"no: {WITHHELD}"
-    assert hidden("nothing of it", (VARIABLE,)) == "nothing of it"
+        assert redact(f"no: {CANARY[:kept]}…", (VARIABLE,)) == f"no: {WITHHELD}"
+    assert redact("nothing of it", (VARIABLE,)) == "nothing of it"
 
 
 @pytest.mark.parametrize(

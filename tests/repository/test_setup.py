@@ -376,9 +376,9 @@ def test_make_sweep_and_make_test_set_up_first_and_pytest_comes_last() -> None:
     assert "tools/setup.py" in test[0]
     assert "tools/setup_tests.py" in test[1]
     assert [line.split()[0] for line in test[2:-1]] == [
-        f".venv/bin/{tool}" for tool in ("ruff", "ruff", "mypy", "lint-imports", "python")
+        f".venv/bin/{tool}" for tool in ("ruff", "ruff", "mypy", "lint-imports", "python", "python")
     ]
-    assert test[-2].endswith("-m tools.house")
+    assert [step.split()[-1] for step in test[-3:-1]] == ["tools.house", "tools.wording"]
     assert "-m pytest" in test[-1]
 
 

@@ -93,14 +93,14 @@ def test_every_file_counts(folder: Path) -> None:
         (folder / name).unlink()
         found = list(damages(folder))
         assert {each.file for each in found} == {name}, name
-        assert "is missing" in found[0].what or "lines before line 1 are gone" in found[0].what
+        assert "is missing" in found[0].what or "lines before line 1 are missing" in found[0].what
         (folder / name).write_bytes(before)
 
 
 @pytest.mark.parametrize("name", ["requests/t9.parquet", "telemetry/t9.parquet", "outputs.jsonl"])
 def test_a_file_more_is_found(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"{}\n")
-    assert said(folder) == [f"{name}: {'line 1 ' if name.endswith('l') else ''}is not of this run"]
+    assert said(folder) == [f"{name}: {'line 1 ' if name.endswith('l') else ''}does not belong to this run"]
 
 
 def _removed(lines: list[bytes], place: int) -> list[bytes]:
@@ -129,13 +129,13 @@ def test_every_line_counts(
     if edit is _edited:
         assert found == f"{name}: line {place + 1} was changed since it was written"
     elif edit is _removed:
-        assert found == f"{name}: 1 line before line {place + 1} is gone"
+        assert found == f"{name}: 1 line before line {place + 1} is missing"
 
 
 def test_half_a_line_after_the_end_is_found(folder: Path) -> None:
     with (folder / "trials.jsonl").open("ab") as file:
         file.write(b'{"trial_id": ')
-    assert said(folder) == ["trials.jsonl: ends in half a line"]
+    assert said(folder) == ["trials.jsonl: ends in an incomplete line"]
 
 
 @pytest.mark.parametrize("place", [0, 7, -2, -1])

@@ -14,6 +14,8 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,7 +80,7 @@ def test_a_file_that_is_not_ours_any_more_is_said(
         append = (
             partial(store.add_trial, trial(2)) if name == "trials.jsonl" else partial(store.put_cell, cell)
         )
-        with pytest.raises(StoreError, match=rf"{name} was (removed or replaced|changed by somebody else)"):
+        with pytest.raises(StoreError, match=rf"{name} was (removed or replaced|changed by another process)"):
             append()
 
 
@@ -203,7 +205,7 @@ def test_what_is_no_run_folder_is_said(tmp_path: Path) -> None:
         load_run(tmp_path)
     assert "take it from a copy of the run" in cut.value.hint
     (tmp_path / "manifest.json").write_text('{"schema": "1"}')
-    with pytest.raises(StoreError, match="names no schema"):
+    with pytest.raises(StoreError, match="unknown schema"):
         load_run(tmp_path)
 
 
@@ -219,7 +221,7 @@ def test_missing_requests_are_said(tmp_path: Path) -> None:
         store.add_trial(trial())
         with pytest.raises(StoreError, match="cannot be a file name"):
             store.add_trial(trial(trial_id="../x"), [request(0)])
-    with pytest.raises(StoreError, match="is not there"):
+    with pytest.raises(StoreError, match="does not exist"):
         load_run(store.path).requests("tcp-in1024-001")
 
 
@@ -378,6 +380,25 @@ def test_trials_survive_json_lines(tmp_path_factory: pytest.TempPathFactory, row
 def test_an_undecodable_error_text_does_not_lose_the_trial(tmp_path: Path) -> None:
     write_parquet(tmp_path / "x.parquet", [replace(request(1), error_detail="\udcff broken")], {})
     assert (tmp_path / "x.parquet").stat().st_size > 0
+
+
+def test_rows_become_the_columns_that_arrow_would_make_and_need_no_pandas(tmp_path: Path) -> None:
+    columns: dict[str, list[object]] = {
+        "mixed": [1.5, None, 2],
+        "whole": [1, None, 3],
+        "text": ["a", None, "ü"],
+        "flag": [True, None, False],
+        "nothing": [None, None, None],
+    }
+    rows = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
+    code = (
+        "import sys, pathlib; from kvbench.results.parquet import write_rows; "
+        f"write_rows(pathlib.Path(sys.argv[1]), {rows!r}); print('pandas' in sys.modules)"
+    )
+    path = tmp_path / "rows.parquet"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
+    assert pq.read_table(path).equals(pa.table(columns))
 
 
 def test_importing_the_store_loads_no_heavy_library() -> None:

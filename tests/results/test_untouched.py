@@ -15,7 +15,7 @@ from rich.console import Console
 from sample_run import make_run
 
 from kvbench.core.records import Cell
-from kvbench.errors import StoreError
+from kvbench.errors import LaunchError, StoreError
 from kvbench.planning.overrides import CliOptions
 from kvbench.report.report import render_terminal, write_report
 from kvbench.report.tables.trial_values import measuring_share
@@ -23,6 +23,7 @@ from kvbench.report.timeline import counters
 from kvbench.results.checksums import lost_requests
 from kvbench.results.run import CellResult, load_run
 from kvbench.sweep import resume
+from kvbench.sweep.display import next_step
 from kvbench.sweep.sweep import carry_out
 
 LISTED = (
@@ -189,6 +190,52 @@ def test_the_command_to_go_on_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         carry_out(store, 1, Console(file=out, width=80), failing)
     assert f"to go on with it: kvbench sweep --resume {store.path}" in out.getvalue().splitlines()
+
+
+def test_a_sweep_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
+    from kvbench.sweep.bench import create_store
+
+    sweep = Taped(CliOptions("quickstart", LISTED))
+
+    def failing(_display: Any) -> Any:
+        raise LaunchError("host a is not reached")
+
+    for log in ("", "agent.log"):
+        store = create_store(tmp_path, sweep.scenario, sweep._source, sweep.plan, "sweep", {})
+        if log:
+            store.logs.mkdir(exist_ok=True)
+            (store.logs / log).write_text("what it said")
+        with pytest.raises(LaunchError):
+            carry_out(store, 1, Console(file=io.StringIO()), failing)
+        assert store.path.exists() == bool(log), "what a process has logged stays"
+
+
+REFERENCE = Path(__file__).parents[2] / "results" / "reference" / "quickstart"
+
+
+def next_of(folder: Path, *argv: str) -> str:
+    run = load_run(folder)
+    run.manifest["argv"] = list(argv)
+    return next_step(run)
+
+
+def test_the_next_command_has_each_option_once() -> None:
+    own = ("--set", "search.precision=0.2", "--precision=0.3", "--precision", "0.4", "--max-trials", "4")
+    words = next_of(REFERENCE, "kvbench", "sweep", "quickstart", *own, "--slo", "'ttft_ms p90 <= 50'")
+    kept = "kvbench sweep quickstart --max-trials 4 --slo 'ttft_ms p90 <= 50'"
+    assert words.startswith(f"next: {kept} --precision 0.1  (separates "), words
+
+
+def test_the_next_command_compares_only_what_can_be_compared(tmp_path: Path) -> None:
+    first, second = (tmp_path / f"2026-01-0{day}-quickstart-a" for day in (1, 2))
+    for folder in (first, second):
+        shutil.copytree(REFERENCE, folder)
+    assert next_of(second) == f"next: kvbench compare {first} {second}  (says what has changed since)"
+    assert next_of(first).startswith("next: kvbench export timeline ")
+    plan = json.loads((first / "plan.json").read_text())
+    plan["scenario"]["deployment"]["engine_options"]["base_url"] = "http://another:1"
+    (first / "plan.json").write_text(json.dumps(plan))
+    assert next_of(second).startswith("next: kvbench export timeline "), "another server"
 
 
 class Failing:

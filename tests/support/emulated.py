@@ -218,7 +218,7 @@ def pair_specs(connector: str, **changes: Any) -> tuple[dict[str, Any], dict[str
         config["kv_connector_extra_config"].update(extra)
         side = free_port() if role in chosen.side_port_roles else None
         result.append(spec(kv_transfer_config=config, side_channel_port=side, **changes))
-        env.update(chosen.env(role, options, side, "127.0.0.1"))  # type: ignore[arg-type]
+        env.update(chosen.env(role, options, side))  # type: ignore[arg-type]
     return result[0], result[1], env
 
 

@@ -410,7 +410,7 @@ class Siege:
             )
         else:
             strike(self)
-        over = re.compile(rf"^\d+:\d+  (?!{key})\S+: starting|^files: ", re.MULTILINE)
+        over = re.compile(rf"^\d+:\d+  (?!{key})\S+: starting|^report ", re.MULTILINE)
         self._wait(
             lambda: bool(over.search("".join(line for _, line in self._lines[before:]))),
             SEEN_DEADLINE_S,

@@ -16,7 +16,7 @@ from typing import Any
 import uvloop
 
 from kvbench.core.records import RequestRecord
-from kvbench.processes.loadgen.__main__ import dispatched
+from kvbench.processes.loadgen.__main__ import prepare_dispatch
 from kvbench.processes.loadgen.plan import planned_requests
 from kvbench.processes.loadgen.run import LoadRun
 from kvbench.processes.loadgen.schedules import PlannedSchedule
@@ -130,7 +130,7 @@ def trial_here(
     """A trial on this thread: records, end event, progress events."""
     loop = SocketLoop()
     plan = planned_requests(spec)
-    pools, begin = dispatched(spec, plan, loop)
+    pools, begin = prepare_dispatch(spec, plan, loop)
     for pool in pools:
         pool.warm(warm)
     progress: list[dict[str, Any]] = []

@@ -14,7 +14,7 @@ from kvbench.core.records import RequestRecord
 from kvbench.core.sessions.corpus import Session, Turn
 from kvbench.core.sessions.session_load import SessionLoad
 from kvbench.planning.load_files import write_session_load
-from kvbench.processes.loadgen.__main__ import dispatched
+from kvbench.processes.loadgen.__main__ import prepare_dispatch
 from kvbench.processes.loadgen.plan import TokenEncoder
 from kvbench.processes.loadgen.run import LoadRun
 from kvbench.processes.loadgen.session_schedule import SessionPrompts, SessionSchedule, read_session_load
@@ -53,7 +53,7 @@ def sent(
     spec.check()
     loop = SocketLoop()
     read = read_session_load(spec.sessions_path)
-    pools, begin = dispatched(spec, (), loop)
+    pools, begin = prepare_dispatch(spec, (), loop)
     progress: list[dict[str, Any]] = []
 
     def report(line: dict[str, Any]) -> bool:

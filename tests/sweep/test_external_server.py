@@ -178,9 +178,9 @@ def test_of_several_models_one_must_be_named() -> None:
     ("status", "said"),
     [
         (401, "--api-key-env"),
-        (403, "rights"),
+        (403, "permissions"),
         (404, "where /v1 begins"),
-        (429, "limits"),
+        (429, "rate limit"),
         (302, "redirects"),
         (500, "log"),
         (503, "log"),

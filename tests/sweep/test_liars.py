@@ -79,7 +79,7 @@ def test_bench_refuses_a_liar_by_name_with_exit_code_1(tmp_path: Path) -> None:
             hog.terminate()
     run = the_run(tmp_path)
     assert done.status == 1, done.text
-    assert "prefix cache of prefill: the trial measured a cache" in " ".join(done.text.split())
+    assert "prefix cache of prefill: the trial measured the cache" in " ".join(done.text.split())
     assert "LIE: WARM_CACHE" in done.out
     (trial,) = run.trials
     told = {finding.gate: finding.level for finding in trial.findings}

@@ -190,13 +190,13 @@ def test_a_trace_is_searched_for_the_speed_that_holds(tmp_path: Path, trace: Pat
     ("words", "said"),
     [
         (("sweep", "--method", "burst,fixed"), "--method takes one method, or sustained,burst"),
-        (("sweep", "--method", "brust"), "search.method must be 'sustained', 'burst', 'fixed' or 'trace'"),
+        (("sweep", "--method", "brust"), "--method brust: must be 'sustained', 'burst', 'fixed' or 'trace'"),
         (("sweep", "--method", "fixed"), "method fixed needs search.rates"),
         (("sweep", "--method", "trace"), "method trace needs workload.trace"),
         (("sweep", "--rates", "1,x"), "must be a number, not 'x'"),
-        (("sweep", "--rates", "1", "--method", "burst"), "search.rates are for method fixed"),
+        (("sweep", "--rates", "1", "--method", "burst"), "--rates 1: are for method fixed"),
         (("sweep", "--trace", "/nowhere/t.jsonl"), "the trace /nowhere/t.jsonl cannot be read"),
-        (("sweep", "--slo", "ttft p90 => 5"), "is no limit"),
+        (("sweep", "--slo", "ttft p90 => 5"), "is not a limit"),
         (("bench",), "give the rate to offer"),
     ],
 )

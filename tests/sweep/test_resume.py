@@ -157,7 +157,7 @@ def test_other_conditions_are_refused_unless_forced_and_then_marked(broken: Path
     assert ELSEWHERE in run.all_trials[-1].labels
     (note,) = [each for each in notes(run, summary_table(run)) if ELSEWHERE in each.text]
     assert note.text.startswith(
-        f"{ELSEWHERE}: session 2 of 2 went on under other conditions: hostname: elsewhere"
+        f"{ELSEWHERE}: session 2 of 2 ran under other conditions: hostname: elsewhere"
     )
     write_report(folder, ("md",))
     assert note.text in (folder / "report.md").read_text()
@@ -169,8 +169,8 @@ def test_hosts_are_compared_by_their_names_in_the_scenario() -> None:
     assert host_differences({}, {"a": a}) == []
     assert host_differences({"a": a, "b": b}, {"b": b, "a": dict(a)}) == []
     assert host_differences({"a": a, "b": b}, {"a": {**a, "hostname": "three", "nics": []}, "c": b}) == [
-        "host b: not used any more",
-        "host c: not used then",
+        "host b: no longer used",
+        "host c: not used before",
         "host a, hostname: one then, three now",
         "host a, nics: eth0 then, none now",
     ]
@@ -191,7 +191,7 @@ def test_true_outputs_that_change_from_session_to_session_are_noted(broken: Path
 
     assert told("a b", "a b") == []
     (said,) = told("a b", "a c")
-    assert said.startswith("aggregated at 128: its greedy outputs were others when they were asked for again")
+    assert said.startswith("aggregated at 128: its greedy outputs differed when requested again")
     assert "('a b' then, 'a c' now)" in said
 
 
@@ -207,7 +207,7 @@ def test_another_plan_or_another_search_is_not_gone_on_with(broken: Path, tmp_pa
     lines = (other / "trials.jsonl").read_text().splitlines()
     lines[3] = json.dumps({**json.loads(lines[3]), "request_rate": 7.5})
     (other / "trials.jsonl").write_text("\n".join(lines) + "\n")
-    with pytest.raises(StoreError, match=r"at 7\.5 req/s .* is not what the search asks for"):
+    with pytest.raises(StoreError, match=r"at 7\.5 req/s .* is not the trial that the search requests"):
         resume.resume(other)
     assert load_run(other).manifest["status"] == "failed"
     older = without_checksums(copied(broken, tmp_path / "older"))
@@ -237,7 +237,7 @@ def test_what_an_earlier_cell_taught_after_it_had_failed_is_no_other_search(
     folder = copied(broken, tmp_path)
     record = load_run(folder).all_trials[0]
     asked = (record.trial_id, record.request_rate * 2, record.purpose)
-    with pytest.raises(StoreError, match="is not what the search asks for"):
+    with pytest.raises(StoreError, match="is not the trial that the search requests"):
         earlier_sessions(load_run(folder), "fixed").check(record, *asked)
     cell = load_run(folder).plan["cells"][1]
     lost = {key: cell[key] for key in ("connector", "input_len", "output_len")}
@@ -245,7 +245,7 @@ def test_what_an_earlier_cell_taught_after_it_had_failed_is_no_other_search(
         store.put_cell({"cell": lost, "status": "failed", "reason": "decode-0 has ended"})
         store.put_cell({"cell": lost, "status": "done"})
     earlier_sessions(load_run(folder), "fixed").check(record, *asked)
-    with pytest.raises(StoreError, match="is not what the search asks for"):
+    with pytest.raises(StoreError, match="is not the trial that the search requests"):
         earlier_sessions(load_run(folder), "fixed").check(record, "another-02", *asked[1:])
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from kvbench.core.records import Cell, TrialRecord, VerdictKind
 from kvbench.core.search.burst import BurstSearch
+from kvbench.core.search.data import Probe
 from kvbench.core.search.search import RateSearch, SearchLimits
 from kvbench.sweep.strategies import (
-    Ask,
     Burst,
     OneRate,
     RateList,
@@ -23,7 +23,7 @@ from kvbench.sweep.strategies import (
 CELL = Cell("tcp", 64, 4)
 
 
-def record(ask: Ask, verdict: VerdictKind, **summary: Any) -> TrialRecord:
+def record(ask: Probe, verdict: VerdictKind, **summary: Any) -> TrialRecord:
     return TrialRecord("t", CELL, ask.rate, 0, verdict, "", ask.purpose, summary=summary)
 
 
@@ -31,7 +31,7 @@ def limits(most: int = 30) -> SearchLimits:
     return SearchLimits(8, 0.5, 1000, 0.05, most)
 
 
-def run(strategy: Strategy, capacities: dict[str, float]) -> list[Ask]:
+def run(strategy: Strategy, capacities: dict[str, float]) -> list[Probe]:
     """Tries rates against systems that hold each tier up to a rate."""
     asked = []
     while (ask := strategy.ask()) is not None:
@@ -80,7 +80,7 @@ def test_what_a_cut_trial_did_not_decide_is_not_told_to_other_tiers() -> None:
 
 def test_what_was_measured_goes_to_the_search() -> None:
     live = {"measured": {"attainment": 0.97, "n": 100, "score": 0.2, "unknown": 1}}
-    ask = Ask(5, "bisect")
+    ask = Probe(5, "bisect")
     told = measured_of(record(ask, "met", live=live), "")
     assert told is not None
     assert (told.attainment, told.n, told.score) == (0.97, 100, 0.2)
@@ -89,11 +89,11 @@ def test_what_was_measured_goes_to_the_search() -> None:
     assert told is not None
     assert told.n == 7
     assert measured_of(record(ask, "met"), "") is None
-    ceiling = measured_of(record(Ask(400, "ceiling"), "measured", completion_rate=42.0), "")
+    ceiling = measured_of(record(Probe(400, "ceiling"), "measured", completion_rate=42.0), "")
     assert ceiling is not None
     assert ceiling.completion_rate == 42.0
     assert ceiling.grows  # not said to be steady
-    nothing = measured_of(record(Ask(400, "ceiling"), "invalid"), "")
+    nothing = measured_of(record(Probe(400, "ceiling"), "invalid"), "")
     assert nothing is not None
     assert nothing.completion_rate is None
 
@@ -106,7 +106,7 @@ def test_what_a_refused_flood_passed_on_is_no_ceiling(verdict: VerdictKind) -> N
     ask = one.ask()
     assert ask is not None
     one.tell(record(ask, verdict, completion_rate=39.3, completion_steady=True))
-    assert one.ask() == Ask(35.37, "start", "", verdict == "measured")
+    assert one.ask() == Probe(35.37, "start", verdict == "measured")
     root = search.estimate()
     assert (root is not None and root.upper < 50) == (verdict == "measured")
 

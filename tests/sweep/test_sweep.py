@@ -94,7 +94,7 @@ def test_where_the_first_token_s_time_goes_adds_up(finished: tuple[int, str, Run
             rows = rows[rows.prefill_answered_s.notna()]
             assert len(rows)
         assert (rows.prefill_answered_s > rows.prefill_sent_s).all()
-    assert "Where the time to the first token goes" in (run.path / "report.md").read_text()
+    assert "TTFT breakdown" in (run.path / "report.md").read_text()
     assert (run.path / "figures" / "ttft_breakdown.svg").is_file()
 
 
@@ -152,18 +152,15 @@ def test_bench_measures_one_rate(tmp_path: Path) -> None:
     assert trial.summary["completed"] == 20
 
 
-def test_a_taken_port_ends_its_cells_with_a_hint(tmp_path: Path) -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        held.listen()
+def test_a_taken_port_is_refused_with_a_hint_and_leaves_no_folder(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
-        status, text, run = sweep(
-            tmp_path, "--connector", "aggregated", sets=(f"deployment.base_port={port}",)
-        )
-    assert status == 1
-    assert f"port 127.0.0.1:{port}" in text
-    assert "deployment.base_port" in text
-    assert cells_of(run) == {"aggregated": "failed"}
+        words = ("sweep", "quickstart", "--connector", "aggregated", "--output", str(tmp_path / "runs"))
+        done = invoke(*words, sets=(f"deployment.base_port={port}",))
+    assert done.status == 1
+    assert f"cannot start: ports in use: {port}" in done.err
+    assert "deployment.base_port=0" in done.err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_pair_that_never_gets_ready(tmp_path: Path) -> None:
@@ -343,10 +340,16 @@ class TestBaseUrl:
             server.communicate()
         assert done.status == 1
         assert "answered 500 Internal Server Error: oops" in " ".join(done.text.split())
-        assert cells_of(the_run(tmp_path)) == {"aggregated": "failed"}
+        assert cells_of(the_run(tmp_path)) == {"m": "failed"}
 
     def test_what_is_missing_is_named(self) -> None:
         done = invoke("sweep", "--base-url", "http://127.0.0.1:9")
         assert done.status == 2
         assert "--input-len" in done.err
         assert "--ttft-ms, --tpot-ms or --slo" in done.err
+
+    @pytest.mark.parametrize("load", [("--rate", "4"), ("--concurrency", "2")])
+    def test_one_load_needs_no_slo(self, load: tuple[str, str]) -> None:
+        url = ("--base-url", "http://127.0.0.1:9", "--input-len", "8", "--output-len", "2")
+        done = invoke("bench", *url, *load)
+        assert "GET http://127.0.0.1:9/v1/models failed" in done.err

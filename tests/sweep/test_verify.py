@@ -289,7 +289,7 @@ def test_a_trial_that_was_taken_out_is_missed(folder: Path) -> None:
 def test_lines_that_cannot_be_read_are_damage(folder: Path) -> None:
     with (without_checksums(folder) / "trials.jsonl").open("a") as file:
         file.write("{}\n")
-    assert any(each.startswith("trials.jsonl: an entry is left out") for each in found_in(folder))
+    assert any(each.startswith("trials.jsonl: an entry is ignored") for each in found_in(folder))
 
 
 # --- other code ------------------------------------------------------------------------------------

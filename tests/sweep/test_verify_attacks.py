@@ -116,7 +116,7 @@ ATTACKS: dict[str, tuple[Edit, bool, str, str]] = {
         document("plan.json", lambda plan: plan["scenario"].update(colour="red")),
         False,
         NOT_SOUND,
-        "what is asked was changed since the run began, in plan.json",
+        "the scenario was changed since the run began, in plan.json",
     ),
     "the same with its digest": (
         document("plan.json", lambda plan: plan["scenario"].update(colour="red")),
@@ -215,7 +215,7 @@ ATTACKS: dict[str, tuple[Edit, bool, str, str]] = {
         text("scenario.yaml", "ttft_ms: 250", "ttft_ms: 300"),
         False,
         NOT_SOUND,
-        "what is asked was changed since the run began, in scenario.yaml",
+        "the scenario was changed since the run began, in scenario.yaml",
     ),
     "the same SLO with its digest": (
         text("scenario.yaml", "ttft_ms: 250", "ttft_ms: 300"),

@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.errors import InputError
-from tools.known_queues import (
-    md1_attainment,
-    md1_in_system,
-    md1_max_rate,
-    md1_wait_cdf,
-)
+from tools.known_queues import md1_attainment, md1_in_system, md1_max_rate, md1_wait_cdf
 
 SERVICE_S = 0.02
 loads = st.floats(0.01, 0.97)

@@ -13,14 +13,7 @@ import pytest
 from tools.random_systems import truth
 from tools.random_systems.family import SEEDS, draw
 from tools.random_systems.judge import __main__ as command
-from tools.random_systems.judge.rivals import (
-    RULES,
-    DrawnBench,
-    RivalFigures,
-    RivalFound,
-    RivalJob,
-    rules_for,
-)
+from tools.random_systems.judge.rivals import RULES, DrawnBench, RivalFound, RivalJob, rule_figures, rules_for
 from tools.random_systems.queues import can_close, closed
 from tools.random_systems.simulate import Jobs, run
 from tools.random_systems.system import Clock, Disturbances, Service, Slo, System, Workload
@@ -122,11 +115,11 @@ def test_each_rule_answers(rule: str) -> None:
 def test_figures_are_of_what_can_be_found() -> None:
     row = RivalFound("x", "random", "r", True, 10.0, 10.2, 5, 100.0, 50.0, 1.0)
     rows = [row, replace(row, found=None), replace(row, true=0.0), replace(row, answered=False)]
-    figures = RivalFigures.of("r", rows)
-    assert (figures.searches, figures.answered, figures.possible) == (4, 3, 2)
-    assert (figures.found, figures.near) == (1, 1)
-    assert figures.middle == pytest.approx(1.02)
-    assert RivalFigures.of("r", []).middle is None
+    figures = rule_figures("r", rows)
+    counts = {"searches": 4, "answered": 3, "possible": 2, "found": 1, "near": 1}
+    assert {**figures, **counts} == figures
+    assert figures["middle"] == pytest.approx(1.02)
+    assert rule_figures("r", [])["middle"] is None
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -667,12 +667,8 @@ def test_a_process_of_its_own() -> None:
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--seed", "develop", "--list", "--kinds", "--count", "15"]) == 0
-    printed = capsys.readouterr().out
-    assert "develop-014" in printed
-    assert "aborts" in printed
-    assert command.main(["--seed", "3", "--json", "--count", "2"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[1])["truth"] is None
+    assert command.main(["--seed", "develop", "--count", "15"]) == 0
+    assert "develop-014" in capsys.readouterr().out
 
 
 def test_jobs_that_left_before_they_came_are_nobodys() -> None:

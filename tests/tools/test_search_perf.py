@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
@@ -69,11 +67,11 @@ def test_the_search_is_true_and_fast() -> None:
         for seed in range(5)
     ]
     row = trials.rows_of(work, [trials.run_job(job) for job in work])[-1]
-    assert row.system == "all"
-    assert row.median == pytest.approx(1.0, abs=0.025)
-    assert row.within >= 0.95
-    assert row.trials <= 8
-    assert row.latencies <= 75
+    assert row["system"] == "all"
+    assert row["median"] == pytest.approx(1.0, abs=0.025)
+    assert row["within"] >= 0.95
+    assert row["trials"] <= 8
+    assert row["latencies"] <= 75
 
 
 def test_the_search_says_where_there_is_nothing_to_find() -> None:
@@ -81,16 +79,11 @@ def test_the_search_says_where_there_is_nothing_to_find() -> None:
         system = SYSTEMS[name]
         work = [trials.Job(trials.OURS, system, trials.truth_of(system), seed) for seed in range(3)]
         rows = trials.rows_of(work, [trials.run_job(job) for job in work])
-        assert rows[0].right == 1.0
-        assert math.isnan(rows[0].median)
-        assert rows[0].to_json()["median"] is None
+        assert (rows[0]["right"], rows[0]["median"]) == (1.0, None)
 
 
 def test_a_search_repeats_itself() -> None:
-    ran: list[float] = []
-    first = search(MD1, 3, watch=lambda each: ran.append(each.probe.rate))
-    assert first == search(MD1, 3)
-    assert len(ran) == first.trials
+    assert search(MD1, 3) == search(MD1, 3)
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))

@@ -413,8 +413,8 @@ def test_over_tcp_there_is_one_nic() -> None:
 
 
 def test_codes_have_names() -> None:
-    assert mooncake_store.words(-704).startswith("OBJECT_NOT_FOUND (-704): it was never put")
-    assert mooncake_store.words(-5) == "unknown code (-5)"
+    assert mooncake_store.describe_code(-704).startswith("OBJECT_NOT_FOUND (-704): it was never put")
+    assert mooncake_store.describe_code(-5) == "unknown code (-5)"
 
 
 # --- vLLM-Omni's contract

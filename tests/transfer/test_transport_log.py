@@ -178,7 +178,7 @@ def test_connectors_over_ucx_have_it_tell_its_way() -> None:
     for name, operation in (("nixl", "read"), ("nixl_push", "write"), ("multi", "read"), ("mooncake", "")):
         connector = connectors.get(name)
         assert connector.kv_operation == operation
-        told = connector.env("decode", connector.options_model(), 5600, "127.0.0.1")
+        told = connector.env("decode", connector.options_model(), 5600)
         assert (told.get("UCX_LOG_LEVEL"), told.get("UCX_PROTO_INFO")) == (
             ("info", "y") if operation else (None, None)
         )

@@ -15,7 +15,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +23,7 @@ import yaml
 
 from tools.mutants.operators import Mutant, mutants
 from tools.mutants.reach import BUILD, ROOT, Reach, digest, reach, test_files
-from tools.mutants.running import Outcome, Pool, Session, Task, in_session, preload, within
+from tools.mutants.running import Outcome, Pool, Task, preload, within
 
 SOURCES: Final = (
     *("kvbench/core", "kvbench/processes/loadgen/plan.py", "kvbench/processes/router/dispatch.py"),
@@ -38,8 +37,6 @@ TESTS: Final = (
 )
 EQUIVALENT: Final = Path(__file__).with_name("equivalent.yaml")
 RESULTS: Final = BUILD / "results.jsonl"
-QUICKLY: Final = 5.0
-"""The quick way takes so much less time for the tests of one: most of what dies does so early."""
 DEAD: Final = ("killed", "too long")
 
 
@@ -77,11 +74,7 @@ class Results:
         self._tests = tests
         self._modules = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
         self._known: dict[str, Outcome] = {}
-        self.read()
-
-    def read(self) -> None:
-        """Takes in what the file says, also what another process has added to it."""
-        for line in self._path.read_text().splitlines() if self._path.exists() else ():
+        for line in path.read_text().splitlines() if path.exists() else ():
             try:
                 self._take(json.loads(line))
             except (ValueError, KeyError, TypeError):  # cut off by a kill
@@ -193,22 +186,8 @@ def main(arguments: Sequence[str]) -> int:
     reached = reach(asked.tests, asked.jobs)
     results = Results(RESULTS, texts, digest([ROOT / name for name in test_files(asked.tests)]))
     preload()
-    half_s = asked.minutes * 30 if asked.minutes else math.inf
-    began = time.monotonic()
-    todo = partial(tasks, wanted, results, reached)
-
-    def quickly(session: Session) -> None:
-        """In a process of its own: only what is killed is noted."""
-        for task, outcome in Pool(ROOT, asked.jobs, session.run).run(
-            todo(asked.tests_s / QUICKLY, began + half_s)
-        ):
-            if outcome.status in DEAD:
-                results.add(task.mutant, outcome)
-
-    used = sorted({test.partition("::")[0] for test in reached.seconds})
-    in_session(used, quickly)
-    results.read()
-    for task, outcome in Pool(ROOT, asked.jobs).run(todo(asked.tests_s, began + 2 * half_s)):
+    until = time.monotonic() + asked.minutes * 60 if asked.minutes else math.inf
+    for task, outcome in Pool(ROOT, asked.jobs).run(tasks(wanted, results, reached, asked.tests_s, until)):
         results.add(task.mutant, outcome)
         if outcome.status not in DEAD:
             print(

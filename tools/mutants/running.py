@@ -1,17 +1,9 @@
-"""Many mutants, several at a time, each in a forked process with a time limit; what comes of each.
-
-There are two ways. In the quick one the tests are imported once, and each mutant is put into the functions
-that exist (``Session``). It shows what kills a mutant, and nothing else: what a test module computed when it
-was imported knows nothing of the change. So a mutant that survives, or is not in a function, is tried again
-by ``run``, in a process that has imported nothing of the package yet: the mutant is imported in place of the
-file.
-"""
+"""Many mutants, several at a time, each in a forked process with a time limit; what comes of each."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import importlib
 import importlib.machinery
 import importlib.util
@@ -24,19 +16,17 @@ import sys
 import tempfile
 import time
 import types
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Final, NoReturn
 
 import psutil
 import pytest
 
 from .operators import Mutant, mutated
-from .reach import OPTIONS, function_of, steady
+from .reach import OPTIONS, steady
 
 MOST_MEMORY: Final = 8 << 30
 """Bytes of address space: a mutant that never stops to collect shall not take the machine."""
@@ -83,13 +73,10 @@ class First:
             self.failed = report.nodeid
 
 
-def module_name(path: str) -> str:
-    """``kvbench/core/stats.py`` → ``kvbench.core.stats``"""
-    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
-def begin(folder: Path, cpu_s: int) -> None:
-    """Makes this process one that may end as it likes: by itself, silent, and bounded."""
+def run(root: Path, mutant: Mutant, tests: Sequence[str], folder: Path, cpu_s: int) -> NoReturn:
+    """Run the tests in this forked process, bounded and silent, and end it with ``folder/outcome``: an exit
+    code of pytest's, and which test failed. The package has not been imported yet.
+    """
     os.setsid()
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 5))
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
@@ -98,22 +85,11 @@ def begin(folder: Path, cpu_s: int) -> None:
         os.dup2(output, number)
     os.environ.update(TMPDIR=str(folder), PYTEST_DEBUG_TEMPROOT=str(folder))
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
-
-
-def end(folder: Path, status: int | str, by: str) -> NoReturn:
-    """Writes ``folder/outcome`` and ends the process: an exit code of pytest's, and which test failed."""
-    with contextlib.suppress(OSError):
-        (folder / "outcome.new").write_text(json.dumps({"status": status, "by": by}))
-        (folder / "outcome.new").replace(folder / "outcome")
-    os._exit(0)
-
-
-def run(root: Path, mutant: Mutant, tests: Sequence[str], folder: Path, cpu_s: int) -> NoReturn:
-    """Runs the tests in a Python that has imported nothing of the package yet, and ends the process."""
-    begin(folder, cpu_s)
     path = root / mutant.module
     code = compile(mutated(mutant, path.read_text(encoding="utf-8")), path, "exec", dont_inherit=True)
-    loader = _Loader(module_name(mutant.module), str(path), code)
+    loader = _Loader(
+        mutant.module.removesuffix(".py").removesuffix("/__init__").replace("/", "."), str(path), code
+    )
     sys.meta_path.insert(0, _Finder(loader))
     first = First()
     steady()
@@ -125,109 +101,10 @@ def run(root: Path, mutant: Mutant, tests: Sequence[str], folder: Path, cpu_s: i
         status = repr(error)
     if not loader.loaded and status in (0, 5):
         status = "the mutated module was not imported"
-    end(folder, status, first.failed)
-
-
-Place = tuple[str, int]
-"""A function's name and its first line."""
-
-
-def _is_class(code: CodeType) -> bool:
-    return "__module__" in code.co_names[:2]
-
-
-def functions(code: CodeType) -> dict[Place, CodeType]:
-    """The code of a module's functions and of its classes' methods; not of what these make when they run."""
-    found: dict[Place, CodeType] = {}
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            found |= functions(each) if _is_class(each) else {(each.co_name, each.co_firstlineno): each}
-    return found
-
-
-def _frame(code: CodeType) -> CodeType:
-    """A module's code without that of its functions: what runs when it is imported."""
-    consts = (
-        (_frame(each) if _is_class(each) else None) if isinstance(each, CodeType) else each
-        for each in code.co_consts
-    )
-    return code.replace(co_consts=tuple(consts))
-
-
-def changed_function(path: Path, mutant: Mutant) -> tuple[Place, CodeType] | None:
-    """The one function that a mutant changes, with its new code; None if it changes anything else."""
-    source = path.read_text(encoding="utf-8")
-    before = compile(source, path, "exec", dont_inherit=True)
-    after = compile(mutated(mutant, source), path, "exec", dont_inherit=True)
-    if _frame(before) != _frame(after):
-        return None
-    old, new = functions(before), functions(after)
-    differ = [(place, new[place]) for place in old if place in new and old[place] != new[place]]
-    return differ[0] if len(differ) == 1 and old.keys() == new.keys() else None
-
-
-def live(path: Path, place: Place) -> list[FunctionType]:
-    return [
-        each
-        for each in gc.get_objects()
-        if isinstance(each, FunctionType)
-        and (each.__code__.co_name, each.__code__.co_firstlineno) == place
-        and each.__code__.co_filename == str(path)
-    ]
-
-
-class Session:
-    """A pytest plugin: runs no test by itself, but gives all that were collected to ``loop``."""
-
-    def __init__(self, loop: Callable[[Session], None]) -> None:
-        self._loop = loop
-        self._items: dict[str, list[pytest.Item]] = defaultdict(list)
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        for item in session.items:
-            self._items[function_of(item.nodeid)].append(item)
-        self._loop(self)
-        return True
-
-    def run(self, root: Path, mutant: Mutant, tests: Sequence[str], folder: Path, cpu_s: int) -> None:
-        """Runs the tests in this process, which was forked for it, and ends it."""
-        begin(folder, cpu_s)
-        failed = self._first_failure(root / mutant.module, mutant, tests)
-        end(folder, 1 if failed else 0, failed)
-
-    def _first_failure(self, path: Path, mutant: Mutant, tests: Sequence[str]) -> str:
-        items = [item for test in tests for item in self._items[test]]
-        changed = changed_function(path, mutant)
-        if changed is None or not items:
-            return ""
-        place, code = changed
-        for each in live(path, place):
-            with contextlib.suppress(ValueError):  # it refers to other names of a function around it
-                each.__code__ = code
-        first = First()
-        items[0].config.pluginmanager.register(first)
-        for item, following in zip(items, [*items[1:], None], strict=True):
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            if first.failed:
-                break
-        failed: str = first.failed
-        return failed
-
-
-def in_session(test_files: Sequence[str], loop: Callable[[Session], None]) -> None:
-    """Collects the tests of the files in a process of its own, and has ``loop`` use them there."""
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        steady()
-        options = [*OPTIONS, "-s", "--timeout=0", "--tb=line", "--no-header", "--no-summary"]
-        status = pytest.main([*options, *test_files], plugins=[Session(loop)])
-        sys.stdout.flush()
-        os._exit(int(status))
-    _, status = os.waitpid(pid, 0)
-    if os.waitstatus_to_exitcode(status) != 0:
-        raise SystemExit(f"the tests could not be collected: {os.waitstatus_to_exitcode(status)}")
+    with contextlib.suppress(OSError):
+        (folder / "outcome.new").write_text(json.dumps({"status": status, "by": first.failed}))
+        (folder / "outcome.new").replace(folder / "outcome")
+    os._exit(0)
 
 
 PR_SET_CHILD_SUBREAPER: Final = 36  # linux/prctl.h
@@ -274,17 +151,12 @@ def preload() -> None:
         raise SystemExit(f"{mine[0]} was imported before any mutant of it")
 
 
-Start = Callable[[Path, Mutant, Sequence[str], Path, int], None]
-"""What runs a mutant's tests in its process, as ``trial.run`` does, and ends it."""
-
-
 class Pool:
     """Forks a process a task, ``jobs`` at a time."""
 
-    def __init__(self, root: Path, jobs: int, start: Start = run) -> None:
+    def __init__(self, root: Path, jobs: int) -> None:
         self._root = root
         self._jobs = jobs
-        self._run = start
         self._running: dict[int, tuple[Task, float, Path]] = {}
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -310,7 +182,7 @@ class Pool:
         pid = os.fork()
         if pid == 0:
             try:
-                self._run(self._root, task.mutant, task.tests, folder, task.limit_s)
+                run(self._root, task.mutant, task.tests, folder, task.limit_s)
             finally:
                 os._exit(70)
         self._running[pid] = task, time.monotonic(), folder

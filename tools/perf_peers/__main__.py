@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from kvbench.hosts.environment import cpu
 from kvbench.launchers.local import LocalLauncher
 from kvbench.sweep.selftest import least_disturbed
 from kvbench.sweep.selftest_server import exact_server
-from tools.bench import ROOT
+from tools.bench import ROOT, arguments
 
 from .clients import CLIENTS, NEEDS_TOKENIZER, ROUTERS, Client, RoutedLoad, Router, direct, require, through
-from .report import ClientRow, Report, RouterRow, errors_of, percentile, together
+from .report import Report, Row, errors_of, overloaded, percentile, together
 from .work import (
     FIRST_TOKEN_S,
     GAP_S,
@@ -49,20 +49,20 @@ def say(text: str) -> None:
 
 def main() -> None:
     names = [*(each.name for each in CLIENTS), *(f"router:{each.name}" for each in ROUTERS)]
-    parser = argparse.ArgumentParser(prog="python -m tools.perf_peers", description=__doc__)
-    parser.add_argument("--only", default="", metavar="NAME[,NAME…]", help="of " + ", ".join(names))
-    parser.add_argument("--streams", default="50,100,300", metavar="N[,N…]", help="open streams on average")
-    parser.add_argument("--repeats", type=int, default=3, help="of the routers, in turn")
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long each load lasts")
-    parser.add_argument(
-        "--output", type=Path, default=ROOT / "results" / "peers", help="folder of the tables"
+    options = arguments(
+        __doc__,
+        only=("", "names by commas, of " + ", ".join(names)),
+        streams=("50,100,300", "open streams on average"),
+        repeats=(3, "of the routers, in turn"),
+        seconds=(10.0, "how long each load lasts"),
+        output=(ROOT / "results" / "peers", "folder of the tables"),
+        set_up_only=(False, "make the environments, measure nothing"),
     )
-    parser.add_argument("--set-up-only", action="store_true", help="make the environments, measure nothing")
-    options = parser.parse_args()
     chosen = [name.strip() for name in options.only.split(",") if name.strip()] or names
     unknown = set(chosen) - set(names)
     if unknown:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+        say(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+        sys.exit(2)
     levels = [work_for(int(number), options.seconds) for number in options.streams.split(",")]
     clients = [each for each in CLIENTS if each.name in chosen]
     routers = [each for each in ROUTERS if f"router:{each.name}" in chosen]
@@ -140,7 +140,8 @@ def measure(
                 with _listed(f"{client.name}, {work.streams} streams", report):
                     row = client_row(client, work, started[client.name], folder)
                     report.clients.append(row)
-                    say(f"{client.name}, {work.streams} streams: TTFT error p50 {row.errors.ttft_p50_ms} ms")
+                    error_ms = row["errors"]["ttft_p50_ms"]
+                    say(f"{client.name}, {work.streams} streams: TTFT error p50 {error_ms} ms")
             report.write(output)
         passes.measure(work)
 
@@ -158,30 +159,30 @@ class Passes:
     def measure(self, work: Work) -> None:
         if not self.routers:
             return
-        rows: dict[str, list[RouterRow]] = {}
+        rows: dict[str, list[Row]] = {}
         for repeat in range(self.repeats):
             folder = self.folder / f"routers-{work.streams}-{repeat}"
             base_ms = self._direct(work, folder, rows)
             for router in self.routers:
-                if not any(row.overloaded for row in rows.get(router.name, ())):
+                if not any(overloaded(row) for row in rows.get(router.name, ())):
                     self._through(router, work, base_ms, folder, rows)
         self.report.routers += [together(found) for found in rows.values()]
         self.report.write(self.output)
 
-    def _direct(self, work: Work, folder: Path, rows: dict[str, list[RouterRow]]) -> float:
+    def _direct(self, work: Work, folder: Path, rows: dict[str, list[Row]]) -> float:
         """The median error without a router, in ms."""
         with _listed(f"no router, {work.streams} streams", self.report):
             load = os.getloadavg()[0]
             passage = least_disturbed(
                 lambda name: direct(work, folder / name, _deadline_s(work)), "direct", say
             ).found
-            base_ms = errors_of(passage.outcome).ttft_p50_ms or 0.0
+            base_ms = errors_of(passage.outcome)["ttft_p50_ms"] or 0.0
             rows.setdefault("none", []).append(router_row("none", work, passage, base_ms, load))
             return base_ms
         return 0.0
 
     def _through(
-        self, router: Router, work: Work, base_ms: float, folder: Path, rows: dict[str, list[RouterRow]]
+        self, router: Router, work: Work, base_ms: float, folder: Path, rows: dict[str, list[Row]]
     ) -> None:
         with _listed(f"router {router.name}, {work.streams} streams", self.report):
             load = os.getloadavg()[0]
@@ -190,7 +191,7 @@ class Passes:
             ).found
             row = router_row(router.name, work, passage, base_ms, load)
             rows.setdefault(router.name, []).append(row)
-            say(f"router {router.name}, {work.streams} streams: adds p50 {row.added_p50_ms} ms to TTFT")
+            say(f"router {router.name}, {work.streams} streams: adds p50 {row['added_p50_ms']} ms to TTFT")
 
 
 @contextlib.contextmanager
@@ -216,51 +217,53 @@ def _run(client: Client, work: Work, folder: Path) -> tuple[Outcome, Cost, dict[
         return client.outcome(work, folder), cost, server.log("?summary=1")
 
 
-def client_row(client: Client, work: Work, start: Cost, folder: Path) -> ClientRow:
+def client_row(client: Client, work: Work, start: Cost, folder: Path) -> Row:
     load = os.getloadavg()[0]
     label = f"{client.name}-{work.streams}"
     outcome, cost, server = least_disturbed(lambda name: _run(client, work, folder / name), label, say).found
     load_cpu_s = cost.cpu_s - start.cpu_s
     beyond_noise = load_cpu_s > START_NOISE * start.cpu_s
-    return ClientRow(
-        client=client.name,
-        streams=work.streams,
-        rate=work.rate,
-        streams_peak=server["streams_peak"],
-        completed=outcome.completed,
-        failed=outcome.failed,
-        errors=errors_of(outcome),
-        gaps_are=outcome.gaps_are,
-        hidden_p99_ms=percentile(outcome.hidden_ms, 99),
-        chunks_per_core_s=_per_core_s(outcome, work, load_cpu_s) if beyond_noise else None,
-        cpu_s=round(cost.cpu_s, 2),
-        start_up_cpu_s=round(start.cpu_s, 2),
-        wall_s=round(cost.wall_s, 1),
-        server_late_first_p99_ms=server["lateness"]["first"]["p99_ms"],
-        server_late_further_p99_ms=server["lateness"]["further"]["p99_ms"],
-        load_average=round(load, 2),
-    )
+    return {
+        "client": client.name,
+        "streams": work.streams,
+        "rate": work.rate,
+        "streams_peak": server["streams_peak"],
+        "completed": outcome.completed,
+        "failed": outcome.failed,
+        "errors": errors_of(outcome),
+        "gaps_are": outcome.gaps_are,
+        "hidden_p99_ms": percentile(outcome.hidden_ms, 99),
+        "chunks_per_core_s": _per_core_s(outcome, work, load_cpu_s) if beyond_noise else None,
+        "cpu_s": round(cost.cpu_s, 2),
+        "start_up_cpu_s": round(start.cpu_s, 2),
+        "wall_s": round(cost.wall_s, 1),
+        **{
+            f"server_late_{which}_p99_ms": server["lateness"][which]["p99_ms"]
+            for which in ("first", "further")
+        },
+        "load_average": round(load, 2),
+    }
 
 
-def router_row(name: str, work: Work, routed: RoutedLoad, base_ms: float, load: float) -> RouterRow:
-    outcome, errors = routed.outcome, errors_of(routed.outcome)
-    cpu_s, memory_mb = routed.cpu_s, routed.memory_mb
-    return RouterRow(
-        router=name,
-        streams=work.streams,
-        rate=work.rate,
-        completed=outcome.completed,
-        failed=outcome.failed,
-        errors=errors,
-        added_p50_ms=None if errors.ttft_p50_ms is None else round(errors.ttft_p50_ms - base_ms, 3),
-        added_p99_ms=None if errors.ttft_p99_ms is None else round(errors.ttft_p99_ms - base_ms, 3),
-        chunks_per_core_s=None if cpu_s is None else _per_core_s(outcome, work, cpu_s),
-        cpu_s=None if cpu_s is None else round(cpu_s, 2),
-        memory_mb=None if memory_mb is None else round(memory_mb, 1),
-        prefill_late_p99_ms=routed.late_p99_ms[0],
-        decode_late_p99_ms=routed.late_p99_ms[1],
-        load_average=round(load, 2),
-    )
+def router_row(name: str, work: Work, routed: RoutedLoad, base_ms: float, load: float) -> Row:
+    """Return the figures of one passage; ``base_ms``: the median error without a router."""
+    outcome, errors, cpu_s = routed.outcome, errors_of(routed.outcome), routed.cpu_s
+    added = {at: errors[f"ttft_p{at}_ms"] for at in (50, 99)}
+    return {
+        "router": name,
+        "streams": work.streams,
+        "rate": work.rate,
+        "completed": outcome.completed,
+        "failed": outcome.failed,
+        "errors": errors,
+        **{f"added_p{at}_ms": None if ms is None else round(ms - base_ms, 3) for at, ms in added.items()},
+        "chunks_per_core_s": None if cpu_s is None else _per_core_s(outcome, work, cpu_s),
+        "cpu_s": None if cpu_s is None else round(cpu_s, 2),
+        "memory_mb": None if routed.memory_mb is None else round(routed.memory_mb, 1),
+        "prefill_late_p99_ms": routed.late_p99_ms[0],
+        "decode_late_p99_ms": routed.late_p99_ms[1],
+        "load_average": round(load, 2),
+    }
 
 
 def _per_core_s(outcome: Outcome, work: Work, cpu_s: float) -> int | None:

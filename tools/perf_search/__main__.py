@@ -6,7 +6,6 @@ and with rules written from the descriptions of others (rivals.py), on the same 
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -14,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.bench import table
+from tools.bench import arguments, table
 
 from . import truth as truths
 from .rivals import RULES
@@ -30,34 +29,36 @@ def show(rows: Sequence[Row]) -> None:
     sections: list[int] = []
     before = ""
     for row in rows:
-        name = row.system if row.system != before else ""
+        name = row["system"] if row["system"] != before else ""
         if name:
             sections.append(len(cells))
-        before = row.system
+        before = row["system"]
         hard = " (hard)" if name in SYSTEMS and SYSTEMS[name].hard else ""
-        shown = [f"{value:.3f}" if value == value else "" for value in (row.low, row.median, row.high)]
-        shares = (row.within, row.converged, row.right)
-        within, converged, right = (f"{value:.0%}" if value == value else "" for value in shares)
-        spent = (f"{row.trials:g}", f"{row.latencies:.0f}")
-        cells.append([name + hard, row.method, *shown, within, *spent, converged, right])
+        shown = [_cell(row[name], ".3f") for name in ("low", "median", "high")]
+        spent = [_cell(row[name], form) for name, form in (("trials", "g"), ("latencies", ".0f"))]
+        within, *shares = (_cell(row[name], ".0%") for name in ("within", "converged", "right"))
+        cells.append([name + hard, row["method"], *shown, within, *spent, *shares])
     titles = "5 %|median|95 %|within 5 %|trials|latencies|converged|right"
     print(table("system|rule", titles, cells, "found / true rate on virtual systems", GOALS, sections[1:]))
 
 
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.perf_search", description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=200, help="searches of each system by kvbench (200)")
-    parser.add_argument("--warm-seeds", type=int, default=50, help="those with a warm start (50)")
-    parser.add_argument("--rival-seeds", type=int, default=20, help="those by each other rule (20)")
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument(
-        "--systems", nargs="*", choices=sorted(SYSTEMS), metavar="NAME", help="not all of them"
+    chosen = arguments(
+        (__doc__ or "").splitlines()[0],
+        seeds=(200, "searches of each system by kvbench"),
+        warm_seeds=(50, "those with a warm start"),
+        rival_seeds=(20, "those by each other rule"),
+        first_seed=(0, "of the searches"),
+        systems=([], f"not all of {', '.join(SYSTEMS)}"),
+        methods=([], f"not all of {', '.join(METHODS)}"),
+        workers=(os.cpu_count() or 1, "processes"),
+        json=(Path, "write the rows there, too"),
+        truth=(False, "compute and keep the true rates, and end"),
     )
-    parser.add_argument("--methods", nargs="*", choices=METHODS, metavar="RULE", help="not all of them")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there, too")
-    parser.add_argument("--truth", action="store_true", help="compute and keep the true rates, and end")
-    chosen = parser.parse_args()
     systems = [SYSTEMS[name] for name in chosen.systems or SYSTEMS]
     with multiprocessing.get_context("spawn").Pool(chosen.workers) as pool:
         if chosen.truth:
@@ -79,7 +80,7 @@ def main() -> None:
     show(rows)
     print(f"{len(jobs)} searches in {time.monotonic() - start:.0f} s, {chosen.workers} processes")
     if chosen.json:
-        chosen.json.write_text(json.dumps([row.to_json() for row in rows], indent=1))
+        chosen.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ figures of many.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,15 +23,6 @@ from .rivals import RULES, run_rule
 BEAT_S: Final = 0.25
 START_CONCURRENCY: Final = 4.0
 """As the sweep does: a search starts where this many requests would be under way."""
-
-
-@dataclass(frozen=True)
-class Ran:
-    """One trial of a search, for whoever wants to watch: what was asked, and what came of it."""
-
-    probe: Probe
-    decision: Decision | None
-    measured: TrialFigures
 
 
 def drive(trial: LiveTrial, outcomes: Outcomes, system: System) -> Decision:
@@ -86,9 +77,7 @@ def live_trial(
     return drive(live, outcomes, system), outcomes
 
 
-def search(
-    system: System, seed: int, hint: Hint | None = None, watch: Callable[[Ran], None] = lambda ran: None
-) -> Found:
+def search(system: System, seed: int, hint: Hint | None = None) -> Found:
     """One whole search: from a cold start with a ceiling probe, or from a hint."""
     rng = np.random.default_rng([11, seed])
     latency_s, clock_s = system.idle_s, 0.0
@@ -99,12 +88,10 @@ def search(
         if probe.purpose == "ceiling":
             measured = _ceiling(system, probe, rng, clock_s)
             finder.tell(probe.rate, "undecided", measured)
-            watch(Ran(probe, None, measured))
             clock_s += measured.duration_s
             continue
         decision, outcomes = live_trial(system, probe, latency_s, rng, clock_s)
         finder.tell(probe.rate, decision.verdict, decision.measured)
-        watch(Ran(probe, decision, decision.measured))
         clock_s += decision.at_s
         done = outcomes.end_s <= decision.at_s
         if decision.verdict != "missed" and done.any():
@@ -132,6 +119,7 @@ OURS = "kvbench"
 WARM = "kvbench, warm start"
 METHODS = (OURS, WARM, *RULES)
 NOWHERE = ("above", "below")
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -142,28 +130,6 @@ class Job:
     system: System
     truth: truths.Truth
     seed: int
-
-
-@dataclass(frozen=True)
-class Row:
-    """The figures of one method on one system, or on all: found/true, trials, measuring time in latencies."""
-
-    method: str
-    system: str
-    runs: int
-    low: float
-    median: float
-    high: float
-    within: float
-    trials: float
-    latencies: float
-    converged: float
-    """Share of runs that called their answer converged, of those with a rate to find."""
-    right: float
-    """Share of runs that said rightly that there is no rate to be found; nan where there is one."""
-
-    def to_json(self) -> dict[str, float | int | str | None]:
-        return {name: None if value != value else value for name, value in vars(self).items()}
 
 
 def run_job(job: Job) -> Found:
@@ -184,24 +150,28 @@ def is_right(job: Job, found: Found) -> bool:
 
 
 def row_of(method: str, name: str, pairs: Sequence[tuple[Job, Found]]) -> Row:
-    """The figures of some searches of one method."""
+    """Return one method's figures on one system, or on all. ``converged``: share of runs that called their
+    answer so, where there is a rate; ``right``: share that said rightly that there is none; None: no such.
+    """
     numbers = [(job, found) for job, found in pairs if job.system.truth not in NOWHERE]
     others = [is_right(job, found) for job, found in pairs if job.system.truth in NOWHERE]
     ratio = np.array([(found.rate or 0.0) / job.truth.rate for job, found in numbers])
-    low, median, high = np.percentile(ratio, [5, 50, 95]) if len(ratio) else [np.nan] * 3
-    return Row(
-        method,
-        name,
-        len(pairs),
-        float(low),
-        float(median),
-        float(high),
-        float((np.abs(ratio - 1) <= 0.05).mean()) if len(ratio) else np.nan,
-        float(np.median([found.trials for _, found in pairs])),
-        float(np.median([found.measured_s / job.truth.latency_s for job, found in pairs])),
-        float(np.mean([found.status == "converged" for _, found in numbers])) if numbers else np.nan,
-        float(np.mean(others)) if others else np.nan,
-    )
+    low, median, high = np.percentile(ratio, [5, 50, 95]).tolist() if numbers else [None] * 3
+    return {
+        "method": method,
+        "system": name,
+        "runs": len(pairs),
+        "low": low,
+        "median": median,
+        "high": high,
+        "within": float((np.abs(ratio - 1) <= 0.05).mean()) if numbers else None,
+        "trials": float(np.median([found.trials for _, found in pairs])),
+        "latencies": float(np.median([found.measured_s / job.truth.latency_s for job, found in pairs])),
+        "converged": float(np.mean([found.status == "converged" for _, found in numbers]))
+        if numbers
+        else None,
+        "right": float(np.mean(others)) if others else None,
+    }
 
 
 def rows_of(jobs: Sequence[Job], results: Sequence[Found]) -> list[Row]:

@@ -1,4 +1,4 @@
-"""``python -m tools.random_systems --seed develop --list``: the drawn systems, and their true rates.
+"""``python -m tools.random_systems --seed develop``: the drawn systems, and their true rates.
 
 ``--truth`` computes the true rates that are not kept yet (minutes to an hour of a core for a whole seed).
 Those of the release seed and of other numbers are kept in results/, not in the repository.
@@ -6,21 +6,17 @@ Those of the release seed and of other numbers are kept in results/, not in the 
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
 import os
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 from kvbench.processes.transfer_worker.child import die_with_parent
-from tools.bench import table
+from tools.bench import arguments, table
 
 from . import truth as truths
-from .family import SEEDS, draw, family, seed_of
+from .family import SEEDS, SIZES, draw, seed_of
 from .system import System
 
 
@@ -73,54 +69,39 @@ def _disturbed(system: System) -> str:
     return ", ".join(parts)
 
 
-def compute(systems: Sequence[System], path: Path, workers: int, again: bool = False) -> None:
-    """Computes and keeps the truths that are not kept, or all, each as soon as it is there."""
+def compute(systems: Sequence[System], path: Path, workers: int) -> None:
+    """Compute the truths that are not kept, and keep each as soon as it is there."""
     kept = truths.known(path)
-    missing = [each for each in systems if again or each.fingerprint not in kept]
+    missing = [each for each in systems if each.fingerprint not in kept]
     spawn = multiprocessing.get_context("spawn")
     with spawn.Pool(workers, die_with_parent, (os.getpid(),)) as pool:
-        for system, true in zip(
-            missing, pool.imap(partial(truths.compute_again, kept), missing), strict=True
-        ):
+        for system, true in zip(missing, pool.imap(truths.compute, missing), strict=True):
             truths.keep({**truths.known(path), system.fingerprint: true}, path)
-            # Of the release's systems nothing is shown one by one unless it is asked for.
+            # The release's systems are not shown one by one.
             shown = f": {_rate(true)} by {true.how}, {true.seconds:.0f} s"
             print(system.name + ("" if system.name.startswith("release-") else shown), flush=True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.random_systems", description=(__doc__ or "").splitlines()[0]
+def main(given: Sequence[str] | None = None) -> int:
+    chosen = arguments(
+        (__doc__ or "").splitlines()[0],
+        given,
+        seed=("develop", f"{', '.join(SEEDS)}, or a number"),
+        count=(int, "how many systems (those of a named seed, 30 of a number)"),
+        truth=(False, "compute the true rates that are not kept yet"),
+        path=(Path, "where they are kept, instead of there"),
+        workers=(os.cpu_count() or 1, "processes"),
     )
-    parser.add_argument("--seed", default="develop", help=f"{', '.join(SEEDS)}, or a number (develop)")
-    parser.add_argument("--count", type=int, help="so many systems (those of a named seed, 30 of a number)")
-    parser.add_argument("--list", action="store_true", help="print them as a table")
-    parser.add_argument("--kinds", action="store_true", help="print how many there are of each kind")
-    parser.add_argument("--json", action="store_true", help="print each as a line of JSON")
-    parser.add_argument("--truth", action="store_true", help="compute the true rates that are not kept yet")
-    parser.add_argument("--again", action="store_true", help="with --truth: all, from where they were before")
-    parser.add_argument("--path", type=Path, help="where they are kept, instead of there")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    chosen = parser.parse_args(arguments)
     try:
         seed = seed_of(chosen.seed)
     except ValueError as error:
-        parser.error(str(error))
-    many = chosen.count or (len(family(chosen.seed)) if chosen.seed in SEEDS else 30)
-    systems = [draw(seed, index) for index in range(many)]
+        sys.exit(str(error))
+    systems = [draw(seed, index) for index in range(chosen.count or SIZES.get(chosen.seed, 30))]
     path = chosen.path or truths.path_of(chosen.seed)
     if chosen.truth:
-        compute(systems, path, chosen.workers, chosen.again)
-    known = truths.known(path)
-    if chosen.json:
-        for each in systems:
-            true = known.get(each.fingerprint)
-            print(json.dumps({**each.to_json(), "truth": None if true is None else true.to_json()}))
-    if chosen.kinds:
-        for kind, count in Counter(kind for each in systems for kind in each.kinds).most_common():
-            print(f"{count:4d} {kind}")
-    if chosen.list or not (chosen.json or chosen.kinds or chosen.truth):
-        print(table_of(systems, known))
+        compute(systems, path, chosen.workers)
+    else:
+        print(table_of(systems, truths.known(path)))
     return 0
 
 

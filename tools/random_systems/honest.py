@@ -7,7 +7,6 @@ refuses a trial, or warns of the server; not one that finds the load too high, o
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
@@ -25,10 +24,11 @@ from kvbench.planning.plan import plan_of
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
 from kvbench.sweep.simulator_process import read_answer
 from kvbench.sweep.system import Replay
-from kvbench.sweep.trial.judging import evidence_of, judged
+from kvbench.sweep.trial.judging import SiteReadings, judge
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.trial.trial import stop_grace_s
+from tools.bench import arguments
 
 from .family import draw
 from .serve import Session
@@ -89,14 +89,13 @@ def honest_trial(system: System, load: float, number: int) -> HonestTrial:
     replayed = Replay(asked, answer, stop_grace_s(scenario)).run(trial.watch.progressed)
     records = as_streamed(system, replayed.load.records, number)
     result = LoadResult(records, replayed.load.reason, replayed.load.duration_s)
-    evidence = replace(evidence_of(scenario, trial, result), client=IDLE_CLIENT)
-    judgement = judged(scenario, trial, result, evidence)
-    loud = [each for each in judgement.findings if each.level != "note"]
+    record = judge(scenario, trial, result, SiteReadings({"client": IDLE_CLIENT}))
+    loud = [each for each in record.findings if each.level != "note"]
     return HonestTrial(
         system,
         load,
         len(records),
-        judgement.verdict,
+        record.verdict,
         tuple(each for each in loud if each.gate not in STEADY_GATES),
         tuple(each for each in loud if each.gate in STEADY_GATES),
     )
@@ -138,13 +137,13 @@ def as_streamed(system: System, records: list[RequestRecord], seed: int) -> list
     ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.random_systems.honest", description=(__doc__ or "").splitlines()[0]
+def main(given: Sequence[str] | None = None) -> int:
+    chosen = arguments(
+        (__doc__ or "").splitlines()[0],
+        given,
+        count=(200, "trials, each on a system of its own"),
+        seed=(SEED, "of the family"),
     )
-    parser.add_argument("--count", type=int, default=200, help="trials, each on a system of its own (200)")
-    parser.add_argument("--seed", type=int, default=SEED, help=f"of the family ({SEED})")
-    chosen = parser.parse_args(arguments)
     wrong = 0
     verdicts: Counter[str] = Counter()
     counts: Counter[str] = Counter()

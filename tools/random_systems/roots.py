@@ -181,9 +181,9 @@ class Runs:
         grown = LIMITS * longest * rate
         return int(min(max(FIRST_REQUESTS, rare, paused, grown), self.afforded()))
 
-    def root(self, near: float | None = None) -> Root:
-        """The root, in requests per second of the slowed clock; see Root. ``near``: where it was before."""
-        low, high = self._bracket() if near is None else self._about(near * self._slowness)
+    def root(self) -> Root:
+        """Return the root, in requests per second of the slowed clock."""
+        low, high = self._bracket()
         if low == 0.0:
             return Root(0.0, 0.0, self.simulated, 0.0)
         requests, most = self.least(high), self.afforded()
@@ -209,14 +209,6 @@ class Runs:
                 return Root(math.exp(centre) / self._slowness, error, self.simulated, fit.slope)
             more = (fit.error / GOOD_ERROR) ** 2 * 1.2 if sure else 4
             requests = int(min(requests * min(max(more, 2), 12), most))
-
-    def _about(self, rate: float) -> tuple[float, float]:
-        """The same as _bracket, where the root is known to be near."""
-        low, high = rate / 1.04, min(rate * 1.04, self.most())
-        kept = self._log_used(low, self.least(low)) <= 0 and (
-            high >= self.most() or self._log_used(high, self.least(high)) > 0
-        )
-        return (low, high) if kept else self._bracket()
 
     def _log_used(self, rate: float, requests: int) -> float:
         return self.score(self.values(rate, requests), requests)

@@ -160,21 +160,20 @@ class Truth:
         return cls(**{**data, "slowness": tuple(data["slowness"]), "rates": tuple(data["rates"])})
 
 
-def compute(system: System, before: Truth | None = None) -> Truth:
-    """By formula, or by simulations that take seconds to minutes; less where it is known from ``before``."""
+def compute(system: System) -> Truth:
+    """Compute it by formula, or by simulations that take seconds to minutes."""
     start = time.perf_counter()
     own = system.disturbances
     steady = replace(system, disturbances=replace(own, warmup_factor=1.0, drift=0.0, noise=0.0))
     slowness = tuple(np.linspace(1.0, own.drift_most, 5).tolist()) if own.drift else (1.0,)
     rates, hows, errors, slopes, requests = [], [], [], [], 0
-    for place, slow in enumerate(slowness):
+    for slow in slowness:
         known = by_formula(steady, slow)
         if known is not None:
             how, rate, slope = known
             error = 0.0
         else:
-            near = before.rates[place] if before is not None and before.how == "simulation" else None
-            found = Runs(steady, slow).root(near)
+            found = Runs(steady, slow).root()
             how, rate, error, slope = "simulation", found.rate, found.error, found.slope
             requests += found.requests
         rates.append(float(f"{rate:.7g}"))
@@ -192,11 +191,6 @@ def compute(system: System, before: Truth | None = None) -> Truth:
         requests,
         round(time.perf_counter() - start, 1),
     )
-
-
-def compute_again(before: Mapping[str, Truth], system: System) -> Truth:
-    """The same, beginning at what is in ``before`` of it."""
-    return compute(system, before.get(system.fingerprint))
 
 
 def by_formula(system: System, slow: float = 1.0) -> tuple[str, float, float] | None:

@@ -1,1 +1,1 @@
-"""Coefficients of the engine's model, fitted to what was measured, and how far they can be believed."""
+"""Coefficients of the engine model, fitted to measurements, and their validity."""

@@ -1,11 +1,9 @@
-"""The coefficients of a timing profile, fitted to requests that an engine served.
+"""Fit of a timing profile's coefficients to requests that an engine served.
 
-Nobody logs an engine's steps. A client sees a request's time to its first token and from there to its last:
-sums over steps that depend on all requests under way. So ``fit`` simulates the whole load and moves the
-coefficients until the times agree (``least_squares``). Both kinds of times count by their own scatter: they
-are weighted once more after a first fit by how far each kind was off. The first guess needs no simulation
-(``guess``).
-"""
+Step times are not logged. A client sees a request's time to its first token and from there to its last: sums
+over steps that depend on all concurrent requests. So ``fit`` simulates the whole load and adjusts the
+coefficients until the times agree (``least_squares``). Both kinds of times are weighted by their scatter
+after a first fit. ``guess`` gives the start values without simulation."""
 
 from __future__ import annotations
 
@@ -29,19 +27,19 @@ _PATIENCE_S: Final = 1e9
 
 
 def link_of(token_ms: float, each_ms: float, token_bytes: float) -> Link:
-    """A link that takes so long for the KV of a token, and so long for each transfer besides."""
+    """Return a link with this time per token's KV and per transfer."""
     return Link(token_bytes / (max(token_ms, _NO_TIME_MS) * 1e6), each_ms)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of each request [n]: seconds to its first token from its planned send, and from there to its last."""
+    """Per request [n]: seconds from planned send to first token, and from there to the last."""
 
     ttft_s: F64
     decode_s: F64
 
     def tpot_s(self, output_len: F64) -> F64:
-        """NaN for answers of one token."""
+        """Return TPOT; NaN for answers of one token."""
         with np.errstate(invalid="ignore", divide="ignore"):
             tpot: F64 = np.where(output_len > 1, self.decode_s / (output_len - 1), np.nan)
         return tpot
@@ -49,10 +47,8 @@ class Times:
 
 @dataclass(frozen=True)
 class ServedLoad:
-    """What was sent to a system, and when its tokens came; NaN: not known, or the request failed.
-
-    ``system``: its limits and its size; its step times, link and overheads are what is looked for.
-    """
+    """Requests sent to a system and their token times; NaN if unknown or failed. ``system``: its limits and
+    size; its step times, link and overheads are fitted."""
 
     name: str
     system: System
@@ -61,7 +57,7 @@ class ServedLoad:
 
     @classmethod
     def of(cls, name: str, system: System, records: Sequence[RequestRecord]) -> ServedLoad:
-        """The requests of one trial; those that failed are part of the load, and are not fitted."""
+        """Read one trial; failed requests are part of the load but not fitted."""
         ordered = sorted(records, key=lambda each: each.scheduled_s)
         lengths = [max(1, each.output_len or each.requested_output_len) for each in ordered]
         load = SimulatedLoad(
@@ -89,12 +85,11 @@ class ServedLoad:
 
     @property
     def known(self) -> NDArray[np.bool_]:
-        """Which requests have times."""
         known: NDArray[np.bool_] = ~np.isnan(self.measured.ttft_s)
         return known
 
     def predicted(self, values: Mapping[str, float]) -> Times:
-        """The same requests on virtual time, with these coefficients (milliseconds, by name)."""
+        """Simulate the same requests with these coefficients (milliseconds, by name)."""
         tokens = self.system.config.block_tokens
         link = link_of(
             values.get("transfer_token_ms", 0.0),
@@ -121,7 +116,7 @@ NAMES: Final = (
     "decode_seq_ms",
     "decode_context_ms",
 )
-"""The columns of the counts."""
+"""Columns of the counts."""
 _SHARE: Final = 0.02
 _FLOOR_MS: Final = 1.0
 _ROUNDS: Final = 30
@@ -134,8 +129,7 @@ def guess(served: Sequence[ServedLoad], masks: Sequence[NDArray[np.bool_]]) -> d
     token lie as many steps as it made tokens. What these steps computed besides is known from the other
     requests: their tokens, taken as evenly spread from their first to their last, and the prompts whose first
     tokens fell into that time. So the duration is linear in the coefficients, and they are solved for.
-    Requests that are held out are not looked at, as if they had not been there.
-    """
+    Requests that are held out are not looked at, as if they had not been there."""
     rows, times = [], []
     for each, mask in zip(served, masks, strict=True):
         for counts, milliseconds in (_decodes(each, mask), _lone_prefills(each, mask)):
@@ -155,7 +149,7 @@ def guess(served: Sequence[ServedLoad], masks: Sequence[NDArray[np.bool_]]) -> d
 
 
 def _decodes(served: ServedLoad, mask: NDArray[np.bool_]) -> tuple[F64, F64]:
-    """Counts [m, 7] and milliseconds [m] from first to last tokens; of several engines a share each."""
+    """Return counts [m, 7] and milliseconds [m] from first to last tokens; several engines share equally."""
     arrivals, known = np.asarray(served.load.offsets_s), mask
     first = (arrivals + served.measured.ttft_s)[known]
     last = first + served.measured.decode_s[known]
@@ -189,7 +183,7 @@ def _decodes(served: ServedLoad, mask: NDArray[np.bool_]) -> tuple[F64, F64]:
 
 
 def _lone_prefills(served: ServedLoad, mask: NDArray[np.bool_]) -> tuple[F64, F64]:
-    """The same of first tokens that waited for nobody, or for the fewest: the quickest for their length."""
+    """Return the same for first tokens with no or the shortest wait: the fastest per length."""
     inputs, ttft = served.input_len[mask], 1e3 * served.measured.ttft_s[mask]
     order = np.argsort(inputs)
     picked = [
@@ -206,24 +200,25 @@ _TTFT_SHARE: Final = 0.1
 _TTFT_FLOOR_S: Final = 0.002
 _DECODE_SHARE: Final = 0.01
 _DECODE_FLOOR_S: Final = 0.0005
-"""What the two kinds of times are off by, in the first fit."""
+"""Assumed errors of both kinds of times in the first fit."""
 _CLUSTER: Final = 10
-"""So many requests in a row are one cluster of the covariance."""
+"""Consecutive requests per cluster of the covariance."""
 _LEAST_RMS: Final = 1e-3
-"""A kind that agrees better than this, in the first fit's sigmas, is not weighted up any further."""
+"""Smallest scatter, in first-fit sigmas, used as a weight."""
 _TRANSFER: Final = ("transfer_ms", "transfer_token_ms")
 _ASIDE: Final = 1.25
+"""Offset factor of the further start values."""
 _ALIKE: Final = 1.5
-"""Sums of squares up to this factor above the least are as good a fit."""
+"""Sums of squares within this factor of the least are equally good fits."""
 _REQUEST: Final = "prefill_request_ms"
 _TAKEN: Final = 0.8
-"""The part of another coefficient that a time of each prompt begins with."""
+"""Share of another coefficient used as start value of the time per prompt."""
 _LONGER: Final = 4
-"""So many times the rounds: the way along a narrow valley is long."""
+"""Factor on the rounds: the path along a narrow valley is long."""
 _BETTER: Final = 2.0
-"""So many times smaller the sum of squares must be for a time of each prompt to be believed."""
+"""Factor by which the sum of squares must drop to accept a time per prompt."""
 _UNTOLD: Final = 1.0
-"""An error above the coefficient itself: it was not told apart."""
+"""Relative error above which a coefficient is undetermined."""
 
 
 @dataclass(frozen=True)
@@ -233,29 +228,28 @@ class FittedTiming:
     values: dict[str, float]
     covariance: F64
     rms: tuple[float, float]
-    """Of what is left over: of first tokens and of decodes, in shares of the measured time."""
+    """Residual scatter of first tokens and decodes, as shares of the measured time."""
     requests: int
 
     @property
     def errors(self) -> dict[str, float]:
-        """Standard errors by name."""
         return dict(
             zip(self.values, np.sqrt(np.maximum(np.diag(self.covariance), 0.0)).tolist(), strict=True)
         )
 
     @property
     def untold(self) -> list[str]:
-        """Coefficients whose error is larger than they are: the load does not tell them from others."""
+        """Return coefficients whose error exceeds their value."""
         errors = self.errors
         return [name for name, value in self.values.items() if errors[name] > _UNTOLD * value]
 
     def draws(self, count: int, seed: int) -> list[dict[str, float]]:
-        """So many sets of coefficients as the fit's uncertainty allows; none is below 0."""
+        """Draw coefficients from the fit's uncertainty; none is below 0."""
         return drawn(self.values, self.covariance, count, seed)
 
 
 def drawn(values: Mapping[str, float], covariance: F64, count: int, seed: int) -> list[dict[str, float]]:
-    """Sets of coefficients from a normal distribution, cut off at 0."""
+    """Draw coefficients from a normal distribution, cut off at 0."""
     rng = np.random.default_rng(seed)
     scale = np.sqrt(np.maximum(np.diag(covariance), 1e-300))
     levels, ways = np.linalg.eigh(covariance / np.outer(scale, scale))
@@ -274,17 +268,15 @@ def drawn(values: Mapping[str, float], covariance: F64, count: int, seed: int) -
 
 
 def fit(served: Sequence[ServedLoad], used: Sequence[Mask] | None = None, rounds: int = 8) -> FittedTiming:
-    """Fits all loads at once, to the requests of each that ``used`` names (by default all with known times).
-
-    Raises InputError where there are too few of them.
-    """
+    """Fit all loads together, to the requests in ``used`` (default: all with known times). Raises InputError
+    if there are too few."""
     masks = [each.known if used is None else each.known & used[at] for at, each in enumerate(served)]
     count = int(sum(mask.sum() for mask in masks))
     names = _fitted_names(served)
     if count < 2 * len(names):
         raise InputError(
-            f"{count} requests with known times are too few to fit {len(names)} coefficients to",
-            hint=f"give more of them: {2 * len(names)} at least, at several lengths and loads",
+            f"{count} requests with known times cannot fit {len(names)} coefficients",
+            hint=f"send at least {2 * len(names)} requests, at several lengths and loads",
         )
     start, scales = _first_guess(served, masks, names)
     clusters = np.concatenate(_clusters(served, masks))
@@ -323,12 +315,9 @@ def _with_request_time(
     clusters: NDArray[np.int64],
     rounds: int,
 ) -> Estimate | None:
-    """The same fit with a time for each prompt besides; None where the load does not tell it from a step's.
-
-    It differs from the times of a step and of the front end only where steps compute several prompts. The
-    residuals must get clearly smaller by it, and the coefficient must be known to half of itself. In the
-    first guess (``start``) the front end has taken its part, and the way from there to it is long.
-    """
+    """Repeat the fit with a time per prompt, or return None if the load does not determine it. It differs
+    from step and front end times only if steps compute several prompts. The residuals must clearly shrink,
+    and the coefficient's error must be below half of it."""
     front = list(names).index("front_end_ms")
     begin = np.append(start, _TAKEN * start[front])
     begin[front] *= 1 - _TAKEN
@@ -340,17 +329,14 @@ def _with_request_time(
 
 
 def _begins(count: int) -> list[F64]:
-    """Factors on the first guess: as it is, and alternately too high and too low, both ways."""
+    """Return factors on the first guess: unchanged, and alternately too high and too low."""
     up = np.where(np.arange(count) % 2 == 0, _ASIDE, 1.0 / _ASIDE)
     return [np.ones(count), up, 1.0 / up]
 
 
 def _between(found: Estimate, begun: Sequence[Estimate], problem: _Problem) -> F64:
-    """What the way of the search adds to the covariance [n, n]: how far apart equally good searches ended.
-
-    The sum of squares has many small dents, since requests meet in one step or in another; from which side it
-    was come upon counts for coefficients that the load hardly tells apart.
-    """
+    """Return the covariance [n, n] between equally good searches. The sum of squares has many small local
+    minima, because requests meet in one step or another."""
     least = min(float(each.residuals @ each.residuals) for each in begun)
     alike = [each.values for each in begun if float(each.residuals @ each.residuals) <= _ALIKE * least]
     apart = np.stack([found.values, *alike]) - found.values
@@ -359,18 +345,15 @@ def _between(found: Estimate, begun: Sequence[Estimate], problem: _Problem) -> F
 
 
 def bounded(residuals: F64) -> F64:
-    """Huber's loss as residuals whose squares are summed: beyond 1 they count by their size, not its square.
-
-    A request that comes a moment later waits for one more step, in the model as in an engine; such jumps are
-    not to be smoothed away by bending the coefficients.
-    """
+    """Return Huber's loss as residuals: beyond 1 they count linearly. A request that just misses a step waits
+    for another one; such jumps must not bend the coefficients."""
     size = np.abs(residuals)
     result: F64 = np.sign(residuals) * np.where(size > 1.0, np.sqrt(np.maximum(2.0 * size - 1.0, 1.0)), size)
     return result
 
 
 class _Problem:
-    """Residuals of all loads: first tokens of all of them, then decodes."""
+    """Residuals of all loads: first all first tokens, then decodes."""
 
     def __init__(
         self,
@@ -393,7 +376,6 @@ class _Problem:
         return bounded(np.concatenate([*firsts, *decodes]))
 
     def spread(self, residuals: F64) -> tuple[float, float]:
-        """How far each kind was off, in sigmas."""
         parts = residuals[: self._firsts], residuals[self._firsts :]
         first, decode = (float(np.sqrt(np.mean(part**2))) for part in parts)
         return max(first, _LEAST_RMS), max(decode, _LEAST_RMS)
@@ -430,7 +412,7 @@ def _fitted_names(served: Sequence[ServedLoad]) -> list[str]:
 def _first_guess(
     served: Sequence[ServedLoad], masks: Sequence[Mask], names: Sequence[str]
 ) -> tuple[F64, F64]:
-    """Where the search begins, and what is not nothing of each coefficient."""
+    """Return the start values and the scale of each coefficient."""
     found = guess(served, masks)
     ttft = np.concatenate([each.measured.ttft_s[mask] for each, mask in zip(served, masks, strict=True)])
     inputs = np.concatenate([each.input_len[mask] for each, mask in zip(served, masks, strict=True)])

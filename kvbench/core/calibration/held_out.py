@@ -1,4 +1,4 @@
-"""Whether a fit predicts what it has not seen, and what it cannot explain."""
+"""Whether a fit predicts held-out requests, and what it cannot explain."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ Mask = NDArray[np.bool_]
 TOLERANCES: Final = MappingProxyType(
     {"ttft_mean": 0.10, "ttft_p99": 0.15, "tpot_mean": 0.03, "tpot_p99": 0.06}
 )
-"""How far from 1 predicted ÷ measured may lie where the fit's own uncertainty is nothing. A profile that is
-right within these is of use; the model itself is no better known."""
+"""Allowed deviation of predicted / measured from 1, if the fit itself were exact."""
 FOR_P99: Final = 50
-"""Fewer requests have no 99th percentile worth the name."""
+"""Fewest requests for a P99."""
 _DRAWS: Final = 6
+"""Draws of coefficients per prediction."""
 _SIGMAS: Final = 2.0
+"""Width of the allowed deviation in standard deviations of the draws."""
 _ODD: Final = 0.25
-"""A third of the requests, by length or by time, whose first tokens are off by more than this is told."""
+"""Deviation from which a third of the requests (by length or time) is reported."""
 
 
 @dataclass(frozen=True)
 class CheckedFit:
-    """A fit, with what was held out of it."""
+    """A fit with the prediction of its held-out requests."""
 
     fitted: FittedTiming
     held_out: HeldOut
@@ -43,7 +44,7 @@ class CheckedFit:
 
 
 def later_part(served: Sequence[ServedLoad], share: float) -> list[Mask]:
-    """The requests to fit to: all but the last ``share`` of each load, in order of arrival."""
+    """Return the requests to fit: all except the last ``share`` of each load."""
     masks = []
     for each in served:
         n = len(each.load.offsets_s)
@@ -52,7 +53,7 @@ def later_part(served: Sequence[ServedLoad], share: float) -> list[Mask]:
 
 
 def checked_fit(served: Sequence[ServedLoad], used: Sequence[Mask], by: str, seed: int = 1) -> CheckedFit:
-    """Fits to the requests ``used`` of each load, and predicts the others that have times."""
+    """Fit to the ``used`` requests of each load, and predict the others."""
     found = fit(served, used)
     rest = [each.known & ~mask for each, mask in zip(served, used, strict=True)]
     measured = _figures(served, rest, None)
@@ -71,7 +72,7 @@ def checked_fit(served: Sequence[ServedLoad], used: Sequence[Mask], by: str, see
 def _figures(
     served: Sequence[ServedLoad], masks: Sequence[Mask], values: Mapping[str, float] | None
 ) -> dict[str, float]:
-    """Mean and, of enough requests, P99, in seconds: measured, or predicted with these coefficients."""
+    """Return mean and, with enough requests, P99 in seconds: measured, or predicted with ``values``."""
     ttft, tpot = [], []
     for each, mask in zip(served, masks, strict=True):
         times = each.measured if values is None else each.predicted(values)
@@ -96,7 +97,7 @@ def _unexplained(
     figures: Mapping[str, Checked],
 ) -> list[str]:
     said = [
-        f"{name} of the requests held out: predicted is {each.ratio:.2f} of measured, stated within "
+        f"{name} of the held-out requests: predicted / measured is {each.ratio:.2f}, allowed deviation "
         f"{each.stated:.0%}"
         for name, each in figures.items()
         if not each.holds
@@ -115,7 +116,7 @@ def _unexplained(
                 ratio = float(np.median(predicted[part]) / np.median(each.measured.ttft_s[part]))
                 if abs(ratio - 1) > _ODD:
                     where = words.format(of(each)[part].min(), of(each)[part].max())
-                    said.append(f"{each.name}: median TTFT of {where}: predicted is {ratio:.2f} of measured")
+                    said.append(f"{each.name}: median TTFT of {where}: predicted / measured is {ratio:.2f}")
     if found.untold:
-        said.append(f"the load does not tell these from others: {', '.join(found.untold)}")
+        said.append(f"this load does not determine these coefficients: {', '.join(found.untold)}")
     return said

@@ -22,25 +22,25 @@ from kvbench.errors import InputError
 F64 = NDArray[np.float64]
 
 _SHARE: Final = 0.04
-"""Of a coefficient, or of its scale where that is more: the difference that a derivative is taken over."""
+"""Step of a derivative, as a share of the coefficient, or of its scale if larger."""
 _DAMPING: Final = (1e-3, 1e6)
-"""Where it begins, and where no step is believed to lead further down."""
+"""First damping, and the largest before the fit stops."""
 _ENOUGH: Final = 1e-4
-"""A step that lowers the sum of squares by less than this share is the last one."""
+"""Relative drop of the sum of squares below which the fit stops."""
 _RIDGE: Final = 1e-12
 _FLAT: Final = 1e-12
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What was found. ``covariance`` [n, n] in the coefficients' units; ``residuals`` [m] in sigmas."""
+    """Result of a fit. ``covariance`` [n, n] in the coefficients' units; ``residuals`` [m] in sigmas."""
 
     values: F64
     covariance: F64
     residuals: F64
     rounds: int
     at_zero: tuple[bool, ...]
-    """Which coefficients the data would rather have below 0."""
+    """Coefficients that the data would make negative."""
 
     @property
     def errors(self) -> F64:
@@ -56,15 +56,13 @@ def least_squares(
     clusters: Sequence[int] | NDArray[np.int64],
     rounds: int = 12,
 ) -> Estimate:
-    """The coefficients [n] with the least sum of squared residuals [m].
-
-    ``scales`` [n]: what is not nothing of each coefficient, in its unit. ``clusters`` [m]: which residuals
-    belong together. Raises InputError for fewer residuals than coefficients.
-    """
+    """Return the coefficients [n] with the least squared residuals [m]. ``scales`` [n]: a typical size of
+    each coefficient. ``clusters`` [m]: cluster of each residual. Raises InputError for fewer residuals than
+    coefficients."""
     values = np.maximum(np.asarray(start, dtype=float), 0.0)
     now = residuals(values)
     if len(now) < len(values):
-        raise InputError(f"{len(now)} measured times are too few for {len(values)} coefficients")
+        raise InputError(f"{len(now)} measured times cannot fit {len(values)} coefficients")
     cost, damping, made = float(now @ now), _DAMPING[0], 0
     slopes = _slopes(residuals, values, now, scales)
     while made < rounds and damping < _DAMPING[1]:
@@ -96,7 +94,7 @@ def _slopes(residuals: Callable[[F64], F64], values: F64, now: F64, scales: F64)
 
 
 def _step(values: F64, slopes: F64, now: F64, damping: float, scales: F64) -> F64:
-    """One damped step; coefficients that it would take below 0 are held there, the others solved again."""
+    """Return one damped step; coefficients that would become negative are fixed at 0."""
     free = np.ones(len(values), dtype=bool)
     moved = values.copy()
     for _ in range(len(values)):

@@ -1,9 +1,7 @@
-"""Profile files: the coefficients of a timing profile with their errors, and where each of them comes from.
+"""Profile files: coefficients of a timing profile with errors and sources.
 
-A file is YAML, checked like a scenario: every mistake at once, each with its line. Its coefficients are
-milliseconds (COEFFICIENTS says of what), its covariance that of the fit, in the order that it names.
-``kvbench calibrate`` writes such files, and nothing in them is to be typed by hand without a source.
-"""
+YAML, checked like a scenario: every mistake with its line. Coefficients are milliseconds (see COEFFICIENTS).
+``kvbench calibrate`` writes these files."""
 
 from __future__ import annotations
 
@@ -26,29 +24,29 @@ from kvbench.errors import InputError
 
 COEFFICIENTS: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "front_end_ms": "before the engine sees a request: HTTP, tokenising; it occupies no step",
-        "front_end_token_ms": "the same for each prompt token",
-        "prefill_step_ms": "a step with prompt tokens, whatever else it computes",
-        "prefill_request_ms": "a prompt's first chunk",
-        "prefill_token_ms": "a prompt token",
-        "prefill_attention_ms": "a prompt of n tokens takes n² times this",
-        "decode_step_ms": "a step with decodes, whatever else it computes",
-        "decode_seq_ms": "a sequence of the decode batch",
-        "decode_context_ms": "a token of context that a decode reads",
-        "transfer_ms": "hand-off of one request's KV, besides its bytes",
-        "transfer_token_ms": "hand-off of one prompt token's KV, one after the other",
+        "front_end_ms": "HTTP and tokenising before the engine sees a request; outside the steps",
+        "front_end_token_ms": "front end time per prompt token",
+        "prefill_step_ms": "base time of a step with prompt tokens",
+        "prefill_request_ms": "per prompt, in the step of its first chunk",
+        "prefill_token_ms": "per prompt token",
+        "prefill_attention_ms": "times n², for a prompt of n tokens",
+        "decode_step_ms": "base time of a step with decodes",
+        "decode_seq_ms": "per sequence in the decode batch",
+        "decode_context_ms": "per context token that a decode reads",
+        "transfer_ms": "fixed time of one request's KV transfer",
+        "transfer_token_ms": "KV transfer time per prompt token",
     }
 )
-"""What a profile may hold, and what each is the time of."""
+"""Coefficients and their meaning."""
 NEEDED: Final = ("prefill_token_ms", "decode_step_ms")
-"""Without these nothing is predicted."""
+"""Coefficients required for any prediction."""
 _AGREES: Final = 0.02
-"""A coefficient's error and its place in the covariance say the same thing, up to their rounding."""
+"""Relative rounding allowed between an error and its variance in the covariance."""
 _VERSION: Final = 1
 
 
 class Coefficient(Section):
-    """A value with its standard error; without one it was not fitted, and ``source`` says what it is."""
+    """A value with its standard error, or with a ``source`` if it was not fitted."""
 
     value: float = Field(ge=0, le=1e6)
     error: float | None = Field(None, ge=0, le=1e9)
@@ -57,20 +55,18 @@ class Coefficient(Section):
     @model_validator(mode="after")
     def _sourced(self) -> Coefficient:
         if self.error is None and not self.source:
-            raise custom("a value without an `error` needs a `source`: where it comes from")
+            raise custom("a value without an `error` needs a `source`")
         return self
 
 
 class Covariance(Section):
-    """Of the fitted coefficients, in their squared units: ``rows`` [n, n] in the order of ``order``."""
+    """Covariance of the fitted coefficients, in their squared units: ``rows`` [n, n] in ``order``."""
 
     order: list[str] = Field(min_length=1, max_length=len(COEFFICIENTS))
     rows: list[list[float]] = Field(min_length=1, max_length=len(COEFFICIENTS))
 
 
 class FittedTo(Section):
-    """What was measured, and how much of it."""
-
     requests: int = Field(ge=1)
     inputs: list[str] = Field(min_length=1, max_length=64, description="runs or files")
     input_len: list[int] = Field(min_length=2, max_length=2, description="shortest and longest prompt")
@@ -78,7 +74,7 @@ class FittedTo(Section):
 
 
 class Checked(Section):
-    """A figure of the held-out requests: predicted ÷ measured, and how far from 1 it may lie."""
+    """A held-out figure: predicted / measured, and its allowed deviation from 1."""
 
     ratio: float = Field(ge=0, le=1e9)
     stated: float = Field(gt=0, le=10)
@@ -89,26 +85,24 @@ class Checked(Section):
 
 
 class HeldOut(Section):
-    """The requests that the fit has not seen, and how they were predicted."""
+    """Held-out requests and their prediction."""
 
-    by: str = Field(min_length=1, max_length=200, description="which were held out")
+    by: str = Field(min_length=1, max_length=200, description="how the held-out requests were chosen")
     requests: int = Field(ge=1)
     figures: dict[str, Checked] = Field(min_length=1, max_length=32)
 
 
 class ProfileFile(Section):
-    """A whole file; see the module's docstring."""
-
     version: int
     name: str = Field(pattern=NAME_PATTERN)
     source: str = Field(min_length=1, max_length=2000)
     date: str = Field(pattern=r"^\d{4}-\d{2}-\d{2}$")
-    engine: str = Field(min_length=1, max_length=200, description="what was measured, with its version")
+    engine: str = Field(min_length=1, max_length=200, description="the measured engine, with its version")
     machine: str = Field(min_length=1, max_length=500)
     scenario_sha256: str = Field("", pattern=r"^([0-9a-f]{64})?$")
-    tensor_parallel_size: int | None = Field(None, ge=1, description="the only one that it holds for")
+    tensor_parallel_size: int | None = Field(None, ge=1, description="the measured size")
     num_kv_tokens: int | None = Field(None, ge=1, description="KV memory of one instance, in tokens")
-    status: Literal["fit", "unfit", "unchecked"] = Field(description="whether a held-out part was predicted")
+    status: Literal["fit", "unfit", "unchecked"] = Field(description="held-out prediction")
     cannot_explain: list[str] = Field(default_factory=list, max_length=64)
     fitted_to: FittedTo | None = None
     held_out: HeldOut | None = Field(None, validate_default=True)
@@ -142,18 +136,18 @@ class ProfileFile(Section):
         return covariance
 
     def value(self, name: str) -> float:
-        """A coefficient in milliseconds; 0 for one that the profile does not have."""
+        """Return a coefficient in milliseconds; 0 if absent."""
         return self.coefficients[name].value if name in self.coefficients else 0.0
 
     @property
     def margin(self) -> float:
-        """How far a predicted figure may be off, as a share: what is stated of the held-out requests, or what
-        was found of them if that is more; 0 where nothing was held out."""
+        """Return the relative error of predictions: the stated one or the observed one, whichever is larger;
+        0 without held-out requests."""
         figures = self.held_out.figures.values() if self.held_out else ()
         return max((max(each.stated, abs(each.ratio - 1.0)) for each in figures), default=0.0)
 
     def reach(self) -> dict[str, Any]:
-        """What a run folder keeps of a profile, to mark its predictions by: status, lengths, margin."""
+        """Return what a run folder stores to mark predictions: status, lengths, margin."""
         fitted = self.fitted_to
         return {
             "name": self.name,
@@ -165,22 +159,21 @@ class ProfileFile(Section):
 
     @property
     def moves_kv(self) -> bool:
-        """Whether it says how long a hand-off takes."""
         return "transfer_token_ms" in self.coefficients
 
     def timing(self, tensor_parallel_size: int = 1) -> TimingProfile:
-        """The step times. Raises InputError for another parallelism than it was measured with."""
+        """Return the step times. Raises InputError for another tensor parallel size."""
         if self.tensor_parallel_size not in (None, tensor_parallel_size):
             raise InputError(
                 f"timing {self.name} has no tensor_parallel_size {tensor_parallel_size}",
-                hint=f"it was measured with {self.tensor_parallel_size}; calibrate it for another one",
+                hint=f"it was measured with {self.tensor_parallel_size}; calibrate again for another size",
             )
         return timing_of_values({name: each.value for name, each in self.coefficients.items()}, self)
 
 
 @dataclass(frozen=True)
 class LinearContext:
-    """Decode attention in proportion to the context tokens of the whole batch."""
+    """Decode attention proportional to the batch's context tokens."""
 
     token_ms: float
 
@@ -189,7 +182,7 @@ class LinearContext:
 
 
 def timing_of_values(values: Mapping[str, float], about: ProfileFile | None = None) -> TimingProfile:
-    """Step times of coefficients by name; what is not given is 0."""
+    """Return step times from coefficients by name; missing ones are 0."""
     return TimingProfile(
         name=about.name if about else "fitted",
         source=about.source if about else "",
@@ -216,7 +209,7 @@ def _raise(found: Iterator[tuple[Location, str]]) -> None:
 def _unsound_names(known: Mapping[str, Coefficient]) -> Iterator[tuple[Location, str]]:
     for name in known:
         if name not in COEFFICIENTS:
-            yield (name,), f"is no coefficient; {nearest(name, COEFFICIENTS)}"
+            yield (name,), f"is not a coefficient; {nearest(name, COEFFICIENTS)}"
     for name in NEEDED:
         if name not in known:
             yield (), f"needs {quoted(name)}: {COEFFICIENTS[name]}"
@@ -226,13 +219,13 @@ def _unsound_check(
     held: HeldOut | None, status: str | None, cannot_explain: list[str] | None
 ) -> Iterator[tuple[Location, str]]:
     if held is None and status in ("fit", "unfit"):
-        yield (), f"status {status} is said of a held-out part, and none is given"
+        yield (), f"status {status} needs held_out, which is missing"
     if held is not None and status == "fit":
         missed = sorted(name for name, each in held.figures.items() if not each.holds)
         if missed:
-            yield ("figures",), f"status is fit, and {', '.join(missed)} lies outside what is stated"
+            yield ("figures",), f"status is fit, and {', '.join(missed)} is outside the stated margin"
     if status == "unfit" and cannot_explain == []:
-        yield (), "status is unfit, and `cannot_explain` does not say what it cannot explain"
+        yield (), "status is unfit, but `cannot_explain` is empty"
 
 
 def _unsound_covariance(
@@ -243,13 +236,13 @@ def _unsound_covariance(
         if fitted:
             yield (
                 (),
-                f"is missing: {fitted[0]} has an error, and errors come with the covariance of their fit",
+                f"is missing: {fitted[0]} has an error, so the fit's covariance is required",
             )
         return
     order, rows = covariance.order, covariance.rows
     if sorted(order) != sorted(fitted):
         names = ", ".join(fitted) or "none"
-        yield ("order",), f"names each coefficient that has an error, once: {names}"
+        yield ("order",), f"must name each coefficient that has an error once: {names}"
         return
     if len(rows) != len(order) or any(len(row) != len(order) for row in rows):
         yield ("rows",), f"must be {len(order)} rows of {len(order)} numbers"
@@ -259,14 +252,15 @@ def _unsound_covariance(
         error = known[name].error or 0.0
         if abs(matrix[place, place] - error**2) > 2 * _AGREES * error**2 + 1e-300:
             text = (
-                f"the variance of {name} is {matrix[place, place]:g}, and its error {error:g} squared is not"
+                f"the variance of {name} is {matrix[place, place]:g}, which differs from its error "
+                f"{error:g} squared"
             )
             yield ("rows", place), text
     size = float(np.abs(matrix).max())
     if not np.allclose(matrix, matrix.T, rtol=1e-6, atol=1e-12 * size):
-        yield ("rows",), "is not symmetrical"
+        yield ("rows",), "is not symmetric"
     elif np.linalg.eigvalsh(_correlations(matrix)).min() < -1e-5:
-        yield ("rows",), "is no covariance: some combination would have a negative variance"
+        yield ("rows",), "is not a covariance matrix: it has a negative eigenvalue"
 
 
 def _correlations(matrix: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -279,7 +273,7 @@ def _correlations(matrix: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[A
 
 
 def parse_profile(text: str, path: str) -> ProfileFile:
-    """A checked profile. Raises InputError with every mistake on a line of its own: ``path:line: what``."""
+    """Parse and check a profile. Raises InputError with every mistake as ``path:line: what``."""
     root, mistakes = read_yaml(text)
     if root is None or not isinstance(root.value, dict):
         if root is not None:
@@ -300,12 +294,11 @@ def _error(mistakes: list[Mistake], path: str) -> InputError:
     lines = list(dict.fromkeys(f"{each.where.show(path)}: {each.text}" for each in ordered))
     return InputError(
         "\n".join(lines or [f"{Where().show(path)}: the file is empty"]),
-        hint="`kvbench calibrate` writes such files; docs/calibrate.md has their format",
+        hint="`kvbench calibrate` writes these files; docs/calibrate.md describes the format",
     )
 
 
 def _keys(root: Node) -> dict[str, list[str]]:
-    """The keys known in each mapping, by its dotted path."""
     named: dict[str, list[str]] = {"coefficients": list(COEFFICIENTS)}
     models: tuple[tuple[str, list[str], type[Section]], ...] = (
         ("coefficients", _names(root, "coefficients"), Coefficient),
@@ -330,7 +323,6 @@ def _names(root: Node, *way: str) -> list[str]:
 
 
 def profile_text(profile: ProfileFile) -> str:
-    """The file of a profile, with what each coefficient is the time of."""
     data = profile.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     text = yaml.safe_dump(data, sort_keys=False, width=110, allow_unicode=True, default_flow_style=None)
     for name, meaning in COEFFICIENTS.items():

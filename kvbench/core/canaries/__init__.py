@@ -1,1 +1,1 @@
-"""Canaries: requests of a load whose right answers are known, so that wrong ones under load are seen."""
+"""Canaries: requests of a load with known right answers, to detect wrong ones under load."""

@@ -1,7 +1,5 @@
-"""What a canary's answer is (right, another prompt's, stale, cut, or garbage), and what all of them prove.
-
-They give a bound of the share of wrong answers, and say what would have been seen.
-"""
+"""Classify a canary's answer (right, another prompt's, stale, cut, garbage), and bound the share of wrong
+answers."""
 
 from __future__ import annotations
 
@@ -27,21 +25,21 @@ from kvbench.core.stats import binomial_cdf, upper_bound
 
 CONFIDENCE: Final = 1.0 - SIGNIFICANCE
 DOUBTED_BELOW: Final = 1e-4
-"""A trial of a server that differs from itself is refused where chance alone would do it so rarely: a run has
-dozens of trials, and must not be refused by one of them for nothing."""
+"""p-value below which differences of a noisy server are not attributed to noise: small, because a run has
+dozens of trials."""
 UNSEEN_BELOW: Final = 0.01
-"""The same of a server that was asked again and did not differ, which tells no log-probabilities: that noise
-was there all the same, and not seen, is unlikely by itself."""
+"""The same for a server that repeated its outputs exactly and reports no log-probabilities: unnoticed noise
+is itself unlikely."""
 _BISECTIONS: Final = 40
 
 
 def wrong_share_bound(wrong: int, checked: int) -> float:
-    """The share of wrong answers is below this with 95 %, by the exact binomial; 1 if none was checked."""
+    """Return the exact binomial 95 % upper bound of the wrong share; 1 if none was checked."""
     return upper_bound(wrong, checked, CONFIDENCE)
 
 
 def percent_text(share: float) -> str:
-    """A share as per cent, rounded up to two digits below 10 % and one below 1 %, so that it stays true."""
+    """Return per cent, rounded up to two digits below 10 % and one below 1 %."""
     percent = 100.0 * share
     if percent <= 0:
         return "0 %"
@@ -52,23 +50,22 @@ def percent_text(share: float) -> str:
 
 
 def bound_text(wrong: int, checked: int) -> str:
-    """For example ``0 of 1,040 wrong: fewer than 0.3 % (95 %)``."""
+    """Return for example ``0 of 1,040 wrong: at most 0.3 % (95 % confidence)``."""
     if not checked:
         return "no answers were checked"
     told = f"{wrong:,} of {checked:,} wrong"
-    return f"{told}: fewer than {percent_text(wrong_share_bound(wrong, checked))} (95 %)"
+    return f"{told}: at most {percent_text(wrong_share_bound(wrong, checked))} (95 % confidence)"
 
 
 def doubted_below(noise: Noise) -> float:
-    """With so small a chance it is no noise."""
+    """Return the p-value below which differences are not attributed to noise."""
     return DOUBTED_BELOW if noise.differed else UNSEEN_BELOW
 
 
 def found_share(of: int, noise: Noise, *, singly: bool) -> float:
-    """What share of answers a fault must change to be seen in ``of`` of them with 95 %; 1 if none would be.
-
-    ``singly``: each answer is judged for itself, since the right ones are exact or have log-probabilities.
-    """
+    """Return the share of wrong answers that is detected in ``of`` answers with 95 % probability; 1 if none
+    is. ``singly``: each answer is judged by itself, because the right ones are exact or have
+    log-probabilities."""
     if of < 1:
         return 1.0
     if singly:
@@ -78,10 +75,8 @@ def found_share(of: int, noise: Noise, *, singly: bool) -> float:
 
 
 def found_in_any(tests: Sequence[tuple[int, int]]) -> float:
-    """What share of answers a fault must change for one of some trials to be refused, with 95 %; 1 if none.
-
-    ``tests``: of each trial, the answers checked, and how many different ones refuse it.
-    """
+    """Return the share of wrong answers that gets one of several trials refused, with 95 % probability; 1 if
+    none does. ``tests``: per trial, the answers checked and the number that refuses it."""
     possible = [(of, least) for of, least in tests if 0 < least <= of]
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS if possible else 0):
@@ -95,11 +90,11 @@ def found_in_any(tests: Sequence[tuple[int, int]]) -> float:
 
 
 AROUND_S: Final = 5.0
-"""What failed so long before a wrong answer's end is told with it."""
+"""Time before a wrong answer's end in which failures are reported with it, in seconds."""
 
 Kind = Literal["right", "within_noise", "another_prompt", "stale", "cut", "garbage", "unanswered"]
 CERTAIN: Final = ("another_prompt", "stale", "cut")
-"""Wrong by what they are, however much a server differs from itself."""
+"""Kinds that are wrong regardless of the server's noise."""
 WRONG: Final = (*CERTAIN, "garbage")
 WORDS: Final[Mapping[str, str]] = {
     "another_prompt": "another prompt's answer",
@@ -112,8 +107,7 @@ When = Literal["load", "after_trial", "end_of_cell", "idle"]
 
 @dataclass(frozen=True)
 class AskedCanary:
-    """A canary's answer that was asked for beside a load, alone or with others. Times in seconds since the
-    trial's start."""
+    """A canary answer requested besides a load. Times in seconds since the trial's start."""
 
     number: int
     text: str
@@ -124,7 +118,7 @@ class AskedCanary:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> AskedCanary:
-        """Raises KeyError, TypeError or ValueError for what is none."""
+        """Raises KeyError, TypeError or ValueError for malformed rows."""
         if row["when"] not in get_args(When):
             raise ValueError(f"when is {str(row['when'])[:40]!r}")
         times = float(row["sent_s"]), float(row["ended_s"])
@@ -136,10 +130,8 @@ class AskedCanary:
 
 @dataclass(frozen=True)
 class JudgedCanary:
-    """``whose``: the request or the prompt that the answer belongs to. ``around``: what happened then.
-
-    ``gap_nats``: by how much the right answer's server preferred its own token where this one leaves it.
-    """
+    """``whose``: the request or prompt that the answer belongs to. ``around``: concurrent events.
+    ``gap_nats``: margin of the right answer's token where this one differs."""
 
     number: int
     request_id: str
@@ -148,7 +140,7 @@ class JudgedCanary:
     sent_s: float = 0.0
     whose: str = ""
     at_char: int = 0
-    """Characters that are as they should be, from the first on."""
+    """Number of correct characters at the beginning."""
     answer: str = ""
     expected: str = ""
     around: str = ""
@@ -158,7 +150,7 @@ class JudgedCanary:
         return asdict(self)
 
     def text(self) -> str:
-        """A wrong one in words."""
+        """Return a wrong answer's description."""
         what = WORDS[self.kind]
         if self.whose:
             what += f" ({self.whose})"
@@ -166,7 +158,7 @@ class JudgedCanary:
             what += f" after {self.at_char} characters"
         elif self.at_char:
             what += f" from character {self.at_char + 1} on"
-        asked = {"load": "", "idle": ", asked before the load"}.get(self.when, ", asked beside the load")
+        asked = {"load": "", "idle": ", sent before the load"}.get(self.when, ", sent besides the load")
         shown = f"expected {self.expected[:48]!r}, got {self.answer[:48]!r}"
         return f"{self.request_id} at {self.sent_s:.2f} s{asked}: {what}; {shown}" + (
             f"; {self.around}" if self.around else ""
@@ -175,11 +167,8 @@ class JudgedCanary:
 
 @dataclass(frozen=True)
 class CanaryResult:
-    """What came of a trial's canaries. ``wrong`` are those that refuse it.
-
-    ``noisy``: others that differ as the answers' own server differs from itself; ``power``: what share of
-    wrong answers would have been seen, with 95 %.
-    """
+    """Result of a trial's canaries. ``wrong``: those that refuse it. ``noisy``: those within the reference's
+    own variation; ``power``: share of wrong answers detected with 95 % probability."""
 
     checked: int = 0
     unanswered: int = 0
@@ -188,21 +177,20 @@ class CanaryResult:
     proof: Proof = "reference"
     power: float = 1.0
     refused_from: int = 1
-    """So many that differ are no noise; 1 where each is judged for itself, 0 where no number is enough."""
+    """Differing answers that are no noise: 1 if each is judged by itself, 0 if no number is enough."""
     noise_tested: bool = False
-    """What differed was held against how the answers' own server differs from itself."""
+    """Whether differences were compared with the reference's own variation."""
     noise: Noise = field(default_factory=Noise)
     noisy_nats: float | None = None
-    """The widest gap of those."""
+    """Widest gap among the noisy answers."""
     repeated: bool = False
-    """The same prompts were asked before, and nobody could empty the caches."""
+    """Whether the prompts were sent before without emptying the caches."""
     of_reference: bool = False
-    """They are the answers of the server that gave the right ones: garbage among them is its own noise."""
+    """Whether the reference itself gave them: garbage is then its own noise."""
     idle: tuple[tuple[int, int], ...] = ()
-    """CRC-32 and length of the idle server's whole answers, where those under load are as exact."""
+    """CRC-32 and length of the idle answers, if those under load are as exact."""
 
     def to_json(self) -> dict[str, Any]:
-        """For a trial's engine columns."""
         return {
             "checked": self.checked,
             "wrong": len(self.wrong),
@@ -224,10 +212,8 @@ def judged_canaries(
     of_reference: bool = False,
     repeated: bool = False,
 ) -> CanaryResult:
-    """Judges all canaries of a trial. ``records``: of all its requests; those with a ``canary`` are judged.
-
-    ``of_reference``: the server is the one that gave the right answers. ``repeated``: as in the result.
-    """
+    """Judge all canaries of a trial. ``records``: all its requests. ``of_reference``, ``repeated``: as in the
+    result."""
     judge = _Judge(pool, records)
     found = [judge.of_record(each) for each in records if each.canary is not None]
     found += [judge.of_asked(each) for each in asked]
@@ -266,7 +252,7 @@ def judged_canaries(
 
 
 def _crossed_idle(pool: CanaryPool) -> list[JudgedCanary]:
-    """Idle answers that are another canary's: the right answers themselves cannot be trusted."""
+    """Return idle answers that belong to another canary: the reference is then untrustworthy."""
     return [
         JudgedCanary(
             number,
@@ -275,7 +261,7 @@ def _crossed_idle(pool: CanaryPool) -> list[JudgedCanary]:
             "idle",
             whose=f"that of canary prompt {owners[0]}"
             if len(owners) == 1
-            else f"one text for {len(owners) + 1} canary prompts",
+            else f"the same text for {len(owners) + 1} canary prompts",
             answer=text,
             expected=next((each for each in _idle_answers(pool, number) if each != text), ""),
         )
@@ -290,13 +276,13 @@ def _idle_answers(pool: CanaryPool, number: int) -> Iterator[str]:
 
 
 def _idle_texts(pool: CanaryPool) -> tuple[tuple[int, int], ...]:
-    """Checksums of the right answers, where all are whole and of prompts of the load's own lengths."""
+    """Return the checksums of the right answers, if all are complete and have the load's lengths."""
     alike = not pool.places and all(pool.whole(number) for number in range(len(pool)))
     return tuple(_checksum(text) for text in pool.answers.texts) if alike else ()
 
 
 def noise_under_load(pool: CanaryPool, results: Iterable[CanaryResult]) -> CanaryPool:
-    """The pool with what its own server's canaries under load have shown."""
+    """Return the pool with the noise of its own server's canaries under load."""
     seen, known = list(results), pool.under_load
     nats = max((each.noisy_nats for each in seen if each.noisy_nats is not None), default=None)
     under = Noise(
@@ -332,7 +318,7 @@ class _Judge:
         return self._judged(asked, None) if known else self._said(asked, "unanswered")
 
     def _known(self, number: int) -> bool:
-        """Whether a right answer says anything: every text begins with none."""
+        """Return whether a right answer is usable: every text begins with an empty one."""
         return number < len(self._pool) and bool(self._pool.right(number))
 
     def _judged(self, asked: AskedCanary, record: RequestRecord | None) -> JudgedCanary:
@@ -358,7 +344,7 @@ class _Judge:
         return JudgedCanary(asked.number, asked.request_id, kind, asked.when, round(asked.sent_s, 4))
 
     def _owner(self, asked: AskedCanary, record: RequestRecord | None) -> tuple[Kind | Literal[""], str]:
-        """Whose answer it is, if it is another one's."""
+        """Return the owner of an answer that belongs to another prompt."""
         text = asked.text
         number = next((n for right, n in self._telling.items() if text.startswith(right)), None)
         if number is not None:
@@ -377,7 +363,7 @@ class _Judge:
     def _told(
         self, asked: AskedCanary, theirs: Sequence[RequestRecord]
     ) -> tuple[Literal["another_prompt", "stale"], str] | None:
-        """By whether theirs was under way at the same time, or had ended before."""
+        """Decide by whether the owner was in flight at the same time or had ended."""
         for each in theirs:
             ended_s = each.last_token_s
             if ended_s is None or ended_s >= asked.sent_s:
@@ -389,7 +375,7 @@ class _Judge:
         return None
 
     def _crossed(self, asked: AskedCanary) -> RequestRecord | None:
-        """Another request that got the answer that was due here."""
+        """Return another request that got this canary's answer."""
         if not self._pool.whole(asked.number):
             return None
         right = self._pool.right(asked.number)
@@ -406,7 +392,7 @@ class _Judge:
 
 
 def around(records: Sequence[RequestRecord], sent_s: float, ended_s: float, own_id: str = "") -> str:
-    """What happened around a request: how many others were under way, and which failed shortly before."""
+    """Describe a request's surroundings: concurrent requests and recent failures."""
     others = [each for each in records if each.request_id != own_id]
     under_way = sum(
         (each.sent_s or each.scheduled_s) <= sent_s
@@ -414,7 +400,7 @@ def around(records: Sequence[RequestRecord], sent_s: float, ended_s: float, own_
         for each in others
         if each.ok
     )
-    parts = [f"{under_way} others were under way"]
+    parts = [f"{under_way} others were in flight"]
     failed = [
         each
         for each in others
@@ -429,12 +415,12 @@ def around(records: Sequence[RequestRecord], sent_s: float, ended_s: float, own_
         parts.append(f"failed in the {AROUND_S:g} s before: {named}, last {last.request_id}")
     cancelled = sum(each.error == "cancelled" for each in others)
     if cancelled:
-        parts.append(f"{cancelled} of the trial were cancelled")
+        parts.append(f"{cancelled} of the trial's requests were cancelled")
     return "; ".join(parts)
 
 
 def _common(one: str, other: str) -> int:
-    """Characters that two texts begin with in common."""
+    """Return the length of the common prefix."""
     for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         if mine != theirs:
             return place

@@ -1,7 +1,6 @@
-"""Prompts whose right answers are known, who said so, and which requests of a load ask them.
+"""Canary prompts with known right answers, their source, and their positions in a load.
 
-They are spread over all of it, with enough in a trial that ends soon.
-"""
+They are spread over the whole load, with enough of them in a trial that ends early."""
 
 from __future__ import annotations
 
@@ -20,30 +19,27 @@ from kvbench.core.metrics.equal_answers import LONG_BYTES, LONG_TOKENS, Noise, n
 from kvbench.core.records import Cell, Outputs
 
 COMPARED_TOKENS: Final = 256
-"""Of longer answers so many are compared: wrong KV shows early, and the reference is asked for less."""
+"""Tokens compared of longer answers: wrong KV shows early, and the reference costs less."""
 TELLING_CHARS: Final = 12
-"""Shorter answers may be equal by chance, and name nobody."""
+"""Shorter answers may be equal by chance and identify no prompt."""
 SHARED_SHARE: Final = 0.25
-"""A server does not answer by the prompt where so many of those that were asked again got a text of several
-prompts and another one besides. An honest one whose texts are all shared, one in twenty of which changes, has
-as many in 1 of 250 cells (binomial, 24 prompts, a third of them asked twice again)."""
+"""Share of re-sent prompts with both a shared text and another one, from which a server ignores its prompts.
+An honest server whose texts are all shared and vary in one of twenty reaches it in 1 of 250 cells (binomial,
+24 prompts, a third sent twice again)."""
 LEAST_SHARED: Final = 4
-"""And at least so many: of a few prompts a quarter is one or two."""
+"""Least number of such prompts: a quarter of a few is one or two."""
 _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
-"""What half of a character reads as, at the end of a text: a stream may leave it out."""
+"""Incomplete character at the end of a text: a stream may omit it."""
 
 Proof = Literal["reference", "own"]
-"""Who gave the answers that are right: an aggregated server, or, the weaker proof, the same one when idle."""
+"""Source of the right answers: an aggregated server or, weaker, the same server when idle."""
 
 
 @dataclass(frozen=True)
 class CanaryPool:
-    """``answers``: greedy ones to prompts of these ``lengths`` (tokens in, tokens out), in their order.
-
-    ``label``: the deployment that gave them; ``cell_lengths``: those of the cells that they are for.
-    ``under_load``: how that deployment's own answers under load differed from them, as far as that was
-    looked at. ``places``: of a trace, the request that each has the lengths of.
-    """
+    """Greedy ``answers`` to prompts with ``lengths`` (tokens in, out). ``label``: the answering deployment;
+    ``cell_lengths``: the cells they are for. ``under_load``: how that deployment's answers under load
+    differed. ``places``: requests of a trace with these lengths."""
 
     label: str
     cell_lengths: tuple[int, int]
@@ -60,35 +56,29 @@ class CanaryPool:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Deployment, input and output length."""
         return (self.label, *self.cell_lengths)
 
     def whole(self, number: int) -> bool:
-        """Whether an answer is compared to its end."""
+        """Return whether an answer is compared to its end."""
         return self.lengths[number][1] <= COMPARED_TOKENS
 
     def prompt(self, number: int) -> list[int]:
-        """Token ids."""
         return canary_prompt(self.lengths[number][0], self.seed, number, self.vocab_size)
 
     def right(self, number: int) -> str:
-        """What every right answer to a prompt begins with."""
+        """Return the compared part of a right answer."""
         return self.answers.texts[number].rstrip(_UNFINISHED)
 
     @cached_property
     def noise(self) -> Noise:
-        """How the server that gave the answers differs from itself: asked again, and under load."""
+        """Return how the reference differs from itself, re-sent and under load."""
         return joined(noise_of(self.answers), self.under_load)
 
     @cached_property
     def crossed(self) -> tuple[tuple[int, tuple[int, ...], str], ...]:
-        """(canary, whose answer it got, that text) of idle answers that are other canaries'.
-
-        A server that answers a prompt in two ways, one of which is the answer to a single other prompt, has
-        sent somebody else's answer. Noise does not make a whole text of another prompt. A long text of
-        several others may be honest, as of a model that repeats itself. It is wrong where it comes to
-        ``SHARED_SHARE`` of the prompts in one asking and not in the next.
-        """
+        """Return (canary, owner's canaries, text) of idle answers that belong to other canaries. A text of a
+        single other prompt is wrong: noise does not produce it. A text of several prompts may be honest (a
+        model that repeats itself), unless it reaches SHARED_SHARE of the prompts."""
         texts = [
             [text, *(again.texts[number] for again in self.answers.repeats if number < len(again.texts))]
             for number, text in enumerate(self.answers.texts)
@@ -120,7 +110,7 @@ class CanaryPool:
 
     @cached_property
     def telling(self) -> Mapping[str, int]:
-        """Right answer → its prompt's number, of those that no other prompt has and chance does not give."""
+        """Map right answers that identify one prompt to its number."""
         rights = [self.right(number) for number in range(len(self))]
         alike = Counter(rights)
         return {
@@ -130,7 +120,7 @@ class CanaryPool:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """All but the answers."""
+        """Return everything except the answers."""
         row: dict[str, Any] = {
             "label": self.label,
             "input_len": self.cell_lengths[0],
@@ -151,7 +141,7 @@ class CanaryPool:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any], answers: Outputs) -> CanaryPool:
-        """Raises KeyError, TypeError or ValueError for what is none."""
+        """Raises KeyError, TypeError or ValueError for malformed rows."""
         cell_lengths = int(row["input_len"]), int(row["output_len"])
         places = tuple(int(each) for each in row.get("places") or ())
         lengths = [(int(one), int(other)) for one, other in row.get("lengths") or ()]
@@ -179,14 +169,14 @@ class CanaryPool:
 
 
 def canary_prompt(input_len: int, seed: int, number: int, vocab_size: int) -> list[int]:
-    """Token ids of a prompt like no other."""
+    """Return the token ids of a unique prompt."""
     return traced_prompt(input_len, None, seed, number, vocab_size)
 
 
 def pool_of_cell(
     pools: Mapping[tuple[str, int, int], CanaryPool], cell: Cell, reference: str
 ) -> CanaryPool | None:
-    """What a cell's canaries are compared with: a reference's right answers, or its deployment's own."""
+    """Return a cell's pool: the reference's, or its deployment's own."""
     lengths = cell.input_len, cell.output_len
     known = [pools.get((label, *lengths)) for label in (reference, cell.connector)]
     of_reference = known[0] if known[0] is not None and known[0].proof == "reference" else None
@@ -194,12 +184,12 @@ def pool_of_cell(
 
 
 def gave_answers(pool: CanaryPool, cell: Cell) -> bool:
-    """Whether the cell's own deployment gave the right answers to all others."""
+    """Return whether the cell's deployment gave the right answers itself."""
     return pool.proof == "reference" and pool.label == cell.connector
 
 
 def joined(one: Noise, other: Noise) -> Noise:
-    """Both together: answers add up, and of the changes of gaps the greater one counts."""
+    """Return both combined: answers add up, the larger gap change counts."""
     nats = [each.nats for each in (one, other) if each.nats is not None]
     return Noise(
         one.asked + other.asked,
@@ -210,18 +200,17 @@ def joined(one: Noise, other: Noise) -> Noise:
 
 
 _STREAM: Final = 7
-"""Sets these random numbers apart from those of arrivals and prompts, so that none moves another."""
+"""Random stream, separate from arrivals and prompts."""
 SPARES: Final = 8
-"""Canaries that are kept for what follows a failure, beside those at their places."""
+"""Canaries reserved for use after a failure."""
 AFTER_FAILURE: Final = 2
-"""So many of the next requests after a failed one are canaries, as long as there are spares."""
+"""Requests after a failed one that become canaries while spares last."""
 
 
 @dataclass(frozen=True)
 class CanaryPlaces:
-    """``at``: place in the load → number of its prompt in the pool, ascending. ``spares``: prompts that take
-    the place of the requests after a failure.
-    """
+    """``at``: index in the load → prompt number, ascending. ``spares``: prompts for requests after a
+    failure."""
 
     at: dict[int, int] = field(default_factory=dict)
     spares: tuple[int, ...] = ()
@@ -232,16 +221,13 @@ class CanaryPlaces:
 
 
 def wanted_canaries(requests: int, share: float, least: int) -> int:
-    """How many of so many requests: the share, at least ``least``, at most half of them."""
+    """Return the number of canaries: the share, at least ``least``, at most half."""
     return min(max(math.ceil(share * requests), least), requests // 2) if share > 0 else 0
 
 
 def canary_places(requests: int, share: float, least: int, early: int, seed: int) -> list[int]:
-    """Places of canaries among 0 … ``requests`` − 1, ascending: one at random in each equal part.
-
-    ``early``: after so many requests the trial may end. ``least`` lie before that if they find room, else in
-    all of it, and later ones by the share alone. A function of its arguments.
-    """
+    """Return ascending indices: one random place per equal part. ``early``: requests after which the trial
+    may end; ``least`` canaries come before that if possible, later ones by the share. Deterministic."""
     early = min(max(1, early), requests)
     first = min(wanted_canaries(early, share, least), requests)
     rest = math.ceil(share * (requests - early)) if share > 0 else 0
@@ -256,11 +242,8 @@ def canary_places(requests: int, share: float, least: int, early: int, seed: int
 
 
 def placed(places: Sequence[int], numbers: Sequence[int]) -> CanaryPlaces:
-    """Puts prompts at places as far as there are any; what is left over are spares.
-
-    With too few of them every place gets its turn: they are thinned out, not cut off at the end, and there
-    are spares for one failure.
-    """
+    """Assign prompts to places; left-over prompts are spares. With too few prompts, places are thinned out
+    evenly and spares for one failure remain."""
     few = min(AFTER_FAILURE, max(0, len(numbers) - 1) // 3)
     spares = min(SPARES, max(few, len(numbers) - len(places)))
     usable = len(numbers) - spares

@@ -1,4 +1,4 @@
-"""Canaries counted: of a trial, a cell, a run."""
+"""Counts of canaries for a trial, a cell or a run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from kvbench.core.records import TrialRecord
 
 @dataclass(frozen=True)
 class Tally:
-    """``noisy``: answers that differ as the server that gave the right ones differs from itself. ``own``: how
-    many were compared with what the same server had answered when idle. ``at_end``: of all, those that were
-    asked for after a cell's last trial.
-    """
+    """``noisy``: answers within the reference's own variation. ``own``: compared with the server's own idle
+    answers. ``at_end``: requested after a cell's last trial."""
 
     checked: int = 0
     wrong: int = 0
@@ -30,7 +28,6 @@ class Tally:
 
     @classmethod
     def of_result(cls, result: CanaryResult | None, *, at_end: bool = False) -> Tally:
-        """Of a trial, or of what was asked for at a cell's end."""
         if result is None:
             return cls()
         known = cls._of(result.to_json())
@@ -38,7 +35,7 @@ class Tally:
 
     @classmethod
     def of_trial(cls, record: TrialRecord) -> Tally:
-        """Return the stored tally of a trial; an empty one if it had no canaries."""
+        """Return the stored tally of a trial; empty without canaries."""
         row = record.engine.get("canaries")
         return cls._of(row) if isinstance(row, Mapping) else cls()
 
@@ -48,7 +45,6 @@ class Tally:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any] | None) -> Tally:
-        """As a cell has it; nothing where it has none."""
         return cls(*(_count(row, name) for name in cls.__dataclass_fields__)) if row else cls()
 
     def to_json(self) -> dict[str, Any]:
@@ -62,13 +58,13 @@ class Tally:
         return cls(checked, wrong, noisy, unanswered, checked if row.get("proof") == "own" else 0)
 
     def text(self) -> str:
-        """For example ``0 of 1,040 wrong: fewer than 0.3 % (95 %)``, and what weakens it."""
+        """Return for example ``0 of 1,040 wrong: at most 0.3 % (95 % confidence)``, and its weaknesses."""
         weak = []
         if self.noisy:
-            weak.append(f"{self.noisy:,} differ, no more than the reference from itself")
+            weak.append(f"{self.noisy:,} differ, within the reference's own variation")
         if self.own:
             which = "" if self.own == self.checked else f" {self.own:,} of them"
-            weak.append(f"compared{which} with what the same server answered when idle, the weaker proof")
+            weak.append(f"compared{which} with the server's own idle outputs, a weaker check")
         return "; ".join([bound_text(self.wrong, self.checked), *weak])
 
 

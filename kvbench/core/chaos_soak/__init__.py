@@ -1,1 +1,1 @@
-"""What is asked of a system at a held rate: what faults cost it, and whether it drifts over hours."""
+"""Runs at a fixed rate: the cost of faults, and drift over hours."""

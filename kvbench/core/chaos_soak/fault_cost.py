@@ -1,15 +1,13 @@
-"""What a fault cost, from the records of the requests that were offered at a fixed rate around it. Pure.
+"""Cost of a fault, from the requests offered at a fixed rate around it. Pure.
 
-A request is *good* if it met the SLO (without limits on single requests: if it was answered in full), *late*
-if it was answered in full too late, *hung* if nothing ended it before its deadline, *lost* if it failed
-otherwise, and *wrong* if its answer is known to be wrong. The goodput that a fault cost is the requests due
-while it lasted that would have been good (by the share before it), less those that were; divided by the fixed
-rate it is in seconds.
+A request is *good* if it met the SLO (without limits per request: if fully answered), *late* if fully
+answered too late, *hung* if still open at its deadline, *lost* if it failed otherwise, and *wrong* if its
+answer is known to be wrong. Lost goodput is the expected number of good requests (by the share before the
+fault) minus the actual one; divided by the rate it is in seconds.
 
-Attainment is *back* with the first request from which on every window of so many requests in a row keeps the
-level: the SLO's share, or the share before the fault less two standard errors of a window if that is less.
-``fault_change`` compares the costs of one fault in two runs by the ranks of their repeats.
-"""
+Attainment has *recovered* at the first request from which every window of requests keeps the level: the SLO's
+share, or the share before the fault minus two standard errors of a window if that is less. ``fault_change``
+compares two runs by the ranks of their repeats."""
 
 from __future__ import annotations
 
@@ -21,23 +19,24 @@ from functools import lru_cache
 from statistics import NormalDist, median
 from typing import Any, Final, Literal, get_args
 
-from kvbench.core.metrics.criteria import met
+from kvbench.core.metrics.metrics import met
 from kvbench.core.records import UNENDED, RequestRecord
 from kvbench.core.slo import Slo
 
 Fate = Literal["good", "late", "lost", "hung", "wrong"]
 FATES: Final[tuple[Fate, ...]] = get_args(Fate)
 GATEWAY_TIMEOUT: Final = 504
-"""What a router answers when it gives a request up that P or D has not ended."""
+"""Status of a router that gives up a request."""
 WINDOW_S: Final = 2.0
+"""Seconds of requests in one window of the attainment."""
 LEAST_WINDOW, MOST_WINDOW = 5, 50
-"""Requests in a row by which the attainment is judged: those of two seconds, so many at least and most."""
+"""Fewest and most requests in a window."""
 STANDARD_ERRORS: Final = 2.0
 
 
 @dataclass(frozen=True)
 class RequestOutcome:
-    """One request: when it was due, when it was over (None: unknown), what became of it."""
+    """One request: when it was due, when it ended (or None), its fate."""
 
     due_s: float
     over_s: float | None
@@ -49,7 +48,7 @@ class RequestOutcome:
 
 
 def outcome_of(record: RequestRecord, slo: Slo, wrong: Collection[str] = ()) -> RequestOutcome:
-    """``wrong``: ids of the requests whose answers are known to be wrong."""
+    """``wrong``: ids of requests with known wrong answers."""
     return RequestOutcome(
         record.scheduled_s, record.last_token_s if record.ok else None, _fate(record, slo, wrong)
     )
@@ -67,12 +66,9 @@ def _fate(record: RequestRecord, slo: Slo, wrong: Collection[str]) -> Fate:
 
 @dataclass(frozen=True)
 class FaultCost:
-    """Of the requests that were open when the fault struck, or due later; times in seconds after it.
-
-    ``held_before``: the share of good ones among the ``before`` that were over before it; None of none.
-    ``back_s``: None is never, as far as it was watched. ``goodput_lost`` is in requests, ``lost_s`` the same
-    in seconds of the held rate.
-    """
+    """Cost over the requests open at the fault or due later; times in seconds after it. ``held_before``:
+    share of good ones among the ``before`` that ended before it, or None. ``back_s``: recovery, None if not
+    observed. ``goodput_lost``: requests; ``lost_s``: seconds of the rate."""
 
     rate: float
     target: float
@@ -91,7 +87,7 @@ class FaultCost:
 
     @property
     def was_held(self) -> bool:
-        """Whether the rate was held before the fault; else nothing can be said of what that cost."""
+        """Return whether the rate was sustained before the fault; otherwise its cost is unknown."""
         if self.held_before is None:
             return False
         error = math.sqrt(self.target * (1 - self.target) / self.before)
@@ -102,12 +98,12 @@ class FaultCost:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> FaultCost:
-        """Raises KeyError or TypeError for what is none."""
+        """Raises KeyError or TypeError for malformed rows."""
         return cls(**{name: row[name] for name in cls.__dataclass_fields__})
 
 
 def fault_cost(outcomes: Iterable[RequestOutcome], rate: float, target: float, struck_s: float) -> FaultCost:
-    """``rate``: requests per second that were offered; ``target``: the share that the SLO asks for."""
+    """``rate``: offered requests per second; ``target``: the SLO's share."""
     ordered = sorted(outcomes, key=lambda each: each.due_s)
     before = [each for each in ordered if each.over_s is not None and each.over_s <= struck_s]
     before += [each for each in ordered if each.over_s is None and _failed_before(each, before, struck_s)]
@@ -146,20 +142,20 @@ def cost_of(
     struck_s: float,
     wrong: Collection[str] = (),
 ) -> FaultCost:
-    """What a fault at ``struck_s`` cost, by a trial's requests. ``wrong``: ids of those answered wrong."""
+    """Return the cost of a fault at ``struck_s``. ``wrong``: ids with wrong answers."""
     return fault_cost(outcomes_of(records, slo, wrong), rate, min(slo.shares), struck_s)
 
 
 def outcomes_of(
     records: Iterable[RequestRecord], slo: Slo, wrong: Collection[str] = ()
 ) -> list[RequestOutcome]:
-    """What became of each request; of those that kvbench itself cut off nobody knows."""
+    """Return each request's fate, except those that kvbench cancelled."""
     known = [each for each in records if each.error != "cancelled"]
     return [outcome_of(record, slo, frozenset(wrong)) for record in known]
 
 
 def _failed_before(one: RequestOutcome, before: Sequence[RequestOutcome], struck_s: float) -> bool:
-    """Of a request that failed nobody knows when; one that was due before others that were over was, too."""
+    """Return whether a failed request failed before the fault: if later-due requests had ended by then."""
     return bool(before) and one.due_s < struck_s and one.due_s < before[-1].due_s - _longest(before)
 
 
@@ -168,7 +164,7 @@ def _longest(outcomes: Sequence[RequestOutcome]) -> float:
 
 
 def level_of(target: float, held: float | None, window: int) -> float:
-    """The share of good ones that a window of requests has to keep."""
+    """Return the share of good requests that a window must keep."""
     if held is None:
         return target
     error = math.sqrt(held * (1 - held) / window)
@@ -176,9 +172,7 @@ def level_of(target: float, held: float | None, window: int) -> float:
 
 
 def _back_at(after: Sequence[RequestOutcome], window: int, level: float) -> int | None:
-    """The place of the first request from which on each window keeps the level; None: never, or too few were
-    due to tell.
-    """
+    """Return the index of recovery, or None if not observed."""
     if len(after) < window:
         return None
     good = sum(each.good for each in after[-window:])
@@ -195,14 +189,14 @@ def _back_at(after: Sequence[RequestOutcome], window: int, level: float) -> int 
 
 @dataclass(frozen=True)
 class GoodputBin:
-    """Requests that were due in [start_s, start_s + width), by what became of them."""
+    """Requests due in [start_s, start_s + width), by fate."""
 
     start_s: float
     fates: Mapping[str, int]
 
 
 def goodput_bins(outcomes: Iterable[RequestOutcome], width_s: float, end_s: float) -> list[GoodputBin]:
-    """Over [0, end_s), for a picture. ``width_s`` above 0."""
+    """Return bins over [0, end_s) for a plot."""
     count = max(1, math.ceil(end_s / width_s - 1e-9))
     bins: list[Counter[str]] = [Counter() for _ in range(count)]
     for each in outcomes:
@@ -215,11 +209,8 @@ def goodput_bins(outcomes: Iterable[RequestOutcome], width_s: float, end_s: floa
 
 @dataclass(frozen=True)
 class FaultRow:
-    """One fault of one deployment over its repeats. Times in seconds, goodput in requests.
-
-    Medians and worst are over the repeats in which the rate was held before the fault; a recovery that never
-    came is no time, and counted in ``never``.
-    """
+    """One fault of one deployment over its repeats. Times in seconds, goodput in requests. Medians and worst
+    values cover repeats with a sustained rate before the fault; ``never`` counts those without recovery."""
 
     repeats: int
     held: int
@@ -236,7 +227,6 @@ class FaultRow:
 
 
 def fault_row(costs: Sequence[FaultCost]) -> FaultRow:
-    """The repeats of one fault together."""
     held = [each for each in costs if each.was_held]
     backs = [each.back_s for each in held if each.back_s is not None]
     lost = [each.goodput_lost for each in held]
@@ -256,15 +246,15 @@ def fault_row(costs: Sequence[FaultCost]) -> FaultRow:
     )
 
 
-ChangeWord = Literal["costs more", "costs less", "not told apart"]
+ChangeWord = Literal["costs more", "costs less", "no significant difference"]
 ALPHA: Final = 0.05
 EXACT_MOST: Final = 400
-"""Up to so many pairs of repeats the chance is counted out; beyond it is the normal one."""
+"""Pairs of repeats up to which the p-value is exact; beyond, it is normal."""
 
 
 @dataclass(frozen=True)
 class FaultChange:
-    """``chance``: that repeats of one and the same cost come out as far apart."""
+    """``chance``: p-value of equal costs."""
 
     word: ChangeWord
     before: float | None
@@ -273,17 +263,17 @@ class FaultChange:
 
 
 def fault_change(before: Sequence[float], after: Sequence[float]) -> FaultChange:
-    """Of the goodput that each repeat lost. With fewer than four repeats a side nothing can be told."""
+    """Compare the goodput lost per repeat; fewer than four repeats per side are inconclusive."""
     middle = [median(side) if side else None for side in (before, after)]
     chance = rank_chance(before, after)
-    word: ChangeWord = "not told apart"
+    word: ChangeWord = "no significant difference"
     if chance < ALPHA and middle[0] is not None and middle[1] is not None:
         word = "costs more" if _wins(after, before) > len(before) * len(after) / 2 else "costs less"
     return FaultChange(word, middle[0], middle[1], chance)
 
 
 def rank_chance(first: Sequence[float], second: Sequence[float]) -> float:
-    """Two-sided chance of the rank sum of two samples from one distribution (Mann and Whitney's U)."""
+    """Return the two-sided p-value of the Mann-Whitney U test."""
     n, m = len(first), len(second)
     if not n or not m:
         return 1.0
@@ -305,13 +295,13 @@ def rank_chance(first: Sequence[float], second: Sequence[float]) -> float:
 
 
 def _wins(first: Sequence[float], second: Sequence[float]) -> float:
-    """Pairs in which the first is larger; a tie is half of one."""
+    """Return the pairs in which the first is larger; a tie counts half."""
     return sum((a > b) + 0.5 * (a == b) for a in first for b in second)
 
 
 @lru_cache(64)
 def _ways(n: int, m: int) -> tuple[int, ...]:
-    """In how many orders of n and m values the first wins so many pairs, from 0 to n × m."""
+    """Return, for each number of wins from 0 to n × m, the number of orders."""
     if not n or not m:
         return (1,)
     ways = [0] * (n * m + 1)

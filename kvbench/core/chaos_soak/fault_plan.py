@@ -9,8 +9,7 @@
 | pool | the same until P's KV pool is full; on D requests that generate for long | they end |
 | partition | packets of the process vanish, both ways (the lab alone) | they pass again |
 | pull | the link of a NIC goes down, as when a cable is pulled (the lab alone) | it is up again |
-| slow | a NIC carries less (the lab alone) | its full rate |
-"""
+| slow | a NIC carries less (the lab alone) | its full rate |"""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ from kvbench.errors import InputError
 
 FaultKind = Literal["kill", "restart", "freeze", "lease", "pool", "partition", "pull", "slow"]
 FaultTarget = Literal["prefill", "decode", "router", "metadata", "nic"]
-"""Whom a fault is done to. ``metadata`` is the connector's own helper process, such as Mooncake's master."""
+"""Targets of faults. ``metadata``: the connector's helper process, such as Mooncake's master."""
 
 KINDS: Final[tuple[FaultKind, ...]] = get_args(FaultKind)
 TARGETS: Final[tuple[FaultTarget, ...]] = get_args(FaultTarget)
 LAB_KINDS: Final = ("partition", "pull", "slow")
-"""Kinds that need a network of one's own."""
+"""Kinds that require a lab network."""
 _PROCESSES: Final[tuple[FaultTarget, ...]] = ("prefill", "decode", "router", "metadata")
 POSSIBLE: Final[Mapping[FaultKind, tuple[FaultTarget, ...]]] = {
     "kill": _PROCESSES,
@@ -43,9 +42,9 @@ POSSIBLE: Final[Mapping[FaultKind, tuple[FaultTarget, ...]]] = {
     "slow": ("nic",),
 }
 LEASE_S: Final = 30.0
-"""For how long P keeps KV that nobody fetches: vLLM's kv_lease_duration, and the emulated engine's."""
+"""How long P keeps unfetched KV, in seconds: vLLM's kv_lease_duration, and the emulated engine's."""
 JITTER_S: Final = 1.0
-"""Faults strike at a moment drawn from so many seconds, so that repeats do not all meet the same request."""
+"""Range of the random fault time, in seconds: repeats must not all hit the same request."""
 _WORDS: Final = re.compile(
     r"(?P<kind>[a-z]+):(?P<target>[a-z]+)(?:-(?P<index>\d+))?"
     r"(?:@(?P<at>\d+(?:\.\d+)?))?(?:\+(?P<down>\d+(?:\.\d+)?))?"
@@ -55,9 +54,8 @@ _FORM: Final = "KIND:TARGET[-INDEX][@SECONDS][+SECONDS], such as restart:prefill
 
 @dataclass(frozen=True)
 class FaultTimes:
-    """Seconds of a trial: before its fault, for how long that lasts, and for how long is watched after it;
-    ``ready_s``: what a process that is started again may take until it is ready.
-    """
+    """Seconds of a trial before, during and after its fault; ``ready_s``: most time until a restarted process
+    is ready."""
 
     before_s: float = 5.0
     down_s: float = 3.0
@@ -72,7 +70,7 @@ class FaultTimes:
 
 @dataclass(frozen=True)
 class WantedFault:
-    """A fault as it is asked for; None is left to the plan."""
+    """A requested fault; None: chosen by the plan."""
 
     kind: FaultKind
     target: FaultTarget
@@ -86,18 +84,18 @@ class WantedFault:
 
     @classmethod
     def parse(cls, text: str) -> WantedFault:
-        """From ``freeze:decode-1@5+3``. Raises InputError."""
+        """Parse ``freeze:decode-1@5+3``. Raises InputError."""
         match = _WORDS.fullmatch(text.strip())
         if match is None:
-            raise InputError(f"{text!r} is no fault", hint=f"write {_FORM}")
+            raise InputError(f"{text!r} is not a fault", hint=f"write {_FORM}")
         kind = next((each for each in KINDS if each == match["kind"]), None)
         if kind is None:
-            raise InputError(f"{text!r}: no fault is called {match['kind']!r}", hint=f"{', '.join(KINDS)}")
+            raise InputError(f"{text!r}: unknown fault {match['kind']!r}", hint=f"{', '.join(KINDS)}")
         target = next((each for each in POSSIBLE[kind] if each == match["target"]), None)
         if target is None:
             raise InputError(
-                f"{text!r}: {kind} cannot be done to {match['target']!r}",
-                hint=f"it can to {', '.join(POSSIBLE[kind])}",
+                f"{text!r}: {kind} is not possible for {match['target']!r}",
+                hint=f"possible targets: {', '.join(POSSIBLE[kind])}",
             )
         at, down, index = match["at"], match["down"], match["index"]
         return cls(
@@ -111,12 +109,9 @@ class WantedFault:
 
 @dataclass(frozen=True)
 class PlannedFault:
-    """One fault, which is a trial of its own on a deployment of its own.
-
-    ``at_s``: seconds after the load's start; ``down_s``: until it is undone, 0 where it is not; ``after_s``:
-    for how long is watched from then on, or from when a process that was started again is ready;
-    ``most_s``: of the whole load. ``number`` is the trial's, from 1; ``repeat`` counts from 1.
-    """
+    """One fault: a trial on a separate deployment. ``at_s``: time after the load's start; ``down_s``:
+    duration, 0 if permanent; ``after_s``: observation from the end (or from readiness after a restart);
+    ``most_s``: longest load. ``number`` and ``repeat`` count from 1."""
 
     number: int
     repeat: int
@@ -130,12 +125,12 @@ class PlannedFault:
 
     @property
     def name(self) -> str:
-        """What table and picture call it: ``restart prefill``."""
+        """Return the display name: ``restart prefill``."""
         return f"{self.kind} {self.target}"
 
     @property
     def process(self) -> str:
-        """The name of the process, such as ``prefill-1`` or ``router``; of a NIC ``nic0``."""
+        """Return the process, such as ``prefill-1`` or ``router``; for a NIC ``nic0``."""
         if self.target == "nic":
             return f"nic{self.index}"
         return self.target if self.target in ("router", "metadata") else f"{self.target}-{self.index}"
@@ -145,14 +140,13 @@ class PlannedFault:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> PlannedFault:
-        """Raises KeyError or TypeError for what is none."""
+        """Raises KeyError or TypeError for malformed rows."""
         return cls(**{name: row[name] for name in cls.__dataclass_fields__})
 
 
 def usual_faults(counts: Mapping[FaultTarget, int], *, lab: bool = False) -> list[WantedFault]:
-    """All that can be done to a deployment. ``counts``: how many of each target it has; ``lab``: whether it
-    has a network of its own.
-    """
+    """Return all possible faults. ``counts``: number of each target; ``lab``: whether it has a lab
+    network."""
     return [
         WantedFault(kind, target)
         for kind in KINDS
@@ -169,10 +163,8 @@ def plan_faults(
     repeats: int,
     seed: int,
 ) -> list[PlannedFault]:
-    """The plan: each wanted fault ``repeats`` times, within a repeat in an order drawn from the seed.
-
-    Raises InputError for a target that the deployment lacks, or a fault beyond its trial.
-    """
+    """Return each wanted fault ``repeats`` times; the order in a repeat is drawn from the seed. Raises
+    InputError for a missing target, or a fault after its trial's end."""
     wanted = list(wanted)
     for each in wanted:
         _require_target(each, counts)
@@ -224,14 +216,13 @@ def _require_target(wanted: WantedFault, counts: Mapping[FaultTarget, int]) -> N
             hint=f"it has {targets_text(counts)}",
         )
     if wanted.index is not None and wanted.index >= there:
-        raise InputError(f"{wanted.text}: there are {there} of them, from 0 on")
+        raise InputError(f"{wanted.text}: there are {there}, counted from 0")
 
 
 def targets_text(counts: Mapping[FaultTarget, int]) -> str:
-    """``1 prefill, 2 decode and a router``, as a list."""
     return ", ".join(f"{count} {target}" for target, count in counts.items() if count)
 
 
 def faults_of(rows: Sequence[Mapping[str, Any]]) -> list[PlannedFault]:
-    """The plan as a run folder has it. Raises KeyError or TypeError for what is none."""
+    """Read a run folder's plan. Raises KeyError or TypeError for malformed rows."""
     return [PlannedFault.from_json(row) for row in rows]

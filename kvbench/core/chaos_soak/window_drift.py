@@ -1,9 +1,7 @@
-"""Does something drift over hours? A straight line through the windows of a soak, with an interval.
+"""Drift over hours: a straight line through a soak's windows, with an interval.
 
-What starts again (another session) may begin elsewhere, so each session has a level of its own and all have
-one slope. The first part is left out: caches and arenas fill first. Neighbouring windows fare alike, so that
-the interval is widened by the residuals' autocorrelation.
-"""
+Each session has its own level, all share one slope. The first part is excluded as warm-up. The interval is
+widened by the residuals' autocorrelation, because neighbouring windows are correlated."""
 
 from __future__ import annotations
 
@@ -17,19 +15,20 @@ import numpy as np
 from kvbench.core.stats import autocorrelation_time, beta_quantile
 
 WARM_UP: Final = 0.25
-"""Share of the windows that are left out at the beginning, and the first one of each later session."""
+"""Share of the windows excluded at the beginning, plus the first window of each later session."""
 CONFIDENCE: Final = 0.99
-"""Of the interval: a soak looks at a dozen things, one of which would else drift by chance in every third."""
+"""Confidence of the interval: a soak tests a dozen series, so 95 % would give a false drift in every
+third."""
 LEAST_WINDOWS: Final = 6
 MATTERS: Final = 0.05
-"""A growth over the soak by less than this share is none, however sure."""
+"""Smallest relative change over the soak that counts as drift."""
 
 DriftVerdict = Literal["steady", "grows", "falls", "too short"]
 
 
 @dataclass(frozen=True)
 class SoakWindow:
-    """When it began, in seconds of the soak's load; in which session; what was seen, None where unknown."""
+    """Start in seconds of the soak's load, session, and value (None if unknown)."""
 
     at_s: float
     session: int
@@ -38,9 +37,8 @@ class SoakWindow:
 
 @dataclass(frozen=True)
 class Drift:
-    """``per_hour`` in the values' own unit, with its interval; ``growth``: the share by which it changed over
-    the soak, of its median. None where there are too few windows.
-    """
+    """``per_hour`` in the values' unit, with its interval; ``growth``: change over the soak as a share of the
+    median. None with too few windows."""
 
     verdict: DriftVerdict
     windows: int
@@ -57,7 +55,7 @@ class Drift:
 
 
 def drift(windows: Sequence[SoakWindow], least: float = 0.0) -> Drift:
-    """The drift of one thing. ``least``: a change over the soak by less than that is none, in its unit."""
+    """Return the drift of one series. ``least``: smallest change that matters, in its unit."""
     kept = settled(windows)
     known = [(each.at_s / 3600, float(each.value), each.session) for each in kept if each.value is not None]
     if len(known) < LEAST_WINDOWS:
@@ -90,7 +88,7 @@ def drift(windows: Sequence[SoakWindow], least: float = 0.0) -> Drift:
 
 
 def settled(windows: Sequence[SoakWindow]) -> list[SoakWindow]:
-    """Without the warm-up."""
+    """Return the windows without warm-up."""
     ordered = sorted(windows, key=lambda each: each.at_s)
     first = ordered[0].session if ordered else 0
     begun: set[int] = {first}
@@ -104,7 +102,6 @@ def settled(windows: Sequence[SoakWindow]) -> list[SoakWindow]:
 
 
 def _centred(values: np.ndarray[Any, np.dtype[np.float64]], sessions: Sequence[int]) -> Any:
-    """Each value less its session's mean."""
     means: Mapping[int, float] = {
         session: float(np.mean([v for v, own in zip(values, sessions, strict=True) if own == session]))
         for session in set(sessions)
@@ -113,6 +110,6 @@ def _centred(values: np.ndarray[Any, np.dtype[np.float64]], sessions: Sequence[i
 
 
 def student_t(confidence: float, freedom: int) -> float:
-    """The half-width of a two-sided interval of so many degrees of freedom, in standard errors."""
+    """Return the half-width of a two-sided t interval, in standard errors."""
     x = beta_quantile(freedom / 2, 0.5, 1 - confidence)
     return math.sqrt(freedom * (1 / x - 1))

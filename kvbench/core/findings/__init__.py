@@ -1,1 +1,1 @@
-"""What can be concluded from figures."""
+"""Conclusions from figures."""

@@ -1,11 +1,8 @@
-"""Who is ahead in rows of figures, where, and by how much, or why that cannot be concluded from them.
+"""Comparison of rows of figures, or the reason why they cannot be compared.
 
-Two ways lead to an interval for the ratio of two figures. Where a setting was run several times, Welch's
-interval of the mean logarithms: it is of repeated runs. Where single requests are known of one run each,
-the standard errors of the two figures: that interval is of these two runs, and says nothing of how a
-repeated run would differ. Without either nothing is concluded. All figures of a pair hold together with 95
-%: the level is split over them (Bonferroni).
-"""
+The interval of a ratio comes from repeated runs (Welch's interval of the mean logarithms) or from the
+standard errors over single requests; the latter covers only these two runs. Without either nothing is
+concluded. A pair's figures hold together with 95 % (Bonferroni)."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ from kvbench.core.plan.engine_count import first_unequal
 from kvbench.core.stats import t_quantile
 
 CONFIDENCE: Final = 0.95
-AXES: Final = ("run", "connector", "mode", "protocol", "nics", "tp", "input_len", "output_len", "rate")
-"""What rows may be sorted, grouped and compared by; ``mode`` is router or direct."""
+AXES: Final = (
+    "run", "connector", "mode", "protocol", "nics", "tp", "input_len", "output_len", "concurrency", "rate",
+)  # fmt: skip
+"""Axes to sort, group and compare by; ``mode`` is router or direct, ``concurrency`` that of a closed loop."""
 _FREE: Final = frozenset({"run", "rate"})
-"""Axes that need not be equal before two rows are compared: of several runs rows of one setting are
-repeats.
-"""
+"""Axes that may differ between compared rows: rows of one setting in several runs are repeats."""
 FIGURES: Final[Mapping[str, tuple[str, Literal["higher", "lower"]]]] = {
     "request_throughput": ("requests completed per second", "higher"),
     "mean_ttft_ms": ("mean TTFT", "lower"),
@@ -36,13 +33,13 @@ FIGURES: Final[Mapping[str, tuple[str, Literal["higher", "lower"]]]] = {
     "mean_tpot_ms": ("mean TPOT", "lower"),
     "p99_tpot_ms": ("P99 TPOT", "lower"),
 }
-"""What pairs are compared by: its words, and which direction is ahead."""
+"""Compared figures: label, and which direction is better."""
 BRIEF: Final = ("request_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms")
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """One figure of two levels: the ratio of their geometric means, one / other, with its interval."""
+    """Ratio of one figure's geometric means, one / other, with its interval."""
 
     figure: str
     one: float
@@ -53,7 +50,6 @@ class Ratio:
 
     @property
     def significant(self) -> bool:
-        """Whether the interval is on one side of 1."""
         return self.low is not None and self.high is not None and (self.low > 1 or self.high < 1)
 
     @property
@@ -61,7 +57,7 @@ class Ratio:
         return (self.ratio > 1) == (FIGURES[self.figure][1] == "higher")
 
     def text(self) -> str:
-        """From the side of the one that is ahead: ``mean TTFT 3.5 % lower [1.2, 5.8]``."""
+        """Return the better side's text: ``mean TTFT 3.5 % lower [1.2, 5.8]``."""
         words, better = FIGURES[self.figure]
         # Seen from the side that is ahead; its ratio to the other is inverted where that is the second.
         ends = [self.low or 0.0, self.high or math.inf]
@@ -73,11 +69,8 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two levels of one axis in one place: what can be concluded of them, and why not more.
-
-    ``scope``: "runs" where setting were repeated, "requests" where the intervals are of one run each, ""
-    without any.
-    """
+    """Two levels of one axis: conclusions, or reasons against. ``scope``: "runs" for repeated settings,
+    "requests" for single runs, "" without interval."""
 
     by: str
     one: str
@@ -88,11 +81,11 @@ class Pair:
     why_not: tuple[str, ...] = ()
     rows: tuple[LoadRow, ...] = field(default=(), repr=False)
     unequal: bool = False
-    """Whether its rows are of unequal numbers of engines or GPUs: then it has no ratios."""
+    """Whether engines or GPUs differ in number: then there are no ratios."""
 
     @property
     def significant(self) -> tuple[Ratio, ...]:
-        """The figures in which one side is ahead; none while something stands against saying it."""
+        """Return the figures with a significant difference, if nothing rules out the comparison."""
         return () if self.why_not else tuple(ratio for ratio in self.ratios if ratio.significant)
 
     def text(self) -> str:
@@ -104,15 +97,15 @@ class Pair:
             mine = [ratio.text() for ratio in self.significant if ratio.first_ahead == first]
             if mine:
                 sides.append(f"{name} is ahead of {behind} in {'; '.join(mine)}")
-        of = "of these two runs, not of repeated ones" if self.scope == "requests" else "of repeated runs"
+        of = "for these two runs, not for repeated ones" if self.scope == "requests" else "for repeated runs"
         return f"{'; '.join(sides)} (figures of the whole run, intervals {of})"
 
     def reason(self) -> str:
-        """Why nothing is concluded."""
-        return "; ".join(self.why_not) or "every interval allows that they are equal"
+        """Return why there is no conclusion."""
+        return "; ".join(self.why_not) or "every interval includes equality"
 
     def undecided(self, places: Sequence[str], alike: Sequence[Pair]) -> str:
-        """One sentence for all places where the same holds, with what the rows show nevertheless."""
+        """Return one sentence for all inconclusive places, with the rows' figures."""
         seen = [
             f"{words} {_span(shares)}"
             for figure, (words, _) in FIGURES.items()
@@ -121,7 +114,7 @@ class Pair:
         ]
         shown = f". {self.other} against {self.one} in the rows, whole run: {', '.join(seen)}" if seen else ""
         where = "; ".join(dict.fromkeys(places))
-        return f"{self.one} or {self.other} at {where}: cannot be told from this data: {self.reason()}{shown}"
+        return f"{self.one} or {self.other} at {where}: inconclusive from this data: {self.reason()}{shown}"
 
 
 def _span(shares: Sequence[float]) -> str:
@@ -130,7 +123,7 @@ def _span(shares: Sequence[float]) -> str:
 
 
 def pairs(rows: Sequence[LoadRow], by: str = "connector") -> list[Pair]:
-    """Every two levels of an axis where all other axes but the rate are equal, at each rate both have."""
+    """Return pairs of levels of an axis where all other axes except the rate are equal, at common rates."""
     apart = {by} | ({"protocol", "nics"} if by in ("protocol", "nics") else _constant_within(rows, by))
     groups: dict[tuple[tuple[str, Axis], ...], dict[str, list[LoadRow]]] = {}
     for row in rows:
@@ -147,7 +140,7 @@ def pairs(rows: Sequence[LoadRow], by: str = "connector") -> list[Pair]:
 
 
 def _constant_within(rows: Sequence[LoadRow], by: str) -> set[str]:
-    """Those of protocol and NICs that are one and the same wherever ``by`` is: they come with it."""
+    """Return which of protocol and NICs are constant for each level of ``by``."""
     levels = {row.axes.get(by) for row in rows}
     return {
         axis
@@ -170,7 +163,7 @@ def _level(value: Axis) -> str:
 
 
 def level_text(by: str, row: LoadRow) -> str:
-    """Where a row stands on an axis, in words: ``nixl``, ``2 NICs``, ``rdma, 2 NICs``, ``tp 4``."""
+    """Return a row's level in words: ``nixl``, ``2 NICs``, ``rdma, 2 NICs``, ``tp 4``."""
     value, nics = row.axes.get(by), row.axes.get("nics")
     many = nics if nics is None or isinstance(nics, str) else f"{_level(nics)} NIC{'s' if nics != 1 else ''}"
     if by == "nics":
@@ -187,7 +180,7 @@ def _at_rates(
     sizes = first_unequal(row.size for _, rows in (one, other) for row in rows)
     if sizes is not None:
         # Latencies at one rate, too: twice the engines have half the load each.
-        why = f"they are of unequal size, {sizes[0].text()} against {sizes[1].text()}"
+        why = f"they have unequal size, {sizes[0].text()} against {sizes[1].text()}"
         yield Pair(by, *names, place, (), "", (why,), (*one[1], *other[1]), unequal=True)
         return
     rates = [sorted({row.request_rate or 0.0 for row in rows}) for _, rows in (one, other)]
@@ -219,27 +212,27 @@ def _scope(left: Sequence[LoadRow], right: Sequence[LoadRow]) -> Literal["runs",
 
 
 def _distinct(rows: Sequence[LoadRow]) -> list[LoadRow]:
-    """Rows without those that repeat another one to the last digit: that is one run shown twice."""
+    """Return rows without exact duplicates: these are one run shown twice."""
     return list({tuple(sorted(row.figures.items())): row for row in rows}.values())
 
 
 def _why_not(left: Sequence[LoadRow], right: Sequence[LoadRow], scope: str) -> Iterable[str]:
     differing = left[0].setting.differing(right[0].setting)
     if differing:
-        yield f"they were not measured alike ({'; '.join(differing)})"
+        yield f"the conditions differ ({'; '.join(differing)})"
     if scope == "":
         counts = len(_distinct(left)), len(_distinct(right))
         runs = "one run each" if counts == (1, 1) else f"{counts[0]} and {counts[1]} runs"
-        yield f"{runs}, and nothing tells how much another run would differ"
+        yield f"{runs}, so the difference between repeated runs is unknown"
     both = (*left, *right)
     yield from dict.fromkeys(f"{row.cell.connector}: {row.no_winner}" for row in both if row.no_winner)
     if any(burst(row) for row in both):
-        yield "the load was a burst, so a figure is of one batch"
+        yield "the load was a burst, so figures describe one batch"
     elif any(not_kept_up(row) for row in both):
-        yield "more requests arrived than were completed, so latencies depend on how long it was offered"
+        yield "more requests arrived than completed, so latencies depend on the trial's length"
     fewest = min((row.requests or 0 for row in both), default=0)
     if 0 < fewest < 20:
-        yield f"{fewest} requests are too few"
+        yield f"{fewest} requests are not enough"
 
 
 def _ratios(left: Sequence[LoadRow], right: Sequence[LoadRow], scope: str) -> tuple[Ratio, ...]:
@@ -267,7 +260,7 @@ def _half_width(
     name: str,
     figures: int,
 ) -> float | None:
-    """Half the interval of the logarithm of the ratio; None where it is not known."""
+    """Return half the interval of the log ratio, or None."""
     level = 1 - (1 - CONFIDENCE) / (2 * figures)
     if len(one) > 1 and len(other) > 1:
         parts = [(_variance(values) / len(values), len(values) - 1) for values in (one, other)]

@@ -11,8 +11,7 @@ said (``text``, on which ``line``), of which figure (``metric``), and the relati
     {"text": "…", "metric": "mean_tpot_ms", "equal": true}
 
 ``by_percent`` is the advantage: of the larger over the smaller figure, less one. Without ``input_len`` a
-claim is of all lengths.
-"""
+claim is of all lengths."""
 
 from __future__ import annotations
 
@@ -26,17 +25,15 @@ from kvbench.core.findings.suspicions import RULES, same_twice, suspicions
 from kvbench.core.records import Finding
 
 VALUE_TOLERANCE: Final = 0.02
-"""A written value may be rounded so far from the table's."""
+"""Relative rounding of a written value."""
 SHARE_TOLERANCE: Final = 0.005
-"""And a written advantage so far, as a share of one."""
+"""Absolute rounding of a written advantage, as a share."""
 EQUAL: Final = 0.05
-"""What people call equal."""
+"""Largest relative difference that counts as equal in a claim."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One conclusion as data; see the module."""
-
     text: str
     figure: str
     input_len: tuple[int, ...] = ()
@@ -49,7 +46,7 @@ class Claim:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Claim:
-        """From a claim's JSON. Raises ValueError where it says nothing that can be checked against rows."""
+        """Parse a claim. Raises ValueError if it has nothing to check."""
         try:
             span = data.get("by_percent")
             claim = cls(
@@ -64,14 +61,14 @@ class Claim:
                 line=None if data.get("line") is None else int(data["line"]),
             )
         except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{data!r} is no claim: {error}") from None
+            raise ValueError(f"{data!r} is not a claim: {error}") from None
         if not (claim.values or (claim.ahead and claim.behind) or claim.equal):
-            raise ValueError(f"{data!r} is no claim: it names no values, nobody ahead, and nobody equal")
+            raise ValueError(f"{data!r} is not a claim: it has neither values nor `ahead` nor `equal`")
         return claim
 
 
 def read_claims(given: Iterable[Mapping[str, Any]]) -> list[Claim]:
-    """Those of the given claims that rows can bear out or contradict; words alone are left out."""
+    """Return the claims that rows can confirm or contradict."""
     claims = []
     for data in given:
         try:
@@ -82,7 +79,7 @@ def read_claims(given: Iterable[Mapping[str, Any]]) -> list[Claim]:
 
 
 def check_claim(claim: Claim, rows: Sequence[LoadRow]) -> Finding | None:
-    """What of a claim the rows contradict, or a note that they bear it out; None where they show neither."""
+    """Return the contradictions of a claim, a note if it is confirmed, or None if the rows show neither."""
     mine = [row for row in rows if not claim.input_len or row.cell.input_len in claim.input_len]
     checked = [*_values(claim, mine), *_relations(claim, mine)]
     wrong = [text for good, text in checked if not good]
@@ -91,12 +88,12 @@ def check_claim(claim: Claim, rows: Sequence[LoadRow]) -> Finding | None:
     where = f" (line {claim.line}, on {claim.figure})" if claim.line else f" (on {claim.figure})"
     evidence = {"claim": claim.text, "line": claim.line, "figure": claim.figure, "wrong": wrong}
     if not wrong:
-        return Finding("claim", "note", f"“{claim.text}”{where}: the rows bear it out", "", evidence)
+        return Finding("claim", "note", f"“{claim.text}”{where}: confirmed by the rows", "", evidence)
     return Finding(
         "claim",
         "invalid",
         f"“{claim.text}”{where} contradicts the rows: {'; '.join(wrong)}",
-        "go by the rows; the words may be of another run",
+        "trust the rows; the claim may describe another run",
         evidence,
     )
 
@@ -115,7 +112,7 @@ def _values(claim: Claim, rows: Sequence[LoadRow]) -> Iterable[tuple[bool, str]]
 
 
 def _relations(claim: Claim, rows: Sequence[LoadRow]) -> Iterable[tuple[bool, str]]:
-    """An order, or equality, at each length where both sides have a row."""
+    """Check order or equality at each common length."""
     for length in dict.fromkeys(row.cell.input_len for row in rows):
         by_connector = {
             row.cell.connector: value
@@ -135,7 +132,7 @@ def _relations(claim: Claim, rows: Sequence[LoadRow]) -> Iterable[tuple[bool, st
         else:
             low, high = claim.by
             good = low - SHARE_TOLERANCE <= share <= high + SHARE_TOLERANCE
-            yield good, f"at {length:,} the advantage of {claim.ahead} is {share:+.1%}, not {_by(claim.by)}"
+            yield good, f"at {length:,} {claim.ahead} is ahead by {share:+.1%}, not {_by(claim.by)}"
 
 
 def _by(span: tuple[float, float]) -> str:
@@ -145,20 +142,18 @@ def _by(span: tuple[float, float]) -> str:
 
 Kind = Literal["suspicious", "claim", "ahead", "untold", "measured"]
 KIND_WORDS: Final[dict[Kind, str]] = {
-    "suspicious": "What is suspicious",
-    "claim": "Written conclusions against the rows",
+    "suspicious": "Warnings",
+    "claim": "Written claims checked against the rows",
     "ahead": "Who is ahead",
-    "untold": "What cannot be told from this data",
-    "measured": "What the rows show besides",
+    "untold": "Inconclusive",
+    "measured": "Further results",
 }
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One conclusion. ``rule``: which rule made it; ``places``: the rows it is of; ``evidence``: its figures.
-
-    ``level``: "invalid" (a number is not what it is called, a claim is wrong), "warning" or "note".
-    """
+    """One conclusion. ``rule``: its rule; ``places``: its rows; ``evidence``: figures. ``level``: "invalid"
+    (wrong number or claim), "warning" or "note"."""
 
     kind: Kind
     rule: str
@@ -169,14 +164,11 @@ class Statement:
     evidence: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, without the evidence's objects."""
         return {**vars(self), "places": list(self.places)}
 
 
 def conclude(rows: Sequence[LoadRow], claims: Sequence[Claim] = (), by: str = "connector") -> list[Statement]:
-    """Everything that the rules say of rows: suspicious first, then claims, who is ahead, what cannot be
-    concluded.
-    """
+    """Return all conclusions: warnings, claims, comparisons, inconclusive pairs."""
     compared = pairs(rows, by)
     return [
         *suspicious(rows),
@@ -187,7 +179,7 @@ def conclude(rows: Sequence[LoadRow], claims: Sequence[Claim] = (), by: str = "c
 
 
 def suspicious(rows: Sequence[LoadRow]) -> list[Statement]:
-    """One statement a rule, with all rows that it is of and the words for the one that is worst off."""
+    """Return one warning per rule, with all its rows and the text of the worst."""
     found = [(row, finding) for row in rows for finding in suspicions(row)]
     statements = []
     for rule in RULES:
@@ -206,16 +198,16 @@ def suspicious(rows: Sequence[LoadRow]) -> list[Statement]:
 
 
 def _other_rates(rows: Sequence[LoadRow]) -> Iterable[Statement]:
-    """Scripts beside the results that ask for other rates than the results were measured at."""
+    """Report scripts whose rates differ from the measured ones."""
     mine = [row for row in rows if row.asked_rate and row.request_rate and row.asked_rate != row.request_rate]
     if not mine:
         return
-    places = "; ".join(f"{row.place()}, the script says {figure_text(row.asked_rate)}" for row in mine)
+    places = "; ".join(f"{row.place()}, script: {figure_text(row.asked_rate)}" for row in mine)
     yield Statement(
         "suspicious",
         "other_rates",
-        f"the scripts beside the results offer other rates than these were measured at: {places}",
-        "the script is not the one that made the results; keep the command beside each result",
+        f"the scripts next to the results offer other rates than the measured ones: {places}",
+        "another script produced the results; store the command with each result",
         "warning",
         tuple(row.place() for row in mine),
     )
@@ -227,15 +219,15 @@ def _twice(rows: Sequence[LoadRow]) -> Iterable[Statement]:
         yield Statement(
             "suspicious",
             "same_twice",
-            f"{group[0].place()}: {len(group)} rows are alike to the last digit, so they are one measurement",
-            "count them once",
+            f"{group[0].place()}: {len(group)} rows agree in every digit, so they are one measurement",
+            "count it once",
             "note",
             places,
         )
 
 
 def _listed(rows: Sequence[LoadRow]) -> str:
-    """``mooncake at 1,024, 4,096; nixl at 1,024``; of many rows their number."""
+    """Return ``mooncake at 1,024, 4,096; nixl at 1,024``, or the number of rows if there are many."""
     if len(rows) == 1:
         return rows[0].place()
     lengths: dict[str, list[int]] = {}
@@ -248,7 +240,7 @@ def _listed(rows: Sequence[LoadRow]) -> str:
 
 
 def claimed(claims: Sequence[Claim], rows: Sequence[LoadRow]) -> list[Statement]:
-    """Each claim that the rows say anything about; contradicted ones first."""
+    """Check each claim; contradicted ones come first."""
     found = [finding for claim in claims if (finding := check_claim(claim, rows)) is not None]
     found.sort(key=lambda finding: finding.level != "invalid")
     return [
@@ -263,7 +255,7 @@ def _ahead(pair: Pair) -> Statement:
 
 
 def _undecided(compared: Sequence[Pair]) -> Iterable[Statement]:
-    """One statement for all places where the same two cannot be told apart for the same reason."""
+    """Return one statement per inconclusive pair and reason."""
     groups: dict[tuple[str, str, str], list[Pair]] = {}
     for pair in compared:
         if not pair.significant:
@@ -276,10 +268,9 @@ def _undecided(compared: Sequence[Pair]) -> Iterable[Statement]:
 
 
 UNEQUAL_ADVICE: Final = (
-    "give both as many engines (deployment.aggregated, by default as many as P and D together), and measure "
-    "again"
+    "give both the same number of engines (deployment.aggregated; default: P plus D), and measure again"
 )
-_UNTOLD_ADVICE: Final = "run each setting several times, in turns, at a rate that both keep up with"
+_UNTOLD_ADVICE: Final = "run each setting several times, alternating, at a rate that both keep up with"
 
 
 def _evidence(pairs_: Sequence[Pair]) -> dict[str, Any]:

@@ -1,9 +1,7 @@
-"""One load that was offered once, as a row of figures: ours, or one that was read from somebody's results.
+"""One offered load as a row of figures, measured or imported.
 
-Figures have the names of ``vllm bench serve``: ``mean_ttft_ms``, ``p99_tpot_ms``, ``request_throughput``
-(requests per second over the whole duration), ``duration_s``, ``completed``, ``peak_concurrent_requests``,
-and are of the whole run. What is not known is not there.
-"""
+Figures have the names of ``vllm bench serve`` (``mean_ttft_ms``, ``request_throughput``, ``duration_s``,
+``completed``, ``peak_concurrent_requests``, …) and cover the whole run. Unknown ones are absent."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ from kvbench.core.slo import Limit
 Axis = str | float | None
 
 _EIGHT_BIT: Final = ("fp8", "fp4", "int8", "w8a8", "w4a8", "nvfp4", "mxfp4")
+"""Parts of a model name that mean eight bits or fewer."""
 _SIXTEEN_BIT: Final = ("qwen2.5", "qwen3", "llama-3")
-"""Families that are published in 16 bits, so that a name without a word for less means 16."""
+"""Families published in 16 bits: a name without a precision means 16."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class RowConditions:
     ``slots``: requests that one engine decodes at once (max_num_seqs), times the engines that decode.
     ``limits``: the SLO. ``judged``: kvbench judged single requests by it, so nothing has to be read from
     means. ``prefill_flops``: the dense peak of all GPUs that prefill, at the lowest precision that they
-    have; ``prefill_flops_16bit``: the same in 16 bits, known only where the weights have 16.
-    """
+    have; ``prefill_flops_16bit``: the same in 16 bits, known only where the weights have 16."""
 
     model: str = ""
     hardware: str = ""
@@ -46,7 +44,7 @@ class RowConditions:
     prefill_flops_16bit: float | None = None
 
     def differing(self, other: RowConditions) -> list[str]:
-        """What of model, hardware and engine is reported for both and differs."""
+        """Return what is reported for both in model, hardware and engine, and differs."""
         return [
             f"{name}: {mine} / {theirs}"
             for name in ("model", "hardware", "engine")
@@ -56,11 +54,8 @@ class RowConditions:
 
 @dataclass(frozen=True)
 class LoadRow:
-    """One row. ``errors``: standard errors of figures, where single requests are known; within this row only.
-
-    ``axes``: what the row may be sorted, grouped and compared by (connector, protocol, nics, tp, input_len,
-    rate). ``requests``: how many were offered. ``request_rate``: per second; None where not reported.
-    """
+    """One row. ``errors``: standard errors within this row. ``axes``: connector, protocol, nics, tp,
+    input_len, rate. ``requests``: offered. ``request_rate``: per second, or None."""
 
     key: str
     run: str
@@ -68,7 +63,7 @@ class LoadRow:
     request_rate: float | None
     requests: int | None
     figures: Mapping[str, float]
-    """Of the whole run, ramp and drain included."""
+    """Figures over the whole run, ramp and drain included."""
     axes: Mapping[str, Axis] = field(default_factory=dict)
     errors: Mapping[str, float] = field(default_factory=dict)
     setting: RowConditions = field(default_factory=RowConditions)
@@ -76,29 +71,29 @@ class LoadRow:
     origin: str = ""
     name: str = ""
     asked_rate: float | None = None
-    """The rate that a script beside a read-in result asks for."""
+    """Rate in the script next to an imported result."""
     answer: str = ""
-    """The search's answer in words, where this row is the load that supports it."""
+    """Text of the search's answer, if this row supports it."""
     answer_rate: float | None = None
-    """The rate of that answer, in requests per second."""
+    """Rate of that answer, in requests per second."""
     answer_bounds: str = ""
-    """What the brackets in ``answer`` hold, such as ``[90 %]``; empty where it has none."""
+    """Meaning of the brackets in ``answer``, such as ``[90 %]``."""
     size: Size = field(default_factory=Size)
-    """Engines and GPUs that served it."""
+    """Engines and GPUs."""
     steady: Mapping[str, float | None] = field(default_factory=dict)
-    """Figures of the steady part, by the names of tables/summary.csv; empty for a read-in result."""
+    """Figures of the steady part, by the names of tables/summary.csv; empty for imports."""
     client_late: bool = False
-    """The load generator was late, as a gate has found: what is slow need not be the server."""
+    """Whether a gate found the load generator late: the server may not be the slow part."""
     arrived: int | None = None
     arrived_in_s: float | None = None
-    """Requests that arrived, and the time until the last of them, where single requests are known."""
+    """Arrived requests, and the time until the last one in seconds."""
     sessions: bool = False
-    """Its requests are turns of sessions, which wait for answers: fewer arrive where the server is slow."""
+    """Whether requests are session turns: a slow server then gets fewer of them."""
     no_winner: str = ""
-    """Why this row must not be named a winner; empty if it may be."""
+    """Reason why this row must not win; empty if it may."""
 
     def get(self, figure: str) -> float | None:
-        """A figure's value; the median and P50 stand for each other."""
+        """Return a figure; median and P50 are synonyms."""
         value = self.figures.get(figure)
         if value is None and figure.startswith(("p50_", "median_")):
             head, _, rest = figure.partition("_")
@@ -107,7 +102,7 @@ class LoadRow:
 
     @property
     def arrivals_s(self) -> float | None:
-        """For how long requests arrived: as measured, otherwise n / rate."""
+        """Return the duration of arrivals: measured, or n / rate."""
         if self.arrived_in_s:
             return self.arrived_in_s
         rate = self.request_rate
@@ -115,30 +110,27 @@ class LoadRow:
 
     @property
     def arrival_rate(self) -> float | None:
-        """Requests that arrived per second: as measured, otherwise the nominal rate."""
+        """Return arrivals per second: measured, or the nominal rate."""
         if self.arrived and self.arrived_in_s:
             return self.arrived / self.arrived_in_s
         return self.request_rate
 
     @property
     def e2el_s(self) -> float | None:
-        """Mean end-to-end latency: as reported, or else mean TTFT and TPOT put together."""
+        """Return the mean end-to-end latency: reported, or from mean TTFT and TPOT."""
         e2el, ttft, tpot = (self.get(f"mean_{latency}_ms") for latency in ("e2el", "ttft", "tpot"))
         if e2el is not None:
             return e2el / 1e3
         return None if ttft is None or tpot is None else (ttft + tpot * (self.cell.output_len - 1)) / 1e3
 
     def place(self) -> str:
-        """``mooncake at 32,768, 45 req/s``."""
         rate = "" if self.request_rate is None else f", {figure_text(self.request_rate)} req/s"
         return f"{self.name or self.cell.connector} at {self.cell.input_len:,}{rate}"
 
 
 def known_model(name: str) -> str:
-    """The short name that ``core.physics`` uses, of a full one; as it is if none fits.
-
-    ``…/Qwen/Qwen3-30B-A3B-Instruct-2507/`` is ``qwen3-30b-a3b``.
-    """
+    """Return the short name used by ``core.physics``, or the name itself.
+    ``…/Qwen/Qwen3-30B-A3B-Instruct-2507/`` is ``qwen3-30b-a3b``."""
     short = name.rstrip("/").rsplit("/", 1)[-1].lower()
     parts = short.split("-")
     for length in range(len(parts), 0, -1):
@@ -149,16 +141,14 @@ def known_model(name: str) -> str:
 
 
 def has_16bit_weights(model: str) -> bool:
-    """Whether a model's name says that it computes in 16 bits; False where it does not say."""
+    """Return whether the name implies 16-bit weights."""
     low = model.lower()
     return any(family in low for family in _SIXTEEN_BIT) and not any(word in low for word in _EIGHT_BIT)
 
 
 def prefill_peaks(hardware: str, model: str, instances: int = 1) -> tuple[float | None, float | None]:
-    """(FLOP/s at any precision, FLOP/s in 16 bits) of the GPUs that prefill; None where not known.
-
-    ``hardware``: of one instance, such as ``8xH200``. In 16 bits only if the model's weights have them.
-    """
+    """Return the prefill GPUs' peaks: (FLOP/s at any precision, FLOP/s in 16 bits), None if unknown.
+    ``hardware``: of one instance, such as ``8xH200``. The 16-bit peak needs 16-bit weights."""
     try:
         found: Hardware = hardware_of(hardware)
     except ValueError:
@@ -171,7 +161,7 @@ def prefill_peaks(hardware: str, model: str, instances: int = 1) -> tuple[float 
 
 
 def figure_text(value: float | None) -> str:
-    """About three significant digits, whole above a thousand: ``0.0123``, ``12.3``, ``30,755``."""
+    """Format with three significant digits, integers above a thousand: ``0.0123``, ``12.3``, ``30,755``."""
     if value is None:
         return "–"
     if not math.isfinite(value):

@@ -1,13 +1,9 @@
-"""Whether a highest request rate changed between runs before and runs after; the ratio is after / before.
+"""Whether a highest request rate changed between runs before and after; the ratio is after / before.
 
-One run on each side is compared by the posteriors of the two searches, sets of equally probable rates. The
-searches are independent, so each pair of rates is equally probable: P(A > B) is the share of pairs in which
-A's is higher, and the interval of the ratio is that of the pairs' ratios.
-
-A search cannot know by how much a repeated run differs, and allows for systems that are less even than most.
-So where there are repeats (five runs or more in all), the scatter of their answers decides: Student's t on
-the logarithms, with one variance for both sides.
-"""
+Single runs are compared by their searches' posteriors, sets of equally probable rates: P(A > B) is the share
+of pairs in which A's rate is higher, and the ratio's interval is that of the pairs. With repeats (five runs
+or more) the scatter of their answers decides: Student's t on the logarithms with a common variance, because a
+search cannot know the variation between runs."""
 
 from __future__ import annotations
 
@@ -25,35 +21,32 @@ from kvbench.core.stats import beta_cdf, t_quantile
 FloatArray = npt.NDArray[np.float64]
 
 AHEAD: Final = 0.95
-"""Who is ahead is said if it is at least as probable."""
+"""Probability from which a rate is called higher."""
 LEVEL: Final = 0.9
-"""Of an interval of a ratio."""
+"""Probability of a ratio's interval."""
 PARTS: Final = 41
 
 
 @dataclass(frozen=True)
 class PossibleRates:
-    """Equally probable rates, in requests per second.
-
-    ``least`` and ``most``: the same, but where nothing bounds a rate from above (most is infinite) or from
-    below (least is 0).
-    """
+    """Equally probable rates, in requests per second. ``least`` and ``most`` differ only if a rate is
+    unbounded: most is infinite, or least is 0."""
 
     least: tuple[float, ...]
     most: tuple[float, ...]
 
     def divided(self, count: int) -> PossibleRates:
-        """Of one of so many engines or GPUs."""
+        """Return the rates per engine or GPU."""
         least, most = (tuple(rate / count for rate in rates) for rates in (self.least, self.most))
         return PossibleRates(least, most)
 
     def above(self, other: PossibleRates) -> float:
-        """P(this > other), at its least; of equal rates either is as probable."""
+        """Return the lower bound of P(this > other); equal rates count half."""
         mine, others = _pairs(self.least, other.most)
         return float((mine > others).mean() + (mine == others).mean() / 2)
 
     def ratio(self, other: PossibleRates) -> tuple[float, float]:
-        """The interval of this / other, with a probability of ``LEVEL``; its upper end may be infinite."""
+        """Return the interval of this / other with probability LEVEL; its upper end may be infinite."""
         tail = (1 - LEVEL) / 2
         return _share(tail, *_pairs(self.least, other.most)), _share(
             1 - tail, *_pairs(self.most, other.least)
@@ -61,15 +54,13 @@ class PossibleRates:
 
 
 def known(posterior: Sequence[float]) -> PossibleRates:
-    """Of a posterior that a search has kept."""
+    """Return the rates of a stored posterior."""
     return PossibleRates(tuple(posterior), tuple(posterior))
 
 
 def within(lower: float | None, upper: float | None, level: float | None = None) -> PossibleRates:
-    """Of an interval alone: log-normal, with so much of it (``level``) between the ends.
-
-    Without a level it may be anything between them. None for an end: nothing bounds it there.
-    """
+    """Return the rates of an interval: log-normal with probability ``level`` inside, or anything between the
+    ends without a level. None: unbounded."""
     if level is None or lower is None or upper is None or not 0 < lower <= upper < math.inf:
         return PossibleRates((lower or 0.0,), (math.inf if upper is None else upper,))
     middle = math.log(lower * upper) / 2
@@ -90,26 +81,27 @@ def _share(share: float, mine: FloatArray, others: FloatArray) -> float:
     return math.inf if math.isnan(found) else float(found)  # between two infinite ones
 
 
-Became = Literal["better", "worse", "unchanged", "cannot be told"]
+Became = Literal["better", "worse", "unchanged", "inconclusive"]
 
 SAME: Final = 0.05
-"""Rates that surely lie within ± this share of each other are called unchanged."""
+"""Rates significantly within this relative distance are called unchanged."""
 FALSE_ALARMS: Final = 0.05
-"""How often an alarm may be a false one, of comparisons in which nothing changed."""
+"""Rate of false alarms among comparisons without a change."""
 MARGIN: Final = 0.6
-"""So much of them is spent: answers have longer tails than a normal law, and few runs tell little of it."""
+"""Share of FALSE_ALARMS that is used: answers have heavier tails than a normal distribution."""
 POWER: Final = 0.8
-"""How often a loss must be seen to be called one that is."""
+"""Probability of an alarm for a loss to count as detectable."""
 LEAST_DEGREES: Final = 3
-"""Of the scatter of repeats: runs on both sides, less two."""
+"""Fewest degrees of freedom: runs on both sides minus two."""
 MOST_REPEATS: Final = 1000
+"""Most repeats considered."""
 _LEAST_SCATTER: Final = 1e-3
-"""Answers are rounded to four digits; no repeats are taken to differ by less."""
+"""Least scatter of repeats: answers are rounded to four digits."""
 _NORMAL: Final = NormalDist()
 
 
 class Searched(NamedTuple):
-    """One search's answer: its rate, None where no tested one was held, and those that it allows."""
+    """One search's answer: its rate (or None), and its possible rates."""
 
     rate: float | None
     possible: PossibleRates
@@ -117,12 +109,9 @@ class Searched(NamedTuple):
 
 @dataclass(frozen=True)
 class RateChange:
-    """``low`` to ``high`` holds the ratio with a probability of 90 %; it is infinite where no rate was held
-    before. ``lower``, ``higher``: how probable it is, at least, that the rate is now the lower or the higher.
-
-    ``scatter``: standard deviation of the logarithm of one run's answer; None where nothing bounds it.
-    ``degrees``: of that scatter, where repeats tell it; None where the posteriors do.
-    """
+    """``low`` to ``high``: 90 % interval of the ratio, infinite without a rate before. ``lower``, ``higher``:
+    least probabilities of the direction. ``scatter``: standard deviation of one answer's logarithm, or None.
+    ``degrees``: of the scatter of repeats, or None."""
 
     ratio: float
     low: float
@@ -135,38 +124,33 @@ class RateChange:
 
     @property
     def became(self) -> Became:
-        """By rule: sure with 95 %; unchanged if the interval lies within ± 5 %."""
+        """Return the verdict: 95 % for a direction; unchanged if the interval is within ± 5 %."""
         if self.lower >= AHEAD and self.ratio < 1:
             return "worse"
         if self.higher >= AHEAD and self.ratio > 1:
             return "better"
-        return "unchanged" if self.low >= 1 - SAME and self.high <= 1 + SAME else "cannot be told"
+        return "unchanged" if self.low >= 1 - SAME and self.high <= 1 + SAME else "inconclusive"
 
     def alarms(self, worse_than: float, cells: int = 1) -> bool:
-        """Whether it is surely a loss, and by the estimate one of more than ``worse_than`` (a share).
-
-        ``cells``: how many are looked at together; false alarms are at most ``FALSE_ALARMS`` of them all.
-        """
+        """Return whether the loss is significant and its estimate exceeds ``worse_than`` (a share).
+        ``cells``: number of comparisons; FALSE_ALARMS holds for all together."""
         return self.lower >= sure_of(cells) and self.ratio < 1 - worse_than
 
     def seen(self, loss: float, worse_than: float, cells: int = 1) -> float | None:
-        """How probable an alarm is, where the rate is truly lower by the share ``loss``; None if not known.
-
-        Few repeats may scatter less than the system does by chance: it is the least with 80 %.
-        """
+        """Return the probability of an alarm for a true ``loss`` (a share), or None. With few repeats it is a
+        lower bound with 80 % confidence."""
         return self._seen(loss, worse_than, cells, self.runs, self.degrees)
 
     def least_loss(self, cells: int = 1) -> float | None:
-        """The smallest estimated loss that is a sure one, as a share; None if not known."""
+        """Return the smallest significant loss as a share, or None."""
         if self.scatter is None:
             return None
         error = self.scatter * math.sqrt(sum(1 / count for count in self.runs))
         return -math.expm1(-error * _quantile(cells, self.degrees))
 
     def repeats_for(self, loss: float, worse_than: float, cells: int = 1) -> int | None:
-        """So many repeats on each side show such a loss in 80 of 100 comparisons. None where none do: the
-        loss is hardly more than ``worse_than``, or nothing is known of the scatter.
-        """
+        """Return the repeats per side that detect the loss in 80 of 100 comparisons, or None if no number
+        does."""
         for repeats in range(LEAST_DEGREES, MOST_REPEATS):
             seen = self._seen(loss, worse_than, cells, (repeats, repeats), 2 * repeats - 2)
             if seen is None or loss <= worse_than:
@@ -187,7 +171,7 @@ class RateChange:
 
 
 def _most_scatter(degrees: int) -> float:
-    """True scatter by the one found, at most with 80 % (by Wilson and Hilferty, 1931)."""
+    """Return the ratio of true to observed scatter, at most with 80 % (Wilson and Hilferty, 1931)."""
     part = 2 / (9 * degrees)
     return math.pow(1 - part + _NORMAL.inv_cdf(1 - POWER) * math.sqrt(part), -1.5)
 
@@ -198,12 +182,12 @@ def _quantile(cells: int, degrees: int | None) -> float:
 
 
 def sure_of(cells: int) -> float:
-    """How sure one of so many losses must be for ``FALSE_ALARMS`` to hold of all together (Bonferroni)."""
+    """Return the confidence per loss for FALSE_ALARMS over all (Bonferroni)."""
     return 1 - MARGIN * FALSE_ALARMS / max(1, cells)
 
 
 def rate_change(before: Sequence[Searched], after: Sequence[Searched]) -> RateChange:
-    """``before`` and ``after``: the answers of a run or of its repeats, one at least; copies count once."""
+    """Compare the answers of runs before and after; copies count once."""
     sides = _distinct(before), _distinct(after)
     rates = [[math.log(each.rate) for each in side if each.rate] for side in sides]
     runs = len(sides[0]), len(sides[1])
@@ -221,7 +205,7 @@ def rate_change(before: Sequence[Searched], after: Sequence[Searched]) -> RateCh
 
 
 def _by_scatter(before: Sequence[float], after: Sequence[float]) -> RateChange:
-    """By Student's t of two samples of logarithms with one variance."""
+    """Use Student's t for two samples of logarithms with a common variance."""
     degrees = len(before) + len(after) - 2
     squares = pvariance(before) * len(before) + pvariance(after) * len(after)
     scatter = max(math.sqrt(squares / degrees), _LEAST_SCATTER)
@@ -235,12 +219,12 @@ def _by_scatter(before: Sequence[float], after: Sequence[float]) -> RateChange:
 
 
 def _distinct(side: Sequence[Searched]) -> list[Searched]:
-    """Each answer once: two with the same posterior are of the same trials."""
+    """Return each answer once: equal posteriors come from the same trials."""
     return list(dict.fromkeys(side))
 
 
 def _pooled(repeats: Sequence[PossibleRates]) -> PossibleRates:
-    """The rate of a side from too few repeats to know their scatter; of some without bounds the first."""
+    """Return a side's rates from too few repeats; the first unbounded one if any is."""
     spreads = [spread_of(each) for each in repeats]
     if len(repeats) == 1 or None in spreads:
         return repeats[0]
@@ -251,7 +235,7 @@ def _pooled(repeats: Sequence[PossibleRates]) -> PossibleRates:
 
 
 def spread_of(rates: PossibleRates) -> float | None:
-    """Standard deviation of the rate's logarithm; None where nothing bounds it, or it is not known."""
+    """Return the standard deviation of the rate's logarithm, or None."""
     if rates.least != rates.most or not all(0 < rate < math.inf for rate in rates.least):
         return None
     return math.sqrt(pvariance([math.log(rate) for rate in rates.least]))

@@ -1,11 +1,8 @@
-"""What in the set-up of a table's rows shows in their figures, so that a reader must know of it. Pure.
+"""Set-ups that distort the figures of a table. Pure.
 
-- Routers that ignored prefix caches: the rates then show the routing, not the connector.
-- KV that is sent over TCP although there is RDMA. One function for plan, doctor and report: devices come in
-  as ``hosts.devices.rdma`` lists them.
-- Tensor parallel sizes that differ, between prefill and decode or between rows. One function for plan and
-  report: the ranks come in as a plan.json has them.
-"""
+- Routers that ignored prefix caches.
+- KV over TCP despite active RDMA devices (as in ``hosts.devices.rdma``).
+- Tensor parallel sizes that differ between prefill and decode, or between rows."""
 
 from __future__ import annotations
 
@@ -18,17 +15,15 @@ from kvbench.core.plan.engine_count import instance_names, tensor_ranks_in
 from kvbench.core.records import Finding
 
 CACHE_BLIND: Final = (
-    "its router sent a session's turns to any engine, whatever the engines had cached "
+    "its router ignored the engines' caches when it placed a session's turns "
     "(deployment.routing: round_robin)"
 )
-"""Why no winner is named."""
+"""Reason against a winner."""
 
 
 def cache_blind(plan: Mapping[str, Any], label: str) -> str:
-    """Return why a deployment of a run (plan.json as data) must not be named a winner; empty if it may be.
-
-    With one engine of each role there is nothing to choose. Older plans without ``routing`` went in turn.
-    """
+    """Return why a deployment in plan.json must not win; empty if it may. With one engine per role there is
+    no routing choice. Older plans without ``routing`` used round robin."""
     scenario = _mapping(plan.get("scenario"))
     sessions = _mapping(scenario.get("workload")).get("sessions")
     routing = _mapping(scenario.get("deployment")).get("routing")
@@ -42,40 +37,65 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 _RDMA_TLS: Final = re.compile(r"all|ib|(rc|dc|ud)(_(x|v|verbs|mlx5))?|srd|gga(_mlx5)?")
-"""What UCX_TLS calls transports over verbs: `ucx_info -d` and UCX's documentation."""
+"""UCX_TLS names of transports over verbs (`ucx_info -d`, UCX documentation)."""
 
 Command = tuple[Sequence[str], Mapping[str, str]]
 """A process's argv and environment."""
 
 
-def tcp_beside_rdma(
-    label: str, commands: Iterable[Command], hosts: Mapping[str, Sequence[Mapping[str, Any]]]
-) -> Finding | None:
-    """A warning where a connector's engines are told to use TCP on hosts with an active RDMA port.
+def transport_warnings(
+    label: str, commands: Sequence[Command], hosts: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> Iterator[Finding]:
+    """Warnings where a connector's engines are told to use what their hosts' NICs do badly.
 
     ``hosts``: RDMA devices by host; of this machine alone the name is empty.
     """
-    told = next(filter(None, (forced_tcp(argv, env) for argv, env in commands)), "")
-    active = [
-        f"{device['name']}{f' of {host}' if host else ''}"
+    active = {
+        f"{device['name']}{f' of {host}' if host else ''}": device
         for host, devices in hosts.items()
         for device in devices
         if any(port.get("state") == "ACTIVE" for port in device.get("ports") or ())
-    ]
+    }
+    found = tcp_beside_rdma(label, commands, list(active))
+    efa = [name for name, device in active.items() if device.get("driver") == "efa"]
+    if found is not None:
+        yield found
+    elif efa and any(_over_ucx(argv) for argv, _ in commands):
+        yield Finding(
+            "ucx_over_efa",
+            "warning",
+            f"{label} moves its KV with UCX over EFA devices ({_shown(efa)}), where UCX emulates reads and "
+            "writes in software or takes TCP",
+            "choose libfabric in the connector's options: backends: [LIBFABRIC]",
+            {"efa": efa},
+        )
+
+
+def _over_ucx(argv: Sequence[str]) -> bool:
+    """Whether a command configures NIXL with UCX alone."""
+    return any("Nixl" in word and "UCX" in word and "LIBFABRIC" not in word for word in argv)
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def tcp_beside_rdma(label: str, commands: Iterable[Command], active: Sequence[str]) -> Finding | None:
+    """A warning where a connector's engines are told to use TCP beside these active RDMA devices."""
+    told = next(filter(None, (forced_tcp(argv, env) for argv, env in commands)), "")
     if not told or not active:
         return None
-    shown = ", ".join(active[:8]) + (f" and {len(active) - 8} more" if len(active) > 8 else "")
     return Finding(
         "tcp_beside_rdma",
         "warning",
-        f"{label} is told to move its KV over TCP ({told}), beside active RDMA devices ({shown})",
-        "leave protocol or ucx_tls out, or ask for RDMA, unless TCP is what you want to measure",
-        {"told": told, "rdma": active},
+        f"{label} is configured to move KV over TCP ({told}) although RDMA is active ({_shown(active)})",
+        "omit protocol or ucx_tls, or request RDMA, unless you want to measure TCP",
+        {"told": told, "rdma": list(active)},
     )
 
 
 def forced_tcp(argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """What in a command makes its KV go over TCP, as it stands there; empty if nothing does."""
+    """Return the setting that forces KV over TCP; empty if none."""
     tls = env.get("UCX_TLS", "")
     words = [word.strip() for word in tls.removeprefix("^").split(",")]
     rdma = any(_RDMA_TLS.fullmatch(word) for word in words)
@@ -89,7 +109,7 @@ def forced_tcp(argv: Sequence[str], env: Mapping[str, str]) -> str:
 
 
 def unequal_ranks(plan: Mapping[str, Any], labels: Iterable[str]) -> Iterator[Finding]:
-    """Warnings for the deployments with these labels, which are compared with each other."""
+    """Warn about unequal tensor parallel sizes in these compared deployments."""
     ranks = {label: tensor_ranks_in(plan, label) for label in labels}
     apart: dict[tuple[int, int], list[str]] = {}
     sizes: dict[tuple[int, ...], list[str]] = {}
@@ -103,10 +123,10 @@ def unequal_ranks(plan: Mapping[str, Any], labels: Iterable[str]) -> Iterator[Fi
         yield Finding(
             "unequal_ranks",
             "warning",
-            f"{', '.join(named)}: prefill has TP {prefill} and decode TP {decode}, so heads are dealt out "
-            "anew on the way, and no engine without P/D adds in the order that they do",
-            "in bf16 a greedy output may honestly differ from the one that it is compared with; equal sizes "
-            "leave the transfer as the only difference",
+            f"{', '.join(named)}: prefill has TP {prefill} and decode TP {decode}, so KV heads are "
+            "redistributed, and sums are computed in another order than without P/D",
+            "in bf16 a correct greedy output may differ from the reference output; with equal sizes "
+            "the transfer is the only difference",
             {"prefill": prefill, "decode": decode},
         )
     sizes.pop((), None)
@@ -115,8 +135,8 @@ def unequal_ranks(plan: Mapping[str, Any], labels: Iterable[str]) -> Iterator[Fi
         yield Finding(
             "unequal_ranks",
             "warning",
-            f"rows are of unequal tensor parallel sizes ({told}): a difference between them is the size's as "
-            "well as the connector's, per GPU too",
+            f"rows have unequal tensor parallel sizes ({told}): a difference may come from the size as "
+            "well as from the connector, also per GPU",
             "compare connectors at one size, and sizes at one connector",
             {"sizes": {label: list(size) for size, named in sizes.items() for label in named}},
         )

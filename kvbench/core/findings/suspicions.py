@@ -1,9 +1,7 @@
-"""What is suspicious in a row of figures, by rules that need no single request: above all in imported rows.
+"""Warnings about a row of figures without single requests, mainly for imported rows.
 
-Each rule is a function LoadRow → Finding | None and stays silent where it lacks a figure. "invalid" says
-that the row's number is not what it is called; "warning" that it has to be read with care; "note" is worth
-knowing.
-"""
+Each rule is a function LoadRow → Finding | None, and silent without its figures. "invalid": the number is not
+what it claims to be; "warning": needs care; "note": worth knowing."""
 
 from __future__ import annotations
 
@@ -19,19 +17,15 @@ from kvbench.core.slo import Limit
 
 PERCENTILES: Final = (50, 90, 99)
 ARRIVAL_ERRORS: Final = 3.0
-"""Arrivals are random: the k-th comes within so many standard deviations, sqrt(k) / rate. A server at the
-very peak would be beyond that once in 700 times; what real ones reach is far from the peak.
-"""
+"""Standard deviations, sqrt(k) / rate, allowed for random arrivals: a server at its exact peak exceeds them
+once in 700 times."""
 
 
 def impossible_prefill(row: LoadRow) -> Finding | None:
-    """Prompts were computed no faster than the GPUs can.
-
-    Served in their order by all GPUs at their peak, the k-th of requests that come at rate r is ready no
-    sooner than k × s after the first, s being the time of one prompt: its TTFT is at least k × s - k / r. A
-    table whose percentiles are below that had prompts that were not computed. Random arrivals are allowed
-    three standard deviations.
-    """
+    """Prompts were computed no faster than the GPUs can. Served in order at peak speed, the k-th request at
+    rate r is ready no sooner than k × s after the first (s: time of one prompt), so its TTFT is at least k ×
+    s - k / r. Percentiles below that, with three standard deviations for random arrivals, mean that prompts
+    were not computed."""
     setting, rate, n = row.setting, row.request_rate, row.requests
     if setting.work is None or rate is None or not n or not math.isfinite(rate) or row.method == "trace":
         return None
@@ -55,12 +49,12 @@ def _impossible(row: LoadRow, flop: float, peak: float, how: str, bound: tuple[i
     return Finding(
         "impossible_prefill",
         "invalid",
-        f"prompts that were not computed: {figure_text(rate)} prompts a second of {row.cell.input_len:,} "
+        f"prompts were not computed: {figure_text(rate)} prompts a second of {row.cell.input_len:,} "
         f"tokens are {figure_text(rate * flop / 1e15)} PFLOP/s, {figure_text(rate * flop / peak)} times the "
         f"{figure_text(peak / 1e15)} PFLOP/s peak of {row.setting.hardware or 'the GPUs'}{precision}. "
-        f"Served in their order, P{percent} of the TTFT would be {figure_text(least_s * 1e3)} ms at least; "
-        f"{figure_text(reported)} ms are told",
-        "prompts came from a prefix cache: empty it before each load, use fresh prompts",
+        f"Served in order, P{percent} TTFT would be at least {figure_text(least_s * 1e3)} ms; "
+        f"reported: {figure_text(reported)} ms",
+        "prompts came from a prefix cache: empty it before each load and use new prompts",
         {
             "excess": rate * flop / (row.setting.prefill_flops or peak),
             "flop": flop,
@@ -77,17 +71,19 @@ Rule = Callable[[LoadRow], "Finding | None"]
 
 LATENCIES: Final = ("ttft", "tpot", "itl", "e2el")
 BURST_LIKE: Final = 0.5
-"""Arrivals shorter than this share of the mean end-to-end latency: hardly one ended before the last came."""
+"""Arrivals shorter than this share of the mean end-to-end latency are a burst."""
 KEPT_UP: Final = 0.95
+"""Least share of completed to arrived requests."""
 TOLERANCE: Final = 0.01
-"""How far figures of one row may be from what the others make of them; tables round."""
+"""Tolerance between figures of one row: tables round."""
 P99_LEAST: Final = 100
+"""Fewest requests for a P99."""
 SPLIT: Final = 5.0
-"""P90 over P50 of the TTFT from which on requests are of two kinds: some waited and some did not."""
+"""P90 / P50 of TTFT from which some requests waited and some did not."""
 
 
 def burst(row: LoadRow) -> Finding | None:
-    """The load lasted longer than a request takes; else n requests at once is what was measured."""
+    """The load lasted longer than a request; otherwise it was one batch."""
     arrivals_s, e2el_s, duration_s = row.arrivals_s, row.e2el_s, row.get("duration_s")
     if arrivals_s is None or e2el_s is None or row.requests is None or row.request_rate is None:
         return None
@@ -111,8 +107,8 @@ def burst(row: LoadRow) -> Finding | None:
         "invalid",
         f"a {burst_of}: {name}, so all requests arrived within {figure_text(arrivals_s)} s, while one took "
         f"{figure_text(e2el_s)} s on average{drain}{completed}. {figure_text(row.request_rate)} req/s is the "
-        "size of a batch, not a rate that holds",
-        "offer the load for several end-to-end latencies: more requests at the same rate",
+        "size of a batch, not a sustained rate",
+        "offer the load for several end-to-end latencies: send more requests at the same rate",
         {
             "excess": e2el_s / arrivals_s,
             "arrivals_s": arrivals_s,
@@ -124,7 +120,7 @@ def burst(row: LoadRow) -> Finding | None:
 
 
 def slot_cap(row: LoadRow) -> Finding | None:
-    """Requests in flight fit into the engine's slots; else the rest waits for others to end."""
+    """Requests in flight fit into the engine's slots; otherwise the rest waited for others."""
     open_at_once, n = row.get("peak_concurrent_requests"), row.requests
     p50, p90 = row.get("p50_ttft_ms"), row.get("p90_ttft_ms")
     if open_at_once is None or not n or row.setting.judged:
@@ -136,24 +132,24 @@ def slot_cap(row: LoadRow) -> Finding | None:
         if seen is None or p50 is None or p90 is None or p90 < SPLIT * p50 or seen > 0.9 * open_at_once:
             return None
         slots = round(seen)
-        slots_text = f"some {slots} places, as the table itself says"
+        slots_text = f"about {slots} slots, according to the table"
     if open_at_once <= slots:
         return None
     waited = open_at_once - slots
     text = (
         f"{figure_text(open_at_once)} requests were open at once with {slots_text}: "
-        f"{figure_text(waited)} ({waited / n:.0%}) had to wait until another one ended"
+        f"{figure_text(waited)} ({waited / n:.0%}) had to wait for another one to end"
     )
     if seen is not None:
-        text += f"; peak output × ITL shows about {figure_text(seen)} decoded at a time"
+        text += f"; peak output × ITL implies about {figure_text(seen)} decoded at a time"
     if p50 is not None and p90 is not None and p90 > SPLIT * p50:
         text += f"; TTFT is {figure_text(p50)} ms at P50 and {figure_text(p90)} ms at P90"
     return Finding(
         "slot_cap",
         "warning",
         text,
-        "its TTFT tells how long others decode, not how fast prefill or the KV transfer is: raise "
-        "max_num_seqs or offer less at once",
+        "TTFT shows how long others decode, not how fast prefill or the KV transfer is: raise "
+        "max_num_seqs or send fewer requests at once",
         {
             "excess": waited / n,
             "open_at_once": open_at_once,
@@ -165,13 +161,13 @@ def slot_cap(row: LoadRow) -> Finding | None:
 
 
 def decoded_at_once(row: LoadRow) -> float | None:
-    """Requests that were decoded at once at the peak, by Little's law: peak output tok/s × ITL."""
+    """Return the requests decoded concurrently at the peak (Little's law: peak output tok/s × ITL)."""
     peak, gap = row.get("peak_output_throughput"), row.get("p50_itl_ms") or row.get("p50_tpot_ms")
     return peak * gap / 1e3 if peak and gap else None
 
 
 def mean_only_slo(row: LoadRow) -> Finding | None:
-    """What is within the limits on average is so for (nearly) all requests, too."""
+    """Limits that hold on average also hold for nearly all requests."""
     if row.setting.judged:
         return None
     texts = [text for limit in row.setting.limits if (text := _mean_only(row, limit))]
@@ -181,7 +177,7 @@ def mean_only_slo(row: LoadRow) -> Finding | None:
         "mean_only_slo",
         "warning",
         f"within the SLO on average only: {'; '.join(texts)}",
-        "judge every request: an SLO names the share of requests that keep it",
+        "judge each request: an SLO states the share of requests within the limits",
         {"limits": [limit.short() for limit in row.setting.limits]},
     )
 
@@ -200,16 +196,14 @@ def _mean_only(row: LoadRow, limit: Limit) -> str:
     name = latency.upper()
     return (
         f"{name} mean {figure_text(mean)} ≤ {figure_text(limit.limit)} ms, but {figures}: more than "
-        f"{100 - beyond[0][0]} % of the requests were beyond, up to "
+        f"{100 - beyond[0][0]} % of the requests exceeded it, up to "
         f"{figure_text(beyond[-1][1] / limit.limit)} times"
     )
 
 
 def not_kept_up(row: LoadRow) -> Finding | None:
-    """As many requests were completed per second as arrived; else latencies grow with the time of the load.
-
-    The rule is not for sessions: their turns wait for answers, so a slow system gets fewer of them.
-    """
+    """Completed requests per second match arrivals; otherwise latencies grow with the trial's length. Not for
+    sessions: their turns wait for answers."""
     done, rate, arrivals_s, e2el_s = (
         row.get("request_throughput"),
         row.arrival_rate,
@@ -234,19 +228,17 @@ def not_kept_up(row: LoadRow) -> Finding | None:
     return Finding(
         "not_kept_up",
         "warning",
-        f"the system did not keep up: {figure_text(done)} of {figure_text(rate)} req/s were completed, and "
-        f"{figure_text(drain_s)} s were needed after the last arrival. Its latencies depend on how long the "
+        f"the system did not keep up: {figure_text(done)} of {figure_text(rate)} req/s completed, and "
+        f"{figure_text(drain_s)} s passed after the last arrival. Latencies depend on how long the "
         "load was offered",
-        "compare what was completed per second, and latencies only at rates that both keep up with",
+        "compare completed requests per second; compare latencies only at rates that both keep up with",
         {"excess": rate / done, "completed_per_s": done, "arrived_per_s": rate, "drain_s": drain_s},
     )
 
 
 def _steady(row: LoadRow, arrivals_s: float) -> bool:
-    """Whether latencies cannot have grown by what is left over of the load, however long a request takes.
-
-    Latencies that grow evenly end as far above their median as they began below it.
-    """
+    """Return whether latencies cannot have grown by the remaining load: evenly growing latencies end as far
+    above their median as they began below it."""
     p50_ms, p99_ms = row.get("p50_e2el_ms"), row.get("p99_e2el_ms")
     if p50_ms is None or p99_ms is None:
         return False
@@ -259,15 +251,15 @@ def _median_e2el(row: LoadRow) -> float | None:
 
 
 def contradictory(row: LoadRow) -> Finding | None:
-    """Figures of one row agree with each other: rates with counts over time, known in their order."""
+    """Figures of one row agree: rates with counts over time, percentiles in order."""
     wrong = [*_wrong_rates(row), *_wrong_order(row)]
     if not wrong:
         return None
     return Finding(
         "contradictory",
         "warning",
-        f"figures of one row contradict each other: {'; '.join(wrong)}",
-        "the row may be put together from several runs, or misprinted",
+        f"figures in one row contradict each other: {'; '.join(wrong)}",
+        "the row may combine several runs, or contain a typing error",
         {"contradictions": wrong},
     )
 
@@ -307,7 +299,7 @@ def _wrong_order(row: LoadRow) -> list[str]:
 
 
 def failures(row: LoadRow) -> Finding | None:
-    """All requests were answered; latencies of survivors flatter."""
+    """All requests were answered; survivors' latencies are too good."""
     failed, completed = row.get("failed"), row.get("completed")
     if not failed or row.setting.judged:
         return None
@@ -318,20 +310,19 @@ def failures(row: LoadRow) -> Finding | None:
             "failures",
             "invalid",
             f"all {figure_text(failed)} requests failed: nothing was measured",
-            "find out why they failed",
+            "check why they failed",
             {"failed": failed, "completed": completed},
         )
     return Finding(
         "failures",
         "warning",
-        f"{figure_text(failed)}{share} requests failed; the latencies are those of the others",
-        "read goodput instead, or find out why they failed",
+        f"{figure_text(failed)}{share} requests failed; latencies cover only the others",
+        "use goodput instead, or check why they failed",
         {"failed": failed, "completed": completed},
     )
 
 
 def few_requests(row: LoadRow) -> Finding | None:
-    """There are enough requests for a P99."""
     n = row.get("completed")
     n = row.requests if n is None else n
     if not n or n >= P99_LEAST or not any(row.get(f"p99_{latency}_ms") for latency in LATENCIES):
@@ -339,8 +330,8 @@ def few_requests(row: LoadRow) -> Finding | None:
     return Finding(
         "few_requests",
         "note",
-        f"{figure_text(n)} requests: P99 lies between the two largest, read it as a maximum",
-        f"send {P99_LEAST} requests or more",
+        f"{figure_text(n)} requests: P99 is between the two largest values, so treat it as a maximum",
+        f"send at least {P99_LEAST} requests",
         {"requests": n},
     )
 
@@ -355,16 +346,16 @@ RULES: Final[tuple[Rule, ...]] = (
     failures,
     few_requests,
 )
-"""In the order of weight."""
+"""Rules by importance."""
 
 
 def suspicions(row: LoadRow) -> list[Finding]:
-    """What the rules have to say of one row, the weightiest first."""
+    """Return the warnings of one row, most important first."""
     return [finding for rule in RULES if (finding := rule(row)) is not None]
 
 
 def same_twice(rows: Sequence[LoadRow]) -> list[list[LoadRow]]:
-    """Groups of rows that are alike to the last digit: one measurement that is shown several times."""
+    """Return groups of rows that agree in every digit: one measurement shown several times."""
     groups: dict[tuple[tuple[str, float], ...], list[LoadRow]] = {}
     for row in rows:
         latencies = tuple(

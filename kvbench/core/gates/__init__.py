@@ -1,1 +1,1 @@
-"""Is a trial's number to be believed? Evidence in, findings out."""
+"""Validity checks of a trial: evidence in, findings out."""

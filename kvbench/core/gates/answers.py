@@ -1,7 +1,6 @@
-"""Gates on what answers themselves show, of any server: are they to this prompt, and by a model?
+"""Gates on the answers of any server: do they belong to their prompts, and did a model compute them?
 
-They need nothing but the streams, so that they hold for servers of which kvbench knows nothing else.
-"""
+They need only the streams, so they work for servers without counters."""
 
 from __future__ import annotations
 
@@ -14,23 +13,27 @@ from kvbench.core.metrics.equal_answers import CERTAIN_TEXTS, equal_answers
 from kvbench.core.records import Finding
 
 WORDED_SHARE: Final = 0.05
-"""By so much may a chat's length in tokens be off, where some words are more than one token."""
+"""Relative tolerance of a chat's length in tokens: some words have more than one token."""
 BOS: Final = 1
-"""So many tokens of difference are what a tokenizer adds on its own."""
+"""Tokens that a tokenizer may add."""
 LEAST_ANSWERS: Final = 20
+"""Fewest answers for a conclusion."""
 MOST_TOLD: Final = 3
+"""Most wrong answers named in a message."""
 MOST_KEPT: Final = 20
-"""So many wrong answers are told in a finding, and kept with it."""
+"""Most wrong answers stored with a finding."""
 TELLING_TOKENS: Final = 8
 """Shorter answers may be equal by chance."""
 EQUAL_BY_CHANCE: Final = 0.0005
-"""Highest probability, by each of two tests, that an honest server gives such equal answers: fewer than 1 of
-1,000 honest trials are refused."""
+"""p-value of each of two tests below which equal answers are refused: fewer than 1 in 1,000 honest trials."""
 SAME_SHARE: Final = 0.9
+"""Share of equal answers from which prompts count as ignored."""
 COMPUTED_TOKENS: Final = 2048
+"""Length of long prompts, in tokens."""
 LONGER: Final = 8
+"""Least ratio of long to short prompts."""
 LENGTH_SHARE: Final = 1.1
-"""Prompts of so many tokens, that are so many times as long as others, take longer than this share."""
+"""Least ratio of their times to the first text."""
 
 
 def wrong_prompt_length(evidence: Evidence) -> Finding | None:
@@ -39,8 +42,7 @@ def wrong_prompt_length(evidence: Evidence) -> Finding | None:
     evidence: `usage.prompt_tokens` of the answers against the token ids sent; 1 % of the answers may be off
     by more than 1 % of their length.
     limits: one token more or less, as a BOS, is a note, and up to 1 % a warning; a server need not tell it.
-    Chats are made of words, and are let off by 5 %.
-    """
+    Chats are made of words, and are let off by 5 %."""
     answers = [each for each in evidence.records if each.ok and each.prompt_tokens is not None]
     off = Counter((each.input_len, each.prompt_tokens or 0) for each in answers)
     wrong = {pair: count for pair, count in off.items() if pair[0] != pair[1]}
@@ -56,13 +58,13 @@ def wrong_prompt_length(evidence: Evidence) -> Finding | None:
     return Finding(
         "wrong_prompt_length",
         "invalid" if far > evidence.limits.wrong_length_share * len(answers) else level,  # type: ignore[arg-type]
-        f"the server read other prompts than were sent: {count} of {len(answers)} answers tell so in their "
+        f"the server read other prompts than were sent: {count} of {len(answers)} answers report so in their "
         f"usage, mostly {read} prompt tokens where {sent} were sent",
-        "it cuts prompts, so this is the latency of shorter ones: raise its context length (max_model_len) "
-        "and turn truncation off (truncate_prompt_tokens, --allow-auto-truncate)"
+        "it truncates prompts, so latencies are those of shorter ones: raise max_model_len "
+        "and disable truncation (truncate_prompt_tokens, --allow-auto-truncate)"
         if shorter
-        else "it puts tokens before the prompt, as a BOS or a template, or takes the ids for text: have it "
-        "take them as they are, or name the input length that it tells",
+        else "it adds tokens before the prompt (BOS, template) or reads the ids as text: make it "
+        "accept token ids, or set input_len to the reported length",
         {"sent": sent, "read": read, "answers": count, "told": len(answers), "far": far},
     )
 
@@ -75,8 +77,7 @@ def wrong_answers(evidence: Evidence) -> Finding | None:
     answer, a stale or a cut one always counts; any other difference does where the reference does not differ
     from itself as much under load, by log-probabilities or by how often.
     limits: what share of wrong answers would have been seen stands with the figure; a server that is wrong in
-    the same way when idle and alone is its own witness.
-    """
+    the same way when idle and alone is its own witness."""
     found = evidence.canaries
     if found is None or not found.checked:
         return None
@@ -86,18 +87,19 @@ def wrong_answers(evidence: Evidence) -> Finding | None:
         return Finding(
             "wrong_answers",
             "invalid",
-            f"{len(found.wrong)} of {found.checked} answers whose text was known were wrong: {told}{more}",
-            "answers are another prompt's, old, cut or garbage though the server counts no failure: look for "
-            "KV blocks that were freed or reused too early, crossed request ids, and transfers that failed",
+            f"{len(found.wrong)} of {found.checked} answers with a known right text were wrong: {told}{more}",
+            "answers belong to another prompt, are stale, cut or garbage, and the server reports no "
+            "failure: look for "
+            "KV blocks freed or reused too early, crossed request ids, and failed transfers",
             {**found.to_json(), "requests": [each.to_json() for each in found.wrong[:MOST_KEPT]]},
         )
     if found.of_reference and found.noisy and not found.noise.differed and not found.noise.nats:
         return Finding(
             "wrong_answers",
             "warning",
-            f"{found.noisy} of {found.checked} answers of the reference differ under load from what it "
-            "answered when idle: others are compared with how often it does",
-            "kernels whose results depend on the batch do this; if it differs much, look whether it is right",
+            f"{found.noisy} of {found.checked} answers of the reference differ under load from its "
+            "idle answers: this rate is the noise level for the others",
+            "batch-dependent kernels cause this; if many answers differ, check the reference",
             found.to_json(),
         )
     return None
@@ -120,11 +122,11 @@ def same_answers(evidence: Evidence) -> Finding | None:
         "same_answers",
         "warning" if evidence.dummy_weights else "invalid",
         f"{count} of {len(crcs)} answers have the same text, though no two prompts are alike: the server may "
-        "not read them at all",
-        "with dummy weights it means nothing"
+        "not read the prompts at all",
+        "with dummy weights this is expected"
         if evidence.dummy_weights
-        else "ask it two questions by hand: a cache before it, a canned answer or broken weights look like "
-        "this; if its weights are dummies, say so (deployment.engine_options.dummy_weights=true)",
+        else "send two prompts by hand: a cache in front, a fixed answer or broken weights look like "
+        "this; for dummy weights set deployment.engine_options.dummy_weights=true",
         {"same": count, "answers": len(crcs)},
     )
 
@@ -137,8 +139,7 @@ def repeated_answers(evidence: Evidence) -> Finding | None:
     than requests at other times did, or all of them more often than the idle server's answers; an honest
     trial by either test in fewer than 1 of 2,000 cases (core/metrics/equal_answers.py).
     limits: answers that are crossed, so that each is there once, are left to the canaries; silent where
-    prompts share beginnings, only a warning with dummy weights.
-    """
+    prompts share beginnings, only a warning with dummy weights."""
     if evidence.reuse_expected:
         return None
     canaries = evidence.canaries
@@ -148,20 +149,21 @@ def repeated_answers(evidence: Evidence) -> Finding | None:
     if not by_time and not by_idle:
         return None
     seen = (
-        f"{found.neighbours} texts came twice at about the same time, {found.expected:.2g} expected by chance"
+        f"{found.neighbours} texts occurred twice at about the same time, {found.expected:.2g} expected by "
+        "chance"
         if by_time
-        else f"{found.repeated} of {found.answers} answers under load have another one's text, "
+        else f"{found.repeated} of {found.answers} answers under load repeat another one's text, "
         f"of {found.idle} idle ones {found.idle_repeated}"
     )
-    named = "".join(f"; {one} and {other} got the same" for one, other in found.pairs[:MOST_TOLD])
+    named = "".join(f"; {one} and {other} got the same text" for one, other in found.pairs[:MOST_TOLD])
     return Finding(
         "repeated_answers",
         "warning" if evidence.dummy_weights else "invalid",
-        f"requests got the answers to other prompts: {seen}{named if by_time else ''}",
-        "with dummy weights answers may be alike for other reasons"
+        f"requests received answers to other prompts: {seen}{named if by_time else ''}",
+        "with dummy weights, equal answers may have other causes"
         if evidence.dummy_weights
-        else "another user's answer was sent: look for crossed request ids, KV blocks that are freed or "
-        "reused too early, and for a cache before the server",
+        else "another user's answer was sent: look for crossed request ids, KV blocks freed or "
+        "reused too early, and a cache in front of the server",
         {
             "answers": found.answers,
             "repeated": found.repeated,
@@ -180,8 +182,7 @@ def empty_answers(evidence: Evidence) -> Finding | None:
 
     evidence: answers whose usage counts tokens and whose events brought none of their text: more than 1 % of
     them are refused, since nobody can tell when their tokens came.
-    limits: a single token may be without text, as half of a character is.
-    """
+    limits: a single token may be without text, as half of a character is."""
     counted = [each for each in evidence.records if each.output_len > 1 and each.text_bytes is not None]
     empty = [each for each in counted if not each.text_bytes]
     if not empty:
@@ -190,10 +191,10 @@ def empty_answers(evidence: Evidence) -> Finding | None:
     return Finding(
         "empty_answers",
         "invalid" if share > evidence.limits.wrong_length_share else "warning",
-        f"{len(empty)} of {len(counted)} answers are without any text, though their usage counts "
+        f"{len(empty)} of {len(counted)} answers have no text, although their usage counts "
         f"{empty[0].output_len} tokens",
-        "ask it for one by hand: a server that sends empty answers under load, or ends of sequence alone "
-        "(ignore_eos), has no TTFT to be measured",
+        "send one request by hand: with empty answers or only end-of-sequence tokens "
+        "(ignore_eos) there is no TTFT to measure",
         {"empty": len(empty), "answers": len(counted)},
     )
 
@@ -204,8 +205,7 @@ def prompts_unread(evidence: Evidence) -> Finding | None:
     evidence: TTFT (from the send) of the shortest and of the longest quarter of the prompts, of 2,048 tokens
     and more and eight times as long: their medians are within 10 % of each other. A warning.
     limits: silent where all prompts are of one length or share beginnings, and where TTFT is of a queue: 90 %
-    of the short ones' within twice the least of them.
-    """
+    of the short ones' within twice the least of them."""
     answers = sorted(
         (each for each in evidence.records if each.ok and each.ttft_sent_s is not None and each.stamps),
         key=lambda each: each.input_len,
@@ -224,7 +224,7 @@ def prompts_unread(evidence: Evidence) -> Finding | None:
         "warning",
         f"prompts of {long[0].input_len:,} tokens and more have their first text after "
         f"{1e3 * median(long_s):.2f} ms, those of {short[-1].input_len:,} and less after "
-        f"{1e3 * median(short_s):.2f} ms: the prompts may not be computed at all",
-        "look for a cache or a stand-in before the server, and for prompts that are cut",
+        f"{1e3 * median(short_s):.2f} ms: the prompts may not be computed",
+        "look for a cache or a substitute in front of the server, and for truncated prompts",
         {"short_ms": 1e3 * median(short_s), "long_ms": 1e3 * median(long_s), "answers": 2 * quarter},
     )

@@ -1,9 +1,8 @@
-"""Gates on kvbench's own parts and on the machine: was one of them the limit, or busy with other work?
+"""Gates on kvbench's own processes and the machine: was one of them the limit, or busy with other work?
 
-They only ever make latencies longer. So a trial that meets the SLO all the same is met, with a warning. A
-miss is refused if it would be met with the delay forgiven in full to every request: it is then no miss of
-the system. A gross delay refuses both, as the latencies themselves are wrong.
-"""
+These causes only lengthen latencies. A trial that meets the SLO anyway is met, with a warning. A miss is
+refused if subtracting the delay from every request would turn it into a hit. A gross delay refuses both,
+because the latencies themselves are wrong."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ def machine_disturbed(evidence: Evidence) -> Finding | None:
     deployment's are no others, nor are kernel threads.
     limits: else it warns only. Whether it did harm to kvbench's own parts and to emulated engines, these tell
     (client_limited, host_starved, emulator_behind). Of a server on this machine that kvbench did not start,
-    the processes that listen and their children are its own; the owner of other CPU time is unknown.
-    """
+    the processes that listen and their children are its own; the owner of other CPU time is unknown."""
     parts = [*cpu_taken(evidence.host, evidence.limits), *_heat(evidence), *_traffic(evidence)]
     if not parts:
         return None
@@ -40,10 +38,10 @@ def machine_disturbed(evidence: Evidence) -> Finding | None:
         "invalid" if starved else "warning",
         "the machine was disturbed: "
         + ", ".join(parts)
-        + "; with all cores in use a miss is not the system's" * starved
+        + "; all cores were in use, so the miss is not the system's" * starved
         + (f"; {host.unknown_owner}" if unknown else ""),
-        "find out whether these processes work for the server; " * unknown
-        + "stop other work on this machine, see to its cooling and power, and measure again",
+        "check whether these processes belong to the server; " * unknown
+        + "stop other work on this machine, check cooling and power, and measure again",
         {
             "takers": list(host.takers),
             "busy_share": host.busy_share,
@@ -61,7 +59,8 @@ def machine_disturbed(evidence: Evidence) -> Finding | None:
 
 
 def engines_starved(evidence: Evidence) -> bool:
-    """A miss on a full machine of which others had too much, where no engine tells its own delay."""
+    """Return whether it is a miss on a full machine with too much other load, and no engine reports its own
+    delay."""
     host, limits = evidence.host, evidence.limits
     if not evidence.hosts_watched or (evidence.attained and evidence.queue_growth is None):
         return False
@@ -80,7 +79,7 @@ def engines_starved(evidence: Evidence) -> bool:
 
 
 def cpu_taken(host: HostFigures, limits: GateLimits) -> Iterator[str]:
-    """What took more of the CPU time than it may, in words."""
+    """Yield each excessive use of CPU time in words."""
     others = "processes of unknown owner" if host.unknown_owner else "other processes"
     for what, share, limit in (
         (f"used by {others}", host.other_cpu_share, limits.other_cpu_share),
@@ -90,18 +89,18 @@ def cpu_taken(host: HostFigures, limits: GateLimits) -> Iterator[str]:
             who = f" ({', '.join(host.takers)})" * bool(host.takers and share == host.other_cpu_share)
             yield f"{share:.1%} of the CPU time was {what}{who}"
     if host.throttled_share is not None and host.throttled_share > limits.throttled_share:
-        yield f"the cgroup's CPU limit held this run back for {host.throttled_share:.1%} of the time"
+        yield f"the cgroup's CPU limit throttled this run for {host.throttled_share:.1%} of the time"
 
 
 def _heat(evidence: Evidence) -> Iterator[str]:
     if evidence.host.thermal_events:
-        yield f"CPUs slowed down for heat {evidence.host.thermal_events:.0f} times"
+        yield f"CPUs throttled for heat {evidence.host.thermal_events:.0f} times"
     if evidence.host.gpu_slowdowns:
         yield f"GPUs slowed down ({'; '.join(evidence.host.gpu_slowdowns)})"
 
 
 def _traffic(evidence: Evidence) -> Iterator[str]:
-    """Traffic of others on the KV's NICs. On loopback this run's own HTTP cannot be told apart."""
+    """Yield other traffic on the KV's NICs. On loopback kvbench's HTTP is included."""
     moved = evidence.kv_bytes
     if moved is None or not evidence.engines_here:
         return
@@ -121,11 +120,10 @@ _LACKING: Final = (
     "Too many open files|Cannot assign requested address|No buffer space available|Cannot allocate memory"
     "|No space left on device"
 )
-"""What the system says to a process that lacks descriptors, ports, memory or disk: EMFILE, EADDRNOTAVAIL,
-ENOBUFS, ENOMEM, ENOSPC."""
+"""Errors for missing descriptors, ports, memory or disk: EMFILE, EADDRNOTAVAIL, ENOBUFS, ENOMEM, ENOSPC."""
 _OWN: Final = re.compile(_LACKING)
 _OF_ROUTER: Final = re.compile(rf"cannot be reached: [^\n]*({_LACKING})")
-"""An answer of kvbench's router that could not connect to a server."""
+"""Response of kvbench's router when it cannot connect to a server."""
 _STEP: Final = "step"
 _TRANSFER: Final = "KV transfer"
 _LASTS: Final = {_STEP: "its busy time", _TRANSFER: "the transfers' modelled time"}
@@ -136,8 +134,7 @@ def own_resources(evidence: Evidence) -> Finding | None:
 
     evidence: the operating system's errors when the load generator or kvbench's router opened a connection,
     and those that emulated engines report. Such requests are no misses of the system: one refuses the trial.
-    limits: what a server that kvbench did not start lacks is the system's own affair.
-    """
+    limits: what a server that kvbench did not start lacks is the system's own affair."""
     emulated = any(engine.step_lag_p99_s is not None for engine in evidence.engines.values())
     counts = {"load generator": 0, "router": 0, "emulated engine": 0}
     first = ""
@@ -159,14 +156,14 @@ def own_resources(evidence: Evidence) -> Finding | None:
         "own_resources",
         "invalid",
         f"kvbench's own processes lacked resources: {', '.join(parts)}; the first: {first}",
-        "free memory and disk if it says so; else raise the limit of open files in the shell that starts "
+        "free memory or disk if the error says so; else raise the open-file limit in the shell that starts "
         "kvbench (`ulimit -n 65536`), or offer a lower rate",
         {"failed": lacking},
     )
 
 
 def _lacked_by(record: RequestRecord, emulated: bool) -> str:
-    """Which process of kvbench's a request failed in for lack of resources; empty if in none."""
+    """Return the kvbench process that lacked resources for a request; empty if none."""
     if record.error == "connect" and _OWN.search(record.error_detail):
         return "load generator"
     if record.error == "http_error" and _OF_ROUTER.search(record.error_detail):
@@ -182,8 +179,7 @@ def client_limited(evidence: Evidence) -> Finding | None:
     evidence: its own lags (P99, and the largest of the trial) against 5 ms or 2 % of the TTFT limit,
     whichever is larger. Where the kernel stamps what arrives, a late look harms only chunks that were read
     together with later ones: each may have come as early as the last look that found nothing.
-    limits: a client on another machine than the servers still shares their network.
-    """
+    limits: a client on another machine than the servers still shares their network."""
     client = evidence.client
     allowed, gross = _allowed_ms(evidence), _gross_ms(evidence)
     lag = max(client.send_ms, client.look_ms)
@@ -196,9 +192,9 @@ def client_limited(evidence: Evidence) -> Finding | None:
     return Finding(
         "client_limited",
         "invalid" if refused else "warning",
-        f"the load generator was late: sends by {client.send_ms:.1f} ms and its looks at answers by up to "
+        f"the load generator was late: sends by {client.send_ms:.1f} ms and reads by up to "
         f"{client.look_ms:.1f} ms (P99); {allowed:.1f} ms are allowed",
-        "free CPU on the load generator's machine, give it a machine of its own, add workers (load.workers), "
+        "free CPU on the load generator's machine, use a separate machine, add workers (load.workers), "
         "or offer a lower rate",
         {
             "send_lag_p99_ms": client.send_lag_p99_ms,
@@ -220,7 +216,7 @@ def client_limited(evidence: Evidence) -> Finding | None:
 
 
 def router_starved(evidence: Evidence) -> bool:
-    """kvbench's router was late, had little to do, and spent the delay ready to run without a core."""
+    """Return whether the router was late although idle, waiting for a core."""
     router, limits = evidence.router, evidence.limits
     late = 1e3 * (router.loop_lag_p99_s or 0.0) > _allowed_ms(evidence)
     if not late or router.wait_s is None or router.lag_s is None:
@@ -231,10 +227,8 @@ def router_starved(evidence: Evidence) -> bool:
 
 
 def _client_starved(evidence: Evidence) -> bool:
-    """What made the router late explains the load generator's lateness: it spent the delay waiting for a
-    core, too. Of a load generator that does not say how long it was late: it waited at all, or was late by
-    no more than twice as much.
-    """
+    """Return whether CPU shortage explains the load generator's lateness: it waited for a core for that time.
+    If it does not report waiting times: it waited at all, or was at most twice as late as the router."""
     client, limits = evidence.client, evidence.limits
     waited = client.run_queue_wait_share
     if waited is not None and client.loop_lag_share is not None:
@@ -251,8 +245,7 @@ def host_starved(evidence: Evidence) -> Finding | None:
     evidence: kvbench's router was late, used less than 90 % of a core, and for half of its delay or more the
     kernel's scheduler says that it was ready and had no core; the load generator's own lag beside it.
     limits: a router of somebody else's tells nothing. Who had the cores is told where it is known: others, or
-    the engines themselves.
-    """
+    the engines themselves."""
     if not router_starved(evidence):
         return None
     client, router, host = evidence.client, evidence.router, evidence.host
@@ -261,15 +254,15 @@ def host_starved(evidence: Evidence) -> Finding | None:
     forgiven = (2 * lag_ms + client.worst_send_ms + client.worst_look_ms, lag_ms + client.worst_look_ms)
     refused = max(lag_ms, client_ms) > _gross_ms(evidence) or _may_have_caused_the_miss(evidence, *forgiven)
     taken = list(cpu_taken(host, evidence.limits))
-    by = ", ".join(taken) if taken else "no others were seen, so the engines filled the machine"
+    by = ", ".join(taken) if taken else "no other load was seen, so the engines used all cores"
     return Finding(
         "host_starved",
         "invalid" if refused else "warning",
         f"the host was starved of CPU: the router used {router.cpu_share or 0.0:.0%} of a core, waited for "
         f"one for {router.wait_share or 0.0:.0%} of the time and was late by {lag_ms:.1f} ms (P99), the load "
         f"generator by {client_ms:.1f} ms; {by}",
-        "stop other work on this machine, or give router and load generator cores or a machine of their own; "
-        "the router is not at fault",
+        "stop other work on this machine, or reserve cores or a machine for router and load generator; "
+        "the router is not the cause",
         {
             "router_cpu_share": router.cpu_share,
             "router_wait_share": router.wait_share,
@@ -287,8 +280,7 @@ def router_limited(evidence: Evidence) -> Finding | None:
     """kvbench's router was neither out of CPU nor late.
 
     evidence: CPU time per second of its busiest process (0.9 is too much), and its event loop's lag (P99)
-    against the client's limits. limits: a router of somebody else tells neither.
-    """
+    against the client's limits. limits: a router of somebody else tells neither."""
     router, limits = evidence.router, evidence.limits
     allowed, gross = _allowed_ms(evidence), _gross_ms(evidence)
     lag_ms = 1e3 * (router.loop_lag_p99_s or 0.0)
@@ -304,7 +296,7 @@ def router_limited(evidence: Evidence) -> Finding | None:
         "invalid" if refused else "warning",
         f"the router was the limit: {share:.0%} of a core in its busiest process, and late by "
         f"{lag_ms:.1f} ms (P99); {limits.router_cpu_share:.0%} and {allowed:.1f} ms are allowed",
-        "give the router cores and processes (--set deployment.router_processes=N), or measure without it: "
+        "add router cores and processes (--set deployment.router_processes=N), or measure without it: "
         "--set load.mode=direct",
         {
             "cpu_share": router.cpu_share,
@@ -320,8 +312,7 @@ def emulator_behind(evidence: Evidence) -> Finding | None:
 
     evidence: by how much its steps, and the KV transfers that a model paces, ended late (P99, and all delays
     as a share of the time that they were to take).
-    limits: of the emulated engine only; what a real engine lacks is its own affair.
-    """
+    limits: of the emulated engine only; what a real engine lacks is its own affair."""
     limits = evidence.limits
     lags: dict[tuple[str, str], float] = {}
     shares: dict[tuple[str, str], float] = {}
@@ -342,14 +333,15 @@ def emulator_behind(evidence: Evidence) -> Finding | None:
     advice = (
         "free CPU on this machine, raise time_scale, or offer a lower rate"
         if what == _STEP
-        else "the bytes really took longer than transfer_like or transfer_model says: choose a slower model, "
+        else "the bytes took longer than transfer_like or transfer_model predicts: choose a slower model, "
         "raise time_scale, or offer a lower rate"
     )
     return Finding(
         "emulator_behind",
         "invalid" if refused else "warning",
         f"the emulated {role} engine was behind its own timing model: {lags[worst]:.1f} ms a {what} (P99), "
-        f"{shares[worst]:.0%} of {_LASTS[what]}; {allowed:.0f} ms and {limits.engine_lag_share:.0%} are fine",
+        f"{shares[worst]:.0%} of {_LASTS[what]}; {allowed:.0f} ms and {limits.engine_lag_share:.0%} are "
+        "allowed",
         advice,
         {
             "role": role,
@@ -379,6 +371,6 @@ def _may_have_caused_the_miss(evidence: Evidence, ttft_ms: float, gap_ms: float)
 
 
 def _loosened(evidence: Evidence, ttft_ms: float, gap_ms: float) -> Slo:
-    """The SLO with the lag forgiven in full; TPOT shares one late look over all gaps."""
+    """Return the SLO relaxed by the lag; for TPOT one late read is divided over all gaps."""
     gaps = max((record.requested_output_len for record in evidence.records), default=2) - 1
     return evidence.slo.loosened(ttft_ms, gap_ms / max(1, gaps))

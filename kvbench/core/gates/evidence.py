@@ -1,7 +1,6 @@
-"""What a trial's gates may look at, as load generator, router, engines, NICs and host report it.
+"""Evidence for a trial's gates, from load generator, router, engines, NICs and host.
 
-It is data only. None always means unknown, and trips no gate.
-"""
+Data only. None means unknown and triggers no gate."""
 
 from __future__ import annotations
 
@@ -11,21 +10,21 @@ from functools import cached_property
 from typing import Any, Final, Literal
 
 from kvbench.core.canaries.answer_kinds import CanaryResult
-from kvbench.core.metrics.criteria import judge_criteria
-from kvbench.core.metrics.metrics import Slo, Summary, ended_at, judged_records
+from kvbench.core.metrics.metrics import Summary, ended_at, judge_criteria, judged_records
 from kvbench.core.metrics.queue_growth import QueueGrowth, QueueReadings, queue_growth
 from kvbench.core.physics import PrefillWork
 from kvbench.core.records import Finding, Method, RequestRecord
+from kvbench.core.slo import Slo
 
 LOCAL_COMPUTE: Final = "local_compute"
 LOCAL_CACHE_HIT: Final = "local_cache_hit"
 EXTERNAL: Final = "external_kv_transfer"
-"""The sources of prompt tokens as vLLM names them in ``vllm:prompt_tokens_by_source_total``."""
+"""Sources of prompt tokens in ``vllm:prompt_tokens_by_source_total``."""
 
 
 PROMPT_LOOK_MS: Final = 2.5
-"""A client that is in time looks at its sockets each millisecond: half of the chunks that it reads together
-came within twice that."""
+"""Upper median of the wait of chunks read together, in ms: a client on time reads its sockets every
+millisecond."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ class ClientFigures:
     ``first_error``, ``token_error``: by how much the times of first tokens, and of all, may be too late. Of
     chunks that came one after the other and were read together the kernel reports the last one's stamp; the
     others came after the last look at their socket that found nothing, and that is all that is known.
-    ``reads`` brought ``chunks``.
-    """
+    ``reads`` brought ``chunks``."""
 
     send_lag_p50_ms: float | None = None
     send_lag_p99_ms: float | None = None
@@ -65,20 +63,18 @@ class ClientFigures:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> ClientFigures:
-        """Takes the figures it knows and leaves the others."""
+        """Read the known figures of a client's row."""
         return cls(**{item.name: row[item.name] for item in fields(cls) if row.get(item.name) is not None})
 
     @property
     def send_ms(self) -> float:
-        """How late sends were: 99 of 100 no more than this."""
+        """Return the P99 lateness of sends."""
         return self.send_lag_p99_ms or 0.0
 
     @property
     def look_ms(self) -> float:
-        """By how much receive times may be late, 99 of 100 no more than this.
-
-        With the kernel's stamps a late look harms only those that were read together with later ones.
-        """
+        """Return the P99 lateness of receive times. With kernel stamps a late read affects only chunks that
+        were read together."""
         error_ms = max(self.first_error_p99_ms or 0.0, self.token_error_p99_ms or 0.0)
         if self.stamps == "kernel":
             return error_ms
@@ -86,7 +82,8 @@ class ClientFigures:
 
     @property
     def reads_in_time(self) -> bool:
-        """Whether what is read together came together: it was not the client that let it pile up."""
+        """Return whether chunks read together also arrived together, rather than accumulating in the
+        client."""
         return (self.token_error_p50_ms or 0.0) <= PROMPT_LOOK_MS
 
     @property
@@ -103,10 +100,8 @@ class ClientFigures:
 
 @dataclass(frozen=True)
 class RouterFigures:
-    """What kvbench's router says of itself: CPU seconds of its busiest process, lag over all of them.
-
-    ``lag_s``: the sum of the lags that were measured; ``wait_s``: time in which it was ready and had no core.
-    """
+    """Figures of kvbench's router: CPU seconds of its busiest process, lag over all processes. ``lag_s``: sum
+    of the measured lags; ``wait_s``: time ready without a core."""
 
     cpu_s: float | None = None
     seconds: float | None = None
@@ -117,44 +112,43 @@ class RouterFigures:
 
     @property
     def wait_share(self) -> float | None:
-        """Seconds per second in which its processes together waited for a core."""
+        """Return the share of time in which its processes waited for a core."""
         return None if self.wait_s is None or not self.seconds else self.wait_s / self.seconds
 
     @property
     def cpu_share(self) -> float | None:
-        """CPU seconds per second of the busiest process: near 1 it can do no more."""
+        """Return the busiest process's CPU seconds per second: near 1 it is saturated."""
         return None if self.cpu_s is None or not self.seconds else self.cpu_s / self.seconds
 
 
 @dataclass(frozen=True)
 class NicFigures:
-    """One network interface ("ip"), RDMA device ("rdma") or GPU's NVLinks ("nvlink") during the trial."""
+    """Traffic of a network interface ("ip"), RDMA device ("rdma") or GPU's NVLinks ("nvlink") during the
+    trial."""
 
     kind: Literal["ip", "rdma", "nvlink"]
     sent_bytes: float
     received_bytes: float
     bytes_per_s: float | None = None
-    """Line rate, one way; None where the driver does not report it, as of loopback."""
+    """Line rate per direction, or None, as for loopback."""
     loopback: bool = False
 
     @property
     def most_bytes(self) -> float:
-        """The larger direction: on loopback both count the same bytes."""
+        """Return the larger direction: on loopback both count the same bytes."""
         return max(self.sent_bytes, self.received_bytes)
 
 
 EMULATED: Final = "software emulation"
-"""UCX's word for remote memory access that no transport does: both CPUs copy, message by message."""
+"""UCX's term for remote memory access without hardware support: both CPUs copy."""
 
 
 @dataclass(frozen=True)
 class LoggedTransport:
-    """What the log of one process says of the KV's way. Empty: not told.
-
-    ``transports`` with their devices, as ``rc_mlx5/mlx5_0:1``. ``operation``: "read" or "write" of remote
-    memory; ``local`` and ``remote``: the memory's kind, as "cuda" or "host"; ``between``: "intra-node" or
-    "inter-node"; ``how``: as "zero-copy" or "software emulation". ``line``: the log's own.
-    """
+    """A KV transport in a process's log; empty fields are unknown. ``transports`` with devices, as
+    ``rc_mlx5/mlx5_0:1``. ``operation``: "read" or "write"; ``local``, ``remote``: "cuda" or "host";
+    ``between``: "intra-node" or "inter-node"; ``how``: "zero-copy" or "software emulation". ``line``: the log
+    line."""
 
     process: str
     transports: tuple[str, ...]
@@ -167,11 +161,10 @@ class LoggedTransport:
 
     @property
     def gpu(self) -> bool:
-        """Between two GPUs' memories."""
+        """Return whether both memories are GPU memory."""
         return not {self.local, self.remote} & {"", "host"}
 
     def text(self) -> str:
-        """In words, without the process."""
         names = " and ".join(self.transports)
         way = f"{names} by {self.how}" if self.how else names
         memory = f" from {self.remote} into {self.local} memory" if self.operation == "read" else ""
@@ -193,8 +186,7 @@ class EngineFigures:
     instances that started anew. ``running_peak``: sequences that ran at once on one instance, at most;
     of the ``queued_samples`` in which others waited there, ``full_samples`` had just that many running.
     ``transfer_lag_s`` and ``transfer_lag_p99_s`` are the same delays of transfers that a model paces, which
-    were to take ``paced_s`` together; None where none are paced.
-    """
+    were to take ``paced_s`` together; None where none are paced."""
 
     prompt_tokens: float | None = None
     prefix_queries: float | None = None
@@ -221,16 +213,16 @@ class EngineFigures:
     transfer_lag_p99_s: float | None = None
     paced_s: float | None = None
     slots: int | None = None
-    """``max_num_seqs`` of one instance, where it is known."""
+    """``max_num_seqs`` of one instance, if known."""
     instances: int = 1
     served: tuple[float, ...] = ()
-    """Requests that each instance has finished, or tokens where it does not count these; () if unknown."""
+    """Finished requests per instance, or tokens if requests are not counted; () if unknown."""
     cache_tokens: float | None = None
-    """Tokens whose KV the caches of all its instances hold together; None if one does not tell."""
+    """KV cache capacity of all instances in tokens, or None."""
 
     @property
     def computed_tokens(self) -> float | None:
-        """Prompt tokens that were really computed here."""
+        """Return the prompt tokens computed here."""
         if self.prompt_tokens_by_source:
             return self.prompt_tokens_by_source.get(LOCAL_COMPUTE, 0.0)
         if self.prompt_tokens is None or self.prefix_hits is None:
@@ -239,19 +231,19 @@ class EngineFigures:
 
     @property
     def hit_rate(self) -> float | None:
-        """Prompt tokens found in the prefix cache, as a share of those looked up."""
+        """Return the prefix cache hits as a share of the queried tokens."""
         if self.prefix_hits is None or not self.prefix_queries:
             return None
         return self.prefix_hits / self.prefix_queries
 
     @property
     def lag_share(self) -> float | None:
-        """Share of the busy time that was delay behind the model."""
+        """Return the delay behind the model as a share of the busy time."""
         return self.step_lag_s / self.busy_s if self.step_lag_s is not None and self.busy_s else None
 
     @property
     def transfer_lag_share(self) -> float | None:
-        """Delay of paced transfers, as a share of the time they were to take."""
+        """Return the delay of paced transfers as a share of their modelled time."""
         return self.transfer_lag_s / self.paced_s if self.transfer_lag_s and self.paced_s else None
 
     def to_json(self) -> dict[str, Any]:
@@ -268,8 +260,7 @@ class HostFigures:
     ``load_average`` (1 minute, before the trial) is kept to be looked at: it counts this run's own work.
     ``thermal_events``: times that a CPU slowed down for heat. ``gpu_slowdowns``: why GPUs slowed down.
     ``busy_share``: used by anybody, the hypervisor included. ``pressure_share``: seconds per second in which
-    some process was ready to run and had no core (the kernel's PSI). ``takers``: who the others are.
-    """
+    some process was ready to run and had no core (the kernel's PSI). ``takers``: who the others are."""
 
     load_average: float | None = None
     cpu_count: int | None = None
@@ -282,59 +273,57 @@ class HostFigures:
     pressure_share: float | None = None
     takers: tuple[str, ...] = ()
     unknown_owner: str = ""
-    """Why the owner of ``other_cpu_share`` is unknown: it may be the server's own work. Empty: it is not."""
+    """Why the owner of ``other_cpu_share`` is unknown, or empty."""
     nics: Mapping[str, NicFigures] = field(default_factory=dict)
-    """Interfaces and RDMA devices by name."""
     gpu_watts: Mapping[str, float] = field(default_factory=dict)
-    """Mean power of each GPU that counts its energy, by its number and again by its UUID."""
+    """Mean power of each GPU, by number and by UUID."""
 
 
 @dataclass(frozen=True)
 class GateLimits:
-    """Where the gates draw their lines. Shares are of 1."""
+    """Thresholds of the gates. Shares are of 1."""
 
     client_lag_ms: float = 5.0
     client_lag_share: float = 0.02
-    """A client lag counts above the larger of these: 5 ms, or 2 % of the TTFT limit."""
+    """Allowed client lag: the larger of both, the latter as a share of the TTFT limit."""
     client_lag_max_share: float = 0.20
-    """A lag this large against the TTFT limit refuses the trial whatever its verdict."""
+    """Client lag, as a share of the TTFT limit, that refuses any trial."""
     engine_lag_share: float = 0.20
     engine_lag_max_share: float = 0.50
-    """Emulated steps: sum of their delays as a share of the time that they kept the engine busy. A late
-    step is caught up by the next, so a share of it reaches no latency unless an engine is late for good.
-    """
+    """Emulated steps: delay as a share of the busy time. The next step catches up a late one, so small shares
+    reach no latency."""
     warm_cache_share: float = 0.01
     count_tolerance: float = 0.01
     decode_local_tokens: float = 16.0
-    """Tokens per request that decode may compute, and the tokens of a last, partial block beside them,
-    which a connector need not move. Never more than half of a prompt."""
+    """Tokens per request that decode may compute besides those of a last, partial block; never more than half
+    of a prompt."""
     wrong_length_share: float = 0.01
     output_tolerance: float = 0.02
-    """Output tokens that the server counted, against those it said it sent."""
+    """Deviation of counted from claimed output tokens."""
     other_cpu_share: float = 0.10
     steal_share: float = 0.02
     throttled_share: float = 0.02
     run_queue_wait_share: float = 0.10
-    """A process that was ready without a core for so much of the time was late for that."""
+    """Share of time ready without a core from which a process is late for that reason."""
     waited_lag: float = 0.5
-    """A lag of which this part was spent waiting for a core is nobody's but who had the cores."""
+    """Share of a lag spent waiting for a core from which CPU shortage is its cause."""
     busy_share: float = 0.80
     pressure_share: float = 0.10
-    """A machine that was busier, and on which somebody waited for a core for longer, had no room: what others
-    took was taken from the system under test."""
+    """CPU use and pressure from which the machine is full: other load is then taken from the system under
+    test."""
     router_cpu_share: float = 0.90
     shed_share: float = 0.005
-    """Requests turned away: more of them make the others' latencies those of a lower rate."""
+    """Share of rejected requests from which the others' latencies belong to a lower rate."""
     capacity_margin: float = 0.05
     full_samples: float = 4.0
     full_share: float = 0.80
-    """A slot limit shows if so many samples, and this share of those with a queue, are at one peak."""
+    """Samples, and share of the samples with a queue, at one peak that show a slot limit."""
     drift_errors: float = 4.0
     nic_share: float = 0.10
-    """A NIC that carried less than this part of its equal share carried nothing of the KV."""
+    """Share of its equal part below which a NIC carried no KV."""
     foreign_bytes: float = 64e6
     foreign_share: float = 0.20
-    """Other traffic on a data NIC counts above both: bytes, and a share of this trial's own."""
+    """Other traffic on a data NIC counts above both: bytes, and a share of the trial's traffic."""
 
 
 @dataclass(frozen=True)
@@ -351,8 +340,7 @@ class Evidence:
     ``nics_asked``: those that the KV is meant to use. ``engines_here``: all engines run on this machine.
     ``kv_line_rate``: bytes per second that the NICs of one instance carry at most. ``prefill_work`` and
     ``prefill_flops``: what a prompt costs, and what all prefill instances together can compute at most per
-    second.
-    """
+    second."""
 
     records: Sequence[RequestRecord]
     summary: Summary
@@ -367,51 +355,52 @@ class Evidence:
     transport_asked: str = ""
     transport_ran: str = ""
     logged_transports: Sequence[LoggedTransport] = ()
-    """What the processes' logs prove of the way that KV takes."""
+    """Transports that the processes' logs prove."""
     reuse_expected: bool = False
     reuse_offered: float | None = None
-    """Of a load of sessions: prompt tokens that an unlimited prefix cache could have found, at most."""
+    """Sessions: prompt tokens that an unlimited prefix cache could find at most."""
     disaggregated: bool = False
-    """P computes the prompts, and D the answers."""
+    """Whether P computes prompts and D answers."""
     whole_prompt: bool = True
-    """The connector hands over the KV of every token; one of whole blocks leaves the rest to decode."""
+    """Whether the connector transfers the KV of every token; otherwise decode computes the last, partial
+    block."""
     worded: bool = False
-    """Prompts are chats of words, so that their lengths in tokens are near what was asked for, not equal."""
+    """Whether prompts are chats: their token counts are approximate."""
     dummy_weights: bool = False
-    """The model's weights are made up, as the scenario says: its answers may be all alike."""
+    """Whether weights are dummies: answers may then be equal."""
     stopped_as: Literal["", "met", "missed"] = ""
     logged: Sequence[Finding] = ()
     recorded: Sequence[Finding] | None = None
-    """What all gates found in its time: of a trial that is over, whose requests alone are still there."""
+    """Findings of a stored trial, for gates whose evidence is gone."""
     router: RouterFigures = field(default_factory=RouterFigures)
     nics_asked: Sequence[str] = ()
     engines_here: bool = False
     hosts_watched: bool = False
-    """``host`` tells of the machines that the engines run on, and which processes are theirs."""
+    """Whether ``host`` covers the engines' machines and knows their processes."""
     kv_line_rate: float | None = None
     prefill_work: PrefillWork | None = None
     prefill_flops: float | None = None
     hardware: str = ""
     method: Method = "sustained"
-    """How the load was meant; what other methods do without is softened in core/search/methods.py."""
+    """Method of the load; core/search/methods.py downgrades gates for other methods."""
     limits: GateLimits = field(default_factory=GateLimits)
     filled_s: float = 0.0
-    """Of a load of sessions: after so long they end about as fast as they begin; a queue is seen then."""
+    """Sessions: time after which sessions end about as fast as they begin."""
     dispersion: float | None = None
-    """Of a load of sessions: variance over mean of the requests in a long time."""
+    """Sessions: variance / mean of the number of requests over a long time."""
     canaries: CanaryResult | None = None
-    """What came of the requests whose right answers are known; None: there were none."""
+    """Results of the canaries, or None."""
 
     @property
     def attained(self) -> bool:
-        """Does everything that the SLO asks hold, by the point estimates?"""
+        """Return whether all criteria hold by point estimate."""
         if self.stopped_as:
             return self.stopped_as == "met"
         return self.summary.attained
 
     @cached_property
     def queue_growth(self) -> QueueGrowth | None:
-        """By how much the queue for the first token grew while load was offered, if it did."""
+        """Return the growth of the first-token queue while load was offered, or None."""
         summary = self.summary
         readings = QueueReadings.of_records(
             self.records,
@@ -426,7 +415,7 @@ class Evidence:
         return None if readings is None else queue_growth(readings)
 
     def attained_with(self, slo: Slo) -> bool:
-        """Would the judged requests attain another SLO?"""
+        """Return whether the judged requests attain ``slo``."""
         summary = self.summary
         judged = judged_records(self.records, summary.window)
         criteria = judge_criteria(judged, slo, ended_at(self.records, summary.duration_s))
@@ -434,23 +423,18 @@ class Evidence:
 
     @property
     def nics(self) -> Mapping[str, NicFigures]:
-        """This machine's, by name."""
         return self.host.nics
 
     @property
     def kv_bytes(self) -> float | None:
-        """KV bytes that moved. Both ends may count the same bytes: the larger figure is the whole."""
+        """Return the transferred KV bytes. Both ends may count them: the larger figure is the total."""
         return max((e.kv_bytes for e in self.engines.values() if e.kv_bytes is not None), default=None)
 
     def expected(
         self, *, per_token: bool, tolerance: float = 0.0, fresh: bool = False
     ) -> tuple[float, float]:
-        """(least, most) requests, or prompt tokens, that each role's servers handled.
-
-        At least what was answered, at most what was sent: a request that failed or was cancelled on the
-        way may or may not have got that far. ``fresh``: canaries that were asked before need not have come
-        that far either, since their KV may be cached.
-        """
+        """Return (least, most) requests, or prompt tokens, that each role handled. At least the answered
+        ones, at most the sent ones. ``fresh``: excludes canaries that may be cached."""
         repeated = fresh and self.canaries is not None and self.canaries.repeated
         sent = [record for record in self.records if record.sent_s is not None]
         least = sum(
@@ -463,6 +447,6 @@ class Evidence:
 
 
 def span(least: float, most: float, digits: int = 0) -> str:
-    """A range in words, as one number if both ends read the same."""
+    """Return a range in words, or one number if both ends read the same."""
     low, high = f"{least:.{digits}f}", f"{most:.{digits}f}"
     return low if low == high else f"{low} to {high}"

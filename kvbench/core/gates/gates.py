@@ -1,21 +1,17 @@
-"""Is this trial a valid measurement, and what is its verdict?
+"""Verdict of a trial, and whether it is a valid measurement.
 
-A trial is **met** if the share of its requests that kept the SLO reaches the target by *point estimate* and
-the queue does not grow, else **missed**; if a gate refuses it, **invalid**. The interval does not decide: 95
-% at 95 % confidence takes 59 requests without a miss, so "met only if proven" would fail most quick trials
-(60 to 200 requests) of a system that attains 97 %. The point estimate errs both ways alike, only where the
-truth is within a few per cent of the target, which is a narrow band of rates. The interval is reported (for
-the *effective* number of requests), and the search confirms its answer by an independent trial.
+A trial is **met** if the share of requests within the SLO reaches the target by *point estimate* and the
+queue does not grow, else **missed**; **invalid** if a gate refuses it. The interval does not decide: 95 % at
+95 % confidence takes 59 requests without a miss, which would fail most short trials of a system that attains
+97 %. The point estimate errs both ways alike, in a narrow band of rates. The interval is reported for the
+*effective* number of requests, and the search confirms its answer by another trial.
 
-A late client, an engine behind its model, or others on the machine make latencies *longer*. A trial that
-meets the SLO all the same is met with a warning; a missed one is refused if the delay may be the cause. Gross
-delays refuse both.
+A late client, a late emulated engine or other load makes latencies *longer*: a met trial stands with a
+warning, a missed one is refused if the delay may be the cause. Gross delays refuse both.
 
-A gate is a function Evidence → Finding | None. An unknown figure (None) trips no gate. Its docstring says
-what an honest trial proves there, by which evidence and limits; ``gate_table`` reads it. A gate that needs
-more than the requests' records has a row in ``NEEDS``; without that evidence its silence proves nothing
-(``unseen``).
-"""
+A gate is a function Evidence → Finding | None; unknown figures (None) trigger none. Its docstring states what
+an honest trial shows, with evidence and limits; ``gate_table`` reads it. A gate that needs more than request
+records has a row in ``NEEDS``; without that evidence it is not run (``unseen``)."""
 
 from __future__ import annotations
 
@@ -26,8 +22,8 @@ from typing import Final
 
 from kvbench.core.gates import answers, client, steady, streaming, transfer, work
 from kvbench.core.gates.evidence import ClientFigures, EngineFigures, Evidence, GateLimits, HostFigures
-from kvbench.core.metrics.criteria import CriterionResult, missed_text
 from kvbench.core.metrics.equal_answers import is_long
+from kvbench.core.metrics.metrics import CriterionResult, missed_text
 from kvbench.core.records import Finding, RequestRecord, VerdictKind
 
 __all__ = [
@@ -91,7 +87,7 @@ GATES: Final[tuple[Gate, ...]] = (
     streaming.empty_first_event,
     streaming.tokens_per_event,
 )
-"""In the order of importance: the first refusal becomes the verdict's reason."""
+"""By importance: the first refusal is the verdict's reason."""
 BY_REQUESTS: Final[tuple[Gate, ...]] = (
     streaming.failed_requests,
     streaming.wrong_length,
@@ -105,12 +101,12 @@ BY_REQUESTS: Final[tuple[Gate, ...]] = (
     steady.not_steady,
     steady.too_short,
 )
-"""Those that look at nothing but the requests and the SLO, and so find the same whenever they look."""
+"""Gates that use only requests and SLO, so that they can be repeated on stored trials."""
 
 
 @dataclass(frozen=True)
 class GateText:
-    """What a gate's docstring says: what an honest trial proves, by what evidence, within what limits."""
+    """A gate's docstring: statement, evidence, limits."""
 
     name: str
     proves: str
@@ -121,32 +117,31 @@ class GateText:
 CORRUPT: Final = GateText(
     "corrupt",
     "Greedy outputs through the pair equal those of the aggregated server, or differ no more than its own.",
-    "The texts of a few prompts, asked for before a cell's first trial; of a real engine also the aggregated "
-    "server's log-probabilities, and how its answers differ when it is asked again, alone and together.",
-    "A cell that fails is refused whole; what breaks only under load is left to wrong_answers, and what the "
-    "noise covers is not seen.",
+    "The answers to a few prompts before a cell's first trial; with a real engine also the aggregated "
+    "server's log-probabilities and how its answers vary between repeats, single and batched.",
+    "A failing cell is refused as a whole. Errors that occur only under load are left to wrong_answers; "
+    "errors within the noise are not detected.",
 )
-"""The one check that is made once for a cell and not in every trial."""
+"""The check made once per cell."""
 
 
 BACKLOG: Final = GateText(
     "backlog",
-    "It begins on an idle system, with nothing left of the trial before.",
-    "The instances' gauges of running and waiting requests; without them, single requests as fast as before "
-    "the first trial.",
-    "A system that others use meanwhile is refused; without gauges, what one instance of many has left may "
-    "not be seen.",
+    "The trial begins on an idle system, with nothing left from the trial before.",
+    "The instances' gauges of running and waiting requests; without them, single requests must be as fast as "
+    "before the first trial.",
+    "A system with other users is refused. Without gauges, leftover work on one of many instances may "
+    "go unnoticed.",
 )
-"""Looked at before a trial, which is not begun then."""
+"""The check before a trial starts."""
 
 
 def gate_table() -> list[GateText]:
-    """All gates, in the order of importance."""
     return [CORRUPT, BACKLOG, *(gate_text(gate) for gate in GATES)]
 
 
 def gate_text(gate: Gate) -> GateText:
-    """Reads a gate's docstring: what it proves comes first, then ``evidence:`` and ``limits:``."""
+    """Parse a gate's docstring: statement, then ``evidence:`` and ``limits:``."""
     text = " ".join(inspect.cleandoc(gate.__doc__ or "").replace("``", "`").split())
     rest, _, limits = text.partition(" limits: ")
     proves, _, evidence = rest.partition(" evidence: ")
@@ -158,11 +153,11 @@ def _sentence(text: str) -> str:
 
 
 UNSUSTAINED: Final = frozenset({"growing_queue", "slot_capped"})
-"""Findings that make a miss of a trial whose requests were all in time: it could not have gone on so."""
+"""Findings that turn a trial within the SLO into a miss: it could not have continued."""
 
 
 def judge(evidence: Evidence) -> tuple[VerdictKind, str, list[Finding]]:
-    """(verdict, reason in plain words, findings of all gates) of one trial."""
+    """Return (verdict, reason, findings)."""
     findings = _findings(evidence)
     refusal = next((finding for finding in findings if finding.level == "invalid"), None)
     if refusal is not None:
@@ -174,7 +169,7 @@ def judge(evidence: Evidence) -> tuple[VerdictKind, str, list[Finding]]:
 
 
 def _findings(evidence: Evidence) -> list[Finding]:
-    """Of all gates; those recorded stand for gates whose evidence is gone."""
+    """Run all gates; recorded findings replace gates whose evidence is gone."""
     looking = GATES if evidence.recorded is None else BY_REQUESTS
     if evidence.recorded is not None and evidence.canaries is not None:
         looking = (*looking, answers.wrong_answers)
@@ -199,45 +194,45 @@ def _reason(evidence: Evidence) -> str:
 
 
 def _standing(criterion: CriterionResult) -> str:
-    """How one criterion stands, in words."""
+    """Describe one criterion's result."""
     value, target = criterion.value, criterion.target
     if value is None or criterion.lower is None or criterion.upper is None:
-        return f"{criterion.n} requests tell of it, too few for an interval"
+        return f"{criterion.n} requests are too few for an interval"
     if criterion.kind == "mean":
         return f"{value:.4g} ms; interval {criterion.lower:.4g} to {criterion.upper:.4g} ms"
     text = (
         f"{round(value * criterion.n)} of {criterion.n} requests ({value:.1%}) within the SLO, "
-        f"{target:.1%} asked; interval {criterion.lower:.1%} to {criterion.upper:.1%}"
+        f"target {target:.1%}; interval {criterion.lower:.1%} to {criterion.upper:.1%}"
     )
-    return f"{text}, which does not decide" if criterion.lower < target <= criterion.upper else text
+    return f"{text}, which includes the target" if criterion.lower < target <= criterion.upper else text
 
 
 @dataclass(frozen=True)
 class Source:
-    """A kind of evidence. ``lacking``: in words what is not there, if ``there`` denies it."""
+    """A kind of evidence. ``lacking``: description of its absence."""
 
     lacking: str
     there: Callable[[Evidence], bool]
 
 
 def _counted(known: Callable[[EngineFigures], object]) -> Callable[[Evidence], bool]:
-    """Whether some role's servers tell a figure."""
+    """Return a test whether some role's servers report a figure."""
     return lambda evidence: any(known(engine) is not None for engine in evidence.engines.values())
 
 
 def _answered(known: Callable[[RequestRecord], object]) -> Callable[[Evidence], bool]:
-    """Whether some answer tells a figure; so it is where there are no answers that could."""
+    """Return a test whether some answer has a figure; true without answers."""
     return lambda evidence: any(known(each) is not None for each in evidence.records if each.ok)
 
 
-COUNTERS: Final = "no counters of the servers (/metrics)"
+COUNTERS: Final = "no server counters (/metrics)"
 REQUEST_COUNTS: Final = Source(COUNTERS, _counted(lambda engine: engine.requests))
 PROMPT_COUNTS: Final = Source(COUNTERS, _counted(lambda engine: engine.computed_tokens))
 OUTPUT_COUNTS: Final = Source(COUNTERS, _counted(lambda engine: engine.generation_tokens))
 HITS: Final = Source(COUNTERS, _counted(lambda engine: engine.hit_rate))
 ANY_COUNTS: Final = Source(COUNTERS, lambda evidence: bool(evidence.engines))
 BY_INSTANCE: Final = Source(
-    "no counters of each instance",
+    "no counters per instance",
     lambda evidence: any(engine.served for engine in evidence.engines.values()),
 )
 BY_SOURCE: Final = Source(
@@ -247,7 +242,7 @@ BY_SOURCE: Final = Source(
     ),
 )
 SLOTS: Final = Source(
-    "neither gauges of running requests nor max_num_seqs",
+    "no gauge of running requests and no max_num_seqs",
     lambda evidence: any(
         engine.running_peak is not None or engine.slots is not None
         for role, engine in evidence.engines.items()
@@ -259,14 +254,14 @@ KV_LOSSES: Final = Source(
     _counted(lambda engine: engine.kv_failures if engine.kv_expired is None else engine.kv_expired),
 )
 KV_BYTES: Final = Source(
-    "no counter of KV bytes, or no known shape of the model's KV",
+    "no counter of KV bytes, or unknown KV shape",
     lambda evidence: evidence.kv_bytes is not None and evidence.kv_bytes_per_request is not None,
 )
 KV_TIMES: Final = Source(
-    "no NIC's line rate, or no counter of the transfers' times",
+    "no NIC line rate, or no counter of transfer times",
     lambda evidence: bool(evidence.kv_line_rate) and _counted(lambda engine: engine.kv_seconds)(evidence),
 )
-TRANSPORT: Final = Source("nobody tells which transport ran", lambda evidence: bool(evidence.transport_ran))
+TRANSPORT: Final = Source("the transport is not reported", lambda evidence: bool(evidence.transport_ran))
 NICS: Final = Source(
     "no counters of the servers' NICs", lambda evidence: evidence.engines_here and bool(evidence.nics)
 )
@@ -275,24 +270,22 @@ PEAK: Final = Source(
     lambda evidence: evidence.prefill_work is not None and bool(evidence.prefill_flops),
 )
 PROMPT_USAGE: Final = Source("no prompt_tokens in the usage", _answered(lambda each: each.prompt_tokens))
-TEXTS: Final = Source("answers' texts were not looked at", _answered(lambda each: each.text_crc))
+TEXTS: Final = Source("answers' texts not recorded", _answered(lambda each: each.text_crc))
 LENGTHS: Final = Source(
-    "all prompts are of one length", lambda evidence: len({each.input_len for each in evidence.records}) > 1
+    "all prompts have one length", lambda evidence: len({each.input_len for each in evidence.records}) > 1
 )
 CANARIES: Final = Source(
-    "no requests whose right answers were known",
+    "no requests with known right answers",
     lambda evidence: evidence.canaries is not None and evidence.canaries.checked > 0,
 )
 FRESH_PROMPTS: Final = Source("prompts repeat", lambda evidence: not evidence.reuse_expected)
 KNOWN_REUSE: Final = Source(
     "prompts repeat", lambda evidence: not evidence.reuse_expected or evidence.reuse_offered is not None
 )
-EVENTS: Final = Source(
-    "no times of single events", lambda e: any(len(each.itl_s) for each in e.records if each.ok)
-)
+EVENTS: Final = Source("no times per event", lambda e: any(len(each.itl_s) for each in e.records if each.ok))
 EVENT_TIMES: Final = Source("no times of events without text", _answered(lambda each: each.first_event_s))
 SOCKET: Final = Source(
-    "nothing was sent or received", lambda evidence: any(each.stamps for each in evidence.records if each.ok)
+    "simulated, no network traffic", lambda evidence: any(each.stamps for each in evidence.records if each.ok)
 )
 IN_TIME: Final = Source("the load generator read late", lambda evidence: evidence.client.reads_in_time)
 MANY_ANSWERS: Final = Source(
@@ -314,12 +307,12 @@ COMPARED_ANSWERS: Final = Source(
 
 
 def _paired(evidence: Evidence) -> bool:
-    """P hands over KV to D."""
+    """Return whether P and D are separate."""
     return evidence.disaggregated or "prefill" in evidence.engines
 
 
 def _perhaps_several(evidence: Evidence) -> bool:
-    """A role has several instances, or nobody knows how many."""
+    """Return whether a role may have several instances."""
     return not evidence.engines or any(each.instances > 1 for each in evidence.engines.values())
 
 
@@ -329,7 +322,7 @@ def _always(_: Evidence) -> bool:
 
 @dataclass(frozen=True)
 class Need:
-    """``sources``: all of them. ``applies``: where it does not, there is nothing that the gate could see."""
+    """Evidence of a gate: all of ``sources``. ``applies``: whether the gate is relevant."""
 
     sources: tuple[Source, ...]
     applies: Callable[[Evidence], bool] = _always
@@ -368,11 +361,11 @@ NEEDS: Final[Mapping[Gate, Need]] = {
     work.unequal_instances: Need((ANY_COUNTS, BY_INSTANCE), _perhaps_several),
     steady.two_populations: Need((FRESH_PROMPTS, MANY_ANSWERS)),
 }
-"""Of the gates on the servers that need more than the requests' times and outcomes."""
+"""Gates that need more than requests' times and outcomes."""
 
 
 def unseen(evidence: Evidence) -> dict[str, list[str]]:
-    """What was lacking, in words → the gates that could see nothing for it; empty if all could."""
+    """Return missing evidence → gates that could not run."""
     found: dict[str, list[str]] = {}
     for gate, need in NEEDS.items():
         if not need.applies(evidence):

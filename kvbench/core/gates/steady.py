@@ -1,4 +1,4 @@
-"""Gates on the load and its steadiness: does a trial show a rate that holds, and one system?"""
+"""Gates on the load and its steadiness: is the rate sustained, by one system?"""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from kvbench.core.stats import autocorrelation_time
 
 BATCH_MIN_REQUESTS: Final = 20
 BATCH_SHARE: Final = 0.10
+"""Share of requests ended before the last arrival, below which the trial is one batch."""
 DRIFT_MIN_REQUESTS: Final = 40
+"""Fewest requests for the drift test."""
 QUARTERS: Final = 4
 _MEDIAN_ERROR: Final = 1.2533 * 1.4826
-"""Standard error of a median, times sqrt(n), per median absolute deviation (both for a normal sample)."""
+"""Standard error of a median times sqrt(n), in median absolute deviations (normal sample)."""
 
 
 def too_few_requests(evidence: Evidence) -> Finding | None:
@@ -29,8 +31,7 @@ def too_few_requests(evidence: Evidence) -> Finding | None:
 
     evidence: 1 / (1 - share) requests at least for each share that the SLO asks (0.99 of a P99), unless its
     interval decides as it is, or another is missed for sure.
-    limits: a share near the target still needs many more; the interval says how far it may lie.
-    """
+    limits: a share near the target still needs many more; the interval says how far it may lie."""
     shares = [each for each in evidence.summary.criteria if each.kind == "share"]
     if evidence.stopped_as == "missed" or any((each.upper or 0.0) < each.target for each in shares if each.n):
         return None
@@ -40,7 +41,7 @@ def too_few_requests(evidence: Evidence) -> Finding | None:
     return Finding(
         "too_few_requests",
         "invalid",
-        f"{each.n} requests could be judged; an attainment of {each.target:.1%} cannot be told "
+        f"{each.n} requests could be judged; an attainment of {each.target:.1%} cannot be judged "
         f"from fewer than {needed}",
         f"send at least {math.ceil(needed / 0.7)} requests a trial",
         {"judged": each.n, "needed": needed},
@@ -48,7 +49,7 @@ def too_few_requests(evidence: Evidence) -> Finding | None:
 
 
 def _needed(share: float) -> int:
-    """How many requests there must be for a single miss to be allowed."""
+    """Return the fewest requests of which one miss is allowed."""
     return math.ceil(1 / (1 - share) - 1e-9) if share < 1 else 1
 
 
@@ -65,7 +66,7 @@ def too_short(evidence: Evidence) -> Finding | None:
     return Finding(
         "too_short",
         "warning",
-        f"the steady window lasted {summary.window.length_s:.1f} s; a growing queue shows only within some "
+        f"the steady window lasted {summary.window.length_s:.1f} s; detecting a growing queue takes about "
         f"{needed_s:.1f} s (2 × the median end-to-end latency, 3 × the TTFT limit)",
         "offer the load for longer: more requests a trial",
         {"window_s": summary.window.length_s, "needed_s": needed_s},
@@ -77,8 +78,7 @@ def one_batch(evidence: Evidence) -> Finding | None:
 
     evidence: how many requests ended before the last one arrived; below 10 % the trial was one batch, and
     what it met is a batch size. limits: a miss stands all the same, since a longer load is harder still;
-    methods that mean to offer a burst only warn.
-    """
+    methods that mean to offer a burst only warn."""
     sent = [record for record in evidence.records if record.sent_s is not None]
     if len(sent) < BATCH_MIN_REQUESTS or evidence.stopped_as == "missed":
         return None
@@ -91,7 +91,7 @@ def one_batch(evidence: Evidence) -> Finding | None:
         "one_batch",
         "invalid" if evidence.attained else "warning",
         f"{ended} of {len(sent)} requests ended before the last one arrived, and "
-        f"{evidence.summary.peak_in_flight} were in flight at once: this is one batch, its size is no rate",
+        f"{evidence.summary.peak_in_flight} were in flight at once: this is one batch, not a rate",
         "offer the load for several end-to-end latencies: raise search.trial_s",
         {"ended_before_last_arrival": ended, "sent": len(sent), "last_arrival_s": last_s},
     )
@@ -128,8 +128,7 @@ def slot_capped(evidence: Evidence) -> Finding | None:
     connector.
 
     evidence: the slots, as the engine tells them or as its running sequences stay at one peak while others
-    wait there; the mean time from first to last token. limits: needs the engine's gauges.
-    """
+    wait there; the mean time from first to last token. limits: needs the engine's gauges."""
     for role in ("decode", "aggregated"):
         engine = evidence.engines.get(role)
         found = None if engine is None else _slots(engine, evidence)
@@ -164,7 +163,7 @@ def slot_capped(evidence: Evidence) -> Finding | None:
 
 
 def _slots(engine: EngineFigures, evidence: Evidence) -> tuple[float, str] | None:
-    """Slots of one instance, and how they were seen; None if that is not known."""
+    """Return one instance's slots and how they were observed, or None."""
     limits, full, queued = evidence.limits, engine.full_samples or 0.0, engine.queued_samples or 0.0
     if engine.running_peak and full >= limits.full_samples and full >= limits.full_share * queued:
         return engine.running_peak, f" and no more while others wait ({full:.0f} of {queued:.0f} samples)"
@@ -182,8 +181,7 @@ def not_steady(evidence: Evidence) -> Finding | None:
     standard errors from the first to the last, and, continued for as long again, break the limit. For TTFT
     the rise must also exceed twice what a queue at its capacity wanders by chance, sqrt(1.2 n) services.
 
-    evidence: latencies by their scheduled sends. limits: drifts slower than the trial is long.
-    """
+    evidence: latencies by their scheduled sends. limits: drifts slower than the trial is long."""
     judged = [record for record in judged_records(evidence.records, evidence.summary.window) if record.ok]
     if not evidence.attained or evidence.stopped_as or len(judged) < DRIFT_MIN_REQUESTS:
         return None
@@ -206,8 +204,9 @@ def not_steady(evidence: Evidence) -> Finding | None:
             return Finding(
                 "not_steady",
                 "invalid",
-                f"{name} climbs all through the trial, from {medians[0]:.1f} to {medians[-1]:.1f} ms "
-                f"(medians of its quarters): in as long again it would break the limit of {limit:g} ms",
+                f"{name} rises throughout the trial, from {medians[0]:.1f} to {medians[-1]:.1f} ms "
+                f"(medians of its quarters): in the same time again it would exceed the limit of {limit:g} "
+                "ms",
                 "offer the load for longer, until it is steady: raise search.trial_s",
                 {"metric": metric, "medians_ms": medians, "error_ms": error, "limit_ms": limit},
             )
@@ -215,7 +214,7 @@ def not_steady(evidence: Evidence) -> Finding | None:
 
 
 def _quarters(values: Sequence[float]) -> tuple[list[float], float]:
-    """The medians of the four quarters, and the standard error of the difference of the outer two."""
+    """Return the medians of the quarters, and the standard error between the outer two."""
     parts = np.array_split(np.array(values), QUARTERS)
     medians = [float(np.median(part)) for part in parts]
     # What is left after the step from quarter to quarter: neighbours depend on each other there, too.
@@ -226,28 +225,29 @@ def _quarters(values: Sequence[float]) -> tuple[list[float], float]:
 
 
 LEAST: Final = 60
+"""Fewest values to look for two populations."""
 LEAST_SHARE: Final = 0.1
+"""Least share of the smaller population."""
 LEAST_RATIO: Final = 1.3
-"""Of the two medians."""
+"""Least ratio of the two medians."""
 BY_CHANCE: Final = 1e-6
-"""A test that would err more seldom than once in a million trials."""
+"""p-value of the test."""
 STRETCHES: Final = 3.0
-"""Standard errors by which neighbours are more alike than by chance."""
+"""Standard errors above chance from which neighbours are correlated."""
 LONGEST_TURN: Final = 8
-"""Servers taken in turn that are looked for."""
+"""Longest pattern of servers that is searched."""
 LEAST_TURN_SPREAD: Final = 0.5
-"""Between the shares of slow requests at two places of a turn."""
+"""Least spread of slow shares between positions of a pattern."""
 PER_LENGTH: Final = 20
-"""Requests of one length, of which a median is taken; fewer are compared with their neighbours in length."""
+"""Requests of one length for a median; fewer are pooled with similar lengths."""
 
 FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Populations:
-    """Two kinds of a latency: ``slow`` tells of each value. Medians in the values' unit; ``turn``: slow ones
-    come at the same places of so many requests in a row, 0 if they come in no such order.
-    """
+    """Two populations of a latency: ``slow`` per value. Medians in the values' unit; ``turn``: length of the
+    repeating pattern, or 0."""
 
     slow: npt.NDArray[np.bool_]
     medians: tuple[float, float]
@@ -255,7 +255,7 @@ class Populations:
 
     @property
     def share(self) -> float:
-        """Of the slow ones."""
+        """Return the share of slow values."""
         return float(self.slow.mean())
 
 
@@ -267,8 +267,7 @@ def two_populations(evidence: Evidence) -> Finding | None:
     against the same width at the smaller kind, with an error of 1 in a million. Slow ones that come in turn,
     as each second request does behind two servers, are a warning: prompts do not come in turn.
     limits: a note where they come in no such order, as caches and preemption may part them, too; silent where
-    they come in stretches, as of a queue, bursts and pauses, and where the kinds overlap.
-    """
+    they come in stretches, as of a queue, bursts and pauses, and where the kinds overlap."""
     if evidence.reuse_expected:
         return None
     judged = judged_records(evidence.records, evidence.summary.window)
@@ -285,27 +284,25 @@ def two_populations(evidence: Evidence) -> Finding | None:
         return None
     name, kinds = max(found, key=lambda each: each[1].turn > 0)
     fast_ms, slow_ms = (1e3 * each for each in kinds.medians)
-    order = f", each {kinds.turn} requests in the same order" if kinds.turn else ""
+    order = f", in a pattern that repeats every {kinds.turn} requests" if kinds.turn else ""
     return Finding(
         "two_populations",
         "warning" if kinds.turn else "note",
-        f"{name} is of two kinds: {fast_ms:.4g} ms at the median of {1 - kinds.share:.0%} of the requests, "
-        f"{slow_ms:.4g} ms of the other {kinds.share:.0%}{order}",
-        "servers that are taken in turn are not alike: measure each alone, and look what slows one of them"
+        f"{name} has two populations: {fast_ms:.4g} ms at the median of {1 - kinds.share:.0%} of the "
+        f"requests, {slow_ms:.4g} ms of the other {kinds.share:.0%}{order}",
+        "the servers used in turn are not equal: measure each one alone and check the slow one"
         if kinds.turn
-        else "prompts that a cache knows, preemption or unequal servers part latencies so: perhaps one kind "
-        "alone meets the SLO",
+        else "cached prompts, preemption or unequal servers can cause this: possibly only one population "
+        "meets the SLO",
         {"metric": name, "fast_ms": fast_ms, "slow_ms": slow_ms, "slow_share": kinds.share,
          "turn": kinds.turn},
     )  # fmt: skip
 
 
 def populations(values: Sequence[float], lengths: Sequence[float] = ()) -> Populations | None:
-    """The two kinds of positive values, in the order of sending; None if one hill may hold them all.
-
-    ``lengths``: of each prompt; what goes with them is taken out first. The cut between the kinds is the one
-    with the least variance inside them (Otsu 1979), on a log scale.
-    """
+    """Return the two populations of positive values in order of sending, or None for one. ``lengths``: of the
+    prompts, whose effect is removed first. The cut has the least variance inside the parts (Otsu 1979), on a
+    log scale."""
     logs: FloatArray = np.log(np.asarray(values, np.float64))
     rest = logs - _with_length(logs, np.asarray(lengths, np.float64)) if len(lengths) else logs
     cut = _cut(np.sort(rest))
@@ -324,7 +321,6 @@ def populations(values: Sequence[float], lengths: Sequence[float] = ()) -> Popul
 
 
 def _cut(ordered: FloatArray) -> float:
-    """Between the two parts that differ the most."""
     n = len(ordered)
     sums, count = np.cumsum(ordered)[:-1], np.arange(1, n)
     between = (sums[-1] + ordered[-1]) * count / n - sums
@@ -333,11 +329,9 @@ def _cut(ordered: FloatArray) -> float:
 
 
 def _parted(values: FloatArray, low: float, high: float) -> bool:
-    """Whether a valley between two medians is too deep for a single hill.
-
-    A density with one peak is nowhere between two places lower than at the lower of them. So each value of
-    the valley or of the smaller peak, in windows of one width, would be in the valley as likely as not.
-    """
+    """Return whether the valley between two medians is too deep for one peak. A unimodal density is nowhere
+    between two places below the lower of them, so a value is in the valley at least as often as in an equal
+    window at the smaller peak."""
     width = (high - low) / 3
     inside = [int(np.sum(np.abs(values - place) <= width / 2)) for place in (low, (low + high) / 2, high)]
     valley, peak = inside[1], min(inside[0], inside[2])
@@ -345,14 +339,14 @@ def _parted(values: FloatArray, low: float, high: float) -> bool:
 
 
 def _at_most(least: int, n: int) -> float:
-    """P(X ≤ least) of a fair coin thrown n times, at most (Chernoff); least < n / 2."""
+    """Return Chernoff's bound of P(X ≤ least) for n fair coins; least < n / 2."""
     heads = least / n
     entropy = sum(-each * math.log(each) for each in (heads, 1 - heads) if each > 0)
     return math.exp(n * (entropy - math.log(2)))
 
 
 def _with_length(logs: FloatArray, lengths: FloatArray) -> FloatArray:
-    """The median of the values at each length, or among its neighbours in length."""
+    """Return the median at each length, or at similar lengths."""
     if len(np.unique(lengths)) == 1:
         return np.zeros_like(logs)
     order = np.argsort(lengths, kind="stable")
@@ -363,9 +357,7 @@ def _with_length(logs: FloatArray, lengths: FloatArray) -> FloatArray:
 
 
 def _in_stretches(slow: npt.NDArray[np.bool_]) -> bool:
-    """Whether neighbours are alike more often than by chance: then it is the time that parts them, as queues,
-    bursts and pauses do.
-    """
+    """Return whether neighbours are correlated: then time separates the values, as queues and bursts do."""
     share, pairs = float(slow.mean()), len(slow) - 1
     alike = share**2 + (1 - share) ** 2
     found = float((slow[1:] == slow[:-1]).mean())
@@ -373,12 +365,8 @@ def _in_stretches(slow: npt.NDArray[np.bool_]) -> bool:
 
 
 def _turn(slow: npt.NDArray[np.bool_]) -> int:
-    """After how many requests the slow ones come again, if they come in turn; else 0.
-
-    Each place of a turn has its share of slow ones; by chance they differ as a χ² of turn − 1 degrees says,
-    whose tail is bounded here by Chernoff's (x/d · e^(1 − x/d))^(d/2). Queues and pauses make neighbours
-    alike, but no places of a turn.
-    """
+    """Return the period of the slow requests, or 0. By chance the shares per position vary as χ² with turn −
+    1 degrees; Chernoff bounds its tail by (x/d · e^(1 − x/d))^(d/2)."""
     share, best, widest = float(slow.mean()), 0, LEAST_TURN_SPREAD
     for turn in range(2, LONGEST_TURN + 1):
         places = [slow[place::turn] for place in range(turn)]

@@ -1,7 +1,6 @@
-"""Gates on requests and streams: each served once, in full, by the servers under test, token by token.
+"""Gates on requests and streams: served once, completely, by the servers under test, token by token.
 
-Those on streams need nothing else, so that they hold for servers of which kvbench knows nothing more.
-"""
+Gates on streams need nothing else, so they work for servers without counters."""
 
 from __future__ import annotations
 
@@ -15,16 +14,16 @@ from kvbench.core.metrics.untimed_tokens import AT_ONCE_TOKEN_S, MERGED
 from kvbench.core.records import Finding, RequestRecord
 
 LEAST_TOKENS: Final = 4
-"""A shorter answer may come at once: what P and D say first is often sent together."""
+"""Fewest tokens: P's and D's first tokens are often sent together."""
 AT_ONCE_SHARE: Final = 0.05
-"""Of the time since the request was sent, in which all of its answer came."""
+"""Share of the time since sending in which a buffered answer arrives."""
 BUNDLES: Final = 2.0
-"""Tokens an event from which on it is no detail any more."""
+"""Tokens per event from which it is a warning."""
 EARLIER_SHARE: Final = 0.1
 EARLIER_S: Final = 1e-3
-"""A first event counts as earlier than the first text by more than both: a share of TTFT, and a time."""
+"""An earlier first event exceeds both: a share of TTFT, and a time."""
 STALL: Final = 10.0
-"""A gap after the first text that is so many times as long as the others, and longer than TTFT, is no gap."""
+"""A first gap this many times the others, and longer than TTFT, shows an early first text."""
 
 
 def _answers(evidence: Evidence, least: int = LEAST_TOKENS) -> list[RequestRecord]:
@@ -32,7 +31,7 @@ def _answers(evidence: Evidence, least: int = LEAST_TOKENS) -> list[RequestRecor
 
 
 def _received(evidence: Evidence) -> list[RequestRecord]:
-    """Those that came over a socket: a simulator may be faster than any model, and holds nothing back."""
+    """Return requests received over a socket: a simulator may be faster than any model."""
     return [each for each in _answers(evidence) if each.stamps]
 
 
@@ -42,8 +41,7 @@ def answer_at_once(evidence: Evidence) -> Finding | None:
     evidence: the time from an answer's first token to its last: at least half of the answers of four tokens
     and more came within 0.1 ms a token, and 5 % of the time since they were sent. Refused where TTFT or TPOT
     is judged: the one is the whole latency then, the other none.
-    limits: silent where the load generator itself read too late to tell, and of what came over no socket.
-    """
+    limits: silent where the load generator itself read too late to tell, and of what came over no socket."""
     answers = _received(evidence)
     flushed = [each for each in answers if _at_once(each)]
     if not flushed or 2 * len(flushed) < len(answers) or not evidence.client.reads_in_time:
@@ -54,11 +52,11 @@ def answer_at_once(evidence: Evidence) -> Finding | None:
     return Finding(
         "answer_at_once",
         "invalid" if judged else "warning",
-        f"{len(flushed)} of {len(answers)} answers were buffered and came whole at their end, as "
-        f"{whole.output_len} tokens within {took_ms:.2f} ms: TTFT is then the whole latency, and TPOT means "
-        "nothing",
-        "something on the way collects the stream: turn buffering off in the proxy (nginx: proxy_buffering "
-        "off), and see that the server streams; or judge e2el_ms alone",
+        f"{len(flushed)} of {len(answers)} answers were buffered and arrived whole at their end, for example "
+        f"{whole.output_len} tokens within {took_ms:.2f} ms: TTFT is then the whole latency, and TPOT has "
+        "no meaning",
+        "something in between buffers the stream: disable buffering in the proxy (nginx: proxy_buffering "
+        "off), and check that the server streams; or judge e2el_ms only",
         {"at_once": len(flushed), "answers": len(answers), "tokens": whole.output_len, "took_ms": took_ms},
     )
 
@@ -83,8 +81,7 @@ def impossible_answers(evidence: Evidence) -> Finding | None:
     evidence: the time from a request's sending to its last text, and where it is a stream from its first,
     for each token that came in it: in at least half of the answers no less than 0.1 ms.
     limits: an answer from a list that is given out as slowly as a model's looks like one, unless its text
-    shows it; silent where the load generator itself read too late to tell.
-    """
+    shows it; silent where the load generator itself read too late to tell."""
     answers = _received(evidence)
     fast = [each for each in answers if _impossible(each)]
     if not fast or 2 * len(fast) < len(answers) or not evidence.client.reads_in_time:
@@ -94,9 +91,9 @@ def impossible_answers(evidence: Evidence) -> Finding | None:
     return Finding(
         "impossible_answers",
         "invalid",
-        f"no model answers so fast: {len(fast)} of {len(answers)} answers took less than "
-        f"{1e3 * AT_ONCE_TOKEN_S:g} ms a token, as {one.output_len} tokens within {whole_ms:.2f} ms",
-        "the answers are not computed: look for a cache or a stand-in before the server",
+        f"answers are faster than any model: {len(fast)} of {len(answers)} took less than "
+        f"{1e3 * AT_ONCE_TOKEN_S:g} ms a token, for example {one.output_len} tokens within {whole_ms:.2f} ms",
+        "the answers are not computed: look for a cache or a substitute in front of the server",
         {"fast": len(fast), "answers": len(answers), "tokens": one.output_len, "whole_ms": whole_ms},
     )
 
@@ -113,8 +110,7 @@ def tokens_per_event(evidence: Evidence) -> Finding | None:
 
     evidence: tokens by the answers' usage against the events. limits: a note, and a warning from two tokens
     on where TPOT is judged. TPOT is by the tokens of the usage without those that came with the first text,
-    and stays right; ITL is then the time between events.
-    """
+    and stays right; ITL is then the time between events."""
     streamed = [each for each in evidence.records if each.ok and len(each.itl_s) and each.output_len > 1]
     events, tokens = sum(_events(each) for each in streamed), sum(each.output_len for each in streamed)
     if not events or tokens <= MERGED * events:
@@ -124,17 +120,18 @@ def tokens_per_event(evidence: Evidence) -> Finding | None:
     return Finding(
         "tokens_per_event",
         "warning" if told else "note",
-        f"the server sends {tokens / events:.1f} tokens an event: {tokens} tokens came in {events} events. "
-        f"TPOT is the time from first text to last for each token that came in it, without the {first:.1f} "
-        "that came at its begin; ITL is the time from event to event",
-        "for the time of each token, ask the server to send each by itself (vLLM: stream interval 1, no "
+        f"the server sends {tokens / events:.1f} tokens an event: {tokens} tokens in {events} events. "
+        "TPOT is the time from first to last text per token that arrived between them, without the "
+        f"{first:.1f} "
+        "tokens of the first event; ITL is the time between events",
+        "to time single tokens, let the server send each one separately (vLLM: stream interval 1, no "
         "speculation)",
         {"tokens": tokens, "events": events, "untimed_tokens": first},
     )
 
 
 def _events(record: RequestRecord) -> int:
-    """Events that a token may have been in: those with text, and without as far as they are tokens."""
+    """Return the events that may hold a token: those with text, and empty ones up to the token count."""
     with_text = len(record.itl_s) + 1
     return with_text + min(record.empty_events, max(0, record.output_len - with_text))
 
@@ -145,8 +142,7 @@ def inflated_usage(evidence: Evidence) -> Finding | None:
     evidence: tokens by the usage against events and bytes of text. Each token that is sent in no event of
     its own shares one, and has a byte of the text at least; an answer with fewer bytes than tokens has not
     got them. Refused, since TPOT and all token rates are by these counts.
-    limits: tokens of several bytes each may be claimed up to so many times.
-    """
+    limits: tokens of several bytes each may be claimed up to so many times."""
     answers = [each for each in _answers(evidence) if each.text_bytes is not None and len(each.itl_s)]
     bundled = [each for each in answers if each.output_len > MERGED * _events(each)]
     inflated = [each for each in bundled if each.output_len > (each.text_bytes or 0)]
@@ -156,10 +152,11 @@ def inflated_usage(evidence: Evidence) -> Finding | None:
     return Finding(
         "inflated_usage",
         "invalid",
-        f"the usage claims more tokens than there are: {len(inflated)} of {len(answers)} answers, as "
+        f"the usage claims more tokens than were sent: {len(inflated)} of {len(answers)} answers, for "
+        "example "
         f"{one.output_len} tokens in {_events(one)} events with {one.text_bytes} bytes of text: TPOT and "
-        "token rates would be by tokens that never came",
-        "compare one answer with its usage by hand: what counts the tokens there counts others, too",
+        "token rates would count tokens that never arrived",
+        "compare one answer with its usage by hand: the server's token count is wrong",
         {"inflated": len(inflated), "answers": len(answers), "claimed": one.output_len,
          "events": _events(one), "text_bytes": one.text_bytes},
     )  # fmt: skip
@@ -169,8 +166,7 @@ def empty_first_event(evidence: Evidence) -> Finding | None:
     """The first event of a stream brings text.
 
     evidence: the first event against the first text, at the median of the answers earlier by 10 % of TTFT
-    and 1 ms. limits: a warning; TTFT ends at the first text, and is right.
-    """
+    and 1 ms. limits: a warning; TTFT ends at the first text, and is right."""
     pairs = [
         (each.first_event_s - each.scheduled_s, each.ttft_s)
         for each in evidence.records
@@ -183,9 +179,9 @@ def empty_first_event(evidence: Evidence) -> Finding | None:
     return Finding(
         "empty_first_event",
         "warning",
-        f"{len(earlier)} of {len(pairs)} answers begin with an event without text: TTFT by the first event "
-        f"would be {event_ms:.1f} ms at the median, by the first text it is {text_ms:.1f} ms",
-        "a figure of another tool that counts any event is not comparable with this TTFT",
+        f"{len(earlier)} of {len(pairs)} answers begin with an event without text: TTFT to the first event "
+        f"would be {event_ms:.1f} ms at the median; to the first text it is {text_ms:.1f} ms",
+        "figures from tools that count any event are not comparable with this TTFT",
         {
             "first_event_ms": event_ms,
             "first_text_ms": text_ms,
@@ -201,8 +197,7 @@ def early_first_token(evidence: Evidence) -> Finding | None:
     evidence: in half of the answers the gap after the first text is ten times the mean of those after it,
     and longer than TTFT. Refused where most of these first texts are blank and TTFT is judged; else a
     warning, as P may send the first token before its KV has come to D.
-    limits: a stall that is shorter than TTFT is not seen.
-    """
+    limits: a stall that is shorter than TTFT is not seen."""
     answers = [each for each in _answers(evidence) if len(each.itl_s) >= LEAST_TOKENS - 1]
     ahead = [each for each in answers if _stalls(each.itl_s, each.ttft_sent_s)]
     if not ahead or 2 * len(ahead) < len(answers):
@@ -215,10 +210,10 @@ def early_first_token(evidence: Evidence) -> Finding | None:
     return Finding(
         "early_first_token",
         "invalid" if refused else "warning",
-        f"the first text is sent ahead: in {len(ahead)} of {len(answers)} answers{said} the next one comes "
-        f"long after it; TTFT is {first_ms:.1f} ms at the median, and {second_ms:.1f} ms to the second text",
-        "if it is a token of the answer, judge TPOT or e2el_ms, too, which hold the wait; a blank that the "
-        "server sends before it begins is none",
+        f"the first text is sent early: in {len(ahead)} of {len(answers)} answers{said} the next one arrives "
+        f"much later; TTFT is {first_ms:.1f} ms at the median, and {second_ms:.1f} ms to the second text",
+        "if it is a token of the answer, judge TPOT or e2el_ms too, which include the wait; a blank that the "
+        "server sends before it begins is not a token",
         {"ahead": len(ahead), "answers": len(answers), "blank": blank, "ttft_ms": first_ms,
          "second_ms": second_ms},
     )  # fmt: skip
@@ -235,8 +230,7 @@ def failed_requests(evidence: Evidence) -> Finding | None:
     """Requests were answered.
 
     evidence: the client's records. limits: a failed request is a miss, and the trial counts; only one in
-    which none succeeded is refused, since it says nothing about latency.
-    """
+    which none succeeded is refused, since it says nothing about latency."""
     failed = {name: count for name, count in evidence.summary.failed.items() if name != "wrong_length"}
     count = sum(failed.values())
     if not count:
@@ -250,9 +244,9 @@ def failed_requests(evidence: Evidence) -> Finding | None:
         "server_errors" if none_succeeded else "failed_requests",
         "invalid" if none_succeeded else "warning",
         message + (f"; the first: {detail}" if detail else ""),
-        "none was answered, so this is no measurement: look into the servers' logs"
+        "no request was answered, so this is not a measurement: check the servers' logs"
         if none_succeeded
-        else "each failed request counts as a miss; the servers' logs say why they failed",
+        else "each failed request counts as a miss; see the servers' logs for the cause",
         {"failed": failed},
     )
 
@@ -261,8 +255,7 @@ def shedding(evidence: Evidence) -> Finding | None:
     """The server took all of the load: it turned nobody away (429, 503).
 
     evidence: the answers' status. limits: requests turned away are misses; what is refused is a trial that
-    meets the SLO all the same, as the latencies of the others are those of a lower rate.
-    """
+    meets the SLO all the same, as the latencies of the others are those of a lower rate."""
     sent = [record for record in evidence.records if record.sent_s is not None]
     shed = [record for record in sent if record.error == "http_error" and record.status in SHED_STATUS]
     if not shed:
@@ -272,7 +265,7 @@ def shedding(evidence: Evidence) -> Finding | None:
     return Finding(
         "shedding",
         "invalid" if refused else "warning",
-        f"{len(shed)} of {len(sent)} requests were turned away (status {shed[0].status}): the others' "
+        f"{len(shed)} of {len(sent)} requests were rejected (status {shed[0].status}): the others' "
         f"latencies are those of {(1 - share) * evidence.summary.offered_rate:.2f} requests a second, not of "
         f"{evidence.summary.offered_rate:.2f}",
         "raise the queue and concurrency limits of router and servers, or offer a lower rate",
@@ -285,8 +278,7 @@ def failed_elsewhere(evidence: Evidence) -> Finding | None:
 
     evidence: requests that failed at the client and that no server where they enter has counted. A miss that
     comes from these alone is refused: it is the router's, the network's or a connection limit's.
-    limits: needs the servers' counters; a server that counts no failed requests looks the same.
-    """
+    limits: needs the servers' counters; a server that counts no failed requests looks the same."""
     sent = [record for record in evidence.records if record.sent_s is not None]
     failed = [record for record in sent if _failed(record)]
     entry = evidence.engines.get("prefill") or evidence.engines.get("aggregated")
@@ -302,9 +294,9 @@ def failed_elsewhere(evidence: Evidence) -> Finding | None:
     return Finding(
         "failed_elsewhere",
         "invalid" if refused else "warning",
-        f"{uncounted:.0f} of the {len(failed)} requests that failed were never counted by the servers: they "
-        f"failed on the way, the first as {failed[0].error}",
-        "look into the router's log, and for limits on connections, open files and queues before the servers",
+        f"{uncounted:.0f} of the {len(failed)} failed requests were never counted by the servers: they "
+        f"failed before reaching them, the first with {failed[0].error}",
+        "check the router's log, and limits on connections, open files and queues in front of the servers",
         {"failed": len(failed), "uncounted": uncounted, "counted": entry.requests},
     )
 
@@ -316,8 +308,7 @@ def _failed(record: RequestRecord) -> bool:
 def wrong_length(evidence: Evidence) -> Finding | None:
     """Answers have the length that was asked for: none ends early (EOS) and none goes on.
 
-    evidence: the answers' usage against the request. limits: up to 1 % of them are misses and no refusal.
-    """
+    evidence: the answers' usage against the request. limits: up to 1 % of them are misses and no refusal."""
     wrong = [record for record in evidence.records if record.error == "wrong_length"]
     if not wrong:
         return None
@@ -326,8 +317,8 @@ def wrong_length(evidence: Evidence) -> Finding | None:
         "wrong_length",
         "invalid" if share > evidence.limits.wrong_length_share else "warning",
         f"{len(wrong)} of {len(wrong) + evidence.summary.completed} answers had a wrong length, "
-        f"as {wrong[0].output_len} tokens instead of {wrong[0].requested_output_len}",
-        "the server must honour ignore_eos and min_tokens, and max_model_len must hold the whole request",
+        f"for example {wrong[0].output_len} tokens instead of {wrong[0].requested_output_len}",
+        "the server must honour ignore_eos and min_tokens, and max_model_len must fit the whole request",
         {"wrong": len(wrong), "share": share},
     )
 
@@ -336,8 +327,7 @@ def output_miscounted(evidence: Evidence) -> Finding | None:
     """The server made as many tokens as its answers claim.
 
     evidence: its counter of generated tokens against the usage of all answers. limits: up to one token a
-    request may come from prefill, and is not missed; needs the server's counters.
-    """
+    request may come from prefill, and is not missed; needs the server's counters."""
     for role in ("decode", "aggregated"):
         engine = evidence.engines.get(role)
         made = engine.generation_tokens if engine is not None else None
@@ -351,8 +341,8 @@ def output_miscounted(evidence: Evidence) -> Finding | None:
         return Finding(
             "output_miscounted",
             "invalid",
-            f"{role} made {made:.0f} output tokens, its answers claim {claimed}",
-            "the usage in the answers is wrong, or answers come from another server: compare one by hand",
+            f"{role} counted {made:.0f} output tokens, its answers claim {claimed}",
+            "the usage in the answers is wrong, or another server answers: compare one by hand",
             {"role": role, "made": made, "claimed": claimed},
         )
     return None
@@ -362,8 +352,7 @@ def requests_lost_or_repeated(evidence: Evidence) -> Finding | None:
     """Every request reached prefill and decode exactly once: none was tried again in secret, none lost.
 
     evidence: the servers' counters of finished requests against the requests sent and answered.
-    limits: needs the servers' counters, and servers that nobody else uses.
-    """
+    limits: needs the servers' counters, and servers that nobody else uses."""
     least, most = evidence.expected(per_token=False)
     for role, engine in evidence.engines.items():
         if engine.requests is None or least <= engine.requests <= most:
@@ -373,7 +362,7 @@ def requests_lost_or_repeated(evidence: Evidence) -> Finding | None:
             "hidden_retries" if more else "lost_requests",
             "invalid",
             f"{role} counted {engine.requests:.0f} requests where {span(least, most)} were expected",
-            "something else sends requests to this server, or the router tries again: stop it"
+            "other clients use this server, or the router retries: stop that"
             if more
             else "requests went to another server: compare the router's list of servers with the deployment",
             {"role": role, "counted": engine.requests, "expected": [least, most]},
@@ -384,8 +373,7 @@ def requests_lost_or_repeated(evidence: Evidence) -> Finding | None:
 def server_restarted(evidence: Evidence) -> Finding | None:
     """No server was restarted during the trial.
 
-    evidence: a counter that fell, or a start time that changed. limits: needs the servers' metrics.
-    """
+    evidence: a counter that fell, or a start time that changed. limits: needs the servers' metrics."""
     for role, engine in evidence.engines.items():
         values = [value for value in engine.to_json().values() if isinstance(value, (int, float))]
         fell = any(value < 0 for value in [*values, *engine.prompt_tokens_by_source.values()])
@@ -396,7 +384,7 @@ def server_restarted(evidence: Evidence) -> Finding | None:
                 f"counters of {role} fell during the trial: a server was restarted"
                 if fell
                 else f"a server of {role} was restarted during the trial",
-                "look into its log for a crash",
+                "check its log for a crash",
                 {"role": role, "restarts": engine.restarts},
             )
     return None

@@ -1,4 +1,4 @@
-"""Gates on the KV transfer (all bytes, the requested transport and NICs) and on what hardware can do."""
+"""Gates on the KV transfer (bytes, transport, NICs) and on hardware limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbench.core.records import Finding
 
 RDMA_TRANSPORTS: Final = frozenset({"rdma", "ib", "rc", "dc", "ud", "rc_x", "dc_x", "ud_x", "rc_v", "ud_v"})
 _BESIDE_RDMA: Final = frozenset({"cuda", "cuda_copy", "gdr_copy", "self"})
-"""UCX names that move nothing between two machines; they are given beside the transport that does."""
+"""UCX transports that work only within a machine, listed besides the network transport."""
 _UCX_FAMILIES: Final = {
     "ib": ("rc", "dc", "ud", "gga"),
     "rc_x": ("rc_mlx5",),
@@ -26,17 +26,16 @@ _UCX_FAMILIES: Final = {
     "shm": ("posix", "sysv", "xpmem", "cma", "knem"),
     "cuda": ("cuda_copy", "cuda_ipc", "gdr_copy"),
 }
-"""What UCX reports for the short names that UCX_TLS takes."""
+"""UCX transports behind the short names of UCX_TLS."""
 LEAST_BYTES: Final = 1e6
-"""Fewer KV bytes than these cannot be told from what else a NIC carries."""
+"""Fewest KV bytes that stand out from other traffic of a NIC."""
 
 
 def kv_bytes_wrong(evidence: Evidence) -> Finding | None:
     """Just the KV of the requests moved: not less, not twice.
 
     evidence: bytes that the connector counted against model shape × blocks × requests (within 1 %).
-    limits: only warns where the engine's block layout is not kvbench's own; needs known shapes.
-    """
+    limits: only warns where the engine's block layout is not kvbench's own; needs known shapes."""
     per_request, moved = evidence.kv_bytes_per_request, evidence.kv_bytes
     if per_request is None or moved is None:
         return None
@@ -50,27 +49,26 @@ def kv_bytes_wrong(evidence: Evidence) -> Finding | None:
         "kv_bytes_wrong",
         "invalid" if evidence.kv_bytes_certain or not moved else "warning",
         f"{moved / 1e6:.1f} MB of KV moved where {span(least / 1e6, most / 1e6, 1)} MB were expected",
-        "prompts were cached, recomputed or moved twice; check the KV size of the model in the scenario, too",
+        "prompts were cached, recomputed or moved twice; also check the model's KV size in the scenario",
         {"kv_bytes": moved, "expected": [least, most]},
     )
 
 
 def plain_transport(name: str) -> str:
-    """The bare transport of what a backend reports.
-
-    ``ucx:tcp/lo`` and ``tcp (configured)`` are tcp, ``ucx:rc_mlx5/mlx5_0:1`` is rc_mlx5.
-    """
+    """Return the bare transport: ``ucx:tcp/lo`` and ``tcp (configured)`` are tcp, ``ucx:rc_mlx5/mlx5_0:1`` is
+    rc_mlx5."""
     bare = name.strip().lower().removesuffix(" (configured)").partition("/")[0]
     return bare.rpartition(":")[2]
 
 
 def _is_among(ran: str, asked: Sequence[str]) -> bool:
-    """Whether a transport is one of those asked for: itself, or a member of a family that UCX names."""
+    """Return whether a transport was requested, by itself or by its family."""
     return any(ran == name or ran.startswith((f"{name}_", *_UCX_FAMILIES.get(name, ()))) for name in asked)
 
 
 def is_another_transport(ran: str, asked: str) -> bool:
-    """Whether a transport that ran, of several by commas, is none of those asked for; none asked is any."""
+    """Return whether none of the transports that ran (comma-separated) was requested; no request allows
+    any."""
     names = [name.strip().lower() for name in asked.split(",") if name.strip()]
     if not names or "auto" in names or "all" in names:
         return False
@@ -85,8 +83,7 @@ def wrong_transport(evidence: Evidence) -> Finding | None:
     software emulation, or over TCP, refuses the trial unless nothing but TCP was asked for.
     limits: counters count only if the engines run on this machine, and from 1 MB of KV on; loopback inside
     one RDMA device may be missing from its counters. Between hosts without RDMA, TCP that nobody asked for is
-    a warning.
-    """
+    a warning."""
     asked = [name.strip().lower() for name in evidence.transport_asked.split(",") if name.strip()]
     free = not asked or "auto" in asked or "all" in asked
     logged = ",".join(name for each in evidence.logged_transports for name in each.transports)
@@ -95,8 +92,8 @@ def wrong_transport(evidence: Evidence) -> Finding | None:
             return Finding(
                 "wrong_transport",
                 "invalid",
-                f"the KV moved over {told}, asked for was {evidence.transport_asked}",
-                "see `kvbench doctor` and the transfer library's log for why it chose another",
+                f"the KV moved over {told}, but {evidence.transport_asked} was requested",
+                "see `kvbench doctor` and the transfer library's log for the reason",
                 {"asked": evidence.transport_asked, "ran": told},
             )
     return _emergency_way(evidence, asked) or (
@@ -105,11 +102,9 @@ def wrong_transport(evidence: Evidence) -> Finding | None:
 
 
 def _emergency_way(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
-    """The log proves that the library had nothing better than both CPUs' copying; TCP alone was not meant.
-
-    vllm-project/vllm issue 52607: UCX writes remote GPU memory of one node over cuda_ipc and reads it over
-    TCP, at 0.5 instead of 49 GB/s; all requests are answered.
-    """
+    """Report a log that proves copying by both CPUs although TCP alone was not requested. vllm-project/vllm
+    issue 52607: UCX writes remote GPU memory of one node over cuda_ipc and reads it over TCP, at 0.5 instead
+    of 49 GB/s; all requests are answered."""
     if [name for name in asked if name not in _BESIDE_RDMA] == ["tcp"]:
         return None
     for each in evidence.logged_transports:
@@ -119,29 +114,29 @@ def _emergency_way(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
         has_rdma = any(nic.kind == "rdma" for nic in evidence.nics.values())
         better = each.between != "inter-node" or not over_tcp or has_rdma
         rate = _transfer_rate(evidence)
-        at = f", {rate / 1e9:.2g} GB/s by the engine's own times" if rate is not None else ""
+        at = f", {rate / 1e9:.2g} GB/s by the engine's times" if rate is not None else ""
         return Finding(
             "wrong_transport",
             "invalid" if each.gpu and better else "warning",
-            f"{each.process}'s KV moves over {each.text()}{at}: its transfer library found no better way, "
-            "and TCP is not what was asked for",
+            f"{each.process}'s KV moves over {each.text()}{at}: the transfer library found no better "
+            "transport, and TCP was not requested",
             _EMERGENCY_ADVICE[each.gpu and each.operation == "read" and each.between == "intra-node"],
             {**asdict(each), "asked": evidence.transport_asked, "bytes_per_s": rate},
         )
     return None
 
 
-_TCP_MEANT: Final = "if TCP is meant, say so (ucx_tls: tcp,cuda; protocol: tcp)"
+_TCP_MEANT: Final = "if TCP is intended, set ucx_tls: tcp,cuda or protocol: tcp"
 _EMERGENCY_ADVICE: Final = {
-    True: "UCX reads no GPU memory over cuda_ipc where it sees no NVLink (vLLM issue 52607): take the "
-    "connector nixl_push (vLLM 0.24 and newer), or set UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on; with NVLink look "
+    True: "without NVLink, UCX does not read GPU memory over cuda_ipc (vLLM issue 52607): use the "
+    "connector nixl_push (vLLM 0.24 and newer), or set UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on; with NVLink, look "
     f"for memory that cannot be exported (PYTORCH_CUDA_ALLOC_CONF=expandable_segments); {_TCP_MEANT}",
     False: f"see `kvbench doctor` for RDMA devices and UCX_TLS, UCX_NET_DEVICES; {_TCP_MEANT}",
 }
 
 
 def _transfer_rate(evidence: Evidence) -> float | None:
-    """Bytes per second of a KV transfer, by the engines' own counters."""
+    """Return the bytes per second of a KV transfer from the engines' counters."""
     rates = [
         engine.kv_bytes / engine.kv_seconds
         for engine in evidence.engines.values()
@@ -151,7 +146,7 @@ def _transfer_rate(evidence: Evidence) -> float | None:
 
 
 def _unasked_tcp(evidence: Evidence) -> Finding | None:
-    """Nobody asked, no log tells, and counters show KV on a TCP interface beside idle RDMA or NVLink."""
+    """Report KV on a TCP interface next to idle RDMA or NVLink, without a request or log of it."""
     moved = evidence.kv_bytes or 0.0
     if evidence.transport_ran or not evidence.engines_here or moved < LEAST_BYTES:
         return None
@@ -165,7 +160,7 @@ def _unasked_tcp(evidence: Evidence) -> Finding | None:
         "warning",
         f"of {moved / 1e6:.1f} MB of KV {carried / 1e6:.1f} MB went over {', '.join(faster)}, and {name} "
         f"carried {over_ip / 1e6:.1f} MB: the KV may have moved over TCP",
-        f"let the library say it (UCX_LOG_LEVEL=info, UCX_PROTO_INFO=y); {_TCP_MEANT}",
+        f"enable the library's report (UCX_LOG_LEVEL=info, UCX_PROTO_INFO=y); {_TCP_MEANT}",
         {"kv_bytes": moved, "faster_bytes": carried, "ip_bytes": over_ip},
     )
 
@@ -179,7 +174,7 @@ def _busiest_interface(evidence: Evidence) -> tuple[str, float]:
 
 
 def _not_over_rdma(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
-    """RDMA was asked for, and the counters say that it did not carry the KV."""
+    """Report requested RDMA whose counters show no KV."""
     network = [name for name in asked if name not in _BESIDE_RDMA]
     only_rdma = network and all(name.partition("_")[0] in RDMA_TRANSPORTS for name in network)
     moved = evidence.kv_bytes or 0.0
@@ -191,13 +186,13 @@ def _not_over_rdma(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
         return None
     name, over_ip = _busiest_interface(evidence)
     by_ip = over_ip >= 0.5 * moved
-    where = f"{over_rdma / 1e6:.1f} MB went over RDMA devices" if devices else "there is no RDMA device here"
+    where = f"{over_rdma / 1e6:.1f} MB went over RDMA devices" if devices else "this host has no RDMA device"
     return Finding(
         "wrong_transport",
         "invalid" if by_ip or not devices else "warning",
-        f"{evidence.transport_asked} was asked for and {evidence.transport_ran or 'nothing'} reported, but "
+        f"{evidence.transport_asked} was requested and {evidence.transport_ran or 'nothing'} reported, but "
         f"of {moved / 1e6:.1f} MB of KV {where}" + (f", and {name} carried {over_ip / 1e6:.1f} MB" * by_ip),
-        "see `kvbench doctor` for RDMA devices and their state, and force it (MC_FORCE_HCA, UCX_TLS)",
+        "see `kvbench doctor` for RDMA devices and their state, or force RDMA (MC_FORCE_HCA, UCX_TLS)",
         {"asked": evidence.transport_asked, "kv_bytes": moved, "rdma_bytes": over_rdma, "ip_bytes": over_ip},
     )
 
@@ -206,8 +201,7 @@ def wrong_nics(evidence: Evidence) -> Finding | None:
     """The KV moved over all the NICs that were asked for.
 
     evidence: byte counters of each NIC and RDMA device during the trial; one that carried less than a tenth
-    of its equal share carried none of the KV. limits: as for the transport; other traffic hides it.
-    """
+    of its equal share carried none of the KV. limits: as for the transport; other traffic hides it."""
     asked, moved = list(evidence.nics_asked), evidence.kv_bytes or 0.0
     if not asked or not evidence.engines_here or not evidence.nics or moved < LEAST_BYTES * len(asked):
         return None
@@ -223,9 +217,9 @@ def wrong_nics(evidence: Evidence) -> Finding | None:
     return Finding(
         "wrong_nics",
         "invalid" if seen else "warning",
-        f"{len(asked)} NICs were asked for and {len(asked) - len(idle)} carried KV; nothing on "
+        f"{len(asked)} NICs were requested and {len(asked) - len(idle)} carried KV; nothing on "
         f"{', '.join(idle)}" + (f"; {name} carried {most / 1e6:.1f} MB" * elsewhere),
-        "check the names, the links and the routes; UCX and Mooncake leave out what they cannot reach",
+        "check names, links and routes; UCX and Mooncake skip NICs that they cannot reach",
         {"asked": asked, "bytes": carried, "others": others, "kv_bytes": moved},
     )
 
@@ -234,8 +228,7 @@ def kv_failures(evidence: Evidence) -> Finding | None:
     """No KV transfer failed. One whose request was cancelled may: then there is nobody to move it to.
 
     evidence: the connector's counters, against the requests that kvbench cancelled so far, less those whose
-    KV expired. limits: needs the connector's counters or log lines.
-    """
+    KV expired. limits: needs the connector's counters or log lines."""
     failed = sum(engine.kv_failures or 0.0 for engine in evidence.engines.values())
     if failed <= 0:
         return None
@@ -245,7 +238,7 @@ def kv_failures(evidence: Evidence) -> Finding | None:
         "note" if excused else "invalid",
         f"{failed:.0f} KV transfers failed"
         + (f"; {evidence.kv_may_expire:.0f} requests had been cancelled" if excused else ""),
-        "" if excused else "look for the transfer library's last lines in the engines' logs",
+        "" if excused else "see the transfer library's last lines in the engines' logs",
         {"kv_failures": failed, "may_fail": evidence.kv_may_expire},
     )
 
@@ -253,8 +246,7 @@ def kv_failures(evidence: Evidence) -> Finding | None:
 def kv_expired(evidence: Evidence) -> Finding | None:
     """Prefill gave up no KV before decode had fetched it. Of cancelled requests that is what must happen.
 
-    evidence: the connector's counters against the requests that were cancelled so far. limits: as above.
-    """
+    evidence: the connector's counters against the requests that were cancelled so far. limits: as above."""
     expired = _expired(evidence)
     if expired <= 0:
         return None
@@ -266,7 +258,7 @@ def kv_expired(evidence: Evidence) -> Finding | None:
         + (f"; {evidence.kv_may_expire:.0f} requests had been cancelled before" if excused else ""),
         ""
         if excused
-        else "decode is overloaded or never asked: lower the rate, raise the lease, see its log",
+        else "decode is overloaded or got no request: lower the rate, raise the lease, check its log",
         {"kv_expired": expired, "may_expire": evidence.kv_may_expire},
     )
 
@@ -276,9 +268,9 @@ def _expired(evidence: Evidence) -> float:
 
 
 MARGIN: Final = 1.02
-"""Clocks and data sheets are not exact."""
+"""Tolerance for clocks and data sheets."""
 STARTS: Final = 400
-"""Beginnings of intervals that are tried; more find a little more and cost time."""
+"""Interval starts that are tested; more find little."""
 LEAST_S: Final = 1e-4
 
 
@@ -290,8 +282,7 @@ def impossible_prefill(evidence: Evidence) -> Finding | None:
     GPUs. No cache, counter or report can hide that.
 
     evidence: send and first-token times of the requests. limits: silent for models and GPUs that are not
-    known (``model.active_parameters``, ``deployment.hardware``), and where reuse was asked for.
-    """
+    known (``model.active_parameters``, ``deployment.hardware``), and where reuse was asked for."""
     work, peak = evidence.prefill_work, evidence.prefill_flops
     if work is None or not peak or evidence.reuse_expected:
         return None
@@ -310,7 +301,7 @@ def impossible_prefill(evidence: Evidence) -> Finding | None:
         "invalid",
         f"prefill would have computed {flop / 1e12:.1f} TFLOP in {seconds * 1e3:.1f} ms, {flops / peak:.1f} "
         f"times the {peak / 1e12:.0f} TFLOP/s of {evidence.hardware or 'its GPUs'}: it did not compute them",
-        "prompts come from a cache or are not computed: empty the prefix cache, use fresh prompts; check "
+        "prompts come from a cache or are not computed: empty the prefix cache, use new prompts; check "
         "deployment.hardware and model.active_parameters",
         {
             "flop_per_s": flops,
@@ -323,7 +314,7 @@ def impossible_prefill(evidence: Evidence) -> Finding | None:
 
 
 def fastest_interval(times: npt.NDArray[np.float64]) -> tuple[float, float, float]:
-    """(FLOP/s, FLOP, seconds) of the interval with the highest rate. Rows: begin, end, FLOP of a request."""
+    """Return (FLOP/s, FLOP, seconds) of the fastest interval. Rows: begin, end, FLOP of a request."""
     by_end = times[np.argsort(times[:, 1])]
     starts = np.unique(by_end[:, 0])
     if len(starts) > STARTS:
@@ -345,8 +336,7 @@ def impossible_transfer(evidence: Evidence) -> Finding | None:
 
     evidence: bytes over seconds of the transfers, as the connector counts them: the mean rate of one transfer
     cannot exceed what all NICs of an instance carry together. limits: silent on loopback and inside one host,
-    and where no link speed is known (``deployment.nic_gbit``).
-    """
+    and where no link speed is known (``deployment.nic_gbit``)."""
     line = evidence.kv_line_rate
     if not line:
         return None
@@ -360,7 +350,7 @@ def impossible_transfer(evidence: Evidence) -> Finding | None:
             "invalid",
             f"{moved / 1e6:.1f} MB of KV in {seconds * 1e3:.1f} ms are {rate / 1e9:.1f} GB/s: "
             f"{rate / line:.1f} times the line rate of the NICs ({line / 1e9:.1f} GB/s)",
-            "the transfers' times or bytes are wrong, or the KV took another way (NVLink, shared memory); "
+            "the transfer times or bytes are wrong, or the KV used another path (NVLink, shared memory); "
             "check deployment.nic_gbit",
             {"role": role, "bytes_per_s": rate, "line_rate": line, "kv_bytes": moved, "kv_seconds": seconds},
         )

@@ -1,7 +1,6 @@
-"""Gates on the work: did prefill prefill, did decode decode, and each instance its part?
+"""Gates on the work: did prefill prefill, did decode decode, did each instance take part?
 
-They compare the servers' own counters of prompt tokens with the requests that were sent.
-"""
+They compare the servers' counters of prompt tokens with the requests sent."""
 
 from __future__ import annotations
 
@@ -12,10 +11,11 @@ from kvbench.core.gates.evidence import EXTERNAL, LOCAL_CACHE_HIT, EngineFigures
 from kvbench.core.records import Finding
 
 IDLE: Final = 0.1
-"""An instance with less than this part of an equal share has done nothing for the rate."""
+"""Share of its equal part below which an instance was idle."""
 UNEQUAL: Final = 0.5
+"""Share of its equal part below which an instance is unequal."""
 BY_CHANCE: Final = 4.0
-"""Standard deviations by which a request's instance, taken by lot, leaves one short of its share."""
+"""Standard deviations below its share under random assignment."""
 
 
 def warm_cache(evidence: Evidence) -> Finding | None:
@@ -23,8 +23,7 @@ def warm_cache(evidence: Evidence) -> Finding | None:
 
     evidence: hits over queries of the prefix cache on P and D, above 1 %, and the share of canaries that were
     asked before; of sessions, hits above what their prompts offer, and 1 % of these. limits: silent where a
-    trace asks for reuse; needs the servers' counters (a lie about these is left to the FLOP/s bound).
-    """
+    trace asks for reuse; needs the servers' counters (a lie about these is left to the FLOP/s bound)."""
     if evidence.reuse_offered is not None:
         return _more_than_offered(evidence, evidence.reuse_offered)
     fresh, _ = evidence.expected(per_token=True, fresh=True)
@@ -37,8 +36,8 @@ def warm_cache(evidence: Evidence) -> Finding | None:
                 "warm_cache",
                 "invalid",
                 f"{rate:.1%} of the prompt tokens came from the prefix cache of {role}: "
-                "the trial measured a cache, not prefill",
-                "use a new seed for each trial, reset the prefix cache before it, or ask for reuse",
+                "the trial measured the cache, not prefill",
+                "use a new seed for each trial, reset the prefix cache before it, or configure reuse",
                 {
                     "role": role,
                     "hit_rate": rate,
@@ -50,7 +49,7 @@ def warm_cache(evidence: Evidence) -> Finding | None:
 
 
 def _more_than_offered(evidence: Evidence, offered: float) -> Finding | None:
-    """Prompts that have more in common than was counted make every figure of reuse, and of time, wrong."""
+    """Report more reuse than the prompts offer, which invalidates reuse and times."""
     for role, engine in evidence.engines.items():
         hits, queries = engine.prefix_hits, engine.prefix_queries
         if hits is None or not queries or hits <= offered + evidence.limits.count_tolerance * queries:
@@ -59,8 +58,8 @@ def _more_than_offered(evidence: Evidence, offered: float) -> Finding | None:
             "warm_cache",
             "invalid",
             f"the prefix cache of {role} found {hits:.0f} tokens, where the sessions' prompts offer "
-            f"{offered:.0f}: it had them of something else",
-            "reset the prefix cache before the run, and leave nobody else on the servers",
+            f"{offered:.0f}: the rest came from other prompts",
+            "reset the prefix cache before the run, and let no other client use the servers",
             {"role": role, "hits": hits, "queries": queries, "offered": offered},
         )
     return None
@@ -69,8 +68,7 @@ def _more_than_offered(evidence: Evidence, offered: float) -> Finding | None:
 def prefill_skipped(evidence: Evidence) -> Finding | None:
     """Prefill computed each prompt that was sent, once.
 
-    evidence: prompt tokens computed there against those sent (within 1 %). limits: needs its counters.
-    """
+    evidence: prompt tokens computed there against those sent (within 1 %). limits: needs its counters."""
     if evidence.reuse_expected:
         return None
     least, most = evidence.expected(per_token=True, tolerance=evidence.limits.count_tolerance, fresh=True)
@@ -86,8 +84,8 @@ def prefill_skipped(evidence: Evidence) -> Finding | None:
             "prefill_skipped" if less else "prefill_repeated",
             "invalid",
             f"{role} computed {computed:.0f} prompt tokens where {span(least, most)} were expected: "
-            + ("prefill was skipped" if less else "prefill was done more than once"),
-            "look into its log, and into the router's, for requests that went elsewhere or came twice",
+            + ("prefill was skipped" if less else "prefill ran more than once"),
+            "check its log and the router's for requests that went elsewhere or arrived twice",
             {"role": role, "computed_tokens": computed, "expected": [least, most]},
         )
     return None
@@ -97,8 +95,7 @@ def work_unproven(evidence: Evidence) -> Finding | None:
     """P and D both tell of their tokens, so that it can be seen whether both worked.
 
     evidence: P's counter of prompt tokens and D's of generated ones are there. limits: a warning, since a
-    server that somebody else runs may hide them; what they say is for the gates above.
-    """
+    server that somebody else runs may hide them; what they say is for the gates above."""
     if not evidence.disaggregated:
         return None
     prefill, decode = evidence.engines.get("prefill"), evidence.engines.get("decode")
@@ -114,8 +111,8 @@ def work_unproven(evidence: Evidence) -> Finding | None:
         "work_unproven",
         "warning",
         f"not proven that P and D both worked: no token counters of {words}",
-        "give the instances' /metrics: --prefill-metrics-url and --decode-metrics-url; "
-        "of those names that vLLM gives its counters",
+        "set the instances' /metrics: --prefill-metrics-url and --decode-metrics-url; "
+        "with vLLM's counter names",
         {"without_counters": missing},
     )
 
@@ -124,8 +121,7 @@ def decode_recomputed(evidence: Evidence) -> Finding | None:
     """Decode got the prompts' KV from prefill, and did not compute it again.
 
     evidence: decode's prompt tokens by source. limits: a last, partial block may be computed by decode; a
-    connector that hands over whole blocks only, or what is there in time, is not judged.
-    """
+    connector that hands over whole blocks only, or what is there in time, is not judged."""
     engine = evidence.engines.get("decode")
     if engine is None or not engine.prompt_tokens_by_source or not evidence.whole_prompt:
         return None
@@ -153,13 +149,13 @@ def decode_recomputed(evidence: Evidence) -> Finding | None:
         "invalid",
         f"decode computed {local:.0f} prompt tokens itself{came}, where the KV of at least {least:.0f} "
         "should have come from prefill",
-        "the KV hand-over failed silently: look into decode's log, the router and the handshake's ports",
+        "the KV hand-off failed silently: check decode's log, the router and the handshake ports",
         figures,
     )
 
 
 def _local_tokens_allowed(evidence: Evidence, engine: EngineFigures) -> float:
-    """Prompt tokens that decode may compute in all: a few of each request, and a last, partial block."""
+    """Return the prompt tokens that decode may compute: a few per request, and a last, partial block."""
     sent = [record.input_len for record in evidence.records if record.sent_s is not None]
     mean_len = sum(sent) / len(sent) if sent else 0.0
     few = max(1.0, min(evidence.limits.decode_local_tokens, 0.05 * mean_len))
@@ -175,8 +171,7 @@ def unequal_instances(evidence: Evidence) -> Finding | None:
 
     evidence: requests (or tokens) that each instance counted; one has less than half of an equal share, and
     4 standard deviations less than if each request were sent to one by lot.
-    limits: a warning, as the rate is true, of those that worked; needs the counters of each instance.
-    """
+    limits: a warning, as the rate is true, of those that worked; needs the counters of each instance."""
     sent = sum(record.sent_s is not None for record in evidence.records)
     for role, engine in evidence.engines.items():
         total, count = sum(engine.served), len(engine.served)
@@ -193,10 +188,10 @@ def unequal_instances(evidence: Evidence) -> Finding | None:
         return Finding(
             "unequal_instances",
             "warning",
-            f"{idle} of {count} {role} instances stood idle: they served {shares} of the load"
+            f"{idle} of {count} {role} instances were idle: they served {shares} of the load"
             if idle
             else f"the {count} {role} instances served {shares} of the load",
-            "the rate is not that of so many instances: look into the router's list and its policy",
+            "the rate does not use all instances: check the router's list and its policy",
             {"role": role, "served": list(engine.served), "idle": idle},
         )
     return None

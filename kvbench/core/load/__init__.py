@@ -1,1 +1,1 @@
-"""When to send, and what."""
+"""Arrival times and prompts."""

@@ -1,9 +1,7 @@
-"""Which requests are sent when: at planned times, or think time after the answers that they wait for.
+"""Send times: planned, or one think time after the answers that a request waits for.
 
-A request without ``after`` is sent at its planned time, whatever becomes of the others (open loop). One that
-waits for others is sent ``think_time_s`` after the last of them has been answered; where one of them failed,
-it is not sent at all, nor what waits for it: its session is given up.
-"""
+A request without ``after`` is sent at its planned time (open loop). Otherwise it is sent ``think_time_s``
+after the last awaited answer; if one of those failed, it and its successors are dropped."""
 
 from __future__ import annotations
 
@@ -18,19 +16,16 @@ from numpy.typing import NDArray
 from kvbench.errors import InputError
 
 _STREAM: Final = 1
-"""Sets the arrivals' random numbers apart from the prompts', so that neither moves the other."""
+"""Random stream, separate from prompts."""
 
 
 def planned_offsets(
     request_rate: float, num_requests: int, burstiness: float, seed: int
 ) -> NDArray[np.float64]:
-    """Seconds from the trial's start to each planned send, ascending; the first comes after a first gap.
-
-    Gaps are gamma distributed with shape ``burstiness`` and mean 1 / request_rate: 1 is a Poisson
-    process, below 1 burstier, infinite a constant gap. They are not stretched so that the last one
-    falls on num_requests / request_rate: that would take the variation of a Poisson count away. An
-    infinite rate plans everything for the start. Raises InputError for impossible values.
-    """
+    """Return the ascending seconds from trial start to each planned send, after a first gap. Gaps are gamma
+    distributed with shape ``burstiness`` and mean 1 / request_rate: 1 is a Poisson process, infinite a
+    constant gap. They are not stretched to num_requests / request_rate, which would remove the variance of a
+    Poisson count. An infinite rate plans everything at 0."""
     if num_requests < 0:
         raise InputError(f"num_requests must not be negative, it is {num_requests}")
     if not request_rate > 0:
@@ -48,11 +43,8 @@ def planned_offsets(
 
 @dataclass(frozen=True)
 class Following:
-    """What each request of a load waits for, by places in the load; empty of those with a planned time.
-
-    ``session``: of each request the number of its session; ``turn``: which one of its conversation, from 0;
-    a sub-agent's are counted by themselves. ``last``: whether it is the last one of its session's own.
-    """
+    """What each request waits for, by index; empty for planned ones. ``session``: session number; ``turn``:
+    index in its conversation, sub-agents counted separately; ``last``: last request of its session."""
 
     after: Sequence[Sequence[int]]
     think_time_s: Sequence[float]
@@ -62,7 +54,7 @@ class Following:
 
 
 class Sends:
-    """Tells what is to be sent next, as requests are sent and answered. Times are seconds of the trial."""
+    """Determines the next sends from sends and answers. Times in seconds of the trial."""
 
     def __init__(self, offsets_s: Sequence[float], following: Following | None = None) -> None:
         self._offsets_s = offsets_s
@@ -77,15 +69,15 @@ class Sends:
         self._left = len(offsets_s)
         self._begun_s: dict[int, float] = {}
         self._answered_s: dict[int, float] = {}
-        """Of requests that wait the latest answer so far: answers may be noticed in another order."""
+        """Latest answer so far that a waiting request depends on: answers may be noticed out of order."""
 
     @property
     def left(self) -> bool:
-        """Whether any request is still to be sent, now or once something is answered."""
+        """Return whether any request is still to be sent, now or later."""
         return self._left > 0
 
     def planned(self) -> tuple[float, int] | None:
-        """Time and place of the next request that has a planned time; each is told once."""
+        """Return time and index of the next planned request; each is returned once."""
         place = next(self._planned, None)
         return None if place is None else (self._offsets_s[place], place)
 
@@ -95,11 +87,11 @@ class Sends:
             self._begun_s.setdefault(self._following.session[place], now_s)
 
     def begun_s(self, place: int) -> float | None:
-        """When the session of a request began; None where there are no sessions."""
+        """Return when the request's session began, or None without sessions."""
         return None if self._following is None else self._begun_s[self._following.session[place]]
 
     def answered(self, place: int, now_s: float) -> list[tuple[float, int]]:
-        """Times and places of the requests that waited for nothing else any more."""
+        """Return times and indices of requests that this answer releases."""
         found = []
         for later in self._next.get(place, ()):
             self._missing[later] -= 1
@@ -111,13 +103,13 @@ class Sends:
         return found
 
     def failed(self, place: int) -> None:
-        """It has no answer: what waits for it is given up."""
+        """Drop the requests that wait for a failed one."""
         for later in self._below(place):
             self._missing[later] = -1
             self._left -= 1
 
     def _below(self, place: int) -> Iterator[int]:
-        """All that waits for a request, directly or not, and is not given up yet; each once."""
+        """Yield all requests that depend on one, each once."""
         seen, todo = set[int](), [place]
         while todo:
             for later in self._next.get(todo.pop(), ()):

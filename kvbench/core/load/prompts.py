@@ -1,13 +1,9 @@
-"""Prompts that no prefix cache has seen: token ids of exact length, or messages for chat-only servers. Pure.
+"""Prompts that miss every prefix cache: token ids of exact length, or messages for chat-only servers. Pure.
 
-The prompts of one trial differ in their first tokens, so no two share a first cache block; another seed gives
-other prompts. Messages are of common words. The server's own counts (``usage.prompt_tokens`` of two messages
-of different length) teach ``ChatLength`` its tokenizer and template; ``core/gates/answers.py`` allows for
-what differs from prompt to prompt.
-
-``tokenizer_files`` is a tokenizer whose tokens are the emulated engine's words, since a client with another
-one would count other lengths.
-"""
+A trial's prompts differ in their first tokens, so no two share a first cache block; another seed gives other
+prompts. Messages use common words; ``ChatLength`` learns tokenizer and template from two messages'
+``usage.prompt_tokens``, and ``core/gates/answers.py`` tolerates the rest. ``tokenizer_files`` makes a
+tokenizer for the emulated engine, so that other clients count the same lengths."""
 
 from __future__ import annotations
 
@@ -22,15 +18,14 @@ from numpy.typing import NDArray
 from kvbench.errors import InputError
 
 _STREAM: Final = 2
-"""Sets the prompts' random numbers apart from the arrivals', so that neither moves the other."""
+"""Random stream, separate from arrivals."""
 _LOW_IDS: Final = 256
-"""Tokenizers keep their special tokens (begin, end, padding, unknown) among the lowest ids, and
-byte-level ones their single bytes below 256 or so."""
+"""Lowest regular ids: special tokens and single bytes are usually below 256."""
 
 
 @dataclass(frozen=True)
 class PromptShape:
-    """Lengths in tokens. ``shared_prefix_len`` leading tokens are common to all prompts of a trial."""
+    """Lengths in tokens. All prompts of a trial share the first ``shared_prefix_len`` tokens."""
 
     input_len: int
     vocab_size: int
@@ -38,15 +33,13 @@ class PromptShape:
 
 
 def lowest_id(vocab_size: int) -> int:
-    """The lowest token id used: above the special ones, at most a quarter of a small vocabulary."""
+    """Return the lowest used token id: above special ones, at most a quarter of the vocabulary."""
     return min(_LOW_IDS, vocab_size // 4)
 
 
 def token_prompts(num_prompts: int, shape: PromptShape, seed: int) -> NDArray[np.int32]:
-    """Token ids, shape (num_prompts, input_len), each in [lowest_id(vocab_size), vocab_size).
-
-    Raises InputError when the prompts are too short, or the vocabulary too small, to tell them apart.
-    """
+    """Return token ids, shape (num_prompts, input_len), in [lowest_id(vocab_size), vocab_size). Raises
+    InputError if prompts or vocabulary are too small for distinct prompts."""
     own_len = shape.input_len - shape.shared_prefix_len
     if shape.shared_prefix_len < 0 or own_len < 1:
         raise InputError(
@@ -61,7 +54,7 @@ def token_prompts(num_prompts: int, shape: PromptShape, seed: int) -> NDArray[np
     digits = _digits_needed(num_prompts, choices)
     if digits > own_len:
         raise InputError(
-            f"{num_prompts} prompts of {own_len} tokens cannot all differ with {choices} token ids",
+            f"{num_prompts} prompts of {own_len} tokens cannot all differ with only {choices} token ids",
             hint="use longer prompts or a larger vocab_size",
         )
     prompts = random.integers(low, shape.vocab_size, (num_prompts, shape.input_len), dtype=np.int32)
@@ -75,7 +68,7 @@ def token_prompts(num_prompts: int, shape: PromptShape, seed: int) -> NDArray[np
 
 
 def _digits_needed(count: int, base: int) -> int:
-    """How many digits in that base give ``count`` distinct numbers (a large number if none can)."""
+    """Return the digits in this base for ``count`` distinct numbers; a large number if impossible."""
     digits, numbers = 1, base
     while numbers < count:
         if base == 1:
@@ -111,43 +104,43 @@ WORDS: Final = tuple(_COMMON.split())
 
 @dataclass(frozen=True)
 class ChatLength:
-    """How many prompt tokens a message of so many words comes to: ``overhead + per_word · words``."""
+    """Prompt tokens of a message: ``overhead + per_word · words``."""
 
     overhead_tokens: float = 0.0
     tokens_per_word: float = 1.0
 
     @classmethod
     def of(cls, words: tuple[int, int], tokens: tuple[int, int]) -> ChatLength:
-        """From the tokens that a server has counted of two messages, the shorter one first."""
+        """Fit to the token counts of two messages, the shorter one first."""
         per_word = (tokens[1] - tokens[0]) / (words[1] - words[0])
         return cls(tokens[0] - per_word * words[0], per_word)
 
     def words(self, input_len: int) -> int:
-        """Words of a prompt of ``input_len`` tokens. Raises InputError where the template alone is longer."""
+        """Return the words of a prompt of ``input_len`` tokens. Raises InputError if the template is
+        longer."""
         count = round((input_len - self.overhead_tokens) / self.tokens_per_word)
         if count < 1:
             raise InputError(
-                f"an input length of {input_len} tokens leaves no room for a chat: the server's template "
+                f"an input length of {input_len} tokens is too short for a chat: the server's template "
                 f"alone takes {self.overhead_tokens:.0f}",
-                hint="ask for longer inputs, or for /v1/completions",
+                hint="use longer inputs, or /v1/completions",
             )
         return count
 
 
 def messages(words: Iterable[int]) -> list[dict[str, str]]:
-    """One user's message of these words, by their number in ``WORDS`` (modulo its length)."""
+    """Return one user message of words by their index in ``WORDS`` (modulo its length)."""
     text = " ".join(WORDS[number % len(WORDS)] for number in words)
     return [{"role": "user", "content": text}]
 
 
 def messages_json(words: Iterable[int]) -> bytes:
-    """The same as the bytes of its JSON."""
     return json.dumps(messages(words), separators=(",", ":")).encode()
 
 
 END: Final = "<|end|>"
 UNKNOWN: Final = "\N{REPLACEMENT CHARACTER}"
-"""Of any character that is no ASCII; a word like others, so that decoding does not drop it."""
+"""Token of any non-ASCII character; a regular word, so that decoding keeps it."""
 ROLES: Final = ("<|system|>", "<|user|>", "<|assistant|>")
 _LETTERS: Final = tuple(chr(code) for code in range(33, 127))
 _TEMPLATE: Final = (
@@ -157,11 +150,8 @@ _TEMPLATE: Final = (
 
 
 def tokenizer_files(vocab_size: int, max_len: int | None = None) -> dict[str, dict[str, Any]]:
-    """File name → content, for ``AutoTokenizer.from_pretrained`` of the folder that holds both.
-
-    Ids from ``vocab_size`` on are of letters and roles, which the engine takes as text only. ``max_len``: the
-    most tokens of a request.
-    """
+    """Return file name → content for ``AutoTokenizer.from_pretrained`` of their folder. Ids from
+    ``vocab_size`` on are letters and roles, accepted as text only. ``max_len``: most tokens per request."""
     words = [END, *(f"t{number}" for number in range(1, vocab_size))]
     vocab = {word: number for number, word in enumerate((*words, *ROLES, UNKNOWN, *_LETTERS))}
     added = [

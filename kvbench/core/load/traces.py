@@ -9,8 +9,7 @@ Formats (a file's text → ``TracedRequest`` values, all mistakes reported with 
 
 Offsets count from the first request, wherever the recorded times begin. Times are sorted and subtracted in
 the unit that they are written in: two that differ there may be equal once divided by 1000, and of
-milliseconds since 1970 the division would cost digits of each gap.
-"""
+milliseconds since 1970 the division would cost digits of each gap."""
 
 from __future__ import annotations
 
@@ -27,11 +26,11 @@ from kvbench.core.load.prompts import lowest_id
 from kvbench.errors import InputError
 
 BLOCK_TOKENS: Final = 512
-"""Tokens that one hash id of a Mooncake trace stands for."""
+"""Tokens per hash id of a Mooncake trace."""
 
 _BLOCK_STREAM: Final = 3
+"""Random streams of shared blocks and new tokens, separate from all others."""
 _FRESH_STREAM: Final = 4
-"""Set the random numbers of shared blocks and of fresh tokens apart from each other and from all others."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class TracedRequest:
 
 @dataclass(frozen=True)
 class TraceFigures:
-    """What a trace asks for. Rates per second; ``hit_rate`` as ``expected_hits`` counts it."""
+    """Figures of a trace. Rates per second; ``hit_rate`` as in ``expected_hits``."""
 
     requests: int
     duration_s: float
@@ -69,20 +68,20 @@ class TraceFigures:
 
 
 def scaled(requests: Sequence[TracedRequest], factor: float, most: int | None = None) -> list[TracedRequest]:
-    """The first ``most`` requests, the time between them multiplied by ``factor`` (0.5: twice as fast)."""
+    """Return the first ``most`` requests with the gaps multiplied by ``factor`` (0.5: twice as fast)."""
     if not 0 < factor < math.inf:
         raise InputError(f"the time between requests must be multiplied by more than 0, not {factor}")
     return [replace(request, offset_s=request.offset_s * factor) for request in requests[:most]]
 
 
 def request_rate(requests: Sequence[TracedRequest]) -> float:
-    """Mean arrivals per second: the gaps over the time that they take; of no time at all infinite."""
+    """Return the mean arrivals per second; infinite for simultaneous ones."""
     length_s = requests[-1].offset_s - requests[0].offset_s if requests else 0.0
     return (len(requests) - 1) / length_s if length_s > 0 else math.inf
 
 
 def figures(requests: Sequence[TracedRequest], block_tokens: int = 16) -> TraceFigures:
-    """What a trace asks for. ``requests`` must not be empty."""
+    """Return the figures of a non-empty trace."""
     prompts = sum(request.input_len for request in requests)
     return TraceFigures(
         requests=len(requests),
@@ -97,7 +96,7 @@ def figures(requests: Sequence[TracedRequest], block_tokens: int = 16) -> TraceF
 
 
 def shares_prefixes(requests: Iterable[TracedRequest]) -> bool:
-    """Whether a prefix cache can find anything: two requests begin with the same block."""
+    """Return whether two requests begin with the same block."""
     seen: set[int] = set()
     for request in requests:
         if request.blocks:
@@ -108,12 +107,10 @@ def shares_prefixes(requests: Iterable[TracedRequest]) -> bool:
 
 
 def expected_hits(requests: Sequence[TracedRequest], block_tokens: int = 16) -> list[int]:
-    """Prompt tokens of each request that an infinite prefix cache would have, in the order of arrival.
-
-    A request finds the blocks with which it begins, as far as one and the same earlier request began so
-    too. Engines look up whole blocks of ``block_tokens`` and always compute at least one token (vLLM's
-    rule). An earlier request counts as soon as it has arrived, so real caches hit less.
-    """
+    """Prompt tokens of each request that an infinite prefix cache would have, in the order of arrival. A
+    request finds the blocks with which it begins, as far as one and the same earlier request began so too.
+    Engines look up whole blocks of ``block_tokens`` and always compute at least one token (vLLM's rule). An
+    earlier request counts as soon as it has arrived, so real caches hit less."""
     tree: dict[tuple[int, int], int] = {}  # (node, block) → the node that it leads to
     covered = [0]  # tokens of a prompt that are known at each node; the root is 0
     found = []
@@ -134,11 +131,9 @@ def expected_hits(requests: Sequence[TracedRequest], block_tokens: int = 16) -> 
 def traced_prompt(
     input_len: int, blocks: Sequence[int] | None, seed: int, index: int, vocab_size: int
 ) -> list[int]:
-    """Token ids of a traced request's prompt, ``input_len`` of them.
-
-    Each hash id is 512 tokens that are a function of (seed, id) alone, so equal ids give equal tokens in one
-    trial and others in the next. What no id covers is fresh: a function of (seed, index).
-    """
+    """Token ids of a traced request's prompt, ``input_len`` of them. Each hash id is 512 tokens that are a
+    function of (seed, id) alone, so equal ids give equal tokens in one trial and others in the next. What no
+    id covers is fresh: a function of (seed, index)."""
     low = lowest_id(vocab_size)
     if vocab_size - low < 1:
         raise InputError(f"vocab_size must be at least 1, it is {vocab_size}")
@@ -171,14 +166,12 @@ _NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 _UNIT_S: Final[Mapping[TraceFormat, float]] = {"mooncake": 1e-3, "jsonl": 1.0, "csv": 1.0}
-"""Of ``timestamp``; ``offset_s`` is in seconds everywhere."""
+"""Unit of ``timestamp``; ``offset_s`` is always in seconds."""
 
 
 def parse_trace(text: str, path: str, kind: TraceFormat | Literal["auto"] = "auto") -> list[TracedRequest]:
-    """The requests of a trace file's text, by time, counted from the first.
-
-    Raises InputError with every mistake as ``path:line: what is wrong`` (the first 20 and their number).
-    """
+    """The requests of a trace file's text, by time, counted from the first. Raises InputError with every
+    mistake as ``path:line: what is wrong`` (the first 20 and their number)."""
     kind = _guess(text, path) if kind == "auto" else kind
     found: list[tuple[float, TracedRequest]] = []
     mistakes: list[str] = []
@@ -190,7 +183,7 @@ def parse_trace(text: str, path: str, kind: TraceFormat | Literal["auto"] = "aut
                 found.append(timed)
         mistakes += [f"{path}:{line}: {problem}" for problem in problems]
     if not found and not mistakes:
-        mistakes = [f"{path}:1: there is no request in it"]
+        mistakes = [f"{path}:1: the file has no request"]
     if mistakes:
         more = len(mistakes) - MOST_MISTAKES
         lines = mistakes[:MOST_MISTAKES] + ([f"… and {more} more mistakes"] if more > 0 else [])
@@ -220,13 +213,13 @@ def _json_rows(text: str) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
         try:
             row = json.loads(each, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
-            yield line, f"is no JSON: {error}"
+            yield line, f"is not JSON: {error}"
             continue
         yield line, row if isinstance(row, dict) else "must be a JSON object"
 
 
 def _refuse(word: str) -> float:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def _csv_rows(text: str) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
@@ -247,7 +240,7 @@ def _csv_rows(text: str) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
                 continue
             yield reader.line_num, {name: cell.strip() for name, cell in zip(header, cells, strict=True)}
     except csv.Error as error:
-        yield reader.line_num, f"is no CSV: {error}"
+        yield reader.line_num, f"is not CSV: {error}"
 
 
 def _header_problem(header: Sequence[str]) -> str:
@@ -306,7 +299,7 @@ def _blocks(
     most = math.ceil(values.get("input_len", math.inf) / BLOCK_TOKENS) if "input_len" in values else len(ids)
     if len(ids) > most:
         problems.append(
-            f"{len(ids)} hash_ids stand for more than its {values['input_len']:.0f} prompt tokens "
+            f"{len(ids)} hash_ids cover more than its {values['input_len']:.0f} prompt tokens "
             f"({BLOCK_TOKENS} a block)"
         )
         return None

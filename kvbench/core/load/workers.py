@@ -1,4 +1,4 @@
-"""How many processes generate the load, and how what they report becomes one trial's. Pure."""
+"""Number of load generator processes, and the merge of their reports into one trial. Pure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError
 
 CHUNKS_PER_WORKER: Final = 40_000.0
-"""Streamed chunks a second that one process is given: under half of what a core can record in Python (about
-100,000 on a quiet machine, `make perf-loadgen`; more where the hot path was compiled, which is not counted
-on), so that a slower core, bursts and the kernel's own share leave room."""
+"""Streamed chunks per second and process: under half of what one core records in Python (about 100,000, `make
+perf-loadgen`), which leaves room for slower cores, bursts and the kernel."""
 CHUNKS_PER_REQUEST: Final = 50.0
-"""What sending a request, reading its answer's head and settling its record costs, counted in chunks: 0.3 to
-0.5 ms of CPU where a chunk takes 5 to 6 µs (measured against the exact server on a busy machine)."""
+"""Cost of sending a request and settling its record, in chunks: 0.3 to 0.5 ms of CPU against 5 to 6 µs per
+chunk (exact server, busy machine)."""
 REQUESTS_PER_WORKER: Final = 100
-"""With fewer each, starting another process costs more than it helps."""
+"""Fewest requests per process that pay for its start."""
 APART_S: Final = 1e-3
-"""Workers that began further apart than this have no common time zero."""
+"""Largest difference of the workers' start times, in seconds."""
 
 _ADDED: Final = frozenset(
     {"cpu_s", "chunks", "reads", "streams_peak", "connections", "loop_stalls", "gc_collections"}
@@ -29,11 +28,8 @@ _EARLIEST: Final = frozenset({"started_monotonic_s", "started_unix_s"})
 
 
 def workers_for(request_rate: float, output_len: int, num_requests: int, cores: int) -> int:
-    """Processes for a load of ``request_rate`` requests a second with ``output_len`` chunks each, at least 1.
-
-    One core is always left to everything else. A server that merges tokens into one chunk makes it fewer
-    chunks than this expects, never more.
-    """
+    """Return the processes for ``request_rate`` requests per second with ``output_len`` chunks each, at least
+    1. One core stays free. Servers that merge tokens send fewer chunks than assumed."""
     chunks_per_s = request_rate * (output_len + CHUNKS_PER_REQUEST)
     wanted = chunks_per_s / CHUNKS_PER_WORKER
     most = min(cores - 1, num_requests // REQUESTS_PER_WORKER)
@@ -42,10 +38,8 @@ def workers_for(request_rate: float, output_len: int, num_requests: int, cores: 
 
 
 def workers_over(request_rate: float, output_len: int, num_requests: int, cores: Sequence[int]) -> int:
-    """The same over several hosts with so many ``cores`` each, to which workers are dealt out in turn.
-
-    Each host gets one at least, since it was named for that, and none more than its cores but one.
-    """
+    """Return the same over several hosts with these ``cores``: at least one per host, at most its cores minus
+    one."""
     if len(cores) == 1:
         return workers_for(request_rate, output_len, num_requests, cores[0])
     room = len(cores) * max(1, min(cores) - 1)
@@ -54,12 +48,9 @@ def workers_over(request_rate: float, output_len: int, num_requests: int, cores:
 
 
 def joined_client(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The figures of all workers as those of one client; each worker's own under ``per_worker`` if several.
-
-    Counts, CPU seconds and streams are added (the streams' peaks may not have come together, so their sum
-    is an upper bound). Of all else the worst counts: lags, and ``cpu_share``, since each worker has one core
-    and the busiest is the one that is late. Words that differ become "mixed".
-    """
+    """Merge all workers' figures into one client's; with several, ``per_worker`` keeps each. Counts, CPU
+    seconds and streams are added (peaks are an upper bound). Otherwise the worst counts. Differing texts
+    become "mixed"."""
     joined: dict[str, Any] = {}
     for key in dict.fromkeys(key for each in figures for key in each):
         values = [each[key] for each in figures if each.get(key) is not None]
@@ -79,30 +70,28 @@ def _joined(key: str, values: Sequence[Any]) -> Any:
 
 
 def index_of(record: RequestRecord) -> int:
-    """A request's place in the plan, which ends its id. Raises KvbenchError for an id of another form."""
+    """Return the index in the plan, which ends the request id. Raises KvbenchError for another form."""
     digits = record.request_id.rpartition("-")[2]
     if not digits.isdecimal():
         raise KvbenchError(
-            f"the load generator's record {record.request_id!r} does not say its place in the plan"
+            f"the load generator's record {record.request_id!r} does not contain its index in the plan"
         )
     return int(digits)
 
 
 def joined_records(shares: Sequence[Sequence[RequestRecord]], planned: int | None) -> list[RequestRecord]:
-    """The workers' records as one trial's, in the plan's order, which is that of the scheduled sends.
-
-    Worker k of n has requests k, k + n, k + 2n and so on: each share must be its beginning of these, and all
-    of them if the whole plan of ``planned`` requests was sent (None: it was stopped). Raises KvbenchError.
-    """
+    """Merge the workers' records in the plan's order. Worker k of n has requests k, k + n, k + 2n, …: each
+    share must be a prefix of these, and complete if ``planned`` requests were sent (None: stopped). Raises
+    KvbenchError."""
     placed = {}
     for worker, share in enumerate(shares):
         for place, record in enumerate(share):
             index, wanted = index_of(record), worker + place * len(shares)
             if index != wanted:
                 raise KvbenchError(
-                    f"the load generator's records are not the plan: worker {worker} has request {index} "
-                    f"where {wanted} belongs, so one is missing, double or another worker's",
-                    hint="the trial cannot be counted; the generator's logs may tell more",
+                    f"the load generator's records do not match the plan: worker {worker} has request "
+                    f"{index} instead of {wanted}, so one is missing, duplicated or another worker's",
+                    hint="the trial is invalid; see the load generator's logs",
                 )
             placed[index] = record
     if planned is not None and len(placed) != planned:
@@ -110,16 +99,15 @@ def joined_records(shares: Sequence[Sequence[RequestRecord]], planned: int | Non
         raise KvbenchError(
             f"the load generator sent {planned} requests and has records of {len(placed)}; missing: "
             + ", ".join(str(index) for index in missing[:10]),
-            hint="the trial cannot be counted; the generator's logs may tell more",
+            hint="the trial is invalid; see the load generator's logs",
         )
     # Of a closed loop, whose workers go on at their own pace, not that of the numbers.
     return sorted((placed[index] for index in sorted(placed)), key=lambda record: record.scheduled_s)
 
 
 def turn_records(share: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """The records of a load of sessions in scheduled order. Which of its turns are sent depends on answers,
-    so that no number of them is expected; none may come twice. Raises KvbenchError.
-    """
+    """Return a session load's records in scheduled order. Answers determine which turns are sent, so only
+    duplicates are errors. Raises KvbenchError."""
     places = Counter(map(index_of, share))
     if double := [place for place, count in places.items() if count > 1]:
         raise KvbenchError(f"the load generator has several records of request {double[0]} of a session")
@@ -127,10 +115,10 @@ def turn_records(share: Sequence[RequestRecord]) -> list[RequestRecord]:
 
 
 def require_common_start(clients: Sequence[Mapping[str, Any]]) -> None:
-    """Raises KvbenchError if the workers' times do not count from one moment."""
+    """Raise KvbenchError if the workers' clocks do not share a start."""
     starts = [float(start) for each in clients if (start := each.get("started_monotonic_s")) is not None]
     if starts and max(starts) - min(starts) > APART_S:
         raise KvbenchError(
             f"the load generator's workers began {(max(starts) - min(starts)) * 1e3:.1f} ms apart",
-            hint="the machine is too busy to start them together: use fewer (--workers 1), or free CPU",
+            hint="the machine is too busy to start them together: use --workers 1, or free CPU",
         )

@@ -1,1 +1,1 @@
-"""From request records to the figures of a trial."""
+"""Figures of a trial from request records."""

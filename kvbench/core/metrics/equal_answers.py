@@ -12,8 +12,7 @@ equals that of a request that ran at the same time. Two tests hold for any distr
 Both together refuse fewer than 1 in 1,000 honest trials: 10 of 82,041 simulated ones (60 to 600 requests,
 steady and bursty, five distributions of texts). Greedy answers to one prompt may differ since sums on GPUs
 depend on the batch. So the reference is asked again, alone and in batches, and its own differences are the
-measure (``Noise``): log-probabilities where it reports them, else how often its texts differ.
-"""
+measure (``Noise``): log-probabilities where it reports them, else how often its texts differ."""
 
 from __future__ import annotations
 
@@ -30,17 +29,17 @@ from kvbench.core.records import Outputs, RequestRecord, TokenChoice
 from kvbench.core.stats import binomial_cdf
 
 LONG_TOKENS: Final = 16
-"""Answers of fewer tokens are not compared: their texts are too often equal to tell anything."""
+"""Shorter answers are not compared: equal texts are too common."""
 LONG_BYTES: Final = 32
-"""Bytes that a text has at least: 16 blank tokens have fewer."""
+"""Fewest bytes of a compared text: 16 blank tokens have fewer."""
 MOST_EQUAL: Final = 4
-"""Requests that share a text in the test of time; one that more have is a popular answer, or a canned one."""
+"""Most requests that share a text in the time test; more popular answers are excluded."""
 NEIGHBOURS: Final = 2
-"""The next two requests count as neighbours, also where the one before had ended: its KV may be stale."""
+"""Following requests that count as neighbours even after the answer's end: its KV may be stale."""
 CERTAIN_TEXTS: Final = 2
-"""At least so many texts have to be neighbours': a single one may be a proxy's mistake."""
+"""Fewest neighbouring texts for a refusal: a single one may be a proxy's fault."""
 MOST_CHANCE: Final = 0.5
-"""A text whose requests are neighbours with a higher chance than this tells nothing and is left out."""
+"""Highest chance of neighbours for a text to be informative."""
 
 Text = tuple[int, int]
 """CRC-32 and length in bytes."""
@@ -70,9 +69,7 @@ class EqualAnswers:
 
 def equal_answers(records: Iterable[RequestRecord], idle: Sequence[Text] = ()) -> EqualAnswers:
     """Compare the long answers of a load with each other and with ``idle``, an idle server's answers.
-
-    Canaries have the idle answers' prompts, so that they are left out where these are compared.
-    """
+    Canaries have the idle answers' prompts, so that they are left out where these are compared."""
     long = [each for each in records if is_long(each)]
     chances: list[float] = []
     pairs: list[tuple[str, str]] = []
@@ -100,16 +97,14 @@ def equal_answers(records: Iterable[RequestRecord], idle: Sequence[Text] = ()) -
 
 
 def is_long(record: RequestRecord) -> bool:
-    """Whether an answer is long enough to be compared."""
+    """Return whether an answer is long enough to compare."""
     long = record.output_len >= LONG_TOKENS and (record.text_bytes or 0) >= LONG_BYTES
     return record.ok and long and record.text_crc is not None and record.sent_s is not None
 
 
 def _neighbours(alike: Sequence[RequestRecord], chances: list[float], pairs: list[tuple[str, str]]) -> None:
     """Add the chance of each text that two to four of these requests got, and the pairs of neighbours.
-
-    ``alike``: requests of one output length in the order of their sending.
-    """
+    ``alike``: requests of one output length in the order of their sending."""
     n = len(alike)
     places: dict[Text, list[int]] = {}
     for place, each in enumerate(alike):
@@ -134,14 +129,14 @@ def _neighbours(alike: Sequence[RequestRecord], chances: list[float], pairs: lis
 
 
 def _tail(seen: int, of: int, expected: float) -> float:
-    """The probability of ``seen`` or more of ``of``, at most; 1 where the bound does not hold."""
+    """Return an upper bound of P(``seen`` or more of ``of``); 1 if the bound does not hold."""
     if seen < expected + 1:
         return 1.0
     return max(0.0, 1.0 - binomial_cdf(seen - 1, of, expected / of))
 
 
 def _idle_chance(load: Sequence[Text], idle: Sequence[Text]) -> tuple[int, float]:
-    """Idle answers that another prompt got, and the probability of so few of them."""
+    """Return the idle answers that another prompt also got, and the probability of so few."""
     every = [*load, *idle]
     counts, repeated = Counter(every), _repeated(every)
     seen = sum(counts[each] > 1 for each in idle)
@@ -157,7 +152,6 @@ def _idle_chance(load: Sequence[Text], idle: Sequence[Text]) -> tuple[int, float
 
 
 def _repeated(texts: Sequence[Text]) -> int:
-    """How many have a text that another one has."""
     return sum(count for count in Counter(texts).values() if count > 1)
 
 
@@ -166,18 +160,16 @@ def _text(record: RequestRecord) -> Text:
 
 
 MARGIN: Final = 2.0
-"""A gap of two log-probabilities may change by this many times the most that was seen: a few rounds do not
-show the largest change there is."""
+"""Factor on the largest observed gap change: a few repeats do not show the maximum."""
 SIGNIFICANCE: Final = 0.05
 
 
 @dataclass(frozen=True)
 class Noise:
     """How far a server's answers to the same prompts differ. ``asked`` answers were compared with the first
-    ones, ``differed`` of them had another text. ``nats``: the most that the gap between a token and its
-    rival changed; None without log-probabilities. ``close``: the share of tokens whose gap is within
-    ``MARGIN`` of that.
-    """
+    ones, ``differed`` of them had another text. ``nats``: the most that the gap between a token and its rival
+    changed; None without log-probabilities. ``close``: the share of tokens whose gap is within ``MARGIN`` of
+    that."""
 
     asked: int = 0
     differed: int = 0
@@ -186,7 +178,7 @@ class Noise:
 
     @property
     def exact(self) -> bool:
-        """The server agrees with itself to the last digit that it tells, or was not asked again."""
+        """Return whether the server repeated itself exactly, or was not asked again."""
         return not self.differed and not self.nats
 
     @property
@@ -195,7 +187,6 @@ class Noise:
 
 
 def noise_of(reference: Outputs) -> Noise:
-    """By the reference's ``repeats``."""
     asked = differed = 0
     changes: list[float] = []
     for again in reference.repeats:
@@ -213,7 +204,7 @@ def noise_of(reference: Outputs) -> Noise:
 
 
 def gap_of(choice: TokenChoice) -> float | None:
-    """Log-probability of the token less that of the likeliest other; None if there is no other."""
+    """Return the log-probability of the token minus the best alternative's, or None."""
     own = choice.logprobs.get(choice.token)
     others = [value for token, value in choice.logprobs.items() if token != choice.token]
     return None if own is None or not others else own - max(others)
@@ -221,10 +212,7 @@ def gap_of(choice: TokenChoice) -> float | None:
 
 def gap_changes(first: Sequence[TokenChoice], again: Sequence[TokenChoice]) -> Iterator[float]:
     """By how much the gap between each token and its rival changed, as far as both have the same text before
-    it.
-
-    Where another token was chosen, that is the rival.
-    """
+    it. Where another token was chosen, that is the rival."""
     for one, other in zip(first, again, strict=False):
         rival = other.token if other.token != one.token else _likeliest_other(one)
         values = [each.logprobs.get(token) for each in (one, other) for token in (one.token, rival)]
@@ -242,11 +230,8 @@ def _likeliest_other(choice: TokenChoice) -> str:
 
 def departure(choices: Sequence[TokenChoice], text: str) -> float | None:
     """The gap (nats) at the first token at which ``text`` leaves the chosen ones; None if that cannot be
-    found.
-
-    Of what ``text`` goes on with instead the likeliest; a token that is not among those told is less likely
-    than all of them, and the gap at least that wide.
-    """
+    found. Of what ``text`` goes on with instead the likeliest; a token that is not among those told is less
+    likely than all of them, and the gap at least that wide."""
     before = ""
     for each in choices:
         if text.startswith(before + each.token):
@@ -266,9 +251,7 @@ def departure(choices: Sequence[TokenChoice], text: str) -> float | None:
 
 def chance(differ: int, of: int, noise: Noise) -> float:
     """How probable it is that so many of so few differ, or more, if they do as often as the reference's own.
-
-    Fisher's exact test, one-sided.
-    """
+    Fisher's exact test, one-sided."""
     total, marked = of + noise.asked, differ + noise.differed
     ways = sum(
         math.comb(marked, k) * math.comb(total - marked, of - k) for k in range(differ, min(of, marked) + 1)

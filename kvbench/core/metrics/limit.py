@@ -9,8 +9,7 @@ known exactly in a simulated trial, else from samples of gauges). The rule:
    transfer as far as transfer times go, else waiting for a place on D: slots or KV pool.
 3. The largest part names the limit, with two exceptions: P that idles while its KV pool is full of prompts
    nobody has fetched is blocked by what follows it; and where hardly anything waits, the work itself takes
-   too long. An unknown part (no router times, no gauges) gives "undetermined", not a guess.
-"""
+   too long. An unknown part (no router times, no gauges) gives "undetermined", not a guess."""
 
 from __future__ import annotations
 
@@ -21,18 +20,17 @@ from typing import Any, Final, Literal, get_args
 
 import numpy as np
 
-from kvbench.core.metrics.metrics import Slo, Window
+from kvbench.core.metrics.metrics import Window
 from kvbench.core.metrics.ttft_breakdown import parts_of, shares_of
 from kvbench.core.records import UNENDED, RequestRecord, TrialRecord
+from kvbench.core.slo import Slo
 
 
 @dataclass
 class Use:
-    """How much of the engines of one role was in use; times are shares of the trial, counts are per engine.
-
-    ``slots_full_share``: all slots taken and somebody waiting. ``kv_full_share``: the first in the queue
-    found too few free KV blocks. None is unknown, as on a real server that does not report it.
-    """
+    """Use of one role's engines; times as shares of the trial, counts per engine. ``slots_full_share``: all
+    slots taken with a queue. ``kv_full_share``: too few free KV blocks for the queue's head. None:
+    unknown."""
 
     engines: int = 1
     busy_share: float | None = None
@@ -51,7 +49,7 @@ class Use:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Use:
-        """Takes the figures it knows and leaves the others."""
+        """Read the known figures of a row."""
         known = cls.__dataclass_fields__
         return cls(**{key: row[key] for key in known if row.get(key) is not None})
 
@@ -60,15 +58,13 @@ RUNNING: Final = "vllm:num_requests_running"
 WAITING: Final = "vllm:num_requests_waiting"
 KV_USE: Final = "vllm:kv_cache_usage_perc"
 _KV_FULL: Final = 0.97
-"""A request needs many blocks at once, so that a pool is full before its last block is taken."""
+"""Use of a KV pool from which it counts as full: a request needs many blocks at once."""
 
 
 def sampled_use(rows: Iterable[Mapping[str, Any]], slots: int | None) -> dict[str, Use]:
-    """The use by role from samples of gauges: rows with ``t_s``, ``source``, ``metric``, ``value``.
-
-    A source is an instance's name, which begins with its role. ``slots``: max_num_seqs, where it is known.
-    Roles without samples are left out.
-    """
+    """The use by role from samples of gauges: rows with ``t_s``, ``source``, ``metric``, ``value``. A source
+    is an instance's name, which begins with its role. ``slots``: max_num_seqs, where it is known. Roles
+    without samples are left out."""
     moments: dict[str, dict[tuple[float, str], dict[str, float]]] = {}
     for row in rows:
         role = str(row["source"]).split("-")[0].split("/")[0]
@@ -109,7 +105,7 @@ LIMIT_WORDS: Final[Mapping[str, str]] = {
     "none": "none",
     "undetermined": "undetermined",
 }
-"""As tables call them."""
+"""Names of the limits in tables."""
 LIMIT_SHORT: Final[Mapping[str, str]] = {
     **LIMIT_WORDS,
     "prefill": "prefill",
@@ -118,23 +114,22 @@ LIMIT_SHORT: Final[Mapping[str, str]] = {
     "decode_slots": "slots",
     "undetermined": "unclear",
 }
-"""Where a table is narrow."""
+"""Names in narrow tables."""
 assert set(LIMIT_WORDS) == set(get_args(LimitKind))
 
 FULL_SHARE: Final = 0.25
-"""Slots, or a KV pool, count as full if they were so in this share of the trial: its ramp and drain and the
-time before the queue had built up are part of it."""
+"""Share of the trial from which slots or a KV pool count as full; the trial includes ramp and drain."""
 IDLE_SHARE: Final = 0.85
-"""Engines busy for less than this share of a trial with a queue are blocked by something else."""
+"""Busy share below which engines with a queue are blocked by something else."""
 FEW: Final = 3
 WAITING_SHARE: Final = 0.3
-"""Below this share of the TTFT waiting explains nothing: the work itself is too long."""
+"""Share of TTFT below which waiting explains nothing: the work itself is too long."""
 LONG_GAP: Final = 2.0
 
 
 @dataclass(frozen=True)
 class TrialFacts:
-    """What is looked at beside the requests. ``use``: by role. ``kv_transfer_ms``: mean of a transfer."""
+    """Facts besides the requests. ``use``: by role. ``kv_transfer_ms``: mean."""
 
     request_rate: float
     duration_s: float
@@ -144,7 +139,6 @@ class TrialFacts:
 
     @classmethod
     def of(cls, trial: TrialRecord) -> TrialFacts:
-        """From a stored trial, also of a version that did not note the engines' use."""
         window = trial.summary.get("window") or {}
         use = {role: Use.from_json(row) for role, row in (trial.engine.get("use") or {}).items()}
         for role, figures in (trial.engine.get("roles") or {}).items():
@@ -162,7 +156,7 @@ class TrialFacts:
 
 @dataclass(frozen=True)
 class Binding:
-    """The limit that binds, the evidence in words, and the shares of the late requests' TTFT by part."""
+    """The limit, its evidence in words, and shares of the late requests' TTFT by part."""
 
     limit: LimitKind
     evidence: str
@@ -179,14 +173,12 @@ class Binding:
 
 
 NEAR: Final = 0.9
-"""A missed rate no lower than this part of the answer's lower end speaks of the same limit."""
+"""Share of the answer's lower end down to which a missed rate shows the same limit."""
 
 
 def limiting_trial(trials: Sequence[TrialRecord], lower: float | None) -> TrialRecord | None:
-    """The trial to ask: the lowest rate that was missed above ``lower`` (above nothing if that is None).
-
-    Where there is none, one that was not decided there, or one that was missed just below.
-    """
+    """Return the trial with the lowest missed rate above ``lower``, else an undecided one there, else one
+    missed just below."""
     least = lower or 0.0
     for verdict, bound in (("missed", least * (1 + 1e-9)), ("undecided", least), ("missed", least * NEAR)):
         found = [each for each in trials if each.verdict == verdict and each.request_rate >= bound]
@@ -196,23 +188,23 @@ def limiting_trial(trials: Sequence[TrialRecord], lower: float | None) -> TrialR
 
 
 def limit_of_cell(trials: Sequence[TrialRecord], lower: float | None) -> dict[str, Any] | None:
-    """What is stored with a cell's answer: limit, evidence, shares, the trial asked. None if unknown."""
+    """Return the stored limit of a cell (limit, evidence, shares, trial), or None."""
     trial = limiting_trial(trials, lower)
     if trial is None:
         met_only = lower is not None and all(each.verdict == "met" for each in trials)
-        return Binding("none", "no rate was missed").to_json() if met_only else None
+        return Binding("none", "no tested rate missed the SLO").to_json() if met_only else None
     limit = trial.engine.get("limit")
     return {**limit, "trial_id": trial.trial_id} if isinstance(limit, Mapping) else None
 
 
 def note_limit(trial: TrialRecord, records: Sequence[RequestRecord], slo: Slo) -> None:
-    """Write which limit binds into the engine columns of a trial that was not met."""
+    """Store the limit of a missed trial in its engine columns."""
     if trial.verdict not in ("met", "invalid"):
         trial.engine["limit"] = binding_of(records, slo, TrialFacts.of(trial)).to_json()
 
 
 def binding_of(records: Sequence[RequestRecord], slo: Slo, facts: TrialFacts) -> Binding:
-    """What limits the rate of this trial; "none" if nothing in it was late."""
+    """Return the limit of this trial's rate; "none" if nothing was late."""
     judged = [record for record in records if facts.window.has(record.scheduled_s)]
     ttft_ms, tpot_ms = slo.tightest("ttft_ms"), slo.tightest("tpot_ms")
     over_ttft = [r for r in judged if _over(_waited_s(r, facts.duration_s), ttft_ms)]
@@ -232,7 +224,7 @@ def binding_of(records: Sequence[RequestRecord], slo: Slo, facts: TrialFacts) ->
         # A queue may be seen to grow before it is long: in the steady part, or else on the way there.
         judged = next((each for each in (judged, list(records)) if _grows(each)), [])
         if not judged:
-            return Binding("none", f"{at}, no limit was broken")
+            return Binding("none", f"{at}, no limit was exceeded")
         over_ttft = _late_tail(judged)
     return _ttft(over_ttft, judged, at, facts, records)
 
@@ -242,14 +234,14 @@ def _over(value_s: float | None, limit_ms: float | None) -> bool:
 
 
 def _waited_s(record: RequestRecord, ended_s: float) -> float | None:
-    """TTFT, or how long it had been waiting without a first token."""
+    """Return TTFT, or the wait so far."""
     if record.ttft_s is not None and record.error in ("", "cancelled"):
         return record.ttft_s
     return ended_s - record.scheduled_s if record.error in UNENDED else None
 
 
 def _late_tail(judged: Sequence[RequestRecord]) -> list[RequestRecord]:
-    """The quarter that arrived last: in a growing queue it waits longest."""
+    """Return the last quarter of arrivals, which waits longest in a growing queue."""
     known = sorted((r for r in judged if r.ttft_s is not None), key=lambda r: r.scheduled_s)
     return known[-max(FEW, len(known) // 4) :]
 
@@ -270,12 +262,12 @@ def _tpot(late: Sequence[RequestRecord], at: str, limit_ms: float, facts: TrialF
         return Binding("tpot", words)
     plain = float(np.percentile(gaps, 10))  # a step that did nothing else
     long_share = sum(gap for gap in gaps if gap > LONG_GAP * plain) / max(sum(gaps), 1e-12)
-    words += f": their tokens came {median(gaps) * 1e3:.3g} ms apart (median)"
+    words += f": the gap between tokens was {median(gaps) * 1e3:.3g} ms (median)"
     use = facts.use.get("decode") or facts.use.get("aggregated")
     if use is not None and use.running_mean is not None:
         words += f" with {use.running_mean:.0f} sequences running on average"
     if long_share >= 0.2:
-        cause = "that also computed prompts" if "aggregated" in facts.use else "far longer than others"
+        cause = "that also computed prompts" if "aggregated" in facts.use else "much longer than others"
         words += f", and {long_share:.0%} of their decode time was in steps {cause}"
     return Binding("tpot", words, {"long_gaps": long_share})
 
@@ -294,12 +286,12 @@ def _ttft(
         # Stopped before the late ones were answered: the slowest that were waited for the same things.
         mine = sorted(known, key=lambda pair: pair[0].ttft_s or 0.0)[-max(FEW, len(known) // 4) :]
     if len(mine) < FEW:
-        return Binding("undetermined", f"{at}, too few of the late requests have times to look at")
+        return Binding("undetermined", f"{at}, too few late requests have recorded times")
     pair = any(parts.after is not None for _, parts in mine)
     if not pair and ("decode" in facts.use or facts.kv_transfer_ms is not None):
-        return Binding("undetermined", f"{at}, requests were late, but the router told no times of them")
+        return Binding("undetermined", f"{at}, requests were late, but the router reported no times")
     if not pair and not facts.use:
-        return Binding("undetermined", f"{at}, requests were late, but the server tells nothing of its use")
+        return Binding("undetermined", f"{at}, requests were late, but the server does not report its load")
     # The least that a request took is looked for in the whole trial: its first ones found empty queues.
     timed_all = [(r, parts) for r in everyone if (parts := parts_of(r)) is not None]
     shares = shares_of(mine, timed_all, (facts.kv_transfer_ms or 0.0) / 1e3)
@@ -315,11 +307,11 @@ def _named(shares: Mapping[str, float], at: str, facts: TrialFacts, pair: bool) 
     waits = {part: shares[part] for part in ("client", "router", "prefill_wait", "transfer", "decode_wait")}
     part = max(waits, key=lambda name: waits[name])
     if shares["prefill_work"] > waits[part] and sum(waits.values()) < WAITING_SHARE:
-        return binds("prefill", "prefill_work", "computing the prompt alone")
+        return binds("prefill", "prefill_work", "the prompt's computation itself")
     if part == "client":
         return binds("client", part, "waiting for the load generator to send")
     if part == "router":
-        return binds("router", part, "spent in the router and on the way to it")
+        return binds("router", part, "in the router and the network before it")
     if part == "transfer":
         return binds("transfer", part, f"the KV transfer ({facts.kv_transfer_ms or 0.0:.3g} ms on average)")
     if part == "decode_wait":
@@ -332,7 +324,7 @@ def _named(shares: Mapping[str, float], at: str, facts: TrialFacts, pair: bool) 
     if blocked:
         words = (
             f"waiting for P, which was busy only {busy:.0%} of the time: its KV pool was full of prompts "
-            "that decode had not fetched"
+            "that decode had not fetched yet"
         )
         decode = facts.use.get("decode") or Use()
         return binds("decode_slots" if _is_full(decode) else "transfer", part, words)
@@ -349,21 +341,21 @@ def _after_prefill(binds: Any, part: str, facts: TrialFacts) -> Binding:
         binding: Binding = binds(
             "undetermined",
             part,
-            "waiting for decode, which does not tell what for: slots, KV blocks or steps",
+            "waiting for decode; unknown whether for slots, KV blocks or steps",
         )
     elif _is_full(decode):
-        binding = binds("decode_slots", part, f"waiting for a place on decode: {_fullness(decode)}")
+        binding = binds("decode_slots", part, f"waiting for a decode slot: {_fullness(decode)}")
     elif facts.kv_transfer_ms is None:
-        binding = binds("transfer", part, "between prefill and decode, and decode had free places")
+        binding = binds("transfer", part, "between prefill and decode, while decode had free slots")
     else:
-        binding = binds("undetermined", part, "waiting on decode, although it had free places")
+        binding = binds("undetermined", part, "waiting on decode, although it had free slots")
     return binding
 
 
 def _aggregated(binds: Any, use: Use) -> Binding:
     binding: Binding
     if _is_full(use):
-        binding = binds("decode_slots", "prefill_wait", f"waiting for a place: {_fullness(use)}")
+        binding = binds("decode_slots", "prefill_wait", f"waiting for a slot: {_fullness(use)}")
     else:
         busy = "" if use.busy_share is None else f" (the server was busy {use.busy_share:.0%})"
         binding = binds("prefill", "prefill_wait", f"waiting for prefill{busy}")
@@ -373,5 +365,5 @@ def _aggregated(binds: Any, use: Use) -> Binding:
 def _fullness(use: Use) -> str:
     if (use.slots_full_share or 0.0) >= (use.kv_full_share or 0.0):
         slots = "all slots" if use.slots is None else f"all {use.slots} slots"
-        return f"{slots} were taken {use.slots_full_share or 0.0:.0%} of the time"
-    return f"its KV pool was too full {use.kv_full_share or 0.0:.0%} of the time"
+        return f"{slots} were in use {use.slots_full_share or 0.0:.0%} of the time"
+    return f"its KV pool was full {use.kv_full_share or 0.0:.0%} of the time"

@@ -3,19 +3,16 @@
 - **Met and missed.** A request meets the SLO if it succeeded and keeps every limit that is set on each
   request (core/slo.py). A failed, late or wrong-length request is a miss. TPOT is undefined for one token;
   such a request keeps the TPOT limit. Limits on a percentile or a mean are judged over the trial's requests.
-  A request that kvbench cancelled when it stopped the trial is *undecided*, unless it could no longer
-  have met a limit when it was cancelled; then it is a miss. Without that, a trial stopped because
-  requests wait too long would be judged by the lucky ones alone.
+  A request that kvbench cancelled when it stopped the trial is *undecided*, or a miss if it could no longer
+  have met a limit. Otherwise a trial stopped for long waits would be judged by the fast requests alone.
 - **Steady window.** Verdict, rates and latencies are taken from it. It begins after the warm-up and ends with
   the last arrival. The warm-up is the first 10 % of the arrivals, or one median end-to-end latency if that is
-  longer, but never more than 30 % of the arrivals. Fewer than 20 arrivals have no warm-up: there is nothing
-  to spare. A request belongs to the window if it was *scheduled* in it; a completion or a token counts for a
-  rate if it *happened* in it. So the drain, in which the load is no longer offered, distorts no rate.
+  longer, but never more than 30 % of the arrivals. Fewer than 20 arrivals have no warm-up. A request belongs
+  to the window if it was *scheduled* in it; a completion or a token counts for a rate if it *happened* in it.
 - **Rates of the whole run** (``run_*``) follow ``vllm bench serve``: all completed requests over the
   whole duration, ramp and drain included. They are lower than the load that was carried.
 - **Percentiles** interpolate linearly (numpy's default). They are None below 2 (P50), 10 (P90) or 50
-  (P99) values. Fewer than 100 values put P99 between the two largest: read it as a maximum.
-"""
+  (P99) values. Fewer than 100 values put P99 between the two largest: read it as a maximum."""
 
 from __future__ import annotations
 
@@ -23,36 +20,25 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import NormalDist
 from typing import Any, Final
 
 import numpy as np
 
-from kvbench.core.metrics.criteria import CONFIDENCE, CriterionResult, judge_criteria, met, misses
+from kvbench.core.metrics.untimed_tokens import peak_output
 from kvbench.core.records import UNENDED, RequestRecord
-from kvbench.core.slo import Limit, Slo
+from kvbench.core.slo import (
+    METRICS,
+    SESSION_METRICS,
+    Criterion,
+    CriterionKind,
+    Slo,
+    latencies_ms,
+    misses_allowed,
+)
 from kvbench.core.stats import StepSeries, Trend, autocorrelation_time, share_interval, trend
 
-__all__ = [
-    "CONFIDENCE",
-    "CriterionResult",
-    "Distribution",
-    "Limit",
-    "Slo",
-    "Summary",
-    "WholeRun",
-    "Window",
-    "ended_at",
-    "in_flight_series",
-    "judge_criteria",
-    "judged_records",
-    "met",
-    "misses",
-    "steady_window",
-    "summarise",
-    "waiting_series",
-]
-
-
+CONFIDENCE: Final = 0.95
 WARMUP_SHARE: Final = 0.10
 WARMUP_SHARE_MAX: Final = 0.30
 WARMUP_MIN_REQUESTS: Final = 20
@@ -60,7 +46,7 @@ WARMUP_MIN_REQUESTS: Final = 20
 
 @dataclass(frozen=True)
 class Window:
-    """The steady part of a trial, in seconds since its start; both ends belong to it."""
+    """Steady part of a trial in seconds since its start, both ends included."""
 
     start_s: float
     end_s: float
@@ -74,12 +60,12 @@ class Window:
 
 
 def ended_at(records: Sequence[RequestRecord], duration_s: float) -> float | None:
-    """When the trial was stopped, if it was: its end, if any request had to be cancelled."""
+    """Return when the trial was stopped, or None if no request was cancelled."""
     return duration_s if any(record.error == "cancelled" for record in records) else None
 
 
 def steady_window(records: Sequence[RequestRecord], ended_s: float | None = None) -> Window:
-    """The window after the warm-up and up to the last arrival, by the rule in the module's docstring."""
+    """Return the window from the end of warm-up to the last arrival (see the module)."""
     arrivals = sorted(
         record.scheduled_s for record in records if ended_s is None or record.scheduled_s <= ended_s
     )
@@ -96,25 +82,24 @@ def steady_window(records: Sequence[RequestRecord], ended_s: float | None = None
 
 
 def judged_records(records: Sequence[RequestRecord], window: Window) -> list[RequestRecord]:
-    """The requests that the verdict counts, in the order of their scheduled sends."""
+    """Return the requests of the verdict in order of scheduled sends."""
     inside = (record for record in records if window.has(record.scheduled_s))
     return sorted(inside, key=lambda record: record.scheduled_s)
 
 
 def waiting_series(records: Sequence[RequestRecord], ended_s: float | None = None) -> StepSeries:
-    """Number of requests that wait for their first token, from their scheduled send on."""
+    """Return the number of requests waiting for their first token, from their scheduled send."""
     return _open_requests(records, ended_s, "first_token_s")
 
 
 def in_flight_series(records: Sequence[RequestRecord], ended_s: float | None = None) -> StepSeries:
-    """Number of requests between their scheduled send and their last token."""
+    """Return the number of requests between scheduled send and last token."""
     return _open_requests(records, ended_s, "last_token_s")
 
 
 def _open_requests(records: Sequence[RequestRecord], ended_s: float | None, until: str) -> StepSeries:
     """What never reached ``until`` is open up to the last moment known of its trial if it timed out or was
-    cancelled; a request that failed otherwise is taken to have failed at once.
-    """
+    cancelled; a request that failed otherwise is taken to have failed at once."""
     known = [time for r in records for time in (r.sent_s, r.last_token_s) if time is not None]
     last_s = ended_s if ended_s is not None else max(known, default=0.0)
     starts, ends = [], []
@@ -129,13 +114,13 @@ def _open_requests(records: Sequence[RequestRecord], ended_s: float | None, unti
 
 
 MIN_SPAN_S: Final = 1e-3
-"""No rate and no trend is taken from a shorter time."""
+"""Shortest time for a rate or trend, in seconds."""
 MIN_VALUES: Final[Mapping[int, int]] = {50: 2, 90: 10, 99: 50}
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """A sample's figures; all None for an empty one. ``n`` is the number of values."""
+    """Statistics of a sample, None if empty. ``n``: values."""
 
     n: int = 0
     mean: float | None = None
@@ -146,7 +131,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float | None], scale: float = 1.0) -> Distribution:
-        """Figures of the values that are there, each times ``scale``."""
+        """Summarise the known values times ``scale``."""
         if isinstance(values, np.ndarray):
             data = values * scale
         else:
@@ -164,15 +149,13 @@ class Distribution:
 @dataclass(frozen=True)
 class WholeRun:
     """All answered requests over the whole duration, ramp and drain included, as ``vllm bench serve`` counts.
-
-    TTFT counts from the scheduled send, or (``ttft_sent_ms``) from the real one. Rates are per second.
-    """
+    TTFT counts from the scheduled send, or (``ttft_sent_ms``) from the real one. Rates are per second."""
 
     duration_s: float = 0.0
     successful: int = 0
     failed: int = 0
     cancelled: int = 0
-    """By kvbench, when it stopped the trial: nobody knows what would have become of them."""
+    """Requests cancelled by kvbench when it stopped the trial."""
     input_tokens: int = 0
     output_tokens: int = 0
     request_throughput: float | None = None
@@ -205,11 +188,9 @@ class WholeRun:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of one trial. Rates are per second; latencies in milliseconds; times in seconds.
-
-    The first block counts all requests of the trial; everything after ``window`` is of the steady window
-    only, except ``run_*``, the peaks and ``duration_s``.
-    """
+    """The figures of one trial. Rates are per second; latencies in milliseconds; times in seconds. The first
+    block counts all requests of the trial; everything after ``window`` is of the steady window only, except
+    ``run_*``, the peaks and ``duration_s``."""
 
     offered_rate: float
     duration_s: float
@@ -227,7 +208,7 @@ class Summary:
     judged_missed: int
     judged_undecided: int
     missed_by: Mapping[str, int]
-    """Judged misses by cause: "ttft", "tpot" (a request may break both) or the class of its failure."""
+    """Judged misses by cause: "ttft", "tpot" (possibly both) or failure class."""
 
     slo_attainment: float | None
     """judged_met / (judged_met + judged_missed); None if nothing was decided, or if the SLO sets no limit
@@ -236,15 +217,15 @@ class Summary:
     attainment_upper: float
     attainment_confidence: float
     effective_n: float
-    """How many independent requests the judged ones are worth; the interval is for this number."""
+    """Number of independent requests that the judged ones are worth; base of the interval."""
 
     achieved_rate: float | None
-    """Requests completed inside the window / its length."""
+    """Requests completed in the window / its length."""
     request_goodput: float | None
-    """Requests that met the SLO and completed inside the window / its length."""
+    """Requests within the SLO completed in the window / its length."""
     output_tok_per_s: float | None
     total_tok_per_s: float | None
-    """Output tokens, and with them the prompt tokens of requests whose first token came in the window."""
+    """Output tokens, and with the prompt tokens of requests whose first token is in the window."""
     run_request_rate: float | None
     run_output_tok_per_s: float | None
     run_total_tok_per_s: float | None
@@ -255,17 +236,19 @@ class Summary:
     itl_ms: Distribution = field(default_factory=Distribution)
     e2el_ms: Distribution = field(default_factory=Distribution)
     first_event_ms: Distribution = field(default_factory=Distribution)
-    """From the scheduled send to the first event, which may be without text."""
+    """From scheduled send to first event, possibly without text."""
 
     peak_waiting: int = 0
     peak_in_flight: int = 0
+    peak_output_tok_per_s: float | None = None
+    """Most output tokens of one second of the whole run, counted from the first send."""
     waiting_trend: Trend | None = None
-    """Slope of the number of requests waiting for their first token, over the window."""
+    """Slope of the number of waiting requests in the window."""
     criteria: tuple[CriterionResult, ...] = ()
-    """Each thing that the SLO asks, over the judged requests."""
+    """Result of each SLO criterion over the judged requests."""
     arrived: int = 0
     left: int = 0
-    """Requests that were scheduled inside the window, and that ended well inside it."""
+    """Requests scheduled in the window, and ended well inside it."""
     whole_run: WholeRun = field(default_factory=WholeRun)
 
     @property
@@ -274,7 +257,6 @@ class Summary:
 
     @property
     def attained(self) -> bool:
-        """Whether every criterion holds, by the point estimates."""
         return bool(self.criteria) and all(criterion.met for criterion in self.criteria)
 
     def to_json(self) -> dict[str, Any]:
@@ -289,12 +271,10 @@ def summarise(
     window: Window | None = None,
     confidence: float = CONFIDENCE,
 ) -> Summary:
-    """All figures of a trial.
-
-    ``records``: one for each planned request. ``offered_rate``: requests per second that were asked for.
-    ``duration_s``: from the trial's start to its end, drain included. ``window``: steady window, found
-    from the records if not given. ``confidence``: of the attainment's two-sided interval.
-    """
+    """All figures of a trial. ``records``: one for each planned request. ``offered_rate``: requests per
+    second that were asked for. ``duration_s``: from the trial's start to its end, drain included. ``window``:
+    steady window, found from the records if not given. ``confidence``: of the attainment's two-sided
+    interval."""
     ended_s = ended_at(records, duration_s)
     window = steady_window(records, ended_s) if window is None else window
     judged = judged_records(records, window)
@@ -324,6 +304,7 @@ def summarise(
         first_event_ms=Distribution.of((record.first_event_ttft_s for record in done), 1e3),
         peak_waiting=waiting.peak(),
         peak_in_flight=in_flight_series(records, ended_s).peak(),
+        peak_output_tok_per_s=peak_output(records),
         waiting_trend=trend(waiting, window.start_s, window.end_s) if window.length_s >= MIN_SPAN_S else None,
         criteria=judge_criteria(judged, slo, ended_s, confidence),
         arrived=len(judged),
@@ -333,7 +314,6 @@ def summarise(
 
 
 def _latencies_of(done: Sequence[RequestRecord]) -> dict[str, Any]:
-    """The distributions of answered requests, in ms."""
     gaps = [np.asarray(record.itl_s, np.float64) for record in done if len(record.itl_s)]
     return {
         "ttft_ms": Distribution.of((record.ttft_s for record in done), 1e3),
@@ -382,7 +362,7 @@ def _per_second(count: float, seconds: float) -> float | None:
 
 
 def _output_inside(record: RequestRecord, window: Window) -> float:
-    """Output tokens of a request inside the window: the first at its time, the others spread evenly."""
+    """Return a request's output tokens in the window: the first at its time, others spread evenly."""
     if record.first_token_s is None or record.output_len < 1:
         return 0.0
     count = 1.0 if window.has(record.first_token_s) else 0.0
@@ -392,3 +372,113 @@ def _output_inside(record: RequestRecord, window: Window) -> float:
         return count * record.output_len
     shared = min(last_s, window.end_s) - max(record.first_token_s, window.start_s)
     return count + (record.output_len - 1) * max(0.0, shared) / length
+
+
+@dataclass(frozen=True)
+class CriterionResult:
+    """One criterion of the SLO over the judged requests. ``value`` of a share is in 0…1, of a mean in ms.
+    ``n``: requests that were counted; None values: nothing could be. ``met`` goes by the point estimate."""
+
+    text: str
+    kind: CriterionKind
+    target: float
+    value: float | None
+    lower: float | None
+    upper: float | None
+    n: int
+    met: bool
+
+
+def met(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> bool | None:
+    """Return True (met), False (missed) or None (cancelled before a decision). ``ended_s``: end of the trial
+    that cancelled it, in seconds since its start."""
+    broken = misses(record, slo, ended_s)
+    if broken:
+        return False
+    return None if record.error == "cancelled" else True
+
+
+def misses(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> tuple[str, ...]:
+    """Return a miss's causes: "ttft", "tpot", "e2el" or its failure class. Empty if it is no miss."""
+    if record.error not in ("", "cancelled"):
+        return (record.error,)
+    values, decided = _latencies(record, ended_s)
+    broken = (
+        limit.metric.removesuffix("_ms")
+        for limit in slo.each
+        if limit.metric in values and not limit.kept(values[limit.metric])
+        if decided or values[limit.metric] is not None
+    )
+    return tuple(dict.fromkeys(broken))
+
+
+def missed_text(causes: Mapping[str, int]) -> str:
+    """Return ``1 missed TPOT, 7 missed TTFT, 2 failed (timeout)``."""
+    latencies = {metric.removesuffix("_ms") for metric in (*METRICS, *SESSION_METRICS)}
+    return ", ".join(
+        f"{count} missed {cause.upper()}" if cause in latencies else f"{count} failed ({cause})"
+        for cause, count in sorted(causes.items())
+    )
+
+
+def _latencies(record: RequestRecord, ended_s: float | None) -> tuple[dict[str, float | None], bool]:
+    """Return a request's latencies in ms, and whether they are final; a cancelled one's are lower bounds."""
+    ttft_s, tpot_s, e2el_s = record.ttft_s, record.tpot_s, record.e2el_s
+    cancelled = record.error == "cancelled"
+    if cancelled:
+        tpot_s = e2el_s = None
+    if cancelled and ended_s is not None:
+        e2el_s = max(0.0, ended_s - record.scheduled_s)
+        if ttft_s is None:
+            ttft_s = e2el_s
+        if record.first_token_s is not None and record.requested_output_len > 1:
+            # The least that its TPOT can become: all missing tokens in the very next moment.
+            tpot_s = (ended_s - record.first_token_s) / (record.requested_output_len - 1)
+    turn, session_s = record.turn, record.session_s
+    values = latencies_ms(ttft_s, tpot_s, e2el_s, record.ok or cancelled, turn, session_s)
+    return values, not cancelled
+
+
+def judge_criteria(
+    judged: Sequence[RequestRecord], slo: Slo, ended_s: float | None, confidence: float = CONFIDENCE
+) -> tuple[CriterionResult, ...]:
+    """Each criterion of the SLO over the judged requests, with its two-sided interval. A cancelled request
+    counts in a share if it had broken a limit by then, and not at all otherwise; in a mean it does not count.
+    Neighbours depend on each other: intervals are for the effective number."""
+    return tuple(_judged_by(criterion, judged, ended_s, confidence) for criterion in slo.all_criteria())
+
+
+def _judged_by(
+    criterion: Criterion, judged: Sequence[RequestRecord], ended_s: float | None, confidence: float
+) -> CriterionResult:
+    seen = []
+    for record in judged:
+        values, decided = _latencies(record, ended_s)
+        if decided:
+            seen.append(criterion.observe(values, record.ok))
+        elif criterion.kind == "share" and any(
+            values.get(limit.metric) is not None and not limit.kept(values[limit.metric])
+            for limit in criterion.limits
+        ):
+            seen.append(0.0)
+    data = np.array([value for value in seen if not math.isnan(value)])
+    n = len(data)
+    about: dict[str, Any] = {"text": criterion.text(), "kind": criterion.kind, "n": n}
+    about["target"] = criterion.target
+    if not n:
+        return CriterionResult(**about, value=None, lower=None, upper=None, met=False)
+    value = float(data.mean())
+    effective = n / autocorrelation_time(data.tolist())
+    if criterion.kind == "share":
+        lower, upper = share_interval(value * effective, effective, confidence)
+        good = n - round(value * n) <= misses_allowed(n, criterion.target)
+        return CriterionResult(**about, value=value, lower=lower, upper=upper, met=good)
+    error = float(data.std(ddof=1)) / math.sqrt(max(effective, 1.0)) if n > 1 else math.inf
+    half = NormalDist().inv_cdf(0.5 + confidence / 2) * error if n > 1 else None
+    return CriterionResult(
+        **about,
+        value=value,
+        lower=None if half is None else value - half,
+        upper=None if half is None else value + half,
+        met=value <= criterion.target,
+    )

@@ -14,8 +14,7 @@ requests that have waited longer than the first ones count. Two questions:
 Where a quarter of the later requests is as fast as the first ones, neither holds: widely varying latencies
 look like growth. Constants found by PERF are of ``python -m tools.perf_search --first-seed 400 --seeds 30
 --methods kvbench``: rates that whole searches find on virtual systems. GATE is ``grows`` in
-tests/core/gates/test_queue_growth.py over those systems and 8 seeds.
-"""
+tests/core/gates/test_queue_growth.py over those systems and 8 seeds."""
 
 from __future__ import annotations
 
@@ -45,22 +44,22 @@ WALKS_AT_EACH_LOOK: Final = 3.0
 """While a trial runs it is looked at again and again, and the worst moment of a walk counts. With 2, PERF
 finds 93 % of the rates of jitter within 5 %, with 3 97 %; the other systems' stay as they are."""
 HORIZON_S: Final = 600.0
-"""Who holds a rate for ten minutes calls it sustained: a convention, not a measurement."""
+"""Ten minutes: by convention a rate held that long is sustained."""
 ADDED: Final = 0.5
-"""Growth adds at least so much to what waited at the beginning. A system without a queue whose latencies vary
-widely fills for a long time after most of its requests are answered, but ever slower."""
+"""Least growth relative to the initial queue. Queueless systems with varying latencies fill slowly for
+long."""
 EARLY: Final = 8
-"""The first so-manyth part of a trial shows how long requests wait where hardly anybody waits before them."""
+"""The first 1/8 of a trial is the baseline wait."""
 FILL: Final = 2.0
-"""Waiting has built up after so many times what the first requests waited: those whose latency is longer than
-average are still to come. Nor is a queue concluded before so many idle latencies."""
+"""Build-up time in multiples of the baseline wait: longer latencies are still to come."""
 SPAN_LEAST: Final = 0.2
-"""The share of the time so far that must be left for a slope."""
+"""Least remaining share of the time for a slope."""
 QUEUED: Final = 0.5
-"""The queue is not empty while more than this share of those that wait have waited longer than the first."""
+"""The queue counts as non-empty while more than this share has waited longer than the baseline."""
 FAST_LEAST: Final = 10
+"""Fewest later requests for the comparison with the baseline."""
 FAST_SHARE: Final = 0.25
-"""Of so many later requests at least, less than this share must be as fast as the first ones."""
+"""Share of later requests as fast as the baseline from which latencies merely vary."""
 CAPACITY_REQUESTS: Final = 40
 CAPACITY_LATENCIES: Final = 2.0
 CAPACITY_ERRORS: Final = 3.0
@@ -75,9 +74,7 @@ trials that met the SLO above the true rate GATE finds 4.4 % in four latencies i
 @dataclass(frozen=True)
 class QueueGrowth:
     """By how many requests a second a queue grows, the standard error of that, and what chance alone shows.
-
-    ``capacity``: first tokens per second, where the growth was measured by them; else it is a slope.
-    """
+    ``capacity``: first tokens per second, where the growth was measured by them; else it is a slope."""
 
     per_s: float
     error: float
@@ -94,8 +91,7 @@ class QueueReadings:
     ``dispersion``: squared variation of the gaps between arrivals, at least 1. By request: ``offsets_s``, the
     planned sends in order; ``settled_s``, when its outcome was known, nan before; ``ttft_s``, nan where
     unknown. By time: ``waiting``, requests without a first token; ``firsts``, first tokens so far.
-    ``unbroken``: it is early, and no criterion was broken yet, so that only what is sure may be said.
-    """
+    ``unbroken``: it is early, and no criterion was broken yet, so that only what is sure may be said."""
 
     rate: float
     idle_latency_s: float
@@ -121,10 +117,8 @@ class QueueReadings:
         latency_s: float,
         ttft_limit_s: float,
     ) -> QueueReadings | None:
-        """Those of a whole trial while load was offered, up to ``end_s``; None without load.
-
-        ``duration_s``: from the trial's start to its end, drain included.
-        """
+        """Those of a whole trial while load was offered, up to ``end_s``; None without load. ``duration_s``:
+        from the trial's start to its end, drain included."""
         offered = [each for each in records if each.scheduled_s <= end_s]
         offered.sort(key=lambda each: each.scheduled_s)
         if len(offered) < 2 or end_s <= 0 or rate <= 0:
@@ -153,7 +147,8 @@ class QueueReadings:
         )
 
     def since(self, begin_s: float) -> QueueReadings:
-        """As if the load had begun then: of sessions, whose turns become more until first ones end."""
+        """Return the readings as if the load had begun at ``begin_s``: for sessions, whose turns increase
+        until the first ones end."""
         sent, seen = self.offsets_s >= begin_s, self.times_s > begin_s
         if not sent.any() or int(seen.sum()) < 2:
             return self
@@ -175,10 +170,8 @@ class QueueReadings:
     @cached_property
     def early_s(self) -> FloatArray | None:
         """How long the first requests waited for their first tokens; None while one of them still does, but
-        not for longer than one alone may have to.
-
-        First tokens are counted, not told apart, so the k-th one is taken to be the k-th arrival's.
-        """
+        not for longer than one alone may have to. First tokens are counted, not told apart, so the k-th one
+        is taken to be the k-th arrival's."""
         early = max(1, int(np.searchsorted(self.offsets_s, self.now_s / EARLY)))
         firsts = np.maximum.accumulate(self.firsts)
         if firsts[-1] < early:
@@ -189,20 +182,20 @@ class QueueReadings:
 
     @cached_property
     def filled_s(self) -> float:
-        """When all waiting has built up that is no queue; inf while that is not known."""
+        """Return when the initial waiting has built up; inf if unknown."""
         if self.early_s is None:
             return math.inf
         return FILL * min(float(self.early_s.max()), self.idle_latency_s or math.inf)
 
     @cached_property
     def queued(self) -> FloatArray:
-        """At each time, how many have waited for longer than the first requests did."""
+        """Return how many requests have waited longer than the baseline, at each time."""
         usual_s = 0.0 if self.early_s is None else float(np.median(self.early_s))
         due = np.searchsorted(self.offsets_s, self.times_s - usual_s, side="right")
         return np.asarray(due - self.firsts, np.float64)
 
     def may_be_slow_alone(self, since_s: float) -> bool:
-        """Whether later arrivals show, or could not show yet, latencies that merely vary."""
+        """Return whether later arrivals show, or may still show, merely varying latencies."""
         begin = int(np.searchsorted(self.offsets_s, since_s))
         settled, ttft = self.settled_s[begin:], self.ttft_s[begin:]
         known = ~np.isnan(settled)
@@ -213,11 +206,11 @@ class QueueReadings:
         return bool(np.quantile(later, FAST_SHARE) <= self.early_s.max())
 
     def material(self, per_s: float) -> bool:
-        """Whether a queue that grows by so many requests a second will break the TTFT limit."""
+        """Return whether this growth breaks the TTFT limit within the horizon."""
         return per_s * HORIZON_S / self.rate > self.ttft_limit_s
 
     def by_chance(self, span_s: float) -> float:
-        """Standard deviation of the slope that a random walk with these arrivals shows within a span."""
+        """Return the standard deviation of a random walk's slope with these arrivals."""
         return math.sqrt(1.2 * self.dispersion * self.rate / span_s)
 
 
@@ -229,10 +222,8 @@ def dispersion(offsets_s: FloatArray) -> float:
 
 
 def queue_growth(readings: QueueReadings, *, walks: float = WALKS) -> QueueGrowth | None:
-    """By how much the queue grows; None where nothing says that it does.
-
-    ``walks``: ``WALKS_AT_EACH_LOOK`` for who asks again and again while the trial runs.
-    """
+    """By how much the queue grows; None where nothing says that it does. ``walks``: ``WALKS_AT_EACH_LOOK``
+    for who asks again and again while the trial runs."""
     if readings.early_s is None or readings.now_s < FILL * readings.idle_latency_s:
         return None
     slope = _slope(readings, walks)
@@ -248,7 +239,7 @@ def queue_growth(readings: QueueReadings, *, walks: float = WALKS) -> QueueGrowt
 
 
 def _slope(readings: QueueReadings, walks: float) -> QueueGrowth | None:
-    """The slope of the queue, where that is significant and material."""
+    """Return a significant and material slope of the queue, or None."""
     start_s = max(readings.now_s / 3, readings.filled_s)
     span = readings.now_s - start_s
     if span < SPAN_LEAST * readings.now_s or readings.may_be_slow_alone(start_s):
@@ -270,7 +261,8 @@ def _slope(readings: QueueReadings, walks: float) -> QueueGrowth | None:
 
 
 def capacity_of(readings: QueueReadings) -> tuple[float, float, float] | None:
-    """(first tokens per second, standard error, how many), of the latest stretch with a queue never empty."""
+    """Return (first tokens per second, standard error, count) of the latest stretch with a non-empty
+    queue."""
     times, queued, firsts = readings.times_s, readings.queued, readings.firsts
     floor = np.maximum(max(6.0, 0.25 * float(queued.max(initial=0.0))), QUEUED * readings.waiting)
     low = np.flatnonzero((queued < floor) | (times < readings.filled_s))

@@ -15,8 +15,7 @@ The parts add up to the TTFT. An unknown part is None and its time is in another
 concurrent dispatch) and ``router`` (without its times) in ``hand_off``; ``kv_transfer`` in ``decode_queue``
 (sequential) or ``hand_off`` (concurrent). The histograms count failed requests, too; so P's and D's parts are
 shortened to what the router waited for them. Without its times a part below zero is shown as 0, and the sum
-exceeds the TTFT by as much.
-"""
+exceeds the TTFT by as much."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ PARTS: Final = (
     "decode_queue",
     "first_decode_step",
 )
-"""In the order in which they pass."""
+"""Parts in their order of time."""
 
 PART_WORDS: Final = {
     "router": "router and client",
@@ -47,16 +46,14 @@ PART_WORDS: Final = {
     "decode_queue": "D: queue",
     "first_decode_step": "D: first step",
 }
-"""As tables and pictures call them."""
+"""Names of the parts in tables and plots."""
 
 
 @dataclass(frozen=True)
 class RouterTimes:
-    """The router's times of a request, in seconds: P's and D's answers as it waited for them.
-
-    ``hand_off``: from P's answer to the request to D; None with concurrent dispatch. ``prefill`` is None if
-    D's first byte mostly came before P's answer, which can only be then.
-    """
+    """The router's times of a request, in seconds: P's and D's answers as it waited for them. ``hand_off``:
+    from P's answer to the request to D; None with concurrent dispatch. ``prefill`` is None if D's first byte
+    mostly came before P's answer, which can only be then."""
 
     prefill: float | None
     decode: float
@@ -73,7 +70,7 @@ class Phases:
 
     @property
     def residence(self) -> float | None:
-        """From the engine having the request to its first token."""
+        """Return the time from arrival at the engine to the first token."""
         return None if self.queue is None or self.prefill is None else self.queue + self.prefill
 
 
@@ -126,9 +123,8 @@ def ttft_breakdown(
 def hand_off_parts(
     prefill: Phases | None, decode: Phases | None, router: RouterTimes | None
 ) -> dict[str, float | None]:
-    """Where a long ``hand_off`` lies, in milliseconds: in P's front end and answer, in the router between
-    the two, or in D's front end and answer. None with concurrent dispatch, and where a time is not known.
-    """
+    """Where a long ``hand_off`` lies, in milliseconds: in P's front end and answer, in the router between the
+    two, or in D's front end and answer. None with concurrent dispatch, and where a time is not known."""
     parts: dict[str, float | None] = dict.fromkeys(("prefill_front_end", "router_turn", "decode_front_end"))
     if router is None or router.hand_off is None:
         return parts
@@ -141,7 +137,7 @@ def hand_off_parts(
 
 
 def _share_concurrent(parts: dict[str, float | None], left: float) -> None:
-    """What follows P's compute when P and D were asked at once: step, transfer, and the rest of ``left``."""
+    """Split the rest with concurrent dispatch: step, transfer, remainder."""
     for name in ("first_decode_step", "kv_transfer"):
         part = parts[name]
         if part is not None:
@@ -151,7 +147,7 @@ def _share_concurrent(parts: dict[str, float | None], left: float) -> None:
 
 
 def _within(phases: Phases | None, limit_s: float | None) -> Phases | None:
-    """The phases, shortened alike if they last longer than the router waited for all of them."""
+    """Return the phases, scaled down to the router's wait."""
     if limit_s is None or phases is None or phases.queue is None or phases.prefill is None:
         return phases
     share = min(1.0, limit_s / (phases.queue + phases.prefill)) if phases.queue + phases.prefill > 0 else 1.0
@@ -164,7 +160,7 @@ def _milliseconds(parts: dict[str, float | None]) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of one request: before P, at P, after P. ``back``: from D's first byte to the client."""
+    """Seconds of one request before P, at P, after P. ``back``: from D's first byte to the client."""
 
     client: float
     router: float
@@ -174,7 +170,7 @@ class Parts:
 
 
 def parts_of(record: RequestRecord) -> Parts | None:
-    """None where its times are not known."""
+    """Return None without its times."""
     first, sent = record.first_token_s, record.sent_s
     if first is None or sent is None:
         return None
@@ -201,7 +197,7 @@ def shares_of(
     known: Sequence[tuple[RequestRecord, Parts]],
     kv_s: float,
 ) -> dict[str, float]:
-    """Parts of the late requests' TTFT, waiting apart from working; they sum to 1."""
+    """Return shares of the late requests' TTFT, waiting separate from working; they sum to 1."""
     floor_p = _floors((r, parts.prefill) for r, parts in known)
     floor_d = _floors((r, parts.after) for r, parts in known if parts.after is not None)
     sums = dict.fromkeys(
@@ -227,7 +223,7 @@ def shares_of(
 
 
 def _length(record: RequestRecord) -> int:
-    """Requests of about one length are compared with each other: within a factor of two."""
+    """Return the bucket of similar lengths (factor of two)."""
     return record.input_len.bit_length()
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 COMPLETIONS: Final = "/v1/completions"
@@ -22,9 +22,14 @@ class BackendSpec:
     url: str
     bootstrap_url: str = ""
     side_address: str = ""
-    engine_id: str = ""
-    """P's, if it is known beforehand and the connector needs it."""
+    engine_ids: list[str] = field(default_factory=list)
+    """Those of P's data-parallel ranks, if they are known beforehand and the connector needs them."""
+    side_addresses: list[str] = field(default_factory=list)
+    """Those of the ranks, where each has one."""
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    """Ranks whose engine ids a bootstrap server must name; earlier they are still starting."""
 
 
 def server_of_session(session: str, servers: int) -> int:
@@ -58,11 +63,15 @@ class AroundPrompt:
         return before, after
 
 
-def engine_id_in(body: bytes) -> str:
-    """The engine id of the first data-parallel rank in a bootstrap answer; empty if there is none."""
+RANK_HEADER: Final = "x-data-parallel-rank"
+"""Sends a request to one data-parallel rank of a vLLM server."""
+
+
+def engine_ids_in(body: bytes, least: int = 1) -> tuple[str, ...]:
+    """The engine ids in a bootstrap answer by data-parallel rank; none if one of ``least`` is missing."""
     try:
         ranks = json.loads(body)
-        first = min(ranks, key=int)
-        return str(ranks[first].get("engine_id") or "")
+        found = tuple(str(ranks[str(rank)]["engine_id"] or "") for rank in range(len(ranks)))
+        return found if all(found) and len(found) >= least else ()
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-        return ""
+        return ()

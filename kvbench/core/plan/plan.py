@@ -209,7 +209,8 @@ class InstancePlan:
     side_ports: int = 1
     """How many ports from ``side_port`` on it takes, if it takes any."""
     group_port: int | None = None
-    """Where the processes of an instance over several hosts meet, on the first; None for one host."""
+    """Where the processes of an instance over several hosts meet, on the first; the next port joins its
+    data-parallel ranks. None for one host."""
     devices: tuple[str, ...] = ()
     """The GPUs that it is dealt, by number or UUID; none where the engine or its host's owner chooses."""
     ranks: Ranks | None = None
@@ -221,6 +222,17 @@ class InstancePlan:
         if self.side_port is None:
             return ()
         return tuple(self.side_port and self.side_port + rank for rank in range(self.side_ports))
+
+    @property
+    def group_ports(self) -> tuple[int, ...]:
+        """The two ports at which its processes meet; 0 is to be chosen at launch."""
+        return () if self.group_port is None else (self.group_port, self.group_port and self.group_port + 1)
+
+    def ports_on(self, node: int, nodes: int) -> tuple[int, ...]:
+        """All ports of its process on one of the hosts that it spans; its ranks are dealt out in a row."""
+        side = self.all_side_ports
+        there = (port for rank, port in enumerate(side) if rank * max(nodes, 1) // len(side) == node)
+        return (*(() if node else (self.port, *self.group_ports)), *there)
 
 
 @dataclass(frozen=True)
@@ -244,8 +256,7 @@ class DeploymentPlan:
         """All its ports, in the order in which they were given out."""
         found = [] if self.router_port is None else [self.router_port]
         for instance in self.instances:
-            found += [instance.port, *instance.all_side_ports]
-            found += [] if instance.group_port is None else [instance.group_port]
+            found += [instance.port, *instance.all_side_ports, *instance.group_ports]
         return (*found, *self.service_ports)
 
     def to_json(self) -> dict[str, Any]:
@@ -406,7 +417,7 @@ def _deployment(
         ranks = wanted.ranks_of(name)
         side = 0 if info is None else info.side_ports(role, ranks)
         port, side_port = ports.take(), ports.take(side) if side else None
-        group = ports.take() if len(wanted.nodes_of(name)) > 1 else None
+        group = ports.take(2) if len(wanted.nodes_of(name)) > 1 else None
         said = ranks if own_ranks else None
         instances.append(InstancePlan(name, role, rank, port, side_port, max(side, 1), group, ranks=said))
     services = 0 if info is None else info.service_ports

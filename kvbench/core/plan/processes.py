@@ -38,7 +38,9 @@ class ProcessSpec:
     one_thread: bool = True
     """Numerical libraries get one thread each; an engine that computes chooses for itself."""
     host: str = ""
-    """Where it is meant to run; only said in printed commands."""
+    """The address of where it runs; only said in what is printed."""
+    nics: tuple[str, ...] = ()
+    """Its host's NICs for KV, which are looked up there (``nic_env``); only said in what is printed."""
     beside: tuple[str, ...] = ()
     """Addresses of its deployment, which it reaches without a proxy whatever the environment says."""
 
@@ -54,6 +56,26 @@ class ProcessSpec:
             ),
         }
 
+    def printed(self) -> dict[str, Any]:
+        """The same with its host, whose /sys/class/infiniband decides which ``nic_env`` counts."""
+        kinds = {"rdma": nic_env(self.nics, rdma=True), "interfaces": nic_env(self.nics, rdma=False)}
+        return {
+            **self.to_json(),
+            **({"host": self.host} if self.host else {}),
+            **({"nics": list(self.nics), "nic_env": kinds} if self.nics else {}),
+        }
+
+
+def nic_env(names: Sequence[str], *, rdma: bool) -> dict[str, str]:
+    """What UCX, NCCL and gloo are told of a host's NICs: RDMA devices, or else network interfaces."""
+    if not names:
+        return {}
+    if not rdma:
+        whole = ",".join(names)
+        return {"UCX_NET_DEVICES": whole, "NCCL_SOCKET_IFNAME": whole, "GLOO_SOCKET_IFNAME": whole}
+    ports = [name if ":" in name else f"{name}:1" for name in names]
+    return {"UCX_NET_DEVICES": ",".join(ports), "NCCL_IB_HCA": ",".join(names)}
+
 
 def unproxied(environment: Mapping[str, str], addresses: Sequence[str]) -> dict[str, str]:
     """``no_proxy`` and ``NO_PROXY`` for a process that is to reach ``addresses`` without a proxy.
@@ -68,10 +90,26 @@ def unproxied(environment: Mapping[str, str], addresses: Sequence[str]) -> dict[
     return dict.fromkeys(NO_PROXIES, ",".join(filter(None, dict.fromkeys([*given, *addresses]))))
 
 
-def shell_script(spec: ProcessSpec) -> str:
-    """The shell commands that start a process by hand in the current folder: its files, and one command."""
+_CODE: Final = "KVBENCH_CODE"
+_FIND_CODE: Final = "import os, kvbench; print(os.path.dirname(os.path.dirname(kvbench.__file__)))"
+
+
+def shell_script(spec: ProcessSpec, code: str = "") -> str:
+    """The shell commands that start a process by hand in the current folder: its files, and one command.
+
+    ``code``: the folder that kvbench is imported from here, to be found anew on the process's own host.
+    """
     where = f", on {spec.host}" if spec.host else ""
     lines = [f"# {spec.name}{where}"]
+    if spec.nics:
+        lines += _nic_lines(spec.nics)
+
+    def quoted(word: str) -> str:
+        parts = word.split(code) if code else [word]
+        return f'"${_CODE}"'.join(shlex.quote(part) if part or len(parts) == 1 else "" for part in parts)
+
+    if code and any(code in word for word in (*spec.argv, *spec.env.values())):
+        lines.append(f"{_CODE}=$(python3 -c {shlex.quote(_FIND_CODE)})")
     env = {**(ONE_THREAD_ENV if spec.one_thread else {}), **spec.env}
     argv = list(spec.argv)
     for variable, content in spec.files.items():
@@ -81,11 +119,21 @@ def shell_script(spec: ProcessSpec) -> str:
     if spec.spec is not None:
         lines += _here_document(f"{spec.name}.json", spec.spec)
         argv.append(f"{spec.name}.json")
-    assignments = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
-    lines.append(" \\\n  ".join([*assignments, *_rows(argv)]))
+    assignments = [f"{name}={quoted(value)}" for name, value in env.items()]
+    lines.append(" \\\n  ".join([*assignments, *_rows([quoted(word) for word in argv])]))
     if spec.ready_url:
         lines.append(f"# ready when {spec.ready_url} answers 200")
     return "\n".join(lines)
+
+
+def _nic_lines(names: Sequence[str]) -> Iterator[str]:
+    """What its agent would do: a host's NICs are what its sysfs says."""
+    there = " && ".join(
+        f"[ -e /sys/class/infiniband/{shlex.quote(name.partition(':')[0])} ]" for name in names
+    )
+    for words, rdma in ((f"if {there}", True), ("else", False)):
+        env = " ".join(f"{name}={shlex.quote(value)}" for name, value in nic_env(names, rdma=rdma).items())
+        yield f"{words}; then export {env}" if rdma else f"{words} export {env}; fi"
 
 
 def _here_document(name: str, content: Mapping[str, Any]) -> Iterator[str]:
@@ -95,12 +143,12 @@ def _here_document(name: str, content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rows(argv: Sequence[str]) -> list[str]:
-    """The words of a command, quoted: a flag and its values on a line of their own."""
+    """The quoted words of a command: a flag and its values on a line of their own."""
     rows: list[list[str]] = [[]]
     for word in argv:
         if word.startswith("--") and rows[-1]:
             rows.append([])
-        rows[-1].append(shlex.quote(word))
+        rows[-1].append(word)
     return [" ".join(row) for row in rows]
 
 

@@ -35,7 +35,7 @@ UNEVEN: Final = 8.0
 KNOWN: Final = 0.8
 LEFT: Final = 0.15
 """So much of the arrivals' chance is allowed for, since they are known
-(``core.search.posterior.arrival_luck``), and so much of all chance is left at least."""
+(``core.search.posterior.queue_model``), and so much of all chance is left at least."""
 Z90: Final = 1.645
 SPENT: Final = 4
 """Trials until a search is near: a flood, and some steps from both sides."""

@@ -72,22 +72,12 @@ def _spanning(
     for role in ("prefill", "decode", "aggregated"):
         entries = roles.get(role) or ()
         groups = [each for each in entries if isinstance(each, (list, tuple)) and len(each) > 1]
-        size = deployment.get(role)
-        own = size.get("tensor_parallel_size") if isinstance(size, Mapping) else None
-        ranks = own or deployment.get("tensor_parallel_size", 1)
         for group in () if isinstance(entries, str) else groups:
             shown, where = ", ".join(map(str, group)), f"deployment.roles.{role}"
             if len(set(map(str, group))) < len(group):
                 yield ("roles", role), f"{where}: [{shown}] names a host twice"
             elif engine != "vllm":
                 yield ("roles", role), f"{where}: an instance of the {engine} engine runs on one host"
-            elif any(isinstance(each, int) and each % len(group) for each in _each(ranks)):
-                text = f"{where}: tensor_parallel_size {ranks} does not divide among {shown}"
-                yield ("roles", role), text
-
-
-def _each(sizes: Any) -> list[Any]:
-    return list(sizes) if isinstance(sizes, (list, tuple)) else [sizes]
 
 
 def session_problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -236,8 +226,12 @@ def _deadline(data: Mapping[str, Any]) -> Iterator[DataMistake]:
 
 
 def _needs_slo(data: Mapping[str, Any]) -> bool:
-    """Listed rates and replays can be measured without one; whoever searches must know for what."""
+    """Whether an SLO must be there: whoever searches must know for what. Listed rates and replays can be
+    measured without one, and so can one load of a server that is up, whose SLO is then given as empty.
+    """
     search = _section(data, "search")
+    if _section(data, "deployment").get("engine") == "external" and "slo" in data:
+        return False
     return search.get("method", "sustained") not in ("fixed", "trace")
 
 

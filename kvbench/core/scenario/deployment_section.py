@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
@@ -203,7 +204,8 @@ class Deployment(Section):
         description="deadline for all processes to be ready; by default 600 for engines that load weights",
     )
     trace: bool = Field(
-        False, description="write down the spans of the first requests of each trial, for `kvbench timeline`"
+        False,
+        description="store spans of the first requests of each trial, for `kvbench export timeline`",
     )
     prefix: CommandPrefix = Field(
         default_factory=CommandPrefix,
@@ -318,6 +320,14 @@ class Deployment(Section):
                     raise error_at((role, key), text)
                 if key in self.engine_options.ranks_in_args(role):
                     raise error_at((role, key), "the engine's arguments say it, too: keep one of them")
+        self._hosts_fit()
+        for name in self.engine_options.instances_named:
+            role, _, number = name.partition("-")
+            size = named[role]
+            count = self._engines if size is None or size.instances is None else size.instances
+            if int(number) >= count:
+                text = f"no instance is called {name}: {role} has {count}, counted from 0"
+                raise error_at(("engine_options", "instance_args"), text)
         if len(self.tensor_parallel_size) > 1 and all(
             "tensor_parallel_size" in size.said for size in (self.prefill, self.decode)
         ):
@@ -334,6 +344,23 @@ class Deployment(Section):
                     "say how many `instances`",
                 )
         return self
+
+    def _hosts_fit(self) -> None:
+        """Raises where the ranks of an instance do not divide among its hosts.
+
+        A data-parallel rank takes whole hosts, or a host whole ranks, as vLLM's ``--nnodes`` has it.
+        """
+        for role in ("prefill", "decode", "aggregated"):
+            size: RoleRanks | None = getattr(self, role)
+            own = (size.tensor_parallel_size,) if size and size.tensor_parallel_size else None
+            for group in getattr(self.roles, role) if self.hosts else ():
+                for tensor in own or self.tensor_parallel_size:
+                    ranks = replace(self.ranks_of(f"{role}-0"), tensor=tensor)
+                    on_each, rest = divmod(ranks.gpus, len(group))
+                    whole = ranks.gpus // ranks.data
+                    if rest or (on_each % whole and whole % on_each):
+                        text = f"{ranks.text()} does not divide among {', '.join(group)}"
+                        raise error_at(("roles", role), f"deployment.roles.{role}: {text}")
 
     @field_validator("engine")
     @classmethod

@@ -120,6 +120,11 @@ class EngineOptions(BaseModel):
         return {}
 
     @property
+    def instances_named(self) -> tuple[str, ...]:
+        """The instances that have options of their own, by names such as ``prefill-1``."""
+        return ()
+
+    @property
     def gpu_memory_share(self) -> float:
         """The share of a GPU's memory that it takes; by default vLLM's (0.9 in older releases)."""
         return 0.92
@@ -190,6 +195,11 @@ class ConnectorOptions(BaseModel):
     def protocol_asked(self) -> str | None:
         """The protocol, where the connector has such an option."""
         return None
+
+    @property
+    def bootstrap_address(self) -> str:
+        """Where prefill instances report their ranks, if that is no server of their own."""
+        return ""
 
     @property
     def nics_asked(self) -> tuple[str, ...]:

@@ -59,16 +59,20 @@ class _OverrideError(Exception):
     """An override's path leads nowhere."""
 
 
-def apply_overrides(root: Node, overrides: Overrides) -> tuple[Node, list[Mistake]]:
-    """The tree with each value put in, in order, and the mistakes of the overrides."""
+def apply_overrides(root: Node, overrides: Overrides, typed: Mapping[str, str]) -> tuple[Node, list[Mistake]]:
+    """Put each value in, in order; return the tree, and the mistakes of the overrides.
+
+    ``typed``: by path the option as the user typed it, where that is not ``--set``.
+    """
     mistakes: list[Mistake] = []
     for path, given in overrides.items():
-        where = Where(0, path)
+        option = typed.get(path) or f"--set {path if path.isprintable() else repr(path)}"
+        where = Where(0, option)
         steps = path.split(".")
         if given is None or not all(steps) or len(steps) > MAX_DEPTH:
             mistakes.append(Mistake(where, (), "is not of the form path=value, as in slo.ttft_ms=300"))
             continue
-        value, found = read_yaml(given, path) if isinstance(given, Unread) else _node_of(given, path)
+        value, found = read_yaml(given, option) if isinstance(given, Unread) else _node_of(given, option)
         if value is None:
             mistakes += found
             continue

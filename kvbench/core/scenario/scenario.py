@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
@@ -230,9 +231,9 @@ class Draft:
     """Where it comes from, for messages."""
     mistakes: tuple[Mistake, ...] = ()
 
-    def put(self, overrides: Overrides) -> Draft:
-        """With these values in place of the file's."""
-        root, mistakes = apply_overrides(self.root, overrides)
+    def put(self, overrides: Overrides, typed: Mapping[str, str] = MappingProxyType({})) -> Draft:
+        """Replace the file's values. ``typed``: by path the option that sets it, for messages."""
+        root, mistakes = apply_overrides(self.root, overrides, typed)
         return replace(self, root=root, mistakes=(*self.mistakes, *mistakes))
 
     def checked(self, registry: Registry) -> Scenario:
@@ -321,10 +322,17 @@ def scenario_schema(registry: Registry) -> dict[str, Any]:
 def scenario_error(mistakes: Sequence[Mistake], path: str) -> ScenarioError:
     """One error for all mistakes, in the order of the file."""
     ordered = sorted(mistakes, key=lambda each: (bool(each.where.override), each.where.line))
-    lines = list(dict.fromkeys(f"{each.where.show(path)}: {each.text}" for each in ordered))
+    lines = list(dict.fromkeys(f"{each.where.show(path)}: {_text(each)}" for each in ordered))
     if len(lines) > 50:
         lines = [*lines[:50], f"… and {len(lines) - 50} more mistakes"]
-    return ScenarioError("\n".join(lines), hint="`kvbench schema` prints the format of a scenario")
+    return ScenarioError("\n".join(lines), hint="`kvbench scenarios schema` prints the format of a scenario")
+
+
+def _text(mistake: Mistake) -> str:
+    """Return what is wrong; without the scenario path if another option than ``--set`` was typed."""
+    if not mistake.where.override or mistake.where.override.startswith("--set "):
+        return mistake.text
+    return mistake.text.removeprefix(".".join(map(str, mistake.location))).lstrip(": ")
 
 
 def name_from_path(path: str) -> str:

@@ -34,15 +34,13 @@ Plain = Scalar | list["Plain"] | dict[str, "Plain"]
 
 @dataclass(frozen=True)
 class Where:
-    """A line of the file (from 1), or the override that brought the value."""
+    """A line of the file (from 1), or the option that set the value."""
 
     line: int = 1
     override: str = ""
 
     def show(self, path: str) -> str:
-        if not self.override:
-            return f"{path}:{self.line}"
-        return f"--set {self.override if self.override.isprintable() else repr(self.override)}"
+        return self.override or f"{path}:{self.line}"
 
 
 @dataclass(frozen=True)

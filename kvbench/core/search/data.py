@@ -12,7 +12,7 @@ from kvbench.core.records import VerdictKind
 if TYPE_CHECKING:
     from kvbench.core.search.trial_requests import TrialRequests
 
-Purpose = Literal["ceiling", "start", "expand", "bisect", "confirm", "recheck", "retry"]
+Purpose = Literal["ceiling", "start", "expand", "bisect", "confirm", "recheck", "retry", "burst", "fixed"]
 Status = Literal["converged", "undecided", "exhausted", "slo_unattainable", "censored"]
 
 
@@ -64,13 +64,15 @@ class Probe:
     """The next trial to run: its rate, and what it is for.
 
     ``thorough``: near the answer, so it is to run its full length; a quick yes would come before a queue had
-    time to build up (``LiveConfig.thorough``). ``least_s``: for how long at least, in seconds.
+    time to build up (``LiveConfig.thorough``). ``least_s``: for how long at least, in seconds. ``tier``: of
+    the SLO, which the trial is run for; "" if there is one.
     """
 
     rate: float
     purpose: Purpose
     thorough: bool = False
     least_s: float = 0.0
+    tier: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class TrialFigures:
     asked for stayed within; ``ttft_attainment``: the share whose TTFT kept the limit, whatever else they
     broke; ``ttft_fast_s``: the one that a tenth did, nearly that of a request that does not
     wait. ``latency_s``: the median of whole requests. ``queue_rate``: what the arrivals stood for, if a queue
-    it is (``arrival_luck``), of whose gaps ``gap_variation`` is the squared coefficient of variation.
+    it is (``queue_rate``), of whose gaps ``gap_variation`` is the squared coefficient of variation.
     ``criteria``: where there are several, the figures of each in order, by the names used here.
     """
 

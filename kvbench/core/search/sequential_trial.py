@@ -52,7 +52,7 @@ from kvbench.core.search.live_config import (
     requests_s,
 )
 from kvbench.core.search.looks import LookResult, Strictness, mean_look, share_look
-from kvbench.core.search.posterior.arrival_luck import queue_rate
+from kvbench.core.search.posterior.queue_model import queue_rate
 
 BoolArray = npt.NDArray[np.bool_]
 

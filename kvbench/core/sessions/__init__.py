@@ -1,1 +1,1 @@
-"""Sessions: conversations of several turns, where they come from, what of them could be reused."""
+"""Sessions: multi-turn conversations, their sources and reuse."""

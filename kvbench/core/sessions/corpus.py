@@ -2,8 +2,7 @@
 
 A session is a sequence of turns. Each turn's prompt is the conversation so far and something new; it is sent
 think time after the answer before it. Sub-agents are sessions beside it: they begin once a turn is answered,
-and the turn after that waits for them.
-"""
+and the turn after that waits for them."""
 
 from __future__ import annotations
 
@@ -19,17 +18,14 @@ Blocks: TypeAlias = NDArray[np.int64]
 BlockScope = Literal["session", "corpus"]
 
 ASSUMED_BLOCK_TOKENS: Final = 64
-"""Of a corpus that has lengths alone: the size that recorded agentic traces have."""
+"""Block size for corpora with only lengths, as in recorded agentic traces."""
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One request of a session.
-
-    ``input_len`` and ``output_len`` are tokens; ``think_time_s`` is the time from the answer before (and the
-    sub-agents' last) until it is sent; ``sent_s`` when it was sent, counted from the session's begin.
-    ``blocks``: ids of its prompt's whole blocks.
-    """
+    """One request of a session. ``input_len`` and ``output_len`` are tokens; ``think_time_s`` is the time
+    from the answer before (and the sub-agents' last) until it is sent; ``sent_s`` when it was sent, counted
+    from the session's begin. ``blocks``: ids of its prompt's whole blocks."""
 
     input_len: int
     output_len: int
@@ -37,7 +33,7 @@ class Turn:
     sent_s: float
     blocks: Blocks
     subagents: tuple[Session, ...] = ()
-    """They begin after its answer, and the next turn waits for them."""
+    """Started after its answer; the next turn waits for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +44,10 @@ class Session:
     start_s: float
     turns: tuple[Turn, ...]
     shared_len: int = 0
-    """Tokens of tools and system prompt at the beginning of its prompts, where the recording says so."""
+    """Tokens of tools and system prompt at the beginning of its prompts, if recorded."""
 
     def requests(self) -> Iterator[tuple[float, Turn]]:
-        """When each of its requests was sent, from the corpus's begin, and the request; sub-agents' too."""
+        """Yield each request, sub-agents' included, with its send time from the corpus's begin."""
         for turn in self.turns:
             yield self.start_s + turn.sent_s, turn
             for each in turn.subagents:
@@ -59,7 +55,6 @@ class Session:
                     yield self.start_s + sent_s, below
 
     def subagent_count(self) -> int:
-        """Its sub-agents, and theirs."""
         return sum(1 + each.subagent_count() for turn in self.turns for each in turn.subagents)
 
 
@@ -71,7 +66,7 @@ class Corpus:
     block_tokens: int
     scope: BlockScope
     notes: tuple[str, ...] = ()
-    """What somebody must know who reads its figures: sentences."""
+    """Caveats of the corpus, as sentences."""
 
 
 class TimedPrompts(NamedTuple):
@@ -79,7 +74,7 @@ class TimedPrompts(NamedTuple):
 
     prompts: list[Blocks]
     session: list[int]
-    """Of each prompt the place of its session in the corpus."""
+    """Index of each prompt's session in the corpus."""
 
 
 def prompts_by_time(corpus: Corpus) -> TimedPrompts:
@@ -102,11 +97,8 @@ def prompts_by_time(corpus: Corpus) -> TimedPrompts:
 
 
 def chained(prompts: Sequence[Blocks]) -> tuple[list[Blocks], int]:
-    """The same prompts by new ids 0 … n - 1, and n: equal ids stand for equal tokens after equal beginnings.
-
-    A prefix cache finds a block only behind the same blocks. Recorded ids mostly say so already; where one id
-    follows two different ones, it becomes two.
-    """
+    """Renumber ids to 0 … n - 1 (also returned: n), so that equal ids mean equal tokens after equal prefixes.
+    A prefix cache finds a block only after the same blocks; an id with two predecessors becomes two."""
     if not prompts:
         return [], 0
     lengths = [len(each) for each in prompts]
@@ -135,26 +127,25 @@ class OfferedReuse:
     """What was offered for reuse: runs of found blocks, one entry a run in each of the four arrays."""
 
     blocks: int
-    """All blocks of all prompts."""
     distinct: int
-    """Blocks that differ: what an unlimited cache holds at the end."""
+    """Distinct blocks: an unlimited cache's final content."""
     prompt: NDArray[np.int64]
-    """In which prompt the run stands."""
+    """Prompt of the run."""
     depth: NDArray[np.int64]
-    """Stack distance of its first block, from 1; each further one is one deeper."""
+    """Stack distance of its first block, from 1; later ones are deeper by one each."""
     length: NDArray[np.int64]
-    """Its blocks."""
+    """Blocks of the run."""
 
     def found(self, capacity: int | None = None) -> int:
-        """Blocks that a cache of ``capacity`` blocks would have found; None is unlimited."""
+        """Return the blocks that a cache of ``capacity`` blocks finds; None: unlimited."""
         return int(self._found(capacity).sum())
 
     def share(self, capacity: int | None = None) -> float:
-        """The same as a share of all blocks; 0 of none."""
+        """Return the found share of all blocks."""
         return self.found(capacity) / self.blocks if self.blocks else 0.0
 
     def of_prompts(self, prompts: int, capacity: int | None = None) -> NDArray[np.int64]:
-        """The same for each of the ``prompts`` by itself."""
+        """Return the found blocks per prompt."""
         sums = np.zeros(prompts, np.int64)
         np.add.at(sums, self.prompt, self._found(capacity))
         return sums
@@ -175,8 +166,7 @@ def offered_reuse(prompts: Sequence[Blocks]) -> OfferedReuse:
     by every cache of n blocks or more.
 
     The blocks whose last user was the same prompt are always its end, and lie on the stack in a row. So a
-    prompt's blocks are a few runs, and each takes one look into a tree of sums over the prompts.
-    """
+    prompt's blocks are a few runs, and each takes one look into a tree of sums over the prompts."""
     nodes = 1 + max((int(each.max()) for each in prompts if len(each)), default=-1)
     user = np.full(nodes, -1, np.int64)  # the last prompt that had this block
     live = _Sums(len(prompts))  # blocks by their last user
@@ -219,7 +209,7 @@ class _Sums:
             place += place & -place
 
     def after(self, place: int) -> int:
-        """The sum over all places beyond this one."""
+        """Return the sum over later places."""
         place += 1
         until = 0
         while place:
@@ -248,14 +238,14 @@ class CapacityRow(NamedTuple):
     tokens: int | None
     """None: unlimited."""
     alone: float
-    """Each session has a cache of that size for itself."""
+    """One cache per session."""
     together: float
-    """All sessions share one, at the times that are recorded."""
+    """One cache for all sessions, at recorded times."""
 
 
 @dataclass(frozen=True, eq=False)
 class CorpusFigures:
-    """A corpus and what is counted of it; each count is made once, when it is asked for."""
+    """Figures of a corpus, each computed once on demand."""
 
     corpus: Corpus
 
@@ -271,12 +261,12 @@ class CorpusFigures:
 
     @cached_property
     def together(self) -> OfferedReuse:
-        """Of one cache for all sessions."""
+        """Reuse with one cache for all sessions."""
         return offered_reuse(self.prompts.prompts)
 
     @cached_property
     def alone(self) -> list[OfferedReuse]:
-        """Of a cache for each session by itself."""
+        """Reuse with one cache per session."""
         found = []
         for session in self.corpus.sessions:
             sent = sorted(session.requests(), key=lambda each: each[0])
@@ -304,10 +294,8 @@ class CorpusFigures:
         return inside + [each for each in steps if each >= max(1, all_of_it)][:1]
 
     def unseen(self) -> list[int]:
-        """Of each request the prompt tokens that no earlier prompt of its session had.
-
-        They are what a perfect cache of prompts leaves to compute; an answer is first in the next prompt.
-        """
+        """Of each request the prompt tokens that no earlier prompt of its session had. They are what a
+        perfect cache of prompts leaves to compute; an answer is first in the next prompt."""
         found = []
         for session, offered in zip(self.corpus.sessions, self.alone, strict=True):
             sent = [turn for _, turn in sorted(session.requests(), key=lambda each: each[0])]

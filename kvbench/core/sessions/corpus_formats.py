@@ -21,8 +21,7 @@
 
 Tokens of texts are estimated: a token for every four bytes of UTF-8. Where only lengths are known, the blocks
 are those of a conversation that grows: a prompt begins with the prompt before it, unless it is too short for
-that prompt and its answer; then it begins anew.
-"""
+that prompt and its answer; then it begins anew."""
 
 from __future__ import annotations
 
@@ -177,11 +176,11 @@ def _notes(left: _Left, scope: BlockScope) -> list[str]:
     notes = []
     if scope == "session":
         notes.append(
-            "block ids are each session's own: what sessions share (tools, system prompt) is not "
-            "counted as offered"
+            "block ids are local to each session: content shared by sessions (tools, system prompt) is not "
+            "counted as offered reuse"
         )
     if left.early_subagents:
-        notes.append(f"{left.early_subagents} sub-agents before any request of their session are left out")
+        notes.append(f"{left.early_subagents} sub-agents before their session's first request are left out")
     if left.without_blocks:
         notes.append(f"{left.without_blocks} requests have no hash_ids: their blocks are not counted")
     return notes
@@ -256,7 +255,7 @@ def _blocks(row: CorpusRow, block_tokens: int, left: _Left) -> Blocks:
     whole, odd = divmod(row.tokens("in"), block_tokens)
     if len(ids) > whole + bool(odd):
         raise InputError(
-            f"{row.where}: {len(ids)} hash_ids stand for more than its {row.tokens('in')} prompt tokens "
+            f"{row.where}: {len(ids)} hash_ids cover more than its {row.tokens('in')} prompt tokens "
             f"({block_tokens} a block)"
         )
     return np.array(ids[:whole], np.int64)
@@ -268,10 +267,10 @@ _ANSWERS: Final = frozenset({"gpt", "assistant", "chatgpt", "bard", "bing"})
 _INSTRUCTIONS: Final = "system"
 """The role of an AIPerf turn that is no request, but stands before all of its session."""
 
-_ESTIMATED: Final = f"tokens are estimated from the texts, one for {BYTES_A_TOKEN} bytes"
+_ESTIMATED: Final = f"tokens are estimated from the texts, one per {BYTES_A_TOKEN} bytes"
 _GROWN: Final = (
-    f"blocks of {ASSUMED_BLOCK_TOKENS} tokens follow from the lengths: each prompt begins with the one "
-    "before it; what sessions share is not known"
+    f"blocks of {ASSUMED_BLOCK_TOKENS} tokens are derived from the lengths: each prompt begins with the one "
+    "before it; content shared by sessions is unknown"
 )
 _NO_TIMES: Final = "the file has no times: think times are 0, and sessions begin together"
 
@@ -292,7 +291,7 @@ def mooncake_corpus(requests: Sequence[TracedRequest]) -> Corpus:
         blocks = np.array((each.blocks or ())[:whole], np.int64)
         turn = Turn(each.input_len, each.output_len, 0.0, 0.0, blocks)
         sessions.append(Session(str(place), each.offset_s, (turn,)))
-    note = "the trace does not say which requests are one conversation's: each is a session of one turn"
+    note = "the trace does not group requests into conversations: each is a session of one turn"
     return Corpus(tuple(sessions), BLOCK_TOKENS, "corpus", (note,))
 
 
@@ -319,9 +318,7 @@ def _answer_len(turn: CorpusRow, otherwise: int | None) -> int:
         try:
             return turn.tokens("output_length")
         except InputError as error:
-            raise InputError(
-                error.message, hint="give --output-len for answers without a length of their own"
-            ) from None
+            raise InputError(error.message, hint="set --output-len for answers without a length") from None
     return otherwise
 
 

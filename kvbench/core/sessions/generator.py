@@ -6,8 +6,7 @@ multiplied by a lognormal number (``SPREAD``); further turns repeat some of the 
 assumed, so nothing is known beyond the longest and largest recorded sessions.
 
 What a turn keeps is a share of the longest prompt that its session had so far. Sessions are arrays, so that a
-million turns take megabytes.
-"""
+million turns take megabytes."""
 
 from __future__ import annotations
 
@@ -30,16 +29,15 @@ class SessionPlan:
 
     block_tokens: int
     first: NDArray[np.int64]
-    """Where each session's turns begin; one more than sessions."""
+    """Start of each session's turns; one more entry than sessions."""
     shared_len: Ints32
-    """Of each session: its prompts begin with so many tokens that all sessions with this number share."""
+    """Shared prefix length of each session: equal for all sessions with this number."""
     input_len: Ints32
     kept_len: Ints32
-    """Tokens with which it begins as an earlier prompt of its session did: whole blocks of the
-    latest that is so long."""
+    """Tokens shared with an earlier prompt of the session: whole blocks of the latest long enough one."""
     output_len: Ints32
     think_time_s: NDArray[np.float32]
-    """From the answer before."""
+    """Time since the previous answer."""
 
     @property
     def sessions(self) -> int:
@@ -50,7 +48,7 @@ class SessionPlan:
         return len(self.input_len)
 
     def corpus(self) -> Corpus:
-        """The same with block ids, as if it had been recorded on a server that answers at once."""
+        """Return the plan with block ids, as if recorded on an infinitely fast server."""
         shared, fresh, sessions = dict[int, Blocks](), 0, []
         for length in np.unique(self.shared_len).tolist():
             shared[length] = np.arange(fresh, fresh + length // self.block_tokens)
@@ -69,10 +67,8 @@ class SessionPlan:
         return Corpus(tuple(sessions), self.block_tokens, "corpus")
 
     def _kept(self, turn: int, held: list[Blocks]) -> tuple[Blocks, int]:
-        """The blocks that are kept, of the latest prompt that is long enough, and how many are new.
-
-        A first prompt keeps what its session shares with others, the first of ``held``.
-        """
+        """The blocks that are kept, of the latest prompt that is long enough, and how many are new. A first
+        prompt keeps what its session shares with others, the first of ``held``."""
         whole, kept = (int(each[turn]) // self.block_tokens for each in (self.input_len, self.kept_len))
         kept = len(held[0]) if len(held) == 1 else kept
         parent = next((each for each in reversed(held) if len(each) >= kept), held[0])
@@ -80,9 +76,9 @@ class SessionPlan:
 
 
 SPREAD: Final = 0.1
-"""Standard deviation of the logarithm of what each amount is multiplied by."""
+"""Standard deviation of the logarithm of each amount's random factor."""
 _STREAM: Final = 5
-"""Sets these random numbers apart from those of prompts and traces."""
+"""Random stream, separate from prompts and traces."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -94,16 +90,16 @@ class SessionModel:
 
     block_tokens: int
     first: Ints
-    """Where each session's turns begin; one more than sessions."""
+    """Start of each session's turns; one more entry than sessions."""
     shared_len: Ints
-    """Of each session the tokens of tools and system prompt."""
+    """Tokens of tools and system prompt per session."""
     kept_share: Floats
-    """Of the longest prompt so far."""
+    """Share of the longest prompt so far."""
     unseen_len: Ints
     output_len: Ints
     think_time_s: Floats
     longest: int
-    """Tokens of the longest prompt: no context grows beyond."""
+    """Tokens of the longest prompt, the limit of every context."""
 
     @property
     def sessions(self) -> int:
@@ -112,7 +108,7 @@ class SessionModel:
     def generate(self, sessions: int, seed: int) -> SessionPlan:
         """So many sessions; a function of model, number and seed alone. Raises InputError below 1."""
         if sessions < 1:
-            raise InputError(f"{sessions} sessions cannot be made: ask for 1 at least")
+            raise InputError(f"{sessions} sessions cannot be generated: request at least 1")
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([_STREAM, seed])))
         donor = rng.integers(0, self.sessions, sessions)
         recorded = np.diff(self.first)[donor]
@@ -140,7 +136,7 @@ class SessionModel:
     def _sources(
         self, rng: np.random.Generator, donor: Ints, recorded: Ints, turns: Ints, first: Ints
     ) -> Ints:
-        """Which recorded turn each new one follows."""
+        """Return the recorded turn that each new one follows."""
         place = np.arange(first[-1]) - np.repeat(first[:-1], turns)
         known = np.repeat(recorded, turns)
         later = np.minimum(1 + (rng.random(len(place)) * (known - 1)).astype(np.int64), known - 1)
@@ -173,8 +169,8 @@ def fitted_model(corpus: Corpus) -> SessionModel:
     sessions = [each for each in corpus.sessions if each.turns]
     if not any(len(each.turns) > 1 for each in sessions):
         raise InputError(
-            "no session has a second turn: nothing can be learned of sessions from them",
-            hint="take a corpus whose requests belong to sessions; docs/sessions.md has the formats",
+            "no session has a second turn, so the corpus has no multi-turn statistics",
+            hint="use a corpus with multi-turn sessions; docs/sessions.md describes the formats",
         )
     alone = Corpus(tuple(_without_subagents(each) for each in sessions), corpus.block_tokens, "session")
     turns = [turn for each in alone.sessions for turn in each.turns]
@@ -195,7 +191,6 @@ def fitted_model(corpus: Corpus) -> SessionModel:
 
 
 def _without_subagents(session: Session) -> Session:
-    """Turns in the order in which they were sent."""
     turns = [Turn(t.input_len, t.output_len, t.think_time_s, t.sent_s, t.blocks) for t in session.turns]
     return Session(session.name, session.start_s, tuple(sorted(turns, key=lambda each: each.sent_s)))
 

@@ -5,8 +5,7 @@ after the answer before it, and after the last of the sub-agents that it waits f
 the answer of the turn that calls it, beside its siblings. Every copy of a recorded session has its own
 blocks, except for what sessions share: nothing is found that another copy, or an earlier trial, has left.
 
-``session_figures`` says what a trial shows besides: sessions at once, TTFT by turn, reuse.
-"""
+``session_figures`` says what a trial shows besides: sessions at once, TTFT by turn, reuse."""
 
 from __future__ import annotations
 
@@ -30,15 +29,15 @@ class SessionLoad:
     """The requests of a trial, by their places; each session's stand in a row. Lengths in tokens."""
 
     offsets_s: Sequence[float]
-    """Of the first request of each session its planned time; of the others nan."""
+    """Planned time of each session's first request; NaN for others."""
     input_len: Sequence[int]
     output_len: Sequence[int]
     following: Following
     prompts: Sequence[Blocks]
-    """Nodes of one tree (``chained``): of each prompt's whole blocks, and behind them its answer's."""
+    """Tree nodes (``chained``) of each prompt's whole blocks, then its answer's."""
     block_tokens: int
     goes_on: Sequence[int] = ()
-    """Of each the place of the request whose whole prompt and own answer it begins with; -1: of none."""
+    """Request whose prompt and answer each prompt begins with; -1: none."""
 
     @property
     def requests(self) -> int:
@@ -51,18 +50,17 @@ class SessionLoad:
         return known
 
     def longest_s(self, latency_s: float) -> float:
-        """The longest that a session takes, if no answer takes longer than ``latency_s``; s."""
+        """Return the longest session duration if no answer takes longer than ``latency_s``."""
         each = np.asarray(self.following.think_time_s) + latency_s
         return float(np.bincount(self.following.session, each).max(initial=0.0))
 
     def prompt_tokens(self, sent: Sequence[int]) -> int:
-        """Tokens in whole blocks of the prompts of these requests."""
+        """Return the tokens in whole blocks of these requests' prompts."""
         return self.block_tokens * sum(self.input_len[place] // self.block_tokens for place in sent)
 
     def offered_tokens(self, sent: Sequence[int], capacities: Sequence[int | None]) -> list[int]:
         """Prompt tokens that caches of so many tokens (None: unlimited) could have found, of requests in the
-        order of sending. A prompt counts with its answer as soon as it is sent: real caches find less.
-        """
+        order of sending. A prompt counts with its answer as soon as it is sent: real caches find less."""
         offered = offered_reuse([self.prompts[place] for place in sent])
         most = np.array([self.input_len[place] // self.block_tokens for place in sent], np.int64)
         found = []
@@ -74,14 +72,12 @@ class SessionLoad:
 
 @dataclass(frozen=True, eq=False)
 class PromptHashes(Sequence[list[int]]):
-    """Of each prompt of a load a hash for each whole block of an engine, made when it is asked for.
-
-    They end where nothing is known to be like another prompt's.
-    """
+    """Of each prompt of a load a hash for each whole block of an engine, made when it is asked for. They end
+    where nothing is known to be like another prompt's."""
 
     load: SessionLoad
     block_tokens: int
-    """The engine's."""
+    """The engine's block size."""
 
     def __len__(self) -> int:
         return self.load.requests
@@ -138,10 +134,8 @@ def session_load(
     own_answers: bool,
 ) -> SessionLoad:
     """Sessions that begin at ``offsets_s``, one each. A session that stands there again is a copy.
-
     ``own_answers``: where a prompt begins with the whole prompt before it, what follows there is that one's
-    answer as the server gave it; else answers are recorded ones, that no server has the KV of.
-    """
+    answer as the server gave it; else answers are recorded ones, that no server has the KV of."""
     drawn = _Drawn()
     for number, (session, offset_s) in enumerate(zip(sessions, offsets_s, strict=True)):
         drawn.last[drawn.add(session, number, float(offset_s))] = True
@@ -158,7 +152,7 @@ def session_load(
 
 
 def _nodes(drawn: _Drawn, sessions: Sequence[Session], scope: BlockScope, block_tokens: int) -> list[Blocks]:
-    """Blocks of each prompt, copies told apart, as nodes of one tree."""
+    """Return each prompt's blocks as nodes of one tree; copies are distinct."""
     copies: dict[int, int] = {}
     copy_of = []
     for session in sessions:
@@ -176,7 +170,7 @@ def _nodes(drawn: _Drawn, sessions: Sequence[Session], scope: BlockScope, block_
 
 
 def _goes_on(drawn: _Drawn, prompts: Sequence[Blocks]) -> list[int]:
-    """Of each prompt the place of the one before in its conversation, if it begins with all of its blocks."""
+    """Return each prompt's predecessor in its conversation, if it begins with all of its blocks."""
     found = []
     for later, after in enumerate(drawn.after):
         mine, next_ = prompts[after[0] if after else later], prompts[later]
@@ -189,7 +183,7 @@ def _goes_on(drawn: _Drawn, prompts: Sequence[Blocks]) -> list[int]:
 def _with_answers(
     drawn: _Drawn, prompts: Sequence[Blocks], goes_on: Sequence[int], block_tokens: int
 ) -> list[Blocks]:
-    """Each prompt with its answer's blocks behind it, as far as the next of its conversation goes on so."""
+    """Return each prompt with its answer's blocks, as far as the next prompt continues them."""
     found = list(prompts)
     for later, earlier in enumerate(goes_on):
         if earlier < 0:
@@ -249,12 +243,12 @@ def load_of_arrays(arrays: Arrays) -> SessionLoad:
     )
     rows = (load.offsets_s, load.output_len, load.goes_on, load.prompts, *vars(following).values())
     if not requests or any(len(each) != requests for each in rows):
-        raise ValueError("its columns are not of the same requests")
+        raise ValueError("its columns have different lengths")
     return load
 
 
 BY_TURN: Final = 64
-"""TTFT is told for so many turns by themselves."""
+"""Turns with a separate TTFT."""
 
 
 def session_figures(
@@ -266,8 +260,7 @@ def session_figures(
 ) -> dict[str, Any]:
     """As they stand in a trial's record; times in ms but for ``session_s``, reuse as shares of the whole
     blocks of all prompts that were sent. ``pool_tokens``: what the caches hold that prompts are looked up in;
-    None: nobody knows. ``found_tokens``: what of all prompts was found there, where records do not say it.
-    """
+    None: nobody knows. ``found_tokens``: what of all prompts was found there, where records do not say it."""
     begin_s, end_s = window_s
     inside = [each for each in records if begin_s <= each.scheduled_s <= end_s and each.ok]
     took = [each.session_s for each in inside if each.session_s is not None]
@@ -298,7 +291,7 @@ def _quantiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _at_once(records: Sequence[RequestRecord], begin_s: float, end_s: float) -> float | None:
-    """Sessions under way, in the mean: from their begin to their last answer, think times included."""
+    """Return the mean number of concurrent sessions, think times included."""
     if end_s <= begin_s:
         return None
     starts: dict[int, float] = {}
@@ -326,7 +319,7 @@ def sent_places(records: Sequence[RequestRecord]) -> list[int]:
 def _reuse(
     records: Sequence[RequestRecord], load: SessionLoad, pool_tokens: int | None, found_tokens: float | None
 ) -> dict[str, Any]:
-    """Offered and achieved over what was answered; of all prompts in the order of sending."""
+    """Return offered and achieved reuse over the answered requests."""
     sent = sent_places(records)
     whole = load.prompt_tokens(sent)
     if not whole:

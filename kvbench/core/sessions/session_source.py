@@ -18,16 +18,16 @@ from kvbench.core.sessions.session_load import SessionLoad, session_load
 from kvbench.errors import InputError
 
 FILLED: Final = 0.95
-"""A load has filled once this share of what a session sends has come of the first ones."""
+"""Share of a session's sent requests after which a load has filled."""
 SHAPES: Final = 512
 SAMPLE: Final = 1000
 """Sessions that are made after a shape to draw from, and that the means of a source are taken of."""
 _STREAM: Final = 6
-"""Sets these random numbers apart from those of prompts, traces and made sessions."""
+"""Random stream, separate from all others."""
 SHAPE_BLOCK: Final = 16
-"""Tokens of a block of what has no corpus: engines' usual one."""
+"""Block size in tokens without a corpus: the engines' usual one."""
 MOST_BLOCKS: Final = 50_000_000
-"""Of all prompts of a trial together, 400 MB of ids."""
+"""Most blocks of a trial's prompts: 400 MB of ids."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +38,15 @@ class SessionSource:
     model: SessionModel | None
     own_answers: bool
     scale: tuple[float, float | None] = (1.0, None)
-    """Factor on think times, and the longest one then (s)."""
+    """Factor on think times, and the longest one in seconds."""
     longest_output: int = 1
-    """Tokens; no answer is longer."""
+    """Longest answer in tokens."""
     max_turns: int | None = None
-    """No conversation is longer, made ones neither."""
+    """Longest conversation in turns."""
 
     @property
     def longest_input(self) -> int:
-        """Tokens; no prompt is longer."""
+        """Longest prompt in tokens."""
         return self.model.longest if self.model is not None else max(t.input_len for t in self.turns)
 
     def sessions(self, count: int, seed: int) -> tuple[list[Session], BlockScope, int]:
@@ -68,27 +68,26 @@ class SessionSource:
 
     @cached_property
     def sample(self) -> list[Session]:
-        """Sessions that its means are of: all recorded ones, or many made ones."""
+        """Return the sessions behind its means: all recorded ones, or many generated ones."""
         return self.sessions(len(self.corpus.sessions) if self.corpus is not None else SAMPLE, 0)[0]
 
     @cached_property
     def turns(self) -> list[Turn]:
-        """All requests of the sample."""
         return [turn for each in self.sample for _, turn in each.requests()]
 
     @property
     def requests_each(self) -> float:
-        """Requests of a session, sub-agents' too, in the mean."""
+        """Return the mean requests per session, sub-agents included."""
         return len(self.turns) / len(self.sample)
 
     @property
     def dispersion(self) -> float:
-        """Variance over mean of the requests of a long time, if sessions are Poisson: E[k²] / E[k]."""
+        """Return variance / mean of the requests over a long time for Poisson sessions: E[k²] / E[k]."""
         counts = np.array([sum(1 for _ in each.requests()) for each in self.sample], float)
         return float((counts**2).mean() / counts.mean())
 
     def filled_s(self, latency_s: float) -> float:
-        """After so long sessions end about as fast as they begin, if an answer takes ``latency_s``."""
+        """Return when sessions end about as fast as they begin, if an answer takes ``latency_s``."""
         due = [time_s for each in self.sample for time_s in due_times(each, latency_s)]
         return float(np.quantile(due, FILLED))
 
@@ -99,7 +98,7 @@ class SessionSource:
         if blocks > MOST_BLOCKS:
             raise InputError(
                 f"the prompts of a trial of {count:,} sessions have {blocks:,} blocks; at most "
-                f"{MOST_BLOCKS:,} are held",
+                f"{MOST_BLOCKS:,} fit",
                 hint="lower workload.sessions.length_scale or max_turns, or search.max_requests",
             )
         offsets = planned_offsets(session_rate, count, burstiness, seed)
@@ -107,7 +106,7 @@ class SessionSource:
 
 
 def due_times(session: Session, latency_s: float, begin_s: float = 0.0) -> Iterator[float]:
-    """When each of its requests is sent, if each answer takes ``latency_s``."""
+    """Yield each request's send time, if each answer takes ``latency_s``."""
     now = begin_s
     for place, turn in enumerate(session.turns):
         now += turn.think_time_s if place or begin_s else 0.0
@@ -130,7 +129,7 @@ def source_of(wanted: Sessions, corpus: Corpus | None) -> SessionSource:
     corpus = limited(corpus, wanted.length_scale, wanted.max_turns, wanted.max_input_len)
     if not corpus.sessions:
         raise InputError(
-            "no session is left within workload.sessions.max_input_len",
+            "no session fits within workload.sessions.max_input_len",
             hint="raise it, or lower length_scale",
         )
     most = max(turn.output_len for each in corpus.sessions for _, turn in each.requests())

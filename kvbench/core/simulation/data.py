@@ -29,12 +29,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Overheads:
-    """Milliseconds that a request spends outside the model's queues and steps.
-
-    ``router_ms``: client and router, before P. ``front_end_ms``: HTTP and tokens, in each engine that it
-    passes. ``turn_ms``: the router's turn from P's answer to D. ``arrival_ms``: from the KV's arrival to D's
-    scheduler knowing it.
-    """
+    """Milliseconds that a request spends outside the model's queues and steps. ``router_ms``: client and
+    router, before P. ``front_end_ms``: HTTP and tokens, in each engine that it passes. ``turn_ms``: the
+    router's turn from P's answer to D. ``arrival_ms``: from the KV's arrival to D's scheduler knowing it."""
 
     router_ms: float = 0.0
     front_end_ms: float = 0.0
@@ -45,9 +42,7 @@ class Overheads:
 @dataclass(frozen=True)
 class System:
     """What serves: ``prefill`` × P and ``decode`` × D, or with ``prefill`` 0 so many aggregated servers.
-
-    ``block_bytes``: KV bytes of one block over all layers and ranks, as they go over the wire.
-    """
+    ``block_bytes``: KV bytes of one block over all layers and ranks, as they go over the wire."""
 
     timing: TimingProfile
     config: EngineConfig = field(default_factory=EngineConfig)
@@ -61,18 +56,15 @@ class System:
     overheads: Overheads = field(default_factory=Overheads)
     block_bytes: float = 0.0
     hand_off: Literal["beside", "blocking"] = "beside"
-    """Whether KV moves beside the engines' steps, or between P's steps and in place of D's."""
+    """Whether KV moves during the engines' steps, or between P's and instead of D's."""
     routing: Routing = "session"
 
 
 @dataclass(frozen=True)
 class SimulatedLoad:
     """Planned sends in scheduled order. ``hashes``: of each prompt's full blocks, where blocks are shared;
-    those behind its prompt are its answer's.
-
-    ``following``: which of them wait for others instead. Their offsets count for nothing, and they may stand
-    anywhere; those with a planned time stand in its order.
-    """
+    those behind its prompt are its answer's. ``following``: which of them wait for others instead. Their
+    offsets count for nothing, and they may stand anywhere; those with a planned time stand in its order."""
 
     offsets_s: Sequence[float]
     input_len: Sequence[int]
@@ -85,7 +77,7 @@ class SimulatedLoad:
     def alike(
         cls, offsets_s: Sequence[float], input_len: int, output_len: int, timeout_s: float = 60.0
     ) -> SimulatedLoad:
-        """Requests that differ in nothing but their time."""
+        """Return requests that differ only in their time."""
         n = len(offsets_s)
         return cls(offsets_s, [input_len] * n, [output_len] * n, timeout_s)
 
@@ -102,7 +94,7 @@ class Tick:
     waiting: Sequence[int]
     in_flight: int
     sent_before: int = 0
-    """How many had been sent at the last tick."""
+    """Requests sent before the last tick."""
 
 
 @dataclass
@@ -117,7 +109,7 @@ class Outcome:
     use: dict[str, Use] = field(default_factory=dict)
     transfers: int = 0
     transfer_s: float = 0.0
-    """From the moment that a transfer could have begun to its end, over all transfers."""
+    """Sum over all transfers, from the moment they could begin to their end."""
     transfer_bytes: float = 0.0
     link_busy_share: float = 0.0
-    """Of the busiest link."""
+    """Share of the busiest link."""

@@ -15,8 +15,7 @@ Modelled:
 - **Blocking hand-off** (``System.hand_off``): as in vLLM 0.6, P gives KV away between two steps, D takes one
   after the other in place of a step; only then come their first tokens.
 
-Not modelled: contention for CPUs, failures, leases, the time that HTTP takes under load.
-"""
+Not modelled: contention for CPUs, failures, leases, the time that HTTP takes under load."""
 
 from __future__ import annotations
 
@@ -36,11 +35,8 @@ from kvbench.core.simulation.step_time import TimingProfile
 
 
 class BlockingHandOff:
-    """Who takes from whom, and who has to wait.
-
-    ``give`` sends one request's KV on its way and calls ``take_next`` when D has it; ``poke`` lets an engine
-    go on with its steps.
-    """
+    """Who takes from whom, and who has to wait. ``give`` sends one request's KV on its way and calls
+    ``take_next`` when D has it; ``poke`` lets an engine go on with its steps."""
 
     def __init__(
         self,
@@ -56,14 +52,12 @@ class BlockingHandOff:
         self._filled: set[StepEngine] = set()
 
     def takes(self, engine: StepEngine) -> bool:
-        """Whether a D is taking KV, and so computes nothing."""
+        """Return whether a D is taking KV, and so computes nothing."""
         return engine in self._taking
 
     def begin(self, engine: StepEngine, now: float) -> float | None:
-        """Lets an engine begin a step, or take KV in place of one; returns when its step ends, or None.
-
-        What was just filled makes its first tokens before more is taken.
-        """
+        """Lets an engine begin a step, or take KV in place of one; returns when its step ends, or None. What
+        was just filled makes its first tokens before more is taken."""
         end = engine.begin(now, loads_first=engine not in self._filled)
         self._filled.discard(engine)
         if not engine.loads:
@@ -76,7 +70,7 @@ class BlockingHandOff:
         return None
 
     def take_next(self, engine: StepEngine) -> None:
-        """D waits until P is between two steps, and takes one request's KV; after the last it computes."""
+        """Let D wait for P's next step boundary and take one request's KV; after the last it computes."""
         queue = self._taking[engine]
         if not queue:
             del self._taking[engine]
@@ -92,7 +86,7 @@ class BlockingHandOff:
             self._give(flow)
 
     def stepped(self, engine: StepEngine) -> None:
-        """A P has ended a step: it gives what was waited for."""
+        """Give the awaited KV after P's step."""
         for flow in self._after_step.pop(engine, ()):
             self._give(flow)
 
@@ -107,7 +101,7 @@ class KvLinks:
     _busy_s: dict[StepEngine, float] = field(default_factory=dict)
 
     def move(self, ends: tuple[StepEngine, StepEngine], nbytes: float, now_s: float) -> float:
-        """Sends so many bytes on their way as soon as both links are free; returns when they arrive."""
+        """Queue bytes on both links, and return their arrival."""
         start = max(now_s, *(self._free_at.get(end, 0.0) for end in ends))
         busy = self.link.busy_s(nbytes)
         for end in ends:
@@ -120,7 +114,7 @@ class KvLinks:
         return arrival
 
     def busy_share(self, duration_s: float) -> float:
-        """Of the busiest link."""
+        """Return the busiest link's share."""
         return min(1.0, max(self._busy_s.values(), default=0.0) / max(duration_s, 1e-9))
 
 
@@ -129,10 +123,8 @@ TICK_S: Final = 0.25
 
 
 def simulate(system: System, load: SimulatedLoad, watch: Callable[[Tick], bool] | None = None) -> Outcome:
-    """Run one trial. ``watch`` gets the progress every TICK_S and stops the trial by returning True.
-
-    Raises InputError for a request that can never fit into an engine.
-    """
+    """Run one trial. ``watch`` gets the progress every TICK_S and stops the trial by returning True. Raises
+    InputError for a request that can never fit into an engine."""
     return SimulatedTrial(system, load, watch).run()
 
 
@@ -194,7 +186,7 @@ class SimulatedTrial:
     def _at(
         self, time_s: float, handler: Callable[[Any], None], argument: Any, *, last: bool = False
     ) -> None:
-        """``last``: after everything else that happens at that very moment."""
+        """``last``: after all other events of that moment."""
         self._count += 1
         heapq.heappush(self._events, (time_s, last, self._count, handler, argument))
 
@@ -218,7 +210,6 @@ class SimulatedTrial:
     # -- a request's way --------------------------------------------------------------------------
 
     def _plan_next(self) -> None:
-        """The next request with a planned time."""
         if (following := self._sends.planned()) is not None:
             self._at(following[0], self._send_planned, following[1])
 
@@ -303,13 +294,12 @@ class SimulatedTrial:
     # -- KV ---------------------------------------------------------------------------------------
 
     def _load_kv(self, flow: Flow) -> None:
-        """D has reserved its blocks."""
         flow.asked = True
         if flow.prefilled:
             self._move(flow)
 
     def _move(self, flow: Flow) -> float:
-        """Sends a request's KV on its way; returns when D's scheduler knows it."""
+        """Send a request's KV, and return when D's scheduler knows it."""
         system = self.system
         assert flow.first is not None
         block_tokens = (system.decode_config or system.config).block_tokens
@@ -334,14 +324,14 @@ class SimulatedTrial:
         self._poke(flow.last)
 
     def _give(self, flow: Flow) -> None:
-        """Of a blocking hand-off: P gives this one now; when D has it, D takes the next."""
+        """Give a request's KV in a blocking hand-off; D then takes the next."""
         assert self._blocking is not None
         self._at(self._move(flow), self._blocking.take_next, flow.last)
 
     # -- steps ------------------------------------------------------------------------------------
 
     def _poke(self, engine: StepEngine) -> None:
-        """Something has changed for an engine: it looks at it as soon as no step is under way."""
+        """Let an engine look for work once no step is running."""
         if self._blocking is not None and self._blocking.takes(engine):
             return
         if not engine.busy:

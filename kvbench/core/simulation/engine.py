@@ -3,8 +3,7 @@
 ``StepEngine`` is one engine among others: ``kvbench.core.simulation.deployment`` owns the counter and gets
 from the engine when its step ends. Between two changes of its batch an engine that only decodes repeats the
 same step. These steps are planned in one go, and cut short if something happens meanwhile: a trial costs by
-its requests and not by its tokens.
-"""
+its requests and not by its tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from kvbench.core.simulation.scheduler import EngineConfig, EngineRequest, Sched
 from kvbench.core.simulation.step_time import TimingProfile
 
 _LONGEST_RUN: Final = 64
-"""Steps planned in one go: more would mostly be cut off again."""
+"""Steps planned together; more would mostly be cut off."""
 
 
 class CountingPool(BlockPool):
@@ -67,7 +66,7 @@ class _Gauges:
         self._since = 0.0
 
     def note(self, time_s: float, values: tuple[float, float, float, float, float]) -> None:
-        """From now on: running, waiting, KV use, slots full, KV full."""
+        """Record from now on: running, waiting, KV use, slots full, KV full."""
         span = time_s - self._since
         if span > 0.0:
             self.sums = [total + span * value for total, value in zip(self.sums, self._now, strict=True)]
@@ -88,9 +87,9 @@ class StepEngine:
         self.timing = timing
         self.time_scale = time_scale
         self.loads: list[EngineRequest] = []
-        """Requests whose KV may be fetched now; the owner takes them after each ``begin``."""
+        """Requests whose KV may be fetched; the owner takes them after each ``begin``."""
         self.run = 0
-        """Counts the runs and their cuts: an end that was announced with another number is void."""
+        """Number of the current run: ends announced for another number are void."""
         self.steps = 0
         self.busy_s = 0.0
         self._plan: StepPlan | None = None
@@ -104,9 +103,7 @@ class StepEngine:
 
     def begin(self, now: float, *, loads_first: bool = False) -> float | None:
         """Start what can be started at ``now``; returns when that ends, None if there is nothing to do.
-
-        ``loads_first``: nothing is started if there are requests whose KV may be fetched.
-        """
+        ``loads_first``: nothing is started if there are requests whose KV may be fetched."""
         assert self._plan is None, "end() must follow begin()"
         while True:
             plan = self.scheduler.schedule(now)
@@ -141,7 +138,7 @@ class StepEngine:
         return self._ends[-1]
 
     def end(self) -> tuple[list[EngineRequest], list[float]]:
-        """The run is over: the requests that made tokens, and when each of these tokens came."""
+        """End the run: return the requests with new tokens, and the tokens' times."""
         assert self._plan is not None
         plan, ends = self._plan, self._ends
         self._plan, self._ends = None, []
@@ -162,7 +159,7 @@ class StepEngine:
         return sampled, ends
 
     def _alike(self, plan: StepPlan) -> int:
-        """How many steps from this one on are sure to do the same: one more token for all that run."""
+        """Return how many steps are certain to repeat this one."""
         running = self.scheduler.running
         if len(plan.chunks) != len(running):
             return 1
@@ -187,7 +184,6 @@ class StepEngine:
         self._gauges.note(now, (running, waiting, scheduler.pool.usage, float(full), float(short)))
 
     def use(self, until_s: float) -> Use:
-        """What was in use from 0 to ``until_s``."""
         self._gauges.note(until_s, (0.0,) * 5)
         running, waiting, kv, full, short = (total / max(until_s, 1e-9) for total in self._gauges.sums)
         peaks = self._gauges.peaks
@@ -206,7 +202,7 @@ class StepEngine:
 
 
 def use_of(engines: Sequence[StepEngine], until_s: float) -> Use:
-    """The use of all engines of one role: means over them, and the highest of their peaks."""
+    """Return a role's use: means over its engines, maximum of the peaks."""
     each = [engine.use(until_s) for engine in engines]
     merged = Use(engines=len(each), slots=each[0].slots)
     for name in Use.__dataclass_fields__:
@@ -228,9 +224,7 @@ class Moved:
 @dataclass(eq=False)
 class Flow:
     """One request on its way. ``whole`` is what the client asked for: D's part, or an aggregated server's.
-
-    ``index``: which one it is in the order of sending; ``place``: in the load.
-    """
+    ``index``: which one it is in the order of sending; ``place``: in the load."""
 
     index: int
     record: RequestRecord
@@ -284,7 +278,7 @@ class Role:
         return Phases(self.queue_s / self.done, self.prefill_s / self.done, gap)
 
     def figures(self, moved: Moved | None) -> EngineFigures:
-        """What the engines' counters would show. ``moved``: the KV transfers; None without P/D."""
+        """Return the figures of the engines' counters. ``moved``: KV transfers, None without P/D."""
         stats = [engine.scheduler.stats for engine in self.engines]
         return EngineFigures(
             prompt_tokens=self.prompt_tokens,

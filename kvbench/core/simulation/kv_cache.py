@@ -3,8 +3,7 @@
 Hashes are 64-bit and chained: the hash at position t depends on every token up to t (and on the
 cache salt), so a full block's hash is the one at its last token. They are a polynomial over mixed
 tokens, H_t = seed + Σ mix(token_i) · M^i mod 2⁶⁴, which numpy computes for a whole prompt at once.
-That is no protection against somebody who wants collisions; it has to serve a benchmark only.
-"""
+That is no protection against somebody who wants collisions; it has to serve a benchmark only."""
 
 from __future__ import annotations
 
@@ -73,11 +72,9 @@ def block_hashes(hashes: U64, block_tokens: int) -> list[int]:
 
 
 class BlockPool:
-    """Fixed number of KV blocks with reference counts and a cache of full blocks by hash.
-
-    A block with no reference stays findable by its hash until it is handed out again; blocks are
-    handed out in the order in which they became free (least recently used first), as vLLM does.
-    """
+    """Fixed number of KV blocks with reference counts and a cache of full blocks by hash. A block with no
+    reference stays findable by its hash until it is handed out again; blocks are handed out in the order in
+    which they became free (least recently used first), as vLLM does."""
 
     def __init__(self, num_blocks: int, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks

@@ -9,8 +9,7 @@ keeps its blocks after its end until ``release``.
 
 Nothing here reads a clock or does I/O: a caller asks ``schedule(now)`` for a plan, lets
 ``timing.step_s(plan.load)`` pass, and calls ``complete(plan)``. ``kvbench.core.simulation.engine`` does that
-on a counter; the emulated engine does it on the wall clock.
-"""
+on a counter; the emulated engine does it on the wall clock."""
 
 from __future__ import annotations
 
@@ -149,7 +148,7 @@ class Scheduler:
         if total > config.max_model_len:
             raise InputError(
                 f"this engine's maximum context length is {config.max_model_len} tokens, but {prompt_len} "
-                f"prompt tokens and {max_tokens} output tokens were asked for",
+                f"prompt tokens and {max_tokens} output tokens were requested",
                 hint="shorten the prompt, lower max_tokens, or raise max_model_len",
             )
         needed = self._blocks(total - 1)
@@ -237,10 +236,8 @@ class Scheduler:
         return plan
 
     def complete(self, plan: StepPlan) -> list[EngineRequest]:
-        """The step has run: tokens are computed, and each sampling chunk has made one token.
-
-        Returns the requests that made a token; the caller ends those that are done (``finish``).
-        """
+        """The step has run: tokens are computed, and each sampling chunk has made one token. Returns the
+        requests that made a token; the caller ends those that are done (``finish``)."""
         self._in_step = False
         for request in self._aborted:
             self.finish(request)

@@ -9,8 +9,7 @@ with a prefill cost that does not depend on how a prompt is cut into chunks (bes
 and a decode cost from the batch size and its contexts. ``overhead_ms`` is what a request waits
 in the front end (tokenising, scheduling) before the engine sees it; it occupies no step.
 
-Every constant names its source. Times are milliseconds here and seconds in what is returned.
-"""
+Every constant names its source. Times are milliseconds here and seconds in what is returned."""
 
 from __future__ import annotations
 
@@ -90,12 +89,9 @@ class TimingProfile:
 
 @lru_cache(maxsize=4096)
 def attention_waves(seqs: int) -> float:
-    """Waves of attention work that ``seqs`` sequences make on an H200, one KV head per rank.
-
-    From 0.8 · 132 sequences on the context is not split, so whole waves count; below, each
-    sequence may be split s ways, and the best split is taken. The fit's form, from the seed study's
-    tables (Qwen3-30B-A3B, TP8, fp8 KV).
-    """
+    """Waves of attention work that ``seqs`` sequences make on an H200, one KV head per rank. From 0.8 · 132
+    sequences on the context is not split, so whole waves count; below, each sequence may be split s ways, and
+    the best split is taken. The fit's form, from the seed study's tables (Qwen3-30B-A3B, TP8, fp8 KV)."""
     if seqs >= 106:
         return float(-(-seqs // _H200_SMS))
     return min(-(-seqs * split // _H200_SMS) / split for split in range(1, 129))
@@ -131,11 +127,9 @@ def _h200() -> TimingProfile:
 
 def _h200_notes() -> TimingProfile:
     """The same machine as a published set of notes shows it: prompts are found in P's cache, not computed.
-
     Their first tokens at 16k and 32k come in less time than eight H200 need for the FLOPs, so no prefill can
     be fitted to them. What is left before the first token, 60 ms and 6 µs a token, is an unloaded request's
-    wait; links of 154 GB/s and D's own steps make up the rest.
-    """
+    wait; links of 154 GB/s and D's own steps make up the rest."""
     return replace(
         _h200(),
         name="h200-tp8-qwen3-30b-a3b-cached",
@@ -195,7 +189,7 @@ def _quick_context(seqs: int, mean_context: float) -> float:
 def _quick() -> TimingProfile:
     return TimingProfile(
         name="quick",
-        source="made up: light enough for two cores, bound by prefill at long inputs",
+        source="invented: light enough for two cores, prefill-bound at long inputs",
         overhead_ms=0.0,
         prefill_base_ms=2.0,
         prefill_seq_ms=9.0,
@@ -222,4 +216,4 @@ def timing_profile(name: str, tensor_parallel_size: int = 1) -> TimingProfile:
         return _h200_notes()
     if name == "a10-qwen2.5-7b":
         return _a10(tensor_parallel_size)
-    raise InputError(f"no timing profile is called {name!r}", hint=f"there are: {', '.join(PROFILE_NAMES)}")
+    raise InputError(f"unknown timing profile {name!r}", hint=f"known: {', '.join(PROFILE_NAMES)}")

@@ -1,7 +1,6 @@
 """From the axes that a user gave to the cases that are measured, their blocks, and what was left out and why.
 
-A case's blocks are the tables of both sides and the block ids of each transfer under way.
-"""
+A case's blocks are the tables of both sides and the block ids of each transfer under way."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ class Pairing:
 
 
 def initiator_layout(case: Case) -> Layout:
-    """Every transfer under way has blocks of its own: ``threads`` transfers to each target."""
+    """Return blocks for ``threads`` transfers to each target."""
     return _layout(case, case.targets)
 
 
 def target_layout(case: Case) -> Layout:
-    """Room for ``threads`` transfers from each initiator."""
+    """Return blocks for ``threads`` transfers from each initiator."""
     return _layout(case, case.initiators)
 
 
@@ -42,22 +41,16 @@ def _layout(case: Case, peers: int) -> Layout:
 
 
 def _reserved(case: Case) -> int:
-    """Return the number of blocks at the start of each region that no transfer moves.
-
-    vLLM never hands out block 0. So the blocks of one region do not touch those of the next one, and no
-    library can merge them.
-    """
+    """Return the number of blocks at the start of each region that no transfer moves. vLLM never hands out
+    block 0. So the blocks of one region do not touch those of the next one, and no library can merge them."""
     return 1 if case.regions > 1 else 0
 
 
 def pairings(case: Case, seed: int = 0) -> list[Pairing]:
-    """All transfers of a case, by initiator, then thread, then target.
-
-    Contiguous blocks lie side by side in the same order on both sides. If they are to be merged, the order is
-    ascending. If not, odd positions come before even ones, so that no library finds a neighbour to merge.
-    Scattered blocks are every other block of their part, in an order of its own on each side, so that no two
-    of them touch, on either side.
-    """
+    """All transfers of a case, by initiator, then thread, then target. Contiguous blocks lie side by side in
+    the same order on both sides. If they are to be merged, the order is ascending. If not, odd positions come
+    before even ones, so that no library finds a neighbour to merge. Scattered blocks are every other block of
+    their part, in an order of its own on each side, so that no two of them touch, on either side."""
     found = []
     for initiator in range(case.initiators):
         for thread in range(case.threads):
@@ -83,28 +76,28 @@ def _ids(case: Case, slot: int, seed: str) -> tuple[int, ...]:
 
 
 DEFAULT_SIZES: Final = ((4 * KIB, 1), (64 * KIB, 32), (MIB, 8), (16 * MIB, 1))
-"""Few but telling (block bytes, blocks): latency, an engine's scattered blocks, merged runs, bandwidth."""
+"""Default (block bytes, blocks): latency, an engine's scattered blocks, merged runs, bandwidth."""
 FULL_BLOCKS: Final = tuple(4 * KIB * 4**step for step in range(8))
 """4 KiB to 64 MiB."""
 FULL_BATCHES: Final = (1, 8, 32, 128)
 FULL_THREADS: Final = (1, 4)
 FULL_LIMIT_BYTES: Final = 256 * MIB
-"""A transfer of the full matrix moves no more than this: beyond, bandwidth is what it was."""
+"""Largest transfer of the full matrix: bandwidth no longer changes beyond."""
 
 LAB_SIZES: Final = ((64 * KIB, 32), (MIB, 16))
-"""Large against a shaper's burst, and still many calls a second over one slow NIC."""
+"""Large compared with a shaper's burst, with many calls per second over one slow NIC."""
 LAB_SECONDS: Final = 1.0
 
 BASELINES: Final = ("null", "memcpy", "shm", "tcp")
-"""Measured first: the tool's own cost, and the limits that the others are compared with."""
+"""Measured first: the tool's overhead, and reference limits."""
 DEFAULT_SECONDS: Final = 0.5
 FULL_SECONDS: Final = 1.0
 LEAST_CALLS: Final = 20
-"""A case goes on until so many calls were made, …"""
+"""Fewest calls of a case."""
 MOST_SECONDS: Final = 5.0
-"""… but no longer than this."""
+"""Longest window of a case in seconds."""
 MEMORY_SHARE: Final = 0.8
-"""Of the free memory, what buffers may take: the libraries need some of their own."""
+"""Share of the free memory for buffers; libraries need the rest."""
 
 # Time that a pair of workers takes to start, connect and end, by backend, and what each case takes besides
 # its own window (warm-up, calibration, verification). Medians of runs on two shared cores; an estimate.
@@ -125,21 +118,21 @@ class BackendCapabilities:
 
     name: str
     protocols: tuple[str, ...] = ("tcp",)
-    """The usual one first."""
+    """Default first."""
     ops: tuple[TransferOp, ...] = ("read", "write")
     nics: bool = True
     loopback_only: bool = False
     memories: tuple[str, ...] = ("host",)
     optional: bool = False
     problem: str = ""
-    """Why it cannot run here; empty if it can."""
+    """Why it cannot run here, or empty."""
     one_nic: tuple[str, ...] = ()
-    """Protocols over which it uses one NIC and no more."""
+    """Protocols limited to one NIC."""
     lacking: Mapping[str, str] = field(default_factory=dict)
-    """Protocols that cannot run here, each with the reason."""
+    """Protocols that cannot run here, with reasons."""
 
     def usual(self) -> str:
-        """The protocol to take where none is named: RDMA where it is there, for it is built for that."""
+        """Return the default protocol: RDMA if available."""
         if "rdma" in self.protocols and "rdma" not in self.lacking:
             return "rdma"
         return next((name for name in self.protocols if name not in self.lacking), self.protocols[0])
@@ -147,12 +140,12 @@ class BackendCapabilities:
 
 @dataclass(frozen=True)
 class Axes:
-    """What is to be varied. ``backends`` and ``protocols`` empty: all that are usual."""
+    """Axes to vary. Empty ``backends`` and ``protocols``: the default ones."""
 
     backends: tuple[str, ...] = ()
     protocols: tuple[str, ...] = ()
     nics: tuple[int, ...] = (0,)
-    """0: no NIC is chosen, so a library over TCP passes the host's loopback."""
+    """0 lets the library choose; TCP then uses loopback."""
     ops: tuple[TransferOp, ...] = ("write", "read")
     sizes: tuple[tuple[int, int], ...] = DEFAULT_SIZES
     """(bytes of a block, blocks of a transfer in each region)."""
@@ -162,16 +155,16 @@ class Axes:
     memory: Memory = "host"
     regions: int = 1
     whole_blocks: frozenset[str] = frozenset()
-    """Backends to which the pieces of a block in all regions are one piece."""
+    """Backends that store a block of all regions as one piece."""
     block_pieces: int = 1
-    """Pieces of a block in all regions, for those backends."""
+    """Pieces of a block in all regions for those backends."""
     scattered: bool = False
     shape: str = ""
     merged: bool = False
-    """Whether contiguous blocks are merged into runs; never those of ``whole_blocks``."""
+    """Whether contiguous blocks are merged; never for ``whole_blocks``."""
     all_protocols: bool = False
     remote: bool = False
-    """Whether the two sides stand on two machines."""
+    """Whether the sides are on two machines."""
 
     @classmethod
     def full(cls, **given: Any) -> Axes:
@@ -221,10 +214,8 @@ class Matrix:
 
 
 def build(axes: Axes, backends: Sequence[BackendCapabilities], memory_bytes: int | None = None) -> Matrix:
-    """All cases of the axes that make sense. ``memory_bytes``: free for buffers, all sides together.
-
-    Raises InputError for a backend that there is not, and where nothing is left to measure by what was asked.
-    """
+    """All cases of the axes that make sense. ``memory_bytes``: free for buffers, all sides together. Raises
+    InputError for a backend that there is not, and where nothing is left to measure by what was asked."""
     chosen = _chosen(axes, backends)
     cases: dict[str, Case] = {}
     left: dict[tuple[str, str], Left] = {}
@@ -244,8 +235,8 @@ def build(axes: Axes, backends: Sequence[BackendCapabilities], memory_bytes: int
         wanted = ", ".join(axes.protocols)
         reasons = "; ".join(f"{each.what}: {each.reason}" for each in left.values() if each.case.protocol)
         raise InputError(
-            f"nothing here moves bytes over {wanted}, and yardsticks alone say nothing of it: {reasons}",
-            hint="leave --protocol out to measure what is there",
+            f"no backend on this host moves bytes over {wanted}, only baselines are left: {reasons}",
+            hint="omit --protocol to measure the available protocols",
         )
     return Matrix(tuple(sorted(cases.values(), key=_order(chosen))), tuple(left.values()))
 
@@ -254,9 +245,7 @@ def _chosen(axes: Axes, backends: Sequence[BackendCapabilities]) -> list[Backend
     known = {backend.name: backend for backend in backends}
     for name in axes.backends:
         if name not in known:
-            raise InputError(
-                f"no transfer backend is called {name!r}", hint=f"there are: {', '.join(sorted(known))}"
-            )
+            raise InputError(f"unknown transfer backend {name!r}", hint=f"known: {', '.join(sorted(known))}")
     # What is optional and cannot run here anyway is reported, so that nobody looks for it in vain.
     names = axes.backends or tuple(each.name for each in backends if not each.optional or each.problem)
     first = [name for name in BASELINES if name in names]
@@ -266,7 +255,7 @@ def _chosen(axes: Axes, backends: Sequence[BackendCapabilities]) -> list[Backend
 def _of_backend(
     axes: Axes, backend: BackendCapabilities, memory_bytes: int | None
 ) -> Iterator[tuple[Case, str, str, bool]]:
-    """(case, what it is part of, why not, whether something is absent); no reason for a good one."""
+    """Yield (case, part, reason, unavailable); no reason for a valid case."""
     for protocol, reason, absent in _protocols(axes, backend):
         sample = Case(backend.name, protocol, axes.ops[0], *axes.sizes[0])
         if backend.problem:
@@ -281,7 +270,7 @@ def _of_backend(
 
 
 def _protocols(axes: Axes, backend: BackendCapabilities) -> Iterator[tuple[str, str, bool]]:
-    """(protocol, why not, whether something is absent)."""
+    """Yield (protocol, reason, unavailable)."""
     # What passes no NIC is a baseline and keeps its own way, whichever protocol the others are asked for.
     asked = tuple(p for p in axes.protocols if p in backend.protocols) if not backend.nics else axes.protocols
     if not asked:
@@ -292,7 +281,7 @@ def _protocols(axes: Axes, backend: BackendCapabilities) -> Iterator[tuple[str, 
         names = asked
     for name in names:
         if name not in backend.protocols:
-            yield name, f"{backend.name} has no such protocol, only {', '.join(backend.protocols)}", False
+            yield name, f"{backend.name} does not support it, only {', '.join(backend.protocols)}", False
         else:
             yield name, backend.lacking.get(name, ""), name in backend.lacking
 
@@ -330,27 +319,27 @@ def _cases(axes: Axes, backend: BackendCapabilities, protocol: str) -> Iterator[
 def _sense(case: Case, backend: BackendCapabilities, axes: Axes, memory_bytes: int | None) -> tuple[str, str]:
     """(what, why) of a combination that makes no sense; ("", "") for one that does."""
     if case.op not in backend.ops:
-        return f"{case.backend} {case.op}", f"{case.backend} knows only {', '.join(backend.ops)}"
+        return f"{case.backend} {case.op}", f"{case.backend} supports only {', '.join(backend.ops)}"
     if case.nics > 1 and case.protocol in backend.one_nic:
         return f"{case.backend} over {case.protocol} with several NICs", "it uses one address, so one NIC"
     if case.memory not in backend.memories:
         return (
             f"{case.backend} in {case.memory} memory",
-            f"only {' and '.join(backend.memories)} memory is known",
+            f"it supports only {' and '.join(backend.memories)} memory",
         )
     if case.protocol == "cuda_ipc" and case.memory != "cuda":
-        return f"{case.backend} over cuda_ipc", "it copies from GPU to GPU: --memory cuda"
+        return f"{case.backend} over cuda_ipc", "it copies between GPUs: use --memory cuda"
     if backend.loopback_only and axes.remote:
-        return case.backend, "it works within one host, and the two sides stand on two"
+        return case.backend, "it works only within one host, and the two sides are on different hosts"
     if case.initiators > 1 and case.targets > 1:
         return (
             f"{case.initiators} initiators to {case.targets} targets",
-            "one of the two sides has to be a single one: fan-in or fan-out",
+            "one of the two sides must be single: fan-in or fan-out",
         )
     need = memory_needed(case)
     if memory_bytes is not None and need > MEMORY_SHARE * memory_bytes:
         what = f"{size_text(case.block_bytes)} × {case.batch_size * case.regions} at {case.threads} a time"
-        return what, f"its buffers need {need / 1e9:.3g} GB of {memory_bytes / 1e9:.3g} GB that are free"
+        return what, f"its buffers need {need / 1e9:.3g} GB of {memory_bytes / 1e9:.3g} GB free memory"
     return "", ""
 
 

@@ -12,8 +12,7 @@ of P and D):
 
 MLA has one latent vector for each token and layer, so its blocks are whole in every version. Mooncake's
 connector merges neighbouring blocks itself; vLLM leaves NIXL's merging on (it never passes
-``skip_desc_merge``). A store gets one object for each block, with all its layers.
-"""
+``skip_desc_merge``). A store gets one object for each block, with all its layers."""
 
 from __future__ import annotations
 
@@ -157,19 +156,19 @@ class KvWork:
         tp, gb = self.tensor_parallel_size, 1e9
         factor = self.model.wire_factor(tp)
         arranged = {
-            "apart": "K and V apart in each layer",
-            "halves": "one for each layer; K and V are halves of each block",
-            "whole": "one for each layer; K and V in one piece",
+            "apart": "K and V separate in each layer",
+            "halves": "one per layer; K and V are halves of each block",
+            "whole": "one per layer; K and V in one piece",
         }[kv_tensors(self.version)]
-        arranged = "one for each layer, MLA" if self.model.mla_dim else arranged
-        merged = "merged into" if self.block_pieces.merge else "with no neighbours to merge, so"
+        arranged = "one per layer, MLA" if self.model.mla_dim else arranged
+        merged = "merged into" if self.block_pieces.merge else "not mergeable, so"
         copies = f", each KV head is on {factor} ranks" if factor > 1 and not self.model.mla_dim else ""
         copies = ", each rank keeps all of it" if factor > 1 and self.model.mla_dim else copies
         lines = [
             f"{self.model.name} ({self.model.kv_dtype}), {self.input_len} tokens, as vLLM "
             f"{dotted(self.version[:2])} moves it: {self.regions} regions ({arranged}) × "
             f"{self.region_pieces} pieces of {self.piece_bytes} bytes at each of {tp} ranks, {merged} "
-            f"{self.descriptors} descriptors if the blocks were handed out in a row",
+            f"{self.descriptors} descriptors if the request's blocks are consecutive",
             f"{self.request_bytes / gb:.4g} GB of KV, {self.wire_bytes / gb:.4g} GB on the wire over all "
             f"ranks{copies}; one rank moves {self.rank_bytes / gb:.4g} GB",
         ]
@@ -177,8 +176,8 @@ class KvWork:
             lines.append(f"all {self.ranks} ranks move at once, as {self.ranks} initiators")
         elif tp > 1:
             lines.append(
-                f"one rank of {tp} is measured: in an engine all of them move at once, each through NICs of "
-                "its own or through shared ones (--all-ranks)"
+                f"one rank of {tp} is measured; in an engine all ranks move at once, through separate "
+                "or shared NICs (--all-ranks)"
             )
         return lines
 
@@ -193,12 +192,10 @@ def kv_work(
     version: str = "",
 ) -> KvWork:
     """Return the work for a model of ``MODELS`` as a vLLM version does it; by default the newest known one.
-
-    Raises InputError for what cannot be.
-    """
+    Raises InputError for what cannot be."""
     shape = MODELS.get(model.lower())
     if shape is None:
-        raise InputError(f"no model is called {model!r}", hint=f"there are: {', '.join(MODEL_NAMES)}")
+        raise InputError(f"unknown model {model!r}", hint=f"known: {', '.join(MODEL_NAMES)}")
     given = {"--input-len": input_len, "--tp": tensor_parallel_size, "--block-tokens": block_tokens}
     for name, value in given.items():
         if value < 1:
@@ -206,7 +203,7 @@ def kv_work(
     heads, tp = shape.kv_heads, tensor_parallel_size
     if not shape.mla_dim and max(heads, tp) % min(heads, tp):
         raise InputError(
-            f"{shape.name} has {heads} KV heads, which {tp} ranks cannot share evenly",
+            f"{shape.name} has {heads} KV heads, which cannot be divided evenly over {tp} ranks",
             hint=f"--tp has to divide {heads} or be a multiple of it",
         )
     vllm = release(version) if version else NEWEST_KNOWN
@@ -223,7 +220,7 @@ def check_memory(work: KvWork, free_bytes: int, *, scattered: bool = False) -> N
     per_block = (need - free) // work.blocks
     longest = int((usable - free) // per_block) * work.block_tokens
     fits = f"the largest --input-len that fits is {longest}" if longest > 0 else "not even one block fits"
-    more = "" if work.ranks == 1 else "; one rank alone needs less (leave --all-ranks out)"
+    more = "" if work.ranks == 1 else "; one rank needs less (omit --all-ranks)"
     raise InputError(
         f"the KV cache of {work.shape()} needs {need / 1e9:.3g} GB of buffers, and {usable / 1e9:.3g} GB "
         f"of {free_bytes / 1e9:.3g} GB free memory may be used",

@@ -5,8 +5,7 @@
 for each backend, protocol, op and number of NICs, from the median call times of the cases with one transfer
 under way at a time. All three are at least 0 (non-negative least squares), and a deviation counts by its
 share of the time, so that a 4 KiB transfer weighs as much as one of 16 MiB. The deviations stand with the
-model: with three figures for few points they are small by nature, and ``points`` says how few.
-"""
+model: with three figures for few points they are small by nature, and ``points`` says how few."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class TransferModel:
         ``block_bytes`` counts all ranks and regions, ``pieces`` the pieces of a block at one rank. Ranks work
         off their descriptors at the same time and share the bandwidth. Where neighbouring blocks are merged
         each piece of a block is one descriptor, at the same cost for any length. Where they are not, each
-        block brings its own descriptors, which makes its bytes slower.
-        """
+        block brings its own descriptors, which makes its bytes slower."""
         per_byte = 1 / (self.gb_per_s * 1e9) if self.gb_per_s else 0.0
         if merged:
             besides = self.start_s + self.per_descriptor_s * pieces
@@ -98,8 +96,8 @@ class TransferModel:
     def text(self) -> str:
         """The formula, and ``(4 points, off by 3 %, at worst 6 %)``."""
         return (
-            f"{self.formula()} ({self.points} points, off by {self.median_error:.1%}, "
-            f"at worst {self.worst_error:.1%})"
+            f"{self.formula()} ({self.points} points, error {self.median_error:.1%} (median), "
+            f"{self.worst_error:.1%} (worst))"
         )
 
 
@@ -108,10 +106,8 @@ def _time(seconds: float) -> str:
 
 
 def fit_all(records: Iterable[TransferRecord]) -> list[TransferModel]:
-    """A model for each way of moving bytes that has points enough; in the order of the records.
-
-    None of rows between several pairs of hosts: each pair has a way of its own.
-    """
+    """A model for each way of moving bytes that has points enough; in the order of the records. None of rows
+    between several pairs of hosts: each pair has a way of its own."""
     records = list(records)
     if len(pairs_of(records)) > 1:
         return []
@@ -152,9 +148,7 @@ def fit(
     points: Sequence[tuple[float, float, float]],
 ) -> tuple[float, float, float, list[float], bool] | None:
     """(start s, s per descriptor, s per byte, relative errors, varied) of points (descriptors, bytes, s).
-
-    None for fewer than three points, or where no two of them differ in bytes.
-    """
+    None for fewer than three points, or where no two of them differ in bytes."""
     data = np.asarray(points, np.float64)
     if len(data) < LEAST_POINTS or len(set(data[:, 1].tolist())) < 2 or not (data[:, 2] > 0).all():
         return None
@@ -171,10 +165,8 @@ def fit(
 
 def nonnegative_least_squares(matrix: Array, wanted: Array) -> Array:
     """The x ≥ 0 with the least |matrix · x − wanted|², for few columns: every set of positive ones is tried.
-
     The optimum is the plain least-squares solution on the columns that are positive in it, so trying all sets
-    finds it. Sets whose columns depend on each other are left out, for a smaller one does as well.
-    """
+    finds it. Sets whose columns depend on each other are left out, for a smaller one does as well."""
     scale = np.linalg.norm(matrix, axis=0)
     scaled = matrix / np.where(scale > 0, scale, 1.0)
     best, least = np.zeros(matrix.shape[1]), float(wanted @ wanted)
@@ -203,15 +195,13 @@ def _rank(matrix: Array) -> int:
 
 def model_for(models: Sequence[TransferModel], backend: str, protocol: str = "") -> TransferModel:
     """The model that stands for a connector's hand-over by a backend: of its usual op, and of most NICs.
-
-    ``protocol`` empty: the first one that was measured. Raises InputError where there is none.
-    """
+    ``protocol`` empty: the first one that was measured. Raises InputError where there is none."""
     mine = [model for model in models if model.backend == backend and protocol in ("", model.protocol)]
     if not mine:
         over = f" over {protocol}" if protocol else ""
         there = dict.fromkeys(f"{model.backend}/{model.protocol}" for model in models)
         raise InputError(
-            f"no transfer model is known of {backend}{over}", hint=f"there are: {', '.join(there) or 'none'}"
+            f"no transfer model for {backend}{over}", hint=f"known: {', '.join(there) or 'none'}"
         )
     usual = "write" if backend in WRITTEN_BY_P else "read"
     return max(mine, key=lambda model: (model.protocol == mine[0].protocol, model.op == usual, model.nics))
@@ -220,7 +210,7 @@ def model_for(models: Sequence[TransferModel], backend: str, protocol: str = "")
 def models_of_json(data: Any) -> list[TransferModel]:
     """What ``models_json`` wrote. Raises InputError for anything else, and for a newer schema."""
     if not isinstance(data, Mapping) or not isinstance(data.get("models"), list):
-        raise InputError("these are no transfer models", hint="kvbench microbench writes them")
+        raise InputError("the file has no transfer models", hint="kvbench microbench writes them")
     if data.get("schema") != MODEL_SCHEMA:
         raise InputError(f"transfer models of schema {data.get('schema')!r}, known is {MODEL_SCHEMA}")
     try:

@@ -1,4 +1,4 @@
-"""What a transfer microbenchmark measures, and what it found: a case, and a row for it."""
+"""Cases and rows of a transfer microbenchmark."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ class Case:
     ``nbytes`` bytes; ``threads`` transfers are under way at a time from each initiator to each target.
     ``nics`` of 0 stands for a way that passes no NIC (a copy in memory, shared memory, the null backend).
     ``scattered`` blocks never touch each other in memory; the others lie side by side and are ``merged``
-    into runs where the backend can do that and it is asked to.
-    """
+    into runs where the backend can do that and it is asked to."""
 
     backend: str
     protocol: str
@@ -89,29 +88,26 @@ class TransferWarning:
 
 @dataclass
 class TransferRecord:
-    """One case measured, refused or failed: a row of ``transfers.parquet``.
-
-    Times end in ``_s`` and are seconds. ``gb_per_s`` is 10⁹ bytes over ``window_s``, the time from the first
-    start to the last end over all initiators; ``call_s`` holds each call's own time, start to completion, one
-    initiator after the other. ``logical_bytes`` counts each KV byte of a model once; ``nbytes`` is what one
-    transfer moves.
-    """
+    """One case measured, refused or failed: a row of ``transfers.parquet``. Times end in ``_s`` and are
+    seconds. ``gb_per_s`` is 10⁹ bytes over ``window_s``, the time from the first start to the last end over
+    all initiators; ``call_s`` holds each call's own time, start to completion, one initiator after the other.
+    ``logical_bytes`` counts each KV byte of a model once; ``nbytes`` is what one transfer moves."""
 
     case: Case
     status: Status = "ok"
     error: str = ""
-    """Why it failed or was skipped; empty when it was measured."""
+    """Reason of a failure or skip, or empty."""
     log: list[str] = field(default_factory=list)
-    """The library's last lines, with an error."""
+    """The library's last lines before an error."""
     transport: str = ""
-    """The transport that really ran."""
+    """Transport that ran."""
     library: str = ""
     """Name and version of the library, such as ``nixl-cu12 1.5.1``."""
     started_at: str = ""
     nbytes: int = 0
     logical_bytes: int = 0
     descriptors: int = 0
-    """Of one transfer, as handed to the library."""
+    """Descriptors of one transfer, as passed to the library."""
     calls: int = 0
     window_s: float = 0.0
     gb_per_s: float | None = None
@@ -121,23 +117,23 @@ class TransferRecord:
     register_s: float | None = None
     connect_s: float | None = None
     prepare_s: float | None = None
-    """Median time of making one transfer's descriptors ready, outside of the window."""
+    """Median preparation time of one transfer's descriptors, outside the window."""
     initiator_cpu_s: float | None = None
     target_cpu_s: float | None = None
-    """CPU time in the window, all initiators and all targets."""
+    """CPU time in the window over all initiators and targets."""
     verified: bool | None = None
-    """Whether all bytes of all blocks were compared and equal; None: this backend moves none."""
+    """Whether all bytes were compared and equal; None: the backend moves none."""
     nic_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes through each NIC in the window, both directions' larger one, by ``side:name``."""
+    """Bytes per NIC (``side:name``) in the window, larger direction."""
     nics_asked: list[str] = field(default_factory=list)
     line_rate_gb_per_s: float | None = None
-    """What the asked NICs can carry together; None where the driver does not say."""
+    """Total line rate of the requested NICs, or None."""
     load_average: float | None = None
     lab: str = ""
-    """The lab it ran in, such as ``8 × 1gbit``; empty on real hosts."""
+    """Lab of the run, such as ``8 × 1gbit``; empty on real hosts."""
     initiator_host: str = ""
     target_host: str = ""
-    """The scenario's names of the hosts that the two sides stood on; empty where none were named."""
+    """Scenario names of the two hosts, or empty."""
     warnings: list[TransferWarning] = field(default_factory=list)
 
     @property

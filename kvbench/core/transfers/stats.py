@@ -1,7 +1,6 @@
 """What a measured transfer's row says, and what makes it weaker than it looks; two runs compared. No I/O.
 
-A row has percentiles, bandwidth against limits, CPU cost.
-"""
+A row has percentiles, bandwidth against limits, CPU cost."""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ PERCENTILES: Final[Mapping[str, float]] = {"p50": 0.5, "p90": 0.9, "p99": 0.99, 
 LIMIT_BACKENDS: Final[Mapping[str, str]] = {"memcpy": "memcpy", "tcp": "tcp"}
 """Column → backend whose rows of the same run are a limit to the others."""
 WITHIN_ONE_HOST: Final = frozenset({"memcpy", "shm"})
-"""Faster than any network: plain TCP is no limit to them."""
+"""Backends faster than any network, without a TCP limit."""
 CONFIDENCE: Final = 0.99
-"""A matrix has dozens of cases, and none of them should be called changed by chance."""
+"""High, because a matrix has dozens of cases."""
 MOST_SECTIONS: Final = 20
-"""Neighbouring calls resemble each other, so an error is taken from the means of so many sections, …"""
+"""Most sections of neighbouring calls for the standard error."""
 CALLS_PER_SECTION: Final = 2
-"""… each of them with so many calls at least; of few calls there are fewer sections."""
+"""Fewest calls per section."""
 LEAST_CALLS: Final = 5 * CALLS_PER_SECTION
 
 
@@ -138,7 +137,7 @@ def _shape(case: Case) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class Change:
-    """One case in two runs. ``ratio``: after / before, by calls a second; None: cannot be told from 1."""
+    """One case in two runs. ``ratio``: after / before in calls per second, None if not significant."""
 
     case: Case
     before_gb_per_s: float | None
@@ -146,13 +145,13 @@ class Change:
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    """What the spread of the calls' times allows, at 99 %; None where there were too few calls."""
+    """99 % interval from the spread of the calls, or None with too few."""
     before_p50_s: float | None = None
     after_p50_s: float | None = None
     why: str = ""
-    """Why there is no ratio."""
+    """Reason without a ratio."""
     pair: str = ""
-    """Between which hosts, where they were named."""
+    """The pair of hosts, if named."""
 
     def text(self) -> str:
         if self.ratio is None:
@@ -183,12 +182,12 @@ def _change(case: Case, before: TransferRecord | None, after: TransferRecord | N
         if record.status != "ok" or not _calls_per_s(record):
             return replace(known, why=f"failed in {name}")
         if len(record.call_s) < LEAST_CALLS:
-            return replace(known, why=f"cannot be told: {len(record.call_s)} calls in {name}")
+            return replace(known, why=f"inconclusive: {len(record.call_s)} calls in {name}")
     ratio = _calls_per_s(after) / _calls_per_s(before)
     spread = math.exp(_spread(before.call_s, after.call_s))
     low, high = ratio / spread, ratio * spread
     if low <= 1 <= high:
-        return replace(known, low=low, high=high, why="cannot be told apart")
+        return replace(known, low=low, high=high, why="no significant difference")
     return replace(known, ratio=ratio, low=low, high=high)
 
 
@@ -200,7 +199,7 @@ def apart(one: TransferRecord, other: TransferRecord) -> bool:
 
 
 def _spread(one: Sequence[float], other: Sequence[float]) -> float:
-    """Half the interval of the logarithm of a ratio of mean times."""
+    """Return half the interval of the log ratio of mean times."""
     error = math.hypot(_relative_error(one), _relative_error(other))
     degrees = min(_sections(one), _sections(other)) - 1
     return min(50.0, t_quantile(1 - (1 - CONFIDENCE) / 2, degrees) * error)
@@ -211,7 +210,7 @@ def _sections(times_s: Sequence[float]) -> int:
 
 
 def _calls_per_s(record: TransferRecord) -> float:
-    """Of equal transfers, bandwidth by another name; known too where nothing is moved."""
+    """Return calls per second: bandwidth for equal transfers, known even without bytes."""
     return record.calls / record.window_s if record.window_s > 0 else 0.0
 
 
@@ -220,7 +219,7 @@ def _rate(record: TransferRecord | None) -> float | None:
 
 
 def _relative_error(times_s: Sequence[float]) -> float:
-    """Standard error of the mean call time, as a share of it: bandwidth is its inverse."""
+    """Return the relative standard error of the mean call time."""
     mean, error = sectioned(np.asarray(times_s, np.float64), _sections(times_s), None)
     return error / mean if mean > 0 else math.inf
 
@@ -228,10 +227,11 @@ def _relative_error(times_s: Sequence[float]) -> float:
 MIN_CALLS: Final = 20
 MIN_WINDOW_S: Final = 0.2
 MANY_CALLS: Final = 1000
-"""So many calls are enough even in a short window."""
+"""Calls that suffice even in a short window."""
 BUSY_SHARE: Final = 0.9
+"""Cores busy from which polling is reported."""
 BUSY_CALL_S: Final = 2e-3
-"""Shorter calls are waited for by asking without rest, so their CPU time says nothing about the library."""
+"""Shorter calls are polled, so their CPU time says nothing about the library."""
 OTHERS_SHARE: Final = 0.15
 STEAL_SHARE: Final = 0.02
 BURST_SHARE: Final = 0.05
@@ -246,7 +246,7 @@ _MEANS: Final[Mapping[str, Sequence[str]]] = {
     "shm": ("shm", "sysv", "posix", "memfd"),
     "posix": ("posix", "file"),
 }
-"""What a transport's name contains if it is the protocol that was asked for."""
+"""Parts of transport names per requested protocol."""
 
 
 @dataclass(frozen=True)
@@ -255,18 +255,18 @@ class CaseConditions:
 
     cores: int = 0
     load_before: float | None = None
-    """Load average before the first case, so without our own work."""
+    """Load average before the first case, without kvbench's work."""
     others_cpu_s: float = 0.0
-    """CPU time of everybody else on the initiators' host in the window."""
+    """Other processes' CPU time on the initiators' host in the window."""
     steal_s: float = 0.0
     burst_bytes: int | None = None
-    """What the shaper of one NIC lets through at once."""
+    """Burst of one NIC's shaper in bytes."""
     memcpy_gb_per_s: float | None = None
     moves_bytes: bool = True
     carried: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Side → NIC → bytes in the window, the asked ones and all others."""
     asked: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Side → the NICs that were asked for."""
+    """Side → requested NICs."""
 
 
 def warnings(record: TransferRecord, seen: CaseConditions) -> list[TransferWarning]:
@@ -284,10 +284,10 @@ def _busy_machine(record: TransferRecord, seen: CaseConditions) -> Iterator[Tran
         yield TransferWarning("machine_busy", message, advice, evidence)
     elif room and seen.others_cpu_s > OTHERS_SHARE * room:
         share = seen.others_cpu_s / room
-        message = f"other processes took {share:.0%} of this machine's CPU time meanwhile"
+        message = f"other processes took {share:.0%} of this machine's CPU time in the window"
         yield TransferWarning("machine_busy", message, advice, {"others_cpu_s": seen.others_cpu_s})
     if room and seen.steal_s > STEAL_SHARE * room:
-        message = f"the hypervisor took {seen.steal_s / room:.0%} of this machine's CPU time meanwhile"
+        message = f"the hypervisor took {seen.steal_s / room:.0%} of this machine's CPU time in the window"
         yield TransferWarning("cpu_stolen", message, advice, {"steal_s": seen.steal_s})
 
 
@@ -296,7 +296,7 @@ def _few_repeats(record: TransferRecord, seen: CaseConditions) -> Iterator[Trans
     if record.calls < MIN_CALLS or short:
         message = f"only {record.calls} calls in {record.window_s:.2f} s"
         evidence = {"calls": record.calls, "window_s": record.window_s}
-        yield TransferWarning("few_repeats", message, "give each case more seconds (--seconds)", evidence)
+        yield TransferWarning("few_repeats", message, "measure each case for longer (--seconds)", evidence)
 
 
 def _burst(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarning]:
@@ -307,13 +307,13 @@ def _burst(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWar
     evidence = {"burst_bytes": seen.burst_bytes, "bytes_per_nic": moved}
     if seen.burst_bytes > BURST_SHARE * moved:
         message = (
-            f"the shaper's burst is {seen.burst_bytes / moved:.0%} of what passed each NIC" if moved else ""
+            f"the shaper's burst is {seen.burst_bytes / moved:.0%} of the bytes per NIC" if moved else ""
         )
-        advice = "give the case more seconds: the rate is flattered by what passed unshaped"
-        yield TransferWarning("near_burst", message or "nothing passed the NICs", advice, evidence)
+        advice = "measure the case for longer (--seconds): the unshaped burst inflates the rate"
+        yield TransferWarning("near_burst", message or "no bytes passed the NICs", advice, evidence)
     elif record.nbytes <= 2 * seen.burst_bytes * nics:
         message = f"one transfer ({record.nbytes:,} bytes) is not much larger than the shaper's burst"
-        advice = "its latency may be that of the unshaped link; take larger or more blocks"
+        advice = "its latency may be that of the unshaped link; use larger or more blocks"
         yield TransferWarning("near_burst", message, advice, evidence)
 
 
@@ -325,8 +325,8 @@ def _busy_waiting(record: TransferRecord, seen: CaseConditions) -> Iterator[Tran
     below = speed is None or limit is None or speed < limit
     copies = record.case.backend in ("memcpy", "shm", "null")
     if share >= BUSY_SHARE and below and not copies and median(record.call_s) > BUSY_CALL_S:
-        message = f"the library keeps {share:.1f} cores busy at the initiator, and is slower than memcpy"
-        advice = "it waits by polling: on a machine with few cores that time is missing elsewhere"
+        message = f"the library keeps {share:.1f} cores busy at the initiator and is slower than memcpy"
+        advice = "it waits by polling, which takes CPU from other processes on a machine with few cores"
         yield TransferWarning("busy_waiting", message, advice, {"cpu_share": share})
 
 
@@ -344,13 +344,13 @@ def _nics(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarn
             others = {name: count for name, count in carried.items() if name not in names}
             where = max(others, key=lambda name: others[name], default="")
             went = f"; {where} carried {others[where] / total:.0%}" if where and others[where] else ""
-            message = f"at the {side} only {moved / total:.0%} of the bytes passed the NICs asked for{went}"
-            advice = "see which device or transport the library chose; `kvbench doctor` lists them"
+            message = f"at the {side} only {moved / total:.0%} of the bytes passed the requested NICs{went}"
+            advice = "check which device or transport the library chose; `kvbench doctor` lists them"
             yield TransferWarning("bytes_elsewhere", message, advice, evidence)
         elif idle:
             used = len(names) - len(idle)
             message = f"at the {side} {used} of {len(names)} NICs carried bytes; idle: {', '.join(idle)}"
-            advice = "the library did not spread this transfer: more streams, blocks or another op may"
+            advice = "the library did not spread this transfer; try more streams or blocks, or another op"
             yield TransferWarning("idle_nics", message, advice, evidence)
 
 
@@ -359,13 +359,13 @@ def _transport(record: TransferRecord, seen: CaseConditions) -> Iterator[Transfe
     if not seen.moves_bytes or not ran or asked not in _MEANS:
         return
     if "(configured)" in ran:
-        message = f"the library does not say which transport ran; {asked} was asked for"
+        message = f"the library does not report its transport; {asked} was requested"
         yield TransferWarning("transport_unproven", message, "", {"transport": ran})
     elif not any(name in ran.lower() for name in _MEANS[asked]):
-        message = f"{asked} was asked for, and {ran} ran"
+        message = f"{asked} was requested, but {ran} ran"
         yield TransferWarning("other_transport", message, "see `kvbench doctor`", {"transport": ran})
 
 
 def _verified(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarning]:
     if record.verified is None and seen.moves_bytes:
-        yield TransferWarning("not_verified", "its bytes were not compared", "", {})
+        yield TransferWarning("not_verified", "the received bytes were not verified", "", {})

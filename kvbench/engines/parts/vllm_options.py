@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Final
+from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import Field, JsonValue, field_validator
 
@@ -28,6 +28,8 @@ _RANK_NAMES: Final = {
 }
 """Ranks beside the tensor parallel ones, by vLLM's names for them: of several the first that is given."""
 
+InstanceName = Annotated[str, Field(pattern=r"^(prefill|decode|aggregated)-[0-9]{1,3}$")]
+
 
 class VllmOptions(EngineOptions):
     """Options of real vLLM servers. Arguments and environment of a role win over those for both."""
@@ -47,6 +49,10 @@ class VllmOptions(EngineOptions):
     )
     prefill_args: dict[str, JsonValue] = Field(default_factory=dict, description="arguments of P only")
     decode_args: dict[str, JsonValue] = Field(default_factory=dict, description="arguments of D only")
+    instance_args: dict[InstanceName, dict[str, JsonValue]] = Field(
+        default_factory=dict,
+        description="arguments of one instance only, by its name such as prefill-1; they win over its role's",
+    )
     env: Environment = Field(default_factory=dict, description="environment of all roles, word for word")
     prefill_env: Environment = Field(default_factory=dict, description="environment of P only")
     decode_env: Environment = Field(default_factory=dict, description="environment of D only")
@@ -85,6 +91,15 @@ class VllmOptions(EngineOptions):
             raise ValueError(f"{', '.join(taken)} follow from the scenario and cannot be given here")
         return given
 
+    @field_validator("instance_args")
+    @classmethod
+    def _not_ranks(cls, given: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        ranks = (*(name for names in _RANK_NAMES.values() for name in names), "enable-expert-parallel", "ep")
+        for name, arguments in given.items():
+            if taken := owned_flags(arguments, (*_OURS, *ranks)):
+                raise ValueError(f"{name}: {', '.join(taken)} cannot differ between instances of a role")
+        return given
+
     @field_validator("version")
     @classmethod
     def _readable(cls, version: str) -> str:
@@ -102,6 +117,10 @@ class VllmOptions(EngineOptions):
     @property
     def answers_alike(self) -> bool:
         return self.dummy_weights or self.arguments("decode").get("load-format") == "dummy"
+
+    @property
+    def instances_named(self) -> tuple[str, ...]:
+        return tuple(self.instance_args)
 
     @property
     def executable(self) -> str:
@@ -156,7 +175,6 @@ class VllmOptions(EngineOptions):
     def ranks_in_args(self, role: str) -> dict[str, int]:
         arguments = self.arguments(role)
         found = {}
-        # Of ranks over several hosts those that are here.
         for key, names in _RANK_NAMES.items():
             if any(name in arguments for name in names):
                 found[key] = whole(arguments, *names)
@@ -164,8 +182,8 @@ class VllmOptions(EngineOptions):
             found["expert_parallel"] = 1
         return found
 
-    def arguments(self, role: str) -> dict[str, Any]:
-        """The user's arguments for one role, with underscores as hyphens."""
+    def arguments(self, role: str, instance: str = "") -> dict[str, Any]:
+        """The user's arguments for one role, or one instance of it, with underscores as hyphens."""
         typed: dict[str, Any] = {
             "max-model-len": self.max_model_len,
             "max-num-seqs": self.max_num_seqs,
@@ -175,5 +193,10 @@ class VllmOptions(EngineOptions):
             "enable-prefix-caching": None if self.enable_prefix_caching else False,
         }
         own = {"prefill": self.prefill_args, "decode": self.decode_args}.get(role, {})
-        given = {key.replace("_", "-"): value for key, value in {**self.engine_args, **own}.items()}
+        single = self.instance_args.get(instance, {})
+        given = {
+            key.replace("_", "-"): value
+            for each in (self.engine_args, own, single)
+            for key, value in each.items()
+        }
         return {**typed, **given}

@@ -1,1 +1,1 @@
-"""Two hosts on one machine: network namespaces joined by shaped veth pairs, one for each NIC."""
+"""Two hosts on one machine: network namespaces connected by shaped veth pairs, one per NIC."""

@@ -1,4 +1,4 @@
-"""What `kvbench lab` prints and does: up, exec, status, down, fault."""
+"""The commands `kvbench lab`: up, exec, status, down, fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvbench.hosts.lab.state import LabState
 
 
 def up(plan: LabPlan, console: Console, *, rootless: bool = False) -> None:
-    """Set a lab up that stands until it is taken down, and say how to use it."""
+    """Create a lab that stays until `lab down`, and print how to use it."""
     lab = Lab.build(plan, stays=True, rootless=rootless)
     name = "" if plan.name == "kv" else f" --name {plan.name}"
     first, last = plan.address("A", 0), plan.address("A", plan.nics - 1)
@@ -39,22 +39,22 @@ def up(plan: LabPlan, console: Console, *, rootless: bool = False) -> None:
 
 
 def execute(side: str, command: Sequence[str], name: str) -> NoReturn:
-    """Become the command, inside a host of the lab; its exit code is this process's."""
+    """Replace this process by a command inside a host of the lab."""
     if not command:
-        raise InputError("no command is given", hint="kvbench lab exec A -- ip address")
+        raise InputError("no command given", hint="kvbench lab exec A -- ip address")
     words = [*Lab.standing(name).prefix(side), *command]
     sys.stdout.flush()
     os.execvp(words[0], words)
 
 
 def down(name: str, console: Console, *, everything: bool = False) -> None:
-    """Take a lab down with all that runs in it, and what killed processes left."""
+    """Remove a lab with its processes, and leftovers of killed processes."""
     done = take_down(name, everything)
-    console.print(f"taken down: {', '.join(done)}" if done else "no lab stands here")
+    console.print(f"taken down: {', '.join(done)}" if done else "there is no lab")
 
 
 def fault(lab: Lab, fault: labstate.Fault, console: Console, *, heal: bool = False) -> None:
-    """Plant a fault or take it away, and say what its counter shows."""
+    """Plant or heal a fault and print its counter."""
     if heal:
         if fault.amount:
             raise InputError("--heal takes no --amount")
@@ -65,14 +65,14 @@ def fault(lab: Lab, fault: labstate.Fault, console: Console, *, heal: bool = Fal
 
 
 def status(console: Console, *, as_json: bool = False) -> None:
-    """Every lab that is here: its NICs, what has passed, its faults, who uses it, and what was left over."""
+    """Print every lab: its NICs, bytes, faults, user, and leftovers."""
     labs = [_row_of(state) for state in labstate.all_states()]
     lost = labstate.unrecorded()
     if as_json:
         sys.stdout.write(json.dumps({"labs": labs, "unrecorded": lost}, indent=2) + "\n")
         return
     if not labs and not lost:
-        console.print("no lab stands here; make one: kvbench lab up --nics 8 --rate 1gbit")
+        console.print("there is no lab; make one: kvbench lab up --nics 8 --rate 1gbit")
     for lab in labs:
         console.print(f"lab {lab['name']}: {lab['shape']}, {lab['congestion'] or '?'}, {escape(lab['use'])}")
         for line in (*lab["notes"], *lab["faults"]):
@@ -81,7 +81,7 @@ def status(console: Console, *, as_json: bool = False) -> None:
             fitted = _nics(lab["nics"]).fitted(console.width if console.is_terminal else None)
             console.print(fitted.text(), markup=False, soft_wrap=True)
     for name in lost:
-        console.print(f"lab {name}: its namespaces are here, its file is not; kvbench lab down --name {name}")
+        console.print(f"lab {name}: its namespaces exist, its file does not;  kvbench lab down --name {name}")
 
 
 def _row_of(state: LabState) -> dict[str, Any]:
@@ -126,12 +126,12 @@ def _fault_words(state: LabState, fault: labstate.Fault) -> str:
 def _use(state: LabState) -> str:
     running = sum(len(host.processes()) for host in state.hosts.values())
     if state.left_over and state.owner is None:
-        return "its namespaces are gone; the next `lab up` or `lab down` forgets it"
+        return "its namespaces no longer exist; the next `lab up` or `lab down` removes its file"
     if state.left_over:
-        return "left over by a process that is gone; the next `lab up` or `lab down` removes it"
+        return "left over from an ended process; the next `lab up` or `lab down` removes it"
     if state.owner is not None:
         return f"in use by process {state.owner.pid}"
-    return f"stands since {state.created_at}; {running} process{'es' if running != 1 else ''} inside"
+    return f"up since {state.created_at}; {running} process{'es' if running != 1 else ''} inside"
 
 
 def _nics(nics: Sequence[dict[str, Any]]) -> Grid:

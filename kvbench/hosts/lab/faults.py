@@ -1,9 +1,7 @@
-"""Faults of a lab's NICs, each with a counter that says whether it has met traffic.
-
-``pull``: the link goes down at B, A sees no carrier. ``partition``: packets vanish, both ways. ``reset``: TCP
-connections are answered with a reset. ``slow``: the NIC carries less. ``loss``: a share of packets vanishes,
-each way. Sockets see no error from pull, partition and loss: only a deadline of their own ends a wait.
-"""
+"""Faults of a lab's NICs, each with a counter of affected packets. ``pull``: the link goes down at B, A sees
+no carrier. ``partition``: packets vanish in both directions. ``reset``: TCP connections are answered with a
+reset. ``slow``: a lower rate. ``loss``: a share of packets vanishes in each direction. Sockets see no error
+from pull, partition and loss: only a deadline ends a wait."""
 
 from __future__ import annotations
 
@@ -29,37 +27,35 @@ POLL_S: Final = 0.02
 
 _LOSS_STEPS: Final = 100_000
 _MAX_SEGMENTS: Final = 65_535
-"""The kernel's own limit of segments in one packet that is cut up late."""
+"""The kernel's limit of segments in one packet that is segmented late."""
 _COUNTER: Final = re.compile(r"counter packets (\d+)")
 
 
 @dataclass(frozen=True)
 class FaultReport:
-    """What a fault has done so far. ``packets``: how many it met; of a pull, 1 while A has no carrier."""
+    """State of a fault. ``packets``: affected packets; for pull, 1 while A has no carrier."""
 
     fault: Fault
     packets: int
     healed: bool = False
 
     def words(self) -> str:
-        """Such as ``loss 1% on nic3: met 83 packets``."""
+        """Return text such as ``loss 1% on nic3: met 83 packets``."""
         what = " ".join(part for part in (self.fault.kind, self.fault.amount) if part)
         what = f"{what} on nic{self.fault.nic}" + (", healed" if self.healed else "")
         if self.fault.kind == "pull":
             lost = "A had no carrier" if self.healed else "A has no carrier"
-            return f"{what}: {lost if self.packets else 'A has a carrier again, by other hands'}"
+            return f"{what}: {lost if self.packets else 'A has a carrier again, restored by someone else'}"
         if self.packets == 0:
             return f"{what}: no packet met it" + ("" if self.healed else " yet")
         return f"{what}: met {self.packets} packet{'s' if self.packets != 1 else ''}"
 
 
 def place(lab: Lab, kind: str, nic: int, amount: str = "") -> FaultReport:
-    """Plant a fault on a NIC and see that its rule is there; one of its kind that is there is replaced.
-
-    Raises InputError for what cannot be, LabError when the rule does not hold; then nothing of it is left.
-    """
+    """Plant a fault on a NIC and check its rule; it replaces one of its kind. Raises InputError for
+    impossible requests, LabError when the rule does not work; then nothing is left of it."""
     fault = Fault(kind, nic, _amount(lab, kind, nic, amount))
-    with _changing(lab):
+    with _locked_faults(lab):
         if _placed(lab, kind, nic) is not None:
             _take_away(lab, fault)
             lab.state.faults = [old for old in lab.state.faults if (old.kind, old.nic) != (kind, nic)]
@@ -75,9 +71,9 @@ def place(lab: Lab, kind: str, nic: int, amount: str = "") -> FaultReport:
 
 
 def heal(lab: Lab, kind: str, nic: int) -> FaultReport:
-    """Take a fault away and see that the NIC is as before. Raises InputError if it is not there, LabError."""
+    """Remove a fault and check the NIC. Raises InputError if there is no such fault, LabError."""
     _check(lab, kind, nic)
-    with _changing(lab):
+    with _locked_faults(lab):
         fault = _placed(lab, kind, nic)
         if fault is None:
             there = ", ".join(f"{old.kind} on nic{old.nic}" for old in lab.state.faults)
@@ -91,13 +87,13 @@ def heal(lab: Lab, kind: str, nic: int) -> FaultReport:
 
 
 def report(lab: Lab, fault: Fault) -> FaultReport:
-    """What a fault that is placed has met so far."""
+    """Return the current effect of a planted fault."""
     return FaultReport(fault, max(0, _ACTIONS[fault.kind].count(lab, fault) - fault.seen_before))
 
 
 def _check(lab: Lab, kind: str, nic: int) -> None:
     if kind not in KINDS:
-        raise InputError(f"no fault is called {kind!r}", hint=f"there are: {', '.join(KINDS)}")
+        raise InputError(f"unknown fault {kind!r}", hint=f"there are: {', '.join(KINDS)}")
     if not 0 <= nic < lab.plan.nics:
         raise InputError(f"the lab {lab.plan.name!r} has no NIC {nic}", hint=f"0 to {lab.plan.nics - 1}")
 
@@ -119,8 +115,8 @@ def _amount(lab: Lab, kind: str, nic: int, amount: str) -> str:
 
 
 @contextmanager
-def _changing(lab: Lab) -> Iterator[None]:
-    """Holds the lock, with the faults as the lab's file has them, and writes them back if all went well."""
+def _locked_faults(lab: Lab) -> Iterator[None]:
+    """Lock the lab's file, yield its faults, and write them back if all went well."""
     with labstate.locked():
         state = labstate.load(lab.plan.name)
         if state is None:
@@ -149,7 +145,7 @@ def _pull(lab: Lab, fault: Fault) -> None:
 
 def _plug_in(lab: Lab, fault: Fault) -> None:
     name, host = lab.plan.interface(fault.nic), lab.host("B")
-    # A link that goes down takes its routes along, and only the kernel's own come back.
+    # A link that goes down loses its routes; only the kernel's routes come back.
     route = route_line(lab.plan, "B", fault.nic, lab.state.congestion)
     host.run("ip", "-batch", "-", lines=[f"link set {name} up", route])
     _await_link(lab, name, up=True)
@@ -188,7 +184,7 @@ def _rules(fault: Fault, name: str) -> list[str]:
     else:
         chain = "in { type filter hook input priority -300; }"
         rule = f'iifname "{name}" counter drop'
-        if fault.kind == "reset":  # resets themselves pass, so that both ends learn of it
+        if fault.kind == "reset":  # resets pass, so that both ends get them
             rule = f'iifname "{name}" meta l4proto tcp tcp flags & rst == 0 counter reject with tcp reset'
     return [f"add table {table}", f"add chain {table} {chain}", f"add rule {table} in {rule}"]
 
@@ -209,15 +205,15 @@ def _drop_rules(lab: Lab, fault: Fault) -> None:
         if fault.kind == "loss":
             segments = str(_MAX_SEGMENTS)
             host.run("ip", "link", "set", lab.plan.interface(fault.nic), "gso_max_segs", segments)
-        # Adding a table that is there is no error, so that deleting it cannot be one.
+        # Add it first (no error if it exists), so that deleting cannot fail.
         host.run("nft", "-f", "-", lines=[f"add table {table}", f"delete table {table}"])
 
 
 def _counter(host: Host, fault: Fault) -> int:
-    """Packets that met the rule. Raises LabError if there is no such rule."""
+    """Return the packets that matched the rule. Raises LabError without such a rule."""
     found = _COUNTER.search(host.run("nft", "list", "table", *_table(fault).split()))
     if found is None:
-        raise LabError(f"the rule of the fault {fault.kind!r} is not there")
+        raise LabError(f"the rule of the fault {fault.kind!r} does not exist")
     return int(found[1])
 
 

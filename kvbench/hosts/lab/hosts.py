@@ -1,8 +1,6 @@
-"""The two hosts of a lab: how they are made, entered and left, as root and without root.
-
-As root a host is a named network namespace of ``ip netns``. Without root it is a namespace inside a user
-namespace, which lives as long as its holder, a sleeping process, and is entered by ``nsenter``.
-"""
+"""The two hosts of a lab: how they are made, entered and left, with and without root. As root a host is a
+named network namespace of ``ip netns``. Without root it is a namespace inside a user namespace, kept by a
+sleeping process, its holder, and entered by ``nsenter``."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from kvbench.hosts.procfs import stat
 TOOL_DEADLINE_S: Final = 15.0
 HOLDER_DEADLINE_S: Final = 10.0
 GRACE_S: Final = 2.0
-"""How long a process inside a lab has to end after SIGTERM when the lab is taken down."""
+"""Time for a process inside a lab to end after SIGTERM, in seconds."""
 POLL_S: Final = 0.02
 NETNS_FOLDER: Final = Path("/run/netns")
 
@@ -39,28 +37,28 @@ PACKAGES: Final = {
     "mount": "mount",
 }
 _ADMIN_DIRECTORIES: Final = ("/usr/sbin", "/sbin", "/usr/local/sbin")
-"""Where the tools are and a plain user's PATH often does not lead."""
+"""Folders of tools that a plain user's PATH often lacks."""
 _NET_ADMIN, _SYS_ADMIN = 12, 21  # bit numbers of capabilities(7)
 
 # UCX and NCCL list NICs from /sys/class/net, which shows the namespace in which it was mounted.
 _FRESH_SYSFS: Final = 'mount -t sysfs sysfs /sys || exit 125; exec "$@"'
-# Ends by itself when its parent ends before it said "stay", so that a killed set-up leaves no holder.
+# Exits if its parent ends before "stay", so that a killed set-up leaves no holder.
 _HOLDER: Final = "echo ready; read word || exit 0; exec sleep infinity </dev/null >/dev/null 2>&1"
 
 
 def tool(name: str) -> str:
-    """The path of a system tool. Raises LabError that names the package."""
+    """Return the path of a system tool. Raises LabError that names the package."""
     path = shutil.which(name) or shutil.which(name, path=os.pathsep.join(_ADMIN_DIRECTORIES))
     if path is None:
         raise LabError(
-            f"the lab needs the command {name!r}, which is not here",
+            f"the lab needs the command {name!r}, which is not installed",
             hint=f"install the package {PACKAGES.get(name, name)}",
         )
     return path
 
 
 def may_use_netns(root: Path = Path("/")) -> bool:
-    """Whether this process may make named namespaces: it has CAP_NET_ADMIN and CAP_SYS_ADMIN, and is root."""
+    """Whether this process may make named namespaces: root with CAP_NET_ADMIN and CAP_SYS_ADMIN."""
     status = read(root / "proc/self/status") or ""
     bits = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:")), 0)
     wanted = 1 << _NET_ADMIN | 1 << _SYS_ADMIN
@@ -69,7 +67,7 @@ def may_use_netns(root: Path = Path("/")) -> bool:
 
 @dataclass(frozen=True)
 class LabProcess:
-    """A process that is not mistaken for a later one with the same number."""
+    """A process, distinguished from a later one with the same number."""
 
     pid: int
     started: int
@@ -91,13 +89,11 @@ def _start_ticks(pid: int) -> int | None:
 
 @dataclass(frozen=True)
 class Host:
-    """One side of a lab."""
-
     side: Side
     namespace: str
-    """The name that ``ip netns`` knows; without root, only a name."""
+    """Name for ``ip netns``; without root, only a name."""
     holder: LabProcess | None = None
-    """Keeps the namespace without root; null as root."""
+    """Process that keeps the namespace without root; null as root."""
     own_sysfs: bool = True
     """Whether commands see this host's NICs in /sys/class/net; some containers forbid it without root."""
 
@@ -107,11 +103,11 @@ class Host:
 
     @property
     def reference(self) -> str:
-        """How ``ip link … netns`` names it."""
+        """Name for ``ip link … netns``."""
         return str(self.holder.pid) if self.holder else self.namespace
 
     def prefix(self) -> list[str]:
-        """What to put in front of a command so that it runs in this host, with its own /sys/class/net."""
+        """Return the command prefix that runs a command in this host, with its own /sys/class/net."""
         if self.holder is None:
             return [tool("ip"), "netns", "exec", self.namespace]
         enter = self._inside(self.holder)
@@ -120,7 +116,7 @@ class Host:
         return [*enter, tool("unshare"), "--mount", "sh", "-c", _FRESH_SYSFS, "kvbench-lab"]
 
     def run(self, name: str, *words: str, lines: Sequence[str] | None = None) -> str:
-        """The output of a tool run in this host, given ``lines`` on its input. Raises LabError."""
+        """Run a tool in this host with ``lines`` as input; return its output. Raises LabError."""
         enter = [tool("ip"), "netns", "exec", self.namespace]
         if self.holder is not None:
             enter = self._inside(self.holder)
@@ -129,11 +125,13 @@ class Host:
     @staticmethod
     def _inside(holder: LabProcess) -> list[str]:
         if not holder.alive:
-            raise LabError("the process that keeps this lab is gone", hint="kvbench lab down, then up again")
+            raise LabError(
+                "the process that keeps this lab has ended", hint="kvbench lab down, then up again"
+            )
         return [tool("nsenter"), f"--target={holder.pid}", "--user", "--net", "--preserve-credentials"]
 
     def inode(self) -> int | None:
-        """Number of the network namespace, by which its processes are found."""
+        """Number of the network namespace, to find its processes."""
         place = Path(f"/proc/{self.holder.pid}/ns/net") if self.holder else NETNS_FOLDER / self.namespace
         try:
             return place.stat().st_ino
@@ -141,19 +139,17 @@ class Host:
             return None
 
     def processes(self) -> list[int]:
-        """What runs in it, without its holder and this process."""
+        """Return its processes, without its holder and this process."""
         inode = self.inode()
         spared = {os.getpid(), self.holder.pid if self.holder else 0}
         return [] if inode is None else [pid for pid in _pids_in(inode) if pid not in spared]
 
     def remove(self) -> None:
-        """End what runs in it and take it away with its NICs; nothing happens if it is gone already."""
+        """End its processes and remove it with its NICs; no action if it does not exist."""
         _end(self.processes())
         if self.holder is not None:
             _end([self.holder.pid] if self.holder.alive else [])
-            with contextlib.suppress(
-                ChildProcessError
-            ):  # it is another process's child, or waited for already
+            with contextlib.suppress(ChildProcessError):  # another process's child, or already waited for
                 os.waitpid(self.holder.pid, os.WNOHANG)
         elif self.exists:
             run([tool("ip"), "netns", "del", self.namespace])
@@ -177,14 +173,14 @@ def _pids_in(inode: int) -> list[int]:
     found = []
     for folder in children(Path("/proc")):
         if folder.name.isdigit():
-            with contextlib.suppress(OSError):  # it ended, or is another user's
+            with contextlib.suppress(OSError):  # ended, or another user's
                 if (folder / "ns/net").stat().st_ino == inode:
                     found.append(int(folder.name))
     return found
 
 
 def _end(pids: Iterable[int]) -> None:
-    """SIGTERM, a moment, SIGKILL, a moment."""
+    """Send SIGTERM, wait, send SIGKILL, wait."""
     left = [LabProcess.of(pid) for pid in pids]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in left:
@@ -197,7 +193,7 @@ def _end(pids: Iterable[int]) -> None:
 
 
 def run(command: Sequence[str], lines: Sequence[str] | None = None) -> str:
-    """The output of a command, given ``lines`` on its input. Raises LabError with what it said."""
+    """Run a command with ``lines`` as input; return its output. Raises LabError with its error text."""
     text = None if lines is None else "".join(f"{line}\n" for line in lines)
     stdin: dict[str, Any] = {"stdin": subprocess.DEVNULL} if text is None else {"input": text}
     try:
@@ -218,7 +214,7 @@ def run(command: Sequence[str], lines: Sequence[str] | None = None) -> str:
 
 
 def make_named(plan: LabPlan, side: Side) -> Host:
-    """A namespace of ``ip netns``. Raises LabError with what to change where it is not allowed."""
+    """Make a namespace of ``ip netns``. Raises LabError with advice if not allowed."""
     host = Host(side, plan.namespace(side))
     try:
         run([tool("ip"), "netns", "add", host.namespace])
@@ -234,7 +230,7 @@ class Holders:
         self._started: list[subprocess.Popen[str]] = []
 
     def make(self, plan: LabPlan, side: Side) -> Host:
-        """A namespace of its own; the second one in the user namespace of the first. Raises LabError."""
+        """Make a namespace; the second one in the user namespace of the first. Raises LabError."""
         shell = ["sh", "-c", _HOLDER]
         if self._started:
             first = f"--target={self._started[0].pid}"
@@ -263,10 +259,10 @@ class Holders:
             assert process.stdin is not None
             process.stdin.write("stay\n")
             self._let_go(process)
-            process.returncode = 0  # it runs on; neither waiting for it nor a warning that nobody did
+            process.returncode = 0  # it keeps running: do not wait, and avoid the warning about that
 
     def close(self) -> None:
-        """Close the pipes of holders that have ended or are to end, and wait for them."""
+        """Close the pipes of ended and ending holders, and wait for them."""
         for process in self._started:
             self._let_go(process)
             try:
@@ -285,7 +281,7 @@ class Holders:
 
 
 def fresh_sysfs_problem(host: Host) -> str:
-    """Why commands in this host cannot see its NICs in /sys/class/net; empty if they can."""
+    """Return why commands in this host cannot see its NICs in /sys/class/net; empty if they can."""
     try:
         run([*host.prefix(), "true"])
     except LabError as error:
@@ -294,7 +290,7 @@ def fresh_sysfs_problem(host: Host) -> str:
 
 
 def remedy(root: Path = Path("/")) -> str:
-    """What keeps this user from making namespaces, by the kernel's settings."""
+    """Return advice for this user's missing permission, by the kernel's settings."""
     settings = {
         "user/max_user_namespaces": ("0", "sysctl -w user.max_user_namespaces=10000"),
         "kernel/unprivileged_userns_clone": ("0", "sysctl -w kernel.unprivileged_userns_clone=1"),

@@ -40,7 +40,7 @@ _CONGESTION_CONTROLS: Final = Path("/proc/sys/net/ipv4/tcp_available_congestion_
 
 
 class Lab:
-    """A lab that stands. As a context manager it is taken down at the end."""
+    """An existing lab. As a context manager it is removed at the end."""
 
     def __init__(self, state: LabState, holders: Holders | None = None) -> None:
         self.state = state
@@ -48,18 +48,14 @@ class Lab:
 
     @classmethod
     def up(cls, nics: int = 2, rate: str = "1gbit", name: str = "", mtu: int = 1500) -> Lab:
-        """A lab for the life of this process, under a name of its own unless one is given.
-
-        Raises InputError for a shape that cannot be, LabError with what to change where it is not allowed.
-        """
+        """Make a lab for the life of this process, with a unique name by default. Raises InputError for an
+        impossible shape, LabError with advice if not allowed."""
         return cls.build(LabPlan(name or f"run-{os.getpid()}", nics, rate, mtu))
 
     @classmethod
     def build(cls, plan: LabPlan, *, stays: bool = False, rootless: bool = False) -> Lab:
-        """A lab of this shape; whatever was made is taken away again if anything fails on the way.
-
-        ``stays``: it outlives this process. ``rootless``: by a user namespace even as root.
-        """
+        """Make a lab of this shape; on failure everything is removed. ``stays``: it outlives this process.
+        ``rootless``: use a user namespace even as root."""
         named = may_use_netns() and not rootless
         for name in (*NEEDED, *(() if named else NEEDED_WITHOUT_ROOT)):
             tool(name)
@@ -82,7 +78,7 @@ class Lab:
                 lab._holders.stay()
                 lab._holders = None
         except BaseException:
-            # A name that was claimed must not outlast a failure, even of the cleaning up.
+            # A failure, even during clean-up, must release the claimed name.
             with suppress(KvbenchError):
                 lab.down()
             raise
@@ -122,13 +118,13 @@ class Lab:
 
     @classmethod
     def standing(cls, name: str = "kv") -> Lab:
-        """The lab of that name that stands already. Raises InputError with those that do."""
+        """Return the existing lab of that name. Raises InputError with the existing ones."""
         state = labstate.load(name)
         if state is not None and state.standing:
             return cls(state)
         others = [other.plan.name for other in labstate.all_states() if other.standing]
         hint = f"there is: {', '.join(others)}" if others else f"kvbench lab up --name {name}"
-        raise InputError(f"no lab called {name!r} stands here", hint=hint)
+        raise InputError(f"there is no lab {name!r}", hint=hint)
 
     @property
     def plan(self) -> LabPlan:
@@ -136,7 +132,7 @@ class Lab:
 
     @property
     def line_rate_gb_per_s(self) -> float:
-        """Of each NIC, one way."""
+        """Line rate of each NIC in one direction."""
         return self.plan.line_rate_gb_per_s
 
     @property
@@ -144,26 +140,26 @@ class Lab:
         return self.plan.burst_bytes
 
     def describe(self) -> str:
-        """For a record: ``8 × 1gbit``."""
+        """Return text such as ``8 × 1gbit``."""
         return self.plan.describe()
 
     def record(self) -> dict[str, Any]:
-        """Everything about it that decides what was measured."""
+        """Return all settings that determine the results."""
         state = self.state.to_json()
         kept = ("plan", "rate_bits_per_s", "burst_bytes", "congestion", "kernel", "notes", "faults")
         rootless = any(host.holder is not None for host in self.state.hosts.values())
         return {key: state[key] for key in kept} | {"rootless": rootless}
 
     def host(self, side: str) -> Host:
-        """Host ``A`` or ``B``. Raises InputError."""
+        """Return host ``A`` or ``B``. Raises InputError."""
         return self.state.hosts[_side(side)]
 
     def prefix(self, side: str) -> list[str]:
-        """What to put in front of a command so that it runs in host ``A`` or ``B``."""
+        """Return the command prefix that runs a command in host ``A`` or ``B``."""
         return self.host(side).prefix()
 
     def nics(self, side: str) -> list[dict[str, str]]:
-        """Name and address of each NIC of a host, in order."""
+        """Return name and address of each NIC of a host, in order."""
         chosen = _side(side)
         return [
             {"name": self.plan.interface(nic), "address": self.plan.address(chosen, nic)}
@@ -171,7 +167,7 @@ class Lab:
         ]
 
     def down(self) -> None:
-        """End what runs in it and take it away; nothing happens if it is gone."""
+        """End its processes and remove it; no action if it does not exist."""
         try:
             with labstate.locked():
                 _remove(self.state)
@@ -195,12 +191,12 @@ def _side(text: str) -> Side:
 
 
 def _claim(state: LabState) -> None:
-    """Take the name, after what killed processes left is cleared away. Raises InputError if it stands."""
+    """Claim the name, after removing leftovers of killed processes. Raises InputError if it exists."""
     name = state.plan.name
     with labstate.locked():
         remove_left_over()
         if (other := labstate.load(name)) is not None:
-            doing = f"stands already ({other.plan.describe()})"
+            doing = f"already exists ({other.plan.describe()})"
             if other.owner is not None:
                 doing = f"is in use by process {other.owner.pid}"
             raise InputError(
@@ -209,14 +205,14 @@ def _claim(state: LabState) -> None:
             )
         if name in labstate.unrecorded():
             raise InputError(
-                f"namespaces of a lab {name!r} are here, but not its file",
+                f"namespaces of a lab {name!r} exist, but not its file",
                 hint=f"kvbench lab down --name {name}",
             )
         state.save()
 
 
 def remove_left_over() -> list[str]:
-    """Take away the labs of processes that were killed; returns their names. Under the lock."""
+    """Remove the labs of killed processes and return their names. The caller holds the lock."""
     names = []
     for state in labstate.all_states():
         if state.left_over:
@@ -228,7 +224,7 @@ def remove_left_over() -> list[str]:
 def _remove(state: LabState) -> None:
     hosts: dict[str, Host] = dict(state.hosts)
     if not any(host.holder for host in hosts.values()):
-        # A set-up that was killed may have made a namespace and not written it down yet.
+        # A killed set-up may have made a namespace without recording it.
         for side in SIDES:
             hosts.setdefault(side, Host(side, state.plan.namespace(side)))
     problems = []
@@ -243,11 +239,9 @@ def _remove(state: LabState) -> None:
 
 
 def take_down(name: str, everything: bool = False) -> list[str]:
-    """Take down the named lab, or all of this user's, and what killed processes left; returns the names.
-
-    Namespaces without a file go by name only: their file may lie in another folder, and somebody use them.
-    Raises InputError if there is no such lab but others stand.
-    """
+    """Remove the named lab, or all of this user's, and leftovers of killed processes; return their names.
+    Namespaces without a file are only removed by name: their file may be in another folder, and they may be
+    in use. Raises InputError if there is no such lab but others exist."""
     with labstate.locked():
         done = remove_left_over()
         states = labstate.all_states()
@@ -261,7 +255,7 @@ def take_down(name: str, everything: bool = False) -> list[str]:
             done.append(name)
     others = [state.plan.name for state in states]
     if not everything and name not in done and others:
-        raise InputError(f"no lab is called {name!r}", hint=f"there is: {', '.join(others)}; or --all")
+        raise InputError(f"there is no lab {name!r}", hint=f"there is: {', '.join(others)}; or --all")
     return done
 
 
@@ -269,12 +263,12 @@ def _refuse_half_made(state: LabState) -> None:
     if state.owner is not None and state.owner.alive:
         raise LabError(
             f"process {state.owner.pid} is using the lab {state.plan.name!r}",
-            hint="end that process; it takes its lab down itself",
+            hint="end that process; it removes its lab",
         )
 
 
 def interface_counters(host: Host) -> dict[str, dict[str, int]]:
-    """Bytes that each NIC of a host has sent and received since the lab stands."""
+    """Return bytes sent and received by each NIC of a host since the lab was made."""
     links: Sequence[dict[str, Any]] = json.loads(host.run("ip", "-j", "-s", "link", "show"))
     return {
         nic["ifname"]: {"sent": nic["stats64"]["tx"]["bytes"], "received": nic["stats64"]["rx"]["bytes"]}

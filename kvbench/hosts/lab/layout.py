@@ -1,4 +1,4 @@
-"""A lab's shape: two hosts, N NICs between them, and the lines that ``ip`` and ``tc`` read to make it."""
+"""A lab's shape: two hosts, N NICs between them, and the lines for ``ip`` and ``tc`` that make it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ SIDES: Final[tuple[Side, Side]] = ("A", "B")
 
 MAX_NICS: Final = 64
 BURST_S: Final = 0.002
-"""How long a NIC may send at once before it is shaped; with less the token bucket stays below its rate."""
+"""Duration of an unshaped burst, in seconds; with less the token bucket stays below its rate."""
 MIN_BURST_BYTES: Final = 65_536
-"""A token bucket gets packets of up to this size from the kernel, and cuts up any that it cannot hold."""
+"""The kernel passes packets of up to this size to a token bucket, which splits larger ones."""
 QUEUE: Final = "20ms"
-"""How long a packet may wait to be sent: a queue of so much at the NIC's rate, then packets are dropped."""
+"""Maximum queueing time of a packet at the NIC's rate; further packets are dropped."""
 CORE_BITS_PER_S: Final = 5e9
-"""What one core carries of shaped veth traffic: on two, 2 × 5 Gbit/s gave 92 % of the rate, 4 × 5 gave 84."""
+"""Shaped veth traffic that one core carries: on two cores, 2 × 5 Gbit/s gave 92 % of the rate, 4 × 5 gave
+84."""
 
 _RATE: Final = re.compile(r"(?<!\d)(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s|ps)?", re.IGNORECASE)
 _UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -29,34 +30,32 @@ _PREFIX: Final = re.compile(r"\d{1,3}\.\d{1,3}")
 
 
 def parse_rate(text: str) -> float:
-    """Bits per second of a rate as ``tc`` writes it: ``1gbit``, ``300mbit``. Raises InputError."""
+    """Return the bits per second of a ``tc`` rate: ``1gbit``, ``300mbit``. Raises InputError."""
     match = _RATE.fullmatch(text.strip())
     rate = float(match[1]) * _UNITS[match[2].lower()] if match else 0.0
     if not 1e6 <= rate <= 1e12:
         raise InputError(
-            f"{text!r} is no rate of a NIC", hint="write it as tc does, from 1mbit to 1tbit: 300mbit, 1gbit"
+            f"{text!r} is not a NIC's rate", hint="write it as tc does, from 1mbit to 1tbit: 300mbit, 1gbit"
         )
     return rate
 
 
 def parse_share(text: str) -> float:
-    """The share of a percentage such as ``1%`` or ``0.01%``: above 0, at most 1. Raises InputError."""
+    """Return the share of a percentage such as ``1%`` or ``0.01%``: above 0, at most 1. Raises InputError."""
     number = text.strip().removesuffix("%").strip()
     try:
         share = float(number) / 100
     except ValueError:
         share = 0.0
     if not (text.strip().endswith("%") and 0 < share <= 1):
-        raise InputError(f"{text!r} is no share of packets", hint="write a percentage: 1%, 0.1%")
+        raise InputError(f"{text!r} is not a share of packets", hint="write a percentage: 1%, 0.1%")
     return share
 
 
 @dataclass(frozen=True)
 class LabPlan:
-    """What a lab is made of: ``rate`` is each NIC's, each way; NIC i has ``PREFIX.i.1`` at A, ``.2`` at B.
-
-    Raises InputError for a shape that cannot be.
-    """
+    """Shape of a lab: ``rate`` is each NIC's in each direction; NIC i has ``PREFIX.i.1`` at A, ``.2`` at B.
+    Raises InputError for an impossible shape."""
 
     name: str = "kv"
     nics: int = 2
@@ -68,7 +67,7 @@ class LabPlan:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise InputError(
-                f"a lab cannot be called {self.name!r}", hint="up to 32 lower-case letters, digits, hyphens"
+                f"{self.name!r} cannot be a lab's name", hint="up to 32 lower-case letters, digits, hyphens"
             )
         if not 1 <= self.nics <= MAX_NICS:
             raise InputError(f"a lab has 1 to {MAX_NICS} NICs, not {self.nics}")
@@ -90,12 +89,12 @@ class LabPlan:
 
     @property
     def line_rate_gb_per_s(self) -> float:
-        """Of one NIC, one way, in 10⁹ bytes per second with all headers."""
+        """Line rate of one NIC in one direction, in 10⁹ bytes per second with all headers."""
         return self.bits_per_s / 8e9
 
     @property
     def burst_bytes(self) -> int:
-        """What a NIC sends at once, unshaped: transfers that are not much larger look faster than the NIC."""
+        """Bytes that a NIC sends unshaped: transfers that are not much larger look faster than the NIC."""
         wanted = self.bits_per_s / 8 * BURST_S
         return max(MIN_BURST_BYTES, 1 << int(wanted).bit_length())
 
@@ -109,11 +108,11 @@ class LabPlan:
         return f"{self.prefix}.{nic}.{SIDES.index(side) + 1}"
 
     def describe(self) -> str:
-        """Such as ``8 × 1gbit``; with the MTU where it is not the usual one."""
+        """Return text such as ``8 × 1gbit``, with an unusual MTU."""
         return f"{self.nics} × {self.rate}" + (f", MTU {self.mtu}" if self.mtu != 1500 else "")
 
     def overload(self, cores: int) -> str:
-        """What to say when the NICs together are more than this machine's cores carry; else empty."""
+        """Return a warning if the NICs' total rate exceeds the cores' capacity; else empty."""
         if self.nics * self.bits_per_s <= cores * CORE_BITS_PER_S:
             return ""
         most = cores * CORE_BITS_PER_S / self.nics / 1e9
@@ -127,17 +126,15 @@ class LabPlan:
 
 
 def route_line(plan: LabPlan, side: Side, nic: int, congestion: str | None) -> str:
-    """The route over one NIC. It names the congestion control.
-
-    A namespace may only make an unrestricted algorithm its default; a route may name any that is there.
-    """
+    """Return the route over one NIC, which names the congestion control. A namespace's default may only be an
+    unrestricted algorithm; a route may name any available one."""
     name, own = plan.interface(nic), plan.address(side, nic)
     line = f"route replace {plan.prefix}.{nic}.0/24 dev {name} src {own}"
     return f"{line} congctl {congestion}" if congestion else line
 
 
 def ip_lines(plan: LabPlan, side: Side, peer: str, congestion: str | None) -> list[str]:
-    """What ``ip -batch`` reads in one host; A makes the pairs and ``peer`` names where B's ends go."""
+    """Return the lines for ``ip -batch`` in one host; A makes the pairs and ``peer`` names B's namespace."""
     lines = ["link set lo up"]
     for nic in range(plan.nics):
         name = plan.interface(nic)
@@ -146,7 +143,7 @@ def ip_lines(plan: LabPlan, side: Side, peer: str, congestion: str | None) -> li
                 f"link add {name} mtu {plan.mtu} type veth peer name {name} mtu {plan.mtu} netns {peer}"
             )
         lines += [
-            # No link-local IPv6 address, whose announcements would be counted as a transfer's bytes.
+            # No link-local IPv6 address: its announcements would count as a transfer's bytes.
             f"link set {name} addrgenmode none",
             f"link set {name} up",
             f"addr add {plan.address(side, nic)}/24 dev {name} noprefixroute",
@@ -156,7 +153,7 @@ def ip_lines(plan: LabPlan, side: Side, peer: str, congestion: str | None) -> li
 
 
 def shape_line(plan: LabPlan, nic: int, *, rate: str | None = None, change: bool = False) -> str:
-    """The token bucket of one NIC, for ``tc -batch``."""
+    """Return the token bucket of one NIC, for ``tc -batch``."""
     bits = parse_rate(rate or plan.rate)
     return (
         f"qdisc {'change' if change else 'add'} dev {plan.interface(nic)} root tbf "

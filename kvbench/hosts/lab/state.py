@@ -1,4 +1,4 @@
-"""What is known of labs beyond the process that made them: a file each, in the user's runtime folder."""
+"""State of labs outside their process: one file each, in the user's runtime folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POLL_S: Final = 0.02
 
 @dataclass
 class Fault:
-    """Trouble planted on one NIC. ``seen_before`` is what its counter had already when it was placed."""
+    """A fault planted on one NIC. ``seen_before`` is its counter's value at that time."""
 
     kind: str
     nic: int
@@ -35,12 +35,12 @@ class Fault:
 
 @dataclass
 class LabState:
-    """A lab as its file has it. Without an owner it stands until it is taken down."""
+    """A lab in its file. Without an owner it exists until `lab down`."""
 
     plan: LabPlan
     hosts: dict[str, Host] = field(default_factory=dict)
     owner: LabProcess | None = None
-    """Who sets it up, or uses it for the length of a run; when that process is gone, the lab is left over."""
+    """Process that sets it up, or uses it for a run; when it has ended, the lab is a leftover."""
     ready: bool = False
     congestion: str = ""
     """Congestion control of connections between the hosts."""
@@ -55,7 +55,7 @@ class LabState:
 
     @property
     def left_over(self) -> bool:
-        """Whether nobody is there any more who would take it down, or use it."""
+        """Whether no process uses it or will remove it."""
         if self.owner is not None:
             return not self.owner.alive
         return not all(host.exists for host in self.hosts.values())
@@ -97,10 +97,8 @@ class LabState:
 
 
 def folder() -> Path:
-    """Where the files lie: below XDG_RUNTIME_DIR, else /tmp; nobody else may read or write there.
-
-    Raises LabError if the folder is another user's, or cannot be made.
-    """
+    """Return the files' folder: below XDG_RUNTIME_DIR, else /tmp, private to the user. Raises LabError if the
+    folder is another user's, or cannot be made."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     place = Path(runtime) / "kvbench" if runtime else Path("/tmp") / f"kvbench-{os.getuid()}"
     labs = place / "labs"
@@ -109,14 +107,12 @@ def folder() -> Path:
             path.mkdir(mode=0o700, exist_ok=True)
             found = path.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                raise LabError(
-                    f"{path} is not a folder of this user", hint="remove it, or set XDG_RUNTIME_DIR"
-                )
+                raise LabError(f"{path} is not this user's folder", hint="remove it, or set XDG_RUNTIME_DIR")
             if stat.S_IMODE(found.st_mode) != 0o700:
                 path.chmod(0o700)
     except OSError as error:
         raise LabError(
-            f"cannot keep the lab's state in {labs}: {error}", hint="set XDG_RUNTIME_DIR to a folder of yours"
+            f"cannot keep the lab's state in {labs}: {error}", hint="set XDG_RUNTIME_DIR to your folder"
         ) from error
     return labs
 
@@ -126,7 +122,7 @@ def path_of(name: str) -> Path:
 
 
 def load(name: str) -> LabState | None:
-    """The lab of that name, if there is a file that can be read; a damaged one counts as none."""
+    """Return the lab of that name; None without a readable file."""
     try:
         return LabState.from_json(json.loads(path_of(name).read_text()))
     except (OSError, ValueError, KeyError, TypeError):
@@ -139,10 +135,8 @@ def all_states() -> list[LabState]:
 
 
 def unrecorded() -> list[str]:
-    """Names of labs whose namespaces are there, but no file: it is lost, or in another folder.
-
-    Only root gets any, since nobody else could have made or can remove them.
-    """
+    """Return the names of labs with namespaces but without a file: lost, or in another folder. Empty without
+    root, which alone can make or remove them."""
     if not may_use_netns():
         return []
     known = {host.namespace for state in all_states() for host in state.hosts.values()}
@@ -156,7 +150,8 @@ def unrecorded() -> list[str]:
 
 @contextmanager
 def locked() -> Iterator[None]:
-    """One process at a time looks for labs, claims a name or removes one. Raises LabError in the end."""
+    """Let one process at a time look for labs, claim a name or remove one. Raises LabError after a
+    timeout."""
     deadline = time.monotonic() + LOCK_DEADLINE_S
     with (folder() / ".lock").open("w") as file:
         while True:
@@ -167,7 +162,7 @@ def locked() -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise LabError(
                         f"another kvbench has held {file.name} for {LOCK_DEADLINE_S:g} s",
-                        hint="see what it does, or end it, and try again",
+                        hint="wait for it or end it, then try again",
                     ) from None
                 time.sleep(POLL_S)
         yield

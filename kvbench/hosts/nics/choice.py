@@ -67,6 +67,12 @@ def find(kind: Kind, root: Path = ROOT, addresses: Addresses | None = None, *, i
     return _find_rdma(root, known) if kind == "rdma" else _find_tcp(root, known, in_lab)
 
 
+def are_rdma(names: Sequence[str], root: Path = ROOT) -> bool:
+    """Whether all of these NICs, with or without their ports, are RDMA devices of this machine."""
+    folder = root / "sys/class/infiniband"
+    return bool(names) and all((folder / name.partition(":")[0]).exists() for name in names)
+
+
 def own_addresses() -> dict[str, list[str]]:
     """This machine's addresses by interface, IPv4 first, without link-local ones."""
     import socket

@@ -1,1 +1,1 @@
-"""What several importers share; no format of its own."""
+"""Code that several importers share."""

@@ -1,10 +1,7 @@
-"""``kvbench import``: results of other tools → a run folder that says where each row comes from.
-
-Serving results become trials of method "imported" in a run of kind "imported"; transfer results become the
-rows of a run of kind "microbench". Both carry the label "imported", and ``manifest.json`` has under
-``imported`` the files (name, SHA-256, lines), the tool, what is missing, what was left out and why, and
-claims that the files make.
-"""
+"""``kvbench import``: results of other tools → a run folder that names each row's source. Serving results
+become trials of method "imported" in a run of kind "imported"; transfer results become rows of a run of kind
+"microbench". Both have the label "imported". ``manifest.json`` has under ``imported`` the files (name,
+SHA-256, lines), the tool, missing values, left-out parts with reasons, and claims in the files."""
 
 from __future__ import annotations
 
@@ -25,6 +22,7 @@ from kvbench.core.fitted_table import Grid, columns_of
 from kvbench.core.transfers.records import TransferWarning
 from kvbench.core.units import size_text
 from kvbench.errors import EXIT_OK, InputError
+from kvbench.files import similar_files
 from kvbench.importers.base import (
     Imported,
     ImportedRow,
@@ -42,7 +40,7 @@ from kvbench.results.store import RunInfo, RunStore
 
 
 def serving_table(rows: Sequence[ServingRow]) -> Grid:
-    """A line a row; ≈ stands before a length that is a mean."""
+    """Return one table line per row; ≈ precedes a mean length."""
     headings = (
         "req/s\noffered",
         "done",
@@ -75,7 +73,7 @@ def serving_table(rows: Sequence[ServingRow]) -> Grid:
 
 
 def _length(row: ServingRow, name: str) -> str:
-    """A length in tokens, with ≈ where it is a mean that was worked out."""
+    """Return a length in tokens, with ≈ for a computed mean."""
     text = _count(getattr(row, name))
     return f"≈{text}" if name in row.derived else text
 
@@ -99,7 +97,6 @@ def _count(value: float | None) -> str:
 
 
 def transfer_table(rows: Sequence[TransferRow]) -> Grid:
-    """A line a measurement."""
     cells = [
         [
             row.record.case.backend,
@@ -117,7 +114,7 @@ def transfer_table(rows: Sequence[TransferRow]) -> Grid:
 
 
 def _op(row: TransferRow) -> str:
-    """The operation, and what sets its row apart from the others: ``write, both directions together``."""
+    """Return the operation, and the row's qualifier: ``write, both directions together``."""
     words = [] if "op" in row.missing else [row.record.case.op]
     return ", ".join([*words, *([row.record.case.shape] if row.record.case.shape else [])]) or MISSING
 
@@ -129,12 +126,12 @@ _TRACES: Final = re.compile(
 )
 _SHOWN: Final = 12
 _LOOKED_AT: Final = 4096
-"""So many of the left-out lines are printed; the manifest has all of them."""
+"""Maximum number of left-out lines that are printed; the manifest has all of them."""
 
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """What the command line asks for. ``connector``: the user's word for rows whose file names none."""
+    """Options of the command. ``connector``: for rows whose file names none."""
 
     files: Sequence[Path]
     format: str | None = None
@@ -144,7 +141,7 @@ class ImportOptions:
 
 @dataclass
 class ImportedFile:
-    """A file, or folder, that was read: its format and all that it gave."""
+    """An imported file or folder: its format and content."""
 
     path: Path
     format: str
@@ -152,22 +149,19 @@ class ImportedFile:
 
 
 def command(options: ImportOptions, output: Path, console: Console) -> int:
-    """Reads all files, writes one run folder, and prints the rows.
-
-    Raises InputError when nothing can be read.
-    """
+    """Import all files into one run folder, and print the rows. Raises InputError without any result."""
     sources = [read(path, options.format) for path in options.files]
     _distinct_names(sources)
     rows = [row for source in sources for row in source.reading.rows]
     if len({isinstance(row, ServingRow) for row in rows}) > 1:
         raise InputError(
-            "these files have results of serving and of raw transfers, which have no table in common",
-            hint="import them one kind after the other",
+            "these files have results of serving and of raw transfers, which need different tables",
+            hint="import each kind separately",
         )
     for row in rows:
         if isinstance(row, ServingRow) and not row.connector and options.connector:
             row.connector = options.connector
-            row.derived["connector"] = "named on kvbench's command line"
+            row.derived["connector"] = "given on kvbench's command line"
     folder = write(sources, options, output)
     _print(sources, rows, folder, console)
     from kvbench.report.report import tell_program
@@ -177,56 +171,52 @@ def command(options: ImportOptions, output: Path, console: Console) -> int:
 
 
 def read(path: Path, name: str | None = None) -> ImportedFile:
-    """What a file says, read as the format ``name`` or as the one that it looks like.
-
-    Raises InputError for a file that no format takes, and for one without a single whole result.
-    """
+    """Read a file in the format ``name``, or in the recognised one. Raises InputError for an unknown format,
+    and without a complete result."""
     if not path.exists():
         raise InputError(
-            f"there is no file {str(path)!r}", hint="give the path of a result file, or of a folder with some"
+            f"there is no file {str(path)!r}",
+            hint=f"{similar_files(path)}give the path of a result file, or of a folder with some",
         )
-    found = name or importers.recognised(path)
+    found = name or importers.recognise_format(path)
     if found is None:
-        raise InputError(f"{path.name}: {_unlike(path)}", hint=f"formats: {', '.join(importers.names())}")
+        raise InputError(f"{path.name}: {_mismatch(path)}", hint=f"formats: {', '.join(importers.names())}")
     reading = importers.get(found).read(path)
     keep_plausible(reading)
     if not reading.rows:
-        said = [problem.said() for problem in reading.problems] or [f"{path.name}: no result in it"]
-        raise InputError(f"{path.name} as {found} has no whole result: " + "; ".join(said[:3]))
-    reading.problems += _unended(path, reading)
+        said = [problem.said() for problem in reading.problems] or [f"{path.name}: contains no result"]
+        raise InputError(f"{path.name} as {found} has no complete result:  " + "; ".join(said[:3]))
+    reading.problems += _cut_off_rows(path, reading)
     return ImportedFile(path, found, reading)
 
 
-def _unended(path: Path, reading: Imported) -> list[LeftOut]:
-    """A row on a last line that has no end: nothing shows whether its last figure is whole."""
+def _cut_off_rows(path: Path, reading: Imported) -> list[LeftOut]:
+    """Report a row on a last line without a line end: its last value may be cut off."""
     if path.is_dir() or path.suffix == ".json" or read_text(path).endswith("\n"):
         return []
     last = len(read_lines(path))
     if not any(row.origin.line == row.origin.last_line == last for row in reading.rows):
         return []
-    text = "the file ends in this line without a line end: if it was cut off, the last figure is, too"
+    text = "the file ends in this line without a line end: its last value may be cut off"
     return [LeftOut(last, text, path.name)]
 
 
-def _unlike(path: Path) -> str:
-    """Why a file is nothing that is known, with the lines that come nearest to it."""
+def _mismatch(path: Path) -> str:
+    """Return why a file is not recognised, with the most similar lines."""
     if path.is_dir():
-        return "the folder holds no results of a tool that is known"
+        return "the folder contains no results of a known tool"
     lines = read_lines(path)
     if _binary("\n".join(lines)[:_LOOKED_AT]):
-        return "this is no text; results are read from text, JSON and CSV, and from folders with them"
+        return "this is not text; supported are text, JSON, CSV, and folders of them"
     traces = [line for line, text in enumerate(lines, start=1) if _TRACES.search(text)]
     if traces:
         places = ", ".join(str(line) for line in traces[:5]) + (", …" if len(traces) > 5 else "")
-        return (
-            f"no whole result of a tool that is known in its {len(lines)} lines; "
-            f"words of one stand at line {places}"
-        )
-    return f"no result of a tool that is known in its {len(lines)} lines; line 1 is {lines[0].strip()[:60]!r}"
+        return f"no complete result of a known tool in its {len(lines)} lines; similar text at line {places}"
+    return f"no result of a known tool in its {len(lines)} lines; line 1 is {lines[0].strip()[:60]!r}"
 
 
 def _binary(text: str) -> bool:
-    """Whether it was no text before it was decoded: more than one in ten is no character, or a control."""
+    """Whether more than a tenth of the decoded text is invalid or control characters."""
     odd = sum(each == "\ufffd" or not (each.isprintable() or each.isspace()) for each in text)
     return "\0" in text or odd > len(text) / 10
 
@@ -235,7 +225,7 @@ def _binary(text: str) -> bool:
 
 
 def write(sources: Sequence[ImportedFile], options: ImportOptions, output: Path) -> Path:
-    """The run folder of what was read; returns its path."""
+    """Write the run folder and return its path."""
     transfers = any(source.reading.transfers for source in sources)
     about = {key: value for source in sources for key, value in source.reading.about.items()}
     name = options.name or sources[0].path.stem
@@ -253,7 +243,7 @@ def write(sources: Sequence[ImportedFile], options: ImportOptions, output: Path)
                     store.add_trial(trial_of(row, place), row.requests)
                 else:
                     store.add_transfer(row.record)
-        # The seed and the time of the measurement are not reported; those of the import are not them.
+        # Seed and time of the measurement are unknown; the import's would be wrong.
         store.update(seed=None, started_at="", imported=provenance(sources, about))
     return store.path
 
@@ -266,7 +256,7 @@ def _plan(sources: Sequence[ImportedFile], about: dict[str, Any], name: str) -> 
 
 
 def provenance(sources: Sequence[ImportedFile], about: dict[str, Any]) -> dict[str, Any]:
-    """What the manifest says under ``imported``: see the module's words."""
+    """Return the manifest's section ``imported``: see the module's docstring."""
     rows = [row for source in sources for row in source.reading.rows]
     missing = Counter(name for row in rows for name in row.missing)
     return {
@@ -305,7 +295,7 @@ def _files(source: ImportedFile) -> list[dict[str, Any]]:
 
 
 def _distinct_names(sources: Sequence[ImportedFile]) -> None:
-    """Files of one name in several folders are told apart by their folder's name, or else by a number."""
+    """Make names of files from several folders distinct, by their folder's name, or else by a number."""
     counts = Counter(source.path.name for source in sources)
     seen: Counter[str] = Counter()
     for source in sources:
@@ -350,7 +340,7 @@ def _print(
     missing = Counter(name for row in rows for name in row.missing)
     everywhere = [name for name, count in missing.items() if count == len(rows)]
     if everywhere:
-        _line(console, f"not told in any row: {', '.join(everywhere)}", "dim")
+        _line(console, f"not reported in any row: {', '.join(everywhere)}", "dim")
     problems = [problem for source in sources for problem in source.reading.problems]
     for problem in problems[:_SHOWN]:
         _line(console, f"  • {problem.said()}", "yellow")
@@ -375,7 +365,7 @@ def _print(
     if claims:
         _line(
             console,
-            f"{len(claims)} claims of the text are kept beside the rows: imported.claims in the manifest",
+            f"{len(claims)} claims of the text are kept with the rows: imported.claims in the manifest",
         )
     _line(console, f"files: {folder} (manifest.json, {'trials.jsonl' if serving else 'transfers.parquet'})")
 

@@ -1,16 +1,13 @@
-"""Imported rows as trials, in the names of kvbench's own summary, and the plausibility check of every row.
+"""Imported rows as trials, named as in kvbench's summary, and the plausibility check of every row.
 
-What is not reported is None. An imported trial has no steady window, so its latencies are those of all
-answered requests, in ``ttft_ms`` and in ``whole_run.ttft_ms`` alike; the rates of the window stay None, and
-the tool's are in ``run_*`` and ``whole_run``. TTFT counts from the tool's own send, as does ``ttft_sent_ms``.
+Unreported values are None. An imported trial has no steady window, so ``ttft_ms`` and ``whole_run.ttft_ms``
+both cover all answered requests; the window's rates stay None, and the tool's are in ``run_*`` and
+``whole_run``. TTFT counts from the tool's send, like ``ttft_sent_ms``.
 
-Two kinds of figures are left out of a row, each with its reason in the row and in the manifest:
-
-1. figures that a tool writes as 0 because it did not measure them (a time to the first token of 0 where
-   nothing was streamed, all latencies where no request was completed);
-2. figures that cannot be true (a negative latency, a first token after the end of the answer).
-
-A row of raw transfers has one figure, so the whole row is left out. What remains keeps its qualifiers.
+Two kinds of values are left out, with the reason in the row and in the manifest: 1. unmeasured values written
+as 0 (a TTFT of 0 without streaming, all latencies without completed requests); 2. impossible values (a
+negative latency, a first token after the end). A transfer row has one value, so the whole row is left out.
+The rest keeps its qualifiers.
 """
 
 from __future__ import annotations
@@ -25,17 +22,15 @@ from kvbench.core.transfers.records import TransferRecord
 from kvbench.importers.base import LATENCIES, Imported, ServingRow, TransferRow, whole
 
 IMPORTED: Final = "imported"
-"""The method of an imported trial, and the label of a run of them."""
+"""The method of an imported trial, and the label of its run."""
 UNKNOWN: Final = "unknown"
-"""The connector of a trial whose file does not name one."""
+"""Connector of a trial whose file names none."""
 _STATISTIC: Final = re.compile(r"(?P<statistic>mean|median|std|max|p\d+(?:\.\d+)?)_(?P<latency>\w+)_ms")
 
 
 def trial_of(row: ServingRow, number: int) -> TrialRecord:
-    """The trial of a row; ``number`` (from 1) makes its id one of its own within a run.
-
-    ``engine["source"]`` says where it stands and what is missing, ``engine["settings"]`` how it was run.
-    """
+    """Return a row's trial; ``number`` (from 1) makes its id unique. ``engine["source"]`` has its source and
+    missing values, ``engine["settings"]`` the run's settings."""
     cell = Cell(row.connector or UNKNOWN, row.input_len or 0, row.output_len or 0)
     finite = row.request_rate is not None and math.isfinite(row.request_rate)
     return TrialRecord(
@@ -55,7 +50,7 @@ def trial_of(row: ServingRow, number: int) -> TrialRecord:
 
 
 def trial_id(row: ServingRow, cell: Cell, number: int) -> str:
-    """``mooncake-in1024-out6-tp4-2nics-qps2-04``: only what a file name may have."""
+    """Return an id such as ``mooncake-in1024-out6-tp4-2nics-qps2-04``, valid as a file name."""
     words = [cell.connector, f"in{cell.input_len}", f"out{cell.output_len}"]
     if (tp := row.settings.get("tp")) is not None:
         words.append(f"tp{tp}")
@@ -68,7 +63,7 @@ def trial_id(row: ServingRow, cell: Cell, number: int) -> str:
 
 
 def source_of(row: ServingRow) -> dict[str, Any]:
-    """Where a row stands, what was not reported, and what was worked out."""
+    """Return a row's source, missing values and computed values."""
     origin = row.origin
     return {
         "file": origin.file,
@@ -88,7 +83,7 @@ def source_of(row: ServingRow) -> dict[str, Any]:
 
 
 def summary_of(row: ServingRow) -> dict[str, Any]:
-    """A summary with the keys of ``core.metrics.Summary``, None for all that is not reported."""
+    """Return a summary with the keys of ``core.metrics.Summary``, None for unreported values."""
     figures = row.figures
     completed = figures.get("completed")
     latencies = {f"{name}_ms": distribution(row, name) for name in LATENCIES}
@@ -126,7 +121,7 @@ def summary_of(row: ServingRow) -> dict[str, Any]:
             "duration_s": figures.get("duration_s"),
             "successful": completed,
             "failed": failed,
-            "cancelled": None,  # by kvbench, which was not there
+            "cancelled": None,  # by kvbench, which did not measure it
             "input_tokens": figures.get("total_input_tokens"),
             "output_tokens": figures.get("total_output_tokens"),
             "request_throughput": figures.get("request_throughput"),
@@ -138,11 +133,8 @@ def summary_of(row: ServingRow) -> dict[str, Any]:
 
 
 def distribution(row: ServingRow, latency: str) -> dict[str, float | None]:
-    """A latency's figures in ms as they are reported; further percentiles and ``std`` stand behind the usual
-    ones.
-
-    ``n`` is known for TTFT and E2EL alone, which every answered request has.
-    """
+    """Return a latency's reported statistics in ms, the usual ones first. ``n`` is known only for TTFT and
+    E2EL, which every answered request has."""
     found: dict[str, float | None] = {
         "n": None,
         "mean": None,
@@ -176,13 +168,13 @@ def _has(figures: Mapping[str, float], latency: str) -> bool:
 
 
 MOST_GB_PER_S: Final = 10_000.0
-"""Most that one initiator can move, in 10⁹ bytes per second. NVLink 6, the fastest link of a GPU, moves 3,600
-in both directions; a call that returns before it moved anything appears to move millions."""
+"""Upper limit of one initiator's bandwidth, in 10⁹ bytes per second. NVLink 6, the fastest GPU link, moves
+3,600 in both directions; a call that returns too early appears to move millions."""
 _SAME_LENGTH: Final = 0.05
-"""A requested length stands for the measured mean up to this share of it: tokenizers change random text."""
+"""Maximum relative difference of a requested length from the measured mean: tokenizers change random text."""
 _ROUNDED: Final = 1.001
 _ROUNDED_MS: Final = 0.01
-"""How far two figures in ms may be off by their rounding, as a factor and in ms."""
+"""Maximum rounding error of two values in ms, as a factor and in ms."""
 _OF_LATENCY: Final = re.compile(r"(?P<statistic>\w[\w.]*?)_(?P<latency>ttft|tpot|itl|e2el)_ms")
 _POSITIVE: Final = (
     "duration_s",
@@ -194,11 +186,11 @@ _POSITIVE: Final = (
     "peak_output_throughput",
     "peak_concurrent_requests",
 )
-"""Figures that no run with a completed request has as 0."""
+"""Values that cannot be 0 with completed requests."""
 
 
 def keep_plausible(reading: Imported) -> None:
-    """Leave out of a reading what was not measured or cannot be true, and say so in its problems."""
+    """Remove unmeasured and impossible values from a reading, and report them as problems."""
     kept = []
     for row in reading.rows:
         if isinstance(row, TransferRow):
@@ -216,17 +208,17 @@ def keep_plausible(reading: Imported) -> None:
 
 
 def _impossible(record: TransferRecord) -> str:
-    """Why a bandwidth is none; empty for one that may be true."""
+    """Return why a bandwidth is invalid; empty if plausible."""
     most, speed = MOST_GB_PER_S * max(record.case.initiators, 1), record.gb_per_s or 0.0
     if speed <= 0:
-        return f"{speed:g} GB/s is no bandwidth: nothing was moved or measured"
+        return f"{speed:g} GB/s is not a bandwidth: nothing was moved or measured"
     if speed > most:
         return f"{speed:,.0f} GB/s is impossible: no link moves more than {most:,.0f}"
     return ""
 
 
 def _unusable(row: ServingRow) -> dict[str, list[str]]:
-    """The figures to leave out, by the reason."""
+    """Return the values to leave out, by reason."""
     found: dict[str, list[str]] = {}
     by_latency = {name: dict(_of_latency(row.figures, name)) for name in LATENCIES}
     if row.figures.get("completed") == 0:
@@ -262,10 +254,8 @@ def _of_latency(figures: Mapping[str, float], latency: str) -> Iterator[tuple[st
 
 
 def _no_latency(latency: str, values: Mapping[str, float]) -> str:
-    """Why the figures of a latency are no measurement; empty if they may be one.
-
-    A single percentile of TPOT or ITL may be 0: several tokens arrive in one chunk.
-    """
+    """Return why a latency's values are invalid; empty if plausible. A single percentile of TPOT or ITL may
+    be 0: several tokens arrive in one chunk."""
     least = min(values.values(), default=1.0)
     name = latency.upper()
     if least < 0:
@@ -278,7 +268,7 @@ def _no_latency(latency: str, values: Mapping[str, float]) -> str:
 
 
 def _settle_length(row: ServingRow, name: str, total: str) -> None:
-    """The measured mean length, unless the requested one stands for it; a difference stays with the row."""
+    """Use the measured mean length unless the requested one is close; note a difference in the row."""
     requested, tokens = getattr(row, name), row.figures.get(total)
     completed = row.figures.get("completed")
     if requested is None or name in row.derived or not tokens or not completed:

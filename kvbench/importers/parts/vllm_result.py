@@ -56,7 +56,7 @@ _LISTS: Final = frozenset(
 )
 _NAMED: Final = frozenset({"date", "num_prompts", "request_rate", "tokenizer_id", "endpoint_type"})
 SIGNS: Final = frozenset({"completed", "total_input_tokens", "request_throughput", "duration"})
-"""What every version has written."""
+"""Keys that every version has written."""
 
 
 def is_result(value: Any) -> bool:
@@ -64,10 +64,8 @@ def is_result(value: Any) -> bool:
 
 
 def row_of(result: Mapping[str, Any], origin: Origin) -> ServingRow:
-    """The row of one result.
-
-    Keys that are not vLLM's own (``--metadata``, a sweep's parameters) are settings.
-    """
+    """Return the row of one result. Keys unknown to vLLM (``--metadata``, a sweep's parameters) are
+    settings."""
     row = ServingRow(origin, {}, date=str(result.get("date") or ""))
     for key, value in result.items():
         latency = key.replace("_e2e_latency_", "_e2el_") if _STATISTIC.fullmatch(key) else None
@@ -85,7 +83,7 @@ def row_of(result: Mapping[str, Any], origin: Origin) -> ServingRow:
     row.request_rate = rate(result.get("request_rate"))
     row.requests = requests_of(result)
     if row.requests:
-        row.derived["requests.scheduled_s"] = "the send: the file does not tell when a request was planned"
+        row.derived["requests.scheduled_s"] = "the send: the file does not report planned times"
     _lengths(row, result)
     return row
 
@@ -108,11 +106,8 @@ def _lengths(row: ServingRow, result: Mapping[str, Any]) -> None:
 
 
 def requests_of(result: Mapping[str, Any]) -> list[RequestRecord]:
-    """The single requests of ``--save-detailed``; none where a list is absent or they differ in length.
-
-    Times are counted from the first send. Versions without ``start_times`` give no requests: when they were
-    sent is not reported.
-    """
+    """Return the requests of ``--save-detailed``; empty if a list is missing or lengths differ. Times count
+    from the first send. Versions without ``start_times`` give no requests: their sends are unknown."""
     columns = [result.get(key) for key in ("start_times", "ttfts", "itls", "input_lens", "output_lens")]
     if not all(isinstance(column, Sequence) and not isinstance(column, str) for column in columns):
         return []
@@ -188,7 +183,7 @@ _BLOCKS_STATISTIC: Final = re.compile(
 
 @dataclass
 class ResultBlock:
-    """One block. Lines count from 1. ``cut``: why it is not whole; empty for a whole one."""
+    """One block. Lines count from 1. ``cut``: why it is incomplete; empty if complete."""
 
     line: int
     last_line: int = 0
@@ -200,7 +195,7 @@ class ResultBlock:
 
 
 def figure_name(label: str) -> str | None:
-    """The name of the figure that a label stands for; None for a label that is not known."""
+    """Return a label's value name; None for an unknown label."""
     low = " ".join(label.lower().split())
     if low in _LABELS:
         return _LABELS[low]
@@ -213,7 +208,7 @@ def figure_name(label: str) -> str | None:
 
 
 def blocks(lines: Sequence[str]) -> Iterator[ResultBlock]:
-    """All blocks of a log, whole or cut off, in their order."""
+    """Yield all blocks of a log in order, complete or cut off."""
     place = 0
     while place < len(lines):
         if TITLE.search(lines[place]):
@@ -233,14 +228,14 @@ def _block(lines: Sequence[str], first: int) -> ResultBlock:
         if _END.match(text):
             block.last_line = place + 1
             if not block.figures:
-                block.cut = "it has no figures"
+                block.cut = "it has no values"
             return block
         if not text or _SECTION.match(text):
             continue
         found = _FIGURE.match(text)
         if found is None:
             if block.figures and len(block.unreadable) >= 3:
-                return _cut(block, place, f"line {block.unreadable[0][0]} is no figure and no end follows")
+                return _cut(block, place, f"line {block.unreadable[0][0]} is not a value and no end follows")
             block.unreadable.append((place + 1, text))
             continue
         _take(block, place + 1, found["label"].strip(), found["value"])

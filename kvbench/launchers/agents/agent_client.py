@@ -8,7 +8,7 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -93,10 +93,16 @@ class FollowedProcess(Protocol):
 class AgentClient:
     """One host's agent. Raises LaunchError if it does not say who it is, or is not this kvbench.
 
-    ``name`` is the host's; ``workdir`` and ``env`` are for what it starts.
+    ``name`` is the host's; ``workdir``, ``env`` and ``nics`` are for what it starts.
     """
 
-    def __init__(self, channel: Channel, workdir: str = "", env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        workdir: str = "",
+        env: Mapping[str, str] | None = None,
+        nics: Sequence[str] = (),
+    ) -> None:
         self.name = channel.host
         self._channel = channel
         self._lock = threading.Lock()
@@ -118,7 +124,7 @@ class AgentClient:
         for thread in self._threads:
             thread.start()
         try:
-            opened = self.ask("open", workdir=workdir, env=dict(env or {}))
+            opened = self.ask("open", workdir=workdir, env=dict(env or {}), nics=list(nics))
         except KvbenchError:
             self.close()
             raise

@@ -365,7 +365,7 @@ class Fleet(Mapping[str, AgentClient]):
                 old.close()
             host = self._deployment.hosts[name]
             channel = self._connect(name, agent_command(host, self.run_tag))
-            return AgentClient(channel, host.workdir, environment_of(host))
+            return AgentClient(channel, host.workdir, host.env, host.nics)
         except KvbenchError as error:
             return error
 
@@ -402,14 +402,3 @@ def in_shell(path: str) -> str:
     if path == "~" or path.startswith("~/"):
         return '"$HOME"' + shlex.quote(path[1:]) if len(path) > 1 else '"$HOME"'
     return shlex.quote(path)
-
-
-def environment_of(host: RemoteHost) -> dict[str, str]:
-    """What all processes of a host get: its NICs for the libraries that ask the environment, and its own."""
-    env: dict[str, str] = {}
-    if host.nics:
-        names = ",".join(host.nics)
-        rdma = all(name.startswith(("mlx", "bnxt", "irdma", "efa", "rocep", "ibp")) for name in host.nics)
-        env = {"UCX_NET_DEVICES": ",".join(f"{name}:1" if rdma else name for name in host.nics)}
-        env |= {"NCCL_IB_HCA": names} if rdma else {"NCCL_SOCKET_IFNAME": names, "GLOO_SOCKET_IFNAME": names}
-    return {**env, **host.env}

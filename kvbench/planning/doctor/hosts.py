@@ -27,7 +27,7 @@ from kvbench.planning.doctor.doctor import affinity_checks, print_checks
 from kvbench.planning.gpu_dealing import VISIBLE, far_device_env
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import tcp_findings
+from kvbench.planning.process_specs import transport_findings
 
 FREE_BYTES: Final = 2**30
 """A GPU of whose memory more is in use works for somebody."""
@@ -99,7 +99,7 @@ def examine(scenario: Scenario, plan: Plan, fleet: Fleet) -> list[Check]:
     devices = {name: each.get("rdma") or () for name, each in environments.items()}
     checks += [
         Check("transport", "warn", each.message, each.advice)
-        for each in tcp_findings(scenario, plan, devices)
+        for each in transport_findings(scenario, plan, devices)
     ]
     for name, agent in fleet.items():
         try:
@@ -203,8 +203,10 @@ def _ports(scenario: Scenario, plan: Plan, name: str, agent: AgentClient) -> Ite
         port
         for each in plan.deployments
         for instance in each.instances
-        if deployment.host_name(instance.name) == name
-        for port in (instance.port, *instance.all_side_ports, instance.group_port or 0)
+        for nodes in [deployment.nodes_of(instance.name)]
+        for node, host in enumerate(nodes)
+        if host == name
+        for port in instance.ports_on(node, len(nodes))
     }
     if deployment.roles.host_of("router") == name:
         wanted |= {port for each in plan.deployments for port in (each.router_port or 0, *each.service_ports)}

@@ -25,10 +25,10 @@ from kvbench.launchers.parts.sockets import is_free, is_here
 from kvbench.planning.doctor import hosts as doctor_hosts
 from kvbench.planning.doctor.doctor import cpu_checks, examine, open_files_check, print_checks, python_check
 from kvbench.planning.gpu_dealing import require_gpus
-from kvbench.planning.obstacles import places
+from kvbench.planning.obstacles import places, scheduler_problem
 from kvbench.planning.overrides import CliOptions, resolve, served_model
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import instances, tcp_findings, unusable
+from kvbench.planning.process_specs import instances, transport_findings, unusable
 
 GIB: Final = 2**30
 _WEIGHTS_INDEX: Final = "model.safetensors.index.json"
@@ -143,13 +143,10 @@ def launcher_check(scenario: Scenario) -> Check:
 
 def _scheduler_check(name: str, launcher: str) -> Check:
     """Can the scheduler be asked from here? What it would give is known when it is asked only."""
-    from kvbench.launchers import ray, slurm
-
-    problem = slurm.problem() if launcher == "slurm" else ray.problem()
-    if not problem:
+    problem = scheduler_problem(launcher)
+    if problem is None:
         return Check(name, "ok", "its hosts are known when a run asks for them")
-    fix = "start kvbench on a login node" if launcher == "slurm" else "pip install 'kvbench[ray]'"
-    return Check(name, "missing", problem, fix)
+    return Check(name, "missing", problem.reason, problem.fix)
 
 
 def plan_ports_check(scenario: Scenario, plan: Plan) -> Check:
@@ -190,7 +187,7 @@ def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] |
 def transport_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]) -> Iterator[Check]:
     """Is a connector told to use TCP beside RDMA that would work? ``listed``: RDMA devices as found here."""
     if scenario.deployment.launcher == "local":
-        for each in tcp_findings(scenario, plan, {"": listed}):
+        for each in transport_findings(scenario, plan, {"": listed}):
             yield Check("transport", "warn", each.message, each.advice)
 
 

@@ -1,6 +1,3 @@
-"""The agent: one small process on each host of a run, which starts there what kvbench asks for.
-
-``python -m kvbench.processes.agent`` talks JSON lines on stdin and stdout (``launchers/agents/channel.py``).
-When its stdin ends or nothing has come for some seconds, whoever started it is gone: it kills all it has
-started, and ends.
-"""
+"""The agent: one small process on each host of a run, which starts processes there for kvbench. ``python -m
+kvbench.processes.agent`` exchanges JSON lines on stdin and stdout (``launchers/agents/channel.py``). When
+stdin ends, or nothing arrives for some seconds, it kills everything it started and exits."""

@@ -1,4 +1,4 @@
-"""``python -m kvbench.processes.agent``: questions on stdin, answers on stdout, its own log on stderr."""
+"""``python -m kvbench.processes.agent``: requests on stdin, answers on stdout, its log on stderr."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {AGENT_MODULE}", description=__doc__)
     parser.add_argument("--tag", default="", help="the run's tag, which all that it starts will carry")
     chosen = parser.parse_args(argv)
-    # Whatever a library prints must not come between the frames.
+    # Output of a library must not mix with the frames.
     answers = os.dup(STDOUT)
     os.set_inheritable(answers, False)
     os.dup2(STDERR, STDOUT)
     agent = Agent(STDIN, answers, chosen.tag)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: agent.end("it was told to end"))
+        signal.signal(number, lambda *_: agent.end("it received a signal"))
     agent.run()
     sys.stderr.flush()
-    # Threads that wait for a server's answer, or for a reader that is gone, are not waited for.
+    # Do not join threads that wait for a server's answer or for a reader that has gone.
     os._exit(0)
 
 

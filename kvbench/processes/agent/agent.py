@@ -1,9 +1,7 @@
-"""The agent's loop: frames in, frames out, and an eye on its processes. It never waits for anything long.
-
-Processes are started by this one thread, which lives as long as the agent: the kernel kills them with it
-(``launchers/parts/guard.py``). What may take long is answered by threads of a pool; another looks whether
-processes go on, and reports one that does not as an event.
-"""
+"""The agent's loop: reads frames, writes frames, watches its processes. It never blocks for long. This one
+thread starts all processes and lives as long as the agent: the kernel kills them with it
+(``launchers/parts/guard.py``). Requests that may take long run in a thread pool. Another thread checks that
+processes make progress, and reports a hang as an event."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.core.plan.processes import ProcessSpec
+from kvbench.core.plan.processes import ProcessSpec, nic_env
 from kvbench.errors import KvbenchError, LaunchError
 from kvbench.launchers.agents.channel import BEAT_S, LOST_S, Lines, decode, error_frame
 from kvbench.launchers.local import LocalLauncher
@@ -31,10 +29,8 @@ from kvbench.processes.agent.jobs import AgentJob, Outbox
 
 
 class LivenessThread:
-    """Looks after some processes from now on, in a thread of its own, until ``close``.
-
-    The first that does nothing any more is reported: ``{"event": "hung", "key", "what", "fix"}``.
-    """
+    """Watches processes in its own thread until ``close``. The first hung one is reported: ``{"event":
+    "hung", "key", "what", "fix"}``."""
 
     def __init__(self, jobs: Sequence[AgentJob], outbox: Outbox) -> None:
         self._jobs = list(jobs)
@@ -45,7 +41,6 @@ class LivenessThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End it soon. Safe to call twice."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -64,18 +59,18 @@ class LivenessThread:
 
 
 TURN_S: Final = 0.1
-"""Between two looks at processes and logs. What comes from kvbench or a piped process is taken at once."""
+"""Interval between two checks of processes and logs, in seconds. Input from kvbench or a process is read at
+once."""
 READ_BYTES: Final = 65_536
 LAST_WORDS_S: Final = 1.0
 KILL_S: Final = 3.0
-"""All processes are killed side by side; none takes longer."""
 POOL_THREADS: Final = 16
 
 Frame = Mapping[str, Any]
 
 
 class Agent:
-    """Serves who writes to ``stdin`` and reads from ``stdout`` (file descriptors), until they are gone."""
+    """Serves the peer behind the file descriptors ``stdin`` and ``stdout`` until it disconnects."""
 
     def __init__(self, stdin: int, stdout: int, tag: str) -> None:
         self._stdin = stdin
@@ -112,7 +107,8 @@ class Agent:
         }
 
     def run(self) -> None:
-        """Serve until stdin ends, nothing comes any more, or ``end`` is called; then leave nothing behind."""
+        """Serve until stdin ends, the peer is silent too long, or ``end`` is called; then stop all
+        processes."""
         self._outbox.put(hello())
         try:
             while not self._why_ending:
@@ -121,7 +117,6 @@ class Agent:
             self._leave_nothing()
 
     def end(self, why: str) -> None:
-        """End soon; may be called by a signal's handler."""
         self._why_ending = self._why_ending or why
 
     # -- the loop -----------------------------------------------------------------------------------
@@ -132,7 +127,7 @@ class Agent:
         writing = {job.stdin: job for job in live if job.wants_to_write}
         try:
             ready, writable, _ = select.select([self._stdin, *talking], list(writing), [], TURN_S)
-        except OSError:  # a process was killed, and its pipes closed, a moment ago
+        except OSError:  # a process was just killed and its pipes closed
             return
         for handle in writable:
             writing[handle].flush()
@@ -147,7 +142,7 @@ class Agent:
             if not self._outbox.full:
                 self._outbox.put({"event": "beat"})
         if now - self._heard > LOST_S:
-            self.end(f"nothing has come for {LOST_S:g} s")
+            self.end(f"no frame received for {LOST_S:g} s")
         for job in live:
             if not self._outbox.full:
                 job.send_log()
@@ -174,7 +169,7 @@ class Agent:
         if wanted in self._here:
             self._answer(frame, self._here[wanted])
         elif wanted == "stop":
-            self.end("it was told to stop")
+            self.end("kvbench requested the stop")
         elif wanted in self._beside:
             self._pool.submit(self._answer, frame, self._beside[wanted])
         else:
@@ -186,29 +181,34 @@ class Agent:
             answer = how(frame) or {}
         except KvbenchError as error:
             reply: dict[str, Any] = {"error": error_frame(error)}
-        except Exception as error:  # whatever it is, it must not end the agent, and somebody waits for it
+        except Exception as error:  # no error may end the agent, and the caller waits for an answer
             reply = {"error": {"kind": "LaunchError", "message": f"{type(error).__name__}: {error}"}}
         else:
             reply = {"answer": answer}
         if number is not None:
             self._outbox.put({"id": number, **reply})
 
-    # -- what it is asked ---------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------
 
     @property
     def _root(self) -> Path:
         if self._folder is None:
-            raise LaunchError("the agent was not told where to work")
+            raise LaunchError("the agent has no working folder yet: send `open` first")
         return self._folder
 
     def _answered(self, name: str) -> Callable[[Frame], Any]:
         return lambda asked: ANSWERS[name](self._root, asked)
 
     def _open(self, asked: Frame) -> dict[str, Any]:
-        """Takes its working folder and environment: first of all, once."""
+        """Set the working folder and environment. Must be the first request, once."""
         self._pool.submit(importlib.import_module, "kvbench.hosts.telemetry")  # while engines get ready
+        nics = [str(name) for name in asked.get("nics", ())]
+        if nics:
+            from kvbench.hosts.nics.choice import are_rdma
+
+            os.environ.update(nic_env(nics, rdma=are_rdma(nics)))
         os.environ.update({str(name): str(value) for name, value in dict(asked.get("env", {})).items()})
-        # A shell that ssh starts knows nothing of the environment that this Python is in.
+        # A shell started by ssh does not have this Python's environment.
         os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
         base = Path(str(asked["workdir"])).expanduser() if asked.get("workdir") else None
         try:
@@ -256,7 +256,6 @@ class Agent:
         return job
 
     def _extra_files(self, asked: Frame) -> list[str]:
-        """What processes of a launcher left beside their logs, such as spans and profiles."""
         folder = self._logs(str(asked["folder"]))
         return sorted(str(path) for path in folder.glob("*") if path.suffix != ".log" and path.is_file())
 
@@ -271,8 +270,6 @@ class Agent:
         return {}
 
     def _watch(self, asked: Frame) -> None:
-        """From now on it is reported if one of these processes does nothing any more."""
-
         jobs = [self._jobs[key] for key in map(str, asked["keys"]) if key in self._jobs]
         self._watches[str(asked["watch"])] = LivenessThread(jobs, self._outbox)
 
@@ -282,7 +279,6 @@ class Agent:
             watch.close()
 
     def _cpu_s(self, asked: Frame) -> dict[str, Any]:
-        """CPU seconds that a process of this agent has taken, with its children."""
         from kvbench.hosts.procfs import cpu_s, family
 
         pids = [job.process.pid for job in self._jobs.values() if not job.end_reported]
@@ -309,4 +305,7 @@ class Agent:
 
 
 def _unknown(asked: Frame) -> None:
-    raise LaunchError(f"this agent does not know {asked.get('do')!r}", hint="are both kvbenches the same?")
+    raise LaunchError(
+        f"this agent does not know {asked.get('do')!r}",
+        hint="do both hosts have the same version of kvbench?",
+    )

@@ -1,7 +1,5 @@
-"""What an agent answers about its host: files, ports, web pages, environment, abilities, data network.
-
-What takes long to import is imported when it is first needed: until the agent is there, a whole run waits.
-"""
+"""Answers of an agent about its host: files, ports, web pages, environment, backends, data network. Slow
+imports are inside functions: the whole run waits until the agent is up."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ from kvbench.version import __version__
 PINGS: Final = 20
 FLOW_S: Final = 0.5
 TAKEN_S: Final = 8.0
-"""Somebody connects within this, or nobody does."""
+"""Time for a caller to connect to ``listen``, in seconds."""
 _CHUNK: Final = bytes(1 << 18)
 
 
 def listen(address: str) -> int:
-    """Answer one caller at a free port of ``address``: echo its pings, then swallow its flow."""
+    """Serve one caller at a free port of ``address``: echo its pings, then discard its data."""
     listener = socket.create_server((address, 0))
     listener.settimeout(TAKEN_S)
     threading.Thread(target=_serve, args=(listener,), daemon=True).start()
@@ -51,11 +49,11 @@ def _serve(listener: socket.socket) -> None:
                 taken += len(data)
             peer.sendall(taken.to_bytes(8, "big"))
     except OSError:
-        return  # the caller reports what it met
+        return  # the caller reports the error
 
 
 def call(own: str, address: str, port: int) -> dict[str, Any]:
-    """From the address ``own``: round-trip seconds (the median) and bytes a second; or what went wrong."""
+    """Measure from the address ``own``: median round trip in seconds and bytes per second, or the error."""
     try:
         with socket.create_connection((address, port), TAKEN_S / 2, (own, 0)) as peer:
             peer.settimeout(TAKEN_S)
@@ -83,11 +81,10 @@ def call(own: str, address: str, port: int) -> dict[str, Any]:
 Frame = Mapping[str, Any]
 
 CODE: Final = str(Path(__file__).resolve().parents[3])
-"""The folder from which kvbench is imported here."""
+"""Folder from which kvbench is imported on this host."""
 
 
 def hello() -> dict[str, Any]:
-    """The first frame: who this is, and which kvbench."""
     return {
         "event": "hello",
         "protocol": PROTOCOL,
@@ -103,8 +100,7 @@ def hello() -> dict[str, Any]:
     }
 
 
-def _place(root: Path, asked: Frame) -> Path:
-    """A file of this agent's folder: by its bare name among ``files``, or by its path below the folder."""
+def _file_path(root: Path, asked: Frame) -> Path:
     path = Path(str(asked["path"]))
     if not path.is_absolute():
         return root / "files" / path.name
@@ -114,21 +110,19 @@ def _place(root: Path, asked: Frame) -> Path:
 
 
 def _put(root: Path, asked: Frame) -> None:
-    """One piece of a file; the first replaces what was there."""
-    with _place(root, asked).open("wb" if asked.get("first") else "ab") as file:
+    """Write one piece of a file; the first piece replaces the old content."""
+    with _file_path(root, asked).open("wb" if asked.get("first") else "ab") as file:
         file.write(base64.b64decode(asked["data"]))
 
 
 def _read(root: Path, asked: Frame) -> dict[str, Any]:
-    """One piece of a file, from ``offset`` on; empty at its end."""
-    with _place(root, asked).open("rb") as file:
+    with _file_path(root, asked).open("rb") as file:
         file.seek(int(asked["offset"]))
         return {"data": base64.b64encode(file.read(CHUNK_BYTES)).decode()}
 
 
 def _forget(root: Path, asked: Frame) -> None:
-    """Removes a file, and what was written of it in part beside it."""
-    place = _place(root, asked)
+    place = _file_path(root, asked)
     for path in place.parent.glob(f"{place.name}*"):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -155,7 +149,7 @@ def _client() -> Any:
 
 
 def _http(root: Path, asked: Frame) -> dict[str, Any]:
-    """One HTTP request from this host; what the library raises is reported by its name."""
+    """Make one HTTP request from this host. A library's exception is reported by its name."""
     import httpx
 
     try:
@@ -182,8 +176,8 @@ def _environment(root: Path, asked: Frame) -> dict[str, Any]:
     return environment.describe()
 
 
-def _unusable(root: Path, asked: Frame) -> dict[str, Any]:
-    """Why an engine cannot run with a connector here: reason and fix, empty if it can."""
+def _engine_problem(root: Path, asked: Frame) -> dict[str, Any]:
+    """Return reason and fix if an engine cannot run with a connector on this host, else empty."""
     from kvbench import connectors, engines
 
     engine = engines.get(str(asked["engine"]))
@@ -193,7 +187,6 @@ def _unusable(root: Path, asked: Frame) -> dict[str, Any]:
 
 
 def _engine_version(root: Path, asked: Frame) -> dict[str, Any]:
-    """The version of an engine that is installed here."""
     from kvbench import engines
 
     engine = engines.get(str(asked["engine"]))
@@ -222,24 +215,20 @@ def _exists(root: Path, asked: Frame) -> dict[str, Any]:
 
 
 def _nics(root: Path, asked: Frame) -> dict[str, Any]:
-    """The NICs of this host for a kind of transfer, as ``nics.listing`` has them."""
     from kvbench.hosts.nics.listing import listing
 
     return listing("rdma" if asked["kind"] == "rdma" else "tcp", list(asked.get("names", ())))
 
 
-def _lacking(root: Path, asked: Frame) -> dict[str, Any]:
-    """Which transfer backends cannot run here, and why."""
+def _missing_backends(root: Path, asked: Frame) -> dict[str, Any]:
     from kvbench.transfer.parts.usable import lacking
 
     return lacking()
 
 
 def _gpus(root: Path, asked: Frame) -> dict[str, Any]:
-    """Memory of each GPU that is in use, in bytes, as nvidia-smi reports it; empty without GPUs.
-
-    ``visible``: this agent's CUDA_VISIBLE_DEVICES, which processes inherit from it; null where it is unset.
-    """
+    """Return the used memory of each GPU in bytes (nvidia-smi), empty without GPUs. ``visible``: this agent's
+    CUDA_VISIBLE_DEVICES, which its processes inherit; null if unset."""
     from kvbench.hosts.devices import output_of
 
     question = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
@@ -265,8 +254,8 @@ ANSWERS: Final[Mapping[str, Callable[[Path, Frame], Any]]] = {
     "exists": _exists,
     "gpus": _gpus,
     "nics": _nics,
-    "lacking": _lacking,
-    "unusable": _unusable,
+    "lacking": _missing_backends,
+    "unusable": _engine_problem,
     "engine_version": _engine_version,
 }
-"""Question → answer, given the agent's folder. They may take long and are asked beside each other."""
+"""Request → function of the agent's folder and the frame. They may take long and run concurrently."""

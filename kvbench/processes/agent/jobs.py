@@ -1,7 +1,5 @@
-"""The processes that an agent has started: their logs and output on their way to kvbench, and their end.
-
-A thread of its own writes to kvbench: the agent never waits for its reader.
-"""
+"""Processes started by an agent: their logs and output on the way to kvbench, and their end. A separate
+thread writes to kvbench, so the agent never waits for its reader."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ from kvbench.launchers.agents.channel import ENCODING, encode
 from kvbench.launchers.local import LocalProcess
 
 FULL_BYTES: Final = 8 * 2**20
-"""With more than this unsent, logs and the processes' own words wait where they are."""
+"""Above this many unsent bytes, logs and output are not read."""
 
 
 class Outbox:
-    """Frames on their way to ``handle``. ``put`` may be called by any thread."""
+    """Queue of frames to write to ``handle``. Any thread may call ``put``."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle
@@ -33,18 +31,17 @@ class Outbox:
 
     @property
     def full(self) -> bool:
-        """Whether whoever reads has fallen behind."""
+        """Whether the reader has fallen behind."""
         return self._unsent > FULL_BYTES
 
     def put(self, frame: Mapping[str, Any]) -> None:
-        """Send a frame after those before it."""
         line = encode(frame) + b"\n"
         with self._lock:
             self._unsent += len(line)
         self._lines.put(line)
 
     def close(self, within_s: float) -> None:
-        """Write what is left, if somebody reads it in time."""
+        """Write what is left, if the reader takes it in time."""
         self._lines.put(None)
         self._thread.join(within_s)
 
@@ -55,31 +52,31 @@ class Outbox:
                 while rest:
                     rest = rest[os.write(self._handle, rest) :]
             except OSError:
-                return  # nobody reads any more; the end of stdin ends the agent
+                return  # the reader has gone; the end of stdin ends the agent
             with self._lock:
                 self._unsent -= len(line)
 
 
 LOG_BYTES_AT_ONCE: Final = 128 * 1024
-"""Of one process's log in one turn. With ``TURN_S`` of 0.1 s: 1.3 MB a second."""
+"""Bytes of one process's log sent in one turn: with ``TURN_S`` 0.1 s, 1.3 MB/s."""
 LOG_BEHIND_BYTES: Final = 4 * 2**20
-"""A log that has run further ahead is not caught up with: its middle is left out, and that is said."""
+"""If a log is further ahead than this, its middle is left out, with a note."""
 LOG_END_BYTES: Final = 2**20
-"""What is sent at most of a log's end when its process has ended."""
+"""Maximum bytes of a log's end sent after its process has ended."""
 LOG_MOST_BYTES: Final = 256 * 2**20
-"""More of one log is never sent."""
+"""Maximum bytes sent of one log."""
 PIPE_BYTES: Final = 65_536
 
 
 class LogFeed:
-    """A log file that grows, and how much of it has been sent."""
+    """A growing log file and how much of it has been sent."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._sent = 0
 
     def take(self, most: int, behind: int = LOG_BEHIND_BYTES) -> str:
-        """What is new, at most ``most`` bytes; what was left out, because too much was, is said in it."""
+        """Return new text of at most ``most`` bytes. A note replaces what was left out."""
         try:
             size = self.path.stat().st_size
         except OSError:
@@ -90,7 +87,7 @@ class LogFeed:
         if size - self._sent > behind:
             left_out = size - self._sent - behind // 2
             self._sent += left_out
-            note = f"\n… {left_out} bytes of this log are left out here: it grew too fast\n"
+            note = f"\n… {left_out} bytes of this log are left out: it grew too fast\n"
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             file.seek(self._sent)
             data = file.read(min(most, size - self._sent))
@@ -102,7 +99,7 @@ class LogFeed:
 
 
 class AgentJob:
-    """One process with what kvbench hears of it. ``key``: the name by which both sides know it."""
+    """One process and what kvbench receives from it. ``key``: its name on both sides."""
 
     def __init__(self, key: str, process: LocalProcess, outbox: Outbox, *, piped: bool) -> None:
         self.key = key
@@ -125,18 +122,16 @@ class AgentJob:
 
     @property
     def stdout(self) -> int | None:
-        """The pipe to listen to; None without one, and when it has ended."""
+        """File descriptor of its stdout; None without one, or after its end."""
         return None if not self.piped or self._silent else self.process.stdout.fileno()
 
     # -- its stdin ----------------------------------------------------------------------------------
 
     def write(self, text: str) -> None:
-        """Bytes for its stdin; what it does not take at once is kept for ``flush``."""
         self._unwritten += text.encode(ENCODING)
         self.flush()
 
     def close_stdin(self) -> None:
-        """Closes its stdin once everything has been written."""
         self._closing = True
         self.flush()
 
@@ -145,7 +140,6 @@ class AgentJob:
         return bool(self._unwritten) and not self.end_reported
 
     def flush(self) -> None:
-        """Writes what its stdin takes without waiting."""
         try:
             while self._unwritten:
                 del self._unwritten[: os.write(self.process.stdin.fileno(), self._unwritten)]
@@ -157,10 +151,9 @@ class AgentJob:
             with contextlib.suppress(OSError):
                 self.process.stdin.close()
 
-    # -- what it says -------------------------------------------------------------------------------
+    # -- its output ---------------------------------------------------------------------------------
 
     def relay(self) -> None:
-        """Sends what its stdout has now."""
         try:
             data = os.read(self.process.stdout.fileno(), PIPE_BYTES)
         except BlockingIOError:
@@ -172,7 +165,6 @@ class AgentJob:
             self._outbox.put({"event": "out", "key": self.key, "data": data.decode(ENCODING)})
 
     def send_log(self) -> None:
-        """Sends what its log has gained, within the limits."""
         if text := self._log.take(LOG_BYTES_AT_ONCE):
             self._outbox.put({"event": "log", "key": self.key, "text": text})
 
@@ -183,9 +175,9 @@ class AgentJob:
     # -- its end ------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """If it has ended: sends the rest of its words and its log, then its exit status."""
+        """If the process has ended, send the rest of its output and log, then its exit status."""
         if self.end_reported or not self._reaping.acquire(blocking=False):
-            return  # a thread is about to end it
+            return  # a thread is killing it
         try:
             if not self.process.has_exited:
                 return
@@ -194,7 +186,7 @@ class AgentJob:
             self._reaping.release()
 
     def kill(self) -> None:
-        """Ends it and its group; takes ``TRACKER_GRACE_S`` at the longest."""
+        """Kill it and its group; takes at most ``TRACKER_GRACE_S``."""
         with self._reaping:
             if not self.end_reported:
                 self._report_end(killing=True)
@@ -211,7 +203,7 @@ class AgentJob:
         self._outbox.put({"event": "exit", "key": self.key, "status": status})
 
     def _drain(self) -> None:
-        """Sends what it left in its stdout; a grandchild that keeps it open is not waited for."""
+        """Send the rest of its stdout; do not wait for a grandchild that keeps it open."""
         for _ in range(64):
             try:
                 data = os.read(self.process.stdout.fileno(), PIPE_BYTES)

@@ -1,1 +1,1 @@
-"""What several of the processes share."""
+"""Code that several of the processes share."""

@@ -1,9 +1,9 @@
-"""What processes started from a JSON spec share: spec, end, exit code, timing on Linux, compiled parts.
+"""Start of a process from a JSON spec: reading it, stopping, exit code, timing on Linux, compiled parts.
 
-A process that wakes on a busy core waits until the other one's slice is over, 3 ms by default. From Linux
-6.12 on it may ask for a shorter slice (``sched_attr.sched_runtime``, 0.1 to 100 ms) and then goes first,
-without privilege or more CPU time. A sleep may end 50 µs late by default. ``KVBENCH_PURE_PYTHON=1`` refuses
-the compiled parts of hot paths; the Python ways give the same results.
+On a busy core a process that wakes up waits for the end of the other's time slice, 3 ms by default. From
+Linux 6.12 on it may request a shorter slice (``sched_attr.sched_runtime``, 0.1 to 100 ms) and then runs
+first, without privilege or more CPU time. A sleep may end 50 µs late by default. ``KVBENCH_PURE_PYTHON=1``
+disables the compiled parts of hot paths; the Python versions give the same results.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kvbench.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError, KvbenchError
 EXIT_PORT_IN_USE: Final = 98
 PARENT_POLL_S: Final = 0.25
 STOPPING: Final = (signal.SIGTERM, signal.SIGINT)
-"""Signals that ask a process to end. Who starts others blocks them until ``run`` can take them."""
+"""Signals that stop a process. A process that starts others blocks them until ``run`` handles them."""
 
 S = TypeVar("S")
 
 
 def read_spec(cls: type[S], argv: Sequence[str]) -> S:
-    """The dataclass ``cls`` from the JSON file named by the only argument. Raises InputError."""
+    """Return the dataclass ``cls`` from the JSON file named by the only argument. Raises InputError."""
     if len(argv) != 1:
         raise InputError("expected one argument: the path of a JSON spec")
     try:
@@ -46,7 +46,7 @@ def read_spec(cls: type[S], argv: Sequence[str]) -> S:
 
 
 def parse_spec(cls: type[S], data: Any, where: str = "the spec") -> S:
-    """The dataclass ``cls`` from decoded JSON; unknown, missing and mistyped keys are refused at once."""
+    """Return the dataclass ``cls`` from decoded JSON. Unknown, missing and mistyped keys raise InputError."""
     if not isinstance(data, dict):
         raise InputError(f"{where} must be a JSON object")
     known = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
@@ -68,7 +68,6 @@ def parse_spec(cls: type[S], data: Any, where: str = "the spec") -> S:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a JSON value is of a plain type (bool, int, float, str, list, dict)."""
     kind = get_origin(kind) or kind
     if kind is Any:
         return True
@@ -80,10 +79,8 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def run(name: str, body: Callable[[asyncio.Event], Awaitable[int]]) -> int:
-    """Runs ``body(stop)`` on uvloop. ``stop`` is set by SIGTERM, SIGINT, or the parent's death.
-
-    Returns the exit code: what the body returns, or that of its KvbenchError, printed on stderr.
-    """
+    """Run ``body(stop)`` on uvloop and return the exit code: the body's, or that of its KvbenchError
+    (printed). ``stop`` is set by SIGTERM, SIGINT, or the parent's death."""
     import uvloop
 
     logging.basicConfig(
@@ -116,13 +113,12 @@ def run(name: str, body: Callable[[asyncio.Event], Awaitable[int]]) -> int:
 
 
 def raise_open_files() -> None:
-    """Raise this process's limit of open files as far as it may: a stream takes a descriptor on each side."""
+    """Raise this process's limit of open files to its hard limit: a stream needs one on each side."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def print_error(name: str, error: KvbenchError) -> int:
-    """Prints an error on stderr and returns the exit code that belongs to it."""
     if isinstance(error, PortInUseError):
         print(error.message, file=sys.stderr)
         return EXIT_PORT_IN_USE
@@ -139,9 +135,9 @@ async def _watch_parent(parent: int, stop: asyncio.Event) -> None:
 
 
 SLICE_S: Final = 0.0001
-"""The shortest that Linux grants."""
+"""Shortest time slice that Linux grants, in seconds."""
 _SCHED_SETATTR: Final = {"x86_64": 314, "aarch64": 274}
-"""Number of the system call, by machine (Linux's syscall tables); glibc has no function for it."""
+"""System call number by machine (Linux's syscall tables); glibc has no wrapper."""
 
 
 _PR_SET_TIMERSLACK: Final = 29  # linux/prctl.h
@@ -149,7 +145,7 @@ _LEAST_SLACK_NS: Final = 1
 
 
 class _SchedAttr(ctypes.Structure):
-    """``struct sched_attr`` of linux/sched/types.h, its first version."""
+    """``struct sched_attr`` of linux/sched/types.h, first version."""
 
     _fields_ = (
         ("size", ctypes.c_uint32),
@@ -164,11 +160,8 @@ class _SchedAttr(ctypes.Structure):
 
 
 def shorten_slice(seconds: float = SLICE_S) -> bool:
-    """Asks for a slice of that length for the calling thread; False where the system knows no such thing.
-
-    Threads and processes that it starts afterwards have it, too. An older kernel takes the call and
-    changes nothing.
-    """
+    """Request a time slice for this thread and its later children. False if the system has no such call. An
+    older kernel accepts the call without effect."""
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None:
         return False
@@ -181,7 +174,7 @@ def shorten_slice(seconds: float = SLICE_S) -> bool:
 
 
 def sleep_exactly() -> bool:
-    """The calling thread's sleeps end when they should, if it gets a core then. False if that is refused."""
+    """Let this thread's sleeps end on time if it gets a core. False if the kernel refuses."""
     try:
         return int(ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_TIMERSLACK, _LEAST_SLACK_NS, 0, 0, 0)) == 0
     except (OSError, AttributeError):
@@ -189,7 +182,7 @@ def sleep_exactly() -> bool:
 
 
 def run_queue_wait_s() -> float:
-    """Seconds this process was ready to run but had no core (second field of schedstat, nanoseconds)."""
+    """Return the seconds that this process was ready to run but had no core (second field of schedstat)."""
     try:
         with open("/proc/self/schedstat") as file:
             return int(file.read().split()[1]) / 1e9
@@ -198,7 +191,7 @@ def run_queue_wait_s() -> float:
 
 
 def compiled(module: str) -> Any:
-    """The extension module of that name, or None."""
+    """Import an extension module; None if it is missing or disabled."""
     if os.environ.get("KVBENCH_PURE_PYTHON", "") not in ("", "0"):
         return None
     try:

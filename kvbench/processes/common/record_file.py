@@ -1,9 +1,7 @@
-"""The load generator's file of records: a line of JSON a request, and all gaps between tokens as one block.
-
-A million gaps are 4 MB (8 MB if one is longer than 214 s) and are read and written as arrays: as JSON they
-would be a second of CPU time between two trials. The first line says what follows. A file without it is
-JSON lines, one whole record each.
-"""
+"""The load generator's file of records: one line of JSON per request, then all token gaps as one block. A
+million gaps take 4 MB (8 MB if one exceeds 214 s) and are read and written as arrays; as JSON they would take
+a second of CPU time between two trials. The first line describes the rest. A file without it is JSON lines
+with one whole record each."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from kvbench.errors import StoreError
 FORMAT: Final = "kvbench-load-records"
 VERSION: Final = 1
 TICKS_PER_S: Final = 10_000_000
-"""Gaps are kept in units of 0.1 µs, as the generator rounds all its times."""
+"""Gaps are stored in units of 0.1 µs, to which the generator rounds all times."""
 
 _GAPS: Final = "itl_s"
 _FIELDS: Final = tuple(item.name for item in fields(RequestRecord))
@@ -33,7 +31,7 @@ _TYPES: Final = ("<i4", "<i8")
 
 
 def write_records(path: Path, records: Sequence[RequestRecord]) -> None:
-    """Writes the records in the order given; the file is renamed into place when it is whole."""
+    """Write the records in order; the file is renamed into place when complete."""
     longest = max((max(record.itl_s) for record in records if len(record.itl_s)), default=0.0)
     kind = _TYPES[0] if longest * TICKS_PER_S < 2**31 - 1 else _TYPES[1]
     head = {"format": FORMAT, "version": VERSION, "records": len(records), "gaps": kind}
@@ -41,7 +39,7 @@ def write_records(path: Path, records: Sequence[RequestRecord]) -> None:
     with partial.open("wb") as file:
         file.write(_line(head))
         for record in records:
-            # Not vars(): that would leave each record with a dictionary that it does without.
+            # Not vars(): that would create a dictionary in each record.
             values = dict(zip(_FIELDS, _values(record), strict=True))
             values[_GAPS] = len(record.itl_s)
             file.write(_line(values))
@@ -52,10 +50,8 @@ def write_records(path: Path, records: Sequence[RequestRecord]) -> None:
 
 
 def read_records(path: Path) -> list[RequestRecord]:
-    """The records of such a file, or of JSON lines. Gaps come as arrays of float64 seconds.
-
-    Raises StoreError for what is neither, or is cut short.
-    """
+    """Read records from such a file, or from JSON lines. Gaps become float64 arrays in seconds. Raises
+    StoreError for other or truncated files."""
     with path.open("rb") as file:
         first = file.readline()
         try:
@@ -64,13 +60,13 @@ def read_records(path: Path) -> list[RequestRecord]:
                 rest = [json.loads(line) for line in file if line.strip()]
                 return [RequestRecord.from_json(row) for row in ([head] if head else []) + rest]
             if head["version"] != VERSION or head["gaps"] not in _TYPES:
-                raise StoreError(f"{path} is a file of records of another version: {first.decode()!r}")
+                raise StoreError(f"{path} is a record file of another version: {first.decode()!r}")
             rows = [json.loads(file.readline()) for _ in range(head["records"])]
         except (ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{path} is no file of the load generator's records: {error}") from error
+            raise StoreError(f"{path} is not a record file of the load generator: {error}") from error
         ticks = np.frombuffer(file.read(), head["gaps"])
     if len(ticks) != sum(row[_GAPS] for row in rows):
-        raise StoreError(f"{path} is cut short: the gaps between tokens of its records are not all there")
+        raise StoreError(f"{path} is truncated: token gaps of its records are missing")
     seconds, position = ticks / TICKS_PER_S, 0
     records = []
     for row in rows:

@@ -1,9 +1,7 @@
-"""What one request did inside one process, as spans of time: written by the processes, read by the timeline.
-
-A file of spans is JSON lines. The first is the process's clock: ``{"host", "monotonic_s", "unix_s"}``. Each
-other line is one span: ``{"request", "name", "begin_s", "end_s", "args"}``, with times on CLOCK_MONOTONIC,
-which all processes of one machine share. Nothing is written unless a spec's ``trace_path`` names a file.
-"""
+"""Spans of time of one request in one process: written by the processes, read by the timeline. A span file is
+JSON lines. The first is the process's clock: ``{"host", "monotonic_s", "unix_s"}``. Each other line is one
+span: ``{"request", "name", "begin_s", "end_s", "args"}``, with times on CLOCK_MONOTONIC, which all processes
+of one machine share. Nothing is written unless the spec's ``trace_path`` names a file."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from kvbench.errors import InputError
 log = logging.getLogger(__name__)
 
 TRACED_REQUESTS: Final = 200
-"""Requests of a trial that are traced. All processes pick the same ones: those numbered below this."""
+"""Number of traced requests per trial. All processes trace the requests numbered below this."""
 MAX_BYTES: Final = 64 * 2**20
 SUFFIX: Final = ".trace.jsonl"
 
@@ -32,7 +30,7 @@ _NUMBER: Final = re.compile(r"-(\d{1,9})$")
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took from ``begin_s`` to ``end_s``, in seconds on one clock."""
+    """An activity from ``begin_s`` to ``end_s``, in seconds on one clock."""
 
     name: str
     begin_s: float
@@ -42,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Clock:
-    """A process's clocks, read at one moment, and the machine that they belong to."""
+    """A process's clocks, read at one moment, and its machine."""
 
     host: str
     monotonic_s: float
@@ -50,15 +48,13 @@ class Clock:
 
     @property
     def offset_s(self) -> float:
-        """Unix time − monotonic time."""
         return self.unix_s - self.monotonic_s
 
 
 class SpanLog:
-    """Appends spans to a file. Every write goes to the file at once, so that a kill loses nothing."""
+    """Appends spans to a file. Each write goes to the file at once, so a kill loses nothing."""
 
     def __init__(self, path: str) -> None:
-        """Raises InputError if the file cannot be opened."""
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -69,12 +65,12 @@ class SpanLog:
 
     @staticmethod
     def wants(request_id: str) -> bool:
-        """Whether a request is of the sample: one of its trial's first, by the number its id ends with."""
+        """Whether a request is traced, by the number at the end of its id."""
         match = _NUMBER.search(request_id)
         return match is not None and int(match[1]) < TRACED_REQUESTS
 
     def write(self, request_id: str, spans: Sequence[Span]) -> None:
-        """Append spans of one request; what cannot be written any more is left out, with one warning."""
+        """Append spans of one request. After the limit or an error, warn once and drop them."""
         self._append(
             [
                 {
@@ -110,7 +106,7 @@ class SpanLog:
 
 
 def read_spans(path: Path) -> tuple[Clock | None, dict[str, list[Span]]]:
-    """A file's clock and its spans by request. Lines that are torn or no spans are left out."""
+    """Return a file's clock and its spans by request; skip torn or invalid lines."""
     clock: Clock | None = None
     spans: dict[str, list[Span]] = {}
     for line in path.read_bytes().split(b"\n"):

@@ -20,14 +20,13 @@ EXIT_PORT_IN_USE: Final = 98
 
 
 async def engine(spec: EngineSpec) -> None:
-    """One engine, honest or with its spec's lie, from start to stop."""
+    """Return an engine, with its spec's planted fault if any, from start to stop."""
     server = EngineServer(spec)
     plant(server)
     await serve(server)
 
 
 def main(argv: list[str]) -> int:
-    """Runs one engine; returns the exit code."""
     shorten_slice()
     raise_open_files()
     logging.basicConfig(

@@ -1,4 +1,4 @@
-"""Answers of the OpenAI API: where a request's tokens become JSON or server-sent events."""
+"""Responses of the OpenAI API: turn a request's tokens into JSON or server-sent events."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ _MARK: Final = "\u0000text\u0000"
 
 
 def error_json(status: int, message: str, kind: str) -> bytes:
-    """An error as vLLM and OpenAI write it."""
     return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
 
 
 def _call(name: str, arguments: str, public_id: str) -> dict[str, Any]:
-    """A tool's call, of which ``arguments`` may be the first piece."""
+    """A tool call; ``arguments`` may be its first piece only."""
     function = {"name": name, "arguments": arguments}
     return {"id": f"call-{public_id}", "type": "function", "function": function}
 
 
 class ApiAnswer:
-    """What both kinds of answers know. ``live`` is set once the request is submitted.
-
-    ``reasoning``: so many tokens of a chat are its reasoning, before its answer or its tool's call.
-    """
+    """Base of both kinds of response. ``live`` is set once the request is submitted. ``reasoning``: number of
+    a chat's tokens that are reasoning, before its text or tool call."""
 
     def __init__(
         self, response: Response, wanted: Generate, public_id: str, model: str, reasoning: int = 0
@@ -42,7 +39,7 @@ class ApiAnswer:
         self.live: LiveRequest | None = None
 
     def on_error(self, status: int, message: str) -> None:
-        """Before the first token a plain error; after it, an error event, and the stream breaks off."""
+        """Send a plain error before the first token; later an error event, then break off the stream."""
         if self.response.closed:
             return
         body = error_json(status, message, "InternalServerError")
@@ -70,8 +67,6 @@ class ApiAnswer:
 
 
 class WholeAnswer(ApiAnswer):
-    """One JSON document when the last token is there."""
-
     def __init__(
         self, response: Response, wanted: Generate, public_id: str, model: str, reasoning: int = 0
     ) -> None:
@@ -116,8 +111,8 @@ class WholeAnswer(ApiAnswer):
 
 
 class StreamAnswer(ApiAnswer):
-    """Server-sent events, one for each token. The stream begins with the first token, so that a hand-off
-    that fails before it is answered with an error status."""
+    """Server-sent events, one per token. The stream begins with the first token, so a failed hand-off before
+    it gets an error status."""
 
     def __init__(
         self, response: Response, wanted: Generate, public_id: str, model: str, reasoning: int = 0
@@ -164,14 +159,15 @@ class StreamAnswer(ApiAnswer):
         self.response.end()
 
     def _content(self, text: str, number: int | None = None) -> dict[str, Any]:
-        """A token's text where the API has it. ``number``: which token it is; None: one of the answer."""
+        """Put a token's text into the API's field. ``number``: the token's index; None means part of the
+        answer."""
         if not self.wanted.chat:
             return {"text": text}
         if number is not None and number <= self.reasoning:
             return {"delta": {"reasoning": text}}
         if not self.wanted.tool:
             return {"delta": {"content": text}}
-        # The name comes once, as vLLM tells it; then pieces of the arguments alone.
+        # As in vLLM, the name comes once; later pieces have arguments only.
         first = number == self.reasoning + 1
         call = _call(self.wanted.tool, text, self.public_id) if first else {"function": {"arguments": text}}
         return {"delta": {"tool_calls": [{"index": 0, **call}]}}

@@ -1,7 +1,7 @@
-"""The engine's steps on the wall clock: schedule, write and read KV bytes, wait, hand out tokens.
+"""The engine's steps on the wall clock: schedule, write and read KV bytes, wait, deliver tokens.
 
-A step ends at its start plus the modelled time, and its tokens leave at that moment, never before. A late
-process starts the next step at the scheduled end and so catches up; its lateness is counted per step
+A step ends at its start plus the modelled time, and its tokens leave at that moment. After a delay the next
+step starts at the scheduled end, so the process catches up; its lateness is counted per step
 (``kvbench:emulator_step_lag_seconds``). ``Alarm`` waits to within 50 µs; asyncio's timers count milliseconds.
 """
 
@@ -28,7 +28,7 @@ _TFD_TIMER_ABSTIME: Final = 1
 
 
 class _TimerSpec(ctypes.Structure):
-    """struct itimerspec: interval and first expiry, each seconds and nanoseconds."""
+    """struct itimerspec: interval and first expiry, each in seconds and nanoseconds."""
 
     _fields_ = (
         ("interval_s", ctypes.c_long),
@@ -51,7 +51,7 @@ class Alarm:
         self._loop.add_reader(self._fd, self._rang)
 
     async def until(self, moment_s: float) -> None:
-        """Returns at ``moment_s`` of ``time.monotonic()``, or after one turn of the loop if that is past."""
+        """Return at ``moment_s`` of ``time.monotonic()``, or after one turn of the loop if that is past."""
         if moment_s <= time.monotonic():
             await asyncio.sleep(0)
             return
@@ -70,7 +70,6 @@ class Alarm:
         self.ring()
 
     def ring(self) -> None:
-        """Ends the wait now."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -107,11 +106,11 @@ class RunningEngine:
         self.lives: dict[EngineRequest, LiveRequest] = {}
         self._traces: dict[EngineRequest, RequestTrace] = {}
         self.on_load: Callable[[LiveRequest], None] = _no_hand_off
-        """Called when a remote request's blocks are reserved: fetch its KV, then ``kv_arrived``."""
+        """Called when a remote request's blocks are reserved: fetch its KV, then call ``kv_arrived``."""
         self.on_prefilled: Callable[[LiveRequest], None] = _no_hand_off
         """Called when a held request has ended, before its last ``on_token``."""
         self.on_dropped: Callable[[LiveRequest], None] = _ignore
-        """Called when a request with a hand-off ends without it having been carried out."""
+        """Called when a request ends before its hand-off was done."""
         self._work = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-bytes")
         self._wake = asyncio.Event()
         self._wake_s = 0.0
@@ -138,7 +137,7 @@ class RunningEngine:
         self.wake()
 
     def abort(self, live: LiveRequest) -> None:
-        """The client is gone: drop the request, free its blocks as soon as nothing moves in them."""
+        """Drop a request whose client has gone; free its blocks once no transfer uses them."""
         if live.ended:
             return
         self._end(live, "abort")
@@ -147,7 +146,7 @@ class RunningEngine:
         self.wake()
 
     async def kv_arrived(self, live: LiveRequest) -> None:
-        """All prompt KV of a loading request lies in its blocks: read it and let it join the batch."""
+        """Read the arrived prompt KV of a loading request and add the request to the batch."""
         request = live.request
         await self._in_thread(lambda: self.compute.read(live, request.prompt_len))
         if live.trace is not None:
@@ -156,18 +155,18 @@ class RunningEngine:
         self.wake()
 
     def kv_failed(self, live: LiveRequest) -> None:
-        """A loading request's KV will not come and nothing writes to its blocks any more."""
+        """End a loading request whose KV will not arrive and whose blocks are no longer written."""
         self.scheduler.kv_failed(live.request)
         self.wake()
 
     def fail(self, live: LiveRequest, message: str) -> None:
-        """End a request with an error; its blocks are the caller's affair."""
+        """End a request with an error; the caller frees its blocks."""
         if not live.ended:
             self._end(live, "error")
             live.sink.on_error(500, message)
 
     def release(self, live: LiveRequest) -> None:
-        """A held request's KV has been taken, or its lease has ended."""
+        """Free a held request's blocks: its KV was taken, or its lease ended."""
         if live.request.status is Status.HELD:
             self.scheduler.release(live.request)
             if live.trace is not None:
@@ -175,7 +174,6 @@ class RunningEngine:
             self.wake()
 
     def wake(self) -> None:
-        """Something has changed: look again if the engine is idle."""
         if not self._wake.is_set():
             self._wake_s = time.monotonic()
             self._wake.set()
@@ -183,7 +181,6 @@ class RunningEngine:
                 self._sleeping.ring()
 
     def gauges(self) -> dict[str, float]:
-        """Current values for /metrics, by name."""
         scheduler, stats = self.scheduler, self.scheduler.stats
         waiting = len(scheduler.waiting) + len(scheduler.ready) + len(scheduler.loading)
         return {
@@ -200,7 +197,6 @@ class RunningEngine:
     # -- steps ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Run steps until cancelled."""
         alarm = Alarm()
         try:
             while True:
@@ -243,11 +239,10 @@ class RunningEngine:
         self.metrics.step_lag.observe(max(0.0, time.monotonic() - end))
 
     async def _idle(self, alarm: Alarm) -> None:
-        """Wait for an arrival or a change; the next step starts at that moment."""
         self._wake.clear()
         arrival = self.scheduler.next_ready_s()
         if arrival is not None and arrival > self._now:
-            # Known, but not here yet: in the front end, or come in while a late step was being caught up.
+            # Announced but not queued: in the front end, or received while catching up.
             self._sleeping = alarm
             await alarm.until(arrival)
             self._sleeping = None
@@ -258,7 +253,7 @@ class RunningEngine:
         self._now = max(self._now, self._wake_s)
 
     def _split(self, plan: StepPlan) -> tuple[list[Work], list[Work]]:
-        """Chunks that are computed one by one, and plain decode tokens, which are computed together."""
+        """Split a step into chunks computed one by one and decode tokens computed together."""
         runs: list[Work] = []
         singles: list[Work] = []
         for chunk in plan.chunks:
@@ -307,7 +302,6 @@ class RunningEngine:
         metrics.ttft.observe(now - live.received_s)
 
     def _end(self, live: LiveRequest, reason: str) -> None:
-        """Count a request's end and forget it."""
         live.ended = True
         del self.lives[live.request]
         if live.trace is not None:

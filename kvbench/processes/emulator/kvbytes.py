@@ -1,10 +1,10 @@
 """The KV cache's bytes: written from tokens, and read back as the only source of the next token.
 
-A token's KV in region r is one vector of 64-bit words, ``mix(H_t) · pattern[r]``, with H_t the chained
-hash of all tokens up to t: it depends on the whole prefix, as real KV does, and on the region. Reading
-weighs every word of every region into one digest per token, and the digests, weighed by position, into
-the sequence's state, from which the next token follows. So one flipped bit, a stale block or two
-swapped ones give other tokens; which block ids were used, and how the prompt was cut, does not matter.
+A token's KV in region r is one vector of 64-bit words, ``mix(H_t) · pattern[r]``, with H_t the chained hash
+of all tokens up to t. Like real KV it depends on the whole prefix and on the region. Reading combines every
+word of every region into one digest per token, and the digests, weighted by position, into the sequence's
+state, which determines the next token. One flipped bit, a stale block or two swapped blocks therefore change
+the tokens; block ids and the chunking of the prompt do not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOKEN_SALT: Final = np.uint64(0x5851F42D4C957F2D)
 _EOS_SALT: Final = np.uint64(0x2545F4914F6CDD1D)
 EOS_TOKEN: Final = 0
 EOS_ONE_IN: Final = 256
-"""Without ignore_eos, one token in so many is the end-of-sequence token."""
+"""One token in this many is end-of-sequence, unless ignore_eos is set."""
 
 
 def _odd_words(start: int, regions: int, words: int) -> U64:
@@ -37,12 +37,10 @@ def _odd_words(start: int, regions: int, words: int) -> U64:
     return (mix64_array(numbers) | np.uint64(1)).reshape(regions, words)
 
 
-def _balanced(weights: U64, pattern: U64) -> U64:
-    """The weights with the last one such that intact KV has the same digest in a vector of any length.
-
-    So answers do not depend on how many ranks hold each head. Every weight stays odd, which any bit moves:
-    the sum that they are made for is 1 or 2, by the parity of their number.
-    """
+def _balance(weights: U64, pattern: U64) -> U64:
+    """Adjust the last weight so that intact KV has the same digest in a vector of any length. Answers then do
+    not depend on how many ranks hold each head. Every weight stays odd, so that any changed bit changes the
+    sum; the sum becomes 1 or 2, by the parity of the number of weights."""
     last, modulus = int(pattern[-1, -1]), 1 << 64
     others = int(np.sum(pattern * weights)) - last * int(weights[-1, -1])
     wanted = 2 - weights.size % 2
@@ -51,10 +49,8 @@ def _balanced(weights: U64, pattern: U64) -> U64:
 
 
 class KvPool:
-    """A memfd of ``layout.nbytes`` bytes, which a transfer process can map too.
-
-    ``words`` views it as [regions, blocks, block_tokens, words per token]. The owner calls ``close``.
-    """
+    """A memfd of ``layout.nbytes`` bytes, which a transfer process can map too; the owner calls ``close``.
+    ``words`` views it as [regions, blocks, block_tokens, words per token]."""
 
     def __init__(self, layout: Layout, block_tokens: int) -> None:
         self.layout = layout
@@ -66,16 +62,15 @@ class KvPool:
         flat = np.frombuffer(self._map, dtype=np.uint64)
         self.words: U64 = flat.reshape(layout.regions, layout.blocks, block_tokens, slot_words)
         self._pattern = _odd_words(_PATTERN_START, layout.regions, slot_words)
-        self._weights = _balanced(_odd_words(_WEIGHT_START, layout.regions, slot_words), self._pattern)
+        self._weights = _balance(_odd_words(_WEIGHT_START, layout.regions, slot_words), self._pattern)
         self._chunk_blocks = max(1, _CHUNK_BYTES // layout.block_bytes)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token over all regions."""
         return self.layout.regions * self.layout.block_bytes // self.block_tokens
 
     def close(self) -> None:
-        """Unmaps the pool; ``words`` must not be used afterwards."""
+        """Unmap the pool; ``words`` must not be used afterwards."""
         self.words = np.empty((0, 0, 0, 0), dtype=np.uint64)
         self._map.close()
         os.close(self.fd)
@@ -83,7 +78,7 @@ class KvPool:
     # -- runs of tokens of one sequence -----------------------------------------------------------
 
     def write(self, blocks: Sequence[int], start: int, hashes: U64) -> None:
-        """Write the KV of tokens ``start``…, whose chained hashes are given, into a sequence's blocks."""
+        """Write the KV of tokens from ``start`` on, given their chained hashes, into a sequence's blocks."""
         keys = mix64_array(hashes)
         size = self.block_tokens
         position, end = start, start + len(hashes)
@@ -104,7 +99,8 @@ class KvPool:
             position += count * size
 
     def digest(self, blocks: Sequence[int], start: int, end: int) -> U64:
-        """One number per token ``start``…``end`` that depends on every bit of its KV, shape [end − start]."""
+        """Return one number per token ``start``…``end`` that depends on every bit of its KV, shape [end −
+        start]."""
         size = self.block_tokens
         first, last = start // size, -(-end // size)
         out = np.zeros((last - first, size), dtype=np.uint64)
@@ -124,14 +120,14 @@ class KvPool:
         self.words[:, blocks, slots] = keys[None, :, None] * self._pattern[:, None, :]
 
     def digest_slots(self, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> U64:
-        """The digest of one token's KV for each sequence."""
+        """Return the digest of one token's KV for each sequence."""
         vectors = self.words[:, blocks, slots]
         digests: U64 = np.einsum("rsw,rw->s", vectors, self._weights)
         return digests
 
 
 def _selector(blocks: Sequence[int]) -> slice | NDArray[np.int64]:
-    """A slice where the blocks lie in a row (no copy is made then), else their ids."""
+    """Return a slice if the blocks are consecutive (no copy is made), else their ids."""
     first, count = blocks[0], len(blocks)
     if blocks[-1] == first + count - 1 and list(blocks) == list(range(first, first + count)):
         return slice(first, first + count)
@@ -139,19 +135,19 @@ def _selector(blocks: Sequence[int]) -> slice | NDArray[np.int64]:
 
 
 def fold(state: int, digests: U64, position_powers: U64) -> int:
-    """A sequence's state after the tokens whose digests follow; the powers are those of their positions."""
+    """Return a sequence's state after the tokens with these digests, given the powers of their positions."""
     total = np.sum(mix64_array(digests) * position_powers, dtype=np.uint64)
     return (state + int(total)) & 0xFFFF_FFFF_FFFF_FFFF
 
 
 def next_tokens(states: U64, vocab_size: int) -> NDArray[np.int64]:
-    """The token that follows each state, never the end-of-sequence one."""
+    """Return the token that follows each state, never the end-of-sequence token."""
     picked = mix64_array(states ^ _TOKEN_SALT) % np.uint64(vocab_size - 1)
     return picked.astype(np.int64) + 1
 
 
 def wants_eos(states: U64) -> NDArray[np.bool_]:
-    """Whether each sequence would end here if it may."""
+    """Whether each sequence ends at this state if end-of-sequence is allowed."""
     ends: NDArray[np.bool_] = mix64_array(states ^ _EOS_SALT) % np.uint64(EOS_ONE_IN) == 0
     return ends
 
@@ -160,10 +156,10 @@ Work = tuple[LiveRequest, Chunk]
 
 
 class KvCompute:
-    """The emulated model over one KV pool. It holds no state of its own: that is in each ``LiveRequest``."""
+    """The emulated model over one KV pool. All state is in the ``LiveRequest`` objects."""
 
     def __init__(self, pool: KvPool, vocab_size: int, max_model_len: int, output_noise: float = 0.0) -> None:
-        """``output_noise``: share of tokens that differ in a batch; by what, is another run's other draw."""
+        """``output_noise``: share of tokens that differ in a batch; the differences vary between runs."""
         self.pool = pool
         self.vocab_size = vocab_size
         self._powers = powers(max_model_len + 1)
@@ -171,7 +167,7 @@ class KvCompute:
         self._draws = np.random.default_rng()
 
     def hash_prompt(self, tokens: U64, cache_salt: str) -> U64:
-        """The chained hashes of a prompt; different salts share no prefix."""
+        """Return the chained hashes of a prompt; different salts share no prefix."""
         return prefix_hashes(tokens, self._powers, salt_seed(cache_salt))
 
     def runs(self, work: Sequence[Work]) -> None:
@@ -182,7 +178,7 @@ class KvCompute:
             self.read(live, end)
 
     def read(self, live: LiveRequest, end: int) -> None:
-        """Take the bytes of the tokens before ``end`` into the state."""
+        """Read the bytes of the tokens before ``end`` into the state."""
         start = live.digested
         digests = self.pool.digest(live.request.blocks, start, end)
         live.state = fold(live.state, digests, self._powers[start:end])
@@ -209,7 +205,6 @@ class KvCompute:
             self._append_hash(live, value)
 
     def draw(self, lives: Sequence[LiveRequest]) -> None:
-        """The next token of each sequence, from its state alone."""
         if not lives:
             return
         states = np.array([live.state for live in lives], dtype=np.uint64)

@@ -1,8 +1,5 @@
-"""What the engine counts, under vLLM's names where vLLM has one and under ``kvbench:`` otherwise.
-
-A histogram's ``observe`` is on the path of every token, so the counting is done here in plain Python
-and prometheus_client only writes it out.
-"""
+"""The engine's metrics, under vLLM's names where they exist and under ``kvbench:`` otherwise. ``observe``
+runs for every token, so counting is plain Python; prometheus_client only formats the output."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-# Upper bounds as vLLM's, with smaller ones added: loopback transfers and small steps end below them.
+# vLLM's upper bounds, plus smaller ones for loopback transfers and small steps.
 _TTFT: Final = (
     0.001,
     0.002,
@@ -114,8 +111,6 @@ _LAG: Final = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0
 
 
 class Histogram:
-    """Counts per bucket, a sum, a count."""
-
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -157,7 +152,7 @@ class TransferMetrics:
         self.descriptors.observe(descriptors)
 
 
-# Names under which a connector's transfers are counted beside the uniform family.
+# Connector's metric names, used in addition to the uniform family.
 TRANSFER_PREFIX: Final = {
     "NixlConnector": "vllm:nixl_",
     "MooncakeConnector": "vllm:mooncake_",
@@ -166,8 +161,6 @@ TRANSFER_PREFIX: Final = {
 
 
 class EngineMetrics(Collector):
-    """All counters of one engine; ``text()`` writes them out."""
-
     def __init__(self, model_name: str, connector: str = "") -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._connector = connector
@@ -186,10 +179,9 @@ class EngineMetrics(Collector):
         self.inference = Histogram(_REQUEST)
         self.step_lag = Histogram(_LAG)
         self.transfer_lag = Histogram(_LAG)
-        """By how much transfers of KV ended later than they were to be paced."""
+        """Lateness of KV transfers against their paced end, in seconds."""
         self.paced_s = 0.0
         self.paced = False
-        """Whether transfers are paced at all."""
         self.busy_s = 0.0
         self.steps = 0
         self.blocks_held_locally = 0
@@ -203,7 +195,6 @@ class EngineMetrics(Collector):
         self._registry.register(self)
 
     def text(self) -> bytes:
-        """The exposition format of Prometheus."""
         return generate_latest(self._registry)
 
     def describe(self) -> Iterable[Metric]:

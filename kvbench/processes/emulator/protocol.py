@@ -1,8 +1,6 @@
-"""Requests of the OpenAI API, read and checked (a ``Generate`` or an ``ApiError``), and text as tokens.
-
-Tokens are reversible for what the engine writes, deterministic for all other text. Token 1234 is `` t1234``;
-such a word becomes that token again. Any other becomes one token by its CRC-32, with the space before it.
-"""
+"""Parser of OpenAI API requests (into a ``Generate`` or an ``ApiError``), and a tokenizer. Tokens are
+reversible for the engine's own text and deterministic for other text. Token 1234 is `` t1234``; such a word
+becomes that token again. Any other word with the space before it becomes one token by its CRC-32."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ _TOKEN: Final = re.compile(r" ?t(\d{1,9})")
 
 
 def encode(text: str, vocab_size: int) -> list[int]:
-    """Token ids of a text, in 1 … vocab_size − 1; an empty text has none."""
+    """Return the token ids of a text, in 1 … vocab_size − 1; an empty text has none."""
     return [_word_token(word, vocab_size) for word in _WORDS.findall(text)]
 
 
@@ -34,7 +32,7 @@ def _word_token(word: str, vocab_size: int) -> int:
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """The text of tokens; the end-of-sequence token (0) has none."""
+    """Return the text of tokens; the end-of-sequence token (0) has none."""
     return "".join(f" t{token}" for token in tokens if token)
 
 
@@ -62,13 +60,13 @@ UNSERVED: Final = (
     "truncate_prompt_tokens",
     "prompt_embeds",
 )
-"""What vLLM answers otherwise for (a field it has, or other tokens), and a made-up model cannot. Sampling
-parameters are taken and mean nothing: there is no distribution to sample from."""
+"""Fields that a model without a distribution cannot serve as vLLM does. Sampling parameters are accepted and
+ignored."""
 _MISSING: Final = object()
 
 
 class ApiError(Exception):
-    """An answer that is no success: HTTP status, message, OpenAI's error type."""
+    """An error response: HTTP status, message, OpenAI's error type."""
 
     def __init__(self, status: int, message: str, kind: str = "") -> None:
         super().__init__(message)
@@ -79,7 +77,7 @@ class ApiError(Exception):
 
 @dataclass(frozen=True)
 class Generate:
-    """One generation request. ``max_tokens`` is None where the body leaves it to the server."""
+    """One generation request. ``max_tokens`` is None if the body leaves it to the server."""
 
     chat: bool
     prompt: U64
@@ -92,13 +90,13 @@ class Generate:
     return_token_ids: bool
     cache_salt: str
     tool: str
-    """The function whose arguments the answer is to be (a named ``tool_choice``); empty: it is text."""
+    """Function whose arguments are the answer (a named ``tool_choice``); empty: the answer is text."""
     kv_transfer_params: Mapping[str, Any] | None
     """None if the body has none; an empty mapping if it has a null."""
 
 
 def parse(body: bytes, chat: bool, model_name: str, vocab_size: int) -> Generate:
-    """Reads the body of /v1/completions or /v1/chat/completions. Raises ApiError."""
+    """Parse the body of /v1/completions or /v1/chat/completions. Raises ApiError."""
     try:
         data = from_json(body)
     except ValueError as error:
@@ -142,7 +140,7 @@ def parse(body: bytes, chat: bool, model_name: str, vocab_size: int) -> Generate
 
 
 def _refuse_unserved(data: Mapping[str, Any], chat: bool) -> None:
-    """Raises ApiError for a field that would be ignored; values that ask for nothing are let through."""
+    """Raise ApiError for a field that would be ignored; values without effect are allowed."""
     for key in UNSERVED if chat else (*UNSERVED, "tools"):
         value = data.get(key)
         nothing = value is None or value is False or value in ("", [], {}, {"type": "text"})
@@ -152,7 +150,7 @@ def _refuse_unserved(data: Mapping[str, Any], chat: bool) -> None:
 
 
 def _named_tool(data: Mapping[str, Any]) -> str:
-    """The tool that a chat must call. Raises ApiError for tools that it may call: nobody here decides."""
+    """Return the tool that a chat must call. Raises ApiError for optional tools: no model decides."""
     tools: Any = data.get("tools")
     choice: Any = data.get("tool_choice")
     if not tools or choice == "none":
@@ -162,10 +160,10 @@ def _named_tool(data: Mapping[str, Any]) -> str:
         known = [tool["function"]["name"] for tool in tools]
     except (LookupError, TypeError):
         raise ApiError(
-            400, "the emulated engine calls no tool by itself: name one in tool_choice, or leave tools out"
+            400, "the emulated engine cannot choose a tool: name one in tool_choice, or leave tools out"
         ) from None
     if name not in known:
-        raise ApiError(400, f"tool_choice names {name!r}, which is none of the tools")
+        raise ApiError(400, f"tool_choice names {name!r}, which is not among the tools")
     return str(name)
 
 

@@ -1,4 +1,4 @@
-"""A request as the running engine knows it."""
+"""A request in the running engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbench.processes.common.spans import Span, SpanLog
 
 
 class Sink(Protocol):
-    """Where a request's tokens go. Exactly one of a last ``on_token`` and ``on_error`` ends it."""
+    """Receives a request's tokens. Exactly one of a last ``on_token`` and ``on_error`` ends it."""
 
     def on_token(self, token: int, finish_reason: str | None) -> None: ...
 
@@ -22,7 +22,7 @@ class Sink(Protocol):
 
 @dataclass(eq=False)
 class LiveRequest:
-    """A request as the running engine knows it: the scheduler's part, its tokens and its bytes' state."""
+    """A request in the running engine: the scheduler's part, its tokens and the state of its bytes."""
 
     request: EngineRequest
     prompt_hashes: U64
@@ -30,9 +30,8 @@ class LiveRequest:
     ignore_eos: bool = False
     min_tokens: int = 0
     remote: Any = None
-    """What the hand-off keeps about this request."""
     hand_off_params: dict[str, Any] | None = None
-    """On P: the kv_transfer_params of the answer."""
+    """P's answer: its kv_transfer_params."""
     tokens: list[int] = field(default_factory=list)
     token_hashes: list[int] = field(default_factory=list)
     state: int = 0
@@ -44,7 +43,7 @@ class LiveRequest:
     received_s: float = 0.0
     ended: bool = False
     trace: RequestTrace | None = None
-    """Set for the few requests whose spans are written down."""
+    """Set for the few requests whose spans are recorded."""
 
     def last_hash(self) -> int:
         return self.token_hashes[-1] if self.token_hashes else int(self.prompt_hashes[-1])
@@ -52,32 +51,30 @@ class LiveRequest:
 
 @dataclass
 class RequestTrace:
-    """What a traced request gathers until its spans are written."""
+    """Times of a traced request until its spans are written."""
 
     request_id: str
-    """The client's, the same in all processes."""
+    """The client's id, the same in all processes."""
     log: SpanLog
     steps: list[tuple[float, float, int]] = field(default_factory=list)
     """Steps before the first token: begin, end, tokens computed."""
     kv_arrived_s: float | None = None
 
     def moved(self, begin_s: float, op: str, result: dict[str, Any]) -> None:
-        """A KV transfer has just ended."""
         args = {"op": op, **result}
         self.log.write(self.request_id, [Span("KV transfer", begin_s, time.monotonic(), args)])
 
     def released(self, live: LiveRequest) -> None:
-        """P's blocks have been taken, or given up."""
         span = Span("blocks held for D", live.last_token_s, time.monotonic())
         self.log.write(self.request_id, [span])
 
     def ended(self, live: LiveRequest, reason: str) -> None:
-        """The request is over on this engine."""
+        """Write the spans at the request's end on this engine."""
         self.log.write(self.request_id, list(request_spans(live, self, reason)))
 
 
 def note_step(plan: StepPlan, traces: dict[Any, RequestTrace], begin_s: float, end_s: float) -> None:
-    """Remember a step for those of its requests that have made no token yet. ``traces``: by request."""
+    """Record a step for those of its requests that have made no token yet. ``traces``: by request."""
     for chunk in plan.chunks:
         trace = traces.get(chunk.request)
         if trace is not None and chunk.request.output_len == 0:
@@ -85,7 +82,7 @@ def note_step(plan: StepPlan, traces: dict[Any, RequestTrace], begin_s: float, e
 
 
 def request_spans(live: LiveRequest, trace: RequestTrace, reason: str) -> Iterator[Span]:
-    """A request from its arrival to its end here: the whole, then its parts as far as it came."""
+    """Yield the span of the whole request, then of its parts as far as it came."""
     request = live.request
     end = live.last_token_s if reason not in ("abort", "error") else time.monotonic()
     yield Span(

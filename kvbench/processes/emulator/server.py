@@ -1,7 +1,5 @@
-"""One emulated engine: pool, engine, hand-off and HTTP side put together, and taken down again.
-
-The HTTP side answers what vLLM's server does, as far as a router and a benchmark ask.
-"""
+"""One emulated engine: assembles, starts and stops pool, engine, hand-off and HTTP server. The HTTP side
+implements those parts of vLLM's server that a router and a benchmark use."""
 
 from __future__ import annotations
 
@@ -62,7 +60,6 @@ class Api:
         }
 
     def handle(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
-        """One HTTP request."""
         routes = self._posts if request.method == "POST" else self._gets
         route = routes.get(request.path)
         if route is not None and request.method in ("GET", "HEAD", "POST"):
@@ -106,7 +103,7 @@ class Api:
             response, wanted, public_id, spec.served_model_name, spec.reasoning_tokens
         )
         live = LiveRequest(
-            # Two clients may send one X-Request-Id, so the engine's own id has a number of its own.
+            # Two clients may send the same X-Request-Id, so the engine's id adds a number.
             request=EngineRequest(f"{public_id}-{self._count}", prompt_len, max_tokens),
             prompt_hashes=engine.compute.hash_prompt(wanted.prompt, wanted.cache_salt),
             sink=answer,
@@ -148,7 +145,7 @@ class Api:
 
     def _reset(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
         self.engine.scheduler.pool.reset_cache()
-        # As vLLM 0.28 and newer answer; here blocks in use are forgotten, too, so it cannot fail.
+        # As in vLLM 0.28 and newer, but blocks in use are forgotten too, so it cannot fail.
         response.send(200, json.dumps({"success": True}).encode())
 
 
@@ -162,7 +159,7 @@ _CHILD_GRACE_S: Final = 1.0
 
 
 class EngineServer:
-    """The process's main object: ``start``, then ``stopped`` is waited for, then ``close``."""
+    """The process's main object: call ``start``, wait for ``stopped``, call ``close``."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
@@ -180,7 +177,7 @@ class EngineServer:
         self.handoff: Handoff | None = None
         self.api = Api(spec, self.engine, int(time.time()))
         self.on_handoff: Callable[[Handoff], None] = lambda handoff: None
-        """Called once the hand-off is there, before it starts."""
+        """Called once the hand-off exists, before it starts."""
         self.stopped = asyncio.Event()
         self._problem = "starting"
         self._http: http1.Server | None = None
@@ -188,7 +185,7 @@ class EngineServer:
         self.metrics.infos = self._infos
 
     async def start(self) -> None:
-        """Listens, runs the engine, starts the transfer process. Raises PortInUseError, TransferError."""
+        """Listen, run the engine, start the transfer process. Raises PortInUseError, TransferError."""
         config = self.spec.kv_transfer_config
         self.api.problem = self.problem
         self._http = await http1.serve(self.api.handle, self.spec.host, self.spec.port)
@@ -202,14 +199,14 @@ class EngineServer:
         self._tasks.append(asyncio.ensure_future(self.engine.run()))
         self._tasks[0].add_done_callback(self._engine_ended)
         self._tasks.append(asyncio.ensure_future(self._watch_parent(os.getppid())))
-        # What is alive now stays alive; a full collection in the middle of a step costs milliseconds.
+        # Existing objects stay alive; a full collection during a step costs milliseconds.
         gc.collect()
         gc.freeze()
         self._problem = ""
         log.info("serving %s on http://%s:%d", self.spec.served_model_name, self.spec.host, self._http.port)
 
     def problem(self) -> str:
-        """Why this engine cannot serve, or nothing."""
+        """Return why this engine cannot serve, or an empty text."""
         return self._problem
 
     def _engine_ended(self, task: asyncio.Task[None]) -> None:
@@ -252,7 +249,6 @@ class EngineServer:
         return infos
 
     async def close(self) -> None:
-        """Takes everything down, within about two seconds."""
         self._problem = "stopping"
         for task in self._tasks:
             task.cancel()
@@ -272,7 +268,7 @@ class EngineServer:
         closing = asyncio.ensure_future(transfers.close())
         done, _ = await asyncio.wait({closing}, timeout=_CHILD_GRACE_S)
         if not done and transfers.process is not None:
-            log.warning("the transfer process does not end: killing it")
+            log.warning("the transfer process does not exit: killing it")
             with contextlib.suppress(ProcessLookupError):
                 os.kill(transfers.process.pid, signal.SIGKILL)
         with contextlib.suppress(TransferError):
@@ -286,7 +282,6 @@ def _handoff_class(config: KvTransferConfig) -> type[Handoff]:
 
 
 async def serve(server: EngineServer) -> None:
-    """Runs one engine until SIGTERM, SIGINT, or its parent's end."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stopped.set)

@@ -1,4 +1,4 @@
-"""What an emulated engine is given, checked before anything starts."""
+"""The emulated engine's spec, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvbench.transfer.base import Layout
 
 Handshake = Literal["pull", "push"]
 
-# vLLM's connector name → who moves the bytes, and the transfer backend that moves them.
+# vLLM's connector name → handshake (pull or push) and transfer backend.
 HANDOFFS: Final = MappingProxyType(
     {
         "NixlConnector": ("pull", "nixl"),
@@ -48,7 +48,7 @@ class ModelSpec(_Strict):
 
 
 class KvPace(_Strict):
-    """How long a hand-over of KV takes (``core.transfers.model``); 10⁹ bytes per second, None: no limit."""
+    """Modelled duration of a KV transfer (``core.transfers.model``); 10⁹ bytes per second, None: no limit."""
 
     start_s: float = Field(0.0, ge=0)
     per_descriptor_s: float = Field(0.0, ge=0)
@@ -56,7 +56,7 @@ class KvPace(_Strict):
 
 
 class KvTransferConfig(_Strict):
-    """vLLM's ``--kv-transfer-config``, as far as the emulated engine reads it."""
+    """The part of vLLM's ``--kv-transfer-config`` that the emulated engine reads."""
 
     kv_connector: Literal["NixlConnector", "KvbenchTcpConnector", "MooncakeConnector"]
     kv_role: Literal["kv_producer", "kv_consumer"]
@@ -85,7 +85,7 @@ class EngineSpec(_Strict):
     model: ModelSpec
     tensor_parallel_size: int = Field(1, ge=1)
     kv_ranks: int | None = Field(None, ge=1)
-    """The ranks that KV goes to, D's, whose blocks are what moves; None: ``tensor_parallel_size``."""
+    """Ranks of D, which receives the KV; they set the block size. None: ``tensor_parallel_size``."""
     block_tokens: int = Field(16, ge=1)
     num_blocks: int = Field(4096, ge=1)
     max_num_seqs: int = Field(64, ge=1)
@@ -99,18 +99,17 @@ class EngineSpec(_Strict):
     side_channel_port: int | None = Field(None, ge=0, le=65_535)
     transfer_timeout_s: float = Field(10.0, gt=0)
     memory: Literal["host", "cuda"] = "host"
-    """Where peers read its KV: the pool in host memory, or a GPU's memory that mirrors it."""
+    """Memory from which peers read KV: the host pool, or GPU memory that mirrors it."""
     kv_pace: KvPace | None = None
-    """Transfers that end sooner are delayed until then; None: they take what they take."""
+    """Modelled transfer times; faster transfers are delayed. None: no delay."""
     reasoning_tokens: int = Field(0, ge=0)
-    """So many tokens of a chat's answer are its reasoning."""
+    """Number of reasoning tokens in a chat's answer."""
     output_noise: float = Field(0.0, ge=0, le=0.5)
-    """Share of tokens that come out otherwise where several sequences are computed together."""
+    """Share of tokens that differ when several sequences are computed together."""
     lie: Lie = ""
-    """What this engine is to lie about, on purpose (core/gates/lies.py); empty: nothing."""
     run_tag: str = ""
     trace_path: str = ""
-    """Where the spans of the first requests of each trial are written; empty: nowhere."""
+    """File for the spans of each trial's first requests; empty: none."""
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(
@@ -128,7 +127,7 @@ class EngineSpec(_Strict):
         return timing_profile(self.timing, self.tensor_parallel_size)
 
     def layout(self) -> Layout:
-        """The KV pool's shape. Raises InputError where a token's bytes are no whole 64-bit words."""
+        """The KV pool's shape. Raises InputError if a token's bytes are not whole 64-bit words."""
         shape = self.model.shape()
         block_bytes = shape.block_bytes(self.block_tokens, self.kv_ranks or self.tensor_parallel_size)
         if block_bytes == 0 or block_bytes % (8 * self.block_tokens):
@@ -140,7 +139,7 @@ class EngineSpec(_Strict):
 
 
 def parse_spec(text: str | bytes, origin: str = "spec") -> EngineSpec:
-    """Reads and checks a spec. Raises InputError listing every mistake."""
+    """Parse and check a spec. Raises InputError listing every mistake."""
     try:
         spec = EngineSpec.model_validate_json(text)
     except ValidationError as error:

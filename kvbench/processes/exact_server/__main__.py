@@ -1,7 +1,5 @@
 """``python -m kvbench.processes.exact_server SPEC.json``: exits 0 after SIGTERM, 2 bad spec, 98 busy port.
-
-Prints ``{"event": "ready", "port": …, "url": …, "kernel_stamps": …}`` once it listens.
-"""
+Prints ``{"event": "ready", "port": …, "url": …, "kernel_stamps": …}`` once it listens."""
 
 from __future__ import annotations
 
@@ -19,11 +17,10 @@ from kvbench.processes.common.entry import print_error, read_spec, shorten_slice
 from kvbench.processes.exact_server.server import ExactServer
 from kvbench.processes.exact_server.spec import ExactSpec
 
-PR_SET_TIMERSLACK: Final = 29  # linux/prctl.h; by default the kernel may wake us 50 µs late
+PR_SET_TIMERSLACK: Final = 29  # linux/prctl.h; by default the kernel may wake this process 50 µs late
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one server; returns the exit code."""
     shorten_slice()
     try:
         spec = read_spec(ExactSpec, argv)
@@ -46,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     }
     print(json.dumps(ready), flush=True)
     gc.freeze()
-    gc.disable()  # a collection stops all streams, and nothing here is in cycles for long
+    gc.disable()  # a collection stops all streams, and cycles are short-lived
     server.run()
     return 0
 

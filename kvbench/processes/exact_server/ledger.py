@@ -1,4 +1,4 @@
-"""All that the exact server has done and how late, and the pages that show it; seconds of CLOCK_MONOTONIC."""
+"""Log of the exact server's requests and lateness, and the pages that show it; CLOCK_MONOTONIC seconds."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvbench.processes.exact_server import wire
 from kvbench.processes.exact_server.spec import ExactSpec
 
 MAX_UNSENT_BYTES: Final = 64 * 1024 * 1024
-"""A client that leaves more than this unread is dropped. A log may be that long."""
+"""A client that leaves more than this unread is dropped. Also the limit of a log."""
 
 
 class ExactClient:
-    """One client. One request at a time is served; what it sends beyond that waits in ``buffer``."""
+    """One client. One request at a time is served; further bytes wait in ``buffer``."""
 
     __slots__ = ("buffer", "fd", "head", "kernel", "sock", "stamp", "stream", "then", "unsent")
 
@@ -36,7 +36,7 @@ class ExactClient:
         self.then = "keep"
 
     def keep(self, data: bytes) -> int:
-        """In place of ``send`` while the client does not read."""
+        """Replaces ``send`` while the client does not read."""
         self.unsent += data
         if len(self.unsent) > MAX_UNSENT_BYTES:
             raise ConnectionError("the client does not read")
@@ -44,10 +44,8 @@ class ExactClient:
 
 
 class ServedStream:
-    """One request from its arrival on; afterwards, what is known of it.
-
-    ``due`` is the deadline of the next write, ``writes`` has the time just before each write, in order.
-    """
+    """One request from arrival to end. ``due`` is the deadline of the next write; ``writes`` has the time
+    just before each write, in order."""
 
     __slots__ = (
         "arrival",
@@ -87,7 +85,6 @@ class ServedStream:
         self.writes = array("d")
 
     def row(self, gap_s: float, *, tokens: bool) -> dict[str, Any]:
-        """For the log. ``token_write_s`` has the first token's time, too."""
         return {
             "index": self.index,
             "request_id": self.request_id,
@@ -104,7 +101,7 @@ class ServedStream:
         }
 
     def lateness(self, gap_s: float) -> Iterator[float]:
-        """Write − due of each write, in seconds."""
+        """Yield write − due of each write, in seconds."""
         due = self.first_due
         for index, written in enumerate(self.writes):
             yield written - due - index * gap_s
@@ -114,7 +111,7 @@ HISTOGRAM_MS: Final = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100
 
 
 def lateness(streams: Sequence[ServedStream], gap_s: float) -> dict[str, Any]:
-    """How late first and further writes were: percentiles in ms, and a histogram with the upper bounds."""
+    """Return lateness of first and further writes: percentiles in ms, and a histogram with upper bounds."""
     first, further = [], []
     for stream in streams:
         late = [value * 1e3 for value in stream.lateness(gap_s)]
@@ -132,9 +129,9 @@ def _figures(late_ms: list[float]) -> dict[str, Any]:
         before = count
     return {
         "n": len(late_ms),
-        "p50_ms": _at(late_ms, 50),
-        "p99_ms": _at(late_ms, 99),
-        "max_ms": _at(late_ms, 100),
+        "p50_ms": _percentile(late_ms, 50),
+        "p99_ms": _percentile(late_ms, 99),
+        "max_ms": _percentile(late_ms, 100),
         "histogram_ms": counts,
     }
 
@@ -145,15 +142,14 @@ def _up_to(ordered: Sequence[float], bound: float) -> int:
     return bisect_right(ordered, bound)
 
 
-def _at(ordered: Sequence[float], percent: float) -> float | None:
-    """The smallest value that so many per cent do not exceed."""
+def _percentile(ordered: Sequence[float], percent: float) -> float | None:
     if not ordered:
         return None
     return round(ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)], 4)
 
 
 def metrics_text(model: str, counts: dict[str, float]) -> bytes:
-    """Counters and gauges as Prometheus reads them, under vLLM's names where vLLM has one."""
+    """Counters and gauges in Prometheus's format, under vLLM's names where they exist."""
     kinds = {
         "vllm:num_requests_running": "gauge",
         "vllm:num_requests_waiting": "gauge",
@@ -177,7 +173,7 @@ def metrics_text(model: str, counts: dict[str, float]) -> bytes:
 
 
 class Ledger:
-    """Every request in order of arrival, and counts. ``chunks`` are writes: a token each, some are more."""
+    """Every request in order of arrival, and counts. ``chunks`` counts writes: one token each, some more."""
 
     def __init__(self, spec: ExactSpec, kernel_stamps: bool) -> None:
         self._spec = spec
@@ -190,31 +186,26 @@ class Ledger:
 
     @property
     def open(self) -> int:
-        """Requests under way."""
         return self._open
 
     def began(self, stream: ServedStream) -> None:
-        """A request has arrived."""
         self.streams.append(stream)
         self._prompt_tokens += stream.prompt_tokens
         self._open += 1
         self._peak = max(self._peak, self._open)
 
     def ended(self, outcome: str) -> None:
-        """One that had arrived is over."""
         self._open -= 1
         self._completed += outcome == "complete"
 
     def page(self, method: bytes, path: str, query: str, queue: tuple[int, bool]) -> tuple[int, str, bytes]:
-        """Status, content type and body of everything but completions.
-
-        ``queue``: how many wait, and whether the server is busy.
-        """
+        """Return status, content type and body of any page except completions. ``queue``: number waiting, and
+        whether the server is busy."""
         spec = self._spec
         if method == b"POST" and path == "/reset_prefix_cache":
             return 200, "application/json", b"{}"
         if method != b"GET":
-            return 404, "application/json", wire.error_body(404, f"there is no {path} here")
+            return 404, "application/json", wire.error_body(404, f"there is no {path} on this server")
         if path in ("/health", "/ping", "/version"):
             body = json.dumps({"version": "exact", "status": "ok"}).encode()
             return 200, "application/json", body
@@ -226,10 +217,10 @@ class Ledger:
         if path == "/log":
             rows = [] if "summary" in query else self._rows(tokens="tokens=0" not in query)
             return 200, "application/json", json.dumps({**self._summary(), "requests": rows}).encode()
-        return 404, "application/json", wire.error_body(404, f"there is no {path} here")
+        return 404, "application/json", wire.error_body(404, f"there is no {path} on this server")
 
     def write(self, path: Path) -> None:
-        """JSON lines: the summary, then a line a request; renamed into place."""
+        """Write JSON lines: the summary, then one line per request; renamed into place."""
         partial = path.with_name(path.name + ".part")
         with partial.open("w") as file:
             file.write(json.dumps({"summary": self._summary()}) + "\n")
@@ -255,7 +246,7 @@ class Ledger:
         }
 
     def _counts(self, waiting: int, busy: bool) -> dict[str, float]:
-        # A queue goes on with what its clients have dropped, so fewer may be open than wait.
+        # A queue still serves dropped requests, so fewer may be open than wait.
         return {
             "vllm:num_requests_running": max(self._open - waiting, int(busy)),
             "vllm:num_requests_waiting": waiting,

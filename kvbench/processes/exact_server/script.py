@@ -1,4 +1,4 @@
-"""What one request is going to get, decided when it arrives, and when all requests' tokens are due. Pure."""
+"""Planned response to each request, decided on arrival, and the deadlines of all tokens. Pure."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ from kvbench.processes.exact_server.spec import ExactSpec, Trouble
 
 CUT_SHORT: Final = ("early_close", "half_event", "reset", "error_event")
 LAST_TEXT: Final = " 00000000"
-"""Of the last token; the prompt's CRC-32 takes the zeros' place."""
+"""Text of the last token; the prompt's CRC-32 replaces the zeros."""
 INSTEAD: Final = ("error_body_200", "status", "redirect")
 
 
 @dataclass(frozen=True)
 class Script:
-    """``head`` goes before the first bytes; ``plain`` tokens all alike, then ``last`` and what follows it.
-
-    The last bytes are due ``later_gaps`` gaps and ``late_s`` seconds after a first token would be, if they
-    are the first ones too; they are ``last_tokens`` tokens. ``never``: nothing is ever sent. ``early`` is
-    sent as soon as the request has come.
-    """
+    """``head`` precedes the first bytes; then identical ``plain`` tokens, then ``last`` and its end. The last
+    bytes are due ``later_gaps`` gaps and ``late_s`` seconds after the normal first token's deadline, if they
+    are also the first bytes; they hold ``last_tokens`` tokens. ``never``: nothing is ever sent. ``early`` is
+    sent on arrival."""
 
     head: bytes
     plain: int
@@ -40,26 +38,24 @@ class Script:
 
 
 class Playwright:
-    """Writes scripts from bytes that are made once."""
+    """Makes scripts from bytes that are prepared once."""
 
     def __init__(self, spec: ExactSpec) -> None:
         self._spec = spec
         self._trouble = spec.troubles()
         self.token = wire.event(spec.model, [wire.choice(spec.text)])
-        # As long as the others, where these are longer: bundles of tokens.
+        # As long as the others if these are bundles of tokens.
         last_text = spec.text[len(LAST_TEXT) :] + LAST_TEXT
         self._last_token = wire.event(spec.model, [wire.choice(last_text, "length")])
         self._empty = wire.event(spec.model, [wire.choice("")])
         self._before = 0
-        """The last request's prompt, as its CRC-32."""
         self._blank = wire.event(spec.model, [wire.choice(" ")])
 
     def script(
         self, index: int, wanted: wire.WantedAnswer, output_len: int, *, close: bool, in_flight: int = 1
     ) -> Script:
-        """For request number ``index`` in order of arrival; ``close``: the connection ends with it;
-        ``in_flight``: requests under way, this one included.
-        """
+        """Return the script of request ``index`` in order of arrival. ``close``: close the connection after
+        it. ``in_flight``: active requests, this one included."""
         trouble = (
             self._trouble if self._trouble is not None and self._trouble.hits(index, in_flight) else None
         )
@@ -72,7 +68,7 @@ class Playwright:
             last_text = f" {self._before if stale else wanted.prompt:08x}"
         self._before = wanted.prompt
         if wanted.stream:
-            script = self._streamed(output_len, last_text, usage if wanted.usage else None)
+            script = self._stream_script(output_len, last_text, usage if wanted.usage else None)
         else:
             text = self._spec.text * (output_len - 1) + last_text
             body = wire.whole_completion(self._spec.model, text, usage, produces_kv=wanted.produces_kv)
@@ -81,7 +77,7 @@ class Playwright:
             script = replace(script, then="close")
         return script if trouble is None else self._troubled(script, trouble)
 
-    def _streamed(self, output_len: int, last_text: str, usage: dict[str, int] | None) -> Script:
+    def _stream_script(self, output_len: int, last_text: str, usage: dict[str, int] | None) -> Script:
         usage_event = b"" if usage is None else wire.event(self._spec.model, [], usage)
         last_token = self._last_token.replace(LAST_TEXT.encode(), last_text.encode())
         last = b"".join((last_token, usage_event, wire.DONE, wire.LAST_CHUNK))
@@ -116,7 +112,7 @@ class Playwright:
         if trouble.kind == "redirect":
             return wire.plain(307, b"", headers="location: /elsewhere\r\n")
         status = 200 if trouble.kind == "error_body_200" else trouble.status
-        return wire.plain(status, wire.error_body(trouble.status, "trouble was asked for"))
+        return wire.plain(status, wire.error_body(trouble.status, "planted trouble"))
 
     def _cut_short(self, script: Script, trouble: Trouble) -> Script:
         kind = trouble.kind
@@ -126,26 +122,23 @@ class Playwright:
         if kind == "half_event":
             event = self.token.split(b"\r\n", 1)[1][:-2]
             return replace(script, last=wire.chunk(event[: len(event) // 2]) + wire.LAST_CHUNK)
-        error_event = b"data: " + wire.error_body(500, "trouble was asked for") + b"\n\n"
+        error_event = b"data: " + wire.error_body(500, "planted trouble") + b"\n\n"
         return replace(script, last=wire.chunk(error_event) + wire.DONE + wire.LAST_CHUNK)
 
 
 class Timetable:
-    """When tokens are due: all requests by their deadlines, behind a queue or not.
-
-    Times are seconds of CLOCK_MONOTONIC. Who sends takes the streams out, and puts them back in.
-    """
+    """Deadlines of all requests' tokens, with or without a queue, in CLOCK_MONOTONIC seconds. The sender
+    takes streams out and puts them back."""
 
     def __init__(self, spec: ExactSpec) -> None:
         self._spec = spec
         self.firsts: list[tuple[float, int, ServedStream]] = []
-        """Those that wait for their first token: a heap of (deadline, number, stream)."""
+        """Streams before their first token: a heap of (deadline, number, stream)."""
         self.gaps: deque[ServedStream] = deque()
-        """The others, in order of their deadlines: the gap is the same for all."""
+        """Streams after it, in order of deadlines: all have the same gap."""
         self._free_at = 0.0
 
     def admit(self, stream: ServedStream, script: Script) -> None:
-        """A request has come in: what it gets, and when its first token is due."""
         spec = self._spec
         stream.head, stream.plain, stream.last = script.head, script.plain, script.last
         stream.then, stream.scripted, stream.last_tokens = script.then, script.outcome, script.last_tokens
@@ -160,7 +153,7 @@ class Timetable:
             stream.due += script.late_s
 
     def go_on(self, stream: ServedStream) -> None:
-        """Into the order of deadlines; a request that was read late belongs before some that were not."""
+        """Insert by deadline; a request that was read late belongs before later ones."""
         gaps = self.gaps
         place = len(gaps)
         while place and gaps[place - 1].due > stream.due:
@@ -171,7 +164,7 @@ class Timetable:
             gaps.insert(place, stream)
 
     def drop(self, stream: ServedStream) -> None:
-        """Nothing more is due for it. One that waits for its first token is passed over when that is due."""
+        """Remove a stream. Before its first token it stays in the heap and is skipped."""
         with contextlib.suppress(ValueError):
             self.gaps.remove(stream)
 
@@ -183,5 +176,5 @@ class Timetable:
         return sum(stream.first_due > begun for _, _, stream in self.firsts)
 
     def busy(self, now: float) -> bool:
-        """Whether the queue's server works on a request, be it one that was dropped."""
+        """Whether the queue serves a request, even a dropped one."""
         return self._spec.queue == "md1" and self._free_at > now

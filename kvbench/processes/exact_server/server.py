@@ -1,4 +1,4 @@
-"""The exact server: one thread, epoll, absolute deadlines, and the kernel's stamps of what arrives."""
+"""The exact server: one thread, epoll, absolute deadlines, and kernel receive timestamps."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ SO_TIMESTAMPING: Final = 37  # asm-generic/socket.h; the control message has the
 STAMPING_FLAGS: Final = 1 << 3 | 1 << 4  # linux/net_tstamp.h: RX_SOFTWARE | SOFTWARE
 TIMESPEC: Final = struct.Struct("qq")
 BOTH_CLOCKS_S: Final = 3e-6
-"""Reading them takes a tenth of this; if it took longer, something came between."""
+"""Maximum duration of reading both clocks (ten times the usual); otherwise read them again."""
 OLDEST_STAMP_S: Final = 10.0
-"""A stamp from longer ago is taken for a jump of the clock."""
+"""An older timestamp means that the clock was set."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Raises PortInUseError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -52,7 +51,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def ask_for_stamps(listener: socket.socket) -> bool:
-    """Whether the kernel stamps what arrives; connections inherit it from the listener."""
+    """Enable kernel receive timestamps, which connections inherit; return whether they are available."""
     try:
         listener.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPING, STAMPING_FLAGS)
     except OSError:
@@ -61,7 +60,7 @@ def ask_for_stamps(listener: socket.socket) -> bool:
 
 
 def stamp_of(ancillary: Sequence[tuple[int, int, bytes]]) -> tuple[float, bool]:
-    """When the last bytes arrived, on CLOCK_MONOTONIC, and whether the kernel said so."""
+    """Return when the last bytes arrived, on CLOCK_MONOTONIC, and whether the kernel reported it."""
     for level, kind, data in ancillary:
         if level == socket.SOL_SOCKET and kind == SO_TIMESTAMPING and len(data) >= TIMESPEC.size:
             seconds, nanoseconds = TIMESPEC.unpack_from(data)
@@ -73,7 +72,7 @@ def stamp_of(ancillary: Sequence[tuple[int, int, bytes]]) -> tuple[float, bool]:
 
 
 def both_clocks() -> tuple[float, int]:
-    """CLOCK_MONOTONIC in seconds and CLOCK_REALTIME in nanoseconds, of one moment."""
+    """Read CLOCK_MONOTONIC (seconds) and CLOCK_REALTIME (nanoseconds) at the same moment."""
     for _ in range(5):
         before = time.monotonic()
         real_ns = time.time_ns()
@@ -85,7 +84,7 @@ def both_clocks() -> tuple[float, int]:
 
 READ_BYTES: Final = 64 * 1024
 BURST: Final = 128
-"""So many tokens are sent before new requests are looked for, if there are always more due."""
+"""Maximum tokens sent before looking for new requests."""
 PARENT_POLL_S: Final = 0.25
 RESET: Final = struct.pack("ii", 1, 0)
 
@@ -115,7 +114,7 @@ class ExactServer:
         self._next_look = 0.0
 
     def run(self) -> None:
-        """Serves until told to stop, then drops what is under way and writes the log."""
+        """Serve until stopped, then drop open requests and write the log."""
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._stop)
@@ -138,7 +137,7 @@ class ExactServer:
     # sending
 
     def _send_due(self) -> float:
-        """Writes what is due, at most a burst of it; returns the next deadline."""
+        """Write what is due, at most a burst; return the next deadline."""
         gaps, firsts, clock = self._timetable.gaps, self._timetable.firsts, time.monotonic
         token, gap_s, keeps = self._playwright.token, self._spec.gap_s, self._spec.log_tokens
         size = len(token)
@@ -209,7 +208,6 @@ class ExactServer:
             self._close(connection, "")
 
     def _write(self, connection: ExactClient, data: bytes) -> bool:
-        """Sends or keeps; False if the client is gone."""
         try:
             sent = connection.keep(data) if connection.unsent else connection.sock.send(data)
         except BlockingIOError:
@@ -277,7 +275,6 @@ class ExactServer:
     # receiving
 
     def _poll(self, until: float) -> None:
-        """Waits for requests until the deadline, and takes them in."""
         now = time.monotonic()
         if now >= self._next_look:
             self._next_look = now + PARENT_POLL_S
@@ -301,7 +298,7 @@ class ExactServer:
                 self._flush(connection)
             if events & ~select.EPOLLOUT and fd in self._connections and self._read(connection):
                 asking.append(connection)
-        # A queue serves in order of arrival, which is not the order in which connections are looked at.
+        # A queue serves in order of arrival, not in the order of reading connections.
         asking.sort(key=lambda connection: connection.stamp)
         for connection in asking:
             self._serve_next(connection)
@@ -311,7 +308,7 @@ class ExactServer:
             if self._refuse_after is not None and self._ledger.connections >= self._refuse_after:
                 self._epoll.unregister(self._listener.fileno())
                 self._listener.close()
-                self._listener = socket.socket()  # an unbound one, so that closing it again is harmless
+                self._listener = socket.socket()  # an unbound socket, so that closing it again is harmless
                 return
             try:
                 sock, _ = self._listener.accept()
@@ -324,7 +321,7 @@ class ExactServer:
             self._epoll.register(connection.fd, select.EPOLLIN)
 
     def _read(self, connection: ExactClient) -> bool:
-        """Takes in what has come; True if a whole request may be there."""
+        """Read from a client; True if a whole request may be there."""
         while True:
             try:
                 data, ancillary, _, _ = connection.sock.recvmsg(READ_BYTES, 128)
@@ -343,7 +340,7 @@ class ExactServer:
         return connection.stream is None
 
     def _serve_next(self, connection: ExactClient) -> None:
-        """Serves the next whole request of a connection, if there is one and nothing is being served."""
+        """Serve a connection's next whole request unless one is being served."""
         while connection.stream is None and connection.buffer and connection.then == "keep":
             try:
                 if connection.head is None:

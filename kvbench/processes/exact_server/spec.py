@@ -1,4 +1,4 @@
-"""What the exact server is given, checked before anything starts."""
+"""The exact server's spec, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -36,31 +36,27 @@ TROUBLES: Final = (
 
 @dataclass(frozen=True)
 class Trouble:
-    """How some requests are mistreated.
-
-    ``early_close``, ``half_event``, ``reset`` and ``error_event`` come in place of token ``after_tokens``
-    (from 0): the connection is closed; half an event ends the answer; the connection is reset; the stream
-    reports an error and ends. ``wrong_usage`` reports ``usage_off`` tokens more than were sent.
-    ``error_body_200``, ``redirect`` and ``status`` (number ``status``) answer at the time of the first
-    token. ``never_answer`` does nothing, ``late`` comes ``late_s`` later, and ``refuse`` stops listening
-    after ``connections``. ``empty_first`` sends the head and an event without text as soon as it is asked,
-    ``blank_first`` one with a blank; ``empty`` sends events without text when the last token is due.
-    ``wrong_prompt`` reports ``prompt_off`` prompt tokens more than came, ``merged`` puts ``per_event`` tokens
-    into each event (``text`` and ``gap_s`` are an event's then), ``inflated`` sends one token where its usage
-    claims ``per_event``, ``at_once`` sends all when the last token is due, ``canned`` answers every
-    prompt alike, and ``stale`` with the answer to the prompt before.
-    """
+    """Kinds of misbehaviour for some requests. Instead of token ``after_tokens`` (from 0): ``early_close``
+    closes the connection, ``half_event`` ends the answer within an event, ``reset`` resets the connection,
+    ``error_event`` reports an error and ends the stream. At the time of the first token: ``error_body_200``,
+    ``redirect``, and ``status`` (HTTP number ``status``). ``never_answer`` sends nothing, ``late`` is delayed
+    by ``late_s``, ``refuse`` stops listening after ``connections``. ``empty_first`` sends the head and an
+    event without text on arrival, ``blank_first`` one with a blank; ``empty`` sends events without text when
+    the last token is due; ``at_once`` sends all tokens then. ``wrong_usage`` reports ``usage_off`` tokens too
+    many, ``wrong_prompt`` ``prompt_off`` prompt tokens too many. ``merged`` puts ``per_event`` tokens into
+    each event (``text`` and ``gap_s`` apply to events), ``inflated`` sends one token but counts
+    ``per_event``. ``canned`` gives all prompts the same answer, ``stale`` the answer to the prompt before."""
 
     kind: str
     every: int = 1
-    """Each so-manyth request: the first one is in trouble, then each ``every``-th after it."""
+    """Affects the first request and then each ``every``-th one."""
     at: list[int] = field(default_factory=list)
-    """Or only these, counted from 0 in order of arrival."""
+    """Affects only these requests, counted from 0 in order of arrival."""
     spared: int = 0
-    """The first so many requests are in no trouble, as before any load."""
+    """Number of first requests that are not affected, as before any load."""
     after_tokens: int = 1
     in_flight: int = 0
-    """Only while more requests than this are under way, the one in trouble included."""
+    """Affects requests only while more than this are active, the affected one included."""
     usage_off: int = -1
     prompt_off: int = -1
     per_event: int = 4
@@ -69,7 +65,7 @@ class Trouble:
     connections: int = 0
 
     def hits(self, index: int, in_flight: int) -> bool:
-        """Whether request number ``index`` is mistreated, with which ``in_flight`` are under way."""
+        """Whether request ``index`` is affected, given the number of active requests."""
         if self.kind == "refuse" or index < self.spared or in_flight <= self.in_flight:
             return False
         return index in self.at if self.at else index % self.every == 0
@@ -93,27 +89,25 @@ class ExactSpec:
     host: str = "127.0.0.1"
     model: str = "exact"
     first_token_s: float = 0.05
-    """From the request's arrival to its first token. Not used with a queue."""
+    """Time from a request's arrival to its first token, in seconds. Not used with a queue."""
     gap_s: float = 0.01
     output_len: int = 16
-    """For requests without max_tokens."""
     queue: str = "none"
     service_s: float = 0.0
-    """With queue md1: how long the server is busy with one request, whose first token comes at the end."""
+    """Service time of queue md1, in seconds; the first token comes at its end."""
     text: str = " a"
-    """Each token's text but the last one's, which depends on the prompt: other prompts, other answers."""
+    """Text of each token except the last one, which depends on the prompt."""
     spin_s: float = 0.0
-    """The last so many seconds before a deadline are spent awake: exacter, and costs a core."""
+    """Busy-wait before each deadline, in seconds: more exact, but costs a core."""
     trouble: dict[str, Any] = field(default_factory=dict)
     metrics: bool = True
     """Whether there is a page /metrics; not every server has one."""
     log_path: str = ""
-    """Where the log is written at the end, as JSON lines; empty: nowhere. GET /log always works."""
+    """File for the log at the end, as JSON lines; empty: none. GET /log always works."""
     log_tokens: bool = True
-    """Keep each token's time, 8 bytes each; without it, only the first one's."""
+    """Keep each token's time, 8 bytes each; otherwise only the first one's."""
 
     def check(self) -> None:
-        """Raises InputError for what cannot be served."""
         for name in ("first_token_s", "gap_s", "service_s", "spin_s"):
             value = getattr(self, name)
             if value < 0 or not math.isfinite(value):
@@ -129,7 +123,7 @@ class ExactSpec:
         self.troubles()
 
     def troubles(self) -> Trouble | None:
-        """How requests are mistreated; None: not at all. Raises InputError."""
+        """The planned misbehaviour, if any. Raises InputError."""
         if not self.trouble:
             return None
         trouble = parse_spec(Trouble, self.trouble, "the spec's trouble")

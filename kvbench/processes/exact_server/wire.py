@@ -1,4 +1,4 @@
-"""Requests in, bytes out: as much HTTP/1.1 and OpenAI as the exact server speaks. Pure."""
+"""Requests in, bytes out: the parts of HTTP/1.1 and OpenAI that the exact server supports. Pure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ DONE: Final = b"e\r\ndata: [DONE]\n\n\r\n"
 
 
 class BadRequestError(Exception):
-    """A request that is not served: its status and what is wrong with it."""
-
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
@@ -33,7 +31,7 @@ class BadRequestError(Exception):
 
 @dataclass(frozen=True)
 class Head:
-    """A request's head. ``size``: its bytes with the empty line; ``length``: those of the body."""
+    """A request's head. ``size``: its bytes with the empty line; ``length``: bytes of the body."""
 
     method: bytes
     target: bytes
@@ -44,7 +42,7 @@ class Head:
 
 
 def parse_head(data: bytes | bytearray) -> Head | None:
-    """The head at the start of ``data``; None if it is not whole yet. Raises BadRequestError."""
+    """Parse the head at the start of ``data``; None if it is incomplete. Raises BadRequestError."""
     end = data.find(b"\r\n\r\n")
     if end < 0:
         if len(data) > MAX_HEAD_BYTES:
@@ -72,7 +70,7 @@ def parse_head(data: bytes | bytearray) -> Head | None:
 
 @dataclass(frozen=True)
 class WantedAnswer:
-    """What a completion request asks for. ``prompt_tokens`` of a text are its words, ``prompt`` a CRC-32."""
+    """Content of a completion request. ``prompt_tokens`` of a text are its words, ``prompt`` is a CRC-32."""
 
     output_len: int | None
     prompt_tokens: int
@@ -83,7 +81,7 @@ class WantedAnswer:
 
 
 def parse_body(body: bytes) -> WantedAnswer:
-    """Raises BadRequestError. Token ids are counted and not decoded: 200 kB of them take 20 µs."""
+    """Parse a body. Raises BadRequestError. Token ids are counted, not decoded: 200 kB take 20 µs."""
     tokens, prompt = None, 0
     ids = PROMPT_IDS.search(body)
     if ids is not None:
@@ -152,21 +150,20 @@ def usage_of(prompt_tokens: int, output_len: int) -> dict[str, int]:
 
 
 def error_body(status: int, message: str) -> bytes:
-    """An error in the shape that vLLM gives it."""
     return json.dumps({"error": {"message": message, "type": _phrase(status), "code": status}}).encode()
 
 
 def plain(
     status: int, body: bytes, *, kind: str = "application/json", headers: str = "", close: bool = False
 ) -> bytes:
-    """A whole answer. ``headers``: further lines, each with its CRLF."""
+    """A whole response. ``headers``: further lines, each with its CRLF."""
     closing = "connection: close\r\n" if close else ""
     head = f"HTTP/1.1 {status} {_phrase(status)}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n"
     return f"{head}{closing}{headers}\r\n".encode() + body
 
 
 def whole_completion(model: str, text: str, usage: Mapping[str, int], *, produces_kv: bool) -> bytes:
-    """The body of an answer that is not streamed; with a prefill server's hand-off if one was asked for."""
+    """The body of an answer that is not streamed; a prefill server adds its hand-off if requested."""
     data: dict[str, Any] = {
         "id": "cmpl-exact",
         "object": "text_completion",

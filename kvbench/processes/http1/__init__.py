@@ -1,8 +1,5 @@
-"""A small HTTP/1.1 layer on asyncio.Protocol and httptools: a server, and a client for streams.
-
-It is on the measured path, so it does little: no routing, no middleware, no compression. Bodies are
-bytes; JSON is the caller's affair.
-"""
+"""A small HTTP/1.1 layer on asyncio.Protocol and httptools: a server, and a client for streams. Speed matters
+on the measured path: no routing, no middleware, no compression. Bodies are bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from kvbench.processes.http1.pool import (
     Reply,
     ReplyCollector,
     answer_of,
-    broken,
+    failure_error,
     fetch,
     request_bytes,
 )
@@ -37,8 +34,8 @@ __all__ = [
     "Server",
     "Splicing",
     "answer_of",
-    "broken",
     "error_body",
+    "failure_error",
     "fetch",
     "request_bytes",
     "serve",

@@ -1,8 +1,6 @@
-"""The client side: one connection, which stamps what arrives.
-
-A request is prepared bytes (``pool.py``); its answer is handed to a ``ReplySink`` as events.
-Nothing is retried here: what went wrong is reported once, in ``on_failure``.
-"""
+"""The client side: one connection, which timestamps what arrives. A request is prepared bytes (``pool.py``);
+its answer reaches a ``ReplySink`` as events. Nothing is retried: each error is reported once, in
+``on_failure``."""
 
 from __future__ import annotations
 
@@ -19,27 +17,27 @@ import httptools
 from kvbench.processes.http1.splicing import ChunkWatch, FramingError, Lane, Splicing, usual_response
 
 MAX_HEAD_BYTES: Final = 256 * 1024
-"""Of an answer, interim ones included: a server may else send header lines for as long as it likes."""
+"""Limit of an answer's head, interim answers included: a server could send header lines for ever."""
 
 
 class ReplySink(Protocol):
-    """What happens to one request. Exactly one of ``on_end`` and ``on_failure`` is called, last."""
+    """Callbacks of one request. Exactly one of ``on_end`` and ``on_failure`` is called, last."""
 
     def on_head(self, status: int, headers: dict[str, str], stamp: float) -> None:
-        """The answer's head; header names are lower case. Stamps are ``time.monotonic()`` at the read."""
+        """Receive the head; header names are lower case. Stamps are ``time.monotonic()`` at the read."""
 
     def on_body(self, data: bytes, stamp: float) -> None:
-        """Body bytes without framing, once per read."""
+        """Receive body bytes without framing, once per read."""
 
     def on_end(self) -> None:
         """The answer is complete; the connection is already back in its pool."""
 
     def on_failure(self, cause: str, malformed: bool) -> None:
-        """The connection ended before the answer was complete, or the answer is no HTTP (malformed)."""
+        """The connection ended before the answer was complete, or the answer is not HTTP (malformed)."""
 
 
 class Owner(Protocol):
-    """Who takes a connection back."""
+    """Takes a connection back."""
 
     def opened(self, connection: ClientConnection) -> None: ...
 
@@ -77,7 +75,8 @@ class ClientConnection(asyncio.Protocol):
         return self._transport is not None and self._sink is None and not self._transport.is_closing()
 
     def send(self, data: bytes, sink: ReplySink) -> None:
-        """Sends a prepared request; no other may be under way. Raises ConnectionError if it was lost."""
+        """Send a prepared request while no other is active. Raises ConnectionError if the connection was
+        lost."""
         assert self._sink is None
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("the connection was lost before the request was sent")
@@ -90,20 +89,17 @@ class ClientConnection(asyncio.Protocol):
         self._write_now(self._transport, data)
 
     def _write_now(self, transport: asyncio.Transport, data: bytes) -> None:
-        """With one system call: uvloop's transports write when all else in a turn of the loop is done."""
+        """Write with one system call: uvloop's transports write at the end of the loop's turn."""
         if self._descriptor >= 0 and not transport.get_write_buffer_size():
-            with contextlib.suppress(OSError):  # what is wrong, the transport finds out
+            with contextlib.suppress(OSError):  # the transport reports the error
                 data = data[os.write(self._descriptor, data) :]
         if data:
             transport.write(data)
 
     def pass_on(self, write: Callable[[bytes], None]) -> ChunkWatch:
-        """Gives the body's bytes to ``write`` as they come, with their framing but for the last chunk.
-
-        To be called in ``on_head`` of a chunked answer (``chunked`` says whether it is one), and from
-        then on whenever another ``write`` is to get them. ``on_body`` is not called. ``on_end`` and
-        ``on_failure`` are: bytes that are no chunks are a failure. Returns what counts the bytes.
-        """
+        """Pass the body's bytes to ``write`` with their framing, except the last chunk. Return the counter.
+        Call it in ``on_head`` of a chunked answer (``chunked``), and later to change ``write``. ``on_body``
+        is not called; ``on_end`` and ``on_failure`` are: an invalid chunk is a failure."""
         if self._watch is None:
             assert self.chunked
             self._watch = ChunkWatch()
@@ -111,11 +107,9 @@ class ClientConnection(asyncio.Protocol):
         return self._watch
 
     def splice(self, target: Callable[[], int], write: Callable[[bytes], None]) -> Lane | None:
-        """As ``pass_on``, and what is usual may go straight to the descriptor that ``target`` gives.
-
-        ``target`` gives -1 while nothing may be written there but by ``write``. Returns what must be left
-        before that descriptor is closed; None if all goes through ``write``.
-        """
+        """Like ``pass_on``, but usual reads may go directly to the descriptor that ``target`` gives.
+        ``target`` gives -1 while only ``write`` may write. Returns the lane to leave before that descriptor
+        is closed; None if all goes through ``write``."""
         watch = self.pass_on(write)
         splicing = None if self._pool is None else self._pool.splicing()
         if splicing is not None and self._descriptor >= 0 and splicing.splicer() is not None:
@@ -124,12 +118,11 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def all_sent(self) -> bool:
-        """Whether nothing of the request waits to be sent."""
         return self._transport is not None and not self._transport.get_write_buffer_size()
 
     @property
     def chunked(self) -> bool:
-        """Whether the answer whose head has come is framed in chunks and coded in no other way."""
+        """Whether the answer whose head has come is chunked, without any other coding."""
         return self._chunked
 
     @property
@@ -138,7 +131,7 @@ class ClientConnection(asyncio.Protocol):
         return self._until_close
 
     def abort(self) -> None:
-        """Drops the connection; the request under way ends without a further event."""
+        """Drop the connection; the active request gets no further event."""
         self._sink = None
         self._body.clear()
         self._stop_passing_on()
@@ -169,11 +162,11 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         watch = self._watch
-        if watch is not None:  # a stream that is passed on: the one path that must be cheap
+        if watch is not None:  # a stream that is passed on: the hot path
             try:
                 passed = watch.feed(data)
             except FramingError as error:
-                self._fail(f"the answer is no chunked body: {error}", malformed=True)
+                self._fail(f"the answer is not a valid chunked body: {error}", malformed=True)
                 return
             if passed:
                 self._pass_on(passed)
@@ -186,7 +179,7 @@ class ClientConnection(asyncio.Protocol):
             return
         stamp = time.monotonic()
         if self._sink is None:
-            # Bytes that nobody asked for: the connection is out of step and of no further use.
+            # Unrequested bytes: the connection is out of step and unusable.
             self.abort()
             return
         if self._parser is None:
@@ -198,7 +191,7 @@ class ClientConnection(asyncio.Protocol):
         self._take(data, stamp)
 
     def _take_usual(self, data: bytes, usual: tuple[int, dict[str, str], int], stamp: float) -> None:
-        """An answer's first read, with its head and its whole body, or the beginning of one in chunks."""
+        """Handle an answer's first read with its head and its whole body, or the beginning of chunks."""
         sink = self._sink
         assert sink is not None
         status, self._headers, end = usual
@@ -223,7 +216,6 @@ class ClientConnection(asyncio.Protocol):
                 self._parse(rest, stamp)
 
     def _take(self, data: bytes, stamp: float) -> None:
-        """A read that httptools looks at."""
         sink = self._sink
         while True:
             rest = b""
@@ -241,21 +233,21 @@ class ClientConnection(asyncio.Protocol):
                 return
             if self._head_complete:
                 break
-            data = rest  # after an interim answer another head comes
+            data = rest  # another head follows an interim answer
         if self._watch is None:
             self._parse(rest, stamp)
         else:
             self.data_received(rest)
 
     def _split_head(self, data: bytes) -> tuple[bytes, bytes]:
-        """A read of the head, and what comes after the head's end: who passes it on wants it untouched."""
+        """Split a read of the head at its end; bytes passed on must stay unparsed."""
         seen = self._head_tail + data
         end = seen.find(b"\r\n\r\n")
         if end < 0:
             self._head_tail = seen[-3:]
             return data, b""
         end += 4 - len(self._head_tail)
-        self._head_tail = b""  # after an interim answer another head comes
+        self._head_tail = b""  # another head follows an interim answer
         return data[:end], data[end:]
 
     def _parse(self, data: bytes, stamp: float) -> None:
@@ -265,14 +257,14 @@ class ClientConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            malformed = f"the answer is no HTTP/1.1: {error}"
+            malformed = f"the answer is not HTTP/1.1: {error}"
         if self._head_complete:
             self._deliver(sink, stamp)
         if malformed and sink is self._sink:
             self._fail(malformed, malformed=True)
 
     def _deliver(self, sink: ReplySink, stamp: float) -> None:
-        """Hands over what one read brought. A sink may abort the connection in any of its events."""
+        """Deliver one read. A sink may abort the connection in any of its events."""
         if not self._head_reported:
             self._head_reported = True
             sink.on_head(self._parser.get_status_code(), self._headers, stamp)
@@ -285,7 +277,6 @@ class ClientConnection(asyncio.Protocol):
             self._finish(stamp)
 
     def _finish(self, stamp: float) -> None:
-        """The answer is complete."""
         sink, self._sink = self._sink, None
         assert sink is not None
         self._stop_passing_on()
@@ -293,7 +284,7 @@ class ClientConnection(asyncio.Protocol):
         if self._until_close or not self._keep_alive:
             self.close()
         else:
-            self.resume_reading()  # the last bytes may have been too many for the client
+            self.resume_reading()  # the last bytes may have overfilled the client's buffer
             if self._pool is not None:
                 self._pool.release(self)
         sink.on_end()
@@ -343,7 +334,7 @@ class ClientConnection(asyncio.Protocol):
         self._chunked = coding == "chunked"
         framed = "content-length" in self._headers or coding.rpartition(",")[2].strip() == "chunked"
         self._until_close = not framed and self._parser.get_status_code() not in (204, 304)
-        self._keep_alive = self._parser.should_keep_alive()  # only true while the parser is here
+        self._keep_alive = self._parser.should_keep_alive()  # only true inside this callback
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
@@ -354,4 +345,4 @@ class ClientConnection(asyncio.Protocol):
 
 
 def _nowhere(data: bytes) -> None:
-    """Where the bytes of a stream go that nobody passes on."""
+    """Discard the bytes of a stream without a reader."""

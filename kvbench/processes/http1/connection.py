@@ -1,11 +1,8 @@
 """The server side of HTTP/1: keep-alive, pipelining (served in order), chunked streams, bounded buffers.
 
-    server = await serve(handler, "127.0.0.1", 0)
-    ...
-    await server.close()
-
-``handler(request, response)`` may be a plain function or a coroutine function. It may hand the
-response on and return: the response counts as answered when ``send`` or ``end`` was called.
+``server = await serve(handler, "127.0.0.1", 0)``; later ``await server.close()``. ``handler(request,
+response)`` may be a function or a coroutine function. It may pass the response on and return: the response is
+complete after ``send`` or ``end``.
 """
 
 from __future__ import annotations
@@ -35,13 +32,12 @@ MAX_UNSENT_BYTES: Final = 4 * 1024 * 1024
 """A stream whose client leaves more than this unread is dropped."""
 HIGH_WATER_BYTES: Final = 256 * 1024
 STALLED_CLIENT_S: Final = 30.0
-"""A client that lets its buffer stay above the high-water mark for this long is dropped."""
+"""A client whose buffer stays above the high-water mark this long is dropped."""
 HALF_REQUEST_S: Final = 60.0
-"""A request must have arrived whole this long after its first byte."""
+"""Limit from a request's first byte to its last."""
 MAX_PIPELINED: Final = 16
 LINGER_S: Final = 1.0
-"""After refusing a request, its remaining bytes are read for this long, so that the answer is not
-lost to a reset."""
+"""A refused request is read this long, since a reset could destroy the answer."""
 
 
 Handler = Callable[[ReceivedRequest, Response], Awaitable[None] | None]
@@ -49,8 +45,6 @@ Handler = Callable[[ReceivedRequest, Response], Awaitable[None] | None]
 
 @dataclass
 class _Partial:
-    """A request that is still arriving."""
-
     url: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
     header_bytes: int = 0
@@ -60,7 +54,7 @@ class _Partial:
 
 
 class Connection(asyncio.Protocol):
-    """One client connection. The parser's callbacks only note; ``data_received`` acts on the notes."""
+    """One client connection. The parser's callbacks only set flags, on which ``data_received`` acts."""
 
     def __init__(self, handler: Handler, connections: set[Connection]) -> None:
         self._handler = handler
@@ -106,7 +100,7 @@ class Connection(asyncio.Protocol):
                 self._parser = httptools.HttpRequestParser(self)
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # An upgrade may be ignored: the request is answered as it is, and the connection ends.
+            # An upgrade may be ignored: answer the request, then close.
             if self._queue:
                 self._queue[-1] = self._queue[-1]._replace(keep_alive=False)
         except httptools.HttpParserError as error:
@@ -210,7 +204,7 @@ class Connection(asyncio.Protocol):
             )
         )
 
-    # what the response uses
+    # for the response
 
     def write(self, data: bytes, bounded: bool = True) -> None:
         transport = self._transport
@@ -224,11 +218,8 @@ class Connection(asyncio.Protocol):
         transport.write(data)
 
     def write_now(self, data: bytes) -> None:
-        """Writes with one system call if nothing waits to be sent before; what is left waits as always.
-
-        A transport would gather what is written in one turn of the loop: the stream served last would
-        wait for all the others.
-        """
+        """Write with one system call if nothing is buffered; buffer the rest. A transport collects the writes
+        of one turn of the loop: the stream served last would wait for all others."""
         descriptor = self.descriptor()
         if self._queued:
             self.write(data)
@@ -237,14 +228,14 @@ class Connection(asyncio.Protocol):
             sent = os.write(descriptor, data)
         except BlockingIOError:
             sent = 0
-        except OSError:  # it is closed or lost, which the transport notices (or has reported) by itself
+        except OSError:  # closed or lost: the transport reports it
             self.abort()
             return
         if sent < len(data):
             self.write(data[sent:])
 
     def descriptor(self) -> int:
-        """The socket's, if nothing waits to be sent before what is written to it now; else -1."""
+        """The socket's descriptor if nothing is buffered, else -1."""
         if self._queued:
             if self._transport is None or self._transport.get_write_buffer_size():
                 return -1
@@ -264,7 +255,7 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._next)
 
     def abort(self, reset: bool = False) -> None:
-        """Drops the connection. ``reset``: the client learns that it did not end in the ordinary way."""
+        """Drop the connection. ``reset``: the client sees an abnormal end."""
         if self._transport is not None:
             if reset and self._socket is not None:
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -281,7 +272,6 @@ class Connection(asyncio.Protocol):
     # serving
 
     def _next(self) -> None:
-        """Serves the next waiting request, if none is being served."""
         self._pause_reading(len(self._queue) > MAX_PIPELINED)
         if self._response is not None or self._transport is None:
             return
@@ -339,7 +329,7 @@ BACKLOG: Final = 4096
 
 
 class Server:
-    """A listening server; ``port`` is the real one when 0 was asked for."""
+    """A listening server; ``port`` is the real one if 0 was requested."""
 
     def __init__(
         self, servers: Sequence[asyncio.AbstractServer], port: int, connections: set[Connection]
@@ -349,7 +339,7 @@ class Server:
         self.port = port
 
     async def close(self, grace_s: float = 0.5) -> None:
-        """Stops listening, lets answers under way finish for ``grace_s``, then drops the rest."""
+        """Stop listening, let active answers finish for ``grace_s``, then drop the rest."""
         for server in self._servers:
             server.close()
         loop = asyncio.get_running_loop()
@@ -366,7 +356,7 @@ class Server:
 
 
 async def serve(handler: Handler, host: str, port: int, *, listening: Sequence[socket.socket] = ()) -> Server:
-    """Listens on ``host:port`` (0 takes any free port), or on bound sockets. Raises PortInUseError."""
+    """Listen on ``host:port`` (0 takes any free port), or on bound sockets. Raises PortInUseError."""
     connections: set[Connection] = set()
     loop = asyncio.get_running_loop()
 

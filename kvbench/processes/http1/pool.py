@@ -22,7 +22,7 @@ from kvbench.processes.http1.splicing import Splicing
 def request_bytes(
     method: str, path: str, host: str, headers: Mapping[str, str] | None = None, body: bytes = b""
 ) -> bytes:
-    """A whole request. ``host`` is the Host header's value."""
+    """Return a whole request. ``host`` is the Host header's value."""
     lines = [f"{method} {path} HTTP/1.1", f"host: {host}"]
     for name, value in (headers or {}).items():
         lines.append(f"{name}: {value}")
@@ -37,8 +37,8 @@ def request_bytes(
 
 
 MAX_IDLE_S: Final = 2.0
-"""A used connection idle for longer is not used again. uvicorn (so vLLM, SGLang) closes them after
-5 s, and a request that meets the closing would look like a server's failure."""
+"""Maximum idle time of a connection before reuse. uvicorn (vLLM, SGLang) closes idle connections after 5 s,
+and a request at that moment would look like a server failure."""
 CONNECT_TIMEOUT_S: Final = 5.0
 CLOSE_TIMEOUT_S: Final = 1.0
 CONNECTING_AT_ONCE: Final = 64
@@ -56,10 +56,10 @@ class Pool:
         max_idle_s: float = MAX_IDLE_S,
         splicing: Splicing | None = None,
     ) -> None:
-        """``splicing``: what may take streams around Python; its maker closes it, later."""
+        """``splicing`` may forward streams outside Python; its creator closes it later."""
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(f"{base_url!r} is no http:// or https:// URL")
+            raise InputError(f"{base_url!r} is not an http:// or https:// URL")
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
@@ -84,16 +84,14 @@ class Pool:
     def request(
         self, method: str, path: str, headers: Mapping[str, str] | None = None, body: bytes = b""
     ) -> bytes:
-        """A whole request to this server, as bytes."""
         return request_bytes(method, self.base_path + path, self.host_header, headers, body)
 
     async def resolve(self) -> None:
-        """Looks the host's name up once, so that no connection later waits for a name server."""
+        """Resolve the host's name once, so that no connection later waits for a name server."""
         found = await asyncio.get_running_loop().getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         self._addresses = [str(entry[4][0]) for entry in found]
 
     def take(self) -> ClientConnection | None:
-        """An open connection without waiting, the last used first; None if there is none."""
         now = time.monotonic()
         while self._idle:
             connection = self._idle.pop()
@@ -104,11 +102,9 @@ class Pool:
         return None
 
     async def acquire(self) -> ClientConnection:
-        """An open connection, a new one if need be."""
         return self.take() or await self.connect()
 
     async def connect(self) -> ClientConnection:
-        """A new connection, not among the idle ones yet."""
         loop = asyncio.get_running_loop()
         if not self._addresses:
             await self.resolve()
@@ -137,7 +133,7 @@ class Pool:
         raise error
 
     async def warm(self, count: int) -> None:
-        """Opens connections until ``count`` are idle. Raises the first failure, after all have been tried."""
+        """Open connections until ``count`` are idle. Raises the first failure, after trying all."""
         missing = max(0, count - len(self._idle))
         opened = await asyncio.gather(*(self.connect() for _ in range(missing)), return_exceptions=True)
         for outcome in opened:
@@ -148,12 +144,12 @@ class Pool:
                 raise outcome
 
     def release(self, connection: ClientConnection) -> None:
-        """The connection's answer is complete (or it was never used): it may serve again."""
+        """Make a connection available again after its answer, or unused."""
         if connection.usable:
             self._idle.append(connection)
 
     def opened(self, connection: ClientConnection) -> None:
-        """The connection is open: it may be lost before ``connect`` hears of it."""
+        """Note an open connection: it may be lost before ``connect`` returns."""
         self._all.add(connection)
 
     def lost(self, connection: ClientConnection) -> None:
@@ -162,11 +158,10 @@ class Pool:
             self._idle.remove(connection)
 
     def splicing(self) -> Splicing | None:
-        """What may take the streams of these connections around Python."""
+        """Forwards these connections' streams outside Python, if enabled."""
         return self._splicing
 
     async def close(self) -> None:
-        """Drops all connections."""
         self._idle.clear()
         for connection in list(self._all):
             connection.abort()
@@ -177,8 +172,6 @@ class Pool:
 
 @dataclass
 class Reply:
-    """A whole answer."""
-
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
     body: bytes = b""
@@ -188,15 +181,14 @@ class Reply:
 
 
 _NO_REPLY: Final = Reply()
-"""Before the head has come."""
 
 
 class MalformedAnswerError(ConnectionError):
-    """The server sent something that is no answer in HTTP/1.1."""
+    """The server's response is not a valid HTTP/1.1 answer."""
 
 
 class Gathering:
-    """Half of a sink: takes in an answer, of which no more than ``MAX_REPLY_BYTES`` are kept."""
+    """Collects an answer, up to ``MAX_REPLY_BYTES``; base of sinks."""
 
     def __init__(self) -> None:
         self.reply = _NO_REPLY
@@ -212,20 +204,20 @@ class Gathering:
             self._parts.append(data)
 
     def whole(self) -> Reply:
-        """The answer after its end. Raises ConnectionError if it was too large."""
+        """Return the complete answer. Raises ConnectionError if it was too large."""
         if self._size > MAX_REPLY_BYTES:
             raise ConnectionError(f"the answer exceeds {MAX_REPLY_BYTES} bytes")
         self.reply.body = b"".join(self._parts)
         return self.reply
 
 
-def broken(cause: str, malformed: bool) -> ConnectionError:
-    """What a sink gets in ``on_failure``, as an error."""
+def failure_error(cause: str, malformed: bool) -> ConnectionError:
+    """Turn the arguments of ``on_failure`` into an error."""
     return MalformedAnswerError(cause) if malformed else ConnectionError(cause)
 
 
 class ReplyCollector(Gathering):
-    """A sink that gathers the whole answer; ``result`` raises ConnectionError if it ends early."""
+    """A sink that collects the whole answer; ``result`` raises ConnectionError if it ends early."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,23 +233,19 @@ class ReplyCollector(Gathering):
 
     def on_failure(self, cause: str, malformed: bool) -> None:
         if not self.result.done():
-            self.result.set_exception(broken(cause, malformed))
+            self.result.set_exception(failure_error(cause, malformed))
 
 
 async def fetch(pool: Pool, data: bytes) -> Reply:
-    """One request and its whole answer. Cancelling it drops the connection.
-
-    Raises OSError (ConnectionError and TimeoutError are such) when there is no whole answer. It sets
-    no deadline on the answer itself: wrap it in ``asyncio.wait_for``.
-    """
+    """Send one request and return its whole answer; cancelling drops the connection. Raises OSError (as
+    ConnectionError or TimeoutError) without a whole answer. The answer has no deadline: use
+    ``asyncio.wait_for``."""
     return await answer_of(await pool.acquire(), data)
 
 
 async def answer_of(connection: ClientConnection, data: bytes) -> Reply:
-    """The whole answer to one request over a connection. Cancelling it drops the connection.
-
-    Raises ConnectionError when there is no whole answer.
-    """
+    """Return the whole answer to one request over a connection; cancelling drops the connection. Raises
+    ConnectionError without a whole answer."""
     collector = ReplyCollector()
     connection.send(data, collector)
     try:

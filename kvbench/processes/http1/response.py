@@ -1,4 +1,4 @@
-"""A request and its answer, as a handler sees them."""
+"""A request and its response, for a handler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_BODY: Final = frozenset({204, 304})
 
 
 class Wire(Protocol):
-    """What an answer needs of its connection."""
+    """Interface of a connection that a response uses."""
 
     def write(self, data: bytes, bounded: bool = True) -> None: ...
 
@@ -42,10 +42,8 @@ class ReceivedRequest(NamedTuple):
 
 
 class Response:
-    """The answer to one request: either ``send`` once, or ``start_stream``, ``write``…, ``end``.
-
-    When the client is gone, ``closed`` is true and everything written is dropped silently.
-    """
+    """The response to one request: either ``send`` once, or ``start_stream``, ``write``…, ``end``. After the
+    client has gone, ``closed`` is true and writes are dropped silently."""
 
     __slots__ = (
         *("_chunked", "_connection", "_disconnect", "_flow", "_keep_alive", "_request"),
@@ -70,7 +68,6 @@ class Response:
         content_type: str = "application/json",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        """The whole answer at once."""
         self._begin()
         if self.closed:
             return
@@ -89,11 +86,9 @@ class Response:
         until_close: bool = False,
         first: bytes = b"",
     ) -> None:
-        """The head of an answer of unknown length; ``write`` and ``end`` follow.
-
-        ``until_close``: it ends with its connection, as for an HTTP/1.0 client. ``first``: bytes that
-        carry their framing and go out with the head.
-        """
+        """Send the head of a response of unknown length; ``write`` and ``end`` follow. ``until_close``: it
+        ends with its connection, as for an HTTP/1.0 client. ``first``: framed bytes that go out with the
+        head."""
         self._begin()
         if until_close:
             self._chunked = self._keep_alive = False
@@ -105,25 +100,22 @@ class Response:
 
     @property
     def chunked(self) -> bool:
-        """Whether the client takes a stream in chunks."""
+        """Whether the client accepts chunks."""
         return self._chunked
 
     @property
     def pass_on(self) -> Callable[[bytes], None]:
-        """Writes bytes of the begun stream that carry their framing, at once if the client keeps up.
-
-        Without any check and past everything that could delay them: for a stream that comes in chunks
-        already. It may be called after the client has left.
-        """
+        """Return a function that writes framed bytes of the stream, immediately if the client keeps up. It
+        skips all checks and buffers: for a stream that arrives in chunks. It may be called after the client
+        has left."""
         return self._connection.write_now
 
     @property
     def descriptor(self) -> Callable[[], int]:
-        """Gives the descriptor that may be written to past ``pass_on`` just now; -1 for none."""
+        """Return a function that gives the descriptor to write to directly, or -1."""
         return self._connection.descriptor
 
     def write(self, data: bytes) -> None:
-        """Adds bytes to the stream; each call is one chunk."""
         if self.closed or self.ended or not data:
             return
         if self._chunked:
@@ -131,7 +123,7 @@ class Response:
         self._connection.write(data)
 
     def end(self, last: bytes = b"") -> None:
-        """The stream is complete. ``last``: bytes that carry their framing and go out with its end."""
+        """Complete the stream. ``last``: framed bytes that go out with its end."""
         if self.closed or self.ended:
             return
         if self._chunked:
@@ -139,19 +131,19 @@ class Response:
         self._finish()
 
     def abort(self) -> None:
-        """Drops the connection in the middle: the client sees that the answer is not whole."""
-        # Where the end of the connection is the end of the answer, only a reset shows the difference.
+        """Drop the connection: the client sees an incomplete response."""
+        # If the connection's end is the answer's end, only a reset shows the difference.
         self._connection.abort(reset=self.started and not self._chunked)
 
     def on_disconnect(self, callback: Callable[[], None]) -> None:
-        """Calls back once if the client goes away before the answer is complete."""
+        """Call back once if the client leaves before the response is complete."""
         if self.closed:
             callback()
         else:
             self._disconnect.append(callback)
 
     def on_congestion(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
-        """Calls back when the client reads too slowly and when it has caught up."""
+        """Call back when the client reads too slowly and when it has caught up."""
         self._flow = (pause, resume)
 
     def congested(self, yes: bool) -> None:
@@ -159,7 +151,6 @@ class Response:
             self._flow[0 if yes else 1]()
 
     def disconnected(self) -> None:
-        """The connection is gone (called by the connection)."""
         self.closed = True
         callbacks, self._disconnect = self._disconnect, []
         for callback in callbacks:
@@ -167,7 +158,7 @@ class Response:
 
     def _begin(self) -> None:
         if self.started:
-            raise RuntimeError("the answer was already begun")
+            raise RuntimeError("the answer has already begun")
         self.started = True
 
     def _finish(self) -> None:
@@ -194,6 +185,5 @@ def head_bytes(
 
 
 def error_body(status: int, message: str, kind: str = "") -> bytes:
-    """An error in OpenAI's shape."""
     error = {"message": message, "type": kind or HTTPStatus(status).phrase, "code": status}
     return json.dumps({"error": error}).encode()

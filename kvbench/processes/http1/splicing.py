@@ -1,11 +1,9 @@
-"""A stream's way around Python, socket to socket, where that was compiled (``_splice.c``); its framing.
+"""Forwards a stream from socket to socket outside Python, if compiled (``_splice.c``), and checks framing.
 
-A thread that needs no Python waits for the streams, so that a request does not wait behind chunks. A stream
-returns to its connection as soon as anything is unusual: its end, an odd read, a slow client.
-
-``ChunkWatch`` follows the framing of RFC 9112 §7.1 without taking a body apart, and refuses anything else: a
-response is complete, and its connection reusable, once the last chunk was seen. ``_heads.c`` reads usual
-heads in one call, httptools all others.
+A thread without Python's lock forwards the streams, so that a request does not wait behind chunks. A stream
+returns to its connection at anything unusual: its end, an odd read, a slow client. ``ChunkWatch`` follows the
+framing of RFC 9112 §7.1 without decoding a body, and refuses anything else: after the last chunk a response
+is complete and its connection reusable. ``_heads.c`` reads usual heads in one call, httptools all others.
 """
 
 from __future__ import annotations
@@ -35,21 +33,18 @@ _SIZE_LINE: Final = re.compile(
 _SIZE_BEGUN: Final = re.compile(rb"(?:[0-9A-Fa-f]{1,15}(?:;[\t\x20-\x7e]*)?\r?)?")
 _TRAILERS: Final = re.compile(rb"(?:%b:[\t\x20-\x7e\x80-\xff]*\r\n)*\r\n" % _TOKEN)
 _KNOWN_SIZES: Final = 4096
-"""Size lines whose value is remembered: a stream of tokens has a few hundred."""
+"""Number of cached size lines: a stream of tokens has a few hundred."""
 
 
 class FramingError(ValueError):
-    """The bytes are no chunked body."""
+    """The bytes are not a valid chunked body."""
 
 
 class ChunkWatch:
-    """Follows one chunked body through reads of any size.
-
-    ``complete`` is true once the last chunk has come. That chunk is never passed on: whether the
-    answer may end is for the caller to say, who then sends ``LAST_CHUNK``; trailers are dropped.
-    ``reads`` and ``passed_bytes`` are for who passes on to count in; ``compiled_reads`` are those of them
-    that compiled code did.
-    """
+    """Follows one chunked body through reads of any size. ``complete`` is true after the last chunk. The last
+    chunk is never passed on: the caller decides whether the answer may end and sends ``LAST_CHUNK``; trailers
+    are dropped. The forwarder counts in ``reads`` and ``passed_bytes``; ``compiled_reads`` counts those by
+    compiled code."""
 
     __slots__ = ("_begun", "_left", "compiled_reads", "complete", "passed_bytes", "reads")
 
@@ -68,14 +63,14 @@ class ChunkWatch:
         return None if self._begun else self._left
 
     def bypassed(self, left: int, reads: int, passed_bytes: int) -> None:
-        """The stream went another way for a while (splicing.py): where it is now, and what was passed on."""
+        """Update the position and counts after the stream was forwarded elsewhere."""
         self._left = left
         self.reads += reads
         self.compiled_reads += reads
         self.passed_bytes += passed_bytes
 
     def feed(self, data: bytes) -> bytes:
-        """What of these bytes may be passed on now: nearly always all of them. Raises FramingError."""
+        """Return the bytes that may be passed on now, nearly always all. Raises FramingError."""
         if self._begun:
             data = self._begun + data
             self._begun = b""
@@ -99,19 +94,19 @@ class ChunkWatch:
         return data
 
     def _hold(self, data: bytes, at: int) -> bytes:
-        """Keep back a size line that has not come whole: it may be the last chunk's."""
+        """Keep back an incomplete size line: it may be the last chunk's."""
         line = data[at:]
         if len(line) >= MAX_SIZE_LINE_BYTES or not _SIZE_BEGUN.fullmatch(line):
-            raise FramingError(f"no chunk's size: {line[:40]!r}")
+            raise FramingError(f"invalid chunk size: {line[:40]!r}")
         self._begun, self._left = line, 0
         return data[:at]
 
     def _end(self, data: bytes, at: int, trailers: int) -> bytes:
-        """The last chunk has begun at ``at``; its trailers begin at ``trailers``."""
+        """Handle the last chunk, which begins at ``at``; its trailers begin at ``trailers``."""
         if _TRAILERS.fullmatch(data, trailers):
             self.complete = True
         elif data.find(b"\r\n\r\n", trailers - 2) >= 0:
-            raise FramingError("bytes after the last chunk that are no trailers")
+            raise FramingError("invalid trailers after the last chunk")
         elif len(data) - trailers > MAX_TRAILER_BYTES:
             raise FramingError(f"the trailers exceed {MAX_TRAILER_BYTES} bytes")
         else:
@@ -122,7 +117,7 @@ class ChunkWatch:
     def _size_of(cls, line: bytes) -> int:
         match = _SIZE_LINE.fullmatch(line)
         if match is None:
-            raise FramingError(f"no chunk's size: {line[:40]!r}")
+            raise FramingError(f"invalid chunk size: {line[:40]!r}")
         size = int(match[1], 16)
         if len(cls._sizes) < _KNOWN_SIZES and len(line) <= 8:
             cls._sizes[line] = size
@@ -130,7 +125,7 @@ class ChunkWatch:
 
 
 def _check_end(data: bytes, at: int, end: int) -> None:
-    """A chunk that ends at ``at`` ends with CRLF, as far as that has come: ``data[:end]``."""
+    """Check that a chunk that ends at ``at`` ends with CRLF, as far as ``data[:end]`` shows."""
     if at <= end:
         fine = data[at - 2 : at] == b"\r\n" if at > 1 else data[:1] == b"\n"
     else:
@@ -140,41 +135,36 @@ def _check_end(data: bytes, at: int, end: int) -> None:
 
 
 HEADS: Final = compiled("kvbench.processes.http1._heads")
-"""The module, or None."""
 
 
 def _unknown(data: bytes) -> None:
-    """No head is a usual one where nothing was compiled."""
+    """Fallback without compiled code: no head is usual."""
 
 
 usual_request: Final[Callable[[bytes], tuple[Any, ...] | None]] = HEADS.request if HEADS else _unknown
-"""The first five fields of a Request if that is all that was read, and usual; else None."""
+"""The first five fields of a Request if a read is exactly one usual request, else None."""
 usual_response: Final[Callable[[bytes], tuple[int, dict[str, str], int] | None]] = (
     HEADS.response if HEADS else _unknown
 )
-"""Status, headers and the head's end if a read begins with the usual head of an answer; else None.
-
-What follows is its whole body, or begins one in chunks. The connection may be kept after it.
-"""
+"""Status, headers and the head's end if a read begins with a usual answer, else None. Its whole body or the
+beginning of chunks follows. The connection may be kept afterwards."""
 
 
 SPLICE: Final = compiled("kvbench.processes.http1._splice")
-"""The module, or None."""
 TURNS_BACK: Final = 16
-"""A stream that was given back this often stays with Python: each time costs as much as some reads."""
+"""A stream returned this often stays in Python: each return costs as much as some reads."""
 
 
 class Splicing:
-    """The splicer of a process's streams beside the running loop: opened when first asked for."""
+    """The splicer of a process's streams, opened at first use."""
 
     def __init__(self, enabled: bool = True) -> None:
-        """Not ``enabled``: there is none."""
         self._enabled = enabled and SPLICE is not None
         self._splicer: Splicer | None = None
         self._watched: select.epoll | None = None
 
     def splicer(self) -> Splicer | None:
-        """None if it was not compiled, or is not wanted."""
+        """The splicer; None if not compiled or not enabled."""
         if self._splicer is None and self._enabled:
             self._splicer = SPLICE.Splicer()
             loop = asyncio.get_running_loop()
@@ -185,17 +175,15 @@ class Splicing:
         return self._splicer
 
     def forget(self, fd: int) -> None:
-        """Nobody reads ``fd`` in the event loop any more: no read there shall wake it.
-
-        uvloop (libuv) takes a paused descriptor out of its epoll set only when that wakes it once more.
-        It must not be waiting to write there: it would abort when it finds the descriptor gone.
-        """
+        """Remove ``fd`` from the event loop, so that reads there no longer wake it. uvloop (libuv) takes a
+        paused descriptor out of its epoll set only at its next wake-up. The loop must not wait to write
+        there: it would abort when the descriptor has gone."""
         if self._watched is not None:
-            with contextlib.suppress(OSError):  # it was out already
+            with contextlib.suppress(OSError):  # already removed
                 self._watched.unregister(fd)
 
     def close(self) -> None:
-        """Its streams, which must be given up, hear nothing. It may be opened again."""
+        """Close the splicer. Streams must be given up before; it may be opened again."""
         splicer, self._splicer = self._splicer, None
         if splicer is not None:
             asyncio.get_running_loop().remove_reader(splicer.fileno())
@@ -219,7 +207,7 @@ class SpliceSource(Protocol):
 
 
 class Lane:
-    """One stream that may go around Python. ``target`` gives the descriptor to write to, -1 for not now."""
+    """One stream that may be forwarded outside Python. ``target`` gives the descriptor to write to, or -1."""
 
     __slots__ = (
         "_fd",
@@ -256,7 +244,7 @@ class Lane:
         self._turns = TURNS_BACK
 
     def enter(self) -> None:
-        """Lets what comes next go around Python, if that can be."""
+        """Forward further bytes outside Python, if possible."""
         left = self._watch.left
         if self._inside or left is None or not self._turns or not self._source.all_sent:
             return
@@ -270,7 +258,7 @@ class Lane:
         self._splicer.add(self._fd, target, left, self._back)
 
     def leave(self) -> None:
-        """Before either descriptor is closed or used by others, by who gives the stream up or has it back."""
+        """Return the stream; call before either descriptor is closed or used elsewhere."""
         self._turns = 0
         if not self._inside:
             return
@@ -281,7 +269,7 @@ class Lane:
         self._source.resume_reading()
 
     def _back(self, left: int, reads: int, passed_bytes: int, read: bytes, unsent: bytes) -> None:
-        """Something is not as usual: what was read but not judged, or what could not be sent."""
+        """Handle something unusual: unprocessed bytes, or bytes that could not be sent."""
         self._inside = False
         self._watch.bypassed(left, reads, passed_bytes)
         self._source.resume_reading()

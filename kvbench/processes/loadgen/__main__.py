@@ -8,14 +8,14 @@ import logging
 import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvbench.core.plan.processes import LOADGEN_MODULE
 from kvbench.errors import InputError, KvbenchError, StoreError
 from kvbench.processes.common.entry import parse_spec, print_error, read_spec, shorten_slice, sleep_exactly
 from kvbench.processes.common.record_file import write_records
-from kvbench.processes.loadgen.control import STDIN, Orders, Reporter, print_event
+from kvbench.processes.loadgen.control import STDIN, Orders, Preparation, Reporter, print_event
 from kvbench.processes.loadgen.in_flight import InFlightRequest, InFlightRun
 from kvbench.processes.loadgen.plan import (
     PlannedRequest,
@@ -39,7 +39,7 @@ SPEC_BYTES = 65_536
 
 
 def generate(spec: LoadSpec) -> int:
-    """Prepares, waits for "go" if asked to, runs the trial, writes the records. Returns the exit code."""
+    """Prepare, wait for "go" if requested, run the trial, write the records. Return the exit code."""
     loop = SocketLoop()
     orders = Orders(loop)
     run = session_run(spec, loop) if spec.sessions_path else planned_run(spec, loop)
@@ -54,7 +54,7 @@ def generate(spec: LoadSpec) -> int:
         print_event(line)
     try:
         write_records(Path(spec.records_path), run.records)
-    except OSError as error:  # the log may be on the same disk, so stdout alone can say so
+    except OSError as error:  # the log may be on the same full disk, so report it on stdout
         print_event({"event": "unwritten", "why": error.strerror or str(error)})
         return StoreError.exit_code
     print_event(end)
@@ -62,38 +62,36 @@ def generate(spec: LoadSpec) -> int:
 
 
 def planned_run(spec: LoadSpec, loop: SocketLoop) -> LoadRun:
-    """The run of requests that are known beforehand."""
-    plan = planned_requests(spec)
+    """Return the run of requests that are known beforehand."""
+    watched = Preparation().watched
+    plan = planned_requests(spec, watched)
     spares = plant_canaries(spec, plan)
-    pools, begin = dispatched(spec, [*plan, *spares], loop)
+    pools, begin = prepare_dispatch(spec, watched([*plan, *spares]), loop)
     warm(spec, len(plan), plan[-1].offset_s if plan else 0.0, pools)
     schedule = PlannedSchedule(spec, plan, Spares(spares))
     return LoadRun(spec, schedule, loop, pools, Reporter().report, begin)
 
 
 def session_run(spec: LoadSpec, loop: SocketLoop) -> LoadRun:
-    """The run of sessions, whose turns depend on answers."""
-    # Not for everybody: their arrays take some time to import.
+    # A slow import that only sessions need.
     from kvbench.processes.loadgen.session_schedule import SessionPrompts, SessionSchedule, read_session_load
 
     load = read_session_load(spec.sessions_path)
     prompts = SessionPrompts(load, spec.vocab_size, spec.seed, TokenEncoder(spec.vocab_size).items)
     prompts.prepare()
-    pools, begin = dispatched(spec, (), loop)
+    pools, begin = prepare_dispatch(spec, (), loop)
     warm(spec, load.requests, float(load.session_offsets_s[-1]), pools)
     schedule = SessionSchedule(load, prompts)
     return LoadRun(spec, schedule, loop, pools, Reporter().report, schedule.filling(begin))
 
 
-def dispatched(
-    spec: LoadSpec, plan: Sequence[PlannedRequest], loop: SocketLoop
+def prepare_dispatch(
+    spec: LoadSpec, plan: Iterable[PlannedRequest], loop: SocketLoop
 ) -> tuple[list[ConnectionPool], Begin]:
-    """Makes the requests' bytes for whoever answers them: one server, or P and D in direct mode.
-
-    Those of requests that are not in the plan are made when they begin.
-    """
+    """Make the bytes of all planned requests, for one server, or for P and D in direct mode. Later requests
+    get their bytes when they begin."""
     if spec.direct is not None:
-        # Not for everybody: the connectors take some 0.1 s to import.
+        # Only for direct mode: importing the connectors takes about 0.1 s.
         from kvbench.processes.loadgen.direct import DirectDispatch
 
         dispatch = DirectDispatch(spec, loop)
@@ -113,7 +111,6 @@ def dispatched(
 
 
 def warm(spec: LoadSpec, requests: int, seconds: float, pools: Sequence[ConnectionPool]) -> None:
-    """Opens the connections that the trial will need, as far as the limits allow."""
     if not requests:
         return
     streams = spec.expected_streams(requests, seconds)
@@ -122,12 +119,12 @@ def warm(spec: LoadSpec, requests: int, seconds: float, pools: Sequence[Connecti
     for pool in pools:
         error = pool.warm(min(each, max(1, count)))
         if error is not None:
-            # The trial's own requests will meet the same and record it.
+            # The trial's requests will meet and record the same error.
             log.warning("cannot open %d connections to %s beforehand: %s", each, pool.server.url, error)
 
 
 def descriptors_for(streams: int) -> int:
-    """Raises the limit of file descriptors for that many streams; returns how many there can be."""
+    """Raise the limit of file descriptors for that many streams; return how many are possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = streams * 2 + RESERVED_FDS  # twice, because streams pile up on a server that falls behind
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -140,7 +137,7 @@ def descriptors_for(streams: int) -> int:
 
 
 def spec_from_stdin() -> LoadSpec | None:
-    """The spec from stdin's first line; None if stdin ends before. Nothing follows it before "ready"."""
+    """Read the spec from stdin's first line; None if stdin ends before. Nothing may follow before "ready"."""
     data = b""
     while not data.endswith(b"\n"):
         more = os.read(STDIN, SPEC_BYTES)

@@ -1,10 +1,10 @@
-"""From an answer's bytes to its events: an exact fast way for the usual shape, and a general one for all.
+"""Parses an answer's bytes into events: a fast path for the usual shape, and a general path for all.
 
-The usual shape is a chunked stream whose every chunk holds one whole event, and reads that end where chunks
-do. Each chunk's size is checked against its length, and an event is decoded as JSON unless it differs from
-an earlier one in nothing but a plain string (``Known``). Whatever is not so, and each answer's head and
-end, goes through httptools and the StreamReader, which can take over at any chunk, and give back after it.
-Both ways give the same result.
+In the usual shape every chunk of a stream holds one whole event, and reads end with chunks. The fast path
+checks each chunk's size against its length, and decodes an event as JSON only if it differs from an earlier
+one in more than a plain string (``Known``). Everything else, and each answer's head and end, goes through
+httptools and the StreamReader, which can take over and give back at any chunk. Both paths give the same
+result.
 """
 
 from __future__ import annotations
@@ -21,48 +21,44 @@ from kvbench.processes.loadgen.sockets.clock import READS
 from kvbench.processes.loadgen.stream import StreamReader, text_in
 
 EVENT_END: Final = b"\n\n\r\n"
-"""Where an event's end and a chunk's end meet."""
+"""End of an event and of its chunk."""
 LAST_CHUNK: Final = b"0\r\n\r\n"
 MAX_KNOWN: Final = 32
-"""Reads that are remembered of one stream: a server may send the same chunk many times."""
+"""Maximum number of remembered reads per stream: a server may repeat a chunk often."""
 MAX_LENGTHS: Final = 64
-"""Lengths of chunks for which the beginning is remembered."""
+"""Maximum number of chunk lengths with a remembered beginning."""
 
 _HEX: Final = re.compile(rb"[0-9a-fA-F]{1,7}")
 _TEXTS: Final = (b'"text":"', b'"content":"', b'"reasoning":"', b'"reasoning_content":"', b'"arguments":"')
-"""What the text of a completion, or of a chat's delta, stands behind."""
+"""Prefixes of the text of a completion, or of a chat's delta."""
 _PROBE: Final = "another text"
 _NEVER_KNOWN: Final = (b"completion_tokens", b"prompt_tokens", b"\\")
 _PLAIN: Final = bytes(set(range(0x20, 0x7F)) - set(b'"\\'))
 
 
 class UnusualError(Exception):
-    """A chunk that the fast way does not read."""
+    """A chunk that the fast path cannot parse."""
 
 
 class Known:
-    """What is known of a stream's reads, so that those which come often are looked at once."""
+    """Cache of a stream's parsed reads, so that repeated ones are parsed once."""
 
     def __init__(self, stream: StreamReader) -> None:
         self._stream = stream
         self._seen: dict[bytes, tuple[int, bytes]] = {}
-        """Reads, with how many token events each brings and their text."""
+        """Read → number of its token events, and their text."""
         self.begin = b""
-        """An event up to its text, once one was decoded."""
         self.before: dict[int, bytes] = {}
-        """The same with the size of its chunk, by the length of a read of nothing else."""
+        """The same after its chunk size, by the length of a read of one such chunk."""
         self.after = EVENT_END
-        """What stands after the text."""
         self.end: bytes | None = None
-        """The read that brought the end of the answer."""
         self._plain = False
-        """Whether the chunks of a read may be skipped when they come again."""
+        """Whether the chunks of a read may be skipped when repeated."""
         self._text = b""
-        """Of the read's token events so far."""
 
     @property
     def text_so_far(self) -> int:
-        """The stream's, in one number."""
+        """The stream's text (CRC-32 and length) in one number."""
         return self._stream.text_so_far
 
     @text_so_far.setter
@@ -70,14 +66,12 @@ class Known:
         self._stream.text_so_far = text
 
     def add_text(self, text: bytes) -> None:
-        """The text of an event that was not decoded."""
+        """Add the text of an event that was not decoded."""
         self._stream.add_text(text)
 
     def tokens_in(self, read: bytes) -> int:
-        """How many token events a read brings, which are taken in.
-
-        Raises UnusualError for a read that is not made of whole chunks with one whole event in each.
-        """
+        """Process a read and return its number of token events. Raises UnusualError unless the read is whole
+        chunks with one whole event each."""
         seen = self._seen.get(read)
         if seen is not None and self.end is None:
             count, text = seen
@@ -94,7 +88,7 @@ class Known:
         try:
             for chunk in chunks:
                 count += self._is_token(chunk)
-        except UnusualError:  # the general way takes all of it again
+        except UnusualError:  # the general path parses all of it again
             stream.text_so_far, stream.empty_events, stream.first_event = before
             stream.empty_after = empty_after
             stream.completion_tokens, stream.prompt_tokens = told
@@ -106,7 +100,7 @@ class Known:
         return count
 
     def _is_token(self, chunk: bytes) -> bool:
-        """Whether a chunk, which lacks its last four bytes, holds a token event."""
+        """Whether a chunk, without its last four bytes, holds a token event."""
         size, mark, event = chunk.partition(b"\r\n")
         whole = mark and _HEX.fullmatch(size) and int(size, 16) == len(event) + 2
         if not whole or event[:5] != b"data:" or b"\n" in event or b"\r" in event:
@@ -125,8 +119,8 @@ class Known:
         usage, problem, done = stream.completion_tokens, stream.error, stream.done
         token = stream.event(event[5:].removeprefix(b" "))
         changed = (usage, problem, done) != (stream.completion_tokens, stream.error, stream.done)
-        # A usage is read anew from each event that has one, so such an event cannot be skipped.
-        skipped = stream.token_ids is None  # as ids stand beside the text
+        # Each event with a usage must be parsed, so it cannot be skipped.
+        skipped = stream.token_ids is None  # the same holds for token ids
         if skipped and token and not changed and not any(name in event for name in _NEVER_KNOWN):
             self._learn(event)
             self._text += stream.text.encode("utf-8", "surrogatepass")
@@ -135,7 +129,7 @@ class Known:
         return token
 
     def _known_text(self, event: bytes) -> bytes | None:
-        """Its text if it differs from a token event that was decoded in nothing but that; else None."""
+        """Return the text of an event that otherwise equals a decoded token event, else None."""
         begins, ends = self.begin, self.after[: -len(EVENT_END)]
         if not begins or len(event) < len(begins) + len(ends):
             return None
@@ -145,12 +139,12 @@ class Known:
         return None if text.translate(None, _PLAIN) else text
 
     def _keep_length(self, length: int, size: bytes) -> None:
-        """A chunk of this length, whose size line is right, was a known event."""
+        """Remember the beginning of a chunk of this length with a correct size line."""
         if len(self.before) < MAX_LENGTHS:
             self.before[length + len(EVENT_END)] = size + self.begin
 
     def _learn(self, event: bytes) -> None:
-        """Keeps what stands around the text of a token event, found by putting another text there."""
+        """Find the bytes around the text of a token event by inserting another text, and remember them."""
         text = self._stream.text.encode("utf-8", "surrogatepass")
         for opening in _TEXTS:
             start = event.find(opening + text + b'"') + len(opening)
@@ -164,7 +158,7 @@ class Known:
 
 
 def _reads_as_text(begin: bytes, after: bytes) -> bool:
-    """Whether all text of such an event is what stands between these two."""
+    """Whether an event is exactly a text between these two byte strings."""
     try:
         event = json.loads(begin[5:] + _PROBE.encode() + after)
         return text_in(event["choices"]) == _PROBE
@@ -173,12 +167,9 @@ def _reads_as_text(begin: bytes, after: bytes) -> bool:
 
 
 def usual_in_python(reads: list[bytes | int], start: int, known: Known, counts: list[int]) -> int:
-    """How many reads, from ``start`` on, are chunks whose texts alone are new.
-
-    ``counts`` gets how many chunks are in each. A chunk is ``before[len(chunk)]``, then characters that JSON
-    does not escape, at least one, then ``after``; all always fit into a chunk of that length. This way takes
-    one chunk a read, the compiled one any number.
-    """
+    """Count reads from ``start`` on whose chunks differ only in their texts. ``counts`` gets chunks per read.
+    A chunk is ``before[len(chunk)]``, at least one character that JSON does not escape, then ``after``; it
+    always fits the chunk's length. This version accepts one chunk per read, the compiled one any number."""
     before, after, tail = known.before, known.after, -len(known.after)
     for place in range(start, len(reads)):
         read = reads[place]
@@ -198,7 +189,6 @@ def usual_in_python(reads: list[bytes | int], start: int, known: Known, counts: 
 
 
 def _usual_compiled(reads: list[bytes | int], start: int, known: Known, counts: list[int]) -> int:
-    """The same in C; reads that were found so as they came are numbers already."""
     count: int
     so_far = known.text_so_far
     count, known.text_so_far = READS.usual(reads, start, known.begin, known.after, counts, so_far)
@@ -209,14 +199,14 @@ usual: Final = usual_in_python if READS is None else _usual_compiled
 
 
 MAX_HEAD_BYTES: Final = 1 << 20
-"""Of an answer, interim ones included. A read may bring body with it, so it is far above any real head."""
+"""Limit of an answer's head, interim answers included. A read may include body, so it is generous."""
 HEAD_END: Final = b"\r\n\r\n"
 KEPT_BODY_BYTES: Final = 1_000_000
-"""Of a body that is no stream, for what it says of an error."""
+"""Bytes kept of a body that is not a stream, for its error message."""
 
 
 class ServerAnswer:
-    """Takes the reads of one answer: an event stream, or a body of which ``body_limit`` bytes are kept."""
+    """Parses one answer: an event stream, or a body of which ``body_limit`` bytes are kept."""
 
     __slots__ = (
         "_at_boundary",
@@ -265,13 +255,12 @@ class ServerAnswer:
         self.head_seen = self.chunked = self.until_close = self.keep_alive = False
         self.complete = False
         self.surplus = False
-        """More came than the answer: the connection is out of step."""
+        """More bytes than the answer arrived: the connection is out of step."""
         self.malformed = ""
         self.first_body_ns: int | None = None
         self.doubts_ns = array("i")
-        """Of each token whose read brought another one after it: by how much its stamp may be too late."""
+        """Possible lateness of each token's stamp if its read brought a later token too, in ns."""
         self.first_doubt_ns = 0
-        """The same of the first token."""
 
     def take(
         self,
@@ -280,16 +269,16 @@ class ServerAnswer:
         doubts: memoryview | None = None,
         text: int | None = None,
     ) -> None:
-        """Takes what some reads brought, and when; nothing more after ``malformed`` or ``complete``.
+        """Process some reads with their times; ignored after ``malformed`` or ``complete``.
 
-        A read is its bytes, or the number of its chunks if they were as ``expected``; a stamp an int64. A
-        doubt (int32) is how much earlier than its stamp the first bytes of a read may have come. ``text`` is
+        A read is its bytes, or its number of chunks if they were as ``expected``; a stamp is an int64. A
+        doubt (int32) is how much earlier than its stamp a read's first bytes may have come. ``text`` is
         ``stream.text_so_far`` up to the last read that is a number.
         """
         if doubts is None:
             doubts = memoryview(bytes(4 * len(reads))).cast("i")
         if text is not None and reads and isinstance(reads[0], int):
-            self.stream.text_so_far = text  # numbers come before all bytes that are not taken in yet
+            self.stream.text_so_far = text  # numbers precede all unprocessed bytes
         position = 0
         while position < len(reads):
             if self._regular():
@@ -299,7 +288,7 @@ class ServerAnswer:
                 assert isinstance(read, bytes)
                 end = 0 if self.head_seen else read.find(HEAD_END) + len(HEAD_END)
                 if len(HEAD_END) <= end < len(read):
-                    # What comes with the head may be the first of the usual chunks.
+                    # Bytes after the head may be the first usual chunks.
                     self._feed(read[:end], stamp, 0)
                     reads[position] = read[end:]
                 else:
@@ -307,33 +296,31 @@ class ServerAnswer:
                     position += 1
 
     def expected(self) -> tuple[bytes, bytes, int] | None:
-        """If the next byte begins a chunk: what stood around the text of those before, once known; the text
-        so far.
-        """
+        """Return the known bytes around a text, and the text so far, if a chunk begins next."""
         known = self._known
-        if self.stream.kept is not None:  # the compiled log keeps no texts
+        if self.stream.kept is not None:  # the compiled log keeps no text
             return None
         return (
             (known.begin, known.after, self.stream.text_so_far) if known.begin and self._regular() else None
         )
 
     def closed(self) -> None:
-        """The connection was closed in order: the end of an answer without a length."""
+        """Handle a regular close: the end of an answer without a length."""
         if self.head_seen and self.until_close and not self.malformed:
             self.complete = True
 
     def release(self) -> None:
-        """Nothing more will come. Breaks the circle of references with the parser, as nothing collects it."""
+        """Break the reference cycle with the parser after the end; garbage collection is off."""
         self._parser = None
 
-    # the fast way
+    # the fast path
 
     def _regular(self) -> bool:
         """Whether the next byte begins a chunk of an event stream, and an event."""
         return self._at_boundary and self.stream.between_events and not self.complete and not self.malformed
 
     def _take_regular(self, reads: list[bytes | int], stamps: memoryview, doubts: memoryview) -> int:
-        """Takes reads that bring whole events in whole chunks; returns how many it took from the first on."""
+        """Process reads that are whole events in whole chunks; return their number."""
         known, position = self._known, 0
         usual_reads = self.usual if self.stream.kept is None else usual_in_python
         tokens: list[int] = []
@@ -355,7 +342,7 @@ class ServerAnswer:
             self.first_body_ns = stamps[0]
         if self.stream.first_event_stamp is None:
             self.stream.first_event_stamp = stamps[0]
-        # The usage and the end mark come behind all tokens, and mostly in a read without one.
+        # Usage and end mark follow all tokens, mostly in a separate read.
         with_tokens = count if tokens[-1] else count - 1
         assert isinstance(self.stream.token_stamps, array)
         if tokens.count(1) == with_tokens:
@@ -365,18 +352,18 @@ class ServerAnswer:
                 if number > 1:
                     self._doubt(number, doubt)
             self.stream.token_stamps.extend(chain.from_iterable(map(repeat, stamps[:count], tokens)))
-        if not self.stream.token_stamps:  # then there was no usual read either
+        if not self.stream.token_stamps:  # so there was no usual read either
             chunks = b"".join(cast(list[bytes], reads[:count])).split(EVENT_END)[:-1]
             self._keep(b"".join([chunk.partition(b"\r\n")[2] + b"\n\n" for chunk in chunks]))
         return count
 
     def _doubt(self, tokens: int, doubt_ns: int) -> None:
-        """So many tokens of one read, which are about to be noted, have the last one's stamp."""
+        """Record the doubt of ``tokens`` tokens that share the last one's stamp."""
         if not self.stream.token_stamps:
             self.first_doubt_ns = doubt_ns
         self.doubts_ns.extend(repeat(doubt_ns, tokens - 1))
 
-    # the general way
+    # the general path
 
     def _feed(self, data: bytes, stamp: int, doubt_ns: int) -> None:
         if self.complete or self.malformed:
@@ -393,7 +380,7 @@ class ServerAnswer:
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.surplus = True
             if not self.complete:
-                self.malformed = f"the answer is no HTTP/1.1: {error}"
+                self.malformed = f"the answer is not HTTP/1.1: {error}"
         if self._parts:
             body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
             self._parts.clear()

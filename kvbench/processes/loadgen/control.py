@@ -1,4 +1,4 @@
-"""The conversation with whoever started the generator: JSON lines out, "go" and "stop" in."""
+"""Protocol with the process that started the generator: JSON lines out, "go" and "stop" in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import select
 import signal
 import stat
 import time
-from typing import Any, Final
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, TypeVar
 
 from kvbench.processes.loadgen.sockets.loop import READABLE, SocketLoop
 
@@ -19,26 +20,49 @@ log = logging.getLogger(__name__)
 STDIN: Final = 0
 STDOUT: Final = 1
 PARENT_POLL_S: Final = 0.25
+PREPARING_S: Final = 0.5
+"""How often a generator says how far its preparation is, in seconds."""
+PREPARED_EACH: Final = 64
+"""Number of requests between two looks at the clock."""
+_T = TypeVar("_T")
 
 
 class Reporter:
-    """Prints progress lines, unless whoever reads has fallen behind: the trial never waits for that."""
+    """Prints progress lines unless the reader has fallen behind: the trial never waits."""
 
     def __init__(self) -> None:
         self._poller = select.poll()
         self._poller.register(STDOUT, select.POLLOUT)
 
     def report(self, event: dict[str, Any]) -> bool:
-        """Prints a line if that takes no waiting; returns whether it did."""
-        # A pipe that polls writable takes at least PIPE_BUF bytes at once, more than any such line.
+        """Print a line if that does not block; return whether it did."""
+        # A writable pipe takes at least PIPE_BUF bytes, more than any such line.
         if not any(flags & select.POLLOUT for _, flags in self._poller.poll(0)):
             return False
         print_event(event)
         return True
 
 
+class Preparation:
+    """Reports how many requests are prepared; each is taken up twice, to be planned and to be encoded."""
+
+    def __init__(self, every_s: float = PREPARING_S) -> None:
+        self._taken = 0
+        self._every_s = every_s
+        self._report_at = time.monotonic() + every_s
+
+    def watched(self, requests: Iterable[_T]) -> Iterator[_T]:
+        """The same, one by one."""
+        for request in requests:
+            yield request
+            self._taken += 1
+            if not self._taken % PREPARED_EACH and time.monotonic() >= self._report_at:
+                self._report_at = time.monotonic() + self._every_s
+                print_event({"event": "preparing", "done": self._taken // 2})
+
+
 def print_event(event: dict[str, Any]) -> None:
-    """Prints a line, waiting for the reader if need be. A reader that is gone is not waited for."""
+    """Print a line, waiting for the reader if it is still there."""
     data = json.dumps(event, separators=(",", ":")).encode() + b"\n"
     try:
         while data:
@@ -48,11 +72,11 @@ def print_event(event: dict[str, Any]) -> None:
 
 
 class Orders:
-    """What this process is told: by lines on stdin (if that can be), by signals, by its parent's death."""
+    """Commands to this process: from stdin (optional), signals, and its parent's death."""
 
     def __init__(self, loop: SocketLoop) -> None:
         self.start_at: float | None = None
-        """``time.monotonic()`` at which to start, if "go" said so."""
+        """``time.monotonic()`` at which to start, if "go" gave one."""
         self._loop = loop
         self._stop = False
         self._buffer = b""
@@ -76,7 +100,7 @@ class Orders:
         return self._stop
 
     def wait_for_go(self) -> None:
-        """Returns at "go", at "stop", and when nobody can say either any more."""
+        """Return at "go", at "stop", or when the sender has gone."""
         while not self._go and not self.is_set():
             self._loop.turn(PARENT_POLL_S)
 
@@ -115,4 +139,4 @@ class Orders:
                 if math.isfinite(start_at):
                     self.start_at = start_at
                 else:
-                    log.warning("no time: %r; starting at once", words[1])
+                    log.warning("not a time: %r; starting at once", words[1])

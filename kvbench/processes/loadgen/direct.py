@@ -1,22 +1,21 @@
-"""Direct mode: the generator does the connector's P/D dispatch itself, with no router in the path.
-
-The dispatch functions are the connectors' own, the same as the router's. A failure of P is a failure of
-the request, never an answer of D alone, and the other's connection is dropped.
-"""
+"""Direct mode: the generator itself sends to P and D, without a router. It uses the connectors' dispatch
+functions, the same as the router. If P fails, the request fails (D never answers alone), and the other's
+connection is dropped."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 from pydantic import ValidationError
 
 from kvbench import connectors
-from kvbench.connectors.base import Connector, PrefillPeer
-from kvbench.core.plan.dispatch import AroundPrompt, BackendSpec, engine_id_in, prompt_key, server_of_session
+from kvbench.connectors.base import Connector, PrefillPeer, peer_at
+from kvbench.core.plan.dispatch import AroundPrompt, BackendSpec, engine_ids_in, prompt_key, server_of_session
 from kvbench.core.records import RequestRecord, abort_text
 from kvbench.errors import InputError, ServerError
 from kvbench.processes.common.entry import parse_spec
@@ -27,14 +26,14 @@ from kvbench.processes.loadgen.in_flight import (
     InFlightRun,
     http_failure,
     relative_s,
-    unanswered,
+    timeout_failure,
 )
 from kvbench.processes.loadgen.plan import PlannedRequest, completion_fields, request_headers
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
 from kvbench.processes.loadgen.sockets.pool import ConnectionPool
 from kvbench.processes.loadgen.sockets.wire import ServerAddress
 from kvbench.processes.loadgen.spec import LoadSpec
-from kvbench.processes.loadgen.stream import clipped, whole_body_error
+from kvbench.processes.loadgen.stream import clip, whole_body_error
 
 BOOTSTRAP_RETRY_S: Final = 0.1
 BOOTSTRAP_ANSWER_S: Final = 5.0
@@ -42,45 +41,40 @@ MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
 
 
 class DirectBackend:
-    """P or D. ``engine_id`` is known after the bootstrap query."""
+    """P or D. ``engine_ids`` of its ranks are known after the bootstrap query."""
 
     def __init__(self, role: str, spec: BackendSpec, loop: SocketLoop) -> None:
         self.name = f"{role} {spec.url}"
         self.spec = spec
         self.server = ServerAddress(spec.url)
         self.pool = ConnectionPool(self.server, loop)
-        self.engine_id = spec.engine_id
-
-    def peer(self) -> PrefillPeer:
-        spec = self.spec
-        return PrefillPeer(
-            spec.url, spec.bootstrap_url, self.engine_id, spec.side_address, spec.tensor_parallel_size
-        )
+        self.engine_ids = tuple(spec.engine_ids)
 
 
-def asked_engine_id(backend: DirectBackend, timeout_s: float) -> str:
-    """The engine id that a prefill server's bootstrap address names. Raises ServerError on timeout."""
-    import httpx  # a tenth of a second, which only who asks need wait for
+def query_engine_ids(backend: DirectBackend, timeout_s: float) -> tuple[str, ...]:
+    """Return the engine ids from a prefill server's bootstrap address. Raises ServerError on timeout."""
+    import httpx  # this import takes 0.1 s
 
     from kvbench.hosts import web
 
-    ServerAddress(backend.spec.bootstrap_url)  # an InputError for what is no URL
+    ServerAddress(backend.spec.bootstrap_url)  # raises InputError for an invalid URL
     url = httpx.URL(backend.spec.bootstrap_url).join("/query")
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             with web.client(timeout_s=BOOTSTRAP_ANSWER_S) as client:
                 answer = client.get(url)
-            engine_id = engine_id_in(answer.content) if answer.status_code == 200 else ""
-            lacking = "the answer carries no engine_id"
+            least = backend.spec.data_parallel_size
+            engine_ids = engine_ids_in(answer.content, least) if answer.status_code == 200 else ()
+            lacking = "the answer carries no engine_id, or not that of every rank"
             problem = lacking if answer.status_code == 200 else f"status {answer.status_code}"
         except httpx.HTTPError as error:
-            engine_id, problem = "", str(error) or type(error).__name__
-        if engine_id:
-            return engine_id
+            engine_ids, problem = (), str(error) or type(error).__name__
+        if engine_ids:
+            return engine_ids
         if time.monotonic() > deadline:
             raise ServerError(
-                f"{backend.name}: its bootstrap address {backend.spec.bootstrap_url} told no engine id"
+                f"{backend.name}: its bootstrap address {backend.spec.bootstrap_url} reported no engine id"
                 f" within {timeout_s:g} s: {problem}",
                 hint="is it a prefill server with this connector, and is the bootstrap port right?",
             )
@@ -100,7 +94,7 @@ class DirectSpec:
     routing: str = "session"
 
     def profile(self) -> Connector:
-        """The connector whose dispatch functions are used. Raises InputError."""
+        """Return the connector whose dispatch functions are used. Raises InputError."""
         connector = connectors.get(self.connector)
         try:
             options = connector.options_model.model_validate_json(json.dumps(self.options))
@@ -111,7 +105,7 @@ class DirectSpec:
 
 @dataclass
 class DirectHandoff:
-    """One request's way: P (None: there is none) and D, and D's request if it needs no answer of P's."""
+    """One request's P (None without one) and D, and D's request if it does not depend on P's answer."""
 
     prefill: DirectBackend | None
     decode: DirectBackend
@@ -119,12 +113,14 @@ class DirectHandoff:
     headers: Mapping[str, str]
     prompt: bytes
     request_id: str
-    """What P and D know it by."""
+    """The id that P and D get."""
+    peer: PrefillPeer | None = None
+    """The rank of P that computes the prompt."""
     decode_parts: tuple[bytes, ...] = ()
 
 
 class DirectDispatch:
-    """What the requests of one run share. Raises InputError for what cannot be dispatched."""
+    """Shared state of one run's requests. Raises InputError if they cannot be dispatched."""
 
     def __init__(self, spec: LoadSpec, loop: SocketLoop) -> None:
         self._spec = spec
@@ -134,7 +130,6 @@ class DirectDispatch:
         paired = self.connector.disaggregated
         self._prefills = self._backends("prefill", self._direct.prefill, loop) if paired else []
         self._handoffs: dict[int, DirectHandoff] = {}
-        """By the planned request's identity: a canary may take another one's place."""
 
     def _backends(self, role: str, items: Sequence[Any], loop: SocketLoop) -> list[DirectBackend]:
         found = [
@@ -154,15 +149,15 @@ class DirectDispatch:
         return [backend.pool for backend in (*self._prefills, *self._decodes)]
 
     def find(self) -> None:
-        """Looks up the hosts and, where the connector needs them, P's engine ids. Raises ServerError."""
+        """Resolve the hosts and, if the connector needs them, P's engine ids. Raises ServerError."""
         for pool in self.pools:
             pool.server.resolve()
         if self.connector.needs_bootstrap:
             for backend in self._prefills:
-                backend.engine_id = asked_engine_id(backend, self._direct.bootstrap_timeout_s)
+                backend.engine_ids = query_engine_ids(backend, self._direct.bootstrap_timeout_s)
 
-    def prepare(self, plan: Sequence[PlannedRequest]) -> None:
-        """Makes the bytes of each request as far as they are known beforehand."""
+    def prepare(self, plan: Iterable[PlannedRequest]) -> None:
+        """Make each request's bytes as far as they are known beforehand."""
         fields: dict[tuple[int, bool], AroundPrompt] = {}
         for request in plan:
             kind = request.output_len, request.keeps_ids
@@ -174,51 +169,64 @@ class DirectDispatch:
             d = self._choose(request, self._decodes)
             p = self._choose(request, self._prefills) if self._prefills else None
             peer_id = request.request_id
-            if p is not None:
-                peer_id = self.connector.backend_request_id(peer_id, p.peer(), d.spec.side_address)
+            peer = self._peer(request, p) if p is not None else None
+            if peer is not None:
+                peer_id = self.connector.backend_request_id(peer_id, peer, d.spec.side_address)
             headers = request_headers(self._spec, peer_id, request.session_id)
-            handoff = DirectHandoff(p, d, around, headers, request.prompt, request.request_id)
-            if p is not None:
-                body = self.connector.prefill_request(around.fields, request.request_id, p.peer())
-                request.parts = self._parts(p, handoff, body)
+            handoff = DirectHandoff(p, d, around, headers, request.prompt, request.request_id, peer)
+            if p is not None and peer is not None:
+                body = self.connector.prefill_request(around.fields, request.request_id, peer)
+                request.parts = self._parts(p, handoff, body, peer.headers)
             if p is None or self.connector.dispatch == "concurrent":
                 handoff.decode_parts = self.decode_parts(handoff, request.request_id, None)
             self._handoffs[id(request)] = handoff
             request.prompt = b""
 
     def _choose(self, request: PlannedRequest, backends: Sequence[DirectBackend]) -> DirectBackend:
-        """Return a request's server, as the router would choose it."""
         if request.session_id and self._direct.routing == "session":
             return backends[server_of_session(request.session_id, len(backends))]
-        # Round robin by the index in the plan, so that workers together go round as one does.
+        # Round robin by index in the plan, so that all workers together act as one.
         return backends[request.index % len(backends)]
+
+    def _peer(self, request: PlannedRequest, backend: DirectBackend) -> PrefillPeer:
+        """The rank of a prefill server that takes a request: all pairs of server and rank in turn."""
+        turn = request.index // len(self._prefills)
+        if request.session_id and self._direct.routing == "session":
+            turn = server_of_session(request.session_id, max(1, len(backend.engine_ids)))
+        return peer_at(backend.spec, backend.engine_ids, turn)
 
     def decode_parts(
         self, handoff: DirectHandoff, request_id: str, answer: Mapping[str, Any] | None
     ) -> tuple[bytes, ...]:
-        """D's request, which may depend on P's answer."""
+        """Return D's request, which may depend on P's answer."""
         fields = handoff.around.fields
-        if handoff.prefill is not None:
-            fields = self.connector.decode_request(fields, answer, request_id, handoff.prefill.peer())
+        if handoff.peer is not None:
+            fields = self.connector.decode_request(fields, answer, request_id, handoff.peer)
         return self._parts(handoff.decode, handoff, fields)
 
     def _parts(
-        self, backend: DirectBackend, handoff: DirectHandoff, fields: Mapping[str, Any]
+        self,
+        backend: DirectBackend,
+        handoff: DirectHandoff,
+        fields: Mapping[str, Any],
+        headers: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[bytes, ...]:
         before, after = handoff.around.encode(fields)
         length = len(before) + len(handoff.prompt) + len(after)
-        return backend.server.head(self._spec.path, handoff.headers, length) + before, handoff.prompt, after
+        return (
+            backend.server.head(self._spec.path, {**handoff.headers, **headers}, length) + before,
+            handoff.prompt,
+            after,
+        )
 
     def begin(self, run: InFlightRun, request: PlannedRequest, scheduled_s: float) -> InFlightRequest:
-        """For the run: the request that is due. One whose bytes could not be made before gets them now."""
+        """Begin a due request; make its bytes if they depend on earlier answers."""
         if id(request) not in self._handoffs:
             self.prepare([request])
         return DirectRequest(run, request, scheduled_s, self, self._handoffs.pop(id(request)))
 
 
 class DirectRequest(InFlightRequest):
-    """A request that P and D answer together."""
-
     def __init__(
         self,
         run: InFlightRun,
@@ -242,7 +250,7 @@ class DirectRequest(InFlightRequest):
             self.stream.start(self._handoff.decode_parts)
 
     def _stream_request(self) -> HttpRequest | None:
-        return self._streamed(self._handoff.decode.pool) if self._handoff.decode_parts else None
+        return self._new_stream(self._handoff.decode.pool) if self._handoff.decode_parts else None
 
     @property
     def http_requests(self) -> tuple[HttpRequest, ...]:
@@ -259,13 +267,13 @@ class DirectRequest(InFlightRequest):
         if failure is not None:
             self.end(failure, http_request)
         elif self.stream is None:
-            self.stream = self._streamed(self._handoff.decode.pool)
+            self.stream = self._new_stream(self._handoff.decode.pool)
             self.stream.start(self._dispatch.decode_parts(self._handoff, self._handoff.request_id, answer))
         elif self.stream.done:
             self._end()
 
     def _prefill_outcome(self, answer: ServerAnswer) -> tuple[Failure | None, dict[str, Any]]:
-        """P's answer, or what is wrong with it."""
+        """Return P's failure, if any, and its answer."""
         if answer.status != 200:
             return http_failure(answer), {}
         body = bytes(answer.body)
@@ -274,7 +282,7 @@ class DirectRequest(InFlightRequest):
         except (ValueError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
-            return ("bad_stream", "the answer is no JSON object: " + clipped(body)), {}
+            return ("bad_stream", "the answer is not a JSON object: " + clip(body)), {}
         aborted = abort_text(fields.get("choices"))
         if aborted:
             return ("aborted", aborted), {}
@@ -299,7 +307,7 @@ class DirectRequest(InFlightRequest):
         if decode is not None:
             record.decode_sent_s = relative_s(decode.sent_ns or None, start_ns)
             record.decode_first_byte_s = relative_s(decode.answer.first_body_ns, start_ns)
-        # What is left of the request's bytes.
+        # The rest of the request's bytes.
         self._handoff.prompt, self._handoff.decode_parts = b"", ()
         return record
 
@@ -313,7 +321,7 @@ class DirectRequest(InFlightRequest):
         if self.failed_request is not prefill and (prefill.done or self.failed_request is not None):
             return super()._class()
         if failure[0] == "timeout" and not prefill.reads:
-            failure = unanswered(prefill, failure)
+            failure = timeout_failure(prefill, failure)
         elif prefill.answer.status not in (0, 200):
             failure = http_failure(prefill.answer)
         backend = self._handoff.prefill

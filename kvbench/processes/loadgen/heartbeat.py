@@ -1,4 +1,4 @@
-"""The client watches itself: what it was late with would otherwise be blamed on the server."""
+"""The client measures its own delays, which would otherwise be attributed to the server."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from kvbench.processes.loadgen.sockets.clock import WAY
 
 BEAT_S: Final = 0.01
 STALL_S: Final = 0.005
-"""A beat that is late by more is a stall of the loop."""
+"""A beat later than this counts as a stall of the loop, in seconds."""
 
 
 class GeneratorFigures:
-    """What is counted of the client during one trial."""
-
     def __init__(self) -> None:
         self.streams_peak = 0
         self.fallbacks = 0
@@ -38,7 +36,6 @@ class GeneratorFigures:
         self._collections = _collections()
 
     def begin(self) -> None:
-        """The trial starts now."""
         self._held_up_s = 0.0
         self._began = time.monotonic()
         self._cpu = time.process_time()
@@ -46,31 +43,28 @@ class GeneratorFigures:
         self._collections = _collections()
 
     def beat(self, lag_s: float) -> None:
-        """A beat came so late."""
         self._beat_lags_s.append(lag_s)
         self._worst_s = max(self._worst_s, lag_s)
 
     def held_up(self, lag_s: float) -> None:
-        """The loop came back so late after a beat was due."""
         self._held_up_s += lag_s
 
     def sent(self, lag_s: float) -> None:
-        """A request was sent so late."""
         self._send_lags_s.append(lag_s)
         self._worst_s = max(self._worst_s, lag_s)
 
     def read(self, lags_ns: bytes, fallbacks: int) -> None:
-        """Some reads: how long after the kernel had the bytes (int32 each), and how many it did not stamp."""
+        """Record reads: delay after the kernel's stamp (int32 ns each), and how many had no stamp."""
         self._chunk_lags_ns.frombytes(lags_ns)
         self.fallbacks += fallbacks
 
     def doubted(self, doubts_ns: array[int], first_doubt_ns: int) -> None:
-        """A request's tokens whose times may be too late, by so many ns at most, and its first token."""
+        """Record by how many ns a request's token times may be late, and its first token's."""
         self._doubts_ns.extend(doubts_ns)
         self._first_doubts_ns.append(first_doubt_ns)
 
     def worst_ms(self) -> float:
-        """The largest lag since this was last asked."""
+        """The largest lag since the last call."""
         worst, self._worst_s = self._worst_s, 0.0
         return round(worst * 1e3, 3)
 
@@ -102,7 +96,7 @@ class GeneratorFigures:
 
 
 def _percentiles(name: str, values: Sequence[float], factor: float) -> dict[str, float]:
-    """In milliseconds; 0 of nothing."""
+    """Percentiles in milliseconds; 0 for no values."""
     found = np.percentile(values, (50, 99, 100)) * factor if len(values) else (0.0, 0.0, 0.0)
     return {
         f"{name}_{what}_ms": round(float(value), 4)
@@ -111,10 +105,8 @@ def _percentiles(name: str, values: Sequence[float], factor: float) -> dict[str,
 
 
 def _doubts(name: str, doubts_ns: array[int], of: int) -> dict[str, float]:
-    """By how much times may be too late (ms): half of them, 99 of 100, and all by no more than that.
-
-    ``of`` times there are; those that are not in ``doubts_ns`` are exact.
-    """
+    """How late times may be (ms): median, 99th percentile, maximum. ``of``: number of all times; those not in
+    ``doubts_ns`` are exact."""
     ordered = np.sort(doubts_ns)
     figures = {}
     for what, share in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):

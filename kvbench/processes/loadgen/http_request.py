@@ -1,4 +1,4 @@
-"""One HTTP request to one server, over one connection, and its answer."""
+"""One HTTP request to one server over one connection, and its answer."""
 
 from __future__ import annotations
 
@@ -14,45 +14,41 @@ from kvbench.processes.loadgen.sockets.pool import ConnectionPool
 from kvbench.processes.loadgen.sockets.wire import ServerConnection
 
 READS_AT_ONCE: Final = 256
-"""Reads taken in one go: about 0.2 ms where each has to be looked into."""
+"""Reads parsed at once: about 0.2 ms in the slow case."""
 _ID_BITS: Final = 0xFFFFFFFF
 
 Failure = tuple[RequestError, str]
 
 
 class RequestRun(Protocol):
-    """The run of a plan, as far as an HTTP request knows it."""
-
     loop: SocketLoop
     clock: StampClock
     figures: GeneratorFigures
     monotonic: Callable[[], float]
 
     def take_soon(self, http_request: HttpRequest) -> None:
-        """What it has read is looked at when there is time, within a beat."""
+        """Parse its reads when there is time, within a beat."""
 
     def watch_closely(self, http_request: HttpRequest) -> None:
-        """Its end may not show in its bytes."""
+        """Check it often: its end may not show in its bytes."""
 
 
 class HttpRequestOwner(Protocol):
-    """Whose request it is: hears once of the answer or the failure."""
+    """Owner of a request: gets exactly one call, for the answer or the failure."""
 
     @property
     def run(self) -> RequestRun: ...
 
     def answered(self, http_request: HttpRequest) -> None:
-        """Its answer is whole."""
+        """Its answer is complete."""
 
     def failed(self, http_request: HttpRequest, failure: Failure) -> None:
-        """It has failed, and was dropped."""
+        """It has failed and was dropped."""
 
 
 class HttpRequest:
-    """A request to one server and its answer: bytes and stamps are kept, and taken in when there is time.
-
-    An answer of events is taken in at leisure, an ``urgent`` one at each read.
-    """
+    """A request to one server and its answer: bytes and stamps are stored, then parsed when there is time. An
+    ``urgent`` answer is parsed at each read."""
 
     __slots__ = (
         "_connection",
@@ -91,17 +87,16 @@ class HttpRequest:
         self.sent_s: float | None = None
         self.sent_ns = 0
         self.sent_kernel_ns: int | None = None
-        """When the kernel sent the last byte; known once it has ended."""
+        """When the kernel sent the last byte; known after the end."""
         self.transmissions: tuple[int, int] | None = None
         self.reads = self.fallbacks = 0
         self.last_ns: int | None = None
-        """When the last bytes came that have been taken in."""
         self._connection: ServerConnection | None = None
 
     # sending
 
     def start(self, parts: Sequence[bytes]) -> None:
-        """Sends a request, over a new connection if none is idle."""
+        """Send a request, over a new connection if none is idle."""
         connection = self.pool.take()
         if connection is not None:
             self._begin(connection, parts)
@@ -131,13 +126,13 @@ class HttpRequest:
             self.pool.wait_to_write(connection)
 
     def transmitted(self, written: int, stamp: bytes) -> None:
-        """The kernel's stamp of the moment when so many bytes of the connection had gone out."""
+        """Record the kernel's stamp of the moment when ``written`` bytes of the connection had been sent."""
         self.transmissions = written, self.owner.run.clock.monotonic_ns(stamp)
 
     # receiving
 
     def noticed(self, what: bytes | OSError) -> None:
-        """From the loop: a read that may be the last, the end (no bytes), or a failure."""
+        """Handle a read that may be the last, the end (no bytes), or a failure, from the loop."""
         if self.ended:
             return
         if isinstance(what, OSError):
@@ -146,17 +141,16 @@ class HttpRequest:
             self._closed(None)
         elif self.urgent:
             self.take_all()
-        # The end of a chunked answer is always an empty line after another line, unless a read cut it.
+        # A chunked answer ends with an empty line after another line, unless a read splits it.
         elif what[-4:] == b"\r\n\r\n" or len(what) < 4 or not self.answer.head_seen:
             self.owner.run.take_soon(self)
 
     def first_token_ns(self) -> int | None:
-        """When the first token came; None if none has been taken in."""
         tokens = self.answer.stream.token_stamps
         return tokens[0] if tokens else None
 
     def take(self) -> bool:
-        """Takes in some of what was read; returns whether there is more."""
+        """Parse some reads; return whether more are left."""
         log = self.log
         if self.ended or not log:
             return False
@@ -199,7 +193,6 @@ class HttpRequest:
             self.fail("reset", str(error) or type(error).__name__)
 
     def _finish(self) -> None:
-        """The answer is whole."""
         connection, answer = self._connection, self.answer
         assert connection is not None
         self.done = True
@@ -212,12 +205,12 @@ class HttpRequest:
         self.owner.answered(self)
 
     def fail(self, error: RequestError, detail: str) -> None:
-        """Ends it and drops its connection; the owner hears of it."""
+        """End it with an error, drop its connection, and notify the owner."""
         self.drop()
         self.owner.failed(self, (error, detail))
 
     def drop(self) -> None:
-        """Ends it and drops its connection; what has been read before is still taken in."""
+        """End it and drop its connection; earlier reads are still parsed."""
         if self.ended:
             return
         self._end()
@@ -225,7 +218,7 @@ class HttpRequest:
             self.pool.drop(self._connection)
 
     def release(self) -> None:
-        """After the record was made: breaks the circle with the owner, as nothing collects it."""
+        """Break the cycle with the owner after the record was made; garbage collection is off."""
         del self.owner
         self.log = new_log()
 

@@ -1,4 +1,4 @@
-"""One request on its way, and the record it becomes."""
+"""One active request, and its record."""
 
 from __future__ import annotations
 
@@ -13,34 +13,30 @@ from kvbench.processes.loadgen.http_request import Failure, HttpRequest, Request
 from kvbench.processes.loadgen.plan import PlannedRequest
 from kvbench.processes.loadgen.sockets.clock import gaps
 from kvbench.processes.loadgen.sockets.pool import ConnectionPool
-from kvbench.processes.loadgen.stream import PROMPT_ID_BYTES, clipped, whole_body_error
+from kvbench.processes.loadgen.stream import PROMPT_ID_BYTES, clip, whole_body_error
 
 DECIMALS: Final = 7
-"""Times in the records are rounded to 0.1 µs, which is below the clocks' noise."""
+"""Decimals of recorded times in seconds: 0.1 µs, below the clocks' noise."""
 
 _TIMING_HEADERS: Final = {name: timing_header(name) for name in ROUTER_TIMES}
 
 
 class InFlightRun(RequestRun, Protocol):
-    """The run of a plan, as far as its requests know it."""
-
     pools: Sequence[ConnectionPool]
 
     def finished(self, request: InFlightRequest) -> None:
-        """The request has ended: its record is made."""
+        """Make the record of an ended request."""
 
 
 class InFlightRequest:
-    """A request of the plan. This one is answered by one server; see ``direct`` for two.
-
-    ``stream`` is the one whose answer is the stream of tokens, once it is known. All objects are made before
-    the request is due, so that nothing is left to do then but to send.
-    """
+    """A request of the plan, answered by one server; see ``direct`` for two. ``stream`` is the HTTP request
+    whose answer has the tokens, once known. All objects are made before the request is due, so that only the
+    send is left."""
 
     def __init__(self, run: InFlightRun, plan: PlannedRequest, scheduled_s: float) -> None:
         self.run = run
         self.place = self.index = plan.index
-        """Its place in the plan, and the number that it is told by: of turns that of their sending."""
+        """Index in the plan, and the number in the record: for turns the order of sending."""
         self.scheduled_s = scheduled_s
         self.record = RequestRecord(
             request_id=plan.request_id,
@@ -58,16 +54,15 @@ class InFlightRequest:
         self.failed_request: HttpRequest | None = None
 
     def start(self, plan: PlannedRequest) -> None:
-        """Sends. The plan may forget the request's bytes after it."""
+        """Send. The plan may drop the request's bytes afterwards."""
         assert self.stream is not None
         self.stream.start(plan.parts)
 
     def _stream_request(self) -> HttpRequest | None:
-        """The HTTP request whose answer is the stream, if it is known before anything is sent."""
-        return self._streamed(self.run.pools[0])
+        return self._new_stream(self.run.pools[0])
 
-    def _streamed(self, pool: ConnectionPool) -> HttpRequest:
-        """A request that is answered by the stream of tokens; of a canary the text is kept."""
+    def _new_stream(self, pool: ConnectionPool) -> HttpRequest:
+        """Make the streaming request; a canary's text is kept."""
         kept = self.record.canary is not None, self._keeps_ids
         streamed = HttpRequest(self, pool, keep_text=kept[0], keep_ids=kept[1])
         streamed.answer.stream.asked_tokens = self.record.requested_output_len
@@ -81,24 +76,22 @@ class InFlightRequest:
 
     @property
     def chunks(self) -> int:
-        """Token events of the stream."""
         return len(self.stream.answer.stream.token_stamps) if self.stream is not None else 0
 
     def answer_ids(self) -> list[int]:
-        """The token ids of its answer, where they are kept."""
         return (self.stream.answer.stream.token_ids if self.stream is not None else None) or []
 
     def answered(self, http_request: HttpRequest) -> None:
-        """The answer of one of its HTTP requests is whole."""
+        """Handle the complete answer of one of its HTTP requests."""
         self._end()
 
     def failed(self, http_request: HttpRequest, failure: Failure) -> None:
         self.end(failure, http_request)
 
     def end(self, failure: Failure, http_request: HttpRequest | None = None) -> None:
-        """Ends the request: no connection, past its deadline, cancelled, closed early."""
+        """End the request: no connection, past its deadline, cancelled, closed early."""
         for each in self.http_requests:
-            each.take_all()  # which may show that it has ended after all
+            each.take_all()  # the rest may show that it has ended
         if self.over:
             return
         self.failure, self.failed_request = failure, http_request
@@ -115,7 +108,7 @@ class InFlightRequest:
     # after the end
 
     def settle(self, start_s: float) -> RequestRecord:
-        """Fills in the record. Times become seconds since ``start_s``."""
+        """Return the record, with times in seconds since ``start_s``."""
         record, http_request = self.record, self.stream
         start_ns = int(start_s * 1e9)
         first = min((each.sent_s for each in self.http_requests if each.sent_s is not None), default=None)
@@ -131,7 +124,6 @@ class InFlightRequest:
         return record
 
     def first_http_request(self) -> HttpRequest | None:
-        """The one that was sent first."""
         return self.stream
 
     def _take_stream(self, http_request: HttpRequest, start_s: float, start_ns: int) -> None:
@@ -150,7 +142,7 @@ class InFlightRequest:
             record.text = stream.kept.decode("utf-8", "replace")
         tokens = stream.token_stamps
         if not tokens and self._one_without_text() and http_request.last_ns is not None:
-            # A token without text, as half of a character is: it came no later than the answer's end.
+            # A token without text, such as half a character: it came no later than the answer's end.
             record.first_token_s = record.last_token_s = relative_s(http_request.last_ns, start_ns)
         elif tokens and answer.status == 200:
             record.text_crc = stream.text_crc
@@ -169,7 +161,7 @@ class InFlightRequest:
             self._take_router_times(answer.headers, start_s, tokens[0] / 1e9)
 
     def _take_router_times(self, headers: dict[str, str], start_s: float, first_token_s: float) -> None:
-        """The router's times, if it reported them on our clock: within this request's first token."""
+        """Take the router's times if it used this clock: within this request's first token."""
         times = {}
         for name, header in _TIMING_HEADERS.items():
             value = headers.get(header)
@@ -186,7 +178,7 @@ class InFlightRequest:
                 setattr(self.record, name, round(time_s - start_s, DECIMALS))
 
     def _class(self) -> Failure:
-        """The class of failure, the most telling first; ("", "") is success."""
+        """Return the class of failure, most specific first; ("", "") is success."""
         failure = self.failure
         if failure is not None and failure[0] in ("connect", "cancelled"):
             return failure
@@ -198,13 +190,13 @@ class InFlightRequest:
         if answer.status not in (0, 200):
             return http_failure(answer)
         if failure is not None and failure[0] == "timeout" and not http_request.reads:
-            return unanswered(http_request, failure)
+            return timeout_failure(http_request, failure)
         if failure is not None and failure[0] not in ("early_close", "reset"):
             return failure
         return _stream_failure(answer, failure) or self._length_failure(answer)
 
     def _one_without_text(self) -> bool:
-        """Whether the answer is one token, as was asked, and that has no text."""
+        """Whether the answer is one token, as requested, without text."""
         assert self.stream is not None
         stream = self.stream.answer.stream
         return stream.completion_tokens == self.record.requested_output_len == 1 and stream.empty_events > 0
@@ -218,18 +210,18 @@ class InFlightRequest:
         if not answer.stream.token_stamps and not self._one_without_text():
             empty = answer.stream.empty_events
             why = f": all of its {empty} token events are without text" if empty else ""
-            return "bad_stream", f"the answer has no text, so nobody can tell when its first token came{why}"
+            return "bad_stream", f"the answer has no text, so the time of its first token is unknown{why}"
         ids = answer.stream.token_ids
         if ids is not None and len(ids) != tokens:
             return "bad_stream", (
-                f"the answer has {len(ids)} token ids of {tokens} tokens: a server that does not know "
-                "return_token_ids can be asked with workload.sessions.answers: recorded"
+                f"the answer has {len(ids)} token ids of {tokens} tokens: for a server without "
+                "return_token_ids set workload.sessions.answers: recorded"
             )
         return "", ""
 
 
 def _stream_failure(answer: ServerAnswer, failure: Failure | None) -> Failure | None:
-    """What is wrong with the stream itself, or with how it ended."""
+    """Return the failure of the stream itself, or of its end."""
     stream = answer.stream
     if stream.error:
         if stream.error == "bad_stream" and not stream.token_stamps and not stream.event_seen:
@@ -246,16 +238,16 @@ def _stream_failure(answer: ServerAnswer, failure: Failure | None) -> Failure | 
     return None
 
 
-def unanswered(http_request: HttpRequest, failure: Failure) -> Failure:
-    """For a request whose time was up before anything of an answer came."""
+def timeout_failure(http_request: HttpRequest, failure: Failure) -> Failure:
+    """Return the failure of a request that timed out before any answer."""
     if http_request.sent_s is None:
         return "connect", "no connection was open when the request's time was up"
     return "no_answer", failure[1].replace("no complete answer", "nothing of an answer")
 
 
 def http_failure(answer: ServerAnswer) -> Failure:
-    """For an answer with another status than 200."""
-    body = clipped(bytes(answer.body))
+    """Return the failure for a status other than 200."""
+    body = clip(bytes(answer.body))
     if 300 <= answer.status < 400:
         return (
             "redirect",
@@ -265,5 +257,4 @@ def http_failure(answer: ServerAnswer) -> Failure:
 
 
 def relative_s(when_ns: int | None, start_ns: int) -> float | None:
-    """Seconds since the trial's start, as the records have them."""
     return None if when_ns is None else round((when_ns - start_ns) / 1e9, DECIMALS)

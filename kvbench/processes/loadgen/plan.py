@@ -23,15 +23,13 @@ from kvbench.processes.loadgen.sockets.wire import ServerAddress
 from kvbench.processes.loadgen.spec import CanarySpec, LoadSpec
 
 _CELL: Final = 8
-"""Bytes of one token id in the table below, with its comma."""
+"""Bytes per token id in the encoder's table, with its comma."""
 
 
 @dataclass
 class PlannedRequest:
-    """One request, to be sent ``offset_s`` after the trial's start; ``index`` is its place in the whole plan.
-
-    ``parts`` is the request in pieces, and empty if it depends on what is answered before.
-    """
+    """One request, sent ``offset_s`` after the trial's start; ``index`` is its index in the whole plan.
+    ``parts`` is the request in pieces; empty if it depends on earlier answers."""
 
     index: int
     request_id: str
@@ -41,14 +39,14 @@ class PlannedRequest:
     prompt: bytes
     parts: tuple[bytes, ...] = ()
     canary: int | None = None
-    """The number of its prompt, if the right answer to it is known."""
+    """Number of its prompt, if the reference output is known."""
     session: int | None = None
     turn: int | None = None
-    """Of a session's request: which session, and which turn of its conversation it is."""
+    """Index of the turn in its session."""
     session_id: str = ""
-    """The session's name, unique among all trials, for the router; empty for a request without a session."""
+    """The session's name for the router, unique among all trials; empty without a session."""
     keeps_ids: bool = False
-    """The token ids of its answer are asked for, and kept."""
+    """Request the token ids of its answer and keep them."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +58,13 @@ class _Wanted:
     """Token ids, or the words of a chat's message."""
 
 
-def planned_requests(spec: LoadSpec) -> list[PlannedRequest]:
-    """This worker's requests in scheduled order; a pure function of the spec but for the request ids.
+def planned_requests(
+    spec: LoadSpec,
+    watched: Callable[[Iterator[tuple[int, _Wanted]]], Iterator[tuple[int, _Wanted]]] = iter,
+) -> list[PlannedRequest]:
+    """Return this worker's requests in scheduled order, a pure function of the spec except the request ids.
 
-    Raises InputError.
+    ``watched``: counts them meanwhile. Raises InputError.
     """
     encode = prompt_encoder(spec)
     run = uuid.uuid4().hex[:12]
@@ -76,12 +77,12 @@ def planned_requests(spec: LoadSpec) -> list[PlannedRequest]:
             output_len=wanted.output_len,
             prompt=encode(wanted.prompt),
         )
-        for index, wanted in _share(spec)
+        for index, wanted in watched(_share(spec))
     ]
 
 
 def prompt_encoder(spec: LoadSpec) -> Callable[[NDArray[np.int32]], bytes]:
-    """Makes a prompt's JSON of its token ids, or of the words of its message."""
+    """Return a function that encodes a prompt's token ids, or its message's words, as JSON."""
     return TokenEncoder(spec.vocab_size).encode if spec.chat is None else _message
 
 
@@ -90,11 +91,11 @@ def _share(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
         yield from _traced(spec)
         return
     offsets = (
-        # Of a closed loop none is known before a slot is free.
+        # In a closed loop the time is unknown until a slot is free.
         ([0.0] * spec.num_requests if spec.concurrency else spec.offsets_s)
         or planned_offsets(spec.request_rate, spec.num_requests, spec.burstiness, spec.seed).tolist()
     )
-    length, vocabulary = _words(spec, spec.input_len)
+    length, vocabulary = _prompt_size(spec, spec.input_len)
     shape = PromptShape(length, vocabulary, spec.shared_prefix_len)
     prompts = token_prompts(spec.num_requests, shape, spec.seed)
     for index in range(spec.worker, spec.num_requests, spec.workers):
@@ -112,13 +113,13 @@ def _traced(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
         before_s = float(offset_s)
         input_len, output_len = _length(row, "input_len", where), _length(row, "output_len", where)
         if index % spec.workers == spec.worker:
-            length, vocabulary = _words(spec, input_len)
+            length, vocabulary = _prompt_size(spec, input_len)
             ids = traced_prompt(length, row.get("blocks"), spec.seed, index, vocabulary)
             yield index, _Wanted(before_s, input_len, output_len, np.asarray(ids, np.int32))
 
 
-def _words(spec: LoadSpec, input_len: int) -> tuple[int, int]:
-    """How many there are of a prompt, tokens or words of a message, and of how many kinds."""
+def _prompt_size(spec: LoadSpec, input_len: int) -> tuple[int, int]:
+    """Return a prompt's length in tokens or words, and the number of different ones."""
     return (input_len, spec.vocab_size) if spec.chat is None else (spec.chat.words(input_len), len(WORDS))
 
 
@@ -147,16 +148,16 @@ def _rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    raise InputError(f"{where}: no JSON: {error}") from error
+                    raise InputError(f"{where}: invalid JSON:  {error}") from error
                 if not isinstance(row, dict):
-                    raise InputError(f"{where}: no JSON object")
+                    raise InputError(f"{where}: not a JSON object")
                 yield where, row
     except OSError as error:
         raise InputError(f"cannot read requests_path {path}: {error.strerror}") from error
 
 
 class TokenEncoder:
-    """Token ids as a JSON list: each id's digits and comma from a table, without the padding."""
+    """Encodes token ids as a JSON list, from a table of each id's digits and comma."""
 
     def __init__(self, vocab_size: int) -> None:
         self._table: NDArray[np.uint64] | None = None
@@ -168,14 +169,13 @@ class TokenEncoder:
         return b"[" + self.items(prompt)[:-1] + b"]"
 
     def items(self, tokens: NDArray[np.int32]) -> bytes:
-        """A comma behind each. An answer may have ids that the scenario does not know of."""
+        """Encode with a comma after each id. An answer may have ids unknown to the scenario."""
         if self._table is None or tokens.max(initial=0) >= len(self._table):
             return b"".join(b"%d," % token for token in tokens.tolist())
         return self._table[tokens].tobytes().translate(None, b"\0")
 
 
 def completion_fields(spec: LoadSpec, request: PlannedRequest) -> dict[str, Any]:
-    """A request's body without its prompt."""
     output_len = request.output_len
     body = {
         "model": spec.model,
@@ -194,7 +194,6 @@ def completion_fields(spec: LoadSpec, request: PlannedRequest) -> dict[str, Any]
 
 
 def request_headers(spec: LoadSpec, request_id: str, session_id: str) -> dict[str, str]:
-    """The headers of a request that is answered by a stream. ``session_id``: may be empty."""
     return {
         "content-type": "application/json",
         "accept": "text/event-stream",
@@ -207,7 +206,7 @@ def request_headers(spec: LoadSpec, request_id: str, session_id: str) -> dict[st
 def request_parts(
     server: ServerAddress, path: str, headers: Mapping[str, str], fields: Mapping[str, Any], prompt: bytes
 ) -> tuple[bytes, ...]:
-    """A whole request in pieces, so that the long prompt is neither copied nor encoded again."""
+    """Return a whole request in pieces; the long prompt is neither copied nor encoded again."""
     text = json.dumps(fields, separators=(",", ":"))
     before = f'{text[:-1]},"{prompt_key(path)}":'.encode()
     length = len(before) + len(prompt) + 1
@@ -215,7 +214,6 @@ def request_parts(
 
 
 def prepare(spec: LoadSpec, plan: Iterable[PlannedRequest], server: ServerAddress) -> None:
-    """Makes each request's bytes, for one server that answers it."""
     bodies: dict[tuple[int, bool], dict[str, Any]] = {}
     for request in plan:
         fields = bodies.get((request.output_len, request.keeps_ids))
@@ -228,13 +226,13 @@ def prepare(spec: LoadSpec, plan: Iterable[PlannedRequest], server: ServerAddres
 
 
 def plant_canaries(spec: LoadSpec, plan: Sequence[PlannedRequest]) -> list[PlannedRequest]:
-    """Gives the plan's canaries their prompts; returns this worker's spares. Raises InputError."""
+    """Set the prompts of the plan's canaries; return this worker's spares. Raises InputError."""
     known, encode = CanarySpec.of(spec.canaries), prompt_encoder(spec)
     numbers = {each[0]: each[1] for each in known.at}
 
     def encoded(number: int, input_len: int) -> bytes:
         tokens = canary_prompt(input_len, known.seed, number, spec.vocab_size)
-        if spec.chat is not None:  # as single requests make a message of token ids
+        if spec.chat is not None:  # encoded like the message of single requests
             tokens = list(islice(cycle(tokens), spec.chat.words(input_len)))
         return encode(np.asarray(tokens, np.int32))
 
@@ -260,7 +258,7 @@ def plant_canaries(spec: LoadSpec, plan: Sequence[PlannedRequest]) -> list[Plann
 
 
 class Spares:
-    """Canaries that take the place of the requests after a failed one: KV that it left may go to them."""
+    """Canaries that replace requests after a failure, to detect wrong reuse of its KV."""
 
     def __init__(self, spares: Sequence[PlannedRequest] = ()) -> None:
         self._left = list(spares)
@@ -270,7 +268,7 @@ class Spares:
         self._owed = AFTER_FAILURE
 
     def put(self, plan: MutableSequence[PlannedRequest], place: int) -> None:
-        """Puts one in the place of the next request, if one is owed and they are of the same lengths."""
+        """Replace the next request by a canary if one is owed and the lengths agree."""
         planned = plan[place]
         if not self._owed or not self._left or planned.canary is not None:
             return
@@ -279,6 +277,6 @@ class Spares:
             self._owed -= 1
             del self._left[0]
             spare.index, spare.offset_s = planned.index, planned.offset_s
-            # Servers know it by what stands before its place.
+            # Servers identify it by the text before its index.
             spare.request_id = f"{spare.request_id}-{planned.index}"
             plan[place] = spare

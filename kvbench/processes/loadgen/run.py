@@ -1,7 +1,5 @@
-"""The run of a plan: sends on schedule, keeps deadlines, takes answers in, reports progress.
-
-Answers are taken in when there is time. Progress is counts, and outcomes one by one.
-"""
+"""Runs a plan: sends on schedule, enforces deadlines, parses answers, reports progress. Answers are parsed
+when there is time. Progress lines have counts and single outcomes."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 from kvbench.core.records import RequestRecord
-from kvbench.hosts.server_access import hidden, variables
+from kvbench.hosts.server_access import redact, variables
 from kvbench.processes.loadgen.heartbeat import BEAT_S, GeneratorFigures
 from kvbench.processes.loadgen.http_request import HttpRequest, HttpRequestOwner
 from kvbench.processes.loadgen.in_flight import InFlightRequest
@@ -24,15 +22,13 @@ from kvbench.processes.loadgen.sockets.pool import ConnectionPool
 from kvbench.processes.loadgen.spec import LoadSpec
 
 SETTLED_A_LINE: Final = 60
-"""So many fit into a line that a pipe takes at once (PIPE_BUF, 4096 bytes)."""
+"""Maximum outcomes in a progress line; a pipe takes PIPE_BUF (4096) bytes at once."""
 TURNS_A_LINE: Final = 30
 DUE_A_LINE: Final = 100
-"""Of sessions: so many that have settled, with turn and session's time, and so many times of turns sent."""
+"""Maximum outcomes of turns in a line: turn, session's time, and times of sent turns."""
 
 
 class Counts:
-    """Requests that met the limits and requests that missed them, so far."""
-
     def __init__(self, spec: LoadSpec, report: Callable[[dict[str, Any]], bool]) -> None:
         limits = spec.limits()
         self._ttft_s = math.inf if limits.ttft_ms is None else limits.ttft_ms / 1e3
@@ -47,7 +43,7 @@ class Counts:
         self._turns = bool(spec.sessions_path)
 
     def sent(self, record: RequestRecord) -> None:
-        """A turn of a session has been sent, which no plan knows the time of."""
+        """Record a sent turn of a session, whose time no plan contains."""
         if self._turns:
             self._due.append(record.scheduled_s)
 
@@ -69,7 +65,7 @@ class Counts:
             self._missed += 1
 
     def overdue(self, waiting: Iterable[InFlightRequest], now: float) -> int:
-        """Of the requests that wait for a first token, in scheduled order, those past the TTFT limit."""
+        """Count waiting requests (in scheduled order) that exceed the TTFT limit."""
         count = 0
         for request in waiting:
             if request.scheduled_s > now - self._ttft_s:
@@ -78,7 +74,7 @@ class Counts:
         return count
 
     def report_due(self, state: Callable[[], dict[str, Any]], now: float) -> None:
-        """Prints lines if one is due; outcomes that do not go out now go out later."""
+        """Print lines if one is due; outcomes that cannot be printed now are printed later."""
         if now < self._next_line:
             return
         self._next_line = now + self._interval_s
@@ -86,20 +82,19 @@ class Counts:
             line = self._line(state())
             if not self._report(line):
                 return
-            if not self._told(line):
+            if not self._mark_printed(line):
                 return
 
     def last_lines(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """The lines that report all that has not been reported."""
+        """Return the lines for everything not reported yet."""
         lines = []
         while True:
             line = self._line(state)
             lines.append(line)
-            if not self._told(line):
+            if not self._mark_printed(line):
                 return lines
 
-    def _told(self, line: dict[str, Any]) -> bool:
-        """A line is out; whether there is more to tell."""
+    def _mark_printed(self, line: dict[str, Any]) -> bool:
         for _ in line["settled"]:
             self._unreported.popleft()
         for _ in line.get("offsets_s", ()):
@@ -107,12 +102,12 @@ class Counts:
         return bool(self._unreported or self._due)
 
     def _line(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A request that is past the TTFT limit without a first token has missed."""
+        """Make a line. A request without a first token past the TTFT limit is a miss."""
         count = min(TURNS_A_LINE if self._turns else SETTLED_A_LINE, len(self._unreported))
         due = {}
         if self._turns:
             due = {"offsets_s": [self._due[place] for place in range(min(DUE_A_LINE, len(self._due)))]}
-            count = count if len(self._due) <= DUE_A_LINE else 0  # none has settled before it was sent
+            count = count if len(self._due) <= DUE_A_LINE else 0  # no request ends before it is sent
         return {
             "event": "progress",
             "t_s": state["t_s"],
@@ -134,37 +129,33 @@ def _rounded(time_s: float | None) -> float | None:
 
 START_DELAY_S: Final = 0.01
 EARLY_S: Final = 8e-5
-"""A client wakes up so long before a send and waits awake, unless it is very busy: a core that sleeps needs
-as long to wake up."""
+"""Wake up this long before a send and busy-wait, unless very busy: a sleeping core needs that long to
+wake."""
 PAUSE_S: Final = 0.0005
-"""On a busy client, chunks are left lying for so long and then read together: waking up for each few of them
-costs more than reading them. When they came is known by the kernel's stamps."""
+"""Delay of reads on a busy client, so that chunks are read together: waking up for a few costs more than
+reading them. The kernel's stamps give the arrival times."""
 SHORTEST_S: Final = 5e-5
-"""A shorter sleep takes longer than it is."""
+"""Shortest useful sleep, in seconds; shorter ones overrun."""
 BUSY_READS: Final = 200
-"""So many reads in a beat make a client busy (20,000 a second)."""
+"""Reads per beat above which a client is busy (20,000 per second)."""
 VERY_BUSY_READS: Final = 600
 SLICE_S: Final = 0.0002
-"""So long are answers taken in between two turns of the loop."""
+"""Time for parsing answers between two turns of the loop, in seconds."""
 SLICES_APART_S: Final = 0.002
-"""However much there is to read, some answers are taken in after so long."""
+"""Answers are parsed at least this often, even under heavy reads, in seconds."""
 PENDING_BYTES: Final = 6_000_000
-"""With more than that lying about, streams are taken in before their end."""
+"""Above this many buffered bytes, streams are parsed before their end."""
 LOOK_BEATS: Final = 20
-"""Beats between two looks at how many there are."""
+"""Beats between two checks of that number."""
 
 
 class Stop(Protocol):
-    """Whoever can end the run early."""
-
     def is_set(self) -> bool: ...
 
 
 class LoadRun:
-    """One run of a schedule. ``run`` returns when every request that came due has ended.
-
-    ``report`` prints a progress line, or refuses to.
-    """
+    """One run of a schedule. ``run`` returns when every request that came due has ended. ``report`` prints a
+    progress line, or refuses to."""
 
     def __init__(
         self,
@@ -181,7 +172,6 @@ class LoadRun:
         self.figures = GeneratorFigures()
         self.monotonic = time.monotonic
         self.records: list[RequestRecord] = []
-        """Of all requests that came due, in the order of sending."""
         self._spec = spec
         self._schedule = schedule
         self._begin = begin
@@ -191,14 +181,14 @@ class LoadRun:
         self._due = self._wake = 0.0
         self._next_beat = 0.0
         self._made: dict[int, InFlightRequest] = {}
-        """Requests that were made before they are due: the next one, and such as another came before."""
+        """Requests made before they are due: the next one, and any that another one preceded."""
         self._beats = 0
         self._reads = 0
         self._early_s = EARLY_S
         self._busy = False
         self._next_slice = 0.0
         self._behind = False
-        """Much more was read than has been taken in."""
+        """Much more was read than parsed."""
         self._in_flight: dict[InFlightRequest, None] = {}
         self._waiting: dict[HttpRequestOwner, InFlightRequest] = {}
         self._work: deque[HttpRequest] = deque()
@@ -207,7 +197,7 @@ class LoadRun:
         self._grace_ends = float("inf")
 
     def run(self, stop: Stop, start_at: float | None = None) -> dict[str, Any]:
-        """Runs the load, or the part of it before ``stop``, from ``start_at`` on. Returns the end event."""
+        """Run the load, up to ``stop``, from ``start_at`` on. Return the end event."""
         self._start = time.monotonic() + START_DELAY_S if start_at is None else start_at
         started_unix_s = time.time() + self._start - time.monotonic()
         self._next_beat = min(self._start, time.monotonic()) + BEAT_S
@@ -223,7 +213,7 @@ class LoadRun:
                     now = time.monotonic()
                 self._on_time(stop)
                 self._arm()
-            # What lies in the kernel comes first, but not for ever.
+            # Read the kernel's buffers first, but not for ever.
             if self._work and (events < EVENTS_AT_ONCE or self._behind or now >= self._next_slice):
                 self._take_slice()
             if self._busy and not self._work and events < EVENTS_AT_ONCE:
@@ -233,7 +223,7 @@ class LoadRun:
             **self.figures.to_json(),
             "connections": sum(pool.size for pool in self.pools),
             "clock_steps": self.clock.steps,
-            # The two clocks at the start, so that what other processes timed can be put beside it.
+            # Both clocks at the start, to compare with other processes' times.
             "started_monotonic_s": self._start,
             "started_unix_s": started_unix_s,
         }
@@ -248,7 +238,6 @@ class LoadRun:
         }
 
     def last_lines(self) -> list[dict[str, Any]]:
-        """After the run: the progress lines that have to be printed before the end event."""
         return self._counts.last_lines(self._state(time.monotonic()))
 
     def _pause(self) -> None:
@@ -300,18 +289,18 @@ class LoadRun:
             pool.grow(self._schedule.unsent)
 
     def _beat(self, now: float, stop: Stop) -> None:
-        # Beats that fell due while the loop was busy come as one: each was late by its own amount, and
-        # all together by the first one's.
+        # Beats due while the loop was busy come as one: record each one's lateness, and
+        # the first one's for all.
         self.figures.held_up(max(0.0, now - self._next_beat))
         while self._next_beat <= now:
             self.figures.beat(now - self._next_beat)
             self._next_beat += BEAT_S
         self._beats += 1
-        # An urgent answer is waited for, and without stamps of the kernel's every delay would be measured.
+        # Urgent answers block others, and without kernel stamps a pause would be measured.
         was_busy = self._busy
         self._busy = self._reads > BUSY_READS and not self._close and not self.figures.fallbacks
         if self._busy and not was_busy:
-            self._alarm.clear()  # the pauses are short enough, and a timer costs as much as ten reads
+            self._alarm.clear()  # pauses are short, and a timer costs as much as ten reads
         self._early_s = EARLY_S if self._reads < VERY_BUSY_READS else 0.0
         self._reads = 0
         self._schedule.beat(now - self._start)
@@ -341,7 +330,7 @@ class LoadRun:
             request.end(("timeout", f"no complete answer within {self._spec.timeout_s:g} s"))
 
     def _stop(self, now: float) -> None:
-        """Sends nothing more; what is in flight may end within the grace, and is cancelled after it."""
+        """Send nothing more; let active requests end within the grace, then cancel them."""
         if not self._stopped:
             self._stopped = True
             self._schedule.stop()
@@ -350,20 +339,18 @@ class LoadRun:
             for request in list(self._in_flight):
                 request.end(("cancelled", "the trial was stopped"))
 
-    # taking in
+    # parsing
 
     def take_soon(self, http_request: HttpRequest) -> None:
-        """What it has read is looked at when there is time, within a beat."""
         if not http_request.queued:
             http_request.queued = True
             self._work.append(http_request)
 
     def watch_closely(self, http_request: HttpRequest) -> None:
-        """The end of its answer may not show in its bytes."""
         self._close.add(http_request)
 
     def _look_closely(self) -> None:
-        """First tokens, and ends that the loop's hot path has not noticed."""
+        """Find first tokens and ends that the loop's hot path missed."""
         for request in list(self._waiting.values()):
             http_request = request.stream
             if http_request is not None and http_request.log:
@@ -389,7 +376,7 @@ class LoadRun:
                         break
 
     def _take_slice(self) -> None:
-        """At least one piece of work, however busy the loop is, so that none waits for ever."""
+        """Do at least one piece of work, however busy the loop is."""
         until = time.monotonic() + SLICE_S
         self._next_slice = until + SLICES_APART_S
         while self._work:
@@ -404,7 +391,7 @@ class LoadRun:
                 return
 
     def _first_token(self, request: InFlightRequest, http_request: HttpRequest) -> bool:
-        """Whether its first token has come, which is counted then."""
+        """Count the first token if it has come; return whether it has."""
         first_ns = http_request.first_token_ns() if http_request is request.stream else None
         if first_ns is None:
             return False
@@ -412,15 +399,14 @@ class LoadRun:
         self._counts.first_token(request, first_ns / 1e9)
         return True
 
-    # what the requests report
+    # callbacks of requests
 
     def finished(self, request: InFlightRequest) -> None:
-        """The request has ended: its record is made."""
         self._in_flight.pop(request)
         self._waiting.pop(request, None)
         record = request.settle(self._start)
         if record.error_detail:
-            record.error_detail = hidden(record.error_detail, variables(self._spec.access))
+            record.error_detail = redact(record.error_detail, variables(self._spec.access))
         due = self._schedule.ended(request, time.monotonic() - self._start)
         self.figures.chunks += request.chunks
         if request.chunks and request.stream is not None:

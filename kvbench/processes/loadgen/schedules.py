@@ -1,9 +1,6 @@
-"""Which request is to be sent next: in the order of a plan, at planned times or as slots become free.
-
-A closed loop's slot sends its next request when the one before has ended. Unlike an open loop's, its load
-follows the server: one that is slow is asked less. It measures a latency and a throughput at so many requests
-at once, never a rate that is held.
-"""
+"""Chooses the next request to send: in plan order, at planned times or as slots become free. A slot of a
+closed loop sends its next request when the one before has ended. Its load follows the server: a slow one gets
+less. It measures latency and throughput at a concurrency, never a sustained rate."""
 
 from __future__ import annotations
 
@@ -20,42 +17,42 @@ Begin = Callable[[InFlightRun, PlannedRequest, float], InFlightRequest]
 
 
 class Schedule(Protocol):
-    """Gives a load's requests one after the other. Times are seconds since the run's start."""
+    """Yields a load's requests. Times are seconds since the run's start."""
 
     @property
     def unsent(self) -> int:
-        """Requests that are still to be sent, or may be once others are answered."""
+        """Requests still to be sent, including those that depend on answers."""
 
     @property
     def whole(self) -> bool:
-        """Whether all were sent that were to be."""
+        """Whether all planned requests were sent."""
 
     @property
     def ahead_s(self) -> float:
-        """How long before it is due a request is made: not sooner where another may come before it."""
+        """How long before its due time a request is made; short if another may precede it."""
 
     def upcoming(self, made: Container[int]) -> PlannedRequest | None:
-        """The next request; None where none is known yet. ``made``: places of those that are made already."""
+        """Return the next request, if known. ``made``: indices of those already made."""
 
     def take(self, planned: PlannedRequest) -> None:
-        """The upcoming one is sent."""
+        """Mark the upcoming request as sent."""
 
     def ended(self, request: InFlightRequest, now_s: float) -> bool:
-        """A request has ended, its record is filled in; whether others are due for that."""
+        """Handle an ended request with its record; return whether others became due."""
 
     def beat(self, now_s: float) -> None:
-        """Time goes by."""
+        """Handle the passing of time."""
 
     def stop(self) -> None:
-        """Nothing more is to be sent."""
+        """Send nothing more."""
 
 
 AFTER_FAILURE_S: Final = 0.1
-"""A slot whose request has failed waits for so long, so that one that is down is not asked ever faster."""
+"""Delay of a slot after a failed request, so that a dead server is not asked in a tight loop."""
 
 
 class ClosedLoop:
-    """Gives each request of a plan its time as slots become free; until then that is never."""
+    """Sets a planned request's time when a slot becomes free; infinite until then."""
 
     def __init__(self, plan: Sequence[PlannedRequest], slots: int, duration_s: float) -> None:
         self._plan = plan
@@ -65,22 +62,19 @@ class ClosedLoop:
             request.offset_s = 0.0 if place < self._let_in else math.inf
 
     def freed(self, now_s: float, *, failed: bool) -> None:
-        """A slot is free at ``now_s`` after the start: the next request is due."""
+        """Make the next request due: a slot is free at ``now_s``."""
         if self._let_in < len(self._plan):
             due_s = now_s + (AFTER_FAILURE_S if failed else 0.0)
-            # Requests are sent in the plan's order, so none may be due before the one ahead of it.
+            # Requests are sent in plan order, so due times must not decrease.
             before_s = self._plan[self._let_in - 1].offset_s
             self._plan[self._let_in].offset_s = max(due_s, before_s)
             self._let_in += 1
 
     def is_over(self, now_s: float) -> bool:
-        """Whether the time is up in which requests are let in."""
         return now_s >= self._duration_s
 
 
 class PlannedSchedule:
-    """A plan's requests, one after the other. ``spares``: what takes the place of some after a failure."""
-
     ahead_s: Final = math.inf
 
     def __init__(
@@ -97,7 +91,7 @@ class PlannedSchedule:
 
     @property
     def whole(self) -> bool:
-        # Of a closed loop whose time is up, not all of the plan was sent.
+        # A closed loop whose time has ended did not send the whole plan.
         return self._slots is None or self._sent == len(self._plan)
 
     def upcoming(self, made: Container[int]) -> PlannedRequest | None:

@@ -1,9 +1,9 @@
-"""Loads of sessions in the load generator: their file, when each turn is due, and its prompt as JSON.
+"""Session loads in the load generator: their file, the due time of each turn, and its prompt as JSON.
 
-The first turn of a session is due at its planned time, a later one think time after its answers. A prompt is
-of blocks that are encoded once and kept, and of answers as the server gave them. A block is a node of the
-tree of a trial's prompts (``chained``). Its tokens begin with the digits of its number, scrambled with the
-trial's salt: equal blocks have equal tokens, and no other block of this or another trial has them.
+The first turn of a session is due at its planned time, a later one the think time after its answers. A prompt
+consists of blocks, encoded once and kept, and of the server's answers. A block is a node of the tree of a
+trial's prompts (``chained``). Its tokens begin with the digits of its number, scrambled with the trial's
+salt: equal blocks have equal tokens, and no other block of this or another trial has them.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ from kvbench.processes.loadgen.schedules import Begin
 Tokens = NDArray[np.int32]
 
 _STREAM: Final = 0x5E5510
-"""Sets these tokens apart from those of single prompts with the same seed."""
+"""Separates these tokens from those of single prompts with the same seed."""
 _ODD: Final = 0x9E3779B97F4A7C15
 
 
 class BlockTokens:
-    """Token ids of blocks 0 … ``blocks`` - 1 of ``block_tokens`` each, a function of the seed alone.
-
-    Raises InputError where blocks are too short, or the vocabulary too small, to tell so many apart.
-    """
+    """Token ids of blocks 0 … ``blocks`` - 1 of ``block_tokens`` each, a function of the seed alone. Raises
+    InputError if blocks are too short, or the vocabulary too small, for distinct blocks."""
 
     def __init__(self, vocab_size: int, block_tokens: int, blocks: int, seed: int) -> None:
         self._low = lowest_id(vocab_size)
@@ -57,7 +55,7 @@ class BlockTokens:
         self._salt = np.uint64(mix64(mix64(_STREAM) ^ seed))
 
     def of(self, blocks: NDArray[np.int64], length: int) -> Tokens:
-        """Their first ``length`` tokens, a row each."""
+        """Return the first ``length`` tokens of blocks, one row each."""
         keys = self._keys(blocks.astype(np.uint64))
         found = np.empty((len(keys), length), np.int32)
         left, choices = keys.copy(), np.uint64(self._choices)
@@ -71,7 +69,7 @@ class BlockTokens:
         return found
 
     def _keys(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        """Each number as another one of so many bits, no two as the same."""
+        """Map numbers to distinct numbers of equal size."""
         if self._bits == 64:
             return mix64_array(numbers ^ self._salt)
         found: NDArray[np.uint64] = numbers * np.uint64(_ODD) + self._salt
@@ -79,17 +77,17 @@ class BlockTokens:
 
 
 PREPARED_BYTES: Final = 256_000_000
-"""So much of the prompts is encoded before the run; the rest when it is needed."""
+"""Bytes of prompts encoded before the run; the rest is encoded when needed."""
 
 Encode = Callable[[Tokens], bytes]
-"""Token ids as the items of a JSON list, each with a comma behind it."""
+"""Encodes token ids as the items of a JSON list, each followed by a comma."""
 
 
 class SessionPrompts:
-    """Makes the prompt of each request of a load, once what it waits for is answered."""
+    """Makes the prompt of each request once the answers in it are known."""
 
     def __init__(self, load: SessionLoad, vocab_size: int, seed: int, encode: Encode) -> None:
-        """Raises InputError where blocks cannot be told apart by tokens."""
+        """Raises InputError if blocks cannot have distinct tokens."""
         self._load = load
         self._encode = encode
         size = load.block_tokens
@@ -97,16 +95,16 @@ class SessionPrompts:
             nodes[: length // size] for nodes, length in zip(load.prompts, load.input_len, strict=True)
         ]
         self._blocks = 1 + max((int(nodes.max()) for nodes in self._own if len(nodes)), default=-1)
-        # Behind the blocks of the tree: one for the end of each prompt, which is like no other's.
+        # After the tree's blocks: one for the unique end of each prompt.
         self._tokens = BlockTokens(vocab_size, size, self._blocks + load.requests, seed)
         self._encoded: list[bytes | None] = [None] * self._blocks
         self._followers = {earlier: later for later, earlier in enumerate(load.goes_on) if earlier >= 0}
         self._ends: dict[int, Tokens] = {}
-        """Of requests that others go on from: what stands behind their blocks, and then their answers."""
+        """Continued prompts: the tokens after their blocks, then their answers."""
 
     def prepare(self) -> None:
-        """Encodes what is known before any answer, first the prompts that need none."""
-        count, reserved = 0, self._of_answers()
+        """Encode what is known before any answer, first the prompts that need none."""
+        count, reserved = 0, self._answer_blocks()
         waits = [bool(each) for each in self._load.following.after]
         for place in sorted(range(len(waits)), key=waits.__getitem__):
             nodes = self._own[place]
@@ -115,8 +113,7 @@ class SessionPrompts:
             if count > PREPARED_BYTES:
                 return
 
-    def _of_answers(self) -> NDArray[np.bool_]:
-        """Of each block whether an answer reaches into it."""
+    def _answer_blocks(self) -> NDArray[np.bool_]:
         found, load = np.zeros(self._blocks, np.bool_), self._load
         for earlier, later in self._followers.items():
             until = load.input_len[earlier] + load.output_len[earlier]
@@ -124,20 +121,17 @@ class SessionPrompts:
         return found
 
     def needs_answer(self, place: int) -> bool:
-        """Whether another prompt is to have its answer."""
         return place in self._followers
 
     def answered(self, place: int, token_ids: list[int]) -> None:
-        """Its answer, as the server gave it."""
+        """Store its answer, as the server gave it."""
         if place in self._followers:
             self._ends[place] = np.concatenate([self._ends[place], np.array(token_ids, np.int32)])
 
     def forget(self, place: int) -> None:
-        """It has no answer, and nothing goes on from it."""
         self._ends.pop(place, None)
 
     def json(self, place: int) -> bytes:
-        """A prompt's token ids as a JSON list."""
         nodes, size = self._own[place], self._load.block_tokens
         length = self._load.input_len[place]
         behind = length - size * len(nodes)
@@ -156,13 +150,13 @@ class SessionPrompts:
         while not pieces[-1]:
             pieces.pop()
         pieces[-1] = pieces[-1][:-1]  # its comma
-        return b"".join([*pieces, b"]"])  # once, as a long prompt is long to copy
+        return b"".join([*pieces, b"]"])  # one copy only: prompts are long
 
     def _block(self, node: int) -> bytes:
         return self._encoded[node] or b""
 
     def _put(self, given: Tokens, nodes: Blocks) -> None:
-        """What an answer, and the end of the prompt before it, bring to the blocks that they reach into."""
+        """Fill the blocks that contain an answer and the end of the prompt before it."""
         size = self._load.block_tokens
         reached = nodes[: -(-len(given) // size)]
         for begin, node in zip(range(0, len(given), size), reached.tolist(), strict=False):
@@ -175,7 +169,7 @@ class SessionPrompts:
             self._encoded[node] = self._encode(tokens)
 
     def _fill(self, nodes: Blocks) -> list[int]:
-        """Encodes those that are not yet; returns them."""
+        """Encode blocks that are not yet encoded; return them."""
         missing = [node for node in nodes.tolist() if self._encoded[node] is None]
         if missing:
             size = self._load.block_tokens
@@ -186,18 +180,15 @@ class SessionPrompts:
 
 
 def _rows(encoded: bytes, size: int) -> Iterator[bytes]:
-    """The bytes of each ``size`` items of a list."""
+    """Yield the bytes of each ``size`` items of a list."""
     commas = np.flatnonzero(np.frombuffer(encoded, np.uint8) == ord(","))
     ends = [0, *(commas[size - 1 :: size] + 1).tolist()]
     return (encoded[begin:end] for begin, end in pairwise(ends))
 
 
 class SessionSchedule:
-    """The requests of a load of sessions, as they become due."""
-
     ahead_s: Final = 0.05
-    """A turn of another session may become due before the next one that is known, and a long prompt that is
-    made for nothing costs memory."""
+    """A short lead: a turn of another session may become due first, and a long prompt costs memory."""
     whole: Final = True
 
     def __init__(self, load: SessionLoad, prompts: SessionPrompts) -> None:
@@ -207,9 +198,8 @@ class SessionSchedule:
         self._run_id = uuid.uuid4().hex[:12]
         self._due: list[tuple[float, int]] = []
         self._known: dict[int, PlannedRequest] = {}
-        """Of those that are due next, until they are sent."""
         self._planned = -1
-        """Place of the next one with a planned time, which is among those that are due."""
+        """Index of the next request with a planned time; it is among the due ones."""
         self._stopped = False
         self._next_planned()
 
@@ -268,7 +258,7 @@ class SessionSchedule:
         return bool(due)
 
     def beat(self, now_s: float) -> None:
-        """Turns wait for answers, not for time."""
+        """No action: turns wait for answers, not for time."""
 
     def stop(self) -> None:
         self._stopped = True
@@ -276,7 +266,7 @@ class SessionSchedule:
         self._known.clear()
 
     def filling(self, begin: Begin) -> Begin:
-        """``begin`` for requests whose prompts are made only then, as they may hold answers."""
+        """Wrap ``begin`` for requests whose prompts contain answers and are made at the send."""
 
         def filled(run: InFlightRun, request: PlannedRequest, scheduled_s: float) -> InFlightRequest:
             request.prompt = self._prompts.json(request.index)
@@ -286,11 +276,11 @@ class SessionSchedule:
 
 
 def read_session_load(path: str) -> SessionLoad:
-    """The load in an npz file of ``core/sessions/session_load.py``. Raises InputError."""
+    """Read the load from an npz file of ``core/sessions/session_load.py``. Raises InputError."""
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
             return load_of_arrays(arrays)
     except OSError as error:
         raise InputError(f"cannot read sessions_path {path}: {error.strerror or error}") from error
     except (ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile) as error:
-        raise InputError(f"sessions_path {path} has no load of sessions: {error}") from error
+        raise InputError(f"sessions_path {path} contains no load of sessions: {error}") from error

@@ -24,9 +24,7 @@ class LatencyLimits:
 @dataclass(frozen=True)
 class LoadSpec:
     """One trial's load. Lengths in tokens; ``timeout_s`` counts from a request's scheduled send.
-
-    ``stop_grace_s``: how long a stopped trial lets its requests in flight go on before it cancels them.
-    """
+    ``stop_grace_s``: time for active requests of a stopped trial before they are cancelled."""
 
     base_url: str
     model: str
@@ -45,7 +43,7 @@ class LoadSpec:
     headers: dict[str, str] = field(default_factory=dict)
     """``${NAME}`` in a value is that environment variable's."""
     api_key_env: str = ""
-    """The environment variable whose value goes into each request's Authorization header."""
+    """Environment variable whose value goes into each request's Authorization header."""
     ca_file: str = ""
     insecure: bool = False
     extra_body: dict[str, Any] = field(default_factory=dict)
@@ -56,38 +54,37 @@ class LoadSpec:
     workers: int = 1
     """This process sends the plan's requests number ``worker``, ``worker + workers``, and so on."""
     requests_path: str = ""
-    """A file of requests (JSON lines) that takes the place of request_rate, num_requests and the lengths."""
+    """File of requests (JSON lines) that replaces request_rate, num_requests and the lengths."""
     sessions_path: str = ""
-    """A file of a load of sessions (``core/sessions/session_load.py``, as npz) that takes their place."""
+    """File of a session load (npz of ``core/sessions/session_load.py``) that replaces rate and lengths."""
     offsets_s: list[float] = field(default_factory=list)
-    """The planned sends in seconds, ascending, where they are not those of a rate."""
+    """Planned sends in seconds, ascending, if not derived from a rate."""
     concurrency: int = 0
-    """A closed loop: so many requests are under way at any time, and each that ends lets the next one in. 0:
-    requests are sent at their planned times, however many are under way."""
+    """Number of active requests in a closed loop; the end of one starts the next. 0: requests are sent at
+    their planned times."""
     duration_s: float = 0.0
-    """After so long no further request is let in; 0: all are."""
     chat_overhead_tokens: float = 0.0
     chat_tokens_per_word: float = 1.0
-    """Of a chat: how the words of its message become prompt tokens."""
+    """Chat: prompt tokens per word of the message."""
     canaries: Any = None
-    """An object: the requests whose answers are known (``CanarySpec``)."""
+    """An object: the requests with known answers (``CanarySpec``)."""
     direct: Any = None
-    """An object: connector, prefill and decode servers, between which the generator itself dispatches."""
+    """An object: connector, prefill and decode servers, for dispatch by the generator."""
 
     @property
     def access(self) -> ServerAccess:
-        """What requests carry, and whose certificate is believed."""
+        """Return the requests' credentials and TLS trust."""
         return ServerAccess(self.api_key_env, self.headers, self.ca_file, self.insecure)
 
     @property
     def chat(self) -> ChatLength | None:
-        """How long a message is to be; None: prompts are token ids."""
+        """Return a message's length; None: prompts are token ids."""
         if self.path != CHATS:
             return None
         return ChatLength(self.chat_overhead_tokens, self.chat_tokens_per_word)
 
     def limits(self) -> LatencyLimits:
-        """The SLO of the progress lines. Raises InputError."""
+        """Return the SLO of the progress lines. Raises InputError."""
         unknown = set(self.slo) - {"ttft_ms", "tpot_ms"}
         if unknown:
             raise InputError(f"the spec: unknown key 'slo.{min(unknown)}'")
@@ -97,7 +94,6 @@ class LoadSpec:
         return LatencyLimits(**self.slo)
 
     def check(self) -> None:
-        """Raises InputError for values that no load can be made of."""
         if self.output_len < 1:
             raise InputError(f"output_len must be at least 1, it is {self.output_len}")
         if not self.timeout_s > 0 or math.isinf(self.timeout_s):
@@ -122,7 +118,7 @@ class LoadSpec:
 
     @property
     def slots(self) -> int:
-        """This worker's share of ``concurrency``; 0 where there is no closed loop."""
+        """This worker's share of ``concurrency``; 0 without a closed loop."""
         return self.concurrency // self.workers + (self.worker < self.concurrency % self.workers)
 
     def _offsets_fit(self) -> bool:
@@ -135,10 +131,8 @@ class LoadSpec:
         )
 
     def expected_streams(self, requests: int, seconds: float) -> int:
-        """Connections to open beforehand for so many requests that are sent within ``seconds``.
-
-        It is what the SLO would have under way, and half more.
-        """
+        """Return the number of connections to open for ``requests`` requests within ``seconds``. 1.5 times
+        the concurrency at the SLO."""
         if self.concurrency:
             return min(requests, self.slots)
         limits = self.limits()
@@ -150,9 +144,8 @@ class LoadSpec:
 
 @dataclass(frozen=True)
 class CanarySpec:
-    """``at``: pairs of a place in the plan and the number of the prompt that is sent there. ``spares``:
-    numbers of prompts of the plan's lengths, for what follows a failure.
-    """
+    """``at``: pairs of an index in the plan and a prompt's number. ``spares``: numbers of prompts of the
+    plan's lengths, for use after a failure."""
 
     seed: int
     at: list[list[int]]
@@ -160,7 +153,7 @@ class CanarySpec:
 
     @classmethod
     def of(cls, data: Any) -> CanarySpec:
-        """From the spec's object; without one there are none. Raises InputError."""
+        """Parse the spec's object; empty without one. Raises InputError."""
         if data is None:
             return cls(0, [])
         spec = parse_spec(cls, data, "the spec's canaries")

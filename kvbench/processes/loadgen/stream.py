@@ -1,4 +1,4 @@
-"""What the bytes of one streamed answer mean: token events, usage, errors. Pure."""
+"""Parser of one streamed answer: token events, usage, errors. Pure."""
 
 from __future__ import annotations
 
@@ -13,96 +13,83 @@ from kvbench.core.records import RequestError, abort_text
 
 MAX_DETAIL_CHARS: Final = 300
 MAX_EVENT_BYTES: Final = 1 << 20
-"""Of one event that has not ended. One of 10,000 tokens with their logprobs has a quarter of that."""
+"""Maximum size of an unfinished event. An event of 10,000 tokens with logprobs has a quarter of it."""
 MAX_EVENT_LINES: Final = 100_000
 _DECODE: Final = json.JSONDecoder().decode
-"""As json.loads does, which first finds out in which encoding bytes are: events are always UTF-8."""
+"""json.loads would first detect the encoding of bytes; events are always UTF-8."""
 MAX_TOKENS: Final = 2**31 - 1
-"""A usage that reports more is none."""
+"""A larger usage is invalid."""
 EVENTS_A_TOKEN: Final = 10
 SPARE_EVENTS: Final = 10_000
-"""More token events than so many for each token that was asked for, and these, are no answer: what came of an
-endless one within its deadline would keep the load generator from its sends for seconds.
-"""
+"""Token events allowed above one per requested token; a longer stream is an error. An endless one would delay
+the load generator's sends by seconds."""
 _PROMPT_IDS: Final = b'"prompt_token_ids"'
 PROMPT_ID_BYTES: Final = 12
-"""At most, of a prompt's token id that is sent back."""
+"""Maximum bytes of a prompt's token id that is sent back."""
 _OTHER_FIELDS: Final = (b":", b"event:", b"id:", b"retry:")
-"""Comments and fields of server-sent events that say nothing here."""
+"""Ignored comments and fields of server-sent events."""
 
 
-def clipped(data: bytes | str) -> str:
-    """Server's words, without what a terminal obeys, and short enough for a record."""
+def clip(data: bytes | str) -> str:
+    """Return a server's text without terminal control characters, and short enough for a record."""
     text = visible(data.decode("utf-8", "replace") if isinstance(data, bytes) else data)
     return text if len(text) <= MAX_DETAIL_CHARS else text[:MAX_DETAIL_CHARS] + "…"
 
 
 @dataclass(frozen=True)
 class FirstEvent:
-    """The first token event: bytes of its text, whether that is nothing but blanks, and the tokens that the
-    server had told by then in its usage, if it does so all along.
-    """
+    """The first token event: bytes of its text, whether it is blank, and tokens that the server's usage
+    reported so far."""
 
     text_bytes: int
     blank: bool
     told_tokens: int | None
     empty_before: int
-    """Events without text that came before it."""
 
 
 @dataclass
 class StreamReader:
-    """Reads server-sent events (LF, CRLF or CR lines, comments, events split over reads).
-
-    A token event is an event that brings text: one whose ``choices`` have none says that something began, or
-    why it ended, and must not end TTFT. Several tokens may share one event, so tokens are counted by
-    ``usage`` and never by events. An event gets the stamp of the read that completed it; stamps are in any
-    unit.
-    """
+    """Parses server-sent events (LF, CRLF or CR lines, comments, events split over reads). A token event
+    brings text: one whose ``choices`` have none only marks a begin or end, and must not end TTFT. Several
+    tokens may share one event, so tokens are counted by ``usage``, never by events. An event gets the stamp
+    of the read that completed it; stamps are in any unit."""
 
     token_stamps: MutableSequence[int] = field(default_factory=list)
     empty_events: int = 0
     """Events with ``choices`` and without text."""
     empty_after: int = 0
-    """Those after the last text."""
     completion_tokens: int | None = None
     prompt_tokens: int | None = None
-    """The prompt's length as the server counted it."""
     text: str = ""
-    """Of the last token event that was decoded."""
     text_crc: int = 0
-    """CRC-32 of the answer's whole text (UTF-8), which finds equal answers without keeping them."""
+    """CRC-32 of the answer's whole text (UTF-8), to find equal answers."""
     text_bytes: int = 0
-    """Its length."""
     kept: bytearray | None = None
-    """The text itself; None where it is not kept."""
     token_ids: list[int] | None = None
-    """The tokens' ids, as the server gives them (``return_token_ids``); None where they are not kept."""
+    """The tokens' ids from the server (``return_token_ids``), if kept."""
     event_bytes: int = MAX_EVENT_BYTES
-    """An event that is longer before it has ended is none."""
+    """Maximum size of an unfinished event."""
     asked_tokens: int | None = None
-    """How many tokens the answer was to have; None if that is not known."""
+    """Requested length of the answer, if known."""
     first_event: FirstEvent | None = None
-    """What the first token event brought."""
     first_event_stamp: int | None = None
-    """Of the first event of any kind: one that only says that something began comes before the text."""
+    """Stamp of the first event of any kind, which may precede the text."""
     done: bool = False
     half: bool = False
     """The stream ended in the middle of an event; known after ``finish``."""
     error: RequestError = ""
     detail: str = ""
     endless: bool = False
-    """An event grew beyond all reason: nothing more of this stream is worth reading."""
+    """An event exceeds the limit: the rest of the stream is ignored."""
     _pending: bytes = b""
     _more: list[bytes] = field(default_factory=list)
-    """What came after ``_pending`` without a line break: joined once, however many reads it took."""
+    """Bytes after ``_pending`` without a line break; joined once."""
     _size: int = 0
-    """Its bytes."""
     _data: list[bytes] = field(default_factory=list)
 
     @property
     def event_seen(self) -> bool:
-        """Whether any event of a completion has come: a stream it is, then."""
+        """Whether any completion event has come: the answer is a stream."""
         return bool(self.token_stamps) or self.empty_events > 0
 
     @property
@@ -111,7 +98,6 @@ class StreamReader:
         return not self._pending and not self._data
 
     def feed(self, data: bytes, stamp: int) -> None:
-        """Takes the bytes of one read."""
         if self._pending:
             if b"\n" not in data and b"\r" not in data and not self._pending.endswith(b"\r"):
                 self._more.append(data)
@@ -142,10 +128,10 @@ class StreamReader:
                 self._fail("bad_stream", b"not a server-sent event: " + line)
         asked = self.asked_tokens
         if asked is not None and len(self.token_stamps) > EVENTS_A_TOKEN * asked + SPARE_EVENTS:
-            self._give_up(f"{len(self.token_stamps):,} token events where {asked} tokens were asked for")
+            self._give_up(f"{len(self.token_stamps):,} token events where {asked} tokens were requested")
 
     def finish(self, whole: bool = True) -> None:
-        """The answer has ended; ``whole``: by its own framing. The end mark may lack its line break."""
+        """Handle the answer's end; ``whole``: by its own framing. The end mark may lack its line break."""
         self._pending = self._begun()
         rest = self._pending.strip(b"\r\n")
         begun = bool(rest) and b"data:".startswith(rest)
@@ -159,7 +145,7 @@ class StreamReader:
             self.half = bool(self._data) or begun
 
     def event(self, data: bytes) -> bool:
-        """Takes in the data of one whole event; returns whether it is a token event."""
+        """Parse the data of one whole event; return whether it is a token event."""
         if data == b"[DONE]":
             self.done = True
             return False
@@ -202,7 +188,7 @@ class StreamReader:
         return True
 
     def add_text(self, text: bytes) -> None:
-        """A token event's text, which may have come without being decoded."""
+        """Add a token event's text, which may not have been decoded."""
         self.text_crc = crc32(text, self.text_crc)
         self.text_bytes += len(text)
         self.empty_after = 0
@@ -210,13 +196,12 @@ class StreamReader:
             self.kept += text
 
     def add_empty(self) -> None:
-        """An event without text."""
         self.empty_events += 1
         self.empty_after += 1
 
     @property
     def text_so_far(self) -> int:
-        """CRC-32 and length of the text in one number, as the compiled log counts on: CRC + length · 2³²."""
+        """CRC-32 and length of the text in one number, as in the compiled log: CRC + length · 2³²."""
         return self.text_bytes << 32 | self.text_crc
 
     @text_so_far.setter
@@ -252,13 +237,12 @@ class StreamReader:
 
     def _fail(self, error: RequestError, detail: bytes | str) -> None:
         if not self.error:
-            self.error, self.detail = error, clipped(detail)
+            self.error, self.detail = error, clip(detail)
 
 
 def without_prompt_ids(data: bytes) -> bytes:
-    """An event without its prompt's token ids: vLLM sends them all back with the first token, and to decode
-    100,000 of them would delay what else is to be sent.
-    """
+    """Remove the prompt's token ids from an event. vLLM returns them with the first token; decoding 100,000
+    of them would delay other sends."""
     begin = data.find(_PROMPT_IDS)
     start = data.find(b"[", begin, begin + len(_PROMPT_IDS) + 4) if begin >= 0 else -1
     end = data.find(b"]", start) if start >= 0 else -1
@@ -266,7 +250,6 @@ def without_prompt_ids(data: bytes) -> bytes:
 
 
 def token_ids_in(choices: Any) -> list[int]:
-    """The token ids that an event's choices bring."""
     found: list[int] = []
     for choice in choices if isinstance(choices, list) else ():
         ids = choice.get("token_ids") if isinstance(choice, dict) else None
@@ -276,18 +259,18 @@ def token_ids_in(choices: Any) -> list[int]:
 
 
 def text_in(choices: Any) -> str:
-    """The text that an event's choices bring, of completions or of chats; empty if there is none."""
+    """Return the text of an event's choices, of completions or chats; empty without one."""
     parts = []
     for choice in choices if isinstance(choices, list) else ():
         if isinstance(choice, dict):
             delta = choice.get("delta")
-            pieces = [choice.get("text"), *(_of_delta(delta) if isinstance(delta, dict) else ())]
+            pieces = [choice.get("text"), *(_delta_texts(delta) if isinstance(delta, dict) else ())]
             parts += [text for text in pieces if isinstance(text, str)]
     return "".join(parts)
 
 
-def _of_delta(delta: dict[str, Any]) -> Iterator[Any]:
-    """What a chat's delta brings: of the answer, of the reasoning before it, of a tool's call, a refusal."""
+def _delta_texts(delta: dict[str, Any]) -> Iterator[Any]:
+    """Yield the texts of a chat's delta: answer, reasoning, tool call, refusal."""
     yield delta.get("content")
     reasoning = delta.get("reasoning")
     # vLLM up to 0.13 has the same text under both names.
@@ -302,7 +285,7 @@ def _of_delta(delta: dict[str, Any]) -> Iterator[Any]:
 
 
 def error_in(event: dict[str, Any]) -> str:
-    """The error that a JSON answer reports, in OpenAI's shape or vLLM's older one; empty if there is none."""
+    """Return the error in a JSON answer, in OpenAI's format or vLLM's older one; empty without one."""
     error = event.get("error")
     if error:
         return str(error.get("message") or error) if isinstance(error, dict) else str(error)
@@ -312,14 +295,10 @@ def error_in(event: dict[str, Any]) -> str:
 
 
 def whole_body_error(body: bytes) -> tuple[RequestError, str]:
-    """What an answer with status 200 that is no event stream is: an error reported in JSON, or garbage."""
+    """Classify an answer with status 200 that is not an event stream: an error in JSON, or garbage."""
     try:
         answer = json.loads(body)
     except (ValueError, RecursionError):
-        return "bad_stream", "not an event stream: " + clipped(body)
+        return "bad_stream", "not an event stream: " + clip(body)
     problem = error_in(answer) if isinstance(answer, dict) else ""
-    return (
-        ("error_body", clipped(problem))
-        if problem
-        else ("bad_stream", "not an event stream: " + clipped(body))
-    )
+    return ("error_body", clip(problem)) if problem else ("bad_stream", "not an event stream: " + clip(body))

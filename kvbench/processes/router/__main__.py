@@ -32,13 +32,13 @@ log = logging.getLogger(ROUTER_MODULE)
 
 NAME = ROUTER_MODULE
 COLLECT_EVERY_S: Final = 10.0
-"""About 1 ms each, with 300 requests under way."""
+"""Interval of garbage collection: about 1 ms each with 300 active requests."""
 
 
 async def route(
     router: Router, spec: RouterSpec, listening: Sequence[socket.socket], stop: asyncio.Event
 ) -> int:
-    """Serves until ``stop``. /health answers 503 while the engine ids are asked for."""
+    """Serve until ``stop``. /health answers 503 while the engine ids are being queried."""
     server = await serve(router.handle, spec.host, spec.port, listening=listening)
     log.info("listening on http://%s:%d, connector %s", spec.host, server.port, spec.connector)
     gc.collect()
@@ -64,7 +64,7 @@ async def route(
 
 
 async def collect_now_and_then() -> None:
-    """Collects garbage, which only failures leave, so seldom that hardly a request waits for it."""
+    """Collect garbage, which only failures leave, so rarely that few requests wait for it."""
     while True:
         await asyncio.sleep(COLLECT_EVERY_S)
         gc.collect()
@@ -75,8 +75,8 @@ def one_process(spec: RouterSpec) -> int:
 
 
 def several_processes(spec: RouterSpec) -> int:
-    """The router in ``spec.processes`` processes on one port, and this one that watches over them."""
-    spec.backends("decode", spec.profile())  # a mistake is reported here, once
+    """Run the router in ``spec.processes`` processes on one port; this process supervises them."""
+    spec.backends("decode", spec.profile())  # report a spec's error once
     metrics = RouterMetrics(spec.processes)
     spans = SpanLog(spec.trace_path) if spec.trace_path else None
     sockets = listening_sockets(spec.host, spec.port, spec.processes)
@@ -87,7 +87,7 @@ def several_processes(spec: RouterSpec) -> int:
             other.close()
         return run(NAME, lambda stop: route(Router(spec, metrics, spans), spec, [sockets[number]], stop))
 
-    # A signal in between would end one of them with a code of its own, and the others for that.
+    # A signal during the fork would end one worker with another exit code, and then all.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     workers = fork(spec.processes, work)
     for each in sockets:

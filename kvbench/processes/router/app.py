@@ -1,4 +1,5 @@
-"""The router: takes a request, sends it to P and D as the connector says, passes D's answer on, traces it."""
+"""The router: receives a request, sends it to P and D as the connector requires, passes D's answer on, traces
+it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import uuid
 from collections.abc import Awaitable, Iterator
 from typing import Any, Final
 
-from kvbench.core.plan.dispatch import engine_id_in
+from kvbench.connectors.base import PrefillPeer
+from kvbench.core.plan.dispatch import engine_ids_in
 from kvbench.core.records import TIMING_REQUEST_HEADER
 from kvbench.errors import InputError, ServerError
 from kvbench.processes.common.spans import Span, SpanLog
@@ -22,13 +24,13 @@ from kvbench.processes.router.backend_request import (
     Splice,
     Timing,
 )
-from kvbench.processes.router.dispatch import ClientBody, Dispatch, passed_on
+from kvbench.processes.router.dispatch import ClientBody, Dispatch, forwarded_headers
 from kvbench.processes.router.metrics import CONTENT_TYPE, RouterMetrics
 from kvbench.processes.router.spec import RouterBackend, RouterSpec
 
 
 def request_spans(timing: Timing, began_s: float, ended_s: float, error: str) -> Iterator[Span]:
-    """The request from its arrival to the end of its answer, then what P and D did as far as they came."""
+    """Yield the span of the whole request, then what P and D did as far as they came."""
     yield Span("request", began_s, ended_s, {"error": error} if error else {})
     sent, answered = timing.prefill_sent, timing.prefill_answered
     if sent is not None:
@@ -46,14 +48,11 @@ log = logging.getLogger(__name__)
 
 
 class RoutedRequest:
-    """A request from its arrival to the end of its answer, driven by what its requests to P and D report.
-
-    It ends once: with D's answer when both have succeeded, with the first failure of one, when its time is
-    up, or when the client leaves. Whatever is under way then is dropped.
-
-    A body that the connector does not change (that of ``aggregated``) is not looked at: if it is no JSON
-    object, D says so. Else that is a 400 of the router's own.
-    """
+    """A request from arrival to the end of its answer, driven by the events of its requests to P and D. It
+    ends once: with D's answer when both have succeeded, with the first failure, at its deadline, or when the
+    client leaves. Whatever is active then is dropped. A body that the connector does not change
+    (``aggregated``) is not parsed: if it is not a JSON object, D rejects it; otherwise the router answers
+    400."""
 
     __slots__ = (
         *("_began", "_body", "_decode", "_dispatch", "_lying", "_over", "_p", "_prefill"),
@@ -68,13 +67,12 @@ class RoutedRequest:
         self._timing = Timing(received=self._began, asked=request.headers.get(TIMING_REQUEST_HEADER) == "1")
         self._over = False
         self._body: ClientBody | None = None
-        self._p: RouterBackend | None = None
+        self._p: PrefillPeer | None = None
         self._prefill: BackendRequest | None = None
         self._decode: Splice | None = None
         self._lying: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Sends what can be sent, and only then does all else."""
         failure = None
         try:
             self._start()
@@ -112,7 +110,7 @@ class RoutedRequest:
             self._lying = asyncio.ensure_future(self._lie(p))
 
     async def _lie(self, p: RouterBackend | None) -> None:
-        """What the liar does first, and then what it leaves to be done."""
+        """Apply the planted lie, then handle the rest of the request."""
         liar, body = self._dispatch.liar, self._body
         assert liar is not None
         assert body is not None
@@ -125,18 +123,19 @@ class RoutedRequest:
             self._failed(error)
 
     def _send(self, p: RouterBackend | None) -> None:
-        self._p = p
         dispatch = self._dispatch
+        if p is not None:
+            self._p = p.next_peer(dispatch.session_of(self._request))
         d = dispatch.decode_for(self._request)
         if dispatch.liar is not None:
             d = dispatch.liar.decode_of(d, dispatch.decodes)
         self._decode = Splice(
             d, self, self._response, {"x-request-id": self._timing.request_id}, self._timing
         )
-        if p is None:
+        if p is None or self._p is None:
             self._send_decode(None)
             return
-        fields = self._dispatch.connector.prefill_request(self._fields, self._timing.request_id, p.peer())
+        fields = self._dispatch.connector.prefill_request(self._fields, self._timing.request_id, self._p)
         self._prefill = PrefillRequest(p, self, self._timing)
         self._prefill.start(self._bytes_for(p, fields))
         if self._dispatch.connector.dispatch == "concurrent" and not self._over:
@@ -153,26 +152,27 @@ class RoutedRequest:
         fields = None
         if p is not None:
             connector = self._dispatch.connector
-            fields = connector.decode_request(self._fields, answer, self._timing.request_id, p.peer())
+            fields = connector.decode_request(self._fields, answer, self._timing.request_id, p)
         decode.start(self._bytes_for(decode.backend, fields))
 
     def _bytes_for(self, backend: RouterBackend, fields: dict[str, Any] | None) -> bytes:
-        """The request to a backend, with a changed body or (None) with the client's."""
         assert self._decode is not None
         request, peer_id, p = self._request, self._timing.request_id, self._p
         if p is not None:
             side_address = self._decode.backend.side_address
-            peer_id = self._dispatch.connector.backend_request_id(peer_id, p.peer(), side_address)
+            peer_id = self._dispatch.connector.backend_request_id(peer_id, p, side_address)
         body = request.body
         if fields is not None:
             assert self._body is not None
             body = self._body.encode(fields)
-        return backend.request(request.path, passed_on(request), peer_id, body)
+        headers = forwarded_headers(request)
+        if p is not None and backend is not self._decode.backend:
+            headers |= p.headers
+        return backend.request(request.path, headers, peer_id, body)
 
-    # what happens on the way
+    # events
 
     def backend_answered(self, request: BackendRequest) -> None:
-        """P or D has answered."""
         if self._over:
             return
         try:
@@ -191,7 +191,6 @@ class RoutedRequest:
             self._failed(error)
 
     def _failed(self, error: Exception) -> None:
-        """Whatever came up, away from the handler's caller."""
         if not isinstance(error, BackendError):
             log.error("a request cannot be passed on", exc_info=error)
             message = "internal error; see the router's log"
@@ -199,7 +198,6 @@ class RoutedRequest:
         self.backend_failed(error)
 
     def _prefilled(self, request: BackendRequest) -> None:
-        """P has answered: that is what D waits for, or was only to be known."""
         self._timing.prefill_answered = time.monotonic()
         reply = request.answer()
         try:
@@ -207,7 +205,7 @@ class RoutedRequest:
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            raise BackendError.of(request.backend, "bad_answer", 502, "answered no JSON object")
+            raise BackendError.of(request.backend, "bad_answer", 502, "did not answer a JSON object")
         connector = self._dispatch.connector
         if connector.dispatch != "sequential":
             return
@@ -219,24 +217,23 @@ class RoutedRequest:
         self._send_decode(answer)
 
     def backend_failed(self, failure: BackendError) -> None:
-        """P or D has failed, and so the request. It is counted before the client can know of it."""
+        """Fail the request. It is counted before the client can know of it."""
         if not self._over:
             self._end(failure.error)
             _answer_failure(self._response, failure)
 
     def expire(self) -> None:
-        """The request's time is up."""
         message = f"no complete answer within {self._dispatch.deadlines.limit_s:g} s"
         self.backend_failed(BackendError("timeout", 504, error_body(504, message, "timeout")))
 
     def _left(self) -> None:
-        """The client is gone, and with this the requests on P and D are too."""
+        """Drop the requests on P and D: the client has gone."""
         if not self._over:
             self._end("client_disconnect")
 
     def _finish(self, decode: Splice) -> None:
         self._end("")
-        decode.finish()  # after the counting: who has the answer finds it counted, whichever process is asked
+        decode.finish()  # count first: a client with its answer finds it in every process's counters
 
     def _end(self, error: str) -> None:
         self._over = True
@@ -245,7 +242,7 @@ class RoutedRequest:
                 each.drop()
         if self._lying is not None:
             self._lying.cancel()
-        self._prefill = self._decode = self._lying = None  # no circles, which would have to be collected
+        self._prefill = self._decode = self._lying = None  # break reference cycles
         dispatch, timing = self._dispatch, self._timing
         dispatch.deadlines.discard(self)
         ended = time.monotonic()
@@ -259,8 +256,8 @@ def _answer_failure(response: Response, failure: BackendError) -> None:
     if response.closed or response.ended:
         return
     if response.started:
-        # The status is long with the client: only a broken stream can still show that it failed.
-        log.warning("a stream is cut short: %s", failure)
+        # The client already has the status: only a broken stream can show the failure.
+        log.warning("a stream was cut off: %s", failure)
         response.abort()
     else:
         response.send(failure.status, failure.body, failure.content_type)
@@ -271,12 +268,12 @@ CONTROL_DEADLINE_S: Final = 5.0
 
 
 class Router:
-    """Everything but the listening socket. ``handle`` is the server's handler."""
+    """Everything except the listening socket. ``handle`` is the server's handler."""
 
     def __init__(
         self, spec: RouterSpec, metrics: RouterMetrics | None = None, spans: SpanLog | None = None
     ) -> None:
-        """``metrics`` and ``spans`` are given where several processes share them."""
+        """``metrics`` and ``spans`` are given if several processes share them."""
         self._bootstrap_timeout_s = spec.bootstrap_timeout_s
         self.metrics = metrics or RouterMetrics()
         self._dispatch = Dispatch(
@@ -286,7 +283,7 @@ class Router:
             self._dispatch.not_ready = "the prefill servers' engine ids are not known yet"
 
     async def bootstrap(self) -> None:
-        """Asks each prefill's bootstrap address for its engine id. Raises ServerError after the deadline."""
+        """Query each prefill's bootstrap address for its engine id. Raises ServerError after the deadline."""
         dispatch, timeout_s = self._dispatch, self._bootstrap_timeout_s
         if dispatch.connector.needs_bootstrap:
             await asyncio.gather(*(_ask_engine_id(backend, timeout_s) for backend in dispatch.prefills))
@@ -294,11 +291,9 @@ class Router:
         self.metrics.ready()
 
     async def close(self) -> None:
-        """Drops all connections to the backends."""
         await self._dispatch.close()
 
     def handle(self, request: ReceivedRequest, response: Response) -> Awaitable[None] | None:
-        """The server's handler."""
         if request.method == "POST" and request.path.startswith("/v1/"):
             RoutedRequest(self._dispatch, request, response).start()
             return None
@@ -318,7 +313,7 @@ class Router:
     # everything else
 
     async def _ask_all(self, method: str, path: str) -> dict[str, str]:
-        """Asks every backend; returns what is wrong, by backend (empty: all answered 200)."""
+        """Query every backend; return the errors by backend (empty: all answered 200)."""
         backends = self._dispatch.backends
         answers = await asyncio.gather(*(_ask(b.pool, method, path) for b in backends))
         return {
@@ -348,9 +343,9 @@ class Router:
 
 
 async def _ask(pool: Pool, method: str, path: str) -> Reply | str:
-    """A control request: the answer, or what went wrong."""
+    """Make a control request; return the answer, or the error as text."""
     asked = asyncio.ensure_future(fetch(pool, pool.request(method, path)))
-    # Cancelled as it fails, it fails with nobody left to hear of it, which asyncio would log.
+    # If it fails while being cancelled, asyncio would log an unhandled error.
     asked.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
         return await asyncio.wait_for(asked, CONTROL_DEADLINE_S)
@@ -368,13 +363,13 @@ async def _ask_engine_id(backend: RouterBackend, timeout_s: float) -> None:
             answer = await _ask(pool, "GET", "/query")
             problem = answer if isinstance(answer, str) else f"status {answer.status}"
             if isinstance(answer, Reply) and answer.status == 200:
-                backend.engine_id = engine_id_in(answer.body)
-                if backend.engine_id:
+                backend.engine_ids = engine_ids_in(answer.body, backend.spec.data_parallel_size)
+                if backend.engine_ids:
                     return
-                problem = "the answer carries no engine_id"
+                problem = "the answer carries no engine_id, or not that of every rank"
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"{backend.name}: its bootstrap address {backend.bootstrap_url} told no engine id"
+                    f"{backend.name}: its bootstrap address {backend.bootstrap_url} reported no engine id"
                     f" within {timeout_s:g} s: {problem}",
                     hint="is it a prefill server with this connector, and is the bootstrap port right?",
                 )

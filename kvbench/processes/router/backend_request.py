@@ -1,7 +1,5 @@
-"""The requests to P and D behind a client's: P's whole answer, and D's answer spliced through to the client.
-
-They are driven by what their connections report: in the ordinary course one needs no task and no future.
-"""
+"""Requests to P and D behind a client's request: P's whole answer, and D's answer spliced to the client.
+Connection events drive them; a normal request needs no task and no future."""
 
 from __future__ import annotations
 
@@ -18,8 +16,8 @@ from kvbench.processes.http1 import (
     MalformedAnswerError,
     Reply,
     Response,
-    broken,
     error_body,
+    failure_error,
 )
 from kvbench.processes.router.spec import RouterBackend
 
@@ -27,7 +25,7 @@ _TIMING_HEADERS: Final = tuple(timing_header(name) for name in ROUTER_TIMES)
 
 
 class BackendError(Exception):
-    """A request to P or D failed: the answer that the client gets, and the class that is counted."""
+    """A failed request to P or D: the client's answer, and the class for the counters."""
 
     def __init__(self, error: str, status: int, body: bytes, content_type: str = "application/json") -> None:
         super().__init__(f"{error} ({status})")
@@ -43,20 +41,19 @@ class BackendError(Exception):
 
     @classmethod
     def broken(cls, backend: RouterBackend, error: ConnectionError) -> BackendError:
-        """The backend's answer is not whole, or is none."""
+        """The backend's answer is missing or incomplete."""
         kind = "malformed" if isinstance(error, MalformedAnswerError) else "early_close"
-        return cls.of(backend, kind, 502, f"gave no whole answer: {error}")
+        return cls.of(backend, kind, 502, f"gave no complete answer: {error}")
 
     @classmethod
     def answered(cls, backend: RouterBackend, reply: Reply) -> BackendError:
-        """The backend's own error, passed on as it is."""
         content_type = reply.headers.get("content-type", "text/plain")
         return cls(f"{backend.role}_http", reply.status, reply.body, content_type)
 
 
 @dataclass(slots=True)
 class Timing:
-    """Seconds on the monotonic clock; None until it happened."""
+    """Seconds on the monotonic clock; None until the event."""
 
     prefill_sent: float | None = None
     prefill_answered: float | None = None
@@ -67,10 +64,10 @@ class Timing:
     asked: bool = False
     """The client wants these times in its answer's headers."""
     stream: ChunkWatch | None = None
-    """D's stream, if it was passed on as it came."""
+    """D's stream, if passed on unchanged."""
 
     def headers(self) -> dict[str, str]:
-        """What has happened so far, for the client that asked for it."""
+        """Return the times so far as headers, if the client requested them."""
         if not self.asked:
             return {}
         times = (self.received, self.prefill_sent, self.prefill_answered, self.decode_sent)
@@ -82,7 +79,7 @@ class Timing:
 
 
 class RequestOwner(Protocol):
-    """Who hears of a backend request's end, once: of one of these, unless it was dropped before."""
+    """Gets exactly one call at a backend request's end, unless it was dropped."""
 
     def backend_answered(self, request: BackendRequest) -> None: ...
 
@@ -90,7 +87,7 @@ class RequestOwner(Protocol):
 
 
 class BackendRequest(Gathering):
-    """A request to one backend. Its answer is gathered."""
+    """A request to one backend, whose answer is collected."""
 
     def __init__(self, backend: RouterBackend, owner: RequestOwner) -> None:
         super().__init__()
@@ -101,7 +98,7 @@ class BackendRequest(Gathering):
         self._opening: asyncio.Task[None] | None = None
 
     def start(self, data: bytes) -> None:
-        """Sends a prepared request, at once if a connection is idle. Raises BackendError if that fails."""
+        """Send a prepared request, at once if a connection is idle. Raises BackendError if that fails."""
         connection = self.backend.pool.take()
         if connection is not None:
             self._begin(connection, data)
@@ -134,10 +131,9 @@ class BackendRequest(Gathering):
         self._sent(connection, began)
 
     def _sent(self, connection: ClientConnection, stamp: float) -> None:
-        """The request was sent; the stamp is from just before."""
+        """Note the send; ``stamp`` was taken just before."""
 
     def drop(self) -> None:
-        """Gives it up: its connection is dropped, and so the backend's request."""
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.cancel()
@@ -146,7 +142,7 @@ class BackendRequest(Gathering):
             connection.abort()
 
     def answer(self) -> Reply:
-        """The whole answer, once it is done. Raises BackendError unless it is a success."""
+        """Return the finished answer. Raises BackendError unless it is a success."""
         try:
             reply = self.whole()
         except ConnectionError as error:
@@ -162,12 +158,10 @@ class BackendRequest(Gathering):
 
     def on_failure(self, cause: str, malformed: bool) -> None:
         self._connection = None
-        self._owner.backend_failed(BackendError.broken(self.backend, broken(cause, malformed)))
+        self._owner.backend_failed(BackendError.broken(self.backend, failure_error(cause, malformed)))
 
 
 class PrefillRequest(BackendRequest):
-    """The request to P."""
-
     def __init__(self, backend: RouterBackend, owner: RequestOwner, timing: Timing) -> None:
         super().__init__(backend, owner)
         self._timing = timing
@@ -177,13 +171,10 @@ class PrefillRequest(BackendRequest):
 
 
 class Splice(BackendRequest):
-    """The request to D, whose stream is passed on as it comes; an answer of known length is gathered.
-
-    A stream in chunks is passed on with its framing, as bytes, and only its last chunk is kept back:
-    whether the client's stream may end is not D's to say alone. For a client of HTTP/1.0 the framing
-    is taken off. A stream that ends with D's connection ends so for the client too: whether it is
-    whole is no more known here than there.
-    """
+    """The request to D, whose stream is passed on as it comes; an answer of known length is collected. A
+    chunked stream is passed on with its framing, except the last chunk: D alone does not decide whether the
+    client's stream may end. An HTTP/1.0 client gets it without framing. A stream that ends with D's
+    connection ends the same way for the client: neither knows whether it is complete."""
 
     def __init__(
         self,
@@ -214,7 +205,7 @@ class Splice(BackendRequest):
         self.streaming = True
         self._content_type = headers.get("content-type", "text/event-stream")
         self._until_close = connection.until_close
-        # The time of the first byte can only go into the head if the head waits for it.
+        # The head waits for the first byte, whose time it contains.
         if not self._timing.asked:
             self.start_answer()
         if connection.chunked and self._response.chunked:
@@ -231,7 +222,7 @@ class Splice(BackendRequest):
             self._response.pass_on(first)
 
     def finish(self) -> None:
-        """End the client's answer, or give the one that was gathered."""
+        """End the client's stream, or send the collected answer."""
         if self.streaming:
             self.start_answer()  # an answer without a body has not begun it
             self._response.end(self._tail)
@@ -241,13 +232,12 @@ class Splice(BackendRequest):
             self._response.send(self.reply.status, self.reply.body, content_type, headers)
 
     def flush(self) -> None:
-        """Pass on what came with the end of D's stream: the client's is not to end yet."""
+        """Pass on what came with the end of D's stream, without ending the client's."""
         tail, self._tail = self._tail, b""
         if tail:
             self._response.pass_on(tail)
 
     def _pass(self, data: bytes) -> None:
-        """Bytes of a stream in chunks. What comes with its end goes out with the client's."""
         stream = self._timing.stream
         if stream is not None and stream.complete:
             self._tail = data
@@ -255,10 +245,9 @@ class Splice(BackendRequest):
             self._response.pass_on(data)
 
     def _first(self, data: bytes) -> None:
-        """The first bytes of a stream in chunks."""
         self._timing.decode_first_byte = time.monotonic()
         self.start_answer(data)
-        if self._connection is not None:  # the client may have been lost in the writing
+        if self._connection is not None:  # the client may have been lost during the write
             self._connection.splice(self._response.descriptor, self._pass)
 
     def on_body(self, data: bytes, stamp: float) -> None:

@@ -1,9 +1,7 @@
-"""What the requests of one router share: targets, deadlines, counts, the client's body, and planted lies.
-
-A prompt of 32k token ids is 200 kB of JSON, and coding it anew for P and for D would cost some 10 ms of TTFT.
-So the list is cut out as bytes before decoding (``ClientBody``) and put back after encoding. ``Liar`` is what
-a router can do behind a benchmark's back (core/gates/lies.py).
-"""
+"""Shared state of one router's requests: targets, deadlines, counts, client bodies, and planted lies. A
+prompt of 32k token ids is 200 kB of JSON, and encoding it again for P and D would add about 10 ms to TTFT. So
+the list is cut out as bytes before decoding (``ClientBody``) and put back after encoding. ``Liar`` plants a
+router's faults (core/gates/lies.py)."""
 
 from __future__ import annotations
 
@@ -28,23 +26,23 @@ from kvbench.processes.router.metrics import RouterMetrics
 from kvbench.processes.router.spec import RouterBackend, RouterSpec
 
 _PROMPT_LIST: Final = re.compile(rb'"prompt"\s*:\s*\[')
-"""Cannot match inside a JSON string: there a quote is always preceded by a backslash."""
+"""Cannot match inside a JSON string: a quote there follows a backslash."""
 _DECODE: Final = json.JSONDecoder().decode
 _ENCODE: Final = json.JSONEncoder(separators=(",", ":")).encode
 _NO_NUMBERS: Final = (b'"', b"[", b"{", b"\\")
-"""What a list of numbers does not hold; four plain searches are much faster than one pattern."""
+"""Bytes that a list of numbers does not contain; four plain searches are faster than one pattern."""
 
 
 _PLACEHOLDER: Final = f"prompt-{secrets.token_hex(16)}"
-"""Stands for the list while a body is changed. It never leaves this process, so nobody can send it."""
+"""Replaces the list while a body is changed. It never leaves this process, so no client can send it."""
 _PLACEHOLDER_JSON: Final = f'"{_PLACEHOLDER}"'.encode()
 
 
 class ClientBody:
-    """``fields`` is the decoded body, to be left as it is; a prompt of token ids is a placeholder in it."""
+    """``fields`` is the decoded body (do not change it), with a placeholder for a prompt of token ids."""
 
     def __init__(self, raw: bytes) -> None:
-        """Raises InputError if the body is no JSON object."""
+        """Raises InputError if the body is not a JSON object."""
         self._raw = raw
         self._prompt = b""
         match = _PROMPT_LIST.search(raw)
@@ -62,7 +60,7 @@ class ClientBody:
         self.fields: dict[str, Any] = fields
 
     def encode(self, fields: Mapping[str, Any]) -> bytes:
-        """JSON of a body made from ``fields`` by a connector, with the prompt's bytes back in place."""
+        """Return a connector's ``fields`` as JSON, with the prompt's bytes back in place."""
         if fields is self.fields:
             return self._raw  # nothing was changed
         data = _ENCODE(fields).encode()
@@ -70,33 +68,33 @@ class ClientBody:
 
 
 QUIET: Final = 4
-"""The first requests, which check the outputs, are handled honestly."""
+"""Number of first requests handled correctly; they check the outputs."""
 RETRY_EVERY: Final = 5
 DROP_EVERY: Final = 4
 CROSS_EVERY: Final = 4
 CROSS_WAIT_S: Final = 1.0
 STARVED_LAG_S: Final = 0.2
-"""What a router without a core was seen to be late by."""
+"""Measured lateness of a router without a core, in seconds."""
 CONTENT_TYPE: Final = "application/json"
 
 
 @dataclass
-class _Held:
-    """A request that waits for another one, to get its answer."""
+class _WaitingRequest:
+    """A request that waits for another one's answer."""
 
     body: ClientBody
     crossed: asyncio.Event
 
 
 class Liar:
-    """Tells one lie; ``before`` is asked once for each request that is about to be sent to P and D."""
+    """Applies one lie; ``before`` is called once for each request before it is sent to P and D."""
 
     def __init__(self, lie: str, connector: Connector, metrics: RouterMetrics) -> None:
         self._lie = lie
         self._connector = connector
         self._metrics = metrics
         self._count = 0
-        self._waiting: _Held | None = None
+        self._waiting: _WaitingRequest | None = None
         if lie == "starved_router":
             waited_s = metrics.waited_s
             metrics.waited_s = lambda: waited_s() + STARVED_LAG_S * self._count
@@ -104,7 +102,7 @@ class Liar:
     async def before(
         self, request: ReceivedRequest, body: ClientBody, request_id: str, p: RouterBackend | None
     ) -> RouterBackend | None:
-        """The prefill server to send it to in truth; None: to D alone. Raises BackendError to fail it."""
+        """Return the prefill server to use; None: D alone. Raises BackendError to fail the request."""
         self._count += 1
         late = self._count - QUIET
         if self._lie == "starved_router":
@@ -112,21 +110,19 @@ class Liar:
         if self._lie == "decode_only" and late > 0:
             return None
         if self._lie == "swapped_answers" and late > 0 and p is not None:
-            await self._cross(body)
+            await self._swap_bodies(body)
         if self._lie == "router_drops" and late > 0 and late % DROP_EVERY == 0:
-            raise BackendError(
-                "router_full", 502, error_body(502, "the router has no room for more", "router_full")
-            )
+            raise BackendError("router_full", 502, error_body(502, "the router is full", "router_full"))
         if self._lie == "router_retry" and late > 0 and late % RETRY_EVERY == 0 and p is not None:
-            await asyncio.shield(self._try_in_vain(request, body, f"{request_id}-first", p))
+            await asyncio.shield(self._discard_prefill(request, body, f"{request_id}-first", p))
         return p
 
     def decode_of(self, in_turn: RouterBackend, backends: Sequence[RouterBackend]) -> RouterBackend:
-        """The decode server to send it to in truth; ``in_turn``: whose turn it is."""
+        """Return the decode server to use instead of ``in_turn``."""
         return backends[0] if self._lie == "idle_decode" and self._count > QUIET else in_turn
 
-    async def _cross(self, body: ClientBody) -> None:
-        """Every so-manyth request gets the next one's body, and that its: each client the other's answer."""
+    async def _swap_bodies(self, body: ClientBody) -> None:
+        """Swap the bodies of two requests, so that each client gets the other's answer."""
         if self._waiting is not None:
             other, self._waiting = self._waiting, None
             mine = dict(vars(body))
@@ -134,17 +130,17 @@ class Liar:
             vars(other.body).update(mine)
             other.crossed.set()
         elif self._count % CROSS_EVERY == 0:
-            self._waiting = held = _Held(body, asyncio.Event())
+            self._waiting = held = _WaitingRequest(body, asyncio.Event())
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(held.crossed.wait(), CROSS_WAIT_S)
             if self._waiting is held:
                 self._waiting = None
 
-    async def _try_in_vain(
+    async def _discard_prefill(
         self, request: ReceivedRequest, body: ClientBody, request_id: str, p: RouterBackend
     ) -> None:
-        """P does the work, and its answer is thrown away as if it had come too late."""
-        fields = self._connector.prefill_request(body.fields, request_id, p.peer())
+        """Send a request to P and discard its answer, as after a timeout."""
+        fields = self._connector.prefill_request(body.fields, request_id, p.next_peer())
         headers = {"content-type": CONTENT_TYPE, "x-request-id": request_id}
         data = p.pool.request("POST", request.path, headers, body.encode(fields))
         try:
@@ -159,18 +155,18 @@ class Liar:
             raise BackendError.answered(p, reply)
 
 
-_PASSED_ON: Final = ("authorization", "user-agent", "traceparent")
-"""The client's headers that P and D get too."""
+_FORWARDED: Final = ("authorization", "user-agent", "traceparent")
+"""Client headers that P and D also get."""
 
 
 class Late(Protocol):
-    """What may take too long."""
+    """Something with a deadline."""
 
     def expire(self) -> None: ...
 
 
 class Deadlines:
-    """Expires what is under way for ``limit_s``. One timer does for all: who came first is late first."""
+    """Expires each item after ``limit_s``. One timer suffices: the first added expires first."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -178,7 +174,7 @@ class Deadlines:
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, one: Late, began: float) -> None:
-        """From ``began`` (monotonic; no less than the last one's) its time runs, until ``discard``."""
+        """Start the time of an item at ``began`` (monotonic, not decreasing); ``discard`` ends it."""
         self._under_way[one] = began + self.limit_s
         if self._timer is None:
             self._wait(self.limit_s)
@@ -187,7 +183,6 @@ class Deadlines:
         self._under_way.pop(one, None)
 
     def close(self) -> None:
-        """Expires nothing any more."""
         self._under_way.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -209,15 +204,15 @@ class Deadlines:
 
 
 class Dispatch:
-    """Chooses the servers of each request, and holds what all requests share (app.py)."""
+    """Chooses the servers of each request; state shared by all requests (app.py)."""
 
     def __init__(self, spec: RouterSpec, metrics: RouterMetrics, spans: SpanLog | None) -> None:
-        """Raises InputError for a spec that cannot be worked with."""
+        """Raises InputError for an unusable spec."""
         self.connector = spec.profile()
         self.splicing = Splicing(spec.compiled)
         self.prefills = spec.backends("prefill", self.connector)
         self.decodes = spec.backends("decode", self.connector, self.splicing)
-        # Each process goes round by itself; they begin at different servers.
+        # Each process has its own round robin; they begin at different servers.
         self._next_prefill = _round(self.prefills, metrics.process)
         self._next_decode = _round(self.decodes, metrics.process)
         self._by_session = spec.routing == "session"
@@ -226,11 +221,9 @@ class Dispatch:
         self.metrics = metrics
         self.spans = spans
         self.not_ready = ""
-        """Why no request can be taken yet."""
 
     @property
     def backends(self) -> list[RouterBackend]:
-        """All that requests may go to."""
         return [*(self.prefills if self.connector.disaggregated else []), *self.decodes]
 
     def prefill_for(self, request: ReceivedRequest) -> RouterBackend:
@@ -240,14 +233,17 @@ class Dispatch:
         """Return the D of a request, or its aggregated engine."""
         return self._choose(request, self.decodes, self._next_decode)
 
+    def session_of(self, request: ReceivedRequest) -> str | None:
+        """The session whose requests go to the same engines; None: they go in turn."""
+        return request.headers.get(SESSION_HEADER) if self._by_session else None
+
     def _choose(
         self, request: ReceivedRequest, backends: list[RouterBackend], in_turn: Iterator[RouterBackend]
     ) -> RouterBackend:
-        session = request.headers.get(SESSION_HEADER) if self._by_session else None
+        session = self.session_of(request)
         return backends[server_of_session(session, len(backends))] if session else next(in_turn)
 
     async def close(self) -> None:
-        """Drops all connections to the backends."""
         self.deadlines.close()
         for backend in self.backends:
             await backend.pool.close()
@@ -256,13 +252,12 @@ class Dispatch:
             self.spans.close()
 
 
-def passed_on(request: ReceivedRequest) -> dict[str, str]:
-    """The client's headers that P and D are sent."""
+def forwarded_headers(request: ReceivedRequest) -> dict[str, str]:
     headers = request.headers
-    return {name: headers[name] for name in _PASSED_ON if name in headers}
+    return {name: headers[name] for name in _FORWARDED if name in headers}
 
 
 def _round(backends: list[RouterBackend], first: int) -> Iterator[RouterBackend]:
-    """All of them in turn for ever, beginning with the ``first``."""
+    """Yield the backends in turn for ever, beginning with number ``first``."""
     begin = first % len(backends) if backends else 0
     return itertools.cycle(backends[begin:] + backends[:begin])

@@ -1,18 +1,18 @@
-"""The router's own figures. Its processes count in one table of shared memory, and any reports the sum.
+"""The router's metrics. Its processes count in one table of shared memory, and any of them reports the sum.
 
-Each process writes its own row only, one aligned number at a time, and each reader adds up all rows: no
-lock, no message, and what a scrape shows is true whichever process the kernel gave it to.
+Each process writes only its row, one aligned number at a time, and a reader adds up all rows: without locks,
+a scrape is right in every process.
 
 | metric | meaning |
 |---|---|
-| ``requests_total``, ``errors_total{error}``, ``requests_in_flight`` | requests received, failed, under way |
-| ``streams_total``, ``stream_reads_total``, ``stream_bytes_total`` | streams passed on, and what they were |
-| ``stream_compiled_reads_total`` | those of the reads that compiled code did |
+| ``requests_total``, ``errors_total{error}``, ``requests_in_flight`` | requests received, failed, active |
+| ``streams_total``, ``stream_reads_total``, ``stream_bytes_total`` | streams passed on; reads, bytes |
+| ``stream_compiled_reads_total`` | those of the reads by compiled code |
 | ``prefill_seconds``, ``handoff_seconds``, ``decode_first_byte_seconds``, ``request_seconds`` | times |
-| ``cpu_seconds_total{process}`` | user and system time; one process cannot use more than one second each |
-| ``run_queue_wait_seconds_total`` | time in which a process was ready to run and had no core |
-| ``loop_lag_seconds`` | how late a timer of each process came, taken every ``BEAT_S`` |
-| ``processes`` | how many processes share the port |
+| ``cpu_seconds_total{process}`` | user and system time; at most one second per second and process |
+| ``run_queue_wait_seconds_total`` | time in which a process was ready to run but had no core |
+| ``loop_lag_seconds`` | lateness of each process's timer, every ``BEAT_S`` |
+| ``processes`` | processes that share the port |
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ PREFIX: Final = "kvbench:router_"
 
 COUNTERS: Final = {
     "requests": "Requests received.",
-    "streams": "Streams of D that were passed on as bytes.",
+    "streams": "Streams of D passed on as bytes.",
     "stream_reads": "Reads of those streams: about one a chunk while the router keeps up.",
-    "stream_compiled_reads": "Those of these reads that went past Python.",
+    "stream_compiled_reads": "Reads of these streams by compiled code.",
     "stream_bytes": "Bytes of those streams, with their framing.",
 }
 ERRORS: Final = (
@@ -68,7 +68,6 @@ _SLOTS: Final = (
 )
 _AT: Final = {name: index for index, name in enumerate(_SLOTS)}
 _AT_SUM: Final = {name: _AT[f"{name} sum"] for name in HISTOGRAMS}
-"""Its buckets follow each sum."""
 _REQUESTS: Final = _AT["requests"]
 _IN_FLIGHT: Final = _AT["in_flight"]
 _STREAM: Final = tuple(
@@ -77,28 +76,26 @@ _STREAM: Final = tuple(
 
 
 class RouterMetrics:
-    """The figures of all processes; ``process`` says whose row this one writes (``write_as``)."""
+    """Metrics of all processes; ``process`` is the row that this one writes (``write_as``)."""
 
     def __init__(self, processes: int = 1) -> None:
         self.processes = processes
         self.waited_s: Callable[[], float] = run_queue_wait_s
-        # Anonymous and shared: the processes that are forked later see the same memory.
+        # Anonymous and shared: later forked processes see the same memory.
         self._table = memoryview(mmap.mmap(-1, 8 * len(_SLOTS) * processes)).cast("d")
         self.write_as(0)
 
     def write_as(self, process: int) -> None:
-        """Choose the row that is written."""
         self.process = process
         self._row = self._table[process * len(_SLOTS) : (process + 1) * len(_SLOTS)]
 
     def began(self) -> None:
-        """Count a request that has come."""
         row = self._row
         row[_REQUESTS] += 1.0
         row[_IN_FLIGHT] += 1.0
 
     def ended(self, timing: Timing, began: float, ended: float, error: str, sequential: bool) -> None:
-        """Count a request's end, and its times as far as it came. ``sequential``: D waited for P."""
+        """Count a request's end and its times as far as it came. ``sequential``: D waited for P."""
         self._row[_IN_FLIGHT] -= 1.0
         if error:
             self.error(error)
@@ -124,13 +121,11 @@ class RouterMetrics:
         self._row[_AT[f"error {name if name in ERRORS else 'internal'}"]] += 1.0
 
     def observe(self, histogram: str, seconds: float) -> None:
-        """Add one time to a histogram."""
         first = _AT_SUM[histogram]
         self._row[first] += seconds
         self._row[first + 1 + bisect_left(BOUNDS_S, seconds)] += 1.0
 
     def ready(self) -> None:
-        """This process knows all that it needs."""
         self._row[_AT["ready"]] = 1.0
 
     @property
@@ -138,7 +133,7 @@ class RouterMetrics:
         return self._sum("ready") == self.processes
 
     async def beat(self) -> None:
-        """Measures this process's load until it is cancelled."""
+        """Measure this process's load until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
             due = clock() + BEAT_S
@@ -147,14 +142,14 @@ class RouterMetrics:
             self._note_cpu()
 
     def page(self) -> bytes:
-        """The text of ``GET /metrics``."""
+        """Return the text of ``GET /metrics``."""
         self._note_cpu()
         registry = CollectorRegistry()
         registry.register(self)
         return generate_latest(registry)
 
     def collect(self) -> Iterator[Metric]:
-        """What prometheus_client asks for."""
+        """Yield the metrics for prometheus_client."""
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, text, value=self._sum(name))
         errors = CounterMetricFamily(f"{PREFIX}errors", "Requests that failed, by class.", labels=["error"])

@@ -1,8 +1,6 @@
-"""Several processes on one port: each listens for itself, and the kernel deals out the connections.
-
-The workers are forked before any event loop exists, so that they share the figures' memory and start at
-once. They live and die together: the first that ends ends all, and so does the end of their parent.
-"""
+"""Several processes on one port: each listens, and the kernel distributes the connections. The workers are
+forked before any event loop exists, so that they share the metrics' memory and start at once. The end of one
+worker, or of the parent, ends all."""
 
 from __future__ import annotations
 
@@ -24,14 +22,15 @@ STOP_GRACE_S: Final = 3.0
 
 
 def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
-    """Sockets that share a port (0: any free one). Raises PortInUseError, InputError for a bad host."""
+    """Return sockets that share a port (0: any free one). Raises PortInUseError, InputError for a bad
+    host."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
         raise InputError(f"the spec: host {host!r} has no address: {error}") from error
     found: list[socket.socket] = []
     try:
-        # SO_REUSEPORT lets another router of this user join in silently: one socket asks without it first.
+        # SO_REUSEPORT would let a second router of this user share the port: test without it first.
         with _socket(family) as probe:
             probe.bind(address)
             address = probe.getsockname()
@@ -58,7 +57,7 @@ def _socket(family: int) -> socket.socket:
 
 
 def fork(count: int, work: Callable[[int], int]) -> dict[int, int]:
-    """Forks ``count`` processes that end with the exit code of ``work(number)``; process id → number."""
+    """Fork ``count`` processes that exit with ``work(number)``; return process id → number."""
     workers: dict[int, int] = {}
     for number in range(count):
         pid = os.fork()
@@ -76,10 +75,8 @@ def fork(count: int, work: Callable[[int], int]) -> dict[int, int]:
 
 
 async def watch(workers: Mapping[int, int], stop: asyncio.Event) -> int:
-    """Waits for ``stop`` or for the first worker to end, then ends them all.
-
-    Returns 0 if it was asked to stop and all ended well, else the first exit code that is not 0.
-    """
+    """Wait for ``stop`` or for the first worker to end, then end them all. Return 0 after ``stop`` and a
+    clean end of all, else the first nonzero exit code."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     handles = {pid: os.pidfd_open(pid) for pid in workers}
@@ -101,7 +98,7 @@ async def watch(workers: Mapping[int, int], stop: asyncio.Event) -> int:
 
 
 async def _end(workers: Mapping[int, int]) -> list[int]:
-    """Ends all workers, by force after a grace; their exit codes in the order in which they ended."""
+    """End all workers, by force after a grace; return their exit codes in order of ending."""
     left, codes = set(workers), []
     force_at = time.monotonic() + STOP_GRACE_S
     for pid in left:
@@ -120,7 +117,7 @@ async def _end(workers: Mapping[int, int]) -> list[int]:
 
 
 def _exit_code(status: int) -> int:
-    """A process's exit code as a shell reports it; SIGTERM before it could listen to it is a good end."""
+    """Return a process's exit code as a shell reports it; SIGTERM before its handler exists counts as 0."""
     code = os.waitstatus_to_exitcode(status)
     return 0 if code == -signal.SIGTERM else code if code >= 0 else 128 - code
 

@@ -1,1 +1,1 @@
-"""The processes that host one side of a transfer, and what starts them and talks to them."""
+"""The processes that host one side of a transfer, and their clients."""

@@ -44,10 +44,7 @@ def die_with_parent(parent_pid: int, by: signal.Signals = signal.SIGKILL) -> Non
 
 
 def mark_ranges(endpoint: Endpoint) -> None:
-    """Let profilers see each transfer as an NVTX range, if the package nvtx is installed.
-
-    Without it the endpoint stays as it is, so that nothing is paid.
-    """
+    """Show each transfer to profilers as an NVTX range, if the package nvtx is installed."""
     try:
         nvtx: Any = importlib.import_module("nvtx")
     except ImportError:
@@ -86,8 +83,8 @@ def mark_ranges(endpoint: Endpoint) -> None:
     marked.poll, marked.release = marked_poll, marked_release
 
 
-def opened(backend: Backend, options: dict[str, Any]) -> Endpoint:
-    """The endpoint; with the option ``memory: cuda`` over memory of the first GPU that CUDA shows."""
+def open_endpoint(backend: Backend, options: dict[str, Any]) -> Endpoint:
+    """Open the endpoint; with ``memory: cuda`` in the first GPU that CUDA shows."""
     if options.get("memory", "host") == "host":
         return backend.open(options)
     from kvbench.processes.transfer_worker.memory import StagedEndpoint, gpu_of_turn
@@ -96,9 +93,9 @@ def opened(backend: Backend, options: dict[str, Any]) -> Endpoint:
 
 
 def host(spec: dict[str, Any]) -> NoReturn:
-    """Open the endpoint that the spec describes and serve it until the end."""
+    """Open the endpoint of a spec and serve it until the end."""
     die_with_parent(int(spec["parent_pid"]))
-    # Ctrl-C reaches the whole process group; the parent decides what it means for us.
+    # Ctrl-C reaches the whole process group; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(spec["control_fd"]))
     log = NativeLog()
@@ -106,7 +103,7 @@ def host(spec: dict[str, Any]) -> NoReturn:
         layout = Layout(**spec["layout"])
         backend = transfer.get(spec["backend"])
         pool = mmap.mmap(int(spec["pool_fd"]), layout.nbytes)
-        endpoint = opened(backend, spec["options"])
+        endpoint = open_endpoint(backend, spec["options"])
         endpoint.native_log = log.lines
         mark_ranges(endpoint)
         endpoint.register(ctypes.addressof(ctypes.c_char.from_buffer(pool)), layout)
@@ -118,7 +115,7 @@ def host(spec: dict[str, Any]) -> NoReturn:
         }
         library = endpoint.library()
     except Exception as error:
-        time.sleep(0.02)  # the library's last words are still on their way through the pipe
+        time.sleep(0.02)  # the library's last lines are still in the pipe
         cause = str(error) if isinstance(error, KvbenchError) else f"{type(error).__name__}: {error}"
         failed = {"failed": cause, "log": log.since(0)[-LOG_LINES_IN_ERRORS:]}
         control.sendall(json.dumps(failed).encode() + b"\n")
@@ -130,7 +127,7 @@ def host(spec: dict[str, Any]) -> NoReturn:
 
 
 def check(name: str) -> int:
-    """Import a backend's library and print what came of it as one JSON line."""
+    """Import a backend's library and print the result as one JSON line."""
     load = transfer.get(name).load
     try:
         answer: dict[str, Any] = {"library": load() if load else {}}
@@ -142,7 +139,6 @@ def check(name: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Entry point; returns the exit code."""
     if len(arguments) == 2 and arguments[0] == "--check":
         return check(arguments[1])
     try:

@@ -1,7 +1,5 @@
-"""The transfer child's loop and its peers: answers commands, polls what is pending, enforces deadlines.
-
-Peers are connected in threads, known by their layouts, given up after a timeout.
-"""
+"""The transfer child's loop and its peers: answers commands, polls transfers, enforces deadlines. Peers are
+connected in threads and given up after a timeout."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from kvbench.transfer.parts.native import NativeLog
 
 @dataclass
 class _Connecting:
-    """A connect under way in a thread. Once given up, a late success is undone."""
+    """A connect in a thread. A success after its timeout is undone."""
 
     peer: str
     layout: Layout
@@ -38,7 +36,7 @@ class _Connecting:
 
 
 class Peers:
-    """Of one endpoint. ``wake`` is a pipe that is written to when a thread has connected, or failed to."""
+    """Peers of one endpoint. Threads write to the pipe ``wake`` when a connect has ended."""
 
     def __init__(self, backend: str, endpoint: Endpoint, layout: Layout, wake: int) -> None:
         self._backend = backend
@@ -52,19 +50,19 @@ class Peers:
 
     @property
     def due(self) -> float:
-        """The first deadline of a connect under way (monotonic); infinite without one."""
+        """The first deadline of an active connect (monotonic); infinite without one."""
         return min((each.deadline for each in self._connecting.values()), default=float("inf"))
 
     def layout_of(self, peer: str) -> Layout:
-        """Raises TransferError for one that no transfer can be started to."""
+        """Return a peer's layout. Raises TransferError if no transfer to it can start."""
         if peer in self._unusable:
             raise TransferError(f"peer {peer} is unusable since a transfer to it timed out; connect again")
         if peer not in self._known:
-            raise TransferError(f"no peer is called {peer!r}; connect first")
+            raise TransferError(f"there is no peer {peer!r}; connect first")
         return self._known[peer]
 
     def give_up(self, peer: str) -> None:
-        """A transfer to it timed out: it takes no more before it is connected again."""
+        """Block a peer after a timeout until it is connected again."""
         self._unusable.add(peer)
 
     def forget(self, peer: str) -> None:
@@ -73,7 +71,7 @@ class Peers:
         self._endpoint.forget(peer)
 
     def connect(self, number: int, peer: Mapping[str, Any], deadline_s: float, mark: int) -> None:
-        """Begin; ``connected`` reports the end under the same number. Raises TransferError."""
+        """Begin to connect; ``connected`` reports the end under the same number. Raises TransferError."""
         if peer.get("backend") != self._backend:
             raise TransferError(f"the peer speaks {peer.get('backend')!r}, this side {self._backend!r}")
         layout = Layout(**peer["layout"])
@@ -98,7 +96,7 @@ class Peers:
         threading.Thread(target=work, name="connect", daemon=True).start()
 
     def connected(self) -> Iterator[tuple[int, int, str, str]]:
-        """What has ended since the last call: number, mark, error (empty for none), peer."""
+        """Yield ended connects since the last call: number, mark, error (empty for none), peer."""
         now = time.monotonic()
         for number, connecting in list(self._connecting.items()):
             if connecting.done:
@@ -119,7 +117,7 @@ class Peers:
 
 
 def check_ids(side: str, ids: Sequence[int], layout: Layout) -> None:
-    """Block ids must exist and be named once. Raises TransferError."""
+    """Raise TransferError for unknown or repeated block ids."""
     if not ids:
         return
     low, high = min(ids), max(ids)
@@ -137,8 +135,6 @@ TERM_GRACE_S = 1.0
 
 @dataclass
 class _Pending:
-    """A transfer under way."""
-
     ticket: Ticket
     began: float
     deadline: float
@@ -147,7 +143,7 @@ class _Pending:
 
 
 class WorkerLoop:
-    """Answers commands, polls what is pending, enforces deadlines; otherwise sleeps."""
+    """Answers commands, polls transfers, enforces deadlines; otherwise sleeps."""
 
     def __init__(self, backend: Backend, endpoint: Endpoint, layout: Layout, log: NativeLog) -> None:
         self._backend = backend
@@ -165,14 +161,13 @@ class WorkerLoop:
         self._epoll = select.epoll()
 
     def run(self, control: socket.socket, ready: dict[str, Any]) -> None:
-        """Serve until end of file or SIGTERM."""
         self._control = control
         control.setblocking(False)
         self._epoll.register(control, select.EPOLLIN)
         self._epoll.register(self._wake_r, select.EPOLLIN)
         for fd in self._endpoint.wait_fds():
             self._epoll.register(fd, select.EPOLLIN)
-        # The wake-up pipe too, since Python resumes an interrupted select by itself.
+        # Also the wake-up pipe: Python resumes an interrupted select.
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         self._transport = self._endpoint.transport()
@@ -194,7 +189,6 @@ class WorkerLoop:
         self._stop_at = min(self._stop_at, time.monotonic() + TERM_GRACE_S)
 
     def _wait(self) -> None:
-        """Sleep until there is a command, a wake-up, or the next poll or deadline is due."""
         now = time.monotonic()
         due = min([p.deadline for p in self._pending.values()] + [self._peers.due, self._stop_at, now + 60.0])
         pause = self._endpoint.poll_interval_s if self._pending else self._endpoint.progress_interval_s
@@ -221,7 +215,7 @@ class WorkerLoop:
         except OSError:
             chunk = b""
         if not chunk:
-            self._stop_at = 0.0  # the parent is gone or closed us
+            self._stop_at = 0.0  # the parent has gone or closed the socket
             return
         self._in += chunk
         *lines, rest = self._in.split(b"\n")
@@ -230,7 +224,7 @@ class WorkerLoop:
             self._command(bytes(line))
 
     def _command(self, line: bytes) -> None:
-        """One request. Whatever is wrong with it becomes its answer."""
+        """Handle one request; an error becomes its answer."""
         number = -1
         mark = self._log.mark()
         try:
@@ -314,7 +308,7 @@ class WorkerLoop:
     def _answer(self, number: int, ok: dict[str, Any]) -> None:
         answer: dict[str, Any] = {"n": number, "ok": ok}
         if "(configured)" in self._transport or "peer" in ok:
-            # It is known for certain only once bytes have moved, or a connection stands.
+            # It is certain only after a transfer or a connect.
             self._transport = self._endpoint.transport()
             answer["transport"] = self._transport
         self._send(answer)
@@ -342,5 +336,5 @@ class WorkerLoop:
     def _flush_before_end(self) -> None:
         assert self._control is not None
         self._control.settimeout(0.5)
-        with contextlib.suppress(OSError):  # the parent may no longer listen
+        with contextlib.suppress(OSError):  # the parent may have gone
             self._control.sendall(self._out)

@@ -1,15 +1,14 @@
-"""The timed loop: prepared transfers, started again and again, each timed from its start to its seen end.
+"""The timed loop: starts prepared transfers repeatedly and times each from its start to its observed end.
 
-How it waits: first without any pause, for ``EAGER_NS``, since 4 KiB take microseconds; then it gives up the
-processor between two questions, until ``SPIN_NS``, since the library's own threads need it; then it sleeps
-for a ``SLEEP_SHARE`` of the time waited, which bounds what a late look adds. An endpoint with ``wait_fds``
-wakes the loop.
+Waiting has three phases: 1. busy-wait for ``EAGER_NS``, since 4 KiB take microseconds; 2. yield the processor
+between polls until ``SPIN_NS``, since the library's threads need it; 3. sleep for ``SLEEP_SHARE`` of the time
+waited, which bounds the added error. An endpoint with ``wait_fds`` wakes the loop.
 
-Measured with mooncake over loopback on two busy cores, ways taken in turns: 4 KiB take 2 to 3 µs more than
-the library's blocking call (median); 389 µs with sleeps of 300 µs. Asking without sleep moves 0.58 (write)
+Measured with mooncake over loopback on two busy cores, methods alternating: 4 KiB take 2 to 3 µs more than
+the library's blocking call (median); 389 µs with sleeps of 300 µs. Polling without sleep moves 0.58 (write)
 and 0.82 (read) of the bytes of 8 × 1 MiB for 1.8 times the CPU time. Sleeping until nine tenths of the
-shortest of the last calls saves a tenth of the CPU time, but moves 0.86 to 0.96 at one block of 16 MiB: not
-done.
+shortest recent call saves a tenth of the CPU time, but moves 0.86 to 0.96 of the bytes at one block of 16
+MiB: not done.
 """
 
 from __future__ import annotations
@@ -35,14 +34,13 @@ SLEEP_SHARE = 1 / 30
 MAX_SLEEP_S = 500e-6
 START_SPIN_S = 1e-3
 PR_SET_TIMERSLACK = 29  # linux/prctl.h
-"""Linux rounds a thread's sleeps up by its timer slack, 50 µs by default: as long as a whole small
-transfer."""
+"""Linux delays a thread's wake-ups by its timer slack, 50 µs by default: as long as a small transfer."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long to measure. At least ``min_calls`` calls and ``seconds`` seconds, at most ``max_calls`` and
-    ``max_seconds``; a single call at most ``call_deadline_s``."""
+    """Duration of a measurement: at least ``min_calls`` calls and ``seconds`` seconds, at most ``max_calls``
+    and ``max_seconds``; a single call at most ``call_deadline_s``."""
 
     seconds: float
     min_calls: int
@@ -50,12 +48,12 @@ class Limits:
     max_seconds: float
     call_deadline_s: float
     repeats: int | None = None
-    """How often each transfer may be started; None: without end."""
+    """Maximum starts of each transfer; None: no limit."""
 
 
 @dataclass(frozen=True)
 class MeasuredCalls:
-    """Clock readings in nanoseconds of CLOCK_MONOTONIC; ``call_ns`` in the order of the calls' ends."""
+    """Times in nanoseconds of CLOCK_MONOTONIC; ``call_ns`` in the order of the calls' ends."""
 
     started_ns: int
     ended_ns: int
@@ -65,12 +63,12 @@ class MeasuredCalls:
 
 
 def sharp_sleeps() -> None:
-    """Let this thread's sleeps, and those of threads it starts from now on, end when they are due."""
+    """Let sleeps of this thread, and of threads it starts later, end on time."""
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 class Waiter:
-    """Waits for something to happen at an endpoint, by the rules above."""
+    """Waits for an event of an endpoint, by the phases above."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._progress = endpoint.progress
@@ -82,7 +80,7 @@ class Waiter:
                 self._epoll.register(fd, select.EPOLLIN)
 
     def wait(self, waited_ns: int) -> None:
-        """Come back when it is time to ask again; ``waited_ns`` is how long nothing has happened."""
+        """Return when it is time to poll again; ``waited_ns`` is the time without an event."""
         if self._epoll is not None:
             self._epoll.poll(self._pause_s)
             self._progress()
@@ -102,11 +100,9 @@ class Waiter:
 def measure(
     endpoint: Endpoint, tickets: Sequence[Ticket], limits: Limits, start_at_ns: int = 0
 ) -> MeasuredCalls:
-    """Keep all ``tickets`` under way until the limits are reached, then let them end.
-
-    ``start_at_ns`` is a moment of CLOCK_MONOTONIC that several initiators share. Raises TransferError when a
-    transfer fails or exceeds its deadline; the tickets are the caller's to release, in any case.
-    """
+    """Keep all ``tickets`` active until the limits are reached, then let them end. ``start_at_ns`` is a
+    moment of CLOCK_MONOTONIC that several initiators share. Raises TransferError when a transfer fails or
+    exceeds its deadline; the caller always releases the tickets."""
     waiter = Waiter(endpoint)
     times = array("q", bytes(8 * max(limits.max_calls, 1)))
     loop = _one_at_a_time if len(tickets) == 1 else _several
@@ -127,7 +123,7 @@ def measure(
 def _one_at_a_time(
     endpoint: Endpoint, tickets: Sequence[Ticket], limits: Limits, waiter: Waiter, times: array[int]
 ) -> int:
-    """One transfer after another; the shortest path that a call can take."""
+    """Run one transfer after another: the shortest path of a call."""
     start, poll, wait, clock = endpoint.start, endpoint.poll, waiter.wait, time.perf_counter_ns
     ticket = tickets[0]
     deadline = int(limits.call_deadline_s * 1e9)
@@ -154,7 +150,7 @@ def _one_at_a_time(
 def _several(
     endpoint: Endpoint, tickets: Sequence[Ticket], limits: Limits, waiter: Waiter, times: array[int]
 ) -> int:
-    """All tickets under way at once; each is started again as soon as its end is seen."""
+    """Run all tickets at once; restart each as soon as its end is seen."""
     start, poll, clock = endpoint.start, endpoint.poll, time.perf_counter_ns
     deadline = int(limits.call_deadline_s * 1e9)
     now = clock()
@@ -206,7 +202,6 @@ def _wait_until(moment_ns: int) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No garbage collection meanwhile."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -218,12 +213,11 @@ def _quiet() -> Iterator[None]:
 
 
 def pack_times(times: array[int]) -> str:
-    """Nanoseconds as text: eight bytes each in this machine's order, zlib, base 64."""
+    """Return nanoseconds as text: eight bytes each in this machine's order, zlib, base 64."""
     return base64.b64encode(zlib.compress(times.tobytes(), 1)).decode()
 
 
 def unpack_times(text: str) -> array[int]:
-    """The inverse of ``pack_times``."""
     times = array("q")
     times.frombytes(zlib.decompress(base64.b64decode(text)))
     return times

@@ -1,10 +1,7 @@
-"""The buffer of one side of a measured transfer, what its blocks hold, and an engine's KV on a GPU.
-
-Every block holds a pattern that depends on seed, side, region, block and offset, so bytes in the wrong place
-are noticed. ``StagedEndpoint`` registers GPU memory whose mirror is the pool in host memory: blocks are
-copied to the GPU before the library may read them there, and back once they have arrived. The copies count as
-preparation, not as transfer.
-"""
+"""The buffer of one side of a measured transfer, its blocks' content, and an engine's KV on a GPU. Every
+block holds a pattern of seed, side, region, block and offset, so misplaced bytes are detected.
+``StagedEndpoint`` registers GPU memory that mirrors the pool in host memory: blocks are copied to the GPU
+before the library may read them, and back after arrival. The copies count as preparation, not as transfer."""
 
 from __future__ import annotations
 
@@ -29,12 +26,11 @@ Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
 
 MEMORY_SHARE = 0.9
-"""Of the memory that is free, what a buffer may take: the rest is for the library and the others."""
+"""Share of the free memory for a buffer; the rest is for the library and other processes."""
 PIECE_BYTES = 1 << 20
-"""Patterns are made and compared in pieces that stay in a core's cache."""
+"""Patterns are made and compared in pieces that fit a core's cache."""
 GOLDEN = 0x9E3779B97F4A7C15
-"""Odd, so that its multiples modulo 2⁶⁴ are all different: the step of SplitMix64 (Steele, Lea, Flood
-2014)."""
+"""Odd, so that its multiples modulo 2⁶⁴ differ: the step of SplitMix64 (Steele, Lea, Flood 2014)."""
 MASK = (1 << 64) - 1
 
 
@@ -42,7 +38,7 @@ MASK = (1 << 64) - 1
 
 
 class Memory(ABC):
-    """``nbytes`` bytes at ``address``, all of them backed by real pages."""
+    """``nbytes`` bytes at ``address``, all backed by real pages."""
 
     address: int
     nbytes: int
@@ -53,15 +49,15 @@ class Memory(ABC):
 
     @abstractmethod
     def get(self, offset: int, nbytes: int) -> Bytes:
-        """These bytes; a view or a copy, only to be read."""
+        """Return bytes, as a view or a copy; read only."""
 
     def rows(self, layout: Layout, region: int, blocks: Sequence[int]) -> Bytes:
-        """Whole blocks of a region: (blocks, bytes), only to be read."""
+        """Return whole blocks of a region: (blocks, bytes); read only."""
         return np.stack([self.get(layout.offset(region, block), layout.block_bytes) for block in blocks])
 
 
 class HostMemory(Memory):
-    """Anonymous memory, in huge pages where the system allows it, every page touched."""
+    """Anonymous memory, in huge pages if possible, every page touched."""
 
     def __init__(self, nbytes: int) -> None:
         room = available_bytes()
@@ -75,7 +71,7 @@ class HostMemory(Memory):
         try:
             self._map = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
-            raise InputError(f"a buffer of {nbytes:,} bytes cannot be had: {error}") from error
+            raise InputError(f"a buffer of {nbytes:,} bytes cannot be allocated: {error}") from error
         with contextlib.suppress(OSError, AttributeError):  # a kernel without huge pages
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
@@ -95,17 +91,15 @@ class HostMemory(Memory):
 
 
 class CudaMemory(Memory):
-    """Memory of one GPU, through the CUDA driver API alone (docs.nvidia.com/cuda/cuda-driver-api).
-
-    Written from that documentation; not run on a machine with a GPU so far.
-    """
+    """Memory of one GPU, through the CUDA driver API (docs.nvidia.com/cuda/cuda-driver-api). Written from
+    that documentation; not yet run on a machine with a GPU."""
 
     def __init__(self, nbytes: int, device: int = 0) -> None:
         self._cuda = _driver()
         self.nbytes = nbytes
         handle, context = ctypes.c_int(), ctypes.c_void_p()
         self._do("cuDeviceGet", ctypes.byref(handle), device)
-        # The primary context is the one that other libraries of this process use as well.
+        # Other libraries of this process also use the primary context.
         self._do("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
         self._do("cuCtxSetCurrent", context)
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -140,7 +134,7 @@ class CudaMemory(Memory):
 
 
 def gpu_of_turn(turn: int) -> int:
-    """The GPU of a worker, by turns, among those that CUDA shows to this process. Raises InputError."""
+    """Return a worker's GPU, round robin over those that CUDA shows. Raises InputError."""
     cuda, count = _driver(), ctypes.c_int()
     _called(cuda, "cuDeviceGetCount", ctypes.byref(count))
     if not count.value:
@@ -149,7 +143,7 @@ def gpu_of_turn(turn: int) -> int:
 
 
 def _driver() -> ctypes.CDLL:
-    """NVIDIA's driver library, initialised. Raises InputError where there is none."""
+    """Load and initialise NVIDIA's driver library. Raises InputError without one."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -169,16 +163,16 @@ def _called(cuda: ctypes.CDLL, call: str, *arguments: Any) -> None:
 
 
 def allocate(kind: str, nbytes: int, device: int = 0) -> Memory:
-    """A buffer in ``"host"`` or ``"cuda"`` memory. Raises InputError when it does not fit."""
+    """Allocate a buffer in ``"host"`` or ``"cuda"`` memory. Raises InputError when it does not fit."""
     if kind == "host":
         return HostMemory(nbytes)
     if kind == "cuda":
         return CudaMemory(nbytes, device)
-    raise InputError(f"no memory is called {kind!r}", hint="there are: host, cuda")
+    raise InputError(f"unknown kind of memory {kind!r}", hint="there are: host, cuda")
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that can be had without swapping: the kernel's estimate, or what the cgroup leaves."""
+    """Return the memory available without swapping: the kernel's estimate, or the cgroup's rest."""
     rooms = []
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
@@ -204,14 +198,14 @@ def available_bytes(root: Path = Path("/")) -> int | None:
 
 @dataclass(frozen=True)
 class Content:
-    """Which pattern: ``side`` keeps the buffers of one case apart, ``generation`` their refills."""
+    """Identity of a pattern: ``side`` separates the buffers of a case, ``generation`` their refills."""
 
     seed: int
     side: int
     generation: int = 0
 
     def keys(self, region: int, blocks: Words) -> Words:
-        """One random word for each block, by SplitMix64's finalizer over everything that counts."""
+        """Return a random word per block: SplitMix64's finalizer over the identity, region and block."""
         start = self.seed & MASK
         for part in (self.side, self.generation, region):
             start = _mixed(np.array([(start + (part + 1) * GOLDEN) & MASK], dtype=np.uint64)).item()
@@ -226,7 +220,7 @@ def _mixed(words: Words) -> Words:
 
 
 class _Painter:
-    """Makes the bytes that blocks of one size hold: word ``i`` is the block's key plus ``i`` golden steps."""
+    """Makes the content of blocks of one size: word ``i`` is the block's key plus ``i`` golden steps."""
 
     def __init__(self, block_bytes: int) -> None:
         self._size = block_bytes
@@ -235,7 +229,7 @@ class _Painter:
         )
 
     def pieces(self, count: int) -> Iterator[tuple[int, int, int, int]]:
-        """(first, end) of the blocks and (first, end) of the bytes in them: at most PIECE_BYTES each."""
+        """Yield (first, end) of blocks and of the bytes in them, at most PIECE_BYTES each."""
         if self._size >= PIECE_BYTES:
             for block in range(count):
                 for low in range(0, self._size, PIECE_BYTES):
@@ -246,7 +240,7 @@ class _Painter:
             yield first, min(first + group, count), 0, self._size
 
     def paint(self, keys: Words, low: int, high: int) -> Bytes:
-        """Bytes ``low`` to ``high`` of the blocks with these keys: (blocks, bytes)."""
+        """Return bytes ``low`` to ``high`` of the blocks with these keys: (blocks, bytes)."""
         words = -(-(high - low) // 8)
         shift = np.array([(low // 8 * GOLDEN) & MASK], dtype=np.uint64)
         whole = (keys + shift)[:, None] + self._steps[None, :words]
@@ -254,7 +248,6 @@ class _Painter:
 
 
 def fill(memory: Memory, layout: Layout, content: Content) -> None:
-    """Write every block's pattern."""
     painter = _Painter(layout.block_bytes)
     blocks = np.arange(layout.blocks, dtype=np.uint64)
     for region in range(layout.regions):
@@ -267,12 +260,9 @@ def fill(memory: Memory, layout: Layout, content: Content) -> None:
 def difference(
     memory: Memory, layout: Layout, blocks: Sequence[int], source: Content, source_blocks: Sequence[int]
 ) -> str:
-    """Compare all bytes: block ``blocks[i]`` must hold what ``source_blocks[i]`` of ``source`` holds, in
-    every region.
-
-    Returns the first difference in words, or an empty string. Raises InputError when the two lists do not
-    pair.
-    """
+    """Compare all bytes: block ``blocks[i]`` must hold ``source_blocks[i]`` of ``source``, in every region.
+    Returns a description of the first difference, or an empty string. Raises InputError when the two lists do
+    not pair."""
     if len(blocks) != len(source_blocks):
         raise InputError(f"{len(blocks)} blocks cannot be compared with {len(source_blocks)}")
     painter = _Painter(layout.block_bytes)
@@ -292,10 +282,8 @@ def difference(
 
 
 class StagedEndpoint(Endpoint):
-    """``inner`` over GPU memory, mirrored at ``address``, where the engine's own pool of ``layout`` lies.
-
-    Raises InputError without an NVIDIA driver, or where the pool does not fit into the GPU.
-    """
+    """``inner`` over GPU memory, mirrored at ``address``, the engine's pool of ``layout``. Raises InputError
+    without an NVIDIA driver, or if the pool does not fit into the GPU."""
 
     def __init__(self, inner: Endpoint, device: int) -> None:
         self._inner = inner
@@ -341,7 +329,7 @@ class StagedEndpoint(Endpoint):
             self._host[start : start + nbytes] = self._gpu.get(start, nbytes)
 
     def _runs(self, blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Offset and size of each run of neighbouring blocks, in every region."""
+        """Yield offset and size of each run of adjacent blocks, in every region."""
         known = sorted(set(blocks))
         cuts = [0, *(n for n, (a, b) in enumerate(pairwise(known), 1) if b != a + 1), len(known)]
         for region in range(self._layout.regions if known else 0):

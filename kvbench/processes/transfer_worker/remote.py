@@ -1,4 +1,4 @@
-"""The asyncio client of a transfer child: starts it, talks to it, and ends it."""
+"""The asyncio client of a transfer child: starts it, sends it commands, and ends it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvbench.errors import TransferError
 from kvbench.transfer.base import Layout, Op, TransferResult
 from kvbench.transfer.parts.blocks import pack_ids
 
-# The child enforces deadlines itself; this much later we stop believing in the child. Seconds.
+# The child enforces deadlines; this many seconds later it counts as hung.
 CHILD_GRACE_S = 2.0
 LINE_LIMIT = 1 << 26
 
@@ -26,10 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class TransferProcess:
-    """One endpoint in a child process of its own, sharing a memory file with this process.
-
-    Made by ``start``. If the child dies, every pending and every later call raises TransferError.
-    """
+    """One endpoint in a separate child process, sharing a memory file with this process; made by ``start``.
+    If the child dies, every pending and every later call raises TransferError."""
 
     def __init__(
         self,
@@ -39,10 +37,10 @@ class TransferProcess:
         hello: Mapping[str, Any],
     ) -> None:
         self.agent: dict[str, Any] = hello["agent"]
-        """What a peer needs to connect; JSON."""
+        """Data that a peer needs to connect; JSON."""
         self.library: dict[str, str] = hello["library"]
         self.transport: str = hello["transport"]
-        """What really runs; certain after the first connect or transfer."""
+        """Transport in use; certain after the first connect or transfer."""
         self._process = process
         self._reader = reader
         self._writer = writer
@@ -53,7 +51,6 @@ class TransferProcess:
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
         return self._process.pid
 
     @classmethod
@@ -66,12 +63,9 @@ class TransferProcess:
         host: str = "127.0.0.1",
         ready_timeout_s: float = 10.0,
     ) -> TransferProcess:
-        """Start a child over the memory file ``pool_fd`` of ``layout.nbytes`` bytes.
-
-        Call it from a thread that lives as long as the child shall: Linux ends the child together
-        with the thread that started it. Raises TransferError when the child is not ready in time,
-        with what the library said.
-        """
+        """Start a child over the memory file ``pool_fd`` of ``layout.nbytes`` bytes. Call it from a thread
+        that lives as long as the child: Linux ends the child with the thread that started it. Raises
+        TransferError, with the library's output, when the child is not ready in time."""
         if os.fstat(pool_fd).st_size < layout.nbytes:
             raise TransferError(f"the pool's memory file is smaller than its layout ({layout.nbytes} bytes)")
         wanted = {**options, "host": host}
@@ -106,20 +100,17 @@ class TransferProcess:
             raise
 
     async def connect(self, peer: Mapping[str, Any], deadline_s: float) -> str:
-        """Reach a peer by its ``agent``; returns the id to use in ``transfer``. Raises TransferError."""
+        """Connect to a peer by its ``agent``; return the id to use in ``transfer``. Raises TransferError."""
         answer = await self._ask({"cmd": "connect", "peer": peer, "deadline_s": deadline_s}, deadline_s)
         return str(answer["peer"])
 
     async def transfer(
         self, peer_id: str, op: Op, local: Sequence[int], remote: Sequence[int], deadline_s: float
     ) -> TransferResult:
-        """Move blocks in every region: ``write`` local → remote, ``read`` remote → local.
-
-        ``local[i]`` pairs with ``remote[i]``. Raises TransferError with the cause and the library's
-        last lines; after a deadline the peer must be connected again before its next transfer.
-        Bytes of a transfer that timed out, or whose caller was cancelled, may still arrive for a
-        while: do not hand its local (read) or remote (write) blocks to others at once.
-        """
+        """Move blocks in every region: ``write`` local → remote, ``read`` remote → local. ``local[i]`` pairs
+        with ``remote[i]``. Raises TransferError with the cause and the library's last lines; after a timeout
+        connect the peer again. Bytes of a transfer that timed out or was cancelled may still arrive: do not
+        reuse its local (read) or remote (write) blocks at once."""
         request = {
             "cmd": "transfer",
             "peer": peer_id,
@@ -131,18 +122,17 @@ class TransferProcess:
         return TransferResult(**await self._ask(request, deadline_s))
 
     async def collect(self, blocks: Sequence[int], deadline_s: float) -> None:
-        """At a target: bring what a peer wrote into the pool, where a library's writes land elsewhere."""
+        """Target: copy what a peer wrote into the pool, for libraries that write elsewhere."""
         await self._ask({"cmd": "collect", "blocks": pack_ids(blocks)}, deadline_s)
 
     async def offer(self, blocks: Sequence[int], deadline_s: float) -> None:
-        """At a target: make these blocks readable as they are, where a library does not read the pool."""
+        """Target: make these blocks readable, for libraries that do not read the pool."""
         await self._ask({"cmd": "offer", "blocks": pack_ids(blocks)}, deadline_s)
 
     async def forget(self, peer_id: str) -> None:
         await self._ask({"cmd": "forget", "peer": peer_id}, CHILD_GRACE_S)
 
     async def close(self) -> None:
-        """End the child, by force if it does not end by itself. Safe to call twice."""
         self._dead = self._dead or "the transfer process has been closed"
         await _end(self._process, self._writer)
         await self._listener
@@ -166,7 +156,7 @@ class TransferProcess:
             self._waiting.pop(number, None)
 
     async def _listen(self) -> None:
-        """Hand answers to whoever waits; at the end of file fail all, as the child is gone."""
+        """Deliver answers to their callers; at the end of file fail all, since the child has gone."""
         try:
             with contextlib.suppress(OSError):  # a killed child ends the stream like a closed one
                 while line := await self._reader.readline():
@@ -187,7 +177,7 @@ class TransferProcess:
         self.transport = answer.get("transport", self.transport)
         future = self._waiting.get(answer["n"])
         if future is None or future.done():
-            return  # its caller gave up
+            return  # the caller gave up
         if "ok" in answer:
             future.set_result(answer["ok"])
         else:
@@ -195,7 +185,6 @@ class TransferProcess:
 
 
 async def _hello(reader: asyncio.StreamReader, backend: str, timeout_s: float) -> dict[str, Any]:
-    """The child's first line. Raises TransferError."""
     try:
         line = await asyncio.wait_for(reader.readline(), timeout_s)
     except asyncio.TimeoutError:
@@ -210,7 +199,7 @@ async def _hello(reader: asyncio.StreamReader, backend: str, timeout_s: float) -
 
 
 async def _end(process: asyncio.subprocess.Process | None, writer: asyncio.StreamWriter | None) -> None:
-    """Close the socket, give the child a moment, then kill it; nothing is left behind."""
+    """Close the socket, give the child a moment, then kill it."""
     if writer is not None:
         writer.close()
         with contextlib.suppress(OSError):

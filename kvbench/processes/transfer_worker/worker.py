@@ -1,22 +1,21 @@
 """One side of a measured transfer: ``python -m kvbench.processes.transfer_worker.worker``.
 
-It talks JSON lines over stdin and stdout. The first line in is the spec: ``role`` ("initiator" or "target"),
-``backend``, ``options``, ``layout``, ``memory`` ("host", "cuda"), ``seed``, ``side`` (a number that keeps the
-buffers of one case apart). The first line out is ``{"ready": {agent, library, transport, open_s,
-register_s}}`` or ``{"failed": cause, "log": […]}``. Then each request ``{"n", "cmd", …}`` has one answer
-``{"n", "ok": {…}}`` or ``{"n", "error": cause, "log": […]}``:
+It exchanges JSON lines over stdin and stdout, also behind a prefix (``ssh host``). First comes the spec:
+``role`` ("initiator" or "target"), ``backend``, ``options``, ``layout``, ``memory`` ("host", "cuda"),
+``seed``, ``side`` (a number that separates the buffers of one case). The first answer is ``{"ready": {agent,
+library, transport, open_s, register_s}}`` or ``{"failed": cause, "log": […]}``. Then each request ``{"n",
+"cmd", …}`` has one answer ``{"n", "ok": {…}}`` or ``{"n", "error": cause, "log": […]}``:
 
-- ``connect {peer, deadline_s}`` → ``{peer, connect_s}``; ``reshape {layout}`` → ``{agent}``, null if it
-  cannot
-- ``fill {generation}``; ``collect {blocks}``; ``offer {blocks}``; ``spoil {block}`` (one bit, to try the
+- ``connect {peer, deadline_s}`` → ``{peer, connect_s}``; ``reshape {layout}`` → ``{agent}``, null if
+  unsupported
+- ``fill {generation}``; ``collect {blocks}``; ``offer {blocks}``; ``spoil {block}`` (one bit, to test the
   check)
-- ``verify {blocks, source: {side, generation, blocks}}`` → ``{difference}``, empty where all bytes are right
+- ``verify {blocks, source: {side, generation, blocks}}`` → ``{difference}``, empty if all bytes are right
 - ``prepare {op, transfers: [{peer, local, remote}]}`` → ``{prepare_s, descriptors, nbytes, repeats}``
 - ``release``; ``run {limits, start_at_ns}`` → ``{started_ns, ended_ns, calls, call_ns, cpu_s, transport}``
 - ``counters`` → ``{clock_ns, cpu_s, nics, load, host_cpu_s, steal_s, cores}``; ``quit``
 
-Between requests the library makes its progress. The process ends at end of file. What a library writes never
-reaches stdout. Behind a prefix (``ssh host``) all of this stays the same.
+Between requests the library makes progress; its output never reaches stdout. End of file ends the process.
 """
 
 from __future__ import annotations
@@ -47,21 +46,21 @@ from kvbench.transfer.parts.native import NativeLog
 
 
 def children_cpu_s() -> float:
-    """CPU time of the processes that this one has started, and theirs, in steps of 10 ms."""
+    """CPU time of this process's descendants, in steps of 10 ms."""
     total = 0.0
     for child in psutil.Process().children(recursive=True):
         try:
             used = child.cpu_times()
         except psutil.Error:
-            continue  # it has just ended
+            continue  # the process has just ended
         total += used.user + used.system
     return total
 
 
 def counters() -> dict[str, Any]:
-    """Clock, CPU time of this process and its children, bytes of each NIC, CPU times of the host."""
+    """Return clock, CPU time of this process and its children, bytes of each NIC, CPU times of the host."""
     nics = {name: asdict(reading) for name, reading in devices.nic_counters(Path("/")).items()}
-    # Where /sys shows another network namespace, these are still our own.
+    # These are of this network namespace, even if /sys shows another.
     for name, seen in psutil.net_io_counters(pernic=True, nowrap=False).items():
         own = asdict(devices.NicReading("ip", seen.bytes_sent, seen.bytes_recv, None, name == "lo"))
         nics.setdefault(name, own)
@@ -88,7 +87,7 @@ class MeasuredSide:
         if spec["memory"] == "cuda":
             turn = int(options.pop("gpu_turn", 0))
             device = int(options.setdefault("cuda_device", memory.gpu_of_turn(turn)))
-        # Read by the library when it is loaded; a prefix command may not pass the environment on.
+        # The library reads these when loaded; a prefix command may drop the environment.
         os.environ.update(self._backend.env(options))
         self._layout = Layout(**spec["layout"])
         self._content = memory.Content(int(spec["seed"]), int(spec["side"]))
@@ -104,7 +103,6 @@ class MeasuredSide:
         self.register_s = time.perf_counter() - began
 
     def ready(self) -> dict[str, Any]:
-        """What the coordinator gets at the start."""
         return {
             "agent": self._agent(),
             "library": self.endpoint.library(),
@@ -123,7 +121,7 @@ class MeasuredSide:
         }
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what a request asks for. Raises KvbenchError, or whatever a library raises."""
+        """Carry out a request. Raises KvbenchError, or a library's exception."""
         commands: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "connect": self._connect,
             "reshape": self._reshape,
@@ -154,7 +152,7 @@ class MeasuredSide:
         return {}
 
     def _connect(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """In a thread, since it may wait for the peer, while the library makes its progress here."""
+        """Connect in a thread, since it may wait for the peer, while the library makes progress here."""
         peer, deadline_s = request["peer"], float(request["deadline_s"])
         errors: list[Exception] = []
 
@@ -244,20 +242,19 @@ class MeasuredSide:
         }
 
     def progress(self) -> None:
-        """Whatever the library has to do meanwhile."""
         self.endpoint.progress()
 
 
 LOG_LINES = 8
 LAST_WORDS_S = 0.02
-"""What a library wrote last is so long on its way through the pipe of NativeLog."""
+"""Delay of a library's last output in the pipe of NativeLog, in seconds."""
 END_GRACE_S = 2.0
-"""After end of file a library may take so long to close; then the process ends without it."""
+"""Time for a library to close after end of file, in seconds; then the process exits anyway."""
 SPEC_KEYS = {"role", "backend", "options", "layout", "memory", "seed", "side"}
 
 
 class Requests:
-    """Lines of stdin, read by a thread, so that end of file ends the process even while a library hangs."""
+    """Lines of stdin, read by a thread, so that end of file ends the process even if a library hangs."""
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -275,13 +272,13 @@ class Requests:
         os._exit(0)
 
     def next(self, block: bool) -> bytes | None:
-        """The next line, None at the end. Raises queue.Empty where there is none yet and it shall not
-        block."""
+        """Return the next line, None at the end. Raises queue.Empty if there is none and ``block`` is
+        false."""
         return self._lines.get(block=block)
 
 
 class Conversation:
-    """Answers on what was stdout, requests from stdin, and the library's progress in between."""
+    """Writes answers to the original stdout, reads requests from stdin, runs the library in between."""
 
     def __init__(self) -> None:
         self._out = os.dup(1)
@@ -289,7 +286,7 @@ class Conversation:
         self.requests = Requests()
 
     def say(self, message: Mapping[str, Any]) -> None:
-        """One line; a reader that is gone is noticed at stdin."""
+        """Write one line; a lost reader is noticed at stdin."""
         data = memoryview(json.dumps(message, separators=(",", ":")).encode() + b"\n")
         try:
             while data:
@@ -298,7 +295,6 @@ class Conversation:
             return
 
     def serve(self, worker: MeasuredSide) -> None:
-        """Until ``quit`` or the end of stdin."""
         epoll = select.epoll()
         epoll.register(self.requests.wake, select.EPOLLIN)
         for fd in worker.endpoint.wait_fds():
@@ -318,7 +314,7 @@ class Conversation:
                 return
 
     def _one(self, worker: MeasuredSide, line: bytes) -> bool:
-        """One request; whatever is wrong with it becomes its answer. False: it was the last one."""
+        """Handle one request; an error becomes its answer. False after the last one."""
         number, mark = -1, self.log.mark()
         try:
             request = json.loads(line)
@@ -334,13 +330,11 @@ class Conversation:
 
 
 def cause_of(error: Exception) -> str:
-    """An error in a line."""
     return str(error) if isinstance(error, KvbenchError) else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def main() -> NoReturn:
-    """Open what the first line describes and serve it until the end."""
-    # Ctrl-C reaches the whole process group; the coordinator decides what it means for us.
+    # Ctrl-C reaches the whole process group; the coordinator handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     talk = Conversation()
     try:

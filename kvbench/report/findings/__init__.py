@@ -1,1 +1,1 @@
-"""What is concluded from a run, as sentences."""
+"""Conclusions from a run, as sentences."""

@@ -1,9 +1,7 @@
-"""Who is ahead, by rule, and what a run answers, in a sentence or two.
+"""Comparison of searched rates by rule, and a run's answer in a sentence or two.
 
-Two rates are ordered only where the posteriors of their searches put one above the other almost surely, and
-both searches have converged. Rates of unequal numbers of engines (GPUs, where those are known) are not
-ordered: of these the rates per engine are compared, and are called so.
-"""
+Two rates are ordered only if the posteriors of two converged searches put one above the other with
+probability AHEAD. With unequal numbers of engines (or GPUs, if known) the rates per engine are compared."""
 
 from __future__ import annotations
 
@@ -23,15 +21,10 @@ from kvbench.report.tables.table import number, percent
 
 @dataclass(frozen=True)
 class RatePair:
-    """Two rows of one input length. ``ratio`` is None where one cannot be told from the other.
-
-    ``ratio`` compares the two rates, which are ordered as said with the probability ``sure``; ``low`` to
-    ``high`` holds it with a probability of 90 %. A ratio of infinity means that no tested rate of the other
-    met the SLO. ``per``: "engine" or "GPU" where the two have unequal numbers of them, ``counts``, None if
-    not known; the figures are then of the rates per engine or GPU. ``unconverged``: which of the two
-    searches did not come to their end; then there are no figures. ``no_winner``: why neither may be named the
-    winner; then there are no figures either.
-    """
+    """Two rows of one input length. ``ratio``: of the two rates, None if inconclusive, infinite if no tested
+    rate of the other met the SLO; ``low`` to ``high``: its 90 % interval; ``sure``: probability of the order.
+    ``per`` and ``counts``: unit and numbers of unequal sizes; the figures are then rates per unit.
+    ``unconverged``, ``no_winner``: searches or reasons that rule out a comparison."""
 
     input_len: int
     output_len: int
@@ -47,7 +40,7 @@ class RatePair:
     no_winner: tuple[str, ...] = ()
 
     def text(self) -> str:
-        """One clause, such as ``nixl 1.2× mooncake [1.1, 1.3]``."""
+        """Return one clause, such as ``nixl 1.2× mooncake [1.1, 1.3]``."""
         if self.no_winner:
             return no_winner_text([self])
         if self.unconverged:
@@ -55,11 +48,11 @@ class RatePair:
         return self.relation() if self.per is None else unequal_text([self])
 
     def relation(self) -> str:
-        """The same without a word on what the rates are divided by."""
+        """Return the clause without the unit."""
         if self.ratio is None:
-            return f"{self.ahead} and {self.behind} cannot be told apart"
+            return f"{self.ahead} and {self.behind}: no significant difference"
         if math.isinf(self.ratio):
-            return f"{self.ahead} holds a rate, {self.behind} none that was tested"
+            return f"{self.ahead} sustains a rate, {self.behind} none of the tested rates"
         if self.high is None or math.isinf(self.high):
             return f"{self.ahead} at least {number(self.low)}× {self.behind}"
         interval = f"[{number(self.low)}, {number(self.high)}]"
@@ -67,11 +60,8 @@ class RatePair:
 
 
 def unequal_text(found: Sequence[RatePair]) -> str:
-    """What is said of all pairs of one length and unequal size: why not the rates, and the rates per engine.
-
-    ``cannot be compared directly: 2 engines (nixl) against 1 engine (aggregated); per engine: aggregated
-    1.16× nixl [1.03, 1.29]``.
-    """
+    """Describe all pairs of one length and unequal size, for example ``not directly comparable: 2 engines
+    (nixl) against 1 engine (aggregated); per engine: aggregated 1.16× nixl [1.03, 1.29]``."""
     clauses = []
     for unit in dict.fromkeys(each.per for each in found if each.per is not None):
         mine = [each for each in found if each.per == unit]
@@ -83,22 +73,20 @@ def unequal_text(found: Sequence[RatePair]) -> str:
         sides = [f"{_many(count, unit)} ({', '.join(named[count])})" for count in ordered]
         known = [each.relation() for each in mine if None not in each.counts]
         divided = f"; per {unit}: {'; '.join(known)}" if known else ""
-        clauses.append(f"cannot be compared directly: {' against '.join(sides)}{divided}")
+        clauses.append(f"not directly comparable: {' against '.join(sides)}{divided}")
     return "; ".join(clauses)
 
 
 def unconverged_text(found: Sequence[RatePair]) -> str:
-    """What is said of all pairs of one length of which a search did not converge."""
     names = list(dict.fromkeys(name for each in found for name in each.unconverged))
     searches = "the search" if len(names) == 1 else "the searches"
     listed = " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
-    return f"cannot be told: {searches} of {listed} did not converge"
+    return f"inconclusive: {searches} of {listed} did not converge"
 
 
 def no_winner_text(found: Sequence[RatePair]) -> str:
-    """Return why no winner is named in any of these pairs."""
     reasons = dict.fromkeys(reason for each in found for reason in each.no_winner)
-    return f"no winner is named: {'; '.join(reasons)}"
+    return f"no winner: {'; '.join(reasons)}"
 
 
 def _many(count: int | None, unit: Unit) -> str:
@@ -106,7 +94,7 @@ def _many(count: int | None, unit: Unit) -> str:
 
 
 def rate_pairs(rows: Sequence[Row]) -> list[RatePair]:
-    """Each pair of rows with an answer, per input length: ordered only where that is almost sure."""
+    """Return each pair of rows with an answer, by input length."""
     found = []
     known = [row for row in rows if row.outcome in ("found", "at_least", "none")]
     known.sort(key=lengths)
@@ -117,7 +105,6 @@ def rate_pairs(rows: Sequence[Row]) -> list[RatePair]:
 
 
 def by_lengths(found: Iterable[RatePair]) -> dict[tuple[int, int], list[RatePair]]:
-    """The pairs by input and output length."""
     groups: dict[tuple[int, int], list[RatePair]] = {}
     for each in found:
         groups.setdefault((each.input_len, each.output_len), []).append(each)
@@ -125,18 +112,17 @@ def by_lengths(found: Iterable[RatePair]) -> dict[tuple[int, int], list[RatePair
 
 
 class Parted(NamedTuple):
-    """Pairs by what can be said of them."""
+    """Pairs by what can be concluded."""
 
     ordered: list[RatePair]
     alike: list[RatePair]
-    """Of equal size, and neither is surely ahead."""
+    """Equal size, no significant difference."""
     unequal: list[RatePair]
     unconverged: list[RatePair]
     no_winner: list[RatePair]
 
 
 def parted(found: Iterable[RatePair]) -> Parted:
-    """The pairs by what can be said of them."""
     parts = Parted([], [], [], [], [])
     for each in found:
         if each.no_winner:
@@ -166,7 +152,7 @@ def _compared(one: Row, other: Row) -> RatePair:
 
 
 def _with_ratio(pair: RatePair, one: Row, other: Row, count: int, other_count: int) -> RatePair:
-    """With the ratio of the rates of one unit, if the first is surely ahead. 0: its units are not known."""
+    """Return the pair with the ratio of the rates per unit. A count of 0: number of units unknown."""
     if not count or not other_count or not one.answer.max_request_rate:
         return pair
     mine, others = one.answer.possible.divided(count), other.answer.possible.divided(other_count)
@@ -188,12 +174,12 @@ def lengths(row: Row) -> tuple[int, int]:
 
 FOUND: Final = ("found", "at_least")
 LENGTHS_MOST: Final = 4
-"""Of so many lengths each is told; of more the first and the last."""
+"""Most lengths listed one by one; with more only the first and the last are."""
 _TOLD: Final = ("ahead", "untold", "measured", "suspicious")
 
 
 def answer_text(rows: Sequence[Row], statements: Sequence[Statement] = ()) -> str:
-    """``rows``: the result's, of one run. Without a rate among them it is the first of the statements."""
+    """Return the run's answer from its result rows, or the first statement if no row has a rate."""
     found = [row for row in rows if row.outcome in FOUND]
     if found:
         names = dict.fromkeys(row.name for row in found)
@@ -208,19 +194,31 @@ def answer_text(rows: Sequence[Row], statements: Sequence[Statement] = ()) -> st
     return f"{first[0].text}." if first else ""
 
 
+def lead_text(rows: Sequence[Row]) -> str:
+    """Who is ahead, by how much, and how certain that is. Empty without a rate, or a winner to look for."""
+    found = [row for row in rows if row.outcome in FOUND]
+    if not found:
+        return _none(rows)
+    if len({row.name for row in found}) == 1:
+        return f"{_of_one(found)}."
+    return f"{_of_several(found, certainty=True)}."
+
+
 def _of_one(found: Sequence[Row]) -> str:
-    """``nixl holds 63.1 [50.3, 72.4] req/s at 256 tokens in, 28.8 [24.6, 34.0] at 1,024``."""
     ordered = sorted(found, key=lengths)
     told = ordered if len(ordered) <= LENGTHS_MOST else [ordered[0], ordered[-1]]
     first, *more = (f"{row.answer.text()}{{}} at {row.cell.input_len:,}" for row in told)
     join = ", down to " if len(told) < len(ordered) else ", "
     return join.join(
-        [f"{found[0].name} holds {first.format(' req/s')} tokens in", *(each.format("") for each in more)]
+        [f"{found[0].name} sustains {first.format(' req/s')} tokens in", *(each.format("") for each in more)]
     )
 
 
-def _of_several(found: Sequence[Row]) -> str:
-    """Who is ahead at each length; the lengths at which nobody is, together."""
+def _of_several(found: Sequence[Row], *, certainty: bool = False) -> str:
+    """List the winner at each length, and the lengths without a significant difference together.
+
+    ``certainty``: give the confidence instead of the rates, which the table beside it has.
+    """
     groups = by_lengths(rate_pairs(found))
     told, untold = [], []
     for place, pairs in groups.items():
@@ -235,13 +233,16 @@ def _of_several(found: Sequence[Row]) -> str:
             rate = next(row.answer.text() for row in mine if row.name == best.ahead)
             whole = len(beaten) == len(mine) - 1
             by = ", ".join(each.relation().removeprefix(f"{best.ahead} ") for each in beaten)
+            if certainty:  # in whole per cent, and never 100
+                by += f", confidence {min(99, *(math.floor(100 * (each.sure or 0.0)) for each in beaten))} %"
             lead = "ahead of all others" if whole and len(beaten) > 1 else "ahead"
-            told.append(f"at {place[0]:,} tokens in, {best.ahead} is {lead} with {rate} req/s, {by}")
+            holds = ":" if certainty else f" with {rate} req/s,"
+            told.append(f"at {place[0]:,} tokens in, {best.ahead} is {lead}{holds} {by}")
             names = [
                 row.name for row in mine if row.name not in (best.ahead, *(each.behind for each in beaten))
             ]
             if names:
-                told[-1] += f" ({_listed(names)} cannot be told from it)"
+                told[-1] += f" (no significant difference to {_listed(names)})"
         elif withheld := [each for each in pairs if each.no_winner]:
             told.append(f"at {place[0]:,} tokens in, {no_winner_text(withheld)}")
         elif uneven := [each for each in pairs if each.per is not None]:
@@ -253,20 +254,19 @@ def _of_several(found: Sequence[Row]) -> str:
         where = _listed(f"{place[0]:,}" for place, _ in untold)
         who = _listed(dict.fromkeys(row.name for _, mine in untold for row in mine))
         span = f"{number(min(rates))} to {number(max(rates))} req/s"
-        told.append(f"at {where} tokens in, {who} cannot be told apart ({span})")
+        told.append(f"at {where} tokens in, no significant difference between {who} ({span})")
     if len(groups) < len({lengths(row) for row in found}) and not told:
-        return f"{_listed(dict.fromkeys(row.name for row in found))} have no answer at the same length"
+        return f"{_listed(dict.fromkeys(row.name for row in found))} have no result at a common length"
     return _capital("; ".join(told))
 
 
 def _limits(found: Sequence[Row]) -> str:
-    """``What limits: prefill queue for mooncake and nixl, TPOT (decode steps) for aggregated.``"""
     by_limit: dict[str, dict[str, None]] = {}
     for row in found:
         if row.limit and row.limit not in ("none", "undetermined"):
             by_limit.setdefault(LIMIT_WORDS[row.limit], {})[row.name] = None
     each = [f"{limit} for {_listed(names)}" for limit, names in by_limit.items()]
-    return f"What limits: {', '.join(each)}." if each else ""
+    return f"Limited by: {', '.join(each)}." if each else ""
 
 
 def _none(rows: Sequence[Row]) -> str:

@@ -1,9 +1,7 @@
-"""The findings of a run of any kind, in one vocabulary: what every report, page and table says first.
+"""Findings of a run of any kind, in one vocabulary: the first section of every report.
 
-They come from offered loads (imported results, listed rates), searched rates, a microbenchmark's rows, a
-chaos run's faults, and the gates. Each is a ``Statement``: who is ahead, what is unknown and why, a warning,
-or what the rows show besides. On a page each kind is a part; statements that are alike share a table.
-"""
+They come from offered loads, searched rates, microbenchmark rows, a chaos run's faults and the gates. Each is
+a ``Statement``. A page groups them by kind; similar statements share a table."""
 
 from __future__ import annotations
 
@@ -31,24 +29,21 @@ from kvbench.report.value import Block, Note
 from kvbench.results.run import CellResult, RunFolder
 
 SURE: Final = 0.95
+"""Probability from which the system counts as drifted."""
 LEAST_S: Final = 60.0
-"""From what happened within a shorter time nothing is reckoned for an hour."""
+"""Shortest time, in seconds, from which an hourly drift is extrapolated."""
 MOST_AN_HOUR: Final = 10.0
-"""A factor of more than that in an hour is a jump, and no trend."""
+"""Largest factor per hour that is reported as a trend; more is a jump."""
 _ADVICE: Final = (
-    "the answer is that of the end: let the system warm up, look at clocks, heat and neighbours, and search "
-    "again"
+    "the result describes the end of the search: let the system warm up, check clocks, heat and other "
+    "load, and search again"
 )
 
 
 def drifts(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
-    """One statement for each search whose system was surely not at its end what it had been.
-
-    A search weighs that the system stayed the same against that it wandered from trial to trial, or jumped,
-    and keeps two posteriors: of the rate at its end, which is its answer, and of the rate at its beginning
-    (the same trials from the last to the first). A system drifted where one is above the other almost surely,
-    as if they were independent; of a system that stayed the same, they are nearly equal.
-    """
+    """Report each search whose system changed significantly while it ran. A search keeps two posteriors: the
+    rate at its end (the answer) and at its beginning. The system drifted if one is above the other with
+    probability SURE, taken as independent."""
     names = {row.cell: row.name for row in rows}
     for result in run.cells:
         if result.cell in names:
@@ -66,7 +61,7 @@ def _of_cell(name: str, result: CellResult, trials: Sequence[TrialRecord]) -> It
     ratio, took_s = median(last) / median(first), _took_s(trials)
     word, sure = ("faster", sure) if sure > 0.5 else ("slower", 1 - sure)
     text = (
-        f"{name} at {result.cell.input_len:,} got {word} during the search: the rate that it holds "
+        f"{name} at {result.cell.input_len:,} became {word} during the search: its sustained rate "
         f"{'rose' if word == 'faster' else 'fell'} by about {abs(ratio - 1):.0%}{_in_time(ratio, took_s)}"
     )
     places = tuple(trial.trial_id for trial in trials)
@@ -75,7 +70,7 @@ def _of_cell(name: str, result: CellResult, trials: Sequence[TrialRecord]) -> It
 
 
 def _took_s(trials: Sequence[TrialRecord]) -> float | None:
-    """From the first trial's start to the last one's, on the virtual clock where there is one."""
+    """Return the time between the first and the last trial's start, on the virtual clock if there is one."""
     if len(trials) < 2:
         return None
     virtual = [finite(each.engine.get("starts_at_s")) for each in (trials[0], trials[-1])]
@@ -101,16 +96,16 @@ def _in_time(ratio: float, took_s: float | None) -> str:
 
 
 MOST_CHANCE: Final = 0.05
-"""At most this likely by chance: that all repeats of one lie below all of the other, either of the two."""
+"""Significance level: probability that all repeats of one are below all of the other by chance."""
 
 
 def fault_statements(run: RunFolder) -> list[Statement]:
-    """Who loses less goodput, fault by fault; what its repeats cannot tell is one statement."""
+    """Compare the goodput lost, fault by fault; inconclusive faults share one statement."""
     groups = fault_groups(run)
     pairs = list(dict.fromkeys(each.cell.connector for each in groups))
     if len(pairs) < 2:
-        alone = f"{pairs[0]} is alone in this run" if pairs else "no fault has been done"
-        return [Statement("untold", "alone", f"who loses less by a fault: {alone}")]
+        alone = f"{pairs[0]} is the only pair in this run" if pairs else "no fault was injected"
+        return [Statement("untold", "alone", f"comparison of fault costs: {alone}")]
     found = list(_ahead(groups))
     untold = [name for name in dict.fromkeys(each.name for each in groups) if name not in dict(found)]
     said = [
@@ -119,24 +114,22 @@ def fault_statements(run: RunFolder) -> list[Statement]:
     if untold:
         least = min(len(each.trials) for each in groups)
         which = ", ".join(untold) if found else f"any of {len(untold)} faults"
-        text = f"who loses less goodput by {which}: {', '.join(pairs)} cannot be told apart"
+        text = f"goodput lost by {which}: no significant difference between {', '.join(pairs)}"
         if chance(least, least) > MOST_CHANCE:
-            text += f" by {least} repeat{'s' if least > 1 else ''} of each fault"
-        advice = "with `--repeats 4` or more, a difference that every repeat shows can be told"
+            text += f" with {least} repeat{'s' if least > 1 else ''} of each fault"
+        advice = "use `--repeats 4` or more; then a difference in every repeat is significant"
         said.append(Statement("untold", "fault_cost", text, advice if least < ENOUGH else ""))
     return said
 
 
 def chance(one: int, other: int) -> float:
-    """How likely all values of one sample lie on one side of all of another's if both are of one kind.
-
-    Both sides count, hence 2 / C(n + m, n): the exact level of the rank-sum test at its extreme.
-    """
+    """Return the probability that equal distributions give fully separated samples. 2 / C(n + m, n): the
+    exact two-sided level of the rank-sum test at its extreme."""
     return 2.0 / comb(one + other, one)
 
 
 ENOUGH: Final = next(count for count in range(1, 10) if chance(count, count) <= MOST_CHANCE)
-"""Repeats of each from which on a difference can be told."""
+"""Fewest repeats per side that can show a difference."""
 
 
 def trial_ids(groups: Sequence[FaultGroup], name: str) -> Iterator[str]:
@@ -146,7 +139,7 @@ def trial_ids(groups: Sequence[FaultGroup], name: str) -> Iterator[str]:
 
 
 def _ahead(groups: Sequence[FaultGroup]) -> Iterator[tuple[str, str]]:
-    """A fault, and who lost less by it, of every two pairs that were held at one rate and one length."""
+    """Yield each fault and the pair that lost less, for every two pairs with equal rate and length."""
     for one, other in combinations(groups, 2):
         if one.name != other.name or one.rate != other.rate or one.cell.input_len != other.cell.input_len:
             continue
@@ -175,18 +168,18 @@ def _between(values: Sequence[float]) -> str:
 _ORDER: Final[tuple[Kind, ...]] = ("ahead", "untold", "measured", "suspicious", "claim")
 
 OF_THE_MACHINE: Final = ("machine_disturbed", "host_starved")
-"""Gates by which a trial is refused that says nothing of the system."""
+"""Gates that refuse a trial for a cause outside the system under test."""
 
 
 def statements(run: RunFolder, rows: Sequence[Row] | None = None) -> list[Statement]:
-    """All findings of one run. ``rows``: its result table, where that is at hand."""
+    """Return all findings of one run. ``rows``: its result table, if already built."""
     if run.manifest.get("kind") == "microbench":
         return transfer_statements(run.transfer_records())
     if run.manifest.get("kind") == "chaos":
         return [*fault_statements(run), *refused(run), *disturbed(run)]
     if run.manifest.get("kind") == "soak":
         return [
-            Statement("untold", "alone", "who is ahead: a soak holds one rate of one pair"),
+            Statement("untold", "alone", "no comparison: a soak runs one pair at one rate"),
             *refused(run),
             *disturbed(run),
         ]
@@ -206,10 +199,7 @@ def statements(run: RunFolder, rows: Sequence[Row] | None = None) -> list[Statem
 
 
 def by_kind(found: Sequence[Statement]) -> dict[str, list[Statement]]:
-    """The findings under the words of their kinds, in the order of reading.
-
-    Where a number is not what it is called (level *invalid*), that comes before who is ahead in it.
-    """
+    """Group findings by heading, in reading order. Invalid numbers come before comparisons."""
     first: tuple[Kind, ...] = ("suspicious", "claim")
     void = any(each.level == "invalid" and each.rule != REFUSED and each.kind in first for each in found)
     order = (*first, *(kind for kind in _ORDER if kind not in first)) if void else _ORDER
@@ -226,18 +216,17 @@ REFUSED: Final = "refused"
 
 
 def _alone(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
-    """Why nobody is compared with anybody."""
     names = list(
         dict.fromkeys([row.name for row in rows] + [row.name for row in load_rows(run, errors=False)])
     )
     if not names:
-        why = "no cell has given a result"
+        why = "no cell has a result"
     elif len(names) == 1:
-        why = f"{names[0]} is alone in this run, so there is nobody to be ahead of"
+        why = f"{names[0]} is the only connector in this run"
     else:
-        why = f"no two of {', '.join(names)} have an answer at the same lengths"
+        why = f"no two of {', '.join(names)} have a result at the same lengths"
     advice = "" if not names else "measure two connectors in one run, or `kvbench compare` two runs"
-    yield Statement("untold", "alone", f"who is ahead: {why}", advice)
+    yield Statement("untold", "alone", f"no comparison: {why}", advice)
 
 
 def _bursts(run: RunFolder) -> Iterable[Statement]:
@@ -249,14 +238,14 @@ def _bursts(run: RunFolder) -> Iterable[Statement]:
                     "measured",
                     "burst_and_sustained",
                     f"{row['connector']} at {row['input_len']:,}: the burst rule says {number(rate)} req/s, "
-                    f"{number(rate / sustained)} times the {number(sustained)} that hold: it is the size of "
+                    f"{number(rate / sustained)} times the sustained {number(sustained)}: it is the size of "
                     "a batch, not a rate",
                     evidence=dict(row),
                 )
 
 
 def refused(run: RunFolder) -> Iterable[Statement]:
-    """How many trials count neither way, and by which gate."""
+    """Report the number of refused trials by gate."""
     invalid = [trial for trial in run.trials if trial.verdict == "invalid"]
     if not invalid:
         return
@@ -266,7 +255,7 @@ def refused(run: RunFolder) -> Iterable[Statement]:
     by_gate = ", ".join(f"{gate} {count}" for gate, count in causes.most_common())
     if causes.total() > len(invalid):
         by_gate += "; some for several reasons"
-    text = f"{len(invalid)} of {len(run.trials)} trials were refused and count neither way"
+    text = f"{len(invalid)} of {len(run.trials)} trials were refused and count neither as met nor as missed"
     yield Statement(
         "suspicious", REFUSED, f"{text} ({by_gate})" if by_gate else text, level="warning",
         places=tuple(trial.trial_id for trial in invalid), evidence=dict(causes),
@@ -274,7 +263,7 @@ def refused(run: RunFolder) -> Iterable[Statement]:
 
 
 def disturbed(run: RunFolder) -> Iterable[Statement]:
-    """Trials that others on the machine spoilt, with the worst of what was seen there."""
+    """Report trials refused because of other load on the machine, with the worst evidence."""
     for gate in OF_THE_MACHINE:
         found = [
             (trial, finding)
@@ -295,7 +284,7 @@ def disturbed(run: RunFolder) -> Iterable[Statement]:
 
 
 def warned(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
-    """Warnings of the trials behind the table: one statement a gate, with one of its messages."""
+    """Report the warnings of the trials behind the table, one statement per gate."""
     names = {row.trial_id: (row.name, row.cell.input_len) for row in rows if row.trial_id}
     found: dict[str, list[tuple[TrialRecord, Finding]]] = {}
     for trial in run.trials:
@@ -320,12 +309,12 @@ def warned(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
 
 
 OPEN: Final = (KIND_WORDS["ahead"],)
-"""Kinds that a page shows unfolded; and whatever holds a number that is not what it is called."""
-_UNTOLD: Final = "cannot be told from this data: "
+"""Kinds that the HTML report expands by default, besides invalid findings."""
+_UNTOLD: Final = "inconclusive from this data: "
 
 
 def folded(found: Sequence[Statement], rule: str = "") -> Iterator[Block]:
-    """A block for each kind. ``rule``: by which rates are ordered, said where any are."""
+    """Yield a block per kind. ``rule``: the ordering rule, shown with comparisons."""
     for words, mine in by_kind(found).items():
         tabled = [each for each in mine if _rows(each)]
         rows = [row for each in tabled for row in _rows(each)]
@@ -345,17 +334,16 @@ def folded(found: Sequence[Statement], rule: str = "") -> Iterator[Block]:
 
 
 def _table(words: str, rows: Iterable[tuple[str, str, str]]) -> Table:
-    """Places of the same two and the same words are joined."""
     joined: dict[tuple[str, str], dict[str, None]] = {}
     for which, where, what in rows:
         joined.setdefault((which, what), {})[where] = None
     cells = [[which, "; ".join(where), what] for (which, what), where in joined.items()]
-    header = ("of", "where", "by how much" if words in OPEN else "why")
+    header = ("pair", "lengths", "difference" if words in OPEN else "why")
     return of_texts(words, header, cells, "left")
 
 
 def _rows(of: Statement) -> list[tuple[str, str, str]]:
-    """(of which two, where, what) of a statement that compares; empty for another one."""
+    """Return (pair, lengths, difference) rows of a comparison; empty for other statements."""
     if "pairs" in of.evidence:
         return [_of_pair(of, RatePair(**each)) for each in of.evidence["pairs"]]
     if "places" in of.evidence and of.kind == "untold":
@@ -374,9 +362,9 @@ def _of_pair(of: Statement, pair: RatePair) -> tuple[str, str, str]:
     if pair.no_winner:
         why = no_winner_text([pair])
     elif pair.unconverged:
-        why = unconverged_text([pair]).removeprefix("cannot be told: ")
+        why = unconverged_text([pair]).removeprefix("inconclusive: ")
     elif pair.per is not None:
-        why = unequal_text([pair]).removeprefix("cannot be compared directly: ")
+        why = unequal_text([pair]).removeprefix("not directly comparable: ")
     else:
-        why = f"neither is the higher one with a probability of {AHEAD:.0%}"
+        why = f"neither is higher with a probability of {AHEAD:.0%}"
     return " or ".join(sorted((pair.ahead, pair.behind))), where, why

@@ -1,9 +1,7 @@
-"""A run's loads as rows of figures, and what the rules conclude from them.
+"""A run's loads as rows of figures, and the rules' conclusions.
 
-A row is a load that was offered once and asked for as such: a read-in result, a listed rate, a single rate,
-the equal rate after a search. Of a search the trial that supports its answer is a row, too, marked by
-``answer``.
-"""
+A row is an imported result, a listed rate, a single rate, a closed loop or the equal rate after a search. A
+search adds the trial that supports its answer, marked by ``answer``."""
 
 from __future__ import annotations
 
@@ -41,19 +39,18 @@ from kvbench.results.provenance import hardware_of, mark_of, model_of, resolved,
 from kvbench.results.run import RunFolder
 
 IMPORTED: Final = "imported"
-OFFERED: Final = (IMPORTED, "fixed", "equal_rate")
+OFFERED: Final = (IMPORTED, "fixed", "equal_rate", "closed_loop")
+"""Methods whose trials are rows by themselves."""
 SECTIONS: Final = 10
-UNCONVERGED_ADVICE: Final = "give the search more trials (search.max_trials), and look at its notes"
+UNCONVERGED_ADVICE: Final = "allow more trials (search.max_trials), and read the search's notes"
 LEAST_REQUESTS: Final = 100
-"""Below so many requests no standard error is given: ten sections of ten."""
+"""Fewest requests for a standard error: ten sections of ten."""
 _REQUEST_COLUMNS: Final = ("scheduled_s", "first_token_s", "last_token_s", "output_len", "error", "sent_s")
 
 
 def load_rows(run: RunFolder, name: str = "", *, errors: bool = True) -> list[LoadRow]:
-    """The loads of a run that were offered as such, in the order of measuring.
-
-    ``name`` sets this run apart in one table; ``errors``: whether single requests are read for them.
-    """
+    """Return the loads of a run in order of measurement. ``name``: the run, if several share a table;
+    ``errors``: also read requests for standard errors."""
     trials = [trial for trial in run.all_trials if trial.method in OFFERED and trial.verdict != "invalid"]
     if run.manifest.get("kind") == "bench":
         trials += [trial for trial in run.trials if trial.verdict != "invalid"]
@@ -61,7 +58,7 @@ def load_rows(run: RunFolder, name: str = "", *, errors: bool = True) -> list[Lo
 
 
 def searched_rows(run: RunFolder, name: str = "") -> list[LoadRow]:
-    """The trials that support the answers of the run's searches."""
+    """Return the trials that support the answers of the run's searches."""
     trials = {trial.trial_id: trial for trial in run.all_trials}
     return [
         replace(
@@ -109,13 +106,11 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
 
 
 def _settings(trial: TrialRecord) -> Mapping[str, Any]:
-    """How an imported row was run, in the importer's words."""
     settings = trial.engine.get("settings")
     return settings if isinstance(settings, Mapping) else {}
 
 
 def _origin(trial: TrialRecord) -> str:
-    """``notes.txt:583-619`` of an imported row."""
     source = trial.engine.get("source")
     if not isinstance(source, Mapping):
         return ""
@@ -124,7 +119,7 @@ def _origin(trial: TrialRecord) -> str:
 
 
 def _more(trial: TrialRecord) -> dict[str, float]:
-    """Figures that the table of ``vllm bench serve`` has besides."""
+    """Return the additional figures of ``vllm bench serve``'s table."""
     figures = {
         "peak_concurrent_requests": trial.summary.get("peak_in_flight"),
         "peak_output_throughput": trial.summary.get("peak_output_tok_per_s"),
@@ -149,7 +144,8 @@ def _axes(run: RunFolder, trial: TrialRecord, settings: Mapping[str, Any], name:
         "tp": settings.get("tp") or tp,
         "input_len": trial.cell.input_len,
         "output_len": trial.cell.output_len,
-        "rate": trial.request_rate,
+        "concurrency": trial.engine.get("concurrency"),
+        "rate": trial.request_rate or None,  # a closed loop offers none
     }
 
 
@@ -188,7 +184,7 @@ def _setting(run: RunFolder, trial: TrialRecord, settings: Mapping[str, Any]) ->
 
 
 def _prefill_hardware(run: RunFolder, settings: Mapping[str, Any]) -> str:
-    """The GPUs of one prefill instance: as many as its tensor parallelism says, or else all known."""
+    """Return the GPUs of one prefill instance: as many as its tensor parallel size, or all known ones."""
     deployment = resolved(run, "deployment")
     hardware = deployment.get("hardware") if isinstance(deployment, Mapping) else None
     if hardware:
@@ -203,7 +199,7 @@ def _prefill_hardware(run: RunFolder, settings: Mapping[str, Any]) -> str:
 
 
 def _requests(run: RunFolder, trial: TrialRecord) -> Mapping[str, np.ndarray[Any, Any]] | None:
-    """Columns of a trial's requests; None where they are not kept."""
+    """Return the columns of a trial's requests, or None if they were not stored."""
     try:
         return run.columns("requests", trial.trial_id, _REQUEST_COLUMNS)
     except StoreError:
@@ -211,7 +207,7 @@ def _requests(run: RunFolder, trial: TrialRecord) -> Mapping[str, np.ndarray[Any
 
 
 def _errors(read: Mapping[str, np.ndarray[Any, Any]]) -> Mapping[str, float]:
-    """Standard errors of the means of a trial's requests, by sections of neighbours."""
+    """Return the standard errors of the means, from sections of neighbouring requests."""
     kept = (read["error"] == "") & ~np.isnan(read["first_token_s"])
     if kept.sum() < LEAST_REQUESTS:
         return {}
@@ -231,24 +227,21 @@ def _errors(read: Mapping[str, np.ndarray[Any, Any]]) -> Mapping[str, float]:
 
 
 def claims_of(run: RunFolder) -> list[Claim]:
-    """Conclusions that came with an import."""
     imported = run.manifest.get("imported")
     given = (imported.get("claims") if isinstance(imported, Mapping) else None) or ()
     return read_claims(each for each in given if isinstance(each, Mapping))
 
 
 def conclusions(runs: Sequence[RunFolder], names: Sequence[str] = (), by: str = "") -> list[Statement]:
-    """All that the rules say of the runs together: of the loads that were offered, and of the rates searched.
-
-    ``names`` set several runs apart; ``by`` is the axis that is compared, by default the first that differs.
-    """
+    """Return all conclusions on the runs: offered loads and searched rates. ``names`` label several runs;
+    ``by``: the compared axis, default the first that differs."""
     named = zip(runs, names or [""] * len(runs), strict=True)
     answers = [row for run, name in named for row in summary_table(run, name)]
     return [*row_conclusions(runs, names, by), *searched(answers)]
 
 
 def row_conclusions(runs: Sequence[RunFolder], names: Sequence[str] = (), by: str = "") -> list[Statement]:
-    """Of the offered loads: what is suspicious, wrong claims, who is ahead, and what cannot be told."""
+    """Return the conclusions on offered loads: warnings, wrong claims, comparisons."""
     named = list(zip(runs, names or [""] * len(runs), strict=True))
     rows = [row for run, name in named for row in load_rows(run, name)]
     claims = [claim for run in runs for claim in claims_of(run)]
@@ -256,7 +249,6 @@ def row_conclusions(runs: Sequence[RunFolder], names: Sequence[str] = (), by: st
 
 
 def default_axis(rows: Iterable[LoadRow]) -> str:
-    """The first axis on which rows differ, of those that one compares by."""
     rows = list(rows)
     for axis in ("connector", "nics", "protocol", "tp", "run"):
         if len({row.axes.get(axis) for row in rows} - {None}) > 1:
@@ -265,9 +257,7 @@ def default_axis(rows: Iterable[LoadRow]) -> str:
 
 
 def searched(rows: Sequence[Row]) -> list[Statement]:
-    """Who is ahead in the searched rates, by their posteriors: a statement a length for all that is told
-    apart, and one for all that is not.
-    """
+    """Compare the searched rates by their posteriors, one statement per length."""
     found = []
     for (input_len, output_len), mine in by_lengths(rate_pairs(rows)).items():
         place = f"{input_len:,} in, {output_len:,} out"
@@ -278,10 +268,10 @@ def searched(rows: Sequence[Row]) -> list[Statement]:
         if parts.alike:
             names = "; ".join(f"{each.ahead} or {each.behind}" for each in parts.alike)
             text = (
-                f"{place}: highest request rate, {names}: cannot be told apart, neither is the higher one "
+                f"{place}: highest request rate, {names}: no significant difference, neither is higher "
                 f"with a probability of {AHEAD:.0%}"
             )
-            advice = "search more closely (search.precision), or repeat the search and compare the runs"
+            advice = "use a finer search.precision, or repeat the search and compare the runs"
             found.append(Statement("untold", "rate_ahead", text, advice, evidence=_compared(parts.alike)))
         for rule, pairs, text, advice in (
             ("unequal_size", parts.unequal, unequal_text(parts.unequal), UNEQUAL_ADVICE),

@@ -1,4 +1,4 @@
-"""What a reader of a result table must know besides its numbers: caveats, silent gates, checked answers."""
+"""Caveats of a result table: incomplete runs, checks not run, checked answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 from kvbench import engines
 from kvbench.core.canaries.answer_kinds import found_in_any, percent_text, wrong_share_bound
 from kvbench.core.canaries.tally import Tally
-from kvbench.core.findings.setups import tcp_beside_rdma, unequal_ranks
+from kvbench.core.findings.setups import transport_warnings, unequal_ranks
 from kvbench.core.gates.gates import CORRUPT
 from kvbench.core.metrics.limit import LIMIT_WORDS
 from kvbench.core.records import Cell
@@ -31,14 +31,12 @@ from kvbench.results.run import CellResult, RunFolder
 NO_REFERENCE: Final = "no aggregated server to compare outputs with"
 
 _Lacking = Mapping[str, Sequence[str]]
-"""What was lacking, in words → gates."""
+"""Missing evidence → gates."""
 
 
 def unseen_gates(run: RunFolder, rows: Sequence[Row]) -> Iterable[Note]:
-    """One note for all deployments whose trials lacked the same evidence.
-
-    Of the trials behind the table, or where there are none of all: a gate is named if it was blind in each.
-    """
+    """List the checks not run, one note per set of deployments with the same gaps. Only the trials behind the
+    table count, or all trials if there are none; a gate is listed if it lacked evidence in each of them."""
     shown = {row.trial_id for row in rows if row.trial_id}
     trials = [trial for trial in run.all_trials if isinstance(trial.summary.get("unseen"), Mapping)]
     behind = [trial for trial in trials if trial.trial_id in shown]
@@ -57,13 +55,12 @@ def unseen_gates(run: RunFolder, rows: Sequence[Row]) -> Iterable[Note]:
     for parts, names in alike.items():
         listed = "; ".join(f"{why}: {', '.join(gates)}" for why, gates in parts)
         yield Note(
-            f"gates that saw nothing of {', '.join(names)}, and prove nothing by their silence: {listed}",
-            "`kvbench doctor --gates` says what each would prove",
+            f"checks not run for {', '.join(names)} (missing data → gates): {listed}",
+            "`kvbench doctor --gates` explains each gate",
         )
 
 
 def _in_each(lacking: Sequence[_Lacking]) -> dict[str, list[str]]:
-    """The gates that were blind in every trial, under the last trial's words."""
     always = set.intersection(*({gate for gates in each.values() for gate in gates} for each in lacking))
     last = {why: [gate for gate in gates if gate in always] for why, gates in lacking[-1].items()}
     return {why: gates for why, gates in last.items() if gates}
@@ -73,35 +70,67 @@ MOST_DIFFERENCES: Final = 5
 
 
 def notes(run: RunFolder, rows: Sequence[Row], *, gates: bool = True) -> list[Note]:
-    """Everything that limits what the rows of this run say, the weightiest first.
-
-    ``gates``: also what the gates found, and drift, where that does not stand under the findings.
-    """
+    """Return all caveats of the run's rows, most important first. ``gates``: include gate findings and
+    drift."""
     found = [
         *_state(run),
-        *_skipped(run),
-        *_over_tcp(run),
-        *_unequal(run, rows),
-        *_cells(rows),
-        *_predictions(rows),
+        *_of_setup(run, rows),
         *_limits(rows),
         *unseen_gates(run, rows),
     ]
-    return [*found, *as_notes([*refused(run), *warned(run, rows), *drifts(run, rows)])] if gates else found
+    return [*found, *_of_gates(run, rows)] if gates else found
+
+
+def warnings(run: RunFolder, rows: Sequence[Row]) -> list[Note]:
+    """Return the notes that report a problem."""
+    return [*map(Note, run.warnings), *_of_setup(run, rows), *_of_gates(run, rows)]
+
+
+def _of_setup(run: RunFolder, rows: Sequence[Row]) -> Iterator[Note]:
+    yield from _skipped(run)
+    yield from _over_tcp(run)
+    yield from _unequal(run, rows)
+    yield from _cells(rows)
+    yield from _predictions(rows)
+
+
+def _of_gates(run: RunFolder, rows: Sequence[Row]) -> Sequence[Note]:
+    return list(as_notes([*refused(run), *warned(run, rows), *drifts(run, rows)]))
+
+
+def status_lines(run: RunFolder) -> Iterator[str]:
+    """Describe the state of a run that is not complete."""
+    status, error = run.manifest.get("status"), str(run.manifest.get("error") or "")
+    if status == "complete":
+        return
+    detail = f": {error}" if error and error != status else ""
+    yield (
+        "the run is still in progress; results so far"
+        if status == "running"
+        else f"the run is {status}{detail}; results up to that point"
+    )
+    planned = run.plan.get("cells")
+    if isinstance(planned, list) and len(run.cells) < len(planned):
+        yield f"{len(run.cells)} of {len(planned)} cells are finished"
+
+
+def notes_of_load(run: RunFolder, rows: Sequence[Row]) -> list[Note]:
+    """Return the caveats of one load that neither its block nor its title states."""
+    mark, refused_cells = mark_of(run), {each.cell for each in run.all_trials if each.verdict == "invalid"}
+    return [
+        *(note for note in _state(run) if mark is None or mark.why not in note.text),
+        *_skipped(run),
+        *_over_tcp(run),
+        *_unequal(run, rows),
+        *_cells([row for row in rows if row.cell not in refused_cells]),
+        *as_notes(warned(run, rows)),
+    ]
 
 
 def _state(run: RunFolder) -> Iterable[Note]:
-    status, error = run.manifest.get("status"), str(run.manifest.get("error") or "")
-    if status == "running":
-        yield Note("the run is still going on; this is what it has so far")
-    elif status != "complete":
-        detail = f": {error}" if error and error != status else ""
-        yield Note(f"the run is {status}{detail}; this is what was measured before")
-    planned = run.plan.get("cells")
-    if status != "complete" and isinstance(planned, list) and len(run.cells) < len(planned):
-        yield Note(f"{len(run.cells)} of {len(planned)} cells are finished")
+    yield from map(Note, status_lines(run))
     if (run.path / "against.md").is_file():
-        yield Note("the loads of another run were simulated: against.md has its figures beside these")
+        yield Note("the loads of another run were simulated: against.md compares the figures")
     mark = mark_of(run)
     if mark is not None:
         yield Note(f"{mark.word}: {mark.why}")
@@ -113,23 +142,23 @@ def _state(run: RunFolder) -> Iterable[Note]:
 
 
 def _sessions(run: RunFolder) -> Iterable[Note]:
-    """What is not as it was in sessions that went on with the run: conditions, and the true outputs."""
+    """Report sessions of a resumed run with other conditions or other greedy outputs."""
     for place, session in enumerate(run.manifest.get("sessions") or (), 1):
         differs = session.get("differs") or ()
         if differs:
             more = f", and {len(differs) - MOST_DIFFERENCES} more" if len(differs) > MOST_DIFFERENCES else ""
             yield Note(
-                f"{ELSEWHERE}: session {place} of {len(run.manifest['sessions'])} went on under other "
+                f"{ELSEWHERE}: session {place} of {len(run.manifest['sessions'])} ran under other "
                 f"conditions: {'; '.join(differs[:MOST_DIFFERENCES])}{more}",
-                "compare what it measured with the rest only where that makes no difference; "
+                "compare its results with the rest only where these differences do not matter; "
                 "manifest.json has the sessions' times",
             )
     for label, length, then, now in changed_outputs(run.outputs):
         yield Note(
-            f"{label} at {length:,}: its greedy outputs were others when they were asked for again in a "
-            f"later session ({_quoted(then)} then, {_quoted(now)} now); what was measured since is compared "
-            "with the later ones",
-            "a server that does not repeat its outputs cannot tell whether KV arrives whole: look whether "
+            f"{label} at {length:,}: its greedy outputs differed when requested again in a "
+            f"later session ({_quoted(then)} then, {_quoted(now)} now); later results are compared "
+            "with the later outputs",
+            "outputs that do not repeat cannot show whether KV arrives intact: check whether "
             "model, weights or engine have changed",
         )
 
@@ -144,7 +173,7 @@ def _skipped(run: RunFolder) -> Iterable[Note]:
 
 
 def _over_tcp(run: RunFolder) -> Iterable[Note]:
-    """Connectors of a real engine that were told to use TCP on hosts with RDMA."""
+    """Warn about real engines' connectors configured for what their hosts' NICs do badly."""
     deployment = (run.plan.get("scenario") or {}).get("deployment") or {}
     name = deployment.get("engine", "")
     if name not in engines.names() or not engines.options_model(name).chooses_transport:
@@ -155,19 +184,18 @@ def _over_tcp(run: RunFolder) -> Iterable[Note]:
     for label, processes in (run.plan.get("processes") or {}).items():
         specs = [spec for process, spec in processes.items() if process != "router"]
         commands = [(spec.get("argv") or (), {**inherited, **(spec.get("env") or {})}) for spec in specs]
-        if found := tcp_beside_rdma(label, commands, devices):
+        for found in transport_warnings(label, commands, devices):
             yield Note(found.message, found.advice)
 
 
 def _unequal(run: RunFolder, rows: Sequence[Row]) -> Iterable[Note]:
-    """Tensor parallel sizes that differ."""
     labels = dict.fromkeys(row.cell.connector for row in rows if row.outcome != "skipped")
     for found in unequal_ranks(run.plan, labels):
         yield Note(found.message, found.advice)
 
 
 def _cells(rows: Sequence[Row]) -> Iterable[Note]:
-    """One note per connector and reason, with the input lengths that it holds for."""
+    """Yield one note per connector and reason, with its input lengths."""
     lengths: dict[tuple[str, str, str], list[int]] = {}
     for row in rows:
         said = _said_of(row)
@@ -178,25 +206,25 @@ def _cells(rows: Sequence[Row]) -> Iterable[Note]:
 
 
 def _predictions(rows: Sequence[Row]) -> Iterable[Note]:
-    """One note for each reason why a prediction is not supported by its fit."""
+    """Yield one note per reason why a prediction is unsupported by its fit."""
     reasons: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.answer.mark:
             reasons.setdefault(row.answer.mark_reason, {})[row.name] = None
     for reason, names in reasons.items():
-        advice = "calibrate at these lengths, or with more loads; until then no winner is named"
+        advice = "calibrate at these lengths, or with more loads; until then no winner is reported"
         yield Note(f"{', '.join(names)}: {reason}", advice)
 
 
 def _limits(rows: Sequence[Row]) -> Iterable[Note]:
-    """One note per connector and limit: why no higher rate met the SLO, with the evidence of one length."""
+    """Yield one note per connector and limit, with the evidence of one length."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.limit and row.limit_evidence and row.outcome == "found":
             found.setdefault((row.name, row.limit), []).append(row)
     for (name, limit), mine in found.items():
         where = ", ".join(f"{row.cell.input_len:,}" for row in mine)
-        yield Note(f"what limits {name} at {where}: {LIMIT_WORDS[limit]}; {mine[-1].limit_evidence}")
+        yield Note(f"limit of {name} at {where}: {LIMIT_WORDS[limit]}; {mine[-1].limit_evidence}")
 
 
 def _said_of(row: Row) -> str:
@@ -209,18 +237,18 @@ def _said_of(row: Row) -> str:
     if row.outcome == "at_least":
         return f"the rate is a lower bound{reason}"
     if row.outcome == "undecided":
-        return f"no rate can be given{reason}"
+        return f"no rate determined{reason}"
     if row.outcome == "unfinished":
-        return "the search was not finished"
+        return "the search did not finish"
     if row.outcome == "found" and (row.search not in ("", "converged") or row.reason):
         return f"{row.search if row.search != 'converged' else ''}{reason}".removeprefix(": ")
-    if row.outcome == "one_rate" and row.verdict != "met":
+    if row.outcome == "one_rate" and row.verdict not in ("met", "measured"):
         return f"{number(row.answer.max_request_rate)} req/s: {row.verdict}{reason}"
     return row.reason if row.outcome == "one_rate" else ""
 
 
 def ahead(rows: Sequence[Row]) -> list[str]:
-    """Who is ahead: one sentence per input length."""
+    """Return one comparison sentence per input length."""
     groups = by_lengths(rate_pairs(rows))
     several = len({output_len for _, output_len in groups}) > 1
     lines = []
@@ -230,7 +258,7 @@ def ahead(rows: Sequence[Row]) -> list[str]:
         sentences = [each.text() for each in parts.ordered]
         if parts.alike:
             names = (f"{each.ahead} and {each.behind}" for each in parts.alike)
-            sentences.append(f"cannot be told apart: {', '.join(names)}")
+            sentences.append(f"no significant difference: {', '.join(names)}")
         if parts.unequal:
             sentences.append(unequal_text(parts.unequal))
         if parts.unconverged:
@@ -242,17 +270,16 @@ def ahead(rows: Sequence[Row]) -> list[str]:
 
 
 MOST_CELLS = 6
-"""Of more cells, only those with wrong answers are told by name."""
+"""Most cells listed one by one; with more, only those with wrong answers are."""
 
 
 def run_tally(run: RunFolder) -> Tally:
-    """Of all trials, and of what was asked for at the ends of cells."""
     total = Tally.of_trials(run.all_trials)
     return sum(map(_at_end, run.cells), total)
 
 
 def cell_tally(run: RunFolder, cell: Cell) -> Tally:
-    """Of all trials of a cell, and of what was asked for at its end."""
+    """Return the tally of a cell: all its trials and the check at its end."""
     total = Tally.of_trials(trial for trial in run.all_trials if trial.cell == cell)
     return sum((_at_end(result) for result in run.cells if result.cell == cell), total)
 
@@ -263,9 +290,8 @@ def _at_end(result: CellResult) -> Tally:
 
 
 def noise_power(run: RunFolder) -> float | None:
-    """The share of wrong answers that the run's noise tests would have seen, with 95 % in one of its trials;
-    None where no server differed from itself, so that nothing was tested.
-    """
+    """Return the share of wrong answers that the run's noise tests detect with 95 % probability in one of its
+    trials, or None if no noise test ran."""
     told = [trial.engine.get("canaries") or {} for trial in run.all_trials]
     tested = [each for each in told if each.get("noise_test")]
     return (
@@ -276,16 +302,16 @@ def noise_power(run: RunFolder) -> float | None:
 
 
 def checked_lines(run: RunFolder) -> Iterator[str]:
-    """Of the run, and of its cells; nothing where nothing answers with text, as on virtual time."""
+    """Yield the answer checks of the run and its cells; nothing on virtual time."""
     kind = run.manifest.get("kind")
     if kind not in ("sweep", "bench", "chaos", "soak") or not run.all_trials:
         return
     total = run_tally(run)
     if not total.checked:
-        yield "answers under load: none were checked"
+        yield "answers under load: none checked"
         return
     power = noise_power(run)
-    seen = "" if power is None else f"; the test of their noise would have seen {percent_text(power)} (95 %)"
+    seen = "" if power is None else f"; the noise test detects a share of {percent_text(power)} (95 %)"
     yield f"answers under load: {total.text()}{seen}"
     cells = [(result, Tally.from_json(result.canaries)) for result in run.cells]
     if len(cells) > 1:
@@ -295,14 +321,12 @@ def checked_lines(run: RunFolder) -> Iterator[str]:
         yield from (f"  {key}: {tally.text()}" for key, tally in told)
 
 
-TITLE: Final = "answers under load: wrong of checked, and what share of wrong ones they leave possible (95 %)"
+TITLE: Final = "Answers under load: wrong of checked, and upper bound of the wrong share (95 %)"
 
 
 def answer_counts(sides: Sequence[tuple[str, Sequence[RunFolder]]]) -> Table | None:
-    """One row for all answers, and one for each cell; None where no run has checked any.
-
-    ``sides``: a name and its runs, whose counts are added.
-    """
+    """Return the table of checked answers, or None if nothing was checked. ``sides``: name and runs, whose
+    counts are added."""
     rows = [_row("all", [sum((run_tally(run) for run in runs), Tally()) for _, runs in sides])]
     cells = list(dict.fromkeys(each.cell for _, runs in sides for run in runs for each in run.cells))
     for cell in cells if len(cells) > 1 else ():
@@ -332,11 +356,11 @@ def _text(tally: Tally) -> str:
     if not tally.checked:
         return MISSING
     bound = percent_text(wrong_share_bound(tally.wrong, tally.checked))
-    weak = " (its own when idle)" if tally.own else ""
+    weak = " (vs. own idle outputs)" if tally.own else ""
     return f"{tally.wrong:,} of {tally.checked:,}, < {bound}{weak}"
 
 
 def _flat(tally: Tally) -> dict[str, Any]:
-    """``wrong_below``: a share of 1; None where none was checked."""
+    """Return the tally as flat values. ``wrong_below``: share of 1, or None."""
     below = wrong_share_bound(tally.wrong, tally.checked) if tally.checked else None
     return {"checked": tally.checked, "wrong": tally.wrong, "wrong_below": below, "own": tally.own}

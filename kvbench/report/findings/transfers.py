@@ -1,4 +1,4 @@
-"""What a microbenchmark's rows answer, in sentences made from them: who is ahead, what more NICs bring."""
+"""Conclusions from a microbenchmark's rows: comparisons, scaling with NICs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,18 @@ from kvbench.report.tables.table import number
 from kvbench.report.tables.transfers import blocks_text, case_text, nics_text, time_text, way_text
 
 LIMITS: Final = frozenset({"null", "memcpy", "shm"})
-"""Backends that no serving engine would use between hosts: compared with, not ranked."""
+"""Baseline backends, which are not ranked."""
 LARGE_BYTES: Final = 4 * MIB
 SMALL_BYTES: Final = 64 * KIB
 _ELSEWHERE: Final = frozenset({"bytes_elsewhere", "idle_nics", "other_transport"})
 
 
 def answers(records: Sequence[TransferRecord]) -> list[str]:
-    """Sentences for the end of a report; none for what the rows do not show."""
     return [each.text for each in transfer_statements(records)]
 
 
 def transfer_statements(records: Sequence[TransferRecord]) -> list[Statement]:
-    """The same as findings: who is ahead, what cannot be told, what is suspicious, what the rows show.
-
-    Of rows between several pairs of hosts only what is suspicious: who reaches whom how fast is a matrix.
-    """
+    """Return the findings of a microbenchmark. Rows between several host pairs only get warnings."""
     if len(pairs_of(records)) > 1:
         return list(_trouble(records))
     good = [record for record in records if record.status == "ok" and record.gb_per_s]
@@ -40,7 +36,7 @@ def transfer_statements(records: Sequence[TransferRecord]) -> list[Statement]:
 
 
 def _ranked(records: Sequence[TransferRecord], case: Case) -> list[TransferRecord]:
-    """The best row of each way for the transfer of ``case``, the fastest first."""
+    """Return the best row per configuration for the transfer of ``case``, fastest first."""
     best: dict[tuple[str, str], TransferRecord] = {}
     for record in records:
         if record.case.backend in LIMITS or _transfer(record.case) != _transfer(case):
@@ -66,7 +62,7 @@ def _transfer(case: Case) -> tuple[object, ...]:
 
 
 def _samples(records: Sequence[TransferRecord], *, large: bool) -> list[Case]:
-    """For each op a transfer that nearly all ways ran: with the most NICs, the largest or smallest."""
+    """Return one transfer per op that nearly all configurations ran: most NICs, largest or smallest size."""
     samples = []
     for op in ("write", "read"):
         cases = [record.case for record in records if record.case.op == op and not record.case.shape]
@@ -98,9 +94,9 @@ def _verdict(ranked: Sequence[TransferRecord]) -> tuple[Kind, str]:
     first, second = ranked[:2]
     ratio = (first.gb_per_s or 0) / (second.gb_per_s or 1)
     if min(len(first.call_s), len(second.call_s)) < LEAST_CALLS:
-        return "untold", "; too few calls to say who is ahead"
+        return "untold", "; too few calls for a comparison"
     if not apart(first, second):
-        return "untold", f"; {way_text(first.case)} and {way_text(second.case)} cannot be told apart"
+        return "untold", f"; {way_text(first.case)} and {way_text(second.case)}: no significant difference"
     return "ahead", f"; {way_text(first.case)} is ahead, {ratio:.2f}× {way_text(second.case)}"
 
 
@@ -114,7 +110,7 @@ def _smallest(records: Sequence[TransferRecord]) -> Iterator[str]:
 
 
 def _scaling(records: Sequence[TransferRecord]) -> Iterator[str]:
-    """What more NICs bring, at the largest transfer of each way and op that was made with several counts."""
+    """Report the scaling with NICs at the largest transfer of each configuration and op."""
     ways = dict.fromkeys((r.case.backend, r.case.protocol, r.case.op) for r in records if r.case.nics)
     for backend, protocol, op in ways:
         mine = [r for r in records if (r.case.backend, r.case.protocol, r.case.op) == (backend, protocol, op)]
@@ -130,11 +126,11 @@ def _scaling(records: Sequence[TransferRecord]) -> Iterator[str]:
         found = dict(sorted(sizes[max(several)].items()))
         least = next(iter(found.values()))
         one = (least.line_rate_gb_per_s or least.gb_per_s or 1.0) / least.case.nics
-        unit = "one NIC's line rate" if least.line_rate_gb_per_s else "what one NIC gave"
+        unit = "one NIC's line rate" if least.line_rate_gb_per_s else "one NIC's measured rate"
         times = ", ".join(f"{(record.gb_per_s or 0) / one:.2f}" for record in found.values())
         counts = ", ".join(str(count) for count in found)
         flat = [
-            f"{b} bring nothing over {a}"
+            f"{b} gain nothing over {a}"
             for a, b in pairwise(found)
             if (found[b].gb_per_s or 0) < 1.05 * (found[a].gb_per_s or 0)
         ]
@@ -144,7 +140,6 @@ def _scaling(records: Sequence[TransferRecord]) -> Iterator[str]:
 
 
 def _descriptors(records: Sequence[TransferRecord]) -> Iterator[str]:
-    """What the descriptors of a KV cache cost."""
     for record in records:
         p50 = call_times(record.call_s).p50
         if record.case.shape and record.case.backend not in LIMITS and p50 is not None:
@@ -168,19 +163,18 @@ def _trouble(records: Sequence[TransferRecord]) -> Iterator[Statement]:
     moved = [r for r in records if any(warning.kind in _ELSEWHERE for warning in r.warnings)]
     if moved:
         first = case_text(moved[0].case)
-        text = f"bytes did not go where they were asked to in {len(moved)} case(s), the first: {first}"
+        text = f"bytes took another path than requested in {len(moved)} case(s), the first: {first}"
         yield Statement("suspicious", "bytes_elsewhere", text, level="invalid")
 
 
 def models_text(records: Sequence[TransferRecord]) -> list[str]:
-    """The fitted transfer models, one line each."""
     return [f"{model.way}: {model.text()}" for model in fit_all(records)]
 
 
 def changes_text(
     before: Sequence[TransferRecord], after: Sequence[TransferRecord]
 ) -> list[tuple[Change, str]]:
-    """Each case of two runs with what came of it in words."""
+    """Return each case of two runs with its change in words."""
     found = []
     for change in compare(before, after):
         where = f"{change.pair}: " if change.pair else ""

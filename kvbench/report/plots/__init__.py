@@ -1,8 +1,7 @@
-"""Pictures of a run: what it holds by input length, latency and goodput against rate, where the time goes.
+"""Plots of a run.
 
-Each is drawn from a run folder alone and carries scenario, versions, hardware, date, and the word
-*emulated*, *simulated* or *lab* where it applies. A picture for which there is no data is not drawn.
-"""
+Each plot is drawn from a run folder alone, carries scenario, versions, hardware and date, and is marked
+*emulated*, *simulated* or *lab* where that applies. Plots without data are skipped."""
 
 from __future__ import annotations
 
@@ -49,27 +48,25 @@ __all__ = [
 ]
 
 PICTURES_AS: Final = ("png", "svg")
-NO_DATA: Final = "there is no picture, because no trial has given a result yet"
+NO_DATA: Final = "no picture: no trial has a result yet"
 
 
 class Drawn(Protocol):
-    """Draws a picture of a run, in a figure of its own or in the place of ``ax``; None without data for it.
-
-    Raises InputError for Axes that it cannot divide.
-    """
+    """Draw a plot of a run in a new figure or in ``ax``; None without data. Raises InputError for Axes that
+    cannot be divided."""
 
     def __call__(self, run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None: ...
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One picture of a run. ``alt``: what it shows, for those who do not see it."""
+    """One plot of a run. ``alt``: text alternative."""
 
     title: str
     alt: str
     draw: Drawn
     filed: bool = True
-    """Whether figures/ has it; the page has all."""
+    """Whether figures/ contains it; the page contains all."""
 
 
 PICTURES: Final[Mapping[str, Picture]] = MappingProxyType(
@@ -81,58 +78,60 @@ PICTURES: Final[Mapping[str, Picture]] = MappingProxyType(
         ),
         "latency": Picture(
             "Latency against request rate",
-            "TTFT and TPOT of every trial over the offered rate, with the SLO's limits and the found rates.",
+            "TTFT and TPOT of every trial over the offered rate, with the SLO's limits and the resulting "
+            "rates.",
             latency_figure,
         ),
         "sessions": Picture(
             "Sessions: TTFT by turn, and reuse",
-            "The median TTFT of each turn of a conversation, and the shares of prompts' blocks that prefix "
-            "caches could have found and did, by connector.",
+            "Median TTFT of each turn of a conversation, and the shares of prompt blocks that prefix "
+            "caches could find and did find, by connector.",
             sessions_figure,
         ),
         "loads": Picture(
             "Latency by load",
-            "P99, mean and P50 of TTFT and TPOT of loads that were offered at one rate each, side by side.",
+            "P99, mean and P50 of TTFT and TPOT of loads that were each offered at one rate, side by side.",
             loads_figure,
         ),
         "goodput": Picture(
             "Goodput against request rate",
-            "Requests per second completed within the SLO over those that arrived; the diagonal has all.",
+            "Requests per second completed within the SLO over arrivals per second; on the diagonal both "
+            "are equal.",
             goodput_figure,
         ),
         "ttft_breakdown": Picture(
-            "Where the time to the first token goes",
+            "TTFT breakdown",
             "Stacked bars of the mean TTFT's parts, from queue and prefill to KV transfer and first step.",
             breakdown_figure,
         ),
         "distribution": Picture(
-            "How the latencies are distributed",
-            "Share of requests that were faster than a TTFT or TPOT, one curve per connector, with the SLO.",
+            "Latency distribution",
+            "Cumulative share of requests by TTFT and TPOT, one curve per connector, with the SLO.",
             distribution_figure,
         ),
         "in_flight": Picture(
-            "Requests on their way over time",
-            "Requests on their way and waiting for their first token over time, for each supporting trial.",
+            "Requests in flight over time",
+            "Requests in flight and waiting for their first token over time, for each supporting trial.",
             in_flight_figure,
         ),
         "pareto": Picture(
             "Throughput against interactivity",
-            "Output tokens per second of a GPU or engine over the tokens per second that each user gets.",
+            "Output tokens per second of a GPU or engine over tokens per second per user.",
             pareto_figure,
         ),
         "nic_share": Picture(
             "Share of the bytes by NIC",
-            "Stacked bars of how the bytes were shared out over the network cards.",
+            "Stacked bars of each network card's share of the bytes.",
             nic_share_figure,
         ),
         "burst": Picture(
-            "A burst beside the sustained rate",
-            "Requests on their way over time, in a burst and at the sustained rate, on the same scale.",
+            "Burst and sustained rate",
+            "Requests in flight over time, in a burst and at the sustained rate, on the same scale.",
             burst_figure,
         ),
     }
 )
-"""Every picture of a run of requests, in the order in which they are read."""
+"""Plots of a run of requests, in reading order."""
 
 TRANSFER_PICTURES: Final[Mapping[str, Picture]] = MappingProxyType(
     {
@@ -144,26 +143,26 @@ TRANSFER_PICTURES: Final[Mapping[str, Picture]] = MappingProxyType(
         ),
         "nic_scaling": Picture(
             "Bandwidth by number of NICs",
-            "GB/s over the number of network cards, beside the ideal of as many times one card.",
+            "GB/s over the number of network cards, with linear scaling from one card.",
             scaling_figure,
         ),
         "nic_share": replace(PICTURES["nic_share"], filed=False),
         "call_time": Picture(
             "Time of one transfer",
-            "How long one transfer takes, by the number of blocks in it.",
+            "Duration of one transfer, by its number of blocks.",
             call_time_figure,
         ),
     }
 )
-"""The same of a microbenchmark."""
+"""Plots of a microbenchmark."""
 
 HELD_PICTURES: Final[Mapping[str, Mapping[str, Picture]]] = MappingProxyType(
     {
         "chaos": {
             "faults": Picture(
                 "Goodput over time, with the faults",
-                "Requests per second that were due and met the SLO, or became late, lost or hung, over time, "
-                "one panel a pair and fault; where the fault struck and was undone is marked.",
+                "Requests per second by outcome (within the SLO, late, lost, hung) over time, "
+                "one panel per pair and fault; the fault's start and end are marked.",
                 faults_figure,
             )
         },
@@ -176,11 +175,10 @@ HELD_PICTURES: Final[Mapping[str, Mapping[str, Picture]]] = MappingProxyType(
         },
     }
 )
-"""The same of runs at a held rate, by kind."""
+"""Plots of chaos and soak runs, by kind."""
 
 
 def pictures_of(run: RunFolder) -> Mapping[str, Picture]:
-    """The pictures that a run of its kind may have."""
     kind = str(run.manifest.get("kind") or "")
     return TRANSFER_PICTURES if kind == "microbench" else HELD_PICTURES.get(kind, PICTURES)
 
@@ -188,11 +186,8 @@ def pictures_of(run: RunFolder) -> Mapping[str, Picture]:
 def write_plots(
     run: RunFolder, folder: Path, formats: Sequence[str] = ("svg",), theme: Theme = "light"
 ) -> list[Path]:
-    """Writes each picture that has data, in each format (svg, png); returns what was written.
-
-    What lies there in another format is written anew, too, so that no two differ. A picture left from before
-    for which there is no data any more is removed. The dark theme's files end in ``-dark``.
-    """
+    """Write each plot that has data in each format (svg, png), and return the paths. Files in other formats
+    are rewritten too; outdated plots without data are removed. Dark files end in ``-dark``."""
     written = []
     suffix = "" if theme == "light" else f"-{theme}"
     with style(PALETTES[theme]):

@@ -1,8 +1,7 @@
-"""Goodput over time around each fault, and a soak's windows: latency, memory, descriptors and KV blocks.
+"""Plots of goodput around each fault, and of a soak's windows.
 
-Goodput is what was due, by what became of it, one panel a pair and fault. Time counts from the fault; of
-several repeats the mean is drawn, over those that were watched for so long.
-"""
+Goodput is drawn by outcome of the requests due, one panel per pair and fault. Time counts from the fault;
+repeats are averaged over those observed for that long."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ SHOWN: Final[Mapping[str, str]] = {
 
 
 def faults_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """A column of panels a pair, a line a fault; None where no fault was done."""
+    """Draw a column of panels per pair and a row per fault, or None without faults."""
     groups = fault_groups(run)
     cells = list(dict.fromkeys(each.cell for each in groups))[:FAULT_COLUMNS_MOST]
     names = list(dict.fromkeys(each.name for each in groups))[:LINES_MOST]
@@ -73,8 +72,8 @@ def faults_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None
 
 def _title(group: FaultGroup) -> str:
     row = group.row
-    back = "rate not held before" if not row.held else "never back" if row.back_s is None else ""
-    back = back or f"back after {number(row.back_s)} s" + (f" ({row.never} never)" if row.never else "")
+    back = "rate not sustained before" if not row.held else "never recovered" if row.back_s is None else ""
+    back = back or f"recovered after {number(row.back_s)} s" + (f" ({row.never} never)" if row.never else "")
     return f"{group.cell.connector} · {group.name} · {back}"
 
 
@@ -108,7 +107,7 @@ def _draw(axis: Axes, run: RunFolder, group: FaultGroup, slo: Slo, palette: Pale
 def _mean_rates(
     run: RunFolder, trials: Sequence[FaultFound], slo: Slo
 ) -> tuple[list[float], dict[str, list[float]]] | None:
-    """Bins' starts (s since the fault), and of each fate the requests per second in them."""
+    """Return the bins' starts (s since the fault) and the requests per second by outcome."""
     sums: dict[int, list[Mapping[str, int]]] = {}
     for trial in trials:
         struck_s = float(trial.found["struck_s"])
@@ -130,7 +129,7 @@ def _mean_rates(
 
 
 def _outcomes(run: RunFolder, trial: FaultFound, slo: Slo, later_s: float) -> list[RequestOutcome]:
-    """The trial's requests, all so much later; empty where they were not kept."""
+    """Return the trial's requests, shifted by ``later_s``; empty if not stored."""
     try:
         records = run.request_records(trial.trial.trial_id)
     except StoreError:
@@ -178,10 +177,10 @@ def _legend(palette: Palette) -> list[Artist]:
     dashed: dict[str, Any] = {"linestyle": (0, (4, 2)), "color": palette.ink, "linewidth": 0.9}
     return [
         *(Patch(facecolor=colours[fate], label=words) for fate, words in SHOWN.items() if fate != "wrong"),
-        handle("held rate", marker="", **dashed),
+        handle("offered rate", marker="", **dashed),
         handle("fault", marker="", linestyle="-", color=palette.limit),
         handle("ready again", marker="", linestyle=(0, (1, 1)), color=palette.faint),
-        handle("attainment back", marker="v", color=palette.ink),
+        handle("attainment recovered", marker="v", color=palette.ink),
     ]
 
 
@@ -193,11 +192,11 @@ PANELS: Final = (
     ("descriptors", ("descriptors",)),
     ("KV blocks in use", ("KV blocks in use",)),
 )
-"""A panel's label, and the series in it."""
+"""Panel label and its series."""
 
 
 def soak_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """A line of panels a thing; None without windows."""
+    """Draw a row of panels per metric, or None without windows."""
     series = soak_series(run)
     cells = list(dict.fromkeys(each.cell for each in series))[:SOAK_COLUMNS_MOST]
     if not cells:
@@ -243,7 +242,6 @@ def _soak_plot_draw(axis: Axes, series: Sequence[SoakSeries], palette: Palette) 
 
 
 def _trend(axis: Axes, of: SoakSeries, colour: str) -> None:
-    """The fitted line, through the middle of what it was fitted to."""
     at = [window.at_s for window in settled(of.windows) if window.value is not None]
     values = [window.value for window in settled(of.windows) if window.value is not None]
     middle_s, middle = sum(at) / len(at), sum(values) / len(values)

@@ -1,8 +1,6 @@
-"""Where the time to the first token goes, and how TTFT and TPOT are distributed at the rate that was found.
+"""Plots of the TTFT breakdown, and of the TTFT and TPOT distributions at the resulting rate.
 
-A curve that meets the SLO's line above the required share keeps it. Each bar is the trial that supports the
-connector's answer, at the rate below its name.
-"""
+Each bar or curve is the trial that supports the connector's result."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ MIN_VALUES: Final = 5
 
 @dataclass(frozen=True)
 class _Curve:
-    """Milliseconds of the answered requests of one trial's steady window, in order, by latency."""
+    """Sorted latencies (ms) of the answered requests in one trial's steady window, by metric."""
 
     connector: str
     rate: float
@@ -64,7 +62,7 @@ class _Curve:
 
 
 def distribution_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """TTFT above TPOT, a column per input length; None where no requests were kept."""
+    """Draw TTFT above TPOT, a column per input length; None without stored requests."""
     found = _curves(run)
     panels = sorted(found)[:COLUMNS_MOST]
     if not panels:
@@ -75,7 +73,7 @@ def distribution_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None 
     names = [name for name in NAMES if any(name in curve.values for curve in shown)]
     look = looks(connectors, palette)
     with style(palette):
-        words = Words.of(run, "Distribution of the latencies")
+        words = Words.of(run, "Latency distribution")
         size = (1.2 + 2.75 * len(panels), 2.5 * len(names))
         sheet = new_sheet(size, words, palette, ax, legend_lines=2, titled=True)
         grid = sheet.panels(len(names), len(panels), sharey="all", wspace=0.1, hspace=0.34)
@@ -99,7 +97,8 @@ def distribution_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None 
 
 
 def _curves(run: RunFolder) -> dict[Lengths, list[_Curve]]:
-    """By input length: what supports the answers, or else (listed rates) each connector's highest rate."""
+    """Return curves by input length: the supporting trials, or for listed rates each connector's highest
+    rate."""
     trials = [trial for _, trial in supporting(run)]
     if not trials:
         highest: dict[tuple[str, Lengths], TrialRecord] = {}
@@ -129,7 +128,7 @@ def _values(run: RunFolder, trial: TrialRecord) -> dict[str, Values]:
 
 
 def _draw(axes: Axes, name: str, curves: Sequence[_Curve], look: Mapping[str, PlotStyle]) -> None:
-    """Steps, with a mark at P50 and at P99 where there are enough values for one."""
+    """Draw step curves with marks at P50 and P99 if there are enough values."""
     for curve in curves:
         values = curve.values.get(name)
         if values is None:
@@ -150,7 +149,7 @@ def _draw(axes: Axes, name: str, curves: Sequence[_Curve], look: Mapping[str, Pl
 
 
 def _thinned(x: Values, y: Values) -> tuple[Values, Values]:
-    """What can be seen of a curve at the size that it is drawn in: its ends, and as many steps as pixels."""
+    """Thin a curve to its ends and about one step per pixel."""
     if len(x) <= STEPS_MOST:
         return x, y
     kept = np.unique(np.linspace(0, len(x) - 1, STEPS_MOST).round().astype(int))
@@ -179,13 +178,13 @@ def _legend(
         handle("SLO", color=palette.limit, linestyle=(0, (5, 2))),
     ]
     if share is not None:
-        keys.append(handle(f"asked of {share:g} %", color=palette.limit, linestyle=":"))
+        keys.append(handle(f"required share: {share:g} %", color=palette.limit, linestyle=":"))
     return [entries, keys]
 
 
 PANELS_PER_LINE: Final = 4
 HATCH: Final = "////"
-"""Hand-off that holds D's queue."""
+"""Hatch of a hand-off that includes D's queue."""
 
 # P's parts are blue, D's are orange and the way between them is green, from light (waiting) to dark (work).
 COLOURS: Final[Mapping[Theme, Mapping[str, str]]] = MappingProxyType(
@@ -209,11 +208,11 @@ COLOURS: Final[Mapping[Theme, Mapping[str, str]]] = MappingProxyType(
 
 
 _LEAST_BARS: Final = 4
-"""A panel has room for so many bars at least where it has a figure's whole width, so none is too wide."""
+"""Fewest bars that a full-width panel is sized for, so that none is too wide."""
 
 
 def breakdown_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """Stacked bars of TTFT's parts; None where no trial has them."""
+    """Draw stacked bars of TTFT's parts, or None if no trial has them."""
     rows = [row for row in summary_table(run) if any(_parts(row).values())]
     if not rows:
         return None
@@ -223,7 +222,7 @@ def breakdown_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
     lines = math.ceil(len(panels) / columns)
     bars = max(sum(_panel(row) == panel for row in rows) for panel in panels)
     with style(palette):
-        words = Words.of(run, "Where the time to the first token goes (means)")
+        words = Words.of(run, "TTFT breakdown (means)")
         size = (1.1 + columns * (0.7 + 0.62 * bars), lines * 2.9)
         keys = _breakdown_legend(rows, COLOURS[theme], palette)
         sheet = new_sheet(size, words, palette, ax, legend_lines=len(keys), titled=True)
@@ -257,7 +256,7 @@ def _parts(row: Row) -> dict[str, float]:
 
 
 def _mixed(row: Row) -> bool:
-    """Does the hand-off hold D's queue?"""
+    """Return whether the hand-off includes D's queue."""
     parts = _parts(row)
     return "hand_off" in parts and "decode_queue" not in parts
 
@@ -307,7 +306,7 @@ def _breakdown_legend(rows: Sequence[Row], colours: Mapping[str, str], palette: 
     there = [part for part in PARTS if any(part in _parts(row) for row in rows)]
     handles = [Patch(facecolor=colours[part], label=PART_WORDS[part]) for part in there]
     if any(_mixed(row) for row in rows):
-        label = "hand-off with D's queue (asked at once, not to be told apart)"
+        label = "hand-off including D's queue (concurrent dispatch)"
         handles.append(
             Patch(facecolor=colours["hand_off"], edgecolor=palette.paper, hatch=HATCH, label=label)
         )

@@ -1,9 +1,7 @@
-"""Requests on their way and waiting over time, at the trial that supports each answer.
+"""Plots of requests in flight and waiting over time, at the supporting trials.
 
-Under a rate that holds, both go up and down around a level; a curve that climbs to the last arrival is a
-queue that grows, and a rate that does not hold. A burst is one batch that is worked off after its last
-arrival: beside the sustained rate, on the same axes, it shows why its rate does not hold.
-"""
+At a sustained rate both fluctuate around a level; a curve that rises until the last arrival is a growing
+queue. A burst drains as one batch after its last arrival."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ Shown = dict[tuple[str, Lengths], tuple[TrialRecord, list[RequestRecord]]]
 
 
 def in_flight_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """A line of panels per connector, a column per input length; None where no requests were kept."""
+    """Draw a row of panels per connector, a column per input length; None without stored requests."""
     found = _found(run)
     if not found:
         return None
@@ -50,7 +48,7 @@ def in_flight_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
     panels = sorted({panel for _, panel in found})[:COLUMNS_MOST]
     connectors = list(dict.fromkeys(name for name, _ in found))[:LINES_MOST]
     with style(palette):
-        words = Words.of(run, "Requests on their way over time")
+        words = Words.of(run, "Requests in flight over time")
         size = (1.2 + 2.75 * len(panels), 1.75 * len(connectors))
         sheet = new_sheet(size, words, palette, ax, titled=True)
         grid = sheet.panels(len(connectors), len(panels), wspace=0.18, hspace=0.34)
@@ -67,7 +65,7 @@ def in_flight_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
         for axis, panel in zip(grid[0], panels, strict=True):
             axis.set_title(panel_title(panel, panels))
         for axis in grid[-1]:
-            axis.set_xlabel("seconds since the trial's start")
+            axis.set_xlabel("seconds since trial start")
         sheet.legend([_legend(palette, "steady window, judged")])
     return sheet.figure
 
@@ -87,12 +85,12 @@ def _draw(axes: Axes, trial: TrialRecord, records: list[RequestRecord], palette:
         span = float(window["start_s"]), float(window["end_s"])
         axes.axvspan(*span, color=palette.grid, alpha=0.55, linewidth=0, zorder=0)
     for series, colour, what in (
-        (in_flight_series(records, trial.duration_s), palette.series[IN_FLIGHT], "on their way"),
-        (waiting_series(records, trial.duration_s), palette.series[WAITING], "waiting for a token"),
+        (in_flight_series(records, trial.duration_s), palette.series[IN_FLIGHT], "in flight"),
+        (waiting_series(records, trial.duration_s), palette.series[WAITING], "waiting for the first token"),
     ):
         times, values = outline(series, trial.duration_s)
         (line,) = axes.step(times, values, where="post", color=colour, linewidth=1.1)
-        says(line, trial.cell.connector, f"{trial.trial_id}: {max(values):.0f} {what} at most")
+        says(line, trial.cell.connector, f"{trial.trial_id}: at most {max(values):.0f} {what}")
     axes.set_xlim(0, max(trial.duration_s, 1e-3))
     axes.set_ylim(0, axes.get_ylim()[1] * 1.22)
     axes.locator_params(axis="y", integer=True, nbins=5)
@@ -100,10 +98,8 @@ def _draw(axes: Axes, trial: TrialRecord, records: list[RequestRecord], palette:
 
 
 def outline(series: StepSeries, length_s: float) -> tuple[list[float], list[float]]:
-    """A step series as places of a line, from zero on; of steps too close to be seen the highest and last.
-
-    ``length_s``: what the axis spans.
-    """
+    """Return a step series as line points from zero on, merging steps that are too close to see.
+    ``length_s``: the axis's span."""
     times, values = [0.0], [0.0]
     slot = 2 * length_s / STEPS_MOST
     steps = list(zip(series.times_s.tolist(), series.values.tolist(), strict=True))
@@ -131,7 +127,7 @@ def _legend(palette: Palette, shaded: str) -> list[Artist]:
     from matplotlib.patches import Patch
 
     return [
-        handle("on their way", linestyle="-", color=palette.series[IN_FLIGHT]),
+        handle("in flight", linestyle="-", color=palette.series[IN_FLIGHT]),
         handle("waiting for the first token", linestyle="-", color=palette.series[WAITING]),
         Patch(facecolor=palette.grid, alpha=0.55, label=shaded),
     ]
@@ -140,20 +136,17 @@ def _legend(palette: Palette, shaded: str) -> list[Artist]:
 # --- bursts ----------------------------------------------------------------------------------------
 
 BURSTS_MOST: Final = 4
-"""Further connectors and lengths look the same."""
+"""Most rows; further connectors and lengths look alike."""
 
 
 def burst_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """A burst beside the sustained rate: one line of two panels per connector and input length with both.
-
-    Requests on their way and waiting for their first token; None without a burst beside a search.
-    """
+    """Draw burst and sustained rate side by side per connector and input length; None without both."""
     pairs = _pairs(run)[:BURSTS_MOST]
     if not pairs:
         return None
     palette = PALETTES[theme]
     with style(palette):
-        words = Words.of(run, "A burst beside the rate that holds")
+        words = Words.of(run, "Burst and sustained rate")
         sheet = new_sheet((8.2, 2.5 * len(pairs)), words, palette, ax, titled=True)
         grid = sheet.panels(len(pairs), 2, sharey="row", wspace=0.08, hspace=0.6)
         for axes, (burst, sustained) in zip(grid, pairs, strict=True):
@@ -162,13 +155,13 @@ def burst_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None)
                 axis.set_title(f"{kind}, measured at {number(trial.request_rate)} req/s")
             axes[0].set_ylabel(f"requests ({burst.cell.connector}, {burst.cell.input_len:,} in)")
         for axis in grid[-1]:
-            axis.set_xlabel("seconds since the first arrival was due")
+            axis.set_xlabel("seconds since the first scheduled arrival")
         sheet.legend([_legend(palette, "requests arrive")])
     return sheet.figure
 
 
 def _pairs(run: RunFolder) -> list[tuple[TrialRecord, TrialRecord]]:
-    """(burst, sustained) trials that support the two answers of a cell."""
+    """Return the (burst, sustained) trials that support the two results of each cell."""
     sustained_results = {result.cell: result for result in run.cells if result.method == "sustained"}
     pairs = []
     for result in run.other_cells:
@@ -182,7 +175,6 @@ def _pairs(run: RunFolder) -> list[tuple[TrialRecord, TrialRecord]]:
 
 
 def _supporting(trials: Sequence[TrialRecord], result: CellResult) -> TrialRecord | None:
-    """The trial with the highest rate that was met, at or below the answer."""
     mine = [trial for trial in trials if trial.cell == result.cell and trial.method == result.method]
     return highest_met(mine, read_answer(result.answer).max_request_rate if result.answer else None)
 
@@ -191,11 +183,11 @@ def _draw_burst(axes: Axes, trial: TrialRecord, records: Sequence[RequestRecord]
     last_due = max(record.scheduled_s for record in records)
     axes.axvspan(0, last_due, color=palette.grid, alpha=0.55, linewidth=0, zorder=0)
     for series, colour, what in (
-        (in_flight_series(records, trial.duration_s), palette.series[IN_FLIGHT], "on their way"),
-        (waiting_series(records, trial.duration_s), palette.series[WAITING], "waiting for a token"),
+        (in_flight_series(records, trial.duration_s), palette.series[IN_FLIGHT], "in flight"),
+        (waiting_series(records, trial.duration_s), palette.series[WAITING], "waiting for the first token"),
     ):
         times, values = outline(series, trial.duration_s)
         (line,) = axes.step(times, values, where="post", color=colour, linewidth=1.4)
-        says(line, trial.cell.connector, f"{trial.trial_id}: {max(values):.0f} {what} at most")
+        says(line, trial.cell.connector, f"{trial.trial_id}: at most {max(values):.0f} {what}")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

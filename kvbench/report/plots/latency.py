@@ -1,10 +1,7 @@
-"""TTFT and TPOT over the offered rate, or side by side for loads that were offered at one rate each.
+"""Plots of TTFT and TPOT over the offered rate, or side by side for loads with one rate each.
 
-Over the rate there is one panel per input length, every trial of the search a point. The upper line is the
-quantile that the SLO speaks of (P95 for an attainment of 0.95), from the requests of the steady window where
-the summary lacks it: where it crosses the limit, the SLO is lost to that latency alone. Imported results
-often have one rate each; they get one place on the axis per load.
-"""
+Over the rate there is one panel per input length and one point per trial. The upper line is the quantile of
+the SLO (P95 for an attainment of 0.95), computed from the steady window if the summary lacks it."""
 
 from __future__ import annotations
 
@@ -45,13 +42,13 @@ if TYPE_CHECKING:
 
 
 STATISTICS: Final = ("p99", "mean", "p50")
-"""From the top: a filled mark, a dash, a hollow mark."""
+"""Top to bottom: filled mark, dash, hollow mark."""
 
 Load = tuple[Lengths, float]
 
 
 def single_rates(run: RunFolder) -> list[Lengths]:
-    """Lengths at which each series was offered one rate only, if there are two or more: drawn here."""
+    """Return the lengths where each series has one rate, if there are at least two series."""
     trials = rated_trials(run)
     series = series_of(trials)
     rates: dict[Lengths, dict[str, set[float]]] = {}
@@ -64,7 +61,7 @@ def single_rates(run: RunFolder) -> list[Lengths]:
 
 
 def loads_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """Latencies by load; None where loads were offered at several rates, as in a search."""
+    """Draw latencies by load, or None if loads have several rates."""
     single = single_rates(run)
     trials = [
         trial
@@ -128,7 +125,7 @@ def _values(trial: TrialRecord, name: str) -> dict[str, float]:
 def _draw(
     axis: Axes, x: float, values: dict[str, float], look: Any, paper: str, whose: tuple[str, str]
 ) -> None:
-    """A load's three values on a line from the least to the most. ``whose``: connector, and words for it."""
+    """Draw a load's three values on one line. ``whose``: connector and label."""
     span = [min(values.values()), max(values.values())]
     (line,) = axis.plot([x, x], span, color=look.colour, linewidth=1, alpha=0.5)
     says(line, whose[0])
@@ -153,7 +150,8 @@ def _loads_scale(axis: Axes, values: Sequence[float]) -> None:
 
 
 def _place(place: Load, places: Sequence[Load]) -> str:
-    """``1,024 in`` over ``tp 4`` and ``2 req/s``; output length and tp only where they differ."""
+    """Return the label ``1,024 in`` over ``tp 4`` and ``2 req/s``; output length and tp only if they
+    differ."""
     (input_len, output_len, ranks), rate = place
     lines = [f"{input_len:,} in"]
     if len({lengths[1] for lengths, _ in places}) > 1:
@@ -173,11 +171,11 @@ Latencies = dict[str, float | None]
 
 @dataclass(frozen=True)
 class _Metric:
-    """One line of panels. ``high`` (its ``quantile``) and ``middle`` (P50): milliseconds by trial id."""
+    """One row of panels. ``high`` (at ``quantile``) and ``middle`` (P50): milliseconds by trial id."""
 
     name: str
     limits_ms: Sequence[tuple[str, float]]
-    """(name, limit) of each line of the SLO."""
+    """(name, limit) of each SLO line."""
     quantile: str
     high: Mapping[str, float]
     middle: Mapping[str, float]
@@ -189,7 +187,6 @@ class _Metric:
         return replace(self, high=high, middle=middle)
 
     def texts(self, trials: Sequence[TrialRecord]) -> list[str]:
-        """What each trial's mark stands for."""
         return [
             f"{trial.cell.connector}, {number(trial.request_rate)} req/s: {self.name.upper()} "
             f"{self.quantile.upper()} {number(self.high[trial.trial_id])} ms, "
@@ -204,7 +201,7 @@ class _Metric:
 
 
 def latency_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """Latency against rate; None where no trial has a latency."""
+    """Draw latency against rate, a panel per length with two rates or more; None without one."""
     metrics = _metrics(run)
     elsewhere = set(single_rates(run))  # one rate makes no line: these are drawn by load
     trials = [
@@ -212,6 +209,10 @@ def latency_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = Non
         for trial in rated_trials(run)
         if any(trial.trial_id in metric.high for metric in metrics) and lengths_of(trial) not in elsewhere
     ]
+    rates = {
+        panel: {t.request_rate for t in trials if lengths_of(t) == panel} for panel in map(lengths_of, trials)
+    }
+    trials = [trial for trial in trials if len(rates[lengths_of(trial)]) > 1]
     if not trials:
         return None
     metrics = [metric.of(trials) for metric in metrics]
@@ -261,7 +262,7 @@ def _ends_line(index: int, columns: int, panels: Sequence[Lengths]) -> bool:
 
 
 def _metrics(run: RunFolder) -> list[_Metric]:
-    """TTFT and TPOT as far as measured, each with the highest quantile that can be had."""
+    """Return TTFT and TPOT if measured, each with the highest available quantile."""
     slo = slo_of(run)
     share = slo.attainment or 0.99
     read: dict[tuple[str, float], Latencies] = {}
@@ -289,7 +290,7 @@ def _computed(
     read: dict[tuple[str, float], Latencies],
     known: Mapping[str, float],
 ) -> dict[str, float]:
-    """The quantile of the trials whose summary does not have it. ``read``: what was computed already."""
+    """Return the quantile for the trials whose summary lacks it. ``read``: cache."""
     found = {}
     for trial in rated_trials(run):
         if trial.trial_id not in known:
@@ -302,7 +303,7 @@ def _computed(
 
 
 def _line_name(tier: str, statistic: str, drawn: str) -> str:
-    """What stands at an SLO's line: the tier, and the statistic where it is not that of the upper curve."""
+    """Return an SLO line's label: tier, and the statistic if it differs from the upper curve's."""
     return " ".join(word for word in (tier or "SLO", "" if statistic == drawn else statistic.upper()) if word)
 
 
@@ -312,7 +313,7 @@ def _column(run: RunFolder, column: str) -> dict[str, float]:
 
 
 def _from_requests(run: RunFolder, trial: TrialRecord, share: float) -> Latencies:
-    """A quantile of both latencies, in milliseconds, over the successful requests of the steady window."""
+    """Return a quantile (ms) of both latencies over the steady window's successful requests."""
     requests = request_times(run, trial.trial_id)
     if requests is None:
         return {}
@@ -333,10 +334,7 @@ def _draw_trials(
     palette: Palette,
     size: float,
 ) -> None:
-    """One connector's trials. Those that were refused stand apart, hollow, and no line goes through them.
-
-    ``size``: of its points; a larger one is seen behind a smaller one of equal value.
-    """
+    """Draw one connector's trials; refused ones are hollow and not connected. ``size``: marker size."""
     ordered = sorted(trials, key=lambda trial: trial.request_rate)
     used = [trial for trial in ordered if trial.verdict != "invalid"]
     refused = [trial for trial in ordered if trial.verdict == "invalid"]
@@ -364,14 +362,14 @@ def _points(trials: Sequence[TrialRecord], values: Mapping[str, float]) -> tuple
 
 
 def _means(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
-    """One point per rate, so that a line does not run up and down where a rate was tried more than once."""
+    """Return one mean point per rate."""
     places = list(dict.fromkeys(x))
     pairs = list(zip(x, y, strict=True))
     return places, [fmean(value for place, value in pairs if place == each) for each in places]
 
 
 def _scale(axes: Axes, metric: _Metric) -> None:
-    """The vertical scale is the same in all panels of one latency: logarithmic if it spans much."""
+    """Set one vertical scale per latency: logarithmic for a wide range."""
     low, high = metric.span()
     low, high = low / 1.25, high * 1.35
     if high / low > 8:
@@ -415,7 +413,7 @@ def _legend(
         handle("P50", color=palette.faint, linestyle=":"),
     ]
     if found:
-        keys.append(handle("found rate", color=palette.faint, marker="^"))
+        keys.append(handle("resulting rate", color=palette.faint, marker="^"))
     if any(trial.verdict == "invalid" for trial in trials):
         hollow = {"markerfacecolor": "none", "markeredgecolor": palette.faint}
         keys.append(handle("refused trial, not used", marker="o", **hollow))

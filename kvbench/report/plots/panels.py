@@ -1,4 +1,4 @@
-"""What pictures share: the sheet they are drawn on, their trials and requests, panels, ticks and spans."""
+"""Shared parts of plots: sheet, trials and requests, panels, ticks, spans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def plain_ticks(axes: Axes, which: Literal["x", "y"], values: Sequence[float]) -> None:
-    """Ticks at just these values, written out in full, on a logarithmic axis."""
+    """Set plain-number ticks at exactly these values on a logarithmic axis."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     target = axes.xaxis if which == "x" else axes.yaxis
@@ -37,10 +37,8 @@ def plain_ticks(axes: Axes, which: Literal["x", "y"], values: Sequence[float]) -
 
 
 def axis_spans(panels: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
-    """The ends of each panel's axis: from 0, unless that leaves more than half of every panel empty.
-
-    A panel that does not begin at 0 spans a fifth of its values at least.
-    """
+    """Return each panel's axis range: from 0, unless that leaves more than half of every panel empty. Other
+    ranges span at least a fifth of their values."""
     if any(min(values) < 0.5 * max(values) for values in panels):
         return [(0.0, max(values) * 1.1) for values in panels]
     spans = []
@@ -52,14 +50,14 @@ def axis_spans(panels: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
 
 
 def at_bottom(axes: Axes) -> Transform:
-    """x in data, y from 0 (the axis) to 1 (the top)."""
+    """Return the transform with x in data and y from 0 (axis) to 1 (top)."""
     from matplotlib.transforms import blended_transform_factory
 
     return blended_transform_factory(axes.transData, axes.transAxes)
 
 
 def nice_log_ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round values (1, 2, 5 × 10ⁿ) from just below ``low`` to just above ``high``, at most ``most``."""
+    """Return at most ``most`` round values (1, 2, 5 × 10ⁿ) around ``low`` to ``high``."""
     inside: list[float] = []
     for steps in ((1, 2, 5), (1, 3), (1,)):
         decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
@@ -77,15 +75,15 @@ if TYPE_CHECKING:
     Floats: TypeAlias = NDArray[np.float64]
 
 Lengths = tuple[int, int, int]
-"""What one panel stands for: input and output length in tokens; TP size, or 0 if not reported."""
+"""A panel's key: input and output length in tokens, and TP size (0 if unknown)."""
 
 APART: Final = ("burst", "equal_rate", "closed_loop")
-"""Methods with a story of their own: a burst's rate is not offered for long, an equal rate was chosen."""
+"""Methods with their own plots."""
 TIMES: Final = ("scheduled_s", "sent_s", "first_token_s", "last_token_s")
 
 
 def rated_trials(run: RunFolder) -> list[TrialRecord]:
-    """Trials at a finite rate that was offered on purpose: no bursts, no saturating probes."""
+    """Return the trials at a finite, intended rate: no bursts, no saturation probes."""
     return [
         trial
         for trial in run.all_trials
@@ -94,27 +92,27 @@ def rated_trials(run: RunFolder) -> list[TrialRecord]:
 
 
 def supporting(run: RunFolder) -> list[tuple[Row, TrialRecord]]:
-    """The rows of the result table that have one, with the trial that supports the answer."""
+    """Return the result rows that have a supporting trial, with that trial."""
     trials = {trial.trial_id: trial for trial in run.trials}
     return [(row, trials[row.trial_id]) for row in summary_table(run) if row.trial_id in trials]
 
 
 def lengths_of(item: Row | TrialRecord) -> Lengths:
-    """The panel of a row or a trial; only read-in results differ in tensor-parallel size within a run."""
+    """Return the panel of a row or trial; TP sizes differ only in imported results."""
     settings = item.engine.get("settings") if isinstance(item, TrialRecord) else None
     ranks = settings.get("tp") if isinstance(settings, Mapping) else None
     return item.cell.input_len, item.cell.output_len, ranks if isinstance(ranks, int) else 0
 
 
 def panel_title(panel: Lengths, panels: Sequence[Lengths]) -> str:
-    """``1,024 tokens in``; with the output length and tensor-parallel size if the panels differ in them."""
+    """Return a title such as ``1,024 tokens in``, with output length and TP size if they differ."""
     outputs, ranks = {each[1] for each in panels}, {each[2] for each in panels}
     title = f"{panel[0]:,} tokens in" + (f", {panel[1]:,} out" if len(outputs) > 1 else "")
     return title + (f", tp {panel[2] or '?'}" if len(ranks) > 1 else "")
 
 
 def series_of(trials: Sequence[TrialRecord]) -> dict[str, str]:
-    """Trial id → whose line it is on: its connector's, by protocol and NICs if the connector has several."""
+    """Map trial ids to series: connectors, split by protocol and NICs if a connector has several."""
     ways = {trial.trial_id: _way(trial) for trial in trials}
     several: dict[str, set[str]] = {}
     for trial in trials:
@@ -128,7 +126,7 @@ def series_of(trials: Sequence[TrialRecord]) -> dict[str, str]:
 
 
 def _way(trial: TrialRecord) -> str:
-    """``rdma, 2 NICs`` or ``tcp``, as far as the trial itself says."""
+    """Return ``rdma, 2 NICs`` or ``tcp``, as far as the trial states it."""
     settings = trial.engine.get("settings")
     if not isinstance(settings, Mapping):
         return ""
@@ -140,7 +138,7 @@ def _way(trial: TrialRecord) -> str:
 
 @dataclass(frozen=True)
 class RequestTimes:
-    """A trial's requests, an array of each column over them; times in seconds, NaN where there was none."""
+    """A trial's requests as one array per column; times in seconds, NaN if missing."""
 
     scheduled_s: Floats
     sent_s: Floats
@@ -151,14 +149,14 @@ class RequestTimes:
     error: NDArray[np.object_]
 
     def answered(self, trial: TrialRecord) -> RequestTimes:
-        """Those of the trial's steady window that were answered."""
+        """Return the answered requests of the trial's steady window."""
         window = trial.summary.get("window") or {}
         start, end = window.get("start_s", -math.inf), window.get("end_s", math.inf)
         kept = (self.error == "") & (self.scheduled_s >= start) & (self.scheduled_s <= end)
         return RequestTimes(*(getattr(self, each.name)[kept] for each in fields(self)))
 
     def latencies_s(self) -> dict[str, Floats]:
-        """TTFT and TPOT as RequestRecord has them, each of the requests that have it."""
+        """Return TTFT and TPOT in seconds, as defined by RequestRecord."""
         tokens = self.output_len - self.untimed_tokens
         several = tokens > 0
         tpot = (self.last_token_s - self.first_token_s)[several] / tokens[several]
@@ -167,12 +165,12 @@ class RequestTimes:
 
 
 def request_times(run: RunFolder, trial_id: str) -> RequestTimes | None:
-    """Times, tokens and error of a trial's requests; None where they were not kept."""
+    """Return a trial's requests, or None if they were not stored."""
     return _request_times(_Of(run), trial_id)
 
 
 class _Of:
-    """A run as it was read, for a cache: several pictures ask for the same requests."""
+    """Cache key of a run folder: several plots read the same requests."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
@@ -201,7 +199,7 @@ def _request_times(of: _Of, trial_id: str) -> RequestTimes | None:
 
 
 def light_records(run: RunFolder, trial_id: str) -> list[RequestRecord]:
-    """A trial's requests, with their times and errors but without the gaps between tokens; [] if not kept."""
+    """Return a trial's requests without gaps between tokens; [] if not stored."""
     found = request_times(run, trial_id)
     if found is None:
         return []
@@ -219,7 +217,7 @@ def _known(value: float) -> float | None:
 
 
 def found_rates(axes: Sequence[Axes], rows: Sequence[Row], look: Mapping[str, PlotStyle]) -> None:
-    """The rate that the search found: a line through the panels and a triangle on the lowest one's axis."""
+    """Mark the resulting rate: a line through the panels and a triangle on the lowest axis."""
     for row in rows:
         if row.outcome not in ("found", "at_least") or row.answer.max_request_rate is None:
             continue
@@ -238,13 +236,11 @@ def found_rates(axes: Sequence[Axes], rows: Sequence[Row], look: Mapping[str, Pl
             clip_on=False,
             zorder=5,
         )
-        says(mark, row.cell.connector, f"{row.cell.connector}: found {row.answer.text()} req/s")
+        says(mark, row.cell.connector, f"{row.cell.connector}: result {row.answer.text()} req/s")
 
 
 @dataclass(frozen=True)
 class Words:
-    """The text around a picture."""
-
     heading: str
     subtitle: str
     caption: str
@@ -255,7 +251,7 @@ class Words:
         mark = mark_of(run)
         own = run.manifest.get("kind") != "imported"
         badge = mark.badge if mark is not None else "LAB" if "lab" in run.labels else ""
-        badge = badge or ("" if own else "READ IN: measured by another tool")
+        badge = badge or ("" if own else "IMPORTED: measured by another tool")
         return cls(heading, slo_of(run).text(), " · ".join([caption(run), *libraries_of(run)]), badge)
 
 
@@ -263,7 +259,7 @@ _MOVERS: Final = ("vllm", "mooncake-transfer-engine", "nixl", "torch")
 
 
 def libraries_of(run: RunFolder) -> list[str]:
-    """Engine and transfer libraries of the machine, with their versions; those of one name once."""
+    """Return the machine's engine and transfer libraries with versions, without duplicates."""
     known = run.environment.get("libraries")
     found = known.items() if isinstance(known, Mapping) else ()
     return [
@@ -285,22 +281,21 @@ MIN_WIDTH_IN: Final = 8.2
 
 @dataclass(frozen=True)
 class Sheet:
-    """Where a picture's panels and legends go. ``place``: the Axes that were given, None for a figure of its
-    own.
-    """
+    """Layout of a plot's panels and legends. ``place``: the given Axes, or None."""
 
     figure: Figure
     place: Axes | None = None
 
     def grid(self, lines: int, columns: int, **space: Any) -> GridSpecBase:
-        """Places for panels. ``space``: wspace, hspace. Raises InputError for Axes that are no subplot."""
+        """Return a grid for panels. ``space``: wspace, hspace. Raises InputError for Axes that are no
+        subplot."""
         if self.place is None:
             return self.figure.add_gridspec(lines, columns, **space)
         place = self.place.get_subplotspec()
         if place is None:
             raise InputError(
-                "this picture has several panels, and the Axes given are no subplot that can be divided",
-                hint="take Axes from plt.subplots() or figure.add_subplot()",
+                "this picture has several panels, and the given Axes cannot be divided",
+                hint="use Axes from plt.subplots() or figure.add_subplot()",
             )
         self.place.set_axis_off()
         return place.subgridspec(lines, columns, **space)
@@ -308,15 +303,14 @@ class Sheet:
     def panels(
         self, lines: int, columns: int, sharey: Literal["none", "row", "all"] = "none", **space: Any
     ) -> Any:
-        """The panels, as an array of Axes of so many lines and columns."""
+        """Return the panels as an array of Axes."""
         return self.grid(lines, columns, **space).subplots(squeeze=False, sharey=sharey)
 
     def panel(self) -> Axes:
-        """The one panel of a picture that has no more."""
         return self.figure.add_subplot() if self.place is None else self.place
 
     def legend(self, lines: Sequence[Sequence[Artist]]) -> None:
-        """Legends for the whole picture, one line each, above the panels."""
+        """Add legends above the panels, one per line."""
         if self.place is not None:
             every = [each for line in lines for each in line]
             look: dict[str, Any] = {"fontsize": "small", "columnspacing": 1.2, "handletextpad": 0.5}
@@ -352,11 +346,9 @@ def new_sheet(
     left_in: float = LEFT_IN,
     titled: bool = False,
 ) -> Sheet:
-    """A figure with its words. ``size``: its width, and the height that is left to the axes, in inches.
-
-    ``left_in`` and ``right_in`` inches are kept free beside the axes; ``titled`` axes have room for a title.
-    With ``ax`` the picture takes the place of those Axes, and what stands around is up to who gave them.
-    """
+    """Create a figure with its texts. ``size``: width, and height of the axes, in inches. ``left_in``,
+    ``right_in``: free margins in inches. With ``ax`` the plot replaces those Axes, and the caller draws the
+    surroundings."""
     if ax is not None:
         figure = ax.get_figure(root=True)
         assert figure is not None
@@ -398,11 +390,11 @@ def new_sheet(
 
 
 def _wrapped(text: str, most: int) -> list[str]:
-    """Lines of at most ``most`` characters that end between two entries, where one entry is no longer."""
+    """Break text between entries into lines of at most ``most`` characters, if entries permit."""
     whole = [entry.replace(" ", "\xa0") if len(entry) <= most else entry for entry in text.split(" · ")]
     return [line.replace("\xa0", " ") for line in textwrap.wrap(" · ".join(whole), most)]
 
 
 def _plain(text: str) -> str:
-    """Words of others are no formulas: matplotlib would take what stands between two dollar signs for one."""
+    """Escape dollar signs, which matplotlib reads as formulas."""
     return text.replace("$", r"\$")

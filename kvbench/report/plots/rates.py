@@ -1,10 +1,8 @@
-"""Pictures of rates: highest rate over input length, goodput over arrivals, throughput against interactivity.
+"""Plots of rates: highest rate by input length, goodput over arrivals, throughput against interactivity.
 
-Goodput and arrivals are of the steady part, so a point can be a little above the diagonal; below it, part of
-the work was done for nothing. Interactivity is 1 / median TPOT, throughput the output tokens per second of
-the steady window per GPU (per engine where GPUs are unknown). No trial of a connector beats a point of its
-line in both.
-"""
+Goodput and arrivals describe the steady part, so a point can be slightly above the diagonal. Interactivity is
+1 / median TPOT; throughput is output tokens per second of the steady window per GPU (per engine if GPUs are
+unknown). The line of a connector is its Pareto front."""
 
 from __future__ import annotations
 
@@ -51,7 +49,8 @@ WIDTH_PT: Final = 510
 
 
 def max_rate_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """max_request_rate with its interval over input length, one line per connector; None without data."""
+    """Draw max_request_rate with its interval over input length, one line per connector; None without
+    data."""
     rows = [row for row in summary_table(run) if row.outcome in ("found", "at_least", "none", "refused")]
     if not rows:
         return None
@@ -74,10 +73,8 @@ def max_rate_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = No
 
 
 def _places(mine: Sequence[Row], rows: Sequence[Row], shift: float, step: float) -> list[float]:
-    """Connectors stand side by side at one length, so that their intervals do not hide each other.
-
-    ``step``: the distance from one to the next, as a share of the smallest distance of two lengths.
-    """
+    """Shift connectors at one length so that their intervals do not overlap. ``step``: distance as a share of
+    the smallest distance between lengths."""
     lengths = sorted({row.cell.input_len for row in rows})
     gap = min((math.log2(b / a) for a, b in itertools.pairwise(lengths)), default=1.0)
     return [row.cell.input_len * 2 ** (shift * step * gap) for row in mine]
@@ -111,7 +108,7 @@ def _rate_axes(axes: Axes, rows: Sequence[Row]) -> None:
 def _draw_rates(
     axes: Axes, rows: Sequence[Row], x: Sequence[float], look: PlotStyle, *, labelled: bool
 ) -> None:
-    """Points with their intervals; an arrow where the truth lies above; marks on the axis for no rate."""
+    """Draw points with intervals, an arrow for lower bounds, and marks on the axis for no rate."""
     rates = [row.answer.max_request_rate or math.nan for row in rows]
     (line,) = axes.plot(x, rates, color=look.colour, linewidth=1.3, alpha=0.35, zorder=2)
     says(line, rows[0].cell.connector)
@@ -156,7 +153,8 @@ def _where(row: Row) -> str:
 
 
 def _uneven(rows: Sequence[Row]) -> Unit | None:
-    """In what the connectors' hardware differs; then each is shown with its number, since lines would lie."""
+    """Return the unit in which the connectors' hardware differs, or None. If set, the legend shows each
+    connector's count."""
     pair = first_unequal(row.size for row in rows)
     return None if pair is None else unequal(*pair)
 
@@ -185,7 +183,7 @@ def _rate_legend(rows: Sequence[Row], look: Mapping[str, PlotStyle], palette: Pa
     if any(row.answer.max_request_rate and not row.answer.sure for row in rows):
         handles.append(handle("the search did not converge", marker="$?$", color=palette.faint, markersize=8))
     if "none" in outcomes:
-        handles.append(handle("no tested rate met it", **_NONE, color=palette.faint))
+        handles.append(handle("no tested rate met the SLO", **_NONE, color=palette.faint))
     if "refused" in outcomes:
         handles.append(handle("refused", **_REFUSED, color=palette.faint))
     return handles
@@ -195,7 +193,7 @@ PANELS_PER_LINE: Final = 4
 
 
 def goodput_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """``request_goodput`` over the rate of arrivals, a panel a length; None without two such trials."""
+    """Draw ``request_goodput`` over arrivals, a panel per length; None without two such trials."""
     trials = [
         trial
         for trial in rated_trials(run)
@@ -224,7 +222,7 @@ def goodput_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = Non
             found_rates([axes], [row for row in rows if lengths_of(row) == panels[index]], look)
             axes.set_title(panel_title(panels[index], panels))
             axes.set_ylabel("goodput (req/s)" if index % columns == 0 else "")
-            axes.set_xlabel("arrived (req/s)")
+            axes.set_xlabel("arrivals (req/s)")
         shown = [name for name in names if any(trial.cell.connector == name for trial in trials)]
         sheet.legend([[_entry(name, look[name]) for name in shown], _keys(palette)])
     return sheet.figure
@@ -236,13 +234,13 @@ def _entry(name: str, look: PlotStyle) -> Line2D:
 
 def _keys(palette: Palette) -> list[Line2D]:
     return [
-        handle("all that arrived", color=palette.faint, linestyle=(0, (4, 2)), marker=""),
-        handle("found rate", color=palette.faint, marker="^"),
+        handle("all arrivals", color=palette.faint, linestyle=(0, (4, 2)), marker=""),
+        handle("resulting rate", color=palette.faint, marker="^"),
     ]
 
 
 def rate_of_arrivals(trial: TrialRecord) -> float:
-    """Return the arrivals per second of the steady part; the offered rate where they are unknown."""
+    """Return the arrivals per second of the steady part, or the offered rate if unknown."""
     arrived, window = trial.summary.get("arrived"), trial.summary.get("window") or {}
     length_s = (window.get("end_s") or 0.0) - (window.get("start_s") or 0.0)
     return arrived / length_s if arrived and length_s > 0 else trial.request_rate
@@ -279,9 +277,8 @@ def _draw(axes: Axes, trials: Sequence[TrialRecord], look: dict[str, PlotStyle],
 
 @dataclass(frozen=True)
 class Point:
-    """One trial. ``interactivity``: tokens/s for one user; ``throughput``: output tokens/s of one GPU;
-    ``rate``: that was offered.
-    """
+    """One trial. ``interactivity``: tokens/s per user; ``throughput``: output tokens/s per GPU; ``rate``:
+    offered."""
 
     connector: str
     interactivity: float
@@ -297,9 +294,10 @@ class Point:
 
 
 def pareto_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """A panel per input length; None where the plan does not name the instances, or no trial has both."""
+    """Draw a panel per input length; None if the plan lacks instances or fewer than two trials have both
+    figures."""
     found = points(run)
-    if not found:
+    if sum(map(len, found.values())) < 2:
         return None
     palette = PALETTES[theme]
     panels = sorted(found)
@@ -330,7 +328,6 @@ def pareto_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None
 
 
 def points(run: RunFolder) -> dict[Lengths, list[Point]]:
-    """The valid trials that have both figures, by input and output length."""
     counts = gpus_by_connector(run)
     supporting_ids = {trial.trial_id for _, trial in supporting(run)}
     found: dict[Lengths, list[Point]] = {}
@@ -345,20 +342,20 @@ def points(run: RunFolder) -> dict[Lengths, list[Point]]:
 
 
 def gpus_by_connector(run: RunFolder) -> dict[str, int]:
-    """Connector → GPUs, or engines where no GPUs are known; without those of which neither is."""
+    """Map each connector to its GPUs, or its engines if no GPUs are known."""
     rows = summary_table(run)
     unit = shared_unit(rows)
     return {row.cell.connector: count for row in rows if (count := row.size.count(unit))}
 
 
 def gpu_word(run: RunFolder) -> str:
-    """What the throughput is divided by: a real GPU, a modelled one, or an engine that has none."""
+    """Return the throughput's unit: GPU, modelled GPU or engine."""
     unit = shared_unit(summary_table(run))
     return unit if unit == "engine" or mark_of(run) is None else "modelled GPU"
 
 
 def front(found: Sequence[Point]) -> list[Point]:
-    """The points that no other one beats in both, by rising interactivity."""
+    """Return the Pareto front by rising interactivity."""
     best: list[Point] = []
     for point in sorted(found, key=lambda point: (-point.interactivity, -point.throughput)):
         if not best or point.throughput > best[-1].throughput:
@@ -395,8 +392,8 @@ def _legend(connectors: Sequence[str], look: Mapping[str, PlotStyle], palette: P
     ]
     hollow = {"markerfacecolor": palette.paper, "markeredgecolor": palette.faint}
     keys = [
-        handle("SLO met, or not asked", marker="o", color=palette.faint),
-        handle("not met, or undecided", marker="o", **hollow),
-        handle("not beaten in both", color=palette.faint, linestyle="-"),
+        handle("SLO met, or no SLO", marker="o", color=palette.faint),
+        handle("missed or inconclusive", marker="o", **hollow),
+        handle("Pareto front", color=palette.faint, linestyle="-"),
     ]
     return [entries, keys]

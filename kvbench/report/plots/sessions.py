@@ -1,7 +1,4 @@
-"""Sessions of each connector's supporting trial: TTFT by turn, and reuse, offered and achieved.
-
-Offered reuse is what a prefix cache could find of a corpus's prompts, by the cache's size.
-"""
+"""Plots of sessions at each connector's supporting trial: TTFT by turn, offered and achieved reuse."""
 
 from __future__ import annotations
 
@@ -25,17 +22,17 @@ if TYPE_CHECKING:
 
 
 LEAST: Final = 5
-"""A turn that fewer sessions came to has no median worth a mark."""
+"""Fewest sessions at a turn for a median."""
 _KINDS: Final = (
     ("offered_reuse", "offered", 0.25),
-    ("offered_reuse_in_pool", "offered to caches of their size", 0.55),
+    ("offered_reuse_in_pool", "offered, for the actual cache size", 0.55),
     ("achieved_reuse", "achieved", 1.0),
 )
-"""Of a trial's figures of sessions: key, words, and how strongly the bar is filled."""
+"""Session figures: key, label, opacity of the bar."""
 
 
 def sessions_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """Two panels; None where the load was none of sessions."""
+    """Draw two panels, or None for a load without sessions."""
     trials = {trial.trial_id: trial for trial in run.trials if trial.engine.get("sessions")}
     rows = [row for row in summary_table(run) if row.trial_id in trials]
     if not rows:
@@ -109,29 +106,27 @@ def offered_reuse_figure(
     theme: Theme = "light",
     ax: Axes | None = None,
 ) -> Figure:
-    """Two lines: a cache for each session, and one for all. With a model the axis is in GB of its KV cache.
-
-    Raises InputError of a corpus without whole blocks.
-    """
+    """Draw the offered reuse of one cache per session and of one shared cache. With a model the axis is GB of
+    KV cache. Raises InputError for a corpus without whole blocks."""
     size, together = figures.corpus.block_tokens, figures.together
     if not together.blocks:
-        raise InputError(f"{source} has no prompt of a whole block: there is nothing to draw")
+        raise InputError(f"{source} has no prompt with a whole block, so there is nothing to draw")
     palette = PALETTES[theme]
     scale = size if model is None else size * model.kv_bytes_per_token() / 1e9
     most = max(2, together.distinct)
     blocks = np.unique(np.geomspace(max(1, most / 2000), most * 1.5, POINTS).astype(int))
     curves = {
-        "a cache for each session": [figures.share_alone(int(each)) for each in blocks],
+        "one cache per session": [figures.share_alone(int(each)) for each in blocks],
         "one cache for all sessions": [together.share(int(each)) for each in blocks],
     }
     unit = "tokens" if model is None else f"GB of {model.name}"
     with style(palette):
         words = Words(
-            "Reuse offered, by the size of the prefix cache",
+            "Offered reuse by prefix cache size",
             f"{source}: {len(figures.corpus.sessions):,} sessions, {len(figures.turns):,} requests, "
             f"{together.blocks:,} blocks of {size} tokens",
-            "counted from the prompts alone: whole blocks, least recently used ones go first; dashed: an "
-            "unlimited cache. All sessions begin at the times that are recorded",
+            "counted from the prompts: whole blocks, LRU eviction; dashed: "
+            "unlimited cache. Sessions begin at their recorded times",
         )
         sheet = new_sheet((8.2, 3.4), words, palette, ax)
         axes = sheet.panel()

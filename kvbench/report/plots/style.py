@@ -1,9 +1,7 @@
-"""The one look of kvbench's pictures, and what their marks stand for. No global state is touched.
+"""Common style of kvbench's plots, and the data of their marks. No global state is changed.
 
-A browser shows a mark's ``<title>``, its value, under the pointer, and a page hides what a reader does not
-want to see by ``data-series``. matplotlib writes an artist's gid as the id of its group, which carries both
-until the SVG is written.
-"""
+SVG marks have a ``<title>`` with their value, and ``data-series`` lets a page hide series. matplotlib writes
+an artist's gid as its group's id, which carries both until the SVG is written."""
 
 from __future__ import annotations
 
@@ -35,12 +33,12 @@ _MARK: Final = re.compile(r"<use\b([^>]*?)\s*/>")
 
 
 def says(artist: Artist, series: str, *texts: str) -> None:
-    """Marks an artist as one of ``series``. ``texts``: one a mark, or one for the whole of it, or none."""
+    """Mark an artist as part of ``series``. ``texts``: one per mark, or one for all, or none."""
     artist.set_gid(_PREFIX + quote(json.dumps([series, *texts])))
 
 
 def with_values(svg: str) -> str:
-    """The SVG with what was said of its artists: ``data-series`` on groups, a ``<title>`` in each mark."""
+    """Replace the ids in the SVG by ``data-series`` and ``<title>``."""
     parts, at = [], 0
     for match in _GROUP.finditer(svg):
         series, *texts = json.loads(unquote(match[1]))
@@ -52,7 +50,7 @@ def with_values(svg: str) -> str:
 
 
 def _end(svg: str, start: int) -> int:
-    """Where the group ends that begins before ``start``."""
+    """Return the end of the group that begins before ``start``."""
     depth = 1
     for tag in _TAG.finditer(svg, start):
         depth += -1 if tag[0] == "</g>" else not tag[1]
@@ -76,7 +74,7 @@ PNG_DPI: Final = 150
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours of one theme. ``series`` is keyed by connector; ``spare`` is for connectors not listed."""
+    """Colours of one theme. ``series``: by connector; ``spare``: for other connectors."""
 
     paper: str
     ink: str
@@ -137,14 +135,12 @@ _SPARE_MARKERS: Final = ("P", "h", "<", ">")
 
 @dataclass(frozen=True)
 class PlotStyle:
-    """How one connector is drawn, the same in every picture."""
-
     colour: str
     marker: str
 
 
 def looks(connectors: Sequence[str], palette: Palette) -> dict[str, PlotStyle]:
-    """A look for each connector. Those not known to the palette take spare ones in their order."""
+    """Assign a style to each connector; unknown ones take spare styles in order."""
     known: dict[str, PlotStyle] = {}
     spare = 0
     for name in dict.fromkeys(connectors):
@@ -160,12 +156,12 @@ def looks(connectors: Sequence[str], palette: Palette) -> dict[str, PlotStyle]:
 
 
 _ACTIVE: ContextVar[Palette | None] = ContextVar("_ACTIVE", default=None)
-"""Whose settings are in force: they take milliseconds to set."""
+"""Palette whose settings are active: setting them takes milliseconds."""
 
 
 @contextmanager
 def style(palette: Palette) -> Iterator[None]:
-    """Our settings, on top of matplotlib's defaults and not of the user's; the old ones come back."""
+    """Apply kvbench's settings on top of matplotlib's defaults, and restore the old ones."""
     import matplotlib
     from matplotlib.rcsetup import cycler
 
@@ -219,7 +215,7 @@ def style(palette: Palette) -> Iterator[None]:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Writes PNG or SVG by the path's ending; the same picture gives the same bytes."""
+    """Write PNG or SVG by suffix; equal plots give equal bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replaced(path) as temporary:
         if path.suffix == ".svg":
@@ -229,14 +225,13 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def svg_of(figure: Figure) -> str:
-    """The figure as an SVG document, with the values of its marks."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return with_values(buffer.getvalue())
 
 
 def handle(label: str, **look: Any) -> Line2D:
-    """An entry of a legend; without a line unless ``look`` has one."""
+    """Return a legend entry; without a line unless ``look`` has one."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], label=label, **{"linestyle": "", "markersize": 7, **look})

@@ -1,7 +1,6 @@
-"""A microbenchmark's pictures: bandwidth by block size and by NIC count, time of a call by batch, NIC shares.
+"""Plots of a microbenchmark: bandwidth by block size and NIC count, time per call, NIC shares.
 
-NIC shares are of the operating system's counters, so all other traffic of a NIC is in them.
-"""
+NIC shares use the operating system's counters, so they include other traffic."""
 
 from __future__ import annotations
 
@@ -37,15 +36,13 @@ if TYPE_CHECKING:
 
 _LIMITS: Final = frozenset({"memcpy", "shm"})
 _LEGEND_WORDS: Final = 6
-"""Entries of a legend's line that fit beside each other."""
+"""Most legend entries in one line."""
 
 Rows = Sequence[TransferRecord]
 
 
 @dataclass(frozen=True)
 class _Series:
-    """One line of a picture: its name, and the points of one op."""
-
     name: str
     limit: bool
     points: tuple[TransferRecord, ...]
@@ -56,7 +53,7 @@ class _Series:
 
 
 def _series(rows: Rows) -> list[_Series]:
-    """The rows by way of moving bytes; the protocol is named where a backend has several."""
+    """Return the rows by configuration; the protocol is named if a backend has several."""
     protocols: dict[str, set[str]] = {}
     for row in rows:
         protocols.setdefault(row.case.backend, set()).add(row.case.protocol)
@@ -85,7 +82,7 @@ def _words(run: RunFolder, heading: str, rows: Rows, more: str) -> Words:
 def _panels(
     words: Words, rows: Rows, palette: Palette, ax: Axes | None, extra: Sequence[Line2D] = ()
 ) -> tuple[Sheet, list[tuple[str, Axes]], dict[str, PlotStyle]]:
-    """A figure with a panel for each op, a legend of all series, and how each of them looks."""
+    """Create a figure with a panel per op, a common legend, and the series' styles."""
     series = _series(rows)
     look = _looks(series, palette)
     handles = [
@@ -112,7 +109,7 @@ def _panels(
 
 
 def _looks(series: Sequence[_Series], palette: Palette) -> dict[str, PlotStyle]:
-    """A backend looks as in the other pictures; its further protocols, and others, take spare looks."""
+    """Style backends as in other plots; further protocols take spare styles."""
     first = {each.points[0].case.backend: each.name for each in reversed(series) if not each.limit}
     keys = {
         each.name: each.points[0].case.backend
@@ -140,7 +137,7 @@ def _log_rates(axes: Axes, rates: Sequence[float]) -> None:
 
 
 def bandwidth_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """GB/s over the size of a block, a line for each backend at its best batch; None for a single size."""
+    """Draw GB/s over block size, a line per backend at its best batch; None for a single size."""
     rows = [row for row in _measured(run) if not row.case.shape]
     most = max((row.case.nics for row in rows), default=0)
     rows = [row for row in rows if row.case.nics in (0, most)]
@@ -213,7 +210,7 @@ def _line(
 
 
 def scaling_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """GB/s over the number of NICs, with the line that they can carry; None for a single number."""
+    """Draw GB/s over the number of NICs, with their line rate; None for a single number."""
     rows = [row for row in _measured(run) if row.case.nics]
     counts = sorted({row.case.nics for row in rows})
     if len(counts) < 2:
@@ -247,7 +244,7 @@ def scaling_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = Non
 
 
 def _largest_of_each(rows: Rows) -> list[TransferRecord]:
-    """Of each way and op, the rows of its largest transfer that was made with the most NIC counts."""
+    """Return, per configuration and op, the rows of the largest transfer made with the most NIC counts."""
     kept: list[TransferRecord] = []
     for each in _series(rows):
         for op in ("write", "read"):
@@ -265,7 +262,7 @@ def _largest_of_each(rows: Rows) -> list[TransferRecord]:
 
 
 def call_time_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """Median and P99 of a call's time by batch, or by transfer where each block has one batch."""
+    """Draw median and P99 time of a call by batch, or by transfer if each block size has one batch."""
     rows = [row for row in _measured(run) if call_times(row.call_s).p50 is not None and row.case.threads == 1]
     most = max((row.case.nics for row in rows), default=0)
     rows = [row for row in rows if row.case.nics in (0, most) and not row.case.shape]
@@ -283,7 +280,7 @@ def call_time_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
     palette = PALETTES[theme]
     heading = "Time of one transfer by batch" if several else "Time of one transfer"
     with style(palette):
-        words = _words(run, heading, rows, "median, with a line up to P99 where there were calls enough")
+        words = _words(run, heading, rows, "median, with a line up to P99 where there were enough calls")
         sheet, panels, look = _panels(words, rows, palette, ax)
         names = list(look)
         for place, (op, axes) in enumerate(panels):
@@ -303,7 +300,7 @@ def call_time_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
 
 
 def _middle_and_tail(row: TransferRecord) -> tuple[float, float]:
-    """(P50, P99) in ms; the latter is the former where there were too few calls."""
+    """Return (P50, P99) in ms; P99 equals P50 if there were too few calls."""
     times = call_times(row.call_s)
     middle = (times.p50 or 0.0) * 1e3
     return middle, middle if times.p99 is None else times.p99 * 1e3
@@ -329,10 +326,11 @@ def _times(
 
 
 BARS_MOST: Final = 24
+"""Most bars of the plot."""
 NICS_MOST: Final = 9
-"""Colours that can be told apart; the NICs with the least bytes are put together beyond that."""
+"""Distinguishable colours; the NICs with the fewest bytes are merged beyond that."""
 COUNTED_SHARE: Final = 0.01
-"""A NIC with less of a bar's bytes is noise."""
+"""A NIC with a smaller share of a bar's bytes is noise."""
 REST: Final = "others"
 LOOPBACK: Final = "lo"
 
@@ -341,7 +339,7 @@ Shares = dict[str, dict[str, float]]
 
 
 def nic_share_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
-    """Stacked bars of each NIC's share; None where no bar has bytes on two NICs."""
+    """Draw stacked bars of each NIC's share; None if no bar has bytes on two NICs."""
     bars = nic_bytes(run)
     if not bars:
         return None
@@ -358,7 +356,7 @@ def nic_share_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
     with style(palette):
         micro = run.manifest.get("kind") == "microbench"
         words = Words.of(run, "Share of the bytes by NIC")
-        words = replace(words, subtitle="the largest transfer of each way") if micro else words
+        words = replace(words, subtitle="the largest transfer per configuration") if micro else words
         sheet = new_sheet((8.2, 0.45 + 0.34 * len(bars)), words, palette, ax, right_in=1.2, left_in=2.3)
         axes = sheet.panel()
         _draw(axes, bars, colours, palette)
@@ -367,7 +365,8 @@ def nic_share_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
 
 
 def nic_bytes(run: RunFolder) -> Shares:
-    """Bytes by NIC of each supporting trial (sent or received, the larger), or of each way of transfers."""
+    """Return the bytes by NIC of each supporting trial (larger direction), or of each transfer
+    configuration."""
     if run.manifest.get("kind") == "microbench":
         return _of_cases(run)
     bars: Shares = {}
@@ -384,7 +383,7 @@ def nic_bytes(run: RunFolder) -> Shares:
 
 
 def _of_cases(run: RunFolder) -> Shares:
-    """Of each way over several NICs the largest transfer; a NIC that was asked and idle has no bytes."""
+    """Return the largest transfer per configuration over several NICs; idle requested NICs have 0 bytes."""
     largest: dict[tuple[str, str, str, int], TransferRecord] = {}
     for record in run.transfer_records():
         case = record.case
@@ -400,7 +399,7 @@ def _of_cases(run: RunFolder) -> Shares:
 
 
 def _one_side(amounts: Mapping[str, int]) -> dict[str, float]:
-    """Both sides count the same bytes; the initiator's are taken where both are there."""
+    """Return the initiator's bytes if both sides counted them."""
     sides = {key.partition(":")[0] for key in amounts}
     side = next((each for each in sorted(sides) if each.startswith("initiator")), min(sides))
     return {
@@ -409,7 +408,7 @@ def _one_side(amounts: Mapping[str, int]) -> dict[str, float]:
 
 
 def _of_telemetry(run: RunFolder, trial_id: str) -> dict[str, float]:
-    """Growth of each NIC's counters from the first sample to the last."""
+    """Return the growth of each NIC's counters over the trial."""
     read = run.columns("telemetry", trial_id, ("t_s", "source", "metric", "value"))
     samples = sorted(zip(*(read[name].tolist() for name in read), strict=True))
     counted: dict[tuple[str, str], list[float]] = {}

@@ -1,1 +1,1 @@
-"""What a report says: its sections, and the one place that has their order."""
+"""Sections of a report, and their order."""

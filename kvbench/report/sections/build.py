@@ -1,7 +1,5 @@
-"""The report of a run of any kind, or of several together: all sections in order; a run's name and its gist.
-
-The gist is one small table and what limits it, for a notebook.
-"""
+"""The report of one or several runs: all sections in order, the run's title, and its summary for
+notebooks."""
 
 from __future__ import annotations
 
@@ -29,21 +27,19 @@ from kvbench.report.tables.fault_rows import (
 from kvbench.report.tables.soak_rows import drift_table, soak_trials, verdict_lines
 from kvbench.report.tables.table import MISSING, OF_WHOLE_RUN, WHOLE_RUN, Table, number, of_texts, percent
 from kvbench.report.tables.transfers import blocks_text, time_text, way_text
-from kvbench.report.tables.vllm_bench import about, serve_values
+from kvbench.report.tables.vllm_bench import about, bench_tables, bench_trials, serve_values
 from kvbench.report.value import WRITERS, Block, Note, Report, ReportSection, Writer
 from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
 from kvbench.results.run import RunFolder
 
 
 def fault_head(of: Material) -> Iterator[ReportSection]:
-    """What was held, on which machine; how many answers were checked."""
     run, groups = of.one.run, fault_groups(of.one.run)
     lines = [Block(words=caption(run), style="dim"), Block(words=answers_text(groups))]
     yield ReportSection("head", "", lines, apart=True)
 
 
 def fault_answer(of: Material) -> Iterator[ReportSection]:
-    """The gist, a sentence a pair, and the picture."""
     groups = fault_groups(of.one.run)
     said = [Note(text) for text in (answers_text(groups), *gist_text(groups))]
     pictures = [Block(picture=each) for each in drawings(of.one.run)]
@@ -54,10 +50,9 @@ def fault_answer(of: Material) -> Iterator[ReportSection]:
 
 
 def fault_section(of: Material) -> Iterator[ReportSection]:
-    """One row a fault."""
     groups = fault_groups(of.one.run)
     if not groups:
-        yield ReportSection("faults", "", [Block(words="no fault has been done yet")])
+        yield ReportSection("faults", "", [Block(words="no fault was injected yet")])
         return
     made = fault_table(groups)
     yield ReportSection("faults", made.title, [Block(words=made.words, table=made)], ("markdown", "html"))
@@ -65,21 +60,19 @@ def fault_section(of: Material) -> Iterator[ReportSection]:
 
 
 def notices(of: Material) -> Iterator[ReportSection]:
-    """Which log said what, and when, of each fault's first repeat."""
+    """List which log reported each fault's first repeat, and when."""
     rows = notices_rows(fault_groups(of.one.run))
-    shown = of_texts("", ["pair", "fault", "who", "after (s)", "what was said"], rows, "left")
-    words = "Each fault's first repeat; kvbench is what would have ended a sweep's cell."
+    shown = of_texts("", ["pair", "fault", "who", "after (s)", "message"], rows, "left")
+    words = "First repeat of each fault. `kvbench`: the check that ends a sweep's cell."
     blocks = [Block(words=words, table=shown)] if rows else []
-    yield ReportSection("notices", "Who noticed", blocks)
+    yield ReportSection("notices", "Detection", blocks)
 
 
 def soak_head(of: Material) -> Iterator[ReportSection]:
-    """Where it was held."""
     yield ReportSection("head", "", [Block(words=caption(of.one.run), style="dim")], apart=True)
 
 
 def soak_answer(of: Material) -> Iterator[ReportSection]:
-    """The verdict, and the picture."""
     run = of.one.run
     said = [Note(text) for text in verdict_lines(run)]
     pictures = [Block(picture=each) for each in drawings(run)]
@@ -88,7 +81,6 @@ def soak_answer(of: Material) -> Iterator[ReportSection]:
 
 
 def soak_section(of: Material) -> Iterator[ReportSection]:
-    """One row a thing that may drift."""
     run = of.one.run
     if not soak_trials(run):
         return
@@ -100,14 +92,14 @@ def soak_section(of: Material) -> Iterator[ReportSection]:
 _SEARCHED: Final = "highest request rate under the SLO"
 _HELD: Final = {
     "bench": "one request rate",
-    "chaos": "what faults cost at a held rate",
-    "soak": "a held rate for long",
+    "chaos": "cost of faults at a fixed rate",
+    "soak": "a fixed rate over a long time",
 }
-"""By the kind of a run that searches no rate: what it is about."""
+"""Subject of a run that searches no rate, by kind."""
 
 
 def titles(facts: Facts) -> Mapping[Writer, str]:
-    """What each writer calls the run."""
+    """Return each writer's title of the run."""
     run, mark = facts.run, mark_of(facts.run)
     kind = str(run.manifest.get("kind") or "sweep")
     marked = f" ({mark.word})" if mark else ""
@@ -117,7 +109,7 @@ def titles(facts: Facts) -> Mapping[Writer, str]:
         goal = ""
     else:
         what, goal = _measured(facts, kind), slo_of(run).text()
-        subject = "results that were read in" if facts.is_imported else _HELD.get(kind, _SEARCHED)
+        subject = "imported results" if facts.is_imported else _HELD.get(kind, _SEARCHED)
         heading = f"{scenario_of(run)}: {subject}{marked}"
     parts = dict.fromkeys((scenario_of(run), kind, goal))
     return {
@@ -139,9 +131,10 @@ def _measured(facts: Facts, kind: str) -> str:
 
 
 def of_requests(of: Material) -> Iterator[ReportSection]:
-    """The rates found; where nothing was searched, the loads that were offered."""
+    """Yield the resulting rates, or the offered loads if nothing was searched."""
     searched = of.one.rows or not of.one.run.other_trials
-    yield _gist(of.one, cells.gist(of.one.rows) if searched else _tried(of.one))
+    blocks = bench_tables([("", of.one.run)])
+    yield _gist(of.one, blocks[0] if blocks else cells.gist(of.one.rows) if searched else _tried(of.one))
 
 
 def of_transfers(of: Material) -> Iterator[ReportSection]:
@@ -165,7 +158,7 @@ _TRIED: Final = (
     )),
 )  # fmt: skip
 _MOVED: Final = (
-    "way", "NICs", "op", "cases", "most GB/s", "with", "of memcpy %", "least P50", "with ", "failed",
+    "way", "NICs", "op", "cases", "best GB/s", "with", "of memcpy %", "lowest P50", "with ", "failed",
 )  # fmt: skip
 
 
@@ -181,7 +174,7 @@ def _tried(facts: Facts) -> Table:
 
 
 def _moved(records: Sequence[TransferRecord]) -> Table:
-    """One row a way of moving bytes: its widest and its quickest case."""
+    """Return a row per transfer configuration: its highest bandwidth and lowest latency."""
     ways: dict[tuple[str, int, str], list[TransferRecord]] = {}
     for record in records:
         if record.status != "skipped":
@@ -208,7 +201,8 @@ _PAGES: Final = ("markdown", "html")
 
 REQUESTS: Final[_Order] = (
     (requests.heads, ("terminal",)),
-    (requests.checked_answers, WRITERS),
+    (requests.checked_answers, ("terminal", *_PAGES, "notebook")),
+    (requests.screen, ("screen",)),
     (requests.brief_result, ("terminal",)),
     (requests.sessions, ("terminal",)),
     (requests.clients, ("terminal",)),
@@ -235,6 +229,20 @@ REQUESTS: Final[_Order] = (
     (of_requests, ("notebook",)),
     (any_run.files, ("terminal",)),
 )
+BENCH: Final[_Order] = (
+    (requests.heads, ("terminal",)),
+    (requests.checked_answers, ("terminal",)),
+    (requests.bench_block, ("terminal",)),
+    (requests.sessions, ("terminal",)),
+    (requests.clients, ("terminal",)),
+    (requests.not_comparable, ("terminal",)),
+    (requests.concluded, ("terminal",)),
+    (requests.router, ("terminal",)),
+    (requests.bench_notes, ("terminal",)),
+    (any_run.files, ("terminal",)),
+    *((make, shown) for make, writers in REQUESTS if (shown := [x for x in writers if x != "terminal"])),
+)
+"""One load: a terminal shows the block of ``vllm bench serve`` in place of tables of rates."""
 TRANSFERS: Final[_Order] = (
     (transfers.head, ("terminal",)),
     (transfers.asked, ("markdown",)),
@@ -285,11 +293,8 @@ def build(
     changes: Changes | None = None,
     writers: Sequence[Writer] = WRITERS,
 ) -> Report:
-    """The report of a run, with what ``writers`` show; several runs of requests share one for a terminal.
-
-    ``differing``: in what they are not comparable, if they were put together all the same. ``changes``: what
-    a microbenchmark is shown beside.
-    """
+    """Build the report of a run for ``writers``; several runs of requests share one for a terminal.
+    ``differing``: differences that make them incomparable. ``changes``: comparison of microbenchmarks."""
     runs = [runs] if isinstance(runs, RunFolder) else list(runs)
     several = len(runs) > 1
     of = [Facts(run, short_name(place) if several else "") for place, run in enumerate(runs)]
@@ -297,9 +302,10 @@ def build(
     one = of[0]
     if several:
         writers = ("terminal",)
+    order = BENCH if all(bench_trials(each.run) for each in of) else _BY_KIND.get(one.kind, REQUESTS)
     sections = [
         replace(section, writers=shown)
-        for make, for_ in _BY_KIND.get(one.kind, REQUESTS)
+        for make, for_ in order
         if set(for_) & set(writers)
         for section in make(material)
         if (shown := [each for each in writers if each in for_ and each in section.writers])

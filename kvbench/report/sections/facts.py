@@ -1,7 +1,5 @@
-"""What the sections of a report are made from, and those that a run of any kind has.
-
-These are pictures, the gates' findings, the machine, and the commands.
-"""
+"""Material of a report's sections, and the sections common to all kinds: plots, gate findings, machine,
+commands."""
 
 from __future__ import annotations
 
@@ -39,14 +37,14 @@ from kvbench.results.run import RunFolder
 
 @dataclass(frozen=True)
 class Facts:
-    """One run. ``name`` sets it apart from others in the same report; empty for a run on its own."""
+    """One run. ``name``: its label if a report has several runs."""
 
     run: RunFolder
     name: str = ""
 
     @property
     def kind(self) -> str:
-        """Which command made it."""
+        """Return the command that made the run."""
         return str(self.run.manifest.get("kind") or "sweep")
 
     @property
@@ -75,7 +73,7 @@ class Facts:
 
     @cached_property
     def limits(self) -> list[Note]:
-        """What limits what the rows say, besides what the gates found."""
+        """Return the caveats except the gates' findings."""
         return notes(self.run, self.rows, gates=False)
 
     @cached_property
@@ -92,7 +90,7 @@ class Facts:
 
     @cached_property
     def files(self) -> Mapping[str, Rows]:
-        """The rows of each CSV under tables/, by its name without the ending."""
+        """Return the rows of each CSV under tables/, by name without suffix."""
         if self.is_microbench:
             return {
                 "transfers": [flat_row(record, self.records) for record in self.records],
@@ -116,7 +114,7 @@ class Facts:
 
     @property
     def documents(self) -> Mapping[str, Mapping[str, Any]]:
-        """The JSON files under tables/: names and units as in the CSVs."""
+        """Return the JSON files under tables/."""
         if self.kind in ("chaos", "soak"):
             held: dict[str, Any] = {"run": self.run.run_id, "status": self.run.manifest.get("status")}
             if self.kind == "soak":
@@ -152,14 +150,14 @@ class Facts:
 
     @property
     def left_out(self) -> Sequence[Mapping[str, Any]]:
-        """What a microbenchmark's matrix dropped, as it makes no sense; what is absent has a row."""
+        """Return the excluded cases of a microbenchmark's matrix; unavailable ones have a row."""
         left_out = self.run.plan.get("left_out")
         return [item for item in left_out if not item.get("absent")] if isinstance(left_out, list) else []
 
 
 @dataclass(frozen=True)
 class Material:
-    """What a report is made from: the runs, in what they differ, what a microbenchmark stands beside."""
+    """Input of a report: runs, their differences, the compared microbenchmark."""
 
     runs: Sequence[Facts]
     differing: Sequence[str] = ()
@@ -167,17 +165,16 @@ class Material:
 
     @property
     def one(self) -> Facts:
-        """The run of a report of one."""
+        """Return the run of a single-run report."""
         return self.runs[0]
 
     def rows(self) -> list[tuple[Facts, Row]]:
-        """The result's rows of all runs, by length."""
+        """Return all runs' result rows, by length."""
         found = [(facts, row) for facts in self.runs for row in facts.rows]
         return sorted(found, key=lambda each: (each[1].cell.input_len, each[1].cell.output_len))
 
 
 def _trial_row(trial: TrialRecord) -> dict[str, Any]:
-    """One trial as one line of tables/trials.csv."""
     return {
         "trial_id": trial.trial_id,
         "connector": trial.cell.connector,
@@ -203,26 +200,24 @@ def _trial_row(trial: TrialRecord) -> dict[str, Any]:
 
 _LEVELS: Final = ("invalid", "warning", "note")
 _FILES: Final = ("report.html", "report.md", "tables/", "figures/", "trials.jsonl", "requests/", "logs/")
-"""What a reader may want to look into, as far as it is there."""
+"""Files listed for the reader, if they exist."""
 
 
 def goal(facts: Facts) -> str:
-    """What had to be met, and how the run ended."""
     status = f"Status of the run: {facts.run.manifest.get('status')}."
     return status if facts.is_microbench else f"SLO: {slo_of(facts.run).text()}. {status}"
 
 
 def badge(facts: Facts) -> str:
-    """The word above a page whose numbers are not those of real engines on this machine."""
+    """Return the mark above a page whose numbers are not from real engines on this machine."""
     if (mark := mark_of(facts.run)) is not None:
         return mark.badge
     if "lab" in facts.run.labels:
         return "LAB: hosts and NICs are network namespaces of one machine"
-    return "READ IN: measured by another tool" if facts.is_imported else ""
+    return "IMPORTED: measured by another tool" if facts.is_imported else ""
 
 
 def drawings(run: RunFolder) -> list[Drawing]:
-    """The pictures that a run of its kind may have."""
     return [
         Drawing(name, picture.title, picture.alt, partial(picture.draw, run))
         for name, picture in pictures_of(run).items()
@@ -230,24 +225,22 @@ def drawings(run: RunFolder) -> list[Drawing]:
 
 
 def pictures(of: Material) -> Iterator[ReportSection]:
-    """One block a picture; whoever writes it finds out whether there is data for it."""
+    """Yield one block per plot; the writer checks whether there is data."""
     blocks = [Block(picture=each) for each in drawings(of.one.run)]
     yield ReportSection("pictures", "Pictures", blocks, ("html",))
     yield ReportSection("pictures", "", blocks, ("markdown",))
 
 
 def gates(of: Material) -> Iterator[ReportSection]:
-    """What the gates said: on a page one line a gate, the weightiest first, every single finding folded away;
-    in Markdown trial by trial.
-    """
-    trials, silent = of.one.run.all_trials, Block(words="No gate had anything to say.")
+    """Yield the gate findings: on a page one row per gate with all findings folded, in Markdown by trial."""
+    trials, silent = of.one.run.all_trials, Block(words="No gate reported a finding.")
     found = [(trial.trial_id, finding) for trial in trials for finding in trial.findings]
     if not of.one.is_imported:
         found_notes = [
             Note(f"`{trial_id}` {each.level}, {each.gate}: {each.message}", each.advice)
             for trial_id, each in found
         ]
-        title = "What the gates found, trial by trial"
+        title = "Gate findings by trial"
         yield ReportSection(
             "gates", title, [Block(notes=found_notes) if found_notes else silent], ("markdown",)
         )
@@ -265,35 +258,32 @@ def gates(of: Material) -> Iterator[ReportSection]:
         [finding.level, trial_id, finding.gate, finding.message, finding.advice or MISSING]
         for trial_id, finding in found
     ]
-    words = "An invalid trial counts neither way; a warning stands beside the number."
-    header = ["level", "gate", "findings", "the last of them", "what to do"]
+    words = "An invalid trial counts neither as met nor as missed; a warning is shown with the number."
+    header = ["level", "gate", "findings", "last finding", "what to do"]
     title = f"Every finding ({len(found)})"
-    full = of_texts(title, ["level", "trial", "gate", "what was found", "what to do"], every, "left")
+    full = of_texts(title, ["level", "trial", "gate", "finding", "what to do"], every, "left")
     short = of_texts(f"{len(trials)} trials, by gate", header, brief, "left")
     blocks = [Block(words=words, table=short), Block(title, table=full, folded=True, bulk=True)]
     yield ReportSection("gates", _GATES, blocks, ("html",))
 
 
-_GATES: Final = "What the gates found"
+_GATES: Final = "Gate findings"
 
 
 def every_column(of: Material) -> Iterator[ReportSection]:
-    """All CSVs, with all columns, folded away."""
     blocks = [
         Block(f"{name}.csv, {len(rows):,} rows", table=table, folded=True, bulk=True)
         for name, rows in of.one.files.items()
         if (table := of_csv(name, f"tables/{name}.csv", rows)) is not None
     ]
-    yield ReportSection("columns", "Every column", blocks)
+    yield ReportSection("columns", "All columns", blocks)
 
 
 # --- the machine -----------------------------------------------------------------------------------
 
 
 def environment(of: Material) -> Iterator[ReportSection]:
-    """On a page environment.json and manifest.json, each value with its place in the file; in Markdown what
-    matters to a reader.
-    """
+    """Yield the machine: on a page all of environment.json and manifest.json, in Markdown a selection."""
     run, blocks = of.one.run, []
     if not of.one.is_imported:
         facts = of_texts("", ["", ""], list(_machine(run)))
@@ -330,7 +320,7 @@ def _machine(run: RunFolder) -> Iterator[tuple[str, str]]:
 
 
 def _flat(data: Any, place: str = "") -> Iterator[tuple[str, str]]:
-    """(place, value) of what is known; a list of plain values stays one line."""
+    """Yield (path, value) of known values; a list of plain values stays one row."""
     if isinstance(data, Mapping):
         for key, value in data.items():
             yield from _flat(value, f"{place} · {key}" if place else str(key))
@@ -347,20 +337,18 @@ def _flat(data: Any, place: str = "") -> Iterator[tuple[str, str]]:
 
 
 def again(of: Material) -> Iterator[ReportSection]:
-    """The exact commands: the user's own, and on a page each process's as it was started."""
+    """Yield the exact commands: the user's, and on a page each process's."""
     run = of.one.run
     argv = " ".join(str(word) for word in run.manifest.get("argv") or ()) or "(not recorded)"
     seed = f"Seed {run.manifest.get('seed')}."
-    about = (
-        f"{seed} The scenario lies beside this file as `scenario.yaml`, everything resolved in `plan.json`."
-    )
+    about = f"{seed} The scenario is in `scenario.yaml`, the resolved plan in `plan.json`."
     if of.one.is_imported:
-        yield ReportSection("again", "How to read it in again", [Block(code=argv)], ("markdown",))
+        yield ReportSection("again", "How to import it again", [Block(code=argv)], ("markdown",))
     else:
         yield ReportSection(
             "again", "How to run it again", [Block(code=argv), Block(words=about)], ("markdown",)
         )
-    words = f"{seed} Everything resolved lies in plan.json beside this file."
+    words = f"{seed} The resolved plan is in plan.json."
     blocks = [Block("The command", words, code=argv)]
     if run.scenario_text.strip():
         blocks.append(Block("scenario.yaml", code=run.scenario_text, folded=True))
@@ -372,7 +360,7 @@ def again(of: Material) -> Iterator[ReportSection]:
 
 
 def _command(name: str, process: Mapping[str, Any]) -> str:
-    """One process as a line for a shell, and what it reads as JSON."""
+    """Return one process as a shell line with its JSON specification."""
     settings = [f"{key}={shlex.quote(str(value))}" for key, value in (process.get("env") or {}).items()]
     line = " ".join([*settings, *(shlex.quote(str(word)) for word in process.get("argv") or ())])
     spec = process.get("spec")
@@ -382,7 +370,6 @@ def _command(name: str, process: Mapping[str, Any]) -> str:
 
 
 def files(of: Material) -> Iterator[ReportSection]:
-    """Where the files of each run are."""
     blocks = []
     for facts in of.runs:
         path = facts.run.path

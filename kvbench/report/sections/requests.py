@@ -1,7 +1,4 @@
-"""The sections of a run of requests: a sweep, a bench, listed rates, read-in results.
-
-Sessions per second, at once, their TTFT by turn, and what of their prompts was reused, a line a cell.
-"""
+"""Sections of a run of requests: sweep, bench, listed rates, imported results."""
 
 from __future__ import annotations
 
@@ -11,27 +8,36 @@ from typing import Any, Final
 
 from kvbench.core.findings.findings import KIND_WORDS
 from kvbench.core.records import TrialRecord
-from kvbench.report.findings.ahead import answer_text
+from kvbench.report.findings.ahead import answer_text, lead_text
 from kvbench.report.findings.findings import as_notes, folded
 from kvbench.report.findings.load_rows import row_conclusions
-from kvbench.report.findings.notes import ahead, checked_lines, notes, run_tally
+from kvbench.report.findings.notes import (
+    ahead,
+    checked_lines,
+    notes,
+    notes_of_load,
+    run_tally,
+    status_lines,
+    warnings,
+)
 from kvbench.report.plots import NO_DATA
 from kvbench.report.sections.facts import Facts, Material, drawings
 from kvbench.report.tables import cells
 from kvbench.report.tables.result import Row
 from kvbench.report.tables.table import STEADY, Table, number, of_texts, percent
 from kvbench.report.tables.trial_values import engine_word, reason_text, time_line, trial_values
+from kvbench.report.tables.vllm_bench import DIFFERENCE, bench_tables, bench_trials, refused_text
 from kvbench.report.value import Block, Note, ReportSection
-from kvbench.results.provenance import caption, mark_of, scenario_of, slo_of
+from kvbench.results.provenance import caption, mark_of, model_of, scenario_of, server_of, slo_of
 from kvbench.results.run import RunFolder
 
 WHICH_SESSIONS: Final = (
-    "Sessions begin open loop, at random times whatever became of others; within one, each turn is sent "
-    "think time after the answer before it, so that its times depend on answers. Sessions/s are the "
-    "highest rate that holds, its requests divided by those of a session. All else is of the trial "
-    "behind it: sessions at once with their think times, TTFT of turns that open a conversation and of "
-    "the others, and of the whole blocks of all prompts the share that an unlimited cache could have "
-    "found, one as large as the engines' that compute prompts, and they did."
+    "Sessions begin open loop, at random times. Within a session each turn is sent "
+    "one think time after the previous answer. Sessions/s: the "
+    "highest sustained request rate divided by requests per session. The other columns describe the trial "
+    "that supports it: concurrent sessions (with think times), TTFT of first and of "
+    "later turns, and the share of all prompts' whole blocks that an unlimited cache could have "
+    "found, a cache of the prefill engines' size could have found, and the engines did find."
 )
 _HEAD: Final = (
     "connector|sessions/s [interval]|at once|first TTFT P50 / P90 (ms)|later TTFT P50 / P95 (ms)|"
@@ -40,7 +46,7 @@ _HEAD: Final = (
 
 
 def sessions_table(run: RunFolder, rows: Sequence[Row]) -> Table | None:
-    """None where the load was none of sessions."""
+    """Return the table of sessions (rate, concurrency, TTFT by turn, reuse), or None without sessions."""
     trials = {trial.trial_id: trial for trial in run.trials if trial.engine.get("sessions")}
     body = [_line(row, trials[row.trial_id]) for row in rows if row.trial_id in trials]
     return of_texts("", _HEAD.split("|"), body) if body else None
@@ -80,7 +86,6 @@ def _pair(quantiles: dict[str, float] | None, tail: str) -> str:
 
 
 def heads(of: Material) -> Iterator[ReportSection]:
-    """What was measured, under which SLO, and the word *emulated* or *simulated* where it was."""
     blocks = []
     for facts in of.runs:
         run, mark = facts.run, mark_of(facts.run)
@@ -95,7 +100,6 @@ def _named(facts: Facts, text: str) -> str:
 
 
 def brief_result(of: Material) -> Iterator[ReportSection]:
-    """The rows of all runs in one table."""
     shown = [(facts.name, row) for facts, row in of.rows() if row.outcome != "skipped"]
     if shown:
         yield ReportSection("result", "", [Block(table=cells.brief_result(shown))])
@@ -104,15 +108,59 @@ def brief_result(of: Material) -> Iterator[ReportSection]:
 
 
 def sessions(of: Material) -> Iterator[ReportSection]:
-    """Of loads of sessions: their rate, what they waited for, what was reused."""
     for facts in of.runs:
         if (table := sessions_table(facts.run, facts.rows)) is not None:
             title = f"Sessions, {facts.name}" if facts.name else "Sessions"
             yield ReportSection("sessions", title, [Block(words=WHICH_SESSIONS, table=table)], apart=True)
 
 
+def subject_lines(run: RunFolder) -> tuple[str, str]:
+    """What a run measures, and the question that it answers."""
+    mark, cells = mark_of(run), run.plan.get("cells")
+    planned = [each for each in cells if isinstance(each, Mapping)] if isinstance(cells, list) else []
+
+    def listed(key: str) -> str:
+        values = dict.fromkeys(each.get(key) for each in planned)
+        return " and ".join(", ".join(f"{each:,}" if isinstance(each, int) else str(each) for each in part)
+                            for part in (list(values)[:-1], list(values)[-1:]) if part)  # fmt: skip
+
+    lengths = f"{listed('input_len')} tokens in, {listed('output_len')} out" if planned else ""
+    what = (
+        mark.word.upper() if mark is not None else "", scenario_of(run), server_of(run) or model_of(run),
+        listed("connector"), lengths,
+    )  # fmt: skip
+    search = (run.plan.get("scenario") or {}).get("search") or {}
+    asked = "listed request rates" if search.get("method") == "fixed" else "highest request rate"
+    asked = "one load" if run.manifest.get("kind") == "bench" else asked
+    return " · ".join(filter(None, what)), f"{asked} with {slo_of(run).text()}"
+
+
+def screen(of: Material) -> Iterator[ReportSection]:
+    """The table, who is ahead, how many outputs were checked and warnings there are, where the report is."""
+    facts = of.one
+    run, path = facts.run, facts.run.path / "report.html"
+    shown = [("", row) for row in facts.rows if row.outcome != "skipped"]
+    blocks = [Block(table=cells.brief_result(shown), bare=True)] if shown else []
+    blocks += [Block(each.title, table=each, bare=True) for each in facts.methods]
+    if (of_sessions := sessions_table(run, facts.rows)) is not None:
+        blocks.append(Block(table=of_sessions, bare=True))
+    if not blocks:
+        blocks.append(Block(words=f"no cell was measured; {NO_DATA}"))
+    yield ReportSection("result", "", blocks, apart=True)
+    count = len(warnings(run, facts.rows))
+    counted = f"{count or 'no'} warning{'s' * (count != 1)}"
+    lines = (
+        ("; ".join(status_lines(run)), "yellow"),
+        (lead_text(facts.rows), "bold"),
+        (next(checked_lines(run), ""), "bold red" if run_tally(run).wrong else ""),
+        (f"report ({counted}): {path if path.exists() else run.path}", "yellow" if count else ""),
+    )
+    said = [Block(words=text, style=style) for text, style in lines if text]
+    yield ReportSection("lead", "", said, apart=True)
+
+
 def clients(of: Material) -> Iterator[ReportSection]:
-    """How good the load generator was, and how much of the time was measuring."""
+    """Yield the load generator's quality and the share of time spent measuring."""
     lines = [
         _named(facts, said)
         for facts in of.runs
@@ -123,7 +171,7 @@ def clients(of: Material) -> Iterator[ReportSection]:
 
 
 def _client_line(run: RunFolder) -> str:
-    """What the load generator says of itself: the worst of all trials; empty where nothing was reported."""
+    """Return the load generator's worst figures over all trials; empty if unreported."""
     trials = [(trial_values(trial), engine_word(trial, "client.stamps")) for trial in run.trials]
 
     def worst(column: str) -> float | None:
@@ -135,7 +183,7 @@ def _client_line(run: RunFolder) -> str:
     late, stamps = worst("client_chunk_lag_ms_p99"), sorted({word for _, word in trials if word})
     workers = int(worst("client_workers") or 1)
     parts = [
-        f"sends {number(lag)} ms late" + (f", reads {number(late)} ms" if late is not None else ""),
+        f"sends {number(lag)} ms late" + (f", reads {number(late)} ms late" if late is not None else ""),
         *([f"{' and '.join(stamps)} stamps"] if stamps else []),
         f"{workers} process{'es' if workers > 1 else ''}",
     ]
@@ -143,7 +191,6 @@ def _client_line(run: RunFolder) -> str:
 
 
 def checked_answers(of: Material) -> Iterator[ReportSection]:
-    """How many answers were checked under load, before any figure."""
     told = [(facts, list(checked_lines(facts.run))) for facts in of.runs]
     blocks = [Block(words=_named(facts, line)) for facts, lines in told for line in lines]
     wrong = any(run_tally(facts.run).wrong for facts in of.runs)
@@ -153,14 +200,12 @@ def checked_answers(of: Material) -> Iterator[ReportSection]:
 
 
 def not_comparable(of: Material) -> Iterator[ReportSection]:
-    """In what runs differ that were put together all the same."""
-    words = "NOT COMPARABLE, put together by --force: the runs differ in"
+    words = "NOT COMPARABLE, combined by --force: the runs differ in"
     differences = Block(words=words, notes=[Note(line) for line in of.differing], style="bold red")
     yield ReportSection("differ", "", [differences] if of.differing else [], apart=True)
 
 
 def concluded(of: Material) -> Iterator[ReportSection]:
-    """What the rules say of the loads that were offered as such."""
     for facts in of.runs:
         statements = row_conclusions([facts.run])
         for kind, words in KIND_WORDS.items():
@@ -174,7 +219,7 @@ def who_is_ahead(of: Material) -> Iterator[ReportSection]:
     if notes_ahead:
         yield ReportSection(
             "ahead",
-            "who is ahead (max request rate, by the searches' posteriors)",
+            "comparison of max request rates (from the searches' posteriors)",
             [Block(notes=notes_ahead)],
         )
 
@@ -182,7 +227,7 @@ def who_is_ahead(of: Material) -> Iterator[ReportSection]:
 def router(of: Material) -> Iterator[ReportSection]:
     for facts in of.runs:
         if facts.costs:
-            words = f"what the router adds in {facts.name}" if facts.name else "what the router adds"
+            words = f"router overhead in {facts.name}" if facts.name else "router overhead"
             yield ReportSection("router", words, [Block(notes=[Note(cost.text()) for cost in facts.costs])])
 
 
@@ -194,11 +239,40 @@ def every_note(of: Material) -> Iterator[ReportSection]:
             )
 
 
+def bench_block(of: Material) -> Iterator[ReportSection]:
+    """What one load came to, and in one line each why another one is refused."""
+    tables = bench_tables([(facts.name, facts.run) for facts in of.runs])
+    blocks = [Block(table=each) for each in tables]
+    blocks += [Block(words=DIFFERENCE.replace("`", ""), style="dim")] if tables else []
+    blocks += [
+        Block(f"\n{table.title}", table=table)
+        for facts in of.runs
+        for table in facts.methods
+        if table.name == "trace"
+    ]
+    refused = [
+        Note(refused_text(trial), next((x.advice for x in trial.findings if x.level == "invalid"), ""), "red")
+        for facts in of.runs
+        for trial in bench_trials(facts.run)
+        if trial.verdict == "invalid"
+    ]
+    blocks += [Block(notes=refused, bullets=False)] if refused else []
+    yield ReportSection("bench", "", blocks or [Block(words=f"no load was measured; {NO_DATA}")], apart=True)
+
+
+def bench_notes(of: Material) -> Iterator[ReportSection]:
+    """What a reader of one load must know besides; the report has all."""
+    for facts in of.runs:
+        if found := notes_of_load(facts.run, facts.rows):
+            title = f"notes on {facts.name}" if facts.name else "notes"
+            yield ReportSection("notes", title, [Block(notes=found)])
+
+
 # --- on pages --------------------------------------------------------------------------------------
 
 
 def answer(of: Material) -> Iterator[ReportSection]:
-    """Who, where, by how much, what limits it; and the first picture."""
+    """Yield comparison, limits and the first plot."""
     facts = of.one
     said = answer_text(facts.rows, facts.statements)
     blocks = [Block(words=said, style="lead")] if said else []
@@ -207,20 +281,20 @@ def answer(of: Material) -> Iterator[ReportSection]:
 
 
 def findings(of: Material) -> Iterator[ReportSection]:
-    """All that is concluded, by kind; on a page with what limits it."""
+    """Yield all findings by kind; on a page with caveats."""
     facts = of.one
     blocks = list(folded(facts.statements, cells.WHY_AHEAD if ahead(facts.rows) else ""))
     if facts.limits:
-        title = "What limits what these numbers say"
+        title = "Caveats"
         blocks.append(Block(title, notes=facts.limits, writers=("html",)))
     yield ReportSection("findings", "Findings", blocks)
 
 
 def result(of: Material) -> Iterator[ReportSection]:
-    """The highest rates; on a page also what was measured beside them, and what the router adds."""
+    """Yield the highest rates; on a page also other methods and router overhead."""
     facts = of.one
     blocks = []
-    if facts.rows:
+    if facts.rows and not bench_trials(facts.run):  # a load has its block, under what was measured
         blocks.append(Block(table=cells.result(facts.rows), writers=("markdown",)))
         sorted_ = cells.sorted_result(facts.rows, facts.files["summary"])
         blocks.append(Block(table=sorted_, writers=("html",)))
@@ -229,12 +303,11 @@ def result(of: Material) -> Iterator[ReportSection]:
     if blocks:
         yield ReportSection("result", "Result", blocks, ("markdown",))
     more = [Block(each.title, table=each) for each in facts.methods]
-    more += [Block(f"What the router adds: {cost.cell.connector}", cost.text()) for cost in facts.costs]
+    more += [Block(f"Router overhead: {cost.cell.connector}", cost.text()) for cost in facts.costs]
     yield ReportSection("result", "Result", [*blocks, *more], ("html",))
 
 
 def methods(of: Material) -> Iterator[ReportSection]:
-    """What was measured beside the main column, a section each."""
     for facts in of.runs:
         for table in facts.methods:
             heading = f"{table.title} in {facts.name}" if facts.name else table.title
@@ -247,7 +320,7 @@ def limits(of: Material) -> Iterator[ReportSection]:
 
 
 def provenance(of: Material) -> Iterator[ReportSection]:
-    """Of read-in results: the files that were read, what they do not say, and what was left out."""
+    """Yield the sources of imported results: files, missing figures, exclusions."""
     if not of.one.is_imported:
         return
     imported: Mapping[str, Any] = of.one.run.manifest.get("imported") or {}
@@ -263,15 +336,15 @@ def provenance(of: Material) -> Iterator[ReportSection]:
         Note(f"{each.get('file')}:{each.get('line')}: {each.get('why')}")
         for each in imported.get("left_out") or ()
     ]
-    out = Block(words="Left out, or to be read with care:" if left else "Nothing was left out.", notes=left)
+    out = Block(words="Left out, or with caveats:" if left else "Nothing was left out.", notes=left)
     blocks = [
         Block(table=of_texts("", ["file", "format", "tool", "lines", "SHA-256"], read)),
-        Block(words=f"Not told, and in how many rows: {missing or 'nothing'}."),
+        Block(words=f"Not reported, with the number of rows: {missing or 'nothing'}."),
         out,
     ]
     if qualifiers := list(_qualifiers(of.one.run)):
-        blocks.append(Block(words="To be known with the rows:", notes=qualifiers))
-    yield ReportSection("source", "Where the rows come from", blocks)
+        blocks.append(Block(words="Notes on the rows:", notes=qualifiers))
+    yield ReportSection("source", "Sources of the rows", blocks)
 
 
 def _qualifiers(run: RunFolder) -> Iterator[Note]:
@@ -282,11 +355,11 @@ def _qualifiers(run: RunFolder) -> Iterator[Note]:
 
 
 def at_supporting_trials(of: Material) -> Iterator[ReportSection]:
-    """Latency, parts of TTFT, router, rates and load generator, of the trials behind the rates."""
+    """Yield latency, TTFT parts, router, rates and load generator of the supporting trials."""
     facts = of.one
     if facts.is_imported:
         return
-    none = "No trial supports a rate."
+    none = "No rate has a supporting trial."
     latency = cells.latencies(facts.rows)
     blocks = [Block(table=latency)] if latency else [Block(words=cells.WHICH_TRIAL), Block(words=none)]
     yield ReportSection("latency", "Latency at the supporting trial", blocks)
@@ -296,13 +369,13 @@ def at_supporting_trials(of: Material) -> Iterator[ReportSection]:
         blocks = [Block(words=cells.WHICH_COSTS)]
         for cost in facts.costs:
             head = f"{cost.cell.connector}, {cost.cell.input_len:,} in, {number(cost.request_rate)} req/s"
-            left = f", {cost.left_out} more were not answered both ways" if cost.left_out else ""
+            left = f", {cost.left_out} more were not answered in both runs" if cost.left_out else ""
             trials_text = f"{cost.requests:,} requests each way{left}. Trials: {', '.join(cost.trials)}."
             if cost.added:
                 blocks += [Block(head, table=cells.router_cost(cost)), Block(words=trials_text)]
             else:
                 blocks.append(Block(head, f"{cost.reason}."))
-        yield ReportSection("router", "What the router adds", blocks)
+        yield ReportSection("router", "Router overhead", blocks)
     rates = cells.rates(facts.rows)
     title = "Rates, KV cache and prefix cache at the supporting trial"
     yield ReportSection("rates", title, [Block(table=rates) if rates else Block(words=none)])
@@ -311,7 +384,6 @@ def at_supporting_trials(of: Material) -> Iterator[ReportSection]:
 
 
 def searches(of: Material) -> Iterator[ReportSection]:
-    """Every trial of each search, in the order of measuring."""
     run = of.one.run
     if of.one.is_imported:
         return
@@ -321,7 +393,7 @@ def searches(of: Material) -> Iterator[ReportSection]:
         blocks.append(Block(words=f"{measuring}."))
     header = [
         "trial",
-        "asked as",
+        "purpose",
         "rate",
         "verdict",
         "met (%)",

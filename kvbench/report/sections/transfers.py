@@ -1,4 +1,4 @@
-"""The sections of a microbenchmark."""
+"""Sections of a microbenchmark."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from kvbench.results.provenance import caption
 
 _BUSY = "machine_busy"
 _SHARES = (
-    "The shares of the NICs' line rate, of plain TCP and of a copy in memory are those of the same transfer "
-    "in the same run; 1 is all of it. Descriptors: handed over for one transfer. CPU: of both sides."
+    "Shares compare with the NICs' line rate, plain TCP and a memory copy for the same transfer "
+    "in the same run; 1 means equal. Descriptors: per transfer. CPU: both sides together."
 )
 
 
 def _notes(lines: Iterable[object]) -> list[Note]:
-    """Each one a paragraph: a library's error may have several lines."""
+    """Return one note per paragraph: a library's error may have several lines."""
     return [Note(str(line).replace("\n", " ")) for line in lines]
 
 
 def _words(facts: Facts) -> list[Note]:
-    """What was asked for."""
     return _notes(facts.run.plan.get("words") or ())
 
 
@@ -37,7 +36,7 @@ def _not_run(facts: Facts) -> list[Note]:
 
 
 def labs(facts: Facts) -> str:
-    """The labs in which rows were measured; empty for real hosts."""
+    """Return the labs of the rows; empty for real hosts."""
     return ", ".join(sorted({record.lab for record in facts.records if record.lab}))
 
 
@@ -54,23 +53,23 @@ def asked(of: Material) -> Iterator[ReportSection]:
 
 
 def findings(of: Material) -> Iterator[ReportSection]:
-    """All that is concluded, by kind; on a page with what was asked for, and what went wrong."""
+    """Yield all findings by kind; on a page with the requested axes and failures."""
     facts = of.one
     blocks = list(folded(facts.statements))
     yield ReportSection("findings", "Findings", blocks, ("markdown",))
     notes = facts.cases.footnotes
     more = [
-        Block("What was asked for", notes=[Note(str(each)) for each in facts.run.plan.get("words") or ()]),
+        Block("Requested", notes=[Note(str(each)) for each in facts.run.plan.get("words") or ()]),
         Block(f"Notes ({len(notes)})", notes=list(map(Note, notes)), folded=True),
         Block("Failed", notes=list(map(Note, facts.cases.errors))),
         Block("Not run", notes=list(map(Note, facts.cases.skipped))),
-        Block("The folder", notes=list(map(Note, facts.run.warnings))),
+        Block("Run folder", notes=list(map(Note, facts.run.warnings))),
     ]
     yield ReportSection("findings", "Findings", [*blocks, *(each for each in more if each.notes)], ("html",))
 
 
 def answer(of: Material) -> Iterator[ReportSection]:
-    """The first of what the rows say, and the first picture."""
+    """Yield the first finding and the first plot."""
     said = answer_text((), of.one.statements)
     pictures = [Block(picture=each) for each in drawings(of.one.run)]
     yield ReportSection("answer", "Answer", [Block(words=said, style="lead"), *pictures])
@@ -88,13 +87,12 @@ def host_pairs(of: Material) -> Iterator[ReportSection]:
 
 
 def cases(of: Material) -> Iterator[ReportSection]:
-    """Every case, with what its columns mean."""
     facts, table = of.one, of.one.cases.table
     legend = Block(notes=[Note(LEGEND)], bullets=False)
     blocks = [Block(table=table), legend] if table.cells else [Block(words="no case was measured")]
     yield ReportSection("cases", "", blocks, ("terminal",))
     blocks = [Block(table=table)] if table.cells else []
-    yield ReportSection("cases", "Every case", [*blocks, Block(words=f"{LEGEND}.")], ("markdown",))
+    yield ReportSection("cases", "All cases", [*blocks, Block(words=f"{LEGEND}.")], ("markdown",))
     page = sorted_cases(facts.files["transfers"])
     blocks = [Block(words=_SHARES, table=page) if page else Block(words="No case was measured.")]
     if models := models_text(facts.records):
@@ -111,16 +109,16 @@ def matrices(of: Material) -> Iterator[ReportSection]:
 
 
 def besides(of: Material) -> Iterator[ReportSection]:
-    """What is said of the cases; the answers stand in the findings where there are such."""
+    """Yield the notes on the cases."""
     facts = of.one
     models = _notes(models_text(facts.records))
     parts = (
         ("Notes", "notes", _notes(facts.cases.footnotes)),
         ("Failed", "failed", _notes(facts.cases.errors)),
         ("Not run", "not run", _not_run(facts)),
-        ("Transfer models", "transfer models (time of one transfer, fitted)", models),
+        ("Transfer models", "transfer models (fitted time of one transfer)", models),
         ("", "answers", _notes(answers(facts.records))),
-        ("Warnings on the folder", "the folder", _notes(facts.run.warnings)),
+        ("Run folder warnings", "run folder", _notes(facts.run.warnings)),
     )
     for title, brief, notes in parts:
         if notes:
@@ -130,7 +128,6 @@ def besides(of: Material) -> Iterator[ReportSection]:
 
 
 def changes(of: Material) -> Iterator[ReportSection]:
-    """How it differs from an earlier run, case by case."""
     found = of.changes
     if found is None:
         return
@@ -138,11 +135,11 @@ def changes(of: Material) -> Iterator[ReportSection]:
     differing = [line for line in found.differing if not line.startswith("seed")]
     if differing:
         blocks.append(Block(words=f"the two runs differ in {'; '.join(differing)}", style="red"))
-    title = f"beside {found.before.run_id} (GB/s: then → now, ratio with its 99 % interval)"
+    title = f"compared with {found.before.run_id} (GB/s: before → after, ratio with its 99 % interval)"
     blocks.append(Block(title))
     earlier = found.before.transfer_records()
     if any(warning.kind == _BUSY for record in (*earlier, *of.one.records) for warning in record.warnings):
-        words = "  the machine was busy in one of the runs, so a change may be other work's"
+        words = "  the machine was busy in one of the runs, so a change may come from other work"
         blocks.append(Block(words=words, style="yellow"))
     lines = [
         f"{text} ({_rate(change.before_gb_per_s)} → {_rate(change.after_gb_per_s)})"

@@ -1,1 +1,1 @@
-"""The rows and columns of each table, and the formats that tables are written in."""
+"""Rows and columns of each table, and their output formats."""

@@ -1,7 +1,4 @@
-"""The tables with one line for each row of the result, in words that say what the figures are taken from.
-
-For a page that sorts, the values of a CSV are behind what people read.
-"""
+"""Tables with one row per result row. For a page that sorts, they carry the values of a CSV."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from kvbench.report.tables.table import (
 from kvbench.report.tables.transfers import time_text
 
 _Shown = Callable[[Row], object]
-"""What stands in a column for a row."""
+"""Text of a column for a row."""
 
 
 def _table(
@@ -50,7 +47,7 @@ def _share(column: str) -> _Shown:
 
 
 def _figures(columns: Sequence[str]) -> _Shown:
-    """``1.2 / 3.4``; missing where all of them are."""
+    """Return ``1.2 / 3.4``, or missing if all are."""
 
     def shown(row: Row) -> str:
         found = [row.values[column] for column in columns]
@@ -69,7 +66,6 @@ _AT_RATE: Final = {**_CONNECTOR, "rate": lambda row: number(row.trial_rate)}
 
 
 def result(rows: Sequence[Row]) -> Table:
-    """The highest rates, what binds them, and how each was found."""
     unit = shared_unit(rows)
     columns: dict[str, _Shown] = {
         **_CONNECTOR,
@@ -89,7 +85,7 @@ def result(rows: Sequence[Row]) -> Table:
 
 
 def gist(rows: Sequence[Row]) -> Table:
-    """The result in few columns, for a notebook."""
+    """Return the result in few columns, for a notebook."""
     unit = shared_unit(rows)
     columns: dict[str, _Shown] = {
         "connector": lambda row: row.cell.connector,
@@ -108,7 +104,7 @@ def gist(rows: Sequence[Row]) -> Table:
 
 
 def with_interval(row: Row) -> str:
-    """The share of requests that met the SLO, in per cent, with its interval where there is one."""
+    """Return the SLO attainment in per cent with its interval, if any."""
     values = row.values
     share = percent(values["slo_attainment"])
     if share == MISSING or values.get("attainment_lower") is None:
@@ -117,15 +113,14 @@ def with_interval(row: Row) -> str:
 
 
 _RATE_WIDTH: Final = 20
-"""From how many characters on a figure of ``brief_result`` takes several lines: a rate's interval fits."""
+"""Width, in characters, from which a figure of ``brief_result`` is folded: a rate's interval fits."""
 _RANKS: Final = (0, 0, 5, 1, 4, 2, 3, 7, 6)
-"""Of the figures of ``brief_result``: what a narrow terminal leaves out first has the highest."""
+"""Rank of each figure of ``brief_result``; a narrow terminal drops higher ranks first."""
 
 
 def brief_result(named: Sequence[tuple[str, Row]]) -> Table:
-    """The result in a hundred columns, one group a length. ``named``: rows with the names of their runs, all
-    empty for a single run.
-    """
+    """Return the result in a hundred columns, one group per length. ``named``: rows with run labels, empty
+    for a single run."""
     rows = [row for _, row in named]
     unit = shared_unit(rows)
     figures: dict[str, _Shown] = {
@@ -170,7 +165,7 @@ def _pair(one: str, other: str) -> _Shown:
 
 
 def megabytes(row: Row) -> str:
-    """The KV that a request moved."""
+    """Return the KV per request in MB."""
     size = row.values["kv_bytes_per_request"]
     return number(None if size is None else size / 1e6)
 
@@ -178,19 +173,18 @@ def megabytes(row: Row) -> str:
 # --- at the supporting trials ----------------------------------------------------------------------
 
 WHY_AHEAD: Final = (
-    f"By rule: two rates are ordered only if one is the higher with a probability of {AHEAD:.0%}, by all "
-    "trials of both searches, and both searches converged. In brackets: the 90 % interval of their ratio. "
-    "It does not cover how much a repeated run would differ. Rates of unequal numbers of GPUs (engines, "
-    "where those are not known) are not compared; those per GPU are."
+    f"Two rates are ordered only if one is higher with a probability of {AHEAD:.0%}, from all "
+    "trials of both searches, and both searches converged. In brackets: 90 % interval of their ratio. "
+    "It does not cover the variation between repeated runs. Rates with unequal numbers of GPUs (engines, "
+    "if GPUs are unknown) are compared per GPU."
 )
 WHICH_TRIAL: Final = (
-    "Milliseconds, of the trial with the highest rate that met the SLO, at or below the answer; `rate` is "
-    "what was offered to it. TTFT counts from the scheduled send."
+    "Milliseconds in the trial with the highest rate that met the SLO, at or below the result; `rate` is "
+    "its offered rate. TTFT counts from the scheduled send."
 )
 
 
 def latencies(rows: Sequence[Row]) -> Table | None:
-    """TTFT, TPOT, ITL and E2EL of the supporting trials."""
     columns: dict[str, _Shown] = {
         f"{name.upper()} mean / P50 / P90 / P99 (ms)": _figures(
             [f"{name}_ms_{figure}" for figure in ("mean", "p50", "p90", "p99")]
@@ -203,51 +197,50 @@ def latencies(rows: Sequence[Row]) -> Table | None:
 
 
 _WHICH_PARTS: Final = (
-    "Means in milliseconds over the answered requests of the same trial. The engines' "
-    "histograms tell queue and prefill, the router's times of each request (in direct mode the load "
-    "generator's own) tell what lies around them. The first decode step is taken as D's mean gap between "
-    "tokens. `hand-off` is all that is neither P's nor D's engine nor the transfer: their HTTP front ends "
-    "and the router's turn; where P and D are asked at once it holds D's queue, too, which cannot be told "
-    "apart then. `router and client` is the rest; without P/D it holds the server's front end."
+    "Means in milliseconds over the answered requests of the same trial. Queue and prefill come from the "
+    "engines' histograms, the other parts from the router's times per request (in direct mode the load "
+    "generator's times). The first decode step is estimated as D's mean gap between "
+    "tokens. `hand-off`: time outside P's and D's engines and the transfer (HTTP front ends, "
+    "router turn); with concurrent dispatch it includes D's queue. "
+    "`router and client` is the rest; without P/D it includes the server's front end."
 )
 
 
 def breakdown(rows: Sequence[Row]) -> Table | None:
-    """The parts of the mean TTFT; None if no run has them."""
     parts = {words: f"ttft_{part}_ms" for part, words in PART_WORDS.items()}
     columns = {f"TTFT mean (ms){OF_WHOLE_RUN}": "ttft_ms_mean_of_all", **parts}
     shown = [row for row in rows if any(row.values[column] is not None for column in parts.values())]
     figures = {words: _figure(column) for words, column in columns.items()}
-    title = "Where the time to the first token goes"
+    title = "TTFT breakdown"
     return _table(shown, {**_AT_RATE, **figures}, title, _WHICH_PARTS, WHOLE_RUN) if shown else None
 
 
 WHICH_COSTS: Final = (
     "TTFT in milliseconds of the same requests (same prompts, same planned sends) through the router and "
-    "directly to P and D, in turns, caches emptied before each trial; warm-up left out. In brackets: the "
-    "95 % interval of what the router adds, from a block bootstrap over pairs of the same request. It does "
-    "not cover how much repeated trials would differ."
+    "directly to P and D, alternating, with caches emptied before each trial; without warm-up. In "
+    "brackets: the "
+    "95 % interval of the router's overhead, from a block bootstrap over pairs of the same request. It does "
+    "not cover the variation between repeated trials."
 )
 
 
 def router_cost(cost: RouterCost) -> Table:
-    """TTFT of one cell through the router and directly."""
     body = [
         [FIGURE_WORDS[each.figure], number(each.with_), number(each.without), difference(each)]
         for each in cost.added
     ]
-    return of_texts("", ["TTFT", "router (ms)", "direct (ms)", "the router adds [95 %]"], body)
+    return of_texts("", ["TTFT", "router (ms)", "direct (ms)", "router overhead [95 %]"], body)
 
 
 _WHICH_CLIENT: Final = (
-    "Of the same trial, the worst process where several sent. `stamps`: whether receive times are the "
-    "kernel's or were taken at the read; chunk lag is the time between the two. Send lag is how much later "
-    "than planned a request was written. CPU 1 is a whole core."
+    "Same trial; the worst process if several sent. `stamps`: whether receive times are the "
+    "kernel's or taken at the read; chunk lag is the difference. Send lag: how much later "
+    "than planned a request was sent. CPU 1 means one core."
 )
 
 
 def client(rows: Sequence[Row]) -> Table | None:
-    """How late the load generator was and what it cost; None if no run reports it."""
+    """Return the load generator's lateness and CPU cost, or None if unreported."""
 
     def processes(row: Row) -> str:
         count = row.values["client_workers"]
@@ -267,11 +260,11 @@ def client(rows: Sequence[Row]) -> Table | None:
         "CPU": _figure("client_cpu_share"),
     }
     shown = [row for row in rows if row.values["client_send_lag_ms_p99"] is not None]
-    return _table(shown, columns, "The load generator itself", _WHICH_CLIENT) if shown else None
+    return _table(shown, columns, "Load generator", _WHICH_CLIENT) if shown else None
 
 
 def rates(rows: Sequence[Row]) -> Table | None:
-    """Goodput and token rates, all and per GPU, what they cost and draw, the KV moved, prefix hits."""
+    """Return goodput and token rates, in total and per GPU, with cost, power, KV and prefix hits."""
 
     def size(row: Row) -> str:
         known = row.values["kv_bytes_per_request"]
@@ -285,7 +278,7 @@ def rates(rows: Sequence[Row]) -> Table | None:
         "KV bytes per request": size,
         "KV transfer (ms per request)": _figure("kv_transfer_ms_per_request"),
         "KV descriptors per request": _figure("kv_descriptors_per_request"),
-        "told by": lambda row: row.kv_source or MISSING,
+        "source": lambda row: row.kv_source or MISSING,
         "transport": lambda row: row.transport or MISSING,
         "prefix hits on P (%)": _share("prefix_hit_rate_prefill"),
         "prefix hits on D (%)": _share("prefix_hit_rate_decode"),
@@ -338,7 +331,7 @@ _COSTS: Final = (
 _TRIALS: Final = {
     "trial_id": "trial",
     "method": "method",
-    "purpose": "asked as",
+    "purpose": "purpose",
     "request_rate": "rate (req/s)",
     "verdict": "verdict",
     "slo_attainment": "met (%)",
@@ -351,7 +344,7 @@ _TRIALS: Final = {
 
 
 def sorted_result(rows: Sequence[Row], summary: Rows) -> Table | None:
-    """The result with the values of summary.csv behind it, for a page that sorts."""
+    """Return the result with the values of summary.csv for sorting."""
     texts = {
         "max_request_rate": [row.rate_text() for row in rows],
         "limit": [LIMIT_WORDS.get(row.limit, MISSING) for row in rows],
@@ -362,13 +355,12 @@ def sorted_result(rows: Sequence[Row], summary: Rows) -> Table | None:
     empty = {key for key in _COSTS if all(row[key] is None for row in summary)}
     headings = {key: words for key, words in _RESULT.items() if not key.endswith(other) and key not in empty}
     headings["max_request_rate"] += f" {interval_word(row.answer for row in rows)}"
-    return of_csv("summary", "One line per connector and input length", summary, headings, texts, STEADY)
+    return of_csv("summary", "One row per connector and input length", summary, headings, texts, STEADY)
 
 
 def sorted_trials(trials: Rows) -> Table | None:
-    """The trials with the values of trials.csv behind them."""
     met = {"slo_attainment": [percent(row["slo_attainment"]) for row in trials]}
-    return of_csv("trials", "Every trial, in the order of measuring", trials, _TRIALS, met, STEADY)
+    return of_csv("trials", "All trials, in order of measurement", trials, _TRIALS, met, STEADY)
 
 
 _CASES: Final = {
@@ -386,7 +378,7 @@ _CASES: Final = {
     "call_s_p50": "P50",
     "call_s_p99": "P99",
     "cpu_s_per_gb": "CPU s/GB",
-    "verified": "data right",
+    "verified": "data verified",
     "status": "status",
     "transport": "transport",
     "error": "error",
@@ -394,6 +386,5 @@ _CASES: Final = {
 
 
 def sorted_cases(rows: Rows) -> Table | None:
-    """The cases with the values of transfers.csv behind them, for a page that sorts."""
     texts = {key: [time_text(row.get(key)) for row in rows] for key in ("call_s_p50", "call_s_p99")}
-    return of_csv("transfers", "Every case", rows, _CASES, texts)
+    return of_csv("transfers", "All cases", rows, _CASES, texts)

@@ -1,4 +1,5 @@
-"""A chaos run's table, one row a fault of a pair, over its repeats; and two chaos runs or soaks compared."""
+"""Table of a chaos run, one row per fault and pair over its repeats; comparison of two chaos runs or
+soaks."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ NEVER: Final = "never"
 
 @dataclass(frozen=True)
 class FaultFound:
-    """One trial of a chaos run: what it stored of its fault."""
+    """One trial of a chaos run with its stored fault."""
 
     trial: TrialRecord
     cost: FaultCost
@@ -43,7 +44,7 @@ class FaultFound:
 
     @classmethod
     def of(cls, trial: TrialRecord) -> FaultFound | None:
-        """None for a trial that is none, or that was edited."""
+        """Return None for another kind of trial, or an edited one."""
         found = trial.summary.get("chaos")
         if trial.method != "chaos" or not isinstance(found, Mapping):
             return None
@@ -56,8 +57,6 @@ class FaultFound:
 
 @dataclass(frozen=True)
 class FaultGroup:
-    """One fault of one pair over its repeats."""
-
     cell: Cell
     rate: float
     name: str
@@ -69,7 +68,7 @@ class FaultGroup:
 
     @property
     def answers(self) -> Counter[str]:
-        """Answers that were checked, and how many of them were wrong."""
+        """Return the counts of checked and wrong answers."""
         counts: Counter[str] = Counter()
         for each in self.trials:
             told = each.found.get("answers") or {}
@@ -78,7 +77,7 @@ class FaultGroup:
 
     @property
     def stranded_blocks(self) -> float:
-        """The median over the repeats, of all processes together."""
+        """Return the median over the repeats, summed over all processes."""
         return float(median(sum((each.found.get("stranded_blocks") or {}).values()) for each in self.trials))
 
     @property
@@ -89,33 +88,33 @@ class FaultGroup:
 
     @property
     def grown_mb(self) -> float | None:
-        """By how much the processes that lived through it grew, all together; the median."""
+        """Return the memory growth of the surviving processes together (median, MB)."""
         found = [sum((each.found.get("grown_bytes") or {}).values()) for each in self.trials]
         return median(found) / 1e6 if found else None
 
     @property
     def taken_up(self) -> str:
-        """In how many of the repeats a process that was started again served again; empty of other faults."""
+        """Return in how many repeats a restarted process served again; empty for other faults."""
         told = [each.found.get("again") for each in self.trials]
         known = [bool(each.get("taken_up")) for each in told if isinstance(each, Mapping)]
         return f"{sum(known)} of {len(known)}" if known else ""
 
     @property
     def noticed(self) -> str:
-        """Who said something first, most often, and after how long: ``router 0.1 s``."""
+        """Return the most frequent first detector with its median time: ``router 0.1 s``."""
         firsts = [
             (str(each["who"]), float(each["after_s"]))
             for trial in self.trials
             for each in (trial.found.get("noticed") or [])[:1]
         ]
         if not firsts:
-            return "nobody"
+            return "not detected"
         who = Counter(name for name, _ in firsts).most_common(1)[0][0]
         return f"{who} {median(after for name, after in firsts if name == who):.1f} s"
 
 
 def fault_groups(run: RunFolder) -> list[FaultGroup]:
-    """By pair, and there by kind and target in the order of the docs."""
+    """Return the faults by pair, then by kind and target in documented order."""
     found: dict[tuple[Cell, str], list[FaultFound]] = {}
     for trial in run.all_trials:
         if (each := FaultFound.of(trial)) is not None:
@@ -140,7 +139,7 @@ COLUMNS: Final = (
     Column("connector", "pair", align="left"),
     Column("fault", "fault", align="left"),
     Column("repeats", "n", align="right", rank=3),
-    Column("back_s", "back (s)", align="right"),
+    Column("back_s", "recovery (s)", align="right"),
     Column("back_worst_s", "worst", align="right", rank=2),
     Column("goodput_lost", "goodput\nlost (req)", align="right"),
     Column("lost_s", "of rate\n(s)", align="right", rank=1),
@@ -151,19 +150,19 @@ COLUMNS: Final = (
     Column("stranded_blocks", "stranded\nblocks", align="right", rank=1),
     Column("stranded_mb", "stranded\nMB", align="right", rank=3),
     Column("noticed", "first notice", align="left", rank=1, width=22),
-    Column("taken_up", "taken up", align="left", rank=2),
+    Column("taken_up", "serves again", align="left", rank=2),
 )
 WORDS: Final = (
-    "Back: seconds from the fault until attainment was back (median and worst of the repeats). Goodput lost: "
-    "requests that were due meanwhile and were not answered within the SLO; beside it in seconds of the held "
-    "rate. Lost, hung, late: requests of all repeats. Wrong: of the answers that were checked. Stranded: KV "
-    "blocks still in use after all requests had ended. Taken up: repeats in which a process that was started "
-    "again served again."
+    "Recovery: seconds from the fault until attainment recovered (median and worst of the repeats). "
+    "Goodput lost: "
+    "requests due in that time that were not answered within the SLO, also in seconds of the offered "
+    "rate. Lost, hung, late: requests of all repeats. Wrong: of the checked answers. Stranded: KV "
+    "blocks still in use after all requests ended. Serves again: repeats in which a restarted process "
+    "served requests."
 )
 
 
 def flat(group: FaultGroup) -> dict[str, Any]:
-    """The row as files have it."""
     row, answers = group.row, group.answers
     return {
         "connector": group.cell.connector,
@@ -191,12 +190,12 @@ def flat(group: FaultGroup) -> dict[str, Any]:
 
 
 def fault_table(groups: Iterable[FaultGroup]) -> Table:
-    """One row a fault; what was not held before the fault says so in place of figures."""
+    """Return one row per fault; without a sustained rate before the fault the row says so."""
     groups = list(groups)
     cells = [_cells(group) for group in groups]
     names = [group.trials[0].trial.trial_id for group in groups]
     return Table(
-        "What each fault cost", COLUMNS, cells, [flat(each) for each in groups], "faults", WORDS,
+        "Cost of each fault", COLUMNS, cells, [flat(each) for each in groups], "faults", WORDS,
         window=WHOLE_RUN, trials=names,
     )  # fmt: skip
 
@@ -205,7 +204,7 @@ def _cells(group: FaultGroup) -> list[str]:
     row, answers = group.row, group.answers
     head = [group.cell.connector, group.name, str(row.repeats)]
     if not row.held:
-        return [*head, "not held", *[MISSING] * (len(COLUMNS) - len(head) - 1)]
+        return [*head, "not sustained", *[MISSING] * (len(COLUMNS) - len(head) - 1)]
     # The median of all repeats is "never" where half of them or more never came back.
     back = NEVER if 2 * row.never >= row.held else number(row.back_s)
     worst = f"{NEVER} {row.never}×" if row.never else number(row.back_worst_s)
@@ -224,7 +223,6 @@ def _whole(value: float | None) -> str:
 
 
 def answers_text(groups: Iterable[FaultGroup]) -> str:
-    """``0 of 96 answers wrong: fewer than 3.1 % (95 %)``."""
     counts: Counter[str] = Counter()
     for each in groups:
         counts.update(each.answers)
@@ -232,11 +230,10 @@ def answers_text(groups: Iterable[FaultGroup]) -> str:
     if not checked:
         return "no answer could be checked"
     most = upper_bound(wrong, checked, CONFIDENCE)
-    return f"{wrong} of {checked} answers wrong: fewer than {most:.1%} ({CONFIDENCE:.0%})"
+    return f"{wrong} of {checked} answers wrong: at most {most:.1%} ({CONFIDENCE:.0%} confidence)"
 
 
 def gist_text(groups: Sequence[FaultGroup]) -> list[str]:
-    """One sentence a pair."""
     said = []
     for cell in dict.fromkeys(each.cell for each in groups):
         mine = [each for each in groups if each.cell == cell]
@@ -244,17 +241,17 @@ def gist_text(groups: Sequence[FaultGroup]) -> list[str]:
         never = [each.name for each in held if each.row.never]
         backs = [each.row.back_worst_s for each in held if each.row.back_worst_s is not None]
         text = f"{cell.connector} at {number(mine[0].rate)} req/s: "
-        text += f"back from {len(held) - len(never)} of {len(held)} faults every time"
-        text += f", after {max(backs):.1f} s at the latest" if backs else ""
-        text += f"; never back, as far as was watched: {', '.join(never)}" if never else ""
+        text += f"recovered from {len(held) - len(never)} of {len(held)} faults in every repeat"
+        text += f", within {max(backs):.1f} s" if backs else ""
+        text += f"; not recovered within the observed time: {', '.join(never)}" if never else ""
         if len(held) < len(mine):
-            text += f"; {len(mine) - len(held)} not judged, as the rate was not held before them"
+            text += f"; {len(mine) - len(held)} not judged, because the rate was not sustained before them"
         said.append(text)
     return said
 
 
 def notices_rows(groups: Iterable[FaultGroup]) -> list[list[str]]:
-    """Who said what, of the first repeat of each fault."""
+    """Return the log messages of each fault's first repeat."""
     return [
         [group.cell.connector, group.name, str(each["who"]), f"{each['after_s']:.2f}", _words(each)]
         for group in groups
@@ -268,8 +265,8 @@ def _words(notice: Mapping[str, Any]) -> str:
 
 
 FAULT_WORDS: Final = (
-    "Goodput lost: the median of the repeats, in requests; told apart by ranks (Mann and Whitney), where the "
-    f"chance is below {ALPHA:.0%}, which four repeats a side can show at the earliest."
+    "Goodput lost: median of the repeats, in requests. Significance: Mann-Whitney rank test, "
+    f"p < {ALPHA:.0%}; it needs at least four repeats per side."
 )
 _FAULTS: Final = (
     Column("connector", "pair", align="left"),
@@ -277,12 +274,12 @@ _FAULTS: Final = (
     Column("repeats", "n", align="right", rank=2),
     Column("lost_before", "goodput lost\nbefore", align="right"),
     Column("lost_after", "after", align="right"),
-    Column("word", "told apart", align="left"),
-    Column("back_before", "back (s)\nbefore", align="right"),
+    Column("word", "difference", align="left"),
+    Column("back_before", "recovery (s)\nbefore", align="right"),
     Column("back_after", "after", align="right"),
     Column("stranded_before", "stranded blocks\nbefore", align="right", rank=1),
     Column("stranded_after", "after", align="right", rank=1),
-    Column("taken_before", "taken up\nbefore", align="left", rank=1),
+    Column("taken_before", "serves again\nbefore", align="left", rank=1),
     Column("taken_after", "after", align="left", rank=1),
 )
 _DRIFT: Final = (
@@ -299,16 +296,15 @@ _DRIFT: Final = (
 
 
 def held_comparison(runs: Sequence[RunFolder]) -> Table | None:
-    """The table of two runs at a held rate; None where none is one. Raises InputError for one beside another
-    kind, for more than two, or at other rates.
-    """
+    """Return the comparison of two chaos or soak runs, or None for other kinds. Raises InputError for mixed
+    kinds, more than two runs, or different rates."""
     kinds = {str(run.manifest.get("kind")) for run in runs}
     if not kinds & set(HELD_METHODS):
         return None
     if len(kinds) > 1 or len(runs) != 2:
         found = ", ".join(sorted(kinds))
         raise InputError(
-            f"runs at a held rate are compared in pairs of one kind: these are {len(runs)} of {found}",
+            f"chaos and soak runs are compared in pairs of one kind: given are {len(runs)} runs of {found}",
             hint="kvbench compare BEFORE AFTER, two chaos runs or two soaks",
         )
     make: Callable[[RunFolder, RunFolder], Table] = _faults if kinds == {"chaos"} else _drifts
@@ -324,12 +320,12 @@ def _faults(before: RunFolder, after: RunFolder) -> Table:
              sides[0][key].rate != sides[1][key].rate]  # fmt: skip
     if rates:
         raise InputError(
-            f"these runs held other rates ({rates[0]} req/s), so that what a fault cost cannot be compared",
-            hint="hold the same one: --rate",
+            f"these runs offered different rates ({rates[0]} req/s), so fault costs are not comparable",
+            hint="use the same rate: --rate",
         )
     rows = [_fault_row(sides[0][key], sides[1][key]) for key in both]
     cells = _fault_compare_cells(rows, _FAULTS)
-    return Table("What each fault costs, before and after", _FAULTS, cells, rows, "faults", FAULT_WORDS)
+    return Table("Cost of each fault, before and after", _FAULTS, cells, rows, "faults", FAULT_WORDS)
 
 
 def _fault_row(before: FaultGroup, after: FaultGroup) -> dict[str, Any]:
@@ -375,7 +371,7 @@ def _drifts(before: RunFolder, after: RunFolder) -> Table:
         rows.append(row)
     if not rows:
         raise InputError("these soaks have no pair and length in common")
-    return Table("What drifts, before and after", _DRIFT, _fault_compare_cells(rows, _DRIFT), rows, "drift")
+    return Table("Drift, before and after", _DRIFT, _fault_compare_cells(rows, _DRIFT), rows, "drift")
 
 
 def _fault_compare_cells(rows: Sequence[Mapping[str, Any]], columns: Sequence[Column]) -> list[list[str]]:

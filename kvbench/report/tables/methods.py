@@ -1,13 +1,12 @@
-"""What was measured beside the main column, each method in a table of its own: never mixed with the others.
-
-- listed rates (``fixed``): by rate, by input length, by connector, with the columns of ``vllm bench serve``;
-- a closed loop: what so many requests at once met with, which is no rate;
-- ``burst``: the rate that five seconds' means allow, beside the sustained one, and their ratio;
-- one equal rate: all connectors with the same requests at the lowest rate found;
+"""One table per method besides the main column:
+- listed rates (``fixed``), by rate, input length and connector;
+- one load, as ``vllm bench serve`` shows it;
+- closed loop: results at fixed concurrency, not a rate;
+- ``burst``: the rate by means over five seconds, with the sustained rate and their ratio;
+- equal rate: all connectors at the lowest resulting rate;
 - SLO tiers: each tier's answer from the same trials;
-- read-in results, with the columns of ``vllm bench serve``;
-- a trace: what it asked for, and the prefix hits expected of an endless cache beside those measured.
-"""
+- imported results;
+- a trace: requested load, and expected and measured prefix hits."""
 
 from __future__ import annotations
 
@@ -20,6 +19,7 @@ from kvbench.report.tables.table import OF_WHOLE_RUN, STEADY, WHOLE_RUN, Table, 
 from kvbench.report.tables.vllm_bench import (
     FIGURES,
     about,
+    bench_tables,
     closed_loop_table,
     fixed_tables,
     imported_table,
@@ -30,11 +30,12 @@ from kvbench.results.run import CellResult, RunFolder
 
 
 def method_tables(run: RunFolder) -> list[Table]:
-    """The tables for which the run has anything, in the order in which they are read."""
+    """Return the run's non-empty tables in reading order."""
     tables = (
         _tiers(run),
         _burst(run),
         _equal_rate(run),
+        *bench_tables([("", run)]),
         *fixed_tables(run),
         closed_loop_table(run),
         trace_table(run),
@@ -91,20 +92,20 @@ def _burst(run: RunFolder) -> Table:
         )
     header = [
         "connector", "input", f"sustained (req/s) {interval_word(answers)}",
-        "burst (req/s) [met, missed], no sustained rate", "burst / sustained", "burst of",
+        "burst (req/s) [met, missed], no sustained rate", "burst / sustained", "burst size",
         f"req/s{OF_WHOLE_RUN}", "peak in flight",
     ]  # fmt: skip
     brief = (*header[:5], header[6])
     words = (
-        "The burst rule offers n = 5 × rate requests within five seconds, looks at the means of TTFT and "
-        "TPOT alone, and is bisected as by hand. Its rate is what fits in at once, not what can be held: "
-        "compare it with what was completed per second, over the whole of the same trial."
+        "The burst rule offers n = 5 × rate requests within five seconds, checks only the means of TTFT and "
+        "TPOT, and bisects the rate. Its result is a batch size, not a sustained rate: "
+        "compare it with the requests completed per second over the same trial."
     )
     return of_method("burst", "Burst and sustained", words, header, shown, rows, brief, WHOLE_RUN)
 
 
 def _trial_at(run: RunFolder, result: CellResult, rate: float | None) -> TrialRecord | None:
-    """The trial that supports an answer of another method or tier."""
+    """Return the trial that supports an answer of another method or tier."""
     method = [each for each in run.all_trials if (each.cell, each.method) == (result.cell, result.method)]
     return highest_met(method, rate, result.tier)
 
@@ -152,9 +153,9 @@ def _equal_rate(run: RunFolder) -> Table:
         for trial in trials
     ]
     words = (
-        "At the lowest rate that was found for any connector of the input length, every connector with the "
-        "same prompts at the same times, in a second round of deployments; one trial each, latencies of the "
-        "steady window. At a rate of its own each shows what it holds, at an equal one what it costs."
+        "All connectors at the lowest rate that any connector reached for the input length, with the "
+        "same prompts at the same times, in a second deployment; one trial each, latencies of the "
+        "steady window."
     )
     brief = (*header[:6], "KV (ms/req)", "verdict")
     return of_method("equal_rate", "At one equal rate", words, header, shown, rows, brief, STEADY)
@@ -195,8 +196,8 @@ def _tiers(run: RunFolder) -> Table:
             }
         )
     words = (
-        "Every trial was judged for every tier. The main table shows the strictest tier; a rate of another "
-        "tier rests on the trials of all."
+        "Every trial was judged for every tier. The main table shows the strictest tier; the rate of another "
+        "tier uses the trials of all tiers."
     )
     rate = f"max rate (req/s) {interval_word(answers)}"
     header = ["connector", "input", "tier", rate, "search", "trial"]

@@ -1,10 +1,8 @@
-"""The result table: one row per connector and input length, made from a run folder and nothing else.
+"""The result table: one row per connector and input length, built from a run folder.
 
-A row's latencies and rates come from the trial that supports its answer: the highest rate that met the SLO,
-at or below the answer; without such a trial they are empty. A rate predicted with a fitted timing profile has
-a mark and a least interval; the folder keeps that profile's status, its input lengths, and how far its
-held-out figures may be off (``fitted_with`` in the manifest).
-"""
+Latencies and rates come from the trial that supports the answer: the highest rate that met the SLO at or
+below it. Without such a trial they are empty. A predicted rate has a mark and a minimum interval from its
+timing profile's status, lengths and held-out error (``fitted_with`` in the manifest)."""
 
 from __future__ import annotations
 
@@ -24,13 +22,13 @@ from kvbench.report.tables.trial_values import engine_word, finite, trial_values
 from kvbench.results.run import CellResult, RunFolder
 
 EXTRAPOLATED: Final = 1.05
-"""A length beyond the fitted ones by more than this factor is extrapolated to."""
+"""Factor beyond the fitted lengths from which a prediction is marked as extrapolated."""
 
 
 @dataclass(frozen=True)
 class FitLimits:
-    """``mark``: "unfit", "extrapolated" or empty; ``why``: the whole sentence; ``margin``: how far the rate
-    may be off by the fit's own account, as a share of it."""
+    """Limits of a prediction. ``mark``: "unfit", "extrapolated" or empty; ``why``: the sentence; ``margin``:
+    the fit's error as a share of the rate."""
 
     mark: str = ""
     why: str = ""
@@ -38,7 +36,6 @@ class FitLimits:
 
 
 def fit_limits(run: RunFolder, cell: Cell) -> FitLimits:
-    """The limits of a cell's prediction; none where nothing was fitted."""
     every = run.manifest.get("fitted_with")
     fitted = every.get(cell.connector) if isinstance(every, Mapping) else None
     if not isinstance(fitted, Mapping):
@@ -50,7 +47,7 @@ def fit_limits(run: RunFolder, cell: Cell) -> FitLimits:
 def _why(fitted: Mapping[str, Any], cell: Cell) -> str:
     name = fitted.get("name")
     if fitted.get("status") == "unfit":
-        return f"unfit: timing profile {name} did not predict what was held out of its fit"
+        return f"unfit: timing profile {name} did not predict the held-out requests"
     parts = []
     lengths = (("prompts", "input_len", cell.input_len), ("outputs", "output_len", cell.output_len))
     for what, key, length in lengths:
@@ -74,36 +71,35 @@ Outcome = Literal[
 
 @dataclass(frozen=True)
 class Answer:
-    """The search's answer. ``upper`` is None where no rate was tested that missed the SLO."""
+    """The search's answer. ``upper`` is None if no tested rate missed the SLO."""
 
     outcome: Outcome
     max_request_rate: float | None = None
     lower: float | None = None
     upper: float | None = None
     sure: bool = True
-    """Whether the search reached its end: a trial at that rate was met."""
+    """Whether the search finished: a trial at that rate was met."""
     level: float | None = None
-    """How probable it is that the interval holds the rate; None where it is not known."""
+    """Probability that the interval contains the rate, or None."""
     posterior: tuple[float, ...] = ()
-    """Equally probable rates, where the search has kept them."""
+    """Equally probable rates, if the search stored them."""
     refusals: str = ""
-    """How many trials were refused, and for which reasons; empty if none was, or if there is a rate."""
+    """Number and reasons of refused trials; empty if there are none or there is a rate."""
     mark: str = ""
-    """"unfit" or "extrapolated": a prediction that its fit does not support; no winner is named by it."""
+    """"unfit" or "extrapolated": the fit does not support the prediction, which rules out a winner."""
     mark_reason: str = ""
 
     @property
     def possible(self) -> PossibleRates:
-        """The rates that it allows: its posterior; of older ones a log-normal through the interval, or, where
-        the ends were only met and missed, all between them."""
+        """Return the possible rates: the posterior; for older answers a log-normal through the interval, or
+        all rates between a met and a missed one."""
         if self.outcome == "found" and self.posterior:
             return known(self.posterior)
         return within(None if self.outcome == "none" else self.lower, self.upper, self.level)
 
     def text(self) -> str:
-        """As people read it: ``12.3 [11.9, 12.8]``, ``12.3? [9, 14]`` if it did not converge, ``≥ 12.3``,
-        ``none (< 0.5)``, ``no rate (< 390)``; with ``extrapolated`` or ``unfit`` behind it where that is its
-        mark."""
+        """Return the answer as text: ``12.3 [11.9, 12.8]``, ``12.3? [9, 14]`` if not converged, ``≥ 12.3``,
+        ``none (< 0.5)``, ``no rate (< 390)``, followed by the mark."""
         return " ".join(filter(None, (self._text(), self.mark)))
 
     def _text(self) -> str:
@@ -122,7 +118,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result table. ``values`` has each of VALUE_COLUMNS; None is missing."""
+    """One row of the result table. ``values``: by VALUE_COLUMNS, None if missing."""
 
     run_id: str
     cell: Cell
@@ -130,9 +126,9 @@ class Row:
     values: Mapping[str, float | None]
     trials: int = 0
     trial_id: str | None = None
-    """The trial that supports the answer, which ``values``, ``trial_rate`` and ``verdict`` are of."""
+    """The supporting trial; ``values``, ``trial_rate`` and ``verdict`` describe it."""
     trial_rate: float | None = None
-    """The rate that was offered to it."""
+    """Its offered rate."""
     verdict: str = ""
     search: str = ""
     confirmed: bool = False
@@ -141,7 +137,7 @@ class Row:
     load_mode: str = ""
     stamps: str = ""
     limit: str = ""
-    """Which limit binds above the answer: a key of ``LIMIT_WORDS``."""
+    """Limit above the answer: a key of ``LIMIT_WORDS``."""
     limit_evidence: str = ""
     reason: str = ""
     hint: str = ""
@@ -149,53 +145,54 @@ class Row:
     labels: tuple[str, ...] = ()
     name: str = ""
     size: Size = field(default_factory=Size)
-    """Engines and GPUs that its rate was found on."""
+    """Engines and GPUs behind the rate."""
     price: float | None = None
-    """Of one GPU for an hour, in the user's currency."""
+    """Price of a GPU hour in the user's currency."""
     no_winner: str = ""
-    """Why this row must not be named a winner; empty if it may be."""
+    """Reason why this row must not win; empty if it may."""
 
     @property
     def outcome(self) -> Outcome:
         return self.answer.outcome
 
     def rate_per(self, unit: Unit) -> float | None:
-        """The highest rate by engine or GPU; None without a rate that was searched, or a known number."""
+        """Return the highest rate per engine or GPU, or None without a searched rate or a known number."""
         rate, count = self.answer.max_request_rate, self.size.count(unit)
         return None if rate is None or not count or self.outcome == "one_rate" else rate / count
 
     def per(self, unit: Unit, column: str) -> float | None:
-        """A figure of the supporting trial (``request_goodput``, ``output_tok_per_s``) by engine or GPU."""
+        """Return a figure of the supporting trial per engine or GPU."""
         value, count = self.values.get(column), self.size.count(unit)
         return None if value is None or not count else value / count
 
     @property
     def cost_per_1k_requests(self) -> float | None:
-        """At the highest rate: price · GPUs · 1000 / (3600 · rate)."""
+        """Return price · GPUs · 1000 / (3600 · rate), at the highest rate."""
         rate = self.rate_per("GPU")
         return None if not rate or self.price is None else self.price * 1e3 / 3600 / rate
 
     @property
     def cost_per_1m_output_tokens(self) -> float | None:
-        """At the supporting trial: price · GPUs · 10⁶ / (3600 · output tokens per second)."""
+        """Return price · GPUs · 10⁶ / (3600 · output tokens per second), at the supporting trial."""
         tokens = self.per("GPU", "output_tok_per_s")
         return None if not tokens or self.price is None else self.price * 1e6 / 3600 / tokens
 
     @property
     def joules_per_output_token(self) -> float | None:
-        """At the supporting trial: mean power of all GPUs / output tokens per second."""
+        """Return mean power of all GPUs / output tokens per second, at the supporting trial."""
         watts, tokens = self.values.get("gpu_watts"), self.values.get("output_tok_per_s")
         return None if watts is None or not tokens else watts / tokens
 
     def rate_text(self) -> str:
-        """The answer, and why it has no rate: ``no rate (< 390); 2 of 3 trials refused: step_lag``."""
+        """Return the answer, with the reason if it has no rate: ``no rate (< 390); 2 of 3 trials refused:
+        step_lag``."""
         text = self.answer.text()
         if self.outcome in ("refused", "failed", "skipped"):
             return f"{text}: {self.reason}"
         return "; ".join(filter(None, (text, self.answer.refusals)))
 
     def flat(self) -> dict[str, Any]:
-        """One level of names and values, as in tables/summary.csv and summary.json."""
+        """Return flat names and values, as in tables/summary.csv."""
         return {
             "run": self.run_id,
             "connector": self.cell.connector,
@@ -238,10 +235,8 @@ class Row:
 
 
 def summary_table(run: RunFolder, name: str = "") -> list[Row]:
-    """The run's rows, by input length and then in the order in which the connectors were run.
-
-    ``name`` sets this run apart from others in one table; empty for a run on its own.
-    """
+    """Return the run's rows by input length, then connector. ``name``: label if several runs share a
+    table."""
     results = {result.cell: result for result in run.cells}
     # Finished cells first, then one that was cut off.
     cells = list(dict.fromkeys([*results, *(trial.cell for trial in run.trials)]))
@@ -290,12 +285,12 @@ def _row(run: RunFolder, cell: Cell, result: CellResult | None, name: str) -> Ro
 
 
 def shared_unit(rows: Iterable[Row]) -> Unit:
-    """What a table divides its rates by: GPUs if they are known of all rows, else engines."""
+    """Return the unit of a table's rates: GPUs if known for all rows, else engines."""
     return unit_of(row.size for row in rows)
 
 
 def _search_reason(answer: Mapping[str, Any]) -> str:
-    """Why the search ended as it did; nothing to say where it just converged."""
+    """Return why the search ended; empty if it converged."""
     return "" if answer.get("status") == "converged" else str(answer.get("reason") or "")
 
 
@@ -314,10 +309,8 @@ def _answer(run: RunFolder, trials: Sequence[TrialRecord], result: CellResult | 
 
 
 def _as_predicted(answer: Answer, limits: FitLimits) -> Answer:
-    """The answer with its mark, and an interval no narrower than the fit's own margin.
-
-    A step that takes a share longer than predicted lowers the rate by about that share.
-    """
+    """Return the answer with its mark and an interval no narrower than the fit's margin. A relative error in
+    step time changes the rate by about the same share."""
     rate = answer.max_request_rate
     answer = replace(answer, mark=limits.mark, mark_reason=limits.why)
     if not limits.margin or rate is None or answer.lower is None or answer.upper is None:
@@ -330,7 +323,7 @@ def _as_predicted(answer: Answer, limits: FitLimits) -> Answer:
 
 
 def read_answer(given: Mapping[str, Any]) -> Answer:
-    """The search's answer from its JSON. Only what has an upper end is an interval."""
+    """Return the search's answer from its JSON."""
     rate, lower, upper = (finite(given.get(key)) for key in ("max_request_rate", "lower", "upper"))
     sure = given.get("status") not in ("undecided", "exhausted")
     if rate is None:
@@ -342,14 +335,14 @@ def read_answer(given: Mapping[str, Any]) -> Answer:
 
 
 def interval_word(answers: Iterable[Answer]) -> str:
-    """What a column's brackets hold: ``[90 %]``, or ``[interval]`` where that is not known of all."""
+    """Return a column's bracket label: ``[90 %]``, or ``[interval]`` if not all levels are known."""
     levels = {each.level for each in answers if each.outcome in ("found", "unfinished")}
     known = [level for level in levels if level is not None]
     return f"[{known[0] * 100:g} %]" if len(levels) == len(known) == 1 else "[interval]"
 
 
 def rates_of(given: Any) -> tuple[float, ...]:
-    """The rates of a posterior from its JSON; none where there are none, or they are no rates."""
+    """Return a stored posterior's rates; empty if invalid."""
     rates = [finite(each) for each in given] if isinstance(given, (list, tuple)) else []
     found = [each for each in rates if each is not None and each > 0]
     return tuple(found) if len(found) == len(rates) else ()
@@ -364,17 +357,14 @@ def _supporting_trial(trials: Sequence[TrialRecord], answer: Answer) -> TrialRec
 
 
 def highest_met(trials: Iterable[TrialRecord], rate: float | None, tier: str = "") -> TrialRecord | None:
-    """The trial that supports a rate: the highest that was met at or below it; of equal ones the last."""
+    """Return the trial that supports a rate: the last of the highest met at or below it."""
     limit = -1.0 if rate is None else rate * (1 + 1e-6)
     met = [each for each in trials if each.verdict_of(tier) == "met" and each.request_rate <= limit]
     return max(reversed(met), key=lambda trial: trial.request_rate, default=None)
 
 
 def _without_support(answer: Answer, trials: Sequence[TrialRecord]) -> Answer:
-    """The answer of a search without a met trial at or below its rate: no rate, unless it converged.
-
-    What converged was met up to the precision above the rate, which an older search did not ask for at it.
-    """
+    """Return no rate for an answer without a met trial at or below it, unless it converged."""
     if answer.outcome == "found" and answer.sure:
         return answer
     refused = [trial for trial in trials if trial.verdict == "invalid"]
@@ -389,5 +379,4 @@ def _without_support(answer: Answer, trials: Sequence[TrialRecord]) -> Answer:
 
 
 def _cause(trial: TrialRecord) -> str:
-    """The gate that refused a trial."""
     return next((each.gate for each in trial.findings if each.level == "invalid"), trial.reason)

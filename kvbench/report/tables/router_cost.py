@@ -1,8 +1,7 @@
-"""What the router adds to the time to the first token: the same load through it and around it, compared.
+"""The router's overhead in TTFT: the same load through the router and directly.
 
-Read from a run folder alone: two trials belong together if they are of one cell, offered one rate with
-one seed, and went different ways (``kvbench bench --router-cost`` runs such trials).
-"""
+Two trials are paired if they have one cell, rate and seed and different paths (``kvbench bench
+--router-cost``)."""
 
 from __future__ import annotations
 
@@ -23,18 +22,16 @@ FIGURE_WORDS: Final[Mapping[str, str]] = {
     "p50": "P50",
     "p90": "P90",
     "p99": "P99",
-    "request": "each request (median)",
+    "request": "same request (median difference)",
 }
 _COLUMNS: Final = ("scheduled_s", "first_token_s", "error")
 
 
 @dataclass(frozen=True)
 class RouterCost:
-    """TTFT of one cell at one rate through the router and around it, in milliseconds.
-
-    ``added`` is empty where nothing can be said, and ``reason`` says why. ``requests`` that are answered both
-    ways are compared, warm-up left out; ``left_out`` are those of the same time that are not.
-    """
+    """TTFT of one cell and rate through the router and directly, in milliseconds. ``added`` is empty if
+    ``reason`` rules out a comparison. ``requests``: answered both ways after warm-up; ``left_out``: not
+    answered both ways."""
 
     cell: Cell
     request_rate: float
@@ -48,21 +45,20 @@ class RouterCost:
         return next((each for each in self.added if each.figure == figure), None)
 
     def text(self) -> str:
-        """One sentence, as the terminal prints it."""
         where = f"{self.cell.connector} at {self.cell.input_len:,}, {number(self.request_rate)} req/s"
         if not self.added:
             return f"{where}: {self.reason}"
         parts = []
         for name in ("p50", "p99"):
             if (each := self.of(name)) is not None:
-                times = f"{number(each.with_)} ms through it, {number(each.without)} ms directly"
+                times = f"{number(each.with_)} ms through the router, {number(each.without)} ms directly"
                 parts.append(f"TTFT {FIGURE_WORDS[name]} {times}: {difference(each)}")
         if (each := self.of("request")) is not None:
             parts.append(f"the same request {difference(each)} (median)")
         return f"{where}: {'; '.join(parts)}"
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """One flat row a figure, as in tables/router_cost.csv."""
+        """Yield one flat row per figure, as in tables/router_cost.csv."""
         for each in self.added:
             yield {
                 "connector": self.cell.connector,
@@ -82,19 +78,18 @@ class RouterCost:
 
 
 def difference(each: Added) -> str:
-    """``+0.21 ms [0.18, 0.24]``; what is not told from zero says so."""
+    """Return ``+0.21 ms [0.18, 0.24]``, marked if not significant."""
     sign = "+" if each.added >= 0 else ""
     text = f"{sign}{_signed(each.added)} ms [{_signed(each.lower)}, {_signed(each.upper)}]"
-    return text if each.seen else f"{text}, not told from zero"
+    return text if each.seen else f"{text}, no significant difference from zero"
 
 
 def _signed(value: float) -> str:
-    """A number that may be negative, with three digits at most behind the point."""
     return f"-{number(-value)}" if value < 0 else number(value)
 
 
 def router_costs(run: RunFolder) -> list[RouterCost]:
-    """What can be said of each cell that was offered the same load both ways; empty for any other run."""
+    """Return the overhead of each cell measured both ways."""
     groups: dict[tuple[Cell, float], dict[int, list[TrialRecord]]] = {}
     for trial in run.trials:
         if trial.engine.get("load_mode"):
@@ -109,7 +104,7 @@ def router_costs(run: RunFolder) -> list[RouterCost]:
 
 
 def _both_ways(twins: Sequence[TrialRecord]) -> tuple[TrialRecord, TrialRecord] | None:
-    """(through the router, directly), the last of each; None if a way is missing."""
+    """Return the last trial (through the router, directly), or None if one is missing."""
     ways = {str(trial.engine["load_mode"]): trial for trial in twins}
     return (ways["router"], ways["direct"]) if {"router", "direct"} <= set(ways) else None
 
@@ -120,7 +115,7 @@ def _cost(
     names = tuple(trial.trial_id for pair in pairs for trial in pair)
     refused = [trial for pair in pairs for trial in pair if trial.verdict == "invalid"]
     if refused:
-        said = f"no router cost, since {refused[0].trial_id} is no valid measurement: {refused[0].reason}"
+        said = f"no router cost, since {refused[0].trial_id} is not a valid measurement: {refused[0].reason}"
         return RouterCost(cell, rate, names, reason=said)
     measured: list[Pairs] = []
     left_out = 0
@@ -133,20 +128,18 @@ def _cost(
         return RouterCost(cell, rate, names, reason=error.message)
     count = sum(len(with_) for with_, _ in measured)
     found = tuple(added(measured))
-    reason = "" if found else f"no router cost: only {count} requests were answered both ways"
+    reason = "" if found else f"no router cost: only {count} requests were answered in both runs"
     return RouterCost(cell, rate, names, count, left_out, found, reason)
 
 
 def _paired(run: RunFolder, routed: TrialRecord, direct: TrialRecord) -> tuple[Pairs, int]:
-    """TTFTs in milliseconds of the requests in both steady windows, and how many lack one of the two.
-
-    Raises StoreError for requests that are not the same plan's.
-    """
+    """Return the TTFT pairs (ms) in both steady windows, and the number of unpaired requests. Raises
+    StoreError for different plans."""
     read = [run.columns("requests", trial.trial_id, _COLUMNS) for trial in (routed, direct)]
     n = min(len(each["error"]) for each in read)  # one that was stopped early has the beginning of the plan
     one, other = ({name: column[:n] for name, column in each.items()} for each in read)
     if not np.array_equal(one["scheduled_s"], other["scheduled_s"]):
-        raise StoreError(f"{routed.trial_id} and {direct.trial_id} have one seed and not one plan")
+        raise StoreError(f"{routed.trial_id} and {direct.trial_id} have the same seed but different plans")
     begin_s = max(_window_start(trial) for trial in (routed, direct))
     steady = one["scheduled_s"] >= begin_s
     both = steady & _answered(one) & _answered(other)

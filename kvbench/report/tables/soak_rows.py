@@ -1,4 +1,4 @@
-"""A soak's tables: its windows, and what drifts over them."""
+"""Tables of a soak: its windows and their drift."""
 
 from __future__ import annotations
 
@@ -21,30 +21,29 @@ _LATENCIES: Final = (
     ("TPOT P50 (ms)", "tpot_ms", "p50", 0.5),
     ("TPOT P99 (ms)", "tpot_ms", "p99", 1.0),
 )
-"""What is looked at, its place in a summary, and by how much it has to change over a soak to matter."""
+"""Label, metric, statistic, and the smallest change (ms) that matters."""
 _HELD: Final = (
     ("memory (MB)", "rss_bytes", 1e6, 8.0),
     ("descriptors", "descriptors", 1.0, 2.0),
     ("threads", "threads", 1.0, 1.0),
     ("KV blocks in use", "blocks", 1.0, 8.0),
 )
-"""The same of each process: its key, its unit, and the least change that matters, in that unit."""
+"""Per process: label, key, unit, and the smallest change that matters in that unit."""
 
 
 @dataclass(frozen=True)
 class SoakSeries:
-    """One thing over the windows of a pair."""
+    """One metric over the windows of a pair."""
 
     cell: Cell
     name: str
     of: str
-    """A process; empty of the load."""
+    """The process; empty for the load."""
     windows: tuple[SoakWindow, ...]
     drift: Drift
 
 
 def soak_trials(run: RunFolder) -> dict[Cell, list[TrialRecord]]:
-    """The windows of each pair, in their order."""
     found: dict[Cell, list[TrialRecord]] = {}
     for trial in run.all_trials:
         told = trial.engine.get("soak")
@@ -55,7 +54,7 @@ def soak_trials(run: RunFolder) -> dict[Cell, list[TrialRecord]]:
 
 
 def soak_series(run: RunFolder) -> list[SoakSeries]:
-    """All that is looked at, pair by pair: latency first, then the processes'."""
+    """Return all series of each pair: latency, then processes."""
     return [each for cell, trials in soak_trials(run).items() for each in _of_cell(cell, trials)]
 
 
@@ -114,7 +113,7 @@ def _number(value: Any) -> float | None:
 
 
 def soak_problems(run: RunFolder) -> list[str]:
-    """What is wrong with a soak, a sentence each; none if it was held."""
+    """Return the soak's problems, one sentence each."""
     found = []
     for series in soak_series(run):
         worse = series.drift.verdict == ("falls" if "SLO" in series.name else "grows")
@@ -152,7 +151,7 @@ def _slope_text(found: Drift) -> str:
 
 
 def answers_of(trials: Sequence[TrialRecord]) -> Counter[str]:
-    """Answers that were checked, wrong, or did not come."""
+    """Return the counts of checked, wrong and missing answers."""
     counts: Counter[str] = Counter()
     for trial in trials:
         told = trial.engine.get("canaries") or {}
@@ -161,7 +160,7 @@ def answers_of(trials: Sequence[TrialRecord]) -> Counter[str]:
 
 
 def verdict_lines(run: RunFolder) -> list[str]:
-    """A sentence a pair on what was held, then what is wrong."""
+    """Return a summary sentence per pair, then the problems."""
     said = []
     for cell, trials in soak_trials(run).items():
         requests = sum(int(each.summary.get("planned") or 0) for each in trials)
@@ -172,9 +171,9 @@ def verdict_lines(run: RunFolder) -> list[str]:
         if counts["checked"]:
             most = upper_bound(counts["wrong"], counts["checked"], ANSWERS)
             checked = f"{counts['wrong']} of {counts['checked']:,} answers wrong"
-            answers = f"{checked}: fewer than {most:.2%} ({ANSWERS:.0%})"
+            answers = f"{checked}: at most {most:.2%} ({ANSWERS:.0%} confidence)"
         said.append(
-            f"{cell.connector} held {number(trials[0].request_rate)} req/s for {seconds / 3600:.2f} hours: "
+            f"{cell.connector} at {number(trials[0].request_rate)} req/s for {seconds / 3600:.2f} hours: "
             f"{requests:,} requests in {len(trials)} windows"
             + (f" of {sessions} sessions" if sessions > 1 else "")
             + f"; {answers}"
@@ -182,8 +181,8 @@ def verdict_lines(run: RunFolder) -> list[str]:
     problems = soak_problems(run)
     short = [each for each in soak_series(run) if each.drift.verdict == "too short"]
     if not problems and short and len(short) == len(soak_series(run)):
-        return [*said, "too short to tell whether anything drifts"]
-    return [*said, *(problems or ["nothing drifts, and no answer was wrong"] if said else ["no window yet"])]
+        return [*said, "too short to detect drift"]
+    return [*said, *(problems or ["no drift, and no wrong answer"] if said else ["no window yet"])]
 
 
 COLUMNS: Final = (
@@ -199,13 +198,12 @@ COLUMNS: Final = (
     Column("growth", "over the\nsoak (%)", align="right"),
 )
 WORDS: Final = (
-    "A straight line through the windows after the first quarter, which is warm-up; its interval counts that "
-    "neighbouring windows fare alike. What grows does so surely, and by more than 5 % over the soak."
+    "A straight line through the windows after the first quarter (warm-up); its interval allows for "
+    "correlated windows. *grows*: significantly, and by more than 5 % over the soak."
 )
 
 
 def drift_rows(run: RunFolder) -> list[dict[str, Any]]:
-    """One row a series, as files have it."""
     return [
         {
             "connector": each.cell.connector,
@@ -219,7 +217,6 @@ def drift_rows(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def drift_table(run: RunFolder) -> Table:
-    """What drifts, for people."""
     cells = []
     for each in soak_series(run):
         found = each.drift
@@ -231,11 +228,10 @@ def drift_table(run: RunFolder) -> Table:
                 number(found.first), number(found.last), number(found.per_hour), interval, growth,
             ]
         )  # fmt: skip
-    return Table("What drifts", COLUMNS, cells, drift_rows(run), "drift", WORDS)
+    return Table("Drift", COLUMNS, cells, drift_rows(run), "drift", WORDS)
 
 
 def window_rows(run: RunFolder) -> list[dict[str, Any]]:
-    """One row a window, as files have it."""
     rows = []
     for trials in soak_trials(run).values():
         for trial in trials:

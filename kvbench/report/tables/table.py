@@ -1,8 +1,7 @@
-"""One table, for every format: what people read in its cells, and the values that files have.
+"""One table for every format.
 
-CSV and JSON have every digit and the columns' keys; the others are rounded to three digits for people and
-have the titles. What is missing is empty in CSV, null in JSON and a dash for people.
-"""
+CSV and JSON have full precision and the columns' keys; other formats have titles and three digits. Missing
+values are empty in CSV, null in JSON and a dash elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ MISSING: Final = "–"
 
 
 def number(value: float | None) -> str:
-    """About three significant digits: ``0.0123``, ``1.23``, ``12.3``, ``1235``; exponents below 10⁻⁶ only."""
+    """Format with three significant digits: ``0.0123``, ``12.3``, ``1235``; exponents below 10⁻⁶ only."""
     if value is None:
         return MISSING
     if not math.isfinite(value) or abs(value) < 1e-6:
@@ -32,7 +31,7 @@ def number(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share as per cent, with one digit: ``99.2``; 100 only when it is all."""
+    """Format a share in per cent with one digit; 100 only for all."""
     if value is None:
         return MISSING
     return "100" if value >= 1 else f"{min(value * 100, 99.9):.1f}"
@@ -43,9 +42,9 @@ Align = Literal["", "left", "right"]
 
 STEADY: Final = "steady part of the trial"
 WHOLE_RUN: Final = "whole run, ramp and drain included"
-"""What latencies and rates are of; every table that has any names it."""
+"""Windows of a trial that figures can describe; each table with latencies or rates names its window."""
 OF_WHOLE_RUN: Final = ", whole run"
-"""The end of a title whose figure is of the whole run; without it, it is of the steady part."""
+"""Suffix of a title for a figure over the whole run; without it the figure covers the steady part."""
 FORMATS: Final = ("terminal", "md", "csv", "json", "latex")
 _UNROUNDED: Final = ("seed",)
 _LATEX: Final = {
@@ -58,12 +57,9 @@ _LATEX: Final = {
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its key in files, empty where no file has it, and its title for people.
-
-    ``brief``: whether a terminal shows it; ``width``: from how many characters on a cell takes several lines
-    there, 0 for never. ``align``: empty where that goes by what is in it. ``rank``: where a terminal is too
-    narrow, columns of a higher one are left out earlier, those of 0 never.
-    """
+    """A column: key in files (or empty) and title. ``brief``: shown in a terminal; ``width``: characters from
+    which a cell is folded there, 0 for never; ``align``: empty for automatic; ``rank``: higher ranks are
+    dropped first in a narrow terminal, 0 never."""
 
     key: str
     title: str
@@ -75,14 +71,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """``cells``: what people read, a text for each column. ``rows``: values by key, as files have them.
-
-    ``name``: of the CSV that has the rows; ``words``: what a reader has to know to read it right; ``groups``:
-    number of the row that begins a group → the words above it; ``marks``: numbers of footnotes, by row.
-    ``every_column``: whether it is for looking something up. In a terminal, ``ruled``: a line below the
-    header, or blanks alone. ``window``: the part of a trial that its latencies and rates are of.
-    ``trials``: whose figures a row has, trial by trial.
-    """
+    """``cells``: displayed texts. ``rows``: values by key, for files. ``name``: its CSV; ``words``:
+    explanation; ``groups``: first row → heading; ``marks``: footnotes by row; ``every_column``: for look-up.
+    ``ruled``: a line below the header in a terminal. ``window``: the part of the trial described; ``trials``:
+    trial id of each row."""
 
     title: str
     columns: Sequence[Column]
@@ -99,7 +91,7 @@ class Table:
 
     @property
     def of_window(self) -> str:
-        """What its latencies and rates are of; empty where it has none."""
+        """Return the sentence on the window; empty if the table has none."""
         return f"Latencies and rates: {self.window}." if self.window else ""
 
     @property
@@ -107,7 +99,7 @@ class Table:
         return [column.title for column in self.columns]
 
     def parts(self) -> Iterable[tuple[str, Sequence[Sequence[str]], Sequence[Sequence[int]]]]:
-        """(words above it, cells, marks) of each group; of a table without groups the whole."""
+        """Return (heading, cells, marks) of each group."""
         starts = list(self.groups) or [0]
         for start, end in zip(starts, [*starts[1:], len(self.cells)], strict=True):
             yield self.groups.get(start, ""), self.cells[start:end], self.marks[start:end]
@@ -125,7 +117,6 @@ def of_texts(
     window: str = "",
     trials: Sequence[str] = (),
 ) -> Table:
-    """A table of what people read."""
     columns = [Column("", heading, align=align) for heading in header]
     shown = [[str(each) for each in row] for row in cells]
     return Table(title, columns, shown, words=words, window=window, trials=trials)
@@ -141,17 +132,15 @@ def of_method(
     brief: Collection[str] | None = None,
     window: str = "",
 ) -> Table:
-    """A table whose file has other columns than people read. ``brief``: those for a terminal; None: all.
-
-    ``rows`` have a ``trial_id`` where the table is of trials.
-    """
+    """Build a table whose file has other columns than the display. ``brief``: terminal columns, default all.
+    ``rows`` of trials have a ``trial_id``."""
     columns = [Column("", heading, brief is None or heading in brief, width=34) for heading in header]
     trials = [str(row.get("trial_id") or "") for row in rows]
     return Table(title, columns, cells, rows, name, words, window=window, trials=trials)
 
 
 def of_values(title: str, columns: Sequence[Column], rows: Rows, window: str = "") -> Table:
-    """A table of values, rounded for people; words are on the left."""
+    """Build a table of values, rounded for display; texts are left-aligned."""
     columns = [
         replace(
             column,
@@ -173,11 +162,8 @@ def of_csv(
     texts: Mapping[str, Sequence[str]] | None = None,
     window: str = "",
 ) -> Table | None:
-    """The rows of tables/<name>.csv. None if there are none.
-
-    ``headings``: the columns to show, by key, with their words; all of them if None. ``texts``: for a column,
-    what people read in each row instead of its value.
-    """
+    """Build the table of tables/<name>.csv, or None without rows. ``headings``: columns to show, by key;
+    ``texts``: displayed cells of a column."""
     if not rows:
         return None
     texts = texts or {}
@@ -204,14 +190,12 @@ def _numeric(key: str, rows: Rows) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value for people: about three digits; whole numbers as they are."""
     if isinstance(value, float):
         return f"{int(value)}" if value.is_integer() and abs(value) < 1e15 else number(value)
     return " ".join(_rounded("", value).split())
 
 
 def _rounded(key: str, value: Any) -> str:
-    """A value for people: numbers rounded as in the other tables, a missing one as missing."""
     if value is None or value == "":
         return MISSING
     if isinstance(value, bool):
@@ -225,7 +209,7 @@ def _rounded(key: str, value: Any) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], rule: Sequence[str] = ()) -> str:
-    """GitHub's table; what would break it is escaped. ``rule``: its second line, if not ``---`` only."""
+    """Return a GitHub table with escaped cells. ``rule``: its second line, default ``---``."""
     lines = [_line(header), _line(rule or ["---"] * len(header)), *(_line(row) for row in rows)]
     return "\n".join(lines)
 
@@ -237,7 +221,6 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def as_markdown(tables: Sequence[Table]) -> str:
-    """GitHub's tables, a heading before each that has a title."""
     parts = []
     for table in tables:
         parts += [f"## {markdown_words(table.title)}"] if table.title else []
@@ -246,7 +229,7 @@ def as_markdown(tables: Sequence[Table]) -> str:
 
 
 def as_csv(tables: Sequence[Table]) -> str:
-    """All tables' rows as one, which a spreadsheet opens as it is."""
+    """Return all tables' rows as one CSV."""
     keys = _keys(tables)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -257,7 +240,7 @@ def as_csv(tables: Sequence[Table]) -> str:
 
 
 def write_csv(path: Path, rows: Rows) -> None:
-    """Rows of plain values, each cell safe to open in a spreadsheet; the first row names the columns."""
+    """Write plain rows with spreadsheet-safe cells; the first row names the columns."""
     text = io.StringIO()
     if rows:
         writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
@@ -267,14 +250,14 @@ def write_csv(path: Path, rows: Rows) -> None:
 
 
 def as_json(tables: Sequence[Table], more: Mapping[str, Any]) -> str:
-    """``{"rows": […], …}``: all tables' rows, and what is reported besides."""
+    """Return ``{"rows": […], …}`` with all tables' rows."""
     keys = _keys(tables)
     rows = [{key: row.get(key) for key in keys} for table in tables for row in table.rows]
     return json_text({**more, "rows": rows})
 
 
 def json_text(data: Mapping[str, Any]) -> str:
-    """For people and programs; what is not finite has no word in JSON, and is null."""
+    """Return JSON with null for non-finite numbers."""
     plain = json.loads(json.dumps(data, default=str), parse_constant=lambda _: None)
     return json.dumps(plain, indent=2, ensure_ascii=False) + "\n"
 
@@ -284,9 +267,7 @@ def _keys(tables: Sequence[Table]) -> list[str]:
 
 
 def as_latex(tables: Sequence[Table]) -> str:
-    r"""A ``tabular`` with booktabs' rules for each table (``\usepackage{booktabs}``); what is special is
-    escaped.
-    """
+    r"""Return a ``tabular`` with booktabs rules per table (``\usepackage{booktabs}``), escaped."""
     parts = []
     for table in tables:
         kinds = "".join("l" if column.align == "left" else "r" for column in table.columns)
@@ -303,7 +284,7 @@ def _latex_line(cells: Sequence[str]) -> str:
 
 
 def latex(text: str) -> str:
-    """Text in which nothing is a command."""
+    """Escape LaTeX commands."""
     return "".join(_LATEX.get(character, character) for character in text)
 
 

@@ -1,7 +1,5 @@
-"""The rows of a microbenchmark as people read them, with footnotes, and as files have them.
-
-Several pairs of hosts are shown as matrices: who sends to whom, and how fast.
-"""
+"""Rows of a microbenchmark for display (with footnotes) and for files. Several host pairs are shown as
+matrices."""
 
 from __future__ import annotations
 
@@ -30,16 +28,14 @@ HEADER: Final = (
 )
 _RANKS: Final = {"descr": 6, "CPU s/GB": 5, "mem": 4, "tcp": 3, "line": 2, "p99": 1}
 LEGEND: Final = (
-    "line, tcp, mem: per cent of the NICs' line rate, of plain TCP and of a copy in memory (same transfer, "
-    "same run); descr: descriptors handed over; CPU s/GB: of both sides; data: whether all bytes are right"
+    "line, tcp, mem: per cent of the NICs' line rate, plain TCP and a memory copy (same transfer, "
+    "same run); descr: descriptors; CPU s/GB: both sides; data: whether all bytes are correct"
 )
 
 
 @dataclass(frozen=True)
 class Cases:
-    """Everything that is said of a microbenchmark's cases: their table, in groups of one way of moving bytes
-    (backend, protocol, NICs, sides), footnotes, what failed, and what was not run.
-    """
+    """A microbenchmark's cases: table grouped by configuration, footnotes, failures, excluded cases."""
 
     table: Table
     footnotes: tuple[str, ...] = ()
@@ -48,7 +44,7 @@ class Cases:
 
 
 def tabled(records: Sequence[TransferRecord]) -> Cases:
-    """The table of a run's rows. A note that all of them share marks none of them."""
+    """Build the cases of a run. A note shared by all rows is not a footnote."""
     measured = [record for record in records if record.status != "skipped"]
     said = joined(_note(warning) for record in measured for warning in record.warnings)
     shared = _shared([record for record in measured if record.status == "ok"], said)
@@ -77,7 +73,7 @@ def tabled(records: Sequence[TransferRecord]) -> Cases:
 
 
 def _errors(records: Sequence[TransferRecord]) -> list[str]:
-    """Each cause once for each way, with the library's last line."""
+    """Return each error cause once per configuration, with the library's last line."""
     found: dict[tuple[str, str, str], list[TransferRecord]] = {}
     for record in records:
         if record.status == "error":
@@ -92,13 +88,12 @@ def _errors(records: Sequence[TransferRecord]) -> list[str]:
 
 
 def _said(record: TransferRecord, said: Mapping[str, str], but: Sequence[str] = ()) -> list[str]:
-    """A row's own notes, in the words that they share with those of other rows."""
+    """Return a row's notes in their merged wording."""
     found = dict.fromkeys(said[_note(warning)] for warning in record.warnings)
     return [note for note in found if note not in but]
 
 
 def _shared(records: Sequence[TransferRecord], said: Mapping[str, str]) -> list[str]:
-    """The notes that every row has."""
     found = [_said(record, said) for record in records]
     if len(found) < 2:
         return []
@@ -120,7 +115,7 @@ def _way(case: Case) -> tuple[Any, ...]:
 
 
 def way_text(case: Case) -> str:
-    """``nixl over tcp``; what passes no NIC and has one way only is just named."""
+    """Return ``nixl over tcp``, or the bare name of a backend without NICs and with one protocol."""
     return (
         case.backend
         if case.protocol in ("", case.backend, "memory", "none")
@@ -129,7 +124,7 @@ def way_text(case: Case) -> str:
 
 
 def case_text(case: Case) -> str:
-    """``nixl over tcp, write 64 KiB × 32, 4 NICs``."""
+    """Return ``nixl over tcp, write 64 KiB × 32, 4 NICs``."""
     parts = [f"{way_text(case)}, {case.op} {blocks_text(case)}"]
     parts += [nics_text(case.nics)] if case.nics else []
     parts += [f"{case.initiators} to {case.targets}"] if (case.initiators, case.targets) != (1, 1) else []
@@ -141,7 +136,7 @@ def nics_text(count: int) -> str:
 
 
 def blocks_text(case: Case) -> str:
-    """``64 KiB × 32``; with regions ``2 KiB × 96 × 2048``; with threads ``… at 4``."""
+    """Return ``64 KiB × 32``; with regions ``2 KiB × 96 × 2048``; with threads ``… at 4``."""
     regions = f" × {case.regions}" if case.regions > 1 else ""
     threads = f" at {case.threads}" if case.threads > 1 else ""
     return f"{size_text(case.block_bytes)}{regions} × {case.batch_size}{threads}"
@@ -182,7 +177,7 @@ def _cells(record: TransferRecord, run: Sequence[TransferRecord]) -> list[str]:
 
 
 def time_text(time_s: float | None) -> str:
-    """``98.0 ns``, ``24.1 µs``, ``1.34 ms``, ``2.82 s``."""
+    """Return ``98.0 ns``, ``24.1 µs``, ``1.34 ms``, ``2.82 s``."""
     if time_s is None:
         return MISSING
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
@@ -204,7 +199,7 @@ CASE_KEYS: Final = (
     "backend", "protocol", "op", "block_bytes", "batch_size", "regions", "threads", "nics", "initiators",
     "targets", "memory", "scattered", "merged", "shape",
 )  # fmt: skip
-"""What files have of a case."""
+"""Fields of a case in files."""
 _RECORD_KEYS: Final = (
     "calls", "window_s", "nbytes", "logical_bytes", "descriptors", "open_s", "register_s", "connect_s",
     "prepare_s", "initiator_cpu_s", "target_cpu_s",
@@ -212,7 +207,7 @@ _RECORD_KEYS: Final = (
 
 
 def flat_row(record: TransferRecord, run: Sequence[TransferRecord]) -> dict[str, Any]:
-    """One row of tables/transfers.csv: one level, units in the names."""
+    """Return one flat row of tables/transfers.csv."""
     measured = figures(record, run)
     times = measured.times
     return {
@@ -247,18 +242,16 @@ def flat_row(record: TransferRecord, run: Sequence[TransferRecord]) -> dict[str,
 
 
 CAPTION: Final = (
-    "GB/s from the row's host to the column's, the best of all sizes; a write is started by the row's host, "
-    "a read by the column's"
+    "GB/s from the row's host to the column's host, best of all sizes; the row's host starts a write, "
+    "the column's host a read"
 )
 FAILED: Final = "FAILED"
 _MOVES_NOTHING: Final = "null"
 
 
 def pair_matrices(records: Sequence[TransferRecord]) -> list[Table]:
-    """A matrix for each way and op, a row for each host that sends.
-
-    None where the rows are of one pair, or of no named hosts.
-    """
+    """Return a matrix per configuration and op with a row per sending host; empty for one or unnamed
+    pairs."""
     if len(pairs_of(records)) < 2:
         return []
     named = [record for record in records if record.pair and record.case.backend != _MOVES_NOTHING]

@@ -1,4 +1,4 @@
-"""The measured columns of a trial, by the names that every table has for them."""
+"""The measured columns of a trial, under the names of all tables."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ VALUE_COLUMNS: Final = (*SUMMARY_KEYS, *ENGINE_KEYS)
 
 
 def trial_values(trial: TrialRecord | None) -> dict[str, float | None]:
-    """The measured columns of one trial; None is missing."""
     summary = trial.summary if trial else {}
     engine = trial.engine if trial else {}
     values = {column: _at(summary, place) for column, place in SUMMARY_KEYS.items()}
@@ -58,16 +57,12 @@ def trial_values(trial: TrialRecord | None) -> dict[str, float | None]:
 
 
 def trial_value(trial: TrialRecord, column: str) -> float | None:
-    """One value of a trial's summary by the name of its column; None is missing."""
     return _at(trial.summary, SUMMARY_KEYS[column]) if column in SUMMARY_KEYS else None
 
 
 def reason_text(trial: TrialRecord) -> str:
-    """Why a trial has its verdict, without second figures by names that the tables have.
-
-    Older folders call the live rule's interval, at the time of the decision, *interval*, as the share's own
-    one; and tell a queue's growth up to then, beside that of the whole trial in the findings.
-    """
+    """Return a verdict's reason without figures that differ from the tables'. Older folders name the live
+    rule's interval like the share's, and report queue growth at the decision."""
     live = trial.summary.get("live")
     if not isinstance(live, Mapping) or str(live.get("reason")) not in trial.reason:
         return trial.reason
@@ -76,7 +71,6 @@ def reason_text(trial: TrialRecord) -> str:
 
 
 def engine_word(trial: TrialRecord | None, place: str) -> str:
-    """A word of a trial's engine record by its place; empty is missing."""
     value = _raw_at(trial.engine, place) if trial else None
     return value if isinstance(value, str) else ""
 
@@ -102,10 +96,8 @@ def finite(value: Any) -> float | None:
 
 
 def measuring_share(trials: Iterable[TrialRecord]) -> float | None:
-    """The share of time in which a load was offered, from each deployment's first trial to its last.
-
-    None where that cannot be told: without two trials of one deployment, or without times.
-    """
+    """Return the share of time in which load was offered, over each deployment's trials, or None if
+    unknown."""
     offered_s = whole_s = 0.0
     timed = [(begun, trial) for trial in trials if (begun := moment(trial.started_at)) is not None]
     timed.sort(key=lambda each: each[0])
@@ -120,7 +112,7 @@ def measuring_share(trials: Iterable[TrialRecord]) -> float | None:
 
 
 def moment(text: str) -> datetime | None:
-    """When something was, in UTC; None where a damaged file does not say."""
+    """Return a UTC time, or None if it is damaged."""
     try:
         found = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:
@@ -129,10 +121,8 @@ def moment(text: str) -> datetime | None:
 
 
 def time_line(run: RunFolder) -> str:
-    """How much of a run was measuring; empty where it cannot be told, or took no real time."""
+    """Return the run's measuring share in words; empty on virtual time."""
     share = None if SIMULATED in run.labels else measuring_share(run.all_trials)
     if share is None:
         return ""
-    return (
-        f"{len(run.all_trials)} trials, measuring {share:.0%} of the time that deployments were up for them"
-    )
+    return f"{len(run.all_trials)} trials; load was offered in {share:.0%} of the deployments' uptime"

@@ -1,17 +1,150 @@
-"""Tables with the columns of ``vllm bench serve``: listed rates, and the replay of a trace."""
+"""Tables as ``vllm bench serve`` prints them: one load, listed rates, imported results, trace replays."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from kvbench.core.records import TrialRecord
 from kvbench.core.search.methods import SATURATED
-from kvbench.report.tables.table import OF_WHOLE_RUN, WHOLE_RUN, Table, number, of_method, percent
+from kvbench.report.tables.table import (
+    MISSING,
+    OF_WHOLE_RUN,
+    WHOLE_RUN,
+    Column,
+    Table,
+    number,
+    of_method,
+    percent,
+)
+from kvbench.results.provenance import slo_of
 from kvbench.results.run import RunFolder
 
 FIGURES: Final = ("mean", "p50", "p99")
 _LATENCIES: Final = ("ttft", "tpot", "itl")
+
+
+# --- one load --------------------------------------------------------------------------------------
+
+DIFFERENCE: Final = "Latency counts from the scheduled send; `vllm bench serve` counts from the real one."
+BLOCK_COLUMNS: Final = 4
+"""Loads that stand side by side in one block."""
+_LATENCY_TITLES: Final = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+
+
+def bench_trials(run: RunFolder) -> list[TrialRecord]:
+    """The last trial of each load that ``kvbench bench`` offered, each way; none of other runs."""
+    if run.manifest.get("kind") != "bench":
+        return []
+    tried = [each for each in run.all_trials if each.method in ("sustained", "trace", "closed_loop")]
+    return list({(each.cell, each.engine.get("load_mode")): each for each in tried}.values())
+
+
+def bench_tables(named: Sequence[tuple[str, RunFolder]]) -> list[Table]:
+    """The block of ``vllm bench serve``, a column for each load that was not refused.
+
+    ``named``: runs with their names, all empty for a single one.
+    """
+    shown = [
+        (name, trial, _goodput(run, trial))
+        for name, run in named
+        for trial in bench_trials(run)
+        if trial.verdict != "invalid"
+    ]
+    ways = len({trial.engine.get("load_mode") for _, trial, _ in shown}) > 1
+    blocks = [shown[start : start + BLOCK_COLUMNS] for start in range(0, len(shown), BLOCK_COLUMNS)]
+    return [_block(each, ways) for each in blocks]
+
+
+def refused_text(trial: TrialRecord) -> str:
+    """Which load is refused, and why, in one line."""
+    cell, at_once = trial.cell, trial.engine.get("concurrency")
+    load = f"{at_once} at once" if at_once else f"{number(trial.request_rate)} req/s"
+    why = " ".join(trial.reason.split())
+    return f"refused: {cell.connector}, {cell.input_len:,} in, {cell.output_len:,} out, {load}: {why}"
+
+
+def _goodput(run: RunFolder, trial: TrialRecord) -> float | None:
+    """Requests that met the SLO, per second of the whole run; None where no limit is on single requests."""
+    met, duration_s = trial.summary.get("met"), _whole(trial).get("duration_s")
+    return met / duration_s if slo_of(run).main().each and met is not None and duration_s else None
+
+
+def _block(found: Sequence[tuple[str, TrialRecord, float | None]], ways: bool) -> Table:
+    shown = [(name, trial) for name, trial, _ in found]
+    goodput = [each for _, _, each in found]
+    cells, groups = _first_lines([trial for _, trial in shown], goodput), {0: ""}
+    for latency, title in _LATENCY_TITLES.items():
+        groups[len(cells)] = title
+        for word, key in (("Mean", "mean"), ("Median", "p50"), ("P90", "p90"), ("P99", "p99")):
+            figures = [(_whole(trial).get(f"{latency}_ms") or {}).get(key) for _, trial in shown]
+            cells.append([f"{word} {latency.upper()} (ms)", *map(number, figures)])
+    moved = [
+        [title, *(number(trial.engine.get(key)) for _, trial in shown)]
+        for title, key in (
+            ("Mean KV transfer (ms)", "kv_transfer_ms_per_request"),
+            ("KV bytes per request", "kv_bytes_per_request"),
+        )
+    ]
+    if any(cell != MISSING for row in moved for cell in row[1:]):
+        groups[len(cells)] = "KV Transfer"
+        cells += moved
+    titles = [_column_title(name, trial, ways) for name, trial in shown]
+    columns = [Column("", "", align="left"), *(Column("", each, align="right") for each in titles)]
+    rows = [
+        {
+            **about(trial),
+            "max_concurrency": trial.engine.get("concurrency"),
+            **serve_values(trial),
+            "run_request_goodput": good,
+            "peak_output_tok_per_s": trial.summary.get("peak_output_tok_per_s"),
+            "peak_in_flight": trial.summary.get("peak_in_flight"),
+            "verdict": trial.verdict,
+        }
+        for _, trial, good in found
+    ]
+    return Table("Serving benchmark", columns, cells, rows, "bench", DIFFERENCE, groups, window=WHOLE_RUN)
+
+
+def _column_title(name: str, trial: TrialRecord, ways: bool) -> str:
+    who = f"{trial.cell.connector}@{name}" if name else trial.cell.connector
+    lengths = f"{trial.cell.input_len:,} in, {trial.cell.output_len:,} out"
+    return "\n".join([who, lengths, *([str(trial.engine.get("load_mode"))] if ways else [])])
+
+
+def _whole(trial: TrialRecord) -> Mapping[str, Any]:
+    return trial.summary.get("whole_run") or {}
+
+
+def _first_lines(trials: Sequence[TrialRecord], goodput: Sequence[float | None]) -> list[list[str]]:
+    """Counts and rates; a line for which no trial has a value is left out, unless vLLM's block has it."""
+    values = [serve_values(trial) for trial in trials]
+    lines: list[tuple[str, list[str], bool]] = [
+        ("Successful requests", [_count(each["completed"]) for each in values], True),
+        ("Failed requests", [_count(each["failed"]) for each in values], True),
+        ("Requests cancelled at the end", [_count(each["cancelled"] or None) for each in values], False),
+        ("Maximum request concurrency", [_count(each.engine.get("concurrency")) for each in trials], False),
+        ("Request rate offered (req/s)", [number(each.request_rate or None) for each in trials], False),
+        ("Benchmark duration (s)", [number(each["duration_s"]) for each in values], True),
+        ("Total input tokens", [_count(each["total_input_tokens"]) for each in values], True),
+        ("Total generated tokens", [_count(each["total_output_tokens"]) for each in values], True),
+        ("Request throughput (req/s)", [number(each["request_throughput"]) for each in values], True),
+        ("Request goodput (req/s)", list(map(number, goodput)), False),
+        ("Output token throughput (tok/s)", [number(each["output_throughput"]) for each in values], True),
+        (
+            "Peak output token throughput (tok/s)",
+            [number(each.summary.get("peak_output_tok_per_s")) for each in trials],
+            True,
+        ),
+        ("Peak concurrent requests", [_count(each.summary.get("peak_in_flight")) for each in trials], True),
+        ("Total token throughput (tok/s)", [number(each["total_token_throughput"]) for each in values], True),
+    ]
+    return [[title, *cells] for title, cells, always in lines if always or set(cells) != {MISSING}]
 
 
 # --- listed rates ----------------------------------------------------------------------------------
@@ -25,10 +158,11 @@ _SERVE_HEADER: Final = (
 )  # fmt: skip
 _RATES_SHOWN: Final = _SERVE_HEADER[6:8]
 _FIXED_WORDS: Final = (
-    "All answered requests over the whole duration, ramp and drain included, as `vllm bench serve` counts; "
-    "but TTFT counts from the scheduled send, and what kvbench cancelled as it stopped a trial is not "
-    "failed. *saturated*: the system did not keep up with the offered rate, so its latencies depend on how "
-    "long the load was offered."
+    "All answered requests over the whole duration, ramp and drain included, as in `vllm bench serve`; "
+    "but TTFT counts from the scheduled send, and requests that kvbench cancelled when it stopped a trial "
+    "are not "
+    "failed. *saturated*: the system did not keep up with the offered rate, so latencies depend on the "
+    "trial's length."
 )
 
 
@@ -38,7 +172,7 @@ _FIXED_BRIEF: Final = (
 
 
 def serve_values(trial: TrialRecord) -> dict[str, Any]:
-    """The columns of ``vllm bench serve``, by its names where it has one."""
+    """Return the columns of ``vllm bench serve``."""
     whole = trial.summary.get("whole_run") or {}
     values: dict[str, Any] = {
         "completed": whole.get("successful"),
@@ -59,7 +193,7 @@ def serve_values(trial: TrialRecord) -> dict[str, Any]:
 
 
 def _failed(trial: TrialRecord) -> int | None:
-    """Requests that failed. Older folders count with them what kvbench cancelled as it stopped the trial."""
+    """Return the failed requests; older folders include those that kvbench cancelled."""
     whole = trial.summary.get("whole_run") or {}
     failed, cancelled = whole.get("failed"), trial.summary.get("cancelled") or 0
     return failed - cancelled if failed is not None and "cancelled" not in whole else failed
@@ -85,7 +219,7 @@ def _state(trial: TrialRecord) -> str:
 
 
 def fixed_tables(run: RunFolder) -> Iterable[Table]:
-    """Three views of the same trials: what varies stands first, what is fixed stands in front of it."""
+    """Return three views of the same trials, each led by the varying axis."""
     trials = [trial for trial in run.other_trials if trial.method == "fixed"]
     if not trials:
         return
@@ -128,9 +262,10 @@ def fixed_tables(run: RunFolder) -> Iterable[Table]:
 
 
 _CLOSED_WORDS: Final = (
-    "A closed loop: so many requests were under way at any time, and each that ended let the next one in. No "
-    "rate was offered, and a slow server was asked less: `req/s, whole run` is what it completed, not what "
-    "it holds. All answered requests over the whole duration, as `vllm bench serve --max-concurrency` counts."
+    "Closed loop: a fixed number of requests in flight; each finished request starts the next one. No "
+    "rate is offered, so a slow server gets fewer requests: `req/s, whole run` is the completed rate, not a "
+    "sustained rate. All answered requests over the whole duration, as in `vllm bench serve "
+    "--max-concurrency`."
 )
 
 
@@ -151,7 +286,7 @@ def closed_loop_table(run: RunFolder) -> Table:
         rows.append({**values, "max_concurrency": at_once, **serve_values(trial), "verdict": trial.verdict})
     header = ["connector", "input", "output", "at once", *_SERVE_HEADER, "state"]
     brief = ["at once" if name == "offered req/s" else name for name in _FIXED_BRIEF]
-    return of_method("closed_loop", "A closed loop", _CLOSED_WORDS, header, shown, rows, brief, WHOLE_RUN)
+    return of_method("closed_loop", "Closed loop", _CLOSED_WORDS, header, shown, rows, brief, WHOLE_RUN)
 
 
 def _fixed_row(trial: TrialRecord) -> dict[str, Any]:
@@ -179,13 +314,12 @@ def about(trial: TrialRecord) -> dict[str, Any]:
 # --- read-in results -------------------------------------------------------------------------------
 
 _IMPORTED_WORDS: Final = (
-    "As the tool that measured them summed them up; nothing was judged by kvbench. What is not told is "
-    "missing. TTFT counts from the tool's own send. `source`: the file and lines that a row was read from."
+    "Figures as the measuring tool reported them; kvbench judged nothing. Unreported figures are "
+    "missing. TTFT counts from the tool's send. `source`: file and lines of the row."
 )
 
 
 def imported_table(run: RunFolder) -> Table:
-    """Results of other tools, with the columns of ``vllm bench serve``; each row names its lines."""
     trials = [trial for trial in run.other_trials if trial.method == "imported"]
     axes = [
         axis
@@ -216,7 +350,7 @@ def imported_table(run: RunFolder) -> Table:
         )
     header = ["connector", "input", "output", *axes, "offered req/s", *_IMPORTED_HEADER, "source"]
     brief = (*header[: 4 + len(axes)], *_RATES_SHOWN, *_IMPORTED_HEADER[8:10])
-    title = "Results that were read in"
+    title = "Imported results"
     return of_method("imported", title, _IMPORTED_WORDS, header, shown, rows, brief, WHOLE_RUN)
 
 
@@ -277,8 +411,8 @@ def trace_table(run: RunFolder) -> Table:
     words = (
         f"{trace.get('path')}: {trace.get('requests'):,} requests in {number(trace.get('duration_s'))} s, "
         f"{number(trace.get('mean_input_len'))} tokens in and {number(trace.get('mean_output_len'))} out on "
-        f"average, time scaled by {trace.get('time_scale'):g}; the speed-up counts from there. Expected hits "
-        "are those of a cache that forgets nothing and knows a prompt as it arrives: real ones hit less."
+        f"average, time scaled by {trace.get('time_scale'):g}; the speed-up is relative to that. Expected "
+        "hits assume an unlimited cache that holds a prompt from its arrival; real caches hit less."
     )
     brief = (*header[:3], _RATES_SHOWN[0], _SERVE_HEADER[9], _SERVE_HEADER[10], *header[-4:-2], "verdict")
     return of_method("trace", "The trace", words, header, shown, rows, brief, WHOLE_RUN)

@@ -35,8 +35,9 @@
     say("title", seen.title); say("caption", seen.caption);
     say("state", seen.status + (seen.error ? ": " + seen.error : "")); at("state").className = seen.status;
     say("cells", seen.cells_done + " of " + seen.cells_planned + " " + seen.unit + ", " + seen.log.length + " measured");
-    say("time", seen.elapsed + seen.left);
-    at("bar").max = seen.cells_planned || 1; at("bar").value = seen.cells_done;
+    var live = seen.live;
+    say("time", [seen.elapsed, live.what, live.count, live.trial, live.rate, live.left].filter(Boolean).join(" · "));
+    at("bar").value = live.share || 0;
     say("cell", seen.cell || "…");
     var curve = seen.curve.slice().sort(function (a, b) { return a.request_rate - b.request_rate; });
     at("curve").replaceChildren.apply(at("curve"), curve.map(function (line) {

@@ -47,32 +47,24 @@ from kvbench.hosts.lab.lab import Lab
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.local import LocalLauncher, LocalPlace, LocalProcess
 from kvbench.launchers.parts.sockets import free_ports
-from kvbench.planning.gpu_dealing import require_gpus
-from kvbench.planning.obstacles import require_open_files
 from kvbench.planning.overrides import CliOptions
-from kvbench.planning.plan import plan_of
 from kvbench.report.tables.table import json_text
-from kvbench.results.run import CellResult
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
 from kvbench.sweep.bench import create_store
 from kvbench.sweep.chaos_soak.constant_rate import (
     HeldOptions,
+    HeldPlan,
     HeldRate,
     HeldRun,
     begun_run,
-    carried_out,
-    held_cells,
-    held_scenario,
     rates_in,
-    rates_of,
     with_canaries,
     with_length,
 )
 from kvbench.sweep.chaos_soak.fault_trial import FaultTrial
 from kvbench.sweep.chaos_soak.strikes import target_counts
 from kvbench.sweep.deployed import DeployedBench, scratch_prefix
-from kvbench.sweep.display import Watcher
 
 INSIDE_ENV: Final = "KVBENCH_FAULT_LAB"
 """Name of the lab in whose host A this process already is."""
@@ -234,24 +226,19 @@ def command(cli: CliOptions, asked: ChaosOptions, output: Path, console: Console
     """Do all faults, write the report, print its table; returns the exit code. ``only_plan``: print what
     would be done. Raises InputError for what cannot be done here.
     """
-    scenario, source = held_scenario(cli, asked.held)
-    plan = plan_of(scenario)
-    require_gpus(plan)
-    require_open_files(scenario)
-    cells = held_cells(plan)
-    rates = rates_of(asked.held, cells)
-    faults = planned_faults(scenario, plan, cells, asked)
+    held = HeldPlan.of(cli, asked.held)
+    scenario, plan, rates = held.scenario, held.plan, held.rates
+    faults = planned_faults(scenario, plan, held.cells, asked)
     rows = {label: [each.to_json() for each in mine] for label, mine in faults.items()}
     if only_plan:
         _print_plan(faults, rates, console)
         return EXIT_OK
     lab = None if asked.lab is None else asked.lab.record()
-    store = create_store(
-        output, scenario, source, plan, "chaos", {"faults": rows, "rates": rates, "lab": lab}
-    )
+    more = {"faults": rows, "rates": rates, "lab": lab}
+    store = create_store(output, scenario, held.source, plan, "chaos", more)
     if lab is not None:
         store.update(labels=[*store.manifest["labels"], "lab"])
-    return _carry_out(scenario, plan, store, faults, rates, console, asked.lab)
+    return ChaosRun(scenario, plan, store, rates, faults, asked.lab).carry_out(console)
 
 
 def resumed(path: Path, console: Console, *, force: bool, lab: Lab | None = None) -> int:
@@ -268,7 +255,7 @@ def resumed(path: Path, console: Console, *, force: bool, lab: Lab | None = None
         raise StoreError(f"{path}/manifest.json has no plan of faults: {error}", hint="begin anew") from error
     again = resume.reopen(path, force=force)
     console.print(f"{len(run.all_trials)} faults are kept", markup=False)
-    return _carry_out(again.scenario, again.plan, again.store, faults, rates, console, lab)
+    return ChaosRun(again.scenario, again.plan, again.store, rates, faults, lab).carry_out(console)
 
 
 def planned_faults(
@@ -299,21 +286,6 @@ def planned_faults(
         times = replace(asked.times, ready_s=deployment.ready_timeout_s)
         found[cell.connector] = plan_faults(wanted or usual, counts, times, asked.repeats, scenario.seed)
     return found
-
-
-def _carry_out(
-    scenario: Scenario,
-    plan: Plan,
-    store: RunStore,
-    faults: Mapping[str, Sequence[PlannedFault]],
-    rates: Mapping[str, float],
-    console: Console,
-    lab: Lab | None,
-) -> int:
-    def work(watcher: Watcher) -> Sequence[CellResult]:
-        return ChaosRun(scenario, plan, store, watcher, rates, faults, lab).run()
-
-    return carried_out(store, len(faults), console, work)
 
 
 @dataclass(frozen=True)

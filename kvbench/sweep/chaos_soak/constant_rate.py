@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -21,14 +20,17 @@ from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, StoreError
 from kvbench.hosts.procfs import family
 from kvbench.hosts.telemetry import Metrics
+from kvbench.planning.gpu_dealing import require_gpus
+from kvbench.planning.obstacles import require_open_files
 from kvbench.planning.overrides import CliOptions, resolve
+from kvbench.planning.plan import plan_of
 from kvbench.results.run import CellResult, RunFolder, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
 from kvbench.sweep.chaos_soak.strikes import kv_blocks
 from kvbench.sweep.deployed import DeployedBench
-from kvbench.sweep.display import Display, Watcher
-from kvbench.sweep.sweep import resume_words
+from kvbench.sweep.display import Silent, Watcher
+from kvbench.sweep.sweep import run_and_report, skip_unusable
 from kvbench.sweep.trial.canary_supply import right_answers
 from kvbench.sweep.trial.kv_counters import FAMILIES
 
@@ -93,6 +95,27 @@ def held_scenario(cli: CliOptions, asked: HeldOptions) -> tuple[Scenario, bytes]
     if deadline_s != scenario.request_timeout_s:
         more.append(f"workload.request_timeout_s={deadline_s:g}")
     return resolve(replace(cli, overrides=(*cli.overrides, *more))) if more else (scenario, source)
+
+
+@dataclass(frozen=True)
+class HeldPlan:
+    """Everything a chaos run or soak holds, before its run folder exists. ``rates``: by connector's label."""
+
+    scenario: Scenario
+    source: bytes
+    plan: Plan
+    cells: Sequence[Cell]
+    rates: Mapping[str, float]
+
+    @classmethod
+    def of(cls, cli: CliOptions, asked: HeldOptions) -> HeldPlan:
+        """Raises InputError for what cannot be held here."""
+        scenario, source = held_scenario(cli, asked)
+        plan = plan_of(scenario)
+        require_gpus(plan)
+        require_open_files(scenario)
+        cells = held_cells(plan)
+        return cls(scenario, source, plan, cells, rates_of(asked, cells))
 
 
 def rates_of(asked: HeldOptions, cells: Sequence[Cell]) -> dict[str, float]:
@@ -179,28 +202,6 @@ def _canary_pool(run: HeldRun, scenario: Scenario, bench: DeployedBench, cell: C
     return pool
 
 
-def carried_out(
-    store: RunStore, cells: int, console: Console, work: Callable[[Display], Sequence[CellResult]]
-) -> int:
-    """Run to the end, write the report, print it; returns the exit code. However it ends, the folder is
-    readable and says how to go on with it.
-    """
-    from kvbench.report import report
-
-    console.print(f"run folder: {store.path}", markup=False)
-    words = resume_words(store.manifest["kind"], store.path)
-    try:
-        with store, Display(console, cells) as display:
-            results = work(display)
-    except BaseException:
-        with suppress(KvbenchError, OSError):
-            report.command([store.path], console)
-        console.print(f"to go on with it: {words}", markup=False, soft_wrap=True)
-        raise
-    report.command([store.path], console)
-    return EXIT_FAILED if any(each.status == "failed" for each in results) else EXIT_OK
-
-
 @dataclass(frozen=True)
 class HeldRate:
     """What is held: a cell's rate, and the right answers to the canaries among its requests, if known."""
@@ -218,8 +219,15 @@ class HeldRun(ABC):
     scenario: Scenario
     plan: Plan
     store: RunStore
-    watcher: Watcher
     rates: Mapping[str, float]
+    watcher: Watcher = field(default_factory=Silent, kw_only=True)
+
+    def carry_out(self, console: Console) -> int:
+        """Run to the end, write the report, print it; returns the exit code."""
+        results = run_and_report(
+            self.store, len(self.rates), console, lambda display: replace(self, watcher=display).run()
+        )
+        return EXIT_FAILED if any(each.status == "failed" for each in results) else EXIT_OK
 
     def run(self) -> list[CellResult]:
         """One result a pair. Raises StoreError without the folder, LaunchError without its hosts."""
@@ -228,7 +236,7 @@ class HeldRun(ABC):
         done = {each.trial_id for each in load_run(self.store.path).all_trials}
         with bench.open():
             for planned in self.plan.deployments:
-                if planned.label not in self.rates or self._is_skipped(planned, bench):
+                if planned.label not in self.rates or skip_unusable(bench, planned, self.store, self.watcher):
                     continue
                 results.append(self._result(bench, scenario, planned, done))
                 self.store.put_cell(results[-1])
@@ -263,30 +271,13 @@ class HeldRun(ABC):
             error = raised
         return replace(result, status="failed", reason=error.message, hint=error.hint) if error else result
 
-    def _is_skipped(self, planned: DeploymentPlan, bench: DeployedBench) -> bool:
-        """Whether a deployment cannot be brought up here; that is noted."""
-        problem = bench.problem(planned)
-        if problem is None:
-            return False
-        self.store.skip_connector(planned.label, problem.reason, problem.fix)
-        self.watcher.note(f"{planned.label} is skipped: {problem.reason}")
-        if problem.fix:
-            self.watcher.note(f"  fix: {problem.fix}")
-        return True
-
 
 def begun_run(path: Path, kind: str, console: Console) -> RunFolder | None:
     """The run that is to be resumed; None, with its report printed, if it is complete. Raises InputError."""
     run = load_run(path)
     if run.manifest.get("kind") != kind:
         raise InputError(f"{path} is a run of kind {run.manifest.get('kind')}, not {kind}")
-    if not resume.is_complete(run):
-        return run
-    console.print(f"{path} is complete: nothing is left to do", markup=False)
-    from kvbench.report.report import tell_program
-
-    tell_program([run], console)
-    return None
+    return None if resume.nothing_left(run, console) else run
 
 
 def rates_in(asked: Mapping[str, object]) -> dict[str, float]:

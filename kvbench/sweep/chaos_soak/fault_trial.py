@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +26,6 @@ from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import KvbenchError
 from kvbench.hosts.lab.lab import Lab
 from kvbench.hosts.log_tail import LogReader
-from kvbench.hosts.server_access import access_headers
 from kvbench.launchers.base import Launcher
 from kvbench.results.store import RunStore
 from kvbench.sweep.chaos_soak.constant_rate import HeldRate, Holdings, grown_bytes, holdings, stranded_blocks
@@ -34,7 +33,6 @@ from kvbench.sweep.chaos_soak.strikes import DecodeFlood, OrphanedKv, Strike, st
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.idle import Idleness
-from kvbench.sweep.trial.judging import Judgement, begun_record, ended_record
 from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadResult, Progress
 from kvbench.sweep.trial.readings import Observer
@@ -264,26 +262,20 @@ class FaultTrial:
         supply = None
         if self.held.pool is not None:
             supply = trials.canaries[cell] = CanarySupply(scenario, deployment, self.held.pool)
-        plan = self._plan(fault)
-        idle = Idleness(scenario, deployment)
-        idle.wait(cell)
+        Idleness(scenario, deployment).wait(cell)
         before = holdings(deployment)
-        begun = begun_record(scenario, plan, self.store)
+        plan = TrialPlan(cell, fault.number, self.held.rate, fault.name, method="chaos", searched=False)
+        trial = trials.trials.begin_trial(plan)
         notices = Notices(deployment)
         striker = self._striker(fault, launcher, deployment, notices)
-        headers = access_headers(deployment.endpoints.access)
 
         def over(progress: Progress) -> bool:
             striker.seen(progress)
             notices.seen(progress)
             return striker.watched()
 
-        with (
-            notices,
-            striker,
-            Observer(launcher, deployment, plan.trial_id, headers) as observer,
-        ):
-            _, load = trials.offer(plan, over, striker.check)
+        with notices, striker, Observer(launcher, deployment, plan.trial_id) as observer:
+            load = trials.offer(trial, over, striker.check)
         striker.check()
         _settle(deployment)
         after = holdings(deployment)
@@ -294,11 +286,8 @@ class FaultTrial:
             "name": fault.name,
             "noticed": [each.to_json() for each in notices.found()],
         }
-        return self._recorded(begun, load, found, None if supply is None else supply.judged(load.records))
-
-    def _plan(self, fault: PlannedFault) -> TrialPlan:
-        return TrialPlan(
-            self.held.cell, fault.number, self.held.rate, fault.name, method="chaos", searched=False
+        return self._recorded(
+            trial.begun, load, found, None if supply is None else supply.judged(load.records)
         )
 
     def _striker(
@@ -328,12 +317,15 @@ class FaultTrial:
         found["cost"] = cost.to_json()
         summary = summarise(load.records, slo, rate, load.duration_s).to_json()
         findings = [] if cost.was_held else [_not_held(cost)]
-        reason = findings[0].message if findings else ""
-        judgement = Judgement(
-            "invalid" if findings else "measured", reason, findings, {**summary, "chaos": found}
+        record = replace(
+            begun,
+            verdict="invalid" if findings else "measured",
+            reason=findings[0].message if findings else "",
+            duration_s=load.duration_s,
+            summary={**summary, "chaos": found},
+            engine={"client": dict(load.client)} | ({"canaries": canaries.to_json()} if canaries else {}),
+            findings=findings,
         )
-        columns = {"client": dict(load.client)} | ({"canaries": canaries.to_json()} if canaries else {})
-        record = ended_record(begun, judgement, columns, load.duration_s)
         self.store.add_trial(record, load.records)
         return record
 

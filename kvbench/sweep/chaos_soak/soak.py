@@ -8,41 +8,32 @@ that are left, on processes that are started anew.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from rich.console import Console
 
-from kvbench.core.plan.plan import DeploymentPlan, Plan
+from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Method
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import EXIT_FAILED, EXIT_OK, StoreError
-from kvbench.planning.gpu_dealing import require_gpus
-from kvbench.planning.obstacles import require_open_files
 from kvbench.planning.overrides import CliOptions
-from kvbench.planning.plan import plan_of
 from kvbench.report.tables.soak_rows import soak_problems
-from kvbench.results.run import CellResult, load_run
-from kvbench.results.store import RunStore
+from kvbench.results.run import load_run
 from kvbench.sweep import resume
 from kvbench.sweep.bench import create_store
 from kvbench.sweep.chaos_soak.constant_rate import (
     HeldOptions,
+    HeldPlan,
     HeldRate,
     HeldRun,
     begun_run,
-    carried_out,
-    held_cells,
-    held_scenario,
     holdings,
     rates_in,
-    rates_of,
     with_length,
 )
 from kvbench.sweep.deployed import DeployedBench
-from kvbench.sweep.display import Watcher
 from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.trial.trial import TrialRunner
@@ -76,15 +67,12 @@ def command(cli: CliOptions, asked: SoakOptions, output: Path, console: Console)
     """Hold the rates, write the report, print its table; returns the exit code: 1 if something drifts, an
     answer is wrong, or a process has died. Raises InputError for what cannot be held.
     """
-    scenario, source = held_scenario(cli, asked.held)
-    plan = plan_of(scenario)
-    require_gpus(plan)
-    require_open_files(scenario)
-    cells = held_cells(plan)
-    rates = rates_of(asked.held, cells)
-    more = {"rates": rates, "window_s": asked.window, "windows": asked.windows}
-    store = create_store(output, scenario, source, plan, "soak", more)
-    return _carry_out(scenario, plan, store, more, console)
+    held = HeldPlan.of(cli, asked.held)
+    more = {"rates": held.rates, "window_s": asked.window, "windows": asked.windows}
+    store = create_store(output, held.scenario, held.source, held.plan, "soak", more)
+    return _carry_out(
+        SoakRun(held.scenario, held.plan, store, held.rates, asked.window, asked.windows), console
+    )
 
 
 def resumed(path: Path, console: Console, *, force: bool) -> int:
@@ -92,33 +80,19 @@ def resumed(path: Path, console: Console, *, force: bool) -> int:
     run = begun_run(path, "soak", console)
     if run is None:
         return EXIT_OK
-    again = resume.reopen(path, force=force)
-    console.print(f"{len(run.all_trials)} windows are kept", markup=False)
     asked = run.manifest.get("asked") or {}
-    return _carry_out(again.scenario, again.plan, again.store, asked, console)
-
-
-def _carry_out(
-    scenario: Scenario,
-    plan: Plan,
-    store: RunStore,
-    asked: Mapping[str, Any],
-    console: Console,
-) -> int:
     try:
         rates, window_s, windows = rates_in(asked), float(asked["window_s"]), int(asked["windows"])
     except (KeyError, TypeError, ValueError) as error:
-        store.close()
-        raise StoreError(
-            f"{store.path}/manifest.json has no plan of a soak: {error}", hint="begin anew"
-        ) from error
+        raise StoreError(f"{path}/manifest.json has no plan of a soak: {error}", hint="begin anew") from error
+    again = resume.reopen(path, force=force)
+    console.print(f"{len(run.all_trials)} windows are kept", markup=False)
+    return _carry_out(SoakRun(again.scenario, again.plan, again.store, rates, window_s, windows), console)
 
-    def work(watcher: Watcher) -> Sequence[CellResult]:
-        return SoakRun(scenario, plan, store, watcher, rates, window_s, windows).run()
 
-    status = carried_out(store, len(rates), console, work)
-    run = load_run(store.path)
-    return EXIT_FAILED if soak_problems(run) else status
+def _carry_out(soak: SoakRun, console: Console) -> int:
+    status = soak.carry_out(console)
+    return EXIT_FAILED if soak_problems(load_run(soak.store.path)) else status
 
 
 @dataclass(frozen=True)

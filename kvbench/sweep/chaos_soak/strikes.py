@@ -21,7 +21,7 @@ from typing import Any, Final, Protocol
 
 import httpx
 
-from kvbench.connectors.base import PrefillPeer
+from kvbench.connectors.base import peer_at
 from kvbench.core.chaos_soak.fault_plan import FaultTarget, PlannedFault
 from kvbench.core.load.prompts import PromptShape, token_prompts
 from kvbench.core.plan.dispatch import COMPLETIONS, BackendSpec
@@ -150,14 +150,13 @@ class OrphanedKv(_Hog):
         if self._over.is_set():
             return False
         spec, connector = server.backend, self._deployment.connector
-        peer = PrefillPeer(
-            spec.url, spec.bootstrap_url, spec.engine_id, spec.side_address, spec.tensor_parallel_size
-        )
+        peer = peer_at(spec, spec.engine_ids, number)
         request_id = uuid.uuid4().hex
         body = greedy_body(self._scenario.model.served_model_name, {"prompt": self._prompt(number)}, 1)
         fields = connector.prefill_request(body, request_id, peer)
         named = connector.backend_request_id(request_id, peer, "")
-        return _post(self._client(), f"{server.url}{COMPLETIONS}", fields, {"x-request-id": named})
+        headers = {"x-request-id": named, **peer.headers}
+        return _post(self._client(), f"{server.url}{COMPLETIONS}", fields, headers)
 
 
 class DecodeFlood(_Hog):

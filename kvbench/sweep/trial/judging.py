@@ -1,52 +1,138 @@
-"""Judge and record a trial, measured or simulated: from what came of its load to its line in the folder."""
+"""Judge a trial, measured or simulated: from its load to the record that is stored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from kvbench.core.gates.evidence import ClientFigures, EngineFigures, Evidence
+from kvbench.core.gates.evidence import ClientFigures, Evidence
 from kvbench.core.gates.gates import unseen
-from kvbench.core.load.traces import expected_hits, shares_prefixes
+from kvbench.core.load.traces import TracedRequest, expected_hits, shares_prefixes
 from kvbench.core.metrics.limit import note_limit
 from kvbench.core.metrics.metrics import Window, summarise
 from kvbench.core.records import Finding, TrialRecord, VerdictKind
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.live_config import Decision, TurnsLive
 from kvbench.core.search.methods import SATURATED, joined_verdict, judged_slo, judged_window
+from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.core.sessions.session_load import sent_places, session_figures
+from kvbench.core.sessions.session_source import SessionSource
+from kvbench.results.run import requests_to_replay
 from kvbench.results.store import RunStore
-from kvbench.sweep.trial.load_plan import Offered, PlannedTrial, TrialPlan, ceiling_figures
+from kvbench.sweep.trial.load_plan import (
+    Offered,
+    PlannedTrial,
+    TrialPlan,
+    begun_record,
+    ceiling_figures,
+    rate_of,
+)
 from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 _OF_A_TIER = ("slo_attainment", "attainment_lower", "attainment_upper", "request_goodput", "missed_by")
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What a trial says. ``summary``: its figures as JSON, with those of each tier and of the live rule."""
+class SiteReadings:
+    """What a site saw of a trial besides its load. ``evidence``: fields of ``Evidence``. ``columns``: of the
+    record. ``cache_tokens``: size of the KV caches that prompts are looked up in, if known.
+    ``found_tokens``: prompt tokens found there, where the requests' records lack them.
+    """
 
-    verdict: VerdictKind
-    reason: str
-    findings: list[Finding]
-    summary: dict[str, Any]
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    cache_tokens: int | None = None
+    found_tokens: float | None = None
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The trials of one site from their beginning to their line in the run folder."""
+
+    scenario: Scenario
+    store: RunStore
+    trace: Sequence[TracedRequest] = ()
+    source: SessionSource | None = None
 
     @property
-    def labels(self) -> list[str]:
-        return [SATURATED] if self.verdict == "measured" and self.reason else []
+    def trace_rate(self) -> float:
+        """Requests per second of the trace as it was recorded (and scaled); 0 without one."""
+        return rate_of(self.trace)
+
+    def begin_trial(self, plan: TrialPlan) -> PlannedTrial:
+        return PlannedTrial.of(self.scenario, plan, self.trace, self.source, self._labels)
+
+    def end_trial(self, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> TrialRecord:
+        """Judge a trial and store it."""
+        return self._stored(judge(self.scenario, trial, load, seen), load)
+
+    def skip_trial(self, plan: TrialPlan, finding: Finding, columns: Mapping[str, Any]) -> TrialRecord:
+        """Store a trial in which nothing was offered, and why."""
+        nothing = summarise([], judged_slo(plan.method, self.scenario.slo.main()), plan.rate, 0.0, None)
+        record = replace(
+            begun_record(self.scenario, plan, self._labels),
+            reason=finding.message,
+            findings=[finding],
+            summary=nothing.to_json(),
+            engine=dict(columns),
+        )
+        return self._stored(record, LoadResult([], "", 0.0))
+
+    def _stored(self, record: TrialRecord, load: LoadResult) -> TrialRecord:
+        self.store.add_trial(record, load.records)
+        return record
+
+    def requests(self, record: TrialRecord) -> TrialRequests | None:
+        """The requests of a trial as they are stored; None if they are not."""
+        return requests_to_replay(self.store.path, record, self.scenario.workload.burstiness)
+
+    @property
+    def _labels(self) -> list[str]:
+        return list(self.store.manifest.get("labels", ()))
 
 
-def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult) -> Evidence:
-    """What the gates see of the load alone, with its figures over the steady part."""
+def judge(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> TrialRecord:
+    """Return the record of a trial: the verdict of gates and live rule together, its figures and findings."""
+    evidence, watch, flood = evidence_of(scenario, trial, load, seen), trial.watch, trial.offered.flood
+    verdict, reason, findings = _verdict(scenario, trial, evidence, load, watch.main_decision)
+    summary = evidence.summary.to_json()
+    if len(scenario.slo.by_tier()) > 1:
+        summary["tiers"] = _by_tier(scenario, trial, evidence, load)
+    summary["unseen"] = unseen(evidence)
+    if watch.decision is not None:
+        summary["live"] = _live_json(watch.decision)
+    if flood is not None:
+        summary |= ceiling_figures(load.records, flood, watch.flooded_s)
+    columns = {
+        **seen.columns,
+        **_expected_reuse(trial.offered.requests or (), load),
+        **_session_columns(trial, load, evidence.summary.window, seen),
+    }
+    saturated = [SATURATED] if verdict == "measured" and reason else []
+    record = replace(
+        trial.begun,
+        verdict=verdict,
+        reason=reason,
+        duration_s=load.duration_s,
+        summary=summary,
+        engine=columns,
+        findings=findings,
+        labels=[*trial.begun.labels, *saturated],
+    )
+    note_limit(record, load.records, scenario.slo.main())
+    return record
+
+
+def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> Evidence:
+    """What the gates look at: the load with its figures over the steady part, and what the site saw."""
     method, decision = trial.plan.method, trial.watch.main_decision
-    window = judged_window(method, load.records) or steady_part(decision) or _filled_part(trial)
+    window = judged_window(method, load.records) or _steady_part(decision) or _filled_part(trial)
     turns = trial.offered.turns
     slo = judged_slo(method, scenario.slo.main())
-    return Evidence(
+    evidence = Evidence(
         records=load.records,
         summary=summarise(load.records, slo, trial.plan.rate, load.duration_s, window),
         slo=slo,
@@ -56,84 +142,18 @@ def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult) -> Ev
         reuse_expected=turns is not None or (bool(trial.trace) and shares_prefixes(trial.trace)),
         filled_s=0.0 if turns is None else turns.filled_s,
         dispersion=None if turns is None else turns.dispersion,
-        stopped_as=stopped_as(load, decision),
+        stopped_as=_stopped_as(load, decision),
         method="sustained" if method == "equal_rate" else method,
     )
-
-
-def judged(scenario: Scenario, trial: PlannedTrial, load: LoadResult, evidence: Evidence) -> Judgement:
-    """The verdict of gates and live rule together. ``evidence``: the trial's ``evidence_of``, and more."""
-    watch, flood = trial.watch, trial.offered.flood
-    verdict, reason, findings = _verdict(scenario, trial.plan, evidence, load, watch.main_decision)
-    summary = evidence.summary.to_json()
-    if len(scenario.slo.by_tier()) > 1:
-        summary["tiers"] = _by_tier(scenario, trial, evidence, load)
-    summary["unseen"] = unseen(evidence)
-    if watch.decision is not None:
-        summary["live"] = live_json(watch.decision)
-    if flood is not None:
-        summary |= ceiling_figures(load.records, flood, watch.flooded_s)
-    return Judgement(verdict, reason, findings, summary)
-
-
-def void(
-    scenario: Scenario,
-    plan: TrialPlan,
-    finding: Finding,
-    store: RunStore,
-    engine: Mapping[str, Any] | None = None,
-) -> TrialRecord:
-    """Stores a trial in which nothing was offered, and why. ``engine``: as in ``ended_record``."""
-    nothing = summarise([], judged_slo(plan.method, scenario.slo.main()), plan.rate, 0.0, None)
-    judgement = Judgement("invalid", finding.message, [finding], nothing.to_json())
-    record = ended_record(begun_record(scenario, plan, store), judgement, engine or {})
-    return stored(scenario, record, LoadResult([], "", 0.0), store)
-
-
-def begun_record(scenario: Scenario, plan: TrialPlan, store: RunStore) -> TrialRecord:
-    """The record of a trial that begins now: all but its outcome."""
-    return TrialRecord(
-        trial_id=plan.trial_id,
-        cell=plan.cell,
-        request_rate=plan.rate,
-        seed=plan.seed(scenario.seed),
-        verdict="invalid",
-        reason="",
-        purpose=plan.purpose,
-        started_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        labels=list(store.manifest.get("labels", [])),
-        method=plan.method,
-    )
-
-
-def ended_record(
-    begun: TrialRecord, judgement: Judgement, engine: Mapping[str, Any], duration_s: float = 0.0
-) -> TrialRecord:
-    """The record with its outcome. ``engine``: the columns that stand beside the summary."""
-    return replace(
-        begun,
-        verdict=judgement.verdict,
-        reason=judgement.reason,
-        duration_s=duration_s,
-        summary=judgement.summary,
-        engine=dict(engine),
-        findings=judgement.findings,
-        labels=[*begun.labels, *judgement.labels],
-    )
-
-
-def stored(scenario: Scenario, record: TrialRecord, load: LoadResult, store: RunStore) -> TrialRecord:
-    """Stores a trial with its requests; what limits it is noted before."""
-    note_limit(record, load.records, scenario.slo.main())
-    store.add_trial(record, load.records)
-    return record
+    evidence = replace(evidence, **seen.evidence)
+    return replace(evidence, reuse_offered=_offered_reuse(trial, load, evidence))
 
 
 def _verdict(
-    scenario: Scenario, plan: TrialPlan, evidence: Evidence, load: LoadResult, decision: Decision | None
+    scenario: Scenario, trial: PlannedTrial, evidence: Evidence, load: LoadResult, decision: Decision | None
 ) -> tuple[VerdictKind, str, list[Finding]]:
-    asked = scenario.slo.given and plan.purpose != "ceiling"
-    verdict, reason, findings = joined_verdict(plan.method, evidence, decision, searched=asked)
+    asked = scenario.slo.given and not trial.plan.ceiling
+    verdict, reason, findings = joined_verdict(trial.plan.method, evidence, decision, searched=asked)
     if decision is None and load.reason == "stopped" and verdict in ("met", "missed"):
         return "undecided", "the trial ended before this could be decided", findings
     return verdict, reason, findings
@@ -146,43 +166,41 @@ def _by_tier(
     tiers: dict[str, dict[str, Any]] = {}
     for name, slo in scenario.slo.by_tier().items():
         decision = trial.watch.decisions.get(name)
-        summary = summarise(load.records, slo, trial.plan.rate, load.duration_s, steady_part(decision))
-        mine = replace(evidence, slo=slo, summary=summary, stopped_as=stopped_as(load, decision))
-        verdict, reason, _ = _verdict(scenario, trial.plan, mine, load, decision)
+        summary = summarise(load.records, slo, trial.plan.rate, load.duration_s, _steady_part(decision))
+        of_tier = replace(evidence, slo=slo, summary=summary, stopped_as=_stopped_as(load, decision))
+        verdict, reason, _ = _verdict(scenario, trial, of_tier, load, decision)
         known = summary.to_json()
         tiers[name] = {"verdict": verdict, "reason": reason, **{key: known[key] for key in _OF_A_TIER}}
         tiers[name]["criteria"] = known["criteria"]
         if decision is not None:
-            tiers[name]["live"] = live_json(decision)
+            tiers[name]["live"] = _live_json(decision)
     return tiers
 
 
-def expected_reuse(offered: Offered, load: LoadResult) -> dict[str, Any]:
-    """What an endless prefix cache would have found of the traced requests that were sent."""
-    sent = len([record for record in load.records if record.sent_s is not None])
-    requests = list(offered.requests or ())[:sent]
-    prompts = sum(request.input_len for request in requests)
-    if not prompts or not shares_prefixes(requests):
+def _expected_reuse(requests: Sequence[TracedRequest], load: LoadResult) -> dict[str, Any]:
+    """The hit rate that an endless prefix cache would have had with the traced requests that were sent."""
+    sent = requests[: sum(record.sent_s is not None for record in load.records)]
+    prompts = sum(request.input_len for request in sent)
+    if not prompts or not shares_prefixes(sent):
         return {}
-    return {"expected_hit_rate": sum(expected_hits(requests)) / prompts}
+    return {"expected_hit_rate": sum(expected_hits(sent)) / prompts}
 
 
-def session_columns(
-    trial: PlannedTrial,
-    load: LoadResult,
-    evidence: Evidence,
-    requests_each: float,
-    pool_tokens: int | None,
-    found_tokens: float | None = None,
+def _session_columns(
+    trial: PlannedTrial, load: LoadResult, window: Window, seen: SiteReadings
 ) -> dict[str, Any]:
     """Sessions per second and at once, TTFT by turn, reuse offered and achieved; nothing of other loads."""
-    turns = trial.offered.turns
-    if trial.offered.sessions is None or turns is None:
+    offered = trial.offered
+    if offered.sessions is None or offered.turns is None:
         return {}
-    window = evidence.summary.window.start_s, evidence.summary.window.end_s
-    found = session_figures(load.records, trial.offered.sessions, window, pool_tokens, found_tokens)
-    rates = {"session_rate": trial.plan.rate / requests_each, "requests_each": requests_each}
-    return {"sessions": {**rates, **found, "planned": {**asdict(turns), "begin_s": trial.offered.length_s}}}
+    span_s = window.start_s, window.end_s
+    found = session_figures(load.records, offered.sessions, span_s, seen.cache_tokens, seen.found_tokens)
+    rates = {
+        "session_rate": trial.plan.rate / offered.requests_each,
+        "requests_each": offered.requests_each,
+    }
+    planned = {**asdict(offered.turns), "begin_s": offered.length_s}
+    return {"sessions": {**rates, **found, "planned": planned}}
 
 
 def stored_offer(record: TrialRecord) -> Offered:
@@ -194,9 +212,7 @@ def stored_offer(record: TrialRecord) -> Offered:
     return Offered(np.array([0.0, float(planned["begin_s"])]), turns=turns)
 
 
-def offered_reuse_of(
-    trial: PlannedTrial, load: LoadResult, engines: Mapping[str, EngineFigures]
-) -> float | None:
+def _offered_reuse(trial: PlannedTrial, load: LoadResult, evidence: Evidence) -> float | None:
     """Prompt tokens that a prefix cache could have found at most; None of a load without sessions.
 
     Engines whose blocks are smaller than those that are counted find the rest of each prompt's last one, too.
@@ -206,7 +222,7 @@ def offered_reuse_of(
         return None
     sent = sent_places(load.records)
     (offered,) = sessions.offered_tokens(sent, (None,))
-    sizes = [each.block_tokens for each in engines.values() if each.block_tokens]
+    sizes = [each.block_tokens for each in evidence.engines.values() if each.block_tokens]
     return offered + len(sent) * max(0, sessions.block_tokens - min(sizes, default=1))
 
 
@@ -216,19 +232,19 @@ def _filled_part(trial: PlannedTrial) -> Window | None:
     return None if turns is None else Window(min(turns.filled_s, end_s), end_s)
 
 
-def steady_part(decision: Decision | None) -> Window | None:
+def _steady_part(decision: Decision | None) -> Window | None:
     """The steady part as the live rule saw it, where it got so far as to look."""
     return Window(*decision.window_s) if decision is not None and decision.measured.n else None
 
 
-def stopped_as(load: LoadResult, decision: Decision | None) -> Literal["", "met", "missed"]:
+def _stopped_as(load: LoadResult, decision: Decision | None) -> Literal["", "met", "missed"]:
     if decision is None or decision.verdict == "undecided" or load.reason != "stopped":
         return ""
     return decision.verdict
 
 
-def live_json(decision: Decision) -> dict[str, Any]:
-    """What the live rule found, for the run folder and for the search."""
+def _live_json(decision: Decision) -> dict[str, Any]:
+    """The live rule's decision, for the run folder and for the search."""
     return {
         "verdict": decision.verdict,
         "reason": decision.reason,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any, Literal
 
 import numpy as np
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.load.traces import TracedRequest, request_rate, scaled
 from kvbench.core.plan.plan import trial_seed
-from kvbench.core.records import Cell, Method, RequestRecord
+from kvbench.core.records import Cell, Method, RequestRecord, TrialRecord
 from kvbench.core.scenario.goals import Search
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import burst_requests
@@ -46,37 +47,15 @@ class ClosedLoad:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a trial is to offer. ``latency_s``: of one request alone, 0 if unknown. ``searched``: it may end
-    as soon as its verdict is sure, else all of it is offered. ``ceiling``: it asks what comes out at most.
-    """
-
-    cell: Cell
-    rate: float
-    seed: int
-    method: Method = "sustained"
-    searched: bool = True
-    ceiling: bool = False
-    latency_s: float = 0.0
-    thorough: bool = False
-    """The search leans on this trial's figures: they are to be sharper than its verdict asks for."""
-    confirms: bool = False
-    """The search pools trials; this one is judged by its figures when its time is up, proven or not."""
-    least_s: float = 0.0
-    """For how long it goes on at least, as far as a trial may be prolonged."""
-    closed: ClosedLoad | None = None
-
-
-@dataclass(frozen=True)
 class TrialPlan:
-    """What is to be offered, and by which way: None is the scenario's.
+    """What a trial offers, and why.
 
-    ``twin_of``: the number of the trial whose load this one repeats, request by request; it may be its own.
-    Caches are emptied before such trials, since their prompts come twice. 0: a load like no other.
-    ``seed_key``: takes the place of the cell's lengths in the seed.
-    ``searched``: the trial may end when its verdict for ``tier`` is sure; else all of it is offered.
-    ``latency_s``: of one request alone, 0 if unknown. ``requests``: what is offered instead of the scenario's
-    load or trace.
+    ``mode``: the way of its requests; None is the scenario's. ``twin_of``: number of the trial whose load
+    this one repeats, request by request; it may be its own. Caches are emptied before such trials, since
+    their prompts come twice. 0: a load like no other. ``seed_key``: replaces the cell's lengths in the seed.
+    ``searched``: the trial may end when its verdict for ``tier`` is certain; else all of it is offered.
+    ``latency_s``: of one request on the idle system, 0 if unknown. ``thorough``, ``least_s``: as in
+    ``Probe``. ``requests``: what is offered instead of the scenario's load or trace.
     """
 
     cell: Cell
@@ -100,6 +79,16 @@ class TrialPlan:
         method = "" if self.method in ("sustained", "trace") else f"{self.method.replace('_', '-')}-"
         return f"{self.cell.key}-{method}{self.number:02d}"
 
+    @property
+    def ceiling(self) -> bool:
+        """Whether it measures the highest completion rate."""
+        return self.purpose == "ceiling"
+
+    @property
+    def confirms(self) -> bool:
+        """Whether the search pools it: its figures judge it when its time is up, proven or not."""
+        return self.purpose == "confirm" or self.thorough
+
     def seed(self, seed: int) -> int:
         """Return the seed, from the run's: that of the trial whose load it repeats, if it repeats one.
 
@@ -107,22 +96,6 @@ class TrialPlan:
         prompts and the same arrivals, scaled to its rate, so arrival variance does not order connectors.
         """
         return trial_seed(seed, self.seed_key or self.cell.lengths_key, self.twin_of or self.number)
-
-    def wanted(self, seed: int) -> Wanted:
-        """What is to be offered, with the trial's own seed from the run's."""
-        return Wanted(
-            self.cell,
-            self.rate,
-            self.seed(seed),
-            self.method,
-            self.searched,
-            self.purpose == "ceiling",
-            self.latency_s,
-            self.thorough,
-            self.purpose == "confirm" or self.thorough,
-            self.least_s,
-            self.closed,
-        )
 
 
 @dataclass(frozen=True)
@@ -137,6 +110,8 @@ class Offered:
     """Of a load of sessions: its requests. ``offsets_s`` are then when sessions begin."""
     turns: TurnsLive | None = None
     """What is known of these beforehand."""
+    requests_each: float = 1.0
+    """Mean number of a session's requests."""
 
     @property
     def n(self) -> int:
@@ -158,61 +133,56 @@ def rate_of(trace: Sequence[TracedRequest]) -> float:
     return rate if math.isfinite(rate) else 0.0
 
 
-def planned(scenario: Scenario, wanted: Wanted, trace: Sequence[TracedRequest] = ()) -> Offered:
+def planned(scenario: Scenario, plan: TrialPlan, trace: Sequence[TracedRequest] = ()) -> Offered:
     """The load of one trial: a function of the scenario, the CLI options and the trace."""
-    cell, burstiness = wanted.cell, scenario.workload.burstiness
-    if wanted.closed is not None:
-        return Offered(np.zeros(wanted.closed.num_requests))
-    if wanted.method == "burst":
-        requests = burst_plan(wanted.rate, burstiness, wanted.seed, (cell.input_len, cell.output_len))
+    cell, burstiness, seed = plan.cell, scenario.workload.burstiness, plan.seed(scenario.seed)
+    if plan.closed is not None:
+        return Offered(np.zeros(plan.closed.num_requests))
+    if plan.method == "burst":
+        requests = burst_plan(plan.rate, burstiness, seed, (cell.input_len, cell.output_len))
         return Offered(np.array([each.offset_s for each in requests]), requests)
-    if wanted.ceiling and not trace:
-        flood = plan_flood(wanted.rate, wanted.latency_s, burstiness, wanted.seed)
+    if plan.ceiling and not trace:
+        flood = plan_flood(plan.rate, plan.latency_s, burstiness, seed)
         return Offered(flood.offsets_s, flood=flood)
-    if trace:
-        most = num_requests(scenario, wanted) if wanted.searched else None
-        requests = scaled(trace, request_rate(trace) / wanted.rate, most)
-        offsets = np.array([each.offset_s for each in requests])
-        own = (
-            Flood(offsets, 0.0, float(offsets[-1]), wanted.latency_s, wanted.rate) if wanted.ceiling else None
-        )
-        return Offered(offsets, requests, own)
-    n = num_requests(scenario, wanted)
-    return Offered(planned_offsets(wanted.rate, n, burstiness, wanted.seed))
+    n = num_requests(scenario, plan)
+    if not trace:
+        return Offered(planned_offsets(plan.rate, n, burstiness, seed))
+    requests = scaled(trace, request_rate(trace) / plan.rate, n if plan.searched else None)
+    offsets = np.array([each.offset_s for each in requests])
+    flood_of = Flood(offsets, 0.0, float(offsets[-1]), plan.latency_s, plan.rate) if plan.ceiling else None
+    return Offered(offsets, requests, flood_of)
 
 
-def planned_sessions(scenario: Scenario, wanted: Wanted, source: SessionSource) -> Offered:
+def planned_sessions(scenario: Scenario, plan: TrialPlan, source: SessionSource) -> Offered:
     """The load of one trial of sessions. Its rate counts requests: a session brings several, in the mean.
 
     It is offered until sessions end as fast as they begin, and for some times as long again: for as many
     requests as that takes, be they more than search.max_requests.
     """
-    search, session_rate = scenario.search, wanted.rate / source.requests_each
-    filled_s = source.filled_s(wanted.latency_s)
+    search, session_rate = scenario.search, plan.rate / source.requests_each
+    filled_s = source.filled_s(plan.latency_s)
     seconds = search.trial_s
-    if wanted.searched:
-        usual_s = trial_length_s(wanted.rate, wanted.latency_s, wanted.least_s)
-        seconds = search.max_trial_s or max(seconds, min(usual_s, search.max_requests / wanted.rate))
-    seconds = filled_s + max(seconds, FILLS * filled_s, search.min_requests / wanted.rate)
+    if plan.searched:
+        usual_s = trial_length_s(plan.rate, plan.latency_s, plan.least_s)
+        seconds = search.max_trial_s or max(seconds, min(usual_s, search.max_requests / plan.rate))
+    seconds = filled_s + max(seconds, FILLS * filled_s, search.min_requests / plan.rate)
     count = max(2, math.ceil(session_rate * seconds))
-    load = source.load(session_rate, count, scenario.workload.burstiness, wanted.seed)
+    load = source.load(session_rate, count, scenario.workload.burstiness, plan.seed(scenario.seed))
     turns = TurnsLive(load.requests, filled_s, source.dispersion)
-    return Offered(load.session_offsets_s, sessions=load, turns=turns)
+    return Offered(load.session_offsets_s, sessions=load, turns=turns, requests_each=source.requests_each)
 
 
-def num_requests(scenario: Scenario, wanted: Wanted) -> int:
+def num_requests(scenario: Scenario, plan: TrialPlan) -> int:
     """Requests of a trial; of one that is searched as many as its verdict may take at most."""
     search = scenario.search
-    if wanted.method == "burst":
-        return burst_requests(wanted.rate)
+    if plan.method == "burst":
+        return burst_requests(plan.rate)
     seconds = search.trial_s
-    if wanted.ceiling:
-        seconds = max(FLOOD_LEAST_S, FLOOD_LATENCIES * wanted.latency_s)
-    elif wanted.searched:
-        seconds = search.max_trial_s or max(
-            seconds, trial_length_s(wanted.rate, wanted.latency_s, wanted.least_s)
-        )
-    return _within(search, wanted.rate * seconds)
+    if plan.ceiling:
+        seconds = max(FLOOD_LEAST_S, FLOOD_LATENCIES * plan.latency_s)
+    elif plan.searched:
+        seconds = search.max_trial_s or max(seconds, trial_length_s(plan.rate, plan.latency_s, plan.least_s))
+    return _within(search, plan.rate * seconds)
 
 
 def fixed_requests(scenario: Scenario, rate: float) -> int:
@@ -231,10 +201,12 @@ class TrialWatch:
     """
 
     def __init__(
-        self, scenario: Scenario, wanted: Wanted, offered: Offered, tiers: Mapping[str, Slo], tier: str = ""
+        self, scenario: Scenario, plan: TrialPlan, offered: Offered, tiers: Mapping[str, Slo] | None = None
     ) -> None:
-        self._tiers = dict(tiers) if wanted.searched and not wanted.ceiling else {}
-        self._asked = tier if tier in self._tiers else next(iter(self._tiers), "")
+        """``tiers``: by default the scenario's."""
+        tiers = scenario.slo.by_tier() if tiers is None else tiers
+        self._tiers = dict(tiers) if plan.searched and not plan.ceiling else {}
+        self._asked = plan.tier if plan.tier in self._tiers else next(iter(self._tiers), "")
         self.decisions: dict[str, Decision] = {}
         self._flood = offered.flood
         self._flood_ends_s: NDArray[np.float64] = np.empty(0)
@@ -246,16 +218,14 @@ class TrialWatch:
             name: LiveTrial(
                 LiveConfig(
                     offsets_s=offered.offsets_s,
-                    rate=wanted.rate,
-                    latency_s=wanted.latency_s,
+                    rate=plan.rate,
+                    latency_s=plan.latency_s,
                     ttft_limit_s=(slo.tightest("ttft_ms") or 0.0) / 1e3,
                     confidence=scenario.search.confidence,
-                    thorough=wanted.thorough,
-                    confirms=wanted.confirms,
-                    least_s=wanted.least_s,
-                    hopeless_s=_hopeless_s(slo, wanted.cell.output_len)
-                    if offered.turns is None
-                    else math.inf,
+                    thorough=plan.thorough,
+                    confirms=plan.confirms,
+                    least_s=plan.least_s,
+                    hopeless_s=_hopeless_s(slo, plan.cell.output_len) if offered.turns is None else math.inf,
                     turns=offered.turns,
                 ),
                 [_target(criterion) for criterion in slo.all_criteria()],
@@ -276,7 +246,11 @@ class TrialWatch:
     def progressed(self, progress: Progress) -> bool:
         """Takes in what became known; True if the trial may end."""
         for name, live in self._trials.items():
-            seen = [_observation(self._tiers[name], each) for each in progress.settled if not _stopped(each)]
+            seen = [
+                _observation(self._tiers[name], each)
+                for each in progress.settled
+                if each.error != "cancelled"
+            ]
             decision = live.feed(
                 progress.t_s, seen, progress.waiting_first, progress.sent, progress.offsets_s
             )
@@ -300,13 +274,15 @@ class TrialWatch:
 
 @dataclass(frozen=True)
 class PlannedTrial:
-    """A trial with all that is offered in it, and who sees when that was long enough."""
+    """A trial from its beginning on: its load, the rule by which it ends, and its record so far."""
 
     plan: TrialPlan
     trace: Sequence[TracedRequest]
     """What its requests are taken from; empty where they are all alike."""
     offered: Offered
     watch: TrialWatch
+    begun: TrialRecord
+    """The record without its outcome."""
 
     @classmethod
     def of(
@@ -315,16 +291,32 @@ class PlannedTrial:
         plan: TrialPlan,
         trace: Sequence[TracedRequest] = (),
         source: SessionSource | None = None,
+        labels: Sequence[str] = (),
     ) -> PlannedTrial:
-        """``trace``, ``source``: the scenario's trace or sessions, if it has them."""
-        trace, wanted = plan.requests or trace, plan.wanted(scenario.seed)
+        """``trace``, ``source``: the scenario's trace or sessions, if it has them. ``labels``: of the run."""
+        trace = plan.requests or trace
         if source is None:
-            offered = planned(scenario, wanted, trace)
+            offered = planned(scenario, plan, trace)
         else:
-            offered = planned_sessions(scenario, wanted, source)
-        return cls(
-            plan, trace, offered, TrialWatch(scenario, wanted, offered, scenario.slo.by_tier(), plan.tier)
-        )
+            offered = planned_sessions(scenario, plan, source)
+        begun = begun_record(scenario, plan, labels)
+        return cls(plan, trace, offered, TrialWatch(scenario, plan, offered), begun)
+
+
+def begun_record(scenario: Scenario, plan: TrialPlan, labels: Sequence[str] = ()) -> TrialRecord:
+    """The record of a trial that begins now: all but its outcome."""
+    return TrialRecord(
+        trial_id=plan.trial_id,
+        cell=plan.cell,
+        request_rate=plan.rate,
+        seed=plan.seed(scenario.seed),
+        verdict="invalid",
+        reason="",
+        purpose=plan.purpose,
+        started_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        labels=list(labels),
+        method=plan.method,
+    )
 
 
 def _target(criterion: Criterion) -> CriterionTarget:
@@ -352,10 +344,6 @@ def ceiling_figures(records: Sequence[RequestRecord], flood: Flood, until_s: flo
     if found.completion_rate is None:
         return {}
     return {"completion_rate": found.completion_rate, "completion_steady": not found.grows}
-
-
-def _stopped(settled: Settled) -> bool:
-    return settled.error == "cancelled"
 
 
 def _observation(slo: Slo, settled: Settled) -> Observation:

@@ -57,6 +57,8 @@ class Progress:
     settled: tuple[Settled, ...] = ()
     offsets_s: tuple[float, ...] = ()
     """When the requests sent since the last progress were due, where no plan says so: turns of sessions."""
+    prepared: int | None = None
+    """Requests that are prepared so far; None as soon as they are offered."""
 
     @classmethod
     def from_json(cls, event: Mapping[str, Any]) -> Progress:
@@ -102,7 +104,7 @@ _ERROR = re.compile(r"([a-z_][\w.]*\.)?([A-Z]\w*(Error|Exception|Exit|Interrupt)
 CAUSE_CHARS = 300
 COMMAND = (sys.executable, "-m", LOADGEN_MODULE)
 PREPARE_DEADLINE_S = 60.0
-"""Encoding prompts and opening connections; 5,000 prompts of 32k tokens take about 20 s."""
+"""Longest silence while prompts are encoded and connections opened; 5,000 prompts of 32k tokens take 20 s."""
 STOP_DEADLINE_S = 10.0
 SILENT_S = 10.0
 """A generator reports its progress several times a second: one that has said nothing for so long hangs."""
@@ -232,6 +234,10 @@ class LoadGenerator:
                     self._go()
                     if self._spare is not None:
                         self._spare.prepare()
+            elif kind == "preparing":
+                worker.prepared = int(event["done"])
+                self._deadline = time.monotonic() + PREPARE_DEADLINE_S
+                on_progress(Progress(prepared=sum(each.prepared for each in self._workers)))
             elif kind == "progress":
                 worker.progress = Progress.from_json(event)
                 latest = [each.progress for each in self._workers]
@@ -348,6 +354,7 @@ class _Worker:
         self.records_path = records_path
         self.place = place
         self.progress = Progress()
+        self.prepared = 0
         self.ahead_s = 0.0
         """How far the clock of its host is ahead of ours."""
         self.end: dict[str, Any] | None = None

@@ -24,6 +24,7 @@ from kvbench.errors import KvbenchError
 from kvbench.hosts import nvml
 from kvbench.hosts.devices import NicReading, nic_counters
 from kvbench.hosts.procfs import Listeners, listening
+from kvbench.hosts.server_access import access_headers
 from kvbench.hosts.telemetry import Sampler, host_figures, read_host
 from kvbench.launchers.base import Launcher
 from kvbench.sweep.trial.evidence import (
@@ -42,12 +43,10 @@ class Observer:
     """Context manager around the load of one trial. ``rows`` and ``host`` are there after it.
 
     Rows are ``Sampler``'s with ``host``, the name of the host that was sampled, empty for this machine.
-    ``headers``: for the questions at the servers' /metrics.
     """
 
-    def __init__(
-        self, launcher: Launcher, deployment: RunningDeployment, trial_id: str, headers: Mapping[str, str]
-    ) -> None:
+    def __init__(self, launcher: Launcher, deployment: RunningDeployment, trial_id: str) -> None:
+        headers = access_headers(deployment.endpoints.access)
         self.rows: list[dict[str, Any]] = []
         self.host = HostFigures()
         self._launcher = launcher
@@ -217,11 +216,13 @@ class Readings:
             "logged_transports": [asdict(each) for each in self.logged_transports],
             "carried_bytes": {way: carried for way, carried in ways.items() if carried},
             **({"gpu_watts": self.watts, "watts_by_gpu": self.gpu_watts} if self.gpu_watts else {}),
+            "use": {role: each.to_json() for role, each in sampled_use(self.rows, self.slots).items()},
+            "num_kv_tokens": {
+                role: int(each.cache_tokens) // each.instances
+                for role, each in self.engines.items()
+                if each.cache_tokens and each.instances
+            },
         }
-
-    def use(self) -> dict[str, dict[str, Any]]:
-        """How much of each role's engines was in use, as JSON."""
-        return {role: each.to_json() for role, each in sampled_use(self.rows, self.slots).items()}
 
 
 class MetricsReader:

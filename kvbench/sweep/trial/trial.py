@@ -1,38 +1,26 @@
-"""One trial on a deployment: offer a rate to a cell once, read what all did meanwhile, judge, record."""
+"""One trial on a deployment: offer a load once, read what all did meanwhile, judge, store."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
-from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult
-from kvbench.core.gates.evidence import EngineFigures, Evidence, RouterFigures
+from kvbench.core.canaries.answer_kinds import CanaryResult
+from kvbench.core.gates.evidence import EngineFigures, RouterFigures
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.load.workers import workers_over
 from kvbench.core.plan.dispatch import CHATS, COMPLETIONS
-from kvbench.core.records import TIMING_REQUEST_HEADER, Cell, TrialRecord
+from kvbench.core.records import TIMING_REQUEST_HEADER, Cell, Finding, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.sessions.session_source import SessionSource
 from kvbench.deployment.deployment import RunningDeployment
-from kvbench.hosts.server_access import access_headers
 from kvbench.launchers.base import Launcher
 from kvbench.planning.load_files import write_requests, write_session_load
 from kvbench.results.store import RunStore
 from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.idle import Idleness
-from kvbench.sweep.trial.judging import (
-    begun_record,
-    ended_record,
-    evidence_of,
-    expected_reuse,
-    judged,
-    offered_reuse_of,
-    session_columns,
-    stored,
-    void,
-)
-from kvbench.sweep.trial.load_plan import LoadMode, Offered, PlannedTrial, TrialPlan, rate_of
+from kvbench.sweep.trial.judging import SiteReadings, Trials
+from kvbench.sweep.trial.load_plan import LoadMode, Offered, PlannedTrial, TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult, Progress, Spare
 from kvbench.sweep.trial.readings import (
     MetricsReader,
@@ -64,17 +52,15 @@ class TrialRunner:
         more_columns: Callable[[], Mapping[str, Any]] = dict,
         source: SessionSource | None = None,
     ) -> None:
-        """``more_columns``: what else stands in a trial's record, asked once its load is drained. ``source``:
+        """``more_columns``: further columns of a trial's record, asked once its load is drained. ``source``:
         where sessions come from, if the scenario asks for them.
         """
+        self.trials = Trials(scenario, store, trace, source)
         self._scenario = scenario
         self._deployment = deployment
-        self._store = store
         self._launcher = launcher
         self._spare = Spare(launcher)
         self._on_progress = on_progress
-        self.trace = trace
-        self._source = source
         self._idle = idle or Idleness(scenario, deployment)
         self._more_columns = more_columns
         self._reader = MetricsReader(deployment)
@@ -82,11 +68,6 @@ class TrialRunner:
         """Of the cells whose right answers are known."""
         self._may_expire = 0.0
         """Requests that earlier trials cancelled, whose KV may still be given up."""
-
-    @property
-    def trace_rate(self) -> float:
-        """Requests per second of the trace as it was recorded (and scaled); 0 without one."""
-        return rate_of(self.trace)
 
     def prepare(self) -> None:
         """Starts a load generator for the next trial; ``close`` ends it if there is none."""
@@ -101,90 +82,72 @@ class TrialRunner:
         A system that does not become idle is offered nothing: the trial is void. Raises KvbenchError if a
         process dies or hangs.
         """
-        scenario, mode = self._scenario, self._mode(plan)
         backlog = self._idle.wait(plan.cell)
         if backlog is not None:
-            return void(scenario, plan, backlog, self._store, {"load_mode": mode})
+            return self.trials.skip_trial(plan, backlog, {"load_mode": self._mode(plan)})
         if plan.twin_of:
             self._deployment.reset_caches()
         before = self._reader.before()
-        begun = begun_record(scenario, plan, self._store)
-        headers = access_headers(self._deployment.endpoints.access)
-        with Observer(self._launcher, self._deployment, plan.trial_id, headers) as observer:
-            trial, load = self.offer(plan)
+        trial = self.trials.begin_trial(plan)
+        with Observer(self._launcher, self._deployment, plan.trial_id) as observer:
+            load = self.offer(trial)
         undrained = self._idle.drain(load)
-        readings = self._reader.after(before, observer, slots_of(scenario))
-        asked, canaries = self._judged_canaries(plan, load)
-        evidence = replace(self._evidence(trial, load, readings), canaries=canaries)
-        if undrained is not None:
-            evidence = replace(evidence, logged=[*evidence.logged, undrained])
-        self._may_expire = max(0.0, evidence.kv_may_expire - readings.kv_lost)
+        readings = self._reader.after(before, observer, slots_of(self._scenario))
+        self.trials.store.add_telemetry(readings.rows)
+        return self.trials.end_trial(trial, load, self._seen(trial, load, readings, undrained))
+
+    def _seen(
+        self, trial: PlannedTrial, load: LoadResult, readings: Readings, undrained: Finding | None
+    ) -> SiteReadings:
+        canaries = self._judged_canaries(trial.plan, load)
         columns = {
             **readings.columns(load),
-            "load_mode": mode,
-            **expected_reuse(trial.offered, load),
-            **({"concurrency": plan.closed.concurrency} if plan.closed else {}),
+            "load_mode": self._mode(trial.plan),
+            **({"concurrency": trial.plan.closed.concurrency} if trial.plan.closed else {}),
             **({} if canaries is None else {"canaries": canaries.to_json()}),
-            "use": readings.use(),
-            "num_kv_tokens": {
-                role: int(each.cache_tokens) // each.instances
-                for role, each in evidence.engines.items()
-                if each.cache_tokens and each.instances
-            },
-            **self._session_columns(trial, load, evidence),
             **self._more_columns(),
         }
-        record = ended_record(begun, judged(scenario, trial, load, evidence), columns, load.duration_s)
-        self._store.add_telemetry(readings.rows)
-        if asked:
-            self._store.add_asked_canaries(plan.trial_id, asked)
-        return stored(scenario, record, load, self._store)
-
-    def _session_columns(self, trial: PlannedTrial, load: LoadResult, evidence: Evidence) -> dict[str, Any]:
-        """Of a load of sessions. Prompts are looked up where they are computed."""
-        if self._source is None:
-            return {}
-        role = evidence.engines.get("prefill") or evidence.engines.get("aggregated") or EngineFigures()
+        role = readings.engines.get("prefill") or readings.engines.get("aggregated") or EngineFigures()
         pool = None if role.cache_tokens is None else int(role.cache_tokens)
-        return session_columns(trial, load, evidence, self._source.requests_each, pool, role.prefix_hits)
+        evidence = self._evidence(trial, load, readings, undrained)
+        return SiteReadings({**evidence, "canaries": canaries}, columns, pool, role.prefix_hits)
 
-    def _judged_canaries(
-        self, plan: TrialPlan, load: LoadResult
-    ) -> tuple[list[AskedCanary], CanaryResult | None]:
+    def _judged_canaries(self, plan: TrialPlan, load: LoadResult) -> CanaryResult | None:
         """Asks for some more where requests have failed or were cancelled, and judges all of the trial."""
         supply = self.canaries.get(plan.cell)
         if supply is None:
-            return [], None
+            return None
         supply.used(load.records)
         failed = any(not record.ok for record in load.records)
         asked = supply.ask("after_trial", plan.trial_id, load.duration_s) if failed else []
-        return asked, supply.judged(load.records, asked)
+        if asked:
+            self.trials.store.add_asked_canaries(plan.trial_id, asked)
+        return supply.judged(load.records, asked)
 
     def offer(
         self,
-        plan: TrialPlan,
+        trial: PlannedTrial,
         over: Callable[[Progress], bool] | None = None,
         check: Callable[[], None] | None = None,
-    ) -> tuple[PlannedTrial, LoadResult]:
+    ) -> LoadResult:
         """Offers the load, and does nothing else. ``over``: told of its progress, says whether it may end,
         its last requests by themselves; by default the trial's own rule. ``check``: asked meanwhile whether
         all is well, by default whether the deployment's processes live. Raises KvbenchError.
         """
-        trial = PlannedTrial.of(self._scenario, plan, self.trace, self._source)
-        offered = trial.offered
+        plan, offered = trial.plan, trial.offered
 
         def progressed(progress: Progress) -> bool:
             self._on_progress(plan.cell, plan.rate, offered.n, progress)
-            if over is not None:
-                return over(progress)
-            return trial.watch.progressed(progress)
+            if progress.prepared is not None:
+                return False
+            return (over or trial.watch.progressed)(progress)
 
-        spec = self._load_spec(plan, offered.requests_n)
+        spec = self._load_spec(trial)
         if over is not None:
             spec["stop_grace_s"] = self._scenario.request_timeout_s
         if (supply := self.canaries.get(plan.cell)) is not None:
-            spec |= supply.spec(supply.places(offered, plan.seed(self._scenario.seed)))
-        requests_path = self._store.path / f".requests-{plan.trial_id}.jsonl"
+            spec |= supply.spec(supply.places(offered, trial.begun.seed))
+        requests_path = self.trials.store.path / f".requests-{plan.trial_id}.jsonl"
         if plan.closed is not None:
             spec |= {"concurrency": plan.closed.concurrency, "duration_s": plan.closed.duration_s}
         if offered.flood is not None and offered.requests is None:
@@ -201,7 +164,7 @@ class TrialRunner:
         workers, name = self._workers(plan, offered), f"loadgen-{plan.trial_id}"
         generator = LoadGenerator(self._launcher, spec, name, workers, spare=self._spare)
         try:
-            return trial, generator.run(progressed, check or self._deployment.check_alive, deadline_s)
+            return generator.run(progressed, check or self._deployment.check_alive, deadline_s)
         finally:
             requests_path.unlink(missing_ok=True)
 
@@ -233,8 +196,8 @@ class TrialRunner:
             return ""
         return plan.mode or self._scenario.load.mode
 
-    def _load_spec(self, plan: TrialPlan, n: int) -> dict[str, Any]:
-        scenario, slo = self._scenario, self._scenario.slo.main()
+    def _load_spec(self, trial: PlannedTrial) -> dict[str, Any]:
+        scenario, slo, plan = self._scenario, self._scenario.slo.main(), trial.plan
         endpoints, direct = self._deployment.endpoints, self._mode(plan) == "direct"
         return {
             "base_url": endpoints.base_url,
@@ -243,15 +206,15 @@ class TrialRunner:
             **self._chat_spec(),
             "model": scenario.model.served_model_name,
             "request_rate": plan.rate,
-            "num_requests": n,
+            "num_requests": trial.offered.requests_n,
             "burstiness": scenario.workload.burstiness,
-            "seed": plan.seed(scenario.seed),
+            "seed": trial.begun.seed,
             "input_len": plan.cell.input_len,
             "output_len": plan.cell.output_len,
             "vocab_size": scenario.model.vocab_size,
             "timeout_s": scenario.request_timeout_s,
             "stop_grace_s": stop_grace_s(scenario),
-            "records_path": str(self._store.path / f".records-{plan.trial_id}.jsonl"),
+            "records_path": str(self.trials.store.path / f".records-{plan.trial_id}.jsonl"),
             "slo": {"ttft_ms": slo.tightest("ttft_ms"), "tpot_ms": slo.tightest("tpot_ms")},
             "api_key_env": endpoints.access.api_key_env,
             # Only our own router knows that header.
@@ -273,38 +236,41 @@ class TrialRunner:
             "chat_tokens_per_word": length.tokens_per_word,
         }
 
-    def _evidence(self, trial: PlannedTrial, load: LoadResult, readings: Readings) -> Evidence:
-        """What the gates look at."""
+    def _evidence(
+        self, trial: PlannedTrial, load: LoadResult, readings: Readings, undrained: Finding | None
+    ) -> dict[str, Any]:
+        """What the gates look at, besides the load."""
         label, connector = self._deployment.plan.label, self._deployment.connector
         scenario = self._scenario.at(label)
         options = scenario.connector_options(label)
-        engine, cell = scenario.deployment.engine_options, trial.plan.cell
+        engine = scenario.deployment.engine_options
         moves = connector.disaggregated and engine.starts_processes
         kv_bytes, slack = None, 0.0
         # Of these each request has a length of its own, and what is reused does not move.
         if not trial.trace and trial.offered.sessions is None:
-            kv_bytes, slack = kv_bytes_per_request(scenario, cell.input_len, readings.engines)
+            input_len = trial.plan.cell.input_len
+            kv_bytes, slack = kv_bytes_per_request(scenario, input_len, readings.engines)
         may_expire = self._may_expire + load.cancelled
+        self._may_expire = max(0.0, may_expire - readings.kv_lost)
+        logged = [each.finding(excused=may_expire > 0) for each in self._deployment.diagnoses()]
         # In direct mode the router stands idle, and limits nothing.
         idle_router = self._mode(trial.plan) == "direct"
-        return replace(
-            evidence_of(scenario, trial, load),
-            disaggregated=connector.disaggregated,
-            whole_prompt=connector.whole_prompt,
-            engines=readings.engines,
-            host=readings.host,
-            router=RouterFigures() if idle_router else readings.router(load.duration_s),
-            kv_bytes_per_request=kv_bytes if connector.disaggregated else None,
-            kv_bytes_slack=slack,
-            kv_bytes_certain=engine.kv_bytes_certain,
-            kv_may_expire=may_expire,
-            transport_asked=connector.transport_asked(options) if moves else "",
-            transport_ran=readings.transport if moves else "",
-            logged_transports=readings.logged_transports if moves else (),
+        return {
+            "disaggregated": connector.disaggregated,
+            "whole_prompt": connector.whole_prompt,
+            "engines": readings.engines,
+            "host": readings.host,
+            "router": RouterFigures() if idle_router else readings.router(load.duration_s),
+            "kv_bytes_per_request": kv_bytes if connector.disaggregated else None,
+            "kv_bytes_slack": slack,
+            "kv_bytes_certain": engine.kv_bytes_certain,
+            "kv_may_expire": may_expire,
+            "transport_asked": connector.transport_asked(options) if moves else "",
+            "transport_ran": readings.transport if moves else "",
+            "logged_transports": readings.logged_transports if moves else (),
             **surroundings(scenario, connector, options),
-            logged=[each.finding(excused=may_expire > 0) for each in self._deployment.diagnoses()],
-            reuse_offered=offered_reuse_of(trial, load, readings.engines),
-        )
+            "logged": logged if undrained is None else [*logged, undrained],
+        }
 
 
 def stop_grace_s(scenario: Scenario) -> float:

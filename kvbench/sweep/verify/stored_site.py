@@ -21,7 +21,7 @@ from kvbench.errors import KvbenchError
 from kvbench.results.checksums import Damage
 from kvbench.results.finished_cells import asked_canaries, earlier_sessions
 from kvbench.results.run import CELLS, TRIALS, CellResult, RunFolder, requests_to_replay
-from kvbench.sweep.bench import Alone, Knowledge
+from kvbench.sweep.bench import Alone, Knowledge, Site
 from kvbench.sweep.calibration import measured_run
 from kvbench.sweep.cell import Fixed, searched_cells
 from kvbench.sweep.deployed import INVENTED
@@ -40,12 +40,12 @@ class UnansweredError(KvbenchError):
 
 
 @dataclass
-class StoredSite:
+class StoredSite(Site):
     """A deployment that was up once: its trials are those in the folder."""
 
     trials: Mapping[str, TrialRecord]
     known_alone: Alone
-    trace_rate: float
+    trace_rate: float = 0.0
     has_direct: bool = True
     canaries: CanaryPool | None = None
     """The right answers that its own were compared with."""
@@ -56,24 +56,12 @@ class StoredSite:
     """Where what is stored is not what was asked for."""
     requests_of: Callable[[TrialRecord], TrialRequests | None] = lambda record: None
 
-    def prepare(self) -> None:
-        """Nothing is started."""
-
-    def close(self) -> None:
-        """Nothing was."""
-
     def alone(self, cell: Cell) -> Alone:
         """What was found when the site was up."""
         return self.known_alone
 
-    def outputs(self, input_len: int) -> None:
-        """Nobody asks."""
-
-    def watch_answers(self, cell: Cell, known: CanaryPool | None) -> None:
-        """The trials are over."""
-
     def requests(self, record: TrialRecord) -> TrialRequests | None:
-        """As they are stored."""
+        """Return the stored requests."""
         return self.requests_of(record)
 
     def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from kvbench.results.checksums import Damage
 from kvbench.results.parquet import TRANSFERS
 from kvbench.results.provenance import slo_of
 from kvbench.results.run import MANIFEST, TRIALS, RunFolder
-from kvbench.sweep.trial.judging import Judgement, evidence_of, judged, stored_offer
+from kvbench.sweep.trial.judging import SiteReadings, judge, stored_offer
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, TrialWatch, planned
 from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.verify.cross_checks import ABSENT, SAME, as_read, json_differences
@@ -95,15 +96,12 @@ class StoredTrial:
         """Verdicts, findings and limits that these rules would not give, and requests that nobody planned."""
         record = self.record
         # Whether the load was over by itself when it was decided is not stored.
-        stored = (record.verdict, record.reason, _verdicts(record.summary))
         best = self._judged("stopped")
-        now = (best.verdict, best.reason, _verdicts(best.summary))
-        if now != stored:
+        if _outcome(best) != _outcome(record):
             other = self._judged("complete")
-            if (other.verdict, other.reason, _verdicts(other.summary)) == stored:
-                best, now = other, stored
-        if now != stored:
-            yield self.damage("the verdict does not follow from the requests", _words(*stored), _words(*now))
+            best = other if _outcome(other) == _outcome(record) else best
+        if _outcome(best) != _outcome(record):
+            yield self.damage("the verdict does not follow from the requests", _words(record), _words(best))
         for then, again, what in (
             (_names(record.findings), _names(best.findings), "findings"),
             (_without_live(record.summary), _without_live(best.summary), "tiers"),
@@ -146,24 +144,22 @@ class StoredTrial:
             {key: row[key] for key in ("limit", "shares") if key in row} if isinstance(row, Mapping) else row
         )
 
-    def _judged(self, reason: str) -> Judgement:
+    def _judged(self, reason: str) -> TrialRecord:
         """By the rules, from requests, stored decisions, and what gates found whose evidence is gone."""
         record = self.record
         plan = TrialPlan(record.cell, 1, record.request_rate, record.purpose, method=record.method)
         offered = stored_offer(record)
-        watch = TrialWatch(
-            self.scenario, plan.wanted(record.seed), offered, self.scenario.slo.by_tier(), plan.tier
-        )
+        watch = TrialWatch(self.scenario, plan, offered)
         watch.decisions.update(self._decisions())
-        trial = PlannedTrial(plan, (), offered, watch)
         load = LoadResult(self.requests, reason, record.duration_s, record.engine.get("client") or {})
-        evidence = replace(
-            evidence_of(self.scenario, trial, load),
-            recorded=record.findings,
-            reuse_expected=self._prompts_share_beginnings,
-            canaries=self._judged_canaries(),
+        evidence = {
+            "recorded": record.findings,
+            "reuse_expected": self._prompts_share_beginnings,
+            "canaries": self._judged_canaries(),
+        }
+        return judge(
+            self.scenario, PlannedTrial(plan, (), offered, watch, record), load, SiteReadings(evidence)
         )
-        return judged(self.scenario, trial, load, evidence)
 
     @property
     def _prompts_share_beginnings(self) -> bool:
@@ -191,7 +187,7 @@ class StoredTrial:
         if self.record.seed != (seed := plan.seed(self.scenario.seed)):
             yield self.damage("its seed is not that of its place", self.record.seed, seed)
             return
-        due = planned(self.scenario, plan.wanted(self.scenario.seed), self.trace).offsets_s
+        due = planned(self.scenario, plan, self.trace).offsets_s
         stored = np.sort([each.scheduled_s for each in self.requests])
         if len(stored) > len(due) or (len(stored) and np.abs(stored - due[: len(stored)]).max() > ARRIVAL_S):
             yield self.damage("its requests are not those that its seed plans")
@@ -247,9 +243,14 @@ def _names(findings: Sequence[Finding]) -> list[str]:
     return sorted(f"{each.gate}: {each.level}" for each in findings)
 
 
-def _words(verdict: str, reason: str, tiers: Mapping[str, Any]) -> str:
-    each = "".join(f", {name} {of}" for name, of in tiers.items())
-    return f"{verdict}{each} ({reason})" if reason else f"{verdict}{each}"
+def _outcome(of: TrialRecord) -> tuple[str, list[str], dict[str, Any]]:
+    """Return verdict, figures in the reason, and tiers' verdicts; the reason's wording may change."""
+    return of.verdict, re.findall(r"\d+(?:\.\d+)?", of.reason), _verdicts(of.summary)
+
+
+def _words(of: TrialRecord) -> str:
+    each = "".join(f", {name} {verdict}" for name, verdict in _verdicts(of.summary).items())
+    return f"{of.verdict}{each} ({of.reason})" if of.reason else f"{of.verdict}{each}"
 
 
 def _share_then(

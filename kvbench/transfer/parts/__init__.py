@@ -1,1 +1,1 @@
-"""What several transfer backends share, and parts of one that need a file of their own."""
+"""Code that several transfer backends share, and larger parts of single ones."""

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from kvbench.transfer.base import Layout
 
 MIN_PART_BYTES = 16 * 1024
-"""What several NICs or streams are worth; smaller transfers use fewer of them."""
+"""Minimum bytes per NIC or stream; smaller transfers use fewer of them."""
 
 
 class BlockRun(NamedTuple):
-    """``blocks`` blocks that lie side by side on both sides."""
+    """``blocks`` blocks that are contiguous on both sides."""
 
     local: int
     remote: int
@@ -34,12 +34,9 @@ def in_order(local: Sequence[int], remote: Sequence[int]) -> tuple[list[int], li
 
 
 def merge_runs(local: Sequence[int], remote: Sequence[int]) -> list[BlockRun]:
-    """Pairs (local block, remote block) as the fewest runs, ordered by local block.
-
-    Order does not matter to a transfer, so pairs are sorted first: a pool that hands out its
-    blocks backwards still gives one run. The two sequences are equally long and each without
-    repetition.
-    """
+    """Merge pairs (local block, remote block) into the fewest runs, ordered by local block. The pairs are
+    sorted first, since a transfer's order is irrelevant: a pool that allocates backwards still gives one run.
+    The two sequences have equal lengths and no repetitions."""
     runs: list[BlockRun] = []
     first_local = first_remote = count = 0
     for here, there in zip(*in_order(local, remote), strict=True):
@@ -55,7 +52,7 @@ def merge_runs(local: Sequence[int], remote: Sequence[int]) -> list[BlockRun]:
 
 
 def spans(runs: Iterable[BlockRun], local: Layout, remote: Layout) -> list[BlockSpan]:
-    """Runs of blocks as byte spans, once for every region of the two buffers."""
+    """Return runs of blocks as byte spans, once for every region of the two buffers."""
     size = local.block_bytes
     wanted = list(runs)
     return [
@@ -68,17 +65,15 @@ def spans(runs: Iterable[BlockRun], local: Layout, remote: Layout) -> list[Block
 def paired_spans(
     local: Sequence[int], remote: Sequence[int], here: Layout, there: Layout, merge: bool = True
 ) -> list[BlockSpan]:
-    """Pairs of blocks as byte spans of two buffers; every block of every region apart unless ``merge``."""
+    """Return pairs of blocks as byte spans of two buffers; without ``merge`` one per block and region."""
     if merge:
         return spans(merge_runs(local, remote), here, there)
     return spans([BlockRun(a, b, 1) for a, b in zip(local, remote, strict=True)], here, there)
 
 
 def split_spans(wanted: Sequence[BlockSpan], parts: int, least: int = 1) -> list[list[BlockSpan]]:
-    """Spans dealt out to at most ``parts`` lists of about equal bytes; a span may be cut.
-
-    No list but the last one gets fewer than ``least`` bytes, so that what is small stays whole.
-    """
+    """Distribute spans over at most ``parts`` lists of about equal bytes; a span may be cut. Each list except
+    the last gets at least ``least`` bytes, so that small transfers stay whole."""
     if parts == 1:
         return [list(wanted)]
     total = sum(span.nbytes for span in wanted)
@@ -98,7 +93,7 @@ def split_spans(wanted: Sequence[BlockSpan], parts: int, least: int = 1) -> list
 
 
 def pack_ids(ids: Sequence[int]) -> dict[str, list[int]]:
-    """Block ids for a JSON line: ``{"ids": […]}``, or ``{"runs": [start, count, …]}`` if shorter."""
+    """Return block ids for a JSON line: ``{"ids": […]}``, or ``{"runs": [start, count, …]}`` if shorter."""
     runs: list[int] = []
     for block in ids:
         if runs and block == runs[-2] + runs[-1]:
@@ -109,7 +104,6 @@ def pack_ids(ids: Sequence[int]) -> dict[str, list[int]]:
 
 
 def unpack_ids(packed: dict[str, list[int]]) -> list[int]:
-    """The inverse of ``pack_ids``, order kept."""
     if "ids" in packed:
         return packed["ids"]
     runs = packed["runs"]

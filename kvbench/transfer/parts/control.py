@@ -1,8 +1,6 @@
-"""What endpoints share beside the library: JSON lines to the other side, and threads for blocking calls.
-
-A target listens (``Door``), an initiator calls (``dial``); on a standing ``ControlChannel`` one end asks and
-the other one serves. Blocking library calls run in threads, so polling one never waits.
-"""
+"""Control connections of endpoints: JSON lines to the other side, and threads for blocking calls. A target
+listens (``Door``), an initiator calls (``dial``); on a ``ControlChannel`` one end asks and the other one
+serves. Blocking library calls run in threads, so polling never waits."""
 
 from __future__ import annotations
 
@@ -24,13 +22,13 @@ from kvbench.transfer.base import Endpoint, Layout
 
 HELLO_S = 5.0
 LINE_LIMIT = 1 << 26
-# Asked whether the other host is still there after this long without a word, so that a pulled cable does
+# TCP keepalive after this long without data, so that a pulled cable does
 # not keep a thread for ever. Seconds, and how often.
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 class ControlChannel:
-    """One connection. ``ask`` may be called from several threads; they take turns."""
+    """One connection. Threads that call ``ask`` take turns."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -44,10 +42,8 @@ class ControlChannel:
     def ask(
         self, message: Mapping[str, Any], deadline_s: float, meanwhile: Callable[[], None] = lambda: None
     ) -> Any:
-        """Send one line, do what is to be done ``meanwhile``, and wait for the answer.
-
-        Raises TransferError, after which the channel is of no more use, and what ``meanwhile`` raises.
-        """
+        """Send one line, call ``meanwhile``, and wait for the answer. Raises TransferError, after which the
+        channel is unusable, and the exceptions of ``meanwhile``."""
         with self._lock:
             try:
                 self._sock.settimeout(deadline_s)
@@ -61,7 +57,7 @@ class ControlChannel:
                 self.close()
                 raise TransferError(f"the peer is gone: {error}") from error
             except Exception:
-                self.close()  # its answer may come late, and must not be taken for the next one's
+                self.close()  # a late answer must not be taken for the next one's
                 raise
         if answer is None:
             raise TransferError("the peer is gone: it closed the connection")
@@ -70,7 +66,7 @@ class ControlChannel:
         return answer["ok"]
 
     def serve(self, answer: Callable[[dict[str, Any]], Any]) -> None:
-        """Answer lines until the other end closes; what ``answer`` raises goes back as an error."""
+        """Answer lines until the other end closes; exceptions of ``answer`` go back as errors."""
         self._sock.settimeout(None)
         with contextlib.suppress(OSError, ValueError):
             while (message := self.receive()) is not None:
@@ -81,14 +77,14 @@ class ControlChannel:
                 self._send(reply)
 
     def wait_for_end(self) -> None:
-        """Until the other end, or this one, closes; reads nothing."""
+        """Wait until either end closes, without reading."""
         ended = select.poll()
         ended.register(self._sock, select.POLLRDHUP)
         with contextlib.suppress(OSError):
             ended.poll()
 
     def receive(self) -> dict[str, Any] | None:
-        """The next line; None at the end. Raises OSError, ValueError."""
+        """Return the next line; None at the end. Raises OSError, ValueError."""
         line = self._reader.readline(LINE_LIMIT)
         if not line:
             return None
@@ -101,7 +97,7 @@ class ControlChannel:
         self._sock.sendall(json.dumps(message, separators=(",", ":")).encode() + b"\n")
 
     def close(self) -> None:
-        """End it; whoever waits at either end wakes. Safe to call twice."""
+        """Close and wake the waiting threads of both ends. Safe to call twice."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         with contextlib.suppress(OSError):
@@ -109,10 +105,10 @@ class ControlChannel:
 
 
 class Door:
-    """A target's listener. Each caller that knows the key is welcomed in a thread of its own."""
+    """A target's listener. Each caller with the key is handled in its own thread."""
 
     def __init__(self, host: str, welcome: Callable[[ControlChannel, dict[str, Any]], None]) -> None:
-        """``welcome(channel, hello)`` runs until the caller is done with. Raises TransferError."""
+        """``welcome(channel, hello)`` runs until the caller is done. Raises TransferError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, 0), family=family, backlog=128)
@@ -145,7 +141,7 @@ class Door:
                 channel._send({"ok": True})
                 self._welcome(channel, hello)
         except Exception:
-            pass  # a stranger, or a caller that went away; whoever waits for it has a deadline
+            pass  # an unknown or lost caller; waiting threads have deadlines
         finally:
             channel.close()
             self._channels.discard(channel)
@@ -160,7 +156,7 @@ class Door:
 
 
 def dial(address: Mapping[str, Any], hello: Mapping[str, Any], deadline_s: float) -> ControlChannel:
-    """Call a door and wait until it has let us in. Raises TransferError."""
+    """Call a door and wait until it accepts. Raises TransferError."""
     host, port = str(address["host"]), int(address["port"])
     try:
         sock = socket.create_connection((host, port), timeout=deadline_s)
@@ -175,7 +171,7 @@ def dial(address: Mapping[str, Any], hello: Mapping[str, Any], deadline_s: float
     return channel
 
 
-# A thread that comes back from a library waits this long at most for the interpreter while another one polls;
+# Maximum wait of a thread that returns from a library for the interpreter while another one polls;
 # Python's own 5 ms would be many times a small transfer. Seconds.
 SWITCH_INTERVAL_S = 20e-6
 
@@ -189,7 +185,6 @@ class Job:
         self.done = False
 
     def run(self) -> None:
-        """Make the call and keep what it raised."""
         try:
             self._call()
         except Exception as error:
@@ -207,13 +202,10 @@ class Job:
 
 
 class Threads:
-    """Up to ``limit`` daemon threads; ``fd`` turns readable when a job is done.
-
-    The threads are never waited for: a library that hangs must not keep its process from ending. A job goes
-    to the thread that was busy last, whose caches are warm: a store's call of 4 KiB costs 140 to 165 µs more
-    than without a thread this way, 205 to 230 µs when idle threads take turns (medians, two busy cores). When
-    all are busy it waits its turn.
-    """
+    """Up to ``limit`` daemon threads; ``fd`` becomes readable when a job is done. The threads are never
+    joined, since a hanging library must not keep its process alive. A job goes to the last active thread,
+    with warm caches: a store's call of 4 KiB then costs 140 to 165 µs more than without a thread, but 205 to
+    230 µs if idle threads take turns (medians, two busy cores). When all are busy it waits."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -225,7 +217,7 @@ class Threads:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
 
     def start(self, call: Callable[[], None]) -> Job:
-        """Hand a call to a thread; a new one is started when all are busy."""
+        """Pass a call to a thread; start a new one when all are busy."""
         job = Job(call)
         with self._lock:
             if self._idle:
@@ -244,14 +236,14 @@ class Threads:
         job = inbox.get()
         while job is not None:
             job.run()
-            # Idle before the job is seen to be done: who calls again at once gets this very thread.
+            # Idle before the job is marked as done: the next call gets this thread.
             with self._lock:
                 following = self._waiting.popleft() if self._waiting else None
                 ended = self.fd < 0 and following is None
                 if following is None and not ended:
                     self._idle.append(inbox)
             job.done = True
-            with contextlib.suppress(OSError):  # closed in the meantime
+            with contextlib.suppress(OSError):  # closed meanwhile
                 os.eventfd_write(self.fd, 1)
             job = None if ended else following or inbox.get()
 
@@ -261,7 +253,6 @@ class Threads:
             os.eventfd_read(self.fd)
 
     def close(self) -> None:
-        """Let idle threads end. Safe to call twice."""
         with self._lock:
             if self.fd < 0:
                 return
@@ -276,7 +267,7 @@ PeerT = TypeVar("PeerT")
 
 
 class ThreadedEndpoint(Endpoint, Generic[PeerT]):
-    """One side, with up to ``threads`` calls under way. A backend says what its peers are."""
+    """One side, with up to ``threads`` active calls. The backend defines its peers."""
 
     def __init__(self, options: Mapping[str, Any], threads: int) -> None:
         self._host = str(options.get("host", "127.0.0.1"))

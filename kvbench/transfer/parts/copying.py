@@ -1,9 +1,9 @@
-"""Copies between memory of this host: what ``memcpy`` and ``shm`` share.
+"""Copies between memory of this host, for ``memcpy`` and ``shm``.
 
 A peer publishes its process id and the descriptor of a memory file, which this process maps through
-``/proc``; nothing has a name that could be left behind. The same user (or root) and process namespace are
-needed, not the same network namespace. One part is copied at once, in ``start``; with ``streams`` above 1
-that many threads copy, since ``ctypes`` gives up the interpreter meanwhile.
+``/proc``; without a name nothing can be left behind. Both need the same user (or root) and process namespace,
+not the same network namespace. One part is copied at once, in ``start``; with ``streams`` above 1 that many
+threads copy, since ``ctypes`` releases the interpreter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HERE_FIX = "both sides must run on one host, as the same user and in one process
 
 
 class Neighbour:
-    """Another process of this host. Raises TransferError when it is not to be reached, or has ended."""
+    """Another process of this host. Raises TransferError if it cannot be reached or has ended."""
 
     def __init__(self, pid: int) -> None:
         try:
@@ -40,19 +40,18 @@ class Neighbour:
         self._poll.register(self._fd, select.POLLIN)
 
     def check(self) -> None:
-        """It is still there."""
         if self._poll.poll(0):
             raise TransferError("the peer's process has ended")
 
     def open(self, file: Mapping[str, Any]) -> int:
-        """A descriptor of the file that it named by ``file_of``."""
+        """Open the file described by ``file_of``; return a descriptor."""
         try:
             fd = os.open(f"/proc/{self._pid}/fd/{file['fd']}", os.O_RDWR)
         except OSError as error:
             raise TransferError(f"cannot open the peer's memory: {error}", hint=HERE_FIX) from error
         if os.fstat(fd).st_ino != file["inode"]:
             os.close(fd)
-            raise TransferError("another process answers in the peer's place", hint=HERE_FIX)
+            raise TransferError("another process answers instead of the peer", hint=HERE_FIX)
         return fd
 
     def close(self) -> None:
@@ -61,20 +60,18 @@ class Neighbour:
 
 
 def file_of(fd: int) -> dict[str, int]:
-    """How a neighbour finds a file of this process."""
+    """Describe a file of this process for a neighbour."""
     return {"pid": os.getpid(), "fd": fd, "inode": os.fstat(fd).st_ino}
 
 
 def memory_file(nbytes: int) -> int:
-    """A file in memory, without a name."""
+    """Return a memory file without a name."""
     fd = os.memfd_create("kvbench-transfer")
     os.ftruncate(fd, max(nbytes, 1))
     return fd
 
 
 class MappedFile(contextlib.AbstractContextManager["MappedFile"]):
-    """A file of which every page is mapped and there."""
-
     def __init__(self, fd: int, nbytes: int) -> None:
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         try:
@@ -98,7 +95,7 @@ class _Peer:
 
 @dataclass
 class _Copy:
-    """What a ticket stands for: (to, from, bytes) of each part, and the threads' jobs."""
+    """A ticket's state: (to, from, bytes) of each part, and the threads' jobs."""
 
     process: Neighbour
     memory: MappedFile
@@ -108,8 +105,6 @@ class _Copy:
 
 
 class CopyEndpoint(Endpoint):
-    """Copies straight from one buffer into another."""
-
     poll_interval_s = 0.0003
     transport_name = ""
 
@@ -124,7 +119,7 @@ class CopyEndpoint(Endpoint):
 
     @abstractmethod
     def published(self) -> tuple[int, int]:
-        """The file that a peer maps, and the offset of the registered bytes in it."""
+        """Return the file that a peer maps, and the offset of the registered bytes in it."""
 
     def reshape(self, layout: Layout) -> bool:
         self._layout = layout
@@ -212,7 +207,7 @@ class CopyEndpoint(Endpoint):
 
 
 def _copier(part: Sequence[tuple[int, int, int]]) -> Callable[[], None]:
-    """Copies these (to, from, bytes)."""
+    """Return a function that copies these (to, from, bytes)."""
     memmove = ctypes.memmove
     if len(part) == 1:
         to, source, nbytes = part[0]

@@ -1,7 +1,4 @@
-"""Loading native libraries, Mooncake's package among them: what to load before, and what to say on failure.
-
-A library's output is caught in the process that hosts it, kept bounded, and passed on.
-"""
+"""Loads native libraries, among them Mooncake's package: prerequisites, error messages, captured output."""
 
 from __future__ import annotations
 
@@ -35,23 +32,20 @@ VERBS_FIX = (
 
 
 def unpacked_folder() -> Path:
-    """Where set-up unpacks system libraries that the machine lacks and may not install."""
+    """Return the folder where set-up unpacks system libraries that the machine lacks."""
     return Path(sys.prefix) / "lib" / "kvbench-native"
 
 
 def preload(names: tuple[str, ...]) -> None:
-    """Load shared libraries so that a wheel's extension finds them by name.
-
-    The system's own copy wins; the unpacked one stands in. What neither has is left to the import,
-    which then names what is missing.
-    """
+    """Load shared libraries so that a wheel's extension finds them by name. The system's copy is preferred
+    over the unpacked one. The later import reports missing ones."""
     folder = unpacked_folder()
     for name in names:
         try:
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
         except OSError:
             for path in sorted(folder.rglob(name)):
-                with contextlib.suppress(OSError):  # it needs others in turn: the import names them
+                with contextlib.suppress(OSError):  # it needs other libraries: the import names them
                     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
                 break
 
@@ -65,7 +59,7 @@ def import_native(module: str, fix: str) -> ModuleType:
 
 
 def version_of(*distributions: str) -> dict[str, str]:
-    """Name and version of the first of these distributions that is installed."""
+    """Return name and version of the first installed one of these distributions."""
     for name in distributions:
         try:
             return {"name": name, "version": importlib.metadata.version(name)}
@@ -74,8 +68,8 @@ def version_of(*distributions: str) -> dict[str, str]:
     return {"name": distributions[0], "version": "unknown"}
 
 
-def inherited(name: str, wanted: Any, default: str) -> str:
-    """A variable's value: the option if it is given, else what is set already, else the default."""
+def variable_value(name: str, wanted: Any, default: str) -> str:
+    """Return a variable's value: the option if given, else the current value, else the default."""
     return str(wanted) if wanted else os.environ.get(name, default)
 
 
@@ -84,11 +78,9 @@ TAIL_LINES = 200
 
 
 class NativeLog:
-    """Replaces file descriptors 1 and 2 of this process by a pipe that a thread drains.
-
-    The first lines are kept, since libraries name their transport when they start, and the last
-    ones, since libraries give their reasons only there. All go on to the old stderr.
-    """
+    """Replaces file descriptors 1 and 2 of this process by a pipe that a thread drains. It keeps the first
+    lines (libraries name their transport at the start) and the last ones (reasons of errors), and copies all
+    to the old stderr."""
 
     def __init__(self) -> None:
         self._head: list[str] = []
@@ -112,22 +104,22 @@ class NativeLog:
                 self._count += len(texts)
                 self._head += texts[: max(HEAD_LINES - len(self._head), 0)]
                 self._tail.extend(texts)
-            # If nobody reads our stderr any more, the library must still be able to go on.
+            # The library must continue even if stderr has no reader.
             with contextlib.suppress(OSError):
                 os.write(self._stderr, b"".join(line + b"\n" for line in lines))
 
     def mark(self) -> int:
-        """A point in the log, for ``since``."""
+        """Return a point in the log for ``since``."""
         return self._count
 
     def since(self, mark: int) -> list[str]:
-        """Lines written after a mark, as far as they are still kept."""
+        """Return the kept lines after a mark."""
         with self._lock:
             fresh = min(self._count - mark, len(self._tail))
             return list(self._tail)[len(self._tail) - fresh :] if fresh > 0 else []
 
     def lines(self) -> Sequence[str]:
-        """The first and the last lines; those between may be lost, and some may come twice."""
+        """Return the first and the last lines; some may be missing or appear twice."""
         with self._lock:
             return [*self._head, *self._tail]
 
@@ -141,18 +133,18 @@ INSTALL = "pip install mooncake-transfer-engine-non-cuda"
 
 
 def mooncake_absent() -> Problem | None:
-    """Is the package there? Whether it loads is asked in a child process."""
+    """Check that the package is installed; a child process checks that it loads."""
     if importlib.util.find_spec("mooncake") is None:
         return Problem("not installed", INSTALL)
     return None
 
 
 def mooncake_module(module: str) -> ModuleType:
-    """``engine`` or ``store``, in child processes only. Raises MissingLibraryError with what it lacks."""
+    """Import ``engine`` or ``store``, in child processes only. Raises MissingLibraryError with what it
+    lacks."""
     preload(VERBS_LIBRARIES)
     return import_native(f"mooncake.{module}", VERBS_FIX)
 
 
 def mooncake_version() -> dict[str, str]:
-    """Name and version of the package that is installed."""
     return version_of(*DISTRIBUTIONS)

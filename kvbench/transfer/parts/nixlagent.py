@@ -1,4 +1,4 @@
-"""One NIXL agent with one of its plugins: without a progress thread, with a lock of its own."""
+"""One NIXL agent with one of its plugins: without a progress thread, with its own lock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvbench.transfer.base import Endpoint, Layout, Op, Ticket
 from kvbench.transfer.parts.blocks import BlockSpan
 from kvbench.transfer.parts.native import import_native, version_of
 
-# The meta package picks the variant that suits the machine's CUDA; each variant also works alone.
+# The meta package selects the variant for the machine's CUDA; each variant also works alone.
 MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 DISTRIBUTIONS = ("nixl", "nixl-cu12", "nixl-cu13")
 INSTALL = "pip install --no-deps nixl-cu12"
@@ -24,12 +24,12 @@ NUMPY_FIX = "pip install numpy"
 
 
 def installed() -> list[str]:
-    """NIXL's variants that are there; none is imported."""
+    """Return NIXL's installed variants, without importing them."""
     return [name for name in MODULES if importlib.util.find_spec(name) is not None]
 
 
 def import_api() -> Any:
-    """NIXL's Python API module, of the first variant that loads."""
+    """Import NIXL's Python API module from the first variant that loads."""
     problem = MissingLibraryError("nixl is not installed", hint=INSTALL)
     import_native("numpy", NUMPY_FIX)
     for name in installed():
@@ -41,8 +41,8 @@ def import_api() -> Any:
 
 
 @contextlib.contextmanager
-def refused(what: str) -> Iterator[None]:
-    """NIXL's exceptions as TransferError."""
+def nixl_errors(what: str) -> Iterator[None]:
+    """Convert NIXL's exceptions to TransferError."""
     try:
         yield
     except TransferError:
@@ -52,7 +52,7 @@ def refused(what: str) -> Iterator[None]:
 
 
 class NixlAgent:
-    """A NIXL agent. Raises TransferError for whatever NIXL refuses."""
+    """A NIXL agent. Raises TransferError for all errors of NIXL."""
 
     def __init__(self, plugin: str, params: Mapping[str, str]) -> None:
         api = import_api()
@@ -64,7 +64,7 @@ class NixlAgent:
         self._tables: list[Any] = []
         self.lock = threading.RLock()
         self.name = f"kvbench-{os.getpid()}-{os.urandom(6).hex()}"
-        with refused("the NIXL agent does not start"):
+        with nixl_errors("the NIXL agent does not start"):
             config = api.nixl_agent_config(enable_prog_thread=False, backends=[])
             self._agent = api.nixl_agent(self.name, config)
             self._agent.create_backend(plugin, dict(params))
@@ -72,17 +72,17 @@ class NixlAgent:
 
     @property
     def metadata(self) -> str:
-        """What a peer's agent needs to know, as hex digits."""
+        """What a peer's agent needs, as hex digits."""
         return str(self._agent.get_agent_metadata().hex())
 
     def register(self, address: int, nbytes: int, kind: str, device: int = 0) -> None:
-        with refused(f"cannot register {nbytes} bytes"):
+        with nixl_errors(f"cannot register {nbytes} bytes"):
             ranges = [(address, nbytes, device, "")]
             self._registered.append(self._agent.register_memory(ranges, kind, self._plugins))
 
-    def meet(self, metadata: str) -> str:
-        """The name of the peer's agent, which is known from now on."""
-        with self.lock, refused("cannot reach the peer"):
+    def add_peer(self, metadata: str) -> str:
+        """Connect to a peer's agent and return its name."""
+        with self.lock, nixl_errors("cannot reach the peer"):
             name = self._agent.add_remote_agent(bytes.fromhex(metadata))
             return name.decode() if isinstance(name, bytes) else str(name)
 
@@ -94,12 +94,13 @@ class NixlAgent:
                 self._agent.remove_remote_agent(name)
 
     def table(self, owner: str, address: int, layout: Layout, kind: str, device: int = 0) -> Any:
-        """Every block of every region; row = region · blocks + block. ``owner`` is empty for this side's."""
+        """Describe every block of every region; row = region · blocks + block. ``owner`` is empty for this
+        side's."""
         rows = self._np.zeros((layout.regions * layout.blocks, 3), dtype=self._np.uint64)
         rows[:, 0] = address + self._np.arange(len(rows), dtype=self._np.uint64) * layout.block_bytes
         rows[:, 1] = layout.block_bytes
         rows[:, 2] = device
-        with self.lock, refused("cannot describe the blocks"):
+        with self.lock, nixl_errors("cannot describe the blocks"):
             return self._agent.prep_xfer_dlist(owner or "NIXL_INIT_AGENT", rows, kind, self._plugins)
 
     def drop_table(self, table: Any) -> None:
@@ -109,19 +110,17 @@ class NixlAgent:
     def by_block(
         self, op: Op, here: tuple[Any, Layout, Sequence[int]], there: tuple[Any, Layout, Sequence[int]]
     ) -> tuple[Any, int]:
-        """Return a transfer of blocks chosen by index from two tables, and its number of descriptors.
-
-        As under vLLM, NIXL merges the blocks that follow each other in both tables.
-        """
+        """Return a transfer of blocks by index from two tables, and its number of descriptors. As under vLLM,
+        NIXL merges blocks that are adjacent in both tables."""
         rows = [self._rows(layout, blocks) for _, layout, blocks in (here, there)]
-        with self.lock, refused(f"NIXL refused the {op}"):
+        with self.lock, nixl_errors(f"NIXL refused the {op}"):
             handle = self._agent.make_prepped_xfer(
                 op.upper(), here[0], rows[0], there[0], rows[1], b"", self._plugins
             )
         return handle, self._merged_descriptors(*rows)
 
     def _merged_descriptors(self, local: Any, remote: Any) -> int:
-        """Return the number of descriptors after NIXL's merging, which NIXL's debug log gives as well."""
+        """Return the number of descriptors after NIXL's merging, as in NIXL's debug log."""
         gaps = (self._np.diff(local) != 1) | (self._np.diff(remote) != 1)
         return int(self._np.count_nonzero(gaps)) + (len(local) > 0)
 
@@ -132,18 +131,16 @@ class NixlAgent:
     def by_span(
         self, op: Op, spans: Sequence[BlockSpan], here: NixlPlace, there: NixlPlace, peer: str
     ) -> Any:
-        """A transfer of spans of bytes."""
         table = self._np.array(spans, dtype=self._np.uint64).reshape(-1, 3)
         sides = []
         for column, place in ((0, here), (1, there)):
             rows = self._np.stack([table[:, column] + place.address, table[:, 2], table[:, 2]], axis=1)
             rows[:, 2] = place.device
             sides.append(self._agent.get_xfer_descs(rows, place.kind))
-        with self.lock, refused(f"NIXL refused the {op}"):
+        with self.lock, nixl_errors(f"NIXL refused the {op}"):
             return self._agent.initialize_xfer(op.upper(), *sides, peer, b"", self._plugins)
 
     def start(self, handle: Any) -> bool:
-        """Start a transfer; whether it is done already."""
         try:
             with self.lock:
                 return self._checked(self._agent.transfer(handle))
@@ -153,7 +150,6 @@ class NixlAgent:
             raise TransferError(f"NIXL refused the transfer: {type(error).__name__}: {error}") from error
 
     def poll(self, handle: Any) -> bool:
-        """Whether a transfer is done."""
         try:
             with self.lock:
                 return self._checked(self._agent.check_xfer_state(handle))
@@ -179,7 +175,7 @@ class NixlAgent:
 
 
 class NixlPlace:
-    """Where spans lie: the address of byte 0, NIXL's kind of memory, and its device."""
+    """Location of spans: the address of byte 0, NIXL's kind of memory, and its device."""
 
     __slots__ = ("address", "device", "kind")
 
@@ -191,14 +187,14 @@ class NixlPlace:
 
 @dataclass
 class NixlRequests:
-    """What a ticket stands for: each agent's request, and those that are not done."""
+    """A ticket's state: each agent's request, and the unfinished ones."""
 
     parts: list[tuple[NixlAgent, Any]] = field(default_factory=list)
     pending: list[tuple[NixlAgent, Any]] = field(default_factory=list)
 
 
 class AgentsEndpoint(Endpoint):
-    """What UCX and files have in common: tickets over agents."""
+    """Tickets over agents, common to UCX and files."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._merge = bool(options.get("merge", True))

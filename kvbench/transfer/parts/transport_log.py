@@ -1,8 +1,6 @@
-"""Which transport a process's log says that the KV takes: what transfer libraries write, line by line.
-
-The lines are data (``transport_lines.yaml``). UCX's tables of protocols prove the way of one operation
-between one kind of memory and another; a connection's lanes prove it only where all are of one transport.
-"""
+"""Finds the KV's transport in a process's log, line by line. The lines are data (``transport_lines.yaml``).
+UCX's tables of protocols prove one operation's transport between two kinds of memory; a connection's lanes
+prove it only if all use one transport."""
 
 from __future__ import annotations
 
@@ -20,9 +18,9 @@ from kvbench.core.gates.evidence import LoggedTransport
 _TABLE: Final = Path(__file__).with_name("transport_lines.yaml")
 _SELF: Final = "self"
 _NO_WAY: Final = frozenset({"self", "cuda_copy", "rocm_copy", "ze_copy", "gdr_copy"})
-"""Lanes inside one process: they are beside those that reach a peer."""
+"""Lanes inside one process; they accompany those to a peer."""
 BLOCK_BYTES: Final = 65_536
-"""A KV block of one layer is of this size or a few times larger."""
+"""Size of a KV block of one layer; real ones are up to a few times larger."""
 
 
 @cache
@@ -41,10 +39,8 @@ class _Table:
 
 @dataclass
 class TransportReader:
-    """Follows the lines of one log; a later statement of the same thing replaces an earlier one.
-
-    ``process``: whose log it is. ``operation``: by what its connector moves KV, "read", "write" or "".
-    """
+    """Follows the lines of one log; a later statement of the same thing replaces an earlier one. ``process``:
+    the log's process. ``operation``: the connector's KV operation, "read", "write" or ""."""
 
     process: str = ""
     operation: str = ""
@@ -54,7 +50,6 @@ class TransportReader:
     _open: dict[str, _Table] = field(default_factory=dict)
 
     def feed(self, lines: Iterable[str]) -> None:
-        """Takes the log's next lines."""
         for line in lines:
             if "cfg#" in line or "| " in line:
                 self._ucx(line)
@@ -65,9 +60,8 @@ class TransportReader:
                 self._engine("tcp", "tcp", line)
 
     def found(self) -> list[LoggedTransport]:
-        """What proves the KV's way: tables of the connector's operation, those of GPU memory before others;
-        without one, lanes that leave no choice, or the transport that the library has started.
-        """
+        """Return what proves the KV's transport. In order: tables of the connector's operation (GPU memory
+        first), lanes of one transport, the transport that the library has started."""
         tables = [each for each in self._tables.values() if each.operation == self.operation]
         if tables:
             on_gpus = [each for each in tables if each.gpu]
@@ -75,7 +69,7 @@ class TransportReader:
         lanes = [each for each in self._lanes.values() if len(_families(each.transports)) == 1]
         if lanes and len(lanes) == len(self._lanes):
             return lanes
-        # A library that has started both takes RDMA.
+        # A library that has started both uses RDMA.
         engine = self._engines.get("rdma") or self._engines.get("tcp")
         return [] if engine is None else [engine]
 
@@ -106,7 +100,7 @@ class TransportReader:
             self._row(replace(table.found, how=row["how"].removeprefix("(?) ")), row["config"], line)
 
     def _row(self, found: LoggedTransport, config: str, line: str) -> None:
-        """The row of a table for sizes of KV blocks."""
+        """Read the row of a table for sizes of KV blocks."""
         names = _names(config)
         if names and found.between != _SELF:
             key = (found.between, found.operation, found.local, found.remote)
@@ -120,12 +114,12 @@ class TransportReader:
 
 
 def _bytes(row: re.Match[str], end: str) -> float:
-    """One end of a row's range of sizes, as UCX writes it: ``2K``, ``9383``, ``inf``."""
+    """Return one end of a row's range of sizes, in UCX's format: ``2K``, ``9383``, ``inf``."""
     return float(row[end]) * 1024.0 ** " KMGT".index(row[f"{end}_unit"] or " ")
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Transports with their devices, as ``rc_mlx5/mlx5_0:1``, each once."""
+    """Return transports with their devices, as ``rc_mlx5/mlx5_0:1``, without repetitions."""
     return tuple(dict.fromkeys(found["name"] for found in _lines()["ucx_name"].finditer(text)))
 
 
@@ -134,11 +128,9 @@ def _families(names: Sequence[str]) -> set[str]:
 
 
 def gpu_transport(lines: Sequence[str], operation: str) -> str:
-    """What one operation between GPUs takes, as ``ucx:cuda_ipc/cuda``; empty if no table says it.
-
-    A connection's lanes are not enough: on an H200 its lanes were ``tcp/lo cuda_ipc/cuda``, its writes took
-    cuda_ipc and its reads TCP.
-    """
+    """Return the transport of one operation between GPUs, as ``ucx:cuda_ipc/cuda``; empty without a table. A
+    connection's lanes are not enough: on an H200 with lanes ``tcp/lo cuda_ipc/cuda``, writes used cuda_ipc
+    and reads TCP."""
     reader = TransportReader(operation=operation)
     reader.feed(lines)
     names = dict.fromkeys(name for each in reader.found() if each.gpu for name in each.transports)

@@ -1,9 +1,9 @@
-"""What backends share whose library sends and receives: the target takes part in each transfer.
+"""Shared code of backends with send and receive: the target takes part in each transfer.
 
-The initiator asks over a control channel of its own for each transfer under way; a thread at the target then
-receives what is written, or sends what is read, straight to and from the registered memory. A transfer is
-done when both sides have said so. Ranks are those of torch.distributed: each target and initiator are a
-group of two, the target with rank 0, without torch's default process group.
+The initiator sends a request over a control channel per transfer; a thread at the target then receives a
+write, or sends a read, directly to and from the registered memory. A transfer is done when both sides report
+it. Ranks are those of torch.distributed: each target and initiator are a group of two, the target with rank
+0, without torch's default process group.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from kvbench.transfer.parts.control import ControlChannel, Door, Job, ThreadedEn
 from kvbench.transfer.parts.native import import_native
 
 INSTALL = "pip install torch"
-# A send or receive whose other side is gone is given up by the library after this long. Seconds.
+# The library's timeout of a send or receive with a lost peer, in seconds.
 LIBRARY_LIMIT_S = 20.0
 JOIN_S = 10.0
-# Spans are not cut for several NICs into less than this.
+# Minimum size of spans cut for several NICs.
 LEAST_PART_BYTES = 16 * 1024
 
 Part = tuple[int, int]
@@ -37,19 +37,15 @@ Way = Literal["send", "receive"]
 
 
 class TwoSidedPair(ABC):
-    """Two ranks that have found each other."""
-
     @abstractmethod
     def move(self, way: Way, lanes: Sequence[Sequence[Part]], channel: int) -> None:
-        """Send or receive all parts, in order, and wait for their end; the other side does the opposite.
-
-        ``lanes`` are for as many NICs. Calls with different ``channel`` may overlap where the library can
-        tell them apart. Raises whatever the library raises.
-        """
+        """Send or receive all parts, in order, and wait for the end; the other side does the opposite.
+        ``lanes``: one list per NIC. Calls with different ``channel`` may overlap if the library supports it.
+        Raises the library's exceptions."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give it up. Safe to call twice."""
+        """Close it. Safe to call twice."""
 
 
 @dataclass
@@ -59,7 +55,7 @@ class _Peer:
     layout: Layout
     first: ControlChannel
     channels: dict[int, ControlChannel] = field(default_factory=dict)
-    """By thread."""
+    """Channel by thread."""
 
 
 @dataclass
@@ -71,12 +67,12 @@ class _Plan:
 
 
 class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
-    """One side; a backend says how a pair is made."""
+    """One side; the backend defines how a pair is made."""
 
     max_threads = 16
-    """Transfers that may be under way at a time; 1 for a library that only knows one order."""
+    """Maximum concurrent transfers; 1 for a library with one order only."""
     lanes = 1
-    """How many NICs each transfer is dealt over."""
+    """Number of NICs per transfer."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options, self.max_threads)
@@ -92,10 +88,10 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
 
     @abstractmethod
     def pair(self, store: Any, rank: int) -> TwoSidedPair:
-        """Join the pair whose ranks meet in that store. Raises whatever the library raises."""
+        """Join the pair whose ranks meet in that store. Raises the library's exceptions."""
 
     def bind(self, address: int, layout: Layout) -> None:
-        """See ``layout.nbytes`` bytes there as the library wants them. Raises TransferError."""
+        """Prepare ``layout.nbytes`` bytes for the library. Raises TransferError."""
 
     # --- both sides
 
@@ -104,7 +100,7 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
         self.bind(address, layout)
         self._door = Door(self._host, self._welcome)
         limit = timedelta(seconds=LIBRARY_LIMIT_S)
-        # Left to itself the store listens on all interfaces, whatever host it is given (torch 2.13).
+        # By default the store listens on all interfaces, for any host (torch 2.13).
         with socket.create_server((self._host, 0), backlog=128) as listener:
             port = int(listener.getsockname()[1])
             handle = listener.detach()
@@ -166,7 +162,7 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
         plan.job = self._threads.start(lambda: self._move(known, ticket.op, plan))
 
     def _move(self, known: _Peer, op: Op, plan: _Plan) -> None:
-        """In a thread: send the target the plan, do our part, hear that it has done its own."""
+        """Send the target the plan, do this side's part, wait for the target's; called in a thread."""
         channel, number, sent = self._channel(known)
         message: dict[str, Any] = {"plan": plan.number, "op": op}
         if plan.number not in sent:
@@ -176,7 +172,7 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
         channel.ask(message, LIBRARY_LIMIT_S, lambda: known.pair.move(way, plan.here, number))
 
     def _channel(self, known: _Peer) -> tuple[ControlChannel, int, set[int]]:
-        """This thread's channel to that peer, its number, and the plans that were sent over it."""
+        """Return this thread's channel to a peer, its number, and the plans sent over it."""
         mine = self._local.__dict__.setdefault("channels", {})
         if id(known) not in mine:
             number = next(self._channel_numbers)
@@ -207,7 +203,7 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
         name, number = str(hello["work"]), int(hello["number"])
         with self._joins:
             if not self._joins.wait_for(lambda: name in self._joined, JOIN_S):
-                raise TransferError(f"no pair is called {name}")
+                raise TransferError(f"there is no pair {name}")
             pair = self._joined[name]
         plans: dict[int, list[list[Part]]] = {}
 

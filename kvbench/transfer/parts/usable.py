@@ -1,4 +1,4 @@
-"""Which transfer backends this machine can run, and which of their protocols it lacks the hardware for."""
+"""Transfer backends that this machine can run, and their protocols without hardware."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvbench.hosts.nics import choice as nics
 
 
 def movers() -> list[BackendCapabilities]:
-    """Every backend, with what keeps it, or one of its protocols, from running here."""
+    """Return every backend, with what prevents it, or one of its protocols, from running here."""
     lacks = lacking()
     return [_with(backend, lacks[backend.name]) for backend in _known()]
 
 
 def lacking() -> dict[str, dict[str, Any]]:
-    """For each backend what is lacking here: ``problem``, empty if it runs, and ``lacking`` by protocol."""
+    """Return by backend: ``problem``, empty if it runs, and ``lacking`` by protocol."""
     names = transfer.names()
     with ThreadPoolExecutor(max_workers=4) as pool:
         problems = dict(zip(names, pool.map(transfer.check, names), strict=True))
@@ -38,12 +38,14 @@ def lacking() -> dict[str, dict[str, Any]]:
 
 
 def movers_on(hosts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[BackendCapabilities]:
-    """Every backend, with what keeps it from running on all of these hosts: host → its ``lacking``."""
+    """Return every backend, with what prevents it on any of these hosts: host → its ``lacking``."""
     found = []
     for backend in _known():
         lacks: dict[str, Any] = {"problem": "", "lacking": {}}
         for host, have in hosts.items():
-            own = have.get(backend.name, {"problem": "this kvbench there has no such backend", "lacking": {}})
+            own = have.get(
+                backend.name, {"problem": "kvbench on that host has no such backend", "lacking": {}}
+            )
             if own["problem"] and not lacks["problem"]:
                 lacks["problem"] = f"{host}: {own['problem']}"
             for protocol, reason in own["lacking"].items():
@@ -53,7 +55,7 @@ def movers_on(hosts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Back
 
 
 def _known() -> Iterator[BackendCapabilities]:
-    """Every backend as it is where nothing is lacking."""
+    """Yield every backend as if nothing were lacking."""
     for name in transfer.names():
         backend = transfer.get(name)
         yield BackendCapabilities(

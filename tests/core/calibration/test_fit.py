@@ -140,7 +140,7 @@ def test_what_each_prompt_takes_besides_its_tokens_is_fitted_where_it_shows(requ
 
 
 def test_too_few_requests_are_refused() -> None:
-    with pytest.raises(InputError, match="4 requests with known times are too few to fit 7 coefficients"):
+    with pytest.raises(InputError, match="4 requests with known times cannot fit 7 coefficients"):
         fit([served_with(TRUTH, a_load(1.0, 4, 1))])
 
 

@@ -70,7 +70,7 @@ def test_every_mistake_is_said_at_once_with_its_line() -> None:
     assert [line.split(":")[1] for line in lines] == ["1", "1", "1", "4", "11", "12"]
     assert "p.yaml:1: version: this kvbench reads version 1, not 2" in lines
     assert "p.yaml:4: unknown key `dat`; did you mean `date`?" in lines
-    assert any("status fit is said of a held-out part, and none is given" in line for line in lines)
+    assert any("status fit needs held_out" in line for line in lines)
     assert any(line.startswith("p.yaml:12: unknown key `sauce`") for line in lines)
 
 
@@ -81,13 +81,13 @@ def test_every_mistake_is_said_at_once_with_its_line() -> None:
         ("  prefill_token_ms: {value: 0.03, error: 0.001}\n", "", "needs `prefill_token_ms`"),
         (", source: data sheet", "", "needs a `source`"),
         ("[0, 0.01]", "[0, 0.02]", "variance of decode_step_ms is 0.02"),
-        ("[0, 0.01]", "[1.0e-5, 0.01]", "not symmetrical"),
-        ("[[1.0e-6, 0], [0, 0.01]]", "[[1.0e-6, 2.0e-4], [2.0e-4, 0.01]]", "negative variance"),
+        ("[0, 0.01]", "[1.0e-5, 0.01]", "not symmetric"),
+        ("[[1.0e-6, 0], [0, 0.01]]", "[[1.0e-6, 2.0e-4], [2.0e-4, 0.01]]", "negative eigenvalue"),
         ("[[1.0e-6, 0], [0, 0.01]]", "[[1.0e-6, 0]]", "2 rows of 2 numbers"),
         ("order: [prefill_token_ms, ", "order: [prefill_step_ms, ", "each coefficient that has an error"),
-        ("status: unchecked", "status: unfit\n" + HELD.strip(), "does not say what it cannot explain"),
-        ("status: unchecked", "status: fit\n" + HELD.strip(), "ttft_mean lies outside"),
-        (GOOD[GOOD.index("covariance:") :], "", "errors come with the covariance"),
+        ("status: unchecked", "status: unfit\n" + HELD.strip(), "`cannot_explain` is empty"),
+        ("status: unchecked", "status: fit\n" + HELD.strip(), "ttft_mean is outside"),
+        (GOOD[GOOD.index("covariance:") :], "", "covariance is required"),
         ("name: some-gpu", "name: some gpu", "name"),
         ("value: 0.03", "value: '0.03'", "prefill_token_ms.value"),
     ],

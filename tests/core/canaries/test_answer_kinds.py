@@ -112,7 +112,7 @@ def test_what_happened_around_is_told() -> None:
     wrong = judged_canaries(
         POOL, [broken, answered(4, "nonsense and more of it", 0), answered(5, "x" * 20, sent_s=3.8)]
     ).wrong
-    assert "1 others were under way" in wrong[0].around
+    assert "1 others were in flight" in wrong[0].around
     assert "1 × reset, last r3" in wrong[0].around
 
 
@@ -195,7 +195,7 @@ def test_one_text_for_several_prompts_in_one_asking_and_not_in_the_next_is_wrong
     again = [CANNED if place % 3 else text for place, text in enumerate(RIGHT)]
     result = judged_canaries(idle(first, again), [])
     assert {each.kind for each in result.wrong} == {"another_prompt"}
-    assert "one text for 16 canary prompts" in result.wrong[0].text()
+    assert "the same text for 16 canary prompts" in result.wrong[0].text()
 
 
 def test_texts_that_several_prompts_honestly_have_are_noise() -> None:

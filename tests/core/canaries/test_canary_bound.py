@@ -20,9 +20,9 @@ from kvbench.core.stats import binomial_cdf
 
 
 def test_the_issue_s_own_words() -> None:
-    assert bound_text(0, 1040) == "0 of 1,040 wrong: fewer than 0.3 % (95 %)"
+    assert bound_text(0, 1040) == "0 of 1,040 wrong: at most 0.3 % (95 % confidence)"
     assert bound_text(0, 0) == "no answers were checked"
-    assert bound_text(0, 10) == "0 of 10 wrong: fewer than 26 % (95 %)"
+    assert bound_text(0, 10) == "0 of 10 wrong: at most 26 % (95 % confidence)"
 
 
 @given(checked=st.integers(1, 5000), data=st.data())

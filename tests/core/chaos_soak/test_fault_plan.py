@@ -89,11 +89,11 @@ def test_names_of_faults_and_of_whom_they_are_done_to():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("melt:prefill", "no fault is called 'melt'"),
-        ("pull:prefill", "pull cannot be done to 'prefill'"),
-        ("lease:decode", "lease cannot be done to 'decode'"),
-        ("kill", "is no fault"),
-        ("kill:prefill@soon", "is no fault"),
+        ("melt:prefill", "unknown fault 'melt'"),
+        ("pull:prefill", "pull is not possible for 'prefill'"),
+        ("lease:decode", "lease is not possible for 'decode'"),
+        ("kill", "is not a fault"),
+        ("kill:prefill@soon", "is not a fault"),
     ],
 )
 def test_what_is_no_fault_is_refused(text, said):
@@ -105,7 +105,7 @@ def test_what_is_no_fault_is_refused(text, said):
     ("text", "said"),
     [
         ("kill:metadata", "has no metadata"),
-        ("kill:decode-1", "there are 1 of them"),
+        ("kill:decode-1", "there are 1, counted from 0"),
         ("slow:nic", "has no nic"),
     ],
 )

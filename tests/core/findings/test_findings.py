@@ -119,7 +119,7 @@ def test_the_notes_rows_say_what_is_wrong_with_them(imported: Callable[[str], Ru
     assert "8xH200" in prefill.text
     assert prefill.level == "invalid"
     rates = found(told, "other_rates")
-    assert "nixl at 32,768, 35 req/s, the script says 30" in rates.text
+    assert "nixl at 32,768, 35 req/s, script: 30" in rates.text
 
 
 def test_at_32k_impossible_at_any_precision_at_16k_in_16_bits(imported: Callable[[str], RunFolder]) -> None:
@@ -142,8 +142,8 @@ def test_the_notes_conclusions_contradict_their_tables(imported: Callable[[str],
     assert "mean_ttft_ms of mooncake at 32,768 is 413, not 461" in words
     assert "mean_ttft_ms of nixl at 32,768 is 846, not 2,779" in words
     assert "total_token_throughput of nixl at 32,768 is 110,775, not 129,000" in words
-    assert "at 1,024 the advantage of nixl is +0.1%, not 2 to 5%" in words
-    assert "at 8,192 the advantage of nixl is -0.7%" in words
+    assert "at 1,024 nixl is ahead by +0.1%, not 2 to 5%" in words
+    assert "at 8,192 nixl is ahead by -0.7%" in words
 
 
 def test_nobody_is_ahead_in_the_notes_and_32k_has_unequal_rates(imported: Callable[[str], RunFolder]) -> None:
@@ -273,7 +273,7 @@ def test_what_did_not_arrive_need_not_be_completed() -> None:
     behind = replace(arrived, figures={**arrived.figures, "duration_s": 60.0, "request_throughput": 513 / 60})
     finding = not_kept_up(behind)
     assert finding is not None
-    assert "8.55 of 17.1 req/s were completed" in finding.message
+    assert "8.55 of 17.1 req/s completed" in finding.message
 
 
 def test_sessions_wait_for_answers_so_their_rate_is_no_promise() -> None:
@@ -395,7 +395,7 @@ def test_claims_are_borne_out_contradicted_or_silent() -> None:
 )
 def test_what_is_no_claim_is_left_out(data: dict[str, Any]) -> None:
     assert read_claims([data]) == []
-    with pytest.raises(ValueError, match="is no claim"):
+    with pytest.raises(ValueError, match="is not a claim"):
         Claim.from_json(data)
 
 
@@ -421,7 +421,7 @@ def test_repeated_runs_tell_who_is_ahead() -> None:
     assert [ratio.figure for ratio in pair.significant] == ["mean_ttft_ms"]
     assert pair.text().startswith("1,024 in, 10 req/s: a is ahead of b in mean TTFT 33.0% lower [30.9, 35.1]")
     (ahead,) = [each for each in conclude(rows) if each.kind == "ahead"]
-    assert "of repeated runs" in ahead.text
+    assert "for repeated runs" in ahead.text
 
 
 def test_single_requests_tell_of_two_runs_only() -> None:
@@ -429,10 +429,10 @@ def test_single_requests_tell_of_two_runs_only() -> None:
     one, other = make_row("a", errors=errors), make_row("b", errors=errors, figures={"mean_ttft_ms": 140.0})
     pair = one_pair(one, other)
     assert pair.scope == "requests"
-    assert "of these two runs, not of repeated ones" in pair.text()
+    assert "for these two runs, not for repeated ones" in pair.text()
     close = one_pair(one, make_row("b", errors=errors, figures={"mean_ttft_ms": 102.0}))
     assert not close.significant
-    assert "every interval allows that they are equal" in close.text()
+    assert "every interval includes equality" in close.text()
 
 
 def test_other_models_and_other_rates_are_not_compared() -> None:
@@ -494,15 +494,15 @@ def test_a_report_of_read_in_results_has_conclusions_rows_and_their_origin(
     run = imported("notes")
     write_report(run.path, ("md", "json", "csv"))
     text = (run.path / "report.md").read_text()
-    assert text.startswith("# notes: results that were read in")
+    assert text.startswith("# notes: imported results")
     places = [
         text.index(words)
         for words in (
-            "## What is suspicious",
-            "## Written conclusions against the rows",
-            "## What cannot be told from this data",
-            "## Results that were read in",
-            "## Where the rows come from",
+            "## Warnings",
+            "## Written claims checked against the rows",
+            "## Inconclusive",
+            "## Imported results",
+            "## Sources of the rows",
         )
     ]
     assert places == sorted(places)

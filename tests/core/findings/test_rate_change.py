@@ -37,8 +37,8 @@ def side(*rates: float, spread: float = 0.1) -> list[Searched]:
         (50.0, 0.05, "worse"),
         (120.0, 0.05, "better"),
         (100.5, 0.01, "unchanged"),
-        (100.0, 0.2, "cannot be told"),
-        (90.0, 0.1, "cannot be told"),
+        (100.0, 0.2, "inconclusive"),
+        (90.0, 0.1, "inconclusive"),
     ],
 )
 def test_two_runs_are_judged_by_their_posteriors(after: float, spread: float, became: str) -> None:
@@ -76,7 +76,7 @@ def test_a_rate_that_none_holds_any_more_is_worse() -> None:
 
 def test_a_side_without_an_upper_end_is_no_alarm() -> None:
     open_ended = Searched(100.0, within(100.0, None))
-    assert rate_change(side(99.0), [open_ended]).became == "cannot be told"
+    assert rate_change(side(99.0), [open_ended]).became == "inconclusive"
     assert rate_change(side(50.0, spread=0.01), [open_ended]).became == "better"
     assert not rate_change([open_ended], side(99.0)).alarms(0.0)
 
@@ -88,7 +88,7 @@ def test_five_runs_are_judged_by_their_scatter() -> None:
     assert change.degrees == 3
     assert change.became == "worse"
     assert change.scatter == pytest.approx(np.std(np.log([99, 100, 101, 100.5]), ddof=1))
-    assert rate_change(before[:1], after).became == "cannot be told"
+    assert rate_change(before[:1], after).became == "inconclusive"
 
 
 def test_copies_of_a_run_are_no_repeats() -> None:

@@ -99,10 +99,11 @@ def test_the_gate_names_both_by_share_and_median() -> None:
     finding = two_populations(evidence(records(3.0)))
     assert finding is not None
     assert finding.level == "warning"
-    assert "TTFT is of two kinds: 50 ms at the median of 50% of the requests, 150 ms of the other 50%" in (
-        finding.message
+    assert (
+        "TTFT has two populations: 50 ms at the median of 50% of the requests, 150 ms of the other 50%"
+        in (finding.message)
     )
-    assert "each 2 requests in the same order" in finding.message
+    assert "repeats every 2 requests" in finding.message
     finding = two_populations(evidence(records(1.0, gap=1.8)))
     assert finding is not None
     assert finding.evidence["metric"] == "TPOT"

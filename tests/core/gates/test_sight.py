@@ -88,4 +88,4 @@ def test_tokens_count_where_requests_do_not() -> None:
     """Instances that count tokens serve as many requests as their part of them."""
     found = evidence(GOOD, engines=engines(decode={"served": (50_000.0, 100.0)}))
     finding = next(each for each in judge(found)[2] if each.gate == "unequal_instances")
-    assert "1 of 2 decode instances stood idle" in finding.message
+    assert "1 of 2 decode instances were idle" in finding.message

@@ -73,7 +73,7 @@ def test_all_mistakes_come_with_their_lines() -> None:
         parse_trace(text, "my.jsonl")
     lines = caught.value.message.splitlines()
     assert [line.split(": ")[0] for line in lines] == [f"my.jsonl:{n}" for n in (1, 2, 3, 3, 4, 5, 6, 6)]
-    assert "2 hash_ids stand for more than its 100 prompt tokens" in lines[0]
+    assert "2 hash_ids cover more than its 100 prompt tokens" in lines[0]
     assert "lacks output_len or output_length" in lines[6]
     assert "hash_ids" in (caught.value.hint or "")
 
@@ -81,7 +81,7 @@ def test_all_mistakes_come_with_their_lines() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "t:1: there is no request in it"),
+        ("", "t:1: the file has no request"),
         ("a,b\n1,2\n", "t:1: the header lacks offset_s, input_len, output_len; it has: a, b"),
         ("offset_s,input_len,output_len\n1,2\n", "t:2: has 2 columns where the header has 3"),
         ("offset_s,input_len,output_len\n1,0,x\n", "t:2: input_len must be a whole number from 1"),

@@ -120,7 +120,7 @@ def test_nothing_binds_where_nothing_is_late(seed: int) -> None:
 def test_work_that_takes_too_long_alone_is_told_from_a_queue() -> None:
     told = named(PAIR, 1.0, 1, slo=Slo(30, 15, 0.9), lengths=(2048, 16))
     assert told.limit == "prefill"
-    assert "computing the prompt alone" in told.evidence
+    assert "the prompt's computation itself" in told.evidence
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -170,7 +170,7 @@ def test_without_router_times_and_gauges_it_is_undetermined() -> None:
     assert binding_of(late(), SLO, window_facts()).limit == "undetermined"
     told = binding_of(late(), SLO, window_facts({"prefill": Use(), "decode": Use()}, 3.0))
     assert told.limit == "undetermined"
-    assert "router told no times" in told.evidence
+    assert "router reported no times" in told.evidence
 
 
 def test_waiting_on_a_decode_that_tells_nothing_is_undetermined() -> None:
@@ -187,7 +187,7 @@ def test_waiting_on_a_decode_that_tells_nothing_is_undetermined() -> None:
     full = {"decode": Use(slots=8, slots_full_share=0.9, kv_full_share=0.0)}
     told = binding_of(records, SLO, window_facts(full))
     assert told.limit == "decode_slots"
-    assert "all 8 slots were taken 90% of the time" in told.evidence
+    assert "all 8 slots were in use 90% of the time" in told.evidence
 
 
 def test_mostly_failed_requests_are_no_queue() -> None:
@@ -304,7 +304,7 @@ FREE = Use(slots=8, slots_full_share=0.0, kv_full_share=0.2)
 BLOCKED = Use(busy_share=0.5, kv_full_share=0.4)
 FETCHED = (
     "waiting for P, which was busy only 50% of the time: its KV pool was full of prompts that decode had not "
-    "fetched"
+    "fetched yet"
 )
 
 
@@ -339,35 +339,35 @@ FETCHED = (
             {"decode": replace(FREE, slots_full_share=0.9)},
             None,
             "decode_slots",
-            "93% … waiting for a place on decode: all 8 slots were taken 90% of the time",
+            "93% … waiting for a decode slot: all 8 slots were in use 90% of the time",
         ),
         (
             AFTER_P,
             {"decode": Use(slots_full_share=0.9, kv_full_share=0.9)},
             None,
             "decode_slots",
-            "93% … waiting for a place on decode: all slots were taken 90% of the time",
+            "93% … waiting for a decode slot: all slots were in use 90% of the time",
         ),
         (
             AFTER_P,
             {"decode": replace(FREE, kv_full_share=0.95)},
             None,
             "decode_slots",
-            "93% … waiting for a place on decode: its KV pool was too full 95% of the time",
+            "93% … waiting for a decode slot: its KV pool was full 95% of the time",
         ),
         (
             AFTER_P,
             {"decode": FREE},
             None,
             "transfer",
-            "93% … between prefill and decode, and decode had free places",
+            "93% … between prefill and decode, while decode had free slots",
         ),
         (
             AFTER_P,
             {"decode": FREE},
             3.0,
             "undetermined",
-            "92% … waiting on decode, although it had free places",
+            "92% … waiting on decode, although it had free slots",
         ),
         (AFTER_P, {"decode": FREE}, 400.0, "transfer", "80% … the KV transfer (400 ms on average)"),
     ],
@@ -398,18 +398,18 @@ def test_slow_steps_are_said_with_what_ran_in_them() -> None:
     told = binding_of(slow([0.02] * 10), SLO, facts)
     assert told.limit == "tpot"
     assert told.evidence == (
-        "at 10 req/s, 100 requests took longer than 15 ms per token: their tokens came 20 ms apart (median) "
-        "with 8 sequences running on average"
+        "at 10 req/s, 100 requests took longer than 15 ms per token: the gap between tokens was 20 ms "
+        "(median) with 8 sequences running on average"
     )
     mixed = [0.01] * 8 + [0.1, 0.1]  # 200 of 280 ms in two steps
     told = binding_of(slow(mixed), SLO, replace(facts, use={"aggregated": Use()}))
     assert told.evidence == (
-        "at 10 req/s, 100 requests took longer than 15 ms per token: their tokens came 10 ms apart (median), "
-        "and 71% of their decode time was in steps that also computed prompts"
+        "at 10 req/s, 100 requests took longer than 15 ms per token: the gap between tokens was 10 ms (median"
+        "), and 71% of their decode time was in steps that also computed prompts"
     )
     assert told.shares["long_gaps"] == pytest.approx(200 / 280)
     told = binding_of(slow(mixed), SLO, facts)
-    assert told.evidence.endswith("71% of their decode time was in steps far longer than others")
+    assert told.evidence.endswith("71% of their decode time was in steps much longer than others")
     few = [0.0148] * 9 + [0.03]  # a fifth, and no more, makes them worth a word
-    assert "far longer" in binding_of(slow([0.0138] * 8 + [0.03, 0.03]), SLO, facts).evidence
-    assert "far longer" not in binding_of(slow(few), SLO, facts).evidence
+    assert "much longer" in binding_of(slow([0.0138] * 8 + [0.03, 0.03]), SLO, facts).evidence
+    assert "much longer" not in binding_of(slow(few), SLO, facts).evidence

@@ -72,7 +72,7 @@ def test_answers_from_any_time_are_found_by_the_idle_ones() -> None:
     assert found(load(texts)) is None
     finding = found(load(texts), canaries=idle(*range(10_000, 10_018)))
     assert finding is not None
-    assert "200 of 400 answers under load have another one's text, of 18 idle ones 0" in finding.message
+    assert "200 of 400 answers under load repeat another one's text, of 18 idle ones 0" in finding.message
     # An idle server that gives them as often is an honest one.
     assert found(load(texts), canaries=idle(*range(10), *range(20_000, 20_008))) is None
 

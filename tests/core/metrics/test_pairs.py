@@ -81,7 +81,7 @@ def test_nothing_is_said_of_a_few() -> None:
     assert added([(few, few)]) == []
     assert added([]) == []
     assert added([(np.array([]), np.array([]))]) == []
-    with pytest.raises(ValueError, match="twin"):
+    with pytest.raises(ValueError, match="pair"):
         added([(few, few[1:])])
 
 

@@ -150,7 +150,7 @@ def test_twice_the_engines_are_not_ahead() -> None:
     assert (told.ahead, told.per, told.counts) == ("aggregated", "engine", (1, 2))
     assert told.ratio == pytest.approx(1 / 0.86, rel=0.005)
     assert told.text() == (
-        "cannot be compared directly: 2 engines (nixl) against 1 engine (aggregated); per engine: "
+        "not directly comparable: 2 engines (nixl) against 1 engine (aggregated); per engine: "
         "aggregated 1.16× nixl [1.12, 1.26]"
     )
     assert ahead(rows) == [f"1,024 in: {told.text()}"]
@@ -158,9 +158,7 @@ def test_twice_the_engines_are_not_ahead() -> None:
 
 def test_gpus_are_what_is_compared_where_they_are_known() -> None:
     (told,) = rate_pairs([row("a", 20.0, 21.0, Size(2, 16)), row("b", 15.0, 16.0, Size(2, 8))])
-    assert told.text().startswith(
-        "cannot be compared directly: 16 GPUs (a) against 8 GPUs (b); per GPU: b 1.5"
-    )
+    assert told.text().startswith("not directly comparable: 16 GPUs (a) against 8 GPUs (b); per GPU: b 1.5")
     (fair,) = rate_pairs([row("a", 20.0, 21.0, Size(2, 8)), row("b", 10.0, 11.0, Size(1, 8))])
     assert fair.text() == "a 2.00× b [1.85, 2.06]"
 
@@ -168,9 +166,7 @@ def test_gpus_are_what_is_compared_where_they_are_known() -> None:
 def test_nothing_is_invented_for_what_nobody_counted() -> None:
     (told,) = rate_pairs([row("url", 20.0, 21.0, Size()), row("b", 10.0, 11.0, Size(2))])
     assert told.ratio is None
-    assert (
-        told.text() == "cannot be compared directly: 2 engines (b) against an unknown number of engines (url)"
-    )
+    assert told.text() == "not directly comparable: 2 engines (b) against an unknown number of engines (url)"
     (both,) = rate_pairs([row("url", 20.0, 21.0, Size()), row("other", 10.0, 11.0, Size())])
     assert both.text() == "url 2.00× other [1.85, 2.06]"
     (same,) = rate_pairs([row("url", 20.0, 21.0, Size(None, 8)), row("b", 10.0, 11.0, Size(2, 8))])
@@ -181,7 +177,7 @@ def test_nothing_is_invented_for_what_nobody_counted() -> None:
 
 def test_a_rate_against_none_is_told_per_engine_too() -> None:
     (told,) = rate_pairs([row("a", 8.0, 8.4, Size(2)), row("b", None, 2.0, Size(1), "none")])
-    assert told.text().endswith("per engine: a holds a rate, b none that was tested")
+    assert told.text().endswith("per engine: a sustains a rate, b none of the tested rates")
     (open_,) = rate_pairs([row("a", 8.0, 8.4, Size(2)), row("b", None, 6.0, Size(1), "none")])
     assert open_.ratio is None
 
@@ -226,9 +222,7 @@ def test_latencies_at_one_rate_are_not_compared_across_unequal_numbers() -> None
     assert fair.significant
     (unfair,) = pairs([load("a", Size(2), 50.0), load("b", Size(1), 80.0)])
     assert (unfair.significant, unfair.ratios, unfair.unequal) == ((), (), True)
-    assert (
-        "cannot be told from this data: they are of unequal size, 2 engines against 1 engine" in unfair.text()
-    )
+    assert "inconclusive from this data: they have unequal size, 2 engines against 1 engine" in unfair.text()
     assert "%" not in unfair.text()
 
 
@@ -338,7 +332,7 @@ def test_the_terminal_has_it_too_within_100_columns(uneven: RunFolder) -> None:
     text = console.file.getvalue()
     assert "/eng" in text
     assert max(len(line.rstrip()) for line in text[: text.index("files:")].splitlines()) <= 100
-    assert "cannot be compared directly: 2 engines" in " ".join(text.split())
+    assert "not directly comparable: 2 engines" in " ".join(text.split())
     assert "nixl 1." not in text
     found = [each for each in statements(uneven) if each.kind in ("ahead", "untold")]
     assert [each.rule for each in found] == ["unequal_size"]

@@ -323,7 +323,7 @@ def test_the_report_says_it_of_what_was_started(tmp_path: Path) -> None:
     made = {**plan.to_json(), "processes": processes}
     with RunStore.create(tmp_path / "runs", "x", b"version: 1", made, {"hosts": far}, RunInfo()) as store:
         (note,) = [each for each in notes(load_run(store.path), []) if "over TCP" in each.text]
-    assert note.text.startswith("nixl is told to move its KV over TCP (UCX_TLS=tcp), beside active RDMA")
+    assert note.text.startswith("nixl is configured to move KV over TCP (UCX_TLS=tcp) although RDMA")
     assert "mlx5_0 of a" in note.text
 
 
@@ -367,7 +367,7 @@ def test_plan_launch_sweep_and_doctor_say_the_same(node: Path, tmp_path: Path) -
     said = "nixl needs 8 GPUs (prefill 4 × 1, decode 4 × 1), and this host has"
     for words in (["plan"], ["launch"], ["sweep", "--output", str(tmp_path / "out")], ["doctor"]):
         done = invoke(words[0], str(path), *words[1:])
-        assert (done.status != 0) == (words != ["plan"])  # which starts nothing, and says what would not
+        assert done.status != 0
         # The doctor's table breaks its lines.
         wanted = "nixl needs 8 GPUs" if words == ["doctor"] else said
         assert wanted in " ".join(done.text.split()), words

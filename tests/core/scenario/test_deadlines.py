@@ -50,7 +50,7 @@ def test_a_deadline_that_would_cut_good_answers_is_refused_with_its_line() -> No
     (found,) = said("60")
     line = next(n for n, each in enumerate(MINIMAL.splitlines(), 1) if SHORT in each)
     assert f":{line}: workload.request_timeout_s (60) is less than the 90 s" in found
-    assert "leave it out, or set at least that" in found
+    assert "omit it, or set at least that value" in found
     own = parse(
         MINIMAL.replace(OLD, "slo: {ttft_ms: 90000}").replace(SHORT, f"{SHORT}, request_timeout_s: 90")
     )

@@ -7,6 +7,7 @@ import json
 import pytest
 import yaml
 
+from kvbench.core.scenario.checks import contradictions
 from kvbench.core.scenario.scenario import scenario_schema
 from kvbench.core.slo import Limit, Slo
 from tests.core.scenario.test_scenario import MINIMAL, REGISTRY, fits, mistakes, parse
@@ -39,7 +40,7 @@ def test_goals_that_are_accepted(old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (OLD, "slo: {limits: [ttft p90 >= 5]}", "is no limit; write one such as"),
+        (OLD, "slo: {limits: [ttft p90 >= 5]}", "is not a limit; expected such as"),
         (OLD, "slo: {limits: [{metric: ttft_ms, limit: 5, unit: s}]}", "but no `unit`"),
         (OLD, "slo: {limits: [ttft p90 <= 5, ttft p90 <= 6]}", "repeats the metric and the statistic"),
         (OLD, "slo: {ttft_ms: 5, tiers: {a: {ttft_ms: 9}}}", "slo.ttft_ms beside slo.tiers"),
@@ -84,3 +85,10 @@ def test_a_trace_stands_in_for_lengths() -> None:
     assert scenario.workload.longest == 900
     assert fits(SCHEMA, yaml.safe_load(text), SCHEMA)
     assert not scenario.slo.given
+
+
+@pytest.mark.parametrize(("engine", "fine"), [("external", True), ("emulated", False)])
+def test_an_empty_slo_is_for_one_load_of_a_server_that_is_up(engine: str, fine: bool) -> None:
+    data = {"deployment": {"engine": engine}, "slo": {}, "workload": {"input_len": [8], "output_len": 2}}
+    texts = [each.text for each in contradictions(data)]
+    assert any("slo needs a limit" in each for each in texts) is not fine

@@ -96,5 +96,5 @@ def test_single_requests_are_no_sessions() -> None:
     with pytest.raises(InputError, match="no session has a second turn"):
         fitted_model(alone)
     pair = fitted_model(Corpus((session_of([(320, 5, 0.0), (400, 5, 1.0)], 0),), SIZE, "session"))
-    with pytest.raises(InputError, match="ask for 1 at least"):
+    with pytest.raises(InputError, match="request at least 1"):
         pair.generate(0, 1)

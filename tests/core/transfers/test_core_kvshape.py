@@ -82,7 +82,7 @@ def test_ranks_together_move_what_the_model_says(
 ) -> None:
     model = MODELS[name]
     if not model.mla_dim and max(model.kv_heads, tp) % min(model.kv_heads, tp):
-        with pytest.raises(InputError, match="cannot share evenly"):
+        with pytest.raises(InputError, match="cannot be divided evenly"):
             kv_work(name, tokens, tp, block)
         return
     work = kv_work(name, tokens, tp, block, version=version)
@@ -114,9 +114,9 @@ def test_beyond_memory_the_longest_that_fits_is_told_and_does_fit() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (("no-such-model", 10), "no model is called"),
+        (("no-such-model", 10), "unknown model"),
         (("qwen3-8b", 0), "--input-len must be at least 1"),
-        (("qwen3-8b", 10, 3), "cannot share evenly"),
+        (("qwen3-8b", 10, 3), "cannot be divided evenly"),
         (("qwen3-8b", 10, 1, 0), "--block-tokens must be"),
     ],
 )

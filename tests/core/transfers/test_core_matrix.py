@@ -19,7 +19,7 @@ from kvbench.core.transfers.cases import (
     estimate_s,
     memory_needed,
 )
-from kvbench.core.units import duration_text, parse_counts, parse_size, parse_sizes, size_text
+from kvbench.core.units import duration_text, estimate_text, parse_counts, parse_size, parse_sizes, size_text
 from kvbench.errors import InputError
 
 
@@ -41,7 +41,7 @@ def test_sizes_are_read_as_powers_of_1024(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "K", "-4K", "4KB", "0", "0.3", "4 apples", "1e6", "nan"])
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(InputError, match=r"no (size|whole number)"):
+    with pytest.raises(InputError, match=r"not a (size|whole number)"):
         parse_size(text)
 
 
@@ -50,7 +50,7 @@ def test_lists_and_ranges() -> None:
     assert parse_sizes("4K..32K") == (4096, 8192, 16384, 32768)
     assert parse_sizes("4K..20K,8K") == (4096, 8192, 16384, 20480)
     assert parse_counts("1,2,4,8") == parse_counts("1..8") == (1, 2, 4, 8)
-    with pytest.raises(InputError, match="downwards"):
+    with pytest.raises(InputError, match="descending"):
         parse_sizes("1M..4K")
     with pytest.raises(InputError, match="too many"):
         parse_counts(",".join(str(n) for n in range(1, 100)))
@@ -75,6 +75,20 @@ def test_a_round_size_is_read_back_from_its_words(count: int, unit: int) -> None
 )
 def test_durations_are_rounded_up(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        ((7186.0, 7186.0), "about 2 h"),
+        ((1906.0, 7186.0), "32 min to 2 h"),
+        ((194.0, 216.0), "3 to 4 min"),
+        ((0.0, 7.2), "0 to 7 s"),
+        ((6000.0, 20000.0), "1.7 to 5.6 h"),
+    ],
+)
+def test_an_estimate_has_two_digits(times: tuple[float, float], text: str) -> None:
+    assert estimate_text(*times) == text
 
 
 def test_the_default_matrix_is_small_and_ends_in_time() -> None:
@@ -112,7 +126,7 @@ def test_a_protocol_that_is_lacking_is_told_and_yardsticks_stay() -> None:
     found = build(Axes(backends=("tcp", "nixl", "memcpy"), protocols=("cma",)), MOVERS)
     assert {(case.backend, case.protocol) for case in found.cases} == {("nixl", "cma"), ("memcpy", "memory")}
     (left,) = found.left
-    assert (left.what, left.reason) == ("tcp over cma", "tcp has no such protocol, only tcp")
+    assert (left.what, left.reason) == ("tcp over cma", "tcp does not support it, only tcp")
     assert not left.absent
 
 
@@ -121,7 +135,7 @@ def test_cuda_ipc_is_for_gpu_memory_only() -> None:
     axes = Axes(backends=("nixl",), protocols=("tcp", "cuda_ipc"))
     found = build(axes, [mover])
     assert {case.protocol for case in found.cases} == {"tcp"}
-    assert [left.reason for left in found.left] == ["it copies from GPU to GPU: --memory cuda"]
+    assert [left.reason for left in found.left] == ["it copies between GPUs: use --memory cuda"]
     on_gpu = build(replace(axes, memory="cuda"), [mover])
     assert {case.protocol for case in on_gpu.cases} == {"tcp", "cuda_ipc"}
 
@@ -132,7 +146,7 @@ def test_a_protocol_that_nothing_here_has_is_refused_by_name() -> None:
         replace(each, lacking={"rdma": "no RDMA device"}) if "rdma" in each.protocols else each
         for each in MOVERS
     )
-    with pytest.raises(InputError, match="nothing here moves bytes over rdma") as told:
+    with pytest.raises(InputError, match="no backend on this host moves bytes over rdma") as told:
         build(Axes(protocols=("rdma",)), none)
     assert "over rdma: no RDMA device" in told.value.message
     assert build(Axes(protocols=("rdma", "tcp")), none).cases
@@ -144,7 +158,7 @@ def test_sizes_beyond_memory_are_left_out_with_the_reason() -> None:
     assert {case.block_bytes for case in found.cases} == {4096}
     (left,) = found.left
     assert left.cases == 2
-    assert "its buffers need 17.2 GB of 4.29 GB that are free" in left.reason
+    assert "its buffers need 17.2 GB of 4.29 GB free memory" in left.reason
 
 
 def test_fan_in_and_fan_out_but_not_both() -> None:
@@ -178,8 +192,8 @@ def test_memory_counts_every_side() -> None:
 @pytest.mark.parametrize(
     ("axes", "words"),
     [
-        (Axes(backends=("carrier_pigeon",)), "no transfer backend is called 'carrier_pigeon'"),
-        (Axes(backends=("tcp",), protocols=("cma",)), "tcp has no such protocol"),
+        (Axes(backends=("carrier_pigeon",)), "unknown transfer backend 'carrier_pigeon'"),
+        (Axes(backends=("tcp",), protocols=("cma",)), "tcp does not support it"),
         (Axes(backends=("memcpy",), remote=True), "within one host"),
         (Axes(backends=("tcp",), memory="cuda"), "host memory"),
     ],

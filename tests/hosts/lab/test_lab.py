@@ -266,7 +266,7 @@ def test_slow(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("kind", "nic", "amount", "said"),
     [
-        ("fire", 0, "", "no fault is called"),
+        ("fire", 0, "", "unknown fault"),
         ("pull", 3, "", "has no NIC 3"),
         ("pull", -1, "", "has no NIC -1"),
         ("pull", 0, "1%", "takes no amount"),
@@ -295,7 +295,7 @@ def test_a_lab_in_use_is_found_by_name_and_left_alone(lab: Lab) -> None:
         Lab.up(name=name)
     with pytest.raises(LabError, match="is using the lab"):
         take_down(name)
-    with pytest.raises(InputError, match="no lab called 'none'") as caught:
+    with pytest.raises(InputError, match="there is no lab 'none'") as caught:
         Lab.standing("none")
     assert name in caught.value.hint
     with pytest.raises(InputError, match="no host 'C'"):
@@ -434,7 +434,7 @@ def test_the_whole_way_by_command() -> None:
         assert told["labs"][0]["standing"] is True
         assert told["labs"][0]["line_rate_gb_per_s"] == 0.0125
         code, out = kvbench_lab("up", *name)
-        assert (code, "stands already" in out) == (2, True)
+        assert (code, "already exists" in out) == (2, True)
     finally:
         code, out = kvbench_lab("down", *name)
     assert (code, out) == (0, f"taken down: {TAG}\n")

@@ -29,7 +29,7 @@ def test_rates_as_tc_writes_them(text: str, bits: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "fast", "1", "1gb", "-1gbit", "0gbit", "2tbit", "1gbit; reboot"])
 def test_what_is_no_rate(text: str) -> None:
-    with pytest.raises(InputError, match="no rate of a NIC"):
+    with pytest.raises(InputError, match="not a NIC's rate"):
         parse_rate(text)
 
 
@@ -40,7 +40,7 @@ def test_shares_are_percentages(percent: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "1", "0%", "101%", "-1%", "many%", "nan%", "%"])
 def test_what_is_no_share(text: str) -> None:
-    with pytest.raises(InputError, match="no share"):
+    with pytest.raises(InputError, match="not a share"):
         parse_share(text)
 
 
@@ -64,10 +64,10 @@ def test_bursts_that_were_measured_to_reach_their_rate() -> None:
         ({"nics": 0}, "1 to 64"),
         ({"nics": 65}, "1 to 64"),
         ({"mtu": 100}, "MTU of 100"),
-        ({"rate": "much"}, "no rate"),
-        ({"name": "../x"}, "cannot be called"),
-        ({"name": ""}, "cannot be called"),
-        ({"name": "a" * 33}, "cannot be called"),
+        ({"rate": "much"}, "not a NIC's rate"),
+        ({"name": "../x"}, "cannot be a lab's name"),
+        ({"name": ""}, "cannot be a lab's name"),
+        ({"name": "a" * 33}, "cannot be a lab's name"),
         ({"prefix": "10.77.1"}, "not the beginning"),
         ({"prefix": "10.300"}, "not the beginning"),
         ({"prefix": "127.0"}, "not the beginning"),
@@ -135,7 +135,7 @@ def test_the_folder_is_the_users_own(runtime: Path) -> None:
 def test_a_folder_that_leads_elsewhere_is_refused(runtime: Path) -> None:
     (runtime / "other").mkdir()
     (runtime / "kvbench").symlink_to("other")
-    with pytest.raises(LabError, match="not a folder of this user"):
+    with pytest.raises(LabError, match="not this user's folder"):
         labstate.folder()
 
 

@@ -72,7 +72,7 @@ def test_a_subagent_that_nobody_began_is_left_out_and_said(tmp_path: Path) -> No
     late = {**HELPED, "requests": HELPED["requests"][1:]}  # type: ignore[index]
     corpus = load_corpus(written(tmp_path, late))
     assert corpus.sessions[0].subagent_count() == 0
-    assert any("1 sub-agents before any request" in note for note in corpus.notes)
+    assert any("1 sub-agents before their session's first request" in note for note in corpus.notes)
 
 
 def test_a_folder_and_a_file_of_many_lines_are_the_same(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_mooncake_requests_share_by_their_ids(tmp_path: Path) -> None:
         ('{"block_size": 64, "requests": [{"t": -1, "in": 1, "out": 1}]}', "t must be a time of at least 0"),
         (
             '{"block_size": 4, "requests": [{"t": 0, "in": 4, "out": 1, "hash_ids": [1, 2]}]}',
-            "stand for more",
+            "cover more",
         ),
         ('{"block_size": 4, "hash_id_scope": "x", "requests": []}', "must be local or global"),
         ('{"turns": 5}', "turns must be a list"),
@@ -257,7 +257,7 @@ def test_sessions_that_are_made_are_written_and_read_again(tmp_path: Path) -> No
         (("--generate", "3", "--write", "made.csv"), "--write is for sessions that are made"),
         (("--generate", "3", "--write", "nowhere/made.jsonl.gz"), "is not there"),
         (("--generate", "100000000"), "or fewer"),
-        (("--tokens", "few"), "no whole number"),
+        (("--tokens", "few"), "not a whole number"),
     ],
 )
 def test_bad_options_are_exit_2(options: tuple[str, ...], said: str) -> None:

@@ -40,7 +40,7 @@ def test_the_model_of_a_connector_is_of_its_own_op_and_of_most_nics() -> None:
     assert model_for(MODELS, "nixl") is MODELS[3]
     assert model_for(MODELS, "nixl", "cma") is MODELS[2]
     assert model_for(MODELS, "mooncake") is MODELS[5]
-    with pytest.raises(InputError, match="no transfer model is known of tcp") as caught:
+    with pytest.raises(InputError, match="no transfer model for tcp") as caught:
         model_for(MODELS, "tcp")
     assert "nixl/tcp, nixl/cma, mooncake/tcp" in caught.value.hint
 

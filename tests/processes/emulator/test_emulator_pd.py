@@ -267,7 +267,7 @@ def test_engines_that_do_not_match_are_refused(tmp_path: Path) -> None:
         pair = Pair("tcp", p, d)
         reply = pair.post({"prompt": prompt_of(10), "max_tokens": 2})
         assert reply.status_code == 500
-        assert "block_tokens is 32 here and 16 there" in reply.json()["error"]["message"]
+        assert "block_tokens is 32 here, 16 at the peer" in reply.json()["error"]["message"]
 
 
 def test_a_client_that_leaves_while_waiting_frees_both_sides(tmp_path: Path) -> None:

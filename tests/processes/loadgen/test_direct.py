@@ -194,8 +194,8 @@ def test_a_bench_tells_what_the_router_adds(tmp_path: Path) -> None:
         assert trial.engine["roles"]["prefill"]["prefix_hits"] == 0
     one, other = (list(run.requests(trial.trial_id).scheduled_s) for trial in tcp[:2])
     assert one == other
-    assert "what the router adds" in done.text
-    assert "## What the router adds" in (run.path / "report.md").read_text()
+    assert "router overhead" in done.text
+    assert "## Router overhead" in (run.path / "report.md").read_text()
 
 
 def test_direct_mode_with_several_workers_by_the_short_options(tmp_path: Path) -> None:
@@ -220,7 +220,8 @@ def test_direct_mode_of_an_unknown_pair_is_refused() -> None:
 def test_the_short_options_reach_the_scenario_and_the_plan() -> None:
     scenario, _ = resolve(CliOptions(workers=3, direct=True))
     assert (scenario.load.workers, scenario.load.mode) == (3, "direct")
-    done = invoke("plan", "quickstart", "--json", sets=("load.workers=3", "load.mode=direct"))
+    sets = ("load.workers=3", "load.mode=direct", "deployment.base_port=0")
+    done = invoke("plan", "quickstart", "--json", sets=sets)
     assert done.status == 0, done.text
     assert json.loads(done.out)["scenario"]["load"] == {
         "workers": 3,

@@ -177,14 +177,14 @@ def test_a_usage_is_a_number_of_tokens_or_an_error(count: int, name: str) -> Non
             trouble("inflated", per_event=8),
             "inflated_usage",
             "invalid",
-            "more tokens than there are: 30 of 30",
+            "more tokens than were sent: 30 of 30",
         ),
-        (trouble("at_once"), "answer_at_once", "invalid", "came whole at their end"),
+        (trouble("at_once"), "answer_at_once", "invalid", "arrived whole at their end"),
         (trouble("canned"), "same_answers", "invalid", "30 of 30 answers have the same text"),
-        (trouble("empty", spared=10), "empty_answers", "invalid", "20 of 30 answers are without any text"),
-        (trouble("empty_first"), "empty_first_event", "warning", "TTFT by the first event would be"),
-        (trouble("blank_first"), "early_first_token", "invalid", "the first text is sent ahead: in 30 of 30"),
-        ({"first_token_s": 0.0, "gap_s": 0.0}, "impossible_answers", "invalid", "no model answers so fast"),
+        (trouble("empty", spared=10), "empty_answers", "invalid", "20 of 30 answers have no text"),
+        (trouble("empty_first"), "empty_first_event", "warning", "TTFT to the first event would be"),
+        (trouble("blank_first"), "early_first_token", "invalid", "the first text is sent early: in 30 of 30"),
+        ({"first_token_s": 0.0, "gap_s": 0.0}, "impossible_answers", "invalid", "faster than any model"),
     ],
 )
 def test_each_oddity_is_named(
@@ -242,7 +242,7 @@ def test_a_late_reader_is_a_late_client(tmp_path: Path, way: str) -> None:
         strict = Slo(ttft_ms=200, tpot_ms=500, attainment=0.5)
         finding = found(Evidence(evidence.records, evidence.summary, strict, client=each), "client_limited")
         assert finding is not None
-        assert "answers by up to" in finding.message
+        assert "reads by up to" in finding.message
 
 
 @pytest.mark.parametrize("way", ["compiled", "python"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import socket
 import ssl
@@ -33,6 +34,7 @@ from hostile import (
 
 from kvbench.core.records import RequestRecord
 from kvbench.processes.http1 import ReceivedRequest, Response, serve
+from kvbench.processes.loadgen.control import PREPARED_EACH, Preparation
 
 ABORTED = b'data: {"choices":[{"index":0,"text":" a","finish_reason":"abort"}],"usage":null}\n\n'
 ABORTED_CHAT = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"error"}]}\n\n'
@@ -396,3 +398,15 @@ def test_the_kernel_tells_when_the_last_byte_of_a_long_request_left() -> None:
         assert record.stamps in ("kernel", "read")
         if record.sent_kernel_s is not None:
             assert record.sent_s <= record.sent_kernel_s <= record.first_token_s
+
+
+def test_a_preparation_reports_each_request_once_though_it_takes_it_up_twice(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    watched = Preparation(every_s=0.0).watched
+    assert (
+        list(watched(range(PREPARED_EACH))) + list(watched(range(PREPARED_EACH)))
+        == [*range(PREPARED_EACH)] * 2
+    )
+    told = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [each["done"] for each in told] == [PREPARED_EACH // 2, PREPARED_EACH]

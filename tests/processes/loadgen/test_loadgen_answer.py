@@ -367,7 +367,7 @@ def test_an_answer_of_far_more_events_than_tokens_is_given_up(asked: int | None)
         assert reader.error == ""
     else:
         assert reader.error == "bad_stream"
-        assert reader.detail == f"{most + 1:,} token events where {asked} tokens were asked for"
+        assert reader.detail == f"{most + 1:,} token events where {asked} tokens were requested"
 
 
 def stamp_of(real_ns: int) -> bytes:

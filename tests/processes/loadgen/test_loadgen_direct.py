@@ -27,7 +27,7 @@ from hostile import (
 )
 
 from kvbench.core.load.prompts import PromptShape, token_prompts
-from kvbench.core.plan.dispatch import AroundPrompt, engine_id_in
+from kvbench.core.plan.dispatch import AroundPrompt, engine_ids_in
 from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError
 from kvbench.processes.http1 import ReceivedRequest, Response, serve
@@ -162,10 +162,18 @@ def test_concurrent_dispatch_asks_both_at_once_after_the_bootstrap() -> None:
         assert [record.error_detail for record in records] == [""] * 4
         ids = {json.loads(request.body)["kv_transfer_params"]["transfer_id"] for request in at_p}
         assert ids == {record.request_id for record in records}
+        # P's rank, and the engine id that D asks for, are those of one and the same in turn.
+        turns = {
+            json.loads(request.body)["kv_transfer_params"]["transfer_id"]: request.headers[
+                "x-data-parallel-rank"
+            ]
+            for request in at_p
+        }
+        assert sorted(turns.values()) == ["0", "0", "1", "1"]
         for request in at_d:
             params = json.loads(request.body)["kv_transfer_params"]
-            assert params["transfer_id"] in ids
-            assert params["remote_engine_id"] == "p-rank-0"
+            assert params["remote_engine_id"] == {"0": "p-rank-0", "1": "other"}[turns[params["transfer_id"]]]
+            assert "x-data-parallel-rank" not in request.headers
         for record in records:
             assert record.decode_sent_s < record.prefill_answered_s
             assert record.prefill_answered_s - record.prefill_sent_s >= 0.099
@@ -217,8 +225,8 @@ def test_one_server_needs_no_prefill() -> None:
             "abort",
         ),
         ("no parameters", [plain("200 OK", b'{"choices":[]}')], "bad_stream", 200, "kv_transfer_params"),
-        ("no object", [plain("200 OK", b"[]")], "bad_stream", 200, "no JSON object"),
-        ("no JSON", [plain("200 OK", b"{")], "bad_stream", 200, "no JSON object"),
+        ("no object", [plain("200 OK", b"[]")], "bad_stream", 200, "not a JSON object"),
+        ("no JSON", [plain("200 OK", b"{")], "bad_stream", 200, "not a JSON object"),
         ("no HTTP", [b"nothing\r\n\r\n", "close"], "bad_stream", 0, "HTTP/1.1"),
         ("closes", ["close"], "early_close", 0, "closed"),
         ("closes in the answer", [plain("200 OK", b"{}")[:-1], "close"], "early_close", 200, "closed"),
@@ -325,4 +333,4 @@ def test_a_prompt_is_put_in_its_place_unchanged() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"a":{}}', b'{"0":{}}', b'{"0":1}', b"\xff"])
 def test_a_bootstrap_answer_may_be_anything(body: bytes) -> None:
-    assert engine_id_in(body) == ""
+    assert engine_ids_in(body) == ()

@@ -282,7 +282,7 @@ def test_traced_prompts_share_their_blocks(tmp_path: Path) -> None:
         ({"offset_s": -1, "input_len": 1, "output_len": 1}, "line 2: offset_s"),
         ({"offset_s": 1, "input_len": 0, "output_len": 1}, "line 2: input_len"),
         ({"offset_s": 1, "input_len": 1, "output_len": 1.5}, "line 2: output_len"),
-        ([1], "line 2: no JSON object"),
+        ([1], "line 2: not a JSON object"),
     ],
 )
 def test_a_wrong_trace_is_refused(tmp_path: Path, row: Any, words: str) -> None:

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import lives
 
-from kvbench.core.plan.dispatch import engine_id_in
+from kvbench.core.plan.dispatch import engine_ids_in
 from kvbench.errors import InputError
 from kvbench.processes.http1 import Pool, ReceivedRequest, Reply, Response, Server, fetch, serve
 from kvbench.processes.router.app import Router
@@ -243,6 +243,13 @@ def test_concurrent_sends_to_both_before_either_has_answered() -> None:
         assert params["transfer_id"] == x.p.body["kv_transfer_params"]["transfer_id"]
         assert params["remote_bootstrap_addr"] == x.p.url
         assert params["remote_engine_id"] == f"id-of-{x.p.url}"
+        # P has two data-parallel ranks: the next request is for the other one, by header and id alike.
+        for rank, engine_id in ((1, "second"), (0, f"id-of-{x.p.url}")):
+            order.clear()
+            await x.complete()
+            assert x.p.requests[-1][1]["x-data-parallel-rank"] == str(rank)
+            assert "x-data-parallel-rank" not in x.d.requests[-1][1]
+            assert x.d.body["kv_transfer_params"]["remote_engine_id"] == engine_id
         await x.close()
 
     on_loop(main)
@@ -379,9 +386,9 @@ def test_p_failing_after_d_has_begun_breaks_the_stream() -> None:
     [
         (as_json({"choices": []}), "kv_transfer_params"),
         (as_json({"kv_transfer_params": {**PARAMS, "remote_port": None}}), "remote_port"),
-        (as_json([1]), "no JSON object"),
-        (lambda _, response: response.send(200, b"<html>", "text/html"), "no JSON object"),
-        (lambda _, response: response.abort(), "no whole answer"),
+        (as_json([1]), "did not answer a JSON object"),
+        (lambda _, response: response.send(200, b"<html>", "text/html"), "did not answer a JSON object"),
+        (lambda _, response: response.abort(), "no complete answer"),
     ],
 )
 def test_an_unusable_answer_of_p_is_a_502_that_says_why(answer: Answer, words: str) -> None:
@@ -701,19 +708,21 @@ def test_requests_before_the_engine_ids_are_known_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "engine_id"),
+    ("body", "engine_ids"),
     [
-        (b'{"0":{"engine_id":"a"}}', "a"),
-        (b'{"1":{"engine_id":"b"},"0":{"engine_id":"a"}}', "a"),
-        (b"{}", ""),
-        (b"[]", ""),
-        (b"no", ""),
-        (b'{"0":{}}', ""),
-        (b'{"0":null}', ""),
+        (b'{"0":{"engine_id":"a"}}', ("a",)),
+        (b'{"1":{"engine_id":"b"},"0":{"engine_id":"a"}}', ("a", "b")),
+        (b'{"1":{"engine_id":"b"}}', ()),
+        (b"{}", ()),
+        (b"[]", ()),
+        (b"no", ()),
+        (b'{"0":{}}', ()),
+        (b'{"0":null}', ()),
     ],
 )
-def test_the_engine_id_in_a_bootstrap_answer(body: bytes, engine_id: str) -> None:
-    assert engine_id_in(body) == engine_id
+def test_the_engine_ids_in_a_bootstrap_answer(body: bytes, engine_ids: tuple[str, ...]) -> None:
+    assert engine_ids_in(body) == engine_ids
+    assert engine_ids_in(body, least=3) == ()
 
 
 values = st.recursive(

@@ -129,7 +129,7 @@ def test_options_choose_a_handshake_where_the_connector_has_several() -> None:
     ("spec", "said"),
     [
         ({"connector": "nccl", "version": "0.32.0"}, "has no P2pNcclConnector"),
-        ({"connector": "nixl", "version": "latest"}, "is no version"),
+        ({"connector": "nixl", "version": "latest"}, "is not a version"),
         ({"connector": "nixl", "options": {"threads": 1}}, "the spec's options"),
     ],
 )
@@ -202,7 +202,7 @@ def test_p_and_d_get_over_the_wire_what_the_connector_s_functions_say(name: str)
 
 def test_nixl_push_sends_to_both_at_once_if_asked() -> None:
     p, d = Engine(), Engine()
-    known = {"engine_id": "push-prefill-0", "tensor_parallel_size": 2}
+    known = {"engine_ids": ["push-prefill-0"], "tensor_parallel_size": 2}
     given = {"connector": "nixl_push", "version": "0.32.0", "options": {"dispatch": "concurrent"}}
     reply = asyncio.run(asyncio.wait_for(one_request(p, d, known, **given), 30))
     assert reply.status == 200
@@ -239,5 +239,5 @@ def test_to_send_at_once_p_s_engine_id_must_be_known(connector: str, options: di
         options=options,
     )
     assert spec.profile().dispatch == "concurrent"
-    with pytest.raises(InputError, match="needs an engine_id for each prefill"):
+    with pytest.raises(InputError, match="needs engine_ids for each prefill"):
         Router(spec)

@@ -263,7 +263,7 @@ def test_a_process_that_cannot_learn_the_engine_ids_ends_all_with_its_message(tm
         timeout=DEADLINE_S,
     )
     assert done.returncode == 1
-    assert "told no engine id" in done.stderr
+    assert "reported no engine id" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -153,7 +153,7 @@ def test_nonsense_is_answered_and_survived(pair: tuple[Talk, Talk]) -> None:
     ("spec", "cause"),
     [
         ({"backend": "nothing"}, "no transfer backend is called 'nothing'"),
-        ({"memory": "paper"}, "no memory is called 'paper'"),
+        ({"memory": "paper"}, "unknown kind of memory 'paper'"),
         ({"layout": {**LAYOUT, "block_bytes": 1 << 50}}, "does not fit into this machine's memory"),
         ({"options": {"host": "203.0.113.1"}}, "cannot listen on 203.0.113.1"),
         ({"more": 1}, "must have exactly these keys"),

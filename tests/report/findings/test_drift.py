@@ -48,7 +48,7 @@ def said(run: RunFolder) -> list[str]:
 def test_it_is_said_which_way_how_far_and_how_fast(sample: RunFolder) -> None:
     (slower,) = said(with_belief(sample, 10.0, 9.0))
     assert slower == (
-        "nixl at 512 got slower during the search: the rate that it holds fell by about 10% in 10 minutes "
+        "nixl at 512 became slower during the search: its sustained rate fell by about 10% in 10 minutes "
         "(about 47% an hour)"
     )
     (faster,) = said(with_belief(sample, 9.0, 10.0, 7200.0))
@@ -56,7 +56,7 @@ def test_it_is_said_which_way_how_far_and_how_fast(sample: RunFolder) -> None:
     (jump,) = said(with_belief(sample, 9.0, 14.0, 90.0))
     assert jump.endswith("rose by about 56% in 90 s")
     (timeless,) = said(with_belief(sample, 9.0, 14.0, None))
-    assert "got faster" in timeless
+    assert "became faster" in timeless
 
 
 def test_nothing_is_said_without_evidence(sample: RunFolder) -> None:
@@ -69,12 +69,13 @@ def test_it_stands_in_every_report(sample: RunFolder) -> None:
     rows = summary_table(run)
     (found,) = (each for each in statements(run, rows) if each.rule == "drift")
     assert (found.kind, found.level) == ("suspicious", "warning")
-    assert any("got slower" in note.text for note in notes(run, rows))
-    assert not any("got slower" in note.text for note in notes(run, rows, gates=False))
+    assert any("became slower" in note.text for note in notes(run, rows))
+    assert not any("became slower" in note.text for note in notes(run, rows, gates=False))
 
 
 @pytest.mark.parametrize(
-    ("warmup_s", "told"), [(0.0, lambda found: found == []), (12.0, lambda found: "got faster" in found[0])]
+    ("warmup_s", "told"),
+    [(0.0, lambda found: found == []), (12.0, lambda found: "became faster" in found[0])],
 )
 def test_a_system_that_warms_up_in_the_middle_of_a_search_is_found_out(
     tmp_path: Path, warmup_s: float, told: Callable[[list[str]], bool]

@@ -85,7 +85,7 @@ def test_a_folder_from_before_says_how_many_engines_it_had() -> None:
     unequal = [each for each in found if each.rule == "unequal_size"]
     assert [each.kind for each in unequal] == ["untold"] * 3
     for each in unequal:
-        assert "cannot be compared directly: 2 engines (" in each.text
+        assert "not directly comparable: 2 engines (" in each.text
         assert " against 1 engine (aggregated); per engine: " in each.text
         assert "deployment.aggregated" in each.advice
 
@@ -93,9 +93,9 @@ def test_a_folder_from_before_says_how_many_engines_it_had() -> None:
 def test_a_run_of_one_connector_says_that_nobody_is_compared() -> None:
     found = statements(load_run(REFERENCE / "burst-or-sustained"))
     (alone,) = (each for each in found if each.rule == "alone")
-    assert alone.text == "who is ahead: aggregated is alone in this run, so there is nobody to be ahead of"
+    assert alone.text == "no comparison: aggregated is the only connector in this run"
     (burst,) = (each for each in found if each.rule == "burst_and_sustained")
-    assert "29.5 req/s, 2.50 times the 11.8 that hold" in burst.text
+    assert "29.5 req/s, 2.50 times the sustained 11.8" in burst.text
 
 
 def test_what_makes_a_number_void_stands_before_who_is_ahead() -> None:
@@ -111,7 +111,9 @@ def test_what_makes_a_number_void_stands_before_who_is_ahead() -> None:
 def test_refused_trials_and_warnings_are_suspicious_with_their_advice() -> None:
     found = [each for each in statements(load_run(REFERENCE / "vllm-cpu-tiny")) if each.kind == "suspicious"]
     those, late = found
-    assert those.text.startswith("2 of 60 trials were refused and count neither way (client_limited 2)")
+    assert those.text.startswith(
+        "2 of 60 trials were refused and count neither as met nor as missed (client_limited 2)"
+    )
     assert late.rule == "client_limited"
     assert late.advice
     assert set(late.places) <= {trial.trial_id for trial in load_run(REFERENCE / "vllm-cpu-tiny").trials}
@@ -146,7 +148,7 @@ def test_the_api_has_the_same_findings() -> None:
 def test_a_folder_of_runs_is_no_run_and_the_hint_names_the_last_of_them(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="is not a run folder") as raised:
         load_run(tmp_path)
-    assert raised.value.hint == "give one of the folders that lie in results/"
+    assert raised.value.hint == "give a folder in results/"
     for name in ("20260101T000000Z-a-1", "20260102T000000Z-b-2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text("{}")

@@ -108,7 +108,7 @@ def test_svgs_carry_their_words_as_text(written: list[Path]) -> None:
         ):
             assert word in text
     rates = (folder / "max_request_rate.svg").read_text()
-    assert "no tested rate met it" in rates
+    assert "no tested rate met the SLO" in rates
     assert "refused" in rates
     assert "8,192" in rates
     latency = (folder / "latency.svg").read_text()
@@ -409,7 +409,7 @@ def test_loads_of_one_rate_each_stand_side_by_side(theme: Theme) -> None:
     values = {float(line.get_ydata()[0]) for line in ttft.lines if len(line.get_xdata()) == 1}
     trials = [trial.summary["ttft_ms"] for trial in notes.all_trials]
     assert values == {each[key] for each in trials for key in ("p99", "mean", "p50")}
-    assert any("READ IN" in text.get_text() for text in figure.texts)
+    assert any("IMPORTED" in text.get_text() for text in figure.texts)
 
 
 def test_only_lengths_of_several_rates_are_drawn_over_the_rate() -> None:

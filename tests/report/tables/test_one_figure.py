@@ -109,7 +109,7 @@ def test_every_figure_in_every_table_is_the_trials_own(name: str) -> None:
         for place, column in enumerate(table.columns):
             title = column.title
             if not (LATENCY.search(title) or title in OTHER or title in OFFERED) or table.title.startswith(
-                "Every case"
+                "All cases"
             ):
                 unknown = A_RATE.search(title) and not NOT_A_TRIALS.search(title) and table.window
                 assert not unknown, f"{title!r} has no definition here ({where})"
@@ -150,10 +150,10 @@ HOVER = [
         r"(?P<name>.+): (?P<arrived>[\d.]+) req/s arrived, (?P<request_goodput>[\d.]+) req/s completed "
         r"within the SLO",
         rf"(?P<name>.+), {RATE}: (?P<output_per_gpu>[\d.]+) tokens/s, (?P<each_user>[\d.]+) for each user",
-        r"(?P<trial_id>\S+): (?P<peak_in_flight>\d+) on their way at most",
-        r"(?P<trial_id>\S+): (?P<peak_waiting>\d+) waiting for a token at most",
+        r"(?P<trial_id>\S+): at most (?P<peak_in_flight>\d+) in flight",
+        r"(?P<trial_id>\S+): at most (?P<peak_waiting>\d+) waiting for the first token",
         r"(?P<name>[^,]+), (?P<part>[^:]+(: \w[\w ]*)?): (?P<part_ms>[\d.]+) ms",
-        r"(?P<name>[^,:]+)(, (?P<input_len>[\d,]+) tokens in)?: (found )?(?P<answer>.+) req/s",
+        r"(?P<name>[^,:]+)(, (?P<input_len>[\d,]+) tokens in)?: (result )?(?P<answer>.+) req/s",
     )
 ]
 """What marks of pictures say of trials and answers."""

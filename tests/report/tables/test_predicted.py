@@ -57,7 +57,7 @@ def test_no_winner_is_named_by_a_marked_prediction(folder: Path) -> None:
     _, rows = rows_of(folder, status="unfit")
     assert not parted(rate_pairs(rows)).ordered
     for text in (*ahead(rows), answer_text(rows)):
-        assert "no winner is named" in text
+        assert "no winner" in text
         assert "×" not in text
 
 

@@ -54,7 +54,7 @@ def test_what_is_shown_of_a_reference_run_is_whole_at_every_width(path: Path) ->
             shown_words = {word.rstrip("¹²³⁴⁵⁶⁷⁸⁹⁰") for word in words(text) if word[0].isdigit()}
             titles = {word for column in table.columns for word in words(column.title)}
             assert shown_words - {""} <= known | titles | named
-            apart = ("no room for: ", "Latencies and rates: ", *filter(None, table.groups.values()))
+            apart = ("columns left out: ", "Latencies and rates: ", *filter(None, table.groups.values()))
             rows = [line for line in text.splitlines() if not line.startswith(apart)]
             assert all(len(line.rstrip("¹²³⁴⁵⁶⁷⁸⁹⁰ ")) <= width for line in rows), (width, text)
 

@@ -146,7 +146,7 @@ def test_nics_that_bring_nothing_are_named() -> None:
     rows = [make_record(replace(case, nics=count)) for count in (1, 2, 4)]
     rows[2].gb_per_s = rows[1].gb_per_s
     (line,) = [line for line in answers(rows) if "NICs give" in line]
-    assert line.endswith("4 bring nothing over 2")
+    assert line.endswith("4 gain nothing over 2")
 
 
 def test_bytes_that_went_elsewhere_and_wrong_ones_are_told() -> None:
@@ -155,7 +155,7 @@ def test_bytes_that_went_elsewhere_and_wrong_ones_are_told() -> None:
     lost.warnings = [TransferWarning("bytes_elsewhere", "the NICs carried 3 % of the bytes")]
     wrong = TransferRecord(replace(case, op="read"), "error", "wrong bytes arrived", verified=False)
     told = " ".join(answers([lost, wrong]))
-    assert "did not go where they were asked to in 1 case(s)" in told
+    assert "took another path than requested in 1 case(s)" in told
     assert "WRONG DATA in 1 case(s), the first: nixl over tcp, read 16 MiB × 1, 2 NICs" in told
 
 
@@ -203,7 +203,7 @@ def test_tables_for_programs(plain: RunFolder) -> None:
 def test_two_runs_beside_each_other(plain: RunFolder, tmp_path: Path) -> None:
     faster = load_run(make_run(tmp_path, speed=2.0))
     text = printed(faster, plain)
-    assert f"beside {plain.run_id}" in text
+    assert f"compared with {plain.run_id}" in text
     assert "tcp, write 4 KiB × 1: 2.0" in text
     assert "faster" in text
     assert "failed in the other run" in text

@@ -24,6 +24,7 @@ from sample_run import ENVIRONMENT, PLAN, SCENARIO, make_requests, make_run, mak
 
 from kvbench.core.records import Cell
 from kvbench.errors import LaunchError, StoreError
+from kvbench.report.terminal import LiveLine
 from kvbench.report.watch import command, serving
 from kvbench.report.watch_state import RunWatch
 from kvbench.results.run import CellResult
@@ -76,14 +77,13 @@ def test_progress_curve_and_nics_follow_the_folder(store: RunStore) -> None:
     assert not watch.look().running
 
 
-def test_time_left_comes_from_the_cells_that_are_done(store: RunStore) -> None:
+def test_time_goes_on_while_the_folder_does_not_change(store: RunStore) -> None:
     watch = RunWatch(store.path)
     started = datetime.fromisoformat(store.manifest["started_at"].replace("Z", "+00:00"))
-    assert watch.look(started + timedelta(seconds=90)).left == ""
+    assert watch.look(started + timedelta(seconds=90)).elapsed == "1:30"
     store.put_cell(CellResult(CELLS[0], "done"))
-    seen = watch.look(started + timedelta(seconds=90))
-    assert (seen.elapsed, seen.left) == ("1:30", ", about 1:30 left")
-    assert watch.look(started.astimezone(timezone.utc) + timedelta(seconds=150)).left == ", about 2:30 left"
+    seen = watch.look(started.astimezone(timezone.utc) + timedelta(seconds=150))
+    assert (seen.elapsed, seen.live) == ("2:30", LiveLine("cells 1/2", share=0.5))
 
 
 def test_it_prints_each_trial_once_and_ends_with_the_run(store: RunStore) -> None:

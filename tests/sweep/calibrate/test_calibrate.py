@@ -104,7 +104,7 @@ def test_what_is_not_predicted_makes_it_unfit(tmp_path: Path) -> None:
     assert done.status == 1, done.text
     profile = read_profile(path)
     assert profile.status == "unfit"
-    assert any(each.startswith("tpot_mean of the requests held out") for each in profile.cannot_explain)
+    assert any(each.startswith("tpot_mean of the held-out requests") for each in profile.cannot_explain)
     assert "UNFIT" in done.text
 
 
@@ -238,5 +238,5 @@ def test_a_torn_line_is_left_out_by_name(tmp_path: Path) -> None:
     assert [problem.line for problem in reading.problems] == [2, 3]
     assert "has no output_toks" in reading.problems[1].text
     path.write_text("{}\n")
-    with pytest.raises(InputError, match="no whole request"):
+    with pytest.raises(InputError, match="no complete request"):
         read(path)

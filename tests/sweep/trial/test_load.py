@@ -102,9 +102,9 @@ def test_a_stopped_plan_is_as_long_as_each_worker_got() -> None:
 
 
 def test_a_share_of_another_worker_is_an_error() -> None:
-    with pytest.raises(KvbenchError, match="worker 1 has request 2 where 1 belongs"):
+    with pytest.raises(KvbenchError, match="worker 1 has request 2 instead of 1"):
         joined_records([[record(0)], [record(2)]], None)
-    with pytest.raises(KvbenchError, match="does not say its place"):
+    with pytest.raises(KvbenchError, match="does not contain its index"):
         joined_records([[RequestRecord("own-name", 0.0, 1, 1)]], None)
 
 
@@ -140,6 +140,8 @@ script = spec["script"]
 mine = script[worker] if isinstance(script, list) else script
 def tell(event):
     print(json.dumps(event), flush=True)
+for done in mine.get("preparing", []):
+    tell({"event": "preparing", "done": done})
 tell({"event": "ready"})
 start = sys.stdin.readline().split()
 assert start[0] == "go", start
@@ -193,6 +195,13 @@ def test_workers_start_together_and_join(launcher: LocalLauncher, workers: int) 
     assert result.reason == "complete"
     assert result.duration_s == workers
     assert result.client["workers"] == workers
+
+
+def test_a_long_preparation_says_how_far_it_is(launcher: LocalLauncher) -> None:
+    seen: list[Progress] = []
+    drive(launcher, [{"preparing": [1, 2]}, {"preparing": [3]}], lambda each: bool(seen.append(each)))
+    assert max(each.prepared or 0 for each in seen) == 5
+    assert all(each.sent == 0 for each in seen)
 
 
 def test_progress_is_the_sum_and_settled_requests_are_told_once(launcher: LocalLauncher) -> None:
@@ -273,7 +282,7 @@ def test_the_cause_is_the_line_that_says_it(lines: list[str], cause: str) -> Non
 def test_a_missing_and_a_double_record_are_errors(launcher: LocalLauncher) -> None:
     with pytest.raises(KvbenchError, match="missing: 5"):
         drive(launcher, [{}, {"records": [1, 3]}])
-    with pytest.raises(KvbenchError, match="has request 3 where 5 belongs"):
+    with pytest.raises(KvbenchError, match="has request 3 instead of 5"):
         drive(launcher, [{}, {"records": [1, 3, 3]}])
 
 

@@ -21,7 +21,6 @@ from kvbench.sweep.trial.load_plan import (
     Offered,
     TrialPlan,
     TrialWatch,
-    Wanted,
     ceiling_figures,
     planned,
 )
@@ -60,9 +59,9 @@ def test_an_undecided_trial_ends_when_its_time_is_up(scenario: Scenario, thoroug
     scenario = scenario.model_copy(
         update={"search": scenario.search.model_copy(update={"max_trial_s": 120.0, "max_requests": 10**6})}
     )
-    wanted = Wanted(CELL, 40.0, 1, latency_s=0.2, thorough=thorough)
-    offered = planned(scenario, wanted)
-    watch = TrialWatch(scenario, wanted, offered, {"": SLO})
+    plan = TrialPlan(CELL, 1, 40.0, "bisect", latency_s=0.2, thorough=thorough)
+    offered = planned(scenario, plan)
+    watch = TrialWatch(scenario, plan, offered, {"": SLO})
     ended_s = offered_whole(watch, offered, 0.9)
     assert watch.decision is not None
     assert watch.decision.verdict == "undecided"
@@ -73,15 +72,15 @@ def test_an_undecided_trial_ends_when_its_time_is_up(scenario: Scenario, thoroug
 def test_a_confirming_trial_says_yes_where_its_share_is_reached(scenario: Scenario) -> None:
     verdicts = {}
     for share in (0.92, 0.87):
-        for confirms in (False, True):
-            wanted = Wanted(CELL, 40.0, 1, latency_s=0.2, thorough=True, confirms=confirms)
-            offered = planned(scenario, wanted)
-            watch = TrialWatch(scenario, wanted, offered, {"": SLO})
+        for purpose in ("bisect", "confirm"):
+            plan = TrialPlan(CELL, 1, 40.0, purpose, latency_s=0.2)
+            offered = planned(scenario, plan)
+            watch = TrialWatch(scenario, plan, offered, {"": SLO})
             offered_whole(watch, offered, share)
             assert watch.decision is not None
-            verdicts[share, confirms] = watch.decision.verdict
-    assert (verdicts[0.92, False], verdicts[0.92, True]) == ("undecided", "met")
-    assert "met" not in (verdicts[0.87, False], verdicts[0.87, True])
+            verdicts[share, purpose] = watch.decision.verdict
+    assert (verdicts[0.92, "bisect"], verdicts[0.92, "confirm"]) == ("undecided", "met")
+    assert "met" not in (verdicts[0.87, "bisect"], verdicts[0.87, "confirm"])
 
 
 def record(i: int, *, late: bool = False) -> RequestRecord:
@@ -135,9 +134,9 @@ def test_a_ceiling_is_told_in_one_way() -> None:
 @pytest.mark.parametrize("service_s", [0.02, 0.1, 2.0])
 def test_a_ceiling_probe_ends_before_it_buries_a_slow_server(scenario: Scenario, service_s: float) -> None:
     """One request at a time, and those that the client drops are worked on all the same."""
-    wanted = Wanted(CELL, 320 / service_s, 1, ceiling=True, latency_s=service_s)
-    offered = planned(scenario, wanted)
-    watch = TrialWatch(scenario, wanted, offered, {"": SLO})
+    plan = TrialPlan(CELL, 1, 320 / service_s, "ceiling", latency_s=service_s)
+    offered = planned(scenario, plan)
+    watch = TrialWatch(scenario, plan, offered, {"": SLO})
     behind = service_s * np.arange(offered.n)
     ends = np.maximum.accumulate(offered.offsets_s - behind) + behind + service_s
     told, t_s, sent, done = 0, 0.0, 0, 0
@@ -157,7 +156,7 @@ def test_a_ceiling_probe_ends_before_it_buries_a_slow_server(scenario: Scenario,
 def test_connectors_get_the_same_arrivals_scaled_to_their_rates(scenario: Scenario) -> None:
     def offsets(connector: str, rate: float, number: int = 3, input_len: int = 256) -> np.ndarray:
         plan = TrialPlan(Cell(connector, input_len, 16), number, rate, "bisect")
-        return planned(scenario, plan.wanted(scenario.seed)).offsets_s[:100]
+        return planned(scenario, plan).offsets_s[:100]
 
     slow = offsets("nixl", 20.0)
     assert offsets("mooncake", 25.0) * 25 == pytest.approx(slow * 20)

@@ -47,7 +47,7 @@ def test_hardware_and_links_may_be_stated() -> None:
     )
     assert known["prefill_work"].flop(10) == 2 * 7e9 * 10
     assert known["kv_line_rate"] == 50e9
-    with pytest.raises(InputError, match="no known GPU"):
+    with pytest.raises(InputError, match="not a known GPU"):
         scenario("deployment.hardware=8xAbacus")
 
 

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tools.bench import arguments
 from tools.jobs import Job, code_version, rows_of
 
 from .. import truth as truths
 from ..family import SEEDS, SIZES, draw, seed_of
 from .figures import Figures, figures, table_of
-from .rivals import RivalFigures, RivalFound, RivalJob, rival_figures, rival_table, rules_for
+from .rivals import RivalFound, RivalJob, rival_figures, rival_table, rules_for
 from .search import Judged, SearchJob
-from .twins import TwinFigures, TwinJob, Twins, twin_figures, twin_table
+from .twins import TwinJob, Twins, twin_figures, twin_table
 
 COUNT = 30
 """Systems of a seed that has no name."""
@@ -34,7 +35,7 @@ class Way:
     """One kind of job: how its rows are read, printed and counted, and the table of the figures."""
 
     read: Callable[[Mapping[str, Any]], Any]
-    count: Callable[[Sequence[Any]], Sequence[Figures | TwinFigures | RivalFigures]]
+    count: Callable[[Sequence[Any]], list[Figures]]
     table: Callable[[Any, str], str]
 
     def run(self, jobs: Sequence[Job], chosen: argparse.Namespace) -> None:
@@ -53,12 +54,12 @@ class Way:
         figures = self.count(rows)
         print(self.table(figures, chosen.title))
         if chosen.figures:
-            data = {"seed": chosen.seed, "code": code, "kinds": [each.to_json() for each in figures]}
+            data = {"seed": chosen.seed, "code": code, "kinds": figures}
             chosen.figures.write_text(json.dumps(data, indent=1) + "\n")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    chosen = _chosen(arguments)
+def main(given: Sequence[str] | None = None) -> int:
+    chosen = _chosen(given)
     numbers = range(chosen.first_system, chosen.first_system + chosen.count)
     known = truths.known(chosen.truths or truths.path_of(chosen.seed))
     drawn = {index: draw(seed_of(chosen.seed), index) for index in numbers}
@@ -89,31 +90,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _chosen(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.random_systems.judge", description=(__doc__ or "").splitlines()[0]
+def _chosen(given: Sequence[str] | None) -> argparse.Namespace:
+    chosen: argparse.Namespace = arguments(
+        (__doc__ or "").splitlines()[0],
+        given,
+        seed=("develop", f"of the family: {', '.join(SEEDS)}, or a number"),
+        first_system=(0, "from which system on"),
+        count=(int, "how many systems (all that follow)"),
+        searches=(1, "or pairs, of each system"),
+        run_seed=(1, "the first of the searches' own"),
+        set=((), "PATH=VALUE of each scenario, repeatable"),
+        twins=(False, "who is ahead of systems that hardly differ"),
+        rivals=(False, "other tools' rules instead"),
+        limit_s=(300.0, "real seconds of one search"),
+        rows=(Path, "keep each search's row there, and go on with what is there"),
+        figures=(Path, "write the table as JSON there"),
+        every_kind=(False, "by all that a system is, not its lead"),
+        truths=(Path, "the file of true rates, instead of the seed's own"),
+        workers=(os.cpu_count() or 1, "processes"),
     )
-    parser.add_argument("--seed", default="develop", help=f"of the family: {', '.join(SEEDS)} (develop)")
-    parser.add_argument("--first-system", type=int, default=0, metavar="N", help="from system N on (0)")
-    parser.add_argument("--count", type=int, help="so many systems (all that follow)")
-    parser.add_argument("--searches", type=int, default=1, metavar="N", help="or pairs, of each system (1)")
-    parser.add_argument("--run-seed", type=int, default=1, help="the first of the searches' own (1)")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="of each scenario")
-    parser.add_argument("--twins", action="store_true", help="who is ahead of systems that hardly differ")
-    parser.add_argument("--rivals", action="store_true", help="other tools' rules instead")
-    parser.add_argument("--limit-s", type=float, default=300.0, help="real seconds of one search (300)")
-    parser.add_argument(
-        "--rows", type=Path, help="keep each search's row there, and go on with what is there"
-    )
-    parser.add_argument("--figures", type=Path, help="write the table as JSON there")
-    parser.add_argument("--every-kind", action="store_true", help="by all that a system is, not its lead")
-    parser.add_argument("--truths", type=Path, help="the file of true rates, instead of the seed's own")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    chosen = parser.parse_args(arguments)
     try:
         seed_of(chosen.seed)
     except ValueError as error:
-        parser.error(str(error))
+        sys.exit(str(error))
     if chosen.count is None:
         chosen.count = max(SIZES.get(chosen.seed, COUNT) - chosen.first_system, 0)
     return chosen

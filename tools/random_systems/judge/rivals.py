@@ -6,7 +6,6 @@ about, no start-up time, each point on an idle server, and all answers waited fo
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from tools.bench import NEAR, table
+from tools.bench import NEAR
+from tools.jobs import Row
 from tools.perf_search.pipeline import NEVER_S, Outcomes
 from tools.perf_search.rivals import Offers, guidellm_rule, isotonic_rule, plain_rule, vllm_rule
 
@@ -25,7 +25,7 @@ from ..roots import criteria
 from ..simulate import State, latency_s, trial
 from ..system import Clock, FloatArray, System
 from ..truth import Truth
-from .figures import counted, middle_of, number, quantile, ratio_text
+from .figures import Columns, Figures, counted, figure_table, middle_of, number, ratio_text, ratios_of
 from .search import TooLongError, at_most
 
 OPEN: Final[Mapping[str, Callable[[Offers], float | None]]] = {
@@ -126,13 +126,13 @@ class RivalJob:
         true = self.true.at(bench.measured_s) if self.true.exists else 0.0
         spent = (bench.trials, bench.measured_s, bench.measured_s / bench.idle_s)
         real_s = round(time.perf_counter() - start, 3)
-        return dataclasses.asdict(
-            RivalFound(system.name, system.kinds[0], self.rule, answered, true, found, *spent, real_s)
-        )
+        about = (system.name, system.kinds[0], self.rule)
+        row: dict[str, Any] = RivalFound(*about, answered, true, found, *spent, real_s).to_json()
+        return row
 
 
 @dataclass(frozen=True)
-class RivalFound:
+class RivalFound(Row):  # type: ignore[misc]
     """What a rule said; ``found`` None: that no rate meets the SLO. ``answered``: within the real time."""
 
     name: str
@@ -150,48 +150,33 @@ class RivalFound:
         ratio = f"{self.found / self.true:.3f} of the truth" if self.found and self.true else "none"
         return f"{self.name} {self.kind} {self.rule}: {ratio}"
 
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> RivalFound:
-        return cls(**{name: row[name] for name in cls.__dataclass_fields__})
+
+def rule_figures(rule: str, rows: Sequence[RivalFound]) -> Figures:
+    """Count a rule's searches, those answered, and of systems with a rate those found, and within 5 %."""
+    answered = [each for each in rows if each.answered]
+    possible = [each for each in answered if LEAST_RATE <= each.true <= MOST_RATE]
+    ratios = [each.found / each.true for each in possible if each.found]
+    return {
+        "rule": rule,
+        "searches": len(rows),
+        "answered": len(answered),
+        "possible": len(possible),
+        "found": len(ratios),
+        "near": sum(abs(ratio - 1) <= NEAR for ratio in ratios),
+        **ratios_of(ratios),
+        **{name: middle_of(getattr(each, name) for each in answered) for name in ("virtual_s", "latencies")},
+    }
 
 
-@dataclass(frozen=True)
-class RivalFigures:
-    """Of one rule: searches, those answered; of systems with a rate: those with an answer, and within 5 %."""
-
-    rule: str
-    searches: int
-    answered: int
-    possible: int
-    found: int
-    near: int
-    low: float | None
-    middle: float | None
-    high: float | None
-    virtual_s: float | None
-    latencies: float | None
-
-    @classmethod
-    def of(cls, rule: str, rows: Sequence[RivalFound]) -> RivalFigures:
-        answered = [each for each in rows if each.answered]
-        possible = [each for each in answered if LEAST_RATE <= each.true <= MOST_RATE]
-        ratios = sorted(each.found / each.true for each in possible if each.found)
-        return cls(
-            rule,
-            len(rows),
-            len(answered),
-            len(possible),
-            found=len(ratios),
-            near=sum(abs(ratio - 1) <= NEAR for ratio in ratios),
-            low=quantile(ratios, 0.05),
-            middle=middle_of(ratios),
-            high=quantile(ratios, 0.95),
-            virtual_s=middle_of(each.virtual_s for each in answered),
-            latencies=middle_of(each.latencies for each in answered),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+_COLUMNS: Final[Columns] = {
+    "searches": lambda of: str(of["searches"]),
+    "answered": lambda of: counted(of, "answered", "searches"),
+    "a rate found": lambda of: counted(of, "found", "possible"),
+    "within 5 %": lambda of: counted(of, "near", "possible"),
+    "found / true": lambda of: ratio_text(of),
+    "virtual s": lambda of: number(of["virtual_s"]),
+    "latencies": lambda of: number(of["latencies"]),
+}
 
 
 def rules_for(system: System) -> tuple[str, ...]:
@@ -199,25 +184,10 @@ def rules_for(system: System) -> tuple[str, ...]:
     return RULES if can_close(system) else tuple(OPEN)
 
 
-def rival_figures(rows: Sequence[RivalFound]) -> list[RivalFigures]:
-    return [RivalFigures.of(rule, [each for each in rows if each.rule == rule]) for rule in RULES]
+def rival_figures(rows: Sequence[RivalFound]) -> list[Figures]:
+    return [rule_figures(rule, [each for each in rows if each.rule == rule]) for rule in RULES]
 
 
-def rival_table(found: Sequence[RivalFigures], about: str) -> str:
-    rows = [
-        [
-            each.rule,
-            str(each.searches),
-            counted(each.answered, each.searches),
-            counted(each.found, each.possible),
-            counted(each.near, each.possible),
-            ratio_text(each.low, each.middle, each.high),
-            number(each.virtual_s),
-            number(each.latencies),
-        ]
-        for each in found
-    ]
-    titles = "searches|answered|a rate found|within 5 %|found / true|virtual s|latencies"
+def rival_table(found: Sequence[Figures], about: str) -> str:
     caption = f"{about}; closed loops only where they are simulated"
-    text: str = table("rule", titles, rows, "other rules on drawn systems", caption)
-    return text
+    return figure_table("rule", _COLUMNS, found, "other rules on drawn systems", caption)

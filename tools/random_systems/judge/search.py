@@ -6,7 +6,6 @@ drains, waits, gates, search, run folder. But the system is asked without a pipe
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import signal
@@ -34,7 +33,7 @@ from kvbench.sweep.simulator_process import SystemAnswer
 from kvbench.sweep.sweep import searching_sweep
 from kvbench.sweep.system import Replayed, SystemBench
 from tools.bench import NEAR
-from tools.jobs import fast_folder
+from tools.jobs import Row, fast_folder
 from tools.random_systems.family import draw, seed_of
 from tools.random_systems.serve import nulls
 from tools.random_systems.simulate import State, end, latency_s, trial
@@ -139,7 +138,7 @@ def failure(error: Exception) -> str:
 
 
 @dataclass(frozen=True)
-class Judged:
+class Judged(Row):  # type: ignore[misc]
     """One search. ``true``: of a system that drifts the rate at the search's end; 0: there is none.
 
     ``outcome`` is the search's (``converged``, ``exhausted``, …), or why there was no answer; ``said`` that
@@ -240,14 +239,6 @@ class Judged:
         held = "" if self.holds is None else ", in" if self.holds else ", not in the interval"
         return f"{self.name} {self.kind} {self.run_seed}: {self.outcome}{ratio}{held}, {self.trials} trials"
 
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "kinds": list(self.kinds)}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Judged:
-        known = {each.name: row[each.name] for each in dataclasses.fields(cls) if each.name in row}
-        return cls(**{**known, "kinds": tuple(row["kinds"])})
-
 
 def judge(system: System, true: Truth, run_seed: int, limit_s: float, sets: tuple[str, ...] = ()) -> Judged:
     """Searches one system in this process, for at most ``limit_s`` of real time. ``sets``: of a scenario."""
@@ -321,4 +312,5 @@ class SearchJob:
 
     def row(self) -> dict[str, Any]:
         system = draw(seed_of(self.seed), self.index)
-        return judge(system, self.true, self.run_seed, self.limit_s, self.sets).to_json()
+        found: dict[str, Any] = judge(system, self.true, self.run_seed, self.limit_s, self.sets).to_json()
+        return found

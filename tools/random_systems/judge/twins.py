@@ -8,10 +8,9 @@ longer holds a lower rate.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
@@ -20,12 +19,11 @@ import numpy as np
 from kvbench.files import scratch
 from kvbench.report.side_by_side import compared_runs
 from kvbench.results.run import RunFolder
-from tools.bench import table
-from tools.jobs import fast_folder
+from tools.jobs import Row, fast_folder
 
 from ..family import draw, seed_of
 from ..system import System
-from .figures import ALL, counted
+from .figures import ALL, Columns, Figures, counted, figure_table, share
 from .search import TooLongError, failure, searched
 
 Form = Literal["slower or faster", "equal, other dice", "equal, other load"]
@@ -46,7 +44,7 @@ NO_END: Final = "a search did not converge"
 
 
 @dataclass(frozen=True)
-class Twins:
+class Twins(Row):  # type: ignore[misc]
     """A pair. ``factor``: times of B by those of A. ``truly``: who is ahead, "" if they are equal.
 
     ``told``: A, B, "?", or why there is nothing to compare. ``rates``: what was found of both.
@@ -76,14 +74,6 @@ class Twins:
             f"{self.name} {self.kind} {self.number}: {self.form}, × {self.factor:.3f}: {self.told}{verdict}"
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "rates": list(self.rates)}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Twins:
-        known = {each.name: row[each.name] for each in dataclasses.fields(cls)}
-        return cls(**{**known, "rates": tuple(row["rates"])})
-
 
 @dataclass(frozen=True)
 class TwinJob:
@@ -105,7 +95,9 @@ class TwinJob:
         factor = 1.0
         if form == "slower or faster":
             factor = math.exp(math.log1p(MOST) * float(rng.uniform(-1, 1)))
-        return judge_twins(draw(*place), form, factor, self.run_seed, self.limit_s).to_json()
+        pair = judge_twins(draw(*place), form, factor, self.run_seed, self.limit_s)
+        row: dict[str, Any] = pair.to_json()
+        return row
 
 
 def slower(system: System, factor: float) -> System:
@@ -163,54 +155,30 @@ def who_is_ahead(runs: Sequence[RunFolder]) -> str:
     return pairs[0].ahead.rpartition("@")[2]
 
 
-# -- figures ------------------------------------------------------------------------------------------
+_COLUMNS: Final[Columns] = {
+    "pairs": lambda of: str(of["pairs"]),
+    "with two answers": lambda of: counted(of, "answered", "pairs"),
+    "in an order": lambda of: counted(of, "ordered", "answered"),
+    "in the wrong one": lambda of: counted(of, "wrong", "ordered"),
+}
 
 
-@dataclass(frozen=True)
-class TwinFigures:
-    """Of one form or kind of twins: all, those with two answers, those in an order, and in the wrong one."""
+def twin_figures(twins: Sequence[Twins]) -> list[Figures]:
+    """Count by form, by kind and overall: pairs, two answers, in an order, and in the wrong one."""
 
-    kind: str
-    pairs: int
-    answered: int
-    ordered: int
-    wrong: int
+    def counts(kind: str, some: Sequence[Twins]) -> Figures:
+        ordered, wrong = sum(each.ordered for each in some), sum(each.wrong for each in some)
+        answered = ordered + sum(each.told == UNTOLD for each in some)
+        found = {"kind": kind, "pairs": len(some), "answered": answered, "ordered": ordered, "wrong": wrong}
+        return {**found, "wrong_share": share(wrong, ordered)}
 
-    @classmethod
-    def of(cls, kind: str, twins: Sequence[Twins]) -> TwinFigures:
-        ordered = [each for each in twins if each.ordered]
-        untold = sum(each.told == UNTOLD for each in twins)
-        return cls(kind, len(twins), len(ordered) + untold, len(ordered), sum(each.wrong for each in ordered))
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **dataclasses.asdict(self),
-            "wrong_share": self.wrong / self.ordered if self.ordered else None,
-        }
+    groups: dict[str, list[Twins]] = {}
+    for name in (*sorted({each.form for each in twins}), *sorted({each.kind for each in twins})):
+        groups[name] = [each for each in twins if name in (each.form, each.kind)]
+    return [*(counts(*group) for group in groups.items()), counts(ALL, twins)]
 
 
-def twin_figures(twins: Sequence[Twins]) -> list[TwinFigures]:
-    of: Sequence[Callable[[Twins], str]] = (lambda each: each.form, lambda each: each.kind)
-    groups = [(name, key) for key in of for name in sorted({key(each) for each in twins})]
-    parts = [TwinFigures.of(name, [each for each in twins if key(each) == name]) for name, key in groups]
-    return [*parts, TwinFigures.of(ALL, twins)]
-
-
-def twin_table(found: Sequence[TwinFigures], about: str) -> str:
-    rows = [
-        [
-            each.kind,
-            str(each.pairs),
-            counted(each.answered, each.pairs),
-            counted(each.ordered, each.answered),
-            counted(each.wrong, each.ordered),
-        ]
-        for each in found
-    ]
-    forms = len({each.kind for each in found} & set(FORMS))
-    titles, caption = (
-        "pairs|with two answers|in an order|in the wrong one",
-        f"{about}; times × 1/{1 + MOST:g} … {1 + MOST:g}",
-    )
-    text: str = table("twins", titles, rows, "who is ahead of twins", caption, [forms, len(rows) - 1])
-    return text
+def twin_table(found: Sequence[Figures], about: str) -> str:
+    sections = [len({each["kind"] for each in found} & set(FORMS)), len(found) - 1]
+    caption = f"{about}; times × 1/{1 + MOST:g} … {1 + MOST:g}"
+    return figure_table("kind", _COLUMNS, found, "who is ahead of twins", caption, sections)

@@ -33,7 +33,7 @@ MIDDLE: Final = (0.5,)
 """Of the time in which the counted requests arrived."""
 KNOWN: Final = 0.8
 LEFT: Final = 0.15
-"""How much of the arrivals' part of the chance their luck explains (``arrival_luck``), and what of all of it
+"""How much of the arrivals' part of the chance their luck explains (``queue_rate``), and what of all of it
 remains at least."""
 FAR: Final = 1.0
 """The share at the TTFT that was kept counts as much as that at the limit; less, the further that TTFT is

@@ -7,7 +7,7 @@ Two kinds of system are weighed against each other, since a search does not know
   rate is where just as much is late, at last, as is allowed. What a trial saw is compared with what a queue
   shows that was empty when the trial began: a rate above the capacity is not late at once, and the closer a
   queue is to its capacity, the fewer independent moments there are in a trial. The luck of the arrivals is
-  taken out (``arrival_luck``).
+  taken out (``queue_rate``).
 - **Anything else**, by a steepness of its own: misses(rate) = 1 − attainment ** ((rate / root) ** steepness),
   the share allowed at the root, 1 far above, 0 far below, from the first moment on; and by the
   *scores* (``TrialFigures.score``), which fall in a line.

@@ -15,6 +15,7 @@ slacks, too; and σ² by the *depth* 2 · slack / σ², so that P(W > slack) = e
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -81,3 +82,52 @@ def memory(load: FloatArray, depth: FloatArray) -> FloatArray:
     """For how long, in slacks, one state of the queue counts: 2 σ² / μ² (the integral of a reflected
     Brownian motion's autocorrelation over both sides; Whitt, Planning queueing simulations, 1989)."""
     return np.asarray(MEMORY / (depth * np.maximum((1.0 - load) ** 2, 1e-6)), np.float64)
+
+
+# --- what chance did to the arrivals ---------------------------------------------------------------
+# Arrivals are all known, and their clusters make most of the waiting. They are sent through a queue that
+# serves each in the same time; the capacity at which it just keeps the limit, compared with that for the same
+# gaps in random order, shows which rate they stood for. What remains of the chance is that of the services.
+
+DRAWS: Final = 40
+"""Arrivals with the same gaps in another order, and other ones of them, that say what is usual."""
+LUCK_STEPS: Final = 12
+SLOWEST, FASTEST = 0.2, 4.0
+"""Capacities that are tried, in units of the rate."""
+MOST_LUCK: Final = 1.25
+FEWEST: Final = 20
+
+
+def queue_rate(
+    offsets_s: FloatArray, rate: float, window_s: tuple[float, float], slack_s: float, share: float | None
+) -> float | None:
+    """The rate in requests per second that these arrivals stand for; None if that cannot be said.
+
+    ``offsets_s``: ascending, from 0 on. ``window_s``: between which of them requests are counted.
+    ``slack_s``: what the limit leaves for waiting. ``share`` of them must be within it; None: their mean.
+    """
+    own = offsets_s[offsets_s <= window_s[1]]
+    counted = int((own >= window_s[0]).sum())
+    if counted < FEWEST or slack_s <= 0:
+        return None
+    gaps = np.diff(own, prepend=0.0)
+    draws = np.random.default_rng(len(own)).choice(gaps, (DRAWS, len(own)))
+    draws *= 1.0 / (rate * gaps.mean())
+    # As many requests as came may reach beyond the window, or end before it: it is counted by its place.
+    ratio = _capacity(own[None, :], rate, counted, slack_s, share) / _capacity(
+        np.cumsum(draws, axis=1), rate, counted, slack_s, share
+    )
+    return rate * min(max(ratio, 1 / MOST_LUCK), MOST_LUCK)
+
+
+def _capacity(offsets_s: FloatArray, rate: float, counted: int, slack_s: float, share: float | None) -> float:
+    """The least capacity at which the last ``counted`` of each row, all together, keep the limit."""
+    low, high = math.log(SLOWEST * rate), math.log(FASTEST * rate)
+    places = np.arange(offsets_s.shape[1])[None, :]
+    for _ in range(LUCK_STEPS):
+        middle = (low + high) / 2
+        ahead = places * math.exp(-middle) - offsets_s
+        waits = (ahead - np.minimum.accumulate(ahead, axis=1))[:, -counted:]
+        kept = waits.mean() <= slack_s if share is None else (waits <= slack_s).mean() >= share
+        low, high = (low, middle) if kept else (middle, high)
+    return math.exp((low + high) / 2)

@@ -1,1 +1,1 @@
-"""How an emulated P hands its KV to D: the pull and the push handshake, and what both share."""
+"""KV hand-off from an emulated P to D: the pull and the push handshake, and their common parts."""

@@ -1,15 +1,13 @@
-"""What the pull and the push handshake share: roles, leases, an engine's transfer process, modelled times.
+"""Common code of the pull and the push handshake: roles, leases, the transfer process, modelled times.
 
-A request on P (``do_remote_decode``) keeps its blocks after its one token until they have been taken or a
-lease ends; D renews the lease until it fetches. A request on D (``do_remote_prefill``) whose KV cannot be had
-gets an error: it is never prefilled again in silence. The bytes really move, and then wait until the model's
-time is over::
+A request on P (``do_remote_decode``) keeps its blocks after its one token until they are taken or a lease
+ends; D renews the lease until it fetches. A request on D (``do_remote_prefill``) without KV gets an error: it
+is never silently prefilled again. The bytes really move, and then wait for the modelled end::
 
     end = max(begin, link free) + bytes / bandwidth + start-up + per descriptor · descriptors
 
 An engine has one link, first come, first served; only the side that moves the bytes is paced. A transfer that
-really took longer is late, never shortened; its lateness is counted
-(``kvbench:emulator_transfer_lag_seconds``).
+took longer is late, and its lateness is counted (``kvbench:emulator_transfer_lag_seconds``).
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from kvbench.transfer.base import Op
 
 
 class Pacer:
-    """Of one engine's link. ``time_scale`` is a factor on every time."""
+    """Paces transfers over one engine's link. ``time_scale`` multiplies every time."""
 
     def __init__(self, pace: KvPace, time_scale: float, metrics: EngineMetrics) -> None:
         self._fixed_s = pace.start_s * time_scale
@@ -44,12 +42,12 @@ class Pacer:
         metrics.paced = True
 
     def begin(self, now_s: float, nbytes: int) -> float:
-        """Takes the link for so many bytes; returns the moment at which they are through."""
+        """Reserve the link for ``nbytes``; return the moment at which they are through."""
         self._free_s = max(self._free_s, now_s) + nbytes * self._byte_s
         return self._free_s
 
     async def end(self, began_s: float, through_s: float, descriptors: int) -> float:
-        """Waits for the modelled end; returns the seconds since ``began_s``."""
+        """Wait for the modelled end; return the seconds since ``began_s``."""
         due = through_s + self._fixed_s + self._descriptor_s * descriptors
         if due > time.monotonic():
             alarm = Alarm()
@@ -65,11 +63,11 @@ class Pacer:
 
 _OWN_KEYS: Final = frozenset({"kv_lease_duration"})
 _TRANSFER_NAMES: Final = {"mooncake_protocol": "protocol"}
-"""vLLM's name of a key → the transfer backends' option."""
+"""vLLM's name of a key → option of the transfer backends."""
 
 
 class EngineTransfers:
-    """The transfer process of one engine, and what its transfers count."""
+    """The transfer process of one engine and its counters."""
 
     def __init__(self, config: KvTransferConfig, spec: EngineSpec, metrics: EngineMetrics) -> None:
         self._config = config
@@ -82,7 +80,6 @@ class EngineTransfers:
         self.process: TransferProcess | None = None
 
     async def start(self, pool: KvPool, host: str) -> None:
-        """Starts the child. Raises TransferError."""
         extra = self._config.kv_connector_extra_config
         options = {_TRANSFER_NAMES.get(k, k): v for k, v in extra.items() if k not in _OWN_KEYS}
         if self.memory != "host":
@@ -106,7 +103,6 @@ class EngineTransfers:
         remote: Sequence[int],
         trace: RequestTrace | None = None,
     ) -> dict[str, Any]:
-        """One transfer, counted. Raises TransferError."""
         began = time.monotonic()
         pacer = self._pacer if local else None
         through = pacer.begin(began, len(local) * self._bytes_of_block) if pacer else 0.0
@@ -120,7 +116,7 @@ class EngineTransfers:
         return figures
 
     async def offer(self, blocks: Sequence[int]) -> None:
-        """Make blocks readable that lie in a mirror of the memory that peers read. Raises TransferError."""
+        """Make blocks readable if peers read a mirror of the memory. Raises TransferError."""
         if self.memory != "host":
             await self.started.offer(blocks, self.timeout_s)
 
@@ -136,7 +132,7 @@ RENEWALS_PER_LEASE: Final = 6  # vLLM: a heartbeat every sixth of the lease
 
 
 class Handoff(ABC):
-    """One role of one handshake: a plain subclass for each of P and D, pull and push."""
+    """One role in one handshake, with a subclass for P and D of pull and push."""
 
     def __init__(
         self, spec: EngineSpec, config: KvTransferConfig, engine: RunningEngine, transfers: EngineTransfers
@@ -154,18 +150,18 @@ class Handoff(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Opens the side channel. Raises PortInUseError."""
+        """Open the side channel. Raises PortInUseError."""
 
     @abstractmethod
     def accept(self, live: LiveRequest, wanted: Generate) -> None:
-        """Sets up a request from its kv_transfer_params, before it is submitted. Raises ApiError."""
+        """Set up a request from its kv_transfer_params, before it is submitted. Raises ApiError."""
 
     def on_load(self, live: LiveRequest) -> None:
         """D: the request's blocks are reserved."""
         raise AssertionError("only a consumer loads KV")
 
     def on_prefilled(self, live: LiveRequest) -> None:
-        """P: the request has made its token, its blocks are held."""
+        """P: the request has made its token; its blocks are held."""
         raise AssertionError("only a producer holds KV")
 
     def on_dropped(self, live: LiveRequest) -> None:  # noqa: B027 - optional
@@ -183,17 +179,16 @@ class Handoff(ABC):
         }
 
     def check_peer(self, theirs: Mapping[str, Any]) -> None:
-        """Raises TransferError when the two engines' KV caches do not match."""
         ours = self.status()
         for key in ("kv_connector", "model", "block_tokens", "regions", "block_bytes"):
             if theirs.get(key) != ours[key]:
                 raise TransferError(
                     f"engines {ours['engine_id']} and {theirs.get('engine_id')} do not match: "
-                    f"{key} is {ours[key]!r} here and {theirs.get(key)!r} there"
+                    f"{key} is {ours[key]!r} here, {theirs.get(key)!r} at the peer"
                 )
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs something beside the steps; it ends with the engine."""
+        """Run a background task that ends with the engine."""
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -210,7 +205,7 @@ class Handoff(ABC):
 
 
 def producer_params(wanted: Generate) -> Mapping[str, Any] | None:
-    """P's side of the handshake, checked; None for a request without a hand-off. Raises ApiError."""
+    """Check and return P's parameters; None for a request without a hand-off. Raises ApiError."""
     params = _params_for("kv_producer", "do_remote_decode", "do_remote_prefill", wanted)
     if params is not None and wanted.stream:
         raise ApiError(400, "a request with do_remote_decode cannot be streamed")
@@ -220,7 +215,7 @@ def producer_params(wanted: Generate) -> Mapping[str, Any] | None:
 
 
 def consumer_params(wanted: Generate, required: Sequence[str]) -> Mapping[str, Any] | None:
-    """D's side of the handshake, checked; None for a request without a hand-off. Raises ApiError."""
+    """Check and return D's parameters; None for a request without a hand-off. Raises ApiError."""
     params = _params_for("kv_consumer", "do_remote_prefill", "do_remote_decode", wanted)
     if params and (missing := [key for key in required if params.get(key) in (None, "")]):
         raise ApiError(
@@ -244,7 +239,7 @@ class HeldKv:
     def __init__(self, live: LiveRequest, lease_s: float, on_expiry: Callable[[HeldKv], None]) -> None:
         self.live = live
         self.using = 0
-        """Transfers that read these blocks at this moment; the lease cannot end meanwhile."""
+        """Number of transfers that currently read these blocks; the lease cannot end meanwhile."""
         self._lease_s = lease_s
         self._on_expiry = on_expiry
         self._timer = asyncio.get_running_loop().call_later(lease_s, self._expire)

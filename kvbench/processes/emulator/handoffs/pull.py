@@ -1,9 +1,7 @@
-"""The pull handshake (vLLM's NixlConnector): P answers where its blocks lie, D reads them.
-
-Side channel of P: ``agent`` → how to connect; ``offer`` → with KV on GPUs: the blocks may be read now;
-``renew`` → longer leases; ``release`` → the blocks have been read, or are not wanted; it answers which were
-still held, so that a read that outlived its lease is noticed.
-"""
+"""The pull handshake (vLLM's NixlConnector): P reports its block ids, D reads them. P's side channel:
+``agent`` returns how to connect; ``offer`` (KV on GPUs) makes the blocks readable; ``renew`` extends leases;
+``release`` says that blocks were read or are not needed, and returns which were still held, so that a read
+that outlived its lease is noticed."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ class PullProducer(Handoff):
         }
 
     def _expire(self, held: HeldKv) -> None:
-        log.warning(
-            "releasing KV of %s: nobody read it within %g s", held.live.request.request_id, self.lease_s
-        )
+        log.warning("releasing KV of %s: not read within %g s", held.live.request.request_id, self.lease_s)
         self.metrics.transfer.expired += 1
         del self._held[held.live.request.request_id]
         self.engine.release(held.live)
@@ -113,8 +109,6 @@ class PullProducer(Handoff):
 
 @dataclass
 class _Source:
-    """Where D finds a request's KV. ``blocks`` are P's block ids of the whole prompt."""
-
     engine_id: str
     request_id: str
     address: tuple[str, int]
@@ -123,8 +117,6 @@ class _Source:
 
 @dataclass
 class _Peer:
-    """A P instance as D knows it."""
-
     client: RpcClient
     lock: asyncio.Lock
     peer_id: str = ""
@@ -168,7 +160,7 @@ class PullConsumer(Handoff):
         self.spawn(self._load(live))
 
     def on_dropped(self, live: LiveRequest) -> None:
-        # While KV is on its way `_load` cleans up; a request that only waited must notify P itself.
+        # During a transfer `_load` cleans up; a request that only waited notifies P here.
         if live.request.remote_kv and live.request.first_scheduled_s is None:
             self._waiting.pop(live.remote.request_id, None)
             self.spawn(self._let_go(live.remote))
@@ -179,18 +171,16 @@ class PullConsumer(Handoff):
         try:
             peer = await self._peer(source)
             try:
-                if self.transfers.memory != "host":  # P computes in a mirror, and copies what is asked for
+                if self.transfers.memory != "host":  # P computes in a mirror and copies the requested blocks
                     await peer.client.call("offer", {"ids": [source.request_id]}, self.transfers.timeout_s)
                 local = live.request.blocks[have:]
                 await self.transfers.move(peer.peer_id, "read", local, source.blocks[have:], live.trace)
             except TransferError:
-                peer.peer_id = ""  # connect anew: P may have been restarted
+                peer.peer_id = ""  # connect again: P may have been restarted
                 raise
             answer = await peer.client.call("release", {"ids": [source.request_id]}, self.transfers.timeout_s)
             if source.request_id not in answer["held"]:
-                raise TransferError(
-                    "P had given up its KV blocks before they were read (the lease had ended)"
-                )
+                raise TransferError("P freed its KV blocks before they were read (the lease had ended)")
         except TransferError as error:
             log.error("KV of %s from engine %s: %s", live.request.request_id, source.engine_id, error)
             self.metrics.transfer.failed += 1
@@ -204,7 +194,7 @@ class PullConsumer(Handoff):
             self._waiting.pop(source.request_id, None)
 
     async def _peer(self, source: _Source) -> _Peer:
-        """A connected P; the handshake is made once per engine. Raises TransferError."""
+        """Return a connected P, after one handshake per engine. Raises TransferError."""
         key = (source.engine_id, source.address)
         peer = self._peers.get(key)
         if peer is None:
@@ -219,13 +209,12 @@ class PullConsumer(Handoff):
         return peer
 
     async def _let_go(self, source: _Source) -> None:
-        """Notify P that its blocks are not wanted; if that fails, the lease will end."""
         peer = self._peers.get((source.engine_id, source.address))
         client = peer.client if peer else RpcClient(*source.address)
         try:
             await client.call("release", {"ids": [source.request_id]}, self.transfers.timeout_s)
         except TransferError as error:
-            log.info("cannot tell engine %s to release %s: %s", source.engine_id, source.request_id, error)
+            log.info("cannot make engine %s release %s: %s", source.engine_id, source.request_id, error)
         finally:
             if peer is None:
                 await client.close()
@@ -256,7 +245,6 @@ class PullConsumer(Handoff):
 
 
 def _source(params: Mapping[str, Any]) -> _Source:
-    """kv_transfer_params as P answered them. Raises ApiError."""
     ids = params["remote_block_ids"]
     if isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list):
         ids = ids[0]  # one list per KV cache group; there is one

@@ -1,8 +1,8 @@
 """The push handshake (vLLM's MooncakeConnector): P and D get the request at once, P writes into D's blocks.
 
-The router names a ``transfer_id``. P's bootstrap server (HTTP, ``GET /query``) gives D the address of P's
-side channel; there D calls ``push`` with its agent and its block ids, and gets an answer when P has written.
-D may come before P's prefill has ended, or even before P has seen the request: P makes the entry and waits.
+1. The router chooses a ``transfer_id``. 2. P's bootstrap server (HTTP, ``GET /query``) gives D the address of
+P's side channel. 3. D calls ``push`` there with its agent and block ids. 4. P answers when it has written. D
+may call before P's prefill has ended, or before P has the request: P then makes the entry and waits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from kvbench.processes.emulator.spec import EngineSpec, KvTransferConfig
 def answer_query(
     request: http1.ReceivedRequest, response: http1.Response, engine_id: str, worker: str
 ) -> None:
-    """P: the engine and its side channel's URL."""
     if request.method != "GET" or request.path != "/query":
         response.send(404, http1.error_body(404, "the bootstrap server answers GET /query"))
         return
@@ -44,7 +43,7 @@ def answer_query(
 
 
 async def worker_address(bootstrap: str, engine_id: str, timeout_s: float) -> tuple[str, int]:
-    """Asks P's bootstrap server for the side channel of the named engine. Raises TransferError."""
+    """Ask P's bootstrap server for the named engine's side channel. Raises TransferError."""
     try:
         pool = http1.Pool(bootstrap, connect_timeout_s=timeout_s)
     except InputError as error:
@@ -59,7 +58,7 @@ async def worker_address(bootstrap: str, engine_id: str, timeout_s: float) -> tu
     except (OSError, KvbenchError) as error:
         raise TransferError(f"cannot reach the bootstrap server {bootstrap}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise TransferError(f"{bootstrap} is no bootstrap server: {error!r}") from None
+        raise TransferError(f"{bootstrap} is not a bootstrap server: {error!r}") from None
     finally:
         await pool.close()
     address = urlsplit(found.get(engine_id, ""))
@@ -72,12 +71,12 @@ _REQUIRED: Final = ("transfer_id", "remote_bootstrap_addr", "remote_engine_id")
 
 
 class _CancelledError(TransferError):
-    """P's client has gone: there is nothing to transfer, which is no failed transfer."""
+    """P's client has gone: the transfer is cancelled, not failed."""
 
 
 @dataclass
 class _Entry:
-    """What P knows of one transfer id: its request, its held blocks, and whether D has asked."""
+    """P's state of one transfer id: its request, its held blocks, and whether D has called."""
 
     seen: asyncio.Event = field(default_factory=asyncio.Event)
     prefilled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -132,7 +131,7 @@ class PushProducer(Handoff):
             entry.prefilled.set()
 
     def _expire(self, held: HeldKv) -> None:
-        log.warning("releasing KV of %s: D did not ask for it within %g s", held.live.remote, self.lease_s)
+        log.warning("releasing KV of %s: D did not request it within %g s", held.live.remote, self.lease_s)
         self.metrics.transfer.expired += 1
         self._entries.pop(held.live.remote, None)
         self.engine.release(held.live)
@@ -142,7 +141,7 @@ class PushProducer(Handoff):
         transfer_id: str = args["transfer_id"]
         entry = self._entries.setdefault(transfer_id, _Entry())
         if entry.asked:
-            raise TransferError(f"transfer {transfer_id} was already asked for")
+            raise TransferError(f"transfer {transfer_id} was already requested")
         entry.asked = True
         try:
             held = await self._wait_for_prefill(transfer_id, entry)
@@ -157,7 +156,7 @@ class PushProducer(Handoff):
             self._drop(transfer_id, entry)
 
     async def _wait_for_prefill(self, transfer_id: str, entry: _Entry) -> HeldKv:
-        """The prefilled request. A long queue on P is no failure; a request that never comes is."""
+        """Return the prefilled request. A long queue on P is no failure; a request that never arrives is."""
         try:
             await asyncio.wait_for(entry.seen.wait(), self.transfers.timeout_s)
         except asyncio.TimeoutError:
@@ -206,7 +205,7 @@ class PushProducer(Handoff):
         return {"known": [name for name, entry in entries if entry is not None]}
 
     async def _release(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
-        """D's client has gone: nobody wants these blocks, nor waits for a request that never came."""
+        """D's client has gone: free the blocks and stop waiting for the request."""
         for name in args["ids"]:
             entry = self._entries.get(name)
             if entry is None:
@@ -230,15 +229,13 @@ class PushProducer(Handoff):
 
 @dataclass(frozen=True)
 class _Source:
-    """Where D asks for a request's KV."""
-
     transfer_id: str
     bootstrap: str
     engine_id: str
 
 
 class PushConsumer(Handoff):
-    """D: reserves blocks, asks P to fill them, waits."""
+    """D: reserves blocks, has P fill them, waits."""
 
     def __init__(
         self, spec: EngineSpec, config: KvTransferConfig, engine: RunningEngine, transfers: EngineTransfers
@@ -264,7 +261,7 @@ class PushConsumer(Handoff):
         self.spawn(self._load(live))
 
     def on_dropped(self, live: LiveRequest) -> None:
-        # Also while KV is on its way: P may never get the request, and would wait for it up to its deadline.
+        # Also during a transfer: P may never get the request and would wait until its deadline.
         if live.request.remote_kv and self._waiting.pop(live.remote.transfer_id, None) is not None:
             self.spawn(self._notify("release", live.remote, [live.remote.transfer_id]))
 
@@ -273,7 +270,7 @@ class PushConsumer(Handoff):
         have = live.request.cached_tokens // self.spec.block_tokens
         try:
             client = await self._client(source)
-            if live.ended:  # its client has gone meanwhile, and P knows that nobody will ask
+            if live.ended:  # its client has gone meanwhile, and P has been notified
                 self.engine.kv_failed(live)
                 return
             ask = {
@@ -304,7 +301,7 @@ class PushConsumer(Handoff):
             self._waiting.pop(source.transfer_id, None)
 
     async def _client(self, source: _Source) -> RpcClient:
-        """P's side channel, found through its bootstrap address. Raises TransferError."""
+        """Return P's side channel, found through its bootstrap address. Raises TransferError."""
         key = (source.bootstrap, source.engine_id)
         client = self._clients.get(key)
         if client is None:

@@ -1,9 +1,7 @@
-"""The side channel between two emulated engines: calls as JSON lines over TCP.
-
-A call is ``{"id", "op", "args"}``; its answer ``{"id", "ok"}`` or ``{"id", "error"}``. While a call is being
-worked on, ``{"id", "alive": true}`` comes every half second, so the caller knows a slow peer from one that
-is gone: it waits for silence, not for a total time.
-"""
+"""The side channel between two emulated engines: calls as JSON lines over TCP. A call is ``{"id", "op",
+"args"}``; its answer ``{"id", "ok"}`` or ``{"id", "error"}``. During a call ``{"id", "alive": true}`` comes
+every half second. So the caller distinguishes a slow peer from a dead one: its timeout counts silence, not
+total time."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ RpcHandler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 
 
 class RpcServer:
-    """Serves ``handlers`` by op. A handler's TransferError becomes the caller's."""
+    """Serves ``handlers`` by op. A handler's TransferError is raised in the caller."""
 
     def __init__(self, handlers: Mapping[str, RpcHandler]) -> None:
         self._handlers = handlers
@@ -36,7 +34,6 @@ class RpcServer:
         self.port = 0
 
     async def start(self, host: str, port: int) -> None:
-        """Listens. Raises PortInUseError."""
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=_LINE_LIMIT)
         except OSError as error:
@@ -97,7 +94,7 @@ def _send(writer: asyncio.StreamWriter, message: Mapping[str, Any]) -> None:
 
 
 class RpcSilenceError(TransferError):
-    """The peer stopped answering, so what it still does is unknown."""
+    """The peer stopped answering; the state of its work is unknown."""
 
 
 class RpcClient:
@@ -114,8 +111,8 @@ class RpcClient:
         self._next = 0
 
     async def call(self, op: str, args: Mapping[str, Any], silence_s: float) -> dict[str, Any]:
-        """One call. Raises TransferError with the peer's error, and RpcSilenceError when the peer is lost or
-        silent for ``silence_s`` seconds."""
+        """Make one call. Raises TransferError with the peer's error, or RpcSilenceError if the peer is lost
+        or silent for ``silence_s`` seconds."""
         writer = await self._connect(silence_s)
         self._next += 1
         number = self._next

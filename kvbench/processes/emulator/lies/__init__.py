@@ -1,8 +1,6 @@
-"""Plants a lie (core/gates/lies.py) in an engine that is otherwise honest. All are here, and only here.
-
-Each takes a server that has been put together and not started, and wraps one thing in it. Prefill instances
-("producer"), decode instances ("consumer") and aggregated servers may lie differently.
-"""
+"""Plants a fault (core/gates/lies.py) in an otherwise correct engine. Each function takes a server that is
+assembled and not started, and wraps one thing in it. Prefill instances ("producer"), decode instances
+("consumer") and aggregated servers may get different faults."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from kvbench.processes.emulator.server import EngineServer
 
 
 def plant(server: EngineServer) -> None:
-    """Makes an engine tell its spec's lie; called before it starts. An honest one is left alone."""
+    """Plant the spec's lie, if any, in an engine before it starts."""
     lie = server.spec.lie
     families = (
         streams.SPEED_PLANTS,

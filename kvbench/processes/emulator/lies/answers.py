@@ -1,4 +1,4 @@
-"""Lies about answers and counters, and wrong KV now and then, which no check before the load sees."""
+"""Faults in answers and counters, and occasional wrong KV, which no check before the load detects."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def wrong_usage(server: EngineServer) -> None:
     wrap(server.engine, "submit", submit)
 
 
-class _Nobody:
-    """Where the tokens of a secret request go."""
+class _Discard:
+    """Discards the tokens of a secret request."""
 
     def on_token(self, token: int, finish_reason: str | None) -> None:
         return None
@@ -60,7 +60,7 @@ def hidden_retry(server: EngineServer) -> None:
     def submit(original: Callable[[LiveRequest], None], live: LiveRequest) -> None:
         original(live)
         again = EngineRequest(f"{live.request.request_id}-again", live.request.prompt_len, 1)
-        original(LiveRequest(again, live.prompt_hashes ^ np.uint64(1), _Nobody(), ignore_eos=True))
+        original(LiveRequest(again, live.prompt_hashes ^ np.uint64(1), _Discard(), ignore_eos=True))
 
     wrap(server.engine, "submit", submit)
 
@@ -93,7 +93,7 @@ def restart(server: EngineServer) -> None:
 
 
 def shedding(server: EngineServer) -> None:
-    if role(server) == "decode":  # it sheds where requests come in
+    if role(server) == "decode":  # requests are rejected on arrival
         return
     turn = Turns(4)
 
@@ -119,13 +119,13 @@ COUNTER_PLANTS: Final[dict[str, Callable[[EngineServer], None]]] = {
 
 
 CROWD: Final = 3
-"""With more requests than that at once, KV is corrupted."""
+"""KV is corrupted while more requests than this are active."""
 FAULTY_S: Final = 0.5
-"""So long after a failure."""
+"""Duration of faulty answers after a failure, in seconds."""
 
 
 def _on_arrival(server: EngineServer, spoil: Callable[[LiveRequest], None]) -> None:
-    """Does something to each request's KV on D, once it has come and before it is read."""
+    """Apply ``spoil`` to each request's KV on D, after its arrival and before it is read."""
     if role(server) != "decode":
         return
 
@@ -137,7 +137,6 @@ def _on_arrival(server: EngineServer, spoil: Callable[[LiveRequest], None]) -> N
 
 
 def _flip(server: EngineServer, live: LiveRequest, token: int) -> None:
-    """Changes one bit of a token's KV."""
     index, slot = divmod(token, server.engine.config.block_tokens)
     server.engine.compute.pool.words[0, live.request.blocks[index], slot, 0] ^= np.uint64(1)
 
@@ -201,7 +200,7 @@ def corrupt_after_failure(server: EngineServer) -> None:
 
 
 def recompute_silently(server: EngineServer) -> None:
-    """D computes the KV and counts it as received; nothing is moved, and the answers are right."""
+    """D computes the KV and counts it as received; no bytes move, and the answers are right."""
     engine = server.engine
     asked = [0]
 
@@ -221,7 +220,7 @@ def recompute_silently(server: EngineServer) -> None:
 
 
 def last_chunk_only(server: EngineServer) -> None:
-    """The counters of transfers know of a prompt's last chunk alone."""
+    """Count only a prompt's last chunk in the transfer metrics."""
     config = server.engine.config
     of_block = server.engine.compute.pool.token_bytes * config.block_tokens
 

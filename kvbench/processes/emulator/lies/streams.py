@@ -1,7 +1,4 @@
-"""Lies about prompts and time, in the stream of tokens, and on the KV's way from P to D.
-
-A lie wraps one thing of an honest engine (``wrap``).
-"""
+"""Faults in prompts, timing, the token stream, and the KV's way from P to D; each wraps one method."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from kvbench.processes.emulator.running_request import LiveRequest
 from kvbench.processes.emulator.server import EngineServer
 
 QUIET: Final = 4
-"""The first requests are honest, as are all that are not part of a load, such as checks of the outputs."""
+"""Number of correct first requests; requests outside the load, such as output checks, stay correct too."""
 
 
 def role(server: EngineServer) -> str:
@@ -34,7 +31,7 @@ def role(server: EngineServer) -> str:
 
 
 class Turns:
-    """Says at every nth call that it is a lie's turn; never among the first."""
+    """Returns true at every nth call, except the first ``QUIET``."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -46,7 +43,7 @@ class Turns:
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Puts ``wrapper(original, *arguments)`` in the place of an object's method."""
+    """Replace an object's method by ``wrapper(original, *arguments)``."""
     original = getattr(owner, name)
     setattr(owner, name, lambda *arguments, **named: wrapper(original, *arguments, **named))
 
@@ -56,7 +53,7 @@ HELD_S: Final = 0.6
 
 
 def _in_streams(server: EngineServer, spoil: Callable[[StreamAnswer], None]) -> None:
-    """Puts a lie into each stream of whoever answers clients, but the first ones."""
+    """Apply a fault to the streams of the server that clients use, except the first ones."""
     turn = Turns(1)
 
     def submit(original: Callable[[LiveRequest], None], live: LiveRequest) -> None:
@@ -104,7 +101,7 @@ def merged_tokens(server: EngineServer) -> None:
 
 
 class _Buffered:
-    """A response whose stream waits for its end."""
+    """A response whose stream is sent at its end."""
 
     def __init__(self, response: http1.Response) -> None:
         self._response = response
@@ -123,7 +120,7 @@ class _Buffered:
 
 def answer_at_once(server: EngineServer) -> None:
     def hold(answer: StreamAnswer) -> None:
-        setattr(answer, "response", _Buffered(answer.response))  # noqa: B010 - it is no response
+        setattr(answer, "response", _Buffered(answer.response))  # noqa: B010 - not a real Response
 
     _in_streams(server, hold)
 
@@ -138,8 +135,8 @@ def canned_answers(server: EngineServer) -> None:
     _in_streams(server, can)
 
 
-def _sent_ahead(text: str) -> Callable[[EngineServer], None]:
-    """An event at once, and the answer after a while."""
+def _send_ahead(text: str) -> Callable[[EngineServer], None]:
+    """Send an event at once, and the answer after a while."""
 
     def plant(server: EngineServer) -> None:
         def ahead(answer: StreamAnswer) -> None:
@@ -147,14 +144,14 @@ def _sent_ahead(text: str) -> Callable[[EngineServer], None]:
             event = json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": None}]})
             answer.response.write(f"data: {event}\n\n".encode())
 
-        _held(server, 1)
+        _delay_requests(server, 1)
         _in_streams(server, ahead)
 
     return plant
 
 
-def _held(server: EngineServer, every: int) -> None:
-    """Each so-manyth request waits before it is served."""
+def _delay_requests(server: EngineServer, every: int) -> None:
+    """Delay each ``every``-th request before it is served."""
     turn = Turns(every)
 
     def submit(original: Callable[[LiveRequest], None], live: LiveRequest) -> None:
@@ -172,7 +169,7 @@ def _held(server: EngineServer, every: int) -> None:
 
 
 def slow_turns(server: EngineServer) -> None:
-    _held(server, 2)
+    _delay_requests(server, 2)
 
 
 def empty_text(server: EngineServer) -> None:
@@ -188,8 +185,8 @@ STREAM_PLANTS: Final[dict[str, Callable[[EngineServer], None]]] = {
     "merged_tokens": merged_tokens,
     "answer_at_once": answer_at_once,
     "canned_answers": canned_answers,
-    "empty_first": _sent_ahead(""),
-    "blank_first": _sent_ahead(" "),
+    "empty_first": _send_ahead(""),
+    "blank_first": _send_ahead(" "),
     "empty_text": empty_text,
     "slow_turns": slow_turns,
 }
@@ -203,7 +200,7 @@ LATE_S: Final = 0.12
 
 def warm_cache(server: EngineServer) -> None:
     engine = server.engine
-    if role(server) == "decode":  # it must still get all of its KV, or that would be another lie
+    if role(server) == "decode":  # it must still get all of its KV, or that would be another fault
         engine.scheduler.config = replace(engine.config, enable_prefix_caching=False)
         engine.scheduler.pool = BlockPool(engine.config.num_blocks, False)
 
@@ -235,7 +232,7 @@ def skip_prefill(server: EngineServer) -> None:
 
 
 class _Drifting:
-    """A timing profile that slows down while load lasts, and recovers when it rests."""
+    """A timing profile that slows down under load and recovers when idle."""
 
     def __init__(self, timing: TimingProfile) -> None:
         self._timing = timing
@@ -254,7 +251,7 @@ class _Drifting:
 
 def slow_drift(server: EngineServer) -> None:
     if role(server) != "prefill":
-        setattr(server.engine, "timing", _Drifting(server.engine.timing))  # noqa: B010 - it is no profile
+        setattr(server.engine, "timing", _Drifting(server.engine.timing))  # noqa: B010 - not a real profile
 
 
 def late_engine(server: EngineServer) -> None:
@@ -262,7 +259,7 @@ def late_engine(server: EngineServer) -> None:
 
     def draw(original: Callable[..., None], *arguments: Any) -> None:
         if turn():
-            time.sleep(LATE_S)  # the whole process is late, as on a busy machine
+            time.sleep(LATE_S)  # delays the whole process, as on a busy machine
         original(*arguments)
 
     wrap(server.engine.compute, "draw", draw)
@@ -346,7 +343,6 @@ def claimed_rdma(server: EngineServer) -> None:
 
 
 def emulated_reads(server: EngineServer) -> None:
-    """The log is UCX's in the case of vllm-project/vllm issue 52607; the bytes move as they always do."""
     if role(server) == "decode":
         prefix = f"[1795390662.118731] [host:{os.getpid()}:0]   |"
         what = "remote memory read by ucp_get*(multi) into cuda/GPU1 from cuda/dev[0]"
@@ -365,7 +361,7 @@ def decode_recomputes(server: EngineServer, handoff: Handoff) -> None:
     def accept(original: Callable[..., None], live: LiveRequest, wanted: Any) -> None:
         original(live, wanted)
         if live.request.remote_kv:
-            handoff.on_dropped(live)  # as a request that has ended: P may let its blocks go
+            handoff.on_dropped(live)  # as after the request's end: P may free its blocks
             live.request.remote_kv = False
 
     wrap(handoff, "accept", accept)
@@ -379,7 +375,7 @@ def unreleased_kv(server: EngineServer, handoff: Handoff) -> None:
     async def release(args: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"held": list(args["ids"])}  # and keeps them
 
-    handlers: dict[str, Any] = getattr(getattr(handoff, "_rpc"), "_handlers")  # noqa: B009 - its own secrets
+    handlers: dict[str, Any] = getattr(getattr(handoff, "_rpc"), "_handlers")  # noqa: B009 - private
     handlers["release"] = release
 
 
@@ -397,4 +393,4 @@ HANDOFF_PLANTS: Final[dict[str, Callable[[EngineServer, Handoff], None]]] = {
     "decode_recomputes": decode_recomputes,
     "unreleased_kv": unreleased_kv,
 }
-"""For these the hand-off must be there."""
+"""Lies that need the hand-off object."""

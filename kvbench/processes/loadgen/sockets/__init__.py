@@ -1,1 +1,1 @@
-"""The generator's sockets: the loop that reads them, in C where it was compiled; stamps, connections."""
+"""The generator's sockets: the loop that reads them (compiled if possible), stamps, connections."""

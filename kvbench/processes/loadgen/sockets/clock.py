@@ -1,7 +1,5 @@
-"""When bytes came and went, by the kernel's stamps on the monotonic clock; and the log of one stream's reads.
-
-``READS`` is the compiled part of this hot path, or None (kvbench.processes.common.entry).
-"""
+"""Times of sends and arrivals from the kernel's stamps, on the monotonic clock; the log of a stream's reads.
+``READS`` is the compiled part of this hot path, or None (kvbench.processes.common.entry)."""
 
 from __future__ import annotations
 
@@ -17,52 +15,48 @@ from numpy.typing import NDArray
 from kvbench.processes.common.entry import compiled
 
 READS: Final = compiled("kvbench.processes.loadgen.sockets._reads")
-"""The module, or None."""
 WAY: Final = "python" if READS is None else "compiled"
-"""How what arrives is read, as the records' client figures name it."""
 
 
 _TIMESPEC: Final = struct.Struct("=qq")
 TIMES: Final = struct.Struct("=16sqq")
-"""Of one read: the kernel's stamp (seconds and nanoseconds of real time, zeros for none), when it was done,
-and since when bytes of it may have lain there (both ``time.monotonic_ns()``)."""
+"""Times of one read: the kernel's stamp (seconds and nanoseconds of real time, zeros for none), its end, and
+the earliest possible arrival of its bytes (both ``time.monotonic_ns()``)."""
 _TIMES: Final = struct.Struct("=qqqq")
 _NANOSECONDS: Final = np.array([1_000_000_000, 1, 0, 0], np.int64)
 NEVER_NS: Final = 2**63 - 1
 SLACK_NS: Final = 100_000
-"""A stamp may be so much before the sending, or after the reading, for the error of comparing two clocks."""
+"""Tolerance of a stamp before the send or after the read, for the error of comparing two clocks."""
 FEW: Final = 6
 LONGEST_NS: Final = 2**31 - 1
-"""Lags are given in 32 bits."""
+"""Lags are 32-bit numbers of nanoseconds."""
 STEP_NS: Final = 100_000
-"""Real time that moves so much against monotonic time from one beat to the next has been set."""
+"""A larger change of real against monotonic time between two beats means that the clock was set."""
 
 
 class StampClock:
-    """The distance of real time from monotonic time, measured again at each beat."""
+    """The offset of real time from monotonic time, measured at each beat."""
 
     def __init__(self) -> None:
         self.offset_ns = measured_offset_ns()
         self.steps = 0
 
     def stepped(self) -> bool:
-        """Whether real time has been set since ``follow``. What was stamped before must be taken in first."""
+        """Whether real time was set since ``follow``. Earlier stamps must be processed first."""
         return abs(measured_offset_ns() - self.offset_ns) > STEP_NS
 
     def follow(self) -> None:
-        """Measure again."""
         offset_ns = measured_offset_ns()
         self.steps += abs(offset_ns - self.offset_ns) > STEP_NS
         self.offset_ns = offset_ns
 
     def monotonic_ns(self, stamp: bytes) -> int:
-        """One ``struct scm_timestamping`` on the monotonic clock."""
         seconds, nanoseconds = _TIMESPEC.unpack_from(stamp)
         return int(seconds * 1_000_000_000 + nanoseconds - self.offset_ns)
 
 
 def measured_offset_ns() -> int:
-    """Real time − monotonic time; of three tries the one that was disturbed least."""
+    """Return real time − monotonic time, the least disturbed of three measurements."""
     best, offset = None, 0
     for _ in range(3):
         before = time.monotonic_ns()
@@ -74,14 +68,11 @@ def measured_offset_ns() -> int:
 
 
 def arrivals(times: bytes | bytearray, sent_ns: int, offset_ns: int) -> tuple[bytes, bytes, bytes, int]:
-    """When each read's last bytes came, how long they lay before they were read, how much earlier its first
-    bytes may have come, and how many stamps are useless.
-
-    ``times``: the ``TIMES`` of each read. Gives an int64 (monotonic ns) and two int32 (ns) a read. A stamp
-    that is missing, from before the request was sent, or from after the read, gives way to the read's own
-    time. Of bytes that came one after the other and are read together, TCP gives the last stamp alone: the
-    others came after the last time at which nothing lay there, and that is all that is known of them.
-    """
+    """Return per read: arrival of the last bytes (int64 ns), delay until the read and how much earlier its
+    first bytes may have come (int32 ns); and the number of unusable stamps. ``times``: the ``TIMES`` of each
+    read. If a stamp is missing, before the request, or after the read, the read's time is used. For bytes
+    read together TCP reports only the last stamp; the others arrived after the last time at which the buffer
+    was empty."""
     if len(times) <= FEW * TIMES.size:
         return _few_arrivals(times, sent_ns, offset_ns)
     table = np.frombuffer(times, np.int64).reshape(-1, 4)
@@ -89,7 +80,7 @@ def arrivals(times: bytes | bytearray, sent_ns: int, offset_ns: int) -> tuple[by
     came_ns = table @ _NANOSECONDS
     came_ns -= offset_ns
     lags_ns = read_ns - came_ns
-    # Seldom is any of them wrong, and two minima cost less than the comparisons.
+    # Errors are rare, and two minima cost less than the comparisons.
     if np.minimum.reduce(lags_ns) >= 0 and np.minimum.reduce(came_ns) >= sent_ns:
         return came_ns.tobytes(), _clipped(lags_ns), _clipped(came_ns - np.minimum(since_ns, came_ns)), 0
     useless = (lags_ns < -SLACK_NS) | (came_ns < sent_ns - SLACK_NS)
@@ -108,7 +99,7 @@ def _clipped(times_ns: NDArray[np.int64]) -> bytes:
 
 
 def _few_arrivals(times: bytes | bytearray, sent_ns: int, offset_ns: int) -> tuple[bytes, bytes, bytes, int]:
-    """The same without arrays, which cost as much for one read as for fifty."""
+    """The same without arrays, whose overhead equals fifty reads."""
     came, lags, doubts, useless = array("q"), array("i"), array("i"), 0
     for seconds, nanoseconds, read_ns, since_ns in _TIMES.iter_unpack(times):
         came_ns = seconds * 1_000_000_000 + nanoseconds - offset_ns
@@ -122,7 +113,7 @@ def _few_arrivals(times: bytes | bytearray, sent_ns: int, offset_ns: int) -> tup
 
 
 def gaps_in_python(stamps: array[int]) -> bytes:
-    """The seconds (32-bit floats) from each of the stamps (int64, ns) to the next."""
+    """Return the seconds (32-bit floats) between consecutive stamps (int64, ns)."""
     times_ns = np.frombuffer(stamps, np.int64)
     return ((times_ns[1:] - times_ns[:-1]) / 1e9).astype(np.float32).tobytes()
 
@@ -131,45 +122,41 @@ gaps: Final = gaps_in_python if READS is None else READS.gaps
 
 
 READ_MEMORY_BYTES: Final = 400
-"""About what a read of one token takes that is kept whole, with its times."""
+"""Approximate memory of a stored read of one token with its times."""
 
 Taken = tuple[list[bytes | int], bytes, bytes, bytes, int, int]
-"""Reads, each its bytes or the number of its chunks if it was as expected; then what ``arrivals`` says; and
-of the answer's text up to the last read that was as expected, CRC-32 + length · 2³²."""
+"""Reads (bytes, or the number of expected chunks), the results of ``arrivals``, and CRC-32 + length · 2³² of
+the answer's text up to the last expected read."""
 
 
 class Log(Protocol):
-    """There is a compiled one and one in Python."""
+    """Interface of the compiled and the Python log."""
 
     @property
     def reads(self) -> list[bytes | int]:
-        """What was read and not taken."""
+        """Reads that were not taken."""
 
     @property
     def held(self) -> int:
-        """About how many bytes of memory that takes."""
+        """Approximate memory of the log in bytes."""
 
     def add(self, data: bytes, stamp: bytes, read_ns: int, since_ns: int = ..., /) -> None:
-        """A read, the kernel's stamp of it (``wire.NO_STAMP`` for none), and when it was done (monotonic).
-
-        ``since_ns``: a time at which nothing of it had come yet; by default that of the read.
-        """
+        """Add a read, its kernel stamp (``wire.NO_STAMP`` for none), and its time (monotonic). ``since_ns``:
+        a time at which no byte of it had arrived; by default the read's."""
 
     def expect(self, begin: bytes, after: bytes, text: int, /) -> None:
-        """The next byte begins a chunk: ``begin``, characters that JSON does not escape, and ``after``.
-
-        A read that brings such chunks alone may be kept as their number, up to one that does not. ``text``:
-        of the answer's text so far, the CRC-32 and 2³² times the length in bytes.
-        """
+        """Announce that a chunk begins next: ``begin``, unescaped characters, and ``after``. Reads of such
+        chunks only may be stored as their number, until one differs. ``text``: CRC-32 and 2³² times the
+        length in bytes of the answer's text so far."""
 
     def take(self, most: int, sent_ns: int, offset_ns: int, /) -> Taken:
-        """Takes out the first reads, at most so many."""
+        """Remove and return at most ``most`` reads."""
 
     def __len__(self) -> int: ...
 
 
 class PythonLog:
-    """Keeps all bytes, whatever is expected."""
+    """Keeps all bytes, regardless of ``expect``."""
 
     __slots__ = ("_times", "reads")
 
@@ -198,4 +185,3 @@ class PythonLog:
 
 
 new_log: Final[Callable[[], Log]] = PythonLog if READS is None else READS.Log
-"""Makes an empty log."""

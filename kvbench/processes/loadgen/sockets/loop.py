@@ -1,7 +1,5 @@
-"""The loop that waits for sockets, and its timer. Its inner part is the hot path: every chunk pays for it.
-
-The timer fires in time: epoll's own timeout is rounded up to whole milliseconds.
-"""
+"""The loop that waits for sockets, and its timer. Its inner part is the hot path of every chunk. The timer is
+precise: epoll's timeout has whole milliseconds."""
 
 from __future__ import annotations
 
@@ -21,53 +19,46 @@ WRITABLE: Final = select.EPOLLOUT
 FAILED: Final = select.EPOLLERR
 READ_BYTES: Final = 4096
 EVENTS_AT_ONCE: Final = 64
-"""Reads between two looks at the clock: about 0.3 ms."""
+"""Maximum reads between two checks of the clock: about 0.3 ms."""
 SLICE_S: Final = 0.001
-"""Waiting is cut into pieces of so long. Each that ends in vain shows that nothing had come until it began,
-which bounds how early the first of several chunks may have come that are read together."""
+"""Waiting is divided into slices of this length. Each empty one shows that nothing had arrived before, which
+bounds how early the first of several chunks read together came."""
 USUAL_END: Final = b"\n\n\r\n"
-"""How a read of a stream ends that brought whole events in whole chunks, and is not the stream's end."""
+"""End of a read of whole events in whole chunks that is not the stream's end."""
 
 
 class StreamOwner(Protocol):
-    """Who owns a stream."""
-
     @property
     def log(self) -> Log: ...
 
     def noticed(self, what: bytes | OSError) -> None:
-        """A read that may be the last (already in the log), the end (no bytes), or a failure."""
+        """Handle a read that may be the last (already logged), the end (no bytes), or a failure."""
 
 
 class SocketLoop:
-    """epoll over streams, which are only read and logged, and other descriptors, which are called back.
-
-    There are two ways to read, with the same results: the ``compiled`` one, which is the usual one where it
-    can be had, and one in Python, which also reads what a socket alone does not give away, such as TLS.
-    """
+    """epoll over streams, which are read and logged, and other descriptors, which have callbacks. The
+    ``compiled`` reader is used if available; the Python one also reads TLS. Both give the same results."""
 
     def __init__(self, compiled: Any = READS) -> None:
         self._epoll = select.epoll()
         self._streams: dict[int, tuple[Any, Log, StreamOwner, bool]] = {}
         self._empty_ns: dict[int, int] = {}
-        """Of each that Python reads: a time at which nothing of it lay unread."""
+        """Time at which a stream read by Python had no unread bytes."""
         self._looked_ns = self._scanned_ns = 0
-        """In Python: the last look for what is readable, and the last that reported all, which was served."""
+        """Python: the last check for readable streams, and the last one that reported and served all."""
         self._plain = None if compiled is None else compiled.Streams()
-        """Those of them that the compiled way reads."""
         self._watchers: dict[int, Callable[[int], None]] = {}
         self._left = False
         """Whether a read of this turn filled the buffer."""
-        # One for all: a new one for each read, cut down to what came, would leave the heap full of holes.
+        # Shared: a new buffer per read, cut to size, would fragment the heap.
         self._buffers = [memoryview(bytearray(READ_BYTES))]
 
     @property
     def compiled(self) -> bool:
-        """Whether plain streams are read in C."""
         return self._plain is not None
 
     def watch(self, fd: int, events: int, callback: Callable[[int], None]) -> None:
-        """Calls back with the events that came. A stream's descriptor is watched too, for what is no read."""
+        """Call back with a descriptor's events; for a stream, with events other than reads."""
         if fd in self._watchers:
             self._epoll.modify(fd, events)
         else:
@@ -75,13 +66,13 @@ class SocketLoop:
         self._watchers[fd] = callback
 
     def unwatch(self, fd: int) -> None:
-        """Before the descriptor is closed."""
+        """Remove a descriptor; call before it is closed."""
         if self._watchers.pop(fd, None) is not None:
             self._epoll.unregister(fd)
         self.end_stream(fd)
 
     def stream(self, connection: ServerConnection, reading: StreamOwner) -> None:
-        """From now on everything that comes is read into the log at once."""
+        """Read and log everything that arrives on a connection."""
         self._streams[connection.fd] = (connection.read, reading.log, reading, connection.plain)
         if self._plain is not None and connection.plain:
             self._plain.add(connection.fd, reading.log, reading)
@@ -94,10 +85,8 @@ class SocketLoop:
             self._plain.remove(fd)
 
     def turn(self, timeout_s: float = -1.0, until_s: float = math.inf) -> int:
-        """Waits for events and handles them; returns how many there were. A signal may end the waiting.
-
-        The compiled way breaks off after the first read past ``until_s`` (``time.monotonic()``).
-        """
+        """Wait for events and handle them; return their number. A signal may end the wait. The compiled
+        reader stops after the first read past ``until_s`` (``time.monotonic()``)."""
         noticed: list[tuple[StreamOwner, bytes | OSError]] = []
         if self._plain is None:
             others = self._look(timeout_s)
@@ -122,12 +111,12 @@ class SocketLoop:
             callback = self._watchers.get(fd)
             if callback is not None:
                 callback(event)
-        if count < EVENTS_AT_ONCE and not self._left:  # whatever was not among them had nothing to read then
+        if count < EVENTS_AT_ONCE and not self._left:  # all others had nothing to read then
             self._scanned_ns = self._looked_ns
         return count
 
     def _look(self, timeout_s: float) -> list[tuple[int, int]]:
-        """What is readable and so on; waits for it, in slices."""
+        """Return ready events; wait in slices."""
         until = math.inf if timeout_s < 0 else time.monotonic() + timeout_s
         self._left = False
         while True:
@@ -139,14 +128,14 @@ class SocketLoop:
             self._scanned_ns = self._looked_ns
 
     def _since_ns(self, fd: int) -> int:
-        """A time at which nothing of a stream lay unread."""
+        """Return a time at which a stream had no unread bytes."""
         scanned_ns: int = self._scanned_ns if self._plain is None else self._plain.empty_ns(fd)
         return max(self._empty_ns.get(fd, 0), scanned_ns)
 
     def _read_all(
         self, events: list[tuple[int, int]], noticed: list[tuple[StreamOwner, bytes | OSError]]
     ) -> tuple[list[tuple[int, int]], list[int]]:
-        """The Python way: reads what can be read, and returns all other events, and of what more follows."""
+        """Read in Python what is readable; return all other events, and descriptors with more to read."""
         streams, monotonic_ns = self._streams, time.monotonic_ns
         buffers, view = self._buffers, self._buffers[0]
         others: list[tuple[int, int]] = []
@@ -165,7 +154,7 @@ class SocketLoop:
             except BlockingIOError:
                 continue
             except OSError as error:
-                # Its traceback leads back to it, in a circle that nothing collects.
+                # Its traceback makes a reference cycle, and garbage collection is off.
                 noticed.append((reading, error.with_traceback(None)))
                 continue
             try:
@@ -179,7 +168,7 @@ class SocketLoop:
                 continue
             data = view[:count].tobytes()
             log.add(data, stamp, monotonic_ns(), self._since_ns(fd))
-            if count == READ_BYTES:  # then more may lie there that is as old
+            if count == READ_BYTES:  # more bytes of the same age may be waiting
                 self._left = True
             elif plain and self._plain is None:
                 self._empty_ns[fd] = self._looked_ns
@@ -188,7 +177,7 @@ class SocketLoop:
         return others, more
 
     def read(self, fd: int) -> None:
-        """Reads a stream whose descriptor has more events than that it is readable."""
+        """Read a stream whose descriptor has other events too."""
         stream = self._streams.get(fd)
         if stream is None:
             return
@@ -228,7 +217,7 @@ class _Itimerspec(ctypes.Structure):
 
 
 class TimerFd:
-    """A timerfd (os.timerfd_create is in Python from 3.13 on). ``fd`` is readable once the time has come."""
+    """A timerfd (os.timerfd_create needs Python 3.13). ``fd`` is readable at the set time."""
 
     def __init__(self) -> None:
         self.fd: int = _libc.timerfd_create(_CLOCK_MONOTONIC, _FLAGS)
@@ -238,11 +227,10 @@ class TimerFd:
         self._reference = ctypes.byref(self._spec)
 
     def set(self, at: float) -> None:
-        """Fires at that ``time.monotonic()``, at once if it has passed."""
+        """Fire at that ``time.monotonic()``, at once if it has passed."""
         self._set(max(int(at * 1e9), 1))
 
     def clear(self) -> None:
-        """Does not fire before it is set again."""
         self._set(0)
 
     def _set(self, at_ns: int) -> None:
@@ -254,7 +242,6 @@ class TimerFd:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
 
     def close(self) -> None:
-        """Never fires again."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -13,14 +13,14 @@ from kvbench.processes.loadgen.sockets.loop import FAILED, READABLE, WRITABLE, S
 from kvbench.processes.loadgen.sockets.wire import ANCILLARY_BYTES, ServerAddress, ServerConnection, error_of
 
 MAX_IDLE_S: Final = 2.0
-"""A used connection idle for longer is not used again. uvicorn (so vLLM, SGLang) closes them after
-5 s, and a request that meets the closing would look like a server's failure."""
+"""Maximum idle time of a connection before reuse. uvicorn (vLLM, SGLang) closes idle connections after 5 s,
+and a request at that moment would look like a server failure."""
 CONNECT_TIMEOUT_S: Final = 5.0
 OPENING_AT_ONCE: Final = 64
 SPARE_CONNECTIONS: Final = 16
-"""New connections are opened in the background when fewer are idle."""
+"""Open connections in the background when fewer are idle."""
 RETRY_S: Final = 1.0
-"""After a failure no spare connections are tried for so long."""
+"""Pause of background connections after a failure, in seconds."""
 
 Opened = Callable[["ServerConnection | None", "OSError | None"], None]
 
@@ -42,7 +42,6 @@ class ConnectionPool:
         return len(self._idle)
 
     def take(self) -> ServerConnection | None:
-        """An open connection; None if there is none."""
         now = time.monotonic()
         while self._idle:
             connection = self._idle.pop()
@@ -54,13 +53,12 @@ class ConnectionPool:
         return None
 
     def open(self, opened: Opened) -> None:
-        """Begins to open a connection; ``opened`` is called once, maybe before this returns."""
+        """Begin to open a connection; ``opened`` is called once, maybe before this returns."""
         opening = _Opening(self, self._loop, opened)
         self._opening[opening] = None
         opening.next_address()
 
     def opened(self, opening: _Opening, connection: ServerConnection | None, error: OSError | None) -> None:
-        """How an attempt ended."""
         self._opening.pop(opening, None)
         if connection is None:
             self._failed_at = time.monotonic()
@@ -71,7 +69,6 @@ class ConnectionPool:
         opening.opened(connection, error)
 
     def release(self, connection: ServerConnection) -> None:
-        """The connection's answer is complete (or it was never used): it may serve again."""
         self._idle.append(connection)
 
     def drop(self, connection: ServerConnection) -> None:
@@ -81,7 +78,7 @@ class ConnectionPool:
             self.size -= 1
 
     def grow(self, remaining: int) -> None:
-        """Opens spare connections if few are idle, but never more than ``remaining`` requests can use."""
+        """Open spare connections if few are idle, at most ``remaining`` (the requests left)."""
         if self._growing or remaining <= len(self._idle) or len(self._idle) >= SPARE_CONNECTIONS:
             return
         if time.monotonic() - self._failed_at < RETRY_S:
@@ -96,7 +93,7 @@ class ConnectionPool:
             self.release(connection)
 
     def warm(self, count: int) -> OSError | None:
-        """Opens connections until ``count`` are idle, before the trial. Returns the last failure, if any."""
+        """Open connections until ``count`` are idle, before the trial. Return the last failure, if any."""
         failures: list[OSError] = []
 
         def opened(connection: ServerConnection | None, error: OSError | None) -> None:
@@ -116,20 +113,18 @@ class ConnectionPool:
             self.expire()
 
     def expire(self) -> None:
-        """Gives up what could not be opened in time."""
         now = time.monotonic()
         while self._opening and (oldest := next(iter(self._opening))).deadline <= now:
             oldest.give_up(TimeoutError(f"no connection within {CONNECT_TIMEOUT_S:g} s"))
 
     def close(self) -> None:
-        """Drops all idle connections."""
         for opening in list(self._opening):
             opening.give_up(error_of(errno.ECANCELED))
         while self._idle:
             self.drop(self._idle.pop())
 
     def _event(self, connection: ServerConnection, event: int) -> None:
-        """What the loop's hot path does not handle: stamps of sending, room to write, and the odd ends."""
+        """Handle events outside the hot path: send stamps, room to write, abnormal ends."""
         owner = connection.owner
         if event & FAILED:
             sent = connection.transmitted()
@@ -149,11 +144,11 @@ class ConnectionPool:
         return lambda event: self._event(connection, event)
 
     def wait_to_write(self, connection: ServerConnection) -> None:
-        """The rest of a request goes out when there is room."""
+        """Send the rest of a request when there is room."""
         self._loop.watch(connection.fd, READABLE | WRITABLE, self._watcher(connection))
 
     def _idle_event(self, connection: ServerConnection) -> None:
-        """The server closed it, or sends what nobody asked for: it is of no further use."""
+        """Drop an idle connection that the server closed, or that got unrequested bytes."""
         try:
             connection.read([bytearray(1)], ANCILLARY_BYTES)
         except BlockingIOError:
@@ -164,7 +159,7 @@ class ConnectionPool:
 
 
 class _Opening:
-    """One connection being opened: the host's addresses one after another."""
+    """One connection being opened: tries the host's addresses in turn."""
 
     def __init__(self, pool: ConnectionPool, loop: SocketLoop, opened: Opened) -> None:
         self.opened = opened
@@ -232,6 +227,5 @@ class _Opening:
         self._connection = None
 
     def give_up(self, error: OSError) -> None:
-        """Ends the attempt."""
         self._abandon()
         self._pool.opened(self, None, error)

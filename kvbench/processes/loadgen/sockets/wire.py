@@ -1,4 +1,4 @@
-"""Sockets to one server: where it is, and connections that keep the kernel's stamps."""
+"""Sockets to one server: its address, and connections that keep the kernel's stamps."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ _RECEIVE: Final = _RX_SOFTWARE | _SOFTWARE
 _BOTH: Final = _RECEIVE | _TX_SOFTWARE | _OPT_ID | _OPT_TSONLY
 
 STAMP_BYTES: Final = 48
-"""``struct scm_timestamping``: three timespecs, of which the first is the software stamp in real time."""
+"""``struct scm_timestamping``: three timespecs; the first is the software stamp in real time."""
 NO_STAMP: Final = bytes(STAMP_BYTES)
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(STAMP_BYTES)
-"""Room for the one control message that a read brings."""
 _ERROR_ANCILLARY_BYTES: Final = 512
 _ORIGIN_TIMESTAMPING: Final = 4  # SO_EE_ORIGIN_TIMESTAMPING
 _EXTENDED_ERROR: Final = struct.Struct("=IBBBBII")
 
 MORE_FOLLOWS: Final = 1
-"""In place of a read's flags: more can be read at once, and epoll does not know of it."""
+"""Replaces a read's flags: more can be read, but epoll will not report it."""
 
 
 class ServerAddress:
-    """Where requests go. Raises InputError for what is no http:// or https:// URL, or an unusable CA file."""
+    """Where requests go. Raises InputError for a URL that is not http(s), or an unusable CA file."""
 
     def __init__(self, base_url: str, access: ServerAccess | None = None) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(f"{base_url!r} is no http:// or https:// URL")
+            raise InputError(f"{base_url!r} is not an http:// or https:// URL")
         self.url = base_url
         self.host = parts.hostname
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -50,7 +49,7 @@ class ServerAddress:
         self._host_header = parts.netloc.rpartition("@")[2]
 
     def resolve(self) -> None:
-        """Looks the host's name up once: no connection waits for a name server later. Raises ServerError."""
+        """Resolve the host's name once, before the run. Raises ServerError."""
         try:
             found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
@@ -58,7 +57,8 @@ class ServerAddress:
         self.addresses = [(int(family), address) for family, _, _, _, address in found]
 
     def head(self, path: str, headers: Mapping[str, str], length: int) -> bytes:
-        """The head of a POST of a body of that length. Raises InputError for a header with a line break."""
+        """Return the head of a POST with a body of ``length``. Raises InputError for a header with a line
+        break."""
         lines = [f"POST {self._base_path}{path} HTTP/1.1", f"host: {self._host_header}"]
         for name, value in headers.items():
             if any(mark in name + value for mark in "\r\n"):
@@ -69,19 +69,18 @@ class ServerAddress:
 
 
 def error_of(number: int) -> OSError:
-    """The OSError (or the subclass) of an errno."""
     return OSError(number, os.strerror(number))
 
 
 class Sender(Protocol):
-    """Whose request goes over a connection."""
+    """The user of a connection."""
 
     def transmitted(self, written: int, stamp: bytes, /) -> None:
-        """The kernel's stamp of the moment when so many bytes of the connection had gone out."""
+        """Receive the kernel's stamp of the moment when ``written`` bytes of the connection had been sent."""
 
 
 class ServerConnection:
-    """A socket that is open or opening. ``read`` is its recvmsg_into, or does as that does."""
+    """A socket that is open or opening. ``read`` is its recvmsg_into or an equivalent."""
 
     __slots__ = ("_stamping", "_tls", "fd", "last_used", "owner", "read", "sock", "unsent", "written")
 
@@ -100,11 +99,10 @@ class ServerConnection:
 
     @property
     def plain(self) -> bool:
-        """Whether ``read`` is the socket's own: its bytes are what was sent."""
         return self._tls is None
 
     def ask_for_stamps(self) -> None:
-        """The kernel is to stamp what comes and goes, as far as it can; before the first byte is sent."""
+        """Enable kernel stamps of sends and arrivals; call before the first byte."""
         if self._tls is not None or struct.calcsize("l") != 8:  # where timespecs are smaller than expected
             return
         for wanted in (_BOTH, _RECEIVE):
@@ -116,13 +114,13 @@ class ServerConnection:
             return
 
     def begin_tls(self, context: ssl.SSLContext, host: str) -> None:
-        """From now on TLS; ``handshake`` must succeed first."""
+        """Begin TLS; ``handshake`` must succeed first."""
         self._tls = context.wrap_socket(self.sock, server_hostname=host, do_handshake_on_connect=False)
         self.sock = self._tls
         self.read = self._read_tls
 
     def handshake(self) -> bool | None:
-        """True: done. False and None: to be tried again when readable (False) or writable. Raises OSError."""
+        """Return True when done; else try again when readable (False) or writable (None). Raises OSError."""
         assert self._tls is not None
         try:
             self._tls.do_handshake()
@@ -133,15 +131,12 @@ class ServerConnection:
         return True
 
     def send(self, parts: Sequence[bytes]) -> bool:
-        """Writes as much as goes without waiting; False if something is left for ``flush``.
-
-        Bytes that cannot be sent because the connection is broken are dropped: reading shows how it ended.
-        """
+        """Write as much as possible without waiting; False if something is left for ``flush``. Bytes for a
+        broken connection are dropped: the next read shows the end."""
         self.unsent = [memoryview(part) for part in parts]
         return self.flush()
 
     def flush(self) -> bool:
-        """Goes on with what ``send`` left."""
         try:
             while self.unsent:
                 count = self._write()
@@ -160,10 +155,8 @@ class ServerConnection:
         return self.sock.sendmsg(self.unsent) if self._tls is None else self._tls.send(self.unsent[0])
 
     def transmitted(self) -> tuple[int, bytes] | None:
-        """From the error queue: how many bytes had been sent when the kernel took this stamp.
-
-        None if the queue is empty, or holds something else.
-        """
+        """Return how many bytes had been sent at this stamp, from the error queue. None if the queue is
+        empty, or holds something else."""
         if self._stamping != _BOTH:
             return None
         try:
@@ -181,7 +174,7 @@ class ServerConnection:
         return (position + 1, stamp) if stamp and position >= 0 else None
 
     def close(self) -> None:
-        """Drops the connection; the kernel notifies the server."""
+        """Drop the connection; the kernel notifies the server."""
         self.unsent = []
         self.sock.close()
         self.fd = -1
@@ -192,5 +185,5 @@ class ServerConnection:
             count = self._tls.recv_into(buffers[0])
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
-        # What is left of a record that has been decrypted is no longer with the socket.
+        # The rest of a decrypted record is no longer in the socket.
         return count, (), MORE_FOLLOWS if self._tls.pending() else 0, None

@@ -1,1 +1,1 @@
-"""What the backends share whose bytes go through a store."""
+"""Code shared by backends that move bytes through a store."""

@@ -1,16 +1,14 @@
-"""What backends share whose bytes go through a store: an object for each block of each region.
+"""Common code of backends that use a store: an object for each block of each region.
 
 - write: the initiator puts objects; ``collect`` at the target asks each initiator over the control channel
-  which keys hold the blocks now, and gets them into the registered buffer.
-- read: ``offer`` at the target puts the blocks' present content and sends each initiator the keys; the
-  initiator gets.
+  for the blocks' current keys, and gets them into the registered buffer.
+- read: ``offer`` at the target puts the blocks' content and sends each initiator the keys; the initiator
+  gets.
 
-Every start of a write has new keys, since a store may keep an old value silently. Where a second get may be
-served from a local copy, or is refused, reads have new keys too: ``offer`` then puts each block ``copies``
-times, and ``Ticket.repeats`` says how often a transfer can be started before the next ``offer``.
-
-Objects that a newer write replaced are removed after the call that replaced them is done, by another
-thread, and only when they are many.
+Every started write has new keys, since a store may keep an old value silently. If a second get may be refused
+or served from a local copy, reads have new keys too: ``offer`` puts each block ``copies`` times, and
+``Ticket.repeats`` is the number of starts until the next ``offer``. A thread removes objects that a newer
+write replaced, after that call and only when there are many.
 """
 
 from __future__ import annotations
@@ -27,40 +25,40 @@ from kvbench.errors import TransferError
 from kvbench.transfer.base import Layout, Op, Ticket
 from kvbench.transfer.parts.control import ControlChannel, Door, Job, ThreadedEndpoint, dial
 
-# Replaced objects are left alone until they are this many bytes, so that few removals meet a timed call.
+# Replaced objects are kept up to this many bytes, so that few removals affect a timed call.
 SWEEP_BYTES = 4 << 20
-# A fuller store puts objects out by itself, live ones among them (Mooncake's master at 0.99 of a segment).
+# A fuller store evicts objects, even live ones (Mooncake's master at 0.99 of a segment).
 FILL = 0.9
 
 Place = tuple[int, int]
 """Region and block at the target."""
 Notes = list[Any]
-"""What a put returns for each key and the get of it needs, as JSON; often None."""
+"""A put's result for each key, needed by the get, as JSON; often None."""
 
 
 class Store(ABC):
-    """One connection to a store. Each call blocks, is made from several threads, and raises TransferError."""
+    """One connection to a store. Calls block, come from several threads, and raise TransferError."""
 
     @abstractmethod
     def put(self, keys: Sequence[str], addresses: Sequence[int], nbytes: int) -> Notes:
-        """Put ``nbytes`` bytes from each address under each key."""
+        """Put each key."""
 
     @abstractmethod
     def get(self, keys: Sequence[str], addresses: Sequence[int], nbytes: int, notes: Notes) -> None:
-        """Get each key's ``nbytes`` bytes to each address."""
+        """Get each key."""
 
     @abstractmethod
     def remove(self, keys: Sequence[str]) -> None:
-        """Forget keys; unknown ones are ignored."""
+        """Remove keys; unknown ones are ignored."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything. Safe to call twice."""
+        """Safe to call twice."""
 
 
 @dataclass
 class Written:
-    """What one start of a write put, and where it belongs at the target."""
+    """Keys of one started write, and their blocks at the target."""
 
     keys: list[str]
     places: Sequence[Place]
@@ -70,7 +68,7 @@ class Written:
 
 
 class StorePeer:
-    """A target as its initiator sees it: keys that were put there, and keys that are offered."""
+    """A target as its initiator sees it: written keys and offered keys."""
 
     def __init__(self, agent: Mapping[str, Any], store: Store, channel: ControlChannel) -> None:
         self.store = store
@@ -78,10 +76,10 @@ class StorePeer:
         self.layout = Layout(**agent["layout"])
         self.copies = int(agent["copies"])
         self.greeted = threading.Event()
-        """Set once the target knows this initiator, so that it will hear of offers."""
+        """Set once the target knows this initiator and will send it offers."""
         self._room = int(agent["store"].get("room", 0))
         self._lock = threading.Lock()
-        # By ticket number, the newest.
+        # The newest by ticket number.
         self._written: dict[int, Written] = {}
         self._replaced: deque[Written] = deque()
         self._replaced_bytes = 0
@@ -89,7 +87,7 @@ class StorePeer:
         self._offered: dict[Place, list[tuple[str, Any]]] = {}
 
     def answer(self, message: Mapping[str, Any]) -> Any:
-        """What the target asks: where its blocks are; and what it says: what it offers."""
+        """Handle the target's messages: a question for its blocks' keys, or an offer."""
         with self._lock:
             if message["cmd"] == "written":
                 newest = list(self._written.values())
@@ -101,7 +99,7 @@ class StorePeer:
         return {}
 
     def plan(self, nbytes: int) -> None:
-        """A write of so many bytes may be repeated: two generations must fit. Raises TransferError."""
+        """Prepare a repeated write: two generations must fit. Raises TransferError."""
         with self._lock:
             for number, done in list(self._written.items()):
                 kept = sum(other.nbytes for other in self._written.values())
@@ -119,7 +117,7 @@ class StorePeer:
     def put(
         self, number: int, keys: list[str], places: Sequence[Place], blocks: tuple[list[int], int]
     ) -> None:
-        """Put ``blocks`` (addresses, and bytes of each) as what ticket ``number`` wrote last."""
+        """Put ``blocks`` (addresses, and bytes of each) as the last write of ticket ``number``."""
         done = Written(keys, places, [], len(keys) * blocks[1])
         if self._crowded_by(done.nbytes):
             self.sweep()
@@ -127,7 +125,7 @@ class StorePeer:
             done.notes = self.store.put(keys, *blocks)
         except BaseException:
             with self._lock:
-                self._replace(done)  # some of it may be there
+                self._replace(done)  # a part may have been stored
             raise
         with self._lock:
             old = self._written.pop(number, None)
@@ -136,13 +134,13 @@ class StorePeer:
                 self._replace(old)
 
     def _crowded_by(self, nbytes: int) -> bool:
-        """Whether a put of so many bytes could make the store put objects out, and some may be removed."""
+        """Whether a put of ``nbytes`` could cause evictions, and some objects may be removed."""
         with self._lock:
             kept = sum(done.nbytes for done in self._written.values())
             return 0 < self._room * FILL < kept + self._replaced_bytes + nbytes and self._replaced_bytes > 0
 
     def release(self, number: int, nbytes: int) -> None:
-        """A write is repeated no more; what it wrote stays until it is collected or in the way."""
+        """End a write's repetitions; its objects stay until collected or replaced."""
         with self._lock:
             self._planned_bytes -= nbytes
             if number in self._written:
@@ -154,11 +152,10 @@ class StorePeer:
 
     @property
     def to_sweep(self) -> bool:
-        """Whether replaced objects are so many that they should go."""
+        """Whether enough objects were replaced for a removal."""
         return self._replaced_bytes > max(SWEEP_BYTES, self._planned_bytes)
 
     def sweep(self) -> None:
-        """Remove what newer writes replaced."""
         with self._lock:
             old = list(self._replaced)
             self._replaced.clear()
@@ -167,7 +164,7 @@ class StorePeer:
             self.store.remove([key for done in old for key in done.keys])
 
     def take(self, places: Sequence[Place], fresh: bool) -> tuple[list[str], Notes]:
-        """The offered key of each place; ``fresh``: one that is given once only. Raises TransferError."""
+        """Return the offered key of each place; with ``fresh`` each key only once. Raises TransferError."""
         with self._lock:
             stocks = [self._offered.get(place, []) for place in places]
             for (region, block), stock in zip(places, stocks, strict=True):
@@ -181,15 +178,13 @@ class StorePeer:
 
 
 MAX_THREADS = 64
-# How long a target waits for an initiator to send its keys, or to hear of new ones. Seconds.
+# Time for an initiator to send its keys, or to receive new ones, in seconds.
 ASK_S = 3.0
 COPIES = 16
 
 
 @dataclass
 class _Plan:
-    """A prepared transfer."""
-
     number: int
     addresses: list[int]
     places: list[Place]
@@ -197,10 +192,10 @@ class _Plan:
 
 
 class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
-    """One side of a store. A backend says how its store is provided, and how it is reached."""
+    """One side of a store. The backend defines how its store is provided and reached."""
 
     fresh_reads = False
-    """Whether each read needs keys that nobody has read before."""
+    """Whether each read needs keys that were never read."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options, MAX_THREADS)
@@ -215,14 +210,12 @@ class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
 
     @abstractmethod
     def provide(self, address: int, layout: Layout) -> tuple[Store, dict[str, Any]]:
-        """As a target: bring the store up. Returns with it what ``reach`` needs, as JSON.
-
-        ``room`` in that is how many bytes fit, where there is a limit. Raises TransferError.
-        """
+        """Target: start the store; return it with JSON for ``reach``. The JSON's ``room`` is the capacity in
+        bytes, if limited. Raises TransferError."""
 
     @abstractmethod
     def reach(self, provided: Mapping[str, Any], deadline_s: float) -> Store:
-        """As an initiator: a connection to a target's store. Raises TransferError."""
+        """Initiator: connect to a target's store. Raises TransferError."""
 
     # --- both sides
 
@@ -249,17 +242,17 @@ class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
     def close(self) -> None:
         super().close()
         if self._own is not None:
-            # Kept: what a library does when its last reference goes may take seconds.
+            # Kept: freeing a library's last reference may take seconds.
             self._own.close()
 
     # --- the initiator's side
 
     def connect(self, peer: Mapping[str, Any], deadline_s: float) -> None:
         if not peer.get("control"):
-            raise TransferError("the peer is no target: it was opened as an initiator")
+            raise TransferError("the peer is not a target: it was opened as an initiator")
         until = time.monotonic() + deadline_s
         self.forget(str(peer["id"]))
-        # The target itself first: libraries wait long for one that is gone.
+        # Check the target first: libraries wait long for a lost one.
         channel = dial(peer["control"], {"id": self._id}, deadline_s)
         try:
             store = self.reach(peer["store"], max(until - time.monotonic(), 0.1))
@@ -333,7 +326,7 @@ class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
     # --- the target's side
 
     def _welcome(self, channel: ControlChannel, hello: dict[str, Any]) -> None:
-        """Keep an initiator's channel until it goes away. It is this side that asks."""
+        """Keep an initiator's channel until it closes. This side asks."""
         name = str(hello.get("id"))
         try:
             with self._offering:
@@ -341,7 +334,7 @@ class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
                 offer = [] if self.fresh_reads else list(self._offers.items())
                 channel.ask({"cmd": "offer", "offer": offer}, ASK_S)
             channel.wait_for_end()
-        finally:  # one that gave up in between must not be asked for ever, and spoil it for the others
+        finally:  # drop an initiator that gave up meanwhile; it would delay the others
             if self._initiators.get(name) is channel:
                 del self._initiators[name]
 
@@ -373,7 +366,7 @@ class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
             store.remove([key for place in places for key, _ in self._offers.pop(place, [])])
             offer = [] if self.fresh_reads else self._put_offer(store, places)
             for channel in list(self._initiators.values()):
-                # Keys that are read once only are each initiator's own.
+                # Keys that are read only once are separate for each initiator.
                 own = self._put_offer(store, places) if self.fresh_reads else offer
                 channel.ask({"cmd": "offer", "offer": own}, ASK_S)
 

@@ -1,8 +1,6 @@
-"""A small connector that fulfils vLLM-Omni's contract, to try the adapter with and to start one's own from.
-
-The side that is configured without an address keeps the objects in its memory and serves them; the other
-one puts and gets over a socket. Nothing is left when either ends, however it ends.
-"""
+"""A small connector of vLLM-Omni's contract, to test the adapter and as a template. The side that is
+configured without an address stores and serves the objects; the other one puts and gets over a socket.
+Nothing is left behind when either ends."""
 
 from __future__ import annotations
 
@@ -18,10 +16,8 @@ Put = tuple[bool, int, "dict[str, Any] | None"]
 
 
 class ExampleConnector:
-    """put, get, cleanup, health, close; ``share`` is what its other side's configuration needs.
-
-    ``config``: host (of this side), and address and key of the side that serves, by its ``share``.
-    """
+    """put, get, cleanup, health, close; ``share`` is the other side's configuration. ``config``: host (of
+    this side), and address and key of the serving side, from its ``share``."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._objects: dict[str, bytes] = {}
@@ -38,7 +34,7 @@ class ExampleConnector:
         threading.Thread(target=self._accept, name="example", daemon=True).start()
 
     def share(self) -> dict[str, Any]:
-        """What the other side is configured with."""
+        """Configuration of the other side."""
         return {"address": list(self._listener.address), "key": self._key.hex()} if self._listener else {}
 
     def put(self, from_stage: str, to_stage: str, put_key: str, data: bytes) -> Put:
@@ -56,7 +52,7 @@ class ExampleConnector:
     def get(
         self, from_stage: str, to_stage: str, get_key: str, metadata: dict[str, Any] | None = None
     ) -> tuple[bytes, int] | None:
-        """What was put, once; None when there is nothing (any more)."""
+        """Return stored data once; None if there is none."""
         name = f"{get_key}@{from_stage}_{to_stage}"
         if self._connection is None:
             data = self._objects.pop(name, None)
@@ -68,7 +64,7 @@ class ExampleConnector:
         return None if data is None else (data, len(data))
 
     def cleanup(self, request_id: str) -> None:
-        """Forget a key that nobody got."""
+        """Remove an unread key."""
         if self._connection is None:
             for name in [name for name in list(self._objects) if name.startswith(f"{request_id}@")]:
                 self._objects.pop(name, None)
@@ -77,11 +73,9 @@ class ExampleConnector:
             self._connection.recv_bytes()
 
     def health(self) -> dict[str, Any]:
-        """Status and counts."""
         return {"status": "healthy", **self._counts}
 
     def close(self) -> None:
-        """Free everything. Safe to call twice."""
         with contextlib.suppress(OSError):
             if self._connection is not None:
                 self._connection.close()
@@ -96,7 +90,7 @@ class ExampleConnector:
                 caller = self._listener.accept()
             except OSError:
                 return  # closed
-            except Exception:  # a stranger without the key
+            except Exception:  # a caller without the key
                 continue
             threading.Thread(target=self._serve, args=(caller,), name="example", daemon=True).start()
 
@@ -119,6 +113,6 @@ class ExampleConnector:
 
 
 def _without_delay(connection: Connection) -> None:
-    """Small messages go at once; else each put would wait for the other side's delayed acknowledgement."""
+    """Send small messages at once: otherwise each put would wait for a delayed acknowledgement."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         same.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

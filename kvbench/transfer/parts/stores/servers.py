@@ -1,4 +1,4 @@
-"""Servers that a store needs, as children of this process that end with it, however it ends."""
+"""Servers that a store needs, as children that always end with this process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 def start_server(
     command: Sequence[str], env: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a program that is killed when this thread's process ends; its output goes to our stderr."""
+    """Start a program that is killed when this thread's process ends; its output goes to stderr."""
     launch = [sys.executable, "-I", "-S", "-c", LAUNCH, str(os.getpid())]
     variables = {**os.environ, **(env or {})}
     return subprocess.Popen(
@@ -37,7 +37,7 @@ def start_server(
 
 
 def free_port(host: str) -> int:
-    """A TCP port that nobody listens on at this moment. Raises TransferError."""
+    """Return a currently free TCP port. Raises TransferError."""
     try:
         with socket.create_server((host, 0)) as free:
             return int(free.getsockname()[1])
@@ -46,7 +46,7 @@ def free_port(host: str) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping (MemAvailable of proc(5))."""
+    """Return the memory available without swapping (MemAvailable of proc(5))."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
@@ -54,7 +54,7 @@ def available_bytes() -> int:
 
 
 def master_binary() -> Path:
-    """The program itself, not the script that starts it."""
+    """Return the program itself, not the script that starts it."""
     spec = importlib.util.find_spec("mooncake")
     folders = (spec.submodule_search_locations if spec else None) or ["."]
     return Path(folders[0]) / "mooncake_master"
@@ -67,7 +67,7 @@ class Master:
         """Raises TransferError when it is not ready within MASTER_READY_S."""
         until = time.monotonic() + MASTER_READY_S
         for _ in range(MASTER_TRIES):
-            # Another process may take a port that was free a moment ago; then it ends, and is tried again.
+            # Another process may take the port meanwhile; then the master ends, and is tried again.
             rpc, metrics = free_port(host), free_port("127.0.0.1")
             self.address = f"{host}:{rpc}"
             self._process = self._start(host, rpc, metrics)
@@ -94,6 +94,6 @@ class Master:
         return start_server([str(master_binary()), *arguments])
 
     def close(self) -> None:
-        """End it, at once: it keeps nothing. Safe to call twice."""
+        """Kill it: it stores nothing. Safe to call twice."""
         self._process.kill()
         self._process.wait()

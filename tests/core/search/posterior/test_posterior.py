@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.core.search.data import TrialFigures, TrialOutcome
-from kvbench.core.search.posterior.arrival_luck import queue_rate
 from kvbench.core.search.posterior.posterior import PARTS, _shifted, fit
-from kvbench.core.search.posterior.queue_model import late_share, log_normal_cdf, mean_wait, memory
+from kvbench.core.search.posterior.queue_model import (
+    late_share,
+    log_normal_cdf,
+    mean_wait,
+    memory,
+    queue_rate,
+)
 from kvbench.core.search.posterior.rate_points import RatePoint, Waiting, waiting_of, waiting_of_slow
 
 

@@ -1,25 +1,22 @@
-"""The options that several commands share, how they become ``CliOptions``, and their completion in a shell.
+"""The options that several commands share, and their completion in a shell.
 
-A command that takes a parameter of type ``ScenarioOptions`` or ``LoadOptions`` and is decorated with ``asks``
-has every option of that class in its own help, as if they were written there.
+A command with a parameter ``options`` of type ``CliOptions`` that is decorated with ``asks`` has the options
+of that class in its own help, as if they were written there.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from dataclasses import dataclass, fields
+from functools import cache, partial
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, Final, TypeVar, get_args, get_type_hints
 
 import typer
 
 from kvbench.errors import InputError
-
-if TYPE_CHECKING:
-    from kvbench.planning.overrides import CliOptions
 
 
 def run_folder(text: str) -> Path:
@@ -93,12 +90,10 @@ ScenarioArg = Annotated[
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, with every digit.")]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="PATH=VALUE", help="Override a scenario value, e.g. slo.ttft_ms=300. Repeatable."
-    ),
-]
+_SET = typer.Option(
+    "--set", metavar="PATH=VALUE", help="Override a scenario value, e.g. slo.ttft_ms=300. Repeatable."
+)
+SetOption = Annotated[list[str] | None, _SET]
 ResumeOption = Annotated[
     Path | None,
     typer.Option(
@@ -122,35 +117,43 @@ OutputOption = Annotated[
 
 
 @dataclass(frozen=True)
-class ScenarioOptions:
-    """Which scenario, and what of it."""
+class Sets:
+    """Scenario value that an option sets. ``form`` is the value's YAML, with ``{}`` for the text given."""
+
+    path: str
+    form: str = "{}"
+
+
+SERVER: Final = (
+    *("base_url", "model", "headers", "ca_file", "insecure"),
+    *("prefill_metrics_url", "decode_metrics_url", "api_key_env"),
+)
+"""Options for a server that already runs."""
+ONE_LOAD: Final = ("fixed_rate", "concurrency", "num_requests", "duration_s")
+"""Options of ``bench``, which offers one load."""
+SEARCHED: Final = ("precision", "max_trials", "seed")
+"""Options of a search."""
+
+
+@dataclass(frozen=True)
+class CliOptions:
+    """Options that select a scenario and change it, each declared once.
+
+    A field's annotation has the option of the command line, and the scenario value that it sets, if it is one
+    value (``Sets``). ``resolve`` in ``overrides`` turns the options into a scenario.
+    """
 
     scenario: ScenarioArg = "quickstart"
-    set_: SetOption = None
-    connector: Annotated[
-        list[str] | None,
+    overrides: Annotated[tuple[str, ...], _SET] = ()
+    connectors: Annotated[
+        tuple[str, ...],
         typer.Option(
             "--connector",
             metavar="NAME",
             help="Only this connector of the scenario. Repeatable.",
             autocompletion=complete_connector,
         ),
-    ] = None
-
-    def cli_options(self) -> CliOptions:
-        from kvbench.planning.overrides import CliOptions
-
-        return CliOptions(
-            scenario=self.scenario,
-            overrides=tuple(self.set_ or ()),
-            connectors=tuple(self.connector or ()),
-        )
-
-
-@dataclass(frozen=True)
-class LoadOptions(ScenarioOptions):
-    """And what load, judged how: the options of commands that measure."""
-
+    ] = ()
     base_url: Annotated[
         str | None,
         _server(
@@ -161,20 +164,20 @@ class LoadOptions(ScenarioOptions):
         str | None,
         _server("--model", metavar="NAME", help="Which of its models; needed where it serves several."),
     ] = None
-    header: Annotated[
-        list[str] | None,
+    headers: Annotated[
+        tuple[str, ...],
         _server(
             "--header",
             metavar="'NAME: VALUE'",
             help="Sent with each request; ${VARIABLE} is taken from the environment and written nowhere. "
             "Repeatable.",
         ),
-    ] = None
+    ] = ()
     ca_file: Annotated[
         str | None,
-        _server("--ca-file", metavar="FILE", help="Believe the certificates of this PEM file alone."),
+        _server("--ca-file", metavar="FILE", help="Trust only the certificates of this PEM file."),
     ] = None
-    insecure: Annotated[bool, _server("--insecure", help="Believe any certificate.")] = False
+    insecure: Annotated[bool, _server("--insecure", help="Do not verify the certificate.")] = False
     prefill_metrics_url: Annotated[
         str | None,
         _server(
@@ -185,7 +188,7 @@ class LoadOptions(ScenarioOptions):
     ] = None
     decode_metrics_url: Annotated[
         str | None,
-        _server("--decode-metrics-url", metavar="URL[,URL…]", help="And of its decode instances."),
+        _server("--decode-metrics-url", metavar="URL[,URL…]", help="/metrics of its decode instances."),
     ] = None
     api_key_env: Annotated[
         str | None,
@@ -194,107 +197,9 @@ class LoadOptions(ScenarioOptions):
             metavar="NAME",
             help="The environment variable with that server's API key; the key itself is written nowhere.",
         ),
+        Sets("deployment.engine_options.api_key_env"),
     ] = None
-    input_len: Annotated[
-        str | None, _load("--input-len", metavar="N[,N…]", help="Input lengths in tokens.")
-    ] = None
-    output_len: Annotated[
-        int | None, _load("--output-len", metavar="N", help="Output tokens per request.")
-    ] = None
-    ttft_ms: Annotated[float | None, _slo("--ttft-ms", metavar="MS", help="SLO: time to first token.")] = None
-    tpot_ms: Annotated[
-        float | None,
-        _slo("--tpot-ms", metavar="MS", help="SLO: time per output token."),
-    ] = None
-    attainment: Annotated[
-        float | None,
-        _slo(
-            "--attainment", metavar="SHARE", help="Share of requests that must meet every limit, e.g. 0.95."
-        ),
-    ] = None
-    slo: Annotated[
-        list[str] | None,
-        _slo(
-            "--slo",
-            metavar="LIMIT",
-            help="A limit, instead of the scenario's: 'ttft_ms p90 <= 5000', 'tpot_ms mean <= 50'. "
-            "Repeatable.",
-        ),
-    ] = None
-    method: Annotated[
-        str | None,
-        _method(
-            "--method", metavar="NAME", help="sustained (default), burst, sustained,burst, fixed or trace."
-        ),
-    ] = None
-    rates: Annotated[
-        str | None,
-        _method("--rates", metavar="R[,R…]", help="Measure these rates, without an SLO (method fixed)."),
-    ] = None
-    trace: Annotated[
-        str | None,
-        _method(
-            "--trace", metavar="FILE", help="Replay recorded requests: a Mooncake trace, JSON lines or CSV."
-        ),
-    ] = None
-    time_scale: Annotated[
-        float | None,
-        _method(
-            "--time-scale",
-            metavar="X",
-            help="Multiply the time between traced requests: 0.5 is twice as fast.",
-        ),
-    ] = None
-    workers: Annotated[
-        int | None,
-        _load(
-            "--workers", metavar="N", help="Load generator processes; by default as many as the load needs."
-        ),
-    ] = None
-    endpoint: Annotated[
-        str | None,
-        _load(
-            "--endpoint",
-            metavar="NAME",
-            help="completions (default), with token ids; or chat: /v1/chat/completions, with messages.",
-        ),
-    ] = None
-    direct: Annotated[
-        bool, _load("--direct", help="The load generator asks P and D itself, with no router in the path.")
-    ] = False
-
-    def cli_options(self) -> CliOptions:
-        return replace(
-            super().cli_options(),
-            base_url=self.base_url,
-            model=self.model,
-            headers=tuple(self.header or ()),
-            ca_file=self.ca_file,
-            insecure=self.insecure,
-            api_key_env=self.api_key_env,
-            prefill_metrics_url=self.prefill_metrics_url,
-            decode_metrics_url=self.decode_metrics_url,
-            input_len=self.input_len,
-            output_len=self.output_len,
-            ttft_ms=self.ttft_ms,
-            tpot_ms=self.tpot_ms,
-            attainment=self.attainment,
-            slo=tuple(self.slo or ()),
-            method=self.method,
-            rates=self.rates,
-            trace=self.trace,
-            time_scale=self.time_scale,
-            workers=self.workers,
-            endpoint=self.endpoint,
-            direct=self.direct,
-        )
-
-
-@dataclass(frozen=True)
-class BenchOptions(LoadOptions):
-    """And how much of it: a rate, or a closed loop, of so many requests or for so long."""
-
-    rate: Annotated[
+    fixed_rate: Annotated[
         float | None,
         _load("--rate", metavar="REQ/S", help="The request rate to offer; of a --trace its own.", min=0.001),
     ] = None
@@ -309,37 +214,148 @@ class BenchOptions(LoadOptions):
         ),
     ] = None
     num_requests: Annotated[
-        int | None, _load("--num-requests", metavar="N", help="Send so many requests.", min=1, max=10_000_000)
+        int | None, _load("--num-requests", metavar="N", help="Send N requests.", min=1, max=10_000_000)
     ] = None
-    duration: Annotated[
-        float | None, _load("--duration", metavar="S", help="Send requests for so many seconds.", min=0.1)
+    duration_s: Annotated[
+        float | None,
+        _load("--duration", metavar="S", help="Send requests for S seconds.", min=0.1),
+        Sets("search.trial_s"),
     ] = None
+    input_len: Annotated[
+        str | None,
+        _load("--input-len", metavar="N[,N…]", help="Input lengths in tokens."),
+        Sets("workload.input_len", "[{}]"),
+    ] = None
+    output_len: Annotated[
+        int | None,
+        _load("--output-len", metavar="N", help="Output tokens per request."),
+        Sets("workload.output_len"),
+    ] = None
+    ttft_ms: Annotated[
+        float | None,
+        _slo("--ttft-ms", metavar="MS", help="SLO: time to first token."),
+        Sets("slo.ttft_ms"),
+    ] = None
+    tpot_ms: Annotated[
+        float | None,
+        _slo("--tpot-ms", metavar="MS", help="SLO: time per output token."),
+        Sets("slo.tpot_ms"),
+    ] = None
+    attainment: Annotated[
+        float | None,
+        _slo(
+            "--attainment", metavar="SHARE", help="Share of requests that must meet every limit, e.g. 0.95."
+        ),
+        Sets("slo.attainment"),
+    ] = None
+    slo: Annotated[
+        tuple[str, ...],
+        _slo(
+            "--slo",
+            metavar="LIMIT",
+            help="A limit, instead of the scenario's: 'ttft_ms p90 <= 5000', 'tpot_ms mean <= 50'. "
+            "Repeatable.",
+        ),
+    ] = ()
+    method: Annotated[
+        str | None,
+        _method(
+            "--method", metavar="NAME", help="sustained (default), burst, sustained,burst, fixed or trace."
+        ),
+    ] = None
+    rates: Annotated[
+        str | None,
+        _method("--rates", metavar="R[,R…]", help="Measure these rates, without an SLO (method fixed)."),
+        Sets("search.rates", "[{}]"),
+    ] = None
+    precision: Annotated[
+        float | None,
+        _method(
+            "--precision", metavar="SHARE", help="Stop when the rate is known this closely: 0.05 is ±5 %."
+        ),
+        Sets("search.precision"),
+    ] = None
+    max_trials: Annotated[
+        int | None,
+        _method("--max-trials", metavar="N", help="Trials of one search at most."),
+        Sets("search.max_trials"),
+    ] = None
+    seed: Annotated[
+        int | None,
+        _method("--seed", metavar="N", help="Seed of all randomness of the run."),
+        Sets("seed"),
+    ] = None
+    trace: Annotated[
+        str | None,
+        _method(
+            "--trace", metavar="FILE", help="Replay recorded requests: a Mooncake trace, JSON lines or CSV."
+        ),
+    ] = None
+    time_scale: Annotated[
+        float | None,
+        _method(
+            "--time-scale",
+            metavar="X",
+            help="Multiply the time between traced requests: 0.5 is twice as fast.",
+        ),
+        Sets("workload.trace.time_scale"),
+    ] = None
+    workers: Annotated[
+        int | None,
+        _load(
+            "--workers", metavar="N", help="Load generator processes; by default as many as the load needs."
+        ),
+        Sets("load.workers"),
+    ] = None
+    endpoint: Annotated[
+        str | None,
+        _load(
+            "--endpoint",
+            metavar="NAME",
+            help="completions (default), with token ids; or chat: /v1/chat/completions, with messages.",
+        ),
+        Sets("load.endpoint"),
+    ] = None
+    direct: Annotated[
+        bool,
+        _load("--direct", help="Send to P and D directly, with no router in the path."),
+        Sets("load.mode", "direct"),
+    ] = False
+    replay: bool = False
+    """``bench`` offers a trace's own rate."""
+    both_modes: bool = False
+    """``bench`` offers the load through the router and directly."""
+    system: str | None = None
+    """``simulate`` searches the rate of this command, another program's simulator; there is no scenario."""
 
-    def cli_options(self) -> CliOptions:
-        return replace(
-            super().cli_options(),
-            fixed_rate=self.rate,
-            concurrency=self.concurrency,
-            num_requests=self.num_requests,
-            duration_s=self.duration,
-            replay=self.trace is not None,
-        )
+
+@cache
+def declared() -> dict[str, tuple[Any, ...]]:
+    """Annotations of the fields of ``CliOptions`` besides their types: the option, and what it sets."""
+    hints = get_type_hints(CliOptions, include_extras=True)
+    return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+
+
+def option_name(field: str) -> str:
+    """Return the option of a field of ``CliOptions`` as it is typed, such as ``--input-len``."""
+    return str(declared()[field][0].default)
 
 
 def asks(without: Collection[str] = ()) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Spread a command's parameter ``options`` into the options of its class, less those in ``without``.
+    """Spread a command's parameter ``options`` into the options of its class, except those in ``without``.
 
-    They stand in the help where ``options`` stands among the command's parameters.
+    They are in the help at the place of ``options`` among the command's parameters. A field that is a tuple
+    is an option that can be repeated.
     """
 
     def spread(command: Callable[..., Result]) -> Callable[..., Result]:
         hints = get_type_hints(command, include_extras=True)
-        kind: type[ScenarioOptions] = hints["options"]
+        kind: type[Any] = hints["options"]
         kinds = get_type_hints(kind, include_extras=True)
         asked = [
-            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=kinds[field.name])
+            _parameter(field.name, field.default, kinds[field.name])
             for field in fields(kind)
-            if field.name not in without
+            if field.name not in without and hasattr(kinds[field.name], "__metadata__")
         ]
         names = {parameter.name for parameter in asked}
         parameters: list[Parameter] = []
@@ -349,8 +365,9 @@ def asks(without: Collection[str] = ()) -> Callable[[Callable[..., Result]], Cal
 
         @functools.wraps(command)
         def run(**given: Any) -> Result:
-            options = kind(**{name: given.pop(name) for name in names})
-            return command(options=options, **given)
+            values = {name: given.pop(name) for name in names}
+            repeated = {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
+            return command(options=kind(**values | repeated), **given)
 
         # What typer reads a command's options from.
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -358,3 +375,11 @@ def asks(without: Collection[str] = ()) -> Callable[[Callable[..., Result]], Cal
         return run
 
     return spread
+
+
+def _parameter(name: str, default: Any, hint: Any) -> Parameter:
+    """Return a command's parameter for an annotated field; typer takes lists, not tuples."""
+    kind, option = get_args(hint)[:2]
+    if kind == tuple[str, ...]:
+        hint, default = Annotated[list[str], option], []
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hint)
