@@ -1,7 +1,7 @@
-"""Where the next trial goes, and when a search is over, while replays explain all trials.
+"""The next trial, and the end of a search, while replays explain all trials.
 
-Few long trials a little below the answer: each adds requests to what is replayed, whatever its rate, and
-shows whether the server does there what the replays say.
+A few long trials slightly below the answer: each adds requests to the replay, and shows whether the server
+behaves there as the replay predicts.
 """
 
 from __future__ import annotations
@@ -13,42 +13,47 @@ from kvbench.core.search.replay.replay import ReplayResult
 from kvbench.core.search.trial_history import TrialHistory, reached_target
 
 BELOW: Final = 0.3
+"""Distance of a trial below the answer, as a share of the precision: at the answer half of all trials miss."""
 BELOW_STEP: Final = 0.1
+"""Further distance for each trial that did not confirm the answer, as a share of the precision."""
 BELOW_MOST: Final = 0.6
-"""In units of the precision: so far below the answer a trial goes, or every other one would be missed; so
-much further for each that has not confirmed it; and at most."""
+"""Largest distance, as a share of the precision."""
 UP_MOST: Final = 3.0
-"""The longest step up, as a factor of the highest rate tried."""
+"""Longest step up, as a multiple of the highest rate tried."""
 LEAST_S: Final = 20.0
+"""Minimum length of a trial, in seconds."""
 LEAST_REQUESTS: Final = 400
+"""Minimum number of requests of a trial."""
 LEAST_LIMITS: Final = 2.0
-"""A trial lasts at least so many seconds, requests, and limits on TTFT."""
+"""Minimum length of a trial, as a multiple of the TTFT limit."""
 LONGER_S: Final = 150.0
 LONGER_REQUESTS: Final = 1000
-"""For the precision's sake alone a trial is not made longer, nor of more requests: what drifts shows between
-trials."""
+"""Length to which the precision alone extends a trial, the longer of the two: drift shows between trials."""
 WATCHED_S: Final = 120.0
+"""Time to observe a system before its answer counts, in seconds. Of servers that were slower for their first
+minute, replays of 60 s accepted 14 of 14, replays of 120 s none of 8."""
 WATCHED_COARSE_S: Final = 30.0
+"""The same for a precision of ``COARSE`` or more."""
 COARSE: Final = 0.1
-"""For so long a system is watched before its answer counts; less from that precision on. Of servers that were
-slower for their first minute, replays of 60 s believed 14 of 14, replays of 120 s none of 8."""
 NEAR: Final = 0.06
+"""Relative distance from the answer within which one trial must be long."""
 NEAR_REQUESTS: Final = 200
+"""Minimum number of requests of that trial."""
 NEAR_MISSES: Final = 10
 NEAR_MOST: Final = 2000
-"""One trial within this share of the answer must have offered so many requests; and more, up to the last
-number, until so many misses are allowed among them: nothing else shows what the slowest ones do."""
+"""It has as many requests as the SLO allows the first number of misses, up to the second number of requests:
+nothing else shows the slowest ones."""
 CONFIRMS: Final = 1.85
-"""In units of the precision: the interval's half-width from which on a trial may confirm."""
+"""Half-width of the interval, as a multiple of the precision, from which a trial may confirm the answer."""
 TOO_FAR_AFTER: Final = 4
 TOO_FAR: Final = 3.0
-"""After so many trials a search ends whose precision takes so many times what its further trials can
-bring."""
+"""After the first number of trials a search ends if the precision takes the second multiple of what the
+remaining trials bring."""
 
 
 def next_probe(history: TrialHistory, replay: ReplayResult) -> Probe | None:
-    """A trial a little below the answer, long enough for the precision; at the highest rate that a model says
-    where they differ. None when the search is over."""
+    """Return a trial slightly below the answer, long enough for the precision; where models differ, below the
+    highest one's answer. None ends the search."""
     limits = history.limits
     if too_far(history, replay):
         return None
@@ -71,7 +76,7 @@ def next_probe(history: TrialHistory, replay: ReplayResult) -> Probe | None:
 
 
 def suffices(history: TrialHistory, replay: ReplayResult) -> bool:
-    """Whether the replays rest on enough: two trials, some minutes, and one long trial near the answer."""
+    """Return whether two trials, the time observed and one long trial near the answer suffice."""
     limits, median = history.limits, replay.estimate.median
     near = any(
         abs(each.rate / median - 1) <= NEAR and len(each.requests) >= _near_requests(limits)
@@ -83,17 +88,17 @@ def suffices(history: TrialHistory, replay: ReplayResult) -> bool:
 
 
 def too_far(history: TrialHistory, replay: ReplayResult) -> bool:
-    """Whether the precision would take several times what the trials left can bring."""
+    """Return whether the precision takes several times what the remaining trials bring."""
     each = _longest_s(replay.estimate.median) * replay.estimate.median
     further = replay.further_requests(history.limits.precision)
     return len(history.tried) >= TOO_FAR_AFTER and further > TOO_FAR * each * max(history.trials_left, 1)
 
 
 def too_far_text(history: TrialHistory, replay: ReplayResult) -> str:
-    """Why such a search ended: what the precision would take."""
+    """Return what the precision would take."""
     precision = history.limits.precision
     hours = replay.further_requests(precision) / replay.estimate.median / 3600
-    return f"±{100 * precision:.2g} % would take about {hours:.2g} h more: its requests differ too much"
+    return f"±{100 * precision:.2g} % would take about {hours:.2g} h more: its requests vary too much"
 
 
 def _longest_s(rate: float) -> float:
@@ -105,6 +110,6 @@ def _watched_s(limits: SearchLimits) -> float:
 
 
 def _near_requests(limits: SearchLimits) -> float:
-    """Requests of the trial near the answer."""
+    """Return the number of requests that the trial near the answer needs."""
     allowed = max(1.0 - limits.attainment, 1e-6)
     return min(max(NEAR_REQUESTS, NEAR_MISSES / allowed), NEAR_MOST)
