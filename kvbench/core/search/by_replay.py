@@ -13,7 +13,7 @@ from kvbench.core.search.replay.replay import ReplayResult
 from kvbench.core.search.trial_history import TrialHistory, reached_target
 
 BELOW: Final = 0.3
-"""Distance of a trial below the answer, as a share of the precision: at the answer half of all trials miss."""
+"""Distance of a trial below the answer, as a share of the precision: half of the trials at it miss."""
 BELOW_STEP: Final = 0.1
 """Further distance for each trial that did not confirm the answer, as a share of the precision."""
 BELOW_MOST: Final = 0.6
