@@ -278,7 +278,7 @@ def _bare(cli: CliOptions, engine: str, connector: str, served: str, options: di
         # A server that nothing is known of is called by its model.
         "connectors": [
             {"name": connector, "label": plain_name(served)}
-            if engine == "external" and connector == "aggregated"
+            if options.get("base_url") and connector == "aggregated"
             else connector
         ],
         "workload": {}
