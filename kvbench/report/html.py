@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 
 _COLOUR: Final = re.compile(r"#[0-9a-f]{6}\b")
-_NUMBER: Final = re.compile(r"-?\d+\.\d{3,}")
+_NUMBER: Final = re.compile(r"-?\d+\.\d{2,}")
 _PATH: Final = re.compile(r'(?<= d=")[^"]*')
+_POINT: Final = re.compile(r"[ML] (\S+) (\S+)")
+_CURVED: Final = re.compile(r"[CQA]")
 _STYLE: Final = re.compile(r'(?<= style=")[^"]*')
 _LEFT_OUT: Final = re.compile(
     r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", re.DOTALL
@@ -74,7 +76,7 @@ def page_svg(text: str, name: str, alt: str) -> str:
     used = {match[2] for match in _USE.finditer(text)}
     text = _ID.sub(lambda match: f'id="{name}-{match[1]}"' if match[1] in used else "", text)
     text = _USE.sub(lambda match: f"{match[1]}{name}-{match[2]}", text)
-    text = _PATH.sub(lambda match: _NUMBER.sub(_short, match[0]).replace("\n", ""), text)
+    text = _PATH.sub(lambda match: _steps(_NUMBER.sub(_short, match[0]).replace("\n", "")), text)
     known = colours()
 
     def themed(match: re.Match[str]) -> str:
@@ -87,13 +89,31 @@ def page_svg(text: str, name: str, alt: str) -> str:
 
 
 def _short(match: re.Match[str]) -> str:
-    return f"{float(match[0]):.2f}".rstrip("0").rstrip(".")
+    return f"{float(match[0]):.1f}".rstrip("0").rstrip(".")
+
+
+def _steps(path: str) -> str:
+    """A path whose level and upright lines have one coordinate: half of a step curve."""
+    last = ("", "")
+
+    def shorter(match: re.Match[str]) -> str:
+        nonlocal last
+        (x, y), before = match.groups(), last
+        last = (x, y)
+        line = match[0].startswith("L")
+        return f"V {y}" if line and x == before[0] else f"H {x}" if line and y == before[1] else match[0]
+
+    return path if _CURVED.search(path) else _POINT.sub(shorter, path)
 
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 SERIES: Final = ("connector", "backend")
-_LONG_TEXT: Final = 60
-"""Characters from which on a cell's text is broken into lines."""
+_COLOURED: Final = ("met", "missed", "invalid", "warning")
+_LONG_TEXT: Final = 28
+"""A column with a longer text is broken into lines."""
+_CODE: Final = re.compile(r"`([^`\n]+)`")
+_EMPHASIS: Final = re.compile(r"\*(\w+)\*")
+_INTERVAL: Final = re.compile(r"\[[^\[\]]*\]")
 
 
 def report_html(report: Report, drawn: Path | None = None) -> str:
@@ -122,6 +142,8 @@ def report_html(report: Report, drawn: Path | None = None) -> str:
         series_of=series_of,
         numeric_columns=numeric_columns,
         rows_of=rows_of,
+        marked=marked,
+        small=small,
         version=__version__,
         css=Markup((TEMPLATES / "report.css").read_text("utf-8")),
         colours=Markup(theme_css()),
@@ -139,6 +161,22 @@ def _svg(picture: Drawing, drawn: Path | None) -> Markup | None:
         return Markup(page_svg(file.read_text("utf-8"), picture.name, alt))
     figure = picture.draw("light")
     return None if figure is None else Markup(inline_svg(figure, picture.name, alt))
+
+
+def marked(text: str) -> Markup:
+    """A sentence with its `code` and *emphasis* as elements of the page."""
+    from markupsafe import Markup, escape
+
+    return Markup(_EMPHASIS.sub(r"<em>\1</em>", _CODE.sub(r"<code>\1</code>", str(escape(text)))))
+
+
+def small(text: str) -> Markup | str:
+    """A cell with its `code` as an element, and its [interval] in small type on one line."""
+    from markupsafe import Markup, escape
+
+    if "`" not in text and "[" not in text:
+        return text
+    return Markup(_INTERVAL.sub(r"<small>\g<0></small>", _CODE.sub(r"<code>\1</code>", str(escape(text)))))
 
 
 # --- tables ----------------------------------------------------------------------------------------
@@ -160,14 +198,18 @@ def series_of(table: Table) -> list[str]:
 
 def rows_of(table: Table, numeric: Sequence[bool]) -> Iterator[list[tuple[str, str, str]]]:
     """(text, value that it is sorted by, class) of each cell."""
+    long = [any(len(text) > _LONG_TEXT for text in column) for column in zip(*table.cells, strict=True)]
+    kinds = [
+        "number" if number else "long" if wide else "" for number, wide in zip(numeric, long, strict=True)
+    ]
     for place, cells in enumerate(table.cells):
         row: list[tuple[str, str, str]] = []
-        for column, text, number in zip(table.columns, cells, numeric, strict=True):
+        for column, text, number, kind in zip(table.columns, cells, numeric, kinds, strict=True):
             if column.key:
                 value = _plain(table.rows[place].get(column.key))
             else:
                 value = _leading(text) if number else text
-            row.append((text, value, _class(text) or ("number" if number else "")))
+            row.append((text, value, text if text in _COLOURED else kind))
         yield row
 
 
@@ -184,9 +226,3 @@ def _leading(text: str) -> str:
     except ValueError:
         return ""
     return first
-
-
-def _class(text: str) -> str:
-    if text in ("met", "missed", "invalid", "warning"):
-        return text
-    return "long" if len(text) > _LONG_TEXT else ""

@@ -184,7 +184,7 @@ def answer_text(rows: Sequence[Row], statements: Sequence[Statement] = ()) -> st
     if found:
         names = dict.fromkeys(row.name for row in found)
         who = _of_one(found) if len(names) == 1 else _of_several(found)
-        return " ".join(filter(None, (f"{who}.", _none(rows), _limits(found))))
+        return " ".join(filter(None, (f"{who}.", besides_text(rows))))
     offered = [row for row in rows if row.outcome == "one_rate"]
     if len({row.name for row in offered}) == 1 or (offered and not statements):
         return f"{'; '.join(map(_offered, offered))}."
@@ -260,13 +260,14 @@ def _of_several(found: Sequence[Row], *, certainty: bool = False) -> str:
     return _capital("; ".join(told))
 
 
-def _limits(found: Sequence[Row]) -> str:
+def besides_text(rows: Sequence[Row]) -> str:
+    """Return where no tested rate met the SLO, and what limits the rates that did."""
     by_limit: dict[str, dict[str, None]] = {}
-    for row in found:
-        if row.limit and row.limit not in ("none", "undetermined"):
+    for row in rows:
+        if row.outcome in FOUND and row.limit and row.limit not in ("none", "undetermined"):
             by_limit.setdefault(LIMIT_WORDS[row.limit], {})[row.name] = None
     each = [f"{limit} for {_listed(names)}" for limit, names in by_limit.items()]
-    return f"Limited by: {', '.join(each)}." if each else ""
+    return " ".join(filter(None, (_none(rows), f"Limited by: {', '.join(each)}." if each else "")))
 
 
 def _none(rows: Sequence[Row]) -> str:

@@ -37,9 +37,9 @@ def plain_ticks(axes: Axes, which: Literal["x", "y"], values: Sequence[float]) -
 
 
 def axis_spans(panels: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
-    """Return each panel's axis range: from 0, unless that leaves more than half of every panel empty. Other
+    """Return each panel's axis range: from 0 if a panel has one value, or fills more than half of it. Other
     ranges span at least a fifth of their values."""
-    if any(min(values) < 0.5 * max(values) for values in panels):
+    if any(min(values) < 0.5 * max(values) or min(values) == max(values) for values in panels):
         return [(0.0, max(values) * 1.1) for values in panels]
     spans = []
     for values in panels:

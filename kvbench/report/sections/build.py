@@ -201,7 +201,7 @@ _PAGES: Final = ("markdown", "html")
 
 REQUESTS: Final[_Order] = (
     (requests.heads, ("terminal",)),
-    (requests.checked_answers, ("terminal", *_PAGES, "notebook")),
+    (requests.checked_answers, ("terminal", "markdown", "notebook")),
     (requests.screen, ("screen",)),
     (requests.brief_result, ("terminal",)),
     (requests.sessions, ("terminal",)),

@@ -213,9 +213,13 @@ def _serve_cells(trial: TrialRecord) -> list[str]:
 
 
 def _state(trial: TrialRecord) -> str:
-    if trial.verdict == "invalid":
-        return f"refused: {trial.reason}"
-    return SATURATED if SATURATED in trial.labels else "kept up"
+    return refused_by(trial) or (SATURATED if SATURATED in trial.labels else "kept up")
+
+
+def refused_by(trial: TrialRecord) -> str:
+    """Return which gates refused a trial; empty if none did. The trial's reason says why."""
+    gates = dict.fromkeys(each.gate for each in trial.findings if each.level == "invalid")
+    return ": ".join(filter(None, ("refused", ", ".join(gates)))) if trial.verdict == "invalid" else ""
 
 
 def fixed_tables(run: RunFolder) -> Iterable[Table]:
@@ -274,12 +278,11 @@ def closed_loop_table(run: RunFolder) -> Table:
     shown, rows = [], []
     for trial in trials:
         at_once = trial.engine.get("concurrency")
-        state = f"refused: {trial.reason}" if trial.verdict == "invalid" else trial.verdict
         shown.append(
             [
                 *(trial.cell.connector, f"{trial.cell.input_len}", f"{trial.cell.output_len}", f"{at_once}"),
                 *_serve_cells(trial),
-                state,
+                refused_by(trial) or trial.verdict,
             ]
         )
         values = {key: value for key, value in about(trial).items() if key != "request_rate"}
