@@ -1,16 +1,16 @@
-"""What a trial has to keep: limits for each request, for a percentile, for a mean; in tiers if asked for.
+"""The SLO: limits for each request, for a percentile or for a mean, optionally in tiers.
 
 Forms
 -----
 - **Joint attainment** (the default): ``ttft_ms``, ``tpot_ms`` and every limit on ``each`` request together;
-  the share of requests that keep all of them must reach ``attainment``.
-- **A percentile**: ``ttft_ms p90 <= 5000`` asks that 90 % of all requests stay within 5000 ms. That is the
-  same as the P90 being within, except that a request without an answer counts as one beyond the limit.
-- **A mean**: ``tpot_ms mean <= 50``, over the answered requests. A mean of survivors can be bought by
-  dropping requests, so an SLO of means alone also asks that the share ``attainment`` is answered.
+  the share of requests within all of them must reach ``attainment``.
+- **A percentile**: ``ttft_ms p90 <= 5000`` requires that 90 % of all requests stay within 5000 ms. An
+  unanswered request counts as one beyond the limit.
+- **A mean**: ``tpot_ms mean <= 50``, over the answered requests. An SLO of means alone
+  also requires that the share ``attainment`` is answered, since dropped requests lower the mean.
 
-Every limit of an SLO must hold. A failed, late or wrong-length request keeps nothing. The client's deadline
-for a request follows from what the SLO allows it (``default_timeout_s``)."""
+Every limit must hold. A failed, late or wrong-length request misses all. The SLO determines the client's
+timeout (``default_timeout_s``)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from typing import Any, Final, Literal
 
 METRICS: Final = ("ttft_ms", "tpot_ms", "e2el_ms")
 SESSION_METRICS: Final = ("first_ttft_ms", "later_ttft_ms", "session_ms")
-"""Of loads of sessions: TTFT of the turn that opens a conversation, and of the others; a whole session, from
-its planned begin to its last answer. A request that one of them does not concern says nothing of it."""
+"""Metrics of session loads: TTFT of a conversation's first turn, TTFT of later turns, and the time of a whole
+session from its planned start to its last answer. A metric ignores requests that it does not concern."""
 NO_VALUE: Final = math.nan
 """Observation of a request without a value: it failed, or its TPOT is undefined."""
 
@@ -204,7 +204,7 @@ class Slo:
         return bool(self.each or self.limits)
 
     def all_criteria(self) -> tuple[Criterion, ...]:
-        """What must hold, the joint share first. Never empty: without limits an answer is asked for."""
+        """All criteria, the joint share first. Never empty: without limits, requests must be answered."""
         return self._criteria
 
     @cached_property
@@ -219,7 +219,7 @@ class Slo:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """What is asked of requests as shares: the attainment, 0.99 of a P99. Never empty."""
+        """Required shares of requests: the attainment, or 0.99 for a P99. Never empty."""
         return tuple(each.target for each in self.all_criteria() if each.kind == "share")
 
     def criteria(self) -> tuple[tuple[CriterionKind, float], ...]:
@@ -272,7 +272,7 @@ class Slo:
         return min(parts, whole) if joint and parts and whole else max(parts, whole)
 
     def text(self) -> str:
-        """Return the text without the criterion that only asks for answers."""
+        """Return the text without the criterion that only requires answers."""
         texts = [criterion.text() for criterion in self.all_criteria() if criterion.limits]
         return "; ".join(texts) or "no SLO"
 

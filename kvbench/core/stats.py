@@ -316,7 +316,7 @@ def _figures(values: FloatArray) -> FloatArray:
 
 
 def _differences(with_: FloatArray, without: FloatArray) -> FloatArray:
-    """For each row: the figures' differences, and the median difference of the same request."""
+    """Return per row the differences of the figures, and the median difference of the same request."""
     return np.column_stack([_figures(with_) - _figures(without), np.median(with_ - without, axis=1)])
 
 

@@ -87,7 +87,7 @@ GATES: Final[tuple[Gate, ...]] = (
     streaming.empty_first_event,
     streaming.tokens_per_event,
 )
-"""By importance: the first refusal is the verdict's reason."""
+"""All gates by importance: the first refusal is the verdict's reason."""
 BY_REQUESTS: Final[tuple[Gate, ...]] = (
     streaming.failed_requests,
     streaming.wrong_length,

@@ -92,5 +92,5 @@ def labels_of(lie: str) -> tuple[str, ...]:
 
 
 def lie_of(labels: Iterable[str]) -> str:
-    """Return the lie in a run's labels; empty for an honest one."""
+    """Return the name of the lie that a run's labels declare; empty for an honest run."""
     return next((label.removeprefix(LABEL) for label in labels if label.startswith(LABEL)), "")

@@ -123,12 +123,12 @@ def growing_queue(evidence: Evidence) -> Finding | None:
 def slot_capped(evidence: Evidence) -> Finding | None:
     """The offered load fits into the engine's slots (Little's law: rate × time in a slot ≤ slots).
 
-    A system above that bound keeps its SLO only while the queue has not grown yet; so a trial that met it is
-    missed, with this reason. The number then tells of the slots (max_num_seqs, or KV blocks), not of the
-    connector.
+    A system above that bound meets its SLO only until the queue has grown, so a met trial becomes missed with
+    this reason. The result then describes the slots (max_num_seqs, or KV blocks), not the connector.
 
-    evidence: the slots, as the engine tells them or as its running sequences stay at one peak while others
-    wait there; the mean time from first to last token. limits: needs the engine's gauges."""
+    evidence: the slots reported by the engine, or the peak of its running sequences while others wait; the
+    mean time from first to last token. limits: needs the engine's gauges.
+    """
     for role in ("decode", "aggregated"):
         engine = evidence.engines.get(role)
         found = None if engine is None else _slots(engine, evidence)

@@ -8,7 +8,7 @@ known exactly in a simulated trial, else from samples of gauges). The rule:
    the least for that length), *after prefill* (the same from P's answer to D's first byte). The last is the
    transfer as far as transfer times go, else waiting for a place on D: slots or KV pool.
 3. The largest part names the limit, with two exceptions: P that idles while its KV pool is full of prompts
-   nobody has fetched is blocked by what follows it; and where hardly anything waits, the work itself takes
+   not yet fetched is blocked by the next stage; and where almost nothing waits, the work itself takes
    too long. An unknown part (no router times, no gauges) gives "undetermined", not a guess."""
 
 from __future__ import annotations

@@ -21,7 +21,7 @@
 
 Tokens of texts are estimated: a token for every four bytes of UTF-8. Where only lengths are known, the blocks
 are those of a conversation that grows: a prompt begins with the prompt before it, unless it is too short for
-that prompt and its answer; then it begins anew."""
+that prompt and its answer; then it is unrelated."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CorpusRow:
         return value
 
     def seconds(self, name: str, unit_s: float = 1.0) -> float | None:
-        """A time in seconds of one in units of ``unit_s``; None where there is none."""
+        """Return a time in seconds from one in units of ``unit_s``."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -110,7 +110,7 @@ class _Left:
 
 @dataclass
 class _Clock:
-    """Until when a session's next request had to wait."""
+    """Time until which a session's next request had to wait."""
 
     free_s: float | None = None
     measured: bool = False
@@ -263,7 +263,7 @@ def _blocks(row: CorpusRow, block_tokens: int, left: _Left) -> Blocks:
 
 BYTES_A_TOKEN: Final = 4
 _ANSWERS: Final = frozenset({"gpt", "assistant", "chatgpt", "bard", "bing"})
-"""Who answers in ShareGPT's files; all others ask, or are what is told to the model."""
+"""Senders of answers in ShareGPT's files; all others are users or system prompts."""
 _INSTRUCTIONS: Final = "system"
 """The role of an AIPerf turn that is no request, but stands before all of its session."""
 

@@ -35,8 +35,8 @@ from kvbench.core.simulation.step_time import TimingProfile
 
 
 class BlockingHandOff:
-    """Who takes from whom, and who has to wait. ``give`` sends one request's KV on its way and calls
-    ``take_next`` when D has it; ``poke`` lets an engine go on with its steps."""
+    """Blocking hand-over between P and D. ``give`` sends a request's KV and calls ``take_next`` when D has
+    it; ``poke`` lets an engine continue its steps."""
 
     def __init__(
         self,

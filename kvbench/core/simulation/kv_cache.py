@@ -1,9 +1,9 @@
-"""The paged KV cache as book-keeping: token hashes, blocks, reference counts, prefix cache.
+"""Book-keeping of a paged KV cache: token hashes, blocks, reference counts, prefix cache.
 
-Hashes are 64-bit and chained: the hash at position t depends on every token up to t (and on the
-cache salt), so a full block's hash is the one at its last token. They are a polynomial over mixed
-tokens, H_t = seed + Σ mix(token_i) · M^i mod 2⁶⁴, which numpy computes for a whole prompt at once.
-That is no protection against somebody who wants collisions; it has to serve a benchmark only."""
+Hashes are 64-bit and chained: the hash at position t depends on every token up to t and on the cache salt, so
+a full block's hash is that of its last token. H_t = seed + Σ mix(token_i) · M^i mod 2⁶⁴, which numpy computes
+for a whole prompt at once. They do not resist deliberate collisions.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody references, cached or not."""
+        """Blocks without references, cached or not."""
         return len(self._free)
 
     @property

@@ -35,7 +35,7 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class EngineRequest:
-    """One sequence. ``hashes`` are those of its full blocks; whoever makes its tokens extends them."""
+    """One sequence. ``hashes``: of its full blocks, extended by the code that generates tokens."""
 
     request_id: str
     prompt_len: int
@@ -353,7 +353,7 @@ class Scheduler:
         return Chunk(request, start, count, samples=start + count == request.num_tokens)
 
     def register(self, request: EngineRequest, start: int, end: int) -> None:
-        """The KV of these tokens lies in its blocks: whole ones whose hash is known can be found from now."""
+        """Make the whole blocks of these tokens available to the prefix cache, if their hashes are known."""
         block_tokens = self.config.block_tokens
         full = min(end // block_tokens, len(request.hashes))
         for index in range(start // block_tokens, full):

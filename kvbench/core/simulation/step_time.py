@@ -83,7 +83,8 @@ class TimingProfile:
         return (base + self.decode_ms(seqs, context)) * time_scale / 1000.0
 
     def overhead_s(self, time_scale: float = 1.0, tokens: int = 0) -> float:
-        """Seconds between the arrival of a request of so many prompt tokens and the engine seeing it."""
+        """Return the seconds from the arrival of a request of ``tokens`` prompt tokens to the engine seeing
+        it."""
         return (self.overhead_ms + self.overhead_token_ms * tokens) * time_scale / 1000.0
 
 

@@ -133,7 +133,7 @@ class KvWork:
 
     @property
     def logical_bytes(self) -> int:
-        """Of ``request_bytes``, what one rank's transfer stands for."""
+        """Logical bytes of one rank's transfer; part of ``request_bytes``."""
         return self.request_bytes // self.tensor_parallel_size
 
     def memory_bytes(self, *, scattered: bool = False) -> int:

@@ -155,7 +155,7 @@ def fit(
     columns = np.column_stack([np.ones(len(data)), data[:, 0], data[:, 1]])
     weighted = columns / data[:, 2:3]
     varied = _rank(weighted) == 3
-    if not varied:  # descriptors and bytes (or start) cannot be told apart: the bytes take it
+    if not varied:  # collinear: the bytes take the descriptors' (or start's) part
         weighted[:, 1] = 0.0
     found = nonnegative_least_squares(weighted, np.ones(len(data)))
     errors = np.abs(weighted @ found - 1.0)

@@ -36,13 +36,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the matrix: how bytes are to move, once.
+    """One point of the matrix.
 
-    A transfer moves ``batch_size`` blocks of ``block_bytes`` bytes in each of ``regions`` regions, so
-    ``nbytes`` bytes; ``threads`` transfers are under way at a time from each initiator to each target.
-    ``nics`` of 0 stands for a way that passes no NIC (a copy in memory, shared memory, the null backend).
-    ``scattered`` blocks never touch each other in memory; the others lie side by side and are ``merged``
-    into runs where the backend can do that and it is asked to."""
+    A transfer moves ``batch_size`` blocks of ``block_bytes`` bytes in each of ``regions`` regions, together
+    ``nbytes``; each initiator has ``threads`` transfers in flight to each target. ``nics`` is 0 if no NIC is
+    used (a copy in memory, shared memory, the null backend). ``scattered`` blocks are never adjacent in
+    memory; others are, and are ``merged`` into runs if the backend supports it and the case requests it.
+    """
 
     backend: str
     protocol: str
@@ -153,5 +153,5 @@ class TransferRecord:
 
 
 def pairs_of(records: Iterable[TransferRecord]) -> list[str]:
-    """The pairs of hosts of these rows, in their order; none where no hosts were named."""
+    """Return the host pairs of these rows in order; empty if no hosts were named."""
     return list(dict.fromkeys(record.pair for record in records if record.pair))

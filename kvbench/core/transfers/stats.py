@@ -31,7 +31,7 @@ LEAST_CALLS: Final = 5 * CALLS_PER_SECTION
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Times of single calls, in seconds. None where too few calls were made."""
+    """Times of single calls in seconds; None with too few calls."""
 
     calls: int = 0
     mean: float | None = None
@@ -63,7 +63,7 @@ def call_times(times_s: Sequence[float]) -> CallTimes:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one row's numbers say. Shares are 1.0 for all of the limit; None where there is no such limit."""
+    """Figures of one row. Shares: 1.0 is the whole limit; None without such a limit."""
 
     times: CallTimes
     gb_per_s: float | None = None
@@ -77,7 +77,7 @@ class Figures:
 
 
 def figures(record: TransferRecord, run: Iterable[TransferRecord] = ()) -> Figures:
-    """The figures of a row beside the limits that were measured in the same ``run``, between its hosts."""
+    """Return the figures of a row, with the limits measured in the same ``run`` between its hosts."""
     if record.status != "ok":
         return Figures(CallTimes())
     limits: dict[str, float] = {}
@@ -161,7 +161,7 @@ class Change:
 
 
 def compare(before: Iterable[TransferRecord], after: Iterable[TransferRecord]) -> list[Change]:
-    """Each case of the second run beside the same one of the first; those of the first only come last."""
+    """Return each case of the second run with the same case of the first, then cases of the first only."""
     old = {(record.pair, record.case.key): record for record in before if record.status != "skipped"}
     changes = []
     for record in after:
@@ -251,7 +251,7 @@ _MEANS: Final[Mapping[str, Sequence[str]]] = {
 
 @dataclass(frozen=True)
 class CaseConditions:
-    """What the coordinator saw around a row, beside the row itself."""
+    """The coordinator's conditions of a row."""
 
     cores: int = 0
     load_before: float | None = None
