@@ -30,15 +30,14 @@ ANSWERED: Final = ("found", "at_least", "none")
 """Outcomes of a search that ended with something to compare."""
 WHAT: Final = (
     "rate: highest request rate under the SLO, of all trials of each search. after / before with its 90 % "
-    "interval; better or worse if that is sure with 95 %, unchanged within ± 5 %"
+    "interval; better or worse with 95 % confidence, unchanged within ± 5 %"
 )
 
 
 @dataclass(frozen=True)
 class CellChange:
-    """One cell. ``before``, ``after``: its rows, one of each run that has it. ``change`` is None where they
-    cannot be compared, and ``why`` says why. ``per``: what rates are divided by, where sizes differ.
-    """
+    """One cell. ``before``, ``after``: its rows, one per run that has it. ``change`` is None if they are not
+    comparable (``why``). ``per``: unit that rates are divided by if sizes differ."""
 
     cell: Cell
     before: tuple[Row, ...]
@@ -75,7 +74,7 @@ class CellChange:
         return ratio + ("" if self.same else interval) + (f" per {self.per}" if self.per else "")
 
     def words(self) -> str:
-        """What became of it, and why no more can be told."""
+        """Return the conclusion, and why there is no stronger one."""
         return f"{self.became}: {self.why}" if self.why else self.became
 
     def flat(self) -> dict[str, Any]:

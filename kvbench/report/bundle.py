@@ -1,8 +1,7 @@
-"""``kvbench bundle``: a run folder packed for sharing, without what shows on whose machines it was measured.
+"""``kvbench bundle``: a run folder packed for sharing, without names of machines and users.
 
-Text, JSON and Parquet are scrubbed (``report.scrub``). What is derived (report, tables, pictures) is not
-packed as it is, since a picture has the host's name in its dots: it is made anew from the scrubbed files.
-What is neither is left out.
+Text, JSON and Parquet are scrubbed (``report.scrub``). Report, tables and pictures are built from the
+scrubbed files, because a picture has the host's name in its pixels. Other files are left out.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ _FIELDS: Final = frozenset([*(each.name for kind in _RECORDS for each in fields(
 
 @dataclass(frozen=True)
 class BundleOptions:
-    """``output``: the archive; None for one beside where the command runs. ``also``: words to remove, too.
+    """``output``: the archive, or None for one in the current folder. ``also``: further words to remove.
 
-    ``label``: marks a run that is not as it was written, and gets no checksums.
+    ``label``: marks a run that was changed and gets no checksums.
     """
 
     output: Path | None = None
@@ -124,7 +123,7 @@ def bundle(path: Path, asked: BundleOptions | None = None) -> Bundled:
 
 
 def _sign(folder: Path, label: str) -> None:
-    """Checksums of the scrubbed files, where the run had any; what is asked is scrubbed, too."""
+    """Write checksums of the scrubbed files if the run had any."""
     manifest = read_object(folder / MANIFEST, [])
     if manifest.pop("asked_digests", None) and not label:
         plan = read_object(folder / "plan.json", [])

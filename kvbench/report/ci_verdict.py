@@ -16,7 +16,7 @@ from kvbench.report.before_after import WHAT, CellChange, SettingChange, change_
 from kvbench.report.tables.table import markdown_table, number
 
 ASKED_LOSS: Final = 0.1
-"""The loss whose chance of being seen is told."""
+"""Loss whose probability of detection is reported, as a share."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class CiVerdict:
         return EXIT_INCONCLUSIVE if self.inconclusive else EXIT_OK
 
     def lines(self) -> Iterator[str]:
-        """The verdict in one line, then how far it can be believed."""
+        """Yield the verdict in one line, then its reliability."""
         yield self.verdict()
         yield (
             f"false alarms: at most {FALSE_ALARMS:.0%} of comparisons in which nothing changed "
@@ -107,7 +107,7 @@ class CiVerdict:
         if change.degrees is None:
             # A search allows for more than most systems do: its posterior is no measure of their scatter.
             return (
-                f"by single searches no loss below {change.least_loss(self.count) or 0.0:.0%} is sure; from "
+                f"single searches show no loss below {change.least_loss(self.count) or 0.0:.0%}; from "
                 "five runs on, such as four before and one after (--before 4), their own scatter decides"
             )
         seen = change.seen(ASKED_LOSS, self.worse_than, self.count) or 0.0
@@ -162,7 +162,7 @@ class CiVerdict:
 
 
 def _xml(text: str) -> str:
-    """Without what XML does not allow."""
+    """Return the text without characters that XML forbids."""
     return "".join(
         each for each in visible(text) if each in "\t\n" or (each >= " " and each not in "\ufffe\uffff")
     )

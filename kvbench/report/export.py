@@ -1,9 +1,9 @@
 """``kvbench export``: a run's summary as Prometheus text, OpenTelemetry metrics (JSON), CSV, or MLflow runs.
 
-Names and units follow each system's rules: base units (seconds, bytes), a unit in the name for Prometheus,
-the UCUM unit beside it for OpenTelemetry. A missing figure has no line. In MLflow the experiment is the
-scenario; one run stands for the folder with its report, and one below it for each row of the result table,
-with every trial of its search as steps. MLflow's own, optional library writes it to MLFLOW_TRACKING_URI.
+Names and units follow each system's rules: base units (seconds, bytes), a unit in the name for Prometheus, a
+UCUM unit for OpenTelemetry. A missing figure has no line. In MLflow the experiment is the scenario; one run
+holds the report, with a child run per row of the result table and its trials as steps. The optional MLflow
+library writes to MLFLOW_TRACKING_URI.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _known(values: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 
 
 def _milliseconds(moment: Any) -> int:
-    """Since 1970; 0 is unknown."""
+    """Return milliseconds since 1970; 0 is unknown."""
     try:
         return round(datetime.fromisoformat(str(moment).replace("Z", "+00:00")).timestamp() * 1e3)
     except ValueError:

@@ -88,7 +88,7 @@ def bullets(notes: Iterable[Note]) -> str:
 
 
 FORMATS: Final = ("md", "html", "csv", "json", "svg")
-"""What a report is by itself. "png": its pictures, too, where somebody asks; each costs as much again."""
+"""Formats of a report by default. "png" adds pictures, which doubles the time."""
 
 
 def command(
@@ -101,10 +101,10 @@ def command(
     as_json: bool = False,
     brief: bool = False,
 ) -> None:
-    """Writes the report of each run and prints one table of all of them.
+    """Write the report of each run and print one table of all of them.
 
-    ``dark``: figures for a dark background, too; ``png``: figures as PNG beside the SVG; ``as_json``: prints
-    what lies in their tables/*.json instead, a document a run. ``brief``: prints no more than the answer.
+    ``dark``: figures for a dark background, too; ``png``: figures as PNG and SVG; ``as_json``: print their
+    tables/*.json instead, one document per run; ``brief``: print the result only.
 
     Raises InputError for runs that are not comparable, unless ``force``.
     """
@@ -135,10 +135,10 @@ def render_terminal(
     before: RunFolder | None = None,
     writer: Writer = "terminal",
 ) -> None:
-    """Prints the report of one or several runs, with where the files are.
+    """Print the report of one or several runs, with the paths of its files.
 
-    ``differing``: in what runs of requests are not comparable, if they were put together all the same;
-    ``before``: the run that a microbenchmark is shown beside.
+    ``differing``: why the runs are not comparable, if shown together nevertheless; ``before``: the run that a
+    microbenchmark is compared with.
     """
     changes = Changes.between(before, runs) if before is not None and isinstance(runs, RunFolder) else None
     print_sections(build(runs, differing, changes, (writer,)).of(writer), console)
@@ -161,14 +161,14 @@ def report_load(path: Path, console: Console) -> None:
     if writer.returncode:
         last = said.strip().splitlines()[-1:] or [f"exit code {writer.returncode}"]
         raise StoreError(
-            f"the report of {path} was not written: {last[0]}", hint=f"kvbench report {path} writes it anew"
+            f"the report of {path} was not written: {last[0]}", hint=f"kvbench report {path} rewrites it"
         )
     print_sections(files(Material([Facts(run)])), console)
     tell_program([run], console)
 
 
 def tell_program(runs: Sequence[RunFolder], console: Console) -> None:
-    """Where people are told on stderr (``--json``), stdout gets the documents of ``report --json``."""
+    """Print the documents of ``report --json`` to stdout (messages go to stderr then)."""
     if console.stderr:
         sys.stdout.write(_documents(runs))
 
@@ -178,7 +178,7 @@ def _documents(runs: Sequence[RunFolder]) -> str:
 
 
 def print_transfers(runs: Sequence[RunFolder], console: Console) -> None:
-    """Prints the report of each microbenchmark; of several, each beside the first one."""
+    """Print the report of each microbenchmark; of several, each compared with the first."""
     for place, run in enumerate(runs):
         render_terminal(run, console, before=runs[0] if place else None)
 

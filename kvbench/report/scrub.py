@@ -22,7 +22,7 @@ KINDS: Final[Mapping[str, str]] = {
     "USER": "user names",
     "PATH": "paths",
     "SERIAL": "serial numbers",
-    "WORD": "words asked for",
+    "WORD": "words of --also",
 }
 _LEFT_ADDRESSES: Final = frozenset({"127.0.0.1", "0.0.0.0", "255.255.255.255", "::1", "::"})
 _PUBLIC: Final = (
@@ -34,11 +34,11 @@ _PUBLIC: Final = (
     "vllm.ai",
     "semver.org",
 )
-"""Places of the web that pictures, licences and hints name; they are nobody's in particular."""
+"""Public domains that pictures, licences and hints mention."""
 _ORDINARY: Final = frozenset(
     {"localhost", "root", "user", "users", "home", "host", "none", "unknown", "node"}
 )
-"""Names that say nothing of anybody and stand everywhere."""
+"""Common names that identify no machine or user."""
 _MOST_NAMES: Final = 2000
 """Learned from texts; each is looked for everywhere."""
 

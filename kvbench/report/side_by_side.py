@@ -114,7 +114,7 @@ def load_tables(
         return [of_values("", columns, [_flat(row, unit) for row in rows], window)] if rows else []
     return [
         of_values(
-            f"{_AXIS_TITLES[group]} = {level if level is not None else 'not told'}",
+            f"{_AXIS_TITLES[group]} = {level if level is not None else 'unknown'}",
             columns,
             [_flat(row, unit) for row in mine],
             window,
@@ -182,8 +182,8 @@ def _flat(row: LoadRow, unit: Unit) -> dict[str, Any]:
 
 
 def change_table(title: str, cases: Sequence[tuple[Change, str]]) -> Table:
-    """A row for each case of either run. ``ratio`` with its 99 % interval counts calls a second; empty where
-    it cannot be told from 1, and ``told`` says so."""
+    """Return a row for each case of either run. ``ratio``, with its 99 % interval, compares calls per second;
+    without a significant difference it is empty, and ``told`` states that."""
     columns = [Column(key, key) for key in CASE_KEYS] + [Column(key, words) for key, words in _CHANGE.items()]
     rows = [
         {
@@ -267,7 +267,7 @@ def compared_runs(runs: Sequence[RunFolder], by: str = "", *, force: bool = Fals
 
 @dataclass(frozen=True)
 class Changes:
-    """One microbenchmark beside an earlier one, case by case, with what came of each in words."""
+    """Microbenchmarks compared case by case, with each conclusion."""
 
     before: RunFolder
     after: RunFolder
@@ -294,7 +294,7 @@ def earlier_of(run: RunFolder) -> RunFolder | None:
 
 
 def changes_as_text(runs: Sequence[RunFolder], format_: str) -> str:
-    """Each microbenchmark beside the first one, in a format for files; of a single run, its rows."""
+    """Return each microbenchmark compared with the first one in a file format; of a single run, its rows."""
     first, *others = runs
     if others:
         changes = [Changes.between(first, run) for run in others]

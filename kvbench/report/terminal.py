@@ -28,7 +28,7 @@ from kvbench.results.checksums import CHECKSUMS, damages
 from kvbench.results.run import LIVE, RunFolder
 
 WIDTH: Final = 100
-"""Words are broken into lines of so many columns."""
+"""Width of printed text in columns."""
 _SUPERSCRIPT: Final = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _LINE_STYLES: Final = {"head": "bold", "rule": "", "group": "cyan", "row": ""}
 _COLOURS: Final = {"FAILED": "red", "WRONG": "bold red"}
@@ -75,7 +75,7 @@ def print_table(console: Console, table: Table, *, bare: bool = False) -> None:
         table.ruled,
         "" if table.ruled else "  ",
     )
-    # A file or a pipe has no width: what is told does not depend on it.
+    # A file or a pipe has no width, so output to it is never shortened.
     fitted = grid.fitted(console.width if console.is_terminal else None)
     if not table.ruled and table.groups:
         _line(console, "")
@@ -180,7 +180,7 @@ class LiveLine:
 
     @classmethod
     def of_folder(cls, path: Path) -> LiveLine | None:
-        """The line that whoever measures into a run folder shows at this moment; None if nobody does."""
+        """Return the current line of the process that measures into a run folder, if one does."""
         with suppress(OSError, ValueError):
             data = json.loads((path / LIVE).read_bytes())
             if isinstance(data, dict):
@@ -189,7 +189,7 @@ class LiveLine:
         return None
 
     def text(self, width: int, elapsed: str = "") -> Text:
-        """In one line as far as ``width`` allows. Where room is short, whole parts are left out."""
+        """Return one line within ``width``. Where room is short, whole parts are left out."""
         before = _GAP.join(filter(None, (elapsed, self.what)))
         for left_out in range(4):
             after = _GAP.join(filter(None, (*(self.count, self.trial, self.rate)[left_out:], self.left)))

@@ -41,7 +41,7 @@ class TimelineProcess:
 
     name: str
     spans: Mapping[str, Sequence[Span]]
-    """By request id."""
+    """Spans by request id."""
 
 
 @dataclass

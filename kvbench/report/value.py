@@ -40,7 +40,7 @@ class Drawing:
     title: str
     alt: str
     draw: Callable[[Theme], Figure | None]
-    """None where the run has no data for it."""
+    """Draws the picture; returns None without data."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Report:
 
     @property
     def not_of_a_gpu(self) -> str:
-        """What is said beside the mark of a run that no real engine served."""
+        """Text that explains the mark of a run without a real engine."""
         if self.mark is None:
             return ""
         return f"{self.mark.why}. These are not figures of a GPU: `per GPU` is by planned rank."

@@ -32,7 +32,7 @@ from kvbench.report.watch_state import RunWatch, Seen, TrialLine
 HOST: Final = "127.0.0.1"
 TEMPLATES: Final = Path(__file__).parent / "templates"
 REQUEST_S: Final = 5.0
-"""A connection that says nothing for so long is closed."""
+"""Idle connections are closed after this many seconds."""
 _PAGES: Final = {
     "/": ("watch.html", "text/html; charset=utf-8"),
     "/watch.js": ("watch.js", "text/javascript; charset=utf-8"),
@@ -120,9 +120,9 @@ _COLOURS: Final = {
 
 
 def command(path: Path, console: Console, *, serve: bool = False, port: int = 0) -> int:
-    """Watch until the run ends; returns 0 for a run that ended well, 1 for one that did not.
+    """Watch until the run ends; return 0 if it ended well, else 1.
 
-    Raises StoreError for a folder that is none, LaunchError if the page's port is taken.
+    Raises StoreError for a folder that is no run, LaunchError if the page's port is taken.
     """
     watch = RunWatch(path)
     watch.look()
@@ -180,7 +180,7 @@ def _screen(seen: Seen) -> RenderableType:
 
 @dataclass(frozen=True)
 class _Now:
-    """The live line of whoever measures."""
+    """Live line of the process that measures."""
 
     seen: Seen
 

@@ -47,10 +47,9 @@ class TrialLine:
 
 @dataclass(frozen=True)
 class Seen:
-    """A run folder at one moment. ``unit``: what is counted as done, cells or cases.
+    """A run folder at one moment. ``unit``: counted as done, cells or cases.
 
-    ``curve``: the trials of the cell that is being measured, or was last. ``live``: the line that whoever
-    measures shows at this moment.
+    ``curve``: trials of the current or last cell. ``live``: current line of the process that measures.
 
     ``load`` and ``nics``: (name, value as text) of the last trial: its queues, and MB/s sent / received.
     """

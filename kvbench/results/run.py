@@ -80,9 +80,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CellResult:
-    """Result of one cell. ``answer``: the search's answer as JSON, or None. ``equal_outputs``: ``{"checked":
-    n, "equal": n}`` against the aggregated server's greedy outputs, with ``within_noise`` and ``power`` if it
-    was asked again (sweep/trial/output_check.py). ``tier``: the SLO tier, "" for a single SLO."""
+    """Result of one cell. ``answer``: the search's answer as JSON. ``equal_outputs``: ``{"checked": n,
+    "equal": n}`` against the aggregated server's greedy outputs, with ``within_noise`` and ``power`` if the
+    prompts were repeated (sweep/trial/output_check.py). ``tier``: the SLO tier, "" for a single SLO."""
 
     cell: Cell
     status: CellStatus

@@ -188,7 +188,7 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """As in a report, but no HTML of others begins in it."""
+    """Return a Markdown table as in a report, with HTML from foreign text escaped."""
     lines = [list(header), ["---"] * len(header), *(list(row) for row in rows)]
     return "\n".join("| " + " | ".join(_plain(cell) for cell in line) + " |" for line in lines)
 
@@ -292,7 +292,7 @@ class Run:
 
     @cached_property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """What was measured beside the main column, by name: burst, fixed_by_rate, equal_rate, …"""
+        """Tables besides the main one, by name: burst, fixed_by_rate, equal_rate, …"""
         return {table.name: frames.frame(table.rows) for table in method_tables(self.folder)}
 
     def read_requests(
@@ -344,11 +344,11 @@ _CASE: Final = ("backend", "protocol", "op", "block_bytes", "batch_size", "nics"
 
 
 class Comparison:
-    """Runs side by side: who is ahead and by how much, and what cannot be told from this data.
+    """Runs side by side: the better one with its margin, and differences that are not significant.
 
-    ``rows``: a pair and figure each; ``ratio`` is one / other with its interval ``low`` to ``high``, ``told``
-    whether it can be told from 1. Of microbenchmarks a case each, ``ratio`` is after / before.
-    ``differing``: in what the runs are not comparable, if they were put together all the same.
+    ``rows``: one per pair and figure; ``ratio`` is one / other with its interval ``low`` to ``high``,
+    ``told`` whether it differs significantly from 1. Microbenchmarks have one per case, with ``ratio`` after
+    / before. ``differing``: why the runs are not comparable, if compared nevertheless.
     """
 
     def __init__(self, members: Mapping[str, Run], rows: pd.DataFrame, differing: Sequence[str]) -> None:
@@ -428,11 +428,11 @@ def _searched(pair: RatePair) -> dict[str, Any]:
 
 
 def _offered(found: Iterable[Pair]) -> Iterator[dict[str, Any]]:
-    """Two loads that were offered as such: a row each figure, whether anything can be told of it or not."""
+    """Yield a row per figure of two compared loads, significant or not."""
     for pair in found:
         names = {"place": pair.place, "one": pair.one, "other": pair.other}
         if pair.unequal:
-            yield {"figure": "", **names, "told": False, "text": f"cannot be told: {pair.reason()}"}
+            yield {"figure": "", **names, "told": False, "text": f"inconclusive: {pair.reason()}"}
         for each in pair.ratios:
             told = each.significant and not pair.why_not
             yield {
@@ -442,7 +442,7 @@ def _offered(found: Iterable[Pair]) -> Iterator[dict[str, Any]]:
                 "low": each.low,
                 "high": each.high,
                 "told": told,
-                "text": each.text() if told else f"cannot be told: {pair.reason()}",
+                "text": each.text() if told else f"inconclusive: {pair.reason()}",
             }
 
 

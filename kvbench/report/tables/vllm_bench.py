@@ -70,7 +70,7 @@ def refused_text(trial: TrialRecord) -> str:
 
 
 def _goodput(run: RunFolder, trial: TrialRecord) -> float | None:
-    """Requests that met the SLO, per second of the whole run; None where no limit is on single requests."""
+    """Return requests within the SLO per second of the whole run; None without limits on single requests."""
     met, duration_s = trial.summary.get("met"), _whole(trial).get("duration_s")
     return met / duration_s if slo_of(run).main().each and met is not None and duration_s else None
 
