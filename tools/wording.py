@@ -29,7 +29,7 @@ DONE: Final[tuple[str, ...]] = (
     "kvbench/transfer/",
 )
 """Folders and pages that must stay free of finds."""
-OPEN: Final = ("kvbench/core/search/", "kvbench/hosts/nics/")
+OPEN: Final = ("docs/commands.md", "kvbench/core/search/", "kvbench/hosts/nics/")
 """Parts of these that are not rewritten yet."""
 
 PHRASES: Final[Mapping[str, str]] = {
