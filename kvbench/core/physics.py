@@ -1,8 +1,7 @@
 """Hardware limits behind the gates: peak compute, work of a prompt, size of its KV.
 
 Both err on the silent side: the peak is a GPU's highest dense one, and the work counts only what every
-implementation computes. A rate above it is impossible whatever the kernels or data type.
-"""
+implementation computes. A rate above it is impossible whatever the kernels or data type."""
 
 from __future__ import annotations
 
@@ -92,7 +91,6 @@ _WORK: Final = MappingProxyType(
 
 
 def prefill_work(model: str, active_parameters: float | None = None) -> PrefillWork | None:
-    """Return the work of a model's prompts, if known."""
     known = _WORK.get(model)
     if active_parameters is None:
         return known
@@ -145,7 +143,6 @@ _PEAK_16BIT_TFLOPS: Final = MappingProxyType(
 
 
 def peak_flops_16bit(name: str) -> float | None:
-    """Return the peak FLOP/s of one GPU in 16 bits."""
     known = _known_gpu(name)
     return None if known not in _PEAK_16BIT_TFLOPS else _PEAK_16BIT_TFLOPS[known] * 1e12
 
@@ -200,8 +197,7 @@ class ModelShape:
     KV bytes per token are ``2 · layers · kv_heads · head_dim · dtype_bytes`` with grouped-query attention and
     ``layers · mla_dim · dtype_bytes`` with multi-head latent attention (MLA). MLA's vector, and each head if
     there are more tensor-parallel ranks than KV heads, is stored on several ranks, so more bytes are
-    transferred than the logical ones.
-    """
+    transferred than the logical ones."""
 
     name: str
     layers: int
@@ -214,7 +210,6 @@ class ModelShape:
 
     @property
     def known(self) -> bool:
-        """False if only the name is known, behind an external server."""
         return self.layers > 0
 
     @property

@@ -1,8 +1,7 @@
 """Records of a measurement: one request, one trial. Seconds inside, milliseconds at the edge.
 
 All ``*_s`` times of a request are seconds since the trial's start on the load generator's monotonic clock;
-None means that it did not happen or was not recorded.
-"""
+None means that it did not happen or was not recorded."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ Method = Literal[
 - "sustained" and "trace" measure how much a system holds.
 - "closed_loop" offers a number of concurrent requests and no rate (its ``request_rate`` is 0).
 - "chaos" and "soak" offer a fixed rate, with a fault or for hours.
-- "imported" is another tool's result (importers/).
-"""
+- "imported" is another tool's result (importers/)."""
 MAIN_METHODS: Final = ("sustained", "trace")
 HELD_METHODS: Final = ("chaos", "soak")
 """Methods at a fixed rate; their run kinds have the same names."""
@@ -89,8 +87,7 @@ class RequestRecord:
     """One request as the load generator recorded it.
 
     ``router_received_s`` to ``decode_first_byte_s`` are times of kvbench's router on the same machine, on the
-    generator's clock. In direct mode all but ``router_received_s`` are the generator's.
-    """
+    generator's clock. In direct mode all but ``router_received_s`` are the generator's."""
 
     request_id: str
     scheduled_s: float

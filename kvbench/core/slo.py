@@ -349,7 +349,6 @@ def allowed_s(slos: Iterable[Slo], output_len: int) -> float:
 
 
 def default_timeout_s(allowed: float) -> float:
-    """Return the default deadline."""
     return min(max(LEAST_S, TIMES * allowed), LONGEST_TIMEOUT_S)
 
 

@@ -245,7 +245,6 @@ Pairs: TypeAlias = tuple[FloatArray, FloatArray]
 """One trial each way, shape (n,) both: index i is the same request."""
 
 RESAMPLES: Final = 1000
-"""Resamples of the bootstrap."""
 CONFIDENCE: Final = 0.95
 LEAST_PAIRS: Final = 20
 """Fewest pairs for an interval."""

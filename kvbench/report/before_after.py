@@ -1,7 +1,6 @@
 """What became of each highest rate from the runs before to the runs after, and which settings differ.
 
-A key that an older run does not know has the value that it had by default.
-"""
+A key that an older run does not know has the value that it had by default."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """``kvbench bundle``: a run folder packed for sharing, without names of machines and users.
 
 Text, JSON and Parquet are scrubbed (``report.scrub``). Report, tables and pictures are built from the
-scrubbed files, because a picture has the host's name in its pixels. Other files are left out.
-"""
+scrubbed files, because a picture has the host's name in its pixels. Other files are left out."""
 
 from __future__ import annotations
 
@@ -45,8 +44,7 @@ _FIELDS: Final = frozenset([*(each.name for kind in _RECORDS for each in fields(
 class BundleOptions:
     """``output``: the archive, or None for one in the current folder. ``also``: further words to remove.
 
-    ``label``: marks a run that was changed and gets no checksums.
-    """
+    ``label``: marks a run that was changed and gets no checksums."""
 
     output: Path | None = None
     also: tuple[str, ...] = ()
@@ -67,8 +65,7 @@ class Bundled:
 
 def command(path: Path, asked: BundleOptions, console: Console) -> None:
     """Packs a run and says what was removed. Raises StoreError for what is no run folder or cannot be
-    written.
-    """
+    written."""
     bundled = bundle(path, asked)
     for kind, words in KINDS.items():
         values = bundled.removed[kind]

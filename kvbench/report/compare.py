@@ -51,8 +51,7 @@ class CompareOptions:
 
     ``before``: number of runs that repeat the one before; 0 means the first of two. ``ci``: only the verdict
     for a pipeline, with an alarm from a loss of ``worse_than`` (a share); ``junit``, ``comment``: files for
-    it.
-    """
+    it."""
 
     by: str = ""
     sort: tuple[str, ...] = ()
@@ -88,8 +87,7 @@ class CompareOptions:
 def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> int:
     """Prints the comparison of the runs; returns the exit code, ``EXIT_WORSE`` for an alarm.
 
-    Raises InputError where they are not comparable, unless forced.
-    """
+    Raises InputError where they are not comparable, unless forced."""
     asked.check()
     runs = [load_run(path) for path in paths]
     print_changed_files(runs, console if asked.format == "terminal" else None)
@@ -260,8 +258,7 @@ class BeforeAfter:
 def before_after(runs: Sequence[RunFolder], asked: CompareOptions) -> BeforeAfter | None:
     """The runs before and after, if it is that: two sweeps, or repeats whose number is given.
 
-    Raises InputError where they are not comparable, unless forced, and where the number does not fit.
-    """
+    Raises InputError where they are not comparable, unless forced, and where the number does not fit."""
     if asked.rows_asked or not (len(runs) == 2 or asked.before):
         return None
     if not 0 <= asked.before < len(runs):

@@ -3,8 +3,7 @@
 Names and units follow each system's rules: base units (seconds, bytes), a unit in the name for Prometheus, a
 UCUM unit for OpenTelemetry. A missing figure has no line. In MLflow the experiment is the scenario; one run
 holds the report, with a child run per row of the result table and its trials as steps. The optional MLflow
-library writes to MLFLOW_TRACKING_URI.
-"""
+library writes to MLFLOW_TRACKING_URI."""
 
 from __future__ import annotations
 
@@ -46,8 +45,7 @@ def export(run: RunFolder, uri: str | None = None) -> tuple[str, int]:
     """Writes the run; returns the id of its MLflow run, and how many rows lie below it.
 
     ``uri``: where MLflow keeps its runs; by default as MLflow's own settings say. Raises InputError without
-    the library, or if MLflow refuses.
-    """
+    the library, or if MLflow refuses."""
     try:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
@@ -235,8 +233,7 @@ _TRANSFER: Final = Metric("transfer_bytes_per_second", "Bytes moved per second."
 def command(path: Path, name: str, output: Path | None, console: Console) -> None:
     """Prints a run's summary in a format, or writes it to a file; ``mlflow`` hands it to MLflow instead.
 
-    Raises InputError for an unknown format.
-    """
+    Raises InputError for an unknown format."""
     run = load_run(path)
     print_changed_files([run])
     if name == "mlflow":
@@ -405,8 +402,7 @@ def _nanoseconds(moment: Any) -> str:
 
 def spreadsheet(run: RunFolder) -> str:
     """One line a figure: metric, unit, value, then the labels. With a byte order mark, so that a
-    spreadsheet knows.
-    """
+    spreadsheet knows."""
     import csv
     import io
 

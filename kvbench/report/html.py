@@ -3,8 +3,7 @@
 Tables sort by a click: a cell's value is that of the CSV of the same name, its text what people read.
 Every word of a run folder is escaped; the page's policy forbids any script but its own. A picture is one SVG
 for the light and the dark theme and for paper: its colours become CSS variables, its ids unique in the page,
-and what no page needs is left out.
-"""
+and what no page needs is left out."""
 
 from __future__ import annotations
 
@@ -172,7 +171,6 @@ def rows_of(table: Table, numeric: Sequence[bool]) -> Iterator[list[tuple[str, s
 
 
 def _plain(value: Any) -> str:
-    """A value as a CSV has it."""
     return "" if value is None else str(value)
 
 

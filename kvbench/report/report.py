@@ -1,8 +1,7 @@
 """``kvbench report``: run folders → the terminal, report.md, report.html, tables/, figures/.
 
 Everything here is derived from the raw files of a run folder: delete it, report again, and it is back,
-byte for byte.
-"""
+byte for byte."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ def command(
     ``dark``: figures for a dark background, too; ``png``: figures as PNG and SVG; ``as_json``: print their
     tables/*.json instead, one document per run; ``brief``: print the result only.
 
-    Raises InputError for runs that are not comparable, unless ``force``.
-    """
+    Raises InputError for runs that are not comparable, unless ``force``."""
     runs = [load_run(path) for path in paths]
     print_changed_files(runs, None if as_json else console)
     micro = are_microbenchmarks(runs, hint="report them one by one")
@@ -138,8 +136,7 @@ def render_terminal(
     """Print the report of one or several runs, with the paths of its files.
 
     ``differing``: why the runs are not comparable, if shown together nevertheless; ``before``: the run that a
-    microbenchmark is compared with.
-    """
+    microbenchmark is compared with."""
     changes = Changes.between(before, runs) if before is not None and isinstance(runs, RunFolder) else None
     print_sections(build(runs, differing, changes, (writer,)).of(writer), console)
     tell_program([runs] if isinstance(runs, RunFolder) else runs, console)
@@ -148,8 +145,7 @@ def render_terminal(
 def report_load(path: Path, console: Console) -> None:
     """Prints at once what one load came to, while a process of its own draws and writes the report.
 
-    So the caller needs neither matplotlib nor pandas. Raises StoreError if the report was not written.
-    """
+    So the caller needs neither matplotlib nor pandas. Raises StoreError if the report was not written."""
     words = "import sys; from kvbench.report.report import write_report; write_report(sys.argv[1])"
     argv = [sys.executable, "-c", words, str(path)]
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as writer:

@@ -1,8 +1,7 @@
 """Runs side by side: one comparison, for ``kvbench compare``, for a notebook, and for microbenchmarks.
 
 Latencies and rates of loads are those of the steady part, as in a run's own tables, if every row has them. An
-imported result has figures of the whole run alone: then the rows are compared by these. Files have both.
-"""
+imported result has figures of the whole run alone: then the rows are compared by these. Files have both."""
 
 from __future__ import annotations
 
@@ -102,8 +101,7 @@ def load_tables(
 ) -> list[Table]:
     """The rows as one table, or one for each level of ``group``.
 
-    ``by``: the axis that is compared; ``several``: whether they are of several runs.
-    """
+    ``by``: the axis that is compared; ``several``: whether they are of several runs."""
     order = [group, *sort] if group else list(sort)
     order += [axis for axis in ("input_len", "output_len", by, "rate") if axis not in order]
     rows = sorted(found, key=lambda row: [_sortable(row.axes.get(axis)) for axis in order])
@@ -218,8 +216,7 @@ def are_microbenchmarks(runs: Sequence[RunFolder], hint: str = "") -> bool:
 class Compared:
     """Runs of requests: conclusions, rows, and in what runs that were forced together differ.
 
-    ``names`` set the runs apart, empty for a single one; ``by``: the axis that is compared.
-    """
+    ``names`` set the runs apart, empty for a single one; ``by``: the axis that is compared."""
 
     runs: Sequence[RunFolder]
     names: Sequence[str]
@@ -250,8 +247,7 @@ class Compared:
 def compared_runs(runs: Sequence[RunFolder], by: str = "", *, force: bool = False) -> Compared:
     """The runs together. ``by``: the axis to compare, by default the first in which loads differ.
 
-    Raises InputError where they are not comparable, unless ``force``.
-    """
+    Raises InputError where they are not comparable, unless ``force``."""
     differing = check_comparable(runs, force=force)
     names = [short_name(place) if len(runs) > 1 else "" for place in range(len(runs))]
     rows = [

@@ -65,8 +65,7 @@ def _block(console: Console, block: Block) -> None:
 
 def print_table(console: Console, table: Table, *, bare: bool = False) -> None:
     """Only the brief columns, of these as many as fit; a row's footnotes stand behind it. ``bare``: without
-    words on what the figures are of, and on columns without room.
-    """
+    words on what the figures are of, and on columns without room."""
     places = [place for place, column in enumerate(table.columns) if column.brief]
     grid = Grid(
         [_column(table, place, first=place == places[0]) for place in places],
@@ -132,8 +131,7 @@ def _line(console: Console, text: str, style: str = "") -> None:
 
 def print_text(console: Console, text: Text | str, indent: int = 0) -> None:
     """Print a text without reading markup into it. On a terminal, lines break between words; a word (a path,
-    a number) is never split. ``indent``: of all lines but the first. A pipe gets each line as it is.
-    """
+    a number) is never split. ``indent``: of all lines but the first. A pipe gets each line as it is."""
     lines = (Text(text) if isinstance(text, str) else text).split("\n") or [Text()]
     if console.is_terminal:
         lines = [part for line in lines for part in broken(line, console.width, indent)]
@@ -205,8 +203,7 @@ class LiveLine:
 class LiveBar:
     """The live line below what is printed, on a terminal; elsewhere nothing is shown. ``shown`` says which.
 
-    ``path``: a run folder that the line is written into, too, as long as it lasts.
-    """
+    ``path``: a run folder that the line is written into, too, as long as it lasts."""
 
     def __init__(self, console: Console, path: Path | None = None) -> None:
         self._console = console
@@ -273,8 +270,7 @@ def print_changed_files(runs: Sequence[RunFolder], console: Console | None = Non
 def changed_files(runs: Sequence[RunFolder]) -> Iterator[str]:
     """Name what no longer matches the checksums of each run; nothing of a run without checksums.
 
-    Raises StoreError where a file cannot be read.
-    """
+    Raises StoreError where a file cannot be read."""
     for run in runs:
         if not (run.manifest.get("checksums") or (run.path / CHECKSUMS).exists()):
             continue

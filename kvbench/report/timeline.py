@@ -2,8 +2,7 @@
 
 The file is in the trace-event format (JSON), which Perfetto and Chrome's tracing page open. Processes of the
 deployment are its processes, lanes its threads: a lane holds one request's spans at a time, and spans in a
-lane nest. Arrows join a request's spans across processes. No profiler is needed.
-"""
+lane nest. Arrows join a request's spans across processes. No profiler is needed."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class _Lane:
 def command(folder: Path, trial_id: str | None, console: Console) -> int:
     """Write ``figures/timeline-<trial>.json`` into the run folder and say where.
 
-    Raises StoreError, or InputError for a trial that is not there.
-    """
+    Raises StoreError, or InputError for a trial that is not there."""
     run = load_run(folder)
     trial = chosen_trial(run, trial_id)
     processes = processes_of(run, trial)
@@ -127,8 +125,7 @@ def processes_of(run: RunFolder, trial: TrialRecord) -> list[TimelineProcess]:
 def zero_on(theirs: Clock, ours: Clock) -> float:
     """The trial's start on another process's monotonic clock: the same clock on one machine.
 
-    On another machine it goes by both wall clocks, and is as good as they agree.
-    """
+    On another machine it goes by both wall clocks, and is as good as they agree."""
     if theirs.host == ours.host:
         return ours.monotonic_s
     return ours.unix_s - theirs.offset_s

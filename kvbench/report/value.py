@@ -49,8 +49,7 @@ class Block:
 
     ``folded``: whether a page opens it on a click only, ``bulk``: whether paper leaves it out. ``style``: how
     a terminal shows its words; ``bullets``: whether its notes are a list; ``bare``: whether a terminal shows
-    its table alone.
-    """
+    its table alone."""
 
     title: str = ""
     words: str = ""
@@ -87,8 +86,7 @@ class ReportSection:
 @dataclass(frozen=True)
 class Report:
     """A run, ready to be written. ``files``: name of a CSV under tables/, without its ending → its rows;
-    ``documents``: the same of JSON files.
-    """
+    ``documents``: the same of JSON files."""
 
     run_id: str
     path: Path
@@ -110,8 +108,7 @@ class Report:
 
     def shown(self, writer: Writer, drawn: Collection[str]) -> list[ReportSection]:
         """The sections with something to show, if pictures of these names are there: the answer has the first
-        of them, and no other section has it again.
-        """
+        of them, and no other section has it again."""
         first = next((name for name in self.pictures(writer) if name in drawn), "")
         sections = []
         for section in self.of(writer):

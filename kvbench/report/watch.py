@@ -3,8 +3,7 @@
 It only reads the folder, so it can be started and stopped at any time, and several may watch; it ends with
 the run. The live page (``--serve``) is three addresses on the loopback device, read-only: ``/``,
 ``/state.json``, ``/watch.js``. It takes no input but the request line and answers no host name but that of
-the loopback device, so that a stranger's page in the same browser cannot read it by a name of its own.
-"""
+the loopback device, so that a stranger's page in the same browser cannot read it by a name of its own."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sel
 def serving(watch: RunWatch, port: int = 0) -> Iterator[str]:
     """Serves the live page of a watched run folder in a thread; yields its address. Port 0: any that is free.
 
-    Raises LaunchError if the port is taken.
-    """
+    Raises LaunchError if the port is taken."""
     try:
         server = ThreadingHTTPServer((HOST, port), _handler(watch))
     except OSError as error:
@@ -122,8 +120,7 @@ _COLOURS: Final = {
 def command(path: Path, console: Console, *, serve: bool = False, port: int = 0) -> int:
     """Watch until the run ends; return 0 if it ended well, else 1.
 
-    Raises StoreError for a folder that is no run, LaunchError if the page's port is taken.
-    """
+    Raises StoreError for a folder that is no run, LaunchError if the page's port is taken."""
     watch = RunWatch(path)
     watch.look()
     if serve:

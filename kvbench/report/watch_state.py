@@ -1,7 +1,6 @@
 """What a run folder says at this moment: how far it is, its latest trials, queues and NICs.
 
-The same is shown in the terminal and, as JSON, on the live page.
-"""
+The same is shown in the terminal and, as JSON, on the live page."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ _FILES: Final = (MANIFEST, TRIALS, CELLS, "plan.json", "transfers.parquet", "tel
 class TrialLine:
     """One trial, or one case of a microbenchmark, as a line of the log.
 
-    ``at``: minutes and seconds since the run's start. ``where`` and ``speed``: as people read them.
-    """
+    ``at``: minutes and seconds since the run's start. ``where`` and ``speed``: as people read them."""
 
     at: str
     trial_id: str
@@ -51,8 +49,7 @@ class Seen:
 
     ``curve``: trials of the current or last cell. ``live``: current line of the process that measures.
 
-    ``load`` and ``nics``: (name, value as text) of the last trial: its queues, and MB/s sent / received.
-    """
+    ``load`` and ``nics``: (name, value as text) of the last trial: its queues, and MB/s sent / received."""
 
     run_id: str
     title: str
@@ -82,8 +79,7 @@ class RunWatch:
     """Looks at one run folder again and again; what has not changed is not read again.
 
     To be used by several threads at a time. ``look`` raises StoreError if the folder is no run folder, and
-    NewerSchemaError if a newer kvbench wrote it.
-    """
+    NewerSchemaError if a newer kvbench wrote it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

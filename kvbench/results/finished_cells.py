@@ -30,7 +30,6 @@ class EarlierSessions:
     outputs: Mapping[tuple[str, int], Outputs] = field(default_factory=dict)
     """Greedy outputs and idle latency by deployment and input length."""
     canaries: Mapping[tuple[str, int, int], CanaryPool] = field(default_factory=dict)
-    """Right answers of canaries, by deployment, input and output length."""
     hosts: Mapping[str, Any] = field(default_factory=dict)
     """Remote hosts' properties by name."""
     forced: bool = False

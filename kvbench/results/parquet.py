@@ -69,8 +69,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _array(values: Sequence[Any], kind: pa.DataType | None = None) -> pa.Array:
     """A column; without a ``kind`` that of its values.
 
-    It is put together from buffers, since ``pa.array`` imports pandas: most of a second of CPU time.
-    """
+    It is put together from buffers, since ``pa.array`` imports pandas: most of a second of CPU time."""
     import numpy as np
     import pyarrow as pa
 

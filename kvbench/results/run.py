@@ -96,9 +96,8 @@ class CellResult:
     main: bool = True
     """Whether its answer belongs to the main column: not another method's, nor a second tier's."""
     canaries: dict[str, Any] | None = None
-    """Counts of checked and wrong canary answers under load (core/canaries/tally), or None."""
     limit: dict[str, Any] | None = None
-    """The limit above the answer (``core.metrics.limit``), or None."""
+    """The limit above the answer (``core.metrics.limit``)."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -137,7 +136,6 @@ class RunFolder:
     outputs: list[dict[str, Any]] = field(default_factory=list)
     """Greedy outputs by deployment and input length, used as references."""
     canaries: list[dict[str, Any]] = field(default_factory=list)
-    """Right answers of canaries, and additional answers."""
 
     @property
     def all_trials(self) -> list[TrialRecord]:
@@ -411,7 +409,6 @@ def _run_list_text(value: Any) -> str:
 
 
 def output_folder() -> Path:
-    """Return the default output folder."""
     return Path(os.environ.get(OUTPUT_ENV) or "results")
 
 

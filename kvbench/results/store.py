@@ -147,7 +147,6 @@ def _writer(path: Path) -> str:
 
 
 def new_session(run_id: str, now: datetime) -> dict[str, Any]:
-    """Return this process as a session of a run."""
     return {
         "started_at": iso(now),
         "ended_at": None,
@@ -186,7 +185,7 @@ class RunInfo:
     asked: Mapping[str, Any] | None = None
     """Load options that the scenario lacks, needed to resume; None: the run cannot be resumed."""
     overridden: Mapping[str, Any] | None = None
-    """Scenario values in plan.json that scenario.yaml lacks, by path, or None."""
+    """Scenario values in plan.json that scenario.yaml lacks, by path."""
 
 
 class RunStore:

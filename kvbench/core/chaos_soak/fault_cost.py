@@ -196,7 +196,6 @@ class GoodputBin:
 
 
 def goodput_bins(outcomes: Iterable[RequestOutcome], width_s: float, end_s: float) -> list[GoodputBin]:
-    """Return bins over [0, end_s) for a plot."""
     count = max(1, math.ceil(end_s / width_s - 1e-9))
     bins: list[Counter[str]] = [Counter() for _ in range(count)]
     for each in outcomes:

@@ -30,8 +30,7 @@ class RowConditions:
 
     ``slots``: requests that all decoding engines run at once (max_num_seqs). ``limits``: the SLO. ``judged``:
     kvbench judged single requests by it. ``prefill_flops``: dense peak of all prefill GPUs at their lowest
-    precision; ``prefill_flops_16bit``: the same in 16 bits, known only for 16-bit weights.
-    """
+    precision; ``prefill_flops_16bit``: the same in 16 bits, known only for 16-bit weights."""
 
     model: str = ""
     hardware: str = ""

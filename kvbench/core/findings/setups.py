@@ -48,8 +48,7 @@ def transport_warnings(
 ) -> Iterator[Finding]:
     """Yield warnings where a connector's engines use what their hosts' NICs do badly.
 
-    ``hosts``: RDMA devices by host; this machine's name is empty if it is the only one.
-    """
+    ``hosts``: RDMA devices by host; this machine's name is empty if it is the only one."""
     active = {
         f"{device['name']}{f' of {host}' if host else ''}": device
         for host, devices in hosts.items()

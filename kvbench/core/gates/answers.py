@@ -182,8 +182,7 @@ def empty_answers(evidence: Evidence) -> Finding | None:
 
     evidence: answers whose usage counts tokens but whose events have no text. More than 1 % of them are
     refused, because the times of their tokens are unknown. limits: a single token may have no text, such as
-    half of a character.
-    """
+    half of a character."""
     counted = [each for each in evidence.records if each.output_len > 1 and each.text_bytes is not None]
     empty = [each for each in counted if not each.text_bytes]
     if not empty:

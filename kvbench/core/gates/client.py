@@ -244,8 +244,7 @@ def host_starved(evidence: Evidence) -> Finding | None:
 
     evidence: kvbench's router was late and used less than 90 % of a core, and by the kernel's scheduler it
     waited for a core during at least half of its delay; also the load generator's lag. Reports who used the
-    cores, if known: other processes or the engines. limits: silent for another router.
-    """
+    cores, if known: other processes or the engines. limits: silent for another router."""
     if not router_starved(evidence):
         return None
     client, router, host = evidence.client, evidence.router, evidence.host
@@ -280,8 +279,7 @@ def router_limited(evidence: Evidence) -> Finding | None:
     """kvbench's router had enough CPU and was not late.
 
     evidence: CPU time per second of its busiest process (limit 0.9), and its event loop's lag (P99) against
-    the client's limits. limits: silent for another router.
-    """
+    the client's limits. limits: silent for another router."""
     router, limits = evidence.router, evidence.limits
     allowed, gross = _allowed_ms(evidence), _gross_ms(evidence)
     lag_ms = 1e3 * (router.loop_lag_p99_s or 0.0)

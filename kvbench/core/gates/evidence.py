@@ -36,8 +36,7 @@ class ClientFigures:
     to real send. ``chunk_lag``: from the kernel receiving bytes to reading them. ``stamps``: source of
     receive times, "kernel", "read" or "mixed". ``first_error``, ``token_error``: largest error of the times
     of first tokens, and of all. When several chunks are read together the kernel reports the last one's
-    stamp; the others arrived after the previous empty read of their socket. ``reads`` read ``chunks``.
-    """
+    stamp; the others arrived after the previous empty read of their socket. ``reads`` read ``chunks``."""
 
     send_lag_p50_ms: float | None = None
     send_lag_p99_ms: float | None = None
@@ -183,8 +182,7 @@ class EngineFigures:
     transfers of ``paced_s`` together. ``kv_expired``: requests whose KV was freed before it was fetched.
     ``kv_seconds``: sum of the transfers' times. ``block_tokens``: KV block size of the engines, None if
     unknown or different. ``restarts``: restarted instances. ``running_peak``: most sequences at once on one
-    instance; of the ``queued_samples`` with a queue there, ``full_samples`` had that many running.
-    """
+    instance; of the ``queued_samples`` with a queue there, ``full_samples`` had that many running."""
 
     prompt_tokens: float | None = None
     prefix_queries: float | None = None
@@ -216,7 +214,7 @@ class EngineFigures:
     served: tuple[float, ...] = ()
     """Finished requests per instance, or tokens if requests are not counted; () if unknown."""
     cache_tokens: float | None = None
-    """KV cache capacity of all instances in tokens, or None."""
+    """KV cache capacity of all instances in tokens."""
 
     @property
     def computed_tokens(self) -> float | None:
@@ -257,8 +255,7 @@ class HostFigures:
     all. ``throttled_share``: seconds per second for which the cgroup's CPU limit stopped this run.
     ``pressure_share``: seconds per second in which some process waited for a core (the kernel's PSI).
     ``load_average`` (1 minute, before the trial) includes this run's work. ``thermal_events``: how often a
-    CPU slowed down for heat. ``gpu_slowdowns``: why GPUs slowed down. ``takers``: the other processes.
-    """
+    CPU slowed down for heat. ``gpu_slowdowns``: why GPUs slowed down. ``takers``: the other processes."""
 
     load_average: float | None = None
     cpu_count: int | None = None
@@ -387,7 +384,6 @@ class Evidence:
     dispersion: float | None = None
     """Sessions: variance / mean of the number of requests over a long time."""
     canaries: CanaryResult | None = None
-    """Results of the canaries, or None."""
 
     @property
     def attained(self) -> bool:
@@ -398,7 +394,7 @@ class Evidence:
 
     @cached_property
     def queue_growth(self) -> QueueGrowth | None:
-        """Return the growth of the first-token queue while load was offered, or None."""
+        """Return the growth of the first-token queue while load was offered."""
         summary = self.summary
         readings = QueueReadings.of_records(
             self.records,

@@ -194,7 +194,6 @@ def _reason(evidence: Evidence) -> str:
 
 
 def _standing(criterion: CriterionResult) -> str:
-    """Describe one criterion's result."""
     value, target = criterion.value, criterion.target
     if value is None or criterion.lower is None or criterion.upper is None:
         return f"{criterion.n} requests are too few for an interval"

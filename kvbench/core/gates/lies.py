@@ -75,7 +75,6 @@ LIES: Final[dict[str, Deceit]] = {
     ),
     "last_chunk_only": Deceit("only the last chunk's transfer of a prompt is counted", "kv_bytes_wrong"),
 }
-"""Lies by name."""
 
 _LIE_OR_NONE = ("", *LIES)
 if TYPE_CHECKING:

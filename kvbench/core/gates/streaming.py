@@ -141,8 +141,7 @@ def inflated_usage(evidence: Evidence) -> Finding | None:
 
     evidence: tokens in the usage against events and bytes of text. A token without its own event shares one,
     and has at least one byte of text. Refused if an answer has fewer bytes than tokens, since TPOT and all
-    token rates use these counts. limits: tokens of several bytes each can be overstated by that factor.
-    """
+    token rates use these counts. limits: tokens of several bytes each can be overstated by that factor."""
     answers = [each for each in _answers(evidence) if each.text_bytes is not None and len(each.itl_s)]
     bundled = [each for each in answers if each.output_len > MERGED * _events(each)]
     inflated = [each for each in bundled if each.output_len > (each.text_bytes or 0)]
@@ -255,8 +254,7 @@ def shedding(evidence: Evidence) -> Finding | None:
     """The server accepted all of the load: no 429 or 503 responses.
 
     evidence: the status of the answers. limits: rejected requests are misses; a trial is refused if it meets
-    the SLO nevertheless, because the latencies are those of a lower rate.
-    """
+    the SLO nevertheless, because the latencies are those of a lower rate."""
     sent = [record for record in evidence.records if record.sent_s is not None]
     shed = [record for record in sent if record.error == "http_error" and record.status in SHED_STATUS]
     if not shed:
@@ -309,8 +307,7 @@ def _failed(record: RequestRecord) -> bool:
 def wrong_length(evidence: Evidence) -> Finding | None:
     """Answers have the requested length: none ends early (EOS) or late.
 
-    evidence: the answers' usage against the request. limits: up to 1 % of them are misses and no refusal.
-    """
+    evidence: the answers' usage against the request. limits: up to 1 % of them are misses and no refusal."""
     wrong = [record for record in evidence.records if record.error == "wrong_length"]
     if not wrong:
         return None
@@ -354,8 +351,7 @@ def requests_lost_or_repeated(evidence: Evidence) -> Finding | None:
     """Every request reached prefill and decode exactly once: no hidden retries, no losses.
 
     evidence: the servers' counters of finished requests against the requests sent and answered. limits: needs
-    the servers' counters, and servers without other users.
-    """
+    the servers' counters, and servers without other users."""
     least, most = evidence.expected(per_token=False)
     for role, engine in evidence.engines.items():
         if engine.requests is None or least <= engine.requests <= most:

@@ -82,8 +82,7 @@ def wrong_transport(evidence: Evidence) -> Finding | None:
     of RDMA devices and NICs. A log that proves that GPU memory was accessed by software emulation, or over
     TCP, refuses the trial unless only TCP was requested. limits: counters count only if the engines run on
     this machine, and from 1 MB of KV; loopback inside one RDMA device may be missing from its counters.
-    Between hosts without RDMA, unrequested TCP is a warning.
-    """
+    Between hosts without RDMA, unrequested TCP is a warning."""
     asked = [name.strip().lower() for name in evidence.transport_asked.split(",") if name.strip()]
     free = not asked or "auto" in asked or "all" in asked
     logged = ",".join(name for each in evidence.logged_transports for name in each.transports)
@@ -201,8 +200,7 @@ def wrong_nics(evidence: Evidence) -> Finding | None:
     """The KV moved over all requested NICs.
 
     evidence: byte counters of each NIC and RDMA device during the trial; a NIC with less than a tenth of its
-    equal share carried no KV. limits: as for the transport; other traffic hides it.
-    """
+    equal share carried no KV. limits: as for the transport; other traffic hides it."""
     asked, moved = list(evidence.nics_asked), evidence.kv_bytes or 0.0
     if not asked or not evidence.engines_here or not evidence.nics or moved < LEAST_BYTES * len(asked):
         return None
@@ -229,8 +227,7 @@ def kv_failures(evidence: Evidence) -> Finding | None:
     """No KV transfer failed, except those of cancelled requests.
 
     evidence: the connector's counters, against the requests that kvbench cancelled so far, less those whose
-    KV expired. limits: needs the connector's counters or log lines.
-    """
+    KV expired. limits: needs the connector's counters or log lines."""
     failed = sum(engine.kv_failures or 0.0 for engine in evidence.engines.values())
     if failed <= 0:
         return None
@@ -284,8 +281,7 @@ def impossible_prefill(evidence: Evidence) -> Finding | None:
     or report can hide that.
 
     evidence: send and first-token times of the requests. limits: silent for unknown models and GPUs
-    (``model.active_parameters``, ``deployment.hardware``), and if the load reuses prefixes.
-    """
+    (``model.active_parameters``, ``deployment.hardware``), and if the load reuses prefixes."""
     work, peak = evidence.prefill_work, evidence.prefill_flops
     if work is None or not peak or evidence.reuse_expected:
         return None

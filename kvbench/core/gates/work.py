@@ -23,8 +23,7 @@ def warm_cache(evidence: Evidence) -> Finding | None:
 
     evidence: hits over queries of the prefix cache on P and D, above 1 %, and the share of repeated canaries;
     of sessions, hits above what their prompts offer, and 1 % of these. limits: silent if a trace reuses
-    prefixes; needs the servers' counters (false counters are left to the FLOP/s bound).
-    """
+    prefixes; needs the servers' counters (false counters are left to the FLOP/s bound)."""
     if evidence.reuse_offered is not None:
         return _more_than_offered(evidence, evidence.reuse_offered)
     fresh, _ = evidence.expected(per_token=True, fresh=True)
@@ -96,8 +95,7 @@ def work_unproven(evidence: Evidence) -> Finding | None:
     """P and D both report their tokens, which shows whether both worked.
 
     evidence: P's counter of prompt tokens and D's of generated tokens exist. limits: a warning, since an
-    external server may hide them; other gates check the values.
-    """
+    external server may hide them; other gates check the values."""
     if not evidence.disaggregated:
         return None
     prefill, decode = evidence.engines.get("prefill"), evidence.engines.get("decode")

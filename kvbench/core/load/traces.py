@@ -35,7 +35,7 @@ _FRESH_STREAM: Final = 4
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """One recorded request. ``blocks``: hash ids of its prompt's blocks of 512 tokens, or None."""
+    """One recorded request. ``blocks``: hash ids of its prompt's blocks of 512 tokens."""
 
     offset_s: float
     input_len: int

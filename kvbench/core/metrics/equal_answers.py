@@ -204,7 +204,7 @@ def noise_of(reference: Outputs) -> Noise:
 
 
 def gap_of(choice: TokenChoice) -> float | None:
-    """Return the log-probability of the token minus the best alternative's, or None."""
+    """Return the log-probability of the token minus the best alternative's."""
     own = choice.logprobs.get(choice.token)
     others = [value for token, value in choice.logprobs.items() if token != choice.token]
     return None if own is None or not others else own - max(others)
@@ -232,8 +232,7 @@ def departure(choices: Sequence[TokenChoice], text: str) -> float | None:
     """Return the gap (nats) at the first token where ``text`` leaves the chosen ones.
 
     The rival is the likeliest token that continues ``text``. An unlisted token is less likely than all listed
-    ones, so the gap is at least theirs.
-    """
+    ones, so the gap is at least theirs."""
     before = ""
     for each in choices:
         if text.startswith(before + each.token):

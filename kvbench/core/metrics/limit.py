@@ -188,7 +188,7 @@ def limiting_trial(trials: Sequence[TrialRecord], lower: float | None) -> TrialR
 
 
 def limit_of_cell(trials: Sequence[TrialRecord], lower: float | None) -> dict[str, Any] | None:
-    """Return the stored limit of a cell (limit, evidence, shares, trial), or None."""
+    """Return the stored limit of a cell (limit, evidence, shares, trial)."""
     trial = limiting_trial(trials, lower)
     if trial is None:
         met_only = lower is not None and all(each.verdict == "met" for each in trials)

@@ -94,8 +94,7 @@ class QueueReadings:
     ``dispersion``: squared variation of the gaps between arrivals, at least 1. By request: ``offsets_s``, the
     planned sends in order; ``settled_s``, when its outcome was known, nan before; ``ttft_s``, nan if unknown.
     By time: ``waiting``, requests without a first token; ``firsts``, first tokens. ``unbroken``: the trial is
-    young and exceeds no criterion, so only certain statements are allowed.
-    """
+    young and exceeds no criterion, so only certain statements are allowed."""
 
     rate: float
     idle_latency_s: float
@@ -243,7 +242,7 @@ def queue_growth(readings: QueueReadings, *, walks: float = WALKS) -> QueueGrowt
 
 
 def _slope(readings: QueueReadings, walks: float) -> QueueGrowth | None:
-    """Return a significant and material slope of the queue, or None."""
+    """Return a significant and material slope of the queue."""
     start_s = max(readings.now_s / 3, readings.filled_s)
     span = readings.now_s - start_s
     if span < SPAN_LEAST * readings.now_s or readings.may_be_slow_alone(start_s):

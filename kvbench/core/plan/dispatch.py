@@ -46,8 +46,7 @@ def prompt_key(path: str) -> str:
 class AroundPrompt:
     """A request's fields with a placeholder for the prompt, and the JSON around it.
 
-    The prompt is encoded once: 32k token ids are 200 kB of JSON.
-    """
+    The prompt is encoded once: 32k token ids are 200 kB of JSON."""
 
     def __init__(self, fields: Mapping[str, Any], key: str = "prompt") -> None:
         self._placeholder = f"prompt-{secrets.token_hex(16)}"

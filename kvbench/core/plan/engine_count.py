@@ -2,8 +2,7 @@
 
 Deployments of unequal size are not compared by their rates. GPUs are counted by the devices given to the
 processes, else by the ranks of each instance; for modelled compute by the plan (one a rank); for servers that
-kvbench did not start by ``engine_options.gpus``.
-"""
+kvbench did not start by ``engine_options.gpus``."""
 
 from __future__ import annotations
 
@@ -54,15 +53,13 @@ def unit_of(sizes: Iterable[Size]) -> Unit:
 def unequal(one: Size, other: Size) -> Unit | None:
     """Return the unit in which two sizes differ: GPUs where both are known, else engines.
 
-    Two unknown sizes count as equal, an unknown and a known one as different.
-    """
+    Two unknown sizes count as equal, an unknown and a known one as different."""
     if one.gpus and other.gpus:
         return "GPU" if one.gpus != other.gpus else None
     return "engine" if one.engines != other.engines else None
 
 
 def first_unequal(sizes: Iterable[Size]) -> tuple[Size, Size] | None:
-    """Return the first two sizes that differ."""
     distinct = list(dict.fromkeys(sizes))
     return next((pair for pair in combinations(distinct, 2) if unequal(*pair)), None)
 
@@ -75,8 +72,7 @@ def size_in(
 ) -> Size:
     """Return the size of a run's deployment, from its plan.json and environment.json and its engine.
 
-    Imported runs have none; external servers have only what the scenario states.
-    """
+    Imported runs have none; external servers have only what the scenario states."""
     names = instance_names(plan, label)
     if not engine.starts_processes:
         return Size(None, _told(plan))
@@ -88,7 +84,6 @@ def size_in(
 
 
 def price_per_gpu_hour(plan: Mapping[str, Any]) -> float | None:
-    """Return the price of a GPU hour in a run's plan.json."""
     price = _mapping(_mapping(plan.get("scenario")).get("deployment")).get("price_per_gpu_hour")
     return float(price) if isinstance(price, (int, float)) and price > 0 else None
 

@@ -39,8 +39,7 @@ def pool_of(visible: str | None, listed: int, host: str = "") -> GpuPool | None:
     """Return the GPUs that a host's processes may use; None if unknown.
 
     CUDA_VISIBLE_DEVICES decides if set, even if empty; else the number that nvidia-smi lists. ``host`` is
-    empty for this machine.
-    """
+    empty for this machine."""
     whose = f"host {host}" if host else "this host"
     if visible is not None:
         names = [word.strip() for word in visible.split(",")]
@@ -58,8 +57,7 @@ def deal(
 
     GPUs that the scenario names are given to no other process. If a host's pool is unknown, its GPUs are
     numbered from 0, and a single process gets none. An empty pool (hidden on purpose) gives none. Raises
-    InputError if there are too few.
-    """
+    InputError if there are too few."""
     given: dict[str, tuple[str, ...]] = {}
     for host in dict.fromkeys(want.host for want in wants):
         mine, pool = [want for want in wants if want.host == host], pools.get(host)

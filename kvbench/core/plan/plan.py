@@ -3,8 +3,7 @@
 One deployment serves all input lengths of its connector. The aggregated one comes first, because the greedy
 outputs of the others are compared with its outputs; a missing reference deployment is added for each tensor
 parallel size. A deployment without P/D has as many engines as P and D together unless the scenario sets a
-number, so that hardware is equal.
-"""
+number, so that hardware is equal."""
 
 from __future__ import annotations
 
@@ -331,8 +330,7 @@ def make_plan(
 
     ``connectors``: at least those that the scenario names. ``profiles``: properties of a label's connector
     that depend on its engine's version and options. ``base_port`` replaces the scenario's; 0 means that every
-    port is chosen at launch. ``launch_s``: least and most seconds until a deployment is ready.
-    """
+    port is chosen at launch. ``launch_s``: least and most seconds until a deployment is ready."""
     # Python's sort is stable: within the groups the file's order stays.
     chosen = sorted(
         scenario.connectors,

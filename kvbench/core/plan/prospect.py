@@ -11,8 +11,7 @@ limit leaves for waiting.
 3. The queue forgets its state after ``memory`` slacks. Independent moments M = seconds / (slack · memory), at
    most the number of requests (a clump of correlated requests counts as one).
 4. A share p is known with the relative error √((1 − p) / (p · M)), a mean with √(1 / M).
-5. That error divided by the steepness is the error of the rate.
-"""
+5. That error divided by the steepness is the error of the rate."""
 
 from __future__ import annotations
 
@@ -97,8 +96,7 @@ def half_width(
     near it.
 
     ``variation``: k²; ``burstiness``: of the arrivals, 1 for Poisson. Without headroom no request waits for
-    others, and the share of misses grows in proportion to the rate.
-    """
+    others, and the share of misses grows in proportion to the rate."""
     allowed = 1.0 if asked.allowed is None else -math.log(asked.allowed)
     steepness = 2.0 * asked.slack_s * seen.rate / variation
     moments = seen.rate * seconds / seen.clump
@@ -169,16 +167,14 @@ def seen_of(records: Sequence[TrialRecord]) -> KnownCell | None:
 def may_suffice(search: Search, prospect: Prospect) -> bool:
     """Return whether the trials allow the requested precision on a system of moderate variation.
 
-    The system's own variation is known after some trials only (``RateSearch.foreseen``).
-    """
+    The system's own variation is known after some trials only (``RateSearch.foreseen``)."""
     return prospect.moderate <= ENOUGH * search.precision
 
 
 def prospects(scenario: Scenario) -> tuple[Prospect, ...]:
     """Return the precision before the first trial, at the start rate or at some round rates.
 
-    One request alone is assumed to need half of the SLO.
-    """
+    One request alone is assumed to need half of the SLO."""
     search, slo = scenario.search, scenario.slo.main()
     if search.method not in ("sustained", "trace") or not scenario.slo.given:
         return ()

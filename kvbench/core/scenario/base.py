@@ -1,8 +1,7 @@
 """Base class of the sections of a scenario file, errors with their place, and typed options.
 
 The option models of connectors and engines come in as a ``Registry`` in pydantic's validation context, since
-core knows neither.
-"""
+core knows neither."""
 
 from __future__ import annotations
 

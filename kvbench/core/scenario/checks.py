@@ -1,7 +1,6 @@
 """Scenario errors as sentences with a line, and checks that concern several values.
 
-The latter find contradictions, and problems of hosts, roles and sessions.
-"""
+The latter find contradictions, and problems of hosts, roles and sessions."""
 
 from __future__ import annotations
 
@@ -229,8 +228,7 @@ def _deadline(data: Mapping[str, Any]) -> Iterator[DataMistake]:
 def _needs_slo(data: Mapping[str, Any]) -> bool:
     """Return whether the scenario needs an SLO.
 
-    Fixed rates, replays and a fixed load on an external server (with an empty SLO) need none.
-    """
+    Fixed rates, replays and a fixed load on an external server (with an empty SLO) need none."""
     search = _section(data, "search")
     if _section(data, "deployment").get("engine") == "external" and "slo" in data:
         return False
@@ -368,8 +366,7 @@ def explain(
     """Return a mistake for each error that ``known`` does not cover, and for each contradiction.
 
     ``keys``: keys allowed in each mapping, by dotted path. ``data``: the scenario, or None for another kind
-    of file, which messages call ``what``.
-    """
+    of file, which messages call ``what``."""
     covered = {mistake.location for mistake in known if mistake.final}
     found: list[Mistake] = []
     for problem, by_key in _worded(error, keys, what):

@@ -120,8 +120,7 @@ class CommandPrefix(Section):
     """Command put before the command of each instance of a role, such as a profiler's; it runs without a
     shell.
 
-    ``{name}`` stands for the instance's name, ``{logs}`` for the folder of its log.
-    """
+    ``{name}`` stands for the instance's name, ``{logs}`` for the folder of its log."""
 
     prefill: tuple[PrefixWord, ...] = Field((), max_length=64, description="before each prefill instance")
     decode: tuple[PrefixWord, ...] = Field((), max_length=64, description="before each decode instance")
@@ -348,8 +347,7 @@ class Deployment(Section):
     def _hosts_fit(self) -> None:
         """Raise if an instance's ranks do not divide among its hosts.
 
-        As with vLLM's ``--nnodes``, a data-parallel rank takes whole hosts, or a host takes whole ranks.
-        """
+        As with vLLM's ``--nnodes``, a data-parallel rank takes whole hosts, or a host takes whole ranks."""
         for role in ("prefill", "decode", "aggregated"):
             size: RoleRanks | None = getattr(self, role)
             own = (size.tensor_parallel_size,) if size and size.tensor_parallel_size else None

@@ -1,7 +1,6 @@
 """Hosts of a scenario: how each is reached, where its servers listen, and their roles. Pure.
 
-Slurm or Ray may provide them.
-"""
+Slurm or Ray may provide them."""
 
 from __future__ import annotations
 
@@ -116,8 +115,7 @@ class RemoteHost(Section):
 class Roles(Section):
     """Hosts of each role: a name, or a list from which instances are assigned in turn.
 
-    Prefill, decode and aggregated instances may span hosts; then a list of names replaces a name.
-    """
+    Prefill, decode and aggregated instances may span hosts; then a list of names replaces a name."""
 
     prefill: HostGroups = Field((), description="hosts of the prefill instances; a list in the list: of one")
     decode: HostGroups = Field((), description="hosts of the decode instances")

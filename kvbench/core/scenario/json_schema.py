@@ -1,8 +1,7 @@
 """JSON Schema of the scenario format, for completion and checks in editors.
 
 Pydantic derives it from the sections. Short forms (a model or connector as a plain name, options next to
-``name``) are added here.
-"""
+``name``) are added here."""
 
 from __future__ import annotations
 

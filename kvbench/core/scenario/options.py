@@ -2,8 +2,7 @@
 
 Core and launchers know no engines or connectors: they read these attributes and never compare names. An
 engine overrides what differs from the default. No attribute has the name of an option, because pydantic
-allows no field with the name of an inherited attribute.
-"""
+allows no field with the name of an inherited attribute."""
 
 from __future__ import annotations
 
@@ -175,8 +174,7 @@ class EngineOptions(BaseModel):
     def pace(self, backend: str) -> TransferModel | None:
         """Return the modelled time of hand-overs by a transfer backend, or None for real time.
 
-        Raises InputError.
-        """
+        Raises InputError."""
         return None
 
 
@@ -188,8 +186,7 @@ class ConnectorOptions(BaseModel):
     def settled(self) -> ConnectorOptions:
         """Return the options with open choices made: TCP for an engine with KV in host memory.
 
-        Real engines choose for themselves.
-        """
+        Real engines choose for themselves."""
         return self
 
     @property

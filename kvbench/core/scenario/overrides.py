@@ -63,8 +63,7 @@ class _OverrideError(Exception):
 def apply_overrides(root: Node, overrides: Overrides, typed: Mapping[str, str]) -> tuple[Node, list[Mistake]]:
     """Apply the overrides in order; return the tree and their mistakes.
 
-    ``typed``: path → option as the user typed it, if not ``--set``.
-    """
+    ``typed``: path → option as the user typed it, if not ``--set``."""
     mistakes: list[Mistake] = []
     for path, given in overrides.items():
         option = typed.get(path) or f"--set {path if path.isprintable() else repr(path)}"

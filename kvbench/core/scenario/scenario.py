@@ -1,8 +1,7 @@
 """The scenario: what to measure, as checked and frozen values.
 
 ``read_scenario`` returns a ``Draft`` whose values can be changed; ``parse_scenario`` returns a checked
-``Scenario`` or raises one ScenarioError with all mistakes.
-"""
+``Scenario`` or raises one ScenarioError with all mistakes."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ class Sized:
 class References:
     """``of``: label → label of the deployment with the reference outputs; ``added``: those not measured.
 
-    Each tensor parallel size has its own reference, because ranks add their parts in another order.
-    """
+    Each tensor parallel size has its own reference, because ranks add their parts in another order."""
 
     of: Mapping[str, str]
     added: tuple[Sized, ...]
@@ -205,7 +203,6 @@ class Scenario(Section):
 
     @property
     def request_timeout_s(self) -> float:
-        """Client timeout of one request."""
         own = self.workload.request_timeout_s
         return default_timeout_s(self.allowed_s) if own is None else own
 
@@ -316,7 +313,6 @@ def scenario_schema(registry: Registry) -> dict[str, Any]:
 
 
 def scenario_error(mistakes: Sequence[Mistake], path: str) -> ScenarioError:
-    """Return one error for all mistakes, in the order of the file."""
     ordered = sorted(mistakes, key=lambda each: (bool(each.where.override), each.where.line))
     lines = list(dict.fromkeys(f"{each.where.show(path)}: {_text(each)}" for each in ordered))
     if len(lines) > 50:

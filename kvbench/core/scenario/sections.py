@@ -1,7 +1,6 @@
 """Sections of a scenario file except deployment and goals: workload, checks, load, model, sessions, simulate.
 
-Durations are in seconds or milliseconds, as the names' suffixes say.
-"""
+Durations are in seconds or milliseconds, as the names' suffixes say."""
 
 from __future__ import annotations
 

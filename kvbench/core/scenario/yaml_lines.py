@@ -2,8 +2,7 @@
 
 PyYAML's parser provides events only, because every value needs its line, all duplicate keys are reported at
 once, and YAML 1.1 reads `on`, `010` and `1:30` as true, 8 and 90. Values that YAML 1.2 reads differently are
-refused, with what to write instead.
-"""
+refused, with what to write instead."""
 
 from __future__ import annotations
 
@@ -118,8 +117,7 @@ def quoted(word: str, limit: int = 60) -> str:
 def read_yaml(text: str, override: str = "") -> tuple[Node | None, list[Mistake]]:
     """Return one YAML document as a tree, with its mistakes; the tree is None for unreadable text.
 
-    An invalid value is in the tree as its text.
-    """
+    An invalid value is in the tree as its text."""
     if len(text) > MAX_CHARS:
         return None, [Mistake(Where(1, override), (), f"is longer than {MAX_CHARS // 1024} KiB")]
     if not _READ_DIFFERENTLY.search(text):
@@ -282,8 +280,7 @@ def plain(node: Node) -> Plain:
 def locate(root: Node, location: Location, *, key: bool = False) -> Where:
     """Return the place of a value, or of its nearest parent in the text.
 
-    With ``key``, the line of its key, or of the key of the mapping that should contain it.
-    """
+    With ``key``, the line of its key, or of the key of the mapping that should contain it."""
     node, found = _step_down(root, location)
     return node.label_where if key or not found else node.where
 

@@ -165,8 +165,7 @@ def offered_reuse(prompts: Sequence[Blocks]) -> OfferedReuse:
     at least n blocks.
 
     Blocks with the same last user are the end of that prompt and are consecutive on the stack. So a prompt's
-    blocks are a few runs, each of which takes one query of a tree of sums over the prompts.
-    """
+    blocks are a few runs, each of which takes one query of a tree of sums over the prompts."""
     nodes = 1 + max((int(each.max()) for each in prompts if len(each)), default=-1)
     user = np.full(nodes, -1, np.int64)  # the last prompt that had this block
     live = _Sums(len(prompts))  # blocks by their last user

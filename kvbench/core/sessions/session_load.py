@@ -5,8 +5,7 @@ and after the last sub-agent that it waits for. Sub-agents start together after 
 calls them. Every copy of a recorded session has its own blocks, except for those that sessions share, so no
 cache finds blocks of another copy or an earlier trial.
 
-``session_figures`` adds concurrent sessions, TTFT by turn, and reuse.
-"""
+``session_figures`` adds concurrent sessions, TTFT by turn, and reuse."""
 
 from __future__ import annotations
 

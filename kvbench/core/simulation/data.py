@@ -112,4 +112,3 @@ class Outcome:
     """Sum over all transfers, from the moment they could begin to their end."""
     transfer_bytes: float = 0.0
     link_busy_share: float = 0.0
-    """Share of the busiest link."""

@@ -2,8 +2,7 @@
 
 Hashes are 64-bit and chained: the hash at position t depends on every token up to t and on the cache salt, so
 a full block's hash is that of its last token. H_t = seed + Σ mix(token_i) · M^i mod 2⁶⁴, which numpy computes
-for a whole prompt at once. They do not resist deliberate collisions.
-"""
+for a whole prompt at once. They do not resist deliberate collisions."""
 
 from __future__ import annotations
 

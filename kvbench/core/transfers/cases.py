@@ -1,7 +1,6 @@
 """Cases of a microbenchmark from the user's axes: their blocks, and what was skipped and why.
 
-A case's blocks are the tables of both sides and the block ids of each transfer in flight.
-"""
+A case's blocks are the tables of both sides and the block ids of each transfer in flight."""
 
 from __future__ import annotations
 

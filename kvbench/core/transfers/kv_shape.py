@@ -100,7 +100,6 @@ class KvWork:
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of one piece at one rank."""
         heads = max(1, self.model.kv_heads // self.tensor_parallel_size)
         width = self.model.mla_dim or heads * self.model.head_dim
         token = self.model.kv_parts * self.model.layers * width * DTYPE_BYTES[self.model.kv_dtype]
@@ -118,7 +117,6 @@ class KvWork:
 
     @property
     def rank_bytes(self) -> int:
-        """Bytes that one rank moves."""
         return self.pieces * self.piece_bytes
 
     @property

@@ -41,8 +41,7 @@ class Case:
     A transfer moves ``batch_size`` blocks of ``block_bytes`` bytes in each of ``regions`` regions, together
     ``nbytes``; each initiator has ``threads`` transfers in flight to each target. ``nics`` is 0 if no NIC is
     used (a copy in memory, shared memory, the null backend). ``scattered`` blocks are never adjacent in
-    memory; others are, and are ``merged`` into runs if the backend supports it and the case requests it.
-    """
+    memory; others are, and are ``merged`` into runs if the backend supports it and the case requests it."""
 
     backend: str
     protocol: str
@@ -100,7 +99,6 @@ class TransferRecord:
     log: list[str] = field(default_factory=list)
     """The library's last lines before an error."""
     transport: str = ""
-    """Transport that ran."""
     library: str = ""
     """Name and version of the library, such as ``nixl-cu12 1.5.1``."""
     started_at: str = ""
@@ -127,7 +125,7 @@ class TransferRecord:
     """Bytes per NIC (``side:name``) in the window, larger direction."""
     nics_asked: list[str] = field(default_factory=list)
     line_rate_gb_per_s: float | None = None
-    """Total line rate of the requested NICs, or None."""
+    """Total line rate of the requested NICs."""
     load_average: float | None = None
     lab: str = ""
     """Lab of the run, such as ``8 × 1gbit``; empty on real hosts."""

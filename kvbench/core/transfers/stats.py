@@ -25,7 +25,6 @@ CONFIDENCE: Final = 0.99
 MOST_SECTIONS: Final = 20
 """Most sections of neighbouring calls for the standard error."""
 CALLS_PER_SECTION: Final = 2
-"""Fewest calls per section."""
 LEAST_CALLS: Final = 5 * CALLS_PER_SECTION
 
 
@@ -219,7 +218,6 @@ def _rate(record: TransferRecord | None) -> float | None:
 
 
 def _relative_error(times_s: Sequence[float]) -> float:
-    """Return the relative standard error of the mean call time."""
     mean, error = sectioned(np.asarray(times_s, np.float64), _sections(times_s), None)
     return error / mean if mean > 0 else math.inf
 

@@ -217,8 +217,7 @@ def _of_one(found: Sequence[Row]) -> str:
 def _of_several(found: Sequence[Row], *, certainty: bool = False) -> str:
     """List the winner at each length, and the lengths without a significant difference together.
 
-    ``certainty``: give the confidence instead of the rates, which the table shows.
-    """
+    ``certainty``: give the confidence instead of the rates, which the table shows."""
     groups = by_lengths(rate_pairs(found))
     told, untold = [], []
     for place, pairs in groups.items():

@@ -1,8 +1,7 @@
 """A run folder as tidy pandas DataFrames: one row per thing, one column per quantity, units in the names.
 
 ``kvbench.columns`` says what the columns mean. Of the request files only the needed Parquet columns are read;
-a column that an older folder does not have is there and empty.
-"""
+a column that an older folder does not have is there and empty."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ def chosen_trials(
 def requests(run: RunFolder, of: Sequence[TrialRecord], columns: Sequence[str] | None = None) -> pd.DataFrame:
     """One row a request of the trials ``of`` that kept theirs.
 
-    Raises InputError for a column that there is not, StoreError for a file that cannot be read.
-    """
+    Raises InputError for a column that there is not, StoreError for a file that cannot be read."""
     import pyarrow as pa
 
     wanted = list(columns or REQUEST_COLUMNS)
@@ -187,7 +185,6 @@ def frame(rows: Rows, columns: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def trials(run: RunFolder) -> pd.DataFrame:
-    """One row a trial, of every method, in the order of measuring."""
     places = {row.key: row for row in load_rows(run, errors=False)}
     rows = [
         _trial(trial) | {"source": place.origin, **{name: place.axes.get(name) for name in REPORTED_AXES}}
@@ -225,8 +222,7 @@ def _trial(trial: TrialRecord) -> dict[str, Any]:
 
 def summary(run: RunFolder) -> pd.DataFrame:
     """The main table of the run's report: one row per connector and input length, or per case of a
-    microbenchmark; where nothing was searched, one row per trial with the columns of ``vllm bench serve``.
-    """
+    microbenchmark; where nothing was searched, one row per trial with the columns of ``vllm bench serve``."""
     if run.manifest.get("kind") == "microbench":
         return transfers(run)
     rows = [row.flat() for row in summary_table(run)]

@@ -1,8 +1,7 @@
 """A run folder, or several side by side, in a notebook or a script: tables, pictures, summary.
 
 A folder may be of any kind and in any state; what it does not have is missing, never invented. Pictures are
-``run.plot.latency()``, or ``run.plot.latency(ax=axes)``.
-"""
+``run.plot.latency()``, or ``run.plot.latency(ax=axes)``."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Plots:
     The names are those of the files in figures/; ``list(run.plot)`` has those that the run has data for.
     With ``ax`` a picture takes the place of those Axes, without the words around it, and the figure returned
     is theirs; one with several panels divides them, for which they must be a subplot. Raises InputError where
-    the run has no data for a picture.
-    """
+    the run has no data for a picture."""
 
     max_request_rate: Draw
     latency: Draw
@@ -194,7 +192,6 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Words of others as text: no table cell ends in them, no HTML begins."""
     return markdown_words(text).replace("|", "\\|").replace("\n", " ")
 
 
@@ -257,7 +254,6 @@ class Run:
 
     @cached_property
     def trials(self) -> pd.DataFrame:
-        """One row a trial."""
         return frames.trials(self.folder)
 
     @cached_property
@@ -307,8 +303,7 @@ class Run:
         """The requests of the trials that fit every condition; only what ``columns`` need is read from disk.
 
         ``columns`` may also name fields that ``requests`` leaves out, such as ``itl_s``. Raises InputError
-        for a trial or column that there is not.
-        """
+        for a trial or column that there is not."""
         chosen = frames.chosen_trials(self.folder, trials, connector, input_len, method)
         return frames.requests(self.folder, chosen, columns)
 
@@ -348,8 +343,7 @@ class Comparison:
 
     ``rows``: one per pair and figure; ``ratio`` is one / other with its interval ``low`` to ``high``,
     ``told`` whether it differs significantly from 1. Microbenchmarks have one per case, with ``ratio`` after
-    / before. ``differing``: why the runs are not comparable, if compared nevertheless.
-    """
+    / before. ``differing``: why the runs are not comparable, if compared nevertheless."""
 
     def __init__(self, members: Mapping[str, Run], rows: pd.DataFrame, differing: Sequence[str]) -> None:
         self.members = dict(members)
@@ -396,8 +390,7 @@ def compare(*members: Run | Path | str, by: str = "", force: bool = False) -> Co
     Two searched rates are ordered only where one is the higher with a probability of 95 %, and both searches
     converged; two loads only where they were alike and an interval of their ratio is known. ``by``: the axis
     by which loads are compared (connector, nics, protocol, tp, run, …). Raises InputError for runs that are
-    not comparable (another model, SLO or workload) unless ``force``.
-    """
+    not comparable (another model, SLO or workload) unless ``force``."""
     loaded = [load(member) for member in members]
     if not loaded or len(loaded) > len(_LETTERS):
         raise InputError(f"give 1 to {len(_LETTERS)} runs to compare, not {len(loaded)}")

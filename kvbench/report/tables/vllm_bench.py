@@ -48,8 +48,7 @@ def bench_trials(run: RunFolder) -> list[TrialRecord]:
 def bench_tables(named: Sequence[tuple[str, RunFolder]]) -> list[Table]:
     """The block of ``vllm bench serve``, a column for each load that was not refused.
 
-    ``named``: runs with their names, all empty for a single one.
-    """
+    ``named``: runs with their names, all empty for a single one."""
     shown = [
         (name, trial, _goodput(run, trial))
         for name, run in named
