@@ -121,7 +121,7 @@ class Criterion:
     """A share's conditions per request besides being answered; a mean's single limit."""
 
     def observe(self, values: Mapping[str, float | None], ok: bool) -> float:
-        """One request's observation: 0.0 or 1.0, or its value in ms; NO_VALUE if it says nothing of it."""
+        """Return a request's observation: 0.0 or 1.0, or its value in ms; NO_VALUE if it has none."""
         if self.kind == "mean":
             value = values.get(self.limits[0].metric) if ok else None
             return NO_VALUE if value is None else value
@@ -131,7 +131,7 @@ class Criterion:
         return float(ok and all(limit.kept(values[limit.metric]) for limit in concerned))
 
     def margin(self, values: Mapping[str, float | None], ok: bool) -> float:
-        """The largest of value / limit: at most 1 where it is kept. inf for a request that failed."""
+        """Return the largest value / limit, at most 1 if the SLO is met; inf for a failed request."""
         if self.kind == "mean":
             return self.observe(values, ok) / self.target
         concerned = [limit for limit in self.limits if limit.metric in values]
@@ -227,8 +227,8 @@ class Slo:
         return tuple((criterion.kind, criterion.target) for criterion in self.all_criteria())
 
     def observe(self, values: Mapping[str, float | None], ok: bool) -> tuple[float, ...]:
-        """One request's observation for each criterion; NaN where it says nothing. ``values``: by metric in
-        ms, as ``latencies_ms`` gives them."""
+        """Return a request's observation for each criterion; NaN without one. ``values``: ms by metric, from
+        ``latencies_ms``."""
         return tuple([criterion.observe(values, ok) for criterion in self._criteria])
 
     def margins(self, values: Mapping[str, float | None], ok: bool) -> tuple[float, ...]:
@@ -236,13 +236,13 @@ class Slo:
         return tuple([criterion.margin(values, ok) for criterion in self._criteria])
 
     def tightest(self, metric: str) -> float | None:
-        """The lowest limit on a metric, of whatever statistic and turns; None if there is none."""
+        """Return the lowest limit on a metric, of any statistic and turn."""
         named = (metric, *(each for each in SESSION_METRICS if each.endswith(f"_{metric}")))
         limits = [limit.limit for limit in (*self.each, *self.limits) if limit.metric in named]
         return min(limits, default=None)
 
     def loosened(self, ttft_ms: float, tpot_ms: float) -> Slo:
-        """The SLO with some milliseconds forgiven, at the first token and per further token."""
+        """Return the SLO with looser limits: milliseconds added to the first token, and per further token."""
         added = {"tpot_ms": tpot_ms, **dict.fromkeys(("ttft_ms", "e2el_ms", *SESSION_METRICS), ttft_ms)}
         return replace(
             self,
@@ -285,7 +285,7 @@ def latencies_ms(
     turn: int | None = None,
     session_s: float | None = None,
 ) -> dict[str, float | None]:
-    """What a request says of each metric, in ms; None: it has no value. A failed turn fails its session."""
+    """Return a request's values by metric in ms. A failed turn fails its session."""
     values = {"ttft_ms": ttft_s, "tpot_ms": tpot_s, "e2el_ms": e2el_s}
     if turn is not None:
         values["later_ttft_ms" if turn else "first_ttft_ms"] = ttft_s
@@ -301,7 +301,7 @@ def misses_allowed(n: int, share: float) -> int:
 
 
 def burst_slo(slo: Slo) -> Slo:
-    """The limits as the burst method reads them: on the means of TTFT and TPOT, whatever the form asked."""
+    """Return the limits of the burst method: means of TTFT and TPOT in every case."""
     metrics = ((metric, slo.tightest(metric)) for metric in METRICS)
     means = tuple(Limit(metric, "mean", limit) for metric, limit in metrics if limit is not None)
     # The hand that bisects looks at the means of what was answered, and at nothing else.
@@ -353,7 +353,7 @@ def default_timeout_s(allowed: float) -> float:
 
 
 def timeout_problem(data: Mapping[str, Any]) -> str:
-    """What is wrong with a deadline that was set, of plain data that may be incomplete or wrong; else ""."""
+    """Return the problem of a timeout in plain data, which may be incomplete or wrong; "" without one."""
     workload, slo = data.get("workload"), data.get("slo")
     if not isinstance(workload, Mapping) or not isinstance(slo, Mapping):
         return ""

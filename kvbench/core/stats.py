@@ -68,7 +68,8 @@ def _nonzero(value: float) -> float:
 
 @lru_cache(4096)
 def beta_quantile(a: float, b: float, q: float) -> float:
-    """The x with I_x(a, b) = q, by bisection. Kept, since looks at a trial ask for the same ones."""
+    """Return the x with I_x(a, b) = q, by bisection. Cached, since repeated looks at a trial need the same
+    ones."""
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -154,7 +155,7 @@ class StepSeries:
 
     @classmethod
     def of_intervals(cls, starts_s: Sequence[float], ends_s: Sequence[float]) -> StepSeries:
-        """How many of the intervals [start, end) are open at each time."""
+        """Return the number of intervals [start, end) that are open at each time."""
         times = np.concatenate([np.asarray(starts_s, np.float64), np.asarray(ends_s, np.float64)])
         change = np.concatenate([np.ones(len(starts_s)), -np.ones(len(ends_s))])
         moments, where = np.unique(times, return_inverse=True)
@@ -164,7 +165,7 @@ class StepSeries:
         return int(self.values.max()) if len(self.values) else 0
 
     def sampled(self, times_s: FloatArray) -> FloatArray:
-        """The values at some times."""
+        """Return the values at some times."""
         known = np.concatenate([[0.0], self.values])
         return np.asarray(known[np.searchsorted(self.times_s, times_s, side="right")], np.float64)
 

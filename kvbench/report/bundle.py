@@ -148,7 +148,7 @@ def _users() -> Iterable[str]:
 
 
 def _sources(path: Path) -> Iterator[Path]:
-    """The raw files of a run folder, in order; no hidden ones, nothing derived, nothing outside it."""
+    """Yield the raw files of a run folder in order, without hidden, derived and external ones."""
     for file in sorted(path.rglob("*")):
         inside = file.relative_to(path)
         hidden = any(part.startswith(".") for part in inside.parts)
@@ -166,7 +166,7 @@ def _look(file: Path, scrubber: Scrubber) -> None:
 
 
 def _text(file: Path) -> str | None:
-    """A file's text; None if it is none, or is too long."""
+    """Return a file's text, or None if it is no text or too long."""
     if file.is_symlink() or file.stat().st_size > MOST_TEXT:
         return None
     data = file.read_bytes()
@@ -176,7 +176,7 @@ def _text(file: Path) -> str | None:
 
 
 def _copy(file: Path, target: Path, scrubber: Scrubber) -> str:
-    """Writes the scrubbed file; returns why not, or nothing."""
+    """Write the scrubbed file; return why not, or ""."""
     if file.is_symlink():
         return "a link; what it points to is not part of the run"
     text = _text(file)
@@ -214,7 +214,7 @@ def _json(text: str, scrubber: Scrubber, indent: int | None = None) -> str:
 
 
 def _parquet_texts(file: Path) -> Iterator[str]:
-    """The different texts of a Parquet file: its string columns and its metadata."""
+    """Yield the distinct texts of a Parquet file: string columns and metadata."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -273,7 +273,7 @@ def _plain_numbers(kind: Any) -> bool:
 
 
 def _pack(folder: Path, archive: Path) -> None:
-    """A .tar.gz that says nothing of who made it, where, and when."""
+    """Write a .tar.gz without user, host and time."""
 
     def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         entry.uid = entry.gid = 0

@@ -42,7 +42,7 @@ class CiVerdict:
 
     @cached_property
     def worse(self) -> list[CellChange]:
-        """Those that are an alarm: surely and by more than that worse, or not measured any more."""
+        """Cells that raise an alarm: significantly worse by more than the limit, or no longer measured."""
         return [each for each in self.cells if self.reason(each)]
 
     def reason(self, cell: CellChange) -> str:
@@ -98,7 +98,7 @@ class CiVerdict:
         return f"; the smallest loss that it could have detected is {max(known):.0%}" if known else ""
 
     def power(self) -> str:
-        """How probable it is to see a loss of 10 % in the cell that tells least, and what would help."""
+        """Return the probability of detecting a 10 % loss in the least informative cell, and a remedy."""
         changes = [each.change for each in self.cells if not each.same]
         known = [change for change in changes if change is not None and change.scatter]
         if not known:
@@ -149,7 +149,7 @@ class CiVerdict:
         return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suites, "unicode") + "\n"
 
     def comment(self) -> str:
-        """A comment in GitHub's Markdown: the verdict, the cells, and the settings folded away."""
+        """Return a comment in GitHub's Markdown: the verdict, the cells, and the settings, folded."""
         table = change_rows(self.cells)
         verdict, power = self.lines()
         parts = [f"**{markdown_words(verdict)}**", markdown_table(table.header, table.cells)]

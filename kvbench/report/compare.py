@@ -85,9 +85,9 @@ class CompareOptions:
 
 
 def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> int:
-    """Prints the comparison of the runs; returns the exit code, ``EXIT_WORSE`` for an alarm.
+    """Print the comparison of the runs; return the exit code, ``EXIT_WORSE`` for an alarm.
 
-    Raises InputError where they are not comparable, unless forced."""
+    Raises InputError for runs that are not comparable, unless forced."""
     asked.check()
     runs = [load_run(path) for path in paths]
     print_changed_files(runs, console if asked.format == "terminal" else None)
@@ -145,7 +145,7 @@ def _write_held(table: Table, runs: Sequence[RunFolder], asked: CompareOptions, 
 
 
 def _answers(sides: Sequence[tuple[str, Sequence[RunFolder]]]) -> list[Table]:
-    """What came of the checked answers, side by side; nothing where none were checked."""
+    """Return the results of checked answers side by side; empty without any."""
     found = answer_counts(sides)
     return [found] if found is not None else []
 
@@ -206,7 +206,6 @@ class BeforeAfter:
         return _answers([("before", self.before), ("after", self.after)])
 
     def section(self) -> ReportSection:
-        """What a terminal shows."""
         differing = [Block(words=f"{NOT_COMPARABLE}: {line}", style="bold red") for line in self.differing]
         changes = [Note(each.text()) for each in self.settings] or [Note("nothing")]
         blocks = [
@@ -256,9 +255,9 @@ class BeforeAfter:
 
 
 def before_after(runs: Sequence[RunFolder], asked: CompareOptions) -> BeforeAfter | None:
-    """The runs before and after, if it is that: two sweeps, or repeats whose number is given.
+    """Return the runs before and after: two sweeps, or repeats whose number is given.
 
-    Raises InputError where they are not comparable, unless forced, and where the number does not fit."""
+    Raises InputError for runs that are not comparable, unless forced, and for a number that does not fit."""
     if asked.rows_asked or not (len(runs) == 2 or asked.before):
         return None
     if not 0 <= asked.before < len(runs):
@@ -281,12 +280,12 @@ def before_after(runs: Sequence[RunFolder], asked: CompareOptions) -> BeforeAfte
 
 
 def tables(compared: Compared, asked: CompareOptions) -> list[Table]:
-    """The rows as one table, or one for each level of ``group``."""
+    """Return the rows as one table, or one per level of ``group``."""
     return load_tables(compared.rows, compared.by, asked.sort, asked.group, len(compared.runs) > 1)
 
 
 def as_text(compared: Compared, asked: CompareOptions) -> str:
-    """The comparison in a format for files. CSV has the rows alone; the others the conclusions first."""
+    """Return the comparison in a file format. CSV has only the rows; others have the conclusions first."""
     found = tables(compared, asked)
     if asked.format == "csv":
         return WRITERS["csv"](found)
@@ -324,7 +323,7 @@ def _captions(compared: Compared) -> Iterable[str]:
 
 
 def _print(compared: Compared, asked: CompareOptions, console: Console) -> None:
-    """Prints the conclusions under the headings of their kinds, then the rows."""
+    """Print the conclusions by kind, then the rows."""
     heads = [Block(words=line, style="dim") for line in _captions(compared)]
     heads += [Block(words=f"{NOT_COMPARABLE}: {line}", style="bold red") for line in compared.differing]
     conclusions = []

@@ -42,10 +42,10 @@ _ARTIFACTS: Final = ("report.html", "report.md", "scenario.yaml", "tables/summar
 
 
 def export(run: RunFolder, uri: str | None = None) -> tuple[str, int]:
-    """Writes the run; returns the id of its MLflow run, and how many rows lie below it.
+    """Write the run; return the id of its MLflow run, and the number of rows below it.
 
-    ``uri``: where MLflow keeps its runs; by default as MLflow's own settings say. Raises InputError without
-    the library, or if MLflow refuses."""
+    ``uri``: MLflow's store, default: MLflow's settings. Raises InputError without the library, or if MLflow
+    refuses."""
     try:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
@@ -95,7 +95,7 @@ def _row(client: MlflowClient, experiment: str, run: RunFolder, row: Row, tags: 
 
 
 def _trial(trial: TrialRecord, step: int) -> Iterable[tuple[str, float, int, int]]:
-    """A trial of the search as a step of its cell's metrics."""
+    """Yield a trial as a step of its cell's metrics."""
     values: Mapping[str, Any] = {"request_rate": trial.request_rate, **trial_values(trial)}
     when_ms = _milliseconds(trial.started_at)
     for key, value in _known({key: values.get(key) for key in ("request_rate", *_TRIAL)}):
@@ -231,7 +231,7 @@ _TRANSFER: Final = Metric("transfer_bytes_per_second", "Bytes moved per second."
 
 
 def command(path: Path, name: str, output: Path | None, console: Console) -> None:
-    """Prints a run's summary in a format, or writes it to a file; ``mlflow`` hands it to MLflow instead.
+    """Print a run's summary in a format, write it to a file, or send it to MLflow.
 
     Raises InputError for an unknown format."""
     run = load_run(path)
@@ -329,7 +329,7 @@ def _sample(metric: Metric, labels: Mapping[str, str], value: Any) -> Iterable[S
 
 
 def prometheus(run: RunFolder) -> str:
-    """The text exposition format, version 0.0.4: for a textfile collector or a push gateway."""
+    """Return the text exposition format 0.0.4, for a textfile collector or a push gateway."""
     lines: list[str] = []
     for name, mine in _by_metric(samples(run)).items():
         metric = mine[0].metric
@@ -359,7 +359,7 @@ def _quoted(text: str) -> str:
 
 
 def otel_json(run: RunFolder) -> str:
-    """One line of OTLP/JSON (an ExportMetricsServiceRequest): gauges at the time when the run ended."""
+    """Return one line of OTLP/JSON (an ExportMetricsServiceRequest): gauges at the end of the run."""
     found = _by_metric(samples(run))
     when = _nanoseconds(run.manifest.get("ended_at") or run.manifest.get("started_at"))
     resource = {"service.name": PREFIX, "service.version": str(run.manifest.get("kvbench") or "")}
@@ -401,8 +401,7 @@ def _nanoseconds(moment: Any) -> str:
 
 
 def spreadsheet(run: RunFolder) -> str:
-    """One line a figure: metric, unit, value, then the labels. With a byte order mark, so that a
-    spreadsheet knows."""
+    """Return one line per figure (metric, unit, value, labels), with a byte order mark for spreadsheets."""
     import csv
     import io
 

@@ -37,7 +37,7 @@ _USE: Final = re.compile(r'(href="#|url\(#)([^")]+)')
 
 
 def colours() -> dict[str, str]:
-    """Each colour of the light theme with the one that stands for it in the dark theme."""
+    """Return each colour of the light theme with its dark counterpart."""
     light, dark = PALETTES["light"], PALETTES["dark"]
     pairs = list(zip(_all(light), _all(dark), strict=True))
     pairs += [(colour, COLOURS["dark"][part]) for part, colour in COLOURS["light"].items()]
@@ -50,7 +50,7 @@ def _all(palette: Palette) -> list[str]:
 
 
 def theme_css() -> str:
-    """The variables that the pictures' colours are; paper shows the light ones."""
+    """Return the CSS variables of the pictures' colours; paper uses the light ones."""
     pairs = colours()
     light = "".join(f"{_variable(colour)}:{colour};" for colour in pairs)
     dark = "".join(f"{_variable(colour)}:{other};" for colour, other in pairs.items())
@@ -62,13 +62,13 @@ def _variable(colour: str) -> str:
 
 
 def inline_svg(figure: Figure, name: str, alt: str) -> str:
-    """A figure of the light theme as an ``<svg>`` element. ``name``: what its ids begin with."""
+    """Return a figure of the light theme as an ``<svg>`` element. ``name``: prefix of its ids."""
     with style(PALETTES["light"]):
         return page_svg(svg_of(figure), name, alt)
 
 
 def page_svg(text: str, name: str, alt: str) -> str:
-    """A whole SVG document of ours as an element of a page. ``alt`` must be safe in an attribute."""
+    """Return an SVG document of kvbench as an element of a page. ``alt`` must be safe in an attribute."""
     text = _LEFT_OUT.sub("", text).strip()
     used = {match[2] for match in _USE.finditer(text)}
     text = _ID.sub(lambda match: f'id="{name}-{match[1]}"' if match[1] in used else "", text)
@@ -96,7 +96,7 @@ _LONG_TEXT: Final = 60
 
 
 def report_html(report: Report, drawn: Path | None = None) -> str:
-    """The whole page. ``drawn``: a folder in which the pictures lie as SVG; those that don't are drawn."""
+    """Return the whole page. ``drawn``: folder of existing SVG pictures; missing ones are drawn."""
     import jinja2
     from markupsafe import Markup
 
@@ -130,7 +130,7 @@ def report_html(report: Report, drawn: Path | None = None) -> str:
 
 
 def _svg(picture: Drawing, drawn: Path | None) -> Markup | None:
-    """A picture as a part of the page; None if the run has no data for it."""
+    """Return a picture as a part of the page, if the run has data for it."""
     from markupsafe import Markup, escape
 
     alt, file = str(escape(picture.alt)), drawn / f"{picture.name}.svg" if drawn else None
@@ -144,7 +144,7 @@ def _svg(picture: Drawing, drawn: Path | None) -> Markup | None:
 
 
 def numeric_columns(table: Table) -> list[bool]:
-    """Whether each column has numbers; where nothing says so, whether all its texts begin with one."""
+    """Return whether each column is numeric; if unspecified, whether all its texts begin with a number."""
     return [
         column.align == "right" or (not column.align and all(_leading(cells[place]) for cells in table.cells))
         for place, column in enumerate(table.columns)
@@ -175,7 +175,7 @@ def _plain(value: Any) -> str:
 
 
 def _leading(text: str) -> str:
-    """The number that a text begins with; empty if it begins with none."""
+    """Return the number at the beginning of a text; empty without one."""
     first = text.replace(",", "").removeprefix("≥ ").split(" ")[0].rstrip("?%×")
     try:
         float(first)

@@ -30,7 +30,7 @@ from kvbench.results.run import RunFolder, load_run
 
 
 def report_markdown(report: Report, figures: Mapping[str, str] | None = None) -> str:
-    """The whole story of one run on one page. ``figures``: the files under figures/ by picture's name."""
+    """Return the report of one run as one page. ``figures``: files under figures/ by picture's name."""
     figures = figures or {}
     parts = [f"# {_escaped(report.titles['markdown'])}"]
     parts += [f"{markdown_words(report.caption)}\n\n{markdown_words(report.goal)}"]
@@ -56,7 +56,7 @@ def _parts(block: Block, figures: Mapping[str, str]) -> Iterator[str]:
 
 
 def _tables(table: Table) -> Iterator[str]:
-    """A table for each group; footnotes have a column of their own."""
+    """Yield a table per group; footnotes have their own column."""
     header = [*table.header, *(["notes"] if table.marks else [])]
     rule = ["--:" if column.align == "right" else "---" for column in table.columns]
     rule += ["---"] if table.marks else []
@@ -75,7 +75,7 @@ def _escaped(text: str) -> str:
 
 
 def bullets(notes: Iterable[Note]) -> str:
-    """A list; further lines of a note are quoted below it."""
+    """Return a Markdown list; further lines of a note are quoted below it."""
     lines = []
     for note in notes:
         first, *more = note.text.strip().splitlines() or [""]
@@ -143,7 +143,7 @@ def render_terminal(
 
 
 def report_load(path: Path, console: Console) -> None:
-    """Prints at once what one load came to, while a process of its own draws and writes the report.
+    """Print the result of one load at once, while another process draws and writes the report.
 
     So the caller needs neither matplotlib nor pandas. Raises StoreError if the report was not written."""
     words = "import sys; from kvbench.report.report import write_report; write_report(sys.argv[1])"
@@ -180,7 +180,7 @@ def print_transfers(runs: Sequence[RunFolder], console: Console) -> None:
 
 
 def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Writes what is derived from a run folder into it; returns the files written."""
+    """Write the derived files of a run folder; return them."""
     run = load_run(path)
     _require_own_folders(run.path)
     tables, figures = run.path / "tables", run.path / "figures"
@@ -209,7 +209,7 @@ def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Pat
 
 
 def _comparison(run: RunFolder, formats: Sequence[str]) -> dict[str, str]:
-    """The files of a microbenchmark that was compared with another one, and their texts."""
+    """Return the files of a microbenchmark's comparison with another one, and their texts."""
     before = earlier_of(run)
     kinds = [kind for kind in ("csv", "json", "md") if kind in formats and before is not None]
     return {
@@ -220,7 +220,7 @@ def _comparison(run: RunFolder, formats: Sequence[str]) -> dict[str, str]:
 
 
 def _require_own_folders(path: Path) -> None:
-    """Raises StoreError where what is derived would be written to another place."""
+    """Raise StoreError if derived files would be written outside of the folder."""
     for name in ("tables", "figures"):
         if (path / name).is_symlink():
             raise StoreError(

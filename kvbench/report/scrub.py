@@ -127,10 +127,10 @@ class Scrubber:
         return self._known.sub(self._name, text) if self._known is not None else text
 
     def value(self, value: Any, key: str = "", left: frozenset[str] = frozenset()) -> Any:
-        """A JSON value, through all that is inside; keys in ``left`` stay as they are.
+        """Return a JSON value, scrubbed recursively; keys in ``left`` stay as they are.
 
-        What stands under a key such as ``api_key``, or behind such an option of a command line, goes whole.
-        Versions of ``libraries`` are no addresses."""
+        Values of keys such as ``api_key``, or after such an option of a command line, are removed. Versions
+        of ``libraries`` are no addresses."""
         if isinstance(value, Mapping):
             return {self._key(name, left): self.value(each, name, left) for name, each in value.items()}
         if isinstance(value, list):

@@ -99,9 +99,9 @@ _CHANGE: Final = {
 def load_tables(
     found: Sequence[LoadRow], by: str, sort: Sequence[str], group: str, several: bool
 ) -> list[Table]:
-    """The rows as one table, or one for each level of ``group``.
+    """Return the rows as one table, or one per level of ``group``.
 
-    ``by``: the axis that is compared; ``several``: whether they are of several runs."""
+    ``by``: compared axis; ``several``: whether they are of several runs."""
     order = [group, *sort] if group else list(sort)
     order += [axis for axis in ("input_len", "output_len", by, "rate") if axis not in order]
     rows = sorted(found, key=lambda row: [_sortable(row.axes.get(axis)) for axis in order])
@@ -128,7 +128,7 @@ def _sortable(value: Any) -> tuple[int, float, str]:
 
 
 def _columns(rows: Sequence[LoadRow], by: str, unit: Unit, several: bool, window: str) -> list[Column]:
-    """The axis compared first, then what varies, then what is the same everywhere; then the figures."""
+    """Return the compared axis, then varying columns, constant ones, and the figures."""
     known = [axis for axis in AXES if any(row.axes.get(axis) is not None for row in rows)]
     if not several:
         known = [axis for axis in known if axis != "run"]
@@ -200,7 +200,7 @@ def short_name(place: int) -> str:
 
 
 def are_microbenchmarks(runs: Sequence[RunFolder], hint: str = "") -> bool:
-    """What kind the runs are of. Raises InputError where some are of one and some of the other."""
+    """Return whether the runs are microbenchmarks. Raises InputError for a mixture."""
     kinds = {run.manifest.get("kind") == "microbench" for run in runs}
     if kinds == {True, False}:
         raise InputError(
@@ -230,24 +230,24 @@ class Compared:
 
     @cached_property
     def statements(self) -> list[Statement]:
-        """What the rules say of all runs together."""
+        """Conclusions about all runs together."""
         return conclusions(self.runs, self.names, self.by)
 
     @cached_property
     def searched(self) -> list[RatePair]:
-        """Each two rates that were searched."""
+        """Pairs of searched rates."""
         return rate_pairs([row for run, name in self.named for row in summary_table(run, name)])
 
     @cached_property
     def offered(self) -> list[Pair]:
-        """Each two loads that were offered as such."""
+        """Pairs of offered loads."""
         return pairs([row for run, name in self.named for row in load_rows(run, name)], self.by)
 
 
 def compared_runs(runs: Sequence[RunFolder], by: str = "", *, force: bool = False) -> Compared:
-    """The runs together. ``by``: the axis to compare, by default the first in which loads differ.
+    """Return the compared runs. ``by``: compared axis, by default the first in which loads differ.
 
-    Raises InputError where they are not comparable, unless ``force``."""
+    Raises InputError for runs that are not comparable, unless ``force``."""
     differing = check_comparable(runs, force=force)
     names = [short_name(place) if len(runs) > 1 else "" for place in range(len(runs))]
     rows = [
@@ -279,7 +279,7 @@ class Changes:
 
 
 def earlier_of(run: RunFolder) -> RunFolder | None:
-    """The run that a microbenchmark was to be compared with, where it is still there."""
+    """Return the run that a microbenchmark is compared with, if it still exists."""
     earlier = run.plan.get("compared_with")
     if not isinstance(earlier, str) or not Path(earlier).is_dir():
         return None

@@ -35,7 +35,7 @@ _COLOURS: Final = {"FAILED": "red", "WRONG": "bold red"}
 
 
 def print_sections(sections: Iterable[ReportSection], console: Console) -> None:
-    """What a terminal shows, in the order given."""
+    """Print the sections in order."""
     for section in sections:
         if section.apart:
             _line(console, "")
@@ -46,7 +46,7 @@ def print_sections(sections: Iterable[ReportSection], console: Console) -> None:
 
 
 def _shows(block: Block) -> bool:
-    """Whether a terminal has anything of it: some tables have no column for it."""
+    """Return whether a terminal shows the block: some tables have no column for it."""
     return block.table is None or any(column.brief for column in block.table.columns)
 
 
@@ -113,7 +113,7 @@ def _list(console: Console, notes: Iterable[Note], bullet: str) -> None:
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:
-    """The lines of a text, none of them joined: an error may quote lines of a log."""
+    """Yield a text's lines, wrapped but never joined, because errors may quote log lines."""
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
         yield from textwrap.wrap(
@@ -143,7 +143,7 @@ _WORD: Final = re.compile(r"\s*(?:\[[^][]{0,30}\]|\d (?=%)|\S)+\s*")
 
 
 def broken(line: Text, width: int, indent: int = 0) -> list[Text]:
-    """One line in several of at most ``width`` columns, broken at blanks alone, and in no interval."""
+    """Break a line at blanks into lines of at most ``width`` columns, but not within an interval."""
     places, column = [], 0
     for word in _WORD.finditer(line.plain):
         if column and column + cell_len(word.group().rstrip()) > width:

@@ -243,7 +243,7 @@ def _pairs(title: str, pairs: Sequence[tuple[str, str]]) -> RenderableType:
 
 
 def _log_line(line: TrialLine) -> Text:
-    """All but the reason."""
+    """Return the line without its reason."""
     return Text.assemble(
         (f"{line.at:>7}  ", "dim"),
         f"{line.connector:<11} {line.where:>10} {line.speed:>12}  ",

@@ -160,7 +160,7 @@ def _cell_name(cell: Cell) -> str:
 
 
 def _transfer_lines(run: RunFolder) -> list[TrialLine]:
-    """A microbenchmark's rows in the place of trials."""
+    """Return a microbenchmark's rows as trial lines."""
     lines = []
     started = _moment(run.manifest.get("started_at"))
     for record in run.transfer_records():
@@ -186,7 +186,7 @@ def _transfer_lines(run: RunFolder) -> list[TrialLine]:
 
 
 def _load(trial: TrialRecord) -> Iterator[tuple[str, str]]:
-    """How much was on its way and waiting, and how full the engines were."""
+    """Yield requests in flight and waiting, and the engines' use."""
     summary = trial.summary
     for name, key in (("peak in flight", "peak_in_flight"), ("peak waiting", "peak_waiting")):
         if summary.get(key) is not None:

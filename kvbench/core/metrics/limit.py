@@ -62,9 +62,8 @@ _KV_FULL: Final = 0.97
 
 
 def sampled_use(rows: Iterable[Mapping[str, Any]], slots: int | None) -> dict[str, Use]:
-    """The use by role from samples of gauges: rows with ``t_s``, ``source``, ``metric``, ``value``. A source
-    is an instance's name, which begins with its role. ``slots``: max_num_seqs, where it is known. Roles
-    without samples are left out."""
+    """Return the use by role from samples of gauges: rows with ``t_s``, ``source`` (an instance's name, which
+    begins with its role), ``metric``, ``value``. ``slots``: max_num_seqs, if known."""
     moments: dict[str, dict[tuple[float, str], dict[str, float]]] = {}
     for row in rows:
         role = str(row["source"]).split("-")[0].split("/")[0]

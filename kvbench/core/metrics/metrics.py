@@ -98,8 +98,8 @@ def in_flight_series(records: Sequence[RequestRecord], ended_s: float | None = N
 
 
 def _open_requests(records: Sequence[RequestRecord], ended_s: float | None, until: str) -> StepSeries:
-    """What never reached ``until`` is open up to the last moment known of its trial if it timed out or was
-    cancelled; a request that failed otherwise is taken to have failed at once."""
+    """Return the open requests over time. Requests that timed out or were cancelled stay open up to the
+    trial's last known moment; others failed at once."""
     known = [time for r in records for time in (r.sent_s, r.last_token_s) if time is not None]
     last_s = ended_s if ended_s is not None else max(known, default=0.0)
     starts, ends = [], []

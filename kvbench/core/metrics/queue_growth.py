@@ -120,8 +120,8 @@ class QueueReadings:
         latency_s: float,
         ttft_limit_s: float,
     ) -> QueueReadings | None:
-        """Those of a whole trial while load was offered, up to ``end_s``; None without load. ``duration_s``:
-        from the trial's start to its end, drain included."""
+        """Return the readings while load was offered, up to ``end_s``; None without load. ``duration_s``:
+        trial's start to end, drain included."""
         offered = [each for each in records if each.scheduled_s <= end_s]
         offered.sort(key=lambda each: each.scheduled_s)
         if len(offered) < 2 or end_s <= 0 or rate <= 0:

@@ -297,7 +297,7 @@ class Plan:
         return sum(part.upper_s for part in self.time)
 
     def cells_of(self, label: str) -> tuple[Cell, ...]:
-        """The cells that one deployment serves, in order."""
+        """Return the cells that one deployment serves, in order."""
         return tuple(cell for cell in self.cells if cell.connector == label)
 
     def to_json(self) -> dict[str, Any]:

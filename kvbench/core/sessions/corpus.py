@@ -78,7 +78,7 @@ class TimedPrompts(NamedTuple):
 
 
 def prompts_by_time(corpus: Corpus) -> TimedPrompts:
-    """All prompts of a corpus as they were sent; sessions without a time of their own begin together."""
+    """Return all prompts as they were sent; sessions without recorded times start together."""
     found: list[tuple[float, int, Blocks]] = []
     first = 0
     for place, session in enumerate(corpus.sessions):
@@ -278,7 +278,7 @@ class CorpusFigures:
         return sum(each.found(blocks) for each in self.alone) / every if every else 0.0
 
     def capacities(self, tokens: Sequence[int]) -> list[CapacityRow]:
-        """A row a capacity, the unlimited one last. A part of a block holds nothing."""
+        """Return a row per capacity, the unlimited one last. Parts of a block hold nothing."""
         rows = []
         for each in (*tokens, None):
             blocks = None if each is None else each // self.corpus.block_tokens

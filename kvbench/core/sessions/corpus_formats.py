@@ -55,7 +55,6 @@ class CorpusRow:
         return cls(value, where)
 
     def tokens(self, name: str, least: int = 1) -> int:
-        """A whole number of tokens."""
         value = self.values.get(name)
         if type(value) is not int or not least <= value <= LONGEST:
             raise InputError(
@@ -87,7 +86,7 @@ class CorpusRow:
         return value
 
     def name(self, *names: str, otherwise: str) -> str:
-        """The first of these that is there, as a text."""
+        """Return the first existing name as text."""
         found = (self.values[each] for each in names if self.values.get(each) is not None)
         return str(next(found, otherwise))[:80]
 
@@ -142,7 +141,7 @@ def agentic_corpus(rows: Sequence[CorpusRow]) -> Corpus:
 
 
 def agentic_lines(corpus: Corpus) -> Iterator[dict[str, Any]]:
-    """A corpus without sub-agents in this format, an object a session. Block ids are the corpus's own."""
+    """Yield a corpus without sub-agents in this format, one object per session, with its own block ids."""
     for session in corpus.sessions:
         yield {
             "id": session.name,
@@ -284,7 +283,7 @@ class _Lengths(NamedTuple):
 
 
 def mooncake_corpus(requests: Sequence[TracedRequest]) -> Corpus:
-    """Each request by itself, at its time; what they share is in their block ids."""
+    """Return each request as a session of one turn at its time; block ids show what they share."""
     sessions = []
     for place, each in enumerate(requests):
         whole = each.input_len // BLOCK_TOKENS

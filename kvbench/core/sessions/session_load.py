@@ -110,7 +110,7 @@ class _Drawn:
     last: list[bool] = field(default_factory=list)
 
     def add(self, session: Session, number: int, offset_s: float, after: tuple[int, ...] = ()) -> int:
-        """A session, or a sub-agent that waits for ``after``; returns the place of its last request."""
+        """Add a session, or a sub-agent that waits for ``after``; return the index of its last request."""
         place = -1
         for index, turn in enumerate(session.turns):
             place = len(self.turns)
@@ -222,7 +222,7 @@ def load_arrays(load: SessionLoad) -> dict[str, NDArray[Any]]:
 
 
 def load_of_arrays(arrays: Arrays) -> SessionLoad:
-    """The load that they are of. Raises ValueError, KeyError where they are of none."""
+    """Return the load of these arrays. Raises ValueError or KeyError if they are invalid."""
     after = [tuple(row.tolist()) for row in np.split(arrays["after"], arrays["after_ends"][:-1])]
     requests = len(arrays["input_len"])
     following = Following(

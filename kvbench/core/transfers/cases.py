@@ -168,7 +168,7 @@ class Axes:
 
     @classmethod
     def full(cls, **given: Any) -> Axes:
-        """The large matrix; ``given`` axes are kept as they are."""
+        """Return the large matrix; ``given`` axes replace its own."""
         sizes = tuple(
             (block, batch)
             for block, batch in product(FULL_BLOCKS, FULL_BATCHES)

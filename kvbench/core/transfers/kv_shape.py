@@ -150,7 +150,7 @@ class KvWork:
         return f"{self.model.name} {self.input_len} tokens, {which} of {self.tensor_parallel_size}, {vllm}"
 
     def words(self) -> list[str]:
-        """What the numbers stand for, a sentence each."""
+        """Return the meaning of the numbers, one sentence each."""
         tp, gb = self.tensor_parallel_size, 1e9
         factor = self.model.wire_factor(tp)
         arranged = {

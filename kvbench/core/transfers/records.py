@@ -66,7 +66,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """What names this case, and no other one of a matrix."""
+        """Unique name of the case within a matrix."""
         parts = [self.backend, self.protocol, self.op, f"{self.block_bytes}x{self.batch_size}"]
         parts += [f"r{self.regions}", f"t{self.threads}", f"n{self.nics}"]
         parts += [f"{self.initiators}to{self.targets}", self.memory]

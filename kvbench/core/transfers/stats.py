@@ -191,7 +191,7 @@ def _change(case: Case, before: TransferRecord | None, after: TransferRecord | N
 
 
 def apart(one: TransferRecord, other: TransferRecord) -> bool:
-    """Whether the bandwidths of two rows of one run differ by more than their calls' spread allows."""
+    """Return whether the bandwidths of two rows differ by more than their calls' spread allows."""
     if min(len(one.call_s), len(other.call_s)) < LEAST_CALLS or not one.gb_per_s or not other.gb_per_s:
         return False
     return abs(math.log(one.gb_per_s / other.gb_per_s)) > _spread(one.call_s, other.call_s)
@@ -268,7 +268,7 @@ class CaseConditions:
 
 
 def warnings(record: TransferRecord, seen: CaseConditions) -> list[TransferWarning]:
-    """All that apply to a measured row."""
+    """Return all warnings of a measured row."""
     rules = (_busy_machine, _few_repeats, _burst, _busy_waiting, _nics, _transport, _verified)
     return [warning for rule in rules for warning in rule(record, seen)]
 

@@ -195,7 +195,7 @@ def answer_text(rows: Sequence[Row], statements: Sequence[Statement] = ()) -> st
 
 
 def lead_text(rows: Sequence[Row]) -> str:
-    """Who is ahead, by how much, and how certain that is. Empty without a rate, or a winner to look for."""
+    """Return the winner with its margin and confidence. Empty without a rate or a comparison."""
     found = [row for row in rows if row.outcome in FOUND]
     if not found:
         return _none(rows)

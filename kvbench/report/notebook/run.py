@@ -100,7 +100,7 @@ class Plots:
         return list(self._pictures())
 
     def __iter__(self) -> Iterator[str]:
-        """The names of the pictures that the run has data for."""
+        """Yield the names of the pictures that the run has data for."""
         return iter(
             [name for name, each in self._pictures().items() if each.draw(self._folder, "light") is not None]
         )
@@ -112,7 +112,7 @@ class Plots:
 
 
 def _showable(figure: Figure) -> Figure:
-    """A notebook shows it by itself, without pyplot and its global state."""
+    """Return a figure that a notebook shows without pyplot's global state."""
 
     def png() -> bytes:
         file = io.BytesIO()
@@ -150,7 +150,7 @@ def _more(blocks: Sequence[Block]) -> str:
 
 
 def html_of(report: Report) -> str:
-    """One block of HTML without scripts, styles of its own page, or anything fetched; all text escaped."""
+    """Return a block of HTML without scripts, page styles or downloads; all text is escaped."""
     (title, origin, mark), blocks = _head(report), _blocks(report)
     parts = [f"<div><strong>{escape(title)}</strong>"]
     parts += [f"<br><small>{escape(origin)}</small>"] if origin else []
@@ -222,7 +222,6 @@ class Run:
 
     @property
     def slo(self) -> str:
-        """What had to be met, in words."""
         return slo_of(self.folder).text()
 
     @property
@@ -233,18 +232,18 @@ class Run:
 
     @property
     def warnings(self) -> list[str]:
-        """What is not whole in the folder."""
+        """Damage of the folder."""
         return list(self.folder.warnings)
 
     def reload(self) -> Run:
-        """The same folder, read again: for a run that is still going on."""
+        """Return the folder read again, for a run in progress."""
         return load(self.path)
 
     # -- tables ---------------------------------------------------------------------------------
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """The report's main table: one row per connector and input length; per case of a microbenchmark."""
+        """The report's main table: one row per connector and input length, or per microbenchmark case."""
         return frames.summary(self.folder)
 
     @cached_property
@@ -258,7 +257,7 @@ class Run:
 
     @cached_property
     def requests(self) -> pd.DataFrame:
-        """One row a request of every trial; ``read_requests`` reads less, or more columns."""
+        """One row per request of every trial; ``read_requests`` selects rows and columns."""
         return self.read_requests()
 
     @cached_property
@@ -273,17 +272,17 @@ class Run:
 
     @cached_property
     def calls(self) -> pd.DataFrame:
-        """One row a single transfer of a microbenchmark."""
+        """One row per transfer of a microbenchmark."""
         return frames.calls(self.folder)
 
     @cached_property
     def models(self) -> pd.DataFrame:
-        """One row a way of moving bytes: start-up + per descriptor + bytes / bandwidth, as fitted."""
+        """One row per way of moving bytes: start-up + per descriptor + bytes / bandwidth, as fitted."""
         return frames.models(self.folder)
 
     @cached_property
     def findings(self) -> pd.DataFrame:
-        """What limits the numbers: what the gates found, and notes on the whole run."""
+        """The gates' findings, and notes on the run."""
         return frames.findings(self.folder)
 
     @cached_property
@@ -385,12 +384,12 @@ class Comparison:
 
 
 def compare(*members: Run | Path | str, by: str = "", force: bool = False) -> Comparison:
-    """Compares the connectors of one run, or several runs; of two microbenchmarks each case they share.
+    """Compare the connectors of one run, or several runs; of two microbenchmarks the common cases.
 
-    Two searched rates are ordered only where one is the higher with a probability of 95 %, and both searches
-    converged; two loads only where they were alike and an interval of their ratio is known. ``by``: the axis
-    by which loads are compared (connector, nics, protocol, tp, run, …). Raises InputError for runs that are
-    not comparable (another model, SLO or workload) unless ``force``."""
+    Two searched rates are ordered only if one is higher with a probability of 95 % and both searches
+    converged; two loads only if they were alike and their ratio has an interval. ``by``: compared axis
+    (connector, nics, protocol, tp, run, …). Raises InputError for runs that are not comparable (another
+    model, SLO or workload) unless ``force``."""
     loaded = [load(member) for member in members]
     if not loaded or len(loaded) > len(_LETTERS):
         raise InputError(f"give 1 to {len(_LETTERS)} runs to compare, not {len(loaded)}")
@@ -406,7 +405,7 @@ def compare(*members: Run | Path | str, by: str = "", force: bool = False) -> Co
 
 
 def _searched(pair: RatePair) -> dict[str, Any]:
-    """Two searched rates; of unequal numbers of engines, those per engine. ``one`` is ahead if told."""
+    """Return two searched rates; per engine if their numbers differ. ``one`` is ahead if ``told``."""
     return {
         "figure": "max_request_rate" + (f"_per_{pair.per.lower()}" if pair.per else ""),
         "place": f"{pair.input_len:,} in, {pair.output_len:,} out",
@@ -440,7 +439,7 @@ def _offered(found: Iterable[Pair]) -> Iterator[dict[str, Any]]:
 
 
 def _changed(changes: Changes) -> pd.DataFrame:
-    """A row for each case of the later run and the earlier one."""
+    """Return a row for each case of the later run and the earlier one."""
     names = (*_CASE, "before_gb_per_s", "after_gb_per_s")
     rows = [
         {**{name: getattr(change.case, name) for name in _CASE}, **asdict(change), "text": change.text()}
