@@ -130,8 +130,8 @@ def _h200() -> TimingProfile:
 def _h200_notes() -> TimingProfile:
     """Return the same machine in a published set of notes, whose prompts come from P's cache.
 
-    First tokens at 16k and 32k take less time than the FLOPs need on eight H200, so no prefill can be fitted;
-    the 60 ms and 6 µs a token before the first token are overhead."""
+    First tokens at 16k and 32k take less time than the FLOPs need on eight H200, so no prefill can be fitted.
+    60 ms and 6 µs a token are an unloaded request's wait; links of 154 GB/s and D's steps are the rest."""
     return replace(
         _h200(),
         name="h200-tp8-qwen3-30b-a3b-cached",
