@@ -3,8 +3,7 @@
 Tables sort by a click: a cell's value is that of the CSV of the same name, its text what people read.
 Every word of a run folder is escaped; the page's policy forbids any script but its own. A picture is one SVG
 for the light and the dark theme and for paper: its colours become CSS variables, its ids unique in the page,
-and what no page needs is left out.
-"""
+and what no page needs is left out."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ _USE: Final = re.compile(r'(href="#|url\(#)([^")]+)')
 
 
 def colours() -> dict[str, str]:
-    """Each colour of the light theme with the one that stands for it in the dark theme."""
+    """Return each colour of the light theme with its dark counterpart."""
     light, dark = PALETTES["light"], PALETTES["dark"]
     pairs = list(zip(_all(light), _all(dark), strict=True))
     pairs += [(colour, COLOURS["dark"][part]) for part, colour in COLOURS["light"].items()]
@@ -53,7 +52,7 @@ def _all(palette: Palette) -> list[str]:
 
 
 def theme_css() -> str:
-    """The variables that the pictures' colours are; paper shows the light ones."""
+    """Return the CSS variables of the pictures' colours; paper uses the light ones."""
     pairs = colours()
     light = "".join(f"{_variable(colour)}:{colour};" for colour in pairs)
     dark = "".join(f"{_variable(colour)}:{other};" for colour, other in pairs.items())
@@ -65,13 +64,13 @@ def _variable(colour: str) -> str:
 
 
 def inline_svg(figure: Figure, name: str, alt: str) -> str:
-    """A figure of the light theme as an ``<svg>`` element. ``name``: what its ids begin with."""
+    """Return a figure of the light theme as an ``<svg>`` element. ``name``: prefix of its ids."""
     with style(PALETTES["light"]):
         return page_svg(svg_of(figure), name, alt)
 
 
 def page_svg(text: str, name: str, alt: str) -> str:
-    """A whole SVG document of ours as an element of a page. ``alt`` must be safe in an attribute."""
+    """Return an SVG document of kvbench as an element of a page. ``alt`` must be safe in an attribute."""
     text = _LEFT_OUT.sub("", text).strip()
     used = {match[2] for match in _USE.finditer(text)}
     text = _ID.sub(lambda match: f'id="{name}-{match[1]}"' if match[1] in used else "", text)
@@ -117,7 +116,7 @@ _INTERVAL: Final = re.compile(r"\[[^\[\]]*\]")
 
 
 def report_html(report: Report, drawn: Path | None = None) -> str:
-    """The whole page. ``drawn``: a folder in which the pictures lie as SVG; those that don't are drawn."""
+    """Return the whole page. ``drawn``: folder of existing SVG pictures; missing ones are drawn."""
     import jinja2
     from markupsafe import Markup
 
@@ -153,7 +152,7 @@ def report_html(report: Report, drawn: Path | None = None) -> str:
 
 
 def _svg(picture: Drawing, drawn: Path | None) -> Markup | None:
-    """A picture as a part of the page; None if the run has no data for it."""
+    """Return a picture as a part of the page, if the run has data for it."""
     from markupsafe import Markup, escape
 
     alt, file = str(escape(picture.alt)), drawn / f"{picture.name}.svg" if drawn else None
@@ -183,7 +182,7 @@ def small(text: str) -> Markup | str:
 
 
 def numeric_columns(table: Table) -> list[bool]:
-    """Whether each column has numbers; where nothing says so, whether all its texts begin with one."""
+    """Return whether each column is numeric; if unspecified, whether all its texts begin with a number."""
     return [
         column.align == "right" or (not column.align and all(_leading(cells[place]) for cells in table.cells))
         for place, column in enumerate(table.columns)
@@ -214,12 +213,11 @@ def rows_of(table: Table, numeric: Sequence[bool]) -> Iterator[list[tuple[str, s
 
 
 def _plain(value: Any) -> str:
-    """A value as a CSV has it."""
     return "" if value is None else str(value)
 
 
 def _leading(text: str) -> str:
-    """The number that a text begins with; empty if it begins with none."""
+    """Return the number at the beginning of a text; empty without one."""
     first = text.replace(",", "").removeprefix("≥ ").split(" ")[0].rstrip("?%×")
     try:
         float(first)

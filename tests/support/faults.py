@@ -97,7 +97,7 @@ FAULTS = {
         ),
         Fault(
             "library_hangs_in_pair",
-            "an engine's transfer library never returns, though nobody has stopped it",
+            "an engine's transfer library never returns, although its process runs",
             r"decode-0.*the process of its transfer library hangs",
             _CELL,
         ),
@@ -130,7 +130,7 @@ FAULTS = {
             "disk_full",
             "the disk with the run folder is full",
             r"[Nn]o space left|is full",
-            "the run ends; what was measured stays, and `--resume` goes on with it",
+            "the run ends; what was measured stays, and `--resume` continues",
         ),
         Fault(
             "shm_full",
@@ -187,7 +187,7 @@ FAULTS = {
             "metadata_killed",
             "the Mooncake metadata server (http) is killed",
             r"no metadata server answers at",
-            "who is connected goes on; who comes later is told",
+            "connected engines continue; later ones get the error",
         ),
         # NICs, in the lab.
         Fault("nic_pulled", "a NIC's cable is pulled", r"did not end within|gave no answer", _ROW),

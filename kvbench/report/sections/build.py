@@ -99,7 +99,6 @@ _HELD: Final = {
 
 
 def titles(facts: Facts) -> Mapping[Writer, str]:
-    """Return each writer's title of the run."""
     run, mark = facts.run, mark_of(facts.run)
     kind = str(run.manifest.get("kind") or "sweep")
     marked = f" ({mark.word})" if mark else ""

@@ -123,7 +123,7 @@ def sessions(of: Material) -> Iterator[ReportSection]:
 
 
 def subject_lines(run: RunFolder) -> tuple[str, str]:
-    """What a run measures, and the question that it answers."""
+    """Return what a run measures, and the question that it answers."""
     mark, cells = mark_of(run), run.plan.get("cells")
     planned = [each for each in cells if isinstance(each, Mapping)] if isinstance(cells, list) else []
 
@@ -144,7 +144,7 @@ def subject_lines(run: RunFolder) -> tuple[str, str]:
 
 
 def screen(of: Material) -> Iterator[ReportSection]:
-    """The table, who is ahead, how many outputs were checked and warnings there are, where the report is."""
+    """Yield the table, the winner, the number of checked outputs and of warnings, and the report's path."""
     facts = of.one
     run, path = facts.run, facts.run.path / "report.html"
     shown = [("", row) for row in facts.rows if row.outcome != "skipped"]
@@ -248,7 +248,7 @@ def every_note(of: Material) -> Iterator[ReportSection]:
 
 
 def bench_block(of: Material) -> Iterator[ReportSection]:
-    """What one load came to, and in one line each why another one is refused."""
+    """Yield the result of one load, and one line with the reason of each refused one."""
     tables = bench_tables([(facts.name, facts.run) for facts in of.runs])
     blocks = [Block(table=each) for each in tables]
     blocks += [Block(words=DIFFERENCE.replace("`", ""), style="dim")] if tables else []
@@ -269,7 +269,7 @@ def bench_block(of: Material) -> Iterator[ReportSection]:
 
 
 def bench_notes(of: Material) -> Iterator[ReportSection]:
-    """What a reader of one load must know besides; the report has all."""
+    """Yield the notes on one load that its reader needs; the report has all."""
     for facts in of.runs:
         if found := notes_of_load(facts.run, facts.rows):
             title = f"notes on {facts.name}" if facts.name else "notes"

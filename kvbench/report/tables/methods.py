@@ -45,7 +45,7 @@ def method_tables(run: RunFolder) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-# --- burst beside sustained ------------------------------------------------------------------------
+# --- burst and sustained --------------------------------------------------------------------------
 
 
 def _burst(run: RunFolder) -> Table:

@@ -100,7 +100,7 @@ def test_an_override_goes_into_a_number() -> None:
         ({"prefill": True}, r"deployment\.prefill: must be a whole number, or a mapping"),
         ({"tensor_parallel_size": 0}, r"deployment\.tensor_parallel_size: must be 1 to 64, not 0"),
         ({"tensor_parallel_size": [2, 2]}, "a list of different ones"),
-        ({**UNEQUAL, "tensor_parallel_size": [1, 2]}, "of no use where prefill and decode say their own"),
+        ({**UNEQUAL, "tensor_parallel_size": [1, 2]}, "no effect if prefill and decode set their own sizes"),
         (
             {**UNEQUAL, "aggregated": {"tensor_parallel_size": 3}},
             "do not make up the 8 of prefill and decode",
