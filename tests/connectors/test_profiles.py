@@ -160,7 +160,7 @@ def test_keys_are_typed_and_noted_by_version() -> None:
     options = connectors.get("nixl").options_model(extra_config={"kv_lease_duration": 60, "mine": 1})
     assert list(options.key_notes("0.13.0")) == [
         "extra_config: kv_lease_duration is a key of vLLM 0.22 and newer, and this is 0.13.0",
-        "extra_config: kvbench does not know the key mine; it is passed on as it is",
+        "extra_config: kvbench does not know the key mine; it is passed on unchanged",
     ]
     assert len(list(options.key_notes("0.33.0"))) == 1
     for name, key, value, words in (

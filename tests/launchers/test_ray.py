@@ -80,7 +80,7 @@ def test_what_the_cluster_never_has_is_told_and_what_is_in_use_is_not() -> None:
     wrong = [Bundle("prefill", {"CPU": 1}, {"gpu": "b200"})]
     assert missing(wrong, NODES, spread=True) == ["no node has what prefill: CPU 1, label gpu=b200 asks for"]
     many = [Bundle("prefill", {"CPU": 1})] * 3
-    assert missing(many, NODES, spread=True) == ["3 nodes are asked for, and the cluster has 2"]
+    assert missing(many, NODES, spread=True) == ["3 nodes are requested, and the cluster has 2"]
     assert missing(many, NODES, spread=False) == []
     assert listed(NODES) == "a: CPU 8, prefill_node 1; b: CPU 2"
 

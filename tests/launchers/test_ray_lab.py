@@ -173,7 +173,7 @@ def test_a_cluster_that_wants_another_token_is_told_as_such(lab: RayLab) -> None
     joining = [sys.executable, "-c", OWNER, lab.address, "stranger"]
     env = {**os.environ, "RAY_AUTH_TOKEN": "0" * 64}
     done = subprocess.run(joining, env=env, capture_output=True, text=True, timeout=120)
-    assert f"the Ray cluster at {lab.address} does not let us in" in done.stderr
+    assert f"the Ray cluster at {lab.address} refuses the connection" in done.stderr
 
 
 def test_a_cluster_that_is_not_there_is_told_at_once() -> None:

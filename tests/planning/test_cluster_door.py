@@ -47,7 +47,7 @@ def test_what_init_writes_for_a_cluster_is_planned(
     }
     assert done.out.startswith(begins[launcher]), done.text
     assert done.status == (2 if "cannot start" in begins[launcher] else 0)
-    assert "not in it: " in done.out
+    assert "not included: " in done.out
     assert "SCENARIO" not in done.out
     if launcher != "ray":
         swept = invoke("sweep", str(file), "--output", str(tmp_path / "runs"), env={"PATH": str(tmp_path)})
@@ -89,7 +89,7 @@ def test_a_server_that_is_up_is_written_planned_and_examined(tmp_path: Path) -> 
 def test_one_place_is_asked_for_at_a_time() -> None:
     with pytest.raises(InputError, match="several places"):
         Elsewhere.asked("a,b", True, False, None, "")
-    with pytest.raises(InputError, match="names with commas"):
+    with pytest.raises(InputError, match="comma-separated names"):
         Elsewhere.asked(" , ", False, False, None, "")
     with pytest.raises(InputError, match="--base-url"):
         Elsewhere.asked(None, False, False, "ftp://x", "")
