@@ -194,7 +194,7 @@ class CliOptions:
     ] = None
     fixed_rate: Annotated[
         float | None,
-        _load("--rate", metavar="REQ/S", help="Request rate; default with --trace: its own.", min=0.001),
+        _load("--rate", metavar="REQ/S", help="Request rate; by default the trace's own.", min=0.001),
     ] = None
     concurrency: Annotated[
         int | None,

@@ -148,7 +148,7 @@ def test_an_agent_that_fails_tells_its_last_words(lab: RayLab) -> None:
 def test_what_the_cluster_lacks_is_told_within_the_deadline(lab: RayLab) -> None:
     lacking = {"decode": {"resources": {"nope": 2}}}
     with pytest.raises(
-        LaunchError, match=r"no node has what decode: CPU 1, nope 2 asks for .*pre0: .*prefill"
+        LaunchError, match=r"no node has what decode: CPU 1, nope 2 requires .*pre0: .*prefill"
     ):
         RayNodesOf(options(lab, **lacking, wait_s=3), "lacks").__enter__()
 

@@ -163,7 +163,7 @@ class TestReaching:
 
     def test_a_key_that_is_none_or_not_there(self, reach: Reach) -> None:
         assert "cannot be used" in reach.error(ssh={"key": str(reach.hosts.known_hosts)}).message
-        assert "is not there" in reach.error(ssh={"key": "/no/such/key"}).message
+        assert "does not exist" in reach.error(ssh={"key": "/no/such/key"}).message
 
     def test_an_unknown_host_is_refused(self, reach: Reach, tmp_path: Path) -> None:
         (tmp_path / "empty").touch()

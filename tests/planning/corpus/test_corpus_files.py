@@ -255,7 +255,7 @@ def test_sessions_that_are_made_are_written_and_read_again(tmp_path: Path) -> No
         (("--plot", "reuse.pdf"), "is not a picture's name"),
         (("--write", "made.jsonl.gz"), "--write requires generated sessions"),
         (("--generate", "3", "--write", "made.csv"), "--write requires generated sessions"),
-        (("--generate", "3", "--write", "nowhere/made.jsonl.gz"), "is not there"),
+        (("--generate", "3", "--write", "nowhere/made.jsonl.gz"), "does not exist"),
         (("--generate", "100000000"), "or fewer"),
         (("--tokens", "few"), "not a whole number"),
     ],

@@ -246,7 +246,7 @@ def test_the_scenario_in_the_folder_is_simulated_again_and_nothing_else(tmp_path
 
 ANSWER = 'print(json.dumps({"first_token_s": AT, "last_token_s": AT}), flush=True)'
 WRONG = {
-    "no json": ('print("ready", flush=True)', "no JSON"),
+    "no json": ('print("ready", flush=True)', "invalid JSON"),
     "a list": ("print([], flush=True)", "not a JSON object"),
     "lengths": (ANSWER.replace("AT", "AT + AT"), "2 entries in first_token_s for 1 requests"),
     "missing": ('print("{}", flush=True)', "no list first_token_s"),
@@ -255,7 +255,7 @@ WRONG = {
     "nan": (ANSWER.replace("AT", '[float("nan")]'), "NaN"),
     "infinite": ('print(\'{"first_token_s": [1e999], "last_token_s": [null]}\', flush=True)', "not finite"),
     "words": (ANSWER.replace("AT", '["now"]'), "no time"),
-    "a misspelling": (ANSWER.replace("last_token_s", "last_tokens"), "mean nothing"),
+    "a misspelling": (ANSWER.replace("last_token_s", "last_tokens"), "unknown keys"),
     "an error of its own": (ANSWER.replace("}", ', "error": ["oops"]}'), "http_error"),
     "two lines": (ANSWER + "; " + ANSWER, "without a request|more than the one line|1 entries"),
     "dies": ('sys.exit("out of memory")', "ended early .status 1.: out of memory"),

@@ -20,7 +20,7 @@ LOAD = ("--input-len", "512", "--output-len", "1", "--ttft-ms", "300", "--attain
         (("--system", "no-such-program x", *LOAD), "program 'no-such-program' is missing"),
         (("--system", "'unclosed", *LOAD), "no closing quotation"),
         (("--system", " ", *LOAD), "must name a program"),
-        (("--system", "true", "--gpus", "2", *LOAD), "no splits"),
+        (("--system", "true", "--gpus", "2", *LOAD), "without splits"),
         (("--system", "true", "--connector", "nixl", "--connector", "tcp", *LOAD), "one system is one"),
     ],
 )
