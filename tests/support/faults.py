@@ -67,7 +67,10 @@ FAULTS = {
         Fault("prefill_slow", "prefill stands still again and again", r"prefill engine was behind", _REFUSED),
         Fault("decode_slow", "decode stands still again and again", r"decode engine was behind", _REFUSED),
         Fault(
-            "server_hangs", "a server runs and answers nothing any more", r"server-0 hangs: it has not", _CELL
+            "server_hangs",
+            "a server runs and answers nothing any more",
+            r"server-0 hangs: no response",
+            _CELL,
         ),
         Fault("router_killed", "the router is killed", r"router was killed by signal 9", _CELL),
         Fault("router_frozen", "the router is frozen (SIGSTOP)", r"router \d+ is frozen", _CELL),
@@ -80,7 +83,7 @@ FAULTS = {
         Fault(
             "loadgen_frozen",
             "the load generator is frozen (SIGSTOP)",
-            r"the load generator \S+ hangs: it has said nothing for \d+ s",
+            r"the load generator \S+ hangs: no report for \d+ s",
             _CELL,
         ),
         Fault(

@@ -377,7 +377,7 @@ def sorted_trials(trials: Rows) -> Table | None:
 
 
 _STOPPING: Final = re.compile(r"; stopping interval [\d.]+% to [\d.]+%")
-"""The interval of the rule that ends a trial; beside the share stands the share's own."""
+"""Interval of the rule that ends a trial; the table has the share's own interval."""
 
 
 _CASES: Final = {

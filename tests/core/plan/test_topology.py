@@ -288,9 +288,9 @@ ELSEWHERE = "192.0.2.1"
 
 
 def test_ports_of_another_host_are_not_in_use_here() -> None:
-    with pytest.raises(LaunchError, match=f"{ELSEWHERE} is no address of this machine"):
+    with pytest.raises(LaunchError, match=f"{ELSEWHERE} is not an address of this machine"):
         require_free_port(ELSEWHERE, 23000, "decode-0")
-    with pytest.raises(LaunchError, match="is no address of this machine"):
+    with pytest.raises(LaunchError, match="is not an address of this machine"):
         free_ports(ELSEWHERE, [1])
     assert not is_free(ELSEWHERE, 0)
     scenario, _ = load_scenario(
@@ -299,5 +299,5 @@ def test_ports_of_another_host_are_not_in_use_here() -> None:
     found = plan_ports_check(scenario, plan_of(scenario))
     assert (found.status, found.detail.rpartition("are free")[2]) == (
         "ok",
-        f", but for those of {ELSEWHERE}, which cannot be looked at from here",
+        f", except those of {ELSEWHERE}, which cannot be checked from here",
     )
