@@ -1,8 +1,8 @@
-"""kvbench: finds the highest request rate that prefill/decode (P/D) serving holds under its SLO.
+"""kvbench: find the highest request rate that prefill/decode (P/D) serving sustains within its SLO.
 
 In a notebook: ``run = kvbench.load("results/…")``, then ``run.summary``, ``run.trials``,
-``run.plot.latency()``; ``kvbench.runs``, ``kvbench.compare``, ``kvbench.simulate``. All of it lies in
-``kvbench.api`` and is loaded when it is asked for, so that ``import kvbench`` costs nothing.
+``run.plot.latency()``; ``kvbench.runs``, ``kvbench.compare``, ``kvbench.simulate``. They are imported from
+``kvbench.api`` on first use, so ``import kvbench`` is fast.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What ``import kvbench`` offers a notebook or a script.
+"""Python interface of kvbench for notebooks and scripts.
 
 ::
 
@@ -6,15 +6,15 @@
 
     run = kvbench.load("results/20261121T192623Z-quickstart-d326f3")
     run.summary                    # the report's main table; all tables are pandas DataFrames
-    run.trials                     # every trial                  run.cells      what came of each search
+    run.trials                     # every trial                  run.cells      search results
     run.requests                   # every request                run.telemetry  counters during the trials
-    run.transfers                  # a microbenchmark's cases     run.findings   what limits the numbers
+    run.transfers                  # a microbenchmark's cases     run.findings   warnings and caveats
     run.plot.latency()             # a matplotlib figure
-    kvbench.compare(run, other)    # who is ahead, and what cannot be told
+    kvbench.compare(run, other)    # who is ahead, and how certain
     kvbench.simulate("xpyd")       # a run on virtual time
-    kvbench.columns("requests")    # what the columns mean
+    kvbench.columns("requests")    # meaning of the columns
 
-Tables are read when they are asked for, and kept.
+Tables are read on first use and cached.
 """
 
 from __future__ import annotations
@@ -45,11 +45,9 @@ __all__ = [
 
 
 def runs(folder: Path | str = "results") -> pd.DataFrame:
-    """The runs below a folder, two levels deep, the latest first; only their manifests are read.
-
-    Columns: path (give it to ``load``), kind, scenario, status, started_at (UTC), kvbench, labels, problem
-    (why a folder cannot be read). Raises InputError if there is no such folder.
-    """
+    """Runs in a folder and its subfolders, the latest first; only manifests are read. Columns: path (for
+    ``load``), kind, scenario, status, started_at (UTC), kvbench, labels, problem (why a folder cannot be
+    read). Raises InputError for a missing folder."""
     names = ("path", "kind", "scenario", "status", "started_at", "kvbench", "labels", "problem")
     found = (
         asdict(each) | {"path": str(each.path), "labels": ";".join(each.labels)}
@@ -61,7 +59,7 @@ def runs(folder: Path | str = "results") -> pd.DataFrame:
 
 
 def columns(table: str = "") -> pd.DataFrame:
-    """What the columns of a table mean, with units; without a name those of all tables."""
+    """Meaning and unit of a table's columns; without a name those of all tables."""
     if table and table not in MEANINGS:
         raise InputError(f"no table is called {table!r}", hint=f"there are: {', '.join(MEANINGS)}")
     rows = [
@@ -85,12 +83,12 @@ def simulate(
     like: Run | Path | str | None = None,
     output: Path | str | None = None,
 ) -> Run:
-    """A sweep on virtual time: the same plan, search and gates; nothing is started.
+    """Simulate a sweep on virtual time: same plan, search and gates, no processes.
 
-    ``scenario``: a bundled name or a file. ``overrides``: dotted keys to values, ``{"slo.ttft_ms": 300}``.
-    ``rate``: only this one (requests/s), no search. ``like``: a measured run to take KV links and overheads
-    from. ``output``: a folder to keep the run in; by default it goes when the run does. Raises InputError for
-    a scenario that cannot be simulated.
+    ``scenario``: a bundled name or a file. ``overrides``: dotted key → value, ``{"slo.ttft_ms": 300}``.
+    ``rate``: only this one (requests/s), no search. ``like``: measured run that gives KV links and overheads.
+    ``output``: folder for the run; by default it is deleted with the returned run. Raises InputError if it
+    cannot be simulated.
     """
     from kvbench.sweep.simulate import simulated
 
@@ -108,10 +106,10 @@ def simulate_splits(
     connectors: Sequence[str] = (),
     like: Run | Path | str | None = None,
 ) -> pd.DataFrame:
-    """Which split of P and D is best: one row per connector, split and input length.
+    """Compare splits of P and D: one row per connector, split and input length.
 
-    Either all splits of ``gpus`` instances or the ``splits`` listed, as ``"1:1,2:1"``. ``goodput_per_gpu`` is
-    what to compare (requests/s that meet the SLO, by GPU); ``best`` marks the best of an input length.
+    Simulates all splits of ``gpus`` instances or the listed ``splits`` (``"1:1,2:1"``). ``goodput_per_gpu``
+    is comparable (requests/s within the SLO, per GPU); ``best`` marks the best of an input length.
     """
     from kvbench.sweep.simulate_splits import Choice, predicted
 

@@ -1,7 +1,7 @@
-"""Files that survive a kill: written whole or not at all, or grown by one synced line; temporary folders.
+"""Crash-safe files, written atomically or appended as synced lines, and temporary folders.
 
-A torn last line and a missing file become warnings of the reader. A temporary folder holds a file that its
-maker keeps locked; without that lock ``kvbench runs stop`` removes the folder, unless it is to stay.
+Readers warn about torn last lines and missing files. A temporary folder's owner holds a lock; ``kvbench runs
+stop`` removes unlocked ones, unless kept.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import Any, Final, TypeAlias
 from kvbench.errors import StoreError
 
 MOST_BYTES: Final = 2 << 30
-"""A larger file of JSON in a run folder is not read: a hundred thousand trials have a tenth of that."""
+"""Largest JSON file in bytes that is read; a hundred thousand trials take a tenth."""
 
 
 Announcer: TypeAlias = Callable[[Path], AbstractContextManager[None]]
-"""Around putting a file into place; it is given where the whole of it lies until then."""
+"""Context around replacing a file; gets the temporary path."""
 
 
 def _unannounced(_: Path) -> AbstractContextManager[None]:
@@ -40,7 +40,6 @@ def write_json(path: Path, data: Mapping[str, Any], announced: Announcer = _unan
 
 
 def line_of(data: Mapping[str, Any]) -> bytes:
-    """A line of JSON, with its end."""
     return _encode(data) + b"\n"
 
 
@@ -51,7 +50,7 @@ def write_bytes(path: Path, content: bytes, announced: Announcer = _unannounced)
 
 @contextmanager
 def replaced(path: Path, announced: Announcer = _unannounced) -> Iterator[Path]:
-    """Gives a temporary path beside ``path``; what was written there is synced and renamed into place."""
+    """Yield a temporary path next to ``path``; its content is synced and renamed."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
@@ -68,7 +67,7 @@ def replaced(path: Path, announced: Announcer = _unannounced) -> Iterator[Path]:
 
 
 def _encode(data: Any, indent: int | None = None) -> bytes:
-    """Strict JSON: what is not finite becomes null, a lone surrogate its escape."""
+    """Encode strict JSON: non-finite numbers become null, lone surrogates escapes."""
     text = json.dumps(_plain(data), indent=indent, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8", "backslashreplace")
 
@@ -88,18 +87,13 @@ def _plain(value: Any) -> Any:
 
 
 def open_append(path: Path) -> int:
-    """A file of a run folder, to be grown. A link is not followed, since it may lead out of the folder.
-
-    Raises OSError.
-    """
+    """Open a run folder's file for appending, without following links. Raises OSError."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
 def append_bytes(handle: int, content: bytes, path: Path | None = None) -> int:
-    """Appends and syncs; all of it or nothing. Returns the file's size, in bytes.
-
-    With ``path``, a StoreError if that is no longer the file that was opened: it would be lost unsaid.
-    """
+    """Append and sync all or nothing; return the file size in bytes. ``path``: raise StoreError if it is no
+    longer the opened file."""
     if handle < 0:
         raise StoreError("the run folder is already finished")
     rest = memoryview(content)
@@ -114,8 +108,8 @@ def append_bytes(handle: int, content: bytes, path: Path | None = None) -> int:
     own = os.fstat(handle)
     if path is not None and not _is_at(path, own):
         raise StoreError(
-            f"{path} was removed or replaced while it was written: what was measured is lost",
-            hint="nothing but kvbench may write to the folder of a run; begin it anew",
+            f"{path} was removed or replaced while it was written: its data are lost",
+            hint="only kvbench may write to a run's folder; start a new run",
         )
     return own.st_size
 
@@ -129,7 +123,7 @@ def _is_at(path: Path, own: os.stat_result) -> bool:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Cuts off what a kill left of a last line, so that the next one begins a line of its own."""
+    """Remove a torn last line."""
     if not path.is_file():
         return
     content = bytes_of(path)
@@ -166,7 +160,7 @@ def _free_space(path: Path) -> str:
 
 
 def read_object(path: Path, warnings: list[str] | None) -> dict[str, Any]:
-    """A JSON object. What is wrong with it is a warning, or a StoreError where ``warnings`` is None."""
+    """Read a JSON object. Problems are appended to ``warnings``, or raised as StoreError without a list."""
     try:
         data = json.loads(bytes_of(path))
         problem = "" if isinstance(data, dict) else f"{path.name} is not a JSON object"
@@ -183,21 +177,18 @@ def read_object(path: Path, warnings: list[str] | None) -> dict[str, Any]:
 
 
 def bytes_of(path: Path) -> bytes:
-    """A file of a run folder, which may come from anywhere: a pipe would be waited for, a device has no end.
-
-    Raises OSError.
-    """
+    """Read a run folder's file, which may be untrusted: pipes and devices are refused. Raises OSError."""
     with open(open_read(path), "rb") as file:
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no ordinary file")
+            raise OSError(errno.EINVAL, "not a regular file")
         if found.st_size > MOST_BYTES:
             raise OSError(errno.EFBIG, f"it is larger than {MOST_BYTES >> 30} GiB")
         return file.read()
 
 
 def open_read(path: Path) -> int:
-    """A file of a run folder, to be read; no link is followed, no pipe waited for. Raises OSError."""
+    """Open a run folder's file for reading, without links or pipes. Raises OSError."""
     try:
         return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -207,14 +198,14 @@ def open_read(path: Path) -> int:
 
 
 def did_you_mean(wrong: str, names: Iterable[str]) -> str:
-    """Return ``did you mean A, B or C? `` with up to three similar names; empty if no name is similar."""
+    """Return ``did you mean A, B or C? `` with up to three similar names, or ""."""
     near = difflib.get_close_matches(wrong, list(dict.fromkeys(names)), n=3)
     listed = " or ".join(filter(None, (", ".join(near[:-1]), *near[-1:])))
     return f"did you mean {listed}? " if near else ""
 
 
 def similar_files(path: Path, *others: str) -> str:
-    """Return ``did you mean …? `` for a file that does not exist, from its folder and ``others``."""
+    """Return ``did you mean …? `` for a missing file, from its folder and ``others``."""
     try:
         inside = [] if path.exists() else [each.name for each in path.parent.iterdir()]
     except (OSError, ValueError):
@@ -223,12 +214,12 @@ def similar_files(path: Path, *others: str) -> str:
 
 
 def require_no_links(folder: Path) -> None:
-    """Raises StoreError if anything in a run folder is a link: what is written would land elsewhere."""
+    """Raise StoreError for a link in a run folder, which would redirect writes."""
     for each in folder.rglob("*"):
         if each.is_symlink():
             raise StoreError(
-                f"{each} is a link, and a run is not gone on with through links",
-                hint="put what it points to in its place, or go on with a whole copy of the run",
+                f"{each} is a link, and a run cannot be resumed through links",
+                hint="replace it by its target, or resume a complete copy of the run",
             )
 
 
@@ -265,11 +256,8 @@ _MOST_TAG_BYTES: Final = 1000
 def scratch(
     prefix: str, tag: str = "", *, kept_after_trouble: bool = False, parent: Path | None = None
 ) -> Iterator[Path]:
-    """A temporary folder; ``prefix`` begins with ``kvbench-``. ``tag``: the run that it belongs to.
-
-    ``kept_after_trouble``: an exception leaves it there, for the logs in it. ``parent``: where it lies, if
-    not where temporary files do; ``left`` does not look there.
-    """
+    """Temporary folder; ``prefix`` starts with ``kvbench-``. ``tag``: its run. ``kept_after_trouble``: an
+    exception keeps it with its logs. ``parent``: other location, ignored by ``left``."""
     assert prefix.startswith(_PREFIX)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     marker = folder / MARKER
@@ -289,12 +277,11 @@ def scratch(
 
 
 def keep(folder: Path) -> None:
-    """The folder stays where it is when its time is over."""
     (folder / MARKER).unlink(missing_ok=True)
 
 
 def left() -> Iterator[tuple[Path, str]]:
-    """Folders whose makers are dead, of this user, and the runs that they belonged to."""
+    """Temporary folders of dead processes of this user, with their runs."""
     for folder in sorted(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*")):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.lstat().st_uid != os.getuid():

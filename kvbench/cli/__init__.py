@@ -1,3 +1,3 @@
-"""The command line: parses, calls one function, prints. What is heavy is imported inside functions."""
+"""The command line: each command parses, calls one function, prints. Heavy imports are inside functions."""
 
 from kvbench.cli.app import main as main

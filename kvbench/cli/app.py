@@ -1,4 +1,4 @@
-"""The command line: which commands there are, in their order. Each parses, calls one function, and prints."""
+"""All commands of the command line, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvbench.version import __version__
 
 
 def _plain_flags(params: list[Any]) -> list[Any]:
-    """The same, with flags shown without the type of a value, since they take none."""
+    """Omit the value type of flags in the help."""
     for each in params:
         if getattr(each, "is_flag", False):
             each.metavar = ""
@@ -24,14 +24,14 @@ def _plain_flags(params: list[Any]) -> list[Any]:
 
 
 class PlainFlags(typer.core.TyperCommand):
-    """A command in whose help flags have no type."""
+    """A command whose help omits types of flags."""
 
     def get_params(self, ctx: Any) -> Any:
         return _plain_flags(super().get_params(ctx))
 
 
 FIRST = ("sweep", "bench", "plan", "init", "doctor", "report", "compare", "watch", "runs")
-"""Commands that ``--help`` shows; ``--help --all`` shows all."""
+"""Commands in ``--help``; ``--help --all`` shows all."""
 RENAMED = {
     "selftest": "doctor selftest",
     "diagnose": "doctor diagnose",
@@ -40,11 +40,11 @@ RENAMED = {
     "ps": "runs ps",
     "stop": "runs stop",
 }
-"""Names that still work, and the names that replace them."""
+"""Old name, still accepted → new name."""
 
 
 class _Commands(typer.core.TyperGroup):
-    """All commands. A name can be two words: ``doctor selftest`` is a command beside ``doctor``."""
+    """Command group with two-word names such as ``doctor selftest`` next to ``doctor``."""
 
     def get_params(self, ctx: Any) -> Any:
         return _plain_flags(super().get_params(ctx))
@@ -118,7 +118,7 @@ _COMMANDS: dict[str, tuple[str, Callable[..., int | None], str]] = {
     "runs ps": (PROCESSES, runs.ps, ""),
     "runs stop": (PROCESSES, runs.stop, "--all"),
 }
-"""Name → its panel in the help, what it calls, an example of its arguments."""
+"""Name → help panel, function, example arguments."""
 for _name, (_panel, _function, _example) in _COMMANDS.items():
     _more = [f"kvbench {each}" for each in _COMMANDS if each.startswith(f"{_name} ")]
     _also = f"   See also:  {', '.join(_more)}" if _more else ""
@@ -156,6 +156,6 @@ def _root(
 
 
 def main() -> None:
-    """Entry point of the ``kvbench`` command."""
+    """Run the ``kvbench`` command."""
     allow_any_locale()
     app(prog_name="kvbench")

@@ -1,7 +1,5 @@
-"""What a command writes to, and how it ends: with an exit code, and with an error said in words.
-
-Signs that a locale other than UTF-8 cannot show become plain ones; nothing breaks off.
-"""
+"""Output and exit of a command: exit codes and readable errors. Characters outside a locale's encoding are
+replaced."""
 
 from __future__ import annotations
 
@@ -26,15 +24,14 @@ if TYPE_CHECKING:
 
 TRACEBACK_ENV = "KVBENCH_TRACEBACK"
 _UNFORESEEN = (
-    "nobody foresaw this: a file that was read may be damaged or changed by hand, or it is a mistake of "
+    "unexpected error: an input file may be damaged or edited, or this is a bug in "
     f"kvbench; {TRACEBACK_ENV}=1 shows where it happened"
 )
 
 
 def console(*, as_json: bool = False) -> Console:
-    """The terminal; a pipe or a file gets long lines, and none folded. ``as_json``: what people read goes to
-    stderr, since a program reads stdout.
-    """
+    """Return the console; pipes and files get unfolded lines. ``as_json``: readable text goes to stderr, as a
+    program reads stdout."""
     from kvbench.cli.visible_console import VisibleConsole
 
     terminal = VisibleConsole(highlight=False, stderr=as_json)
@@ -44,10 +41,8 @@ def console(*, as_json: bool = False) -> Console:
 
 
 def with_exit_code(function: Callable[..., int | None]) -> Callable[..., None]:
-    """A command for typer: what ``function`` returns is the exit code, None is 0.
-
-    An error that it raises is said clearly and brings its own.
-    """
+    """Wrap a command for typer: its return value is the exit code (None: 0); errors are printed and have
+    their own."""
 
     @functools.wraps(function)
     def run(**options: Any) -> None:
@@ -59,9 +54,8 @@ def with_exit_code(function: Callable[..., int | None]) -> Callable[..., None]:
 
 @contextmanager
 def _errors_in_words() -> Iterator[None]:
-    """Errors become one clear message with a hint and the right exit code; SIGTERM acts like Ctrl-C, and so
-    does SIGHUP, which a terminal sends when it is closed, but not under nohup.
-    """
+    """Convert errors to a message, hint and exit code; SIGTERM acts like Ctrl-C, and SIGHUP, too, except
+    under nohup."""
     wanted = (signal.SIGTERM, signal.SIGHUP)
     taken = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, _interrupt) for number in taken}
@@ -111,7 +105,7 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 
 
 def allow_any_locale() -> None:
-    """From now on stdout and stderr take every sign; in a UTF-8 locale nothing changes."""
+    """Make stdout and stderr accept all characters."""
     codecs.register_error(NAME, _plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":

@@ -1,4 +1,4 @@
-"""Commands that measure, also at a fixed rate (chaos, soak), or say beforehand what would be measured."""
+"""Commands that measure, also at a fixed rate (chaos, soak), or predict."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AgainstOption = Annotated[
     typer.Option(
         "--against",
         metavar="RUN",
-        help="Offer the loads of this run (imported, or of listed rates) instead, and compare.",
+        help="Repeat the loads of this run (imported, or with listed rates), and compare.",
         parser=run_folder,
         autocompletion=complete_run,
     ),
@@ -48,7 +48,7 @@ OtlpOption = Annotated[
         "--otlp",
         metavar="URL",
         envvar="KVBENCH_OTLP",
-        help="Send metrics to an OpenTelemetry collector meanwhile (not with --resume): http://HOST:4318.",
+        help="Send live metrics to an OpenTelemetry collector (not with --resume): http://HOST:4318.",
         show_default=False,
         show_envvar=False,
     ),
@@ -83,7 +83,7 @@ def bench(
     router_cost: Annotated[
         bool,
         typer.Option(
-            "--router-cost", help="Offer the same load through the router and directly, in turns; compare."
+            "--router-cost", help="Send the same load via the router and directly, alternately; compare."
         ),
     ] = False,
     against: AgainstOption = None,
@@ -93,13 +93,13 @@ def bench(
     resume: ResumeOption = None,
     force: ForceOption = False,
 ) -> int:
-    """Measure one request rate, for each connector and input length."""
+    """Measure one request rate per connector and input length."""
     from kvbench.sweep import sweep as sweeping
 
     cli = replace(options, both_modes=router_cost, replay=options.trace is not None)
     if cli.concurrency is not None and (cli.fixed_rate or cli.replay or router_cost or against is not None):
         raise typer.BadParameter(
-            "a closed loop offers no rate: leave --rate, --trace, --router-cost and --against out",
+            "a closed loop has no rate: omit --rate, --trace, --router-cost and --against",
             param_hint="--concurrency",
         )
     if against is not None:
@@ -110,7 +110,7 @@ def bench(
         return _resumed(resume, "bench", cli, output, force, as_json=json_)
     if cli.fixed_rate is None and not cli.replay and cli.concurrency is None:
         raise typer.BadParameter(
-            "give the rate to offer, a --trace to replay, or the --concurrency of a closed loop",
+            "give a --rate, a --trace to replay, or the --concurrency of a closed loop",
             param_hint="--rate",
         )
     return sweeping.command(cli, output, console(as_json=json_), otlp)
@@ -148,7 +148,7 @@ def simulate(
         typer.Option(
             "--system",
             metavar="COMMAND",
-            help="Search the rate of somebody else's simulator, which COMMAND asks; needs no scenario.",
+            help="Search the rate of the external simulator that COMMAND starts; needs no scenario.",
         ),
     ] = None,
     like: Annotated[
@@ -156,7 +156,7 @@ def simulate(
         typer.Option(
             "--like",
             metavar="RUN",
-            help="A measured run folder: KV bandwidth is taken from it, and of a sweep the overheads.",
+            help="Measured run folder that gives KV bandwidth, and, if a sweep, overheads.",
             parser=run_folder,
             autocompletion=complete_run,
         ),
@@ -167,7 +167,7 @@ def simulate(
     ] = None,
     gpus: Annotated[
         int | None,
-        typer.Option("--gpus", metavar="N", help="Compare all splits of so many instances.", min=2, max=64),
+        typer.Option("--gpus", metavar="N", help="Compare all splits of N instances.", min=2, max=64),
     ] = None,
     rate: Annotated[
         float | None,
@@ -178,7 +178,7 @@ def simulate(
     against: AgainstOption = None,
     output: OutputOption = Path("results"),
 ) -> int:
-    """Predict a sweep on virtual time in seconds: same plan, search and gates, but nothing is started."""
+    """Predict a sweep on virtual time in seconds: same plan, search and gates, no processes."""
     from kvbench.sweep import simulate_splits as splitting
     from kvbench.sweep.simulate import command as simulate_command
 
@@ -205,17 +205,21 @@ def calibrate(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Where the profile is written.")
     ] = Path("profile.yaml"),
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Its name; else the file's.")] = "",
-    engine: Annotated[
-        str, typer.Option("--engine", metavar="TEXT", help="What served, with its version.")
+    name: Annotated[
+        str, typer.Option("--name", metavar="NAME", help="Name of the profile; default: the file's.")
     ] = "",
+    engine: Annotated[str, typer.Option("--engine", metavar="TEXT", help="Engine and version.")] = "",
     machine: Annotated[
-        str, typer.Option("--machine", metavar="TEXT", help="What it ran on, such as the GPUs.")
+        str, typer.Option("--machine", metavar="TEXT", help="Hardware, such as the GPUs.")
     ] = "",
     held_out: Annotated[
         float,
         typer.Option(
-            "--held-out", metavar="SHARE", help="Of each load, its last requests.", min=0.1, max=0.9
+            "--held-out",
+            metavar="SHARE",
+            help="Share of each load's last requests used as a check.",
+            min=0.1,
+            max=0.9,
         ),
     ] = 1 / 3,
     max_num_seqs: Annotated[
@@ -233,7 +237,7 @@ def calibrate(
     ] = None,
     json_: JsonOption = False,
 ) -> int:
-    """Fit a timing profile to what was measured, and check it on requests held out."""
+    """Fit a timing profile to measurements, and check it on held-out requests."""
     from kvbench.sweep import calibrate as calibrating
     from kvbench.sweep.calibrate import EngineLimits
 
@@ -246,7 +250,7 @@ def calibrate(
 def microbench(
     options: MicrobenchOptions, json_: JsonOption = False, output: OutputOption = Path("results")
 ) -> int:
-    """Measure raw KV transfers by backend, protocol, NICs, op, block size and batch, beside their limits."""
+    """Measure raw KV transfers by backend, protocol, NICs, op, block size and batch, next to their limits."""
     from kvbench.microbench import command as microbench_command
 
     return microbench_command.command(options, output, console(as_json=json_))
@@ -254,10 +258,11 @@ def microbench(
 
 def selftest(
     streams: Annotated[
-        str, typer.Option("--streams", metavar="N[,N…]", help="Streams that are open at a time.")
+        str, typer.Option("--streams", metavar="N[,N…]", help="Numbers of concurrent streams.")
     ] = "10,100,300,1000",
     seconds: Annotated[
-        float, typer.Option("--seconds", metavar="S", help="How long each is measured.", min=1.0, max=600.0)
+        float,
+        typer.Option("--seconds", metavar="S", help="Seconds per number of streams.", min=1.0, max=600.0),
     ] = 5.0,
     json_: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     output: Annotated[
@@ -274,11 +279,11 @@ def selftest(
 def _resumed(
     run: Path, kind: str, cli: CliOptions, output: Path, force: bool, *, as_json: bool, verbose: bool = False
 ) -> int:
-    """Go on with a run folder, in which the plan is."""
+    """Resume a run folder by its plan."""
     from kvbench.sweep import resume
 
     if output != Path("results") and output.resolve() != run.resolve().parent:
-        raise typer.BadParameter(f"a run goes on in its own folder, {run}", param_hint="--output")
+        raise typer.BadParameter(f"a run is resumed in its own folder, {run}", param_hint="--output")
     return resume.command(run, cli, kind, console(as_json=as_json), force=force, verbose=verbose)
 
 
@@ -286,35 +291,37 @@ NOT_HELD = (
     *(*SERVER, *ONE_LOAD, *SEARCHED),
     *("direct", "method", "rates", "trace", "time_scale"),
 )
-"""Options of loads that are not held, and of servers whose processes are somebody else's."""
+"""Options that fixed-rate runs lack: other loads, and external servers."""
 
 RateOption = Annotated[
     float | None,
-    typer.Option("--rate", metavar="REQ/S", help="The rate to hold.", min=0.001, rich_help_panel="Held rate"),
+    typer.Option("--rate", metavar="REQ/S", help="Fixed rate.", min=0.001, rich_help_panel="Fixed rate"),
 ]
 FromOption = Annotated[
     Path | None,
     typer.Option(
         "--from",
         metavar="RUN",
-        help="Hold a share of the rates that this run has found.",
+        help="Use a share of the rates measured in this run.",
         parser=run_folder,
         autocompletion=complete_run,
-        rich_help_panel="Held rate",
+        rich_help_panel="Fixed rate",
     ),
 ]
 ShareOption = Annotated[
     float | None,
-    typer.Option("--share", metavar="SHARE", help="That share; 0.7 by default.", rich_help_panel="Held rate"),
+    typer.Option(
+        "--share", metavar="SHARE", help="Share of that rate; default: 0.7.", rich_help_panel="Fixed rate"
+    ),
 ]
 DeadlineOption = Annotated[
     float | None,
     typer.Option(
         "--deadline",
         metavar="S",
-        help="A request without an end by then hangs; by default 10, or three times what the SLO allows.",
+        help="Deadline of a request; default: 10, or three times the SLO's limit.",
         min=0.1,
-        rich_help_panel="Held rate",
+        rich_help_panel="Fixed rate",
     ),
 ]
 
@@ -329,11 +336,11 @@ FaultOption = Annotated[
     ),
 ]
 RepeatsOption = Annotated[
-    int, _fault("--repeats", metavar="N", help="How often each fault is done.", min=1, max=1000)
+    int, _fault("--repeats", metavar="N", help="Number of repeats of each fault.", min=1, max=1000)
 ]
 BeforeOption = Annotated[float, _fault("--before", metavar="S", help="Load before the fault.")]
 DownOption = Annotated[float, _fault("--down", metavar="S", help="How long a fault lasts.")]
-AfterOption = Annotated[float, _fault("--after", metavar="S", help="How long is watched after it.")]
+AfterOption = Annotated[float, _fault("--after", metavar="S", help="Observation after the fault.")]
 LabOption = Annotated[
     str,
     _fault(
@@ -342,7 +349,7 @@ LabOption = Annotated[
         help="In a lab of N NICs, such as 2x1gbit: faults of networks and NICs, too.",
     ),
 ]
-PlanOption = Annotated[bool, typer.Option("--plan", help="Print the plan of faults, and start nothing.")]
+PlanOption = Annotated[bool, typer.Option("--plan", help="Print the planned faults; start nothing.")]
 
 
 @asks(without=NOT_HELD)
@@ -364,7 +371,7 @@ def chaos(
     resume: ResumeOption = None,
     force: ForceOption = False,
 ) -> int:
-    """Hold a rate, kill, freeze, restart and cut off processes, and tell what each fault costs."""
+    """Run a fixed rate; kill, freeze, restart and isolate processes; report the cost of each fault."""
     from kvbench.core.chaos_soak.fault_plan import FaultTimes
     from kvbench.sweep.chaos_soak import chaos as running
     from kvbench.sweep.chaos_soak.chaos import fault_lab
@@ -384,11 +391,13 @@ def chaos(
 def soak(
     options: CliOptions,
     hours: Annotated[
-        float, typer.Option("--hours", metavar="H", help="For how long; 0.05 is three minutes.", min=0.001)
+        float, typer.Option("--hours", metavar="H", help="Duration; 0.05 is three minutes.", min=0.001)
     ] = 1.0,
     window: Annotated[
         float | None,
-        typer.Option("--window", metavar="S", help="Length of a window, after which all is stored.", min=1.0),
+        typer.Option(
+            "--window", metavar="S", help="Length of a window; results are stored after each.", min=1.0
+        ),
     ] = None,
     rate: RateOption = None,
     from_: FromOption = None,
@@ -399,7 +408,7 @@ def soak(
     resume: ResumeOption = None,
     force: ForceOption = False,
 ) -> int:
-    """Hold a rate for hours: drift of latency, memory, descriptors and leases, wrong answers."""
+    """Run a fixed rate for hours: drift of latency, memory, descriptors and leases, wrong outputs."""
     from kvbench.sweep.chaos_soak import soak as running
 
     shown = console(as_json=json_)

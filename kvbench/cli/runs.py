@@ -1,4 +1,4 @@
-"""Commands on run folders and on deployments: report, import, compare, share, follow, launch, list, stop."""
+"""Commands on run folders and deployments: report, import, compare, share, follow, launch, list, stop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvbench.planning.options import JsonOption, OutputOption, RunArg, RunsArg, 
 
 ForceComparisonOption = Annotated[
     bool,
-    typer.Option("--force", help="Put runs into one table although they are not comparable; marks them."),
+    typer.Option("--force", help="Compare runs that are not comparable; marks them."),
 ]
 
 
@@ -22,14 +22,12 @@ def report(
     run: RunsArg,
     force: ForceComparisonOption = False,
     dark: Annotated[
-        bool, typer.Option("--dark", help="Draw the figures for a dark background, too: figures/*-dark.*.")
+        bool, typer.Option("--dark", help="Also draw the figures for a dark background: figures/*-dark.*.")
     ] = False,
-    png: Annotated[
-        bool, typer.Option("--png", help="Draw the figures as PNG, too, as slides want them.")
-    ] = False,
+    png: Annotated[bool, typer.Option("--png", help="Also draw the figures as PNG, for slides.")] = False,
     json_: JsonOption = False,
 ) -> None:
-    """Write the report of a run again from its raw files, or compare several runs."""
+    """Rewrite a run's report from its raw files, or compare several runs."""
     from kvbench.report import report as reporting
 
     reporting.command(run, console(), force=force, dark=dark, png=png, as_json=json_)
@@ -41,7 +39,7 @@ def import_(
     ],
     format_: Annotated[
         str | None,
-        typer.Option("--format", metavar="NAME", help="Which format; by default what they look like."),
+        typer.Option("--format", metavar="NAME", help="Input format; default: detected."),
     ] = None,
     output: OutputOption = Path("results"),
     name: Annotated[
@@ -49,7 +47,7 @@ def import_(
     ] = None,
     connector: Annotated[
         str | None,
-        typer.Option("--connector", metavar="NAME", help="The KV connector of rows whose file names none."),
+        typer.Option("--connector", metavar="NAME", help="KV connector of rows without one."),
     ] = None,
     json_: JsonOption = False,
 ) -> int:
@@ -68,14 +66,14 @@ def compare(
         typer.Option(
             "--by",
             metavar="AXIS",
-            help="What is compared: connector, protocol, nics, tp, input_len, rate, run; else what differs.",
+            help="Axis: connector, protocol, nics, tp, input_len, rate, run; default: what differs.",
         ),
     ] = "",
     sort: Annotated[
         str, typer.Option("--sort", metavar="AXIS[,AXIS…]", help="Sort the rows by these axes.")
     ] = "",
     group: Annotated[
-        str, typer.Option("--group", metavar="AXIS", help="A table for each level of this axis.")
+        str, typer.Option("--group", metavar="AXIS", help="One table per value of this axis.")
     ] = "",
     format_: Annotated[
         str, typer.Option("--format", metavar="NAME", help="terminal, md, csv, json or latex.")
@@ -88,11 +86,11 @@ def compare(
     ci: Annotated[
         bool,
         typer.Option(
-            "--ci", help="Only a verdict for a pipeline; exit code 4: a rate got worse, 6: inconclusive."
+            "--ci", help="Verdict for a pipeline only; exit code 4: a rate got worse, 6: inconclusive."
         ),
     ] = False,
     worse_than: Annotated[
-        str, typer.Option("--worse-than", metavar="SHARE", help="With --ci: which loss is an alarm.")
+        str, typer.Option("--worse-than", metavar="SHARE", help="With --ci: loss that raises an alarm.")
     ] = "5%",
     junit: Annotated[
         Path | None, typer.Option("--junit", metavar="FILE", help="Write the verdict as JUnit XML.")
@@ -102,7 +100,7 @@ def compare(
     ] = None,
     force: ForceComparisonOption = False,
 ) -> int:
-    """What became of each highest rate from one run to the next; or who is ahead in a run, and its rows."""
+    """Show what changed in each highest rate between runs, or who is ahead within a run."""
     from kvbench.report import compare as comparing
     from kvbench.report.ci_verdict import share_of
 
@@ -115,9 +113,9 @@ def compare(
 
 def verify(
     run: RunArg,
-    json_: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> int:
-    """Check that a run folder is as it was written, and that its verdicts follow from its requests."""
+    """Check that a run folder is unchanged, and that its verdicts follow from its requests."""
     from kvbench.sweep.verify import audit
 
     return audit.command(run, console(), as_json=json_)
@@ -133,16 +131,12 @@ def bundle(
     ] = None,
     also: Annotated[
         list[str] | None,
-        typer.Option("--also", metavar="WORD", help="Remove this word, too, wherever it stands. Repeatable."),
+        typer.Option("--also", metavar="WORD", help="Also remove this word everywhere. Repeatable."),
     ] = None,
-    without_logs: Annotated[
-        bool, typer.Option("--without-logs", help="Leave the processes' logs out.")
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Pack a run that is not as it was written, too; marks it.")
-    ] = False,
+    without_logs: Annotated[bool, typer.Option("--without-logs", help="Omit the processes' logs.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also pack a damaged run; marks it.")] = False,
 ) -> None:
-    """Pack a run for sharing, without host names, addresses, keys, user names and paths; say what went."""
+    """Pack a run for sharing, without host names, addresses, keys, users and paths; list what was removed."""
     from kvbench.report import bundle as bundling
     from kvbench.sweep.verify import audit
 
@@ -169,13 +163,13 @@ def export(
 def watch(
     run: RunArg,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Show it as a live page, too, for browsers on this machine alone.")
+        bool, typer.Option("--serve", help="Also show a live page, for browsers on this machine only.")
     ] = False,
     port: Annotated[
         int, typer.Option("--port", metavar="N", help="The page's port; 0: any free one.", min=0, max=65535)
     ] = 0,
 ) -> int:
-    """Follow a run while it goes on: progress, current curve, queues, NICs, verdicts; ends when it ends."""
+    """Follow a run until it ends: progress, current curve, queues, NICs, verdicts."""
     from kvbench.report import watch as watchrun
 
     return watchrun.command(run, console(), serve=serve, port=port)
@@ -198,7 +192,7 @@ FIRST = 20
 
 
 def scenarios(json_: ListJsonOption = False) -> None:
-    """List the bundled scenarios: what each is for, on which engine, with which connectors."""
+    """List the bundled scenarios: purpose, engine, connectors."""
     from rich.padding import Padding
 
     from kvbench.planning.scenario_files import bundled_names, load_scenario
@@ -229,12 +223,12 @@ def scenarios(json_: ListJsonOption = False) -> None:
 def runs(
     folder: Annotated[
         Path | None,
-        typer.Argument(help="The folder they lie in; else KVBENCH_OUTPUT, else results.", show_default=False),
+        typer.Argument(help="Folder of the runs; default: KVBENCH_OUTPUT, else results.", show_default=False),
     ] = None,
     all_: Annotated[bool, typer.Option("--all", help=f"All, not only the latest {FIRST}.")] = False,
     json_: ListJsonOption = False,
 ) -> None:
-    """List the runs that were made, the latest first: when, what, how they ended."""
+    """List runs, the latest first: when, what, how they ended."""
     from rich.table import Column, Table
 
     from kvbench.results.run import listed_runs, output_folder
@@ -259,11 +253,11 @@ def runs(
     terminal.print(table)
     if len(found) > len(shown):
         terminal.print(f"and {len(found) - len(shown)} more: --all", markup=False)
-    terminal.print("`latest`, or the end of a name, stands for a run: kvbench report latest", markup=False)
+    terminal.print("name a run by `latest` or the end of its name: kvbench report latest", markup=False)
 
 
 ElsewhereArg = Annotated[
-    str | None, typer.Argument(help="A scenario on whose hosts to look too.", show_default=False)
+    str | None, typer.Argument(help="Scenario whose hosts are included.", show_default=False)
 ]
 
 
@@ -275,7 +269,8 @@ def launch(
     ] = None,
     set_: SetOption = None,
     nsys: Annotated[
-        bool, typer.Option("--nsys", help="Start each instance under NVIDIA's nsys; reports go to the logs.")
+        bool,
+        typer.Option("--nsys", help="Start each instance under NVIDIA's nsys; reports are next to the logs."),
     ] = False,
     print_: Annotated[
         bool, typer.Option("--print", help="Only print the exact shell commands; for any machine.")
@@ -285,11 +280,11 @@ def launch(
         typer.Option(
             "--tokenizer",
             metavar="FOLDER",
-            help="Write a tokenizer of the emulated engine's words there, for foreign clients.",
+            help="Write the emulated engine's tokenizer to this folder, for other clients.",
         ),
     ] = None,
 ) -> int:
-    """Bring one deployment up, print its URLs, and keep it until Ctrl-C."""
+    """Start one deployment, print its URLs, and keep it until Ctrl-C."""
     from kvbench.deployment import launch as launching
 
     sets = tuple(set_ or ())
@@ -309,11 +304,11 @@ def diagnose(
     ] = None,
     protocol: Annotated[
         str,
-        typer.Option("--protocol", metavar="NAME", help="The transport that was asked for, such as rdma."),
+        typer.Option("--protocol", metavar="NAME", help="The requested transport, such as rdma."),
     ] = "",
     json_: JsonOption = False,
 ) -> int:
-    """Say what in a server's log is known to mean trouble, where, and what to do about it."""
+    """Find known problems in server logs: cause, line, and what to do."""
     from kvbench.deployment.diagnose import command
 
     return command(logs or [], protocol, console(), as_json=json_)
@@ -324,7 +319,7 @@ def ps(
     set_: SetOption = None,
     json_: JsonOption = False,
 ) -> int:
-    """List what runs for kvbench, or was left by a crash: here, and on the hosts of a scenario."""
+    """List kvbench's processes, running or left by a crash, here and on a scenario's hosts."""
     from kvbench.deployment import launch as launching
 
     return launching.ps(scenario, tuple(set_ or ()), console(), as_json=json_)
@@ -338,9 +333,9 @@ def stop(
     scenario: ElsewhereArg = None,
     set_: SetOption = None,
 ) -> int:
-    """End the processes of a run, or of all runs: here, and on the hosts of a scenario.
+    """End the processes of one run or of all runs, here and on a scenario's hosts.
 
-    Temporary folders that killed runs left on this machine are removed, too.
+    Also remove local temporary folders of killed runs.
     """
     from kvbench.deployment import launch as launching
 

@@ -1,4 +1,4 @@
-"""Commands that prepare: what is missing here, a scenario, a corpus, other hosts, ``kvbench lab``."""
+"""Commands for preparation: checks, scenarios, corpora, hosts, ``kvbench lab``."""
 
 from __future__ import annotations
 
@@ -26,18 +26,16 @@ def schema() -> None:
 def doctor(
     scenario: Annotated[
         str | None,
-        typer.Argument(help="A scenario to look at too: its file or bundled name.", show_default=False),
+        typer.Argument(help="Scenario to check, too: its file or bundled name.", show_default=False),
     ] = None,
     set_: SetOption = None,
-    gates: Annotated[
-        bool, typer.Option("--gates", help="Only list what every trial is checked for.")
-    ] = False,
+    gates: Annotated[bool, typer.Option("--gates", help="Only list the checks of every trial.")] = False,
     hosts: Annotated[
-        bool, typer.Option("--hosts", help="Check the scenario's hosts, and who reaches whom.")
+        bool, typer.Option("--hosts", help="Check the scenario's hosts and their network.")
     ] = False,
     json_: JsonOption = False,
 ) -> int:
-    """Say what is installed here, what each connector lacks, and how to fix it."""
+    """Show what is installed here, what each connector lacks, and how to fix it."""
     from kvbench.planning.doctor import gates as gatetable
     from kvbench.planning.doctor.scenario import command
 
@@ -55,23 +53,21 @@ def doctor(
 def init(
     file: Annotated[Path, typer.Argument(help="The scenario file to write.")] = Path("scenario.yaml"),
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Ask nothing: take every default for this machine.")
+        bool, typer.Option("--yes", "-y", help="No questions: use the defaults for this machine.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     hosts: Annotated[
         str | None,
         typer.Option("--hosts", metavar="A,B", help="Engines run on these hosts, reached by ssh: P, then D."),
     ] = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="On the nodes that a Slurm job gives.")] = False,
+    slurm: Annotated[bool, typer.Option("--slurm", help="On the nodes of a Slurm job.")] = False,
     ray: Annotated[bool, typer.Option("--ray", help="On the nodes of a Ray cluster.")] = False,
     base_url: Annotated[
-        str | None, typer.Option("--base-url", metavar="URL", help="A server that is up; nothing is started.")
+        str | None, typer.Option("--base-url", metavar="URL", help="A running server; nothing is started.")
     ] = None,
-    model: Annotated[
-        str, typer.Option("--model", metavar="NAME", help="Which of that server's models.")
-    ] = "",
+    model: Annotated[str, typer.Option("--model", metavar="NAME", help="Model of that server.")] = "",
 ) -> int:
-    """Write a commented scenario for this machine, for hosts, Slurm or Ray, or for a server that is up."""
+    """Write a commented scenario for this machine, for hosts, Slurm or Ray, or for a running server."""
     from kvbench.planning import init as new_scenario
     from kvbench.planning.init_elsewhere import Elsewhere
 
@@ -84,27 +80,27 @@ def hosts_install(
     set_: SetOption = None,
     wheel: Annotated[
         Path | None,
-        typer.Option("--wheel", help="The wheel to install; else one is built of what runs here."),
+        typer.Option("--wheel", help="Wheel to install; default: built from the running version."),
     ] = None,
     wheelhouse: Annotated[
         Path | None,
         typer.Option(
             "--wheelhouse",
             metavar="DIR",
-            help="Wheels of all that it needs, brought along: for hosts that reach no registry.",
+            help="Folder with wheels of all dependencies, for hosts without a registry.",
             exists=True,
             file_okay=False,
         ),
     ] = None,
     bring: Annotated[
-        bool, typer.Option("--bring", help="Fetch these wheels here, in the versions that are here.")
+        bool, typer.Option("--bring", help="Download these wheels here, in the local versions.")
     ] = False,
     extra: Annotated[
         list[str] | None,
-        typer.Option("--extra", metavar="NAME", help="An extra of kvbench to install too, such as mooncake."),
+        typer.Option("--extra", metavar="NAME", help="Also install an extra of kvbench, such as mooncake."),
     ] = None,
 ) -> int:
-    """Copy this kvbench to each host of a scenario and install it there, in an environment of its own."""
+    """Copy this kvbench to each host of a scenario and install it there, in its own environment."""
     from kvbench.planning import install_hosts
 
     wanted = install_hosts.Install(wheel, wheelhouse, bring, tuple(extra or ()))
@@ -123,7 +119,7 @@ LabName = Annotated[str, typer.Option("--name", metavar="NAME", help="Which lab.
 def up(
     nics: Annotated[int, typer.Option("--nics", metavar="N", help="NICs between the hosts A and B.")] = 2,
     rate: Annotated[
-        str, typer.Option("--rate", metavar="RATE", help="What each NIC carries each way: 300mbit, 1gbit.")
+        str, typer.Option("--rate", metavar="RATE", help="Rate of each NIC, each way: 300mbit, 1gbit.")
     ] = "1gbit",
     mtu: Annotated[int, typer.Option("--mtu", metavar="BYTES", help="The NICs' MTU.")] = 1500,
     name: LabName = "kv",
@@ -131,10 +127,10 @@ def up(
         str, typer.Option("--prefix", metavar="X.Y", help="Beginning of the addresses: X.Y.i.1 and X.Y.i.2.")
     ] = "10.77",
     rootless: Annotated[
-        bool, typer.Option("--rootless", help="By a user namespace, even as root; others always do that.")
+        bool, typer.Option("--rootless", help="Use a user namespace, even as root; other users always do.")
     ] = False,
 ) -> None:
-    """Set a lab up; it stands until `kvbench lab down`."""
+    """Create a lab, which lasts until `kvbench lab down`."""
     from kvbench.hosts.lab import command as labcommand
     from kvbench.hosts.lab.layout import LabPlan
 
@@ -159,7 +155,7 @@ def exec_(
 def status(
     json_: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
-    """Say which labs are here, what has passed their NICs, and which faults are planted."""
+    """Show the labs of this machine, their NICs' traffic, and their faults."""
     from kvbench.hosts.lab import command as labcommand
 
     labcommand.status(console(), as_json=json_)
@@ -169,9 +165,9 @@ def status(
 @with_exit_code
 def down(
     name: LabName = "kv",
-    all_: Annotated[bool, typer.Option("--all", help="Every lab that no process is using.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="All unused labs.")] = False,
 ) -> None:
-    """Take a lab down with all that runs in it, and what killed processes left."""
+    """Remove a lab with all its processes, and leftovers of killed ones."""
     from kvbench.hosts.lab import command as labcommand
 
     labcommand.down(name, console(), everything=all_)
@@ -186,10 +182,10 @@ def fault(
         str,
         typer.Option("--amount", metavar="X", help="loss: a share such as 1%; slow: a rate such as 300mbit."),
     ] = "",
-    heal: Annotated[bool, typer.Option("--heal", help="Take the fault away.")] = False,
+    heal: Annotated[bool, typer.Option("--heal", help="Remove the fault.")] = False,
     name: LabName = "kv",
 ) -> None:
-    """Plant a fault on a NIC, or take it away, and say what its counter tells."""
+    """Inject a fault on a NIC, or remove it, and print its counters."""
     from kvbench.hosts.lab import command as labcommand
     from kvbench.hosts.lab.lab import Lab
     from kvbench.hosts.lab.state import Fault
@@ -198,14 +194,14 @@ def fault(
 
 
 def complete_format(incomplete: str) -> Iterator[str]:
-    """Formats of corpora."""
+    """Complete corpus formats."""
     from kvbench.planning.corpus_files import AUTO, FORMATS
 
     yield from (name for name in (AUTO, *FORMATS) if name.startswith(incomplete))
 
 
 def complete_model(incomplete: str) -> Iterator[str]:
-    """Models whose KV cache is known."""
+    """Complete models with a known KV cache."""
     from kvbench.core.physics import MODELS
 
     yield from (name for name in MODELS if name.startswith(incomplete))
@@ -215,19 +211,21 @@ def corpus(
     file: Annotated[Path, typer.Argument(help="A file of sessions, or a folder of them.", metavar="FILE")],
     format_: Annotated[
         str,
-        typer.Option("--format", help="Its format; told by its keys.", autocompletion=complete_format),
+        typer.Option(
+            "--format", help="Its format; default: detected by its keys.", autocompletion=complete_format
+        ),
     ] = "auto",
     tokens: Annotated[
         str | None,
-        typer.Option("--tokens", metavar="N,N", help="Caches to ask for, in tokens. 1000..8000 doubles."),
+        typer.Option("--tokens", metavar="N,N", help="Cache sizes in tokens. 1000..8000 doubles."),
     ] = None,
     gb: Annotated[
         list[float] | None,
-        typer.Option("--gb", metavar="GB", help="A cache to ask for, of --model. Repeatable.", min=1e-6),
+        typer.Option("--gb", metavar="GB", help="Cache size of --model in GB. Repeatable.", min=1e-6),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Whose KV cache GB are.", autocompletion=complete_model),
+        typer.Option("--model", help="Model of the KV cache in GB.", autocompletion=complete_model),
     ] = None,
     output_len: Annotated[
         int | None,
@@ -235,26 +233,27 @@ def corpus(
     ] = None,
     generate: Annotated[
         int | None,
-        typer.Option("--generate", metavar="N", help="Make N sessions after them, and tell of those.", min=1),
+        typer.Option("--generate", metavar="N", help="Generate N similar sessions, and show those.", min=1),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of what is made.", min=0)] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of generated sessions.", min=0)] = 0,
     write: Annotated[
-        Path | None, typer.Option("--write", metavar="FILE", help="Write what is made, as agentic .jsonl.gz.")
+        Path | None,
+        typer.Option("--write", metavar="FILE", help="Write generated sessions, as agentic .jsonl.gz."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw reuse by size, as .png or .svg.")
     ] = None,
     json_: JsonOption = False,
 ) -> None:
-    """Tell what recorded sessions ask for: turns, lengths, think times, and what caches could reuse."""
+    """Show what recorded sessions contain: turns, lengths, think times, and reusable prompt parts."""
     from kvbench.core.sessions.corpus import CorpusFigures
     from kvbench.core.units import parse_counts
     from kvbench.planning.corpus_files import corpus_report, load_corpus, made_after, print_report
 
     if plot is not None and plot.suffix not in (".png", ".svg"):
-        raise InputError(f"{plot} is the name of no picture", hint="end it in .png or .svg")
+        raise InputError(f"{plot} is not a picture's name", hint="end it in .png or .svg")
     if write is not None and (generate is None or not write.name.endswith(".jsonl.gz")):
-        raise InputError("--write is for sessions that are made", hint="--generate N --write FILE.jsonl.gz")
+        raise InputError("--write requires generated sessions", hint="--generate N --write FILE.jsonl.gz")
     sessions, source = load_corpus(file, format_, output_len), file.name
     if generate is not None:
         sessions, source = made_after(sessions, source, generate, seed, write)

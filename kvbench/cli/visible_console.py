@@ -1,4 +1,4 @@
-"""A terminal that obeys rich and nobody else: what the words of others would have it do is left out."""
+"""A console without control characters from foreign texts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvbench.core.foreign_text import visible
 
 
 class VisibleConsole(Console):
-    """Prints texts without control characters; rich's own, for colours and for the cursor, come later."""
+    """Removes control characters from printed texts; rich adds its own later."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

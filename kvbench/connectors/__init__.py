@@ -1,4 +1,4 @@
-"""How P hands its KV to D: one file per connector, found by its name."""
+"""Ways P hands its KV to D: one file per connector, found by name."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ names, get = _PARTS.names, _PARTS.get
 
 
 def profile(name: str, version: str, options: Mapping[str, Any], where: str) -> Connector:
-    """The connector as it is for an engine's version (empty: the newest) and for options as JSON has them.
-
-    Raises InputError, with ``where`` the options stand, for any that the connector does not take.
-    """
+    """Return the connector for an engine's version (empty: newest) and JSON options. Raises InputError,
+    naming ``where``, for unknown options."""
     connector = get(name)
     try:
         checked = connector.options_model.model_validate_json(json.dumps(options))

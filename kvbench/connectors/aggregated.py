@@ -1,4 +1,4 @@
-"""No P/D: each engine prefills and decodes. The baseline in each table."""
+"""The baseline without P/D: each engine prefills and decodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvbench.connectors.base import LoneConnector
 
 
 class Aggregated(LoneConnector):
-    """Engines that each do all of it, taken in turn; no KV transfer."""
+    """Independent engines, used in turn, without KV transfer."""
 
     name = "aggregated"
     title = "aggregated (no P/D)"

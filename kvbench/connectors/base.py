@@ -1,11 +1,9 @@
-"""The contract of a connector: how P hands its KV cache to D; hand-offs and options that several share.
+"""Interface of a connector, which hands KV from P to D, with shared hand-offs and options.
 
-A connector is one file in this folder; its module name is its registration. It defines ``CONNECTOR``, a
-subclass instance of ``Connector``, whose pure dispatch functions serve the router and the load generator.
-
-Releases of vLLM differ. Each way is a profile: a connector of its own, with the releases it is for.
-``CONNECTOR`` is the newest one, which the emulated engine speaks too; ``CONNECTOR.profile(version)`` is the
-one for an engine of that version.
+A connector is a file in this folder, registered by its module name, with ``CONNECTOR``, an instance of a
+``Connector`` subclass. Its pure dispatch functions serve router and load generator. Each incompatible range
+of vLLM releases has its own profile: ``CONNECTOR`` is the newest, also used by the emulated engine;
+``CONNECTOR.profile(version)`` returns that of a version.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from kvbench.errors import InputError
 Role = Literal["prefill", "decode", "aggregated"]
 DispatchMode = Literal["none", "sequential", "concurrent"]
 Body = Mapping[str, Any]
-"""JSON of a request, or of an answer."""
+"""JSON of a request or response."""
 
 KV_ROLE: Mapping[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer", "aggregated": "kv_both"}
 
@@ -40,7 +38,7 @@ BESIDE_EXTRA: Final = ("enable_permute_local_kv",)
 
 @dataclass(frozen=True)
 class ExtraKey:
-    """A key that a connector reads: the types of its values, and the releases of vLLM that read it."""
+    """Value types of a connector's key, and the vLLM releases that read it."""
 
     kinds: tuple[type, ...]
     releases: Releases = field(default_factory=Releases)
@@ -50,7 +48,7 @@ class ExtraKey:
 
 
 def key_since(first: Release, *kinds: type, until: Release | None = None) -> ExtraKey:
-    """A key of the releases from ``first`` on; whole numbers are taken for others."""
+    """Create a key for releases from ``first`` on; integers also match other types."""
     return ExtraKey((*kinds, int) if float in kinds else kinds, Releases(first, until))
 
 
@@ -58,14 +56,14 @@ ExtraKeys = Mapping[str, ExtraKey]
 
 
 class KvOptions(ConnectorOptions):
-    """Options of a connector of vLLM's: its own keys go through as they are."""
+    """Options of a vLLM connector; its own keys are passed through."""
 
     keys: ClassVar[ExtraKeys] = {}
-    """The keys that kvbench knows, beside those that follow from options (recorded/vllm/connectors.yaml)."""
+    """Known keys, besides those derived from options (recorded/vllm/connectors.yaml)."""
     follow: ClassVar[Mapping[str, str]] = {}  # keys → options of another name
 
     extra_config: dict[str, JsonValue] = Field(
-        default_factory=dict, description="further keys of kv_connector_extra_config, word for word"
+        default_factory=dict, description="further keys of kv_connector_extra_config, unchanged"
     )
 
     @field_validator("extra_config")
@@ -81,18 +79,18 @@ class KvOptions(ConnectorOptions):
         return given
 
     def key_notes(self, version: str) -> Iterator[str]:
-        """What a vLLM of that version (empty: unknown) is not known to read."""
+        """Warn about keys unknown to a vLLM version (empty: unknown)."""
         for name in self.extra_config:
             known = self.keys.get(name)
             if known is None:
-                yield f"extra_config: kvbench does not know the key {name}; it is passed on as it is"
+                yield f"extra_config: kvbench does not know the key {name}; it is passed on unchanged"
             elif version and release(version) not in known.releases:
                 yield f"extra_config: {name} is a key of {known.releases}, and this is {version}"
 
 
 @dataclass(frozen=True)
 class PrefillPeer:
-    """The prefill instance chosen for a request, as the dispatch functions need it."""
+    """Prefill instance of a request, for the dispatch functions."""
 
     url: str
     bootstrap_url: str = ""
@@ -102,16 +100,16 @@ class PrefillPeer:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_rank: int | None = None
-    """The data-parallel rank that computes the prompt, where P has several that D must know apart."""
+    """Data-parallel rank for the prompt, if D must know P's rank."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """What sends P's request to that rank."""
+        """Headers that send P's request to that rank."""
         return {} if self.data_rank is None else {RANK_HEADER: str(self.data_rank)}
 
 
 def peer_at(spec: BackendSpec, engine_ids: Sequence[str], turn: int) -> PrefillPeer:
-    """The rank of a prefill server whose turn it is, as vLLM's own proxy goes round (server, rank)."""
+    """Choose the next prefill rank in turn, as vLLM's own proxy does (server, rank)."""
     rank = turn % len(engine_ids) if len(engine_ids) > 1 else None
     addresses = spec.side_addresses or [spec.side_address]
     return PrefillPeer(
@@ -127,17 +125,17 @@ def peer_at(spec: BackendSpec, engine_ids: Sequence[str], turn: int) -> PrefillP
 
 @dataclass(frozen=True)
 class Neighbours:
-    """What an instance may have to know of the rest of its deployment: ``host:port`` of side channels."""
+    """Other instances' side channels as ``host:port``."""
 
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     services: tuple[str, ...] = ()
-    """Addresses of the connector's own helper processes, one per planned service port."""
+    """Addresses of the connector's helper processes, one per planned service port."""
 
 
 @dataclass(frozen=True)
 class Seat:
-    """One engine instance as a connector sees it."""
+    """An engine instance from a connector's view."""
 
     role: Role
     rank: int
@@ -148,67 +146,60 @@ class Seat:
 
 
 class Connector(ABC):
-    """How P hands its KV to D: engine configuration, environment, ports and request handshake."""
+    """Hands KV from P to D: engine configuration, environment, ports and request handshake."""
 
     name: ClassVar[str]
     title: ClassVar[str]
     dispatch: DispatchMode
     kv_connector: ClassVar[str] = ""
-    """The class name that goes into the engine's kv_transfer_config; empty without one."""
+    """Class name for the engine's kv_transfer_config, or ""."""
     transfer_backend: ClassVar[str] = ""
-    """The backend in kvbench.transfer that the emulated engine moves KV with; empty: it cannot."""
+    """kvbench.transfer backend for the emulated engine, or "" if unsupported."""
     needs_bootstrap: bool = False
-    """The router must ask P's bootstrap address for its engine id before the first request."""
+    """Whether the router must query P's bootstrap address for its engine id."""
     needs_engine_id: bool = False
-    """The dispatcher must know P's engine id and ranks from its start."""
+    """Whether the dispatcher must know P's engine id and ranks from the start."""
     side_port_roles: tuple[Role, ...] = ()
-    """The roles that need planned side-channel (or bootstrap) ports."""
     side_port_per_rank: ClassVar[bool] = False
-    """Each tensor-parallel rank of each data-parallel one takes one, from the planned port upwards."""
+    """Whether each tensor-parallel rank of each data-parallel rank has a side port, from the planned one
+    upwards."""
     side_port_per_data_rank: ClassVar[bool] = False
-    """Each data-parallel rank takes one; if neither is so, the instance does."""
+    """Whether each data-parallel rank has a side port; otherwise the instance has one."""
     service_ports: ClassVar[int] = 0
-    """Ports of the connector's own helper processes, planned once for the deployment."""
+    """Number of helper process ports, once per deployment."""
     true_outputs: ClassVar[bool] = True
-    """False if D computes from invented KV, so that its outputs cannot equal the aggregated server's."""
+    """False if D uses invented KV, so outputs cannot match the aggregated server's."""
     whole_prompt: ClassVar[bool] = True
-    """False if D gets whole blocks only, or only those that are there in time, and computes the rest."""
+    """False if D may receive only whole or timely blocks and recompute the rest."""
     kv_operation: Literal["read", "write", ""] = ""
-    """By what its library moves KV: D reads P's memory, or P writes D's; empty: neither, or unknown."""
+    """Transfer operation: D reads P's memory, or P writes D's; empty: neither, or unknown."""
     gpu_only: ClassVar[bool] = False
-    """vLLM's class refuses to run on CPUs."""
+    """Whether vLLM's class refuses CPUs."""
     v0_engine: ClassVar[bool] = False
-    """It is a class of vLLM's V0 engine."""
     options_model: ClassVar[type[ConnectorOptions]] = ConnectorOptions
 
     releases: ClassVar[Releases] = Releases()
-    """The vLLM releases that this profile is for."""
+    """vLLM releases of this profile."""
     older: ClassVar[tuple[type[Connector], ...]] = ()
-    """Profiles for earlier releases."""
     sglang: ClassVar[type[Connector] | None] = None
-    """The profile for SGLang."""
     history: ClassVar[str] = ""
-    """In which releases the class exists, for who asks for another one."""
+    """Releases with this class, for the error about others."""
     load_failure_policy_since: ClassVar[Release] = (0, 13)
-    """Releases from this one on know ``kv_load_failure_policy``."""
+    """First release with ``kv_load_failure_policy``."""
 
     @property
     def disaggregated(self) -> bool:
         return self.dispatch != "none"
 
     def profile(self, version: str = "", options: ConnectorOptions | None = None) -> Connector:
-        """The profile for an engine version such as "0.13.0" or "sglang"; empty is the newest.
-
-        A connector whose hand-off depends on its options looks at these too.
-        A release newer than all that are known takes the newest profile.
-        Raises InputError if that engine has no such connector.
-        """
+        """Return the profile for an engine version such as "0.13.0" or "sglang"; empty or newer than known:
+        newest. Options may also select it. Raises InputError if the engine lacks this connector."""
         if not version or not self.kv_connector:
             return self
         if is_sglang(version):
             if self.sglang is None:
                 raise InputError(
-                    f"kvbench knows no {self.name} for SGLang", hint="mooncake and nixl are known"
+                    f"kvbench does not support {self.name} for SGLang", hint="mooncake and nixl are supported"
                 )
             return self.sglang()
         wanted = release(version)
@@ -221,11 +212,11 @@ class Connector(ABC):
         )
 
     def ranks_problem(self, version: str, prefill: Ranks, decode: Ranks) -> str:
-        """Why it moves no KV between instances with these ranks; empty if it does, or that is not known."""
+        """Why KV cannot move between these ranks, or "" if it can or is unknown."""
         return ""
 
     def side_ports(self, role: str, ranks: Ranks) -> int:
-        """How many consecutive side ports an instance of a role takes."""
+        """Number of consecutive side ports of an instance."""
         if role not in self.side_port_roles:
             return 0
         if self.side_port_per_rank:
@@ -235,7 +226,6 @@ class Connector(ABC):
     def kv_transfer_config(
         self, role: Role, engine_id: str, options: ConnectorOptions, seat: Seat | None = None
     ) -> dict[str, Any] | None:
-        """The engine's ``--kv-transfer-config`` for one instance; None if nothing is to be configured."""
         if not self.kv_connector:
             return None
         more = options.extra_config if isinstance(options, KvOptions) else {}
@@ -255,60 +245,57 @@ class Connector(ABC):
         return {}
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
-        """Environment of the engine process; its addresses are the engine's to say, for each node its own."""
+        """Environment of the engine process; the engine adds addresses per node."""
         return {}
 
     def seat_env(self, options: ConnectorOptions, seat: Seat) -> dict[str, str]:
-        """The same, for who must know more of the deployment."""
+        """Like ``env``, but with the instance's neighbours."""
         return self.env(seat.role, options, seat.side_port)
 
     def files(self, options: ConnectorOptions, seat: Seat) -> dict[str, dict[str, Any]]:
-        """JSON files that an instance reads: environment variable with its path → content."""
+        """JSON files of an instance: environment variable for the path → content."""
         return {}
 
     def engine_args(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
-        """Arguments of ``vllm serve`` without which the connector does not work."""
+        """Required arguments of ``vllm serve``."""
         return {}
 
     def services(self, options: ConnectorOptions, host: str, ports: Sequence[int]) -> list[ProcessSpec]:
-        """Helper processes that must run before the engines, on ``service_ports`` planned ports."""
+        """Helper processes that run before the engines, on ``service_ports`` planned ports."""
         return []
 
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
-        """Settings of the user that this profile ignores or that harm."""
+        """User settings that this profile ignores or that harm."""
         return []
 
     def transport_asked(self, options: ConnectorOptions) -> str:
-        """The transports that the options ask for, by commas; what really ran is checked against it."""
+        """Requested transports, comma-separated; checked against the actual one."""
         return ""
 
     @abstractmethod
     def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
-        """The body to send to P for a client's body."""
+        """Body for P from a client's body."""
 
     @abstractmethod
     def decode_request(
         self, body: Body, prefill_response: Body | None, request_id: str, peer: PrefillPeer
     ) -> dict[str, Any]:
-        """The body to send to D; ``prefill_response`` is None with concurrent dispatch."""
+        """Body for D; ``prefill_response`` is None with concurrent dispatch."""
 
     def missing_in_prefill_response(self, prefill_response: Mapping[str, Any]) -> Sequence[str]:
-        """Fields that P should have answered but did not; a non-empty answer ends the request as an error."""
+        """Missing fields of P's response; any ends the request as an error."""
         return ()
 
     def backend_request_id(self, request_id: str, peer: PrefillPeer, decode_side_address: str) -> str:
-        """The ``X-Request-Id`` that P and D get."""
+        """``X-Request-Id`` for P and D."""
         return request_id
 
 
 def one_token_prefill(
     body: Mapping[str, Any], kv_transfer_params: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """A client's body turned into P's: one token, not streamed, with the handshake's parameters if any.
-
-    ``min_tokens`` and ``ignore_eos`` keep an end-of-sequence token on P from cancelling the
-    hand-off: a request that ends by EOS on P sends no KV and leaves D waiting.
-    """
+    """Convert a client's body to P's: one token, not streamed, with handshake parameters if any.
+    ``min_tokens`` and ``ignore_eos`` prevent an EOS on P, which would send no KV and leave D waiting."""
     request = {key: value for key, value in body.items() if key not in ("stream_options", "return_token_ids")}
     request.update(stream=False, max_tokens=1, min_tokens=1, ignore_eos=True)
     if "max_completion_tokens" in request:
@@ -319,7 +306,7 @@ def one_token_prefill(
 
 
 class _UnchangedOnD(Connector):
-    """D gets a client's body as it is."""
+    """Sends a client's body to D unchanged."""
 
     def decode_request(
         self, body: Body, prefill_response: Body | None, request_id: str, peer: PrefillPeer
@@ -328,10 +315,10 @@ class _UnchangedOnD(Connector):
 
 
 class PlainConnector(_UnchangedOnD):
-    """Sequential dispatch with unchanged bodies, except that P makes one token only.
+    """Sequential dispatch with unchanged bodies, except one token for P.
 
-    P computes the whole prompt first. D finds the KV by the prompt's tokens or by the request id, so the
-    request needs no parameters (proxy_server.py of vLLM 0.6, and connectors over a shared store).
+    P computes the prompt; D finds the KV by tokens or request id, without parameters (proxy_server.py of vLLM
+    0.6, and shared stores).
     """
 
     dispatch = "sequential"
@@ -341,7 +328,7 @@ class PlainConnector(_UnchangedOnD):
 
 
 class LoneConnector(_UnchangedOnD):
-    """One server with a connector of its own: no P/D, requests are passed on as they are."""
+    """One server with a connector and no P/D; requests are unchanged."""
 
     dispatch = "none"
 
@@ -350,10 +337,8 @@ class LoneConnector(_UnchangedOnD):
 
 
 class PullConnector(Connector):
-    """Sequential dispatch: P's answer carries ``kv_transfer_params`` that go to D untouched.
-
-    This is the dialect of vLLM's NixlConnector from 0.13 to 0.33 (toy_proxy_server.py).
-    """
+    """Sequential dispatch that copies ``kv_transfer_params`` from P's response to D: vLLM's NixlConnector
+    from 0.13 to 0.33 (toy_proxy_server.py)."""
 
     dispatch: DispatchMode = "sequential"
     side_port_roles: tuple[Role, ...] = ("prefill", "decode")
@@ -363,7 +348,7 @@ class PullConnector(Connector):
         "remote_host",
         "remote_port",
     )
-    """What P's ``kv_transfer_params`` must hold for D to find the blocks."""
+    """Required fields of P's ``kv_transfer_params``, by which D finds the blocks."""
 
     def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return one_token_prefill(
@@ -391,18 +376,17 @@ class PullConnector(Connector):
 
 
 class RoomConnector(Connector):
-    """SGLang's hand-off: P and D get the request at once and meet in a "room" on P's bootstrap server.
+    """SGLang's hand-off: concurrent requests meet in a "room" on P's bootstrap server.
 
-    The router adds ``bootstrap_host``, ``bootstrap_port`` and ``bootstrap_room`` (a random number of 63 bits)
-    to both bodies (SGLang 0.5, sglang_router). Only P binds a bootstrap port. Not run here: SGLang needs a
-    GPU.
+    The router adds ``bootstrap_host``, ``bootstrap_port`` and a random 63-bit ``bootstrap_room`` to both
+    bodies (SGLang 0.5, sglang_router). Only P binds a bootstrap port. Untested: SGLang needs a GPU.
     """
 
     dispatch = "concurrent"
     side_port_roles: tuple[Role, ...] = ("prefill",)
 
     def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
-        # P's own answer is thrown away, so it need not come as a stream.
+        # P's own answer is discarded, so it need not be streamed.
         request = {key: value for key, value in body.items() if key != "stream_options"}
         return {**request, "stream": False, **room_of(request_id, peer)}
 
@@ -413,19 +397,17 @@ class RoomConnector(Connector):
 
 
 def room_of(request_id: str, peer: PrefillPeer) -> dict[str, Any]:
-    """The three fields that join a request on P and on D. The room follows from the request's id."""
+    """Three fields that join a request on P and D; the room derives from the request id."""
     host, _, port = peer.side_address.rpartition(":")
     number = int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "big") >> 1
     return {"bootstrap_host": host, "bootstrap_port": int(port or 0), "bootstrap_room": number}
 
 
 TELLING: Final = {"UCX_LOG_LEVEL": "info", "UCX_PROTO_INFO": "y"}
-"""Lines at start-up and at each new connection, none at transfers."""
+"""Log settings with lines at start-up and new connections only."""
 
 
 class UcxOptions(KvOptions):
-    """Options of a connector over NIXL."""
-
     keys: ClassVar[ExtraKeys] = {
         "bidirectional_kv_xfer": key_since((0, 21), bool),
         "decoder_kv_blocks_ttl": key_since((0, 22), float),
@@ -440,15 +422,15 @@ class UcxOptions(KvOptions):
 
     ucx_tls: str = Field(
         "",
-        description="UCX_TLS: the transports UCX may use; by default its own choice, for the emulated engine "
-        "tcp. GPU memory needs cuda among them",
+        description="UCX_TLS: transports for UCX; by default its own choice, for the emulated engine "
+        "tcp. GPU memory requires cuda",
     )
     ucx_net_devices: str = Field("", description="UCX_NET_DEVICES: comma-separated devices, or all")
     num_threads: int | None = Field(
         None,
         ge=0,
         le=64,
-        description="NIXL worker threads beside the progress thread; by default the engine's own choice, "
+        description="NIXL worker threads besides the progress thread; by default the engine's choice, "
         "4 in vLLM, for the emulated one 0",
     )
 
@@ -467,29 +449,27 @@ class UcxOptions(KvOptions):
         return nic_names(self.ucx_net_devices)
 
     def nixl_config(self) -> dict[str, Any]:
-        """The keys of vLLM's kv_connector_extra_config; without a number of threads vLLM takes its own."""
+        """Keys of vLLM's kv_connector_extra_config; without a thread count vLLM uses its default."""
         threads = {} if self.num_threads is None else {"num_threads": self.num_threads}
         return {"backends": list(self.backends), **threads}
 
     def env(self) -> dict[str, str]:
-        """UCX's environment; what is not given there it chooses: transports, and devices among all.
-
-        UCX_TLS without cuda would make NIXL 1.0 and newer refuse GPU memory. It is to say which transports it
-        took, once a connection and operation (transfer/parts/transport_lines.yaml).
-        """
+        """UCX's environment, with logging of its transports per connection and operation
+        (transfer/parts/transport_lines.yaml). Unset, UCX chooses transports and devices. UCX_TLS without cuda
+        would make NIXL 1.0 and newer refuse GPU memory."""
         wanted = {"UCX_TLS": self.ucx_tls, "UCX_NET_DEVICES": self.ucx_net_devices}
         return {**{name: value for name, value in wanted.items() if value}, **TELLING}
 
 
 def moves_gpu_memory(tls: str) -> bool:
-    """Whether UCX_TLS, where it is set at all, leaves UCX a transport for CUDA's or ROCm's memory."""
+    """Whether UCX_TLS permits a transport for CUDA or ROCm memory."""
     words = [word.strip() for word in tls.removeprefix("^").split(",") if word.strip()]
     named = any(word == "all" or word.startswith(("cuda", "gdr", "rocm", "ze")) for word in words)
     return not words or named != tls.startswith("^")
 
 
 def ucx_warnings(options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
-    """What of the user's options and environment is ignored."""
+    """User options and environment that are ignored."""
     assert isinstance(options, UcxOptions)
     found = []
     if "UCX" not in options.backends and (options.ucx_tls or options.ucx_net_devices):

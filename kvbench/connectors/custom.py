@@ -1,8 +1,5 @@
-"""Any connector class of vLLM or of one's own, by its name and module.
-
-What kvbench cannot know is given by options: whether it is P/D, how requests are handed over, and
-which environment variable carries a side channel's port.
-"""
+"""Any connector class of vLLM or the user, by name and module. Options give what kvbench cannot know: P/D or
+not, the request hand-over, and the variable for a side channel's port."""
 
 from __future__ import annotations
 
@@ -25,8 +22,6 @@ from kvbench.core.engine_versions import Releases
 
 
 class CustomOptions(KvOptions):
-    """Options of the custom connector."""
-
     kv_connector: str = Field("ExampleConnector", min_length=1, description="name of the connector's class")
     kv_connector_module_path: str = Field("", description="its Python module, if vLLM does not know it")
     handshake: Literal["plain", "answer", "none"] = Field(
@@ -45,7 +40,7 @@ def _options(options: ConnectorOptions) -> CustomOptions:
 
 
 class _Settings(Connector):
-    """What the user says about the class."""
+    """The user's description of the class."""
 
     name = "custom"
     title = "custom connector class"
@@ -72,18 +67,18 @@ class _Settings(Connector):
 
 
 class CustomLone(LoneConnector, _Settings):
-    """One server."""
+    """One server without P/D."""
 
 
 class CustomAnswer(PullConnector, _Settings):
-    """P's answer goes to D."""
+    """Copies P's response to D."""
 
     side_port_roles: tuple[Role, ...] = ("prefill", "decode")
     answer_fields = ()
 
 
 class Custom(PlainConnector, _Settings):
-    """P first, then D, with unchanged bodies; other handshakes by the option."""
+    """P first, then D, with unchanged bodies; options select other handshakes."""
 
     def profile(self, version: str = "", options: ConnectorOptions | None = None) -> Connector:
         super().profile(version)

@@ -1,8 +1,5 @@
-"""vLLM's DecodeBenchConnector: a decode server alone, whose prompts' KV is invented. No P, no transfer.
-
-It shows the ceiling of D: no P/D pair with the same decode server can hold a higher rate. Its
-outputs mean nothing, so they are not compared with the aggregated server's.
-"""
+"""vLLM's DecodeBenchConnector: one decode server with invented prompt KV, without P or transfer. It shows D's
+ceiling for any P/D pair. Its outputs are meaningless and not compared."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from kvbench.core.engine_versions import Releases
 
 
 class DecodeBenchOptions(KvOptions):
-    """Options of the decode_bench connector."""
-
     fill_mean: float = Field(0.015, description="mean of the invented KV values")
     fill_std: float = Field(0.0, ge=0, description="their standard deviation; 0 fills with a constant")
 

@@ -1,8 +1,6 @@
-"""vLLM's ExampleConnector: P writes each layer's KV to files, D reads them. The slowest baseline.
-
-It does not cope with chunked prefill (D's engine dies of a shape mismatch), so inputs must fit
-into max_num_batched_tokens, which `warnings` says.
-"""
+"""vLLM's ExampleConnector: P writes each layer's KV to files, D reads them; the slowest baseline. Chunked
+prefill crashes D's engine (shape mismatch), so inputs must fit max_num_batched_tokens, else `warnings`
+reports it."""
 
 from __future__ import annotations
 
@@ -16,15 +14,13 @@ from kvbench.core.engine_versions import Releases
 
 
 class ExampleOptions(KvOptions):
-    """Options of the example connector."""
-
     shared_storage_path: str = Field(
         "kvbench-kv", min_length=1, description="folder that P and D both see; it grows and is not emptied"
     )
 
 
 class SharedStorage(PlainConnector):
-    """vLLM 0.9.1 to 0.12, under its former name."""
+    """Profile for vLLM 0.9.1 to 0.12, under its former name."""
 
     name = "example"
     title = "files (ExampleConnector)"
@@ -47,7 +43,7 @@ class SharedStorage(PlainConnector):
 
 
 class SharedStorageFirst(SharedStorage):
-    """vLLM 0.9.0, whose parser does not know the argument."""
+    """Profile for vLLM 0.9.0, whose parser lacks the argument."""
 
     releases = Releases((0, 9), (0, 9, 1))
 
@@ -56,7 +52,7 @@ class SharedStorageFirst(SharedStorage):
 
 
 class Example(SharedStorage):
-    """vLLM 0.13 and newer."""
+    """Profile for vLLM 0.13 and newer."""
 
     kv_connector = "ExampleConnector"
     releases = Releases((0, 13))

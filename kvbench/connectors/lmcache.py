@@ -1,9 +1,6 @@
-"""LMCacheConnectorV1: P puts KV chunks into an LMCache server, D gets them by their hashes.
-
-The server is a process that kvbench starts, or any store that LMCache has an address for. Chunks
-that are not there in time, and the last incomplete one, are computed by D. Not run here: LMCache
-needs a GPU.
-"""
+"""LMCacheConnectorV1: P stores KV chunks in an LMCache server, D loads them by hash. kvbench starts the
+server, or LMCache uses a given address. D computes late chunks and the incomplete last one. Untested: LMCache
+needs a GPU."""
 
 from __future__ import annotations
 
@@ -26,8 +23,6 @@ from kvbench.core.plan.processes import ProcessSpec
 
 
 class LmcacheOptions(KvOptions):
-    """Options of the lmcache connector."""
-
     keys: ClassVar[ExtraKeys] = {"use_layerwise": key_since((0, 17), bool)}
 
     remote_url: str = Field(
@@ -41,8 +36,6 @@ class LmcacheOptions(KvOptions):
 
 
 class Lmcache(PlainConnector):
-    """A store between P and D."""
-
     name = "lmcache"
     title = "LMCache (shared store)"
     kv_connector = "LMCacheConnectorV1"
@@ -66,7 +59,7 @@ class Lmcache(PlainConnector):
             "LMCACHE_REMOTE_SERDE": "naive",
             "LMCACHE_CHUNK_SIZE": str(options.chunk_size),
             "LMCACHE_LOCAL_CPU": "False",
-            # Chunks are found by hashes, which Python salts anew in each process.
+            # Chunks are found by hashes, which Python salts differently in each process.
             "PYTHONHASHSEED": "0",
         }
 

@@ -1,14 +1,10 @@
-"""vLLM's MooncakeConnector: P pushes the KV to D with Mooncake's Transfer Engine.
+"""vLLM's MooncakeConnector: P pushes KV to D with Mooncake's Transfer Engine.
 
-Four profiles, as their sources and proxies want them:
-
-- 0.25 and newer: the newest. Concurrent dispatch: P and D get the request at the same time, joined
-  by a ``transfer_id`` that the router invents; D asks P's side channel, whose address P's HTTP
-  bootstrap server reports (mooncake_connector_proxy.py).
-- 0.16 to 0.24: the same, but without the key ``device_name``.
-- 0.13 to 0.15: P answers the address of its ZMQ side channel, one port for each rank. Sequential: if
-  D asks before P has the request, P loses it and D decodes from unwritten blocks.
-- up to 0.10.0 (V0): a file mooncake.json and a plain proxy.
+Profiles by vLLM release: 0.25 and newer: concurrent dispatch, joined by the router's ``transfer_id``; D
+contacts P's side channel, whose address P's HTTP bootstrap server gives (mooncake_connector_proxy.py). 0.16
+to 0.24: the same without the key ``device_name``. 0.13 to 0.15: sequential; P returns its ZMQ side channel,
+one port per rank. An early request of D is lost, and D decodes unwritten blocks. Up to 0.10.0 (V0): a file
+mooncake.json and a plain proxy.
 """
 
 from __future__ import annotations
@@ -42,19 +38,17 @@ from kvbench.core.scenario.options import nic_names
 from kvbench.errors import InputError
 
 IN_VLLM: Final = Path(__file__).parent / "in_vllm"
-"""Modules that vLLM loads; goes on its PYTHONPATH."""
+"""Modules for vLLM's PYTHONPATH."""
 V0_PORTS: Final = 50
-"""V0's two port ranges must be this far apart; each takes 9 + 2 ports for each rank."""
+"""Distance of V0's two port ranges; each has 9 + 2 ports per rank."""
 _FORCED: Final = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
-"""Mooncake's own protocol argument selects nothing; these two do, by their mere presence."""
+"""Variables that select the transport by their presence; Mooncake's protocol argument has no effect."""
 _METADATA_SERVER: Final = re.compile(r"(?:etcd|redis|https?)://\S+|[^\s:/]+:\d{1,5}")
-"""Mooncake takes an address without a scheme for etcd's (its integration guide with vLLM)."""
+"""Metadata addresses; without a scheme Mooncake assumes etcd (its integration guide with vLLM)."""
 HISTORY: Final = "MooncakeConnector is in vLLM up to 0.10.0 (V0 engine), and again from 0.13 on"
 
 
 class MooncakeOptions(KvOptions):
-    """Options of the mooncake connector."""
-
     keys: ClassVar[ExtraKeys] = {
         "bootstrap_server_address": key_since((0, 32), str),
         "preferred_segment": key_since((0, 22), str),
@@ -66,7 +60,7 @@ class MooncakeOptions(KvOptions):
         description="transport; tcp and rdma are enforced by MC_FORCE_TCP and MC_FORCE_HCA. auto is "
         "Mooncake's own choice: rdma where it finds a device, else tcp; for the emulated engine tcp",
     )
-    device_name: str = Field("", description="comma-separated RDMA devices; empty takes all")
+    device_name: str = Field("", description="comma-separated RDMA devices; empty uses all")
     num_workers: int | None = Field(
         None,
         ge=1,
@@ -98,7 +92,7 @@ class MooncakeOptions(KvOptions):
         return nic_names(self.device_name)
 
     def sending(self) -> dict[str, Any]:
-        """The keys of vLLM's kv_connector_extra_config; what is left out vLLM chooses."""
+        """Keys of vLLM's kv_connector_extra_config; vLLM chooses omitted ones."""
         protocol = {} if self.protocol == "auto" else {"mooncake_protocol": self.protocol}
         return {**protocol, **({} if self.num_workers is None else {"num_workers": self.num_workers})}
 
@@ -106,7 +100,7 @@ class MooncakeOptions(KvOptions):
     @classmethod
     def _no_spaces(cls, names: str) -> str:
         if any(char.isspace() for char in names) or "" in names.split(",")[(0 if names else 1) :]:
-            raise ValueError("device names are separated by commas alone, as in mlx5_0,mlx5_1")
+            raise ValueError("device names are separated by commas only, as in mlx5_0,mlx5_1")
         return names
 
 
@@ -116,14 +110,14 @@ def _options(options: ConnectorOptions) -> MooncakeOptions:
 
 
 class _Settings(Connector):
-    """What all profiles have in common."""
+    """Common part of all profiles."""
 
     name = "mooncake"
     title = "Mooncake (Transfer Engine, P pushes)"
     kv_connector = "MooncakeConnector"
     options_model = MooncakeOptions
     ignored_env: ClassVar[tuple[str, ...]] = ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE")
-    """Names from Mooncake's store, which this connector never reads."""
+    """Variables of Mooncake's store, which this connector never reads."""
     history = HISTORY
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
@@ -142,9 +136,7 @@ class _Settings(Connector):
         asked = _options(options).protocol
         for protocol, variable in _FORCED.items():
             if asked not in ("auto", protocol) and variable in env:
-                found.append(
-                    f"{variable} is set, which counts whatever its value, against the option protocol"
-                )
+                found.append(f"{variable} is set, which overrides the option protocol whatever its value")
         return found
 
     def transport_asked(self, options: ConnectorOptions) -> str:
@@ -153,7 +145,7 @@ class _Settings(Connector):
 
 
 class _Chosen(_Settings):
-    """Device lists for releases that know none: through a class of kvbench's that vLLM loads."""
+    """Device lists for releases without the option, via kvbench's class in vLLM."""
 
     def kv_transfer_config(
         self, role: Role, engine_id: str, options: ConnectorOptions, seat: Seat | None = None
@@ -172,7 +164,8 @@ class _Chosen(_Settings):
 
 
 class MooncakeV0(PlainConnector, _Settings):
-    """vLLM 0.6.4 to 0.10.0: one P and one D, KV through host memory, and a metadata server of the user's."""
+    """Profile for vLLM 0.6.4 to 0.10.0: one P and D, KV through host memory, and an external metadata
+    server."""
 
     releases = Releases((0, 6, 4), (0, 10, 1))
     v0_engine = True
@@ -204,7 +197,7 @@ class MooncakeV0(PlainConnector, _Settings):
 
 
 def v0_config(options: MooncakeOptions, seat: Seat) -> dict[str, Any]:
-    """mooncake.json, the same for P and D. Raises InputError for what V0 cannot run."""
+    """Content of mooncake.json, equal for P and D. Raises InputError for what V0 does not support."""
     around = seat.neighbours
     if len(around.prefill) != 1 or len(around.decode) != 1:
         raise InputError("Mooncake in vLLM up to 0.10.0 joins one P and one D only")
@@ -226,7 +219,7 @@ def v0_config(options: MooncakeOptions, seat: Seat) -> dict[str, Any]:
 
 
 class MooncakeZmq(PullConnector, _Chosen):
-    """vLLM 0.14 and 0.15. P and D must get the same request id, which the router sees to."""
+    """Profile for vLLM 0.14 and 0.15; the router gives P and D the same request id."""
 
     releases = Releases((0, 14), (0, 16))
     side_port_roles: tuple[Role, ...] = ("prefill",)
@@ -241,7 +234,7 @@ class MooncakeZmq(PullConnector, _Chosen):
 
 
 class MooncakeRdma(MooncakeZmq):
-    """vLLM 0.13: hard-wired to "rdma", without a key for it; the environment enforces the transport."""
+    """Profile for vLLM 0.13, fixed to "rdma"; the environment forces the transport."""
 
     releases = Releases((0, 13), (0, 14))
 
@@ -251,8 +244,6 @@ class MooncakeRdma(MooncakeZmq):
 
 
 class SglangMooncake(RoomConnector):
-    """Mooncake below SGLang's disaggregation."""
-
     name = "mooncake"
     title = "Mooncake (SGLang)"
     options_model = MooncakeOptions
@@ -293,7 +284,7 @@ class _Bootstrap(_Settings):
 
 
 class MooncakeNoDevices(_Chosen, _Bootstrap):
-    """vLLM 0.16 to 0.24."""
+    """Profile for vLLM 0.16 to 0.24."""
 
     releases = Releases((0, 16), (0, 25))
 

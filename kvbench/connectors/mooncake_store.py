@@ -1,8 +1,6 @@
-"""vLLM's MooncakeStoreConnector: P puts KV blocks into a shared pool, D gets them by their hashes.
-
-The pool is memory that each engine lends; a `mooncake_master` process, which kvbench starts, knows
-where what is. A block that is not there in time is computed by D, without an error.
-"""
+"""vLLM's MooncakeStoreConnector: P stores KV blocks in a shared pool, D loads them by hash. Engines lend the
+pool's memory; a `mooncake_master` started by kvbench is its directory. D computes late blocks without an
+error."""
 
 from __future__ import annotations
 
@@ -26,8 +24,6 @@ from kvbench.core.scenario.options import nic_names
 
 
 class MooncakeStoreOptions(KvOptions):
-    """Options of the mooncake_store connector."""
-
     keys: ClassVar[ExtraKeys] = {
         "cache_prefix": key_since((0, 24), str),
         "custom_mem_pool": key_since((0, 31), str, bool, dict),
@@ -48,12 +44,12 @@ class MooncakeStoreOptions(KvOptions):
         description="transport of the pool; tcp and rdma are enforced by MC_FORCE_TCP and MC_FORCE_HCA. auto "
         "enforces nothing: the store's file says tcp, as vLLM does by default",
     )
-    device_name: str = Field("", description="comma-separated RDMA devices; empty takes all")
+    device_name: str = Field("", description="comma-separated RDMA devices; empty uses all")
     global_segment_size: str = Field(
         "4GB", pattern=r"^[1-9]\d*(KB|MB|GB)$", description="memory that each rank lends to the pool"
     )
     local_buffer_size: str = Field(
-        "1GB", pattern=r"^[1-9]\d*(KB|MB|GB)$", description="memory of each rank for what is under way"
+        "1GB", pattern=r"^[1-9]\d*(KB|MB|GB)$", description="memory of each rank for transfers in flight"
     )
     master_command: tuple[str, ...] = Field(
         ("mooncake_master",), min_length=1, description="how the master is started; comes with Mooncake"
@@ -69,7 +65,7 @@ class MooncakeStoreOptions(KvOptions):
 
 
 class MooncakeStore(PlainConnector):
-    """A pool between P and D. Two ports: the master's and its metrics'."""
+    """Pool between P and D, with ports for the master and its metrics."""
 
     name = "mooncake_store"
     title = "Mooncake Store (shared pool)"
@@ -86,7 +82,7 @@ class MooncakeStore(PlainConnector):
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         assert isinstance(options, MooncakeStoreOptions)
         forced = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}.get(options.protocol)
-        # P and D find each other's blocks by hashes, which Python salts anew in each process.
+        # P and D find blocks by hashes, which Python salts differently in each process.
         return {**({forced: "1"} if forced else {}), "PYTHONHASHSEED": "0"}
 
     def files(self, options: ConnectorOptions, seat: Seat) -> dict[str, dict[str, Any]]:

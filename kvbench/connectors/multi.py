@@ -1,7 +1,5 @@
-"""vLLM's MultiConnector: several connectors at once. The first one hands the KV from P to D.
-
-The others are tiers beside it, such as host memory; they are given as vLLM wants them.
-"""
+"""vLLM's MultiConnector: the first connector hands KV from P to D, the others are additional tiers such as
+host memory, configured as for vLLM."""
 
 from __future__ import annotations
 
@@ -23,8 +21,6 @@ _TIER: dict[str, JsonValue] = {
 
 
 class MultiOptions(ConnectorOptions):
-    """Options of the multi connector."""
-
     first: Literal["nixl", "nixl_push", "mooncake"] = Field(
         "nixl", description="the connector that moves KV from P to D"
     )
@@ -47,7 +43,7 @@ class MultiOptions(ConnectorOptions):
 
 
 class Multi(Connector):
-    """The first connector's handshake, ports and environment around all of their configurations."""
+    """The first connector's handshake, ports and environment with all configurations."""
 
     name = "multi"
     title = "several connectors (MultiConnector)"
@@ -84,7 +80,6 @@ class Multi(Connector):
         return self._first.side_ports(role, ranks)
 
     def _own(self, options: ConnectorOptions) -> ConnectorOptions:
-        """The first connector's options."""
         assert isinstance(options, MultiOptions)
         return self._first.options_model.model_validate(options.first_options)
 

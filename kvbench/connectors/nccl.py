@@ -1,8 +1,6 @@
-"""vLLM's P2pNcclConnector (0.9.2 to 0.23): D receives each layer into a tensor of its own, over NCCL.
-
-The addresses of both sides travel in the request id, so P and D need no discovery by a proxy:
-without ``proxy_ip`` the connector's ping thread stays off. Symmetric tensor parallelism only.
-"""
+"""vLLM's P2pNcclConnector (0.9.2 to 0.23): D receives each layer over NCCL into a new tensor. The request id
+contains both addresses, so no proxy discovery is needed: without ``proxy_ip`` the ping thread is off.
+Symmetric tensor parallelism only."""
 
 from __future__ import annotations
 
@@ -27,15 +25,13 @@ from kvbench.core.ranks import Ranks
 
 
 class NcclOptions(KvOptions):
-    """Options of the nccl connector."""
-
     keys: ClassVar[ExtraKeys] = {
         name: key_since((0, 9, 2), str, int, until=(0, 24))
         for name in ("http_port", "proxy_ip", "proxy_port")
     }
 
     send_type: Literal["PUT_ASYNC", "PUT", "GET"] = Field(
-        "PUT_ASYNC", description="PUT_ASYNC sends layers while P still computes; GET lets D ask for them"
+        "PUT_ASYNC", description="PUT_ASYNC sends layers while P still computes; GET lets D request them"
     )
     nccl_num_channels: int = Field(8, ge=1, le=64, description="NCCL channels of the transfer")
     kv_buffer_size: float = Field(
@@ -45,25 +41,24 @@ class NcclOptions(KvOptions):
 
     @property
     def pinned_gib(self) -> float:
-        """What a rank pins at its start: the size asked for, up to the next power of two (vLLM's pool)."""
+        """Pinned host memory of a rank: the requested size, rounded up to a power of two by vLLM's pool."""
         return 2.0 ** math.ceil(math.log2(self.mem_pool_size_gb))
 
     @property
     def memory(self) -> str:
-        """What it takes beside vLLM's own, in a sentence."""
-        kept = f"{self.kv_buffer_size / 1e9:g} GB of GPU memory beside gpu_memory_utilization"
+        """Describe its memory besides vLLM's own."""
+        kept = f"{self.kv_buffer_size / 1e9:g} GB of GPU memory in addition to gpu_memory_utilization"
         if self.send_type == "GET":
-            used = f"P keeps KV in at most {kept} until D asks, and drops the oldest beyond that"
+            used = f"P keeps KV in at most {kept} until D requests it, and drops the oldest beyond that"
         else:
-            used = f"D receives into {kept}, and then into what it has pinned"
+            used = f"D receives into {kept}, then into pinned host memory"
         pinned = f"each rank of P and D pins {self.pinned_gib:g} GiB of host memory at its start"
         return f"{pinned}; with send_type {self.send_type} {used}"
 
 
 class Nccl(PlainConnector):
-    """vLLM 0.11.1 to 0.23. Both sides bind one port for each rank of the world, from kv_port upwards
-    (p2p_nccl_connector.py).
-    """
+    """Profile for vLLM 0.11.1 to 0.23. Both sides bind a port per world rank, from kv_port upwards
+    (p2p_nccl_connector.py)."""
 
     name = "nccl"
     title = "NCCL (P2pNcclConnector)"
@@ -83,7 +78,9 @@ class Nccl(PlainConnector):
     def ranks_problem(self, version: str, prefill: Ranks, decode: Ranks) -> str:
         if prefill == decode:
             return ""
-        return f"P2pNcclConnector wants P and D alike, unlike {prefill.text()} and {decode.text()}"
+        return (
+            f"P2pNcclConnector requires equal ranks of P and D, unlike {prefill.text()} and {decode.text()}"
+        )
 
     def kv_transfer_config(
         self, role: Role, engine_id: str, options: ConnectorOptions, seat: Seat | None = None
@@ -103,7 +100,7 @@ class Nccl(PlainConnector):
         }
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
-        # Both sides must see the same request id. vLLM 0.13 leaves it as it is, later ones add a random
+        # Both sides must see the same request id. vLLM 0.13 keeps it, later releases add a random
         # part unless that is disabled, and D then waits for ever.
         return {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1"}
 
@@ -120,7 +117,7 @@ class Nccl(PlainConnector):
 
 
 class NcclWithHttpPort(Nccl):
-    """vLLM 0.9.2 to 0.11.0, which does not start without a port that only its ping thread would tell."""
+    """Profile for vLLM 0.9.2 to 0.11.0, which requires the port of its ping thread."""
 
     releases = Releases((0, 9, 2), (0, 11, 1))
 

@@ -1,4 +1,4 @@
-"""vLLM's NixlConnector: D pulls the KV from P with a NIXL READ over UCX."""
+"""vLLM's NixlConnector: D pulls KV from P with a NIXL READ over UCX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvbench.core.engine_versions import Release, Releases, dotted, release
 from kvbench.core.ranks import Ranks
 
 SMALLER_DECODE_SINCE: Final[Release] = (0, 14)
-"""Before, vLLM's connector ends with "Decode TP cannot be smaller than prefill TP"."""
+"""First release without the error "Decode TP cannot be smaller than prefill TP"."""
 
 
 class NixlOptions(UcxOptions):
@@ -25,8 +25,6 @@ class NixlOptions(UcxOptions):
 
 
 class SglangNixl(RoomConnector):
-    """NIXL below SGLang's disaggregation."""
-
     name = "nixl"
     title = "NIXL (SGLang)"
     options_model = NixlOptions
@@ -40,10 +38,8 @@ class SglangNixl(RoomConnector):
 
 
 class _Pull(PullConnector):
-    """D pulls from P; both bind a side channel for the agents' metadata.
-
-    The same from 0.11.1 to 0.33, but for fields of P's answer, which go through untouched.
-    """
+    """D pulls from P; both bind a side channel for agent metadata. From 0.11.1 to 0.33 only P's response
+    fields differ, and they are copied."""
 
     name = "nixl"
     title = "NIXL (UCX, D pulls)"
@@ -78,7 +74,7 @@ class _Pull(PullConnector):
 
 
 class NixlPerRank(_Pull):
-    """vLLM 0.9 to 0.11.0: the workers serve the metadata, each at port + data rank × TP + its own rank."""
+    """Profile for vLLM 0.9 to 0.11.0: workers serve metadata at port + data rank × TP + rank."""
 
     releases = Releases((0, 9), (0, 11, 1))
     side_port_per_rank = True
@@ -94,7 +90,8 @@ class NixlPerRank(_Pull):
 
 
 class Nixl(_Pull):
-    """From 0.11.1 on the scheduler does, for all workers of its data-parallel rank, at port + data rank."""
+    """Profile since 0.11.1: the scheduler serves all workers of its data-parallel rank at port + data
+    rank."""
 
     releases = Releases((0, 11, 1))
     older = (NixlPerRank,)

@@ -1,11 +1,9 @@
-"""vLLM's NixlPushConnector (from 0.24 on): P pushes the KV to D with a NIXL WRITE over UCX.
+"""vLLM's NixlPushConnector (0.24 and newer): P pushes KV to D with a NIXL WRITE over UCX, so P has the
+transfer metrics.
 
-D asks P for the write, so the transfer's metrics are P's. There are two ways to dispatch:
-
-- sequential, the default: the handshake is the pull connector's, with ``transfer_mode`` in P's answer;
-- concurrent, as vLLM's example says of itself (disagg_proxy_pushconnector_demo.py): D is told beforehand
-  where P is, registers its blocks there while P computes, and P joins the two by the request's id. This needs
-  P's fixed engine id and ranks, which whoever launches P knows.
+Sequential dispatch (default) is the pull connector's handshake with ``transfer_mode`` in P's response.
+Concurrent dispatch follows vLLM's example (disagg_proxy_pushconnector_demo.py): D gets P's address and
+registers blocks while P computes; P joins them by request id. It needs P's fixed engine id and ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +27,6 @@ from kvbench.core.engine_versions import Releases
 
 
 class NixlPushOptions(UcxOptions):
-    """Options of the nixl_push connector."""
-
     dispatch: Literal["sequential", "concurrent"] = Field(
         "sequential", description="whether D gets a request when P has answered, or at once"
     )
@@ -70,7 +66,7 @@ class NixlPush(PullConnector):
 
 
 class NixlPushAtOnce(NixlPush):
-    """P and D get a request at the same time, under the same request id."""
+    """Concurrent dispatch with the same request id on P and D."""
 
     dispatch = "concurrent"
     needs_engine_id = True

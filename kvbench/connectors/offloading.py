@@ -1,7 +1,5 @@
-"""vLLM's OffloadingConnector: one server whose KV blocks move to host memory and back. No P/D.
-
-It answers what a host-memory tier gives (or costs) beside the aggregated server of the same table.
-"""
+"""vLLM's OffloadingConnector: one server that moves KV blocks to and from host memory, without P/D. It shows
+benefit or cost of a host-memory tier against the aggregated server."""
 
 from __future__ import annotations
 
@@ -14,8 +12,6 @@ from kvbench.core.engine_versions import Releases
 
 
 class OffloadingOptions(KvOptions):
-    """Options of the offloading connector."""
-
     keys: ClassVar[ExtraKeys] = {
         "eviction_policy": key_since((0, 11, 1), str),
         "offload_prompt_only": key_since((0, 23), bool),
@@ -32,7 +28,7 @@ class OffloadingOptions(KvOptions):
 
 
 class OffloadingBlocks(LoneConnector):
-    """vLLM 0.11 to 0.13: the size is a number of blocks."""
+    """Profile for vLLM 0.11 to 0.13: the size is a number of blocks."""
 
     name = "offloading"
     title = "aggregated, KV offloaded to host memory"
@@ -47,7 +43,7 @@ class OffloadingBlocks(LoneConnector):
 
 
 class Offloading(OffloadingBlocks):
-    """The size is in bytes."""
+    """Profile with a size in bytes."""
 
     releases = Releases((0, 14))
     older = (OffloadingBlocks,)

@@ -1,8 +1,5 @@
-"""kvbench's plain reference: D reads the KV from P over ordinary sockets. Always there.
-
-The handshake is NIXL's (sequential, P answers where its blocks lie), so that the difference
-between the two in a table is the transfer alone.
-"""
+"""kvbench's reference: D reads KV from P over plain sockets; always available. The handshake is NIXL's
+(sequential, P returns its block addresses), so only the transfer differs."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from kvbench.core.engine_versions import Releases
 
 
 class TcpOptions(ConnectorOptions):
-    """Options of the tcp connector."""
-
     streams: int = Field(1, ge=1, le=64, description="TCP connections per pair of instances")
 
 

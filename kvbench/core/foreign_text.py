@@ -53,7 +53,6 @@ def _visible_values(value: Any) -> Any:
 
 
 def markdown_words(text: str) -> str:
-    """Escape text for Markdown."""
     return _MARKS.sub(lambda found: "&lt;" if found[0] == "<" else f"\\{found[0]}", visible(text))
 
 

@@ -1,8 +1,7 @@
-"""The physics behind the gates: what hardware can do at most, how much work a prompt is, how large its KV is.
+"""Hardware limits behind the gates: peak compute, work of a prompt, size of its KV.
 
-Peak and work err to the side of silence: the peak is the highest dense one that a GPU has for inference, and
-the work counts only what every implementation has to compute. So a rate above the peak is impossible,
-whatever the kernels, the data type or the share of the peak that is usual."""
+Both err on the silent side: the peak is a GPU's highest dense one, and the work counts only what every
+implementation computes. A rate above it is impossible whatever the kernels or data type."""
 
 from __future__ import annotations
 
@@ -60,17 +59,17 @@ GPU_NAMES: Final = tuple(_PEAK_TFLOPS)
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """What a prompt costs: 2 FLOP per parameter and token, and attention, which grows with the square.
-    ``parameters`` are those that a token meets in prefill: active experts only, without embeddings (they are
-    looked up) and without the output layer (it is computed for the last token alone). ``attention`` is layers
-    × query heads × mean width of key and value heads."""
+    """Work of a prompt: 2 FLOP per parameter and token, and attention, which grows with the square.
+    ``parameters``: those that a prefill token uses, so only active experts, without embeddings and output
+    layer. ``attention``: layers × query heads × mean width of key and value heads."""
 
     parameters: float
     attention: float = 0.0
     source: str = ""
 
     def flop(self, tokens: float) -> float:
-        """FLOP of one prompt. Causal attention: QKᵀ and PV, 2 FLOP a multiply-add, half of the square."""
+        """Return the FLOP of one prompt. Causal attention: QKᵀ and PV, 2 FLOP per multiply-add, half of the
+        square."""
         return 2.0 * self.parameters * tokens + 2.0 * self.attention * tokens * tokens
 
 
@@ -92,7 +91,6 @@ _WORK: Final = MappingProxyType(
 
 
 def prefill_work(model: str, active_parameters: float | None = None) -> PrefillWork | None:
-    """The work of a model's prompts; None for one that is not known and of which nothing was said."""
     known = _WORK.get(model)
     if active_parameters is None:
         return known
@@ -100,8 +98,8 @@ def prefill_work(model: str, active_parameters: float | None = None) -> PrefillW
 
 
 def peak_flops(name: str) -> float | None:
-    """FLOP/s that one GPU of that name has at most; None if it is not known. ``name`` is nvidia-smi's
-    ("NVIDIA H100 80GB HBM3") or short ("h200")."""
+    """Return the peak FLOP/s of one GPU by nvidia-smi's name ("NVIDIA H100 80GB HBM3") or a short one
+    ("h200")."""
     known = _known_gpu(name)
     return _PEAK_TFLOPS[known] * 1e12 if known else None
 
@@ -145,21 +143,18 @@ _PEAK_16BIT_TFLOPS: Final = MappingProxyType(
 
 
 def peak_flops_16bit(name: str) -> float | None:
-    """FLOP/s in 16 bits that one GPU of that name has at most; None if it is not known."""
     known = _known_gpu(name)
     return None if known not in _PEAK_16BIT_TFLOPS else _PEAK_16BIT_TFLOPS[known] * 1e12
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The GPUs that one instance computes with."""
-
     gpu: str
     count: int = 1
 
     @property
     def peak_flops(self) -> float | None:
-        """FLOP/s of all of them together; None if the GPU is not known."""
+        """FLOP/s of all its GPUs."""
         peak = peak_flops(self.gpu)
         return None if peak is None else peak * self.count
 
@@ -171,19 +166,19 @@ _HARDWARE: Final = re.compile(r"\s*(?:(\d{1,4})\s*[x×*]\s*)?(\S.*?)\s*")
 
 
 def hardware_of(text: str) -> Hardware:
-    """From ``8xH200`` or ``L40S``. Raises ValueError for a GPU that is not in the table."""
+    """Return the GPUs of a text such as ``8xH200`` or ``L40S``. Raises ValueError for an unknown GPU."""
     found = _HARDWARE.fullmatch(text)
     if found is None or peak_flops(found[2]) is None or int(found[1] or 1) < 1:
         raise ValueError(f"{text!r} is not a known GPU; expected for example 8xH200: {', '.join(GPU_NAMES)}")
     return Hardware(found[2], int(found[1] or 1))
 
 
-# What the emulated engine's timing profiles stand for; "quick" is nobody's hardware.
+# GPUs that the emulated engine's timing profiles model; "quick" models none.
 _PROFILES: Final = MappingProxyType({"h200-tp8-qwen3-30b-a3b": ("H200", 8), "a10-qwen2.5-7b": ("A10", 0)})
 
 
 def profile_hardware(timing: str, tensor_parallel_size: int) -> Hardware | None:
-    """The GPUs that a timing profile of the emulated engine stands for."""
+    """Return the GPUs that a timing profile of the emulated engine models."""
     if timing not in _PROFILES:
         return None
     gpu, count = _PROFILES[timing]
@@ -197,13 +192,12 @@ DTYPE_BYTES: Final = MappingProxyType({"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the KV cache and the compute model need to know of a model.
+    """Model shape for the KV cache and the compute model.
 
-    The KV cache of grouped-query attention holds, per token, a key and a value vector for each layer and KV
-    head: ``2 · layers · kv_heads · head_dim · dtype_bytes`` bytes. Multi-head latent attention (MLA) holds
-    one compressed vector per layer instead: ``layers · mla_dim · dtype_bytes``. With more tensor-parallel
-    ranks than KV heads each head is stored more than once, and MLA's vector is stored on every rank, so the
-    bytes on the wire exceed the logical ones."""
+    KV bytes per token are ``2 · layers · kv_heads · head_dim · dtype_bytes`` with grouped-query attention and
+    ``layers · mla_dim · dtype_bytes`` with multi-head latent attention (MLA). MLA's vector, and each head if
+    there are more tensor-parallel ranks than KV heads, is stored on several ranks, so more bytes are
+    transferred than the logical ones."""
 
     name: str
     layers: int
@@ -216,12 +210,11 @@ class ModelShape:
 
     @property
     def known(self) -> bool:
-        """False for a model of which only the name is known, behind somebody else's server."""
         return self.layers > 0
 
     @property
     def kv_parts(self) -> int:
-        """Tensors per layer: keys and values apart, or one latent vector (MLA)."""
+        """Tensors per layer: keys and values, or one latent vector (MLA)."""
         return 1 if self.mla_dim else 2
 
     def kv_bytes_per_token(self) -> int:
@@ -230,7 +223,7 @@ class ModelShape:
         return self.kv_parts * self.layers * width * DTYPE_BYTES[self.kv_dtype]
 
     def wire_factor(self, tensor_parallel_size: int) -> int:
-        """How many times each logical byte is stored, and so transferred, over all ranks."""
+        """Return how often each logical byte is stored, and so transferred, over all ranks."""
         if tensor_parallel_size < 1:
             raise ValueError("tensor_parallel_size must be at least 1")
         if self.mla_dim:
@@ -238,11 +231,11 @@ class ModelShape:
         return max(1, tensor_parallel_size // self.kv_heads)
 
     def wire_bytes_per_token(self, tensor_parallel_size: int = 1) -> int:
-        """KV bytes of one token summed over all tensor-parallel ranks."""
+        """Return the KV bytes of one token over all tensor-parallel ranks."""
         return self.kv_bytes_per_token() * self.wire_factor(tensor_parallel_size)
 
     def blocks(self, tokens: int, block_tokens: int) -> int:
-        """KV blocks that hold ``tokens`` tokens; the last one moves whole."""
+        """Return the KV blocks of ``tokens`` tokens; the last one moves whole."""
         return -(-tokens // block_tokens)
 
     def regions(self) -> int:
@@ -250,11 +243,11 @@ class ModelShape:
         return self.kv_parts * self.layers
 
     def block_bytes(self, block_tokens: int, tensor_parallel_size: int = 1) -> int:
-        """Bytes of one block in one region, summed over the ranks."""
+        """Return the bytes of one block in one region, over all ranks."""
         return self.wire_bytes_per_token(tensor_parallel_size) * block_tokens // self.regions()
 
     def descriptors(self, tokens: int, block_tokens: int) -> int:
-        """Transfer descriptors of one rank if contiguous blocks are not merged."""
+        """Return the transfer descriptors of one rank if contiguous blocks are not merged."""
         return self.regions() * self.blocks(tokens, block_tokens)
 
 

@@ -1,7 +1,7 @@
-"""What a measurement leaves behind: one request, one trial. Seconds inside, milliseconds at the edge.
+"""Records of a measurement: one request, one trial. Seconds inside, milliseconds at the edge.
 
-All ``*_s`` times of a request are seconds since the trial's start on the load generator's
-monotonic clock; ``None`` means that it did not happen or was not seen."""
+All ``*_s`` times of a request are seconds since the trial's start on the load generator's monotonic clock;
+None means that it did not happen or was not recorded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ABORTED: Final = ("abort", "error")
 
 
 def abort_text(choices: Any) -> str:
-    """Return the abort of a completion's or chat's ``choices`` in words; empty if none."""
+    """Return the text of an abort in ``choices``; empty if none."""
     for choice in choices if isinstance(choices, list) else ():
         reason = choice.get("finish_reason") if isinstance(choice, dict) else None
         if reason in ABORTED:
@@ -50,16 +50,18 @@ def abort_text(choices: Any) -> str:
     return ""
 
 
-# "undecided": the trial could not tell within its time. "measured": valid, and no SLO was asked of it.
+# "undecided": inconclusive within the trial's time. "measured": valid, without an SLO.
 VerdictKind = Literal["met", "missed", "undecided", "measured", "invalid"]
 
 Method = Literal[
     "sustained", "burst", "fixed", "closed_loop", "trace", "equal_rate", "imported", "chaos", "soak"
 ]
-"""How a trial's load was meant. Only "sustained" and "trace" are answers to how much a system holds;
-"closed_loop" offers no rate (its ``request_rate`` is 0) but so many requests at once; "chaos" and "soak" hold
-a rate, with a fault in it, or one window of hours;
-"imported" is a result that another tool measured (importers/)."""
+"""How a trial's load was offered.
+
+- "sustained" and "trace" measure how much a system holds.
+- "closed_loop" offers a number of concurrent requests and no rate (its ``request_rate`` is 0).
+- "chaos" and "soak" offer a fixed rate, with a fault or for hours.
+- "imported" is another tool's result (importers/)."""
 MAIN_METHODS: Final = ("sustained", "trace")
 HELD_METHODS: Final = ("chaos", "soak")
 """Methods at a fixed rate; their run kinds have the same names."""
@@ -71,21 +73,21 @@ ROUTER_TIMES: Final = (
     "decode_sent_s",
     "decode_first_byte_s",
 )
-"""The router's times of a request: in its answer's headers (``timing_header``), and in a RequestRecord."""
+"""The router's times of a request, in its response headers (``timing_header``) and in a RequestRecord."""
 TIMING_REQUEST_HEADER: Final = "x-kvbench-timing"
 
 
 def timing_header(name: str) -> str:
-    """The response header that carries one of ROUTER_TIMES, in seconds on the router's monotonic clock."""
+    """Return the response header of one of ROUTER_TIMES, in seconds on the router's monotonic clock."""
     return "x-kvbench-" + name.removesuffix("_s").replace("_", "-")
 
 
 @dataclass
 class RequestRecord:
-    """One request as the load generator saw it. The times from ``router_received_s`` to
-    ``decode_first_byte_s`` are the router's, put on the generator's clock; they are there if the router is
-    kvbench's own and runs on the same machine. In direct mode, without a router, all but
-    ``router_received_s`` are the generator's own."""
+    """One request as the load generator recorded it.
+
+    ``router_received_s`` to ``decode_first_byte_s`` are times of kvbench's router on the same machine, on the
+    generator's clock. In direct mode all but ``router_received_s`` are the generator's."""
 
     request_id: str
     scheduled_s: float
@@ -106,17 +108,17 @@ class RequestRecord:
     decode_sent_s: float | None = None
     decode_first_byte_s: float | None = None
     sent_kernel_s: float | None = None
-    """When the kernel passed the request's last byte to the network device, or None."""
+    """Time at which the kernel passed the request's last byte to the network device."""
     stamps: Literal["", "kernel", "read"] = ""
     """Source of receive times: the kernel's stamps, or the client's reads."""
     prompt_tokens: int | None = None
-    """Prompt length in the server's usage, or None."""
+    """Prompt length in the server's usage."""
     text_crc: int | None = None
-    """CRC-32 of the answer's text, to recognise equal answers, or None."""
+    """CRC-32 of the answer's text, to recognise equal answers."""
     text_bytes: int | None = None
-    """Length of the text in UTF-8, or None."""
+    """Length of the text in UTF-8."""
     first_event_s: float | None = None
-    """First event of the stream, possibly without text, or None."""
+    """First event of the stream, possibly without text."""
     untimed_tokens: float = 1.0
     """Tokens not timed between the first and the last text (core/metrics/untimed_tokens.py)."""
     empty_events: int = 0
@@ -124,17 +126,17 @@ class RequestRecord:
     first_blank: bool = False
     """Whether the first text was only blanks."""
     canary: int | None = None
-    """Number of its canary prompt (core/canaries), or None."""
+    """Number of its canary prompt (core/canaries)."""
     text: str = ""
     """A canary's answer, else empty."""
     session: int | None = None
-    """Number of its session in the trial, or None."""
+    """Number of its session in the trial."""
     turn: int | None = None
     """Index in its conversation; sub-agents count separately."""
     session_s: float | None = None
     """Session duration up to this answer, for the session's last request."""
     cached_tokens: int | None = None
-    """Prompt tokens found in the prefix cache, or None."""
+    """Prompt tokens that were in the prefix cache."""
 
     @property
     def ok(self) -> bool:
@@ -178,8 +180,8 @@ class RequestRecord:
 
 
 def require_types(record: object) -> None:
-    """Raises TypeError if a field of a record from a file is of another JSON type than it is declared with.
-    Numbers may be None: what was not finite is written so."""
+    """Raise TypeError if a field of a record from a file has the wrong JSON type. Numbers may be None, which
+    stands for non-finite values."""
     cls = type(record)
     if cls not in _JSON_TYPES:
         _JSON_TYPES[cls] = {name: _kinds(hint) for name, hint in get_type_hints(cls).items()}
@@ -292,8 +294,8 @@ class TokenChoice:
 @dataclass(frozen=True)
 class Outputs:
     """Greedy outputs for one input length, and the median time of one request in seconds. ``choices``: each
-    text's tokens, () where the server does not tell them. ``repeats``: the same asked again, alone and
-    together, by which a server's own noise is known."""
+    text's tokens, () if the server does not report them. ``repeats``: the same prompts repeated, alone and
+    together, which shows the server's own noise."""
 
     texts: tuple[str, ...]
     latency_s: float

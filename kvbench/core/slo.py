@@ -1,16 +1,16 @@
-"""What a trial has to keep: limits for each request, for a percentile, for a mean; in tiers if asked for.
+"""The SLO: limits for each request, for a percentile or for a mean, optionally in tiers.
 
 Forms
 -----
 - **Joint attainment** (the default): ``ttft_ms``, ``tpot_ms`` and every limit on ``each`` request together;
-  the share of requests that keep all of them must reach ``attainment``.
-- **A percentile**: ``ttft_ms p90 <= 5000`` asks that 90 % of all requests stay within 5000 ms. That is the
-  same as the P90 being within, except that a request without an answer counts as one beyond the limit.
-- **A mean**: ``tpot_ms mean <= 50``, over the answered requests. A mean of survivors can be bought by
-  dropping requests, so an SLO of means alone also asks that the share ``attainment`` is answered.
+  the share of requests within all of them must reach ``attainment``.
+- **A percentile**: ``ttft_ms p90 <= 5000`` requires that 90 % of all requests stay within 5000 ms. An
+  unanswered request counts as one beyond the limit.
+- **A mean**: ``tpot_ms mean <= 50``, over the answered requests. An SLO of means alone
+  also requires that the share ``attainment`` is answered, since dropped requests lower the mean.
 
-Every limit of an SLO must hold. A failed, late or wrong-length request keeps nothing. The client's deadline
-for a request follows from what the SLO allows it (``default_timeout_s``)."""
+Every limit must hold. A failed, late or wrong-length request misses all. The SLO determines the client's
+timeout (``default_timeout_s``)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from typing import Any, Final, Literal
 
 METRICS: Final = ("ttft_ms", "tpot_ms", "e2el_ms")
 SESSION_METRICS: Final = ("first_ttft_ms", "later_ttft_ms", "session_ms")
-"""Of loads of sessions: TTFT of the turn that opens a conversation, and of the others; a whole session, from
-its planned begin to its last answer. A request that one of them does not concern says nothing of it."""
+"""Metrics of session loads: TTFT of a conversation's first turn, TTFT of later turns, and the time of a whole
+session from its planned start to its last answer. A metric ignores requests that it does not concern."""
 NO_VALUE: Final = math.nan
 """Observation of a request without a value: it failed, or its TPOT is undefined."""
 
@@ -121,7 +121,7 @@ class Criterion:
     """A share's conditions per request besides being answered; a mean's single limit."""
 
     def observe(self, values: Mapping[str, float | None], ok: bool) -> float:
-        """One request's observation: 0.0 or 1.0, or its value in ms; NO_VALUE if it says nothing of it."""
+        """Return a request's observation: 0.0 or 1.0, or its value in ms; NO_VALUE if it has none."""
         if self.kind == "mean":
             value = values.get(self.limits[0].metric) if ok else None
             return NO_VALUE if value is None else value
@@ -131,7 +131,7 @@ class Criterion:
         return float(ok and all(limit.kept(values[limit.metric]) for limit in concerned))
 
     def margin(self, values: Mapping[str, float | None], ok: bool) -> float:
-        """The largest of value / limit: at most 1 where it is kept. inf for a request that failed."""
+        """Return the largest value / limit, at most 1 if the SLO is met; inf for a failed request."""
         if self.kind == "mean":
             return self.observe(values, ok) / self.target
         concerned = [limit for limit in self.limits if limit.metric in values]
@@ -204,7 +204,7 @@ class Slo:
         return bool(self.each or self.limits)
 
     def all_criteria(self) -> tuple[Criterion, ...]:
-        """What must hold, the joint share first. Never empty: without limits an answer is asked for."""
+        """All criteria, the joint share first. Never empty: without limits, requests must be answered."""
         return self._criteria
 
     @cached_property
@@ -219,7 +219,7 @@ class Slo:
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """What is asked of requests as shares: the attainment, 0.99 of a P99. Never empty."""
+        """Required shares of requests: the attainment, or 0.99 for a P99. Never empty."""
         return tuple(each.target for each in self.all_criteria() if each.kind == "share")
 
     def criteria(self) -> tuple[tuple[CriterionKind, float], ...]:
@@ -227,8 +227,8 @@ class Slo:
         return tuple((criterion.kind, criterion.target) for criterion in self.all_criteria())
 
     def observe(self, values: Mapping[str, float | None], ok: bool) -> tuple[float, ...]:
-        """One request's observation for each criterion; NaN where it says nothing. ``values``: by metric in
-        ms, as ``latencies_ms`` gives them."""
+        """Return a request's observation for each criterion; NaN without one. ``values``: ms by metric, from
+        ``latencies_ms``."""
         return tuple([criterion.observe(values, ok) for criterion in self._criteria])
 
     def margins(self, values: Mapping[str, float | None], ok: bool) -> tuple[float, ...]:
@@ -236,13 +236,13 @@ class Slo:
         return tuple([criterion.margin(values, ok) for criterion in self._criteria])
 
     def tightest(self, metric: str) -> float | None:
-        """The lowest limit on a metric, of whatever statistic and turns; None if there is none."""
+        """Return the lowest limit on a metric, of any statistic and turn."""
         named = (metric, *(each for each in SESSION_METRICS if each.endswith(f"_{metric}")))
         limits = [limit.limit for limit in (*self.each, *self.limits) if limit.metric in named]
         return min(limits, default=None)
 
     def loosened(self, ttft_ms: float, tpot_ms: float) -> Slo:
-        """The SLO with some milliseconds forgiven, at the first token and per further token."""
+        """Return the SLO with looser limits: milliseconds added to the first token, and per further token."""
         added = {"tpot_ms": tpot_ms, **dict.fromkeys(("ttft_ms", "e2el_ms", *SESSION_METRICS), ttft_ms)}
         return replace(
             self,
@@ -272,7 +272,7 @@ class Slo:
         return min(parts, whole) if joint and parts and whole else max(parts, whole)
 
     def text(self) -> str:
-        """Return the text without the criterion that only asks for answers."""
+        """Return the text without the criterion that only requires answers."""
         texts = [criterion.text() for criterion in self.all_criteria() if criterion.limits]
         return "; ".join(texts) or "no SLO"
 
@@ -285,7 +285,7 @@ def latencies_ms(
     turn: int | None = None,
     session_s: float | None = None,
 ) -> dict[str, float | None]:
-    """What a request says of each metric, in ms; None: it has no value. A failed turn fails its session."""
+    """Return a request's values by metric in ms. A failed turn fails its session."""
     values = {"ttft_ms": ttft_s, "tpot_ms": tpot_s, "e2el_ms": e2el_s}
     if turn is not None:
         values["later_ttft_ms" if turn else "first_ttft_ms"] = ttft_s
@@ -301,7 +301,7 @@ def misses_allowed(n: int, share: float) -> int:
 
 
 def burst_slo(slo: Slo) -> Slo:
-    """The limits as the burst method reads them: on the means of TTFT and TPOT, whatever the form asked."""
+    """Return the limits of the burst method: means of TTFT and TPOT in every case."""
     metrics = ((metric, slo.tightest(metric)) for metric in METRICS)
     means = tuple(Limit(metric, "mean", limit) for metric, limit in metrics if limit is not None)
     # The hand that bisects looks at the means of what was answered, and at nothing else.
@@ -349,12 +349,11 @@ def allowed_s(slos: Iterable[Slo], output_len: int) -> float:
 
 
 def default_timeout_s(allowed: float) -> float:
-    """Return the default deadline."""
     return min(max(LEAST_S, TIMES * allowed), LONGEST_TIMEOUT_S)
 
 
 def timeout_problem(data: Mapping[str, Any]) -> str:
-    """What is wrong with a deadline that was set, of plain data that may be incomplete or wrong; else ""."""
+    """Return the problem of a timeout in plain data, which may be incomplete or wrong; "" without one."""
     workload, slo = data.get("workload"), data.get("slo")
     if not isinstance(workload, Mapping) or not isinstance(slo, Mapping):
         return ""

@@ -68,7 +68,8 @@ def _nonzero(value: float) -> float:
 
 @lru_cache(4096)
 def beta_quantile(a: float, b: float, q: float) -> float:
-    """The x with I_x(a, b) = q, by bisection. Kept, since looks at a trial ask for the same ones."""
+    """Return the x with I_x(a, b) = q, by bisection. Cached, since repeated looks at a trial need the same
+    ones."""
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -154,7 +155,7 @@ class StepSeries:
 
     @classmethod
     def of_intervals(cls, starts_s: Sequence[float], ends_s: Sequence[float]) -> StepSeries:
-        """How many of the intervals [start, end) are open at each time."""
+        """Return the number of intervals [start, end) that are open at each time."""
         times = np.concatenate([np.asarray(starts_s, np.float64), np.asarray(ends_s, np.float64)])
         change = np.concatenate([np.ones(len(starts_s)), -np.ones(len(ends_s))])
         moments, where = np.unique(times, return_inverse=True)
@@ -164,7 +165,7 @@ class StepSeries:
         return int(self.values.max()) if len(self.values) else 0
 
     def sampled(self, times_s: FloatArray) -> FloatArray:
-        """The values at some times."""
+        """Return the values at some times."""
         known = np.concatenate([[0.0], self.values])
         return np.asarray(known[np.searchsorted(self.times_s, times_s, side="right")], np.float64)
 
@@ -245,7 +246,6 @@ Pairs: TypeAlias = tuple[FloatArray, FloatArray]
 """One trial each way, shape (n,) both: index i is the same request."""
 
 RESAMPLES: Final = 1000
-"""Resamples of the bootstrap."""
 CONFIDENCE: Final = 0.95
 LEAST_PAIRS: Final = 20
 """Fewest pairs for an interval."""
@@ -316,7 +316,7 @@ def _figures(values: FloatArray) -> FloatArray:
 
 
 def _differences(with_: FloatArray, without: FloatArray) -> FloatArray:
-    """For each row: the figures' differences, and the median difference of the same request."""
+    """Return per row the differences of the figures, and the median difference of the same request."""
     return np.column_stack([_figures(with_) - _figures(without), np.median(with_ - without, axis=1)])
 
 

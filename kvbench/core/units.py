@@ -61,7 +61,7 @@ def _values(text: str, parse: Callable[[str], int], what: str) -> tuple[int, ...
         if high < low:
             raise InputError(f"the range {part.strip()!r} is descending", hint="write the smaller end first")
         found += [low << step for step in range((high // low).bit_length())]
-        # The end that was asked for is measured, too, where doubling does not hit it.
+        # Doubling may miss the requested end.
         found += [high] if found[-1] != high else []
     unique = tuple(dict.fromkeys(found))
     if len(unique) > _MOST_VALUES:

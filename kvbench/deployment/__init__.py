@@ -1,1 +1,1 @@
-"""A running deployment: start, liveness, diagnosis of logs, stop, leftovers."""
+"""A running deployment: start, liveness, log diagnosis, stop, leftovers."""

@@ -1,4 +1,4 @@
-"""A running deployment from start to stop: engines or P/D pairs, their router, and the ports they get."""
+"""A running deployment from start to stop: engines or P/D pairs, router, ports."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ __all__ = [
 _HELPERS = "helpers"
 
 Choose = Callable[[str, Sequence[int]], Sequence[int]]
-"""Process name, counts → for each count the first of so many consecutive free ports."""
+"""(process name, counts) → first of each count's consecutive free ports."""
 
 
 def with_ports(plan: DeploymentPlan, host: str) -> DeploymentPlan:
-    """The plan with a free port of this machine wherever it leaves the choice open (port 0)."""
+    """Replace open ports (0) of the plan by free local ones."""
     return _with_chosen(plan, {_HELPERS: host}, lambda _, counts: free_ports(host, counts))
 
 
 def with_ports_at(plan: DeploymentPlan, deployment: Deployment, launcher: Launcher) -> DeploymentPlan:
-    """The same, with each process's ports chosen on the host where it will run."""
+    """Replace open ports by free ones of each process's host."""
     names = [each.name for each in plan.instances] + ["router", _HELPERS]
     places = {name: f"{launcher.place_of(name).host} {deployment.address_of(name)}" for name in names}
 
@@ -73,7 +73,7 @@ def with_ports_at(plan: DeploymentPlan, deployment: Deployment, launcher: Launch
 
 
 def require_free_ports(plan: DeploymentPlan, deployment: Deployment, launcher: Launcher) -> None:
-    """Raise PortInUseError if one of a deployment's ports is taken on the host where it is needed."""
+    """Raise PortInUseError for a port in use on its host."""
     wanted: dict[str, list[tuple[str, int]]] = {"router": []}
     if plan.router_port:
         wanted["router"].append(("router", plan.router_port))
@@ -89,14 +89,14 @@ def require_free_ports(plan: DeploymentPlan, deployment: Deployment, launcher: L
 
 
 def _port_of(instance: InstancePlan, port: int) -> str:
-    """What a port is for, in words."""
+    """Purpose of a port, as text."""
     if port == instance.port:
         return instance.name
     return f"{instance.name}'s {'ranks' if port in instance.group_ports else 'side channel'}"
 
 
 def _with_chosen(plan: DeploymentPlan, places: dict[str, str], choose: Choose) -> DeploymentPlan:
-    """Asks once for all that is open in one place, so that nothing is given out twice."""
+    """Choose all open ports of one host at once, so that none is used twice."""
     open_: list[tuple[str, str, int]] = []
     if plan.router_port == 0:
         open_.append(("router", "port", 1))
@@ -136,35 +136,35 @@ def _with_chosen(plan: DeploymentPlan, places: dict[str, str], choose: Choose) -
 POLL_S = 0.02
 CONTROL_TIMEOUT_S = 10.0
 ASK_TIMEOUT_S = 1.5
-"""Of a question that is asked again and again: between two of them it is looked whether all are alive."""
+"""Timeout of a repeated request in seconds; processes are checked in between."""
 KV_HELD_S = 45.0
-"""Beyond NIXL's lease on KV that nobody fetched: 30 s (kv_lease_duration in vLLM)."""
+"""Longest wait in seconds for held KV, above NIXL's lease of 30 s (kv_lease_duration in vLLM)."""
 RESET_POLL_S = 0.5
 _UNDER_WAY = re.compile(
     r"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs"
     r"|llamacpp:requests_(?:processing|deferred))(?:\{.*\})? (\S+)",
     re.MULTILINE,
 )
-"""What vLLM, SGLang and llama.cpp call them. A gauge that is no number says nothing."""
+"""Gauges of vLLM, SGLang and llama.cpp; a value that is not a number is unknown."""
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where a deployment answers: requests at ``base_url``, metrics per instance."""
+    """Endpoints of a deployment: requests at ``base_url``, metrics per instance."""
 
     base_url: str
     metrics_urls: Mapping[str, str] = field(default_factory=dict)
-    """Instance name → /metrics. Names start with their role."""
+    """Instance name, starting with its role → /metrics."""
     cache_reset_urls: Sequence[str] = ()
     router_metrics_url: str = ""
     access: ServerAccess = field(default_factory=ServerAccess)
-    """What the server's requests carry, and whose certificate is believed."""
+    """Headers and certificates of the server's requests."""
     direct: Mapping[str, Any] | None = None
-    """How to ask P and D without the router (``process_specs.dispatch_spec``); None where there is none."""
+    """Direct dispatch to P and D (``process_specs.dispatch_spec``), or None."""
 
 
 class RunningDeployment:
-    """Context manager: starts the processes, waits until all are ready, stops all of them at the end."""
+    """Context manager: starts processes, waits until ready, stops them."""
 
     def __init__(self, scenario: Scenario, plan: DeploymentPlan, launcher: Launcher) -> None:
         self.plan = plan
@@ -191,7 +191,6 @@ class RunningDeployment:
 
     @property
     def connector(self) -> Connector:
-        """The connector as this deployment's engine wants it."""
         return self._connector
 
     @property
@@ -210,10 +209,8 @@ class RunningDeployment:
         self.stop()
 
     def start(self) -> None:
-        """Start everything and wait until each process answers its ready question.
-
-        Raises PortInUseError, ProcessDiedError or LaunchError; the caller stops what was started.
-        """
+        """Start all processes and wait until ready. Raises PortInUseError, ProcessDiedError or LaunchError;
+        the caller stops what was started."""
         began = time.monotonic()
         deployment = self._scenario.deployment
         if deployment.several_hosts and not deployment.hosts:
@@ -228,7 +225,6 @@ class RunningDeployment:
         self.ready_s = time.monotonic() - began
 
     def stop(self) -> None:
-        """Stop all processes, last started first. Safe to call twice."""
         self._watch.close()
         started, self.processes = self.processes, []
         if started:
@@ -237,47 +233,42 @@ class RunningDeployment:
         self._client.close()
 
     def check_alive(self) -> None:
-        """Raises HostLostError if a host is, ProcessDiedError if a process has ended, LaunchError if a log
-        shows a fatal cause.
-        """
+        """Raise HostLostError for a lost host, ProcessDiedError for an ended process, LaunchError for a fatal
+        log line."""
         self._launcher.check()
         self._watch.check(self.processes)
 
     def process(self, name: str) -> Process:
-        """One of its processes by name. Raises LookupError."""
         found = next((each for each in self.processes if each.name == name), None)
         if found is None:
             raise LookupError(f"there is no {name}, but {', '.join(self.pids())}")
         return found
 
     def start_again(self, name: str) -> Process:
-        """Starts a process anew that has ended, by the same command at the same ports; its log goes on.
-
-        Raises LookupError if there is none of that name, LaunchError.
-        """
+        """Restart an ended process with the same command, ports and log. Raises LookupError for an unknown
+        name, LaunchError."""
         old = self.process(name)
         again = self._launcher.start(old.spec)
         self.processes[self.processes.index(old)] = again
         return again
 
     def is_ready(self, name: str) -> bool:
-        """Whether a process answers its ready question now. Raises LookupError."""
+        """Whether a process passes its readiness check. Raises LookupError."""
         return self._is_ready(self.process(name).spec)[0]
 
     def diagnoses(self) -> list[Diagnosis]:
-        """What the logs have said since the last call, and what they said at start-up; none of it fatal."""
+        """Non-fatal diagnoses of start-up, and since the last call."""
         return self._watch.take()
 
     def transports(self) -> list[LoggedTransport]:
-        """What the logs say of the way that KV takes, from the processes' start on."""
+        """KV transports in the logs since the start."""
         return self._watch.transports() if self._connector.disaggregated else []
 
     def pids(self) -> dict[str, int]:
-        """Process ids by name."""
         return {process.name: process.pid for process in self.processes}
 
     def gpus(self) -> tuple[str, ...]:
-        """The GPUs that its engines were given, as hosts' figures name them; none if not all are known."""
+        """GPUs of its engines as in host figures; empty unless all are known."""
         found: dict[str, None] = {}
         names = {each.name for each in self.plan.instances}
         for spec in self._specs:
@@ -299,14 +290,14 @@ class RunningDeployment:
 
     @property
     def empties_caches(self) -> bool:
-        """Whether somebody is known who empties its prefix caches."""
+        """Whether prefix caches can be emptied."""
         return bool(self.endpoints.cache_reset_urls)
 
     def reset_caches(self) -> None:
-        """Empty the prefix caches of all instances; servers without that endpoint are left as they are.
+        """Empty all prefix caches, where the endpoint exists.
 
-        vLLM (0.28 and newer say so) keeps its cache while KV blocks are held, such as for a request whose KV
-        nobody fetched: it is asked again until they are given up. Raises ServerError if they are not.
+        vLLM (reported by 0.28 and newer) keeps its cache while KV blocks are held, such as unfetched KV; then
+        it is retried. Raises ServerError at the deadline.
         """
         deadline = time.monotonic() + KV_HELD_S
         for url in self.endpoints.cache_reset_urls:
@@ -315,14 +306,14 @@ class RunningDeployment:
                     raise ServerError(
                         f"POST {url} did not empty the prefix cache within {KV_HELD_S:g} s: the engine "
                         "answers success: false, so it still holds KV blocks",
-                        hint="is somebody else sending it requests? Else restart the deployment; its log "
-                        "says how many blocks are not freed",
+                        hint="check for other clients; otherwise restart the deployment; its log "
+                        "shows how many blocks are not freed",
                     )
                 self.check_alive()
                 time.sleep(RESET_POLL_S)
 
     def _reset_cache(self, url: str) -> bool:
-        """Ask once; false if the engine says that its cache is as it was."""
+        """Request a reset; return False if the engine kept its cache."""
         try:
             response = self._client.post(url)
         except httpx.HTTPError as error:
@@ -334,16 +325,14 @@ class RunningDeployment:
         return not (isinstance(answer, dict) and answer.get("success") is False)
 
     def under_way(self) -> float | None:
-        """Requests that the instances say are running or waiting there; None if not all of them do."""
+        """Running and waiting requests of all instances, or None if one does not report them."""
         reported = [self._reported_under_way(url) for url in self.endpoints.metrics_urls.values()]
         known = sum(each for each in reported if each is not None)
         return known if known or (reported and None not in reported) else None
 
     def _reported_under_way(self, url: str) -> float | None:
-        """Requests that an instance says it has; None if it does not say. Nothing else of the page is read.
-
-        One that is too busy to report, or hangs, is taken to have one; ``check_alive`` knows more of it.
-        """
+        """Running and waiting requests of an instance, or None. Reads nothing else. A busy or hung one counts
+        as one request; ``check_alive`` decides."""
         try:
             response = self._client.get(url, timeout=ASK_TIMEOUT_S)
         except httpx.TimeoutException:
@@ -355,35 +344,33 @@ class RunningDeployment:
         return sum(found) if found else None
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
-        """One greedy completion, not streamed; returns the text. Raises ServerError."""
+        """Return the text of one greedy completion, not streamed. Raises ServerError."""
         return self._asked.complete([prompt], max_tokens)[0].text
 
     def complete_scored(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Completion]:
-        """The same with their tokens' log-probabilities as far as the server offers them."""
+        """Return completions with log-probabilities, if offered."""
         return self.complete_all(prompts, max_tokens, scored=True)
 
     def complete_all(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, *, scored: bool = False
     ) -> list[Completion]:
-        """Greedy completions that are asked for together. ``scored``: with log-probabilities. Raises
-        ServerError.
-        """
+        """Return concurrent greedy completions. ``scored``: with log-probabilities. Raises ServerError."""
         return self._asked.complete(prompts, max_tokens, scored=scored)
 
     def streamed_s(self, prompt: Sequence[int], max_tokens: int) -> float:
-        """Seconds until one streamed answer is complete, requested as in a trial. Raises ServerError."""
+        """Seconds of one streamed answer, as in a trial. Raises ServerError."""
         return self._asked.streamed_s(prompt, max_tokens)
 
     def chat_length(self) -> ChatLength:
-        """How the words of a chat's message become prompt tokens here. Raises ServerError."""
+        """Tokens per word of a chat message. Raises ServerError."""
         return self._asked.chat_length()
 
     def _explained(self) -> tuple[str, str]:
-        """What the logs say of a request that failed, and a hint."""
+        """Cause of a failed request in the logs, and a hint."""
         return self._watch.explained(self.processes)
 
     def _wait_ready(self, deadline: float) -> None:
-        # What has neither URL nor port serves another process, whose own answer covers both.
+        # A process without URL and port serves another one, whose check covers both.
         waiting = [each.spec for each in self.processes if each.spec.ready_url or each.spec.port]
         last_answer = ""
         while waiting:
@@ -424,7 +411,7 @@ class RunningDeployment:
             message += "\nlast lines of the logs:\n" + "\n".join(lines)
         if found:
             message += "\n" + "\n".join(each.text() for each in found)
-        advice = [each.hint for each in found[:1]] or ["look into the logs"]
+        advice = [each.hint for each in found[:1]] or ["see the logs"]
         raise LaunchError(message, hint=f"{advice[0]}, or raise deployment.ready_timeout_s")
 
     def _endpoints(self) -> Endpoints:

@@ -1,8 +1,7 @@
-"""Log lines → causes. The patterns are data (log_patterns.yaml): what is written, why, and a hint.
+"""Find causes in logs by patterns (log_patterns.yaml) with texts and hints.
 
-``diagnose(lines)`` explains lines that are there; ``kvbench doctor diagnose`` does so for logs of any origin.
-``LogWatch`` follows the logs of a deployment's processes while it starts and while trials run: what is fatal
-ends the wait at once, with the cause and a hint; the rest is a finding of the trial in which it was written.
+``diagnose(lines)`` explains given lines, also for ``kvbench doctor diagnose``. ``LogWatch`` follows a
+deployment's logs: fatal lines stop the wait with cause and hint, others are findings of their trial.
 """
 
 from __future__ import annotations
@@ -28,19 +27,15 @@ from kvbench.hosts.log_tail import MAX_LINE_BYTES, LogReader
 from kvbench.transfer.parts.transport_log import TransportReader
 
 Level = Literal["fatal", "refuse", "warning"]
-"""fatal: no measurement can come of this deployment · refuse: the trial is no measurement ·
-warning: reported beside the numbers."""
+"""fatal: the deployment is unusable · refuse: the trial is invalid · warning: shown with the results."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """One entry. ``words``: regular expressions, of which one is found in the line.
-
-    ``engine`` is what its options call ``logs_like``, ``connector`` a part of that one's class name; empty
-    scopes mean any. ``asked``: only if that transport was asked for. ``fatal_after``: so many within one
-    trial are fatal. ``of_cancelled``: requests that kvbench cancelled may be all there is to it, so then it
-    weighs less. ``once``: it happens once in a process's life, however many lines speak of it.
-    """
+    """One pattern. ``words``: alternative regular expressions. ``engine`` (as ``logs_like``) and
+    ``connector`` (part of its class name): empty means any. ``asked``: only if that transport is requested.
+    ``fatal_after``: occurrences within one trial. ``of_cancelled``: may be due to requests that kvbench
+    cancelled, then weighs less. ``once``: counted once per process."""
 
     key: str
     level: Level
@@ -65,7 +60,6 @@ _TABLE: Final = Path(__file__).with_name("log_patterns.yaml")
 
 @cache
 def patterns() -> dict[str, Pattern]:
-    """The table by its keys, in its order."""
     table = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
     return {key: Pattern(key, **entry) for key, entry in table.items()}
 
@@ -79,25 +73,24 @@ _LIGHTER: Final[Mapping[str, FindingLevel]] = {"fatal": "invalid", "refuse": "wa
 
 @dataclass(frozen=True)
 class LogSource:
-    """Whose log it is. Empty means unknown, and then every pattern is tried."""
+    """Origin of a log. Unknown (empty) origins match every pattern."""
 
     process: str = ""
     logs_like: str = ""
-    """As the engine's options say, or "router"."""
+    """Value of the engine options, or "router"."""
     kv_connector: str = ""
-    """The connector's class name, as "NixlConnector"; empty also where nothing is transferred."""
+    """Connector class name such as "NixlConnector"; empty also without transfer."""
     role: str = ""
     transport_asked: str = ""
     kv_operation: str = ""
-    """By what the connector moves KV, as ``Connector.kv_operation``."""
 
     @property
     def moves_kv(self) -> bool:
-        """Whether this side reads or writes the other's memory, as far as that is known."""
+        """Whether this side reads or writes the other's memory, if known."""
         return self.role == {"read": "decode", "write": "prefill"}.get(self.kv_operation, self.role)
 
     def has(self, pattern: Pattern) -> bool:
-        """May this log contain that pattern at all?"""
+        """Whether this log may contain the pattern."""
         return (
             (not pattern.engine or not self.logs_like or pattern.engine == self.logs_like)
             and (not pattern.role or not self.role or pattern.role == self.role)
@@ -113,7 +106,7 @@ class LogSource:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a log says is wrong: the first matching line, how often, the cause and a hint."""
+    """Problem in a log: first matching line, count, cause and hint."""
 
     key: str
     level: Level
@@ -124,20 +117,20 @@ class Diagnosis:
     count: int = 1
     of_cancelled: bool = False
     number: int = 0
-    """Of the first matching line among those that were looked at, from 1 on."""
+    """Number of the first matching line, from 1."""
 
     @property
     def fatal(self) -> bool:
         return self.level == "fatal"
 
     def text(self) -> str:
-        """One sentence: who, why, and the words of the log."""
+        """One sentence: process, cause, and the log's text."""
         who = f"{self.process}: " if self.process else ""
         times = f", {self.count} times" if self.count > 1 else ""
         return f"{who}{self.cause} (its log says{times}: {self.line})"
 
     def finding(self, *, excused: bool = False) -> Finding:
-        """As a finding of a trial. ``excused``: requests were cancelled, which may be all there is to it."""
+        """Convert to a finding. ``excused``: cancelled requests may be the cause."""
         lighter = excused and self.of_cancelled
         weight: Mapping[str, FindingLevel] = _LIGHTER if lighter else _WEIGHT
         return Finding(
@@ -150,10 +143,8 @@ class Diagnosis:
 
 
 def diagnose(lines: Iterable[str], source: LogSource | None = None) -> list[Diagnosis]:
-    """The causes in these lines, the nearest to the root first; the same cause is reported once.
-
-    A line is taken for one cause only, the first in the table that it matches.
-    """
+    """Return causes in these lines, nearest to the root first, without duplicates. A line counts for the
+    first matching pattern."""
     source = source or LogSource()
     possible = [pattern for pattern in patterns().values() if source.has(pattern)]
     found: dict[str, Diagnosis] = {}
@@ -169,7 +160,7 @@ def diagnose(lines: Iterable[str], source: LogSource | None = None) -> list[Diag
 
 
 def worst(diagnoses: Iterable[Diagnosis]) -> Diagnosis | None:
-    """The fatal one that comes nearest to the root; None if none is fatal."""
+    """Fatal diagnosis nearest to the root, or None."""
     fatal = [each for each in diagnoses if each.fatal]
     return min(fatal, key=_rank) if fatal else None
 
@@ -185,31 +176,31 @@ class _Followed:
     transports: TransportReader
 
     def taken(self, lines: Sequence[str]) -> list[Diagnosis]:
-        """What new lines say is wrong; what they say of transports is kept."""
+        """Diagnose new lines, and keep transport lines."""
         self.transports.feed(lines)
         return diagnose(lines, self.source)
 
 
 @dataclass
 class LogWatch:
-    """Follows the logs of several processes and keeps what they were found to say."""
+    """Follows the logs of several processes and keeps diagnoses."""
 
     _logs: list[_Followed] = field(default_factory=list)
     _found: dict[tuple[str, str], Diagnosis] = field(default_factory=dict)
 
     def follow(self, path: Path, source: LogSource) -> None:
-        """Follow a log from its present end on; it need not be there yet."""
+        """Follow a log from its current end; it may not exist yet."""
         transports = TransportReader(source.process, source.kv_operation)
         self._logs.append(_Followed(source, LogReader(path), transports))
 
     def poll(self) -> Diagnosis | None:
-        """Read what is new (a bounded part of it); the worst fatal diagnosis since the last ``take``."""
+        """Read new lines, up to a limit; return the worst fatal diagnosis since the last ``take``."""
         for log in self._logs:
             self._add(log.taken(log.reader.read()))
         return worst(self._found.values())
 
     def drain(self, process: str = "") -> Diagnosis | None:
-        """Like ``poll``, but to the logs' ends; of one process only if it is named."""
+        """Poll to the logs' ends, for one process if named."""
         for log in self._logs:
             if process in ("", log.source.process):
                 self._add(log.taken(log.reader.drain()))
@@ -217,16 +208,14 @@ class LogWatch:
         return worst(found)
 
     def take(self) -> list[Diagnosis]:
-        """What was found since the last ``take``, the worst first."""
+        """Diagnoses since the last ``take``, the worst first."""
         found = sorted(self._found.values(), key=_rank)
         self._found = {}
         return found
 
     def transports(self) -> list[LoggedTransport]:
-        """What the logs have said until now of the KV's way, since their processes began.
-
-        Tables before lanes, and of lanes those of the side that moves it: the other one's may be of messages.
-        """
+        """KV transports in the logs since the processes' start. Tables precede lanes; of lanes the active
+        side's count, as others may carry messages."""
         found = [(log.source, each) for log in self._logs for each in log.transports.found()]
         tables = [each for _, each in found if each.operation]
         return tables or [each for source, each in found if source.moves_kv]
@@ -238,10 +227,10 @@ class LogWatch:
 
 
 def _together(known: Diagnosis | None, new: Diagnosis) -> Diagnosis:
-    """One diagnosis of a key and process, with what came before; of some patterns so many are fatal."""
+    """Merge two diagnoses of a key and process; some patterns become fatal by their count."""
     pattern = patterns()[new.key]
     count = new.count
-    if known is not None:  # what happens once has not happened again if it is said again
+    if known is not None:  # a repeated line is no second event
         count = max(known.count, count) if pattern.once else known.count + count
     fatal = new.fatal or (known is not None and known.fatal) or 0 < pattern.fatal_after <= count
     return replace(known or new, count=count, level="fatal" if fatal else pattern.level)
@@ -256,11 +245,9 @@ _MARKS: Final[dict[Level, str]] = {
 
 
 def command(names: Sequence[str], protocol: str, console: Console, *, as_json: bool = False) -> int:
-    """Print each cause with its first line, how often, and a hint. 1 if one of them spoils a measurement.
-
-    ``names``: files, folders (all ``*.log`` below them), or ``-`` for stdin; none is stdin. ``protocol``:
-    what was asked for, since some lines mean trouble only then. Raises InputError for what cannot be read.
-    """
+    """Print each cause with first line, count and hint; return 1 if one invalidates a measurement. ``names``:
+    files, folders (all ``*.log``), or ``-`` or none for stdin. ``protocol``: the requested one. Raises
+    InputError for unreadable input."""
     spoiled = 0
     found: list[dict[str, object]] = []
     for name, source in _logs(list(names) or [STDIN]):
@@ -278,7 +265,7 @@ def command(names: Sequence[str], protocol: str, console: Console, *, as_json: b
     if as_json:
         console.file.write(json.dumps({"causes": found}, indent=2) + "\n")
     elif not found:
-        console.print("no log pattern matches: nothing that is known to go wrong is in there", markup=False)
+        console.print("no log pattern matches: no known problem", markup=False)
     return EXIT_FAILED if spoiled else EXIT_OK
 
 
@@ -300,7 +287,7 @@ def _logs(names: Sequence[str]) -> Iterator[tuple[str, contextlib.AbstractContex
 
 
 def _lines(file: IO[bytes]) -> Iterator[str]:
-    """Lines, the first part of each: one library writes hundreds of megabytes into one."""
+    """Lines up to a length limit; one library writes hundreds of megabytes into one."""
     begun = True
     for piece in iter(lambda: file.readline(MAX_LINE_BYTES), b""):
         if begun:

@@ -1,7 +1,5 @@
-"""``kvbench launch``: start one deployment until Ctrl-C; ``kvbench runs ps`` and ``stop``: processes of runs.
-
-The latter are found here and on the hosts of a scenario.
-"""
+"""``kvbench launch``: start one deployment until Ctrl-C. ``kvbench runs ps`` and ``stop``: handle processes
+of runs, also on a scenario's hosts."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ def command(
     *,
     nsys: bool = False,
 ) -> int:
-    """Print the URLs once everything is ready, then wait. Raises ProcessDiedError if a process ends."""
+    """Start, print the URLs, and wait. Raises ProcessDiedError if a process ends."""
     profiled = (nsys_override(),) if nsys else ()
     cli = CliOptions(scenario_name, (*overrides, *profiled), (connector,) if connector else ())
     scenario, _ = resolve(cli)
@@ -61,7 +59,7 @@ def command(
 
 
 def _keep_up(places: Places, planned: DeploymentPlan, console: Console) -> int:
-    """Brings a deployment up and keeps it until Ctrl-C."""
+    """Run a deployment until Ctrl-C."""
     scenario = places.scenario
     problem = (
         (unplannable(scenario, planned) or places.unusable(planned))
@@ -70,7 +68,7 @@ def _keep_up(places: Places, planned: DeploymentPlan, console: Console) -> int:
     )
     if problem is not None:
         raise MissingLibraryError(f"{planned.connector} cannot run here: {problem.reason}", hint=problem.fix)
-    # After trouble the logs stay, with the error that names them.
+    # After an error the logs stay, as the error names them.
     with scratch("kvbench-launch-", kept_after_trouble=True) as folder:
         _keep_up_in(folder, places, planned, console)
     return EXIT_OK
@@ -109,7 +107,7 @@ def _print_endpoints(deployment: RunningDeployment, launcher: Launcher, console:
 
 
 def side_ports(deployment: RunningDeployment, name: str) -> list[str]:
-    """What else an instance listens on, in words: Mooncake's bootstrap server, or its side channel."""
+    """Describe an instance's side ports: Mooncake's bootstrap server, or side channel."""
     ports = next((each.all_side_ports for each in deployment.plan.instances if each.name == name), ())
     if not ports:
         return []
@@ -118,7 +116,7 @@ def side_ports(deployment: RunningDeployment, name: str) -> list[str]:
 
 
 def write_tokenizer(scenario_name: str, overrides: Sequence[str], folder: Path, console: Console) -> None:
-    """Write a tokenizer of the emulated engine's words into a folder. Raises InputError for a real engine."""
+    """Write a tokenizer for the emulated engine. Raises InputError for a real engine."""
     scenario, _ = resolve(CliOptions(scenario_name, tuple(overrides)))
     deployment = scenario.deployment
     if not deployment.engine_options.models_compute:
@@ -136,13 +134,13 @@ def write_tokenizer(scenario_name: str, overrides: Sequence[str], folder: Path, 
 def print_commands(
     scenario_name: str, connector: str | None, overrides: Sequence[str], *, nsys: bool = False
 ) -> int:
-    """Print the shell commands of every process of a deployment, in the order of start. Starts nothing."""
+    """Print shell commands of a deployment's processes in start order, without starting them."""
     profiled = (nsys_override(),) if nsys else ()
     cli = CliOptions(scenario_name, (*overrides, *profiled), (connector,) if connector else ())
     scenario, _ = resolve(cli)
     deployment = scenario.deployment
     if not deployment.engine_options.starts_processes:
-        raise InputError("an external server is started by somebody else: there is no command to print")
+        raise InputError("kvbench does not start an external server, so there is no command to print")
     plan = plan_of(scenario)
     planned = _chosen(plan)
     elsewhere = deployment.launcher != "local" or deployment.several_hosts or not is_here(deployment.host)
@@ -158,7 +156,7 @@ def print_commands(
     if placeholders:
         print(
             f"# {', '.join(placeholders)}: placeholders for the addresses of nodes that "
-            f"{deployment.launcher} chooses; put in those of your nodes"
+            f"{deployment.launcher} chooses; replace them by your nodes'"
         )
     for spec in specs:
         if elsewhere:
@@ -170,7 +168,7 @@ def print_commands(
 
 
 def _chosen(plan: Plan) -> DeploymentPlan:
-    """The first deployment that is not there for its reference outputs only."""
+    """First deployment that is not for reference outputs only."""
     for each in plan.deployments:
         if not each.reference_only:
             return each
@@ -182,7 +180,7 @@ MAX_COMMAND = 100
 
 
 def ps(scenario: str | None, overrides: Sequence[str], console: Console, *, as_json: bool = False) -> int:
-    """List the processes of all runs; those of other hosts too if a scenario names them."""
+    """List the processes of all runs, also on a scenario's hosts."""
     with _reached(scenario, overrides, console) as (fleet, failed):
         rows = list(_found(fleet))
     if as_json:
@@ -197,11 +195,10 @@ def ps(scenario: str | None, overrides: Sequence[str], console: Console, *, as_j
 def stop(
     tag: str, scenario: str | None, overrides: Sequence[str], console: Console, *, everything: bool
 ) -> int:
-    """End the processes of one run (its tag, or how it begins), or of all of them, and remove the temporary
-    folders that such runs left here.
-    """
+    """End the processes of one run (tag, or its beginning) or all runs, and remove their local temporary
+    folders."""
     if bool(tag) == everything:
-        raise InputError("say which run to stop, or --all", hint="`kvbench runs ps` lists them")
+        raise InputError("name the run to stop, or use --all", hint="`kvbench runs ps` lists them")
     with _reached(scenario, overrides, console) as (fleet, failed):
         rows = [row for row in _found(fleet) if everything or str(row["tag"]).startswith(tag)]
         for host in dict.fromkeys(row["host"] for row in rows):
@@ -210,7 +207,7 @@ def stop(
                 tagged.end(wanted) if host == HERE else int(fleet[host].ask("end", wanted=wanted)["ended"])
             )
             console.print(f"{host or 'here'}: {ended} process(es) ended", markup=False)
-    # Those of processes that have just ended are among them.
+    # This includes folders of processes that have just ended.
     folders = [
         folder for folder, whose in scratch_folders.left() if everything or (whose and whose.startswith(tag))
     ]
@@ -218,7 +215,7 @@ def stop(
         shutil.rmtree(folder, ignore_errors=True)
         console.print(f"here: {folder} removed", markup=False)
     if not rows and not folders:
-        console.print("no such process is left", markup=False)
+        console.print("no such process is running", markup=False)
     return EXIT_FAILED if failed else EXIT_OK
 
 
@@ -226,7 +223,7 @@ def stop(
 def _reached(
     scenario: str | None, overrides: Sequence[str], console: Console
 ) -> Iterator[tuple[Fleet | dict[str, Any], bool]]:
-    """Agents on those hosts of the scenario that can be reached, and whether any cannot."""
+    """Yield agents on reachable hosts, and whether any is unreachable."""
     if scenario is None:
         yield {}, False
         return
@@ -259,7 +256,6 @@ def _found(fleet: Fleet | dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def boot_id() -> str:
-    """What distinguishes this boot of the machine from all others."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

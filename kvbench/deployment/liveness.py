@@ -1,4 +1,4 @@
-"""What the logs and the exit statuses of a deployment's processes say while somebody waits for them."""
+"""Logs and exit statuses of a deployment's processes during a wait."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvbench.launchers.base import Process
 from kvbench.launchers.parts.liveness import Liveness
 
 LOOK_S: Final = 0.05
-"""How often processes and logs are looked at beside a call that blocks."""
+"""Interval of checks next to a blocking call, in seconds."""
 ROOT_GRACE_S: Final = 0.5
-"""A traceback names its cause last: after the first fatal line the rest of it is waited for."""
+"""Wait after the first fatal line, in seconds: a traceback names its cause last."""
 OTHERS_LINES: Final = 3
 PORT_IN_USE_EXIT: Final = 98
 ROUTER: Final = "router"
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class ProcessWatch:
-    """Looks after a deployment's processes: have they ended, and do their logs say why they will not work?"""
+    """Detects ended processes and fatal log lines."""
 
     def __init__(self, logs_like: str, connector: Connector, transport_asked: str) -> None:
         self._logs_like = logs_like
@@ -43,7 +43,6 @@ class ProcessWatch:
         self._liveness: Liveness | None = None
 
     def follow(self, spec: ProcessSpec, path: Path) -> None:
-        """Follow a process's log; to be called before it is started."""
         role = spec.name.split("-")[0]
         self._paths[spec.name] = path
         source = LogSource(
@@ -57,9 +56,8 @@ class ProcessWatch:
         self._logs.follow(path, source)
 
     def check(self, processes: Sequence[Process]) -> None:
-        """Raises ProcessDiedError if one has ended, LaunchError if a log shows a fatal cause,
-        ProcessHungError if one does nothing any more.
-        """
+        """Raise ProcessDiedError for an ended process, LaunchError for a fatal log line, ProcessHungError for
+        a hung one."""
         for process in processes:
             status = process.poll()
             if status is not None:
@@ -89,48 +87,45 @@ class ProcessWatch:
         return f"{diagnosis.hint}; the whole log is {path}" if path else diagnosis.hint
 
     def started(self, processes: Sequence[Process]) -> None:
-        """All are ready: what was found until now holds for every trial; from now on all are to answer."""
+        """Mark all as ready: earlier diagnoses apply to every trial, and all must respond from now on."""
         self._logs.drain()
         self._standing = self._logs.take()
         self._liveness = Liveness(processes)
         self._liveness.start()
 
     def close(self) -> None:
-        """Nothing is asked any more. Safe to call twice."""
+        """Stop the checks. May be called twice."""
         if self._liveness is not None:
             self._liveness.close()
 
     def explained(self, processes: Sequence[Process]) -> tuple[str, str]:
-        """What the logs say, to stand behind a message, and the hint; without a cause their last lines."""
+        """Log diagnosis for a message, and the hint; without a cause the last lines."""
         found = self.take()
         if found:
             return "\n".join(["", *(each.text() for each in found)]), self._hint(found[0])
         words = last_words(processes)
-        return words, "no log names a cause: look into the whole logs" if words else ""
+        return words, "no log shows a known cause: see the whole logs" if words else ""
 
     def transports(self) -> list[LoggedTransport]:
-        """What the logs say of the KV's way, from the processes' start on."""
         self._logs.drain()
         return self._logs.transports()
 
     def take(self) -> list[Diagnosis]:
-        """What start-up left to say, and what was found since the last call; the worst first."""
+        """Diagnoses of start-up and since the last call, the worst first."""
         self._logs.drain()
         return [*self._standing, *self._logs.take()]
 
 
 @dataclass(frozen=True)
 class Box(Generic[T]):
-    """A value that may itself be None."""
+    """Holds a value that may be None."""
 
     value: T
 
 
 def beside(call: Callable[[], T], check: Callable[[], None]) -> T:
-    """Run a call that blocks, and ``check`` every 50 ms meanwhile; what either raises is raised.
-
-    If ``check`` raises, the call is left behind: it must end by a timeout of its own.
-    """
+    """Run a blocking call, and ``check`` every 50 ms; raise what either raises. After an error of ``check``
+    the call continues until its own timeout."""
     answers: queue.SimpleQueue[tuple[Box[T] | None, BaseException | None]] = queue.SimpleQueue()
 
     def work() -> None:
@@ -160,16 +155,14 @@ def died(
     diagnosis: Diagnosis | None = None,
     others: Sequence[Process] = (),
 ) -> ProcessDiedError:
-    """The error for a process that has ended although it should run, with its last lines.
-
-    If nothing is known of the cause, the last lines of the ``others`` too.
-    """
+    """Create the error for an unexpectedly ended process, with its last lines, and those of ``others`` if the
+    cause is unknown."""
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
     lines = process.tail()
     message = f"{process.name} {how}"
     hint = f"the whole log is {process.log_path}"
     if status == -signal.SIGKILL:
-        hint = f"if nobody killed it the kernel did, for want of memory: see `dmesg`; {hint}"
+        hint = f"the kernel may have killed it for lack of memory: see `dmesg`; {hint}"
     if diagnosis is not None:
         message += f": {diagnosis.cause}"
         hint = f"{diagnosis.hint}; {hint}"
@@ -183,6 +176,6 @@ def died(
 
 
 def last_words(processes: Sequence[Process]) -> str:
-    """The last lines of each one's log, to stand behind a message; empty if there are none."""
+    """Last lines of each log for a message, or ""."""
     lines = [f"  {each.name}: {line}" for each in processes for line in each.tail(OTHERS_LINES)]
     return "\n".join(["", "last lines of the logs:", *lines]) if lines else ""

@@ -1,4 +1,4 @@
-"""Single requests to a deployment besides the load: greedy completions, their tokens, and counts of chats."""
+"""Single requests besides the load: greedy completions, their tokens, and chat lengths."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from kvbench.hosts.server_access import redact, variables
 from kvbench.hosts.web import failure_hint, status_hint, status_text
 
 TOLD: Final = 5
-"""Likeliest tokens that are asked for in each place; vLLM tells 20 at most."""
+"""Log-probabilities per position; vLLM's limit is 20."""
 REFUSALS: Final = frozenset({400, 404, 422, 501})
-"""What a server answers that does not know, or does not offer, log-probabilities."""
+"""Status codes of servers without log-probabilities."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """``choices``: its tokens with the likeliest others; () where the server does not tell."""
+    """``choices``: tokens with the likeliest alternatives; () if not reported."""
 
     text: str
     choices: tuple[TokenChoice, ...] = ()
@@ -39,9 +39,8 @@ class Completion:
 def greedy_body(
     model: str, prompt: Mapping[str, Any], max_tokens: int, *, scored: bool = False
 ) -> dict[str, Any]:
-    """A request for just so many tokens. ``prompt``: the field that it stands in. ``scored``: with
-    log-probabilities, which completions alone are asked for.
-    """
+    """Body of a request for exactly these tokens. ``prompt``: its field. ``scored``: with log-probabilities,
+    for completions only."""
     body = {
         "model": model,
         **prompt,
@@ -54,7 +53,7 @@ def greedy_body(
 
 
 def completion_of(answer: Mapping[str, Any]) -> Completion:
-    """An answer's text and tokens. Raises LookupError or TypeError if it is no completion."""
+    """Text and tokens of a response. Raises LookupError or TypeError for an invalid one."""
     choice = answer["choices"][0]
     if "text" in choice:
         return Completion(str(choice["text"]), _choices(choice))
@@ -69,14 +68,12 @@ def completion_of(answer: Mapping[str, Any]) -> Completion:
 
 
 def prompt_tokens_of(answer: Mapping[str, Any]) -> int:
-    """The prompt's length as the server counted it. Raises LookupError or TypeError if it does not tell."""
+    """Prompt tokens counted by the server. Raises LookupError or TypeError if missing."""
     return int(answer["usage"]["prompt_tokens"])
 
 
 def _choices(choice: Mapping[str, Any]) -> tuple[TokenChoice, ...]:
-    """The tokens that make up the beginning of the text: a piece of a character is told otherwise than
-    written.
-    """
+    """Tokens that form the text's beginning; partial characters are reported differently than written."""
     told: Any = choice.get("logprobs")
     found: list[TokenChoice] = []
     before = ""
@@ -94,20 +91,18 @@ def _choices(choice: Mapping[str, Any]) -> tuple[TokenChoice, ...]:
 
 
 PROBE_WORDS: Final = (64, 320)
-"""Of the two messages that a chat's tokens are learned from; less where the workload is shorter."""
+"""Words of the two messages that measure chat tokens; fewer for shorter workloads."""
 COMPILE_S: Final = 180.0
-"""vLLM compiles a kernel for log-probabilities when they are first asked for (``torch.compile`` in its
-``v1/sample/ops/logprobs.py``, also with ``--enforce-eager``): it may last longer than a request may."""
+"""Seconds for compiling vLLM's log-probability kernel on first use (``torch.compile`` in
+``v1/sample/ops/logprobs.py``, also with ``--enforce-eager``), perhaps longer than a request's timeout."""
 GATEWAY_TIMEOUT: Final = 504
 STREAMED: Final = {"stream": True, "stream_options": {"include_usage": True}}
-"""What a trial's requests ask for besides, as the load generator sends them."""
+"""Further fields of a trial's requests, as the load generator sends them."""
 
 
 class SingleRequests:
-    """Asks at ``base_url``, by ``/v1/completions`` or, where the scenario says so, by chats.
-
-    ``explained``: what the logs say of a failure, and a hint; ``check_alive`` raises for a dead process.
-    """
+    """Sends requests to ``base_url`` via ``/v1/completions`` or, if configured, chats. ``explained``: cause
+    in the logs, and a hint; ``check_alive`` raises for a dead process."""
 
     def __init__(
         self,
@@ -129,15 +124,12 @@ class SingleRequests:
     def complete(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, *, scored: bool = False
     ) -> list[Completion]:
-        """Greedy completions that are asked for together. Raises ServerError."""
+        """Return concurrent greedy completions. Raises ServerError."""
         fields = [self._prompt(prompt) for prompt in prompts]
         return [self._read(each, completion_of) for each in self._post(fields, max_tokens, scored)]
 
     def streamed_s(self, prompt: Sequence[int], max_tokens: int) -> float:
-        """Return the seconds until one streamed answer is complete, requested as in a trial.
-
-        Raises ServerError.
-        """
+        """Seconds of one streamed answer, as in a trial. Raises ServerError."""
         fields = [{**self._prompt(prompt), **STREAMED}]
         began = time.monotonic()
         (response,) = self._post(fields, max_tokens, scored=False)
@@ -147,17 +139,17 @@ class SingleRequests:
         return took_s
 
     def chat_length(self) -> ChatLength:
-        """How words become prompt tokens, measured once by two messages. Raises ServerError, InputError."""
+        """Tokens per word of a chat, measured once with two messages. Raises ServerError, InputError."""
         if self._length is None:
-            room = min(self._scenario.workload.input_len)  # which the server has, output included
+            room = min(self._scenario.workload.input_len)  # which fits the server, including the output
             words = max(1, min(PROBE_WORDS[0], room // 8)), max(2, min(PROBE_WORDS[1], room // 2))
             fields = [{"messages": messages(range(count))} for count in words]
             tokens = [self._read(each, prompt_tokens_of) for each in self._post(fields, 1, scored=False)]
             if tokens[1] <= tokens[0]:
                 raise ServerError(
-                    f"POST {self._url} told {tokens[0]} prompt tokens for {words[0]} words and "
+                    f"POST {self._url} counted {tokens[0]} prompt tokens for {words[0]} words and "
                     f"{tokens[1]} for {words[1]}: its usage does not count the prompt",
-                    hint="without that no prompt of a known length can be made; ask for /v1/completions",
+                    hint="prompts of a known length need it; use /v1/completions",
                 )
             self._length = ChatLength.of(words, (tokens[0], tokens[1]))
         return self._length
@@ -227,7 +219,7 @@ class SingleRequests:
         return found
 
     def _failed(self, what: str, of_answer: str = "") -> ServerError:
-        """The error for a request that failed: what the logs say of it, else what the answer means."""
+        """Create the error for a failed request, by the logs, else by the response."""
         words, hint = self._explained()
         outside = not self._scenario.deployment.engine_options.starts_processes
         return ServerError(what + words, hint=of_answer if outside and of_answer else hint)

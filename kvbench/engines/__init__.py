@@ -1,4 +1,4 @@
-"""What serves tokens: one file per engine, found by its name."""
+"""Engines that serve tokens: one file per engine, found by name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ names, get = _PARTS.names, _PARTS.get
 
 
 def options_model(name: str) -> type[EngineOptions]:
-    """The pydantic model of an engine's options."""
     return get(name).options_model
 
 
 def options_model_of(plan: Mapping[str, Any]) -> type[EngineOptions]:
-    """The same for the engine of a run folder's plan.json; the contract's own defaults if it is not here."""
+    """Options model of the engine in a plan.json; defaults if it is not installed."""
     name = engine_name(plan)
     return options_model(name) if name in names() else EngineOptions

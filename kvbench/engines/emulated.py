@@ -1,4 +1,4 @@
-"""The emulated engine: real processes, HTTP and KV bytes; only compute time is modelled."""
+"""The emulated engine: real processes, HTTP and KV bytes, modelled compute time."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from kvbench.engines.parts.timing_files import profile_file
 from kvbench.errors import InputError, Problem
 
 MODEL_FILE: Final = Path("tables") / "transfer_model.json"
-"""In a run folder of ``kvbench microbench``."""
+"""Path in a run folder of ``kvbench microbench``."""
 PACED: Final = "KV paced"
 ON_GPU: Final = "KV in GPU memory"
 
 
 class TransferFigures(BaseModel):
-    """A transfer model in a scenario: start-up + per descriptor + bytes / bandwidth."""
+    """Transfer model in a scenario: start-up + per descriptor + bytes / bandwidth."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    start_ms: float = Field(0.0, ge=0, le=1e6, description="what each transfer takes besides its bytes")
-    per_descriptor_us: float = Field(0.0, ge=0, le=1e6, description="what each descriptor takes")
+    start_ms: float = Field(0.0, ge=0, le=1e6, description="start-up time of each transfer")
+    per_descriptor_us: float = Field(0.0, ge=0, le=1e6, description="time per descriptor")
     gb_per_s: float | None = Field(None, gt=0, le=1e6, description="10⁹ bytes per second; none: no limit")
 
 
 class EmulatedOptions(EngineOptions):
-    """Options of the emulated engine, the same for prefill and decode instances."""
+    """Options of the emulated engine, common to prefill and decode."""
 
     uses_gpus = False
     tensor_parallel_only = True
@@ -67,8 +67,7 @@ class EmulatedOptions(EngineOptions):
     enable_prefix_caching: bool = Field(True, description="prefix cache, on by default as in vLLM")
     memory: Literal["host", "cuda"] = Field(
         "host",
-        description="where the KV lies that is handed over: cuda copies it to GPU memory first, and back "
-        "where it has arrived",
+        description="memory of transferred KV: cuda copies it to GPU memory first, and back after arrival",
     )
     transfer_timeout_s: float = Field(10.0, gt=0, le=600, description="deadline of one KV transfer")
     transfer_like: str = Field(
@@ -78,26 +77,28 @@ class EmulatedOptions(EngineOptions):
         "says, and never less than it really takes",
     )
     transfer_backend: str = Field(
-        "", max_length=80, description="whose model to take from transfer_like; by default the connector's"
+        "",
+        max_length=80,
+        description="backend whose model is taken from transfer_like; by default the connector's",
     )
     transfer_protocol: str = Field(
-        "", max_length=80, description="over which protocol; by default the first one measured"
+        "", max_length=80, description="protocol of that model; by default the first one measured"
     )
     transfer_model: TransferFigures | None = Field(
-        None, description="the same by figures, in place of transfer_like"
+        None, description="the same as figures, instead of transfer_like"
     )
     reasoning_tokens: int = Field(
-        0, ge=0, le=1_000_000, description="so many tokens of a chat's answer come first, as its reasoning"
+        0, ge=0, le=1_000_000, description="number of a chat answer's first tokens that are its reasoning"
     )
     output_noise: float = Field(
         0.0,
         ge=0,
         le=0.5,
-        description="share of tokens that come out otherwise where several sequences are computed together, "
-        "as kernels do whose sums depend on the batch",
+        description="share of tokens that differ when several sequences are computed together, "
+        "as with kernels whose sums depend on the batch",
     )
     lie: Lie = Field(
-        "", description="what the system under test is to lie about, to see it caught; marks every result"
+        "", description="deliberate fault of the system under test, to test gates; marks every result"
     )
 
     @model_validator(mode="after")
@@ -116,7 +117,7 @@ class EmulatedOptions(EngineOptions):
 
     @property
     def paced(self) -> bool:
-        """Whether KV transfers last as long as a model says."""
+        """Whether a model determines the duration of KV transfers."""
         return bool(self.transfer_like) or self.transfer_model is not None
 
     def pace(self, backend: str) -> TransferModel | None:
@@ -138,7 +139,7 @@ class EmulatedOptions(EngineOptions):
     def kv_blocks(self, longest: int) -> int:
         if self.num_blocks is not None:
             return self.num_blocks
-        # Half as much again as all slots need: P holds blocks of finished prefills until D has them.
+        # 1.5 times the slots' need: P holds blocks of finished prefills until D has them.
         slots = self.max_num_seqs + self.max_num_seqs // 2
         return max(8, slots * -(-(self.max_model_len or longest) // self.block_tokens))
 
@@ -179,7 +180,7 @@ class _FirstScenario(FirstScenario):
 
 
 class Emulated(Engine):
-    """Moves real KV bytes through the connector's real library; marked in every result."""
+    """Moves real KV bytes with the connector's real library; marked in every result."""
 
     name = "emulated"
     labels = ("emulated",)
@@ -193,7 +194,7 @@ class Emulated(Engine):
         return (*self.labels, *marks, *labels_of(options.lie))
 
     def warnings(self, options: EngineOptions, setting: OptionsContext | None = None) -> Sequence[str]:
-        """Which model paces which connector's hand-over. Raises InputError where a model is missing."""
+        """Report which model paces which connector. Raises InputError for a missing model."""
         assert isinstance(options, EmulatedOptions)
         notes = []
         for label, (connector, chosen) in (setting.connectors if setting else {}).items():
@@ -201,7 +202,7 @@ class Emulated(Engine):
             if options.memory == "cuda" and not moves_gpu_memory(tls):
                 notes.append(f"{label}: UCX_TLS={tls} leaves CUDA out: set its ucx_tls to cuda,tcp")
             if getattr(chosen, "extra_config", None):
-                notes.append(f"{label}: extra_config is for real engines, and does nothing here")
+                notes.append(f"{label}: extra_config applies to real engines only")
             pace = options.pace(connector.transfer_backend) if connector.kv_connector else None
             if pace is not None:
                 origin = f" ({pace.way}, of {options.transfer_like})" if options.transfer_like else ""
@@ -226,8 +227,8 @@ class Emulated(Engine):
         memory = options.memory if isinstance(options, EmulatedOptions) else "host"
         if memory not in transfer.get(connector.transfer_backend).memories:
             return Problem(
-                f"{connector.transfer_backend} moves no {memory} memory, as engine_options.memory asks for",
-                "leave engine_options.memory out, or take the connector nixl",
+                f"{connector.transfer_backend} moves no {memory} memory (engine_options.memory)",
+                "omit engine_options.memory, or use the connector nixl",
             )
         return transfer.check(connector.transfer_backend)
 
@@ -294,11 +295,11 @@ class Emulated(Engine):
 
 
 def _timing(options: EmulatedOptions, tensor_parallel_size: int) -> str | dict[str, object]:
-    """A name that the emulator knows, or the whole profile: its host need not have the file."""
+    """Profile name, or the whole profile, as the host may lack the file."""
     found = profile_file(options.timing)
     if found is None:
         return options.timing
-    found.timing(tensor_parallel_size)  # refused here and not in a process's log
+    found.timing(tensor_parallel_size)  # reported here instead of in a process's log
     return found.model_dump(mode="json", exclude_defaults=True)
 
 
@@ -316,9 +317,9 @@ def _kv_pace(connector: Connector, options: EmulatedOptions) -> dict[str, dict[s
 
 
 def _models_in(path: Path) -> list[TransferModel]:
-    """The transfer models of a microbenchmark's run folder, or of its file. Raises InputError."""
+    """Transfer models of a microbenchmark's run folder or file. Raises InputError."""
     file = path / MODEL_FILE if path.is_dir() else path
-    hint = "transfer_like names a run folder of `kvbench microbench`; `kvbench report` writes its tables anew"
+    hint = "transfer_like names a run folder of `kvbench microbench`; `kvbench report` rewrites its tables"
     try:
         return models_of_json(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
@@ -326,7 +327,7 @@ def _models_in(path: Path) -> list[TransferModel]:
             f"transfer_like: {file} cannot be read: {error.strerror or error}", hint=hint
         ) from None
     except ValueError:
-        raise InputError(f"transfer_like: {file} is no JSON", hint=hint) from None
+        raise InputError(f"transfer_like: {file} is not JSON", hint=hint) from None
     except InputError as error:
         raise InputError(f"transfer_like: {file}: {error.message}", hint=error.hint or hint) from None
 

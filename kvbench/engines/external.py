@@ -1,4 +1,4 @@
-"""A server that somebody else has launched: kvbench only needs its base URL."""
+"""An external server, known by its base URL."""
 
 from __future__ import annotations
 
@@ -26,47 +26,47 @@ _UNSEEN: Final = re.compile(r"[\x00-\x20\x7f-\xa0]")
 
 
 def url_problem(url: str) -> str:
-    """What is wrong with a server's URL, without the login that may stand in it; empty if nothing is."""
+    """Problem with a server's URL, shown without its login, or ""."""
     try:
         parts = urlsplit(url)
-        # What urlsplit drops, others would send.
+        # urlsplit drops these; other libraries would send them.
         if _UNSEEN.search(url):
-            return "must not have spaces, line breaks or other unseen characters in it"
+            return "must not have spaces, line breaks or other invisible characters"
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             return "must be an http:// or https:// URL with a host, and a port from 1 to 65535 if it has one"
     except ValueError:
         return "must be an http:// or https:// URL with a host, and a port from 1 to 65535 if it has one"
     if "@" in parts.netloc:
         return (
-            "must not carry a login, which every file of the run would show; put the key into an environment "
+            "must not contain a login, which files of the run would show; put the key into an environment "
             "variable and name it in api_key_env"
         )
     return ""
 
 
 def header_problem(name: str, value: str) -> str:
-    """Why a header cannot be sent, or not without showing a secret in every file; empty if it can."""
+    """Why a header cannot be sent, or not without storing a secret, or ""."""
     if not _HEADER_NAME.fullmatch(name):
-        return f"{name[:40]!r} is no header's name"
+        return f"{name[:40]!r} is not a header name"
     if name.lower() in _OWN_HEADERS:
         return f"the header {name} is kvbench's own"
     if not _HEADER_VALUE.fullmatch(value):
         return f"the header {name} must have a value of visible ASCII characters, in one line"
     if _SECRET.search(name) and "${" not in value:
         return (
-            f"the header {name} looks like a secret, which every file of the run would show: put it into an "
+            f"the header {name} looks like a secret, which files of the run would show: put it into an "
             f"environment variable and write {name}: ${{NAME}}, in single quotes on a command line"
         )
     return ""
 
 
 def each_url(urls: str) -> list[str]:
-    """The URLs of a list with commas between."""
+    """Split a comma-separated list of URLs."""
     return [url.strip() for url in urls.split(",")] if urls else []
 
 
 class ExternalOptions(EngineOptions):
-    """Where the server under test answers."""
+    """Location of the server under test."""
 
     starts_processes = False
     uses_gpus = False
@@ -85,27 +85,27 @@ class ExternalOptions(EngineOptions):
         "",
         pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$",
         description="environment variable with the server's API key, sent as Authorization: Bearer; "
-        "the key itself is written nowhere",
+        "the key itself is never stored",
     )
     headers: dict[str, str] = Field(
         default_factory=dict,
         max_length=64,
-        description="further headers of each request; ${NAME} in a value is that environment variable's, "
-        "which is put in when it is sent, and written nowhere",
+        description="further headers of each request; ${NAME} in a value is an environment variable, "
+        "which is inserted when sent, and never stored",
     )
     ca_file: str = Field(
         "",
         max_length=4096,
-        description="PEM file of certificates that are believed instead of the machine's, there where "
-        "requests are sent from",
+        description="PEM file of trusted certificates, instead of the machine's; on the host that "
+        "sends the requests",
     )
-    insecure: bool = Field(False, description="any certificate is believed, even a forged one")
+    insecure: bool = Field(False, description="skip TLS verification")
 
     gpus: int | None = Field(
-        None, ge=1, le=65536, description="GPUs behind base_url, all together: rates are then told per GPU"
+        None, ge=1, le=65536, description="GPUs behind base_url, in total; enables rates per GPU"
     )
     dummy_weights: bool = Field(
-        False, description="its weights are made up, so that different prompts may have the same answer"
+        False, description="whether weights are random, so that different prompts may have the same answer"
     )
 
     @field_validator("base_url")
@@ -145,7 +145,7 @@ class ExternalOptions(EngineOptions):
 
 
 class External(Engine):
-    """Starts nothing and stops nothing."""
+    """Starts and stops nothing."""
 
     name = "external"
     options_model = ExternalOptions

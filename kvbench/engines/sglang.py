@@ -1,7 +1,5 @@
-"""SGLang as a second real engine: commands and dispatch as its sources want them.
-
-Not run here: SGLang needs a GPU. `check` says so unless the user says that it has been tried.
-"""
+"""SGLang: commands and dispatch according to its sources. Untested as it needs a GPU, which `check` reports
+unless the user confirms it."""
 
 from __future__ import annotations
 
@@ -39,18 +37,18 @@ _OURS: Final = (
     "disaggregation-bootstrap-port",
     "disaggregation-ib-device",
 )
-"""Arguments that follow from the scenario."""
+"""Arguments derived from the scenario."""
 _RANK_NAMES: Final = {
     "pipeline_parallel_size": ("pp-size", "pipeline-parallel-size", "pp"),
     "data_parallel_size": ("dp-size", "data-parallel-size", "dp"),
     "expert_parallel": ("ep-size", "expert-parallel-size", "ep"),
 }
-"""Ranks beside the tensor parallel ones, by SGLang's names for them."""
-NOT_RUN: Final = "kvbench prints SGLang's commands but has not been run with it"
+"""Further ranks → SGLang's argument names."""
+NOT_RUN: Final = "kvbench prints SGLang's commands but is untested with it"
 
 
 class SglangOptions(EngineOptions):
-    """Options of SGLang servers. Arguments and environment of a role win over those for both."""
+    """Options of SGLang servers; a role's arguments and environment override common ones."""
 
     usual_ready_timeout_s: ClassVar[float] = 600.0
 
@@ -64,12 +62,12 @@ class SglangOptions(EngineOptions):
     )
     prefill_args: dict[str, JsonValue] = Field(default_factory=dict, description="arguments of P only")
     decode_args: dict[str, JsonValue] = Field(default_factory=dict, description="arguments of D only")
-    env: Environment = Field(default_factory=dict, description="environment of all roles, word for word")
+    env: Environment = Field(default_factory=dict, description="environment of all roles, unchanged")
     prefill_env: Environment = Field(default_factory=dict, description="environment of P only")
     decode_env: Environment = Field(default_factory=dict, description="environment of D only")
 
     dummy_weights: bool = Field(
-        False, description="its weights are made up, so that different prompts may have the same answer"
+        False, description="whether weights are random, so that different prompts may have the same answer"
     )
 
     @field_validator("engine_args", "prefill_args", "decode_args")
@@ -93,7 +91,6 @@ class SglangOptions(EngineOptions):
         return self.command[0]
 
     def environment(self, role: Role) -> dict[str, str]:
-        """The user's environment for one role."""
         return {**self.env, **{"prefill": self.prefill_env, "decode": self.decode_env}.get(role, {})}
 
     def ranks_in_args(self, role: str) -> dict[str, int]:
@@ -108,23 +105,23 @@ class SglangOptions(EngineOptions):
         return found
 
     def arguments(self, role: str) -> dict[str, Any]:
-        """The user's arguments for one role, with underscores as hyphens."""
+        """User arguments of one role, with hyphens for underscores."""
         own = {"prefill": self.prefill_args, "decode": self.decode_args}.get(role, {})
         return {key.replace("_", "-"): value for key, value in {**self.engine_args, **own}.items()}
 
 
 def _rank_args(ranks: Ranks, given: Mapping[str, int]) -> dict[str, Any]:
-    """What asks for the ranks, but for those that the user's own arguments ask for already."""
+    """Arguments for ranks that the user's arguments do not set."""
     args: dict[str, Any] = {"tp-size": ranks.tensor}
     args |= {} if "pipeline_parallel_size" in given else {"pp-size": ranks.pipeline}
     args |= {} if "data_parallel_size" in given else {"dp-size": ranks.data}
-    # Experts are spread over as many ranks as these are, of the tensor parallel ones.
+    # Experts are spread over this number of tensor parallel ranks.
     args |= {"ep-size": ranks.tensor} if ranks.expert and "expert_parallel" not in given else {}
     return {key: count for key, count in args.items() if count > 1}
 
 
 class Sglang(Engine):
-    """Starts `sglang.launch_server`, which answers /health, /metrics (asked for) and /flush_cache."""
+    """Starts `sglang.launch_server`, with /health, /metrics (enabled) and /flush_cache."""
 
     name = "sglang"
     options_model = SglangOptions
@@ -144,16 +141,13 @@ class Sglang(Engine):
             return Problem(NOT_RUN, "to try it nevertheless: --set deployment.engine_options.untested=true")
         if found_command(options.command[0], options.env) is None:
             return Problem(
-                f"there is no command {options.command[0]!r}",
+                f"unknown command {options.command[0]!r}",
                 "install SGLang, or name its command in deployment.engine_options.command",
             )
         return None
 
     def gpus(self, options: EngineOptions, role: Role, rank: int, ranks: Ranks) -> GpuNeed:
-        """One for each rank.
-
-        ``base-gpu-id`` chooses among the GPUs that a process sees, so it counts as a choice of the user's.
-        """
+        """One GPU per rank. ``base-gpu-id`` selects among visible GPUs, so it counts as the user's choice."""
         assert isinstance(options, SglangOptions)
         arguments = options.arguments(role)
         if str(arguments.get("device", "cuda")) == "cpu":
@@ -202,7 +196,7 @@ class Sglang(Engine):
         )
 
     def warnings(self, options: EngineOptions, setting: OptionsContext | None = None) -> Sequence[str]:
-        return [f"{NOT_RUN}: look at every figure twice"]
+        return [f"{NOT_RUN}: check every figure"]
 
 
 ENGINE = Sglang()

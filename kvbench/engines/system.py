@@ -1,4 +1,4 @@
-"""Somebody else's simulator: a command that answers in the place of servers, on virtual time."""
+"""An external simulator: a command that replaces servers on virtual time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_SERVER = Problem(
 
 
 class SystemOptions(EngineOptions):
-    """Who is asked, and for how long an answer is waited for."""
+    """The simulator's command and answer limit."""
 
     starts_processes = False
     uses_gpus = False
@@ -29,7 +29,7 @@ class SystemOptions(EngineOptions):
         ..., min_length=1, description="the simulator's command line: a program and its arguments; no shell"
     )
     gpus: int | None = Field(
-        None, ge=1, le=65536, description="GPUs that it simulates, all together: rates are then told per GPU"
+        None, ge=1, le=65536, description="GPUs that it simulates, in total; enables rates per GPU"
     )
     answer_timeout_s: float = Field(
         600.0, gt=0, le=86_400, description="seconds of real time in which it must answer a trial"
@@ -43,9 +43,9 @@ class SystemOptions(EngineOptions):
             if not shlex.split(command):
                 problem = "must name a program"
         except ValueError as error:
-            problem = f"is no command line: {str(error).lower()}"
+            problem = f"is not a command line: {str(error).lower()}"
         if "\0" in command:
-            problem = "must not have a null byte in it"
+            problem = "must not contain a null byte"
         if problem:
             raise PydanticCustomError("kvbench", "{text}", {"text": problem})
         return command
@@ -56,7 +56,7 @@ class SystemOptions(EngineOptions):
 
 
 class SystemEngine(Engine):
-    """Serves nothing: only ``kvbench simulate`` asks it."""
+    """Serves nothing; only ``kvbench simulate`` uses it."""
 
     name = "system"
     options_model = SystemOptions

@@ -1,8 +1,6 @@
-"""Real vLLM: a `vllm serve` process for each role. kvbench never imports vLLM; it may live elsewhere.
-
-A release for CPUs needs arguments to compute what the model says (``cpu_args``). The variables that a release
-no longer reads are in ``vllm_variables.yaml``.
-"""
+"""Real vLLM: a `vllm serve` process per role, in any environment; kvbench never imports vLLM. CPU releases
+need corrective arguments (``cpu_args``). ``vllm_variables.yaml`` lists variables that releases no longer
+read."""
 
 from __future__ import annotations
 
@@ -40,27 +38,27 @@ from kvbench.hosts.version_rules import installed as distributions
 from kvbench.hosts.version_rules import interpreter_of
 
 WRONG_NORM: Final = Releases((0, 12), (0, 14))
-"""Where vLLM's own ``rms_norm`` for CPUs takes slices of QKV, which Qwen3 and others normalize by head, for
-contiguous, so that every step of more than one token is computed wrong: 0.12 gave up the copy before it
-(vllm-project/vllm#28103), 0.14 the kernel (#31643); measured with 0.13.0. Compiled models do without it."""
+"""Releases whose CPU ``rms_norm`` treats slices of QKV, normalized by head in Qwen3 and others, as
+contiguous: steps of several tokens are wrong. 0.12 removed the copy (vllm-project/vllm#28103), 0.14 the
+kernel (#31643); measured with 0.13.0. Compiled models are not affected."""
 NATIVE_NORM: Final = "-rms_norm"
-"""In ``custom_ops``: PyTorch's operations instead."""
+"""Entry of ``custom_ops`` that selects PyTorch's operations."""
 
 
 def on_cpu(options: VllmOptions, version: str) -> bool:
-    """Whether this vLLM is one for CPUs; ``version`` is empty if it is not known."""
+    """Whether this vLLM is for CPUs; ``version`` is empty if unknown."""
     return "+cpu" in version or any(name.startswith("VLLM_CPU_") for name in options.env)
 
 
 def cpu_args(options: VllmOptions, version: str) -> dict[str, Any]:
-    """Arguments that a release needs on CPUs; the user's own win over them."""
+    """Required CPU arguments of a release; the user's override them."""
     if not on_cpu(options, version) or release(version) not in WRONG_NORM:
         return {}
     return {"compilation-config": {"custom_ops": [NATIVE_NORM]}}
 
 
 def cpu_warnings(options: VllmOptions, version: str, roles: Sequence[Role]) -> Iterator[str]:
-    """Where the user's own arguments take that away."""
+    """Warn about user arguments that disable these."""
     for name in cpu_args(options, version) if version else ():
         given = [str(options.arguments(role).get(name, NATIVE_NORM)) for role in roles]
         if not all(NATIVE_NORM in words or "none" in words for words in given):
@@ -80,17 +78,14 @@ def _table() -> Mapping[str, Mapping[str, str]]:
 
 
 def given_up(names: Iterable[str], version: str) -> Iterator[str]:
-    """A sentence for each of these variables that this version does nothing with.
-
-    Raises InputError for a version that cannot be read.
-    """
+    """Explain each variable that this version ignores. Raises InputError for an unreadable version."""
     table = _table()
     for name in sorted(set(names) & set(table["gone"])):
         since = table["gone"][name]
         if release(version) >= release(since):
             now = table["instead"].get(name)
-            advice = f"say it with {now}" if now else "take it out"
-            yield f"{name} does nothing: vLLM has lacked it since {since}, and this is {version}; {advice}"
+            advice = f"use {now}" if now else "remove it"
+            yield f"{name} has no effect: vLLM removed it in {since}, and this is {version}; {advice}"
 
 
 _LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -102,15 +97,15 @@ _LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {
     "nixl": ("nixl",),
     "nixl_push": ("nixl",),
 }
-"""What vLLM must find beside it for a connector: one of these distributions."""
+"""Connector backend → distributions, one of which vLLM's environment needs."""
 
 
 @dataclass(frozen=True)
 class VllmFirstScenario(FirstScenario):
-    """What is offered is what a reader of streamed text notices."""
+    """Defaults for `kvbench init`: limits that a reader of streamed text notices."""
 
     def found(self) -> Installed | None:
-        """The command on the PATH, if its environment can be looked into."""
+        """Command on the PATH, if its environment is readable."""
         command = shutil.which("vllm")
         python = interpreter_of(Path(command)) if command else None
         beside = distributions(python) if python else {}
@@ -144,7 +139,7 @@ class VllmFirstScenario(FirstScenario):
         if gpus:
             return [
                 *lines,
-                f'prefill_devices: ["{gpus[0]}"]   # one GPU for both: fine to try, not to quote',
+                f'prefill_devices: ["{gpus[0]}"]   # one GPU for both: not for results to publish',
                 f'decode_devices: ["{gpus[0]}"]',
                 "gpu_memory_utilization: 0.42",
             ]
@@ -152,11 +147,11 @@ class VllmFirstScenario(FirstScenario):
 
 
 SPANS_HOSTS_SINCE: Final[Release] = (0, 12)
-"""The first release with ``--nnodes`` (vllm-project/vllm#23691, merged in November 2025)."""
+"""First release with ``--nnodes`` (vllm-project/vllm#23691, merged in November 2025)."""
 
 
 class Vllm(Engine):
-    """Starts `vllm serve`, which answers /health, /metrics and, in developer mode, cache resets."""
+    """Starts `vllm serve`, with /health, /metrics and, in developer mode, cache resets."""
 
     name = "vllm"
     options_model = VllmOptions
@@ -166,7 +161,7 @@ class Vllm(Engine):
     launch_s = (15.0, 180.0)
 
     def version(self, options: EngineOptions) -> str:
-        """The scenario's version, or the installed one's; the newest known one if it cannot be asked."""
+        """Version of the scenario or installation; else the newest known one."""
         assert isinstance(options, VllmOptions)
         return _version_of(options) or dotted(NEWEST_KNOWN)
 
@@ -174,7 +169,7 @@ class Vllm(Engine):
         assert isinstance(options, VllmOptions)
         if found_command(options.command[0], options.env) is None:
             return Problem(
-                f"there is no command {options.command[0]!r}",
+                f"unknown command {options.command[0]!r}",
                 "install vLLM, or name its command in deployment.engine_options.command",
             )
         try:
@@ -187,7 +182,7 @@ class Vllm(Engine):
         return None
 
     def gpus(self, options: EngineOptions, role: Role, rank: int, ranks: Ranks) -> GpuNeed:
-        """One for each rank; none on CPUs."""
+        """One GPU per rank; none on CPUs."""
         assert isinstance(options, VllmOptions)
         if on_cpu(options, _version_of(options)):
             return GpuNeed(0)
@@ -201,16 +196,14 @@ class Vllm(Engine):
         connector_options: ConnectorOptions,
         options: EngineOptions,
     ) -> list[ProcessSpec]:
-        """One server; over several hosts one on each: the first answers, the others are headless.
-
-        vLLM's own processes find each other at ``--master-addr`` (its multiprocessing executor, since 0.12).
-        """
+        """One server process per host: the first serves, the others are headless. They meet at
+        ``--master-addr`` (multiprocessing executor, since 0.12)."""
         assert isinstance(options, VllmOptions)
         if len(instance.nodes) < 2:
             return [self.process(instance, connector, connector_options, options)]
         if release(self.version(options)) < SPANS_HOSTS_SINCE:
             raise InputError(
-                f"vLLM {self.version(options)} spans hosts with Ray only, and {instance.name} is to run "
+                f"vLLM {self.version(options)} spans hosts with Ray only, and {instance.name} must run "
                 f"on {', '.join(instance.nodes)}",
                 hint=f"vLLM {dotted(SPANS_HOSTS_SINCE)} and newer need no Ray for it; or start Ray and vLLM"
                 " on them by hand, and measure with --base-url",
@@ -264,19 +257,19 @@ class Vllm(Engine):
         connector_options: ConnectorOptions,
         options: VllmOptions,
     ) -> dict[str, Any] | None:
-        """The instance's ``--kv-transfer-config``: the connector's, and what is the engine's to say."""
+        """The instance's ``--kv-transfer-config``: the connector's, plus engine keys."""
         config = connector.kv_transfer_config(
             instance.role, instance.engine_id, connector_options, instance.seat
         )
         if config is None:
             return None
         version = self.version(options)
-        # Up to 0.13 at least the default is "cuda" on CPUs too, which NIXL's connector then refuses.
+        # Up to 0.13 the default is "cuda" even on CPUs, which NIXL's connector refuses.
         device = options.kv_buffer_device or ("cpu" if on_cpu(options, version) else "")
         if device:
             config["kv_buffer_device"] = device
         if release(version) >= connector.load_failure_policy_since:
-            # Said even where it is the default: up to 0.13 vLLM computes lost KV anew and says nothing.
+            # Set even if it is the default: up to 0.13 vLLM recomputes lost KV silently.
             config["kv_load_failure_policy"] = options.kv_load_failure_policy
         return config
 
@@ -298,7 +291,7 @@ class Vllm(Engine):
         }
         users = options.environment(instance.role, instance.rank)
         paths = [env["PYTHONPATH"] for env in (users, ours) if env.get("PYTHONPATH")]
-        # No single address of the user's is right on several hosts.
+        # A single user-given address cannot be right on several hosts.
         own = node if spans else {}
         return {**ours, **users, **({"PYTHONPATH": ":".join(paths)} if paths else {}), **own}
 
@@ -308,7 +301,6 @@ class Vllm(Engine):
 
 
 def _rank_args(ranks: Ranks, given: Mapping[str, int]) -> dict[str, Any]:
-    """What asks for the ranks, but for those that the user's own arguments ask for already."""
     wanted = {
         "tensor_parallel_size": ranks.tensor,
         "pipeline_parallel_size": ranks.pipeline,
@@ -324,19 +316,14 @@ def _rank_args(ranks: Ranks, given: Mapping[str, int]) -> dict[str, Any]:
 
 
 def node_env(address: str) -> dict[str, str]:
-    """The addresses at which a process is found by others: its own node's, whatever the connector.
-
-    Else vLLM takes the address of its default route, which need not be on the data network, and NIXL's
-    connectors take localhost.
-    """
+    """Addresses for other processes: the node's own. By default vLLM uses that of the default route, perhaps
+    outside the data network, and NIXL's connectors localhost."""
     return {"VLLM_HOST_IP": address, "VLLM_NIXL_SIDE_CHANNEL_HOST": address}
 
 
 def _on_node(spec: ProcessSpec, instance: Instance, number: int) -> ProcessSpec:
-    """The server's process as it is on one of the hosts that it spans.
-
-    What vLLM infers of data-parallel ranks from the number of nodes is said, since not all releases do.
-    """
+    """The server's process on one of its hosts. Data-parallel settings are explicit, as not all releases
+    infer them."""
     ranks, hosts = instance.ranks.data, len(instance.nodes)
     meet = {
         "distributed-executor-backend": "mp",
@@ -349,7 +336,7 @@ def _on_node(spec: ProcessSpec, instance: Instance, number: int) -> ProcessSpec:
     if ranks > 1:
         meet |= {
             "data-parallel-size-local": max(1, ranks // hosts),
-            "data-parallel-start-rank": number * ranks // hosts or None,  # a 0 would ask for another mode
+            "data-parallel-start-rank": number * ranks // hosts or None,  # a 0 would select another mode
             "data-parallel-address": instance.nodes[0],
             "data-parallel-rpc-port": (instance.group_port or 0) + 1,
         }
@@ -358,7 +345,6 @@ def _on_node(spec: ProcessSpec, instance: Instance, number: int) -> ProcessSpec:
 
 
 def _version_of(options: VllmOptions) -> str:
-    """The scenario's version, or the installed one's; empty if it cannot be asked."""
     if options.version:
         return options.version
     try:
@@ -370,9 +356,9 @@ def _version_of(options: VllmOptions) -> str:
 def _warnings(options: VllmOptions, setting: OptionsContext, version: str) -> Iterator[str]:
     newest = dotted(NEWEST_KNOWN)
     if not version:
-        yield f"vLLM's version is not known; its profile for {newest} is taken"
+        yield f"vLLM's version is not known; its profile for {newest} is used"
     elif is_newer_than_known(version):
-        yield f"vLLM {version} is newer than {newest}, the newest that kvbench knows; its profile is taken"
+        yield f"vLLM {version} is newer than {newest}, the newest that kvbench knows, whose profile is used"
     roles: tuple[Role, ...] = ("prefill", "decode")
     if version:
         yield from given_up({**options.env, **options.prefill_env, **options.decode_env}, version)
@@ -381,7 +367,7 @@ def _warnings(options: VllmOptions, setting: OptionsContext, version: str) -> It
         yield "enforce-eager turns CUDA graphs off: decoding gets several times slower"
     yield from cpu_warnings(options, version, roles)
     if options.kv_load_failure_policy == "recompute":
-        yield "kv_load_failure_policy recompute: where KV is lost D computes the prompt, and no rate is P/D's"
+        yield "kv_load_failure_policy recompute: D computes prompts with lost KV, so rates are not of P/D"
     yield from _slots(options, setting, roles)
     for label, (connector, connector_options) in setting.connectors.items():
         for role in roles:
@@ -401,7 +387,7 @@ def _warnings(options: VllmOptions, setting: OptionsContext, version: str) -> It
     if local and len(setting.hosts) > 1:
         yield (
             f"{', '.join(sorted(local))} cannot be reached from other hosts: side channels there fail, "
-            "and older vLLM then computes prompts on D without a word"
+            "and older vLLM then computes prompts on D silently"
         )
 
 
@@ -419,7 +405,7 @@ def _slots(options: VllmOptions, setting: OptionsContext, roles: Sequence[Role])
 def _overridden(label: str, ours: Mapping[str, str], users: Mapping[str, str]) -> Iterator[str]:
     for name in sorted(set(ours) & set(users)):
         if name != "PYTHONPATH" and ours[name] != users[name]:
-            yield f"{label}: env sets {name}, which then wins over the connector's option"
+            yield f"{label}: env sets {name}, which overrides the connector's option"
 
 
 ENGINE = Vllm()

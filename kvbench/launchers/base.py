@@ -1,7 +1,7 @@
-"""The contract of a launcher: where processes run, and what may be done with them from here.
+"""Interface of a launcher, which starts processes and gives access to them.
 
-Deployment, load generator, trial and sweep know nothing else. ``LocalLauncher`` starts processes on this
-machine, ``RemoteLauncher`` has agents start them on other hosts.
+Deployment, load generator, trial and sweep use only this. ``LocalLauncher`` starts local processes,
+``RemoteLauncher`` uses agents on other hosts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Writer(Protocol):
-    """The way to a process's stdin. Raises OSError when nobody can read it any more."""
+    """Pipe to a process's stdin. Raises OSError when its reader is gone."""
 
     def write(self, data: bytes, /) -> int: ...
     def flush(self) -> None: ...
@@ -27,26 +27,26 @@ class Writer(Protocol):
 
 
 class Reader(Protocol):
-    """The way from a process's stdout: a file descriptor that selectors can wait for."""
+    """Pipe from a process's stdout, with a file descriptor for selectors."""
 
     def fileno(self) -> int: ...
     def close(self) -> None: ...
 
 
 class Process(Protocol):
-    """A process that a launcher has started, with its group."""
+    """A started process with its group."""
 
     @property
     def spec(self) -> ProcessSpec: ...
     @property
     def log_path(self) -> Path:
-        """Its output, here, whichever host it runs on."""
+        """Local path of its output, even if it runs remotely."""
 
     @property
     def name(self) -> str: ...
     @property
     def pid(self) -> int:
-        """Its number on the host where it runs."""
+        """Process id on its host."""
 
     @property
     def stdin(self) -> Writer: ...
@@ -54,112 +54,112 @@ class Process(Protocol):
     def stdout(self) -> Reader: ...
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs."""
+        """Exit status, or None while it runs."""
 
     def terminate(self) -> None:
         """Ask it to end."""
 
     def kill(self) -> None:
-        """End it and its whole group at once."""
+        """Kill it and its whole group."""
 
     def tail(self, lines: int = 12) -> list[str]:
-        """The last lines of its log."""
+        """Last lines of its log."""
 
     def rename(self, name: str) -> None:
-        """Another name, for the log too."""
+        """Rename it and its log."""
 
 
 class Launcher(Protocol):
-    """Starts processes, each where its name says it belongs, and stops them."""
+    """Starts processes on their hosts and stops them."""
 
     @property
     def log_dir(self) -> Path:
-        """Where the logs of all its processes are, here."""
+        """Local folder of all logs."""
 
     @property
     def run_tag(self) -> str: ...
 
     def start(self, spec: ProcessSpec, *, piped: bool = False) -> Process:
-        """Start one process; ``piped`` keeps its stdin and stdout for a conversation. Raises LaunchError."""
+        """Start a process; ``piped`` keeps stdin and stdout. Raises LaunchError."""
 
     def stop(self, processes: Sequence[Any], grace_s: float = ...) -> None:
-        """Stop in reverse order of start: ask, wait at most ``grace_s`` altogether, then force."""
+        """Stop in reverse order of start: terminate, wait at most ``grace_s`` in total, then kill."""
 
     def log_path(self, spec: ProcessSpec) -> Path:
-        """Where a process's output goes, here."""
+        """Local path of a process's log."""
 
     def check(self) -> None:
-        """Raises HostLostError if a host that this launcher needs is gone."""
+        """Raise HostLostError if a needed host is lost."""
 
     def place_of(self, name: str) -> Place:
-        """What there is to say and to do where the process of that name runs."""
+        """Return the place where the named process runs."""
 
     def web(self, access: ServerAccess) -> httpx.BaseTransport | None:
-        """How its servers are asked by HTTP, if not from here. ``access``: to those of somebody else's."""
+        """HTTP transport to its servers, or None for direct requests. ``access``: for external servers."""
 
     def host_of(self, name: str) -> str:
-        """The host that a process of this name belongs on; empty for this machine."""
+        """Host of a process by its name; empty for this machine."""
 
     def env_of(self, spec: ProcessSpec) -> Mapping[str, str]:
-        """What the process is given beside what its host has: its own, and its GPUs where these are dealt."""
+        """Environment of a process besides its host's: its own, and its GPUs if dealt."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names of the other hosts that it starts processes on; none for this machine alone."""
+        """Names of other hosts with processes."""
 
     def ask_hosts(
         self, what: str, more: Mapping[str, Mapping[str, Any]] | None = None
     ) -> dict[str, dict[str, Any]]:
-        """The answers of all of ``hosts`` to one question, by name."""
+        """Return host → answer to one question."""
 
 
 class Place(Protocol):
-    """The place of one process: its files, clock, ports and web pages, as seen from there."""
+    """Files, clock, ports and web access where a process runs."""
 
     @property
     def host(self) -> str:
-        """The host's name; empty for this machine."""
+        """Host name; empty for this machine."""
 
     @property
     def clock_ahead_s(self) -> float:
-        """How far its monotonic clock is ahead of this machine's, in seconds."""
+        """Offset of its clock against this machine's, in seconds."""
 
     @property
     def cores(self) -> int:
-        """CPU cores that a process may use there."""
+        """CPU cores available to a process."""
 
     def cpu_s(self, pid: int) -> float | None:
-        """CPU seconds that a process has taken there; None where it is unknown: here, or when it ended."""
+        """CPU seconds of a process; None if unknown: local, or ended."""
 
     def path_of(self, path: Path) -> str:
-        """Where a process there finds or leaves the file that is ``path`` here."""
+        """Path of the local file ``path`` on that host."""
 
     def put(self, path: Path) -> None:
-        """Bring the file ``path`` there. Raises LaunchError."""
+        """Copy a local file there. Raises LaunchError."""
 
     def fetch(self, path: Path) -> None:
-        """Bring what a process left there to ``path`` here, and remove it there. Raises LaunchError."""
+        """Move a process's file to the local ``path``. Raises LaunchError."""
 
     def forget(self, path: Path) -> None:
-        """Remove what a process may have left there, whole or in part."""
+        """Remove a process's file, also a partial one."""
 
     def require_free(self, address: str, ports: Sequence[tuple[str, int]]) -> None:
-        """``ports``: what for, and which. Raises PortInUseError for the first that is taken."""
+        """``ports``: (purpose, port). Raises PortInUseError for the first one in use."""
 
     def free_ports(self, address: str, counts: Sequence[int]) -> list[int]:
-        """For each count the first of so many consecutive free ports. Raises PortInUseError."""
+        """Return the first of each count's consecutive free ports. Raises PortInUseError."""
 
     def listens(self, address: str, port: int) -> bool:
-        """Whether a connection to ``address:port`` is taken there."""
+        """Whether the address accepts a connection."""
 
 
 GRACE_S: Final = 3.0
-"""Seconds between SIGTERM and SIGKILL. The emulated engine needs well under one."""
+"""Seconds between SIGTERM and SIGKILL; the emulated engine needs far less than one."""
 POLL_S: Final = 0.02
 
 
 def stop_in_reverse(processes: Sequence[Process], grace_s: float) -> None:
-    """Ask all to end, the last started first; wait at most ``grace_s`` altogether; kill the rest."""
+    """Terminate all, the last started first; wait at most ``grace_s`` in total; kill the rest."""
     deadline = time.monotonic() + grace_s
     waiting = list(reversed(processes))
     for process in waiting:

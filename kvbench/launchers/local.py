@@ -1,7 +1,5 @@
-"""Processes on this machine: each in a session of its own, tagged, and gone when kvbench is gone.
-
-Their logs are bounded: of one that grows without end the beginning and the end are kept (``LogBound``).
-"""
+"""Local processes, each in its own tagged session, which end with kvbench. Logs are bounded
+(``LogBound``)."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from kvbench.launchers.parts.sockets import free_ports, listens, require_free_po
 
 
 class LocalPlace:
-    """``launchers.base.Place`` for this machine, where there is nothing to bring."""
+    """``launchers.base.Place`` for this machine; nothing has to be copied."""
 
     host: Final = ""
     clock_ahead_s: Final = 0.0
@@ -75,7 +73,7 @@ _BLOCK: Final = 4096
 
 
 class Logged(Protocol):
-    """Whoever writes a log; its path may change."""
+    """A writer of a log, whose path may change."""
 
     @property
     def log_path(self) -> Path: ...
@@ -85,17 +83,14 @@ class Logged(Protocol):
 class _Log:
     hole_ends: int = 0
     missing: int = 0
-    """Bytes."""
 
 
 class LogBound:
-    """Keeps the logs of processes within ``head`` + ``tail`` bytes, and what half a second adds to them.
+    """Bounds each log to ``head`` + ``tail`` bytes, plus half a second of output.
 
-    A process writes straight into its log file, at no extra cost. One thread looks at all of a launcher's
-    logs twice a second; it gives the middle of a log beyond the bound back to the disk (fallocate(2), a
-    hole), while the process writes on at the end. When the process has ended the hole is closed and a line
-    says how much is missing. On a file system without holes the log is cut off at its beginning's end, and
-    what comes later is kept. The thread ends with the last process.
+    Processes write directly to their files. A thread checks all logs twice a second and punches a hole in a
+    long one (fallocate(2)); at the process's end it removes the hole and notes the missing bytes. Without
+    hole support the log is cut after its head and continues. The thread ends with the last process.
     """
 
     def __init__(self, head: int = HEAD_BYTES, tail: int = TAIL_BYTES) -> None:
@@ -106,7 +101,7 @@ class LogBound:
         self._none_left = threading.Event()
 
     def watch(self, process: Logged) -> None:
-        """From now on its log is bounded."""
+        """Bound the process's log."""
         with self._lock:
             if not self._logs:
                 self._none_left = threading.Event()
@@ -114,7 +109,7 @@ class LogBound:
             self._logs[process] = _Log()
 
     def ended(self, process: Logged) -> None:
-        """Nothing writes that log any more. Safe to call twice."""
+        """Finish the log of an ended process. May be called twice."""
         with self._lock:
             if process not in self._logs:
                 return
@@ -123,7 +118,7 @@ class LogBound:
             if not self._logs:
                 self._none_left.set()
         if log.missing:
-            with contextlib.suppress(OSError):  # a full disk: the hole stays, and costs nothing
+            with contextlib.suppress(OSError):  # a full disk: the hole stays, at no cost
                 self._close(process.log_path, log)
 
     def _run(self, none_left: threading.Event) -> None:
@@ -133,7 +128,7 @@ class LogBound:
                     self._cut(process)
 
     def _cut(self, process: Logged) -> None:
-        """Gives the middle of a log that is too long back to the disk."""
+        """Free the middle of a long log."""
         log, path = self._logs[process], process.log_path
         with contextlib.suppress(OSError):
             size = path.stat().st_size
@@ -148,11 +143,11 @@ class LogBound:
             except OSError as error:
                 if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
                     raise
-                os.truncate(path, self._head)  # whoever appends goes on from there
+                os.truncate(path, self._head)  # appending continues from there
                 log.missing += size - self._head
 
     def _close(self, path: Path, log: _Log) -> None:
-        """Writes the file anew without its hole, renamed into place."""
+        """Rewrite the file without its hole, atomically."""
         rest_from = log.hole_ends or self._head
         short = path.with_name(f".{path.name}.short")
         try:
@@ -167,7 +162,7 @@ class LogBound:
 
 
 def _punch(path: Path, offset: int, length: int) -> None:
-    """Raises OSError, also on a file system that cannot do it."""
+    """Punch a hole. Raises OSError, also if the file system cannot."""
     fallocate = ctypes.CDLL(None, use_errno=True).fallocate
     fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     number = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -187,11 +182,10 @@ def _copy(source: int, target: int, begin: int, end: int) -> None:
 
 _GUARD = str(Path(__file__).parent / "parts" / "guard.py")
 TRACKER_GRACE_S = 2.0
-"""Seconds that a Python resource tracker has to clean up after the killed. It needs a tenth of one."""
+"""Seconds for a Python resource tracker to clean up after killed processes; it needs 0.1 s."""
 
 
 def _members(group: int) -> set[int]:
-    """The processes of a process group that still run."""
     found = set()
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
@@ -212,12 +206,11 @@ def _trackers(group: int) -> set[int]:
 
 
 class LocalProcess:
-    """A started process and its group. Only ever signals what it started itself."""
+    """A started process and its group; signals only these."""
 
     def __init__(
         self, spec: ProcessSpec, popen: subprocess.Popen[bytes], log_path: Path, logs: LogBound
     ) -> None:
-        """``logs``: what keeps its log within bounds, until it has ended."""
         self.spec = spec
         self.log_path = log_path
         self._popen = popen
@@ -234,49 +227,43 @@ class LocalProcess:
         return self._popen.pid
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs. Sweeps up the rest of the group once it has ended."""
+        """Exit status, or None while it runs; at its end the rest of the group is killed."""
         if self._returncode is None and self.has_exited:
             self._reap()
         return self._returncode
 
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM to the process itself, which ends its own children); one that is stopped
-        is continued, so that it can.
-        """
+        """Send SIGTERM to the process, which ends its children; a stopped one is continued first."""
         if self._returncode is None:
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it and its whole group at once."""
         if self._returncode is None:
             self._reap()
 
     @property
     def stdin(self) -> IO[bytes]:
-        """The pipe to a process that was started piped."""
         assert self._popen.stdin is not None
         return self._popen.stdin
 
     @property
     def stdout(self) -> IO[bytes]:
-        """The pipe from a process that was started piped."""
         assert self._popen.stdout is not None
         return self._popen.stdout
 
     def tail(self, lines: int = 12) -> list[str]:
-        """The last lines of its log."""
         return tail_of(self.log_path, lines)
 
     def rename(self, name: str) -> None:
-        """Another name, for the log too, for a process that got its work after its start."""
+        """Rename it and its log, for a process that got its work after its start."""
         self.spec = replace(self.spec, name=name)
         path = self.log_path.with_name(f"{name}.log")
         self.log_path = self.log_path.rename(path)
 
     @property
     def has_exited(self) -> bool:
-        """Whether it has ended; nothing is swept up yet, and its pipes can still be read."""
+        """Whether it has ended; its group is not yet killed and its pipes are readable."""
         if self._returncode is not None:
             return True
         # WNOWAIT leaves the zombie in place, so that its process group id cannot be reused
@@ -297,9 +284,8 @@ class LocalProcess:
         self._logs.ended(self)
 
     def _end_group(self) -> None:
-        """Kill all of the group, Python's resource trackers last: these unlink what the others leave in
-        /dev/shm, then end by themselves; killed together with the others they would not.
-        """
+        """Kill the group, Python's resource trackers last: they clean up /dev/shm and then end by
+        themselves."""
         for pid in _members(self.pid) - _trackers(self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -318,7 +304,7 @@ class LocalProcess:
 
 
 class LocalLauncher:
-    """Starts processes on this machine. Logs go to ``log_dir``, their JSON specs to ``spec_dir``."""
+    """Starts local processes. Logs go to ``log_dir``, JSON specs to ``spec_dir``."""
 
     name = "local"
 
@@ -329,10 +315,6 @@ class LocalLauncher:
         self._logs = LogBound()
 
     def start(self, spec: ProcessSpec, *, piped: bool = False) -> LocalProcess:
-        """Start one process; ``piped`` keeps its stdin and stdout for a conversation with it.
-
-        Raises LaunchError if the command cannot be run at all.
-        """
         self._spec_dir.mkdir(parents=True, exist_ok=True)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         argv = list(spec.argv)
@@ -352,7 +334,7 @@ class LocalLauncher:
                 popen = subprocess.Popen(
                     command,
                     env=child_environment(
-                        # What a process leaves in its temporary folder goes with our own.
+                        # A process's temporary files are removed with kvbench's own.
                         {"TMPDIR": str(self._spec_dir), **env},
                         self.run_tag,
                         one_thread=spec.one_thread,
@@ -368,21 +350,18 @@ class LocalLauncher:
         return LocalProcess(spec, popen, log_path, self._logs)
 
     def log_path(self, spec: ProcessSpec) -> Path:
-        """Where a process's output goes."""
         return self.log_dir / f"{spec.name}.log"
 
     def check(self) -> None:
         """This machine is never lost."""
 
     def place_of(self, name: str) -> LocalPlace:
-        """Every process is here."""
         return LocalPlace()
 
     def web(self, access: ServerAccess) -> None:
-        """Servers are asked from here."""
+        """Servers are requested directly."""
 
     def host_of(self, name: str) -> str:
-        """Empty: this machine."""
         return ""
 
     def env_of(self, spec: ProcessSpec) -> Mapping[str, str]:
@@ -390,7 +369,6 @@ class LocalLauncher:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """There are no other hosts."""
         return ()
 
     def ask_hosts(
@@ -399,19 +377,15 @@ class LocalLauncher:
         return {}
 
     def stop(self, processes: Sequence[LocalProcess], grace_s: float = GRACE_S) -> None:
-        """Stop in reverse order of start: ask, wait at most ``grace_s`` altogether, then force."""
         stop_in_reverse(processes, grace_s)
 
 
 def child_environment(
     extra: Mapping[str, str], run_tag: str, *, one_thread: bool = True, beside: Sequence[str] = ()
 ) -> dict[str, str]:
-    """Our own environment with ``extra`` and the run tag; one thread for numerical libraries if wanted.
-
-    A proxy set there stays, for a model that is downloaded; what is ``beside`` is excepted from it. vLLM's
-    MooncakeConnector asks P's bootstrap server by an httpx client that would take it, Mooncake its metadata
-    server by libcurl.
-    """
+    """Return this process's environment with ``extra`` and the run tag; ``one_thread`` limits numerical
+    libraries. A proxy stays set for model downloads, except for the given addresses, which vLLM's
+    MooncakeConnector (httpx) and Mooncake (libcurl) would contact through it."""
     env = {
         **os.environ,
         **(ONE_THREAD_ENV if one_thread else {}),

@@ -1,7 +1,5 @@
-"""Where the processes of a run are: on this machine, on a scenario's hosts, or on nodes of Slurm or Ray.
-
-Nodes that a scheduler chose are treated as if the scenario had named them.
-"""
+"""Hosts of a run's processes: this machine, a scenario's hosts, or nodes of Slurm or Ray. Nodes of a
+scheduler are treated as hosts named by the scenario."""
 
 from __future__ import annotations
 
@@ -26,34 +24,32 @@ Tell = Callable[[str], None]
 
 
 class ChosenNodes(Protocol):
-    """Which nodes serve which role, and their addresses."""
+    """Nodes per role, and their addresses."""
 
     @property
     def hosts(self) -> Mapping[str, tuple[str, ...]]:
-        """Role → its nodes."""
+        """Role → nodes."""
 
     def address(self, host: str, /) -> str:
-        """The node's address, as the scheduler knows it. Raises LaunchError."""
+        """Address of a node by the scheduler. Raises LaunchError."""
 
 
 class Nodes(ChosenNodes, Protocol):
-    """What a scheduler has given: ``SlurmJob`` or ``RayNodesOf``."""
+    """Nodes of a scheduler: ``SlurmJob`` or ``RayNodesOf``."""
 
     def open(self) -> None:
-        """Get them; ``hosts`` is known then. Raises LaunchError."""
+        """Allocate the nodes and set ``hosts``. Raises LaunchError."""
 
     def channel(self, host: str, command: str, /) -> Channel:
-        """A shell command on a node. Raises LaunchError."""
+        """Run a shell command on a node. Raises LaunchError."""
 
     def close(self) -> None:
-        """Give them back."""
+        """Release the nodes."""
 
 
 def allocated(scenario: Scenario, run_tag: str, tell: Tell) -> tuple[Scenario, Fleet]:
-    """The scenario with its hosts filled in, and the fleet that reaches them.
-
-    ``tell`` hears what is waited for. The fleet gives the nodes back when it is closed. Raises LaunchError.
-    """
+    """Return the scenario with its hosts, and their fleet, which releases the nodes when closed. ``tell``:
+    reports reasons to wait. Raises LaunchError."""
     nodes = _nodes(scenario.deployment, run_tag, tell)
     try:
         nodes.open()
@@ -79,7 +75,7 @@ def _nodes(deployment: Deployment, run_tag: str, tell: Tell) -> Nodes:
 
 
 def placed_on(deployment: Deployment, nodes: ChosenNodes) -> Deployment:
-    """The deployment with these nodes as its hosts."""
+    """Set these nodes as the deployment's hosts."""
     options: SlurmOptions | RayOptions = deployment.ray or RayOptions()
     if deployment.launcher == "slurm":
         options = deployment.slurm or SlurmOptions()
@@ -95,10 +91,10 @@ def placed_on(deployment: Deployment, nodes: ChosenNodes) -> Deployment:
 
 
 def _host_options(options: SlurmOptions | RayOptions, roles: list[str]) -> dict[str, Any]:
-    """What the scenario says of a node by its roles: the first that says something counts."""
+    """A node's options by its roles: the first given one counts."""
     values: dict[str, Any] = {}
     if isinstance(options, SlurmOptions):
-        # Slurm's nodes share their files as a rule; Ray's actors put their own Python first.
+        # Slurm's nodes usually share files; Ray's actors use their own Python first.
         values["python"] = options.python or sys.executable
         everywhere = {"nics": options.nics, "devices": options.devices}
     else:
@@ -114,11 +110,8 @@ def _host_options(options: SlurmOptions | RayOptions, roles: list[str]) -> dict[
 
 
 class Places:
-    """Context manager: what a run's launchers share, such as the connections to its hosts.
-
-    ``scenario`` is the run's with all hosts known, as it is from ``open`` on. ``tell`` hears what a scheduler
-    lets us wait for.
-    """
+    """Context manager for shared resources of a run's launchers, such as connections. ``scenario``: with all
+    hosts after ``open``. ``tell``: reports reasons to wait."""
 
     def __init__(
         self, scenario: Scenario, run_tag: str, tell: Callable[[str], None] = lambda words: None
@@ -129,7 +122,6 @@ class Places:
         self._fleet: Fleet | None = None
 
     def open(self) -> None:
-        """Reach all hosts. Raises LaunchError with all that is in the way."""
         if self.scenario.deployment.launcher == "local" or self._fleet is not None:
             return
         self.scenario, fleet = fleet_with(self.scenario, self.run_tag, self._tell)
@@ -144,10 +136,8 @@ class Places:
     def launcher(
         self, log_dir: Path, spec_dir: Path, env: Mapping[str, Mapping[str, str]] | None = None
     ) -> Launcher:
-        """The launcher of one deployment. A host that was lost is tried again. Raises LaunchError.
-
-        ``env``: what single processes get on other hosts, by name, such as their GPUs.
-        """
+        """Return a deployment's launcher; lost hosts are reconnected. ``env``: process name → variables on
+        other hosts, such as GPUs. Raises LaunchError."""
         if self._fleet is None:
             return LocalLauncher(self.run_tag, log_dir, spec_dir)
         secrets = secret_values(variables(self.scenario.deployment.engine_options.server.access))
@@ -155,11 +145,9 @@ class Places:
         return launcher.with_secrets("loadgen", secrets)
 
     def environments(self) -> dict[str, Any]:
-        """What each other host is, by its name; empty for this machine alone."""
         return {} if self._fleet is None else self._fleet.environments()
 
     def gpus(self) -> dict[str, Any]:
-        """The GPUs of each other host, as its agent sees them; empty for this machine alone."""
         if self._fleet is None:
             return {}
         with contextlib.suppress(KvbenchError):  # its start will show it
@@ -167,7 +155,7 @@ class Places:
         return self._fleet.gpus()
 
     def unusable(self, planned: DeploymentPlan) -> Problem | None:
-        """Why a deployment cannot run on its hosts; None if it can, or if it is for this machine."""
+        """Return why a deployment cannot run on its hosts, or None, also for this machine."""
         deployment = self.scenario.deployment
         if self._fleet is None or not deployment.engine_options.starts_processes:
             return None
@@ -189,21 +177,17 @@ class Places:
         return None
 
     def close(self) -> None:
-        """Let go of all hosts; what is left running there is ended."""
         if self._fleet is not None:
             self._fleet.close()
             self._fleet = None
 
     @property
     def remote(self) -> bool:
-        """Whether processes run elsewhere than on this machine."""
         return self.scenario.deployment.launcher != "local"
 
     def _with_version(self, scenario: Scenario, fleet: Mapping[str, Any]) -> Scenario:
-        """The scenario with its engine's version as prefill's host has it, where it is not said.
-
-        The version chooses the connectors' profiles, and this machine may have another engine, or none.
-        """
+        """Set the engine's version to the prefill host's, if not given. The version selects connector
+        profiles, and this machine's engine may differ."""
         deployment = scenario.deployment
         options = deployment.engine_options
         if not options.asks_version:
@@ -213,7 +197,7 @@ class Places:
         try:
             version = str(fleet[host].ask("engine_version", 150.0, **asked)["version"])
         except KvbenchError:
-            return scenario  # what is wrong with it is said by ``unusable``
+            return scenario  # ``unusable`` reports the problem
         known = deployment.model_copy(update={"engine_options": options.with_version(version)})
         return scenario.model_copy(update={"deployment": known})
 
@@ -229,11 +213,8 @@ class Places:
 def fleet_with(
     scenario: Scenario, run_tag: str, tell: Callable[[str], None] = lambda words: None
 ) -> tuple[Scenario, Fleet]:
-    """The scenario with all its hosts known, and these, none of them reached yet.
-
-    A scheduler's nodes are waited for, and given back when the fleet is closed. Raises InputError for a
-    scenario of this machine alone, LaunchError.
-    """
+    """Return the scenario with all hosts, and their unconnected fleet. Waits for a scheduler's nodes; closing
+    the fleet releases them. Raises InputError for a scenario without remote hosts, LaunchError."""
     if scenario.deployment.launcher == "local":
         raise InputError(
             "the scenario names no hosts", hint="deployment.launcher: ssh with deployment.hosts (docs/ssh.md)"
@@ -244,7 +225,7 @@ def fleet_with(
 
 
 def fleet_of(scenario: Scenario, run_tag: str) -> Fleet:
-    """The hosts of a scenario, none of them reached yet."""
+    """Hosts of a scenario, not yet connected."""
     from kvbench.launchers.ssh import SshConnections, connector
 
     deployment = scenario.deployment

@@ -1,9 +1,8 @@
-"""Hosts from a Ray cluster: a placement group for the run, and on each of its nodes an actor with an agent.
+"""Hosts from a Ray cluster: a placement group per run, and an actor with an agent on each node.
 
-The cluster is the user's: kvbench joins it and never starts one. Placement group and actors are owned by
-this process and not detached, so Ray ends them when it is gone, however it went; the agent, a child of its
-actor, then reads the end of its stdin. Ray is imported inside functions only; what is requested of each node,
-and what the cluster lacks, is computed without it.
+kvbench joins the user's cluster and never starts one. Ray ends group and actors with this process, which owns
+them; the agent then reads the end of stdin. Ray is imported inside functions only; requests and missing
+resources are computed without it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from kvbench.launchers.parts.ray_actor import ActorChannel, agent_actor, first_l
 
 @dataclass(frozen=True)
 class Bundle:
-    """One node's share of a placement group: what is set aside there, for a role."""
+    """One node's share of a placement group, for a role."""
 
     role: str
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -40,24 +39,22 @@ class Bundle:
 
 
 def bundles_of(options: RayOptions, *, loadgen_only: bool = False) -> list[Bundle]:
-    """A bundle for each node of each role that has nodes of its own.
-
-    ``loadgen_only``: the servers run already, and only the load generator is to be placed.
-    """
+    """Return a bundle per node of each role with its own nodes. ``loadgen_only``: external servers need only
+    a load generator."""
     bundles = []
     for role in ("loadgen",) if loadgen_only else SCHEDULED_ROLES:
         wanted: RayNodes | None = getattr(options, role) or (RayNodes() if loadgen_only else None)
         if wanted is not None:
             amounts = {"CPU": wanted.num_cpus, "GPU": wanted.num_gpus, **wanted.resources}
             resources = {name: amount for name, amount in amounts.items() if amount}
-            # A bundle must ask for something, or it cannot be placed.
+            # An empty bundle cannot be placed.
             resources = resources or {"CPU": 0.01}
             bundles += [Bundle(role, resources, dict(wanted.labels))] * wanted.nodes
     return bundles
 
 
 def placed(bundles: Sequence[Bundle], names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Role → its nodes, when bundle i is on ``names[i]``. Router and load generator join P's first."""
+    """Return role → nodes, with bundle i on ``names[i]``. Router and load generator use P's first node."""
     hosts: dict[str, tuple[str, ...]] = {}
     for bundle, name in zip(bundles, names, strict=True):
         known = hosts.get(bundle.role, ())
@@ -70,18 +67,16 @@ def placed(bundles: Sequence[Bundle], names: Sequence[str]) -> dict[str, tuple[s
 
 
 def missing(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, Any]], *, spread: bool) -> list[str]:
-    """What no node can give, however long one waits, in words; empty if the cluster is merely busy.
-
-    ``nodes``: as ``ray.nodes()`` lists them, with Resources (all that the node has) and Labels.
-    """
+    """Describe resources that no node has; empty if the cluster is only busy. ``nodes``: ``ray.nodes()`` with
+    Resources (total) and Labels."""
     alive = [node for node in nodes if node.get("Alive", node.get("alive"))]
     lacking = [
-        f"no node has what {bundle.words()} asks for"
+        f"no node has what {bundle.words()} requires"
         for bundle in {each.words(): each for each in bundles}.values()
         if not any(_fits(bundle, node) for node in alive)
     ]
     if not lacking and spread and len(bundles) > len(alive):
-        lacking.append(f"{len(bundles)} nodes are asked for, and the cluster has {len(alive)}")
+        lacking.append(f"{len(bundles)} nodes are requested, and the cluster has {len(alive)}")
     return lacking
 
 
@@ -94,7 +89,6 @@ def _fits(bundle: Bundle, node: Mapping[str, Any]) -> bool:
 
 
 def listed(nodes: Sequence[Mapping[str, Any]]) -> str:
-    """The nodes with their resources, for a message."""
     words = []
     for node in nodes:
         if node.get("Alive", node.get("alive")):
@@ -108,7 +102,7 @@ def listed(nodes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def unique_names(nodes: Mapping[str, str]) -> dict[str, str]:
-    """Node id → a name of its own: the node's, with the beginning of its id where two have one name."""
+    """Return node id → unique name: the node's, with the start of its id if ambiguous."""
     names = list(nodes.values())
     length = next((n for n in (8, 16) if len({node[:n] for node in nodes}) == len(nodes)), None)
     return {
@@ -121,16 +115,14 @@ WAIT_S: Final = 1.0
 
 
 def problem() -> str:
-    """What is missing for Ray here; empty if nothing is."""
+    """What is missing for Ray on this machine, or ""."""
     return "" if importlib.util.find_spec("ray") else "Ray is not installed here"
 
 
 class RayNodesOf:
-    """Context manager: the nodes of one run by role.
-
-    ``tell`` hears what is waited for. Raises MissingLibraryError without Ray, LaunchError if there is no
-    cluster, another version of Ray or Python, or not what is asked for within ``options.wait_s``.
-    """
+    """Context manager: nodes of one run by role. ``tell``: reports reasons to wait. Raises
+    MissingLibraryError without Ray; LaunchError without a cluster, for other versions of Ray or Python, or
+    without nodes within ``options.wait_s``."""
 
     def __init__(
         self,
@@ -141,7 +133,6 @@ class RayNodesOf:
         loadgen_only: bool = False,
     ) -> None:
         self.hosts: Mapping[str, tuple[str, ...]] = {}
-        """Role → its nodes, in the order in which instances are dealt to them."""
         self._options = options
         self._run_tag = run_tag
         self._tell = tell
@@ -163,24 +154,22 @@ class RayNodesOf:
         self.close()
 
     def open(self) -> None:
-        """Join the cluster and set the nodes aside."""
+        """Join the cluster and reserve the nodes."""
         if missing_here := problem():
             raise MissingLibraryError(missing_here, hint="pip install ray, in the cluster's version")
         self._join()
         self._reserve()
 
     def channel(self, host: str, command: str) -> ActorChannel:
-        """The shell command on that node, with its stdin and stdout as a channel. Raises LaunchError."""
+        """Run a shell command on a node as a channel. Raises LaunchError."""
         if host not in self._bundle_of:
             raise LaunchError(f"no Ray node of this run is called {host}")
         return ActorChannel(host, self._actor(self._bundle_of[host]), command, self._run_tag)
 
     def address(self, host: str) -> str:
-        """The node's address as Ray knows it."""
         return self._addresses[host]
 
     def close(self) -> None:
-        """Give the nodes back, and leave the cluster. Safe to call twice."""
         if not self._joined and self._group is None:
             return
         import ray
@@ -219,13 +208,13 @@ class RayNodesOf:
         except ConnectionError as error:
             if "Authentication" in _causes(error):
                 raise LaunchError(
-                    f"the Ray cluster at {address} does not let us in: its token is missing here, or another",
+                    f"the Ray cluster at {address} refuses the connection: token missing or different",
                     hint="set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or its _PATH) as its nodes have them",
                 ) from error
             raise no_cluster(address, first_line(error)) from error
         except Exception as error:
             text = first_line(error)
-            hint = "look with `ray status`"
+            hint = "see `ray status`"
             if "ersion" in text:
                 hint = "install the cluster's versions of Ray and Python here"
             raise LaunchError(f"cannot join the Ray cluster at {address}: {text}", hint=hint) from error
@@ -240,7 +229,7 @@ class RayNodesOf:
             if "bundle_label_selector" not in inspect.signature(placement_group).parameters:
                 raise LaunchError(
                     f"Ray {ray.__version__} cannot choose nodes by labels",
-                    hint="ask for custom resources under deployment.ray, or install a newer Ray",
+                    hint="request custom resources under deployment.ray, or install a newer Ray",
                 )
             more["bundle_label_selector"] = [dict(bundle.labels) for bundle in self._bundles]
         spread = self._options.spread
@@ -273,15 +262,15 @@ class RayNodesOf:
             waited_s = time.monotonic() - began
             nodes = ray.nodes()
             lacking = missing(self._bundles, nodes, spread=self._options.spread)
-            words = "; ".join(lacking) or "the cluster has what is asked for, and it is in use"
+            words = "; ".join(lacking) or "the cluster has the requested resources, but they are in use"
             if words != last:
                 last = words
                 self._tell(f"Ray: {words}")
             if waited_s > self._options.wait_s:
                 raise LaunchError(
-                    f"the Ray cluster has not given what is asked for in {waited_s:.0f} s: {words} "
+                    f"the Ray cluster has not granted the request in {waited_s:.0f} s: {words} "
                     f"(it has {listed(nodes)})",
-                    hint="start nodes with `ray start --address=… --resources='{\"NAME\": 1}'`, ask for "
+                    hint="start nodes with `ray start --address=… --resources='{\"NAME\": 1}'`, request "
                     "less in deployment.ray, or raise deployment.ray.wait_s",
                 )
 
@@ -304,10 +293,8 @@ class RayNodesOf:
 
 
 def _require_answer(address: str) -> None:
-    """Raises LaunchError if nothing listens there: Ray itself would try for two minutes.
-
-    Where ``auto`` looks is Ray's own business; it is asked by ray.init, unless a usual place names one.
-    """
+    """Raise LaunchError if no server listens, as Ray would retry for two minutes. ``auto`` is resolved by
+    ray.init, unless one of its usual sources names an address."""
     current = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "")
@@ -331,7 +318,6 @@ def no_cluster(address: str, why: str) -> LaunchError:
 
 
 def _causes(error: BaseException | None) -> str:
-    """The names of an error's class and of those that led to it."""
     names = []
     while error is not None:
         names.append(f"{type(error).__name__} {error}")

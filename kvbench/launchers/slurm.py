@@ -1,8 +1,8 @@
-"""Hosts from Slurm: one job for the run, and on each node a step whose stdin and stdout are a channel.
+"""Hosts from Slurm: one job per run, and a step per node whose stdin and stdout are a channel.
 
-The job is kvbench's own, or one that exists (``deployment.slurm.job``, or kvbench itself started inside of
-one). Its own job has an owner, ``launchers/parts/slurm_guard.py``, which cancels it when kvbench is gone,
-however it went; the steps end with their agents, which end with their stdin.
+The job is new, or existing (``deployment.slurm.job``, or kvbench runs inside it). A new job is owned by
+``launchers/parts/slurm_guard.py``, which cancels it when kvbench is gone; steps end with their agents, which
+end with their stdin.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvbench.launchers.parts.slurm_words import (
 
 _GUARD: Final = str(Path(__file__).parent / "parts" / "slurm_guard.py")
 CALL_DEADLINE_S: Final = 30.0
-"""A controller under load answers slowly; one that is down makes its commands wait some 10 s."""
+"""Longest Slurm command, in seconds; without a controller they wait some 10 s."""
 POLL_S: Final = 0.5
 POLL_MOST_S: Final = 15.0
 SILENT_S: Final = 120.0
@@ -52,17 +52,14 @@ PROGRAMS: Final = ("salloc", "srun", "scancel", "squeue", "scontrol")
 
 
 def problem() -> str:
-    """What is missing for Slurm on this machine; empty if nothing is."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     return f"Slurm's {', '.join(missing)} cannot be found on this machine" if missing else ""
 
 
 class SlurmJob:
-    """Context manager: the allocation of one run, and its nodes by role.
-
-    ``tell`` hears why the job waits, each time the reason changes. Raises LaunchError if there is no Slurm,
-    if the job is refused, ends, or waits too long; KeyboardInterrupt in between cancels it.
-    """
+    """Context manager: the allocation of one run, and its nodes by role. ``tell``: reports each new reason to
+    wait. Raises LaunchError without Slurm, or if the job is refused, ends or waits too long;
+    KeyboardInterrupt cancels it."""
 
     def __init__(
         self,
@@ -74,7 +71,6 @@ class SlurmJob:
         loadgen_only: bool = False,
     ) -> None:
         self.hosts: Mapping[str, tuple[str, ...]] = {}
-        """Role → its nodes, in the order in which instances are dealt to them."""
         self._options = options
         self._instances = instances
         self._run_tag = run_tag
@@ -100,11 +96,11 @@ class SlurmJob:
 
     @property
     def job_id(self) -> str:
-        """The job's number; that of its first component if it is heterogeneous."""
+        """Job number; of a heterogeneous job its first component's."""
         return self._components[0].job_id if self._components else ""
 
     def open(self) -> None:
-        """Get the allocation, or take up the one there is."""
+        """Create the allocation, or use the existing one."""
         if missing := problem():
             raise LaunchError(
                 missing, hint="start kvbench on a login node, or choose deployment.launcher: ssh"
@@ -119,7 +115,7 @@ class SlurmJob:
         self._place()
 
     def channel(self, node: str, command: str) -> PipeChannel:
-        """A step on that node that runs a shell command. Raises LaunchError if srun cannot be started."""
+        """Start a step with a shell command on a node. Raises LaunchError if srun cannot start."""
         component = self._of_node.get(node)
         if component is None:
             raise LaunchError(f"the Slurm job {self.job_id} has no node {node}", hint="see `squeue --me`")
@@ -127,7 +123,7 @@ class SlurmJob:
         return _Step(node, step, self._run_tag, lambda: self._state_words(component))
 
     def address(self, node: str) -> str:
-        """The node's address as Slurm knows it, as an IP address where it can be resolved."""
+        """Address of a node in Slurm, resolved to an IP address if possible."""
         pairs = parse_pairs(_called(["scontrol", "--oneliner", "show", "node", node]).split("\n")[0])
         name = pairs.get("NodeAddr") or node
         with contextlib.suppress(OSError):
@@ -135,7 +131,7 @@ class SlurmJob:
         return name
 
     def close(self) -> None:
-        """Give the allocation back if it is our own. Safe to call twice."""
+        """Release the allocation, unless it existed before. May be called twice."""
         guard, self._guard = self._guard, None
         if guard is None:
             return
@@ -170,7 +166,7 @@ class SlurmJob:
             now = time.monotonic()
             try:
                 queued, heard = self._queued(), now
-            except LaunchError:  # a controller that is restarted says nothing for a while
+            except LaunchError:  # a restarting controller does not respond for a while
                 if now - heard > SILENT_S:
                     raise
                 queued = []
@@ -183,16 +179,16 @@ class SlurmJob:
             if self._guard.poll() is not None:
                 self._listener.join(2.0)
                 raise LaunchError(
-                    f"Slurm gives no job: {' | '.join(self._said) or 'salloc ended'}",
-                    hint="look at the options under deployment.slurm; `sinfo` shows partitions and features",
+                    f"Slurm grants no job: {' | '.join(self._said) or 'salloc ended'}",
+                    hint="check the options under deployment.slurm; `sinfo` shows partitions and features",
                 )
             if now - began > self._options.pending_timeout_s:
                 raise LaunchError(
                     f"after {self._options.pending_timeout_s:g} s {last or 'Slurm lists no job'}; "
                     "it is cancelled",
-                    hint="raise deployment.slurm.pending_timeout_s, or ask for less",
+                    hint="raise deployment.slurm.pending_timeout_s, or request less",
                 )
-            # Who waits for hours asks seldom: each answer costs the controller some work.
+            # A long wait polls rarely, to spare the controller.
             time.sleep(min(POLL_S + (now - began) / 20, POLL_MOST_S))
 
     def _listen(self, guard: subprocess.Popen[bytes]) -> None:
@@ -230,14 +226,14 @@ class SlurmJob:
                 groups, nodes = groups_of(SlurmOptions()), nodes  # a plain job is dealt out
             else:
                 raise LaunchError(
-                    f"the Slurm job {self.job_id} has {len(nodes)} parts, and the scenario asks for "
+                    f"the Slurm job {self.job_id} has {len(nodes)} parts, and the scenario requires "
                     f"{len(groups)}: {'; '.join(' and '.join(each.roles) for each in groups)}",
-                    hint="give nodes per role under deployment.slurm as the job has parts",
+                    hint="give nodes per role under deployment.slurm to match the job's parts",
                 )
         self.hosts = placed(groups, nodes, *self._instances)
 
     def _state_words(self, component: Component) -> str:
-        """What became of the job, if it has ended; how it ended is known when it has been cleared away."""
+        """State of an ended job, once Slurm has completed it."""
         deadline = time.monotonic() + SETTLE_S
         while True:
             try:
@@ -251,7 +247,7 @@ class SlurmJob:
 
 
 class _Step(PipeChannel):
-    """A channel over srun, which reports what became of the job if it ends."""
+    """Channel over srun, which reports the job's state at its end."""
 
     def __init__(self, node: str, command: Sequence[str], run_tag: str, state: Callable[[], str]) -> None:
         self._state = state
@@ -265,7 +261,6 @@ class _Step(PipeChannel):
 
 
 def _called(command: Sequence[str]) -> str:
-    """What a command of Slurm's prints. Raises LaunchError."""
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=CALL_DEADLINE_S, text=True
@@ -275,11 +270,11 @@ def _called(command: Sequence[str]) -> str:
     except subprocess.TimeoutExpired as error:
         raise LaunchError(
             f"Slurm has not answered `{' '.join(command)}` for {CALL_DEADLINE_S:g} s",
-            hint="see whether its controller runs: scontrol ping",
+            hint="check whether its controller runs: scontrol ping",
         ) from error
     if done.returncode:
         raise LaunchError(
             f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}",
-            hint="see whether Slurm's controller runs: scontrol ping",
+            hint="check whether Slurm's controller runs: scontrol ping",
         )
     return done.stdout

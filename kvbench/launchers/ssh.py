@@ -1,8 +1,5 @@
-"""Channels over ssh, by asyncssh. A host's key is always checked; nothing turns that off.
-
-All connections live on one event loop in a thread of its own; a channel's methods hand over to it. A failure
-is explained with what to do about it.
-"""
+"""Channels over ssh (asyncssh); host keys are always verified. All connections share one event loop in a
+thread. Errors come with a hint."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ DEFAULT_PORT: Final = 22
 
 
 def ssh_library() -> Any:
-    """asyncssh. Raises MissingLibraryError."""
+    """Import asyncssh. Raises MissingLibraryError."""
     try:
         import asyncssh
     except ImportError as error:
@@ -49,7 +46,7 @@ def ssh_library() -> Any:
 
 
 def by_hand(name: str, wanted: Ssh) -> str:
-    """The ssh command that does the same by hand."""
+    """Equivalent ssh command for the user."""
     words = ["ssh"]
     words += [f"-F {wanted.config}"] if wanted.config else []
     words += [f"-o UserKnownHostsFile={wanted.known_hosts}"] if wanted.known_hosts else []
@@ -60,7 +57,7 @@ def by_hand(name: str, wanted: Ssh) -> str:
 
 
 def explained(error: Exception, name: str, wanted: Ssh) -> LaunchError:
-    """What stood between us and a host, and what to do about it."""
+    """Create the error for a failed connection, with a hint."""
     asyncssh = ssh_library()
     port = wanted.port or DEFAULT_PORT
     where = f"{name} ({wanted.host or name}:{port})"
@@ -82,7 +79,7 @@ def explained(error: Exception, name: str, wanted: Ssh) -> LaunchError:
         )
     if isinstance(error, FileNotFoundError):
         return LaunchError(
-            f"{error.filename or error} for {where} is not there", hint="see ssh.key, ssh.config"
+            f"{error.filename or error} for {where} does not exist", hint="see ssh.key, ssh.config"
         )
     if isinstance(error, ConnectionRefusedError):
         return LaunchError(
@@ -99,7 +96,7 @@ def explained(error: Exception, name: str, wanted: Ssh) -> LaunchError:
 
 
 def _unverified(name: str, wanted: Ssh, port: int) -> LaunchError:
-    """Unknown, or not who it was: the file of known hosts decides which."""
+    """Create the error for a failed host key check: unknown host, or changed key."""
     asyncssh = ssh_library()
     path = Path(wanted.known_hosts or "~/.ssh/known_hosts").expanduser()
     host = wanted.host or name
@@ -109,12 +106,12 @@ def _unverified(name: str, wanted: Ssh, port: int) -> LaunchError:
     if any(known[:2]):
         shown = host if port == DEFAULT_PORT else f"[{host}]:{port}"
         return LaunchError(
-            f"{name} shows another key than {path} has for it: it was set up anew, or it is somebody else",
-            hint=f"if you know that it was set up anew: ssh-keygen -f {path} -R '{shown}', then connect once "
+            f"{name} has a different key than in {path}: it was reinstalled, or another machine answers",
+            hint=f"if you know that it was reinstalled: ssh-keygen -f {path} -R '{shown}', then connect once "
             f"by hand: {by_hand(name, wanted)}",
         )
     return LaunchError(
-        f"{name} is not in {path}, so nobody knows whether it is the host that you mean",
+        f"{name} is not in {path}, so its identity cannot be verified",
         hint=f"connect once by hand and compare its key's fingerprint: {by_hand(name, wanted)}",
     )
 
@@ -123,15 +120,14 @@ T = TypeVar("T")
 
 KEEPALIVE_S: Final = 2.0
 KEEPALIVES: Final = 3
-"""So many unanswered end the connection. The agents' own beats (``agents/channel.py``) notice no later."""
+"""Unanswered keepalives that end the connection; the agents' heartbeats (``agents/channel.py``) detect a loss
+earlier."""
 PUT_S: Final = 60.0
 SLOWEST_BYTES_PER_S: Final = 1e6
-"""A file that goes slower than this is taken for stuck."""
+"""Slowest file transfer, in bytes per second; below it counts as stuck."""
 
 
 class SshChannel:
-    """A command on a host, its stdin and stdout as lines. Made by ``connect``."""
-
     def __init__(
         self,
         host: str,
@@ -218,7 +214,7 @@ class SshChannel:
 
 
 class SshConnections:
-    """Makes channels; keeps the loop that they live on until ``close``."""
+    """Creates channels; keeps their event loop until ``close``."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -226,7 +222,7 @@ class SshConnections:
         self._thread.start()
 
     def channel(self, name: str, wanted: Ssh, command: str) -> SshChannel:
-        """Runs ``command`` on the host ``name``. Raises LaunchError with what to do about it."""
+        """Run ``command`` on the host ``name``. Raises LaunchError with a hint."""
         connection = self._connected(name, wanted)
 
         async def begin() -> asyncssh.SSHClientProcess[bytes]:
@@ -237,12 +233,12 @@ class SshConnections:
         except Exception as error:
             self._disconnect(connection)
             raise LaunchError(
-                f"{name} takes no command by ssh: {error}", hint=by_hand(name, wanted)
+                f"{name} accepts no command by ssh: {error}", hint=by_hand(name, wanted)
             ) from error
         return SshChannel(name, self._loop, connection, process)
 
     def put(self, name: str, wanted: Ssh, source: Path, folder: str) -> str:
-        """Copies a file into a folder of the host, which is made; returns its path there."""
+        """Copy a file to a remote folder, created if missing; return its path there."""
         connection = self._connected(name, wanted)
 
         async def copy() -> str:
@@ -261,11 +257,11 @@ class SshConnections:
             self._disconnect(connection)
 
     def output(self, name: str, wanted: Ssh, command: str, deadline_s: float) -> tuple[int, str]:
-        """Exit status and output of a command on the host, stderr in it. Raises LaunchError."""
+        """Return a command's exit status and output with stderr. Raises LaunchError."""
         connection = self._connected(name, wanted)
 
         async def ask() -> tuple[int, str]:
-            # The end of a connection ends no command over there.
+            # The end of a connection does not end the remote command.
             bounded = f"timeout -k 1 {deadline_s:g} sh -c {shlex.quote(command)} 2>&1"
             done = await connection.run(bounded, encoding="utf-8", errors="replace")
             return (-1 if done.exit_status is None else done.exit_status), str(done.stdout)
@@ -283,7 +279,6 @@ class SshConnections:
         return status, text
 
     def close(self) -> None:
-        """End the loop; channels are to be closed before."""
         if self._loop.is_running():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(2.0)
@@ -327,13 +322,13 @@ class SshConnections:
 
 
 def connect_options(wanted: Ssh) -> dict[str, Any]:
-    """What asyncssh is given; what the scenario leaves open is left to ~/.ssh/config and its defaults."""
+    """Options for asyncssh; unset ones come from ~/.ssh/config."""
     options: dict[str, Any] = {
         "connect_timeout": wanted.connect_timeout_s,
         "login_timeout": wanted.connect_timeout_s,
         "keepalive_interval": KEEPALIVE_S,
         "keepalive_count_max": KEEPALIVES,
-        "preferred_auth": "publickey,gssapi-with-mic,hostbased",  # nobody is here to type a password
+        "preferred_auth": "publickey,gssapi-with-mic,hostbased",  # a password cannot be typed
     }
     if wanted.port is not None:
         options["port"] = wanted.port
@@ -349,5 +344,5 @@ def connect_options(wanted: Ssh) -> dict[str, Any]:
 
 
 def connector(hosts: Callable[[str], Ssh], connections: SshConnections) -> Callable[[str, str], SshChannel]:
-    """What a fleet wants: host name, command → channel."""
+    """Return a fleet's function: (host name, command) → channel."""
     return lambda name, command: connections.channel(name, hosts(name), command)

@@ -1,1 +1,1 @@
-"""A scenario file and options → Scenario → Plan; process specs, manifests, and first scenarios."""
+"""Scenario files and options → Scenario → Plan; process specs, manifests, new scenarios."""

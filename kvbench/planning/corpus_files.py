@@ -1,8 +1,7 @@
-"""Corpora of sessions: read from a file or a folder, and reported by ``kvbench corpus``.
+"""Read session corpora from files or folders, and report them (``kvbench corpus``).
 
-A file has a JSON object a line, is one JSON object or list, or is a Parquet table with a row an object,
-packed with gzip or not. The keys of the first object tell its format; formats are described in
-``core/sessions``.
+A file has one JSON object per line, one JSON object or list, or Parquet rows; gzip is accepted. The first
+object's keys decide the format; ``core/sessions`` describes formats.
 """
 
 from __future__ import annotations
@@ -48,24 +47,20 @@ _KEYS: Final[tuple[tuple[str, CorpusFormat], ...]] = (
     ("input_length", "mooncake"),
     ("session_id", "lengths"),
 )
-"""A key of the first object → the format; the first that is there."""
+"""Key of the first object → format; the first match counts."""
 _BATCH: Final = 1024
 MOST_BYTES: Final = 2 * 2**30
-"""Unpacked, of JSON. A larger corpus is refused while it is read."""
+"""Largest corpus in bytes of unpacked JSON; checked while reading."""
 
 
 def load_corpus(path: Path, kind: str = AUTO, output_len: int | None = None) -> Corpus:
-    """The sessions of a file or folder. ``output_len``: of answers whose length is not told.
-
-    Raises InputError if it cannot be read, has another format, or no session.
-    """
+    """Read the sessions of a file or folder. ``output_len``: of answers without a length. Raises InputError
+    if unreadable, of another format, or empty."""
     if kind != AUTO and kind not in FORMATS:
-        raise InputError(
-            f"no format of a corpus is called {kind!r}", hint=f"there are: {', '.join((AUTO, *FORMATS))}"
-        )
+        raise InputError(f"unknown corpus format {kind!r}", hint=f"there are: {', '.join((AUTO, *FORMATS))}")
     rows = [CorpusRow.of(value, where) for each in _files(path) for where, value in _values(each)]
     if not rows:
-        raise InputError(f"{path}: there is no session in it")
+        raise InputError(f"{path}: it has no session")
     kind = _guess(rows[0]) if kind == AUTO else kind
     if kind == "agentic":
         corpus = agentic_corpus(rows)
@@ -79,7 +74,7 @@ def load_corpus(path: Path, kind: str = AUTO, output_len: int | None = None) -> 
         text = "".join(json.dumps(row.values) + "\n" for row in rows)
         corpus = mooncake_corpus(parse_trace(text, str(path), "mooncake"))
     if not any(session.turns for session in corpus.sessions):
-        raise InputError(f"{path}: there is no request in it")
+        raise InputError(f"{path}: it has no request")
     return corpus
 
 
@@ -88,8 +83,8 @@ def _guess(first: CorpusRow) -> CorpusFormat:
         if key in first.values:
             return kind
     raise InputError(
-        f"{first.where}: its format cannot be told from its keys: {', '.join(map(str, first.values))[:80]}",
-        hint=f"give --format, one of {', '.join(FORMATS)}; docs/sessions.md says what each has",
+        f"{first.where}: unknown format with the keys {', '.join(map(str, first.values))[:80]}",
+        hint=f"give --format, one of {', '.join(FORMATS)}; docs/sessions.md describes each",
     )
 
 
@@ -103,7 +98,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _values(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each value of a file, and where it stands; the members of a list, or rows of a table, one by one."""
+    """Yield (position, value) of a file; lists and tables are split."""
     if path.suffix == ".parquet":
         yield from _table_rows(path)
         return
@@ -114,7 +109,7 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         yield from _members(f"{path}:{line}", _parsed(first))
     except ValueError:
-        # No object a line: one that spans lines, or a mistake, which is said as one of the whole text.
+        # Not an object per line: an object over several lines, or an error of the whole text.
         text = first + "".join(rest for _, rest in lines)
         yield from _members(str(path), _checked(text, str(path)))
         return
@@ -123,7 +118,7 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Rows of a Parquet table, a batch at a time. An empty cell is a key that is not there."""
+    """Yield rows of a Parquet table in batches; empty cells are missing keys."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -138,7 +133,7 @@ def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
     except (OSError, pa.ArrowException) as error:
         raise InputError(
             f"the corpus {path} cannot be read as Parquet: {str(error).splitlines()[0]}",
-            hint="its path counts from where kvbench is started",
+            hint="a relative path starts at the current folder",
         ) from error
 
 
@@ -153,7 +148,9 @@ def _checked(text: str, where: str) -> Any:
     try:
         return _parsed(text)
     except ValueError as error:
-        raise InputError(f"{where}: is no JSON: {error}", hint="a corpus is JSON, an object a line") from None
+        raise InputError(
+            f"{where}: is not JSON: {error}", hint="a corpus is JSON, one object per line"
+        ) from None
 
 
 def _parsed(text: str) -> Any:
@@ -164,11 +161,10 @@ def _parsed(text: str) -> Any:
 
 
 def _refuse(word: str) -> float:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, by their numbers from 1."""
     read = 0
     try:
         with _opened(path) as file:
@@ -185,15 +181,15 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(
             f"the corpus {path} cannot be read: {reason}",
-            hint=f"{similar_files(Path(path))}its path counts from where kvbench is started",
+            hint=f"{similar_files(Path(path))}a relative path starts at the current folder",
         ) from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is no text: byte {error.start} of a line is not UTF-8") from error
+        raise InputError(f"{path} is not text: byte {error.start} of a line is not UTF-8") from error
 
 
 def _opened(path: Path) -> Any:
     if path.exists() and not path.is_file():
-        raise InputError(f"the corpus {path} is a pipe or a device, and no file")
+        raise InputError(f"the corpus {path} is a pipe or a device, not a file")
     with path.open("rb") as file:
         packed = file.read(2) == b"\x1f\x8b"
     return gzip.open(path, "rb") if packed else path.open("rb")
@@ -202,7 +198,7 @@ def _opened(path: Path) -> Any:
 _LABELS: Final = {
     "turns": "turns of a session",
     "prompt_tokens": "prompt (tokens)",
-    "unseen_tokens": "of it unseen (tokens)",
+    "unseen_tokens": "of these unseen (tokens)",
     "output_tokens": "answer (tokens)",
     "think_time_s": "think time (s)",
     "session_s": "session (s)",
@@ -213,7 +209,7 @@ _HEADS: Final = ("least", "P25", "P50", "P75", "P90", "most")
 
 @dataclass(frozen=True, eq=False)
 class CorpusReport:
-    """What is printed. ``capacities``: its rows; ``model``: whose KV cache the GB are, None without."""
+    """Report of a corpus. ``capacities``: rows; ``model``: of the KV cache in GB, or None."""
 
     source: str
     figures: CorpusFigures
@@ -221,13 +217,13 @@ class CorpusReport:
     model: ModelShape | None
 
     def gb(self, tokens: int | None) -> float | None:
-        """GB (10⁹ bytes) of so many tokens' KV cache; None without a model or a capacity."""
+        """KV cache of these tokens in GB (10⁹ bytes), or None without a model or capacity."""
         if tokens is None or self.model is None:
             return None
         return tokens * self.model.kv_bytes_per_token() / 1e9
 
     def to_json(self) -> dict[str, Any]:
-        """Every figure; shares are of 1, lengths tokens, times seconds."""
+        """Return all figures: shares of 1, lengths in tokens, times in seconds."""
         corpus, together = self.figures.corpus, self.figures.together
         return {
             "source": self.source,
@@ -257,7 +253,7 @@ class CorpusReport:
         }
 
     def print_to(self, terminal: Console) -> None:
-        """Two tables, and what must be known of them."""
+        """Print two tables and caveats."""
         corpus, together = self.figures.corpus, self.figures.together
         subagents = sum(each.subagent_count() for each in corpus.sessions)
         terminal.print(
@@ -280,10 +276,10 @@ class CorpusReport:
 def corpus_report(
     source: str, figures: CorpusFigures, tokens: Sequence[int], gb: Sequence[float], model: str | None
 ) -> CorpusReport:
-    """``tokens`` and ``gb``: capacities asked for; without any the usual ones. Raises InputError."""
+    """``tokens``, ``gb``: requested capacities; default: the usual ones. Raises InputError."""
     shape = None if model is None else MODELS.get(model)
     if model is not None and shape is None:
-        raise InputError(f"no model is called {model!r}", hint=f"there are: {', '.join(MODELS)}")
+        raise InputError(f"unknown model {model!r}", hint=f"there are: {', '.join(MODELS)}")
     if gb and shape is None:
         raise InputError(
             "how many tokens a capacity in GB holds depends on the model", hint="give --model as well"
@@ -335,44 +331,44 @@ def _capacity_table(report: CorpusReport) -> Any:
 
 
 MOST_BLOCKS: Final = 50_000_000
-"""Of all prompts together, 400 MB of ids."""
+"""Most blocks of all prompts: 400 MB of ids."""
 
 
 def made_after(
     corpus: Corpus, source: str, sessions: int, seed: int, write: Path | None
 ) -> tuple[Corpus, str]:
-    """So many sessions after those of a corpus, written where that is asked for, and what they are called."""
+    """Generate sessions like a corpus, write them if requested; also return a name."""
     made = generated_corpus(corpus, sessions, seed)
     if write is not None:
         write_corpus(write, made)
-    return made, f"{sessions} sessions made after {source} (seed {seed})"
+    return made, f"{sessions} sessions generated like {source} (seed {seed})"
 
 
 def generated_corpus(corpus: Corpus, sessions: int, seed: int) -> Corpus:
-    """So many sessions after those of a corpus. Raises InputError if they are too many to be held."""
+    """Generate sessions like a corpus. Raises InputError if they exceed memory limits."""
     model = fitted_model(corpus)
     held = sum(len(turn.blocks) for each in corpus.sessions for turn in each.turns) / model.sessions
     if sessions * held > MOST_BLOCKS:
         raise InputError(
             f"the prompts of {sessions:,} sessions have about {sessions * held:,.0f} blocks; "
-            f"at most {MOST_BLOCKS:,} are held",
-            hint=f"ask for {max(1, int(MOST_BLOCKS / held)):,} sessions or fewer",
+            f"the limit is {MOST_BLOCKS:,}",
+            hint=f"request {max(1, int(MOST_BLOCKS / held)):,} sessions or fewer",
         )
     plan = model.generate(sessions, seed)
     left = sum(each.subagent_count() for each in corpus.sessions)
     notes = (
-        "sessions with equally long tools and system prompts are taken to have the same ones",
-        "servers that answer at once: a session lasts its think times",
-        *([f"the {left} sub-agents of the recorded sessions are not made anew"] if left else []),
+        "sessions with equally long tools and system prompts are assumed to share them",
+        "servers are assumed to respond at once: a session lasts its think times",
+        *([f"the {left} sub-agents of the recorded sessions are not generated"] if left else []),
     )
     made = plan.corpus()
     return Corpus(made.sessions, made.block_tokens, made.scope, notes)
 
 
 def write_corpus(path: Path, corpus: Corpus) -> None:
-    """An agentic trace, packed; the same corpus gives the same bytes. Raises InputError."""
+    """Write a gzipped agentic trace, deterministically. Raises InputError."""
     if not path.parent.is_dir():
-        raise InputError(f"the folder {path.parent} is not there", hint="make it first")
+        raise InputError(f"the folder {path.parent} does not exist", hint="create it first")
     with said_clearly(path), replaced(path) as temporary, temporary.open("wb") as file:
         packed = gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0, compresslevel=6)
         with packed, io.TextIOWrapper(packed, encoding="ascii") as text:

@@ -1,7 +1,5 @@
-"""What asks for GPUs and where they are, for ``core.plan.gpus.deal``: on this machine, or on hosts far away.
-
-Pods get theirs from Kubernetes.
-"""
+"""GPU requests and supplies for ``core.plan.gpus.deal``, local or remote. Kubernetes assigns GPUs to pods
+itself."""
 
 from __future__ import annotations
 
@@ -22,15 +20,12 @@ from kvbench.launchers.parts.sockets import is_free
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 Listed = Sequence[Mapping[str, Any]] | None
-"""GPUs as ``devices.gpus`` lists them: empty without nvidia-smi, None where it does not answer."""
+"""GPUs by ``devices.gpus``: empty without nvidia-smi, None without a response."""
 
 
 def with_devices(plan: Plan) -> Plan:
-    """The plan with the GPUs of each instance.
-
-    Where this machine has too few they are numbered on, for commands that are printed for another one;
-    ``require_gpus`` refuses to start that here. Hosts far away: ``far_device_env``.
-    """
+    """Add each instance's GPUs to the plan. Missing ones are numbered on, for commands printed for another
+    machine; ``require_gpus`` prevents a start. Remote hosts: ``far_device_env``."""
     wanted = [_wants_here(plan.scenario, each) for each in plan.deployments]
     if not any(wanted):
         return plan
@@ -47,10 +42,8 @@ def with_devices(plan: Plan) -> Plan:
 
 
 def require_gpus(plan: Plan, listed: Listed = None) -> None:
-    """Raises InputError with the counts where a deployment needs more GPUs than its hosts are known to have.
-
-    ``listed``: this machine's GPUs, where they are known already.
-    """
+    """Raise InputError with counts if a deployment's hosts have too few GPUs. ``listed``: local GPUs, if
+    known."""
     wanted = [_wants_here(plan.scenario, each) for each in plan.deployments]
     if any(wanted):
         pool = pool_here(plan.scenario, listed)
@@ -61,7 +54,7 @@ def require_gpus(plan: Plan, listed: Listed = None) -> None:
 
 
 def pool_here(scenario: Scenario, listed: Listed = None) -> GpuPool | None:
-    """The GPUs that processes here may use; None if that is not known, or the scenario is for elsewhere."""
+    """GPUs for local processes, or None if unknown or not local."""
     deployment = scenario.deployment
     if deployment.several_hosts or deployment.hosts or not is_free(deployment.host, 0):
         return None
@@ -77,12 +70,11 @@ def far_device_env(
     *,
     numbered: bool = False,
 ) -> dict[str, dict[str, str]]:
-    """Environment by process: the GPUs of those that run on ``deployment.hosts``.
+    """Return process → environment with its GPUs on ``deployment.hosts``.
 
-    A host's ``devices`` are what is dealt out there; else those that its agent reports (``answers``, by host:
-    to the question ``gpus``), which sees what Slurm or Ray shows to it. Where ``devices`` are named even an
-    engine that needs no GPU is dealt one a rank. ``numbered``: where neither is known they are numbered from
-    0, as for commands that are printed. Raises InputError with the counts where they are too few.
+    A host's ``devices`` are dealt, even to an engine without need; else the GPUs its agent sees under Slurm
+    or Ray (``answers`` to ``gpus``, by host). ``numbered``: unknown GPUs are numbered from 0, for printed
+    commands. Raises InputError with counts if there are too few.
     """
     deployment = scenario.deployed(planned.label)
     if not deployment.hosts or not deployment.engine_options.starts_processes:
@@ -104,7 +96,7 @@ def far_device_env(
 
 
 def _far_wants(deployment: Deployment, instance: InstancePlan) -> Iterator[GpuWant]:
-    """What an instance wants on each host that it spans: its share."""
+    """Yield an instance's request on each of its hosts."""
     need = _need(deployment, instance)
     nodes = deployment.nodes_of(instance.name)
     for number, host in enumerate(nodes):
@@ -123,7 +115,7 @@ def _need(deployment: Deployment, instance: InstancePlan) -> GpuNeed:
 
 
 def _wants_here(scenario: Scenario, planned: DeploymentPlan) -> list[GpuWant]:
-    """What each instance wants of the GPUs that are dealt out here; nothing where somebody else does that."""
+    """GPU requests of each local instance; empty if another system assigns GPUs."""
     deployment = scenario.deployed(planned.label)
     if deployment.hosts or deployment.launcher != "local":
         return []

@@ -1,4 +1,4 @@
-"""``kvbench init``: a scenario for the machine at hand, with a comment on each choice."""
+"""``kvbench init``: write a commented scenario for this machine."""
 
 from __future__ import annotations
 
@@ -38,8 +38,6 @@ SERVER_TRIAL_S = 20.0
 
 @dataclass(frozen=True)
 class Answers:
-    """Everything that the file says."""
-
     engine: str
     model: str
     shape: ModelShape
@@ -49,15 +47,12 @@ class Answers:
     ttft_ms: float
     tpot_ms: float
     decode: int = 1
-    """Decode instances; of hosts all but the first have one."""
+    """Decode instances: one per host except the first."""
     ranks: int = 1
-    """Tensor parallel ranks of an instance."""
     partition: str = ""
-    """Slurm's."""
 
 
 def described(machine: FoundMachine) -> list[str]:
-    """What was found, a line each."""
     cards = [str(card.get("name")) for card in machine.gpus]
     lines = [f"GPUs      {', '.join(cards) or 'none'}", f"RDMA      {', '.join(machine.nics) or 'none'}"]
     for name in engines.names():
@@ -71,7 +66,7 @@ def described(machine: FoundMachine) -> list[str]:
 def written(
     answers: Answers, machine: FoundMachine, able: Sequence[Able], elsewhere: Elsewhere | None = None
 ) -> str:
-    """The scenario's text, with a comment on each choice."""
+    """Scenario text with a comment on each choice."""
     offered = first_scenario(answers.engine)
     ready_s = offered.ready_s
     if elsewhere:
@@ -87,10 +82,10 @@ def written(
         *(elsewhere.lines(answers.ranks, answers.partition) if elsewhere else ()),
         *_deployment_lines(answers, machine),
         f"  ready_timeout_s: {ready_s}",
-        "  base_port: 21000         # the first of a dozen; 0 takes any free ones",
+        "  base_port: 21000         # the first of a dozen; 0 uses free ports",
         "  trace: false             # true: spans of sampled requests for `kvbench export timeline`",
         "",
-        "connectors:                # each gets a line in the plot; aggregated is the truth for outputs",
+        "connectors:                # each gets a line in the plot; aggregated gives the reference outputs",
         *_connector_lines(answers, machine),
         *(("  " + " ".join(text.split())) for text in cannot),
         *_load_lines(answers, offered.trial_s),
@@ -99,14 +94,14 @@ def written(
 
 
 def written_for_server(answers: Answers, elsewhere: Elsewhere) -> str:
-    """The same for a server that is up. Raises InputError or ServerError if it is not."""
+    """Scenario text for a running server. Raises InputError or ServerError without one."""
     lines = [
         *(f"# {line}" for line in _header(None, elsewhere)),
         "version: 1",
         "",
         *elsewhere.server_lines(),
         "",
-        "connectors: [aggregated]   # one URL is one server, whatever is behind it",
+        "connectors: [aggregated]   # one URL counts as one server",
         *_load_lines(answers, SERVER_TRIAL_S),
     ]
     return "\n".join(lines) + "\n"
@@ -119,7 +114,6 @@ def _header(machine: FoundMachine | None, elsewhere: Elsewhere | None) -> Sequen
 
 
 def _load_lines(answers: Answers, trial_s: float) -> Sequence[str]:
-    """What is sent, what it must meet, and how the rate is looked for."""
     return [
         "",
         "workload:",
@@ -127,14 +121,14 @@ def _load_lines(answers: Answers, trial_s: float) -> Sequence[str]:
         f"  output_len: {answers.output_len}",
         "  burstiness: 1.0          # Poisson arrivals",
         "",
-        "slo:                       # what each request must meet",
+        "slo:                       # limits for each request",
         f"  ttft_ms: {answers.ttft_ms:g}",
         f"  tpot_ms: {answers.tpot_ms:g}",
-        "  attainment: 0.95         # of all requests, not of the successful ones",
+        "  attainment: 0.95         # of all requests, including failed ones",
         "",
         "search:",
-        f"  trial_s: {trial_s:g}               # longer gives a result to quote: 60 or more",
-        "  min_requests: 60         # 59 without a miss are what shows 95 % at 95 % confidence",
+        f"  trial_s: {trial_s:g}               # for results to publish: 60 or more",
+        "  min_requests: 60         # 59 without a miss prove 95 % at 95 % confidence",
         "  precision: 0.1           # the answer's interval is 10 % wide",
         "  max_trials: 12",
         "",
@@ -180,7 +174,7 @@ def _connector_lines(answers: Answers, machine: FoundMachine) -> list[str]:
 
 
 def _options(name: str, answers: Answers, machine: FoundMachine) -> dict[str, object]:
-    """Options that follow from the devices; none where the connector's defaults are right."""
+    """Options that follow from devices, beyond the connector's defaults."""
     nics = ",".join(machine.nics)
     if machine.efa:  # no verbs for Mooncake's usual build, and UCX would emulate
         return {"backends": ["LIBFABRIC"]} if name in ("nixl", "nixl_push") else {}
@@ -188,7 +182,7 @@ def _options(name: str, answers: Answers, machine: FoundMachine) -> dict[str, ob
         return {"protocol": "rdma", "device_name": nics}
     if name in ("nixl", "nixl_push"):
         devices = {"ucx_net_devices": ",".join(f"{nic}:1" for nic in machine.nics)} if nics else {}
-        # UCX knows best what GPU memory needs; an engine that leaves it no choice would take TCP.
+        # UCX chooses well for GPU memory; a fixed choice would use TCP.
         chooses = engines.options_model(answers.engine).chooses_transport
         return {**({"ucx_tls": "rc,tcp"} if nics and not chooses else {}), **devices}
     return {}
@@ -200,11 +194,11 @@ DTYPES: Final = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 def command(
     file: Path, console: Console, *, yes: bool, force: bool, elsewhere: Elsewhere | None = None
 ) -> int:
-    """Ask (or take the defaults), write the file, say what to run next. Raises InputError."""
+    """Query the user (or use defaults), write the file, print the next step. Raises InputError."""
     if file.exists() and not force:
-        raise InputError(f"{file} is there already", hint="give another name, or --force to replace it")
+        raise InputError(f"{file} already exists", hint="give another name, or --force to replace it")
     if not yes and not sys.stdin.isatty():
-        raise InputError("there is no terminal to ask at", hint="--yes takes every default")
+        raise InputError("there is no terminal for questions", hint="--yes uses all defaults")
     text = _text_of(elsewhere or Elsewhere(), _default if yes else _prompt, console)
     parse_scenario(text, str(file), registry())
     with said_clearly(file):
@@ -219,7 +213,6 @@ def command(
 
 
 def _text_of(elsewhere: Elsewhere, ask: Ask, console: Console) -> str:
-    """The scenario's text, after all questions."""
     if elsewhere.base_url:
         return written_for_server(_load_answers(ask), elsewhere)
     if elsewhere:
@@ -245,12 +238,12 @@ def _default(question: str, default: Any, parse: Callable[[str], Any]) -> Any:
 def _prompt(question: str, default: Any, parse: Callable[[str], Any]) -> Any:
     try:
         return typer.prompt(question, default=str(default), value_proc=parse)
-    except typer.Abort:  # what Ctrl-C and Ctrl-D become there
+    except typer.Abort:  # from Ctrl-C or Ctrl-D
         raise KeyboardInterrupt from None
 
 
 def _load_answers(ask: Ask) -> Answers:
-    """What a server is to be asked with; of the engine nothing is known."""
+    """Answers on the load of a server with an unknown engine."""
     offered = first_scenario("vllm")
     return Answers(
         engine="external",
@@ -267,17 +260,15 @@ def _load_answers(ask: Ask) -> Answers:
 def gather(
     machine: FoundMachine, ask: Ask, console: Console, elsewhere: Elsewhere | None = None
 ) -> tuple[Answers, list[Able]]:
-    """All answers, and which connectors can run. Raises InputError if none can.
-
-    ``elsewhere``: where nothing has been looked at yet, so that no connector is ruled out.
-    """
+    """Collect answers and usable connectors. ``elsewhere``: unknown machine, so all connectors stay. Raises
+    InputError without a connector."""
     engine, *others = found = tuple(machine.engines)
     if others:
         engine = ask(f"engine ({', '.join(found)})", engine, _one_of(found))
     offered = first_scenario(engine)
     if offered.loads_model:
         model = ask("model, a folder or an id", offered.model, _text)
-        shape = shape_of(model) or MODELS[ask("its shape, a preset", _nearest(model), _one_of(MODELS))]
+        shape = shape_of(model) or MODELS[ask("its shape as a preset", _nearest(model), _one_of(MODELS))]
     else:
         model = ask(f"model ({', '.join(MODELS)}; or a folder)", offered.model, _known_model)
         shape = MODELS.get(model) or _known_shape(model)
@@ -287,7 +278,7 @@ def gather(
             console.print(f"  {each.name} cannot run here: {each.reason}. Fix: {each.fix}", markup=False)
     runs = tuple(each.name for each in able if not each.reason)
     if not runs:
-        raise InputError("no connector can run here", hint="`kvbench doctor` says what is missing")
+        raise InputError("no connector can run here", hint="`kvbench doctor` shows what is missing")
     chosen = ask("connectors", ",".join(runs), _some_of(runs))
     ranks = ask("tensor parallel size, GPUs of an instance", 1, _ranks) if elsewhere else 1
     on_slurm = elsewhere is not None and elsewhere.scheduler == "slurm"
@@ -323,7 +314,7 @@ def _some_of(words: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
     def parse(text: str) -> tuple[str, ...]:
         chosen = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
         if not chosen or set(chosen) - set(words):
-            raise typer.BadParameter(f"with commas between, some of: {', '.join(words)}")
+            raise typer.BadParameter(f"comma-separated, some of: {', '.join(words)}")
         return chosen
 
     return parse
@@ -341,19 +332,19 @@ def _lengths(text: str) -> tuple[int, ...]:
     except ValueError:
         lengths = ()
     if not lengths or min(lengths) < 1 or max(lengths) > 10_000_000:
-        raise typer.BadParameter("whole numbers from 1 on, with commas between")
+        raise typer.BadParameter("comma-separated whole numbers from 1")
     return lengths
 
 
 def _whole(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text.strip()) or int(text) < 2:
-        raise typer.BadParameter("a whole number from 2 on: one token has no time per further token")
+        raise typer.BadParameter("a whole number from 2: one token has no time per further token")
     return int(text)
 
 
 def _ranks(text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,2}", text.strip()):
-        raise typer.BadParameter("a whole number from 1 on")
+        raise typer.BadParameter("a whole number from 1")
     return int(text)
 
 
@@ -383,7 +374,7 @@ def _known_shape(model: str) -> ModelShape:
 
 
 def shape_of(model: str) -> ModelShape | None:
-    """The KV shape from a model folder's config.json; None if there is none, or it does not say."""
+    """KV shape by a model folder's config.json, or None."""
     path = Path(model).expanduser() / "config.json"
     try:
         config = json.loads(path.read_bytes())
@@ -405,7 +396,7 @@ def shape_of(model: str) -> ModelShape | None:
 
 
 def _nearest(model: str) -> str:
-    """The preset that a model's id begins with, such as qwen3-8b of Qwen/Qwen3-8B-FP8."""
+    """Preset that a model id starts with, such as qwen3-8b for Qwen/Qwen3-8B-FP8."""
     name = model.rstrip("/").split("/")[-1].lower()
     fitting = [preset for preset in MODELS if name.startswith(preset)]
     return max(fitting, key=len, default="qwen3-8b")

@@ -1,7 +1,5 @@
-"""``kvbench init`` for engines elsewhere: hosts by ssh, nodes of Slurm or Ray, a server that is up.
-
-Finds what the machine at hand can measure with: engine, devices, and connectors.
-"""
+"""``kvbench init`` for engines elsewhere: ssh hosts, Slurm or Ray nodes, a running server. Also detects this
+machine's engines, devices and connectors."""
 
 from __future__ import annotations
 
@@ -23,20 +21,18 @@ from kvbench.planning.overrides import SMALL_VOCABULARY, served_model
 from kvbench.planning.scenario_files import plain_name
 
 PREFERRED: Final = ("aggregated", "mooncake", "nixl", "nixl_push", "tcp")
-"""Connectors that compare P/D as it is meant; others (stores, caches, meters) are for who asks for them."""
+"""Connectors offered by init, which compare P/D directly; stores, caches and meters are left to experts."""
 
 
 @dataclass(frozen=True)
 class FoundMachine:
-    """Devices, and the engines that are there."""
-
     gpus: Sequence[Mapping[str, Any]] = ()
     nics: Sequence[str] = ()
     """RDMA devices with an active port."""
     efa: bool = False
-    """These are EFA's, where UCX emulates NIXL's operations in software."""
+    """Whether these are EFA, where UCX emulates NIXL's operations in software."""
     engines: Mapping[str, Installed] = field(default_factory=dict)
-    """Those that `kvbench init` offers, by name; real ones first."""
+    """Engines offered by `kvbench init`, real ones first."""
 
     def installed(self, engine: str) -> Installed:
         return self.engines.get(engine, Installed())
@@ -44,7 +40,7 @@ class FoundMachine:
 
 @dataclass(frozen=True)
 class Able:
-    """A connector, and why it cannot run here; an empty reason means that it can."""
+    """A connector, and why it cannot run; empty if it can."""
 
     name: str
     reason: str = ""
@@ -52,7 +48,7 @@ class Able:
 
 
 def look_around(root: Path = Path("/")) -> FoundMachine:
-    """This machine; what cannot be read is left out."""
+    """Detect this machine; unreadable parts are omitted."""
     active = [device for device in rdma(root) if any(port["state"] == "ACTIVE" for port in device["ports"])]
     usable = active if (root / "dev/infiniband").is_dir() else []
     efa = any(device["driver"] == "efa" for device in usable)
@@ -66,20 +62,19 @@ def _installed() -> dict[str, Installed]:
 
 
 def first_scenario(engine: str) -> FirstScenario:
-    """What an engine says to `kvbench init`. Raises InputError for one that is not offered."""
+    """Defaults of an engine for `kvbench init`. Raises InputError for an unsupported one."""
     if (first := engines.get(engine).first_scenario) is None:
         raise InputError(f"`kvbench init` does not offer the {engine} engine")
     return first
 
 
 def preferred(engine: str) -> list[Able]:
-    """The preferred connectors that an engine could run on some machine."""
+    """Preferred connectors that an engine can run on some machine."""
     known = [connectors.get(name) for name in PREFERRED if name in connectors.names()]
     return [Able(connector.name) for connector in filter(first_scenario(engine).has, known)]
 
 
 def able_connectors(engine: str, machine: FoundMachine) -> list[Able]:
-    """The preferred connectors that this kvbench has, each with what keeps it from running."""
     first, there = first_scenario(engine), machine.installed(engine)
     known = [connectors.get(name) for name in PREFERRED if name in connectors.names()]
     options = first.options(there)
@@ -91,23 +86,22 @@ def able_connectors(engine: str, machine: FoundMachine) -> list[Able]:
 
 
 READY_S = 1800
-"""Weights are loaded from a shared file system, and CUDA graphs are captured."""
+"""Start limit in seconds, for weights on a shared file system and CUDA graph capture."""
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Where the engines are to run, as asked for on the command line; nothing of it set: on this machine."""
+    """Where engines run, by the command line; empty: this machine."""
 
     hosts: tuple[str, ...] = ()
     scheduler: str = ""
-    """``slurm`` or ``ray``."""
     base_url: str = ""
     model: str = ""
-    """At ``base_url``, which may serve several."""
+    """Model at ``base_url``, which may serve several."""
 
     @classmethod
     def asked(cls, hosts: str | None, slurm: bool, ray: bool, base_url: str | None, model: str) -> Elsewhere:
-        """Raises InputError for more than one place, or hosts that cannot be read."""
+        """Create from options. Raises InputError for several places, or invalid hosts."""
         given = [
             name
             for name, value in (
@@ -120,32 +114,31 @@ class Elsewhere:
         ]
         if len(given) > 1:
             raise InputError(
-                f"{' and '.join(given)} are several places", hint="give one: a scenario has one launcher"
+                f"{' and '.join(given)} exclude each other", hint="give one: a scenario has one launcher"
             )
         if base_url and (problem := url_problem(base_url)):
             raise InputError(f"--base-url {problem}")
         names = tuple(dict.fromkeys(each.strip() for each in (hosts or "").split(",") if each.strip()))
         if hosts is not None and not names:
-            raise InputError("--hosts takes names with commas between: --hosts node1,node2")
+            raise InputError("--hosts takes comma-separated names: --hosts node1,node2")
         root = (base_url or "").rstrip("/").removesuffix("/v1")
         return cls(names, "slurm" if slurm else "ray" if ray else "", root, model)
 
     @property
     def launcher(self) -> str:
-        """The scenario's; empty where kvbench starts nothing, or starts it here."""
+        """Launcher of the scenario; empty for this machine or a running server."""
         return self.scheduler or ("ssh" if self.hosts else "")
 
     def __bool__(self) -> bool:
         return bool(self.launcher or self.base_url)
 
     def words(self) -> str:
-        """Where that is, in words."""
         if self.hosts:
             return f"{', '.join(self.hosts)}, by ssh"
         return self.base_url or f"nodes that {self.scheduler.capitalize()} gives"
 
     def lines(self, ranks: int, equipment: str) -> Iterator[str]:
-        """The deployment section's lines that say where. ``equipment``: Slurm's partition, if it was said."""
+        """Yield the deployment section's lines on the place. ``equipment``: Slurm's partition, if given."""
         yield f"  launcher: {self.launcher}"
         if self.hosts:
             yield from self._ssh()
@@ -171,18 +164,18 @@ class Elsewhere:
 
     def _ray(self, ranks: int) -> Iterator[str]:
         yield "  ray:"
-        yield "    address: auto          # the cluster that runs here, or RAY_ADDRESS"
+        yield "    address: auto          # this machine's cluster, or RAY_ADDRESS"
         for role in ("prefill", "decode"):
             yield f"    {role}: {{num_gpus: {ranks}}}"
 
     def server_lines(self) -> Sequence[str]:
-        """Model and deployment of a server that is up. Raises InputError or ServerError if it is not."""
+        """Model and deployment of a running server. Raises InputError or ServerError without one."""
         served = served_model(self.base_url, ServerAccess(), self.model)
         return [
             "model:",
             f"  name: {plain_name(served)}",
             f"  served_model_name: {one_line(served)}",
-            f"  vocab_size: {SMALL_VOCABULARY}         # prompts are of ids below it, which any model has",
+            f"  vocab_size: {SMALL_VOCABULARY}         # prompts use ids below it, valid for any model",
             "",
             "deployment:",
             "  engine: external         # nothing is started",
@@ -190,12 +183,12 @@ class Elsewhere:
             f"    base_url: {one_line(self.base_url)}",
             "    # api_key_env: NAME    # the environment variable with its key",
             f"    decode_metrics_url: {one_line(self.base_url + '/metrics')}",
-            "    # gpus: 8              # behind it, all together: rates are then told per GPU",
+            "    # gpus: 8              # total behind it; enables rates per GPU",
         ]
 
 
 def machine_elsewhere() -> FoundMachine:
-    """Nothing is known of hosts before they are asked: `kvbench doctor` asks them."""
+    """Machine without known devices; `kvbench doctor` checks the hosts later."""
     from kvbench import engines
     from kvbench.engines.base import Installed
 
@@ -205,7 +198,7 @@ def machine_elsewhere() -> FoundMachine:
 
 
 def address_of(host: str) -> str:
-    """A host's address as this machine knows it; its name where that would be no address for others."""
+    """Address of a host as resolved here, or its name if that is no use to other hosts."""
     name = host.rpartition("@")[2]
     try:
         address = socket.gethostbyname(name)

@@ -1,4 +1,4 @@
-"""``kvbench hosts install``: the same kvbench on every host of a scenario, in an environment of its own."""
+"""``kvbench hosts install``: install the same kvbench on every host of a scenario, in its own environment."""
 
 from __future__ import annotations
 
@@ -34,35 +34,32 @@ _WHEELS_TAR: Final = "kvbench-wheels.tar"
 
 @dataclass(frozen=True)
 class Install:
-    """What is to be installed, and from where."""
+    """What to install, and its source."""
 
     wheel: Path | None = None
-    """A wheel of kvbench; None builds one of what runs here."""
+    """Wheel of kvbench; None builds one of the running version."""
     wheelhouse: Path | None = None
-    """A folder with the wheels of all that it needs; None leaves that to each host's own registry."""
+    """Folder with wheels of its dependencies; None uses each host's registry."""
     bring: bool = False
-    """Fetch these wheels here, in the versions that are installed here."""
+    """Download these wheels in the locally installed versions."""
     extras: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Files to be copied to each host."""
-
     wheel: Path
     extras: tuple[str, ...] = ()
     wheels: Path | None = None
-    """A tar of the wheels of all that it needs."""
 
 
 def command(scenario_name: str, overrides: tuple[str, ...], wanted: Install, console: Console) -> int:
-    """Copy a wheel to each host and install it into ``WORKDIR/venv``; 1 if one of them failed."""
+    """Copy a wheel to each host and install it in ``WORKDIR/venv``; return 1 if one failed."""
     scenario, _ = resolve(CliOptions(scenario_name, overrides))
     hosts = scenario.deployment.used_hosts
     if scenario.deployment.launcher != "ssh" or not hosts:
         raise InputError("the scenario names no hosts to install on", hint="launcher: ssh, hosts: …")
     if wanted.bring and wanted.wheelhouse is not None:
-        raise InputError("--bring fetches the wheels, and --wheelhouse has them: give one of the two")
+        raise InputError("--bring downloads the wheels, --wheelhouse provides them: give one of them")
     connections = SshConnections()
 
     def install(name: str) -> KvbenchError | str:
@@ -85,7 +82,7 @@ def command(scenario_name: str, overrides: tuple[str, ...], wanted: Install, con
 
 
 def prepared(wanted: Install, folder: Path) -> Ready:
-    """All files that the hosts get, in ``folder``. Raises LaunchError."""
+    """Prepare all files in ``folder``. Raises LaunchError."""
     wheel = wanted.wheel or built(folder)
     house = fetched(wheel, wanted.extras, folder / "wheels") if wanted.bring else wanted.wheelhouse
     if house is None:
@@ -101,19 +98,19 @@ def prepared(wanted: Install, folder: Path) -> Ready:
 
 
 def built(folder: Path) -> Path:
-    """A wheel of the sources that run here. Raises LaunchError if there are none, or it cannot be built."""
+    """Build a wheel of the running sources. Raises LaunchError on failure."""
     if not (SOURCES / "pyproject.toml").is_file():
         raise LaunchError(
             f"{SOURCES} has no sources to build a wheel from",
             hint="give the wheel that was installed: --wheel FILE",
         )
-    copy = folder / "sources"  # what a build leaves beside the sources is not for the user's folder
+    copy = folder / "sources"  # keeps build files out of the user's folder
     shutil.copytree(SOURCES, copy, ignore=_not_built_from, symlinks=True)
     options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     _pip(["wheel", *options, str(copy)], BUILD_DEADLINE_S)
     wheels = sorted(folder.glob("kvbench-*.whl"))
     if not wheels:
-        raise LaunchError(f"no wheel of {SOURCES} came of its build")
+        raise LaunchError(f"building {SOURCES} created no wheel")
     return wheels[-1]
 
 
@@ -125,7 +122,7 @@ def _not_built_from(folder: str, names: list[str]) -> set[str]:
 
 
 def fetched(wheel: Path, extras: Sequence[str], folder: Path) -> Path:
-    """The wheels of what ``wheel`` needs, in the versions that are installed here; returns the folder."""
+    """Download dependencies of ``wheel`` in the locally installed versions; return the folder."""
     folder.mkdir()
     here = {each.metadata["Name"]: each.version for each in metadata.distributions()}
     limits = folder / "constraints.txt"
@@ -136,7 +133,7 @@ def fetched(wheel: Path, extras: Sequence[str], folder: Path) -> Path:
 
 
 def _pip(words: Sequence[str], deadline_s: float) -> None:
-    """Raises LaunchError with the last of what pip said."""
+    """Run pip. Raises LaunchError with its last output."""
     command = [sys.executable, "-m", "pip", words[0], "--quiet", *words[1:]]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
@@ -150,7 +147,7 @@ def _pip(words: Sequence[str], deadline_s: float) -> None:
 
 
 def install_commands(host: RemoteHost, wheel: str, extras: Sequence[str] = (), wheels: str = "") -> str:
-    """What is run on a host, once the wheel is there, and the tar of ``wheels`` if nothing else is asked."""
+    """Commands for a host after the wheel, and the tar ``wheels`` if used, are copied."""
     venv, house = in_shell(f"{host.workdir}/venv"), in_shell(f"{host.workdir}/wheels")
     python = in_shell(host.python) if host.python else "python3"
     what = in_shell(wheel) + (shlex.quote(f"[{','.join(extras)}]") if extras else "")
@@ -169,20 +166,20 @@ def install_commands(host: RemoteHost, wheel: str, extras: Sequence[str] = (), w
 
 
 def installed(name: str, host: RemoteHost, ready: Ready, connections: SshConnections) -> str:
-    """Copies and installs; returns what came of it. Raises LaunchError with the commands to do it by hand."""
+    """Copy and install; return the result. Raises LaunchError with manual commands."""
     there = connections.put(name, host.ssh, ready.wheel, host.workdir)
     wheels = connections.put(name, host.ssh, ready.wheels, host.workdir) if ready.wheels else ""
     words = install_commands(host, there, ready.extras, wheels)
     status, text = connections.output(name, host.ssh, words, INSTALL_DEADLINE_S)
     if status:
-        hint = f"by hand, there: {words}"
+        hint = f"manually on the host: {words}"
         if not wheels and ("Could not find a version" in text or "No matching distribution" in text):
-            hint = f"if it reaches no registry: kvbench hosts install --bring SCENARIO; {hint}"
+            hint = f"if it cannot reach a registry: kvbench hosts install --bring SCENARIO; {hint}"
         raise LaunchError(f"status {status}: {text.strip()[-400:]}", hint=hint)
     version = text.strip().splitlines()[-1]
     if version != __version__:
         raise LaunchError(f"it has kvbench {version} now, and here it is {__version__}", hint="give --wheel")
     words = f"kvbench {version} in {host.workdir}/venv"
     if host.python:
-        words += f"; now set deployment.hosts.{name}.python to that venv's bin/python, or leave it out"
+        words += f"; now set deployment.hosts.{name}.python to that venv's bin/python, or omit it"
     return words

@@ -1,7 +1,7 @@
-"""Kubernetes manifests of a deployment: what ``kvbench launch`` would start here, as pods.
+"""Kubernetes manifests of a deployment.
 
 Each instance, and the router with its helpers, is a StatefulSet of one pod behind a headless Service, whose
-name is what the others know it by. Specs and files that processes read are ConfigMaps.
+name is its address. Specs and input files are ConfigMaps.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ SPECS: Final = "/etc/kvbench"
 
 
 class K8sOptions(Section):
-    """What a cluster needs to know beside the scenario."""
+    """Cluster options besides the scenario."""
 
     image: str = Field(f"kvbench:{__version__}", min_length=1, description="image with kvbench installed")
-    engine_image: str = Field("", description="image of the instances, if it is another, such as vLLM's")
+    engine_image: str = Field("", description="image of the instances, if different, such as vLLM's")
     namespace: str = Field("", pattern=_NAME, description="namespace of everything; by default kubectl's")
     gpu: str = Field(
         "nvidia.com/gpu",
         pattern=_RESOURCE,
-        description="GPU resource: as many of it as an instance has ranks",
+        description="GPU resource, one per rank of an instance",
     )
     rdma: str = Field(
         "",
@@ -60,7 +60,7 @@ class K8sOptions(Section):
 
 
 def options_from(words: Sequence[str]) -> K8sOptions:
-    """Options given as NAME=VALUE. Raises InputError with all mistakes."""
+    """Parse NAME=VALUE options. Raises InputError with all mistakes."""
     given = {}
     for word in words:
         name, sign, value = word.partition("=")
@@ -82,7 +82,7 @@ def pod_manifests(
     name: str,
     members: Sequence[ProcessSpec],
 ) -> list[Manifest]:
-    """The manifests of the pod ``name`` with these processes, the instance or the router last."""
+    """Manifests of the pod ``name`` with these processes; the instance or router is last."""
     role = members[-1].name.partition("-")[0]
     nodes = {each.name: len(scenario.deployment.nodes_of(each.name)) for each in planned.instances}
     labels = {
@@ -105,7 +105,7 @@ def pod_manifests(
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": meta,
-        # Headless: the name is the pod's own address, to which it can bind; known before it is ready.
+        # Headless: the name resolves to the pod's own address, for binding, before it is ready.
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -160,9 +160,9 @@ def _pod_spec(
 
 
 def _container(scenario: Scenario, options: K8sOptions, name: str, spec: ProcessSpec, tag: str) -> Manifest:
-    """One process. Its own address in arguments and environment becomes the pod's IP, to bind to."""
+    """Container of one process; its address becomes the pod's IP for binding."""
     engine = spec.name.partition("-")[0] in ("prefill", "decode", "aggregated")
-    # A pod that is given an RDMA resource sees RDMA devices, any other one interfaces.
+    # A pod with an RDMA resource sees RDMA devices, others interfaces.
     env = {**nic_env(spec.nics, rdma=bool(options.rdma)), **spec.env, RUN_TAG_ENV: tag}
     if _modules(spec):
         env["PYTHONPATH"] = env["PYTHONPATH"].replace(str(IN_VLLM), SPECS)
@@ -211,7 +211,7 @@ def _resources(scenario: Scenario, options: K8sOptions, instance: str) -> Manife
 
 
 def _probes(spec: ProcessSpec, ready_s: float) -> Manifest:
-    """Readiness as kvbench itself asks for it; so long for the start as the scenario gives it."""
+    """Readiness probe as kvbench's own; startup limit of the scenario."""
     path = re.sub(r"^https?://[^/]+", "", spec.ready_url)
     asked: Manifest = {"httpGet": {"path": path, "port": spec.port}} if path else {}
     asked = asked or {"tcpSocket": {"port": spec.port}}
@@ -222,7 +222,7 @@ def _probes(spec: ProcessSpec, ready_s: float) -> Manifest:
 
 
 def _ports(planned: DeploymentPlan, members: Sequence[ProcessSpec], nodes: Mapping[str, int]) -> list[int]:
-    """All that a pod's processes listen on: HTTP, side channels, helpers. ``nodes``: hosts by instance."""
+    """All ports of a pod's processes: HTTP, side channels, helpers. ``nodes``: hosts by instance."""
     of_instance = {each.name: each for each in planned.instances}
     ports: list[int] = []
     for each in members:
@@ -235,7 +235,6 @@ def _ports(planned: DeploymentPlan, members: Sequence[ProcessSpec], nodes: Mappi
 
 
 def _files(spec: ProcessSpec) -> dict[str, str]:
-    """The files that a process reads, by their names."""
     files = {_file_name(spec, variable): dict(content) for variable, content in spec.files.items()}
     if spec.spec is not None:
         files[f"{spec.name}.json"] = dict(spec.spec)
@@ -243,7 +242,7 @@ def _files(spec: ProcessSpec) -> dict[str, str]:
 
 
 def _modules(spec: ProcessSpec) -> dict[str, str]:
-    """The modules of kvbench's that its engine loads, by their files; an engine's image has no kvbench."""
+    """File → source of kvbench modules for the engine, whose image has no kvbench."""
     if str(IN_VLLM) not in spec.env.get("PYTHONPATH", ""):
         return {}
     return {path.name: path.read_text(encoding="utf-8") for path in sorted(IN_VLLM.glob("*.py"))}
@@ -254,26 +253,25 @@ def _file_name(spec: ProcessSpec, variable: str) -> str:
 
 
 def _expanded(word: str, own: str) -> str:
-    """A word for Kubernetes, which expands $(NAME): what stood there already stays as it is."""
+    """Escape an existing $(NAME), which Kubernetes would expand."""
     return re.sub(rf"(?<![\w.-]){re.escape(own)}(?![\w-])", "$(POD_IP)", word.replace("$(", "$$("))
 
 
 def k8s_name(text: str) -> str:
-    """In letters that names and labels of Kubernetes may have."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:63].rstrip("-") or "kvbench"
 
 
 def run_tag(scenario: Scenario, planned: DeploymentPlan) -> str:
-    """What marks everything of this deployment: a label, and KVBENCH_RUN_TAG in the pods."""
+    """Identifier of this deployment, as a label and as KVBENCH_RUN_TAG."""
     return k8s_name(f"k8s-{scenario.name}-{planned.label}")
 
 
 LONGEST_NAME: Final = 52
-"""A pod's label with the StatefulSet's revision adds eleven characters, and a label has 63 at most."""
+"""Longest name: a label has 63 characters, and the StatefulSet's revision needs eleven."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as such; no anchors, which kubectl knows and people do not."""
+    """YAML without anchors, with multi-line texts as blocks."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -286,10 +284,8 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def rendered(plan: Plan, options: K8sOptions, label: str = "") -> str:
-    """The manifests of one deployment as YAML documents, with how to measure it as a comment.
-
-    ``label``: which, if the scenario has several. Raises InputError.
-    """
+    """Manifests of one deployment as YAML, with usage as a comment. ``label``: required for several. Raises
+    InputError."""
     scenario = plan.scenario
     planned = chosen(plan, label)
     manifests = manifests_of(scenario, planned, options)
@@ -301,19 +297,19 @@ def rendered(plan: Plan, options: K8sOptions, label: str = "") -> str:
 
 
 def chosen(plan: Plan, label: str) -> DeploymentPlan:
-    """The deployment of that label; without one, the only one there is. Raises InputError."""
+    """Deployment of that label, or the only one. Raises InputError."""
     there = [each for each in plan.deployments if not each.reference_only]
     found = [each for each in there if each.label == label] if label else there
     if len(found) != 1:
         raise InputError(
-            f"no deployment is called {label}" if label else "the scenario has several deployments",
+            f"unknown deployment {label}" if label else "the scenario has several deployments",
             hint=f"choose one with --connector: {', '.join(each.label for each in there)}",
         )
     return found[0]
 
 
 def dns_names(scenario: Scenario, planned: DeploymentPlan) -> dict[str, str]:
-    """Process → the name of its Service. Raises InputError if a name is too long or not its own."""
+    """Process → Service name. Raises InputError if a name is too long or not unique."""
     nodes_of = scenario.deployment.nodes_of
     processes = [
         f"{each.name}{NODE}{node}" if node else each.name
@@ -332,15 +328,13 @@ def dns_names(scenario: Scenario, planned: DeploymentPlan) -> dict[str, str]:
 
 
 def manifests_of(scenario: Scenario, planned: DeploymentPlan, options: K8sOptions) -> list[Manifest]:
-    """ConfigMap, Service and StatefulSet of each pod, in the order of start. Raises InputError."""
+    """ConfigMap, Service and StatefulSet of each pod, in start order. Raises InputError."""
     scenario = scenario.at(planned.label)
     if not scenario.deployment.engine_options.starts_processes:
-        raise InputError("an external server is not launched by kvbench", hint="name an engine that is")
+        raise InputError("an external server is not launched by kvbench", hint="choose another engine")
     names = dns_names(scenario, planned)
     if any(each.port == 0 for each in planned.instances) or planned.router_port == 0:
-        raise InputError(
-            "pods need ports that are known beforehand", hint="give one: --set deployment.base_port=21000"
-        )
+        raise InputError("pods need fixed ports", hint="set one: --set deployment.base_port=21000")
     undealt = tuple(replace(each, devices=()) for each in planned.instances)
     specs, _ = placed_specs(_placed(scenario, names), replace(planned, instances=undealt), dealt=False)
     home = "router" if "router" in names else planned.instances[0].name
@@ -354,7 +348,7 @@ def manifests_of(scenario: Scenario, planned: DeploymentPlan, options: K8sOption
 
 
 def _placed(scenario: Scenario, names: Mapping[str, str]) -> Scenario:
-    """The scenario with each process on a host of its own, which is its Service."""
+    """Scenario with each process on its own host, its Service."""
     deployment = scenario.deployment
     groups: dict[str, list[list[str]]] = {"prefill": [], "decode": [], "aggregated": []}
     for name, pod in names.items():
@@ -362,13 +356,13 @@ def _placed(scenario: Scenario, names: Mapping[str, str]) -> Scenario:
             groups[name.partition("-")[0]][-1].append(pod)
         elif name != "router":
             groups[name.partition("-")[0]].append([pod])
-    # Helpers have the router's place, even without a router.
+    # Helpers run in the router's pod, even without a router.
     roles = {**groups, "router": [names["router"]] if "router" in names else groups["aggregated"][0]}
     hosts = {}
     for name, pod in names.items():
         own = deployment.hosts[deployment.host_name(name)] if deployment.hosts else RemoteHost(address=pod)
         hosts[pod] = RemoteHost(address=pod, env=own.env, nics=own.nics)
-    # The choice of devices is that of one machine; a pod sees what it was given.
+    # Device numbers are valid on one machine; a pod sees only its own devices.
     deployment = deployment.model_copy(
         update={
             "hosts": hosts,

@@ -1,4 +1,4 @@
-"""Planned requests that come from files: traces, a scenario's sessions, and a load generator's files."""
+"""Requests from files: traces, sessions, and files for the load generator."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvbench.files import similar_files
 from kvbench.planning.corpus_files import load_corpus
 
 MOST_BYTES = 2 * 2**30
-"""A larger trace is refused before it is read."""
+"""Largest trace in bytes; checked before reading."""
 
 
 def load_trace(trace: Trace) -> list[TracedRequest]:
-    """The first ``max_requests`` requests of a trace, with its own time scale. Raises InputError."""
+    """First ``max_requests`` requests of a trace, with its time scale. Raises InputError."""
     return scaled(
         parse_trace(_text_of(trace), trace.path, trace.format), trace.time_scale, trace.max_requests
     )
@@ -36,32 +36,31 @@ def _text_of(trace: Trace) -> str:
     path = Path(trace.path)
     try:
         if path.exists() and not path.is_file():
-            raise InputError(f"the trace {path} is a folder, a pipe or a device, and no file")
+            raise InputError(f"the trace {path} is a folder, a pipe or a device, not a file")
         if path.stat().st_size > MOST_BYTES:
             raise InputError(
-                f"{path} has more than {MOST_BYTES / 2**30:g} GiB", hint="cut it to what is replayed"
+                f"{path} has more than {MOST_BYTES / 2**30:g} GiB", hint="cut it to the replayed part"
             )
         return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise InputError(
             f"the trace {path} cannot be read: {error.strerror or error}",
-            hint=f"{similar_files(Path(path))}its path counts from where kvbench is started",
+            hint=f"{similar_files(Path(path))}a relative path starts at the current folder",
         ) from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is no text: byte {error.start} is not UTF-8") from error
+        raise InputError(f"{path} is not text: byte {error.start} is not UTF-8") from error
 
 
 def trace_lengths(trace: Trace) -> tuple[int, int, int, int]:
-    """Mean prompt and output length, by which a trace's cell is called, its longest request and its longest
-    output (tokens).
-    """
+    """Mean prompt and output length of a trace, which name its cell; its longest request and output, in
+    tokens."""
     found = figures(load_trace(trace))
     means = max(1, round(found.mean_input_len)), max(1, round(found.mean_output_len))
     return *means, found.longest, found.longest_output
 
 
 def require_fitting(scenario: Scenario, requests: Sequence[TracedRequest]) -> None:
-    """Raise InputError if a request is longer than the engine's max_model_len."""
+    """Raise InputError if a request exceeds the engine's max_model_len."""
     longest = scenario.deployment.engine_options.longest_request
     if not longest:
         return
@@ -71,40 +70,39 @@ def require_fitting(scenario: Scenario, requests: Sequence[TracedRequest]) -> No
         raise InputError(
             f"{len(wrong)} of the trace's {len(requests)} requests exceed the engine's max_model_len of "
             f"{longest}; the longest has {most} tokens",
-            hint="raise max_model_len, or leave those requests out of the file",
+            hint="raise max_model_len, or remove those requests from the file",
         )
 
 
 def trace_summary(trace: Trace, load: TraceFigures) -> dict[str, Any]:
-    """What a run folder keeps of a trace: which file it was, and what it asks for."""
     return {"path": trace.path, "sha256": trace_digest(trace), "time_scale": trace.time_scale, **asdict(load)}
 
 
 def trace_digest(trace: Trace) -> str:
-    """SHA-256 of a trace's file. Raises InputError if it cannot be read."""
+    """SHA-256 of a trace's file. Raises InputError if unreadable."""
     return hashlib.sha256(_text_of(trace).encode()).hexdigest()
 
 
 def burst_plan(rate: float, burstiness: float, seed: int, lengths: tuple[int, int]) -> list[TracedRequest]:
-    """The requests of a burst trial, all with fresh prompts."""
+    """Requests of a burst trial, all with fresh prompts."""
     offsets = burst_offsets(rate, burstiness, seed).tolist()
     return [TracedRequest(offset_s, *lengths) for offset_s in offsets]
 
 
 def write_requests(path: Path, requests: Sequence[TracedRequest]) -> None:
-    """The file that a load generator reads (``LoadSpec.requests_path``): a JSON object a line."""
+    """Write a load generator's file (``LoadSpec.requests_path``): one JSON object per line."""
     with path.open("w", encoding="ascii") as file:
         file.writelines(json.dumps(each.to_json(), separators=(",", ":")) + "\n" for each in requests)
 
 
 def session_source(wanted: Sessions) -> SessionSource:
-    """Reads the corpus, if one is named. Raises InputError."""
+    """Read the corpus, if given. Raises InputError."""
     corpus = None if wanted.source == "shape" else load_corpus(Path(wanted.path), wanted.format)
     return source_of(wanted, corpus)
 
 
 def write_session_load(path: Path, load: SessionLoad) -> None:
-    """The file that a load generator reads (``LoadSpec.sessions_path``)."""
+    """Write a load generator's file (``LoadSpec.sessions_path``)."""
     with path.open("wb") as file:
-        # A numpy before 2.1 stores the flag as one more array, which nobody reads.
+        # A numpy before 2.1 stores the flag as an additional, unused array.
         np.savez(file, allow_pickle=False, **load_arrays(load))

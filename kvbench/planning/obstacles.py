@@ -1,7 +1,5 @@
-"""What keeps a plan from starting, as far as that is seen in a moment; `kvbench plan` says it first.
-
-One obstacle: a process may not open the files and sockets that the planned load needs.
-"""
+"""Quick checks that a plan can start; `kvbench plan` prints the results first. Includes the limit of open
+files."""
 
 from __future__ import annotations
 
@@ -25,17 +23,14 @@ from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.process_specs import unusable
 
 LEAST_STREAMS: Final = 64
-"""Connections that the load generator opens before any trial, at least (``LoadSpec.expected_streams``)."""
+"""Fewest connections that the load generator opens before a trial (``LoadSpec.expected_streams``)."""
 OTHER_FILES: Final = 64
 """Open files of a process besides its streams."""
 
 
 def few_open_files(scenario: Scenario, rate: float = 0.0, concurrency: int = 0) -> Problem | None:
-    """Return why the hard limit of open files is too low for a load; None if it is not.
-
-    ``rate``: requests per second, 0 while a search has to find it. Each process raises its soft limit itself.
-    Processes on other hosts have limits of their own.
-    """
+    """Return why the hard limit of open files is too low, or None. ``rate``: requests per second, 0 for a
+    search. Processes raise their soft limit themselves; other hosts have their own limits."""
     if scenario.deployment.several_hosts:
         return None
     needed = open_files_needed(scenario, rate, concurrency)
@@ -45,14 +40,13 @@ def few_open_files(scenario: Scenario, rate: float = 0.0, concurrency: int = 0) 
     return Problem(
         f"a process may open {hard} files and sockets (ulimit -Hn), the planned load needs {needed}",
         f"raise the hard limit (`ulimit -Hn {needed}` as root, LimitNOFILE= of a service, or "
-        f"`--ulimit nofile={needed}` of a container), or offer less",
+        f"`--ulimit nofile={needed}` of a container), or reduce the load",
     )
 
 
 def open_files_needed(scenario: Scenario, rate: float = 0.0, concurrency: int = 0) -> int:
-    """Files and sockets that the busiest process has to open at once: kvbench's router has each stream on
-    both sides. At a rate, so many requests are in flight as the SLO allows.
-    """
+    """Open files of the busiest process: kvbench's router has each stream on both sides. At a rate, the SLO
+    limits the requests in flight."""
     in_flight = min(math.ceil(rate * scenario.allowed_s), scenario.search.max_requests)
     streams = concurrency or max(LEAST_STREAMS, in_flight)
     sides = 2 if scenario.deployment.engine_options.starts_processes else 1
@@ -60,7 +54,7 @@ def open_files_needed(scenario: Scenario, rate: float = 0.0, concurrency: int = 
 
 
 def require_open_files(scenario: Scenario, rate: float = 0.0, concurrency: int = 0) -> None:
-    """Raises LaunchError where ``few_open_files`` finds a problem."""
+    """Raise LaunchError if ``few_open_files`` finds a problem."""
     problem = few_open_files(scenario, rate, concurrency)
     if problem is not None:
         raise LaunchError(problem.reason, hint=problem.fix)
@@ -72,11 +66,8 @@ MOST_NAMED: Final = 8
 
 
 def obstacles(scenario: Scenario, plan: Plan, named: str) -> list[Problem]:
-    """Return what prevents every start: open files, GPUs, Slurm, Ray, hosts, ports. Nothing is started.
-
-    ``named``: the scenario as the user named it, for `kvbench doctor`, which also loads libraries and asks
-    the hosts.
-    """
+    """Return problems with open files, GPUs, Slurm, Ray, hosts and ports, without starting anything.
+    ``named``: scenario as named by the user, for a `kvbench doctor` hint."""
     files = few_open_files(scenario)
     first = [files] if files is not None else []
     if not scenario.deployment.engine_options.starts_processes:
@@ -91,7 +82,7 @@ def obstacles(scenario: Scenario, plan: Plan, named: str) -> list[Problem]:
 
 
 def scheduler_problem(launcher: str) -> Problem | None:
-    """Return why Slurm or Ray cannot be asked from this machine; None if it can."""
+    """Return why Slurm or Ray is unavailable on this machine, or None."""
     from kvbench.launchers import ray, slurm
 
     if launcher == "slurm":
@@ -102,7 +93,7 @@ def scheduler_problem(launcher: str) -> Problem | None:
 
 
 def require_start(scenario: Scenario, plan: Plan, named: str) -> None:
-    """Raise LaunchError with every obstacle, before a run folder is made."""
+    """Raise LaunchError with every problem, before a run folder is created."""
     if problems := obstacles(scenario, plan, named):
         reasons = "\n  ".join(each.reason for each in problems)
         fixes = "\n  ".join(each.fix for each in problems if each.fix)
@@ -110,7 +101,7 @@ def require_start(scenario: Scenario, plan: Plan, named: str) -> None:
 
 
 def left_out(scenario: Scenario, plan: Plan) -> dict[str, Problem]:
-    """The connectors that a sweep here would skip, by their labels, and why."""
+    """Return label → reason of connectors that a sweep here skips."""
     deployment = scenario.deployment
     if deployment.launcher != "local" or not deployment.engine_options.starts_processes:
         return {}
@@ -141,7 +132,7 @@ def _ports(scenario: Scenario, plan: Plan) -> Iterator[Problem]:
         more = f" and {len(taken) - MOST_NAMED} more" if len(taken) > MOST_NAMED else ""
         yield Problem(
             f"ports in use: {', '.join(map(str, taken[:MOST_NAMED]))}{more}",
-            "end what listens there, or take any free ports: --set deployment.base_port=0",
+            "end what listens there, or use free ports: --set deployment.base_port=0",
         )
 
 
@@ -157,7 +148,7 @@ def places(scenario: Scenario, plan: Plan) -> set[tuple[str, int]]:
 
 
 def _hosts(scenario: Scenario, named: str) -> Iterator[Problem]:
-    """Hosts of an ssh scenario that do not take a connection; what ~/.ssh/config may say is left to ssh."""
+    """Find ssh hosts that refuse connections; hosts that ~/.ssh/config may redefine are left to ssh."""
     if scenario.deployment.launcher != "ssh" or Path("~/.ssh/config").expanduser().is_file():
         return
     hosts = {name: host for name, host in scenario.deployment.used_hosts.items() if not host.ssh.config}
@@ -168,7 +159,7 @@ def _hosts(scenario: Scenario, named: str) -> Iterator[Problem]:
     for name, why in zip(hosts, answers, strict=True):
         if why:
             yield Problem(
-                f"host {name} is not reached: {why}",
+                f"host {name} is unreachable: {why}",
                 f"see `kvbench doctor {shlex.quote(named)}`",
             )
 
@@ -179,7 +170,7 @@ def _unreached(name: str, host: RemoteHost) -> str:
         with socket.create_connection(address, REACH_S):
             return ""
     except socket.gaierror:
-        return f"{address[0]} is no name that is known here"
+        return f"{address[0]} cannot be resolved here"
     except OSError as error:
         why = "no answer" if isinstance(error, TimeoutError) else os.strerror(error.errno or 0)
         return f"{address[0]}:{address[1]}: {why}"

@@ -1,7 +1,7 @@
-"""The options that several commands share, and their completion in a shell.
+"""Options shared by several commands, and their shell completion.
 
-A command with a parameter ``options`` of type ``CliOptions`` that is decorated with ``asks`` has the options
-of that class in its own help, as if they were written there.
+A command decorated with ``asks`` whose parameter ``options`` is a ``CliOptions`` shows that class's options
+in its help.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvbench.errors import InputError
 
 
 def run_folder(text: str) -> Path:
-    """The run folder that is meant: a path, `latest`, or a piece of a name. For typer."""
+    """Run folder by path, `latest`, or a part of its name, for typer."""
     from kvbench.results.run import find_run
 
     try:
@@ -30,7 +30,7 @@ def run_folder(text: str) -> Path:
 
 
 def complete_scenario(incomplete: str) -> Iterator[str]:
-    """Bundled scenarios, and YAML files here."""
+    """Complete bundled scenarios, and YAML files in the current folder."""
     from kvbench.planning.scenario_files import bundled_names
 
     here = (str(path) for path in Path().glob("*.y*ml"))
@@ -38,14 +38,13 @@ def complete_scenario(incomplete: str) -> Iterator[str]:
 
 
 def complete_connector(incomplete: str) -> Iterator[str]:
-    """Connectors that are there."""
     from kvbench import connectors
 
     yield from (name for name in connectors.names() if name.startswith(incomplete))
 
 
 def complete_run(incomplete: str) -> Iterator[str]:
-    """`latest`, and the runs in the folder that they are written to; the latest first."""
+    """Complete `latest`, and runs in the default folder, the newest first."""
     from kvbench.results.run import LATEST, listed_runs, output_folder
 
     root = output_folder()
@@ -76,7 +75,7 @@ RunsArg = Annotated[
 
 Result = TypeVar("Result")
 
-_server = partial(typer.Option, rich_help_panel="Server that is up")
+_server = partial(typer.Option, rich_help_panel="Running server")
 _load = partial(typer.Option, rich_help_panel="Load")
 _slo = partial(typer.Option, rich_help_panel="SLO")
 _method = partial(typer.Option, rich_help_panel="Method")
@@ -99,14 +98,14 @@ ResumeOption = Annotated[
     typer.Option(
         "--resume",
         metavar="RUN",
-        help="Go on with this run folder after any end; the plan is the folder's.",
+        help="Resume this interrupted run folder by its plan.",
         parser=run_folder,
         autocompletion=complete_run,
     ),
 ]
 ForceOption = Annotated[
     bool,
-    typer.Option("--force", help="Go on although machine or software has changed since; marks the run."),
+    typer.Option("--force", help="Resume although machine or software has changed; marks the run."),
 ]
 OutputOption = Annotated[
     Path,
@@ -118,7 +117,7 @@ OutputOption = Annotated[
 
 @dataclass(frozen=True)
 class Sets:
-    """Scenario value that an option sets. ``form`` is the value's YAML, with ``{}`` for the text given."""
+    """Scenario value set by an option. ``form``: YAML with ``{}`` for the option's text."""
 
     path: str
     form: str = "{}"
@@ -128,20 +127,14 @@ SERVER: Final = (
     *("base_url", "model", "headers", "ca_file", "insecure"),
     *("prefill_metrics_url", "decode_metrics_url", "api_key_env"),
 )
-"""Options for a server that already runs."""
 ONE_LOAD: Final = ("fixed_rate", "concurrency", "num_requests", "duration_s")
-"""Options of ``bench``, which offers one load."""
 SEARCHED: Final = ("precision", "max_trials", "seed")
-"""Options of a search."""
 
 
 @dataclass(frozen=True)
 class CliOptions:
-    """Options that select a scenario and change it, each declared once.
-
-    A field's annotation has the option of the command line, and the scenario value that it sets, if it is one
-    value (``Sets``). ``resolve`` in ``overrides`` turns the options into a scenario.
-    """
+    """Options that select and change a scenario, each declared once: annotations hold the option, and the
+    scenario value it sets (``Sets``). ``resolve`` in ``overrides`` creates the scenario."""
 
     scenario: ScenarioArg = "quickstart"
     overrides: Annotated[tuple[str, ...], _SET] = ()
@@ -162,14 +155,14 @@ class CliOptions:
     ] = None
     model: Annotated[
         str | None,
-        _server("--model", metavar="NAME", help="Which of its models; needed where it serves several."),
+        _server("--model", metavar="NAME", help="Its model; required if it serves several."),
     ] = None
     headers: Annotated[
         tuple[str, ...],
         _server(
             "--header",
             metavar="'NAME: VALUE'",
-            help="Sent with each request; ${VARIABLE} is taken from the environment and written nowhere. "
+            help="Sent with each request; ${VARIABLE} comes from the environment and is never stored. "
             "Repeatable.",
         ),
     ] = ()
@@ -195,20 +188,20 @@ class CliOptions:
         _server(
             "--api-key-env",
             metavar="NAME",
-            help="The environment variable with that server's API key; the key itself is written nowhere.",
+            help="Environment variable with that server's API key, which is never stored.",
         ),
         Sets("deployment.engine_options.api_key_env"),
     ] = None
     fixed_rate: Annotated[
         float | None,
-        _load("--rate", metavar="REQ/S", help="The request rate to offer; of a --trace its own.", min=0.001),
+        _load("--rate", metavar="REQ/S", help="Request rate; by default the trace's own.", min=0.001),
     ] = None
     concurrency: Annotated[
         int | None,
         _load(
             "--concurrency",
             metavar="N",
-            help="Instead of a rate: a closed loop of N requests at once, each sent when one has ended.",
+            help="Closed loop instead of a rate: N concurrent requests, each replaced when it ends.",
             min=1,
             max=100_000,
         ),
@@ -271,13 +264,15 @@ class CliOptions:
     precision: Annotated[
         float | None,
         _method(
-            "--precision", metavar="SHARE", help="Stop when the rate is known this closely: 0.05 is ±5 %."
+            "--precision",
+            metavar="SHARE",
+            help="Stop when the rate is known to this precision: 0.05 is ±5 %.",
         ),
         Sets("search.precision"),
     ] = None
     max_trials: Annotated[
         int | None,
-        _method("--max-trials", metavar="N", help="Trials of one search at most."),
+        _method("--max-trials", metavar="N", help="Maximum trials of one search."),
         Sets("search.max_trials"),
     ] = None
     seed: Annotated[
@@ -302,9 +297,7 @@ class CliOptions:
     ] = None
     workers: Annotated[
         int | None,
-        _load(
-            "--workers", metavar="N", help="Load generator processes; by default as many as the load needs."
-        ),
+        _load("--workers", metavar="N", help="Load generator processes; default: as the load requires."),
         Sets("load.workers"),
     ] = None
     endpoint: Annotated[
@@ -318,35 +311,32 @@ class CliOptions:
     ] = None
     direct: Annotated[
         bool,
-        _load("--direct", help="Send to P and D directly, with no router in the path."),
+        _load("--direct", help="Send to P and D directly, without a router."),
         Sets("load.mode", "direct"),
     ] = False
     replay: bool = False
-    """``bench`` offers a trace's own rate."""
+    """``bench`` uses a trace's own rate."""
     both_modes: bool = False
-    """``bench`` offers the load through the router and directly."""
+    """``bench`` sends the load via the router and directly."""
     system: str | None = None
-    """``simulate`` searches the rate of this command, another program's simulator; there is no scenario."""
+    """``simulate`` searches the rate of this external simulator's command, without a scenario."""
 
 
 @cache
 def declared() -> dict[str, tuple[Any, ...]]:
-    """Annotations of the fields of ``CliOptions`` besides their types: the option, and what it sets."""
+    """Return field → annotations of ``CliOptions`` besides types: option and target."""
     hints = get_type_hints(CliOptions, include_extras=True)
     return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
 
 
 def option_name(field: str) -> str:
-    """Return the option of a field of ``CliOptions`` as it is typed, such as ``--input-len``."""
+    """Return the option of a ``CliOptions`` field, such as ``--input-len``."""
     return str(declared()[field][0].default)
 
 
 def asks(without: Collection[str] = ()) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Spread a command's parameter ``options`` into the options of its class, except those in ``without``.
-
-    They are in the help at the place of ``options`` among the command's parameters. A field that is a tuple
-    is an option that can be repeated.
-    """
+    """Expand a command's parameter ``options`` to the options of its class, except ``without``. The help
+    shows them at its position. Tuple fields are repeatable options."""
 
     def spread(command: Callable[..., Result]) -> Callable[..., Result]:
         hints = get_type_hints(command, include_extras=True)
@@ -369,7 +359,7 @@ def asks(without: Collection[str] = ()) -> Callable[[Callable[..., Result]], Cal
             repeated = {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
             return command(options=kind(**values | repeated), **given)
 
-        # What typer reads a command's options from.
+        # Typer reads a command's options from it.
         run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
@@ -378,7 +368,7 @@ def asks(without: Collection[str] = ()) -> Callable[[Callable[..., Result]], Cal
 
 
 def _parameter(name: str, default: Any, hint: Any) -> Parameter:
-    """Return a command's parameter for an annotated field; typer takes lists, not tuples."""
+    """Return a command's parameter for an annotated field; typer needs lists instead of tuples."""
     kind, option = get_args(hint)[:2]
     if kind == tuple[str, ...]:
         hint, default = Annotated[list[str], option], []

@@ -1,4 +1,4 @@
-"""From a command line to a checked scenario, and where that differs from the file's text."""
+"""Create a checked scenario from a command line; find its differences from the file."""
 
 from __future__ import annotations
 
@@ -25,14 +25,12 @@ from kvbench.planning.scenario_files import load_draft, plain_name, registry
 
 ASK_TIMEOUT_S = 10.0
 MOST_NAMED = 12
-"""Models that a message lists."""
+"""Most models listed in a message."""
 
 
 def served_model(root: str, access: ServerAccess, wanted: str = "") -> str:
-    """The model that a server offers; of several the ``wanted`` one.
-
-    Raises ServerError if it cannot be asked, InputError if it serves several and none, or another, was named.
-    """
+    """Model of a server; of several the ``wanted`` one. Raises ServerError without a response, InputError if
+    none or another was named."""
     found = served_models(root, access)
     names = ", ".join(found[:MOST_NAMED]) + (", …" if len(found) > MOST_NAMED else "")
     if wanted and wanted not in found:
@@ -46,8 +44,8 @@ def served_model(root: str, access: ServerAccess, wanted: str = "") -> str:
 
 
 def served_models(root: str, access: ServerAccess) -> list[str]:
-    """The models of ``/v1/models``, in its order. Raises ServerError with a hint by cause."""
-    import httpx  # a tenth of a second, which `kvbench plan` of a scenario need not wait for
+    """Models of ``/v1/models``, in order. Raises ServerError with a hint."""
+    import httpx  # takes 0.1 s, which `kvbench plan` need not spend
 
     from kvbench.hosts import web
     from kvbench.hosts.web import failure_hint, status_hint, status_text
@@ -71,24 +69,22 @@ def served_models(root: str, access: ServerAccess) -> list[str]:
         found = [visible(str(each["id"])) for each in web.json_of(response)["data"]]
     except (ValueError, LookupError, TypeError) as error:
         raise ServerError(
-            f"GET {url} answered no list of models",
-            hint="it is no OpenAI-compatible server, or its API is below another path: the base URL ends "
+            f"GET {url} did not return a list of models",
+            hint="not an OpenAI-compatible server, or its API has another path: the base URL ends "
             "where /v1 begins",
         ) from error
     if not found:
-        raise ServerError(f"GET {url} answered an empty list of models", hint="has it loaded one?")
+        raise ServerError(f"GET {url} returned an empty list of models", hint="check that it has loaded one")
     return found
 
 
 SMALL_VOCABULARY = 4000
-"""Token ids that any server has whose vocabulary cannot be asked; --set model.vocab_size raises it."""
+"""Token ids that every server with an unknown vocabulary accepts; --set model.vocab_size raises it."""
 
 
 def resolve(cli: CliOptions, *, sessions: bool = True) -> tuple[Scenario, bytes]:
-    """The scenario and the bytes that a run folder keeps of it. Raises InputError with all mistakes.
-
-    ``sessions``: who asks can offer them; else a scenario that wants them is refused.
-    """
+    """Return the scenario and its bytes for the run folder. ``sessions``: whether the caller supports them.
+    Raises InputError with all mistakes."""
     bare = "--base-url" if cli.base_url is not None else "--system" if cli.system is not None else ""
     if bare:
         text = _system(cli, cli.system or "") if cli.base_url is None else _external(cli, cli.base_url)
@@ -101,10 +97,10 @@ def resolve(cli: CliOptions, *, sessions: bool = True) -> tuple[Scenario, bytes]
     scenario = draft.checked(known)
     if scenario.workload.sessions and not sessions:
         raise InputError(
-            "workload.sessions: this command offers single requests, and the scenario asks for sessions",
-            hint="kvbench sweep, bench and simulate take the scenario; or leave sessions out",
+            "workload.sessions: this command sends single requests, but the scenario has sessions",
+            hint="use kvbench sweep, bench or simulate; or omit sessions",
         )
-    # What only a checked scenario has: its entries of the chosen connectors, and its trace's lengths.
+    # Available in a checked scenario only: the chosen connectors' entries, and the trace's lengths.
     chosen = {} if bare else _chosen(scenario, cli.connectors)
     if more := merged(_traced(scenario), chosen):
         scenario = draft.put(more).checked(known)
@@ -125,10 +121,8 @@ def _require_no_server_options(cli: CliOptions) -> None:
 
 
 def _overrides(cli: CliOptions) -> tuple[Overrides, dict[str, str]]:
-    """Return the scenario values that options set, and by path the option as it was typed.
-
-    Whole sections come first, so that ``--set`` and the other options change values in them.
-    """
+    """Return scenario values set by options, and path → option as typed. Whole sections come first, so later
+    options change values in them."""
     parts: list[dict[str, Plain]] = [{}, dict(typed_overrides(cli.overrides)), {}]
     typed: dict[str, str] = {}
 
@@ -164,7 +158,7 @@ def _overrides(cli: CliOptions) -> tuple[Overrides, dict[str, str]]:
 
 
 def _method(cli: CliOptions) -> Overrides:
-    """Return what ``--method`` sets; ``sustained,burst`` measures both."""
+    """Values of ``--method``; ``sustained,burst`` measures both."""
     names = [name.strip() for name in (cli.method or "").split(",") if name.strip()]
     if sorted(names) == ["burst", "sustained"]:
         return {"search.method": "sustained", "search.compare_burst": True}
@@ -177,7 +171,7 @@ def _method(cli: CliOptions) -> Overrides:
 
 
 def _traced(scenario: Scenario) -> Overrides:
-    """A trace's cell is called by the trace's mean lengths, that of sessions by theirs."""
+    """Set lengths to the means of a trace or of sessions, which name the cell."""
     if scenario.workload.sessions is not None:
         return _of_sessions(scenario.workload.sessions)
     if scenario.workload.trace is None:
@@ -203,7 +197,7 @@ def _of_sessions(wanted: Sessions) -> Overrides:
 
 
 def _chosen(scenario: Scenario, names: tuple[str, ...]) -> Overrides:
-    """The scenario's entries of these names, with their options; a name it lacks is taken with defaults."""
+    """Scenario entries of these names with their options; missing ones get defaults."""
     if not names:
         return {}
     entries = {str(each["label"]): each for each in scenario.resolved()["connectors"]}
@@ -211,14 +205,14 @@ def _chosen(scenario: Scenario, names: tuple[str, ...]) -> Overrides:
 
 
 def _external(cli: CliOptions, base_url: str) -> str:
-    """The text of a scenario for a server that is already there. Raises InputError, ServerError."""
+    """Scenario text for a running server. Raises InputError, ServerError."""
     if problem := url_problem(base_url):
         raise InputError(f"--base-url {problem}")
     name = _connector_of(cli, "--base-url", "one base URL")
     if cli.direct or cli.both_modes:
         raise InputError(
-            "behind a --base-url only one URL is known, so P and D cannot be asked directly",
-            hint="describe the deployment in a scenario, or leave --direct and --router-cost out",
+            "--base-url gives one URL only, so P and D cannot be addressed directly",
+            hint="describe the deployment in a scenario, or omit --direct and --router-cost",
         )
     root = base_url.rstrip("/").removesuffix("/v1")
     headers = _headers(cli.headers)
@@ -228,18 +222,18 @@ def _external(cli: CliOptions, base_url: str) -> str:
 
 
 def _system(cli: CliOptions, command: str) -> str:
-    """The text of a scenario for somebody else's simulator. Raises InputError."""
+    """Scenario text for an external simulator. Raises InputError."""
     if cli.scenario != CliOptions.scenario:
         raise InputError(
-            "--system needs no scenario: the command is what is simulated",
-            hint="give lengths and SLO by options, or simulate the scenario.yaml of a run of it",
+            "--system accepts no scenario: it simulates the command",
+            hint="give lengths and SLO by options, or use the scenario.yaml of an earlier run",
         )
     name = _connector_of(cli, "--system", "one system")
     return _bare(cli, "system", name, "system", {"command": command})
 
 
 def _connector_of(cli: CliOptions, option: str, one: str) -> str:
-    """The one connector of what is measured without a scenario. Raises InputError for what it still needs."""
+    """The single connector required without a scenario. Raises InputError for missing options."""
     missing = [
         option
         for option, value in (("--input-len", cli.input_len), ("--output-len", cli.output_len))
@@ -259,26 +253,26 @@ def _connector_of(cli: CliOptions, option: str, one: str) -> str:
 
 
 def _is_one_load(cli: CliOptions) -> bool:
-    """Whether one load is offered, as ``bench`` does, so that nothing is searched for."""
+    """Whether one load is sent without a search, as for ``bench``."""
     return cli.fixed_rate is not None or cli.concurrency is not None
 
 
 def _own_lengths(cli: CliOptions) -> bool:
-    """Whether the load brings its own: a trace, or sessions, which nothing but a ``--set`` asks for here."""
+    """Whether the load has its own lengths: a trace, or sessions set by ``--set``."""
     return cli.trace is not None or any(each.startswith("workload.sessions") for each in cli.overrides)
 
 
 def _bare(cli: CliOptions, engine: str, connector: str, served: str, options: dict[str, Any]) -> str:
-    """The text of a scenario that has nothing but a model served, its workload and its SLO."""
+    """Scenario text with a served model, workload and SLO only."""
     document = {
         "version": 1,
         "name": engine,
         "model": {"name": plain_name(served), "served_model_name": served, "vocab_size": SMALL_VOCABULARY},
         "deployment": {"engine": engine, "engine_options": options},
-        # A server that nothing is known of is called by its model.
+        # An unknown server is named after its model.
         "connectors": [
             {"name": connector, "label": plain_name(served)}
-            if engine == "external" and connector == "aggregated"
+            if options.get("base_url") and connector == "aggregated"
             else connector
         ],
         "workload": {}
@@ -291,7 +285,6 @@ def _bare(cli: CliOptions, engine: str, connector: str, served: str, options: di
 
 
 def _headers(given: tuple[str, ...]) -> dict[str, str]:
-    """The headers of ``--header 'NAME: VALUE'``. Raises InputError."""
     found: dict[str, str] = {}
     for each in given:
         name, mark, value = (part.strip() for part in each.partition(":"))
@@ -312,7 +305,7 @@ def _engine_options(root: str, connector: str, cli: CliOptions) -> dict[str, Any
     options |= {name: value for name, value in given.items() if value}
     if connector == "aggregated" and "prefill_metrics_url" in options:
         raise InputError(
-            "--prefill-metrics-url is for a P/D pair, and nothing says which connector it has",
+            "--prefill-metrics-url requires the connector of its P/D pair",
             hint="add --connector, such as --connector nixl",
         )
     return options
@@ -326,10 +319,8 @@ def _lengths(text: str) -> list[int]:
 
 
 def overridden(text: str, scenario: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the values of a resolved scenario that its file's text does not give, by path.
-
-    A value that only the text gives is None. Returns None if the text alone is no valid scenario.
-    """
+    """Return path → value for the resolved scenario's differences from its file; None: only in the file.
+    Returns None if the file alone is invalid."""
     try:
         written = parse_scenario(text, "scenario.yaml", registry()).resolved()
     except KvbenchError:

@@ -1,4 +1,4 @@
-"""``kvbench plan``: what a sweep would do, without doing it."""
+"""``kvbench plan``: show what a sweep would do."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from kvbench.planning.process_specs import engine_warnings, placed_specs, profil
 
 
 def plan_of(scenario: Scenario) -> Plan:
-    """The plan of a scenario, with the connectors that are there and what its engine says about it."""
+    """Plan a scenario with the installed connectors and its engine's information."""
     known = {name: connectors.get(name) for name in connectors.names()}
     profiles, lacking = {}, []
     for choice in scenario.connectors:
         try:
             profiles[choice.label] = profile_of(scenario, choice.name, choice.label)
-        except InputError as error:  # ends the connector when it is to be launched
+        except InputError as error:  # ends the connector at its launch
             lacking.append(f"{choice.label} cannot run: {error.message}; {error.hint}")
     launch_s = engines.get(scenario.deployment.engine).launch_s
     plan = make_plan(scenario, known, launch_s=launch_s, profiles=profiles)
@@ -44,10 +44,8 @@ def plan_of(scenario: Scenario) -> Plan:
 
 
 def command(cli: CliOptions, console: Console, *, as_json: bool) -> int:
-    """Print the plan: for people, or as JSON with every process's argv and environment.
-
-    Returns the exit code: ``EXIT_BAD_INPUT`` if a sweep could not start.
-    """
+    """Print the plan, or JSON with every process's argv and environment; return ``EXIT_BAD_INPUT`` if a sweep
+    could not start."""
     scenario, _ = resolve(cli)
     plan = plan_of(scenario)
     skipped, problems = left_out(scenario, plan), obstacles(scenario, plan, cli.scenario)
@@ -78,7 +76,7 @@ def command(cli: CliOptions, console: Console, *, as_json: bool) -> int:
 def _print_obstacles(
     plan: Plan, skipped: Mapping[str, Problem], problems: Sequence[Problem], console: Console
 ) -> None:
-    """What prevents a start, and what would be left out, before anything else is said."""
+    """Print first what prevents a start, and what would be skipped."""
     said = [("cannot start: ", each) for each in problems]
     said += [(f"left out: {label}: ", each) for label, each in skipped.items()]
     for words, each in said:
@@ -86,13 +84,12 @@ def _print_obstacles(
         if each.fix:
             console.print(f"  fix: {each.fix}", markup=False)
     if set(skipped) >= {each.label for each in plan.deployments}:
-        console.print("so nothing would be measured", markup=False, style="yellow")
+        console.print("nothing would be measured", markup=False, style="yellow")
     if said:
         console.print()
 
 
 def _print_time(plan: Plan, skipped: Mapping[str, Problem], console: Console) -> None:
-    """How long it takes, of that which would be measured; and what is not in that."""
     scenario = plan.scenario
     kept = tuple(each for each in scenario.connectors if each.label not in skipped)
     if skipped and kept:
@@ -108,14 +105,14 @@ def _print_time(plan: Plan, skipped: Mapping[str, Problem], console: Console) ->
     if scenario.deployment.engine_options.served_from:
         not_in_it.append("downloading the model")
     if not_in_it:
-        console.print(f"  not in it: {', '.join(not_in_it)}", markup=False)
+        console.print(f"  not included: {', '.join(not_in_it)}", markup=False)
 
 
 _WAITS: Final = {"ssh": "reaching the hosts", "slurm": "waiting for Slurm's job", "ray": "waiting for nodes"}
 
 
 def _of_this_machine(plan: Plan) -> Iterator[str]:
-    """What this machine's devices say to a plan that is for it: TCP beside RDMA, and where its GPUs sit."""
+    """Warn about TCP next to RDMA, and show GPU locations, for a local plan."""
     if plan.scenario.deployment.launcher != "local":
         return
     for each in transport_findings(plan.scenario, plan, {"": rdma()}):
@@ -127,7 +124,7 @@ def _of_this_machine(plan: Plan) -> Iterator[str]:
 
 
 def render(cli: CliOptions, words: Sequence[str]) -> None:
-    """Print the manifests of the scenario's deployment. ``words``: NAME=VALUE of ``K8sOptions``."""
+    """Print the deployment's manifests. ``words``: NAME=VALUE of ``K8sOptions``."""
     from kvbench.planning.kubernetes import options_from, rendered
 
     scenario, _ = resolve(cli)
@@ -135,7 +132,6 @@ def render(cli: CliOptions, words: Sequence[str]) -> None:
 
 
 def _processes(scenario: Scenario, deployment: DeploymentPlan) -> list[dict[str, Any]]:
-    """A deployment's processes; none if the engine has no such connector, which the launch reports."""
     with suppress(InputError):
         specs, placeholders = placed_specs(scenario, deployment)
         more = {"placeholders": list(placeholders)} if placeholders else {}
@@ -157,13 +153,13 @@ def _print_header(plan: Plan, console: Console) -> None:
     for heading, (tier, slo) in zip(["SLO", *[""] * len(slos)], slos.items(), strict=False):
         console.print(f"{heading:<10} {tier + ': ' if tier else ''}{slo.text()}", markup=False)
     rates = f" at {', '.join(f'{rate:g}' for rate in search.rates)} req/s" if search.rates else ""
-    beside = ", burst beside it" if search.compare_burst else ""
+    beside = ", and burst" if search.compare_burst else ""
     console.print(f"method     {search.method}{rates}{beside}", markup=False)
     console.print(f"seed       {scenario.seed}\n", markup=False)
 
 
 def _ranks(scenario: Scenario) -> str:
-    """``TP 8``; ``P TP 4, D TP 8`` where they differ; ``TP 1, TP 2`` of several sizes."""
+    """Ranks as ``TP 8``, ``P TP 4, D TP 8``, or ``TP 1, TP 2`` for several sizes."""
     said = []
     for label in dict.fromkeys(each.label for each in scenario.connectors):
         deployed = scenario.deployed(label)
@@ -173,11 +169,11 @@ def _ranks(scenario: Scenario) -> str:
 
 
 def _engines(plan: Plan) -> str:
-    """How many engines each kind of deployment has: ``1P1D against 2 engines without P/D``."""
+    """Engines per kind of deployment: ``1P1D against 2 engines without P/D``."""
     deployment = plan.scenario.deployment
     if not deployment.engine_options.starts_processes:
         simulated = deployment.engine_options.simulator.command
-        return f"as the simulator has: {simulated}" if simulated else "as many as there are behind the URL"
+        return f"as the simulator has: {simulated}" if simulated else "as many as the URL has"
     measured = [each.instances for each in plan.deployments if not each.reference_only]
     whole = next((mine for mine in measured if mine[0].role == "aggregated"), ())
     pair = f"{deployment.prefill.instances}P{deployment.decode.instances}D"
@@ -221,13 +217,12 @@ def _cells(plan: Plan) -> Grid:
         for each in plan.kv
     ]
     workload = plan.scenario.workload
-    if not rows:  # of a server's model nothing more is known
+    if not rows:  # nothing more is known about a server's model
         rows = [[str(each), str(workload.output_len), "–", "–"] for each in workload.input_len]
     return Grid(columns_of("", "input_len|output_len|KV per request|descriptors"), rows)
 
 
 def _ports(instance: InstancePlan) -> str:
-    """Its side ports: one, or the first and the last of a range."""
     first, more = _port(instance.side_port), instance.side_ports - 1
     if not first or not more:
         return first

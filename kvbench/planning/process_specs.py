@@ -1,7 +1,5 @@
-"""Which processes a deployment has: from a scenario and its plan to commands, before anything starts.
-
-An engine's command may have a profiler around it, and a file for its spans.
-"""
+"""Commands of a deployment's processes, from a scenario and its plan. Engines may have a profiler prefix and
+a trace file."""
 
 from __future__ import annotations
 
@@ -34,9 +32,9 @@ from kvbench.processes.common.spans import SUFFIX
 LOGS: Final = "{logs}"
 NAME: Final = "{name}"
 PROFILER_GRACE_S: Final = 60.0
-"""A profiler writes its report after its program has ended, which takes tens of seconds for a big one."""
+"""Seconds for a profiler to write its report, tens of them for a big program."""
 
-# --trace-fork-before-exec and --cuda-graph-trace=node: as vLLM's own page on profiling has them.
+# --trace-fork-before-exec and --cuda-graph-trace=node: as in vLLM's page on profiling.
 NSYS: Final = (
     "nsys",
     "profile",
@@ -50,10 +48,8 @@ NSYS: Final = (
 
 
 def observed(spec: ProcessSpec, role: str, wanted: Deployment, log_dir: Path | None) -> ProcessSpec:
-    """A process of a deployment with its role's prefix and a place for its spans, as the scenario asks.
-
-    ``log_dir`` is None while only a plan is made: then ``{logs}`` stands for the folder.
-    """
+    """Add the role's prefix and span file to a process. ``log_dir`` None (plan only): ``{logs}`` stands for
+    the folder."""
     folder = LOGS if log_dir is None else str(log_dir)
     if wanted.trace and spec.spec is not None:
         spec = replace(spec, spec={**spec.spec, "trace_path": f"{folder}/{spec.name}{SUFFIX}"})
@@ -67,7 +63,7 @@ def observed(spec: ProcessSpec, role: str, wanted: Deployment, log_dir: Path | N
 
 
 def nsys_override() -> str:
-    """The ``--set`` that profiles every instance. Raises MissingLibraryError without nsys on this machine."""
+    """Return the ``--set`` that profiles every instance. Raises MissingLibraryError without nsys."""
     if shutil.which(NSYS[0]) is None:
         raise MissingLibraryError(
             "nsys is not installed here, or not on the PATH",
@@ -78,15 +74,13 @@ def nsys_override() -> str:
 
 
 def has_prefix(wanted: Deployment) -> bool:
-    """Whether any instance is started by another program, which may need time to end."""
+    """Whether an instance has a prefix, which may need time to end."""
     return any(words for words in wanted.prefix.model_dump().values())
 
 
 def profile_of(scenario: Scenario, connector: str, label: str) -> Connector:
-    """The connector as the scenario's engine wants it.
-
-    Raises InputError if that engine has none such, or moves no KV between the scenario's ranks with it.
-    """
+    """Connector profile for the scenario's engine. Raises InputError if the engine lacks it, or it cannot
+    connect these ranks."""
     engine = engines.get(scenario.deployment.engine)
     version = engine.version(scenario.deployment.engine_options)
     options = scenario.connector_options(label)
@@ -98,7 +92,7 @@ def profile_of(scenario: Scenario, connector: str, label: str) -> Connector:
 
 
 def engine_warnings(scenario: Scenario) -> list[str]:
-    """Settings of the scenario that its engine ignores or that harm."""
+    """Settings that the engine ignores or that harm."""
     chosen = {}
     for choice in scenario.connectors:
         with suppress(InputError):  # one that the engine lacks is reported by ``unusable``
@@ -118,10 +112,8 @@ def engine_warnings(scenario: Scenario) -> list[str]:
 def transport_findings(
     scenario: Scenario, plan: Plan, devices: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> list[Finding]:
-    """Where a real engine is told to use what its NICs do badly. ``devices``: as listed, by host.
-
-    What is not said in a process's environment it inherits from this one, on this machine.
-    """
+    """Find transports that a real engine's NICs support badly. ``devices``: host → listed devices. Local
+    processes inherit this one's environment."""
     options = scenario.deployment.engine_options
     if not (options.starts_processes and options.chooses_transport):
         return []
@@ -138,7 +130,7 @@ def transport_findings(
 
 
 def _exposed(scenario: Scenario) -> list[str]:
-    """Says so where what is started listens on more than this machine's own loopback device."""
+    """Warn if a server listens on more than loopback."""
     deployment = scenario.deployment
     if not deployment.engine_options.starts_processes:
         return []
@@ -149,13 +141,13 @@ def _exposed(scenario: Scenario) -> list[str]:
     if not open_to:
         return []
     return [
-        f"engines and router listen on {', '.join(open_to)}: whoever reaches that address can send requests "
-        "and read /metrics, since nothing asks for a key (deployment.host)"
+        f"engines and router listen on {', '.join(open_to)}: any client of that address can send requests "
+        "and read /metrics, as no key is required (deployment.host)"
     ]
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name localhost, is this machine's own loopback device."""
+    """Whether an address, or localhost, is loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -177,7 +169,7 @@ def _neighbours(scenario: Scenario, plan: DeploymentPlan) -> Neighbours:
 
 
 def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
-    """The engine instances of one deployment, prefill first."""
+    """Engine instances of a deployment, prefill first."""
     shape: ModelShape = scenario.model.shape
     deployed = scenario.deployed(plan.label)
     neighbours = _neighbours(scenario, plan)
@@ -210,10 +202,8 @@ def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
 
 
 def process_specs(scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None = None) -> list[ProcessSpec]:
-    """Every process of a deployment in the order of start: helpers, prefill, decode, router.
-
-    ``log_dir`` is where their logs will be; None while only a plan is made.
-    """
+    """Processes of a deployment in start order: helpers, prefill, decode, router. ``log_dir``: of their logs;
+    None for a plan."""
     engine = engines.get(scenario.deployment.engine)
     connector = profile_of(scenario, plan.connector, plan.label)
     options = scenario.connector_options(plan.label)
@@ -240,11 +230,8 @@ def process_specs(scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None
 def placed_specs(
     scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None = None, *, dealt: bool = True
 ) -> tuple[list[ProcessSpec], tuple[str, ...]]:
-    """Every process as its launcher starts it, with its host's environment, NICs and GPUs; and placeholders.
-
-    These stand for the addresses of nodes that a scheduler is yet to choose. ``dealt``: false where somebody
-    else, such as Kubernetes, gives a process its GPUs.
-    """
+    """Return processes as launched, with environment, NICs and GPUs of their hosts; also the placeholders for
+    nodes of a scheduler. ``dealt``: False if another system, such as Kubernetes, assigns GPUs."""
     scenario, placeholders = with_placeholders(scenario)
     hosts = scenario.deployment.hosts
     specs = process_specs(scenario, plan, log_dir)
@@ -262,7 +249,7 @@ def placed_specs(
 
 @dataclass(frozen=True)
 class _Unknown:
-    """Nodes that a scheduler is yet to choose: one for each instance, which is called after it."""
+    """Future nodes of a scheduler: one per instance, named after it."""
 
     hosts: Mapping[str, tuple[str, ...]]
 
@@ -271,7 +258,7 @@ class _Unknown:
 
 
 def with_placeholders(scenario: Scenario) -> tuple[Scenario, tuple[str, ...]]:
-    """The scenario with a placeholder for each node that Slurm or Ray is yet to choose, and their names."""
+    """Put placeholders for nodes that Slurm or Ray will choose; also return their names."""
     deployment = scenario.deployment
     if deployment.launcher not in ("slurm", "ray") or deployment.hosts:
         return scenario, ()
@@ -287,11 +274,9 @@ def with_placeholders(scenario: Scenario) -> tuple[Scenario, tuple[str, ...]]:
 
 
 def dispatch_spec(scenario: Scenario, plan: DeploymentPlan) -> dict[str, Any] | None:
-    """How requests go to P and D, as JSON: what the router gets, and the load generator in direct mode.
-
-    Keys: connector, version, options, prefill (empty without P/D), decode. None for a single engine, to which
-    requests go straight, and for servers that somebody else started, of which only one URL is known.
-    """
+    """Request routing to P and D as JSON, for the router, or the load generator in direct mode. Keys:
+    connector, version, options, prefill (empty without P/D), decode. None for a single engine and for
+    external servers."""
     if plan.router_port is None or not scenario.deployment.engine_options.starts_processes:
         return None
     members = instances(scenario, plan)
@@ -357,16 +342,15 @@ def _router_spec(scenario: Scenario, plan: DeploymentPlan) -> ProcessSpec:
 
 
 def several_hosts_problem() -> InputError:
-    """The error for a deployment whose processes are not all here."""
     return InputError(
-        "the scenario puts prefill and decode on other hosts, and kvbench starts processes on this one only",
+        "the scenario uses other hosts, but the local launcher starts processes on this machine only",
         hint="name the hosts in deployment.hosts with launcher: ssh; or print the commands with "
         "`kvbench launch --print`, run them there, and measure with --base-url",
     )
 
 
 def unusable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
-    """Why a deployment of this scenario cannot run here, with the fix; None if it can."""
+    """Return why a deployment cannot run here, with a hint, or None."""
     deployment = scenario.deployment
     options = deployment.engine_options
     if deployment.launcher == "local" and deployment.several_hosts and options.starts_processes:
@@ -377,7 +361,8 @@ def unusable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
 
 
 def unplannable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
-    """Why a deployment cannot run anywhere: its engine lacks the connector, or its ranks do not fit."""
+    """Return why a deployment cannot run anywhere, or None: its engine lacks the connector, or ranks do not
+    fit."""
     try:
         profile_of(scenario, plan.connector, plan.label)
     except InputError as error:

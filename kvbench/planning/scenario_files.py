@@ -1,4 +1,4 @@
-"""Scenario files on disk: found by path or by the name of a bundled one, read, and checked."""
+"""Find, read and check scenario files, by path or bundled name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 def registry() -> Registry:
-    """The options of all connectors and engines that are there."""
+    """Options of all installed connectors and engines."""
     return Registry(
         connectors={name: connectors.get(name).options_model for name in connectors.names()},
         engines={name: engines.options_model(name) for name in engines.names()},
@@ -25,13 +25,13 @@ def registry() -> Registry:
 
 
 def plain_name(text: str) -> str:
-    """A text as the name of a model or of a scenario may be: its last part, without what is no letter."""
+    """Model or scenario name from a text: its last part, letters only."""
     last = text.rstrip("/").rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).lstrip("._-")[:64] or "model"
 
 
 def bundled_folder() -> Path:
-    """Where the bundled scenarios lie: inside an installed package, beside it in a checkout."""
+    """Folder of bundled scenarios: inside an installed package, or next to it in a checkout."""
     package = Path(__file__).parents[1]
     installed = package / "scenarios"
     return installed if installed.is_dir() else package.parent / "scenarios"
@@ -42,11 +42,8 @@ def bundled_names() -> tuple[str, ...]:
 
 
 def find_scenario(name_or_path: str) -> tuple[bytes, str]:
-    """A scenario's bytes and where they come from.
-
-    What has a slash or a YAML suffix is a path; anything else is first a bundled name and then a file
-    in the current folder. Raises InputError with the nearest names.
-    """
+    """Return a scenario's bytes and source. A name with a slash or YAML suffix is a path; others are bundled
+    names, then files in the current folder. Raises InputError with similar names."""
     is_path = "/" in name_or_path or name_or_path.endswith(_SUFFIXES)
     bundled = name_or_path.removesuffix(".yaml")
     path = Path(name_or_path)
@@ -61,12 +58,12 @@ def find_scenario(name_or_path: str) -> tuple[bytes, str]:
     except (ValueError, OSError) as error:
         # A name with a null byte, far too long, or in a folder that may not be entered.
         raise InputError(f"{name_or_path[:80]!r} cannot be opened: {error}", hint=_there_are("")) from error
-    what = f"there is no file {name_or_path!r}" if is_path else f"no scenario is called {name_or_path!r}"
+    what = f"there is no file {name_or_path!r}" if is_path else f"unknown scenario {name_or_path!r}"
     raise InputError(what, hint=_there_are(name_or_path))
 
 
 def load_draft(name_or_path: str) -> tuple[Draft, bytes]:
-    """A scenario as it is written, and the bytes of its file. Raises InputError or ScenarioError."""
+    """Return an unchecked scenario and its file's bytes. Raises InputError or ScenarioError."""
     data, origin = find_scenario(name_or_path)
     try:
         text = data.decode("utf-8-sig")
@@ -82,7 +79,7 @@ def load_draft(name_or_path: str) -> tuple[Draft, bytes]:
 def load_scenario(
     name_or_path: str, overrides: Sequence[str] = (), known: Registry | None = None
 ) -> tuple[Scenario, bytes]:
-    """A checked scenario, and the bytes of its file as they are. Raises InputError or ScenarioError."""
+    """Return a checked scenario and its file's bytes. Raises InputError or ScenarioError."""
     draft, data = load_draft(name_or_path)
     return draft.put(typed_overrides(overrides)).checked(known or registry()), data
 

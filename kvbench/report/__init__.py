@@ -1,1 +1,1 @@
-"""From run folders to tables, pictures and pages. Reads run folders, and nothing else."""
+"""Tables, pictures and pages of run folders. Reads nothing else."""

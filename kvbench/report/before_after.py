@@ -1,7 +1,6 @@
 """What became of each highest rate from the runs before to the runs after, and which settings differ.
 
-A key that an older run does not know has the value that it had by default.
-"""
+A key that an older run does not know has the value that it had by default."""
 
 from __future__ import annotations
 
@@ -30,15 +29,14 @@ ANSWERED: Final = ("found", "at_least", "none")
 """Outcomes of a search that ended with something to compare."""
 WHAT: Final = (
     "rate: highest request rate under the SLO, of all trials of each search. after / before with its 90 % "
-    "interval; better or worse if that is sure with 95 %, unchanged within ± 5 %"
+    "interval; better or worse with 95 % confidence, unchanged within ± 5 %"
 )
 
 
 @dataclass(frozen=True)
 class CellChange:
-    """One cell. ``before``, ``after``: its rows, one of each run that has it. ``change`` is None where they
-    cannot be compared, and ``why`` says why. ``per``: what rates are divided by, where sizes differ.
-    """
+    """One cell. ``before``, ``after``: its rows, one per run that has it. ``change`` is None if they are not
+    comparable (``why``). ``per``: unit that rates are divided by if sizes differ."""
 
     cell: Cell
     before: tuple[Row, ...]
@@ -57,7 +55,7 @@ class CellChange:
 
     @property
     def lost(self) -> bool:
-        """Whether it was measured before, and now is not."""
+        """Whether it was measured before only."""
         return bool(_answered(self.before)) and not any(
             row.outcome in (*ANSWERED, "undecided") for row in self.after
         )
@@ -75,11 +73,11 @@ class CellChange:
         return ratio + ("" if self.same else interval) + (f" per {self.per}" if self.per else "")
 
     def words(self) -> str:
-        """What became of it, and why no more can be told."""
+        """Return the conclusion, and why there is no stronger one."""
         return f"{self.became}: {self.why}" if self.why else self.became
 
     def flat(self) -> dict[str, Any]:
-        """One level of names and values, for files."""
+        """Return one level of names and values, for files."""
         change = self.change
         finite = change is not None and math.isfinite(change.ratio)
         return {
@@ -101,7 +99,7 @@ class CellChange:
 
 
 def cell_changes(before: Sequence[RunFolder], after: Sequence[RunFolder]) -> list[CellChange]:
-    """Each cell that one of the runs has searched, by length, then in the order of the runs before."""
+    """Return each searched cell, by length, then in the order of the runs before."""
     sides = [[row for run in side for row in summary_table(run)] for side in (before, after)]
     searched = [[row for row in side if row.outcome != "one_rate"] for side in sides]
     cells = list(dict.fromkeys(row.cell for side in searched for row in side))
@@ -142,7 +140,7 @@ def _answered(rows: Iterable[Row]) -> list[Row]:
 
 
 def _same_trials(one: Sequence[Row], other: Sequence[Row]) -> bool:
-    """Whether both sides are copies: no two searches give the same posterior and figures by chance."""
+    """Return whether both sides are copies: different searches never give equal posteriors and figures."""
     sides = [{(row.answer, tuple(row.values.items())) for row in rows} for rows in (one, other)]
     return sides[0] == sides[1]
 
@@ -160,13 +158,13 @@ def _outcome(rows: Sequence[Row]) -> str:
 
 
 def _rate(rows: Sequence[Row]) -> float | None:
-    """The geometric mean of the rates found."""
+    """Return the geometric mean of the measured rates."""
     rates = [row.answer.max_request_rate for row in rows if row.answer.max_request_rate]
     return math.exp(sum(map(math.log, rates)) / len(rates)) if rates else None
 
 
 def _rates(rows: Sequence[Row]) -> str:
-    """The rate without its interval, which the run's own table has."""
+    """Return the rate without its interval, which the run's own table has."""
     if len(rows) == 1:
         answer = rows[0].answer
         whole = answer.text()
@@ -241,7 +239,7 @@ def setting_changes(before: Sequence[RunFolder], after: Sequence[RunFolder]) -> 
 
 
 def _settings(run: RunFolder) -> dict[str, str]:
-    """All that was set, by its dotted name; and what it was measured with, and where."""
+    """Return all settings by dotted name, and the engine, libraries and host."""
     scenario = run.plan.get("scenario")
     given = dict(scenario) if isinstance(scenario, Mapping) else {}
     found = {"model": model_of(run), "SLO": slo_of(run).text()}
@@ -279,8 +277,7 @@ def _circumstances(run: RunFolder) -> dict[str, str]:
 
 
 def _connectors(given: Any, settles: bool) -> dict[str, str]:
-    """Each connector's options by its label, and which there are. ``settles``: whether what is left to a
-    library is chosen before."""
+    """Return each connector's options by its label. ``settles``: choices left to a library are made first."""
     found: dict[str, str] = {}
     listed = [each for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
     for each in listed:
@@ -301,7 +298,7 @@ def _connectors(given: Any, settles: bool) -> dict[str, str]:
 
 
 def defaults_of(model: type[BaseModel]) -> dict[str, Any]:
-    """A model's defaults as JSON has them; sections that have none of their own by their fields."""
+    """Return a model's defaults as JSON; sections without defaults by their fields."""
     found: dict[str, Any] = {}
     for name, field in model.model_fields.items():
         kind = field.annotation

@@ -1,9 +1,7 @@
-"""``kvbench bundle``: a run folder packed for sharing, without what shows on whose machines it was measured.
+"""``kvbench bundle``: a run folder packed for sharing, without names of machines and users.
 
-Text, JSON and Parquet are scrubbed (``report.scrub``). What is derived (report, tables, pictures) is not
-packed as it is, since a picture has the host's name in its dots: it is made anew from the scrubbed files.
-What is neither is left out.
-"""
+Text, JSON and Parquet are scrubbed (``report.scrub``). Report, tables and pictures are built from the
+scrubbed files, because a picture has the host's name in its pixels. Other files are left out."""
 
 from __future__ import annotations
 
@@ -44,10 +42,9 @@ _FIELDS: Final = frozenset([*(each.name for kind in _RECORDS for each in fields(
 
 @dataclass(frozen=True)
 class BundleOptions:
-    """``output``: the archive; None for one beside where the command runs. ``also``: words to remove, too.
+    """``output``: the archive, or None for one in the current folder. ``also``: further words to remove.
 
-    ``label``: marks a run that is not as it was written, and gets no checksums.
-    """
+    ``label``: marks a run that was changed and gets no checksums."""
 
     output: Path | None = None
     also: tuple[str, ...] = ()
@@ -68,8 +65,7 @@ class Bundled:
 
 def command(path: Path, asked: BundleOptions, console: Console) -> None:
     """Packs a run and says what was removed. Raises StoreError for what is no run folder or cannot be
-    written.
-    """
+    written."""
     bundled = bundle(path, asked)
     for kind, words in KINDS.items():
         values = bundled.removed[kind]
@@ -124,7 +120,7 @@ def bundle(path: Path, asked: BundleOptions | None = None) -> Bundled:
 
 
 def _sign(folder: Path, label: str) -> None:
-    """Checksums of the scrubbed files, where the run had any; what is asked is scrubbed, too."""
+    """Write checksums of the scrubbed files if the run had any."""
     manifest = read_object(folder / MANIFEST, [])
     if manifest.pop("asked_digests", None) and not label:
         plan = read_object(folder / "plan.json", [])
@@ -152,7 +148,7 @@ def _users() -> Iterable[str]:
 
 
 def _sources(path: Path) -> Iterator[Path]:
-    """The raw files of a run folder, in order; no hidden ones, nothing derived, nothing outside it."""
+    """Yield the raw files of a run folder in order, without hidden, derived and external ones."""
     for file in sorted(path.rglob("*")):
         inside = file.relative_to(path)
         hidden = any(part.startswith(".") for part in inside.parts)
@@ -170,7 +166,7 @@ def _look(file: Path, scrubber: Scrubber) -> None:
 
 
 def _text(file: Path) -> str | None:
-    """A file's text; None if it is none, or is too long."""
+    """Return a file's text, or None if it is no text or too long."""
     if file.is_symlink() or file.stat().st_size > MOST_TEXT:
         return None
     data = file.read_bytes()
@@ -180,7 +176,7 @@ def _text(file: Path) -> str | None:
 
 
 def _copy(file: Path, target: Path, scrubber: Scrubber) -> str:
-    """Writes the scrubbed file; returns why not, or nothing."""
+    """Write the scrubbed file; return why not, or ""."""
     if file.is_symlink():
         return "a link; what it points to is not part of the run"
     text = _text(file)
@@ -218,7 +214,7 @@ def _json(text: str, scrubber: Scrubber, indent: int | None = None) -> str:
 
 
 def _parquet_texts(file: Path) -> Iterator[str]:
-    """The different texts of a Parquet file: its string columns and its metadata."""
+    """Yield the distinct texts of a Parquet file: string columns and metadata."""
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -277,7 +273,7 @@ def _plain_numbers(kind: Any) -> bool:
 
 
 def _pack(folder: Path, archive: Path) -> None:
-    """A .tar.gz that says nothing of who made it, where, and when."""
+    """Write a .tar.gz without user, host and time."""
 
     def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         entry.uid = entry.gid = 0

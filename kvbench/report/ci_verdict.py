@@ -16,7 +16,7 @@ from kvbench.report.before_after import WHAT, CellChange, SettingChange, change_
 from kvbench.report.tables.table import markdown_table, number
 
 ASKED_LOSS: Final = 0.1
-"""The loss whose chance of being seen is told."""
+"""Loss whose probability of detection is reported, as a share."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class CiVerdict:
 
     @cached_property
     def worse(self) -> list[CellChange]:
-        """Those that are an alarm: surely and by more than that worse, or not measured any more."""
+        """Cells that raise an alarm: significantly worse by more than the limit, or no longer measured."""
         return [each for each in self.cells if self.reason(each)]
 
     def reason(self, cell: CellChange) -> str:
@@ -72,7 +72,7 @@ class CiVerdict:
         return EXIT_INCONCLUSIVE if self.inconclusive else EXIT_OK
 
     def lines(self) -> Iterator[str]:
-        """The verdict in one line, then how far it can be believed."""
+        """Yield the verdict in one line, then its reliability."""
         yield self.verdict()
         yield (
             f"false alarms: at most {FALSE_ALARMS:.0%} of comparisons in which nothing changed "
@@ -98,7 +98,7 @@ class CiVerdict:
         return f"; the smallest loss that it could have detected is {max(known):.0%}" if known else ""
 
     def power(self) -> str:
-        """How probable it is to see a loss of 10 % in the cell that tells least, and what would help."""
+        """Return the probability of detecting a 10 % loss in the least informative cell, and a remedy."""
         changes = [each.change for each in self.cells if not each.same]
         known = [change for change in changes if change is not None and change.scatter]
         if not known:
@@ -107,7 +107,7 @@ class CiVerdict:
         if change.degrees is None:
             # A search allows for more than most systems do: its posterior is no measure of their scatter.
             return (
-                f"by single searches no loss below {change.least_loss(self.count) or 0.0:.0%} is sure; from "
+                f"single searches show no loss below {change.least_loss(self.count) or 0.0:.0%}; from "
                 "five runs on, such as four before and one after (--before 4), their own scatter decides"
             )
         seen = change.seen(ASKED_LOSS, self.worse_than, self.count) or 0.0
@@ -149,7 +149,7 @@ class CiVerdict:
         return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suites, "unicode") + "\n"
 
     def comment(self) -> str:
-        """A comment in GitHub's Markdown: the verdict, the cells, and the settings folded away."""
+        """Return a comment in GitHub's Markdown: the verdict, the cells, and the settings, folded."""
         table = change_rows(self.cells)
         verdict, power = self.lines()
         parts = [f"**{markdown_words(verdict)}**", markdown_table(table.header, table.cells)]
@@ -162,7 +162,7 @@ class CiVerdict:
 
 
 def _xml(text: str) -> str:
-    """Without what XML does not allow."""
+    """Return the text without characters that XML forbids."""
     return "".join(
         each for each in visible(text) if each in "\t\n" or (each >= " " and each not in "\ufffe\uffff")
     )

@@ -1,6 +1,4 @@
-"""``kvbench compare``: a run before and one after, or rows of one or several runs side by side, in the format
-asked for.
-"""
+"""``kvbench compare``: runs before and after, or rows side by side, in the requested format."""
 
 from __future__ import annotations
 
@@ -49,12 +47,11 @@ _STYLES: Final[Mapping[str, str]] = {"invalid": "red", "warning": "yellow"}
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """How rows are to be shown: ``by`` is the axis that is compared; ``sort`` and ``group`` are axes, too.
+    """Display options. ``by``: compared axis; ``sort`` and ``group``: further axes.
 
-    ``before``: how many of the runs are repeats of the one before; 0: the first of two. ``ci``: whether only
-    the verdict for a pipeline is asked for, with an alarm from a loss of ``worse_than`` (a share) on;
-    ``junit``, ``comment``: files to write it to.
-    """
+    ``before``: number of runs that repeat the one before; 0 means the first of two. ``ci``: only the verdict
+    for a pipeline, with an alarm from a loss of ``worse_than`` (a share); ``junit``, ``comment``: files for
+    it."""
 
     by: str = ""
     sort: tuple[str, ...] = ()
@@ -69,7 +66,7 @@ class CompareOptions:
 
     @property
     def rows_asked(self) -> bool:
-        """Whether it is rows side by side that are asked for."""
+        """Return whether rows side by side are requested."""
         return bool(self.by or self.sort or self.group)
 
     def check(self) -> None:
@@ -88,10 +85,9 @@ class CompareOptions:
 
 
 def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> int:
-    """Prints the comparison of the runs; returns the exit code, ``EXIT_WORSE`` for an alarm.
+    """Print the comparison of the runs; return the exit code, ``EXIT_WORSE`` for an alarm.
 
-    Raises InputError where they are not comparable, unless forced.
-    """
+    Raises InputError for runs that are not comparable, unless forced."""
     asked.check()
     runs = [load_run(path) for path in paths]
     print_changed_files(runs, console if asked.format == "terminal" else None)
@@ -118,7 +114,7 @@ def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> i
 
 
 def _write_held(table: Table, runs: Sequence[RunFolder], asked: CompareOptions, console: Console) -> int:
-    """Two runs at a held rate, in the format asked for. Raises InputError for what they have not."""
+    """Write two runs at a fixed rate in the requested format. Raises InputError for missing figures."""
     if asked.ci or asked.before or asked.junit or asked.comment or asked.rows_asked:
         raise InputError("runs at a held rate are compared as a whole: leave --ci, --before and the axes out")
     differing = check_comparable(runs, force=asked.force)
@@ -149,7 +145,7 @@ def _write_held(table: Table, runs: Sequence[RunFolder], asked: CompareOptions, 
 
 
 def _answers(sides: Sequence[tuple[str, Sequence[RunFolder]]]) -> list[Table]:
-    """What came of the checked answers, side by side; nothing where none were checked."""
+    """Return the results of checked answers side by side; empty without any."""
     found = answer_counts(sides)
     return [found] if found is not None else []
 
@@ -159,7 +155,7 @@ def _blocks(tables_: Sequence[Table]) -> list[Block]:
 
 
 def compare_runs(runs: Sequence[RunFolder], asked: CompareOptions | None = None) -> Compared:
-    """The comparison that is asked for. Raises InputError where the runs are not comparable."""
+    """Return the requested comparison. Raises InputError if the runs are not comparable."""
     asked = asked or CompareOptions()
     asked.check()
     return compared_runs(runs, asked.by, force=asked.force)
@@ -179,7 +175,7 @@ class BeforeAfter:
     differing: Sequence[str] = ()
 
     def write(self, asked: CompareOptions, console: Console) -> int:
-        """Prints it, or the verdict alone; writes the files asked for. Returns the exit code."""
+        """Print the comparison or only the verdict, and write the requested files. Returns the exit code."""
         alarm = self.alarm(asked)
         if alarm is not None:
             for path, text in ((asked.junit, alarm.junit), (asked.comment, alarm.comment)):
@@ -195,7 +191,7 @@ class BeforeAfter:
         return alarm.exit_code if alarm is not None and asked.ci else EXIT_OK
 
     def alarm(self, asked: CompareOptions) -> CiVerdict | None:
-        """The verdict for a pipeline, where it is asked for."""
+        """Return the verdict for a pipeline, if requested."""
         if not (asked.ci or asked.junit or asked.comment):
             return None
         return CiVerdict(self.cells, self.settings, asked.worse_than, f"kvbench {scenario_of(self.after[0])}")
@@ -210,7 +206,6 @@ class BeforeAfter:
         return _answers([("before", self.before), ("after", self.after)])
 
     def section(self) -> ReportSection:
-        """What a terminal shows."""
         differing = [Block(words=f"{NOT_COMPARABLE}: {line}", style="bold red") for line in self.differing]
         changes = [Note(each.text()) for each in self.settings] or [Note("nothing")]
         blocks = [
@@ -224,7 +219,7 @@ class BeforeAfter:
         return ReportSection("before_after", "", blocks)
 
     def as_text(self, format_: str, alarm: CiVerdict | None = None) -> str:
-        """In a format for files; CSV has the cells alone."""
+        """Return the text of a file format; CSV has the cells alone."""
         table = change_rows(self.cells)
         if format_ == "csv":
             return WRITERS["csv"](
@@ -260,10 +255,9 @@ class BeforeAfter:
 
 
 def before_after(runs: Sequence[RunFolder], asked: CompareOptions) -> BeforeAfter | None:
-    """The runs before and after, if it is that: two sweeps, or repeats whose number is given.
+    """Return the runs before and after: two sweeps, or repeats whose number is given.
 
-    Raises InputError where they are not comparable, unless forced, and where the number does not fit.
-    """
+    Raises InputError for runs that are not comparable, unless forced, and for a number that does not fit."""
     if asked.rows_asked or not (len(runs) == 2 or asked.before):
         return None
     if not 0 <= asked.before < len(runs):
@@ -286,12 +280,12 @@ def before_after(runs: Sequence[RunFolder], asked: CompareOptions) -> BeforeAfte
 
 
 def tables(compared: Compared, asked: CompareOptions) -> list[Table]:
-    """The rows as one table, or one for each level of ``group``."""
+    """Return the rows as one table, or one per level of ``group``."""
     return load_tables(compared.rows, compared.by, asked.sort, asked.group, len(compared.runs) > 1)
 
 
 def as_text(compared: Compared, asked: CompareOptions) -> str:
-    """The comparison in a format for files. CSV has the rows alone; the others the conclusions first."""
+    """Return the comparison in a file format. CSV has only the rows; others have the conclusions first."""
     found = tables(compared, asked)
     if asked.format == "csv":
         return WRITERS["csv"](found)
@@ -329,7 +323,7 @@ def _captions(compared: Compared) -> Iterable[str]:
 
 
 def _print(compared: Compared, asked: CompareOptions, console: Console) -> None:
-    """Prints the conclusions under the headings of their kinds, then the rows."""
+    """Print the conclusions by kind, then the rows."""
     heads = [Block(words=line, style="dim") for line in _captions(compared)]
     heads += [Block(words=f"{NOT_COMPARABLE}: {line}", style="bold red") for line in compared.differing]
     conclusions = []
@@ -344,7 +338,7 @@ def _print(compared: Compared, asked: CompareOptions, console: Console) -> None:
 
 
 def _brief(table: Table) -> Table:
-    """For a terminal: only columns that have any value, under narrow headings."""
+    """Return the columns that have a value, under narrow headings, for a terminal."""
     columns = [
         replace(
             column,

@@ -1,10 +1,9 @@
 """``kvbench export``: a run's summary as Prometheus text, OpenTelemetry metrics (JSON), CSV, or MLflow runs.
 
-Names and units follow each system's rules: base units (seconds, bytes), a unit in the name for Prometheus,
-the UCUM unit beside it for OpenTelemetry. A missing figure has no line. In MLflow the experiment is the
-scenario; one run stands for the folder with its report, and one below it for each row of the result table,
-with every trial of its search as steps. MLflow's own, optional library writes it to MLFLOW_TRACKING_URI.
-"""
+Names and units follow each system's rules: base units (seconds, bytes), a unit in the name for Prometheus, a
+UCUM unit for OpenTelemetry. A missing figure has no line. In MLflow the experiment is the scenario; one run
+holds the report, with a child run per row of the result table and its trials as steps. The optional MLflow
+library writes to MLFLOW_TRACKING_URI."""
 
 from __future__ import annotations
 
@@ -43,11 +42,10 @@ _ARTIFACTS: Final = ("report.html", "report.md", "scenario.yaml", "tables/summar
 
 
 def export(run: RunFolder, uri: str | None = None) -> tuple[str, int]:
-    """Writes the run; returns the id of its MLflow run, and how many rows lie below it.
+    """Write the run; return the id of its MLflow run, and the number of rows below it.
 
-    ``uri``: where MLflow keeps its runs; by default as MLflow's own settings say. Raises InputError without
-    the library, or if MLflow refuses.
-    """
+    ``uri``: MLflow's store, default: MLflow's settings. Raises InputError without the library, or if MLflow
+    refuses."""
     try:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
@@ -97,7 +95,7 @@ def _row(client: MlflowClient, experiment: str, run: RunFolder, row: Row, tags: 
 
 
 def _trial(trial: TrialRecord, step: int) -> Iterable[tuple[str, float, int, int]]:
-    """A trial of the search as a step of its cell's metrics."""
+    """Yield a trial as a step of its cell's metrics."""
     values: Mapping[str, Any] = {"request_rate": trial.request_rate, **trial_values(trial)}
     when_ms = _milliseconds(trial.started_at)
     for key, value in _known({key: values.get(key) for key in ("request_rate", *_TRIAL)}):
@@ -136,7 +134,7 @@ def _known(values: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 
 
 def _milliseconds(moment: Any) -> int:
-    """Since 1970; 0 is unknown."""
+    """Return milliseconds since 1970; 0 is unknown."""
     try:
         return round(datetime.fromisoformat(str(moment).replace("Z", "+00:00")).timestamp() * 1e3)
     except ValueError:
@@ -233,10 +231,9 @@ _TRANSFER: Final = Metric("transfer_bytes_per_second", "Bytes moved per second."
 
 
 def command(path: Path, name: str, output: Path | None, console: Console) -> None:
-    """Prints a run's summary in a format, or writes it to a file; ``mlflow`` hands it to MLflow instead.
+    """Print a run's summary in a format, write it to a file, or send it to MLflow.
 
-    Raises InputError for an unknown format.
-    """
+    Raises InputError for an unknown format."""
     run = load_run(path)
     print_changed_files([run])
     if name == "mlflow":
@@ -332,7 +329,7 @@ def _sample(metric: Metric, labels: Mapping[str, str], value: Any) -> Iterable[S
 
 
 def prometheus(run: RunFolder) -> str:
-    """The text exposition format, version 0.0.4: for a textfile collector or a push gateway."""
+    """Return the text exposition format 0.0.4, for a textfile collector or a push gateway."""
     lines: list[str] = []
     for name, mine in _by_metric(samples(run)).items():
         metric = mine[0].metric
@@ -362,7 +359,7 @@ def _quoted(text: str) -> str:
 
 
 def otel_json(run: RunFolder) -> str:
-    """One line of OTLP/JSON (an ExportMetricsServiceRequest): gauges at the time when the run ended."""
+    """Return one line of OTLP/JSON (an ExportMetricsServiceRequest): gauges at the end of the run."""
     found = _by_metric(samples(run))
     when = _nanoseconds(run.manifest.get("ended_at") or run.manifest.get("started_at"))
     resource = {"service.name": PREFIX, "service.version": str(run.manifest.get("kvbench") or "")}
@@ -404,9 +401,7 @@ def _nanoseconds(moment: Any) -> str:
 
 
 def spreadsheet(run: RunFolder) -> str:
-    """One line a figure: metric, unit, value, then the labels. With a byte order mark, so that a
-    spreadsheet knows.
-    """
+    """Return one line per figure (metric, unit, value, labels), with a byte order mark for spreadsheets."""
     import csv
     import io
 

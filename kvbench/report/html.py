@@ -3,8 +3,7 @@
 Tables sort by a click: a cell's value is that of the CSV of the same name, its text what people read.
 Every word of a run folder is escaped; the page's policy forbids any script but its own. A picture is one SVG
 for the light and the dark theme and for paper: its colours become CSS variables, its ids unique in the page,
-and what no page needs is left out.
-"""
+and what no page needs is left out."""
 
 from __future__ import annotations
 
@@ -27,8 +26,10 @@ if TYPE_CHECKING:
 
 
 _COLOUR: Final = re.compile(r"#[0-9a-f]{6}\b")
-_NUMBER: Final = re.compile(r"-?\d+\.\d{3,}")
+_NUMBER: Final = re.compile(r"-?\d+\.\d{2,}")
 _PATH: Final = re.compile(r'(?<= d=")[^"]*')
+_POINT: Final = re.compile(r"[ML] (\S+) (\S+)")
+_CURVED: Final = re.compile(r"[CQA]")
 _STYLE: Final = re.compile(r'(?<= style=")[^"]*')
 _LEFT_OUT: Final = re.compile(
     r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", re.DOTALL
@@ -38,7 +39,7 @@ _USE: Final = re.compile(r'(href="#|url\(#)([^")]+)')
 
 
 def colours() -> dict[str, str]:
-    """Each colour of the light theme with the one that stands for it in the dark theme."""
+    """Return each colour of the light theme with its dark counterpart."""
     light, dark = PALETTES["light"], PALETTES["dark"]
     pairs = list(zip(_all(light), _all(dark), strict=True))
     pairs += [(colour, COLOURS["dark"][part]) for part, colour in COLOURS["light"].items()]
@@ -51,7 +52,7 @@ def _all(palette: Palette) -> list[str]:
 
 
 def theme_css() -> str:
-    """The variables that the pictures' colours are; paper shows the light ones."""
+    """Return the CSS variables of the pictures' colours; paper uses the light ones."""
     pairs = colours()
     light = "".join(f"{_variable(colour)}:{colour};" for colour in pairs)
     dark = "".join(f"{_variable(colour)}:{other};" for colour, other in pairs.items())
@@ -63,18 +64,18 @@ def _variable(colour: str) -> str:
 
 
 def inline_svg(figure: Figure, name: str, alt: str) -> str:
-    """A figure of the light theme as an ``<svg>`` element. ``name``: what its ids begin with."""
+    """Return a figure of the light theme as an ``<svg>`` element. ``name``: prefix of its ids."""
     with style(PALETTES["light"]):
         return page_svg(svg_of(figure), name, alt)
 
 
 def page_svg(text: str, name: str, alt: str) -> str:
-    """A whole SVG document of ours as an element of a page. ``alt`` must be safe in an attribute."""
+    """Return an SVG document of kvbench as an element of a page. ``alt`` must be safe in an attribute."""
     text = _LEFT_OUT.sub("", text).strip()
     used = {match[2] for match in _USE.finditer(text)}
     text = _ID.sub(lambda match: f'id="{name}-{match[1]}"' if match[1] in used else "", text)
     text = _USE.sub(lambda match: f"{match[1]}{name}-{match[2]}", text)
-    text = _PATH.sub(lambda match: _NUMBER.sub(_short, match[0]).replace("\n", ""), text)
+    text = _PATH.sub(lambda match: _steps(_NUMBER.sub(_short, match[0]).replace("\n", "")), text)
     known = colours()
 
     def themed(match: re.Match[str]) -> str:
@@ -87,17 +88,35 @@ def page_svg(text: str, name: str, alt: str) -> str:
 
 
 def _short(match: re.Match[str]) -> str:
-    return f"{float(match[0]):.2f}".rstrip("0").rstrip(".")
+    return f"{float(match[0]):.1f}".rstrip("0").rstrip(".")
+
+
+def _steps(path: str) -> str:
+    """A path whose level and upright lines have one coordinate: half of a step curve."""
+    last = ("", "")
+
+    def shorter(match: re.Match[str]) -> str:
+        nonlocal last
+        (x, y), before = match.groups(), last
+        last = (x, y)
+        line = match[0].startswith("L")
+        return f"V {y}" if line and x == before[0] else f"H {x}" if line and y == before[1] else match[0]
+
+    return path if _CURVED.search(path) else _POINT.sub(shorter, path)
 
 
 TEMPLATES: Final = Path(__file__).parent / "templates"
 SERIES: Final = ("connector", "backend")
-_LONG_TEXT: Final = 60
-"""Characters from which on a cell's text is broken into lines."""
+_COLOURED: Final = ("met", "missed", "invalid", "warning")
+_LONG_TEXT: Final = 28
+"""A column with a longer text is broken into lines."""
+_CODE: Final = re.compile(r"`([^`\n]+)`")
+_EMPHASIS: Final = re.compile(r"\*(\w+)\*")
+_INTERVAL: Final = re.compile(r"\[[^\[\]]*\]")
 
 
 def report_html(report: Report, drawn: Path | None = None) -> str:
-    """The whole page. ``drawn``: a folder in which the pictures lie as SVG; those that don't are drawn."""
+    """Return the whole page. ``drawn``: folder of existing SVG pictures; missing ones are drawn."""
     import jinja2
     from markupsafe import Markup
 
@@ -122,6 +141,8 @@ def report_html(report: Report, drawn: Path | None = None) -> str:
         series_of=series_of,
         numeric_columns=numeric_columns,
         rows_of=rows_of,
+        marked=marked,
+        small=small,
         version=__version__,
         css=Markup((TEMPLATES / "report.css").read_text("utf-8")),
         colours=Markup(theme_css()),
@@ -131,7 +152,7 @@ def report_html(report: Report, drawn: Path | None = None) -> str:
 
 
 def _svg(picture: Drawing, drawn: Path | None) -> Markup | None:
-    """A picture as a part of the page; None if the run has no data for it."""
+    """Return a picture as a part of the page, if the run has data for it."""
     from markupsafe import Markup, escape
 
     alt, file = str(escape(picture.alt)), drawn / f"{picture.name}.svg" if drawn else None
@@ -141,11 +162,27 @@ def _svg(picture: Drawing, drawn: Path | None) -> Markup | None:
     return None if figure is None else Markup(inline_svg(figure, picture.name, alt))
 
 
+def marked(text: str) -> Markup:
+    """A sentence with its `code` and *emphasis* as elements of the page."""
+    from markupsafe import Markup, escape
+
+    return Markup(_EMPHASIS.sub(r"<em>\1</em>", _CODE.sub(r"<code>\1</code>", str(escape(text)))))
+
+
+def small(text: str) -> Markup | str:
+    """A cell with its `code` as an element, and its [interval] in small type on one line."""
+    from markupsafe import Markup, escape
+
+    if "`" not in text and "[" not in text:
+        return text
+    return Markup(_INTERVAL.sub(r"<small>\g<0></small>", _CODE.sub(r"<code>\1</code>", str(escape(text)))))
+
+
 # --- tables ----------------------------------------------------------------------------------------
 
 
 def numeric_columns(table: Table) -> list[bool]:
-    """Whether each column has numbers; where nothing says so, whether all its texts begin with one."""
+    """Return whether each column is numeric; if unspecified, whether all its texts begin with a number."""
     return [
         column.align == "right" or (not column.align and all(_leading(cells[place]) for cells in table.cells))
         for place, column in enumerate(table.columns)
@@ -160,33 +197,30 @@ def series_of(table: Table) -> list[str]:
 
 def rows_of(table: Table, numeric: Sequence[bool]) -> Iterator[list[tuple[str, str, str]]]:
     """(text, value that it is sorted by, class) of each cell."""
+    long = [any(len(text) > _LONG_TEXT for text in column) for column in zip(*table.cells, strict=True)]
+    kinds = [
+        "number" if number else "long" if wide else "" for number, wide in zip(numeric, long, strict=True)
+    ]
     for place, cells in enumerate(table.cells):
         row: list[tuple[str, str, str]] = []
-        for column, text, number in zip(table.columns, cells, numeric, strict=True):
+        for column, text, number, kind in zip(table.columns, cells, numeric, kinds, strict=True):
             if column.key:
                 value = _plain(table.rows[place].get(column.key))
             else:
                 value = _leading(text) if number else text
-            row.append((text, value, _class(text) or ("number" if number else "")))
+            row.append((text, value, text if text in _COLOURED else kind))
         yield row
 
 
 def _plain(value: Any) -> str:
-    """A value as a CSV has it."""
     return "" if value is None else str(value)
 
 
 def _leading(text: str) -> str:
-    """The number that a text begins with; empty if it begins with none."""
+    """Return the number at the beginning of a text; empty without one."""
     first = text.replace(",", "").removeprefix("≥ ").split(" ")[0].rstrip("?%×")
     try:
         float(first)
     except ValueError:
         return ""
     return first
-
-
-def _class(text: str) -> str:
-    if text in ("met", "missed", "invalid", "warning"):
-        return text
-    return "long" if len(text) > _LONG_TEXT else ""

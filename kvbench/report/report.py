@@ -1,8 +1,7 @@
 """``kvbench report``: run folders → the terminal, report.md, report.html, tables/, figures/.
 
 Everything here is derived from the raw files of a run folder: delete it, report again, and it is back,
-byte for byte.
-"""
+byte for byte."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from kvbench.results.run import RunFolder, load_run
 
 
 def report_markdown(report: Report, figures: Mapping[str, str] | None = None) -> str:
-    """The whole story of one run on one page. ``figures``: the files under figures/ by picture's name."""
+    """Return the report of one run as one page. ``figures``: files under figures/ by picture's name."""
     figures = figures or {}
     parts = [f"# {_escaped(report.titles['markdown'])}"]
     parts += [f"{markdown_words(report.caption)}\n\n{markdown_words(report.goal)}"]
@@ -57,7 +56,7 @@ def _parts(block: Block, figures: Mapping[str, str]) -> Iterator[str]:
 
 
 def _tables(table: Table) -> Iterator[str]:
-    """A table for each group; footnotes have a column of their own."""
+    """Yield a table per group; footnotes have their own column."""
     header = [*table.header, *(["notes"] if table.marks else [])]
     rule = ["--:" if column.align == "right" else "---" for column in table.columns]
     rule += ["---"] if table.marks else []
@@ -76,7 +75,7 @@ def _escaped(text: str) -> str:
 
 
 def bullets(notes: Iterable[Note]) -> str:
-    """A list; further lines of a note are quoted below it."""
+    """Return a Markdown list; further lines of a note are quoted below it."""
     lines = []
     for note in notes:
         first, *more = note.text.strip().splitlines() or [""]
@@ -88,7 +87,7 @@ def bullets(notes: Iterable[Note]) -> str:
 
 
 FORMATS: Final = ("md", "html", "csv", "json", "svg")
-"""What a report is by itself. "png": its pictures, too, where somebody asks; each costs as much again."""
+"""Formats of a report by default. "png" adds pictures, which doubles the time."""
 
 
 def command(
@@ -101,13 +100,12 @@ def command(
     as_json: bool = False,
     brief: bool = False,
 ) -> None:
-    """Writes the report of each run and prints one table of all of them.
+    """Write the report of each run and print one table of all of them.
 
-    ``dark``: figures for a dark background, too; ``png``: figures as PNG beside the SVG; ``as_json``: prints
-    what lies in their tables/*.json instead, a document a run. ``brief``: prints no more than the answer.
+    ``dark``: figures for a dark background, too; ``png``: figures as PNG and SVG; ``as_json``: print their
+    tables/*.json instead, one document per run; ``brief``: print the result only.
 
-    Raises InputError for runs that are not comparable, unless ``force``.
-    """
+    Raises InputError for runs that are not comparable, unless ``force``."""
     runs = [load_run(path) for path in paths]
     print_changed_files(runs, None if as_json else console)
     micro = are_microbenchmarks(runs, hint="report them one by one")
@@ -135,21 +133,19 @@ def render_terminal(
     before: RunFolder | None = None,
     writer: Writer = "terminal",
 ) -> None:
-    """Prints the report of one or several runs, with where the files are.
+    """Print the report of one or several runs, with the paths of its files.
 
-    ``differing``: in what runs of requests are not comparable, if they were put together all the same;
-    ``before``: the run that a microbenchmark is shown beside.
-    """
+    ``differing``: why the runs are not comparable, if shown together nevertheless; ``before``: the run that a
+    microbenchmark is compared with."""
     changes = Changes.between(before, runs) if before is not None and isinstance(runs, RunFolder) else None
     print_sections(build(runs, differing, changes, (writer,)).of(writer), console)
     tell_program([runs] if isinstance(runs, RunFolder) else runs, console)
 
 
 def report_load(path: Path, console: Console) -> None:
-    """Prints at once what one load came to, while a process of its own draws and writes the report.
+    """Print the result of one load at once, while another process draws and writes the report.
 
-    So the caller needs neither matplotlib nor pandas. Raises StoreError if the report was not written.
-    """
+    So the caller needs neither matplotlib nor pandas. Raises StoreError if the report was not written."""
     words = "import sys; from kvbench.report.report import write_report; write_report(sys.argv[1])"
     argv = [sys.executable, "-c", words, str(path)]
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as writer:
@@ -161,14 +157,14 @@ def report_load(path: Path, console: Console) -> None:
     if writer.returncode:
         last = said.strip().splitlines()[-1:] or [f"exit code {writer.returncode}"]
         raise StoreError(
-            f"the report of {path} was not written: {last[0]}", hint=f"kvbench report {path} writes it anew"
+            f"the report of {path} was not written: {last[0]}", hint=f"kvbench report {path} rewrites it"
         )
     print_sections(files(Material([Facts(run)])), console)
     tell_program([run], console)
 
 
 def tell_program(runs: Sequence[RunFolder], console: Console) -> None:
-    """Where people are told on stderr (``--json``), stdout gets the documents of ``report --json``."""
+    """Print the documents of ``report --json`` to stdout (messages go to stderr then)."""
     if console.stderr:
         sys.stdout.write(_documents(runs))
 
@@ -178,13 +174,13 @@ def _documents(runs: Sequence[RunFolder]) -> str:
 
 
 def print_transfers(runs: Sequence[RunFolder], console: Console) -> None:
-    """Prints the report of each microbenchmark; of several, each beside the first one."""
+    """Print the report of each microbenchmark; of several, each compared with the first."""
     for place, run in enumerate(runs):
         render_terminal(run, console, before=runs[0] if place else None)
 
 
 def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Writes what is derived from a run folder into it; returns the files written."""
+    """Write the derived files of a run folder; return them."""
     run = load_run(path)
     _require_own_folders(run.path)
     tables, figures = run.path / "tables", run.path / "figures"
@@ -213,7 +209,7 @@ def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Pat
 
 
 def _comparison(run: RunFolder, formats: Sequence[str]) -> dict[str, str]:
-    """The files of a microbenchmark that was compared with another one, and their texts."""
+    """Return the files of a microbenchmark's comparison with another one, and their texts."""
     before = earlier_of(run)
     kinds = [kind for kind in ("csv", "json", "md") if kind in formats and before is not None]
     return {
@@ -224,7 +220,7 @@ def _comparison(run: RunFolder, formats: Sequence[str]) -> dict[str, str]:
 
 
 def _require_own_folders(path: Path) -> None:
-    """Raises StoreError where what is derived would be written to another place."""
+    """Raise StoreError if derived files would be written outside of the folder."""
     for name in ("tables", "figures"):
         if (path / name).is_symlink():
             raise StoreError(

@@ -4,8 +4,7 @@ Each value becomes a word such as ``HOST1``, the same one wherever it stands, so
 be read. The words have no sign that HTML, JSON or YAML would mistake.
 
 All of it takes time in proportion to the text's length: a pattern that begins with a run of characters begins
-where the run does, and nowhere within it.
-"""
+where the run does, and nowhere within it."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ KINDS: Final[Mapping[str, str]] = {
     "USER": "user names",
     "PATH": "paths",
     "SERIAL": "serial numbers",
-    "WORD": "words asked for",
+    "WORD": "words of --also",
 }
 _LEFT_ADDRESSES: Final = frozenset({"127.0.0.1", "0.0.0.0", "255.255.255.255", "::1", "::"})
 _PUBLIC: Final = (
@@ -34,11 +33,11 @@ _PUBLIC: Final = (
     "vllm.ai",
     "semver.org",
 )
-"""Places of the web that pictures, licences and hints name; they are nobody's in particular."""
+"""Public domains that pictures, licences and hints mention."""
 _ORDINARY: Final = frozenset(
     {"localhost", "root", "user", "users", "home", "host", "none", "unknown", "node"}
 )
-"""Names that say nothing of anybody and stand everywhere."""
+"""Common names that identify no machine or user."""
 _MOST_NAMES: Final = 2000
 """Learned from texts; each is looked for everywhere."""
 
@@ -91,8 +90,7 @@ _WINDOWS: Final = re.compile(r"\b[A-Za-z]:\\(?:[^\\\s\"']+\\)+")
 class Scrubber:
     """Replaces what it knows or recognises. ``removed``: kind → value → its word; ``counts``: kind → places.
 
-    ``hosts`` and ``users`` are names that are known from elsewhere, ``words`` whatever else shall go.
-    """
+    ``hosts`` and ``users`` are names that are known from elsewhere, ``words`` whatever else shall go."""
 
     def __init__(
         self, hosts: Iterable[str] = (), users: Iterable[str] = (), words: Iterable[str] = ()
@@ -108,8 +106,7 @@ class Scrubber:
 
     def look(self, text: str) -> None:
         """Learns names from a text before it, or another one, is scrubbed: hosts of URLs, users of home
-        folders.
-        """
+        folders."""
         for found in _URL_HOST.finditer(text):
             host = found["value"].rstrip(".")
             if not _is_address(host) and not host.endswith(_PUBLIC) and ("." in host or "-" in host):
@@ -130,11 +127,10 @@ class Scrubber:
         return self._known.sub(self._name, text) if self._known is not None else text
 
     def value(self, value: Any, key: str = "", left: frozenset[str] = frozenset()) -> Any:
-        """A JSON value, through all that is inside; keys in ``left`` stay as they are.
+        """Return a JSON value, scrubbed recursively; keys in ``left`` stay as they are.
 
-        What stands under a key such as ``api_key``, or behind such an option of a command line, goes whole.
-        Versions of ``libraries`` are no addresses.
-        """
+        Values of keys such as ``api_key``, or after such an option of a command line, are removed. Versions
+        of ``libraries`` are no addresses."""
         if isinstance(value, Mapping):
             return {self._key(name, left): self.value(each, name, left) for name, each in value.items()}
         if isinstance(value, list):

@@ -1,8 +1,7 @@
 """Runs side by side: one comparison, for ``kvbench compare``, for a notebook, and for microbenchmarks.
 
 Latencies and rates of loads are those of the steady part, as in a run's own tables, if every row has them. An
-imported result has figures of the whole run alone: then the rows are compared by these. Files have both.
-"""
+imported result has figures of the whole run alone: then the rows are compared by these. Files have both."""
 
 from __future__ import annotations
 
@@ -100,10 +99,9 @@ _CHANGE: Final = {
 def load_tables(
     found: Sequence[LoadRow], by: str, sort: Sequence[str], group: str, several: bool
 ) -> list[Table]:
-    """The rows as one table, or one for each level of ``group``.
+    """Return the rows as one table, or one per level of ``group``.
 
-    ``by``: the axis that is compared; ``several``: whether they are of several runs.
-    """
+    ``by``: compared axis; ``several``: whether they are of several runs."""
     order = [group, *sort] if group else list(sort)
     order += [axis for axis in ("input_len", "output_len", by, "rate") if axis not in order]
     rows = sorted(found, key=lambda row: [_sortable(row.axes.get(axis)) for axis in order])
@@ -114,7 +112,7 @@ def load_tables(
         return [of_values("", columns, [_flat(row, unit) for row in rows], window)] if rows else []
     return [
         of_values(
-            f"{_AXIS_TITLES[group]} = {level if level is not None else 'not told'}",
+            f"{_AXIS_TITLES[group]} = {level if level is not None else 'unknown'}",
             columns,
             [_flat(row, unit) for row in mine],
             window,
@@ -130,7 +128,7 @@ def _sortable(value: Any) -> tuple[int, float, str]:
 
 
 def _columns(rows: Sequence[LoadRow], by: str, unit: Unit, several: bool, window: str) -> list[Column]:
-    """The axis compared first, then what varies, then what is the same everywhere; then the figures."""
+    """Return the compared axis, then varying columns, constant ones, and the figures."""
     known = [axis for axis in AXES if any(row.axes.get(axis) is not None for row in rows)]
     if not several:
         known = [axis for axis in known if axis != "run"]
@@ -182,8 +180,8 @@ def _flat(row: LoadRow, unit: Unit) -> dict[str, Any]:
 
 
 def change_table(title: str, cases: Sequence[tuple[Change, str]]) -> Table:
-    """A row for each case of either run. ``ratio`` with its 99 % interval counts calls a second; empty where
-    it cannot be told from 1, and ``told`` says so."""
+    """Return a row for each case of either run. ``ratio``, with its 99 % interval, compares calls per second;
+    without a significant difference it is empty, and ``told`` states that."""
     columns = [Column(key, key) for key in CASE_KEYS] + [Column(key, words) for key, words in _CHANGE.items()]
     rows = [
         {
@@ -202,7 +200,7 @@ def short_name(place: int) -> str:
 
 
 def are_microbenchmarks(runs: Sequence[RunFolder], hint: str = "") -> bool:
-    """What kind the runs are of. Raises InputError where some are of one and some of the other."""
+    """Return whether the runs are microbenchmarks. Raises InputError for a mixture."""
     kinds = {run.manifest.get("kind") == "microbench" for run in runs}
     if kinds == {True, False}:
         raise InputError(
@@ -218,8 +216,7 @@ def are_microbenchmarks(runs: Sequence[RunFolder], hint: str = "") -> bool:
 class Compared:
     """Runs of requests: conclusions, rows, and in what runs that were forced together differ.
 
-    ``names`` set the runs apart, empty for a single one; ``by``: the axis that is compared.
-    """
+    ``names`` set the runs apart, empty for a single one; ``by``: the axis that is compared."""
 
     runs: Sequence[RunFolder]
     names: Sequence[str]
@@ -233,25 +230,24 @@ class Compared:
 
     @cached_property
     def statements(self) -> list[Statement]:
-        """What the rules say of all runs together."""
+        """Conclusions about all runs together."""
         return conclusions(self.runs, self.names, self.by)
 
     @cached_property
     def searched(self) -> list[RatePair]:
-        """Each two rates that were searched."""
+        """Pairs of searched rates."""
         return rate_pairs([row for run, name in self.named for row in summary_table(run, name)])
 
     @cached_property
     def offered(self) -> list[Pair]:
-        """Each two loads that were offered as such."""
+        """Pairs of offered loads."""
         return pairs([row for run, name in self.named for row in load_rows(run, name)], self.by)
 
 
 def compared_runs(runs: Sequence[RunFolder], by: str = "", *, force: bool = False) -> Compared:
-    """The runs together. ``by``: the axis to compare, by default the first in which loads differ.
+    """Return the compared runs. ``by``: compared axis, by default the first in which loads differ.
 
-    Raises InputError where they are not comparable, unless ``force``.
-    """
+    Raises InputError for runs that are not comparable, unless ``force``."""
     differing = check_comparable(runs, force=force)
     names = [short_name(place) if len(runs) > 1 else "" for place in range(len(runs))]
     rows = [
@@ -267,7 +263,7 @@ def compared_runs(runs: Sequence[RunFolder], by: str = "", *, force: bool = Fals
 
 @dataclass(frozen=True)
 class Changes:
-    """One microbenchmark beside an earlier one, case by case, with what came of each in words."""
+    """Microbenchmarks compared case by case, with each conclusion."""
 
     before: RunFolder
     after: RunFolder
@@ -283,7 +279,7 @@ class Changes:
 
 
 def earlier_of(run: RunFolder) -> RunFolder | None:
-    """The run that a microbenchmark was to be compared with, where it is still there."""
+    """Return the run that a microbenchmark is compared with, if it still exists."""
     earlier = run.plan.get("compared_with")
     if not isinstance(earlier, str) or not Path(earlier).is_dir():
         return None
@@ -294,7 +290,7 @@ def earlier_of(run: RunFolder) -> RunFolder | None:
 
 
 def changes_as_text(runs: Sequence[RunFolder], format_: str) -> str:
-    """Each microbenchmark beside the first one, in a format for files; of a single run, its rows."""
+    """Return each microbenchmark compared with the first one in a file format; of a single run, its rows."""
     first, *others = runs
     if others:
         changes = [Changes.between(first, run) for run in others]

@@ -28,14 +28,14 @@ from kvbench.results.checksums import CHECKSUMS, damages
 from kvbench.results.run import LIVE, RunFolder
 
 WIDTH: Final = 100
-"""Words are broken into lines of so many columns."""
+"""Width of printed text in columns."""
 _SUPERSCRIPT: Final = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _LINE_STYLES: Final = {"head": "bold", "rule": "", "group": "cyan", "row": ""}
 _COLOURS: Final = {"FAILED": "red", "WRONG": "bold red"}
 
 
 def print_sections(sections: Iterable[ReportSection], console: Console) -> None:
-    """What a terminal shows, in the order given."""
+    """Print the sections in order."""
     for section in sections:
         if section.apart:
             _line(console, "")
@@ -46,7 +46,7 @@ def print_sections(sections: Iterable[ReportSection], console: Console) -> None:
 
 
 def _shows(block: Block) -> bool:
-    """Whether a terminal has anything of it: some tables have no column for it."""
+    """Return whether a terminal shows the block: some tables have no column for it."""
     return block.table is None or any(column.brief for column in block.table.columns)
 
 
@@ -65,8 +65,7 @@ def _block(console: Console, block: Block) -> None:
 
 def print_table(console: Console, table: Table, *, bare: bool = False) -> None:
     """Only the brief columns, of these as many as fit; a row's footnotes stand behind it. ``bare``: without
-    words on what the figures are of, and on columns without room.
-    """
+    words on what the figures are of, and on columns without room."""
     places = [place for place, column in enumerate(table.columns) if column.brief]
     grid = Grid(
         [_column(table, place, first=place == places[0]) for place in places],
@@ -75,7 +74,7 @@ def print_table(console: Console, table: Table, *, bare: bool = False) -> None:
         table.ruled,
         "" if table.ruled else "  ",
     )
-    # A file or a pipe has no width: what is told does not depend on it.
+    # A file or a pipe has no width, so output to it is never shortened.
     fitted = grid.fitted(console.width if console.is_terminal else None)
     if not table.ruled and table.groups:
         _line(console, "")
@@ -114,7 +113,7 @@ def _list(console: Console, notes: Iterable[Note], bullet: str) -> None:
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:
-    """The lines of a text, none of them joined: an error may quote lines of a log."""
+    """Yield a text's lines, wrapped but never joined, because errors may quote log lines."""
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
         yield from textwrap.wrap(
@@ -132,8 +131,7 @@ def _line(console: Console, text: str, style: str = "") -> None:
 
 def print_text(console: Console, text: Text | str, indent: int = 0) -> None:
     """Print a text without reading markup into it. On a terminal, lines break between words; a word (a path,
-    a number) is never split. ``indent``: of all lines but the first. A pipe gets each line as it is.
-    """
+    a number) is never split. ``indent``: of all lines but the first. A pipe gets each line as it is."""
     lines = (Text(text) if isinstance(text, str) else text).split("\n") or [Text()]
     if console.is_terminal:
         lines = [part for line in lines for part in broken(line, console.width, indent)]
@@ -145,7 +143,7 @@ _WORD: Final = re.compile(r"\s*(?:\[[^][]{0,30}\]|\d (?=%)|\S)+\s*")
 
 
 def broken(line: Text, width: int, indent: int = 0) -> list[Text]:
-    """One line in several of at most ``width`` columns, broken at blanks alone, and in no interval."""
+    """Break a line at blanks into lines of at most ``width`` columns, but not within an interval."""
     places, column = [], 0
     for word in _WORD.finditer(line.plain):
         if column and column + cell_len(word.group().rstrip()) > width:
@@ -180,7 +178,7 @@ class LiveLine:
 
     @classmethod
     def of_folder(cls, path: Path) -> LiveLine | None:
-        """The line that whoever measures into a run folder shows at this moment; None if nobody does."""
+        """Return the current line of the process that measures into a run folder, if one does."""
         with suppress(OSError, ValueError):
             data = json.loads((path / LIVE).read_bytes())
             if isinstance(data, dict):
@@ -189,7 +187,7 @@ class LiveLine:
         return None
 
     def text(self, width: int, elapsed: str = "") -> Text:
-        """In one line as far as ``width`` allows. Where room is short, whole parts are left out."""
+        """Return one line within ``width``. Where room is short, whole parts are left out."""
         before = _GAP.join(filter(None, (elapsed, self.what)))
         for left_out in range(4):
             after = _GAP.join(filter(None, (*(self.count, self.trial, self.rate)[left_out:], self.left)))
@@ -205,8 +203,7 @@ class LiveLine:
 class LiveBar:
     """The live line below what is printed, on a terminal; elsewhere nothing is shown. ``shown`` says which.
 
-    ``path``: a run folder that the line is written into, too, as long as it lasts.
-    """
+    ``path``: a run folder that the line is written into, too, as long as it lasts."""
 
     def __init__(self, console: Console, path: Path | None = None) -> None:
         self._console = console
@@ -273,8 +270,7 @@ def print_changed_files(runs: Sequence[RunFolder], console: Console | None = Non
 def changed_files(runs: Sequence[RunFolder]) -> Iterator[str]:
     """Name what no longer matches the checksums of each run; nothing of a run without checksums.
 
-    Raises StoreError where a file cannot be read.
-    """
+    Raises StoreError where a file cannot be read."""
     for run in runs:
         if not (run.manifest.get("checksums") or (run.path / CHECKSUMS).exists()):
             continue

@@ -2,8 +2,7 @@
 
 The file is in the trace-event format (JSON), which Perfetto and Chrome's tracing page open. Processes of the
 deployment are its processes, lanes its threads: a lane holds one request's spans at a time, and spans in a
-lane nest. Arrows join a request's spans across processes. No profiler is needed.
-"""
+lane nest. Arrows join a request's spans across processes. No profiler is needed."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class TimelineProcess:
 
     name: str
     spans: Mapping[str, Sequence[Span]]
-    """By request id."""
+    """Spans by request id."""
 
 
 @dataclass
@@ -65,8 +64,7 @@ class _Lane:
 def command(folder: Path, trial_id: str | None, console: Console) -> int:
     """Write ``figures/timeline-<trial>.json`` into the run folder and say where.
 
-    Raises StoreError, or InputError for a trial that is not there.
-    """
+    Raises StoreError, or InputError for a trial that is not there."""
     run = load_run(folder)
     trial = chosen_trial(run, trial_id)
     processes = processes_of(run, trial)
@@ -87,7 +85,7 @@ def command(folder: Path, trial_id: str | None, console: Console) -> int:
 
 
 def chosen_trial(run: RunFolder, trial_id: str | None) -> TrialRecord:
-    """The trial of that id; without one the last. Raises InputError with the ids that there are."""
+    """Return the trial of that id, by default the last. Raises InputError with the existing ids."""
     trials = run.trials or run.other_trials
     ids = [trial.trial_id for trial in trials]
     if not ids:
@@ -101,7 +99,7 @@ def chosen_trial(run: RunFolder, trial_id: str | None) -> TrialRecord:
 
 
 def processes_of(run: RunFolder, trial: TrialRecord) -> list[TimelineProcess]:
-    """The client first, then whatever wrote spans, in the order in which a request meets them."""
+    """Return the client, then every process with spans, in the order in which a request reaches them."""
     records = run.request_records(trial.trial_id)[:TRACED_REQUESTS]
     client = TimelineProcess(CLIENT, {each.request_id: list(client_spans(each)) for each in records})
     reported = trial.engine.get("client") or {}
@@ -125,17 +123,16 @@ def processes_of(run: RunFolder, trial: TrialRecord) -> list[TimelineProcess]:
 
 
 def zero_on(theirs: Clock, ours: Clock) -> float:
-    """The trial's start on another process's monotonic clock: the same clock on one machine.
+    """Return the trial's start on another process's monotonic clock.
 
-    On another machine it goes by both wall clocks, and is as good as they agree.
-    """
+    Another machine's clock is aligned by both wall clocks."""
     if theirs.host == ours.host:
         return ours.monotonic_s
     return ours.unix_s - theirs.offset_s
 
 
 def client_spans(record: RequestRecord) -> Iterator[Span]:
-    """A request as its sender saw it; nothing of one that was never sent."""
+    """Yield a sent request's spans at its sender."""
     sent, first, last = record.sent_s, record.first_token_s, record.last_token_s
     ends = [moment for moment in (last, first, sent) if moment is not None]
     if not ends:
@@ -152,7 +149,7 @@ def client_spans(record: RequestRecord) -> Iterator[Span]:
 
 
 def trace(run: RunFolder, trial: TrialRecord, processes: Sequence[TimelineProcess]) -> dict[str, Any]:
-    """The whole document of the trace-event format."""
+    """Return the document in the trace-event format."""
     numbers = {process.name: number for number, process in enumerate(processes, start=1)}
     events: list[dict[str, Any]] = []
     for process in processes:
@@ -174,7 +171,7 @@ def trace(run: RunFolder, trial: TrialRecord, processes: Sequence[TimelineProces
 
 
 def process_events(process: TimelineProcess, pid: int) -> Iterator[dict[str, Any]]:
-    """A process's name, its lanes' names, and a complete event (``X``) for each span; times in µs."""
+    """Yield a process's name, its lanes' names, and a complete event (``X``) per span; times in µs."""
     yield _metadata("process_name", pid, 0, process.name)
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
     ordered = sorted(
@@ -206,7 +203,7 @@ def _own_first(lanes: Sequence[_Lane], request: str) -> list[_Lane]:
 
 
 def flows(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """An arrow per request through the spans that carry it on: ``s``, any number of ``t``, ``f``."""
+    """Yield an arrow per request through its spans: ``s``, any number of ``t``, ``f``."""
     stops: dict[str, dict[tuple[int, str], Mapping[str, Any]]] = {}
     for event in events:
         if event["ph"] == "X" and event["name"] in _FLOW_SPANS:
@@ -226,7 +223,7 @@ def flows(events: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def counters(run: RunFolder, trial: TrialRecord, numbers: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """What the engines' /metrics said meanwhile, as counter tracks (``C``), sampled twice a second."""
+    """Yield the engines' /metrics as counter tracks (``C``), sampled twice a second."""
     client = trial.engine.get("client") or {}
     try:
         rows = run.telemetry(trial.trial_id).to_dict("records")

@@ -40,7 +40,7 @@ class Drawing:
     title: str
     alt: str
     draw: Callable[[Theme], Figure | None]
-    """None where the run has no data for it."""
+    """Draws the picture; returns None without data."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,7 @@ class Block:
 
     ``folded``: whether a page opens it on a click only, ``bulk``: whether paper leaves it out. ``style``: how
     a terminal shows its words; ``bullets``: whether its notes are a list; ``bare``: whether a terminal shows
-    its table alone.
-    """
+    its table alone."""
 
     title: str = ""
     words: str = ""
@@ -67,7 +66,7 @@ class Block:
 
     @property
     def about(self) -> str:
-        """Its words, or else those of its table, and what the table's figures are of."""
+        """Text of the block, or of its table, and what the table's figures describe."""
         if self.table is None:
             return self.words
         return " ".join(filter(None, [self.words or self.table.words, self.table.of_window]))
@@ -87,8 +86,7 @@ class ReportSection:
 @dataclass(frozen=True)
 class Report:
     """A run, ready to be written. ``files``: name of a CSV under tables/, without its ending → its rows;
-    ``documents``: the same of JSON files.
-    """
+    ``documents``: the same of JSON files."""
 
     run_id: str
     path: Path
@@ -103,15 +101,14 @@ class Report:
 
     @property
     def not_of_a_gpu(self) -> str:
-        """What is said beside the mark of a run that no real engine served."""
+        """Text that explains the mark of a run without a real engine."""
         if self.mark is None:
             return ""
         return f"{self.mark.why}. These are not figures of a GPU: `per GPU` is by planned rank."
 
     def shown(self, writer: Writer, drawn: Collection[str]) -> list[ReportSection]:
-        """The sections with something to show, if pictures of these names are there: the answer has the first
-        of them, and no other section has it again.
-        """
+        """Return the sections with content, given the names of existing pictures. The answer has the first
+        picture, and no other section repeats it."""
         first = next((name for name in self.pictures(writer) if name in drawn), "")
         sections = []
         for section in self.of(writer):
@@ -122,12 +119,12 @@ class Report:
         return sections
 
     def pictures(self, writer: Writer) -> dict[str, Drawing]:
-        """All that a writer's sections have, by name, in their order."""
+        """Return all pictures of a writer's sections by name, in order."""
         found = (block.picture for section in self.of(writer) for block in section.blocks)
         return {each.name: each for each in found if each is not None}
 
     def of(self, writer: Writer) -> list[ReportSection]:
-        """The sections of one writer, in their order, with its own blocks."""
+        """Return the sections of one writer in order, with its own blocks."""
         return [
             ReportSection(
                 each.anchor, each.title, [block for block in each.blocks if writer in block.writers],

@@ -3,8 +3,7 @@
 It only reads the folder, so it can be started and stopped at any time, and several may watch; it ends with
 the run. The live page (``--serve``) is three addresses on the loopback device, read-only: ``/``,
 ``/state.json``, ``/watch.js``. It takes no input but the request line and answers no host name but that of
-the loopback device, so that a stranger's page in the same browser cannot read it by a name of its own.
-"""
+the loopback device, so that a stranger's page in the same browser cannot read it by a name of its own."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ from kvbench.report.watch_state import RunWatch, Seen, TrialLine
 HOST: Final = "127.0.0.1"
 TEMPLATES: Final = Path(__file__).parent / "templates"
 REQUEST_S: Final = 5.0
-"""A connection that says nothing for so long is closed."""
+"""Idle connections are closed after this many seconds."""
 _PAGES: Final = {
     "/": ("watch.html", "text/html; charset=utf-8"),
     "/watch.js": ("watch.js", "text/javascript; charset=utf-8"),
@@ -44,8 +43,7 @@ _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sel
 def serving(watch: RunWatch, port: int = 0) -> Iterator[str]:
     """Serves the live page of a watched run folder in a thread; yields its address. Port 0: any that is free.
 
-    Raises LaunchError if the port is taken.
-    """
+    Raises LaunchError if the port is taken."""
     try:
         server = ThreadingHTTPServer((HOST, port), _handler(watch))
     except OSError as error:
@@ -120,10 +118,9 @@ _COLOURS: Final = {
 
 
 def command(path: Path, console: Console, *, serve: bool = False, port: int = 0) -> int:
-    """Watch until the run ends; returns 0 for a run that ended well, 1 for one that did not.
+    """Watch until the run ends; return 0 if it ended well, else 1.
 
-    Raises StoreError for a folder that is none, LaunchError if the page's port is taken.
-    """
+    Raises StoreError for a folder that is no run, LaunchError if the page's port is taken."""
     watch = RunWatch(path)
     watch.look()
     if serve:
@@ -180,7 +177,7 @@ def _screen(seen: Seen) -> RenderableType:
 
 @dataclass(frozen=True)
 class _Now:
-    """The live line of whoever measures."""
+    """Live line of the process that measures."""
 
     seen: Seen
 
@@ -246,7 +243,7 @@ def _pairs(title: str, pairs: Sequence[tuple[str, str]]) -> RenderableType:
 
 
 def _log_line(line: TrialLine) -> Text:
-    """All but the reason."""
+    """Return the line without its reason."""
     return Text.assemble(
         (f"{line.at:>7}  ", "dim"),
         f"{line.connector:<11} {line.where:>10} {line.speed:>12}  ",

@@ -1,7 +1,6 @@
 """What a run folder says at this moment: how far it is, its latest trials, queues and NICs.
 
-The same is shown in the terminal and, as JSON, on the live page.
-"""
+The same is shown in the terminal and, as JSON, on the live page."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ _FILES: Final = (MANIFEST, TRIALS, CELLS, "plan.json", "transfers.parquet", "tel
 class TrialLine:
     """One trial, or one case of a microbenchmark, as a line of the log.
 
-    ``at``: minutes and seconds since the run's start. ``where`` and ``speed``: as people read them.
-    """
+    ``at``: minutes and seconds since the run's start. ``where`` and ``speed``: as people read them."""
 
     at: str
     trial_id: str
@@ -47,13 +45,11 @@ class TrialLine:
 
 @dataclass(frozen=True)
 class Seen:
-    """A run folder at one moment. ``unit``: what is counted as done, cells or cases.
+    """A run folder at one moment. ``unit``: counted as done, cells or cases.
 
-    ``curve``: the trials of the cell that is being measured, or was last. ``live``: the line that whoever
-    measures shows at this moment.
+    ``curve``: trials of the current or last cell. ``live``: current line of the process that measures.
 
-    ``load`` and ``nics``: (name, value as text) of the last trial: its queues, and MB/s sent / received.
-    """
+    ``load`` and ``nics``: (name, value as text) of the last trial: its queues, and MB/s sent / received."""
 
     run_id: str
     title: str
@@ -83,8 +79,7 @@ class RunWatch:
     """Looks at one run folder again and again; what has not changed is not read again.
 
     To be used by several threads at a time. ``look`` raises StoreError if the folder is no run folder, and
-    NewerSchemaError if a newer kvbench wrote it.
-    """
+    NewerSchemaError if a newer kvbench wrote it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -165,7 +160,7 @@ def _cell_name(cell: Cell) -> str:
 
 
 def _transfer_lines(run: RunFolder) -> list[TrialLine]:
-    """A microbenchmark's rows in the place of trials."""
+    """Return a microbenchmark's rows as trial lines."""
     lines = []
     started = _moment(run.manifest.get("started_at"))
     for record in run.transfer_records():
@@ -191,7 +186,7 @@ def _transfer_lines(run: RunFolder) -> list[TrialLine]:
 
 
 def _load(trial: TrialRecord) -> Iterator[tuple[str, str]]:
-    """How much was on its way and waiting, and how full the engines were."""
+    """Yield requests in flight and waiting, and the engines' use."""
     summary = trial.summary
     for name, key in (("peak in flight", "peak_in_flight"), ("peak waiting", "peak_waiting")):
         if summary.get(key) is not None:

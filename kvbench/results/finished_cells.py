@@ -25,11 +25,11 @@ class EarlierSessions:
 
     trials: Mapping[tuple[Cell, Method], Sequence[TrialRecord]] = field(default_factory=dict)
     results: Mapping[Cell, Sequence[CellResult]] = field(default_factory=dict)
-    """Of the cells that are finished, the main one first. One that failed is not: it may go well now."""
+    """Results of the finished cells, the main one first. Failed cells count as unfinished: they may succeed
+    later."""
     outputs: Mapping[tuple[str, int], Outputs] = field(default_factory=dict)
     """Greedy outputs and idle latency by deployment and input length."""
     canaries: Mapping[tuple[str, int, int], CanaryPool] = field(default_factory=dict)
-    """Right answers of canaries, by deployment, input and output length."""
     hosts: Mapping[str, Any] = field(default_factory=dict)
     """Remote hosts' properties by name."""
     forced: bool = False

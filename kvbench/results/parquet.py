@@ -67,10 +67,9 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _array(values: Sequence[Any], kind: pa.DataType | None = None) -> pa.Array:
-    """A column; without a ``kind`` that of its values.
+    """Return a column, by default of its values' type.
 
-    It is put together from buffers, since ``pa.array`` imports pandas: most of a second of CPU time.
-    """
+    It is built from buffers, because ``pa.array`` imports pandas (most of a second of CPU time)."""
     import numpy as np
     import pyarrow as pa
 
@@ -100,7 +99,7 @@ def _array(values: Sequence[Any], kind: pa.DataType | None = None) -> pa.Array:
 
 
 def _offsets(parts: Sequence[Sized]) -> pa.Buffer:
-    """Where each of the parts begins, and the last one ends."""
+    """Return the start of each part, and the end of the last one."""
     import numpy as np
     import pyarrow as pa
 

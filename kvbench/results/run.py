@@ -80,9 +80,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CellResult:
-    """Result of one cell. ``answer``: the search's answer as JSON, or None. ``equal_outputs``: ``{"checked":
-    n, "equal": n}`` against the aggregated server's greedy outputs, with ``within_noise`` and ``power`` if it
-    was asked again (sweep/trial/output_check.py). ``tier``: the SLO tier, "" for a single SLO."""
+    """Result of one cell. ``answer``: the search's answer as JSON. ``equal_outputs``: ``{"checked": n,
+    "equal": n}`` against the aggregated server's greedy outputs, with ``within_noise`` and ``power`` if the
+    prompts were repeated (sweep/trial/output_check.py). ``tier``: the SLO tier, "" for a single SLO."""
 
     cell: Cell
     status: CellStatus
@@ -96,9 +96,8 @@ class CellResult:
     main: bool = True
     """Whether its answer belongs to the main column: not another method's, nor a second tier's."""
     canaries: dict[str, Any] | None = None
-    """Counts of checked and wrong canary answers under load (core/canaries/tally), or None."""
     limit: dict[str, Any] | None = None
-    """The limit above the answer (``core.metrics.limit``), or None."""
+    """The limit above the answer (``core.metrics.limit``)."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -137,7 +136,6 @@ class RunFolder:
     outputs: list[dict[str, Any]] = field(default_factory=list)
     """Greedy outputs by deployment and input length, used as references."""
     canaries: list[dict[str, Any]] = field(default_factory=list)
-    """Right answers of canaries, and additional answers."""
 
     @property
     def all_trials(self) -> list[TrialRecord]:
@@ -411,7 +409,6 @@ def _run_list_text(value: Any) -> str:
 
 
 def output_folder() -> Path:
-    """Return the default output folder."""
     return Path(os.environ.get(OUTPUT_ENV) or "results")
 
 

@@ -1,4 +1,4 @@
-"""Writes a run folder so that it can be read at every instant.
+"""Writer of a run folder, which is readable at every instant.
 
 ::
 
@@ -9,11 +9,11 @@
     ├── environment.json           the machine
     ├── trials.jsonl               one line a trial; the trace of the search
     ├── cells.jsonl                one line a finished cell; of two lines for one cell the later counts
-    ├── outputs.jsonl              greedy outputs that the other connectors' are compared with
-    ├── canaries.jsonl             right answers of prompts in the load, and those asked for beside it
+    ├── outputs.jsonl              greedy outputs that other connectors' outputs must equal
+    ├── canaries.jsonl             reference outputs of canaries, and outputs outside the load
     ├── requests/<trial>.parquet   one row a request
     ├── telemetry/<trial>.parquet  samples of counters and gauges
-    ├── transfers.parquet          a microbenchmark's rows, written anew after each case
+    ├── transfers.parquet          a microbenchmark's rows, rewritten after each case
     ├── checksums.jsonl            SHA-256 of each of these files, or of each line of one that grows
     └── logs/                      output of each process
 
@@ -147,7 +147,6 @@ def _writer(path: Path) -> str:
 
 
 def new_session(run_id: str, now: datetime) -> dict[str, Any]:
-    """Return this process as a session of a run."""
     return {
         "started_at": iso(now),
         "ended_at": None,
@@ -169,7 +168,7 @@ RESERVE: Final = ".reserve"
 RESERVE_BYTES: Final = 256 * 1024
 """Bytes reserved to write a run's end on a full disk."""
 LEAST_ROOM_BYTES: Final = 64 * 1024
-"""With less free space than this, a write failure is attributed to the full disk."""
+"""Free space below which a write failure is attributed to the full disk."""
 _LEFT_BY_A_KILL: Final = (LIVE, ".*.tmp", ".records-*.jsonl*", ".requests-*.jsonl")
 
 
@@ -186,7 +185,7 @@ class RunInfo:
     asked: Mapping[str, Any] | None = None
     """Load options that the scenario lacks, needed to resume; None: the run cannot be resumed."""
     overridden: Mapping[str, Any] | None = None
-    """Scenario values in plan.json that scenario.yaml lacks, by path, or None."""
+    """Scenario values in plan.json that scenario.yaml lacks, by path."""
 
 
 class RunStore:

@@ -1,1 +1,1 @@
-"""Plan → deploy → ask → trial → gate → tell → store: finds the highest rate of every cell."""
+"""Find the highest rate of every cell: plan → deploy → check outputs → trial → gate → search → store."""

@@ -1,11 +1,9 @@
-"""``--against``: the loads of a measured or imported run, offered for real (``bench``) or to the simulator.
+"""``--against``: repeat the loads of a measured or imported run on servers (``bench``) or in simulation.
 
-For each row of the run that the scenario is about (its connectors, lengths and tensor-parallel size) the same
-number of requests is offered, and the figures stand side by side. ``bench`` offers them at the same times; an
-emulated engine may run slower by ``time_scale``, then the arrivals are stretched by it and the figures scaled
-back before they are compared. ``simulate`` offers them at the same rate on virtual time. Where the row's
-Poisson arrivals are known (``simulate.arrivals``), that one sequence is offered; else several are drawn, and
-the simulated figure is their mean, beside the least and the most.
+Each row of the run that matches the scenario (connector, lengths, tensor-parallel size) gives one load.
+``bench`` sends it at the row's times, stretched by ``time_scale`` for a slower emulated engine; figures are
+scaled back. ``simulate`` uses the row's Poisson arrivals if they are known (``simulate.arrivals``), else
+several random sequences, and reports mean, minimum and maximum.
 """
 
 from __future__ import annotations
@@ -56,26 +54,26 @@ from kvbench.sweep.simulated_trial import SimulatedDeployment, system_of
 from kvbench.sweep.sweep import Sweep, exit_code
 from kvbench.sweep.trial.load_plan import TrialPlan
 
-UNCHECKED = "outputs were not checked: the loads of another run were offered, and nothing else"
+UNCHECKED = "outputs were not checked: only the loads of another run were sent"
 
 
 ABSENT = "the other run has no such load"
 
 
 def time_scale(scenario: Scenario) -> float:
-    """By how much the scenario's engine is slower than what it stands for; 1 for a real one."""
+    """Slowdown of the scenario's engine against the one it emulates; 1 for a real engine."""
     return scenario.deployment.engine_options.time_factor
 
 
 def requests_of(row: LoadRow, scenario: Scenario) -> list[TracedRequest]:
-    """The row's requests, at its times stretched by the engine's ``time_scale``; all prompts are fresh."""
+    """Return the row's requests, at its times stretched by ``time_scale``; all prompts are fresh."""
     scale, tokens = time_scale(scenario), prompt_len(row)
     sent = arrivals(row, scenario.seed, scenario.simulate.arrivals)
     return [TracedRequest(offset_s * scale, tokens, row.cell.output_len) for offset_s in sent]
 
 
 class RowBench:
-    """Deployments that run, to which nothing is offered but rows of another run: they need no reference."""
+    """Deployments that run only the rows of another run, so they need no reference."""
 
     alike = True
 
@@ -89,7 +87,7 @@ class RowBench:
 
 
 class RowCells:
-    """Offers each cell of a site the rows that are about it. ``trial_of``: the trial by the row's key."""
+    """Run each cell's rows on a site. ``trial_of``: row key → trial."""
 
     def __init__(
         self,
@@ -106,7 +104,7 @@ class RowCells:
         self._trial_of = trial_of
 
     def run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
-        """One trial for each row, whole. Errors as those of a site's ``run``."""
+        """Run one full-length trial for each row. Errors as for a site's ``run``."""
         self._site.prepare()
         try:
             records = [self._offered(cell, number, row) for number, row in enumerate(self._rows_of(cell), 1)]
@@ -138,12 +136,12 @@ class RowCells:
 
 
 def bench_against(cli: CliOptions, measured: Path, output: Path, console: Console) -> int:
-    """Offer a run's loads, print and store the comparison; returns the exit code.
-
-    Raises InputError for a scenario that the run has no load for.
-    """
+    """Repeat a run's loads, print and store the comparison; return the exit code. Raises InputError if the
+    run has no load for the scenario."""
     if cli.fixed_rate is not None or cli.replay or cli.both_modes:
-        raise InputError("--against offers the loads of a run, and takes no --rate, --trace or --router-cost")
+        raise InputError(
+            "--against uses the loads of a run; it does not accept --rate, --trace or --router-cost"
+        )
     scenario, source = resolve(cli, sessions=False)
     run = load_run(measured)
     rows = rows_of(run, scenario)
@@ -167,7 +165,7 @@ def bench_against(cli: CliOptions, measured: Path, output: Path, console: Consol
             )
             results = sweep.run()
     except BaseException:
-        # What ended the run is what is to be reported, not that its report cannot be written either.
+        # The error that ended the run is reported, not a failing report.
         with suppress(KvbenchError, OSError):
             report.write_report(store.path)
         raise
@@ -191,7 +189,7 @@ def _account(
     measured: RunFolder,
     trial_of: Mapping[str, str],
 ) -> Account:
-    """Each row beside its trial; a trial that was refused is no measure of it."""
+    """Compare each row with its trial; void trials are left out."""
     trials = {trial.trial_id: trial for trial in measured.all_trials if trial.verdict != "invalid"}
     scale = time_scale(scenario)
     found = []
@@ -205,14 +203,14 @@ def _account(
 
 def _how(scenario: Scenario, scale: float, mark: Mark | None) -> str:
     known = scenario.simulate.arrivals != "drawn"
-    when = "at which vLLM's client sends with its default seed" if known else "drawn anew"
+    when = "at which vLLM's client sends with its default seed" if known else "of a new random sequence"
     slower = (
-        f" The engine ran {scale:g} times slower and the arrivals were stretched by it; times stand here "
-        f"divided by {scale:g}, what is per second multiplied."
+        f" The engine ran {scale:g} times slower, with arrivals stretched likewise. Times are shown "
+        f"divided by {scale:g}, rates multiplied by it."
         if scale != 1
         else ""
     )
-    return f"{f'{mark.why}. ' if mark else ''}Each load of the run was offered at times {when}.{slower}"
+    return f"{f'{mark.why}. ' if mark else ''}Each load of the run was sent at times {when}.{slower}"
 
 
 DRAWS: Final = 5
@@ -221,10 +219,8 @@ DRAWS: Final = 5
 def compared(
     row: LoadRow, system: System, scenario: Scenario, draws: int = DRAWS
 ) -> tuple[list[Deviation], TrialRecord, list[RequestRecord]]:
-    """The row beside its simulations, one per draw of the arrivals; the trial and requests of the first.
-
-    Raises InputError for a request that never fits.
-    """
+    """Simulate a row once per arrival sequence; also return the first trial and its requests. Raises
+    InputError for a request that never fits."""
     drawn: list[tuple[list[RequestRecord], float]] = []
     kind = scenario.simulate.arrivals
     for draw in range(draws if kind == "drawn" else 1):
@@ -256,7 +252,7 @@ def _trial(row: LoadRow, records: Sequence[RequestRecord], duration_s: float) ->
 
 
 def simulate_against(cli: CliOptions, measured: Path, output: Path, console: Console) -> int:
-    """Simulate a run's loads, print and store the comparison; returns the exit code."""
+    """Simulate a run's loads, print and store the comparison; return the exit code."""
     from kvbench.report import report
 
     scenario, source = simulable(cli)
@@ -272,7 +268,7 @@ def simulate_against(cli: CliOptions, measured: Path, output: Path, console: Con
             store.add_trial(trial, records)
             found += mine
             console.print(f"{place_of(row)}: simulated", markup=False)
-    how = f"{SIMULATED_WHY}. Each load of the run was offered on virtual time, {_draws(scenario)}."
+    how = f"{SIMULATED_WHY}. Each load of the run was simulated {_draws(scenario)}."
     account = Account(run, scenario, found, SIMULATED, how)
     write_account(store.path, account)
     report.write_report(store.path)
@@ -285,11 +281,11 @@ def simulate_against(cli: CliOptions, measured: Path, output: Path, console: Con
 def _draws(scenario: Scenario) -> str:
     if scenario.simulate.arrivals != "drawn":
         return "at the times at which vLLM's client sends with its default seed"
-    return f"with {DRAWS} draws of its Poisson arrivals; the means stand here"
+    return f"with {DRAWS} Poisson arrival sequences; the table shows the means"
 
 
 def systems_of(scenario: Scenario) -> Iterator[tuple[str, System]]:
-    """What is simulated for each connector, by its label."""
+    """Yield each connector's label and simulated system."""
     for planned in plan_of(scenario).deployments:
         if not planned.reference_only:
             yield planned.label, system_of(scenario, SimulatedDeployment.of(scenario, planned))

@@ -1,7 +1,7 @@
-"""The seam between a sweep and what it measures: deployments that run, are simulated, or replay a load.
+"""Interface between a sweep and its deployments, which are real, simulated or replayed.
 
-A sweep knows a ``Bench``, which brings deployments up, and the ``Site`` of each one that is up. What is done
-with a cell there is ``CellWork``: rates are searched for (``cell.py``), or the loads of another run offered.
+A ``Bench`` starts deployments; a ``Site`` is a running one; ``CellWork`` is what is done with its cells:
+search for rates (``cell.py``) or repeat another run's loads.
 """
 
 from __future__ import annotations
@@ -34,30 +34,28 @@ from kvbench.sweep.trial.load_plan import TrialPlan
 
 @dataclass
 class Knowledge:
-    """What earlier cells of a run have taught: the true outputs, and where rates are likely to lie."""
+    """Results of a run's earlier cells: reference outputs, and rates to start from."""
 
     reference: dict[int, Outputs]
     rates: dict[Cell, float]
     earlier: EarlierSessions = field(default_factory=EarlierSessions)
-    """What the run folder had when this process took it over."""
+    """Content of the run folder when this process opened it."""
 
     canaries: dict[tuple[str, int, int], CanaryPool] = field(default_factory=dict)
-    """By deployment, input and output length: the right answers to canaries."""
+    """(deployment, input length, output length) → reference outputs of canaries."""
 
     reference_label: str = ""
-    """The deployment whose answers are the truth for the others."""
+    """Deployment that gives the reference outputs."""
 
     def right_answers(self, cell: Cell) -> CanaryPool | None:
-        """Those that a cell's canaries are compared with."""
         return pool_of_cell(self.canaries, cell, self.reference_label)
 
     def learn_answers(self, pool: CanaryPool | None) -> None:
-        """Keeps right answers for further cells."""
         if pool is not None:
             self.canaries[pool.key] = pool
 
     def hint(self, cell: Cell, disaggregated: frozenset[str]) -> Hint | None:
-        """A rate to start from: the same length on a connector of the same kind, or other lengths."""
+        """Estimate a start rate from the same length on a similar connector, or from other lengths."""
         alike = [
             rate
             for known, rate in self.rates.items()
@@ -73,10 +71,10 @@ class Knowledge:
 
 
 def extrapolated(known: Sequence[tuple[int, float]], input_len: int) -> float:
-    """A rate for an input length from those of others: a request costs a fixed part and one per token.
+    """Extrapolate the rate to another input length.
 
-    With two lengths known, 1/rate is taken as linear in the length. With one, the fixed part is unknown
-    and the cost is taken to grow by the power 0.7, between none of it and nothing else.
+    Two known lengths: 1/rate is linear in the length. One: the cost grows with the power 0.7 of the length,
+    between a fixed cost (0) and a purely linear one (1).
     """
     length, rate = min(known, key=lambda pair: abs(pair[0] - input_len))
     others = [pair for pair in known if pair[0] != length]
@@ -90,9 +88,8 @@ def extrapolated(known: Sequence[tuple[int, float]], input_len: int) -> float:
 
 @dataclass(frozen=True)
 class Alone:
-    """What single requests on the idle site show. ``outputs``: None where they are not to be compared, and
-    ``unchecked`` says why, if anybody expected it.
-    """
+    """Result of single requests on the idle site. ``outputs`` is None if they are not compared; ``unchecked``
+    gives the reason if a check was expected."""
 
     latency_s: float
     outputs: Outputs | None = None
@@ -100,84 +97,76 @@ class Alone:
 
 
 class Site(Protocol):
-    """One deployment that is up. What has a body here is that of a site that runs no processes."""
+    """One running deployment. The defaults suit a site without processes."""
 
     @property
     def trace_rate(self) -> float:
-        """Requests per second of the scenario's trace; 0 without one."""
+        """Requests per second of the scenario's trace, or 0 without a trace."""
 
     @property
     def has_direct(self) -> bool:
-        """Whether its servers can be reached without its router."""
+        """Whether its servers are reachable without its router."""
         return False
 
     def prepare(self) -> None:
-        """What the next trial needs may be started; ``close`` ends it."""
+        """Start what the next trial needs; ``close`` ends it."""
         return
 
     def close(self) -> None:
         return
 
     def alone(self, cell: Cell) -> Alone:
-        """Latency and greedy outputs of single requests of a cell. Raises KvbenchError."""
+        """Measure latency and greedy outputs of single requests. Raises KvbenchError."""
 
     def outputs(self, input_len: int) -> Outputs | None:
-        """Greedy outputs that others are compared with, stored; None where there are none."""
+        """Stored greedy reference outputs, or None."""
         return None
 
     def watch_answers(self, cell: Cell, known: CanaryPool | None) -> CanaryPool | None:
-        """From now on some requests of the cell's trials are canaries. ``known``: the right answers to them.
+        """Make some requests of the cell's next trials canaries, and return their reference outputs.
 
-        Without these the site is asked for them, idle as it is, and they are stored. Returns those that are
-        used; None where nobody knows any. Raises KvbenchError.
+        Without ``known`` outputs the idle site is queried and its answers are stored. Returns None if there
+        are none. Raises KvbenchError.
         """
         return None
 
     def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, CanaryPool | None]:
-        """What comes of some canaries after a cell's last trial; and the right answers to others', with the
-        noise that the trials have shown, if they are the site's own.
-        """
+        """Return the result of a few canaries after a cell's last trial, and the reference outputs if the
+        site gave them."""
         return None, None
 
     def run(self, plan: TrialPlan) -> TrialRecord:
-        """Offers a load, judges and stores the trial. Raises KvbenchError if the deployment fails."""
+        """Run, judge and store a trial. Raises KvbenchError if the deployment fails."""
 
     def requests(self, record: TrialRecord) -> TrialRequests | None:
-        """The requests of a trial as they are stored; None if they are not."""
         return None
 
 
 class Bench(Protocol):
-    """Where the deployments of a plan are brought up, one after the other."""
+    """Starts the deployments of a plan, one after the other."""
 
     @property
     def alike(self) -> bool:
-        """Whether a rate found on one deployment says where another's may lie."""
+        """Whether a rate measured on one deployment is a good start for another."""
 
     def open(self) -> AbstractContextManager[Scenario]:
-        """Around all deployments: reaches what they share. Gives the scenario as it is known from then on.
-
-        Raises LaunchError, or StoreError if a run cannot be gone on with here.
-        """
+        """Connect to what all deployments share, and yield the scenario as then known. Raises LaunchError, or
+        StoreError if a run cannot be resumed here."""
 
     def gives_reference(self, planned: DeploymentPlan) -> bool:
-        """Whether a deployment is to be brought up only for the outputs that others are compared with."""
+        """Whether a deployment is started only for its reference outputs."""
 
     def problem(self, planned: DeploymentPlan) -> Problem | None:
-        """Why a deployment cannot be brought up here; None if it can, or if its start will show it."""
+        """Return why a deployment cannot start here, or None if it can or only its start will show."""
 
     def up(self, planned: DeploymentPlan, round_: str = "") -> AbstractContextManager[Site]:
-        """A deployment from start to stop. ``round_``: names a further time of the same one.
-
-        Raises KvbenchError, at the start or from what is asked of the site.
-        """
+        """Run a deployment within the context. ``round_`` names a repeated start of the same one. Raises
+        KvbenchError at start or from the site."""
 
 
 class CellWork(Protocol):
-    """What is done with the cells of one site."""
-
     def run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
-        """What came of a cell, the main result first. ``is_reference``: others are compared with it."""
+        """Return a cell's results, the main one first. ``is_reference``: others are compared with it."""
 
 
 CellWorkOf: TypeAlias = Callable[[Site, Knowledge], CellWork]
@@ -191,11 +180,8 @@ def create_store(
     kind: str,
     asked: Mapping[str, Any] | None = None,
 ) -> RunStore:
-    """A new run folder with the plan and the machine in it. ``kind``: sweep, bench or simulate.
-
-    ``asked``: what else of the load is needed to go on with it (``Fixed``'s fields, or nothing); None if a
-    sweep of that plan is not all of the run, so that nobody can.
-    """
+    """Create a run folder with plan and machine. ``kind``: sweep, bench or simulate. ``asked``: what a resume
+    needs besides the plan (``Fixed``'s fields, or nothing), or None if the run cannot be resumed."""
     machine = environment.describe()
     engine = engines.get(scenario.deployment.engine)
     simulated = kind == "simulate"

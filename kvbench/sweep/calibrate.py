@@ -1,7 +1,5 @@
-"""``kvbench calibrate --from``: a timing profile of what was measured, checked on a part held out of it.
-
-It is fitted to trials of our run folders, and to single requests that other tools recorded.
-"""
+"""``kvbench calibrate --from``: fit a timing profile to trials or imported requests; check it on held-out
+ones."""
 
 from __future__ import annotations
 
@@ -48,28 +46,27 @@ from kvbench.sweep.simulated_trial import (
 from kvbench.sweep.verify.cross_checks import scenario_of
 
 MOST_REQUESTS: Final = 200
-"""Of one load; what is sent after them is simulated for a while, since it slows them down, and not fitted."""
+"""Maximum requests of one load; the next ones are simulated because they slow these down, but not fitted."""
 _AFTER: Final = 60
 MOST_LOADS: Final = 8
-"""Of one run, spread over its rates."""
+"""Maximum loads of one run, spread over its rates."""
 _BLOCK_TOKENS: Final = 16
-_ENOUGH: Final = "KV memory is taken as enough for every sequence"
+_ENOUGH: Final = "KV memory is assumed to suffice for every sequence"
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Limits of an engine whose records do not say them; None: what the records say, or vLLM's default."""
+    """Limits of an engine, for records without them; None: as recorded, or vLLM's default."""
 
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     instances: int | None = None
     num_kv_tokens: int | None = None
-    """KV memory of one engine, in tokens."""
 
 
 @dataclass(frozen=True)
 class CalibrationInput:
-    """Loads to fit to, and what is known of the engine that served them."""
+    """Loads to fit to, and limits of the engine that served them."""
 
     loads: list[ServedLoad]
     inputs: list[str]
@@ -78,12 +75,12 @@ class CalibrationInput:
     scenario_sha256: str = ""
     tensor_parallel_size: int | None = None
     num_kv_tokens: int | None = None
-    """KV memory of one engine, in tokens; None where it is not known or several differ."""
+    """KV memory of one engine, in tokens; None if unknown or if values differ."""
     notes: list[str] = field(default_factory=list)
 
 
 def read_inputs(paths: Sequence[Path], limits: EngineLimits) -> CalibrationInput:
-    """All that the paths hold. Raises InputError for one without single requests, or of another engine."""
+    """Read all paths. Raises InputError for one without single requests, or of another engine."""
     read_ones = [
         _of_run(path, limits) if (path / "manifest.json").is_file() else _of_file(path, limits)
         for path in paths
@@ -115,13 +112,13 @@ def _of_run(path: Path, limits: EngineLimits) -> CalibrationInput:
     run = load_run(path)
     if run.manifest.get("kind") not in ("sweep", "bench"):
         raise InputError(
-            f"{path} is a run of kind {run.manifest.get('kind')}: nothing of an engine was measured in it",
+            f"{path} is a run of kind {run.manifest.get('kind')}, without measurements of an engine",
             hint="give --from a run of `kvbench sweep` or `kvbench bench`, or records of single requests",
         )
     scenario = scenario_of(run)
     if scenario.workload.trace is not None:
         raise InputError(
-            f"{path} replayed a trace: what its prompts share is not in the requests' records",
+            f"{path} replayed a trace, whose shared prompt prefixes are not in the requests' records",
             hint="calibrate with a run of drawn prompts",
         )
     systems = _systems(scenario)
@@ -150,18 +147,18 @@ def _of_run(path: Path, limits: EngineLimits) -> CalibrationInput:
 
 
 def _measured_kv_tokens(trial: TrialRecord) -> int:
-    """KV memory of one engine, in tokens, as its metrics told: of several roles the least; 0 if unknown."""
+    """KV memory of one engine in tokens, by its metrics: the least of its roles; 0 if unknown."""
     return min((int(tokens) for tokens in (trial.engine.get("num_kv_tokens") or {}).values()), default=0)
 
 
 def _with_kv_memory(system: System, tokens: int) -> System:
-    """The system with as many blocks as hold so many tokens; unchanged where the number is unknown."""
+    """Set the number of blocks by the KV memory in tokens, if it is known."""
     blocks = tokens // system.config.block_tokens
     return replace(system, config=replace(system.config, num_blocks=blocks)) if blocks else system
 
 
 def _systems(scenario: Scenario) -> dict[str, System]:
-    """By label: what served, without its step times, which are looked for."""
+    """Return label → system, without the step times to fit."""
     untimed = scenario.model_copy(
         update={"simulate": scenario.simulate.model_copy(update={"timing": "quick", "hand_off": "beside"})}
     )
@@ -176,7 +173,7 @@ def _usable(trial: TrialRecord) -> bool:
 
 
 def _spread(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
-    """At most MOST_LOADS trials: of each length those of the lowest and highest rate first."""
+    """Pick at most MOST_LOADS trials: the lowest and highest rate of each length first."""
     ordered = sorted(trials, key=lambda each: (each.cell.input_len, each.request_rate))
     if len(ordered) <= MOST_LOADS:
         return ordered
@@ -213,7 +210,7 @@ def _of_file(path: Path, limits: EngineLimits) -> CalibrationInput:
     rows = [row for row in imported.reading.serving if row.requests]
     if not rows:
         raise InputError(
-            f"{path} has sums and no single requests: nothing can be fitted to it",
+            f"{path} has totals only; a fit needs single requests",
             hint="give a result of --save-detailed, aiperf's folder with profile_export.jsonl, or a run",
         )
     settings: Mapping[str, Any] = rows[0].settings
@@ -233,7 +230,7 @@ def _of_file(path: Path, limits: EngineLimits) -> CalibrationInput:
 
 
 def _kv_tokens(settings: Mapping[str, Any], limits: EngineLimits) -> int | None:
-    """KV memory of one engine, in tokens: as given, or as recorded; None where it is not known."""
+    """KV memory of one engine in tokens, as given or recorded."""
     tokens = limits.num_kv_tokens or settings.get("num_kv_tokens")
     return int(tokens) if tokens else None
 
@@ -244,7 +241,7 @@ def _system(
     def chosen(name: str, default: int) -> int:
         given = getattr(limits, name, None) or settings.get(name)
         if given is None:
-            notes.append(f"{name} is not recorded: {default} is taken")
+            notes.append(f"{name} is not recorded: {default} is assumed")
         return int(given or default)
 
     seqs = chosen("max_num_seqs", VLLM_MAX_NUM_SEQS)
@@ -268,14 +265,14 @@ def _system(
 
 _DIGITS: Final = 6
 _SHOWN: Final = 8
-"""Most lines on what a profile cannot explain that are printed."""
+"""Maximum printed lines about loads that a profile does not explain."""
 _COVARIANCE_DIGITS: Final = 12
-"""Coefficients that are hardly told apart have a covariance that fewer would make impossible."""
+"""Digits of the stored covariance; strongly correlated coefficients need this many to keep it valid."""
 
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """What the command line asks for. ``held_out``: the share of each load's last requests not fitted to."""
+    """Command-line options. ``held_out``: share of each load's last requests kept for the check."""
 
     sources: Sequence[Path]
     output: Path
@@ -287,9 +284,9 @@ class CalibrateOptions:
 
 
 def command(options: CalibrateOptions, console: Console) -> int:
-    """Fit, check, write, print; 0 for a profile that is fit, 1 for one that is not. Raises InputError."""
+    """Fit, check, write, print; return 0 for a usable profile, else 1. Raises InputError."""
     if options.output.exists():
-        raise InputError(f"{options.output} is there already", hint="give another --output, or remove it")
+        raise InputError(f"{options.output} already exists", hint="give another --output, or remove it")
     profile = calibrated(options)
     write_bytes(options.output, profile_text(profile).encode())
     _print(profile, options.output, console)
@@ -297,7 +294,7 @@ def command(options: CalibrateOptions, console: Console) -> int:
 
 
 def calibrated(options: CalibrateOptions) -> ProfileFile:
-    """The profile of what was measured. Raises InputError where that is too little."""
+    """Return the fitted profile. Raises InputError for too little data."""
     given = read_inputs(options.sources, options.limits)
     used, by = _split(given.loads, options.held_out)
     checked = checked_fit(given.loads, used, by)
@@ -305,7 +302,7 @@ def calibrated(options: CalibrateOptions) -> ProfileFile:
 
 
 def _split(loads: Sequence[ServedLoad], share: float) -> tuple[list[NDArray[np.bool_]], str]:
-    """The requests to fit to: those of all lengths but the middle one, or the earlier ones of each load."""
+    """Select the requests to fit: all lengths except the middle one, or the earlier requests of each load."""
     lengths = [float(np.median(each.input_len)) for each in loads]
     alike = all(np.ptp(each.input_len) <= 0.1 * length for each, length in zip(loads, lengths, strict=True))
     known = sorted(set(np.round(lengths, -1).tolist()))

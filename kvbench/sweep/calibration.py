@@ -1,13 +1,10 @@
-"""What a simulation needs besides the engines' model: KV links and overheads, per connector, with sources.
+"""KV links and overheads of a simulation, per connector, with their sources.
 
-In order of precedence: the scenario's section ``simulate``, a run that was measured before (``--like``), and
-the defaults below. A fit takes from the run's trials, for each connector:
-
-- latency and bandwidth from the mean time and bytes of a transfer, by least squares over its input lengths
-  (one length gives a bandwidth only). Trials that met their SLO count, so that queues count little.
-  From a run of ``kvbench microbench`` the link alone is taken: that of the transfer model fitted to it.
-- overheads from the parts of the TTFT that belong to no step: the medians over the same trials. What the
-  KV waits on D for a step (half a gap between tokens on average) is the model's own and taken off.
+Order of precedence: the scenario's section ``simulate``, a measured run (``--like``), the defaults below. A
+fit takes per connector, from trials that met their SLO (short queues): latency and bandwidth from mean time
+and bytes of a transfer, by least squares over input lengths (one length: bandwidth only); overheads from the
+median parts of the TTFT outside any step, without the KV's wait for a step on D (half a token gap), which the
+model adds itself. A ``kvbench microbench`` run gives the link only.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from kvbench.results.run import RunFolder, load_run
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What lies around the engines of one connector, and where the figures come from."""
+    """KV link and overheads of one connector, and their source."""
 
     link: Link
     overheads: Overheads
@@ -41,9 +38,9 @@ class Surroundings:
 
 
 _LOOPBACK: Final = "default: fit to a quickstart run of the emulated engine, loopback on two shared cores"
-# The fits of quickstart runs on two quiet cores; without P/D, of two engines behind the router. A transfer's
-# time is taken as the link's: where several were under way at once the link is faster than that, so that a
-# rate which the link alone limits is a lower bound.
+# Fits of quickstart runs on two quiet cores; without P/D, of two engines behind the router. A transfer's
+# time is used as the link's. With concurrent transfers the link is faster than that, so a rate
+# limited by the link alone is a lower bound.
 LOOPBACK: Final[Mapping[str, Surroundings]] = {
     "mooncake": Surroundings(Link(0.104, 0.0), Overheads(1.1, 0.0, 0.0, 4.9), _LOOPBACK),
     "nixl": Surroundings(Link(0.95, 1.8), Overheads(0.7, 1.2, 0.15, 5.3), _LOOPBACK),
@@ -52,19 +49,19 @@ LOOPBACK: Final[Mapping[str, Surroundings]] = {
     ),
     "": Surroundings(Link(0.95, 1.8), Overheads(1.65), _LOOPBACK),
 }
-"""By transfer backend; "" is any other, and an aggregated server."""
+"""Transfer backend → defaults on one host; "" is any other, and an aggregated server."""
 NETWORK: Final = Surroundings(
     Link(154.3, 0.57),
     Overheads(1.0, 0.0, 0.2, 0.0),
     "default: 0.57 ms + bytes / 154.3 GB/s, fit to Mooncake's published vLLM P/D figures, 8 × 200 Gb/s RDMA",
 )
-"""For real engines, whose profile holds the front end's time."""
+"""Default for real engines, whose profile includes the front end's time."""
 
 
 def surroundings(
     scenario: Scenario, label: str, backend: str, measured: RunFolder | None = None
 ) -> Surroundings:
-    """The figures for one connector of a scenario. ``backend``: what moves its KV; empty without P/D."""
+    """Return link and overheads of a connector. ``backend``: what moves its KV; empty without P/D."""
     scenario = scenario.at(label)
     modelled = scenario.deployment.engine_options.models_compute
     found = LOOPBACK.get(backend, LOOPBACK[""]) if modelled else NETWORK
@@ -98,18 +95,18 @@ def _known(values: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def measured_run(path: Path) -> RunFolder:
-    """The run to fit to. Raises InputError for one that was itself simulated."""
+    """Open the run to fit to. Raises InputError for a simulated one."""
     run = load_run(path)
     if run.manifest.get("kind") == "simulate":
         raise InputError(
-            f"{path} is a simulated run: nothing was measured in it",
+            f"{path} is a simulated run, without measurements",
             hint="give --like a run of `kvbench sweep`, `kvbench bench` or `kvbench microbench`",
         )
     return run
 
 
 def _of_microbench(run: RunFolder, scenario: Scenario, backend: str, otherwise: Surroundings) -> Surroundings:
-    """The link from the fitted transfers of a backend; overheads are none of a microbenchmark's business."""
+    """Take the link from a backend's fitted transfers; a microbenchmark has no overheads."""
     models = [model for model in fit_all(run.transfer_records()) if model.backend == backend]
     if not models:
         lacking = f" ({backend} is not in the run)" if backend else ""
@@ -120,7 +117,7 @@ def _of_microbench(run: RunFolder, scenario: Scenario, backend: str, otherwise: 
 
 
 def _as_paced(scenario: Scenario, backend: str, otherwise: Surroundings) -> Surroundings:
-    """The link of an emulated engine whose transfers a model paces."""
+    """Take the link of an emulated engine from its transfer model."""
     options = scenario.deployment.engine_options
     model = options.pace(backend) if backend else None
     if model is None:
@@ -131,11 +128,9 @@ def _as_paced(scenario: Scenario, backend: str, otherwise: Surroundings) -> Surr
 
 
 def _of_profile(scenario: Scenario, otherwise: Surroundings) -> Surroundings:
-    """What a profile file says: it was fitted to what clients saw, so that nothing else lies around it.
-
-    That holds for ``simulate.timing``. A profile that the emulated engine has as its own is met behind the
-    real router, over the real transfer library.
-    """
+    """Use a profile file (``simulate.timing``). It was fitted to client-side times, so it includes all
+    overheads. A profile of the emulated engine itself is measured behind the real router and transfer library
+    instead."""
     profile = profile_file(scenario.simulate.timing) if scenario.simulate.timing else None
     if profile is None:
         return otherwise
@@ -149,7 +144,7 @@ def _of_profile(scenario: Scenario, otherwise: Surroundings) -> Surroundings:
 
 
 def _modelled(model: TransferModel, scenario: Scenario, backend: str) -> Link:
-    """A fitted model as a link that moves the scenario's KV."""
+    """Convert a fitted model to a link that moves the scenario's KV."""
     tokens = scenario.deployment.engine_options.kv_block_tokens
     shape, ranks = scenario.model.shape, scenario.deployment.wire_ranks
     block_bytes = shape.block_bytes(tokens, ranks) * shape.regions()
@@ -162,7 +157,7 @@ def _modelled(model: TransferModel, scenario: Scenario, backend: str) -> Link:
 
 
 def fitted(run: RunFolder, label: str) -> Surroundings | None:
-    """The figures of a connector in a measured run; None if it has no usable trial of it."""
+    """Fit a connector's link and overheads to a measured run, or None without a usable trial."""
     trials = [trial for trial in run.trials if trial.cell.connector == label and trial.verdict == "met"]
     if not trials:
         return None
@@ -181,7 +176,7 @@ def _link(trials: Sequence[TrialRecord]) -> Link:
     latency, per_byte = 0.0, 0.0
     if len({round(size) for size in nbytes.tolist()}) > 1:
         per_byte, latency = (float(value) for value in np.polyfit(nbytes, times, 1))
-    if latency < 0 or per_byte <= 0:  # no line that a link could have: bandwidth alone
+    if latency < 0 or per_byte <= 0:  # not a valid line: bandwidth alone
         latency, per_byte = 0.0, float(nbytes @ times) / float(nbytes @ nbytes)
     return Link(gb_per_s=round(1e-6 / per_byte, 4), latency_ms=round(latency, 3))
 

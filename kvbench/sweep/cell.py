@@ -1,4 +1,4 @@
-"""One cell of the result table: is its output right, and what is the highest rate it holds?"""
+"""One cell of the result table: check its outputs, then find its highest rate."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from kvbench.sweep.trial.load_plan import ClosedLoad, LoadMode, TrialPlan, fixed
 from kvbench.sweep.trial.output_check import Equality, compare
 
 START_CONCURRENCY = 4.0
-"""Without a better guess the search starts where this many requests would be in flight: above what
-one request alone offers, and well below what any engine with batching can hold."""
+"""Start of a search without a hint, in requests in flight: above one idle request, far below a batching
+engine's limit."""
 
 
 CEILING = True
-"""A cold search begins by asking what comes out at most: cheaper than to climb there."""
+"""A search without a hint starts with a ceiling probe, which is cheaper than climbing."""
 UNCOMPARED = "outputs were not checked: there is no aggregated server to compare with"
 
 
@@ -45,10 +45,8 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What ``kvbench bench`` offers: one rate; if ``both_modes``, through the router and direct in turns.
-
-    Or, at rate 0, a closed loop of ``concurrency`` requests at once: ``num_requests``, or for ``duration_s``.
-    """
+    """Load of ``kvbench bench``: one rate (``both_modes``: alternately via the router and direct); at rate 0
+    a closed loop of ``concurrency`` requests, limited by ``num_requests`` or ``duration_s``."""
 
     rate: float
     both_modes: bool = False
@@ -57,10 +55,8 @@ class Fixed:
     duration_s: float = 0.0
 
     def closed(self, most: int, latency_s: float) -> ClosedLoad | None:
-        """Its closed loop, if it is one; of ``most`` requests where nothing ends it sooner.
-
-        ``latency_s``: of one request alone. Requests are made beforehand, so there must be enough of them.
-        """
+        """Return the closed loop, if any, with at most ``most`` prepared requests. ``latency_s``: of a single
+        idle request."""
         if not self.concurrency:
             return None
         rounds = 2 + math.ceil(1.2 * self.duration_s / max(latency_s, 1e-3))
@@ -68,15 +64,16 @@ class Fixed:
         return ClosedLoad(self.concurrency, n, self.duration_s)
 
     def requests(self, scenario: Scenario, latency_s: float) -> int:
-        """How many requests each trial sends at most; ``latency_s``: of one request alone."""
+        """Maximum requests of each trial; ``latency_s``: of a single idle request."""
         closed = self.closed(scenario.search.max_requests, latency_s)
         return closed.num_requests if closed is not None else fixed_requests(scenario, self.rate)
 
     def turns(self, own: LoadMode) -> tuple[tuple[LoadMode, int], ...]:
-        """Each trial's way and the number of the trial whose load it repeats: own, other, other, own.
+        """Return each trial's mode and the number of the trial whose load it repeats, in the order own,
+        other, other, own.
 
-        So neither way is always the first after a start, and what drifts with time falls on both alike. The
-        last trial, which a table shows, goes the scenario's ``own`` way.
+        So neither mode always comes first, and drift affects both equally. The last trial, shown in tables,
+        uses the scenario's ``own`` mode.
         """
         other: LoadMode = "direct" if own == "router" else "router"
         return (own, 1), (other, 1), (other, 3), (own, 3)
@@ -85,13 +82,13 @@ class Fixed:
 def searched_cells(
     scenario: Scenario, plan: Plan, watcher: Watcher, fixed: Fixed | None = None
 ) -> CellWorkOf:
-    """Searches each cell of a plan for its highest rate, or offers ``fixed``."""
+    """Search each cell of a plan for its highest rate, or run ``fixed``."""
     pairs = frozenset(each.label for each in plan.deployments if connectors.get(each.connector).disaggregated)
     return lambda site, knowledge: CellRunner(scenario, site, knowledge, watcher, pairs, fixed)
 
 
 class CellRunner:
-    """Measures the cells of one deployment. ``disaggregated``: labels of those that hand KV over."""
+    """Measures the cells of one deployment. ``disaggregated``: labels of P/D connectors."""
 
     def __init__(
         self,
@@ -110,10 +107,8 @@ class CellRunner:
         self._fixed = fixed
 
     def run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
-        """Check the outputs, then try rates until each strategy is done.
-
-        The first result is the main one; others are of further SLO tiers and of other methods.
-        """
+        """Check the outputs, then run trials until each strategy is done. The first result is the main one,
+        then come further SLO tiers and methods."""
         self._site.prepare()
         try:
             return self._run(cell, is_reference=is_reference)
@@ -129,7 +124,7 @@ class CellRunner:
                 f"corrupt: {wrong} greedy outputs differ from the aggregated server's ({equality.example})"
                 + (f"; {equality.power}" if equality.power else "")
             )
-            hint = "the KV cache did not arrive intact: look for transfer errors in the logs"
+            hint = "the KV cache arrived corrupted: look for transfer errors in the logs"
             return [CellResult(cell, "refused", equal_outputs=checked, reason=reason, hint=hint)]
         self._knowledge.learn_answers(self._site.watch_answers(cell, self._knowledge.right_answers(cell)))
         results, tally = [], Tally()
@@ -214,14 +209,14 @@ class CellRunner:
         searches = {}
         for tier, slo in self._scenario.slo.by_tier().items():
             own = replace(limits, attainment=min(slo.shares))
-            # What comes out of a flood of sessions is no rate of them: their turns wait for each other.
+            # Saturation gives no rate of sessions, as their turns wait for each other.
             ceiling = CEILING and self._scenario.workload.sessions is None
             objective = Objective.of(slo.all_criteria()) if self._replayable(method) else None
             searches[tier] = RateSearch(own, hint, ceiling=ceiling, objective=objective)
         return Tiered(searches, self._site.requests)
 
     def _replayable(self, method: Method) -> bool:
-        """Whether trials differ by their rate only: requests arrive by themselves, by the same law."""
+        """Whether trials differ in their rate only, with open-loop arrivals."""
         return (
             method == "sustained" and self._scenario.workload.sessions is None and not self._site.trace_rate
         )
@@ -236,7 +231,7 @@ class CellRunner:
         earlier = self._knowledge.earlier
         stored = earlier.tried(attempt.cell, attempt.method)
         if stored:
-            self._watcher.stage(f"{attempt.cell.key}: {len(stored)} trials are taken from the folder")
+            self._watcher.stage(f"{attempt.cell.key}: {len(stored)} trials are reused from the folder")
         latency_s, search = attempt.latency_s, self._scenario.search
         while (ask := strategy.ask()) is not None:
             for mode, twin_of in self._turns():
@@ -275,7 +270,7 @@ class CellRunner:
         return records
 
     def _foretell(self, attempt: Attempt, strategy: Strategy, records: Sequence[TrialRecord]) -> bool | None:
-        """Says as soon as it is known that the time cannot do, and returns whether; None before that."""
+        """Report as soon as known that the time is too short, and return whether it is; None before."""
         found = self._prospect(attempt.method, strategy, "", records)
         if found is None:
             return None
@@ -289,14 +284,14 @@ class CellRunner:
         return True
 
     def _foresee(self, attempt: Attempt, strategy: Strategy) -> None:
-        """Says after some of a search's trials if all of them are likely not to do."""
+        """Report after some trials if the rest will probably not suffice."""
         standing, search = strategy.standing(), self._scenario.search
         if standing is None or standing.width <= FORESEEN * search.precision or strategy.ask() is None:
             return
         done = foreseen_after(search.max_trials)
         self._watcher.note(
-            f"{attempt.cell.key}: after {done} of {search.max_trials} trials it lies {standing.text()}; "
-            f"the rest are not likely to make this ±{100 * search.precision:.2g} % (raise search.max_trials "
+            f"{attempt.cell.key}: after {done} of {search.max_trials} trials it is {standing.text()}; "
+            f"the rest will probably not reach ±{100 * search.precision:.2g} % (raise search.max_trials "
             "or search.precision, or lengthen the trials)",
             caveat=True,
         )
@@ -304,9 +299,9 @@ class CellRunner:
     def _prospect(
         self, method: Method, strategy: Strategy, tier: str, records: Sequence[TrialRecord]
     ) -> tuple[KnownCell, Prospect] | None:
-        """What the search's trials allow, by the first of them that tells where the answer is."""
+        """Estimate what the trials allow, from the first one that bounds the answer."""
         if self._scenario.workload.sessions is not None:
-            return None  # what is foretold is of requests that do not wait for each other
+            return None  # the forecast assumes independent requests
         if method not in MAIN_METHODS or not strategy.searched or (seen := seen_of(records)) is None:
             return None
         slos = self._scenario.slo.by_tier()
@@ -314,7 +309,7 @@ class CellRunner:
         return None if found is None else (seen, found)
 
     def _turns(self) -> Sequence[tuple[LoadMode | None, int]]:
-        """How often one load is offered, and which way: once, but for ``Fixed.both_modes``."""
+        """Modes and repeats of one load: once, except with ``Fixed.both_modes``."""
         has_router = self._site.has_direct
         if self._fixed is None or not self._fixed.both_modes or not has_router:
             return ((None, 0),)
@@ -323,7 +318,7 @@ class CellRunner:
     def _results(
         self, cell: Cell, method: Method, strategy: Strategy, records: Sequence[TrialRecord]
     ) -> list[CellResult]:
-        """What came of one method: a result for each SLO tier, or one where nothing was searched."""
+        """Return one result per SLO tier, or one if nothing was searched."""
         main = method in MAIN_METHODS
         refused = [record for record in records if record.verdict == "invalid"]
         answers = strategy.answers()
@@ -363,7 +358,7 @@ class CellRunner:
 
 
 def _wrong_at_end(last: CanaryResult) -> str:
-    """Why a cell is refused whose trials were right, and what it answers after them is not."""
+    """Explain why a cell is refused whose canaries were right in its trials and wrong afterwards."""
     told = " | ".join(each.text() for each in last.wrong)
     return f"wrong_answers: after the trials {len(last.wrong)} of {last.checked} answers were wrong: {told}"
 
@@ -371,7 +366,8 @@ def _wrong_at_end(last: CanaryResult) -> str:
 def confirmed_by(
     records: Sequence[TrialRecord], tier: str, rate: float | None, precision: float
 ) -> str | None:
-    """The trial that was met at a rate or up to the precision above it: the nearest, then the newest."""
+    """Return the trial that met the SLO at the rate or within the precision above it: the nearest, then the
+    newest."""
     if not rate:
         return None
     low, high = rate * (1 - 1e-9), rate * (1 + precision) * (1 + 1e-9)

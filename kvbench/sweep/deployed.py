@@ -1,4 +1,4 @@
-"""Deployments that really run: the bench of ``kvbench sweep`` and ``kvbench bench``."""
+"""The bench of ``kvbench sweep`` and ``kvbench bench``, which starts real processes."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ INVENTED: Final = "outputs were not checked: this connector's KV is invented, by
 
 
 def scratch_prefix(path: Path) -> str:
-    """How a run's temporary folders begin: short, for the sockets in them; known, for a kill leaves them."""
+    """Prefix of a run's temporary folders: short because they contain sockets, known for removal after a
+    kill."""
     return f"kvbench-{path.name[-6:]}-"
 
 
 class DeployedSite:
-    """A deployment that is up, its trials, and what it answers to single requests."""
+    """A running deployment, its trials, and its single requests."""
 
     def __init__(
         self,
@@ -55,9 +56,8 @@ class DeployedSite:
         compared: bool = False,
         fixed: Fixed | None = None,
     ) -> None:
-        """``compared``: other deployments' outputs are compared with this one's. ``fixed``: the load that is
-        offered, where no rate is searched for.
-        """
+        """``compared``: other deployments' outputs are compared with this one's. ``fixed``: load to run
+        instead of a search."""
         self.trace_rate, self.requests = trials.trials.trace_rate, trials.trials.requests
         self.has_direct = deployment.endpoints.direct is not None
         self.prepare, self.run, self.close = trials.prepare, trials.run, trials.close
@@ -65,23 +65,23 @@ class DeployedSite:
         self._deployment = deployment
         self._store = store
         self._watcher = watcher
-        # A modelled engine answers the same always; of a real one it is measured.
+        # A modelled engine always gives the same answer; for a real one the noise is measured.
         self._trials = trials
         self._compared = compared
         self._fixed = fixed
         self._latency_s = 0.0
-        """Of one request alone, as far as it is known."""
+        """Latency of a single idle request, or 0 if unknown."""
         self._trace = trials.trials.trace
         self._asked_again = compared and not scenario.deployment.engine_options.repeats_exactly
 
     def alone(self, cell: Cell) -> Alone:
-        """The greedy outputs are stored, for who goes on with the run."""
+        """Store the greedy outputs for a resume."""
         if not self._deployment.connector.true_outputs:
             return Alone(1.0, unchecked=INVENTED)
         self._watcher.stage(f"{cell.connector}: checking outputs at {cell.input_len} tokens")
         outputs = self._greedy(cell.input_len, cell.output_len)
         known = self._store.earlier.outputs.get((cell.connector, cell.input_len))
-        # An earlier search began with its latency, and is told the same trials again.
+        # An earlier search began with its latency, and its trials are replayed.
         latency_s = (
             idle_latency_s(self._scenario, self._deployment, cell) if known is None else known.latency_s
         )
@@ -98,14 +98,14 @@ class DeployedSite:
         return outputs
 
     def watch_answers(self, cell: Cell, known: CanaryPool | None) -> CanaryPool | None:
-        """Keeps the right answers for who goes on with the run."""
+        """Store the reference outputs for a resume."""
         supplies = self._trials.canaries
         if cell in supplies:
             return supplies[cell].judged_by
         if not self._deployment.connector.true_outputs or self._scenario.workload.sessions is not None:
             return None  # a canary among turns would have no conversation
         if known is None:
-            self._watcher.stage(f"{cell.connector}: asking for the answers to canaries")
+            self._watcher.stage(f"{cell.connector}: querying reference outputs of canaries")
             known = self._right_answers(cell)
             if known is None:
                 return None
@@ -115,7 +115,7 @@ class DeployedSite:
         return known
 
     def _right_answers(self, cell: Cell) -> CanaryPool | None:
-        """What it answers to canaries' prompts; None where that cannot be had, which is said."""
+        """Query reference outputs of canaries, or None with a note."""
         try:
             return right_answers(
                 self._scenario,
@@ -130,20 +130,19 @@ class DeployedSite:
             )
         except ServerError as error:
             self._watcher.note(
-                f"{cell.key}: its answers under load are not checked, since canaries could not be asked for: "
-                f"{error.message}"
+                f"{cell.key}: outputs under load are not checked, because canaries failed: {error.message}"
             )
             return None
 
     @property
     def _canary_budget_s(self) -> float:
-        """For how long a reference is asked: the canaries' share of the time that trials may take."""
+        """Longest time to query a reference: the canaries' share of the trial time."""
         search = self._scenario.search
         trials = 1 if self._store.manifest.get("kind") == "bench" else search.max_trials
         return self._scenario.checks.canary_share * trials * search.trial_s
 
     def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, CanaryPool | None]:
-        """Stores what was answered, and what became known of noise."""
+        """Store the answers and the observed noise."""
         supply = self._trials.canaries.get(cell)
         if supply is None:
             return None, None
@@ -165,11 +164,8 @@ class DeployedSite:
 
 
 class DeployedBench:
-    """Starts each deployment's processes, here or on the scenario's hosts, and stops them after it.
-
-    ``trace``: what trials replay, if the scenario has one. ``fixed``: the load that is offered, where no
-    rate is searched for.
-    """
+    """Starts each deployment's processes, local or on the scenario's hosts, and stops them. ``trace``:
+    requests to replay, if any. ``fixed``: load to run instead of a search."""
 
     alike = True
 
@@ -200,7 +196,7 @@ class DeployedBench:
             yield self._scenario
 
     def _reach_hosts(self) -> None:
-        """Connects to all hosts at once; what they are is put into the run folder."""
+        """Connect to all hosts at once and store their facts."""
         if not self._places.remote:
             return
         where = ", ".join(self._scenario.deployment.hosts) or self._scenario.deployment.launcher
@@ -217,18 +213,18 @@ class DeployedBench:
         self._store.update(hosts=list(dict.fromkeys(str(name) for name in names)))
 
     def _compare_hosts(self, hosts: Mapping[str, Any]) -> None:
-        """Raises StoreError if hosts are not what they were when the run began, unless that was forced."""
+        """Raise StoreError if hosts have changed since the run began, unless forced."""
         earlier = self._store.earlier
         differs = host_differences(earlier.hosts, hosts)
         if differs and not earlier.forced:
             raise StoreError(
-                f"{self._store.path} was begun on other hosts:\n  " + "\n  ".join(differs),
-                hint="go on where it began, or go on all the same with --force, which marks the run",
+                f"{self._store.path} was started on other hosts:\n  " + "\n  ".join(differs),
+                hint="resume it there, or use --force, which marks the run",
             )
         if differs:
             self._store.resumed_elsewhere(differs, ELSEWHERE)
             for each in differs:
-                self._watcher.note(f"not as it was: {each}")
+                self._watcher.note(f"changed: {each}")
 
     def gives_reference(self, planned: DeploymentPlan) -> bool:
         return not (planned.reference_only and not self._scenario.deployment.engine_options.starts_processes)
@@ -267,7 +263,7 @@ class DeployedBench:
     def running(
         self, planned: DeploymentPlan, round_: str = ""
     ) -> Iterator[tuple[Launcher, RunningDeployment]]:
-        """Its processes from start to stop, for whoever does more with them than a site offers."""
+        """Run a deployment's processes, for callers that need more than a site."""
         session = f"session-{self._store.resumed + 1}" if self._store.resumed else ""
         folder = "-".join(filter(None, (planned.label, round_, session)))
         with scratch(scratch_prefix(self._store.path), self._store.path.name) as specs:
@@ -284,7 +280,7 @@ class DeployedBench:
         return any(self._plan.reference_of(other) == label for other in others)
 
     def _announce(self, planned: DeploymentPlan, launcher: Launcher) -> None:
-        """Puts what is about to be started into plan.json; what nobody starts is not counted either."""
+        """Store a deployment in plan.json before its start; one that is never started is not counted."""
         if not self._scenario.deployment.engine_options.starts_processes:
             return
         specs = process_specs(self._scenario, planned, launcher.log_dir.absolute())

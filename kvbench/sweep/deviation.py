@@ -1,8 +1,7 @@
-"""Loads of a run beside the same loads on another system: how far the two are apart, figure by figure.
+"""Compare loads of a run with the same loads on another system, figure by figure.
 
-``reported`` is what the run says. The same load is ``reproduced`` by simulating it (``kvbench simulate
---against``) or measuring it (``kvbench bench --against``), there on an engine that may run slower by a known
-factor.
+``reported``: the run's figures. ``reproduced``: simulated (``kvbench simulate --against``) or measured
+(``kvbench bench --against``, perhaps on an engine slower by a known factor).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from kvbench.results.provenance import SIMULATED
 from kvbench.results.run import RunFolder
 
 OUTSIDE: Final = 0.10
-"""Reproduced and reported are called the same up to so much, as a share of what is reported."""
+"""Largest deviation that counts as equal, as a share of the reported figure."""
 FIGURES: Final = (
     "duration_s",
     "request_throughput",
@@ -47,7 +46,7 @@ _SHORT: Final = {SIMULATED: "sim"}
 
 @dataclass(frozen=True)
 class Deviation:
-    """One figure of one row: what the row says, and what comes of the same load over its draws."""
+    """One figure of one row: the reported value and one reproduced value per arrival sequence."""
 
     row: LoadRow
     figure: str
@@ -58,16 +57,15 @@ class Deviation:
 
     @property
     def ratio(self) -> float:
-        """Reproduced / reported."""
         return self.reproduced / self.reported
 
     @property
     def outside(self) -> bool:
-        """Whether the two are further apart than what is called the same here."""
+        """Whether the deviation exceeds OUTSIDE."""
         return abs(self.ratio - 1) > OUTSIDE
 
     def flat(self, word: str) -> dict[str, Any]:
-        """A line of the CSV; ``word`` is the column of what was reproduced."""
+        """Return a CSV line; ``word`` is the column of the reproduced value."""
         return {
             "connector": self.row.cell.connector,
             "protocol": self.row.axes.get("protocol"),
@@ -90,7 +88,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Account:
-    """A whole comparison. ``word``: simulated, emulated or measured; ``how``: how the loads were offered."""
+    """A whole comparison. ``word``: simulated, emulated or measured; ``how``: how the load was sent."""
 
     run: RunFolder
     scenario: Scenario
@@ -100,16 +98,13 @@ class Account:
 
     @property
     def short(self) -> str:
-        """The word as a column's heading has room for it."""
+        """The word, shortened for a column head."""
         return _SHORT.get(self.word, self.word)
 
 
 def deviations_of(row: LoadRow, drawn: Sequence[Mapping[str, Any]], scale: float = 1.0) -> list[Deviation]:
-    """The row beside what was reproduced of it, once a draw, in the words of ``vllm bench serve``.
-
-    ``scale``: by how much the system is slower than the one that is meant. Times are divided by it, what is
-    per second multiplied.
-    """
+    """Compare the row with one reproduction per arrival sequence, in ``vllm bench serve``'s terms. ``scale``:
+    the system's slowdown; times are divided by it and rates multiplied."""
     found = []
     for figure in FIGURES:
         reported, factor = row.get(figure), scale if figure in _PER_SECOND else 1 / scale
@@ -124,7 +119,7 @@ def deviations_of(row: LoadRow, drawn: Sequence[Mapping[str, Any]], scale: float
 
 
 def rows_of(run: RunFolder, scenario: Scenario) -> list[LoadRow]:
-    """The loads of a run that the scenario is about. Raises InputError if there is none."""
+    """Loads of a run that match the scenario. Raises InputError if there is none."""
     labels = [each.label for each in scenario.connectors]
     workload, sizes = scenario.workload, scenario.deployment.tensor_parallel_size
     rows = [
@@ -148,7 +143,7 @@ def rows_of(run: RunFolder, scenario: Scenario) -> list[LoadRow]:
 
 
 def label_of(row: LoadRow, scenario: Scenario) -> str:
-    """Which connector of the scenario a row is of: by label, or by name with its protocol and NICs; or ""."""
+    """Return the row's connector in the scenario, by label or by name, protocol and NICs; or ""."""
     labels = {each.label for each in scenario.connectors}
     if row.cell.connector in labels:
         return row.cell.connector
@@ -165,11 +160,11 @@ def label_of(row: LoadRow, scenario: Scenario) -> str:
 
 
 def arrivals(row: LoadRow, seed: int, kind: str = "drawn") -> list[float]:
-    """When requests are sent, in seconds. *drawn*: Poisson arrivals, stretched to end at n / rate.
+    """Return send times in seconds.
 
-    *vllm*: the sequence of ``vllm bench serve`` with its default seed 0, stretched likewise. It comes from
-    numpy's global generator, which its random data set does not use. *vllm-0.6*: that of
-    ``benchmark_serving.py`` of that time, not stretched; the first request goes out at once.
+    *drawn*: Poisson arrivals, scaled to end at n / rate. *vllm*: arrivals of ``vllm bench serve`` with seed 0
+    from numpy's global generator, scaled likewise. *vllm-0.6*: those of ``benchmark_serving.py``, not scaled;
+    the first request is sent at once.
     """
     assert row.requests is not None
     assert row.request_rate is not None
@@ -183,7 +178,7 @@ def arrivals(row: LoadRow, seed: int, kind: str = "drawn") -> list[float]:
 
 
 def prompt_len(row: LoadRow) -> int:
-    """What the prompts really had, where the row reports their total: data sets are cut at whole lines."""
+    """Actual prompt length, if the row reports the total: data sets are cut at whole lines."""
     total, n = row.get("total_input_tokens"), row.get("completed")
     return round(total / n) if total and n else row.cell.input_len
 
@@ -192,7 +187,7 @@ def prompt_len(row: LoadRow) -> int:
 
 
 def lines_of(found: Sequence[Deviation], short: str = "sim") -> tuple[list[str], list[list[str]]]:
-    """Header and lines: a row each, in each figure's cell reproduced / reported."""
+    """Return header and one line per row; cells show reproduced / reported."""
     header = ["row", "input", "offered req/s", *(f"{word} {short} / told" for word in _WORDS)]
     lines = []
     for row in dict.fromkeys(each.row.key for each in found):
@@ -212,7 +207,7 @@ def _ratio(each: Deviation) -> str:
 
 
 def place_of(row: LoadRow) -> str:
-    """``mooncake rdma, 2 NICs, tp 4 at 1,024, 6 req/s``: a row in words, with all that it is known by."""
+    """Row as text: ``mooncake rdma, 2 NICs, tp 4 at 1,024, 6 req/s``."""
     way = level_text("protocol", row) if row.axes.get("protocol") else ""
     tp = f"tp {row.axes['tp']:g}" if isinstance(row.axes.get("tp"), (int, float)) and way else ""
     more = ", ".join(word for word in (way, tp) if word)
@@ -220,13 +215,14 @@ def place_of(row: LoadRow) -> str:
 
 
 def off(found: Sequence[Deviation], *, word: str = SIMULATED, kept_up: bool | None = None) -> list[str]:
-    """What is outside, the worst first. ``kept_up``: only of rows that kept up, or of those that did not."""
+    """Deviations outside the limit, the worst first. ``kept_up``: only rows that kept up, or only others."""
     mine = [each for each in found if kept_up in (None, not_kept_up(each.row) is None)]
     wrong = sorted((each for each in mine if each.outside), key=lambda each: -abs(each.ratio - 1))
     return [
-        f"{place_of(each.row)}: {each.figure} {each.ratio - 1:+.0%}; told {number(each.reported)}, {word} "
+        f"{place_of(each.row)}: {each.figure} {each.ratio - 1:+.0%}; reported {number(each.reported)}, "
+        f"{word} "
         + (
-            f"{number(each.least)} to {number(each.most)} over the draws of the arrivals"
+            f"{number(each.least)} to {number(each.most)} over the arrival sequences"
             if each.least < each.most
             else number(each.reproduced)
         )
@@ -235,13 +231,13 @@ def off(found: Sequence[Deviation], *, word: str = SIMULATED, kept_up: bool | No
 
 
 def _row(row: LoadRow) -> str:
-    """Its connector, protocol, NICs and ranks, and whether it kept up with its load."""
+    """Connector, protocol, NICs and ranks of a row, and whether it kept up with its load."""
     name = place_of(row).split(" at ", 1)[0]
     return name if not_kept_up(row) is None else f"{name} (saturated)"
 
 
 def _outside(account: Account) -> Iterator[tuple[str, list[str]]]:
-    """Headings, and what is outside: first of the rows that a model of a steady state can be held to."""
+    """Yield headings and deviations: first rows in a steady state, which a model must match."""
     found, word = account.found, account.word
     kept, not_kept = off(found, word=word, kept_up=True), off(found, word=word, kept_up=False)
     steady = sum(not_kept_up(each.row) is None for each in found)
@@ -256,7 +252,7 @@ def _outside(account: Account) -> Iterator[tuple[str, list[str]]]:
 
 
 def write_account(path: Path, account: Account) -> None:
-    """``against.md`` and ``tables/against.csv`` of a run folder. Raises StoreError."""
+    """Write ``against.md`` and ``tables/against.csv`` of a run folder. Raises StoreError."""
     parts = [
         f"# {account.scenario.name} against {account.run.path.name} ({account.word})",
         f"> **{account.word.title()}**: {account.how}",
@@ -274,9 +270,10 @@ def write_account(path: Path, account: Account) -> None:
 
 
 def show(account: Account, console: Console) -> None:
-    """The comparison in the terminal."""
     scenario, found = account.scenario, account.found
-    title = f"{account.word.upper()} · {scenario.name} against {account.run.path.name}: {account.word} / told"
+    title = (
+        f"{account.word.upper()} · {scenario.name} against {account.run.path.name}: {account.word} / reported"
+    )
     console.print(f"\n{title}", style="bold", markup=False)
     shown = []
     for row in dict.fromkeys(each.row.key for each in found):

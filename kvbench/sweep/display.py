@@ -1,12 +1,9 @@
-"""What a user sees while a sweep runs: a line for each finished cell, the time left, and what to do next.
+"""Progress of a sweep: a line per finished cell, the time left, the next step.
 
-A terminal has a live line below them; a log has a line for each trial in addition, as has ``-v``.
-
-``TimeLeft`` is the plan's estimate in seconds of trials, corrected by every trial that has ended. A cell
-needs as many more trials as narrow its interval to the required precision (by the root of their number), each
-about as long as a trial near the answer (``core.plan.prospect``); before its first trial its time is that of
-similar cells. Launches, checks and a simulation's speed are learnt as a *pace*: seconds gone by per second of
-trials.
+A terminal also has a live line; a log, and ``-v``, a line per trial. ``TimeLeft`` corrects the plan's
+estimate after each trial: a cell needs the trials that narrow its interval to the precision (square-root
+law), each as long as one near the answer (``core.plan.prospect``); an unmeasured cell takes as long as
+similar ones. Launches, checks and simulation speed form the *pace*: elapsed seconds per second of trials.
 """
 
 from __future__ import annotations
@@ -39,24 +36,22 @@ from kvbench.sweep.strategies import Standing
 from kvbench.sweep.trial.loadgen_driver import Progress as LoadProgress
 
 GROWS_MOST: Final = 1.15
-"""By more than that what is shown does not grow within a cell: a number that jumps tells nobody anything."""
+"""Largest growth of the displayed time within a cell, as a factor; a jumping number does not help."""
 NEAR_TRIALS: Final = 3
-"""The last so many trials of a cell say how long the next one will take."""
+"""Number of last trials that predict the length of the next one."""
 MOST_NEEDED: Final = 0.6
-"""Of ``max_trials``, so many a search takes beyond the next one while it knows nothing, and evenly fewer as
-it grows sure: fitted to simulated sweeps of quickstart, xpyd and seed-h200-emulated."""
+"""Further trials of a search that knows nothing, as a share of ``max_trials``; linearly fewer with
+confidence. Fitted to simulated sweeps of quickstart, xpyd and seed-h200-emulated."""
 LONGER: Final = 0.25
-"""Power of its prompts' length by which a cell takes longer: of 0.2 to 0.5, the one that was right most often
-at half time in nine simulated sweeps (quickstart, xpyd, burst-or-sustained; 7 within 30 %)."""
+"""Power of the prompt length in a cell's time. Of 0.2 to 0.5 the most accurate at half time in nine simulated
+sweeps (7 within 30 %)."""
 FROM, TO = 2.0, 6.0
-"""After so many trials an interval's width begins to say how many more it takes, and says it alone."""
+"""Trials after which an interval's width begins to predict the remaining number, and predicts it alone."""
 _TRIALS: Final = "trials"
 
 
 @dataclass
 class _Measured:
-    """What is known of one cell."""
-
     records: list[TrialRecord] = field(default_factory=list)
     prospect: Prospect | None = None
     sure: float | None = None
@@ -69,12 +64,11 @@ class _Measured:
 
 
 class TimeLeft:
-    """Told of trials and cells as they end; says at any moment how long it will take yet, in seconds."""
+    """Estimates the remaining time in seconds from ended trials and cells."""
 
     def __init__(self, plan: Plan, cells: Sequence[Cell] | None = None, *, paced: bool = True) -> None:
-        """``cells``: those that are to be measured yet; by default all of the plan. ``paced``: whether a
-        trial takes its own seconds; a simulation's pace is learnt first.
-        """
+        """``cells``: those left to measure; by default all. ``paced``: a trial takes real time; a
+        simulation's pace is learnt first."""
         self._plan = plan
         self._cells = list(plan.cells if cells is None else cells)
         self._known: dict[Cell, _Measured] = {}
@@ -84,12 +78,11 @@ class TimeLeft:
         self._besides_s = sum(part_s.values()) - part_s.get(_TRIALS, sum(part_s.values()))
         self._least_s: dict[Cell, float] = {}
         self._begun: tuple[tuple[Cell, int] | None, float] = None, 0.0
-        """Of the trial under way: its cell and place there, and the time left when it began."""
+        """The running trial: its cell and number, and the time left when it began."""
 
     def trial_ended(self, record: TrialRecord, sure: float | None = None, width: float | None = None) -> None:
-        """If known, ``sure``: how probable it is by now that the search's answer is within its precision, and
-        ``width``: the relative half-width of its interval.
-        """
+        """Take a trial. ``sure``: probability that the answer is within its precision; ``width``: relative
+        half-width of its interval."""
         known = self._known.setdefault(record.cell, _Measured())
         known.records.append(record)
         known.sure, known.width = sure, width
@@ -101,9 +94,8 @@ class TimeLeft:
         self._known.setdefault(cell, _Measured()).ended = True
 
     def left_s(self, elapsed_s: float, cell: Cell | None = None, in_trial_s: float = 0.0) -> float | None:
-        """``elapsed_s``: since the beginning; ``in_trial_s``: since that of the trial under way, which is one
-        of ``cell``. None before a first trial was near an answer: until then the plan's estimate stands.
-        """
+        """Return the time left, or None before a trial was near an answer. ``elapsed_s``: since the
+        beginning; ``in_trial_s``: since the start of the running trial, which belongs to ``cell``."""
         done_s = math.fsum(each.spent_s for each in self._known.values())
         pace = self._pace(elapsed_s, done_s + in_trial_s)
         if pace is None or not any(each.prospect or each.ended for each in self._known.values()):
@@ -115,10 +107,10 @@ class TimeLeft:
             return others_s
         least_s = self._least_s.get(cell, math.inf)
         place = cell, len(self._of(cell).records)
-        if self._begun[0] != place:  # a trial begins: from here on it is counted down
+        if self._begun[0] != place:  # a trial starts: count down from here
             whole_s = others_s + pace * self._cell_left_s(cell)
             self._begun = place, min(whole_s, GROWS_MOST * least_s)
-        # What takes longer than it was thought to leaves the other cells to come.
+        # A delayed cell must not consume the time of later cells.
         left_s = max(self._begun[1] - pace * in_trial_s, min(others_s, least_s))
         self._least_s[cell] = min(least_s, left_s)
         return left_s
@@ -127,7 +119,7 @@ class TimeLeft:
         return self._known.get(cell) or _Measured()
 
     def _pace(self, elapsed_s: float, trials_s: float) -> float | None:
-        """Seconds gone by for each second of trials; at first what the plan says of launches and checks."""
+        """Elapsed seconds per second of trials; at first from the plan's launches and checks."""
         if not self._paced:
             return elapsed_s / trials_s if trials_s > 0 else None
         whole = self._cell_s * len(self._plan.cells)
@@ -140,7 +132,7 @@ class TimeLeft:
             return self._cell_of_others_s(cell)
         own_s = self._next_trial_s(known) * self._trials_left(known)
         if known.prospect is None:
-            # Far from the answer trials are short, and say nothing of those to come.
+            # Trials far from the answer are short and do not predict later ones.
             return max(own_s, self._cell_of_others_s(cell) - known.spent_s)
         return own_s
 
@@ -156,7 +148,7 @@ class TimeLeft:
         return fmean([near_s, median(seen)]) if len(usual_s) > NEAR_TRIALS else near_s
 
     def _trials_left(self, known: _Measured) -> float:
-        """Of a cell under way, at least one."""
+        """Remaining trials of a running cell, at least one."""
         search, done = self._plan.scenario.search, len(known.records)
         if search.method == "fixed":
             return max(1.0, len(search.rates) - done)
@@ -170,9 +162,8 @@ class TimeLeft:
         return min(needed, max(1, search.max_trials - done))
 
     def _cell_of_others_s(self, cell: Cell) -> float:
-        """A cell's time by those that are like it: of the same length, or else of the same connector, and
-        then longer, the longer its prompts are: such requests take longer, and come at a lower rate.
-        """
+        """Estimate a cell's time from cells of the same length, else of the same connector, scaled by the
+        prompt length."""
         known = {
             other: (each.spent_s + (0.0 if each.ended else self._cell_left_s(other)))
             * (cell.input_len / other.input_len) ** LONGER
@@ -187,13 +178,12 @@ class TimeLeft:
 
 _COLOURS = {"met": "green", "missed": "red", "invalid": "yellow", "undecided": "cyan", "measured": "green"}
 FAR: Final = 3.0
-"""With a factor of so much between its ends an interval is not worth telling."""
+"""Largest ratio of an interval's ends that is worth showing."""
 
 
 def why(record: TrialRecord) -> str:
-    """What a trial's line says behind its verdict: the causes of its misses, or that its queue grows; why it
-    was refused or could not decide; or what a saturating probe has found.
-    """
+    """Reason behind a trial's verdict: causes of misses, a growing queue, a refusal, missing evidence, or a
+    saturation probe's result."""
     if record.verdict == "invalid":
         return record.reason
     if record.purpose == "ceiling":
@@ -206,38 +196,36 @@ def why(record: TrialRecord) -> str:
 
 
 def _load_text(record: TrialRecord) -> str:
-    """What was offered: a rate, or so many requests at once."""
+    """Load as text: a rate, or a number of concurrent requests."""
     at_once = record.engine.get("concurrency")
     return f"{at_once} at once" if at_once else f"{record.request_rate:8.2f} req/s"
 
 
 def _served(record: TrialRecord) -> str:
-    """Of a saturating probe: more is offered than can be served, so that what comes out is the capacity."""
+    """Result of a saturation probe: completions per second under overload."""
     served = record.summary.get("completion_rate") or record.summary.get("run_request_rate")
     if not isinstance(served, (int, float)) or not served:
-        return "saturating probe to find the capacity: too little was served in its time to tell"
+        return "saturation probe: too few requests served to measure the capacity"
     steady = record.summary.get("completion_steady", True)
-    return f"saturating probe to find the capacity: about {served:.3g} req/s served" + (
-        "" if steady else ", still changing"
-    )
+    return f"saturation probe: about {served:.3g} req/s served" + ("" if steady else ", still changing")
 
 
 def _open(record: TrialRecord) -> str:
-    """Why a trial could not decide, and where its requests count as fewer than they are, as how many."""
+    """Why a trial was inconclusive, with its effective sample size."""
     summary = record.summary
     judged = (summary.get("judged_met") or 0) + (summary.get("judged_missed") or 0)
     effective = summary.get("effective_n")
     if isinstance(effective, (int, float)) and effective < 0.8 * judged:
-        return f"{record.reason}; the {judged} count as {effective:.0f}, since neighbours fare alike"
+        return f"{record.reason}; effective sample size {effective:.0f} of {judged} (correlated requests)"
     return record.reason
 
 
 class Watcher(Protocol):
-    """Hears what a sweep does; is never asked anything."""
+    """Receives a sweep's events."""
 
     def stage(self, text: str) -> None: ...
     def note(self, text: str, *, caveat: bool = False) -> None:
-        """``caveat``: a forecast of how good the figures will be; the report says how good they are."""
+        """Show a note. ``caveat``: a forecast of the figures' precision."""
 
     def trial_progress(self, cell: Cell, rate: float, planned: int, progress: LoadProgress) -> None: ...
     def trial_finished(self, record: TrialRecord, standing: Standing | None = None) -> None: ...
@@ -245,7 +233,7 @@ class Watcher(Protocol):
 
 
 class Silent:
-    """A watcher for tests and notebooks: sees everything, says nothing."""
+    """A watcher for tests and notebooks that prints nothing."""
 
     def stage(self, text: str) -> None:
         pass
@@ -264,10 +252,8 @@ class Silent:
 
 
 class Display:
-    """Prints a line for each cell of a run folder; one for each trial, if ``verbose`` or without a live line.
-
-    ``left``: who reckons the time left, if anybody does; ``planned``: what the plan says of it, until then.
-    """
+    """Prints a line per cell of a run folder, and per trial if ``verbose`` or without a live line. ``left``:
+    estimator of the time left; ``planned``: the plan's estimate until then."""
 
     def __init__(
         self,
@@ -338,7 +324,7 @@ class Display:
         self._say({})
 
     def _cell_text(self, result: CellResult) -> str:
-        """What the table will say of it."""
+        """The cell as the table will show it."""
         where = f"{result.cell.connector:<11} {result.cell.input_len:>6,} in  "
         row = next((each for each in summary_table(load_run(self._path)) if each.cell == result.cell), None)
         if row is None or result.answer is None:
@@ -348,7 +334,8 @@ class Display:
     def _say(
         self, texts: Mapping[str, str], cell: Cell | None = None, in_trial_s: float = 0.0, part: float = 0.0
     ) -> None:
-        """``part``: how much of the trial is done. The bar is of time where that is known, else of cells."""
+        """Update the live line. ``part``: done share of the trial. The bar shows time if known, else
+        cells."""
         gone_s, left_s = self._bar.elapsed_s, self._left_s(cell, in_trial_s)
         if left_s is not None:
             share = gone_s / max(gone_s + left_s, 1e-9)
@@ -379,9 +366,9 @@ def _live_texts(cell: Cell, number: int, doing: str) -> Mapping[str, str]:
 
 def _trial_text(record: TrialRecord, number: int, standing: Standing | None) -> Text:
     attainment = record.summary.get("slo_attainment")
-    # Of a saturating probe nothing is within the SLO, and nothing is meant to be.
+    # In a saturation probe no request is within the SLO, as intended.
     known = attainment is not None and record.purpose != "ceiling"
-    # Far from the answer an interval says nothing.
+    # Far from the answer an interval is meaningless.
     near = standing is not None and standing.upper < FAR * standing.lower
     said = "; ".join(filter(None, (why(record), standing.text() if standing and near else "")))
     return Text.assemble(
@@ -394,14 +381,14 @@ def _trial_text(record: TrialRecord, number: int, standing: Standing | None) -> 
 
 
 def next_step(run: RunFolder, resume: str = "") -> str:
-    """``next: kvbench compare A B  (…)``. ``resume``: the command that goes on with the run, if one can."""
+    """``next: kvbench compare A B (…)``. ``resume``: the command that resumes the run, if possible."""
     command, purpose = _step(run, summary_table(run), resume)
     return f"next: {command}  ({purpose})"
 
 
 def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
     if resume and any(result.status == "failed" for result in run.cells):
-        return resume, "measures the failed cells once more"
+        return resume, "measures the failed cells again"
     search = (run.plan.get("scenario") or {}).get("search") or {}
     words = [str(word) for word in run.manifest.get("argv") or ()]
     again = shlex.split(" ".join(words)) if words[:1] == ["kvbench"] else []
@@ -414,7 +401,7 @@ def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
             return command, f"searches longer, for {names}"
         if any(row.outcome == "at_least" for row in searched) and (most := search.get("max_rate")):
             command = _changed(again, "", "search.max_rate", f"{10 * float(most):g}")
-            return command, "no rate was too high yet"
+            return command, "no rate was too high so far"
         alike = parted(rate_pairs(rows)).alike
         if alike and (precision := search.get("precision")):
             names = f"{alike[0].ahead} from {alike[0].behind}"
@@ -422,17 +409,15 @@ def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
             return command, f"separates {names} more closely"
     if (earlier := _earlier(run)) is not None:
         both = " ".join(shlex.quote(str(path)) for path in (earlier, run.path))
-        return f"kvbench compare {both}", "says what has changed since"
+        return f"kvbench compare {both}", "shows what has changed since"
     if not run.all_trials:
-        return "kvbench doctor", "says what is missing here"
+        return "kvbench doctor", "shows what is missing here"
     return f"kvbench export timeline {shlex.quote(str(run.path))}", "shows one trial request by request"
 
 
 def _changed(words: Sequence[str], option: str, path: str, value: str) -> str:
-    """Return a command with another value for a scenario path, in place of what sets it already.
-
-    ``option``: the option that sets the path, if there is one besides ``--set``.
-    """
+    """Set another value for a scenario path in a command. ``option``: option for the path, besides
+    ``--set``."""
     kept: list[str] = []
     rest = list(words)
     while rest:
@@ -446,7 +431,7 @@ def _changed(words: Sequence[str], option: str, path: str, value: str) -> str:
 
 
 def _earlier(run: RunFolder) -> Path | None:
-    """Return the last complete run beside this one that it can be compared with."""
+    """Last complete run in the same folder that can be compared with this one, or None."""
     for folder in sorted(run.path.parent.glob(f"*-{scenario_of(run)}-*"), reverse=True):
         if folder.name < run.path.name and (folder / MANIFEST).is_file():
             manifest = read_object(folder / MANIFEST, [])

@@ -1,8 +1,7 @@
-"""A sweep's metrics while it runs, sent to an OpenTelemetry collector (``--otlp URL``).
+"""Send a sweep's metrics to an OpenTelemetry collector while it runs (``--otlp URL``).
 
-The OpenTelemetry SDK does it, which is optional. Names are those of ``kvbench export --format otel-json``
-where both tell the same thing; what a trial under way has seen so far ends in ``.live``. A collector that
-does not answer delays no trial: the SDK sends from a thread of its own.
+Requires the optional OpenTelemetry SDK, whose thread sends; a slow collector delays no trial. Names are those
+of ``kvbench export --format otel-json``; figures of a running trial end in ``.live``.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _STATISTICS: Final = ("mean", "p50", "p90", "p99")
 
 
 class OtlpWatcher:
-    """Tells another watcher what it is told, and the meter the figures of it."""
+    """Forwards events to another watcher, and figures to the meter."""
 
     def __init__(self, inner: Watcher, meter: Meter) -> None:
         self._inner = inner
@@ -89,7 +88,7 @@ class OtlpWatcher:
     def _set(
         self, name: str, unit: str, value: Any, attributes: Mapping[str, Any], scale: float = 1.0
     ) -> None:
-        """A figure as it is now; one that is not known is left out."""
+        """Set a figure's current value; unknown ones are omitted."""
         if isinstance(value, (int, float)):
             if name not in self._gauges:
                 self._gauges[name] = self._meter.create_gauge(f"kvbench.{name}", unit)
@@ -102,10 +101,8 @@ def _where(cell: Cell) -> dict[str, Any]:
 
 @contextmanager
 def meter(url: str, run_id: str, scenario: str) -> Iterator[Meter]:
-    """A meter whose figures go to the collector at ``url`` every few seconds, and once more at the end.
-
-    ``url``: OTLP over HTTP, such as ``http://127.0.0.1:4318``. Raises InputError without the SDK.
-    """
+    """Yield a meter that sends to the collector every few seconds and at the end. ``url``: OTLP over HTTP,
+    such as ``http://127.0.0.1:4318``. Raises InputError without the SDK."""
     try:
         from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics import MeterProvider

@@ -1,8 +1,7 @@
-"""``kvbench sweep --resume RUN``: go on with a run that ended too soon, in its own folder.
+"""``kvbench sweep --resume RUN``: resume an interrupted run in its own folder, by its plan.
 
-The plan is the folder's. Finished cells are taken over; the trials of an unfinished one are told to its
-search again, in order, so that it asks next what it would have asked. At most the trial that was running is
-redone.
+Finished cells are kept. An unfinished cell's trials are replayed to its search in order, so it continues with
+the same next rate; at most the interrupted trial is repeated.
 """
 
 from __future__ import annotations
@@ -43,14 +42,12 @@ from kvbench.sweep.verify.audit import DAMAGED, damages_before_resume
 from kvbench.sweep.verify.cross_checks import fixed_of, scenario_of
 
 GONE_DEADLINE_S: Final = 10.0
-"""What a killed run started dies with it; the kernel may need a moment."""
+"""Longest wait for processes of a killed run to end, in seconds."""
 MOST_SAID: Final = 5
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run folder, open to be gone on with, and all that its sweep is made of."""
-
     scenario: Scenario
     plan: Plan
     store: RunStore
@@ -60,7 +57,7 @@ class Resumed:
 
     @property
     def left(self) -> int:
-        """How many cells are not finished."""
+        """Number of unfinished cells."""
         return sum(not self.store.earlier.finished(cell) for cell in self.plan.cells)
 
     def sweep(self, watcher: Watcher) -> Sweep:
@@ -73,13 +70,10 @@ class Resumed:
 def command(
     path: Path, cli: CliOptions, kind: str, console: Console, *, force: bool = False, verbose: bool = False
 ) -> int:
-    """Go on with a run, write its report, print its table; returns the exit code.
+    """Resume a run, write and print its report; return the exit code.
 
-    ``kind``: the command that was used, sweep or bench. ``cli``: its other options, which may repeat what
-    the folder says and not contradict it. ``verbose``: as in ``carry_out``.
-
-    Raises InputError for options that do, StoreError for a folder
-    that cannot be gone on with.
+    ``kind``: sweep or bench. ``cli``: other options, which must agree with the folder. ``verbose``: as in
+    ``carry_out``. Raises InputError if they do not agree, StoreError for a folder that cannot be resumed.
     """
     run = load_run(path)
     _require_kind(run, kind)
@@ -89,7 +83,7 @@ def command(
         return EXIT_OK
     resumed = reopen(path, force=force)
     for difference in resumed.store.manifest["sessions"][-1]["differs"]:
-        console.print(f"not as it was: {difference}", markup=False, style="yellow")
+        console.print(f"changed: {difference}", markup=False, style="yellow")
     done = len(resumed.plan.cells) - resumed.left
     console.print(
         f"{done} of {len(resumed.plan.cells)} cells are finished; {len(run.all_trials)} trials are kept",
@@ -102,7 +96,7 @@ def command(
 
 
 def resume(path: Path, *, force: bool = False) -> Path:
-    """Go on with a run, silently and without a report; returns its folder. Errors as in ``command``."""
+    """Resume a run without output; return its folder. Errors as in ``command``."""
     if not is_complete(load_run(path)):
         resumed = reopen(path, force=force)
         with resumed.store:
@@ -111,15 +105,15 @@ def resume(path: Path, *, force: bool = False) -> Path:
 
 
 def is_complete(run: RunFolder) -> bool:
-    """Whether nothing is left to do: it came to its end, and no cell failed."""
+    """Whether the run finished and no cell failed."""
     failed = any(result.status == "failed" for result in [*run.cells, *run.other_cells])
     return run.manifest.get("status") == "complete" and not failed
 
 
 def nothing_left(run: RunFolder, console: Console) -> bool:
-    """Whether a run is complete; if so, that is said and its report printed."""
+    """Whether a run is complete; if so, say it and print its report."""
     if is_complete(run):
-        console.print(f"{run.path} is complete: nothing is left to do", markup=False)
+        console.print(f"{run.path} is complete", markup=False)
         from kvbench.report.report import tell_program
 
         tell_program([run], console)
@@ -128,20 +122,18 @@ def nothing_left(run: RunFolder, console: Console) -> bool:
 
 
 def reopen(path: Path, *, force: bool = False) -> Resumed:
-    """The run folder and what is left of its sweep; the folder is locked and says that it runs.
-
-    Raises StoreError if another process works on it, if it is of a kind or a version that cannot be gone on
-    with, or if machine or software are others than they were and ``force`` is not given.
-    """
+    """Open and lock a run folder, and return what is left of its sweep. Raises StoreError if another process
+    uses it, if its kind or version cannot be resumed, or, without ``force``, if machine or software have
+    changed."""
     run = load_run(path)
     if run.manifest.get("status") == "running" and writer_is_alive(path):
-        RunStore.reopen(path)  # says who it is
+        RunStore.reopen(path)  # its error names the process
     require_untouched(run)
     damages = [str(each) for each in islice(damages_before_resume(run), MOST_SAID)]
     if damages and not force:
         raise StoreError(
-            f"{path} is not as it was written:\n  " + "\n  ".join(damages),
-            hint="put back what was there (from a copy of the run), or go on as it is, marked, with --force",
+            f"{path} has changed since it was written:\n  " + "\n  ".join(damages),
+            hint="restore the files from a copy of the run, or use --force, which marks the run",
         )
     scenario, plan, fixed = planned(run)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
@@ -149,8 +141,8 @@ def reopen(path: Path, *, force: bool = False) -> Resumed:
     differs = list(differences(run.environment, environment.describe()))
     if differs and not force:
         raise StoreError(
-            f"{path} was begun under other conditions:\n  " + "\n  ".join(differs),
-            hint="go on where it began, or go on all the same with --force, which marks the run",
+            f"{path} was started under other conditions:\n  " + "\n  ".join(differs),
+            hint="resume it there, or use --force, which marks the run",
         )
     like = (run.manifest.get("asked") or {}).get("like")
     measured = measured_run(Path(like)) if like else None
@@ -169,7 +161,7 @@ def reopen(path: Path, *, force: bool = False) -> Resumed:
 
 
 def take_over(store: RunStore, scenario: Scenario, fixed: Fixed | None, *, forced: bool = False) -> None:
-    """Gives a store that was opened again what its folder holds, which nobody else writes from here on."""
+    """Give a reopened store the folder's content; no other process writes from here on."""
     own: Method = scenario.search.method
     if fixed is not None:
         own = "trace" if scenario.workload.trace else "sustained"
@@ -177,12 +169,12 @@ def take_over(store: RunStore, scenario: Scenario, fixed: Fixed | None, *, force
 
 
 def planned(run: RunFolder) -> tuple[Scenario, Plan, Fixed | None]:
-    """What a folder says is to be done. Raises StoreError if this kvbench would do something else."""
+    """Read a folder's plan. Raises StoreError if this kvbench would plan differently."""
     if run.manifest.get("asked") is None:
         raise StoreError(
-            f"{run.path} cannot be gone on with: it is more than one sweep, asks somebody else's simulator, "
-            "or was begun by a kvbench that could not do this yet",
-            hint="begin anew",
+            f"{run.path} cannot be resumed: it has several sweeps, uses an external simulator, "
+            "or was started by a kvbench that could not resume",
+            hint="start a new run",
         )
     scenario = scenario_of(run)
     plan = plan_of(scenario)
@@ -194,8 +186,8 @@ def planned(run: RunFolder) -> tuple[Scenario, Plan, Fixed | None]:
     ]
     if other:
         raise StoreError(
-            f"{run.path}/plan.json: this kvbench would plan other {' and '.join(other)} for that scenario",
-            hint="go on with the version that began it, or begin anew",
+            f"{run.path}/plan.json: this kvbench plans other {' and '.join(other)} for its scenario",
+            hint="resume with the version that started it, or start a new run",
         )
     return scenario, plan, fixed_of(run)
 
@@ -206,14 +198,14 @@ def _require_kind(run: RunFolder, kind: str) -> None:
         raise InputError(f"{run.path} is a run of kind {own}", hint=resume_words(own, run.path))
     if own not in ("sweep", "bench", "simulate"):
         raise InputError(
-            f"{run.path} is a run of kind {own}, which cannot be gone on with", hint="begin anew"
+            f"{run.path} is a run of kind {own}, which cannot be resumed", hint="start a new run"
         )
     if (own == "bench") != (kind == "bench"):
         raise InputError(f"{run.path} is a run of kind {own}", hint=resume_words(own, run.path))
 
 
 def _require_agreement(run: RunFolder, cli: CliOptions) -> None:
-    """Raise InputError if the command line asks for something else than the folder does."""
+    """Raise InputError if the command line contradicts the folder."""
     scenario, _ = resolve(cli)
     then, now = (
         dict(_flat(run.plan.get("scenario"))),
@@ -227,14 +219,14 @@ def _require_agreement(run: RunFolder, cli: CliOptions) -> None:
     wrong = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
     if wrong:
         lines = [
-            f"{name}: {then.get(name)} in the folder, {now.get(name)} asked" for name in wrong[:MOST_SAID]
+            f"{name}: {then.get(name)} in the folder, {now.get(name)} requested" for name in wrong[:MOST_SAID]
         ]
         more = f"\n  and {len(wrong) - MOST_SAID} more" if len(wrong) > MOST_SAID else ""
         raise InputError(
-            "--resume takes the plan from the run folder, and other options contradict it:\n  "
+            "--resume uses the run folder's plan, which other options contradict:\n  "
             + "\n  ".join(lines)
             + more,
-            hint=f"leave them out: {resume_words(str(run.manifest.get('kind')), run.path)}",
+            hint=f"omit them: {resume_words(str(run.manifest.get('kind')), run.path)}",
         )
 
 
@@ -250,19 +242,19 @@ def _require_trace(run: RunFolder, scenario: Scenario) -> None:
     recorded = (run.manifest.get("trace") or {}).get("sha256")
     if scenario.workload.trace and recorded and recorded != trace_digest(scenario.workload.trace):
         raise StoreError(
-            f"{scenario.workload.trace.path} is not the trace that the run was begun with",
-            hint="put the old file back, or begin anew",
+            f"{scenario.workload.trace.path} is not the trace that the run started with",
+            hint="restore the old file, or start a new run",
         )
 
 
 def _clear_away(run: RunFolder) -> None:
-    """Waits until nothing of the run's earlier sessions lives, and removes their temporary folders."""
+    """Wait until the run's earlier processes are gone, and remove their temporary folders."""
     tags = {str(session.get("run_tag")) for session in run.manifest.get("sessions", [])}
     deadline = time.monotonic() + GONE_DEADLINE_S
     while living := _tagged(tags):
         if time.monotonic() > deadline:
             raise StoreError(
-                f"processes of the run's earlier session still live: pid {', '.join(map(str, living))}",
+                f"earlier processes of this run are still running: pid {', '.join(map(str, living))}",
                 hint="end them; their ports and devices may be needed",
             )
         time.sleep(0.1)
@@ -271,7 +263,7 @@ def _clear_away(run: RunFolder) -> None:
 
 
 def _tagged(tags: set[str]) -> list[int]:
-    """Processes of ours whose environment carries one of these run tags."""
+    """This user's processes with one of these run tags in their environment."""
     wanted = [f"{RUN_TAG_ENV}={tag}".encode() for tag in tags]
     found = []
     for path in Path("/proc").iterdir():

@@ -1,9 +1,8 @@
-"""``kvbench doctor selftest``: this host's own error, against a server with an exact schedule.
+"""``kvbench doctor selftest``: measure this host's client error against a server with an exact schedule.
 
-For each number of streams the real load generator sends an open-loop Poisson load whose rate keeps so many
-requests under way on average: streams / duration of a request. What it reports is compared, request by
-request, with what the server really wrote. Only requests count that were sent after the first ones had ended,
-when the number of streams is the intended one. A pass is repeated if the machine did other work meanwhile.
+For each number of streams the load generator sends Poisson requests at streams / request duration, and each
+request's times are compared with the server's. Requests count once the first ones have ended. A pass is
+repeated if the machine did other work.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ TRIES: Final = 3
 
 @dataclass(frozen=True)
 class LeastDisturbed(Generic[Found]):
-    """What was found, what else the machine did meanwhile, and how many passes it took."""
+    """A result, the machine's other work meanwhile, and the number of passes."""
 
     found: Found
     host: HostFigures
@@ -55,17 +54,15 @@ class LeastDisturbed(Generic[Found]):
 
 
 def disturbance(host: HostFigures) -> str:
-    """What took the CPU meanwhile, in words; empty if the machine was left alone, as gates see it."""
+    """Describe what else used the CPU, by the gates' limits; empty if nothing did."""
     return " and ".join(cpu_taken(host, GateLimits()))
 
 
 def least_disturbed(
     measure: Callable[[str], Found], label: str, say: Callable[[str], None]
 ) -> LeastDisturbed[Found]:
-    """The first pass that nothing disturbed; of ``TRIES`` disturbed ones the one that was least.
-
-    ``measure`` gets a name of its own for each pass, ``say`` why there is another.
-    """
+    """Return the first undisturbed pass, else the least disturbed of ``TRIES``. ``measure`` gets a name for
+    each pass, ``say`` the reason of a repeat."""
     passes: list[tuple[Found, HostFigures]] = []
     while len(passes) < TRIES:
         before = read_host(slowdowns=False)
@@ -75,7 +72,7 @@ def least_disturbed(
         disturbed = disturbance(host)
         if not disturbed:
             return LeastDisturbed(found, host, len(passes))
-        say(f"{label}: {disturbed}{', so it is measured again' if len(passes) < TRIES else ''}")
+        say(f"{label}: {disturbed}{', so it is repeated' if len(passes) < TRIES else ''}")
     found, host = min(
         passes, key=lambda each: (each[1].steal_share or 0.0) + (each[1].other_cpu_share or 0.0)
     )
@@ -89,13 +86,13 @@ OUTPUT_LEN: Final = 128
 INPUT_LEN: Final = 256
 DURATION_S: Final = FIRST_TOKEN_S + (OUTPUT_LEN - 1) * GAP_S
 ALLOWED_MS: Final = 5.0
-"""The least that gates allow a client to be late by; below it no trial is refused for the client's sake."""
+"""Smallest client delay at which a gate refuses a trial, in milliseconds."""
 QUOTED_OUTPUT_LEN: Final = 256
 
 
 @dataclass(frozen=True)
 class Level:
-    """What was found with one number of streams. Times in ms; None: nothing was seen to say it of."""
+    """Result of one number of streams. Times in ms."""
 
     streams: int
     request_rate: float
@@ -117,27 +114,27 @@ class Level:
     server_chunks_per_core_s: float | None
     load_average: float | None
     reads_by: str = ""
-    """"compiled" or "python": which way of the load generator's read what came."""
+    """Reader of the load generator: "compiled" or "python"."""
     steal_share: float | None = None
-    """Of the machine's CPU time, what the hypervisor took meanwhile."""
+    """Share of CPU time taken by the hypervisor."""
     other_cpu_share: float | None = None
-    """What processes used that are none of the measurement's."""
+    """Share of CPU time used by unrelated processes."""
     tries: int = 1
 
     @property
     def disturbed(self) -> str:
-        """What else the machine did meanwhile, in words; empty if it was left alone, as gates see it."""
+        """Describe the machine's other work, by the gates' limits; empty if there was none."""
         host = HostFigures(steal_share=self.steal_share, other_cpu_share=self.other_cpu_share)
         return disturbance(host)
 
     @property
     def trusted(self) -> bool:
-        """Nothing failed, and nothing was off by more than the gates allow."""
+        """Whether nothing failed and all errors are within the gates' limits."""
         figures = (self.ttft_error_p99_ms, self.itl_error_p99_ms, self.send_lag_p99_ms)
         return not self.failed and all(figure is not None and figure <= ALLOWED_MS for figure in figures)
 
     def faults(self) -> list[str]:
-        """What speaks against it, in words."""
+        """Reasons not to trust the level."""
         named = {
             "TTFT is wrong by": self.ttft_error_p99_ms,
             "gaps between tokens are wrong by": self.itl_error_p99_ms,
@@ -162,15 +159,13 @@ class Level:
 
 @dataclass(frozen=True)
 class Selftest:
-    """All levels, and the host they were measured on."""
-
     host: dict[str, Any]
     levels: tuple[Level, ...]
     skipped: tuple[str, ...] = ()
 
     @property
     def best(self) -> Level | None:
-        """The most streams that can be trusted, as can all levels below."""
+        """Level with the most streams that, like all below it, can be trusted."""
         best = None
         for level in self.levels:
             if not level.trusted:
@@ -179,7 +174,7 @@ class Selftest:
         return best
 
     def verdict(self) -> str:
-        """One or two lines: up to what the host can be trusted, or why it cannot be at all."""
+        """Summarize up to which load the host can be trusted, or why not at all."""
         best = self.best
         if best is None:
             if not self.levels:
@@ -196,7 +191,7 @@ class Selftest:
             f"Trusted with {more} {best.streams} streams, {best.chunks_per_s:,.0f} tokens/s: "
             f"{more} {rate:.0f} req/s of {QUOTED_OUTPUT_LEN} output tokens with one worker."
         )
-        # The cost of a token falls with the load, as more is done at each wake-up.
+        # The cost per token falls with the load, as each wake-up handles more.
         ceiling = max((level.chunks_per_core_s or 0 for level in self.levels), default=0)
         if ceiling:
             full = ceiling / QUOTED_OUTPUT_LEN
@@ -233,10 +228,8 @@ MAX_STREAMS: Final = 20_000
 def measure(
     streams: Sequence[int], seconds: float, folder: Path, say: Callable[[str], None] = lambda text: None
 ) -> Selftest:
-    """Measures each number of streams for ``seconds`` after a ramp. Logs and specs go to ``folder``.
-
-    Raises LaunchError or ProcessDiedError if the server or the generator does not work at all.
-    """
+    """Measure each number of streams for ``seconds`` after a ramp. ``folder``: logs and specs. Raises
+    LaunchError or ProcessDiedError if server or generator fail."""
     launcher = LocalLauncher("selftest", folder / "logs", folder / "specs")
     host, skipped = host_facts(), []
     levels = []
@@ -256,7 +249,6 @@ def measure(
 
 
 def host_facts() -> dict[str, Any]:
-    """What of this host decides the figures."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
         "cores": len(os.sched_getaffinity(0)),
@@ -269,7 +261,7 @@ def host_facts() -> dict[str, Any]:
 
 
 def descriptors_lacking(streams: int) -> str:
-    """Why so many streams cannot be opened; empty if they can. Both ends raise their own soft limit."""
+    """Why this many streams cannot be opened, or "". Both ends raise their soft limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     wanted = 2 * streams + RESERVED_FDS
     if hard == resource.RLIM_INFINITY or hard >= wanted:
@@ -294,7 +286,7 @@ def _level(launcher: LocalLauncher, streams: int, seconds: float, folder: Path, 
             "output_len": OUTPUT_LEN,
             "vocab_size": 32_000,
             "records_path": str(folder / f"records-{name}"),
-            # No limit is judged by; from it the generator knows how many connections to open.
+            # Not a limit to judge by: it gives the generator its number of connections.
             "slo": {"ttft_ms": 2e3 * FIRST_TOKEN_S, "tpot_ms": 1e3 * GAP_S},
         }
         generator = LoadGenerator(launcher, spec, f"loadgen-{name}")
@@ -318,7 +310,7 @@ def level_of(
     log: dict[str, Any],
     load: float | None = None,
 ) -> Level:
-    """The figures of one trial from its records and the server's log."""
+    """Compute a level from a trial's records and the server's log."""
     window = (DURATION_S, DURATION_S + seconds)
     errors: Errors = errors_of(result.records, log["requests"], window)
     started = float(result.client["started_monotonic_s"])
@@ -353,7 +345,7 @@ def level_of(
 
 
 def of_machine(level: Level, host: HostFigures, tries: int) -> Level:
-    """The level with what else the machine did meanwhile."""
+    """Add the machine's other work to the level."""
     steal, other = _share(host.steal_share), _share(host.other_cpu_share)
     return replace(level, steal_share=steal, other_cpu_share=other, tries=tries)
 
@@ -363,14 +355,15 @@ def _share(value: float | None) -> float | None:
 
 
 def parse_streams(text: str) -> list[int]:
-    """``10,100`` as numbers. Raises InputError."""
+    """Parse ``10,100``. Raises InputError."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = []
     if not found or not all(1 <= number <= MAX_STREAMS for number in found):
         raise InputError(
-            f"--streams {text!r} is no list of numbers from 1 to {MAX_STREAMS}", hint="for example 10,100,300"
+            f"--streams {text!r} is not a list of numbers from 1 to {MAX_STREAMS}",
+            hint="for example 10,100,300",
         )
     return found
 
@@ -378,12 +371,12 @@ def parse_streams(text: str) -> list[int]:
 def command(
     streams: str, seconds: float, console: Console, *, as_json: bool = False, output: Path | None = None
 ) -> int:
-    """Measures, prints the table and a verdict; 1 if not even the fewest streams can be trusted."""
+    """Measure, print table and verdict; return 1 if not even the smallest level can be trusted."""
     levels = parse_streams(streams)
     if output is not None and not output.parent.is_dir():
         raise InputError(f"there is no folder {output.parent} to write {output.name} into")
     progress = Console(stderr=True, highlight=False) if as_json else console
-    # After trouble the logs stay, with the error that names them.
+    # After an error the logs stay, as the error names them.
     with scratch("kvbench-selftest-", kept_after_trouble=True) as folder:
         found = measure(levels, seconds, folder, lambda text: progress.print(text, markup=False))
     text = json.dumps(found.to_json(), indent=2)
@@ -407,7 +400,7 @@ _TITLES: Final = {
     "server late\np99 ms": 5,
     "": 0,
 }
-"""Of the table's columns, each with its rank where a terminal is narrow."""
+"""Column title → priority on a narrow terminal."""
 
 
 def _print(found: Selftest, console: Console) -> None:
@@ -430,7 +423,7 @@ def _print(found: Selftest, console: Console) -> None:
     console.print(fitted.text(), markup=False, soft_wrap=True)
     host = found.host
     load = " ".join(f"{value:.2f}" for value in host["load_average"] or ())
-    stamps = "the kernel stamps what arrives" if host["kernel_stamps"] else "stamps are taken at the read"
+    stamps = "the kernel stamps requests" if host["kernel_stamps"] else "requests are stamped when read"
     way = "reads in C" if host["reads_by"] == "compiled" else "reads in Python (no compiled part)"
     files = f"{host['open_files_soft'] or 'unlimited'} (at most {host['open_files_hard'] or 'unlimited'})"
     console.print(

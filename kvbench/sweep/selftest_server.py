@@ -1,8 +1,8 @@
-"""The exact server as a reference: starts one, and parts a client's errors from the server's own lateness.
+"""Start the exact server, and separate client errors from the server's own delays.
 
-A first token's true time is what the server's log says: from the kernel's stamp of the request's arrival to
-the moment before the first token's ``write``. A client that sends late, or looks late at what has come,
-reports more than that; a server that was late itself does not count as the client's error.
+The true TTFT runs from the kernel's timestamp of the request to the moment before the first token's
+``write``, by the server's log. Sending or reading late adds to the client's figure only; a late server is no
+client error.
 """
 
 from __future__ import annotations
@@ -29,26 +29,25 @@ from kvbench.launchers.local import LocalLauncher, LocalProcess
 READY_DEADLINE_S: Final = 20.0
 LOG_DEADLINE_S: Final = 120.0
 LOG_BYTES: Final = 1 << 30
-"""A million token times are 20 MB of JSON."""
+"""Longest log; a million token times are 20 MB of JSON."""
 
 
 @dataclass(frozen=True)
 class RunningExactServer:
-    """A running exact server."""
-
     url: str
     kernel_stamps: bool
     process: LocalProcess
 
     def log(self, query: str = "") -> dict[str, Any]:
-        """What it did since its start (``processes/exact_server``). LaunchError if it does not answer."""
+        """Return its log since the start (``processes/exact_server``). Raises LaunchError without an
+        answer."""
         try:
             with web.client(timeout_s=LOG_DEADLINE_S, limit_bytes=LOG_BYTES) as client:
                 answer = client.get(f"{self.url}/log{query}").raise_for_status()
             log: dict[str, Any] = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise LaunchError(
-                f"the exact server does not tell its log: {error}", hint=f"see {self.process.log_path}"
+                f"the exact server does not return its log: {error}", hint=f"see {self.process.log_path}"
             ) from error
         return log
 
@@ -57,7 +56,7 @@ class RunningExactServer:
 def exact_server(
     launcher: LocalLauncher, spec: Mapping[str, Any], name: str = "exact"
 ) -> Iterator[RunningExactServer]:
-    """Starts an exact server and stops it at the end. Raises LaunchError if it does not get ready."""
+    """Run an exact server within the context. Raises LaunchError if it does not start."""
     wanted = ProcessSpec(name=name, argv=(sys.executable, "-m", EXACT_SERVER_MODULE), spec=spec)
     process = launcher.start(wanted, piped=True)
     try:
@@ -71,9 +70,9 @@ def _ready(process: LocalProcess) -> dict[str, Any]:
     ready, _, _ = select.select([process.stdout], (), (), READY_DEADLINE_S)
     line = process.stdout.readline() if ready else b""
     if not line:
-        last = "; ".join(process.tail(3)) or "it said nothing"
+        last = "; ".join(process.tail(3)) or "no output"
         raise LaunchError(
-            f"the exact server did not get ready within {READY_DEADLINE_S:g} s: {last}",
+            f"the exact server was not ready within {READY_DEADLINE_S:g} s: {last}",
             hint=f"see {process.log_path}",
         )
     event: dict[str, Any] = json.loads(line)
@@ -82,11 +81,9 @@ def _ready(process: LocalProcess) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Errors:
-    """What the client said minus what was, in milliseconds; one figure a request, or a gap between tokens.
-
-    ``ttft_ms``: reported TTFT − true one. ``itl_ms``: by how much gaps differ, either way. ``unmatched``:
-    requests whose gaps could not be compared, since the client saw several tokens as one.
-    """
+    """Client figure minus true figure in ms, one per request or token gap. ``ttft_ms``: signed. ``itl_ms``:
+    absolute difference of gaps. ``unmatched``: requests whose tokens arrived merged, so that gaps cannot be
+    compared."""
 
     ttft_ms: NDArray[np.float64]
     itl_ms: NDArray[np.float64]
@@ -101,10 +98,8 @@ def errors_of(
     rows: Sequence[Mapping[str, Any]],
     window: tuple[float, float] = (float("-inf"), float("inf")),
 ) -> Errors:
-    """Compares records with the server's log. ``window``: seconds since the start, of scheduled times.
-
-    A request without a first token, or unknown to the server, is counted as failed and not compared.
-    """
+    """Compare records with the server's log. ``window``: scheduled times in seconds since the start. A
+    request without a first token, or unknown to the server, counts as failed."""
     known = {row["request_id"]: row for row in rows}
     ttft: list[float] = []
     itl: list[NDArray[np.float64]] = []
@@ -142,12 +137,11 @@ def _joined(parts: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
 
 
 def percentile(values: NDArray[np.float64], percent: float) -> float | None:
-    """None of nothing."""
     return round(float(np.percentile(values, percent)), 4) if len(values) else None
 
 
 def mean_open(rows: Sequence[Mapping[str, Any]], since: float, until: float) -> float:
-    """How many streams were open on average between two monotonic times, as the server saw it."""
+    """Mean number of open streams between two monotonic times, by the server."""
     if until <= since:
         return 0.0
     total = 0.0
@@ -158,7 +152,7 @@ def mean_open(rows: Sequence[Mapping[str, Any]], since: float, until: float) -> 
 
 
 def chunks_between(rows: Sequence[Mapping[str, Any]], since: float, until: float) -> int:
-    """How many tokens the server wrote between two monotonic times."""
+    """Number of tokens that the server wrote between two monotonic times."""
     return sum(
         int(np.count_nonzero((times >= since) & (times <= until)))
         for times in (np.asarray(row["token_write_s"]) for row in rows)

@@ -1,7 +1,7 @@
-"""``kvbench simulate``: the sweep on virtual time. The same plan, search and gates; no waiting.
+"""``kvbench simulate``: a sweep with the same plan, search and gates, on virtual time.
 
-In place of a deployment there is ``core.simulation``; a trial's records are judged, stored and reported as
-measured ones are, and are marked *simulated* everywhere.
+``core.simulation`` replaces the deployment; records are judged, stored and reported as usual, and marked
+*simulated*.
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ from kvbench.sweep.system import SystemBench
 
 
 class SimulatedBench:
-    """Puts a simulation in the place of each deployment.
-
-    ``measured``: a run to take KV links and overheads from. ``labels``: which connector of the scenario a
-    deployment's label stands for, where it is not the connector's own; such deployments differ in size, so
-    none learns from another where its rate may lie. ``trace``: what trials replay, if the scenario has one.
-    """
+    """Simulates each deployment. ``measured``: run that gives KV links and overheads. ``labels``: a
+    deployment's label → connector of the scenario, if they differ; such deployments differ in size, so none
+    hints at another's rate. ``trace``: requests to replay, if any."""
 
     def __init__(
         self,
@@ -70,7 +67,7 @@ class SimulatedBench:
         return False  # nothing is compared with its outputs
 
     def problem(self, planned: DeploymentPlan) -> None:
-        """Nothing is in the way of a simulation."""
+        """A simulation can always start."""
 
     def up(self, planned: DeploymentPlan, round_: str = "") -> AbstractContextManager[Site]:
         label = self._labels.get(planned.label, "")
@@ -92,13 +89,12 @@ def _words(around: Surroundings, moves: bool) -> str:
 
 
 def simulable(cli: CliOptions) -> tuple[Scenario, bytes]:
-    """The scenario of CLI options, if it can be simulated. Raises InputError if not."""
+    """Scenario of CLI options. Raises InputError if it cannot be simulated."""
     scenario, source = _resolved(cli)
     if scenario.deployment.engine_options.simulator.command:
         raise InputError(
-            "somebody else's system is asked for its rate alone: it has no splits, no links and no loads of "
-            "others to compare",
-            hint="leave --like, --splits, --gpus and --against out",
+            "only the rate of an external system is simulated, without splits, links or loads to compare",
+            hint="omit --like, --splits, --gpus and --against",
         )
     require_simulable(scenario)
     return scenario, source
@@ -111,7 +107,7 @@ def _resolved(cli: CliOptions) -> tuple[Scenario, bytes]:
 
 
 def require_simulable(scenario: Scenario) -> None:
-    """Raises InputError for a scenario of which too little is known."""
+    """Raise InputError if too little is known of a scenario."""
     if not scenario.deployment.engine_options.starts_processes or not scenario.model.shape.known:
         raise InputError(
             f"the {scenario.deployment.engine} engine with a model of unknown shape cannot be simulated",
@@ -123,18 +119,15 @@ def require_simulable(scenario: Scenario) -> None:
 def command(
     cli: CliOptions, output: Path, console: Console, like: Path | None = None, *, verbose: bool = False
 ) -> int:
-    """Simulate a sweep, write its report, print its table; returns the exit code.
-
-    ``like``: a measured run whose KV links and overheads are taken. ``verbose``: as in ``carry_out``. Raises
-    InputError for a scenario that cannot be simulated.
-    """
+    """Simulate a sweep, write and print its report; return the exit code. ``like``: measured run that gives
+    KV links and overheads. ``verbose``: as in ``carry_out``. Raises InputError if it cannot be simulated."""
     ready = _ready(cli, output, like)
     left = TimeLeft(ready.plan, paced=False) if ready.fixed is None else None
     return carry_out(ready.store, len(ready.plan.cells), console, ready.sweep, left, verbose=verbose)
 
 
 def simulated(cli: CliOptions, output: Path, like: Path | None = None) -> Path:
-    """Simulate a sweep, silently and without a report; returns its run folder. Errors as in ``command``."""
+    """Simulate a sweep without output; return its run folder. Errors as in ``command``."""
     ready = _ready(cli, output, like)
     with ready.store:
         ready.sweep(Silent()).run()
@@ -143,8 +136,6 @@ def simulated(cli: CliOptions, output: Path, like: Path | None = None) -> Path:
 
 @dataclass(frozen=True)
 class _Ready:
-    """All that a simulated sweep is made of."""
-
     scenario: Scenario
     plan: Plan
     store: RunStore
@@ -164,8 +155,8 @@ def _ready(cli: CliOptions, output: Path, like: Path | None) -> _Ready:
     simulator = scenario.deployment.engine_options.simulator
     if simulator.command and scenario.workload.sessions is not None:
         raise InputError(
-            "somebody else's simulator is asked for single requests, and the scenario asks for sessions",
-            hint="leave workload.sessions out, or --system",
+            "an external simulator accepts single requests, but the scenario has sessions",
+            hint="omit workload.sessions, or --system",
         )
     if simulator.command:
         require_there(simulator)
@@ -177,7 +168,7 @@ def _ready(cli: CliOptions, output: Path, like: Path | None) -> _Ready:
     fixed = Fixed(cli.fixed_rate) if cli.fixed_rate else None
     asked = {**(asdict(fixed) if fixed else {}), "like": None if like is None else str(like.absolute())}
     once = bool(simulator.command) or scenario.workload.sessions is not None
-    # What a system carries from trial to trial is lost with its process, so nobody can go on with its run;
-    # nor with one of sessions, whose corpus may be another by then.
+    # A system's state is lost with its process, so its run cannot be resumed;
+    # nor can one of sessions, whose corpus may have changed.
     store = create_store(output, scenario, source, plan, "simulate", None if once else asked)
     return _Ready(scenario, plan, store, trace, fixed, measured)

@@ -1,9 +1,8 @@
-"""``kvbench simulate --splits``: how many of the instances should prefill, and how many decode?
+"""``kvbench simulate --splits``: find the best division of instances into prefill and decode.
 
-Each split of each P/D connector is a deployment of its own in one simulated run, searched as any other; an
-aggregated server is compared as so many independent servers behind a router that takes them in turn. The
-best split of an input length is the one with the highest rate per GPU. The run folder gets one line a split,
-in ``splits.json`` and ``splits.md`` beside the usual report.
+Each split of each P/D connector is a deployment in one simulated run; the aggregated baseline is independent
+servers behind a round-robin router. The best split of an input length has the highest rate per GPU.
+``splits.json`` and ``splits.md`` list all.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from kvbench.sweep.sweep import Sweep, exit_code, searching_sweep
 
 @dataclass(frozen=True)
 class Split:
-    """``prefill`` × P and ``decode`` × D; with ``prefill`` 0 so many aggregated servers."""
+    """``prefill`` × P and ``decode`` × D; with ``prefill`` 0 the number of aggregated servers."""
 
     prefill: int
     decode: int
@@ -58,7 +57,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What was found for one split at one input length. Rates per second; ``best`` of its input length."""
+    """Result of one split at one input length, in requests per second; ``best`` within its input length."""
 
     connector: str
     split: str
@@ -86,10 +85,7 @@ class Prediction:
 def predictions(
     run: RunFolder, meaning: Mapping[str, tuple[str, Split]], scenario: Scenario
 ) -> list[Prediction]:
-    """One line per split and input length, in the order of the plan; the best of each length is marked.
-
-    A rate per GPU is compared, so that splits of unequal size can be.
-    """
+    """Return one prediction per split and input length, in plan order; the best rate per GPU is marked."""
     found = [
         _prediction(row, *meaning[row.cell.connector], scenario)
         for row in summary_table(run)
@@ -120,7 +116,7 @@ def _prediction(row: Row, connector: str, split: Split, scenario: Scenario) -> P
     if not split.prefill:
         last = deployed.ranks_of("aggregated-0").gpus
     rate, gpus = row.answer.max_request_rate, split.prefill * prefill + split.decode * last
-    # At its rate the share that meets the SLO; the answer promises the target at least.
+    # Share within the SLO at its rate; the answer guarantees at least the target.
     share = row.values["slo_attainment"]
     return Prediction(
         connector=connector,
@@ -159,7 +155,7 @@ HEADER: Final = (
 
 
 def cells_of(each: Prediction) -> list[str]:
-    """One prediction as people read it; the columns are HEADER's."""
+    """Prediction as table cells; HEADER has the columns."""
     interval = ""
     if each.max_request_rate is not None:
         interval = f" [{number(each.lower)}, {MISSING if each.upper is None else number(each.upper)}]"
@@ -181,12 +177,12 @@ def cells_of(each: Prediction) -> list[str]:
 
 
 def markdown(scenario: Scenario, found: Sequence[Prediction]) -> str:
-    """The comparison as Markdown, a table for each input length."""
+    """Comparison as Markdown, one table per input length."""
     parts = [
         f"# {scenario.name}: splits of prefill and decode ({SIMULATED})",
         f"> **{SIMULATED.title()}**: {SIMULATED_WHY}. SLO: {scenario.slo.main().text()}.",
         "`per GPU` is the rate of requests that meet the SLO, divided by all GPUs of the split; the highest "
-        "of an input length is the best. `limit` is what binds above the rate.",
+        "of an input length is the best. `limit` is what limits it above the rate.",
     ]
     for length in dict.fromkeys(each.input_len for each in found):
         mine = [each for each in found if each.input_len == length]
@@ -203,7 +199,6 @@ def markdown(scenario: Scenario, found: Sequence[Prediction]) -> str:
 
 
 def show(scenario: Scenario, found: Sequence[Prediction], console: Console) -> None:
-    """The comparison in the terminal."""
     title = f"{SIMULATED.upper()} · {scenario.name} · {scenario.slo.main().text()}"
     console.print(f"\n{title}", style="bold", markup=False)
     for length in dict.fromkeys(each.input_len for each in found):
@@ -221,7 +216,7 @@ MOST_SPLITS: Final = 64
 
 @dataclass(frozen=True)
 class Choice:
-    """What was asked on the command line: listed splits, or a number of instances; print JSON only?"""
+    """Command-line choice: a list of splits, or a number of instances; JSON output."""
 
     splits: str | None = None
     gpus: int | None = None
@@ -229,7 +224,7 @@ class Choice:
 
 
 def wanted_splits(choice: Choice) -> list[Split]:
-    """The splits to compare, without repetition. Raises InputError for what is none."""
+    """Splits to compare, without repetition. Raises InputError for invalid ones."""
     splits = []
     for word in (choice.splits or "").split(",") if choice.splits is not None else ():
         match = _SPLIT.fullmatch(word.strip())
@@ -245,11 +240,9 @@ def wanted_splits(choice: Choice) -> list[Split]:
 
 
 def split_plan(scenario: Scenario, splits: Sequence[Split]) -> tuple[Plan, dict[str, tuple[str, Split]]]:
-    """The plan with a deployment for each connector and split, and what each of its labels stands for.
-
-    An aggregated server is compared with as many servers as the splits have instances.
-    Raises InputError if there are too many, or no connector that splits.
-    """
+    """Plan one deployment per connector and split; also return label → (connector, split). The aggregated
+    baseline has as many servers as the splits have instances. Raises InputError for too many splits, or
+    without a P/D connector."""
     plan = plan_of(scenario)
     meaning: dict[str, tuple[str, Split]] = {}
     deployments, cells = [], []
@@ -265,13 +258,12 @@ def split_plan(scenario: Scenario, splits: Sequence[Split]) -> tuple[Plan, dict[
             cells += [replace(cell, connector=label) for cell in plan.cells_of(planned.label)]
     if not any(split.prefill for _, split in meaning.values()):
         raise InputError(
-            "the scenario has no connector with prefill and decode apart",
+            "the scenario has no connector with separate prefill and decode",
             hint="add one: --connector nixl, for example",
         )
     if len(deployments) > MOST_SPLITS:
         raise InputError(
-            f"{len(deployments)} splits and connectors are too many for one comparison; {MOST_SPLITS} is the "
-            "most",
+            f"{len(deployments)} splits and connectors are too many for one comparison (limit {MOST_SPLITS})",
             hint="name fewer --splits, or one --connector",
         )
     reference = deployments[0].label
@@ -291,7 +283,7 @@ def _deployment(planned: DeploymentPlan, label: str, split: Split) -> Deployment
 
 
 def command(cli: CliOptions, choice: Choice, output: Path, console: Console, like: Path | None = None) -> int:
-    """Simulate every split, print and store the comparison; returns the exit code."""
+    """Simulate all splits, print and store the comparison; return the exit code."""
     from kvbench.report import report
 
     ready = _ready(cli, choice, output, like)
@@ -320,7 +312,7 @@ def command(cli: CliOptions, choice: Choice, output: Path, console: Console, lik
 
 
 def predicted(cli: CliOptions, choice: Choice, output: Path, like: Path | None = None) -> list[Prediction]:
-    """Simulate every split without a word; ``output`` is where the run folder is put."""
+    """Simulate all splits without output; ``output``: parent of the run folder."""
     ready = _ready(cli, choice, output, like)
     with ready.store:
         ready.sweep(Silent()).run()
@@ -329,7 +321,7 @@ def predicted(cli: CliOptions, choice: Choice, output: Path, like: Path | None =
 
 @dataclass(frozen=True)
 class _Ready:
-    """All that the simulation of splits is made of. ``meaning``: label → connector and split."""
+    """Prepared parts of the simulated splits. ``meaning``: label → connector and split."""
 
     scenario: Scenario
     plan: Plan
@@ -350,7 +342,7 @@ class _Ready:
 def _ready(cli: CliOptions, choice: Choice, output: Path, like: Path | None) -> _Ready:
     splits = wanted_splits(choice)
     scenario, source = simulable(cli)
-    # Splits have little in common: none is offered the rate of another, nor starts from it.
+    # Splits differ too much: no split is run at another's rate or starts from it.
     alone = scenario.search.model_copy(update={"equal_rate": False})
     scenario = scenario.model_copy(update={"search": alone})
     measured = None if like is None else measured_run(like)

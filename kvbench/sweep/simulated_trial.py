@@ -1,4 +1,4 @@
-"""One trial on virtual time: planned, judged and stored as a measured one is, but nothing runs."""
+"""One trial on virtual time, planned, judged and stored like a measured one."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ MODEL_PROFILES: Final = {
     ("qwen2.5-7b", 2): "a10-qwen2.5-7b",
     ("qwen2.5-7b", 4): "a10-qwen2.5-7b",
 }
-"""(model, tensor-parallel size) → the timing profile that a real engine of it is simulated with."""
+"""(model, tensor-parallel size) → timing profile that simulates a real engine."""
 VLLM_MAX_NUM_SEQS: Final = 256
 VLLM_BATCHED_TOKENS: Final = 8192
-"""vLLM's defaults on GPUs, where the scenario does not set them."""
+"""Default of vLLM on GPUs, unless the scenario sets it."""
 IDLE_CLIENT: Final = ClientFigures(send_lag_p50_ms=0.0, send_lag_p99_ms=0.0, loop_lag_p99_ms=0.0)
-"""A simulated client is never late."""
+"""Figures of a simulated client, which is never late."""
 
 
 # -- what is simulated --------------------------------------------------------------------------------
@@ -55,19 +55,19 @@ IDLE_CLIENT: Final = ClientFigures(send_lag_p50_ms=0.0, send_lag_p99_ms=0.0, loo
 
 @dataclass(frozen=True)
 class SimulatedDeployment:
-    """What takes a deployment's place: the planned instances, their connector, and what lies around them."""
+    """A simulated deployment: planned instances, connector, KV link and overheads."""
 
     plan: DeploymentPlan
     connector: Connector
     around: Surroundings
     label: str = ""
-    """The scenario's connector, if it is not the plan's label."""
+    """Connector of the scenario, if it is not the plan's label."""
 
     @classmethod
     def of(
         cls, scenario: Scenario, plan: DeploymentPlan, label: str = "", measured: RunFolder | None = None
     ) -> SimulatedDeployment:
-        """``label``: of the scenario's connector, if not the plan's. ``measured``: as in ``surroundings``."""
+        """``label``: the scenario's connector, if not the plan's. ``measured``: as in ``surroundings``."""
         label = label or plan.label
         connector = profile_of(scenario, plan.connector, label)
         backend = connector.transfer_backend if connector.disaggregated else ""
@@ -78,12 +78,12 @@ class SimulatedDeployment:
 
 
 def timing_of(scenario: Scenario, instance: str = "prefill-0") -> TimingProfile:
-    """The step times that an instance is simulated with. Raises InputError where none is known."""
+    """Step times of a simulated instance. Raises InputError if unknown."""
     return timing_of_choice(timing_choice(scenario, instance), scenario.deployment.ranks_of(instance).tensor)
 
 
 def timing_choice(scenario: Scenario, instance: str) -> str:
-    """The name or the file of the profile. Raises InputError where none is known."""
+    """Name or file of an instance's profile. Raises InputError if unknown."""
     deployed = scenario.deployment
     ranks = deployed.ranks_of(instance).tensor
     name = scenario.simulate.timing or deployed.engine_options.timing_profile
@@ -92,19 +92,19 @@ def timing_choice(scenario: Scenario, instance: str) -> str:
         raise InputError(
             f"no timing profile is known for {scenario.model.name} on the {deployed.engine} engine with "
             f"tensor_parallel_size {ranks}; there are: {', '.join((*PROFILE_NAMES, *bundled_names()))}",
-            hint="choose one that is like it: --set simulate.timing=NAME",
+            hint="choose a similar one: --set simulate.timing=NAME",
         )
     return name
 
 
 def fitted_profile(scenario: Scenario) -> ProfileFile | None:
-    """The profile file that step times come from; None where they are the model's own."""
+    """Profile file that gives the step times, or None if the model does."""
     name = scenario.simulate.timing or scenario.deployment.engine_options.timing_profile
     return profile_file(name) if name else None
 
 
 def engine_config(scenario: Scenario) -> EngineConfig:
-    """The limits of the scenario's engine; an emulated one's are exact, a real one's as far as it says."""
+    """Limits of the scenario's engine; exact if emulated, else those the scenario sets."""
     options, wanted = scenario.deployment.engine_options, scenario.simulate
     used = scenario.workload.longest
     slots, block_tokens = options.slots or VLLM_MAX_NUM_SEQS, options.kv_block_tokens
@@ -122,7 +122,7 @@ def engine_config(scenario: Scenario) -> EngineConfig:
 
 
 def system_of(scenario: Scenario, deployment: SimulatedDeployment) -> System:
-    """The deployment as the simulation takes it."""
+    """Convert the deployment to the simulation's system."""
     scenario = scenario.at(deployment.label or deployment.plan.label)
     config, shape = engine_config(scenario), scenario.model.shape
     pair = deployment.count("prefill") > 0
@@ -150,7 +150,7 @@ def system_of(scenario: Scenario, deployment: SimulatedDeployment) -> System:
 
 
 def simulated_load(scenario: Scenario, trial: PlannedTrial) -> SimulatedLoad:
-    """All that a trial plans to send, without what its prompts share."""
+    """Convert a trial's planned requests, without the prompts' shared parts."""
     timeout_s, offsets, sessions = (
         scenario.request_timeout_s,
         trial.offered.offsets_s.tolist(),
@@ -167,14 +167,12 @@ def simulated_load(scenario: Scenario, trial: PlannedTrial) -> SimulatedLoad:
 
 
 def alone_s(system: System, cell: Cell) -> float:
-    """End-to-end latency of one request of a cell alone. Raises InputError if it never fits."""
+    """End-to-end latency of one idle request of a cell. Raises InputError if it never fits."""
     one = SimulatedLoad.alike([0.0], cell.input_len, cell.output_len, 1e9)
     return simulate(system, one).records[0].e2el_s or 0.0
 
 
 class SimulatedSite(Site):
-    """One deployment on virtual time, and its trials."""
-
     def __init__(
         self,
         scenario: Scenario,
@@ -195,11 +193,11 @@ class SimulatedSite(Site):
         return self._trials.requests(record)
 
     def alone(self, cell: Cell) -> Alone:
-        """End-to-end latency of one request alone. Raises InputError if it never fits."""
+        """End-to-end latency of one idle request. Raises InputError if it never fits."""
         return Alone(alone_s(self.system, cell))
 
     def run(self, plan: TrialPlan) -> TrialRecord:
-        """Simulate the load, judge it, store it. Raises InputError for a request that never fits."""
+        """Simulate the load, judge and store it. Raises InputError for a request that never fits."""
         trial = self._trials.begin_trial(plan)
         outcome = simulate(
             self.system, self._load(trial), lambda tick: trial.watch.progressed(progress_of(tick))
@@ -218,7 +216,7 @@ class SimulatedSite(Site):
         return replace(load, hashes=hashes)
 
     def _seen(self, trial: PlannedTrial, outcome: Outcome) -> SiteReadings:
-        """Host, router and transport are no part of a model, so they stay unknown."""
+        """Readings of a simulation; host, router and transport stay unknown."""
         system, config = self.system, self.system.config
         blocks = self._trials.scenario.model.shape.blocks(trial.plan.cell.input_len, config.block_tokens)
         moves = bool(system.prefill) and not trial.trace and trial.offered.sessions is None
@@ -231,7 +229,7 @@ class SimulatedSite(Site):
         return SiteReadings(evidence, self._columns(outcome), pool)
 
     def _columns(self, outcome: Outcome) -> dict[str, Any]:
-        """What stands in a trial's record beside its summary; names and meanings as for a measured trial."""
+        """Further columns of a trial's record, named as for a measured trial."""
         moves = bool(self.system.prefill)
         done = [record.ttft_s for record in outcome.records if record.ok and record.ttft_s is not None]
         ttft_s = fmean(done) if done else None
@@ -260,7 +258,7 @@ class SimulatedSite(Site):
 
 
 def progress_of(tick: Tick) -> Progress:
-    """A simulation's tick as the line that a load generator would print."""
+    """Convert a simulation's tick to a load generator's progress."""
     settled = (tick.records[index] for index in tick.settled)
     return Progress(
         t_s=tick.t_s,
@@ -279,15 +277,13 @@ def progress_of(tick: Tick) -> Progress:
 
 
 def prompt_hashes(request: TracedRequest, block_tokens: int) -> list[int]:
-    """The chained hash of each full KV block of a traced prompt: equal where the prompts are equal so far.
-
-    A hash id stands for 512 tokens; what lies behind the last id, or has none, is like nothing else.
-    """
+    """Chained hash of each full KV block of a traced prompt; equal prefixes have equal hashes. A hash id
+    covers 512 tokens; tokens without an id are unique."""
     ids = request.blocks or ()
     chain = mix64(request.input_len if not ids else 0)
     hashes: list[int] = []
     for index in range(request.input_len // block_tokens):
-        # A KV block that reaches into the next 512 tokens depends on that id as well.
+        # A KV block that extends into the next 512 tokens also depends on that id.
         place = (index * block_tokens + block_tokens - 1) // BLOCK_TOKENS
         known = ids[place] if place < len(ids) else hash((request.offset_s, index))
         chain = mix64(chain ^ mix64(known & ((1 << 64) - 1)) ^ index)

@@ -1,4 +1,4 @@
-"""The process of somebody else's simulator: lines of JSON, answers checked and by a deadline."""
+"""Process of an external simulator: JSON lines, validated answers, deadlines."""
 
 from __future__ import annotations
 
@@ -25,28 +25,26 @@ from kvbench.sweep.trial.loadgen_driver import cause_of
 
 NAME: Final = "system"
 MOST_BYTES: Final = 1 << 29
-"""A longer answer is none: a million requests with all their times take a tenth of that."""
+"""Longest answer; a million requests with all times take a tenth of it."""
 READ_BYTES: Final = 1 << 20
 END_S: Final = 2.0
-"""For so long it may end by itself once its stdin is closed."""
+"""Longest wait for it to end after its stdin is closed, in seconds."""
 GONE_S: Final = 2.0
 
 
 def require_there(simulator: Simulator) -> None:
-    """Raises InputError if a simulator's program is not there, before anything is begun for it."""
+    """Raise InputError if a simulator's program is missing, before anything starts."""
     program = shlex.split(simulator.command)[0]
     if shutil.which(program) is None:
         raise InputError(
-            f"--system: there is no program {program!r} that can be run",
+            f"--system: program {program!r} is missing or not executable",
             hint="give the command as in a shell, such as 'python3 my_sim.py'",
         )
 
 
 class SimulatorProcess:
-    """Context manager: starts the command in a process group of its own, and ends the group.
-
-    Its stderr is ``system.log`` in the launcher's log folder.
-    """
+    """Context manager: runs the command in its own process group. ``system.log`` in the log folder has its
+    stderr."""
 
     def __init__(self, simulator: Simulator, launcher: LocalLauncher) -> None:
         self._simulator = simulator
@@ -70,7 +68,7 @@ class SimulatorProcess:
         process, self._process = self._process, None
         assert process is not None
         try:
-            if kind is None:  # one that has failed is not asked to end in order
+            if kind is None:  # a failed one gets no orderly end
                 with contextlib.suppress(OSError):
                     process.stdin.close()
                 _ended_within(process, END_S)
@@ -78,12 +76,13 @@ class SimulatorProcess:
             self._launcher.stop([process])
 
     def ask(self, question: Mapping[str, Any]) -> bytes:
-        """The line that answers a question. Raises ProcessDiedError, ProcessHungError, KvbenchError."""
-        # What came after the last answer was whole may be there by now.
+        """Return the line that answers a question. Raises ProcessDiedError, ProcessHungError,
+        KvbenchError."""
+        # Output after the last complete answer may have arrived.
         with contextlib.suppress(BlockingIOError):
             self._read += os.read(self._running.stdout.fileno(), READ_BYTES)
         if self._read:
-            raise self.nonsense("a line that nobody asked for", bytes(self._read))
+            raise self.nonsense("a line without a request", bytes(self._read))
         if not self._exchange(question, answered=True):
             raise self._died()
         line, _, rest = bytes(self._read).partition(b"\n")
@@ -93,11 +92,11 @@ class SimulatorProcess:
         return line
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Without an answer. One that has ended is found out when it is asked again. Raises as ``ask``."""
+        """Send a message without an answer; the next ``ask`` detects an ended process. Raises as ``ask``."""
         self._exchange(message, answered=False)
 
     def nonsense(self, what: str, said: bytes) -> KvbenchError:
-        """The error for an answer that cannot be used: ``what`` it was, quoted."""
+        """Create the error for an invalid answer, quoted."""
         quoted = said[:200].decode("utf-8", "replace").strip()
         more = "…" if len(said) > 200 else ""
         log = "; ".join(self._running.tail(3))
@@ -113,7 +112,7 @@ class SimulatorProcess:
         return self._process
 
     def _exchange(self, message: Mapping[str, Any], *, answered: bool) -> bool:
-        """Writes a line, and reads one if it is answered; False if the process has closed its end."""
+        """Write a line and read the answer, if any; return False if the process closed its end."""
         deadline = time.monotonic() + self._simulator.answer_timeout_s
         left = memoryview(json.dumps(message).encode() + b"\n")
         writes, reads = self._running.stdin.fileno(), self._running.stdout.fileno()
@@ -152,7 +151,7 @@ class SimulatorProcess:
         how = f"ended early (status {status})" if status is not None else "closed its pipes"
         return ProcessDiedError(
             f"the system's command {how}{cause and f': {cause}'}",
-            hint=f"it is to answer until its stdin ends; its whole stderr is {process.log_path}",
+            hint=f"it must answer until its stdin ends; its whole stderr is {process.log_path}",
         )
 
     def _hung(self) -> ProcessHungError:
@@ -176,17 +175,15 @@ def _ended_within(process: LocalProcess, seconds: float) -> bool:
 
 
 ERRORS: Final = frozenset(get_args(RequestError)) - {"cancelled"}
-"""What a request may end as; who cancels is kvbench alone."""
+"""Errors a request may have; only kvbench cancels."""
 SLACK_S: Final = 1e-6
-"""What floats may differ by."""
+"""Tolerance for rounding, in seconds."""
 
 
 @dataclass(frozen=True)
 class SystemAnswer:
-    """Of each request in planned order, seconds since the trial's start; None: never.
-
-    ``events_s``: its tokens' times, empty where they are not told.
-    """
+    """Times of each request in planned order, in seconds since the trial's start; None: never. ``events_s``:
+    times of its tokens, empty if not given."""
 
     first_token_s: Sequence[float | None]
     last_token_s: Sequence[float | None]
@@ -195,20 +192,20 @@ class SystemAnswer:
 
 
 def read_answer(line: bytes, arrivals_s: Sequence[float]) -> SystemAnswer:
-    """Raises ValueError that says what is wrong with it, and of which request (counted from 0)."""
+    """Parse an answer. Raises ValueError with the problem and the request (from 0)."""
     try:
         data = json.loads(line, parse_constant=_no_number)
     except RecursionError:
-        raise ValueError("no JSON: it is nested too deeply") from None
+        raise ValueError("invalid JSON: nested too deeply") from None
     except UnicodeDecodeError:
-        raise ValueError("no UTF-8 text") from None
+        raise ValueError("invalid UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON ({error})") from None
+        raise ValueError(f"invalid JSON ({error})") from None
     if not isinstance(data, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     unknown = set(data) - {"first_token_s", "last_token_s", "events_s", "error"}
     if unknown:
-        raise ValueError(f"keys that mean nothing: {', '.join(sorted(map(repr, unknown)))}")
+        raise ValueError(f"unknown keys: {', '.join(sorted(map(repr, unknown)))}")
     count = len(arrivals_s)
     first = [_time(each, "first_token_s", at) for at, each in enumerate(_list(data, "first_token_s", count))]
     last = [_time(each, "last_token_s", at) for at, each in enumerate(_list(data, "last_token_s", count))]
@@ -222,7 +219,7 @@ def read_answer(line: bytes, arrivals_s: Sequence[float]) -> SystemAnswer:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name}, which is no time")
+    raise ValueError(f"{name}, which is not a time")
 
 
 def _list(data: dict[str, Any], name: str, count: int, *, needed: bool = True) -> list[Any]:
@@ -240,7 +237,7 @@ def _time(value: Any, name: str, at: int) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{name}[{at}] is {str(value)[:40]!r}, no time")
+        raise ValueError(f"{name}[{at}] is {str(value)[:40]!r}, not a time")
     try:
         time_s = float(value)
     except OverflowError:
@@ -265,7 +262,7 @@ def _events(value: Any, at: int) -> list[float]:
     if value is None:
         return []
     if not isinstance(value, list):
-        raise ValueError(f"events_s[{at}] is no list")
+        raise ValueError(f"events_s[{at}] is not a list")
     times = [_time(each, f"events_s[{at}]", place) for place, each in enumerate(value)]
     if None in times:
         raise ValueError(f"events_s[{at}] has a null in it")
@@ -282,7 +279,7 @@ def _require_order(
     if first_s is not None and last_s < first_s - SLACK_S:
         raise ValueError(f"last_token_s[{at}] is {last_s:g}, before its first token at {first_s:g}")
     if first_s is None and not error:
-        raise ValueError(f"last_token_s[{at}] is {last_s:g}, and it has no first token")
+        raise ValueError(f"last_token_s[{at}] is {last_s:g}, but it has no first token")
     if last_s < arrival_s - SLACK_S:
         raise ValueError(f"last_token_s[{at}] is {last_s:g}, before its arrival at {arrival_s:g}")
 

@@ -1,4 +1,4 @@
-"""Which rates a cell tries, by method: each asks for rates and is told what came of them."""
+"""Strategies by method: which rates a cell tries."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from kvbench.core.search.trial_requests import TrialRequests
 
 
 class Strategy(Protocol):
-    """What a cell asks which rates to try."""
+    """Chooses the rates of a cell from its trials."""
 
     @property
     def searched(self) -> bool:
-        """Whether a trial may end as soon as its verdict is sure; else all of its load is offered."""
+        """Whether a trial may end once its verdict is certain; else all of its load is sent."""
         ...
 
     def ask(self) -> Probe | None: ...
     def tell(self, record: TrialRecord) -> None: ...
     def answers(self) -> Mapping[str, Mapping[str, Any]]:
-        """Each tier's answer as plain data; one under "" without tiers, none if nothing was searched."""
+        """Return tier → answer as plain data: key "" without tiers, empty if nothing was searched."""
         ...
 
     def standing(self) -> Standing | None:
-        """Where the search stands; None before anything was measured, or where nothing is searched."""
+        """Current state of the search, or None before a trial or without a search."""
         ...
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Between which rates (requests/s) the answer lies with a probability of 90 %, and how probable it is
-    that it is known to the precision asked for.
-    """
+    """90 % interval of the answer in requests/s, and the probability that it is within the requested
+    precision."""
 
     lower: float
     upper: float
@@ -53,7 +52,7 @@ class Standing:
 
 
 class RateList:
-    """Listed rates, each once, and no answer to a question nobody asked."""
+    """Fixed rates, each measured once, without a search."""
 
     searched = False
 
@@ -70,19 +69,17 @@ class RateList:
         return {}
 
     def standing(self) -> None:
-        """Nothing is searched."""
+        """There is no search."""
 
 
 class OneRate(RateList):
-    """The strategy of ``kvbench bench``: one rate, once."""
+    """Strategy of ``kvbench bench``: one rate, once."""
 
     def __init__(self, rate: float) -> None:
         super().__init__([rate], "start")
 
 
 class Burst:
-    """The burst method's bisection."""
-
     searched = False
 
     def __init__(self, search: BurstSearch) -> None:
@@ -99,14 +96,14 @@ class Burst:
         return {"": self._search.answer().to_json()}
 
     def standing(self) -> None:
-        """Its bisection has no posterior."""
+        """A bisection has no posterior."""
 
 
 class Tiered:
-    """One search for each SLO tier, all told of every trial; without tiers one search under the name "".
+    """One search per SLO tier ("" without tiers); every search gets every trial.
 
-    The strictest tier that has no answer yet asks. A trial's verdict for another tier is told to that tier
-    only where the trial was long enough to decide it; what one tier has paid for the next gets for nothing.
+    The strictest unfinished tier chooses the next rate. Another tier uses the trial's verdict only if the
+    trial was long enough to decide that tier.
     """
 
     searched = True
@@ -116,7 +113,8 @@ class Tiered:
         searches: Mapping[str, RateSearch],
         requests_of: Callable[[TrialRecord], TrialRequests | None] = lambda record: None,
     ) -> None:
-        """``searches``: by tier, the strictest first. ``requests_of``: a stored trial's, None if unknown."""
+        """``searches``: tier → search, the strictest first. ``requests_of``: stored requests of a trial, or
+        None."""
         self._searches = dict(searches)
         self._requests_of = requests_of
 
@@ -135,7 +133,7 @@ class Tiered:
             verdict = record.verdict_of(tier)
             own = asked is not None and asked.tier == tier
             if record.purpose == "ceiling":
-                # It is a place to start from and no verdict: not even a disturbed one is worth a repetition.
+                # It gives a start and no verdict, so even a disturbed one is not repeated.
                 verdict = "undecided"
             if own or (verdict in ("met", "missed") and search.ask() is not None):
                 search.tell(record.request_rate, verdict, measured_of(record, tier), requests)
@@ -153,7 +151,7 @@ class Tiered:
 
 
 def common_rates(found: Mapping[Cell, float]) -> dict[tuple[int, int], float]:
-    """By (input, output) length the lowest rate found there, where at least two connectors found one."""
+    """Return (input, output) length → lowest rate, if at least two connectors have one."""
     rates: dict[tuple[int, int], list[float]] = {}
     for cell, rate in found.items():
         rates.setdefault((cell.input_len, cell.output_len), []).append(rate)
@@ -161,10 +159,10 @@ def common_rates(found: Mapping[Cell, float]) -> dict[tuple[int, int], float]:
 
 
 def measured_of(record: TrialRecord, tier: str) -> TrialFigures | None:
-    """What the live rule measured of a tier, for the search; of a ceiling probe what came out at most."""
+    """Figures of a tier for its search, by the live rule; of a ceiling probe the peak output."""
     if record.purpose == "ceiling":
         rate = record.summary.get("completion_rate")
-        # What a refused one passed on is a place to start from, but no ceiling.
+        # The result of a refused one is a start, but no ceiling.
         steady = bool(record.summary.get("completion_steady")) and record.verdict != "invalid"
         measured = TrialFigures(completion_rate=rate, grows=not steady, duration_s=record.duration_s)
         return measured if rate else TrialFigures(duration_s=record.duration_s)

@@ -1,7 +1,4 @@
-"""``kvbench sweep`` and ``kvbench bench``: plan → deploy → ask → trial → gate → tell → store.
-
-The last line of a sweep is the one command that helps most next.
-"""
+"""``kvbench sweep`` and ``kvbench bench``. The last line printed is the most useful next command."""
 
 from __future__ import annotations
 
@@ -51,10 +48,8 @@ from kvbench.sweep.trial.load_plan import TrialPlan
 
 
 def command(cli: CliOptions, output: Path, console: Console, otlp: str = "", *, verbose: bool = False) -> int:
-    """Run a sweep (or one rate), write its report, print its table; returns the exit code.
-
-    ``otlp``: the collector that its metrics are sent to meanwhile, if any. ``verbose``: as in ``carry_out``.
-    """
+    """Run a sweep or one rate, write and print the report; return the exit code. ``otlp``: collector for live
+    metrics, if any. ``verbose``: as in ``carry_out``."""
     scenario, source = resolve(cli)
     if scenario.deployment.engine_options.simulator.command:
         raise InputError(
@@ -69,7 +64,7 @@ def command(cli: CliOptions, output: Path, console: Console, otlp: str = "", *, 
     require_start(scenario, plan, cli.scenario)
     kind = "sweep" if fixed is None else "bench"
     asked = {} if fixed is None else asdict(fixed)
-    # Nobody can go on with a run of sessions: their corpus may be another one by then.
+    # A run of sessions cannot be resumed: their corpus may have changed.
     once = scenario.workload.sessions is not None
     store = create_store(output, scenario, source, plan, kind, None if once else asked)
     left = TimeLeft(plan) if fixed is None else None
@@ -96,10 +91,8 @@ def carry_out(
     *,
     verbose: bool = False,
 ) -> int:
-    """Run a sweep to its end, write its report, print its table; returns the exit code.
-
-    The last line is the next useful command. Arguments as those of ``run_and_report``.
-    """
+    """Run a sweep to its end, report, and print the next useful command; return the exit code. Arguments as
+    for ``run_and_report``."""
     results = run_and_report(
         store,
         cells,
@@ -123,12 +116,9 @@ def run_and_report(
     planned: str = "",
     verbose: bool = False,
 ) -> Sequence[CellResult]:
-    """Run to the end, write the report, print its table. However it ends, the folder is readable and the
-    last line says how to resume it.
-
-    ``cells``: number of cells left to measure; ``left`` and ``planned``: as ``Display`` takes them.
-    ``verbose``: trials, gates and caveats are printed, too.
-    """
+    """Run to the end, write and print the report. However it ends, the folder is readable and the last line
+    shows the resume command. ``cells``: number left to measure; ``left``, ``planned``: as for ``Display``.
+    ``verbose``: also print trials, gates and caveats."""
     from kvbench.report import report
     from kvbench.report.sections.requests import subject_lines
 
@@ -144,11 +134,11 @@ def run_and_report(
     except BaseException as error:
         if isinstance(error, KvbenchError) and not store.resumed and store.remove_if_empty():
             raise
-        # What ended the run is what is to be reported, not that its report cannot be written either.
+        # The error that ended the run is reported, not a failing report.
         with suppress(KvbenchError, OSError):
             report.command([store.path], console, brief=brief)
         if words := _how_to_resume(store):
-            print_text(console, f"to go on with it: {words}")
+            print_text(console, f"to resume it: {words}")
         raise
     if kind == "bench":
         report.report_load(store.path, console)
@@ -158,22 +148,20 @@ def run_and_report(
 
 
 def _how_to_resume(store: RunStore) -> str:
-    """The command that resumes a run; empty if none can."""
     known = store.manifest.get("asked") is not None
     return resume_words(store.manifest["kind"], store.path) if known else ""
 
 
 def resume_words(kind: str, path: Path) -> str:
-    """The command that goes on with a run."""
     own = kind if kind in ("bench", *HELD_METHODS) else "sweep"
     return f"kvbench {own} --resume {shlex.quote(str(path))}"
 
 
 def _fixed(cli: CliOptions, scenario: Scenario, trace: Sequence[TracedRequest]) -> Fixed | None:
-    """What ``bench`` offers: a closed loop, a rate, or a trace's own rate. None: rates are searched for."""
+    """Load of ``bench``: a closed loop, a rate, or a trace's own rate; None: search."""
     if cli.concurrency is not None and scenario.workload.sessions is not None:
         raise InputError(
-            "--concurrency is of single requests: sessions begin open loop, and their turns wait for answers",
+            "--concurrency applies to single requests: sessions start open loop, and turns wait for answers",
             hint="give a rate of requests: --rate, sessions/s times the requests of a session",
         )
     if cli.concurrency is not None:
@@ -183,7 +171,7 @@ def _fixed(cli: CliOptions, scenario: Scenario, trace: Sequence[TracedRequest]) 
         return None
     rate = cli.fixed_rate or request_rate(trace)
     if not math.isfinite(rate):
-        raise InputError("all requests of the trace come at once; give the rate to replay it at: --rate")
+        raise InputError("all requests of the trace arrive at once; give a replay rate: --rate")
     return Fixed(rate, cli.both_modes)
 
 
@@ -206,9 +194,9 @@ def searching_sweep(
     bench: Bench,
     fixed: Fixed | None = None,
 ) -> Sweep:
-    """The sweep on any bench in which rates are searched for, or ``fixed`` is offered."""
+    """Create a sweep that searches for rates, or runs ``fixed``, on any bench."""
     if fixed is not None:
-        plan = replace(plan, prospects=())  # nothing is searched for: no precision to foretell
+        plan = replace(plan, prospects=())  # no search: no precision to forecast
     return Sweep(scenario, plan, store, watcher, bench, searched_cells(scenario, plan, watcher, fixed))
 
 
@@ -220,13 +208,13 @@ def deployed_sweep(
     fixed: Fixed | None = None,
     trace: Sequence[TracedRequest] = (),
 ) -> Sweep:
-    """The same over deployments that really run."""
+    """Create a sweep on real deployments."""
     bench = DeployedBench(scenario, plan, store, watcher, trace, fixed)
     return searching_sweep(scenario, plan, store, watcher, bench, fixed)
 
 
 def skip_unusable(bench: Bench, planned: DeploymentPlan, store: RunStore, watcher: Watcher) -> Problem | None:
-    """Note that a deployment cannot be brought up here, and return why; None if it can."""
+    """Return why a deployment cannot start here, and note it; None if it can."""
     problem = bench.problem(planned)
     if problem is not None:
         store.skip_connector(planned.label, problem.reason, problem.fix)
@@ -237,7 +225,7 @@ def skip_unusable(bench: Bench, planned: DeploymentPlan, store: RunStore, watche
 
 
 class Sweep:
-    """Measures every cell of a plan. One deployment's failure ends its own cells and no others."""
+    """Measures every cell of a plan. A failed deployment ends only its own cells."""
 
     def __init__(
         self,
@@ -257,16 +245,14 @@ class Sweep:
         self._earlier = store.earlier
         self._knowledge = Knowledge({}, {}, store.earlier)
         self._references: dict[str, dict[int, Outputs]] = {}
-        """By the label of the deployment that gave them: outputs by input length."""
+        """Deployment label → input length → reference outputs."""
         self._pools: dict[str, dict[tuple[str, int, int], CanaryPool]] = {}
-        """By the label of the reference: the right answers to canaries of all that are compared with it."""
+        """Reference label → reference outputs of canaries for all compared deployments."""
         self._results: list[CellResult] = []
 
     def run(self) -> list[CellResult]:
-        """All cells, in the plan's order; each result is stored as soon as it is there.
-
-        Raises LaunchError if one of the scenario's hosts cannot be reached at the beginning.
-        """
+        """Measure all cells in plan order; results are stored at once. Raises LaunchError for an unreachable
+        host at the start."""
         with self._bench.open() as scenario:
             for note in engine_warnings(scenario):
                 self._watcher.note(note)
@@ -284,11 +270,8 @@ class Sweep:
             return self._results
 
     def _recall(self, planned: DeploymentPlan) -> list[Cell]:
-        """Takes over what the folder has of a deployment; returns the cells that are still to be measured.
-
-        Deployment by deployment, so that a cell learns from those before it and no others, as it would have
-        in a run without a break.
-        """
+        """Load a deployment's stored results; return its unfinished cells. Done per deployment, so a cell
+        learns only from earlier ones, as without an interruption."""
         left = []
         for cell in self._plan.cells_of(planned.label):
             if not self._earlier.finished(cell):
@@ -313,14 +296,14 @@ class Sweep:
         return self._plan.reference_of(planned.label) == planned.label
 
     def _true_outputs(self, planned: DeploymentPlan) -> dict[int, Outputs]:
-        """By input length, those that a deployment's are compared with."""
+        """Return input length → reference outputs for a deployment."""
         return self._references.setdefault(self._plan.reference_of(planned.label), {})
 
     def _known_answers(self, planned: DeploymentPlan) -> dict[tuple[str, int, int], CanaryPool]:
         return self._pools.setdefault(self._plan.reference_of(planned.label), {})
 
     def _teaches(self, planned: DeploymentPlan) -> bool:
-        """Whether a deployment without cells of its own still has outputs to give that others need."""
+        """Whether a deployment without open cells still has to give reference outputs."""
         if not self._is_reference(planned) or not self._bench.gives_reference(planned):
             return False
         known = self._true_outputs(planned)
@@ -344,14 +327,14 @@ class Sweep:
             try:
                 return self._measure_cells(planned, left)
             except StoreError:
-                raise  # without the folder no cell can go on
+                raise  # no cell can continue without the folder
             except (KvbenchError, OSError) as error:
                 self._store.require_room()  # a process that cannot write its log may die of that
                 message, hint = (
                     (error.message, error.hint) if isinstance(error, KvbenchError) else (str(error), "")
                 )
                 self._watcher.note(f"{planned.label} failed: {message}")
-                # A lost host may be back: its next cells get a deployment of their own, if one can start.
+                # A lost host may be back: its next cells get a new deployment, if it starts.
                 failed = left[:1] if isinstance(error, HostLostError) else list(left)
                 for cell in failed:
                     left.remove(cell)
@@ -360,7 +343,6 @@ class Sweep:
                     return None
 
     def _measure_cells(self, planned: DeploymentPlan, left: list[Cell]) -> None:
-        """Measures the cells of one deployment, each of which is then no longer among ``left``."""
         with self._bench.up(planned) as site:
             if planned.reference_only or not left:
                 self._learn_reference(planned, site, self._true_outputs(planned))
@@ -374,7 +356,7 @@ class Sweep:
                 self._at_equal_rates(planned, site)
 
     def _known_of(self, planned: DeploymentPlan) -> Knowledge:
-        """What a deployment's cells know when they begin."""
+        """Knowledge for a deployment's cells at their start."""
         answers = self._known_answers(planned)
         return replace(
             self._knowledge,
@@ -396,7 +378,7 @@ class Sweep:
                 answers.learn_answers(site.watch_answers(own, None))
 
     def _finish(self, *results: CellResult) -> None:
-        """Stores the results of one cell, the main one last: where it stands, the others are."""
+        """Store the results of one cell, the main one last: it marks the cell as complete."""
         self._results += results
         for result in reversed(results):
             self._store.put_cell(result)
@@ -405,11 +387,8 @@ class Sweep:
     # -- one equal rate ---------------------------------------------------------------------------
 
     def _equal_round(self, but: DeploymentPlan | None) -> None:
-        """Brings the deployments up once more and offers each cell the lowest rate found at its length.
-
-        That rate is known only when all have been searched, and they run one after the other. The last one
-        (``but``) was still up then and has been measured at it already.
-        """
+        """Restart the deployments and measure each cell at the lowest rate found for its length, which is
+        known only after all searches. The last deployment (``but``) was still running and is done."""
         for planned in reversed(self._plan.deployments):
             done = planned is but and planned is self._plan.deployments[-1]
             if done or not self._equal_cells(planned):
@@ -437,7 +416,7 @@ class Sweep:
         ]
 
     def _at_equal_rates(self, planned: DeploymentPlan, site: Site) -> None:
-        """One whole trial for each cell, with the same requests for every connector."""
+        """Run one full-length trial per cell, with the same requests for every connector."""
         for cell, rate in self._equal_cells(planned):
             key = f"equal-{cell.lengths_key}"
             plan = TrialPlan(cell, 1, rate, "equal_rate", method="equal_rate", searched=False, seed_key=key)

@@ -1,9 +1,8 @@
-"""``kvbench simulate --system``: the product's search on virtual time against somebody else's simulator.
+"""``kvbench simulate --system``: kvbench's search on virtual time against an external simulator.
 
-The simulator stands for a server without /metrics: what a sweep with ``--base-url`` learns by waiting and by
-single requests is learned here in the same way, but on a virtual clock that only requests and waits move.
-Answers come from a command's process, line by line, or from code in this process; a trial replays them as a
-load generator lives them: progress in its rhythm, its stop, its records.
+The simulator acts as a server without /metrics, as with ``--base-url``; only requests and waits advance the
+clock. Answers come from a command's process, line by line, or from code in this process. A trial replays them
+as a load generator would: progress at its intervals, early stop, records.
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ from kvbench.sweep.trial.trial import stop_grace_s
 
 @dataclass(frozen=True)
 class Replayed:
-    """``cut_at_s``: when nothing more was sent; ``dropped``: whom the client gave up, at the load's end or,
-    past their timeout, before it.
-    """
+    """``cut_at_s``: when sending stopped; ``dropped``: requests cancelled at the load's end or after their
+    timeout."""
 
     load: LoadResult
     cut_at_s: float
@@ -53,7 +51,7 @@ class Replayed:
 
 
 class Replay:
-    """One trial. Requests have ``grace_s`` to end when it is stopped."""
+    """Replays one trial. After a stop requests get ``grace_s`` to end."""
 
     def __init__(self, load: SimulatedLoad, answer: SystemAnswer, grace_s: float) -> None:
         self._load = load
@@ -68,18 +66,17 @@ class Replay:
                 answer.first_token_s, self._ends_s, load.offsets_s, strict=True
             )
         ]
-        """When it no longer waits for a first token."""
+        """When each request stops waiting for its first token."""
         self._records: dict[int, RequestRecord] = {}
-        """Of those that have ended."""
 
     def run(self, watch: Callable[[Progress], bool]) -> Replayed:
-        """``watch`` is told the progress, and stops the trial by returning True."""
+        """Replay the trial; ``watch`` gets the progress and returns True to stop."""
         arrivals = self._load.offsets_s
         sent = len(arrivals)
         end_s = max([*self._ends_s, *arrivals[-1:]], default=0.0)
         cut_s = None
         for progress in self._told(range(sent), 0.0, end_s):
-            # What comes at the end is told, too, when nothing is left to be stopped.
+            # The end is reported even if nothing is left to stop.
             if watch(progress) and progress.t_s < end_s:
                 cut_s = progress.t_s
                 break
@@ -99,7 +96,7 @@ class Replay:
         return Replayed(LoadResult(records, "stopped", end_s), cut_s, self._dropped(records))
 
     def _told(self, indices: Sequence[int], after_s: float, end_s: float) -> Iterator[Progress]:
-        """The progress after ``after_s``, as often as a load generator tells it, and at the end."""
+        """Yield the progress after ``after_s`` at a load generator's intervals, and at the end."""
         ends = sorted(indices, key=lambda index: (self._ends_s[index], index))
         ends_s = [self._ends_s[index] for index in ends]
         firsts_s = sorted(self._firsts_s[index] for index in indices)
@@ -122,7 +119,7 @@ class Replay:
                 return
 
     def _end(self, index: int) -> tuple[float, RequestError]:
-        """When and how it ends if it is not cancelled."""
+        """Time and error of a request's end if it is not cancelled."""
         answer, arrival_s = self._answer, self._load.offsets_s[index]
         first_s, last_s, error = answer.first_token_s[index], answer.last_token_s[index], answer.errors[index]
         late_s = arrival_s + self._load.timeout_s
@@ -147,7 +144,7 @@ class Replay:
         return self._records[index]
 
     def _made(self, index: int) -> RequestRecord:
-        """As the load generator writes it: of a request that failed there is what had come by then."""
+        """Create the record a load generator would write; of a failed request with what had arrived."""
         load, end_s, error = self._load, self._ends_s[index], self._errors[index]
         arrival_s, tokens = load.offsets_s[index], load.output_len[index]
         record = RequestRecord(
@@ -175,7 +172,7 @@ class Replay:
         return "as the system answered" if error else ""
 
     def _token_times(self, index: int) -> NDArray[np.float64]:
-        """Of all its tokens, ascending: as told, else evenly between the first and the last."""
+        """Times of all tokens, ascending: as given, else evenly from first to last."""
         first_s, last_s = self._answer.first_token_s[index], self._answer.last_token_s[index]
         if first_s is None:
             return np.empty(0)
@@ -186,7 +183,7 @@ class Replay:
             return np.array([first_s])
         gaps, last_s = self._load.output_len[index] - 1, max(last_s, first_s)
         times = first_s + (last_s - first_s) * np.arange(gaps + 1.0) / gaps
-        times[-1] = last_s  # as it was told: a sum of gaps may be off by a rounding, and beyond its end
+        times[-1] = last_s  # as reported: a rounded sum of gaps may exceed its end
         return times
 
     def _dropped(self, records: Sequence[RequestRecord]) -> list[int]:
@@ -195,17 +192,17 @@ class Replay:
 
 
 class Answering(Protocol):
-    """One system, from its start on: what it is asked and told, in the order of the virtual clock."""
+    """One system since its start; calls come in the order of the virtual clock."""
 
     def answer(self, load: SimulatedLoad, seed: int, starts_at_s: float) -> SystemAnswer:
-        """What becomes of a load that begins then, if all of it is sent. Raises KvbenchError."""
+        """Return the outcome of a load that begins now, if sent completely. Raises KvbenchError."""
 
     def ended(self, replayed: Replayed) -> None:
-        """What came of the load that was asked last."""
+        """Take what was sent of the last load."""
 
 
 class CommandAnswers:
-    """By the protocol of docs/simulate.md."""
+    """Answers of a command, by the protocol of docs/simulate.md."""
 
     def __init__(self, process: SimulatorProcess) -> None:
         self._process = process
@@ -225,7 +222,7 @@ class CommandAnswers:
         try:
             return read_answer(line, load.offsets_s)
         except ValueError as error:
-            raise self._process.nonsense(f"an answer that cannot be used: {error}; the line", line) from error
+            raise self._process.nonsense(f"an invalid answer: {error}; the line", line) from error
 
     def ended(self, replayed: Replayed) -> None:
         self._process.tell(
@@ -239,7 +236,7 @@ class CommandAnswers:
 
 
 class VirtualClock:
-    """Seconds since the system was started, as the requests that it is asked tell."""
+    """Seconds since the system's start, advanced by its requests."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -252,7 +249,7 @@ class VirtualClock:
 
 
 class AskedSystem:
-    """A simulator and its clock. As a deployment it tells nothing of itself, and answers single requests."""
+    """A simulator and its clock, used as a deployment without metrics."""
 
     def __init__(self, scenario: Scenario, answering: Answering) -> None:
         self.clock = VirtualClock()
@@ -261,22 +258,23 @@ class AskedSystem:
         self._singles = 0
 
     def ask(self, load: SimulatedLoad, seed: int) -> SystemAnswer:
-        """What becomes of a load from now on, if all of it is sent. Raises KvbenchError."""
+        """Return the outcome of a load from now on, if sent completely. Raises KvbenchError."""
         return self._answering.answer(load, seed, self.clock.now())
 
     def ended(self, replayed: Replayed) -> None:
-        """Tells what came of the load that was asked last; the clock stands at its end then."""
+        """Report what was sent of the last load, and advance the clock to its end."""
         self._answering.ended(replayed)
         self.clock.sleep(replayed.load.duration_s)
 
     def under_way(self) -> None:
-        """It has no gauges."""
+        """There are no gauges."""
 
     def check_alive(self) -> None:
-        """Who is dead does not answer."""
+        """A dead simulator is detected at the next request."""
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
-        """A single request: a trial of one arrival. Without text. Raises ServerError if it fails."""
+        """Run a single request as a trial of one arrival; its text is empty. Raises ServerError if it
+        fails."""
         self._singles += 1
         timeout_s = self._scenario.request_timeout_s
         load = SimulatedLoad.alike([0.0], len(prompt), max_tokens, timeout_s)
@@ -288,14 +286,12 @@ class AskedSystem:
             raise ServerError(
                 f"a single request failed: {record.error}, {record.error_detail}",
                 hint="the idle system must answer one within workload.request_timeout_s "
-                f"({timeout_s:g} s); set more, if it takes longer",
+                f"({timeout_s:g} s); increase it if needed",
             )
         return ""
 
 
 class SystemSite(Site):
-    """A system that answers, and its trials."""
-
     def __init__(
         self, scenario: Scenario, system: AskedSystem, store: RunStore, trace: Sequence[TracedRequest] = ()
     ) -> None:
@@ -312,13 +308,13 @@ class SystemSite(Site):
         return self._trials.requests(record)
 
     def alone(self, cell: Cell) -> Alone:
-        """By the requests that a server is asked for its greedy outputs. Raises KvbenchError."""
+        """Measure a single request's latency, as for greedy outputs. Raises KvbenchError."""
         prompts = check_prompts(self._scenario.seed, cell.input_len, self._scenario.model.vocab_size)
         clock = self._system.clock
         return Alone(greedy_outputs(self._system.complete, prompts, cell.output_len, clock).latency_s)
 
     def run(self, plan: TrialPlan) -> TrialRecord:
-        """Offers a load to the idle system, as a measured trial does; one that does not get idle is void."""
+        """Run a load on the idle system; if it does not become idle, the trial is void."""
         backlog = self._idle.wait(plan.cell)
         columns = {"starts_at_s": self._system.clock.now()}
         if backlog is not None:
@@ -337,10 +333,8 @@ class SystemSite(Site):
 
 
 class SystemBench:
-    """Starts the scenario's simulator anew for each deployment. ``trace``: what trials replay, if any.
-
-    ``answers``: makes what answers in this process, in place of the simulator's command.
-    """
+    """Starts the scenario's simulator for each deployment. ``trace``: requests to replay, if any.
+    ``answers``: creates an in-process system instead of the command."""
 
     alike = True
 
@@ -363,13 +357,13 @@ class SystemBench:
         return False  # it has no outputs
 
     def problem(self, planned: DeploymentPlan) -> None:
-        """Whether it runs, its start will tell."""
+        """Only its start shows whether it runs."""
 
     @contextmanager
     def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
         simulator = self._scenario.deployment.engine_options.simulator
         told = dict(self._store.manifest.get("simulated_with") or {})
-        who = f"somebody else's simulator, the command: {simulator.command}"
+        who = f"external simulator, the command: {simulator.command}"
         self._store.update(simulated_with=told | {planned.label: who})
         with self._answering("-".join(filter(None, (planned.label, round_)))) as answering:
             yield SystemSite(self._scenario, AskedSystem(self._scenario, answering), self._store, self._trace)

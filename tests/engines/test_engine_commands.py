@@ -241,7 +241,7 @@ def test_helper_processes_come_first() -> None:
     ("options", "listed", "said"),
     [
         (without(command=[sys.executable], version="0.32.0+cpu"), "offloading", "needs a GPU"),
-        (without(command=["no-such-vllm"]), "nixl", "no command 'no-such-vllm'"),
+        (without(command=["no-such-vllm"]), "nixl", "unknown command 'no-such-vllm'"),
         (without(command=[sys.executable]), "nccl", "has no P2pNcclConnector"),
         (without(command=[sys.executable]), "tcp", "has no KvbenchTcpConnector"),
     ],
@@ -261,7 +261,7 @@ def test_why_it_cannot_run(options: dict[str, Any], listed: str, said: str) -> N
         ("multi", "0.13.0", 4, 2, "moves no KV from TP 4 to fewer ranks"),
         ("nixl", "0.13.0", 2, 4, ""),
         ("nixl", "0.14.0", 4, 2, ""),
-        ("nccl", "0.13.0", 2, 4, "wants P and D alike, unlike TP 2 and TP 4"),
+        ("nccl", "0.13.0", 2, 4, "requires equal ranks of P and D, unlike TP 2 and TP 4"),
         ("nccl", "0.13.0", 2, 2, ""),
     ],
 )
@@ -279,7 +279,7 @@ def test_unequal_ranks_that_cannot_work_are_refused(
     assert problem is not None
     assert said in problem.reason
     assert said in noted[0]
-    with pytest.raises(InputError, match=r"fewer ranks|P and D alike"):
+    with pytest.raises(InputError, match=r"fewer ranks|equal ranks of P and D"):
         specs(asked, listed)
 
 
@@ -326,7 +326,10 @@ def test_hosts_elsewhere_are_printed_only() -> None:
     ("asked", "said"),
     [
         (scenario(options=without(engine_args={"enforce-eager": True})), "CUDA graphs off"),
-        (scenario(options=without(kv_load_failure_policy="recompute")), "recompute: where KV is lost"),
+        (
+            scenario(options=without(kv_load_failure_policy="recompute")),
+            "recompute: D computes prompts with lost KV",
+        ),
         (scenario(options=without(version="0.77.0")), "0.77.0 is newer than"),
         (scenario(listed="[{name: nixl, extra_config: {mine: 1}}]"), "does not know the key mine"),
         (scenario(options=without(env={"MOONCAKE_PROTOCOL": "rdma"})), "NIXL never reads"),
@@ -348,7 +351,7 @@ def test_hosts_elsewhere_are_printed_only() -> None:
             "max-num-seqs 8 is below the 20 requests",
         ),
         (scenario(options={"model": "m", "command": ["no-such-vllm"]}), "version is not known"),
-        (scenario("sglang", options={"model": "m"}), "has not been run with it"),
+        (scenario("sglang", options={"model": "m"}), "is untested with it"),
     ],
 )
 def test_warnings(asked: Scenario, said: str) -> None:
@@ -459,7 +462,7 @@ def test_sglang_is_not_passed_off_as_tried() -> None:
     asked = scenario("sglang", options={"model": "m"})
     problem = unusable(asked, deployment_of(asked, "nixl"))
     assert problem is not None
-    assert "has not been run with it" in problem.reason
+    assert "is untested with it" in problem.reason
 
 
 # ---------------------------------------------------------------- printing
@@ -529,13 +532,13 @@ def test_variables_that_this_vllm_lacks_are_named() -> None:
 
     def said(version: str) -> list[str]:
         notes = engine_warnings(scenario("vllm", options={**given, "version": version}))
-        return [note.split()[0] for note in notes if "does nothing" in note]
+        return [note.split()[0] for note in notes if "has no effect" in note]
 
     assert said("0.13.0") == []
     assert said("0.15.1") == ["VLLM_ATTENTION_BACKEND"]
     assert said("0.33.0+cu130") == ["VLLM_ATTENTION_BACKEND", "VLLM_RPC_TIMEOUT"]
     (flag,) = given_up(given["decode_env"], "0.33.0")
-    assert "since 0.15.1" in flag
+    assert "removed it in 0.15.1" in flag
     assert "--attention-backend" in flag
 
 

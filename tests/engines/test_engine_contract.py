@@ -162,7 +162,7 @@ def test_an_outside_engine_is_planned_checked_and_simulated_by_what_it_tells() -
     names = {"prefill-0": ("own", "/w"), "decode-0": ("own", "/w")}
     argvs = {spec.name: spec.argv for spec in process_specs(own, plan.deployments[1])}
     assert {name: argvs[name] for name in names} == names
-    assert model_check(own).detail.startswith("/w is not there")
+    assert model_check(own).detail.startswith("/w does not exist")
     gpus = [{"index": "0", "name": "NVIDIA H200", "memory_bytes": 141 * 2**30}]
     assert [check.name for check in memory_checks(own, plan, gpus)] == ["gpus", "gpu memory"]
     config = engine_config(own)

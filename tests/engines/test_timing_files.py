@@ -46,7 +46,7 @@ def mine(tmp_path: Path) -> Path:
 def test_a_name_is_a_profile_of_the_model_and_a_path_is_a_file(mine: Path) -> None:
     assert all(profile_file(name) is None for name in PROFILE_NAMES)
     assert timing_of_choice(str(mine)).step_s(LOAD) == pytest.approx(0.075)
-    with pytest.raises(InputError, match="no timing profile is called 'mine'"):
+    with pytest.raises(InputError, match="unknown timing profile 'mine'"):
         profile_file("mine")
 
 

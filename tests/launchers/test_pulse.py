@@ -54,7 +54,7 @@ def test_who_refuses_or_hangs_up_has_not_answered() -> None:
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
-    with pytest.raises(ValueError, match="no plain http"):
+    with pytest.raises(ValueError, match="not a plain http"):
         Heartbeat({"a": "https://127.0.0.1:1"})
 
 

@@ -76,11 +76,11 @@ def test_what_the_cluster_never_has_is_told_and_what_is_in_use_is_not() -> None:
     fits = [Bundle("prefill", {"CPU": 8, "prefill_node": 1}), Bundle("decode", {"CPU": 1}, {"gpu": "h100"})]
     assert missing(fits, NODES, spread=True) == []
     gone = [*fits, Bundle("loadgen", {"decode_node": 1})]  # its node is dead
-    assert missing(gone, NODES, spread=False) == ["no node has what loadgen: decode_node 1 asks for"]
+    assert missing(gone, NODES, spread=False) == ["no node has what loadgen: decode_node 1 requires"]
     wrong = [Bundle("prefill", {"CPU": 1}, {"gpu": "b200"})]
-    assert missing(wrong, NODES, spread=True) == ["no node has what prefill: CPU 1, label gpu=b200 asks for"]
+    assert missing(wrong, NODES, spread=True) == ["no node has what prefill: CPU 1, label gpu=b200 requires"]
     many = [Bundle("prefill", {"CPU": 1})] * 3
-    assert missing(many, NODES, spread=True) == ["3 nodes are asked for, and the cluster has 2"]
+    assert missing(many, NODES, spread=True) == ["3 nodes are requested, and the cluster has 2"]
     assert missing(many, NODES, spread=False) == []
     assert listed(NODES) == "a: CPU 8, prefill_node 1; b: CPU 2"
 

@@ -148,7 +148,7 @@ def test_an_agent_that_fails_tells_its_last_words(lab: RayLab) -> None:
 def test_what_the_cluster_lacks_is_told_within_the_deadline(lab: RayLab) -> None:
     lacking = {"decode": {"resources": {"nope": 2}}}
     with pytest.raises(
-        LaunchError, match=r"no node has what decode: CPU 1, nope 2 asks for .*pre0: .*prefill"
+        LaunchError, match=r"no node has what decode: CPU 1, nope 2 requires .*pre0: .*prefill"
     ):
         RayNodesOf(options(lab, **lacking, wait_s=3), "lacks").__enter__()
 
@@ -173,7 +173,7 @@ def test_a_cluster_that_wants_another_token_is_told_as_such(lab: RayLab) -> None
     joining = [sys.executable, "-c", OWNER, lab.address, "stranger"]
     env = {**os.environ, "RAY_AUTH_TOKEN": "0" * 64}
     done = subprocess.run(joining, env=env, capture_output=True, text=True, timeout=120)
-    assert f"the Ray cluster at {lab.address} does not let us in" in done.stderr
+    assert f"the Ray cluster at {lab.address} refuses the connection" in done.stderr
 
 
 def test_a_cluster_that_is_not_there_is_told_at_once() -> None:

@@ -133,7 +133,7 @@ def test_a_heterogeneous_job_is_read_in_the_order_of_its_parts() -> None:
         assert (first.job_id, first.offset, first.leader, first.node_list) == ("65", 0, "65", "pre[0-1]")
         assert (second.job_id, second.offset, second.node_list) == ("66", 1, "dec0")
     assert parse_pairs(JOB.split("\n")[0])["Comment"] == "a = b"
-    with pytest.raises(LaunchError, match="nothing of the job"):
+    with pytest.raises(LaunchError, match="nothing about the job"):
         parse_job("No jobs in the system\n")
 
 

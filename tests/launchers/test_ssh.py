@@ -163,7 +163,7 @@ class TestReaching:
 
     def test_a_key_that_is_none_or_not_there(self, reach: Reach) -> None:
         assert "cannot be used" in reach.error(ssh={"key": str(reach.hosts.known_hosts)}).message
-        assert "is not there" in reach.error(ssh={"key": "/no/such/key"}).message
+        assert "does not exist" in reach.error(ssh={"key": "/no/such/key"}).message
 
     def test_an_unknown_host_is_refused(self, reach: Reach, tmp_path: Path) -> None:
         (tmp_path / "empty").touch()
@@ -176,7 +176,7 @@ class TestReaching:
         known = tmp_path / "known"
         known.write_text(f"[{reach.hosts.address('a')}]:{PORT} {' '.join(other)}\n")
         error = reach.error(ssh={"known_hosts": str(known)})
-        assert "shows another key" in error.message
+        assert "has a different key" in error.message
         assert "ssh-keygen -f" in error.hint
 
     def test_nobody_listens_and_nobody_answers(self, reach: Reach) -> None:
@@ -265,7 +265,7 @@ def test_gids_are_shown_and_a_port_without_one_is_warned_of() -> None:
 def test_doctor_waits_in_no_queue() -> None:
     text = scenario_text({}, {}, slurm={})
     scenario = parse_scenario(text.replace("launcher: ssh", "launcher: slurm"), "far.yaml", registry())
-    with pytest.raises(InputError, match="nodes of a Slurm job that runs") as caught:
+    with pytest.raises(InputError, match="nodes of a running Slurm job") as caught:
         require_nodes(scenario, {})
     assert "salloc" in caught.value.hint
     require_nodes(scenario, {"SLURM_JOB_ID": "7"})
@@ -333,7 +333,7 @@ def another_host_is_not_gone_on_with(run: RunFolder) -> None:
     older = {**kept, "status": "interrupted"}
     (run.path / "manifest.json").write_text(json.dumps(older))
     (run.path / "checksums.jsonl").unlink()  # as of a kvbench that had none
-    with pytest.raises(StoreError, match=r"begun on other hosts:\n  host b, hostname: elsewhere then, "):
+    with pytest.raises(StoreError, match=r"started on other hosts:\n  host b, hostname: elsewhere then, "):
         resume.resume(run.path)
     assert tagged_processes(run) == []
     gone_on = the_run(resume.resume(run.path, force=True).parent)

@@ -158,7 +158,7 @@ def test_a_run_is_measured_stored_reported_and_compared(tmp_path: Path) -> None:
     assert model["run"] == run.run_id
     again = kvbench("microbench", *QUICK, "--compare", str(run.path), "--output", str(tmp_path / "second"))
     assert again.status == 0, again.text
-    assert f"beside {run.run_id}" in again.out
+    assert f"compared with {run.run_id}" in again.out
     assert "tcp, write 64 KiB × 4:" in again.out
     second = the_run(tmp_path / "second")
     told = json.loads((second.path / "tables" / "comparison.json").read_text())

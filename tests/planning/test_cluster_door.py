@@ -47,7 +47,7 @@ def test_what_init_writes_for_a_cluster_is_planned(
     }
     assert done.out.startswith(begins[launcher]), done.text
     assert done.status == (2 if "cannot start" in begins[launcher] else 0)
-    assert "not in it: " in done.out
+    assert "not included: " in done.out
     assert "SCENARIO" not in done.out
     if launcher != "ray":
         swept = invoke("sweep", str(file), "--output", str(tmp_path / "runs"), env={"PATH": str(tmp_path)})
@@ -62,7 +62,7 @@ def test_doctor_says_nothing_of_this_machine_where_nothing_runs_on_it(tmp_path: 
     done = invoke("doctor", str(file))
     assert done.status == 1
     assert "node1.invalid" in done.out
-    for here in ("there is no command 'vllm'", "open files", "shared memory", "is not there"):
+    for here in ("unknown command 'vllm'", "open files", "shared memory", "does not exist"):
         assert here not in done.out
     invoke("init", str(file), "--yes", "--force", "--slurm")
     done = invoke("doctor", str(file))
@@ -87,9 +87,9 @@ def test_a_server_that_is_up_is_written_planned_and_examined(tmp_path: Path) -> 
 
 
 def test_one_place_is_asked_for_at_a_time() -> None:
-    with pytest.raises(InputError, match="several places"):
+    with pytest.raises(InputError, match="exclude each other"):
         Elsewhere.asked("a,b", True, False, None, "")
-    with pytest.raises(InputError, match="names with commas"):
+    with pytest.raises(InputError, match="comma-separated names"):
         Elsewhere.asked(" , ", False, False, None, "")
     with pytest.raises(InputError, match="--base-url"):
         Elsewhere.asked(None, False, False, "ftp://x", "")

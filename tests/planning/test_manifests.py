@@ -231,7 +231,7 @@ def test_wrong_options_are_refused_with_what_is_known(words: list[str], told: st
 def test_what_cannot_be_rendered_is_told() -> None:
     with pytest.raises(InputError, match="several deployments"):
         rendered(plan_of(scenario_of("quickstart")), K8sOptions())
-    with pytest.raises(InputError, match="known beforehand"):
+    with pytest.raises(InputError, match="fixed ports"):
         manifests(scenario_of("quickstart", "deployment.base_port=0", connector="nixl"))
     with pytest.raises(InputError, match="too long"):
         manifests(scenario_of("quickstart", f"name={'n' * 60}", connector="nixl"))

@@ -120,7 +120,7 @@ def test_answers_go_into_the_file_and_wrong_ones_are_asked_again(tmp_path: Path)
     status, shown = asked(tmp_path, answers, "mine.yaml")
     assert status == 0, shown
     assert "a preset" in shown
-    assert "a whole number from 2 on" in shown
+    assert "a whole number from 2:" in shown
     assert "above 0" in shown
     scenario = scenario_of(tmp_path / "mine.yaml")
     assert scenario.model.name == "qwen3-8b"

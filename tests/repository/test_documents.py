@@ -132,7 +132,7 @@ def test_the_doors_stand_as_they_are(tmp_path: Path) -> None:
     done = bare(f"{heredoc}\nkvbench plan {name}", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "prefill-0 on p" in done.stdout
-    assert "host p is not reached" in done.stdout, "what is in the way comes first"
+    assert "host p is unreachable" in done.stdout, "what is in the way comes first"
     slurm = (tmp_path / name).read_text()
     said = re.search(r"`launcher: slurm` and `(slurm: \{.*\})`", (ROOT / "README.md").read_text())
     assert said is not None

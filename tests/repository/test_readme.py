@@ -29,9 +29,17 @@ def test_links_and_pictures_lead_somewhere(page: str) -> None:
             assert ((ROOT / page).parent / target).exists(), target
 
 
-def test_each_page_is_found_from_the_readme() -> None:
+def test_each_page_is_found_from_the_index_and_the_index_from_the_readme() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert "](docs/README.md)" in README
     for path in (ROOT / "docs").glob("*.md"):
-        assert f"](docs/{path.name})" in README
+        assert path.name == "README.md" or f"]({path.name})" in index
+
+
+def test_the_readme_and_the_pages_are_short() -> None:
+    assert len(README.splitlines()) <= 180
+    for path in (ROOT / "docs").glob("*.md"):
+        assert len(path.read_text().splitlines()) <= 250, path.name
 
 
 def test_scenarios_named_in_examples_exist() -> None:

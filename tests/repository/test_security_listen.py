@@ -125,7 +125,7 @@ def test_transfer_processes_listen_on_loopback_alone(tmp_path: Path) -> None:
 )
 def test_what_listens_elsewhere_says_so(host: str, own: bool) -> None:
     scenario, _ = load_scenario("quickstart", [f"deployment.host={host}"])
-    said = [note for note in engine_warnings(scenario) if "whoever reaches that address" in note]
+    said = [note for note in engine_warnings(scenario) if "any client of that address" in note]
     assert is_loopback(host) is own
     assert bool(said) is not own
     assert own or host in said[0]

@@ -111,7 +111,7 @@ def test_no_field_of_a_wrong_type_is_unforeseen(sample: Path, tmp_path: Path, na
     run = load_run(folder)
     assert any(f"{name} is 'great'" in warning for warning in run.warnings)
     render_terminal(run, Console(file=io.StringIO()))
-    with pytest.raises(StoreError, match="cannot be gone on with"):
+    with pytest.raises(StoreError, match="cannot be resumed"):
         resume.reopen(folder)
 
 
@@ -131,7 +131,7 @@ def test_lost_requests_are_said_before_a_run_is_gone_on_with(sample: Path, tmp_p
             f"requests/{short.name} has 120 of the 1000 requests that were sent",
         ]
     )
-    with pytest.raises(StoreError, match="is not as it was written:\n  requests/"):
+    with pytest.raises(StoreError, match="has changed since it was written:\n  requests/"):
         resume.reopen(folder)
 
 
@@ -189,7 +189,7 @@ def test_the_command_to_go_on_is_one_line(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         carry_out(store, 1, Console(file=out, width=80), failing)
-    assert f"to go on with it: kvbench sweep --resume {store.path}" in out.getvalue().splitlines()
+    assert f"to resume it: kvbench sweep --resume {store.path}" in out.getvalue().splitlines()
 
 
 def test_a_sweep_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_the_next_command_compares_only_what_can_be_compared(tmp_path: Path) -> 
     first, second = (tmp_path / f"2026-01-0{day}-quickstart-a" for day in (1, 2))
     for folder in (first, second):
         shutil.copytree(REFERENCE, folder)
-    assert next_of(second) == f"next: kvbench compare {first} {second}  (says what has changed since)"
+    assert next_of(second) == f"next: kvbench compare {first} {second}  (shows what has changed since)"
     assert next_of(first).startswith("next: kvbench export timeline ")
     plan = json.loads((first / "plan.json").read_text())
     plan["scenario"]["deployment"]["engine_options"]["base_url"] = "http://another:1"
@@ -256,5 +256,5 @@ def test_the_command_for_failed_cells_is_one_line(tmp_path: Path) -> None:
     out = io.StringIO()
     words: Any = lambda _display: Failing()  # noqa: E731
     carry_out(store, 1, Console(file=out, width=80), words)
-    asked = f"next: kvbench sweep --resume {store.path}  (measures the failed cells once more)"
+    asked = f"next: kvbench sweep --resume {store.path}  (measures the failed cells again)"
     assert asked in out.getvalue().splitlines()

@@ -67,7 +67,10 @@ FAULTS = {
         Fault("prefill_slow", "prefill stands still again and again", r"prefill engine was behind", _REFUSED),
         Fault("decode_slow", "decode stands still again and again", r"decode engine was behind", _REFUSED),
         Fault(
-            "server_hangs", "a server runs and answers nothing any more", r"server-0 hangs: it has not", _CELL
+            "server_hangs",
+            "a server runs and answers nothing any more",
+            r"server-0 hangs: no response",
+            _CELL,
         ),
         Fault("router_killed", "the router is killed", r"router was killed by signal 9", _CELL),
         Fault("router_frozen", "the router is frozen (SIGSTOP)", r"router \d+ is frozen", _CELL),
@@ -80,7 +83,7 @@ FAULTS = {
         Fault(
             "loadgen_frozen",
             "the load generator is frozen (SIGSTOP)",
-            r"the load generator \S+ hangs: it has said nothing for \d+ s",
+            r"the load generator \S+ hangs: no report for \d+ s",
             _CELL,
         ),
         Fault(
@@ -97,7 +100,7 @@ FAULTS = {
         ),
         Fault(
             "library_hangs_in_pair",
-            "an engine's transfer library never returns, though nobody has stopped it",
+            "an engine's transfer library never returns, although its process runs",
             r"decode-0.*the process of its transfer library hangs",
             _CELL,
         ),
@@ -130,7 +133,7 @@ FAULTS = {
             "disk_full",
             "the disk with the run folder is full",
             r"[Nn]o space left|is full",
-            "the run ends; what was measured stays, and `--resume` goes on with it",
+            "the run ends; what was measured stays, and `--resume` continues",
         ),
         Fault(
             "shm_full",
@@ -187,7 +190,7 @@ FAULTS = {
             "metadata_killed",
             "the Mooncake metadata server (http) is killed",
             r"no metadata server answers at",
-            "who is connected goes on; who comes later is told",
+            "connected engines continue; later ones get the error",
         ),
         # NICs, in the lab.
         Fault("nic_pulled", "a NIC's cable is pulled", r"did not end within|gave no answer", _ROW),

@@ -197,7 +197,7 @@ def test_a_trace_is_searched_for_the_speed_that_holds(tmp_path: Path, trace: Pat
         (("sweep", "--rates", "1", "--method", "burst"), "--rates 1: are for method fixed"),
         (("sweep", "--trace", "/nowhere/t.jsonl"), "the trace /nowhere/t.jsonl cannot be read"),
         (("sweep", "--slo", "ttft p90 => 5"), "is not a limit"),
-        (("bench",), "give the rate to offer"),
+        (("bench",), "give a --rate"),
     ],
 )
 def test_mistakes_are_told_before_anything_starts(tmp_path: Path, words: tuple[str, ...], said: str) -> None:

@@ -210,7 +210,7 @@ def test_an_undecided_trial_says_why_and_as_how_many_its_requests_count() -> Non
     record = trial("undecided")
     assert why(record) == "the client was late; 1 missed TPOT, 7 missed TTFT"
     record.summary |= {"missed_by": {}, "judged_met": 34, "judged_missed": 0, "effective_n": 13.2}
-    assert why(record) == "the client was late; the 34 count as 13, since neighbours fare alike"
+    assert why(record) == "the client was late; effective sample size 13 of 34 (correlated requests)"
     record.summary["effective_n"] = 34.0
     assert why(record) == "the client was late"
 
@@ -218,7 +218,7 @@ def test_an_undecided_trial_says_why_and_as_how_many_its_requests_count() -> Non
 def test_a_flood_says_what_it_is_and_what_came_out(quickstart: Path) -> None:
     record = trial("measured", purpose="ceiling")
     record.summary |= {"completion_rate": 65.99, "completion_steady": True}
-    assert why(record) == "saturating probe to find the capacity: about 66 req/s served"
+    assert why(record) == "saturation probe: about 66 req/s served"
     record.summary["completion_steady"] = False
     assert why(record).endswith("served, still changing")
     shown = console(None)
@@ -226,7 +226,7 @@ def test_a_flood_says_what_it_is_and_what_came_out(quickstart: Path) -> None:
         display.trial_finished(record)
     assert "within SLO" not in text(shown)
     record.summary |= {"completion_rate": None}
-    assert why(record) == "saturating probe to find the capacity: too little was served in its time to tell"
+    assert why(record) == "saturation probe: too few requests served to measure the capacity"
 
 
 def test_silence() -> None:

@@ -119,14 +119,14 @@ def test_the_command_goes_on_and_says_so_and_a_complete_run_is_left_alone(
     stored = (folder / "trials.jsonl").read_bytes()
     again = kvbench("sweep", "--resume", str(folder))
     assert again.status == 0
-    assert "is complete: nothing is left to do" in again.out
+    assert "is complete" in again.out
     assert (folder / "trials.jsonl").read_bytes() == stored
     assert load_run(folder).manifest == run.manifest
 
 
 def test_options_may_repeat_the_plan_but_not_contradict_it(broken: Path, tmp_path: Path) -> None:
     folder = copied(broken, tmp_path)
-    with pytest.raises(InputError, match=r"slo\.ttft_ms: 250\.0 in the folder, 300\.0 asked"):
+    with pytest.raises(InputError, match=r"slo\.ttft_ms: 250\.0 in the folder, 300\.0 requested"):
         resume.command(folder, replace(WISHES["listed"], ttft_ms=300.0), "sweep", Console(quiet=True))
     with pytest.raises(InputError, match="is a run of kind simulate"):
         resume.command(folder, CliOptions(), "bench", Console(quiet=True))
@@ -200,7 +200,7 @@ def test_another_plan_or_another_search_is_not_gone_on_with(broken: Path, tmp_pa
     plan = json.loads((changed / "plan.json").read_text())
     plan["cells"].pop()
     (changed / "plan.json").write_text(json.dumps(plan))
-    with pytest.raises(StoreError, match="would plan other cells"):
+    with pytest.raises(StoreError, match="plans other cells"):
         resume.resume(changed)
     other = without_checksums(copied(broken, tmp_path / "trials"))
     shutil.rmtree(other / "requests")  # they would contradict the edit
@@ -214,7 +214,7 @@ def test_another_plan_or_another_search_is_not_gone_on_with(broken: Path, tmp_pa
     manifest = json.loads((older / "manifest.json").read_text())
     del manifest["asked"]
     (older / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(StoreError, match="cannot be gone on with"):
+    with pytest.raises(StoreError, match="cannot be resumed"):
         resume.resume(older)
 
 

@@ -42,7 +42,7 @@ def test_after_any_end_it_goes_on_and_redoes_no_trial_that_is_stored(tmp_path: P
         first = sweep.finish()
     run = the_run(tmp_path)
     assert first.status == 130
-    assert f"to go on with it: kvbench sweep --resume {run.path}" in first.out
+    assert f"to resume it: kvbench sweep --resume {run.path}" in first.out
     assert run.manifest["status"] == "interrupted"
     assert run.trials
     lines = [stored(run)]

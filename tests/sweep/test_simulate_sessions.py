@@ -42,7 +42,7 @@ def test_a_rate_of_sessions_is_searched_and_told(tmp_path: Path) -> None:
     done = invoke("verify", str(run.path))
     assert done.status == EXIT_NOT_VERIFIED, done.text
     assert done.out.splitlines()[0] == (
-        "not verified: answers: its searches cannot be repeated, as what they began with is unknown"
+        "not verified: answers: its searches cannot be repeated, as their start is unknown"
     )
     assert ": not verified: 1 reasons " in done.out.splitlines()[-1]
 
@@ -81,12 +81,12 @@ def test_one_rate_of_sessions_is_offered(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("chaos", "agentic-emulated", "--rate", "4"), "this command offers single requests"),
-        (("bench", "agentic-emulated", "--concurrency", "4"), "sessions begin open loop"),
+        (("chaos", "agentic-emulated", "--rate", "4"), "this command sends single requests"),
+        (("bench", "agentic-emulated", "--concurrency", "4"), "sessions start open loop"),
         (("sweep", "agentic-emulated", "--set", "load.endpoint=chat"), "completions of token ids"),
         (
             ("simulate", "--system", "true", "--slo", "ttft_ms p90 <= 9", "--set", "workload.sessions={}"),
-            "asked for single requests",
+            "accepts single requests",
         ),
         (("sweep", "agentic-emulated", "--set", "load.workers=3"), "one load generator"),
         (("sweep", "agentic-emulated", "--set", "deployment.routing=nearest"), "deployment.routing"),

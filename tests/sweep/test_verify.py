@@ -166,7 +166,7 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], bool], Edit, str]] = {
         "cells.jsonl",
         lambda row: row["main"],
         lambda row: row["answer"].update(lower=row["answer"]["max_request_rate"] * 2),
-        "lies outside of its interval",
+        "is outside its interval",
     ),
     "a status": (
         "cells.jsonl",
@@ -184,7 +184,7 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], bool], Edit, str]] = {
         "cells.jsonl",
         lambda row: row["main"],
         lambda row: row.update(confirmed_by="tcp-in128-out16-99"),
-        "which is not there",
+        "which is missing",
     ),
 }
 
@@ -283,7 +283,7 @@ def test_a_trial_that_was_taken_out_is_missed(folder: Path) -> None:
     kept = [line for line in lines if json.loads(line)["trial_id"] != gone["trial_id"]]
     (folder / "trials.jsonl").write_text("\n".join(kept) + "\n")
     (folder / "requests" / f"{gone['trial_id']}.parquet").unlink()
-    assert any(gone["trial_id"] in each and "still asks for" in each for each in found_in(folder))
+    assert any(gone["trial_id"] in each and "still requests" in each for each in found_in(folder))
 
 
 def test_lines_that_cannot_be_read_are_damage(folder: Path) -> None:
@@ -306,11 +306,11 @@ def test_a_run_of_other_rules_is_not_verified(folder: Path) -> None:
     found = audit(folder)
     assert found.verdict == "not verified"
     assert any("rules without a version; this kvbench has version" in each for each in found.unverified)
-    assert "by the rules of this kvbench it would say: the same" in found.notes
+    assert "by the rules of this kvbench the result would be: the same" in found.notes
     edit_line(folder / "trials.jsonl", searched("missed"), lambda row: row.update(reason="so be it"))
     found = audit(folder)
     assert found.verdict == "not verified"
-    assert any("it would say: trials.jsonl" in note and "so be it" in note for note in found.notes)
+    assert any("the result would be: trials.jsonl" in note and "so be it" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -392,7 +392,9 @@ def test_an_edited_run_is_not_gone_on_with(folder: Path) -> None:
     broken_off(folder)
     name = edit_line(folder / "trials.jsonl", searched("met"), EDITS["a percentile"][2])
     assert name
-    with pytest.raises(StoreError, match=r"not as it was written:\n  trials\.jsonl: line \d+ was changed"):
+    with pytest.raises(
+        StoreError, match=r"has changed since it was written:\n  trials\.jsonl: line \d+ was changed"
+    ):
         resume.resume(folder)
     resume.resume(folder, force=True)
     run = load_run(folder)
@@ -430,7 +432,7 @@ def test_an_edited_run_is_not_packed(folder: Path, tmp_path: Path) -> None:
     edit_line(folder / "trials.jsonl", searched("met"), EDITS["a percentile"][2])
     refused = invoke("bundle", str(folder), "--output", str(archive))
     assert refused.status == EXIT_FAILED
-    assert "is not as it was written" in refused.text
+    assert "has changed since it was written" in refused.text
     forced = invoke("bundle", str(folder), "--output", str(archive), "--force")
     assert forced.status == EXIT_OK, forced.text
     inside = unpacked(archive, tmp_path / "edited")

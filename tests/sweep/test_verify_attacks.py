@@ -150,9 +150,9 @@ ATTACKS: dict[str, tuple[Edit, bool, str, str]] = {
         ),
         False,
         NOT_VERIFIED,
-        "other tools measured this",
+        "measured by other tools",
     ),
-    "marked as imported": (manifest(imported={}), False, NOT_VERIFIED, "other tools measured this"),
+    "marked as imported": (manifest(imported={}), False, NOT_VERIFIED, "measured by other tools"),
     "no checksums, rules and digests": (
         both(
             lambda folder: (folder / CHECKSUMS).unlink(),

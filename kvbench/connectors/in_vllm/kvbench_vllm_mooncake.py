@@ -1,13 +1,11 @@
-"""Mooncake in vLLM 0.13 to 0.24 with a choice of RDMA devices; loaded by vLLM itself, not by kvbench.
+"""Mooncake in vLLM 0.13 to 0.24 with selectable RDMA devices; loaded by vLLM, not kvbench.
 
-These releases call ``TransferEngine.initialize`` with an empty device list, which takes every
-device that Mooncake finds, also those without a route to the other host. The class below is
-vLLM's own connector but for that list, which comes from ``kv_connector_extra_config.rdma_devices``:
+These releases call ``TransferEngine.initialize`` with an empty device list, which uses all devices, even
+without a route. This class is vLLM's connector with a list from ``kv_connector_extra_config.rdma_devices``.
+It needs no change in vLLM's installation, only this folder on PYTHONPATH:
 
-    --kv-transfer-config '{"kv_connector": "KvbenchMooncakeConnector",
-        "kv_connector_module_path": "kvbench_vllm_mooncake", ...}'
-
-The folder of this file goes on vLLM's PYTHONPATH, so nothing in vLLM's installation is edited.
+--kv-transfer-config '{"kv_connector": "KvbenchMooncakeConnector", "kv_connector_module_path":
+"kvbench_vllm_mooncake", ...}'
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _CLASS = "KvbenchMooncakeConnector"
 
 
 def connector_class() -> type[Any]:
-    """vLLM's MooncakeConnector, with the device list put in when its worker starts the engine."""
+    """Return vLLM's MooncakeConnector, whose worker starts the engine with the device list."""
     module = _vllm_module()
 
     class KvbenchMooncakeConnector(module.MooncakeConnector):  # type: ignore[misc, name-defined]
@@ -43,7 +41,7 @@ def connector_class() -> type[Any]:
 
 
 def engine_on(engine: type[Any], devices: str) -> type[Any]:
-    """Mooncake's TransferEngine, which takes ``devices`` wherever it is given none."""
+    """Return Mooncake's TransferEngine with ``devices`` as the default list."""
 
     class EngineOnDevices(engine):  # type: ignore[misc]
         def initialize(self, hostname: str, metadata: str, protocol: str, device_name: str) -> int:
@@ -63,7 +61,7 @@ def _vllm_module() -> Any:
 
 
 def __getattr__(name: str) -> type[Any]:
-    # vLLM is imported only when it asks for the class, and the class is made only once.
+    # vLLM is imported on the first access to the class, which is created once.
     if name != _CLASS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     made = connector_class()

@@ -37,7 +37,6 @@ COEFFICIENTS: Final[Mapping[str, str]] = MappingProxyType(
         "transfer_token_ms": "KV transfer time per prompt token",
     }
 )
-"""Coefficients and their meaning."""
 NEEDED: Final = ("prefill_token_ms", "decode_step_ms")
 """Coefficients required for any prediction."""
 _AGREES: Final = 0.02

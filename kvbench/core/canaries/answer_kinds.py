@@ -352,7 +352,7 @@ class _Judge:
             return self._told(asked, theirs) or ("stale", f"that of canary prompt {number}")
         if record is None or record.text_crc is None:
             return "", ""
-        # The others' prompts are known to nobody, but of each answer's text the checksum.
+        # Other prompts are not stored, only the checksum of each answer's text.
         same = self._by_text.get((record.text_crc, record.text_bytes or 0), [])
         others = [each for each in same if each.request_id != record.request_id]
         if others and len(others) < max(2, len(self._records) // 10):

@@ -155,7 +155,7 @@ def outcomes_of(
 
 
 def _failed_before(one: RequestOutcome, before: Sequence[RequestOutcome], struck_s: float) -> bool:
-    """Return whether a failed request failed before the fault: if later-due requests had ended by then."""
+    """Return whether a failed request failed before the fault: requests due later had already ended."""
     return bool(before) and one.due_s < struck_s and one.due_s < before[-1].due_s - _longest(before)
 
 
@@ -196,7 +196,6 @@ class GoodputBin:
 
 
 def goodput_bins(outcomes: Iterable[RequestOutcome], width_s: float, end_s: float) -> list[GoodputBin]:
-    """Return bins over [0, end_s) for a plot."""
     count = max(1, math.ceil(end_s / width_s - 1e-9))
     bins: list[Counter[str]] = [Counter() for _ in range(count)]
     for each in outcomes:

@@ -1,4 +1,4 @@
-"""Which faults a chaos run does, to whom, when and for how long: drawn from a seed before anything starts.
+"""Faults of a chaos run: target, time and duration, drawn from a seed before the run.
 
 | kind | what is done | undone |
 |---|---|---|
@@ -186,7 +186,7 @@ def _planned(
     times: FaultTimes,
     chance: random.Random,
 ) -> PlannedFault:
-    # Both are always drawn, so that what is asked for one fault leaves the others as they are.
+    # Both are always drawn, so that the options of one fault do not change the others.
     index, jitter_s = chance.randrange(counts[wanted.target]), round(chance.random() * JITTER_S, 3)
     at_s = times.before_s + jitter_s if wanted.at_s is None else wanted.at_s
     down_s = times.down_s if wanted.down_s is None else wanted.down_s

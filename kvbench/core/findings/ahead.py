@@ -260,7 +260,7 @@ def _half_width(
     name: str,
     figures: int,
 ) -> float | None:
-    """Return half the interval of the log ratio, or None."""
+    """Return half the interval of the log ratio."""
     level = 1 - (1 - CONFIDENCE) / (2 * figures)
     if len(one) > 1 and len(other) > 1:
         parts = [(_variance(values) / len(values), len(values) - 1) for values in (one, other)]

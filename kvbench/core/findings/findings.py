@@ -255,7 +255,6 @@ def _ahead(pair: Pair) -> Statement:
 
 
 def _undecided(compared: Sequence[Pair]) -> Iterable[Statement]:
-    """Return one statement per inconclusive pair and reason."""
     groups: dict[tuple[str, str, str], list[Pair]] = {}
     for pair in compared:
         if not pair.significant:

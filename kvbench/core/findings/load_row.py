@@ -26,12 +26,11 @@ _SIXTEEN_BIT: Final = ("qwen2.5", "qwen3", "llama-3")
 
 @dataclass(frozen=True)
 class RowConditions:
-    """Under which conditions a row was measured, as far as that is reported.
+    """Reported conditions of a row.
 
-    ``slots``: requests that one engine decodes at once (max_num_seqs), times the engines that decode.
-    ``limits``: the SLO. ``judged``: kvbench judged single requests by it, so nothing has to be read from
-    means. ``prefill_flops``: the dense peak of all GPUs that prefill, at the lowest precision that they
-    have; ``prefill_flops_16bit``: the same in 16 bits, known only where the weights have 16."""
+    ``slots``: requests that all decoding engines run at once (max_num_seqs). ``limits``: the SLO. ``judged``:
+    kvbench judged single requests by it. ``prefill_flops``: dense peak of all prefill GPUs at their lowest
+    precision; ``prefill_flops_16bit``: the same in 16 bits, known only for 16-bit weights."""
 
     model: str = ""
     hardware: str = ""

@@ -54,7 +54,6 @@ class PossibleRates:
 
 
 def known(posterior: Sequence[float]) -> PossibleRates:
-    """Return the rates of a stored posterior."""
     return PossibleRates(tuple(posterior), tuple(posterior))
 
 
@@ -94,7 +93,6 @@ POWER: Final = 0.8
 LEAST_DEGREES: Final = 3
 """Fewest degrees of freedom: runs on both sides minus two."""
 MOST_REPEATS: Final = 1000
-"""Most repeats considered."""
 _LEAST_SCATTER: Final = 1e-3
 """Least scatter of repeats: answers are rounded to four digits."""
 _NORMAL: Final = NormalDist()
@@ -142,7 +140,7 @@ class RateChange:
         return self._seen(loss, worse_than, cells, self.runs, self.degrees)
 
     def least_loss(self, cells: int = 1) -> float | None:
-        """Return the smallest significant loss as a share, or None."""
+        """Return the smallest significant loss as a share."""
         if self.scatter is None:
             return None
         error = self.scatter * math.sqrt(sum(1 / count for count in self.runs))
@@ -235,7 +233,7 @@ def _pooled(repeats: Sequence[PossibleRates]) -> PossibleRates:
 
 
 def spread_of(rates: PossibleRates) -> float | None:
-    """Return the standard deviation of the rate's logarithm, or None."""
+    """Return the standard deviation of the rate's logarithm."""
     if rates.least != rates.most or not all(0 < rate < math.inf for rate in rates.least):
         return None
     return math.sqrt(pvariance([math.log(rate) for rate in rates.least]))

@@ -46,10 +46,9 @@ Command = tuple[Sequence[str], Mapping[str, str]]
 def transport_warnings(
     label: str, commands: Sequence[Command], hosts: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> Iterator[Finding]:
-    """Warnings where a connector's engines are told to use what their hosts' NICs do badly.
+    """Yield warnings where a connector's engines use what their hosts' NICs do badly.
 
-    ``hosts``: RDMA devices by host; of this machine alone the name is empty.
-    """
+    ``hosts``: RDMA devices by host; this machine's name is empty if it is the only one."""
     active = {
         f"{device['name']}{f' of {host}' if host else ''}": device
         for host, devices in hosts.items()
@@ -81,7 +80,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def tcp_beside_rdma(label: str, commands: Iterable[Command], active: Sequence[str]) -> Finding | None:
-    """A warning where a connector's engines are told to use TCP beside these active RDMA devices."""
+    """Return a warning where a connector's engines use TCP although these RDMA devices are active."""
     told = next(filter(None, (forced_tcp(argv, env) for argv, env in commands)), "")
     if not told or not active:
         return None

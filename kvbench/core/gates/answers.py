@@ -178,11 +178,11 @@ def repeated_answers(evidence: Evidence) -> Finding | None:
 
 
 def empty_answers(evidence: Evidence) -> Finding | None:
-    """Answers have text: the tokens that the usage counts are there to be read.
+    """Answers have text: the tokens that the usage counts are there.
 
-    evidence: answers whose usage counts tokens and whose events brought none of their text: more than 1 % of
-    them are refused, since nobody can tell when their tokens came.
-    limits: a single token may be without text, as half of a character is."""
+    evidence: answers whose usage counts tokens but whose events have no text. More than 1 % of them are
+    refused, because the times of their tokens are unknown. limits: a single token may have no text, such as
+    half of a character."""
     counted = [each for each in evidence.records if each.output_len > 1 and each.text_bytes is not None]
     empty = [each for each in counted if not each.text_bytes]
     if not empty:

@@ -186,7 +186,7 @@ def client_limited(evidence: Evidence) -> Finding | None:
     if lag <= allowed:
         return None
     if router_starved(evidence) and _client_starved(evidence):
-        return None  # host_starved tells of both
+        return None  # host_starved reports both
     forgiven = (client.worst_send_ms + client.worst_look_ms, client.worst_look_ms)
     refused = lag > gross or _may_have_caused_the_miss(evidence, *forgiven)
     return Finding(
@@ -242,10 +242,9 @@ def _client_starved(evidence: Evidence) -> bool:
 def host_starved(evidence: Evidence) -> Finding | None:
     """The machine had CPU left for kvbench's own processes, which need little.
 
-    evidence: kvbench's router was late, used less than 90 % of a core, and for half of its delay or more the
-    kernel's scheduler says that it was ready and had no core; the load generator's own lag beside it.
-    limits: a router of somebody else's tells nothing. Who had the cores is told where it is known: others, or
-    the engines themselves."""
+    evidence: kvbench's router was late and used less than 90 % of a core, and by the kernel's scheduler it
+    waited for a core during at least half of its delay; also the load generator's lag. Reports who used the
+    cores, if known: other processes or the engines. limits: silent for another router."""
     if not router_starved(evidence):
         return None
     client, router, host = evidence.client, evidence.router, evidence.host
@@ -277,10 +276,10 @@ def host_starved(evidence: Evidence) -> Finding | None:
 
 
 def router_limited(evidence: Evidence) -> Finding | None:
-    """kvbench's router was neither out of CPU nor late.
+    """kvbench's router had enough CPU and was not late.
 
-    evidence: CPU time per second of its busiest process (0.9 is too much), and its event loop's lag (P99)
-    against the client's limits. limits: a router of somebody else tells neither."""
+    evidence: CPU time per second of its busiest process (limit 0.9), and its event loop's lag (P99) against
+    the client's limits. limits: silent for another router."""
     router, limits = evidence.router, evidence.limits
     allowed, gross = _allowed_ms(evidence), _gross_ms(evidence)
     lag_ms = 1e3 * (router.loop_lag_p99_s or 0.0)
@@ -289,7 +288,7 @@ def router_limited(evidence: Evidence) -> Finding | None:
     if (lag_ms <= allowed and not busy) or router_starved(evidence):
         return None
     missed = not evidence.attained or evidence.queue_growth is not None
-    # A router without CPU left queues what comes in: by how much nobody knows, so all of it may be its own.
+    # A router without CPU left queues requests by an unknown time, so all of the wait may be its own.
     refused = lag_ms > gross or (busy and missed) or _may_have_caused_the_miss(evidence, 2 * lag_ms, lag_ms)
     return Finding(
         "router_limited",

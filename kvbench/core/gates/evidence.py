@@ -29,16 +29,14 @@ millisecond."""
 
 @dataclass(frozen=True)
 class ClientFigures:
-    """What the load generator says of itself; of several processes the worst.
+    """The load generator's figures about itself; of several processes the worst.
 
-    ``cpu_share`` and ``run_queue_wait_share`` are seconds per second of one process (1 is a whole core).
-    ``loop_lag_share``: seconds per second by which the event loop came too late to a timer.
-    ``send_lag``: planned to real send. ``chunk_lag``: the kernel had the bytes, to when they were read.
-    ``stamps``: where receive times come from: "kernel", "read" (when the program got to it) or "mixed".
-    ``first_error``, ``token_error``: by how much the times of first tokens, and of all, may be too late. Of
-    chunks that came one after the other and were read together the kernel reports the last one's stamp; the
-    others came after the last look at their socket that found nothing, and that is all that is known.
-    ``reads`` brought ``chunks``."""
+    ``cpu_share``, ``run_queue_wait_share``: seconds per second of one process (1 is a whole core).
+    ``loop_lag_share``: seconds per second by which timers of the event loop were late. ``send_lag``: planned
+    to real send. ``chunk_lag``: from the kernel receiving bytes to reading them. ``stamps``: source of
+    receive times, "kernel", "read" or "mixed". ``first_error``, ``token_error``: largest error of the times
+    of first tokens, and of all. When several chunks are read together the kernel reports the last one's
+    stamp; the others arrived after the previous empty read of their socket. ``reads`` read ``chunks``."""
 
     send_lag_p50_ms: float | None = None
     send_lag_p99_ms: float | None = None
@@ -176,17 +174,15 @@ class LoggedTransport:
 
 @dataclass(frozen=True)
 class EngineFigures:
-    """How far the counters of all engines of one role grew during the trial (after − before).
+    """Growth of the counters of all engines of one role during the trial (after − before).
 
-    Token counts are of prompts. ``step_lag_s`` is the sum of the emulated engine's delays behind its own
-    timing model over ``steps`` steps that kept it busy for ``busy_s``; 99 of 100 steps came no later than
-    ``step_lag_p99_s``. ``kv_expired`` counts requests whose KV was given up before it was fetched.
-    ``block_tokens`` is no count: the engines' KV block size, None where they do not report it or differ.
-    ``generation_tokens`` are output tokens, ``kv_seconds`` the sum of the transfers' times. ``restarts``:
-    instances that started anew. ``running_peak``: sequences that ran at once on one instance, at most;
-    of the ``queued_samples`` in which others waited there, ``full_samples`` had just that many running.
-    ``transfer_lag_s`` and ``transfer_lag_p99_s`` are the same delays of transfers that a model paces, which
-    were to take ``paced_s`` together; None where none are paced."""
+    Token counts are of prompts, ``generation_tokens`` of outputs. ``step_lag_s``: sum of the emulated
+    engine's delays behind its timing model over ``steps`` steps that kept it busy for ``busy_s``;
+    ``step_lag_p99_s``: their P99. ``transfer_lag_s`` and ``transfer_lag_p99_s``: the same for modelled
+    transfers of ``paced_s`` together. ``kv_expired``: requests whose KV was freed before it was fetched.
+    ``kv_seconds``: sum of the transfers' times. ``block_tokens``: KV block size of the engines, None if
+    unknown or different. ``restarts``: restarted instances. ``running_peak``: most sequences at once on one
+    instance; of the ``queued_samples`` with a queue there, ``full_samples`` had that many running."""
 
     prompt_tokens: float | None = None
     prefix_queries: float | None = None
@@ -218,7 +214,7 @@ class EngineFigures:
     served: tuple[float, ...] = ()
     """Finished requests per instance, or tokens if requests are not counted; () if unknown."""
     cache_tokens: float | None = None
-    """KV cache capacity of all instances in tokens, or None."""
+    """KV cache capacity of all instances in tokens."""
 
     @property
     def computed_tokens(self) -> float | None:
@@ -253,14 +249,13 @@ class EngineFigures:
 
 @dataclass(frozen=True)
 class HostFigures:
-    """The machine during the trial, as shares of all its cores' time.
+    """The machine during the trial; shares of all its cores' time.
 
-    ``other_cpu_share`` was used by processes that are not this run's, ``steal_share`` by the hypervisor;
-    ``throttled_share`` is how long the cgroup's CPU limit held this run back, in seconds per second.
-    ``load_average`` (1 minute, before the trial) is kept to be looked at: it counts this run's own work.
-    ``thermal_events``: times that a CPU slowed down for heat. ``gpu_slowdowns``: why GPUs slowed down.
-    ``busy_share``: used by anybody, the hypervisor included. ``pressure_share``: seconds per second in which
-    some process was ready to run and had no core (the kernel's PSI). ``takers``: who the others are."""
+    ``other_cpu_share``: used by processes of others; ``steal_share``: by the hypervisor; ``busy_share``: by
+    all. ``throttled_share``: seconds per second for which the cgroup's CPU limit stopped this run.
+    ``pressure_share``: seconds per second in which some process waited for a core (the kernel's PSI).
+    ``load_average`` (1 minute, before the trial) includes this run's work. ``thermal_events``: how often a
+    CPU slowed down for heat. ``gpu_slowdowns``: why GPUs slowed down. ``takers``: the other processes."""
 
     load_average: float | None = None
     cpu_count: int | None = None
@@ -389,7 +384,6 @@ class Evidence:
     dispersion: float | None = None
     """Sessions: variance / mean of the number of requests over a long time."""
     canaries: CanaryResult | None = None
-    """Results of the canaries, or None."""
 
     @property
     def attained(self) -> bool:
@@ -400,7 +394,7 @@ class Evidence:
 
     @cached_property
     def queue_growth(self) -> QueueGrowth | None:
-        """Return the growth of the first-token queue while load was offered, or None."""
+        """Return the growth of the first-token queue while load was offered."""
         summary = self.summary
         readings = QueueReadings.of_records(
             self.records,

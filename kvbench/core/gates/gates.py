@@ -87,7 +87,7 @@ GATES: Final[tuple[Gate, ...]] = (
     streaming.empty_first_event,
     streaming.tokens_per_event,
 )
-"""By importance: the first refusal is the verdict's reason."""
+"""All gates by importance: the first refusal is the verdict's reason."""
 BY_REQUESTS: Final[tuple[Gate, ...]] = (
     streaming.failed_requests,
     streaming.wrong_length,
@@ -194,7 +194,6 @@ def _reason(evidence: Evidence) -> str:
 
 
 def _standing(criterion: CriterionResult) -> str:
-    """Describe one criterion's result."""
     value, target = criterion.value, criterion.target
     if value is None or criterion.lower is None or criterion.upper is None:
         return f"{criterion.n} requests are too few for an interval"

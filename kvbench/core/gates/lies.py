@@ -75,7 +75,6 @@ LIES: Final[dict[str, Deceit]] = {
     ),
     "last_chunk_only": Deceit("only the last chunk's transfer of a prompt is counted", "kv_bytes_wrong"),
 }
-"""Lies by name."""
 
 _LIE_OR_NONE = ("", *LIES)
 if TYPE_CHECKING:
@@ -92,5 +91,5 @@ def labels_of(lie: str) -> tuple[str, ...]:
 
 
 def lie_of(labels: Iterable[str]) -> str:
-    """Return the lie in a run's labels; empty for an honest one."""
+    """Return the name of the lie that a run's labels declare; empty for an honest run."""
     return next((label.removeprefix(LABEL) for label in labels if label.startswith(LABEL)), "")

@@ -20,7 +20,6 @@ BATCH_MIN_REQUESTS: Final = 20
 BATCH_SHARE: Final = 0.10
 """Share of requests ended before the last arrival, below which the trial is one batch."""
 DRIFT_MIN_REQUESTS: Final = 40
-"""Fewest requests for the drift test."""
 QUARTERS: Final = 4
 _MEDIAN_ERROR: Final = 1.2533 * 1.4826
 """Standard error of a median times sqrt(n), in median absolute deviations (normal sample)."""
@@ -123,12 +122,11 @@ def growing_queue(evidence: Evidence) -> Finding | None:
 def slot_capped(evidence: Evidence) -> Finding | None:
     """The offered load fits into the engine's slots (Little's law: rate × time in a slot ≤ slots).
 
-    A system above that bound keeps its SLO only while the queue has not grown yet; so a trial that met it is
-    missed, with this reason. The number then tells of the slots (max_num_seqs, or KV blocks), not of the
-    connector.
+    A system above that bound meets its SLO only until the queue has grown, so a met trial becomes missed with
+    this reason. The result then describes the slots (max_num_seqs, or KV blocks), not the connector.
 
-    evidence: the slots, as the engine tells them or as its running sequences stay at one peak while others
-    wait there; the mean time from first to last token. limits: needs the engine's gauges."""
+    evidence: the slots reported by the engine, or the peak of its running sequences while others wait; the
+    mean time from first to last token. limits: needs the engine's gauges."""
     for role in ("decode", "aggregated"):
         engine = evidence.engines.get(role)
         found = None if engine is None else _slots(engine, evidence)
@@ -163,7 +161,7 @@ def slot_capped(evidence: Evidence) -> Finding | None:
 
 
 def _slots(engine: EngineFigures, evidence: Evidence) -> tuple[float, str] | None:
-    """Return one instance's slots and how they were observed, or None."""
+    """Return one instance's slots and how they were observed."""
     limits, full, queued = evidence.limits, engine.full_samples or 0.0, engine.queued_samples or 0.0
     if engine.running_peak and full >= limits.full_samples and full >= limits.full_share * queued:
         return engine.running_peak, f" and no more while others wait ({full:.0f} of {queued:.0f} samples)"
@@ -227,9 +225,7 @@ def _quarters(values: Sequence[float]) -> tuple[list[float], float]:
 LEAST: Final = 60
 """Fewest values to look for two populations."""
 LEAST_SHARE: Final = 0.1
-"""Least share of the smaller population."""
 LEAST_RATIO: Final = 1.3
-"""Least ratio of the two medians."""
 BY_CHANCE: Final = 1e-6
 """p-value of the test."""
 STRETCHES: Final = 3.0

@@ -139,10 +139,9 @@ def _events(record: RequestRecord) -> int:
 def inflated_usage(evidence: Evidence) -> Finding | None:
     """The usage does not claim more tokens than the answers can hold.
 
-    evidence: tokens by the usage against events and bytes of text. Each token that is sent in no event of
-    its own shares one, and has a byte of the text at least; an answer with fewer bytes than tokens has not
-    got them. Refused, since TPOT and all token rates are by these counts.
-    limits: tokens of several bytes each may be claimed up to so many times."""
+    evidence: tokens in the usage against events and bytes of text. A token without its own event shares one,
+    and has at least one byte of text. Refused if an answer has fewer bytes than tokens, since TPOT and all
+    token rates use these counts. limits: tokens of several bytes each can be overstated by that factor."""
     answers = [each for each in _answers(evidence) if each.text_bytes is not None and len(each.itl_s)]
     bundled = [each for each in answers if each.output_len > MERGED * _events(each)]
     inflated = [each for each in bundled if each.output_len > (each.text_bytes or 0)]
@@ -252,10 +251,10 @@ def failed_requests(evidence: Evidence) -> Finding | None:
 
 
 def shedding(evidence: Evidence) -> Finding | None:
-    """The server took all of the load: it turned nobody away (429, 503).
+    """The server accepted all of the load: no 429 or 503 responses.
 
-    evidence: the answers' status. limits: requests turned away are misses; what is refused is a trial that
-    meets the SLO all the same, as the latencies of the others are those of a lower rate."""
+    evidence: the status of the answers. limits: rejected requests are misses; a trial is refused if it meets
+    the SLO nevertheless, because the latencies are those of a lower rate."""
     sent = [record for record in evidence.records if record.sent_s is not None]
     shed = [record for record in sent if record.error == "http_error" and record.status in SHED_STATUS]
     if not shed:
@@ -306,7 +305,7 @@ def _failed(record: RequestRecord) -> bool:
 
 
 def wrong_length(evidence: Evidence) -> Finding | None:
-    """Answers have the length that was asked for: none ends early (EOS) and none goes on.
+    """Answers have the requested length: none ends early (EOS) or late.
 
     evidence: the answers' usage against the request. limits: up to 1 % of them are misses and no refusal."""
     wrong = [record for record in evidence.records if record.error == "wrong_length"]
@@ -349,10 +348,10 @@ def output_miscounted(evidence: Evidence) -> Finding | None:
 
 
 def requests_lost_or_repeated(evidence: Evidence) -> Finding | None:
-    """Every request reached prefill and decode exactly once: none was tried again in secret, none lost.
+    """Every request reached prefill and decode exactly once: no hidden retries, no losses.
 
-    evidence: the servers' counters of finished requests against the requests sent and answered.
-    limits: needs the servers' counters, and servers that nobody else uses."""
+    evidence: the servers' counters of finished requests against the requests sent and answered. limits: needs
+    the servers' counters, and servers without other users."""
     least, most = evidence.expected(per_token=False)
     for role, engine in evidence.engines.items():
         if engine.requests is None or least <= engine.requests <= most:

@@ -76,14 +76,13 @@ def is_another_transport(ran: str, asked: str) -> bool:
 
 
 def wrong_transport(evidence: Evidence) -> Finding | None:
-    """The KV moved over the transport that was asked for; where none was, over no emergency way.
+    """The KV moved over the requested transport, or without a request not over a slow fallback.
 
-    evidence: what the transfer library's log and the engine name; for RDMA also the byte counters of RDMA
-    devices and NICs, which no library can talk up. A log that proves GPU memory to be read or written by
-    software emulation, or over TCP, refuses the trial unless nothing but TCP was asked for.
-    limits: counters count only if the engines run on this machine, and from 1 MB of KV on; loopback inside
-    one RDMA device may be missing from its counters. Between hosts without RDMA, TCP that nobody asked for is
-    a warning."""
+    evidence: the transport in the transfer library's log and in the engine's; for RDMA also the byte counters
+    of RDMA devices and NICs. A log that proves that GPU memory was accessed by software emulation, or over
+    TCP, refuses the trial unless only TCP was requested. limits: counters count only if the engines run on
+    this machine, and from 1 MB of KV; loopback inside one RDMA device may be missing from its counters.
+    Between hosts without RDMA, unrequested TCP is a warning."""
     asked = [name.strip().lower() for name in evidence.transport_asked.split(",") if name.strip()]
     free = not asked or "auto" in asked or "all" in asked
     logged = ",".join(name for each in evidence.logged_transports for name in each.transports)
@@ -198,10 +197,10 @@ def _not_over_rdma(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
 
 
 def wrong_nics(evidence: Evidence) -> Finding | None:
-    """The KV moved over all the NICs that were asked for.
+    """The KV moved over all requested NICs.
 
-    evidence: byte counters of each NIC and RDMA device during the trial; one that carried less than a tenth
-    of its equal share carried none of the KV. limits: as for the transport; other traffic hides it."""
+    evidence: byte counters of each NIC and RDMA device during the trial; a NIC with less than a tenth of its
+    equal share carried no KV. limits: as for the transport; other traffic hides it."""
     asked, moved = list(evidence.nics_asked), evidence.kv_bytes or 0.0
     if not asked or not evidence.engines_here or not evidence.nics or moved < LEAST_BYTES * len(asked):
         return None
@@ -225,7 +224,7 @@ def wrong_nics(evidence: Evidence) -> Finding | None:
 
 
 def kv_failures(evidence: Evidence) -> Finding | None:
-    """No KV transfer failed. One whose request was cancelled may: then there is nobody to move it to.
+    """No KV transfer failed, except those of cancelled requests.
 
     evidence: the connector's counters, against the requests that kvbench cancelled so far, less those whose
     KV expired. limits: needs the connector's counters or log lines."""
@@ -277,12 +276,12 @@ LEAST_S: Final = 1e-4
 def impossible_prefill(evidence: Evidence) -> Finding | None:
     """Prefill was no faster than its GPUs can compute.
 
-    In any interval, the prompts that were sent after its begin and had their first token before its end were
-    computed inside it: 2 × parameters × tokens + attention, against the highest dense peak of all prefill
-    GPUs. No cache, counter or report can hide that.
+    Prompts sent after the start of an interval, with a first token before its end, were computed inside it: 2
+    × parameters × tokens + attention, against the highest dense peak of all prefill GPUs. No cache, counter
+    or report can hide that.
 
-    evidence: send and first-token times of the requests. limits: silent for models and GPUs that are not
-    known (``model.active_parameters``, ``deployment.hardware``), and where reuse was asked for."""
+    evidence: send and first-token times of the requests. limits: silent for unknown models and GPUs
+    (``model.active_parameters``, ``deployment.hardware``), and if the load reuses prefixes."""
     work, peak = evidence.prefill_work, evidence.prefill_flops
     if work is None or not peak or evidence.reuse_expected:
         return None

@@ -21,9 +21,9 @@ BY_CHANCE: Final = 4.0
 def warm_cache(evidence: Evidence) -> Finding | None:
     """Prompts were computed, and did not come from a warm prefix cache.
 
-    evidence: hits over queries of the prefix cache on P and D, above 1 %, and the share of canaries that were
-    asked before; of sessions, hits above what their prompts offer, and 1 % of these. limits: silent where a
-    trace asks for reuse; needs the servers' counters (a lie about these is left to the FLOP/s bound)."""
+    evidence: hits over queries of the prefix cache on P and D, above 1 %, and the share of repeated canaries;
+    of sessions, hits above what their prompts offer, and 1 % of these. limits: silent if a trace reuses
+    prefixes; needs the servers' counters (false counters are left to the FLOP/s bound)."""
     if evidence.reuse_offered is not None:
         return _more_than_offered(evidence, evidence.reuse_offered)
     fresh, _ = evidence.expected(per_token=True, fresh=True)
@@ -92,10 +92,10 @@ def prefill_skipped(evidence: Evidence) -> Finding | None:
 
 
 def work_unproven(evidence: Evidence) -> Finding | None:
-    """P and D both tell of their tokens, so that it can be seen whether both worked.
+    """P and D both report their tokens, which shows whether both worked.
 
-    evidence: P's counter of prompt tokens and D's of generated ones are there. limits: a warning, since a
-    server that somebody else runs may hide them; what they say is for the gates above."""
+    evidence: P's counter of prompt tokens and D's of generated tokens exist. limits: a warning, since an
+    external server may hide them; other gates check the values."""
     if not evidence.disaggregated:
         return None
     prefill, decode = evidence.engines.get("prefill"), evidence.engines.get("decode")

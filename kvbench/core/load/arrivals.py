@@ -91,7 +91,6 @@ class Sends:
         return None if self._following is None else self._begun_s[self._following.session[place]]
 
     def answered(self, place: int, now_s: float) -> list[tuple[float, int]]:
-        """Return times and indices of requests that this answer releases."""
         found = []
         for later in self._next.get(place, ()):
             self._missing[later] -= 1

@@ -35,7 +35,7 @@ _FRESH_STREAM: Final = 4
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """One recorded request. ``blocks``: hash ids of its prompt's blocks of 512 tokens, or None."""
+    """One recorded request. ``blocks``: hash ids of its prompt's blocks of 512 tokens."""
 
     offset_s: float
     input_len: int
@@ -43,7 +43,7 @@ class TracedRequest:
     blocks: tuple[int, ...] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """A line of the file that the load generator reads."""
+        """Return a line of the load generator's file."""
         return {
             "offset_s": self.offset_s,
             "input_len": self.input_len,
@@ -170,8 +170,8 @@ _UNIT_S: Final[Mapping[TraceFormat, float]] = {"mooncake": 1e-3, "jsonl": 1.0, "
 
 
 def parse_trace(text: str, path: str, kind: TraceFormat | Literal["auto"] = "auto") -> list[TracedRequest]:
-    """The requests of a trace file's text, by time, counted from the first. Raises InputError with every
-    mistake as ``path:line: what is wrong`` (the first 20 and their number)."""
+    """Return a trace file's requests by time, counted from the first. Raises InputError with the first 20
+    mistakes as ``path:line: what is wrong``, and their number."""
     kind = _guess(text, path) if kind == "auto" else kind
     found: list[tuple[float, TracedRequest]] = []
     mistakes: list[str] = []
@@ -255,7 +255,7 @@ def _header_problem(header: Sequence[str]) -> str:
 def _request(
     row: Mapping[str, Any], kind: TraceFormat
 ) -> tuple[tuple[float, TracedRequest] | None, list[str]]:
-    """A request and its time in the format's unit, or what is wrong with its row."""
+    """Return a request and its time in the format's unit, or what is wrong with its row."""
     problems: list[str] = []
     values: dict[str, float] = {}
     for key, names in _NAMES.items():

@@ -11,7 +11,7 @@ equals that of a request that ran at the same time. Two tests hold for any distr
 
 Both together refuse fewer than 1 in 1,000 honest trials: 10 of 82,041 simulated ones (60 to 600 requests,
 steady and bursty, five distributions of texts). Greedy answers to one prompt may differ since sums on GPUs
-depend on the batch. So the reference is asked again, alone and in batches, and its own differences are the
+depend on the batch. So the reference is repeated, alone and in batches, and its own differences are the
 measure (``Noise``): log-probabilities where it reports them, else how often its texts differ."""
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _tail(seen: int, of: int, expected: float) -> float:
 
 
 def _idle_chance(load: Sequence[Text], idle: Sequence[Text]) -> tuple[int, float]:
-    """Return the idle answers that another prompt also got, and the probability of so few."""
+    """Return how many idle answers equal another prompt's, and the probability of so low a number."""
     every = [*load, *idle]
     counts, repeated = Counter(every), _repeated(every)
     seen = sum(counts[each] > 1 for each in idle)
@@ -178,7 +178,7 @@ class Noise:
 
     @property
     def exact(self) -> bool:
-        """Return whether the server repeated itself exactly, or was not asked again."""
+        """Return whether the server repeated itself exactly, or was not repeated."""
         return not self.differed and not self.nats
 
     @property
@@ -204,15 +204,15 @@ def noise_of(reference: Outputs) -> Noise:
 
 
 def gap_of(choice: TokenChoice) -> float | None:
-    """Return the log-probability of the token minus the best alternative's, or None."""
+    """Return the log-probability of the token minus the best alternative's."""
     own = choice.logprobs.get(choice.token)
     others = [value for token, value in choice.logprobs.items() if token != choice.token]
     return None if own is None or not others else own - max(others)
 
 
 def gap_changes(first: Sequence[TokenChoice], again: Sequence[TokenChoice]) -> Iterator[float]:
-    """By how much the gap between each token and its rival changed, as far as both have the same text before
-    it. Where another token was chosen, that is the rival."""
+    """Yield the change of the gap between each token and its rival, up to the first different text. If
+    another token was chosen, it is the rival."""
     for one, other in zip(first, again, strict=False):
         rival = other.token if other.token != one.token else _likeliest_other(one)
         values = [each.logprobs.get(token) for each in (one, other) for token in (one.token, rival)]
@@ -229,9 +229,10 @@ def _likeliest_other(choice: TokenChoice) -> str:
 
 
 def departure(choices: Sequence[TokenChoice], text: str) -> float | None:
-    """The gap (nats) at the first token at which ``text`` leaves the chosen ones; None if that cannot be
-    found. Of what ``text`` goes on with instead the likeliest; a token that is not among those told is less
-    likely than all of them, and the gap at least that wide."""
+    """Return the gap (nats) at the first token where ``text`` leaves the chosen ones.
+
+    The rival is the likeliest token that continues ``text``. An unlisted token is less likely than all listed
+    ones, so the gap is at least theirs."""
     before = ""
     for each in choices:
         if text.startswith(before + each.token):
@@ -250,8 +251,8 @@ def departure(choices: Sequence[TokenChoice], text: str) -> float | None:
 
 
 def chance(differ: int, of: int, noise: Noise) -> float:
-    """How probable it is that so many of so few differ, or more, if they do as often as the reference's own.
-    Fisher's exact test, one-sided."""
+    """Return the probability of at least ``differ`` different texts of ``of`` if they differ as often as the
+    reference's own (Fisher's exact test, one-sided)."""
     total, marked = of + noise.asked, differ + noise.differed
     ways = sum(
         math.comb(marked, k) * math.comb(total - marked, of - k) for k in range(differ, min(of, marked) + 1)
@@ -260,10 +261,10 @@ def chance(differ: int, of: int, noise: Noise) -> float:
 
 
 def refused_from(of: int, noise: Noise, below: float = SIGNIFICANCE) -> int | None:
-    """The least number of differing texts that is no chance; None if no number is."""
+    """Return the least number of differing texts that is not chance."""
     return next((n for n in range(1, of + 1) if chance(n, of, noise) < below), None)
 
 
 def seen_share(of: int) -> float:
-    """What share of the outputs a fault must change to be seen in ``of`` of them with 95 % probability."""
+    """Return the share of outputs that a fault must change to be seen in ``of`` with 95 % probability."""
     return 1.0 - math.pow(SIGNIFICANCE, 1 / max(1, of))

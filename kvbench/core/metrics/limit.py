@@ -8,7 +8,7 @@ known exactly in a simulated trial, else from samples of gauges). The rule:
    the least for that length), *after prefill* (the same from P's answer to D's first byte). The last is the
    transfer as far as transfer times go, else waiting for a place on D: slots or KV pool.
 3. The largest part names the limit, with two exceptions: P that idles while its KV pool is full of prompts
-   nobody has fetched is blocked by what follows it; and where hardly anything waits, the work itself takes
+   not yet fetched is blocked by the next stage; and where almost nothing waits, the work itself takes
    too long. An unknown part (no router times, no gauges) gives "undetermined", not a guess."""
 
 from __future__ import annotations
@@ -62,9 +62,8 @@ _KV_FULL: Final = 0.97
 
 
 def sampled_use(rows: Iterable[Mapping[str, Any]], slots: int | None) -> dict[str, Use]:
-    """The use by role from samples of gauges: rows with ``t_s``, ``source``, ``metric``, ``value``. A source
-    is an instance's name, which begins with its role. ``slots``: max_num_seqs, where it is known. Roles
-    without samples are left out."""
+    """Return the use by role from samples of gauges: rows with ``t_s``, ``source`` (an instance's name, which
+    begins with its role), ``metric``, ``value``. ``slots``: max_num_seqs, if known."""
     moments: dict[str, dict[tuple[float, str], dict[str, float]]] = {}
     for row in rows:
         role = str(row["source"]).split("-")[0].split("/")[0]
@@ -188,7 +187,7 @@ def limiting_trial(trials: Sequence[TrialRecord], lower: float | None) -> TrialR
 
 
 def limit_of_cell(trials: Sequence[TrialRecord], lower: float | None) -> dict[str, Any] | None:
-    """Return the stored limit of a cell (limit, evidence, shares, trial), or None."""
+    """Return the stored limit of a cell (limit, evidence, shares, trial)."""
     trial = limiting_trial(trials, lower)
     if trial is None:
         met_only = lower is not None and all(each.verdict == "met" for each in trials)

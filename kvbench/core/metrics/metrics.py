@@ -1,4 +1,4 @@
-"""From request records to the figures of a trial: latencies, rates, attainment, and its steady window.
+"""Figures of a trial from its request records: latencies, rates, attainment, steady window.
 
 - **Met and missed.** A request meets the SLO if it succeeded and keeps every limit that is set on each
   request (core/slo.py). A failed, late or wrong-length request is a miss. TPOT is undefined for one token;
@@ -98,8 +98,8 @@ def in_flight_series(records: Sequence[RequestRecord], ended_s: float | None = N
 
 
 def _open_requests(records: Sequence[RequestRecord], ended_s: float | None, until: str) -> StepSeries:
-    """What never reached ``until`` is open up to the last moment known of its trial if it timed out or was
-    cancelled; a request that failed otherwise is taken to have failed at once."""
+    """Return the open requests over time. Requests that timed out or were cancelled stay open up to the
+    trial's last known moment; others failed at once."""
     known = [time for r in records for time in (r.sent_s, r.last_token_s) if time is not None]
     last_s = ended_s if ended_s is not None else max(known, default=0.0)
     starts, ends = [], []
@@ -236,7 +236,7 @@ class Summary:
     itl_ms: Distribution = field(default_factory=Distribution)
     e2el_ms: Distribution = field(default_factory=Distribution)
     first_event_ms: Distribution = field(default_factory=Distribution)
-    """From scheduled send to first event, possibly without text."""
+    """Scheduled send to first event, which may have no text."""
 
     peak_waiting: int = 0
     peak_in_flight: int = 0
@@ -271,10 +271,9 @@ def summarise(
     window: Window | None = None,
     confidence: float = CONFIDENCE,
 ) -> Summary:
-    """All figures of a trial. ``records``: one for each planned request. ``offered_rate``: requests per
-    second that were asked for. ``duration_s``: from the trial's start to its end, drain included. ``window``:
-    steady window, found from the records if not given. ``confidence``: of the attainment's two-sided
-    interval."""
+    """Return all figures of a trial. ``records``: one per planned request. ``offered_rate``: offered requests
+    per second. ``duration_s``: trial's start to end, drain included. ``window``: steady window, computed from
+    the records by default. ``confidence``: of the attainment's two-sided interval."""
     ended_s = ended_at(records, duration_s)
     window = steady_window(records, ended_s) if window is None else window
     judged = judged_records(records, window)
@@ -442,9 +441,10 @@ def _latencies(record: RequestRecord, ended_s: float | None) -> tuple[dict[str, 
 def judge_criteria(
     judged: Sequence[RequestRecord], slo: Slo, ended_s: float | None, confidence: float = CONFIDENCE
 ) -> tuple[CriterionResult, ...]:
-    """Each criterion of the SLO over the judged requests, with its two-sided interval. A cancelled request
-    counts in a share if it had broken a limit by then, and not at all otherwise; in a mean it does not count.
-    Neighbours depend on each other: intervals are for the effective number."""
+    """Return each criterion over the judged requests with its two-sided interval.
+
+    A cancelled request counts in a share if it had already exceeded a limit, and never in a mean. Intervals
+    are for the effective sample size, since neighbouring requests are correlated."""
     return tuple(_judged_by(criterion, judged, ended_s, confidence) for criterion in slo.all_criteria())
 
 

@@ -37,9 +37,9 @@ ERRORS: Final = 4.0
 """Standard errors of the fit. They are too small where a queue wanders, and WALKS decides there: with 2
 instead, PERF (12 seeds of jitter, md1, slots, bursty) finds the same rates, as with ADDED 0 or FILL 1."""
 WALKS: Final = 2.0
-"""For a single look. GATE at 0.8, 0.9 and 0.97 of the true rate: no alarm in 408 trials; at 1.15 of it 56 %
-are found in ten latencies, 29 % in four (the rule before: 48 and 26 %). With 3, of 100 requests whose TTFT
-climbs by half of the gaps between them nothing is said (tests/core/gates/test_gates.py)."""
+"""Threshold for a finished trial. With it, GATE gives no alarm in 408 trials at 0.8, 0.9 and 0.97 of the true
+rate, and at 1.15 of it finds 56 % in ten latencies, 29 % in four. 3 misses a TTFT that climbs by half of the
+gaps between 100 requests (tests/core/gates/test_gates.py)."""
 WALKS_AT_EACH_LOOK: Final = 3.0
 """While a trial runs it is looked at again and again, and the worst moment of a walk counts. With 2, PERF
 finds 93 % of the rates of jitter within 5 %, with 3 97 %; the other systems' stay as they are."""
@@ -61,11 +61,14 @@ FAST_LEAST: Final = 10
 FAST_SHARE: Final = 0.25
 """Share of later requests as fast as the baseline from which latencies merely vary."""
 CAPACITY_REQUESTS: Final = 40
+"""Fewest completions while the queue is never empty, to measure the capacity."""
 CAPACITY_LATENCIES: Final = 2.0
+"""Shortest such time, in latencies."""
 CAPACITY_ERRORS: Final = 3.0
+"""Standard errors by which the capacity must be below the offered rate."""
 CAPACITY_SECTIONS: Final = 8
-"""Of the stretch with a queue never empty: completions, latencies, standard errors below the offered rate at
-least, and sections. With it GATE finds at 1.05 of the rate 9 % in ten latencies (the rule before: 2 %)."""
+"""Sections of that part of the trial. With these values GATE finds 9 % at 1.05 of the rate in ten latencies.
+"""
 SAMPLES: Final = 4000
 """Moments at which a finished trial's queue is read. With 400 the first requests' waiting is too coarse: of
 trials that met the SLO above the true rate GATE finds 4.4 % in four latencies instead of 5.2 %."""
@@ -73,8 +76,8 @@ trials that met the SLO above the true rate GATE finds 4.4 % in four latencies i
 
 @dataclass(frozen=True)
 class QueueGrowth:
-    """By how many requests a second a queue grows, the standard error of that, and what chance alone shows.
-    ``capacity``: first tokens per second, where the growth was measured by them; else it is a slope."""
+    """Growth of a queue in requests per second, its standard error, and what chance alone shows.
+    ``capacity``: first tokens per second, if growth was measured by them; else it is a slope."""
 
     per_s: float
     error: float
@@ -84,14 +87,14 @@ class QueueGrowth:
 
 @dataclass(frozen=True)
 class QueueReadings:
-    """What is known of a trial's queue so far; times in seconds since its start.
+    """Readings of a trial's queue; times in seconds since its start.
 
     ``rate``: requests per second offered. ``idle_latency_s``: end-to-end latency of one request alone, 0 if
     unknown; ``latency_s``: the median in this trial. ``ttft_limit_s``: 0 if TTFT is not limited.
     ``dispersion``: squared variation of the gaps between arrivals, at least 1. By request: ``offsets_s``, the
-    planned sends in order; ``settled_s``, when its outcome was known, nan before; ``ttft_s``, nan where
-    unknown. By time: ``waiting``, requests without a first token; ``firsts``, first tokens so far.
-    ``unbroken``: it is early, and no criterion was broken yet, so that only what is sure may be said."""
+    planned sends in order; ``settled_s``, when its outcome was known, nan before; ``ttft_s``, nan if unknown.
+    By time: ``waiting``, requests without a first token; ``firsts``, first tokens. ``unbroken``: the trial is
+    young and exceeds no criterion, so only certain statements are allowed."""
 
     rate: float
     idle_latency_s: float
@@ -117,8 +120,8 @@ class QueueReadings:
         latency_s: float,
         ttft_limit_s: float,
     ) -> QueueReadings | None:
-        """Those of a whole trial while load was offered, up to ``end_s``; None without load. ``duration_s``:
-        from the trial's start to its end, drain included."""
+        """Return the readings while load was offered, up to ``end_s``; None without load. ``duration_s``:
+        trial's start to end, drain included."""
         offered = [each for each in records if each.scheduled_s <= end_s]
         offered.sort(key=lambda each: each.scheduled_s)
         if len(offered) < 2 or end_s <= 0 or rate <= 0:
@@ -169,9 +172,9 @@ class QueueReadings:
 
     @cached_property
     def early_s(self) -> FloatArray | None:
-        """How long the first requests waited for their first tokens; None while one of them still does, but
-        not for longer than one alone may have to. First tokens are counted, not told apart, so the k-th one
-        is taken to be the k-th arrival's."""
+        """Wait of the first requests for their first tokens, in seconds; None while one still waits, within
+        the time of one request alone. First tokens are only counted, so the k-th one is taken as the k-th
+        arrival's."""
         early = max(1, int(np.searchsorted(self.offsets_s, self.now_s / EARLY)))
         firsts = np.maximum.accumulate(self.firsts)
         if firsts[-1] < early:
@@ -222,8 +225,8 @@ def dispersion(offsets_s: FloatArray) -> float:
 
 
 def queue_growth(readings: QueueReadings, *, walks: float = WALKS) -> QueueGrowth | None:
-    """By how much the queue grows; None where nothing says that it does. ``walks``: ``WALKS_AT_EACH_LOOK``
-    for who asks again and again while the trial runs."""
+    """Return the growth of the queue, or None if nothing shows any. ``walks``: ``WALKS_AT_EACH_LOOK`` for
+    repeated looks while the trial runs."""
     if readings.early_s is None or readings.now_s < FILL * readings.idle_latency_s:
         return None
     slope = _slope(readings, walks)
@@ -239,7 +242,7 @@ def queue_growth(readings: QueueReadings, *, walks: float = WALKS) -> QueueGrowt
 
 
 def _slope(readings: QueueReadings, walks: float) -> QueueGrowth | None:
-    """Return a significant and material slope of the queue, or None."""
+    """Return a significant and material slope of the queue."""
     start_s = max(readings.now_s / 3, readings.filled_s)
     span = readings.now_s - start_s
     if span < SPAN_LEAST * readings.now_s or readings.may_be_slow_alone(start_s):

@@ -81,7 +81,7 @@ def ttft_breakdown(
     router: RouterTimes | None = None,
     kv_s: float | None = None,
 ) -> dict[str, float | None]:
-    """The parts of the TTFT in milliseconds, by name; None is unknown. ``decode`` is None without P/D."""
+    """Return the parts of the TTFT in milliseconds by name; None: unknown. ``decode`` is None without P/D."""
     parts: dict[str, float | None] = dict.fromkeys(PARTS)
     if router is not None:
         # Asked at once, D has its first token only after P is done.
@@ -123,8 +123,8 @@ def ttft_breakdown(
 def hand_off_parts(
     prefill: Phases | None, decode: Phases | None, router: RouterTimes | None
 ) -> dict[str, float | None]:
-    """Where a long ``hand_off`` lies, in milliseconds: in P's front end and answer, in the router between the
-    two, or in D's front end and answer. None with concurrent dispatch, and where a time is not known."""
+    """Split ``hand_off`` (ms) into P's front end, the router, and D's front end. None with concurrent
+    dispatch, or if a time is unknown."""
     parts: dict[str, float | None] = dict.fromkeys(("prefill_front_end", "router_turn", "decode_front_end"))
     if router is None or router.hand_off is None:
         return parts

@@ -35,11 +35,11 @@ class StreamShape:
 
 
 def untimed_tokens(tokens: int, gaps_s: Sequence[float], shape: StreamShape) -> float:
-    """1 or more of an answer of so many ``tokens``, whose text events were ``gaps_s`` apart.
+    """Return the untimed tokens (at least 1) of an answer whose text events were ``gaps_s`` apart.
 
     A time per token is (last − first) / (tokens − these). They are those that came with the first text:
 
-    - by the usage there, if it is told; else, where events bring several, as large a part of the tokens as of
+    - by the usage there, if reported; else, where events bring several, as large a part of the tokens as of
       the text, or an even part if the text is not known, or is more than that of the tokens. Events within
       0.1 ms of each other were sent together, and count as one. Bundles of 16 tokens of 5 ms each come 80 ms
       apart, and with ``tokens`` − 1 would seem to take 3.8 ms of an answer of 64;
@@ -68,15 +68,14 @@ def peak_output(records: Sequence[RequestRecord]) -> float | None:
     """Most output tokens of answered requests in one second, the seconds counted from the first send.
 
     So does ``vllm bench serve``, which counts events; here an event counts as many tokens as it brought on
-    average. Without times of single events, tokens are spread evenly from the first to the last.
-    """
+    average. Without times of single events, tokens are spread evenly from the first to the last."""
     done = [record for record in records if record.ok and record.first_token_s is not None]
     if not done:
         return None
     gaps = [_gaps_s(record) for record in done]
     events = np.array([len(each) + 1 for each in gaps])
     first = np.array([record.first_token_s for record in done])
-    # One sum over all gaps, from which each request's own begins anew at its first event.
+    # One cumulative sum over all gaps, minus its value at each request's first event.
     summed = np.cumsum(np.concatenate([part for each in gaps for part in ([0.0], each)]))
     times = summed + np.repeat(first - summed[np.cumsum(events) - events], events)
     tokens = np.repeat(np.array([record.output_len for record in done]) / events, events)

@@ -1,4 +1,4 @@
-"""What whoever dispatches requests between P and D needs, the router and the load generator alike. Pure."""
+"""Data that the dispatchers between P and D need: the router and the load generator. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 COMPLETIONS: Final = "/v1/completions"
 CHATS: Final = "/v1/chat/completions"
 SESSION_HEADER: Final = "x-session-id"
-"""Names the session that a request belongs to."""
+"""HTTP header that names a request's session."""
 
 
 @dataclass(frozen=True)
@@ -23,52 +23,49 @@ class BackendSpec:
     bootstrap_url: str = ""
     side_address: str = ""
     engine_ids: list[str] = field(default_factory=list)
-    """Those of P's data-parallel ranks, if they are known beforehand and the connector needs them."""
+    """Engine ids of P's data-parallel ranks, if the connector needs them and they are known before the start.
+    """
     side_addresses: list[str] = field(default_factory=list)
-    """Those of the ranks, where each has one."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
-    """Ranks whose engine ids a bootstrap server must name; earlier they are still starting."""
+    """Ranks whose engine ids a bootstrap server must list; before that they are still starting."""
 
 
 def server_of_session(session: str, servers: int) -> int:
-    """Return the index of the server that takes a session, by a hash of its name.
-
-    Every process and role computes it alone, so no table can fill up or differ.
-    """
+    """Return the index of the server that takes a session: a hash of its name, so every process agrees."""
     digest = hashlib.blake2b(session.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % servers
 
 
 def prompt_key(path: str) -> str:
-    """The field of a request's body that the prompt stands in."""
+    """Return the name of the request field that holds the prompt."""
     return "messages" if path == CHATS else "prompt"
 
 
 class AroundPrompt:
-    """A request's fields with a placeholder for the prompt, and their JSON around it.
+    """A request's fields with a placeholder for the prompt, and the JSON around it.
 
-    A prompt of 32k token ids is 200 kB of JSON; it is encoded once and then only put in its place.
-    """
+    The prompt is encoded once: 32k token ids are 200 kB of JSON."""
 
     def __init__(self, fields: Mapping[str, Any], key: str = "prompt") -> None:
         self._placeholder = f"prompt-{secrets.token_hex(16)}"
         self.fields: dict[str, Any] = {**fields, key: self._placeholder}
 
     def encode(self, fields: Mapping[str, Any]) -> tuple[bytes, bytes]:
-        """JSON of what a connector made of ``fields``: what comes before the prompt, and after it."""
+        """Return the JSON of a connector's ``fields`` before and after the prompt."""
         text = json.dumps(fields, separators=(",", ":")).encode()
         before, _, after = text.partition(b'"%b"' % self._placeholder.encode())
         return before, after
 
 
 RANK_HEADER: Final = "x-data-parallel-rank"
-"""Sends a request to one data-parallel rank of a vLLM server."""
+"""HTTP header that selects the data-parallel rank of a vLLM server."""
 
 
 def engine_ids_in(body: bytes, least: int = 1) -> tuple[str, ...]:
-    """The engine ids in a bootstrap answer by data-parallel rank; none if one of ``least`` is missing."""
+    """Return the engine ids of a bootstrap response by data-parallel rank; empty if one of ``least`` is
+    missing."""
     try:
         ranks = json.loads(body)
         found = tuple(str(ranks[str(rank)]["engine_id"] or "") for rank in range(len(ranks)))

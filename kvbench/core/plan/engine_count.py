@@ -1,11 +1,8 @@
-"""How much hardware a deployment has: engines, and GPUs where that is known. Pure.
+"""Hardware of a deployment: engines, and GPUs where known. Pure.
 
-Two deployments of unequal size are not compared by their rates: twice the engines hold about twice the load,
-whatever moves the KV cache between them. GPUs are counted by the devices that were given to the processes, or
-else by the ranks of each instance. Of an engine whose compute time is modelled they are those of the plan:
-one a rank, whatever the machine has. Of servers that kvbench did not start they are what the scenario says
-(``engine_options.gpus``), if it does.
-"""
+Deployments of unequal size are not compared by their rates. GPUs are counted by the devices given to the
+processes, else by the ranks of each instance; for modelled compute by the plan (one a rank); for servers that
+kvbench did not start by ``engine_options.gpus``."""
 
 from __future__ import annotations
 
@@ -22,18 +19,17 @@ from kvbench.core.scenario.options import EngineOptions
 
 Unit = Literal["engine", "GPU"]
 _RANK_ARGUMENTS: Final = ("pipeline-parallel-size", "data-parallel-size", "pp-size", "dp-size")
-"""What multiplies the GPUs of one engine beside its tensor parallelism, as vLLM and SGLang call it."""
+"""Arguments of vLLM and SGLang that multiply an engine's GPUs, in addition to tensor parallelism."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Engines (instances) that a deployment has, and GPUs of all of them together; None is not known."""
+    """Engines (instances) and GPUs of a deployment; None means unknown."""
 
     engines: int | None = None
     gpus: int | None = None
 
     def count(self, unit: Unit) -> int | None:
-        """How many of that unit it has."""
         return self.engines if unit == "engine" else self.gpus
 
     def text(self) -> str:
@@ -49,23 +45,21 @@ def counted(count: int, unit: Unit) -> str:
 
 
 def unit_of(sizes: Iterable[Size]) -> Unit:
-    """What rates are divided by in one table: GPUs if they are known of all whose size is, else engines."""
+    """Return the unit of a table's rates: GPUs if known for every sized run, else engines."""
     known = [size for size in sizes if size != Size()]
     return "GPU" if known and all(size.gpus for size in known) else "engine"
 
 
 def unequal(one: Size, other: Size) -> Unit | None:
-    """In what two sizes differ: GPUs where both are known, else engines; None if they do not differ.
+    """Return the unit in which two sizes differ: GPUs where both are known, else engines.
 
-    Of two unknown sizes nothing can be said, and they count as equal; an unknown one and a known one differ.
-    """
+    Two unknown sizes count as equal, an unknown and a known one as different."""
     if one.gpus and other.gpus:
         return "GPU" if one.gpus != other.gpus else None
     return "engine" if one.engines != other.engines else None
 
 
 def first_unequal(sizes: Iterable[Size]) -> tuple[Size, Size] | None:
-    """Two of the sizes that differ; None if none do."""
     distinct = list(dict.fromkeys(sizes))
     return next((pair for pair in combinations(distinct, 2) if unequal(*pair)), None)
 
@@ -76,11 +70,9 @@ def first_unequal(sizes: Iterable[Size]) -> tuple[Size, Size] | None:
 def size_in(
     plan: Mapping[str, Any], environment: Mapping[str, Any], label: str, engine: type[EngineOptions]
 ) -> Size:
-    """The size of one deployment of a run, from its plan.json and environment.json as data, and its engine.
+    """Return the size of a run's deployment, from its plan.json and environment.json and its engine.
 
-    Nothing is known of folders that were read in, nor, but for what the scenario says, of servers that
-    kvbench did not start.
-    """
+    Imported runs have none; external servers have only what the scenario states."""
     names = instance_names(plan, label)
     if not engine.starts_processes:
         return Size(None, _told(plan))
@@ -92,19 +84,18 @@ def size_in(
 
 
 def price_per_gpu_hour(plan: Mapping[str, Any]) -> float | None:
-    """What a GPU costs an hour by a run's plan.json; None where it does not say."""
     price = _mapping(_mapping(plan.get("scenario")).get("deployment")).get("price_per_gpu_hour")
     return float(price) if isinstance(price, (int, float)) and price > 0 else None
 
 
 def engine_name(plan: Mapping[str, Any]) -> str:
-    """The engine's name in plan.json; the default one where it names none."""
+    """Return the engine's name in plan.json, or the default engine."""
     deployment = _mapping(_mapping(plan.get("scenario")).get("deployment"))
     return str(deployment.get("engine", "emulated"))
 
 
 def instance_names(plan: Mapping[str, Any], label: str) -> list[str]:
-    """The instances of one deployment by plan.json, prefill first; none where it does not say."""
+    """Return the instances of a deployment in plan.json, prefill first."""
     planned = plan.get("deployments")
     for each in planned if isinstance(planned, (list, tuple)) else ():
         members = each.get("instances") if isinstance(each, Mapping) else None
@@ -114,7 +105,7 @@ def instance_names(plan: Mapping[str, Any], label: str) -> list[str]:
 
 
 def ranks_in(plan: Mapping[str, Any], label: str) -> dict[str, int]:
-    """GPUs of each instance of one deployment by plan.json, one for each rank; 0 where it gives no number."""
+    """Return the GPUs of each instance in plan.json, one a rank; 0 where the ranks are no numbers."""
     deployment = _mapping(_mapping(plan.get("scenario")).get("deployment"))
     options, own = _mapping(deployment.get("engine_options")), _own_ranks(plan, label)
     return {
@@ -124,7 +115,7 @@ def ranks_in(plan: Mapping[str, Any], label: str) -> dict[str, int]:
 
 
 def tensor_ranks_in(plan: Mapping[str, Any], label: str) -> dict[str, int]:
-    """Tensor parallel ranks of each instance of one deployment by plan.json; none where it does not say."""
+    """Return the tensor parallel ranks of each instance in plan.json."""
     common = _mapping(_mapping(plan.get("scenario")).get("deployment")).get("tensor_parallel_size", 1)
     own = _ranks_by_instance(plan, label)
     found = {name: own.get(name, {}).get("tensor", common) for name in instance_names(plan, label)}
@@ -132,12 +123,12 @@ def tensor_ranks_in(plan: Mapping[str, Any], label: str) -> dict[str, int]:
 
 
 def _own_ranks(plan: Mapping[str, Any], label: str) -> dict[str, int]:
-    """The same where the plan says each one's ranks, as it does if they differ."""
+    """Return them from the plan's ranks by instance, which it lists if they differ."""
     return {name: math.prod(ranks.values()) for name, ranks in _ranks_by_instance(plan, label).items()}
 
 
 def _ranks_by_instance(plan: Mapping[str, Any], label: str) -> dict[str, dict[str, int]]:
-    """By instance tensor, pipeline and data parallel ranks, of those that the plan says."""
+    """Return tensor, pipeline and data parallel ranks by instance, where the plan lists them."""
     found = {}
     for each in plan.get("deployments") or ():
         for one in each.get("instances") or () if _mapping(each).get("label") == label else ():
@@ -170,13 +161,13 @@ def _options(plan: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _told(plan: Mapping[str, Any]) -> int | None:
-    """GPUs behind a server's address, as its user told."""
+    """Return the GPUs behind a server's address (``engine_options.gpus``)."""
     given = _options(plan).get("gpus")
     return given if isinstance(given, int) and given > 0 else None
 
 
 def _planned(plan: Mapping[str, Any], label: str, names: list[str]) -> int | None:
-    """GPUs of all instances by their hardware, or else by their ranks."""
+    """Return the GPUs of all instances: by their hardware, else by their ranks."""
     deployment = _mapping(_mapping(plan.get("scenario")).get("deployment"))
     try:
         return len(names) * hardware_of(str(deployment.get("hardware") or "")).count
@@ -191,7 +182,7 @@ def _has_gpus(environment: Mapping[str, Any]) -> bool:
 
 
 def _named_devices(processes: Mapping[str, Any], names: list[str]) -> int | None:
-    """Distinct devices that the processes of all instances were given; None if some were given none."""
+    """Return the number of distinct devices of all instances; None if one has no devices."""
     found: set[tuple[str, str]] = set()
     for name in names:
         mine = [_mapping(spec) for each, spec in processes.items() if each.partition(NODE)[0] == name]
@@ -206,7 +197,7 @@ def _named_devices(processes: Mapping[str, Any], names: list[str]) -> int | None
 
 
 def _ranks(deployment: Mapping[str, Any], options: Mapping[str, Any], role: str) -> int:
-    """GPUs of one engine; 0 where what is written gives no number."""
+    """Return the GPUs of one engine; 0 where the plan's values are no numbers."""
     given = {
         str(key).replace("_", "-"): value
         for source in ("engine_args", f"{role}_args")

@@ -1,7 +1,4 @@
-"""The GPUs of each process of a deployment: dealt out in turn on each host, none twice.
-
-Pure: what there is comes in. ``deal`` is all there is to it, for this machine as for hosts far away.
-"""
+"""Assignment of a host's GPUs to the processes of a deployment, each GPU once. Pure."""
 
 from __future__ import annotations
 
@@ -13,16 +10,16 @@ from kvbench.errors import InputError
 
 @dataclass(frozen=True)
 class GpuNeed:
-    """What one instance takes: so many GPUs, unless the scenario names them itself."""
+    """GPUs that one instance takes: a count, unless the scenario names them."""
 
     count: int
     named: tuple[str, ...] | None = None
-    """Those that the scenario gives it; they may be another's, too. None: it is to be dealt some."""
+    """GPUs that the scenario names; instances may share them."""
 
 
 @dataclass(frozen=True)
 class GpuPool:
-    """The GPUs of a host, by number or UUID. ``source``: who says that there are these and no more."""
+    """GPUs of a host, by number or UUID. ``source``: where the list comes from, for messages."""
 
     devices: tuple[str, ...]
     source: str = "this host has"
@@ -30,7 +27,7 @@ class GpuPool:
 
 @dataclass(frozen=True)
 class GpuWant:
-    """A process that wants GPUs: an instance, or its part on one of the hosts that it spans."""
+    """A process that needs GPUs: an instance, or its part on one host."""
 
     process: str
     role: str
@@ -39,11 +36,10 @@ class GpuWant:
 
 
 def pool_of(visible: str | None, listed: int, host: str = "") -> GpuPool | None:
-    """The GPUs that processes of a host may use; None if that is not known.
+    """Return the GPUs that a host's processes may use; None if unknown.
 
-    What CUDA_VISIBLE_DEVICES names counts (a scheduler's choice, or the user's), also if it names none;
-    else the number of those that nvidia-smi lists. ``host``: its name, empty for this machine.
-    """
+    CUDA_VISIBLE_DEVICES decides if set, even if empty; else the number that nvidia-smi lists. ``host`` is
+    empty for this machine."""
     whose = f"host {host}" if host else "this host"
     if visible is not None:
         names = [word.strip() for word in visible.split(",")]
@@ -57,12 +53,11 @@ def pool_of(visible: str | None, listed: int, host: str = "") -> GpuPool | None:
 def deal(
     label: str, wants: Sequence[GpuWant], pools: Mapping[str, GpuPool | None]
 ) -> dict[str, tuple[str, ...]]:
-    """The GPUs of each process that is to be dealt some, in the order of ``wants``, on each host by itself.
+    """Return the GPUs of each process that the scenario names none for, in the order of ``wants``.
 
-    What the scenario names for one process is dealt to no other. A pool that is None, or none, is not known:
-    there they are numbered from 0 on, but who is alone needs to be given none. Of an empty pool, which is
-    hidden on purpose, nothing is dealt. Raises InputError with the count where they are too few.
-    """
+    GPUs that the scenario names are given to no other process. If a host's pool is unknown, its GPUs are
+    numbered from 0, and a single process gets none. An empty pool (hidden on purpose) gives none. Raises
+    InputError if there are too few."""
     given: dict[str, tuple[str, ...]] = {}
     for host in dict.fromkeys(want.host for want in wants):
         mine, pool = [want for want in wants if want.host == host], pools.get(host)
@@ -78,7 +73,7 @@ def _on_one_host(label: str, wants: Sequence[GpuWant], pool: GpuPool | None) -> 
     there = tuple(map(str, range(wanted + len(taken)))) if pool is None else pool.devices
     free = [device for device in there if device not in taken]
     if pool is not None and wanted > len(free):
-        left = "" if len(free) == len(there) else f", {len(free)} of them beside those that are named"
+        left = "" if len(free) == len(there) else f", {len(free)} of them not named by the scenario"
         raise InputError(
             f"{label} needs {wanted} GPU{'s' * (wanted > 1)} ({_counted(waiting)}), and {pool.source} "
             f"{len(there)}{left}",
@@ -92,7 +87,7 @@ def _on_one_host(label: str, wants: Sequence[GpuWant], pool: GpuPool | None) -> 
 
 
 def _counted(wants: Iterable[GpuWant]) -> str:
-    """``prefill 4 × 2, decode 2 × 4``: how many processes, each with how many GPUs."""
+    """Return ``prefill 4 × 2, decode 2 × 4``: processes × GPUs of each."""
     counts: dict[tuple[str, int], int] = {}
     for want in wants:
         kind = (want.role, want.need.count)

@@ -1,11 +1,9 @@
-"""From a scenario to what will be done, and its cost: cells, deployments with their ports, bytes, and time.
+"""The plan of a scenario: cells, deployments with their ports, bytes and time.
 
-One deployment serves all input lengths of its connector. The aggregated one comes first, since its greedy
-outputs are what those of the others are compared with; if the scenario has none of a tensor parallel size, a
-reference deployment is added that only gives these outputs. A deployment without P/D has as many engines as
-the scenario's P and D together, unless the scenario says how many: else the one that has more hardware would
-be ahead.
-"""
+One deployment serves all input lengths of its connector. The aggregated one comes first, because the greedy
+outputs of the others are compared with its outputs; a missing reference deployment is added for each tensor
+parallel size. A deployment without P/D has as many engines as P and D together unless the scenario sets a
+number, so that hardware is equal."""
 
 from __future__ import annotations
 
@@ -26,22 +24,22 @@ from kvbench.core.transfers.kv_shape import KvTensors, kv_pieces
 from kvbench.errors import InputError
 
 LAUNCH_S: Final = (0.5, 3.0)
-"""An emulated pair is up within these; other engines take longer, so the caller may say."""
+"""Start time of an emulated pair in seconds, least and most; callers pass the time of other engines."""
 _CHECK_S: Final = (0.1, 1.0)
-"""Greedy requests and cache reset before the first trial of a cell."""
+"""Seconds for greedy requests and cache reset before a cell's first trial, least and most."""
 _BRACKET_TRIALS: Final = 2
 
 
 @dataclass(frozen=True)
 class KvFootprint:
-    """KV bytes of one request's prompt: each byte once, and summed over all ranks, in whole blocks."""
+    """KV bytes of one prompt in whole blocks: each byte once, and summed over all ranks."""
 
     input_len: int
     logical_bytes: int
     wire_bytes: int
     blocks: int
     descriptors: int
-    """Of one rank, for blocks that were handed out in a row, after merging."""
+    """Descriptors of one rank for consecutive blocks, after merging."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def kv_footprint(
     block_tokens: int,
     tensors: KvTensors = "apart",
 ) -> KvFootprint:
-    """KV of a prompt of ``input_len`` tokens; the last block moves whole."""
+    """Return the KV of a prompt of ``input_len`` tokens; the last block moves whole."""
     blocks = shape.blocks(input_len, block_tokens)
     pieces = kv_pieces(shape, tensors)
     return KvFootprint(
@@ -77,7 +75,7 @@ def kv_footprint(
 
 
 def scenario_footprint(scenario: Scenario, input_len: int, ranks: int) -> KvFootprint:
-    """KV of one request of the scenario, that goes to so many tensor parallel ranks."""
+    """Return the KV of one request that is sent to ``ranks`` tensor parallel ranks."""
     options = scenario.deployment.engine_options
     return kv_footprint(scenario.model.shape, input_len, ranks, options.kv_block_tokens, options.kv_tensors)
 
@@ -86,12 +84,12 @@ def scenario_footprint(scenario: Scenario, input_len: int, ranks: int) -> KvFoot
 
 
 def trial_requests(search: Search, request_rate: float) -> int:
-    """Requests in one trial at a rate: ``trial_s`` seconds of them, within the scenario's limits."""
+    """Return the requests of one trial: ``trial_s`` seconds at a rate, within the scenario's limits."""
     return min(search.max_requests, max(search.min_requests, round(request_rate * search.trial_s)))
 
 
 def expected_trials(search: Search) -> int:
-    """Trials that a search needs at least: to bracket the answer within a factor of two, and bisect."""
+    """Return the fewest trials of a search: bracket the rate within a factor of two, then bisect."""
     bisections = (
         math.ceil(math.log2(math.log(2) / math.log1p(search.precision))) if search.precision < 1 else 0
     )
@@ -99,7 +97,7 @@ def expected_trials(search: Search) -> int:
 
 
 def _slo_e2el_s(scenario: Scenario) -> float:
-    """End-to-end latency of a request that just meets its limits; a limit not given counts as nothing."""
+    """Return the end-to-end latency of a request that just meets its limits; a missing limit counts as 0."""
     latency_ms = scenario.slo.main().e2el_ms(scenario.workload.output_len)
     return min(latency_ms / 1000.0, scenario.request_timeout_s)
 
@@ -107,7 +105,7 @@ def _slo_e2el_s(scenario: Scenario) -> float:
 def time_parts(
     scenario: Scenario, cells: int, deployments: int, launch_s: tuple[float, float]
 ) -> Iterator[TimePart]:
-    """The parts of the time estimate; rules of thumb, not promises."""
+    """Yield the parts of the time estimate (rules of thumb)."""
     search = scenario.search
     low, high = launch_s
     limit = scenario.deployment.ready_timeout_s
@@ -154,7 +152,7 @@ def time_parts(
 
 
 def notes(scenario: Scenario) -> Iterator[str]:
-    """What a user should know beforehand although it is no mistake."""
+    """Yield what a user should know before the run although it is no error."""
     search, slo = scenario.search, scenario.slo.main()
     if search.method in ("fixed", "burst") or not slo.has_limits:
         return
@@ -179,7 +177,7 @@ def notes(scenario: Scenario) -> Iterator[str]:
     expected = prospects(scenario)
     if expected and all(each.even > search.precision for each in expected):
         best = min(expected, key=lambda each: each.even)
-        yield f"the precision asked for is out of reach: {shortfall_text(search, slo, best)}"
+        yield f"the requested precision is out of reach: {shortfall_text(search, slo, best)}"
 
 
 Role = Literal["prefill", "decode", "aggregated"]
@@ -188,7 +186,7 @@ LAST_PORT: Final = 65_535
 
 
 class ConnectorInfo(Protocol):
-    """What a plan needs to know of a connector."""
+    """Properties of a connector that the plan needs."""
 
     @property
     def disaggregated(self) -> bool: ...
@@ -199,7 +197,7 @@ class ConnectorInfo(Protocol):
 
 @dataclass(frozen=True)
 class InstancePlan:
-    """One engine process. Port 0 is a free one, chosen at launch; ``side_port`` None is not needed."""
+    """One engine process. Port 0 means: chosen at launch. ``side_port`` None means: not needed."""
 
     name: str
     role: Role
@@ -207,29 +205,27 @@ class InstancePlan:
     port: int
     side_port: int | None
     side_ports: int = 1
-    """How many ports from ``side_port`` on it takes, if it takes any."""
+    """Number of side ports from ``side_port`` on."""
     group_port: int | None = None
-    """Where the processes of an instance over several hosts meet, on the first; the next port joins its
-    data-parallel ranks. None for one host."""
+    """First of two ports at which an instance's processes on several hosts meet; None for one host."""
     devices: tuple[str, ...] = ()
-    """The GPUs that it is dealt, by number or UUID; none where the engine or its host's owner chooses."""
+    """GPUs assigned to it, by number or UUID; empty where the engine or the host's owner chooses."""
     ranks: Ranks | None = None
-    """Its ranks; None where deployment.tensor_parallel_size and the engine's arguments say them for all."""
+    """GPUs assigned to it, by number or UUID; empty if the engine or the host's owner chooses."""
 
     @property
     def all_side_ports(self) -> tuple[int, ...]:
-        """Its side ports; 0 is to be chosen at launch."""
         if self.side_port is None:
             return ()
         return tuple(self.side_port and self.side_port + rank for rank in range(self.side_ports))
 
     @property
     def group_ports(self) -> tuple[int, ...]:
-        """The two ports at which its processes meet; 0 is to be chosen at launch."""
+        """The two ports at which its processes on several hosts meet."""
         return () if self.group_port is None else (self.group_port, self.group_port and self.group_port + 1)
 
     def ports_on(self, node: int, nodes: int) -> tuple[int, ...]:
-        """All ports of its process on one of the hosts that it spans; its ranks are dealt out in a row."""
+        """Return all ports of its process on one of its hosts; ranks are assigned to hosts in order."""
         side = self.all_side_ports
         there = (port for rank, port in enumerate(side) if rank * max(nodes, 1) // len(side) == node)
         return (*(() if node else (self.port, *self.group_ports)), *there)
@@ -237,30 +233,27 @@ class InstancePlan:
 
 @dataclass(frozen=True)
 class DeploymentPlan:
-    """What is launched for one connector: its instances, prefill first, and the router before them.
-
-    One engine without P/D needs no router.
-    """
+    """Processes of one connector: its instances, prefill first, and a router if there are several."""
 
     label: str
     connector: str
     instances: tuple[InstancePlan, ...]
     router_port: int | None
     reference_only: bool = False
-    """Not measured: it only gives the greedy outputs that the others must equal."""
+    """Not measured: it only provides the greedy outputs that the others must equal."""
     service_ports: tuple[int, ...] = ()
     """Ports of the connector's own helper processes."""
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """All its ports, in the order in which they were given out."""
+        """All its ports in the order of assignment."""
         found = [] if self.router_port is None else [self.router_port]
         for instance in self.instances:
             found += [instance.port, *instance.all_side_ports, *instance.group_ports]
         return (*found, *self.service_ports)
 
     def to_json(self) -> dict[str, Any]:
-        """Without what does not differ from how older runs have it: these can be gone on with."""
+        """Return it as plain data, without fields that older runs lack, so that these can be resumed."""
         data = asdict(self)
         for each in data["instances"]:
             for key in ("devices", "ranks"):
@@ -271,28 +264,28 @@ class DeploymentPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that will be done, before anything is started."""
+    """Everything that a run will do."""
 
     scenario: Scenario
     cells: tuple[Cell, ...]
     deployments: tuple[DeploymentPlan, ...]
     reference: str
-    """The label of the deployment whose greedy outputs are the truth, the first of several."""
+    """Label of the (first) deployment that provides the reference outputs."""
     kv: tuple[KvFootprint, ...]
     time: tuple[TimePart, ...]
     notes: tuple[str, ...]
     prospects: tuple[Prospect, ...] = ()
-    """What the time of a cell's search allows, at some rates."""
+    """Precision that the search's time allows, at some rates."""
     references: Mapping[str, str] = field(default_factory=dict)
-    """The same by label, where there are several."""
+    """Reference label by deployment label, if there are several."""
 
     def reference_of(self, label: str) -> str:
-        """The label of the deployment whose greedy outputs are the truth for another one, and for itself."""
+        """Return the label of the deployment whose greedy outputs are the reference for ``label``."""
         return self.references.get(label, self.reference)
 
     @property
     def ports(self) -> tuple[int, ...]:
-        """All ports of all deployments; none when they are chosen at launch."""
+        """All ports of all deployments; empty when they are chosen at launch."""
         return tuple(port for each in self.deployments for port in each.ports if port)
 
     @property
@@ -304,7 +297,7 @@ class Plan:
         return sum(part.upper_s for part in self.time)
 
     def cells_of(self, label: str) -> tuple[Cell, ...]:
-        """The cells that one deployment serves, in order."""
+        """Return the cells that one deployment serves, in order."""
         return tuple(cell for cell in self.cells if cell.connector == label)
 
     def to_json(self) -> dict[str, Any]:
@@ -333,13 +326,11 @@ def make_plan(
     launch_s: tuple[float, float] = LAUNCH_S,
     profiles: Mapping[str, ConnectorInfo] | None = None,
 ) -> Plan:
-    """The plan of a scenario. ``connectors`` holds at least those that the scenario names.
+    """Return the plan of a scenario. Raises InputError if the ports do not fit.
 
-    ``profiles`` holds what is special about a label's connector: its engine's version, its options.
-    ``base_port`` replaces the scenario's; with 0 every port is 0, to be chosen at launch.
-    ``launch_s`` is how long one deployment takes to get ready, at least and at most.
-    Raises InputError if the ports do not fit.
-    """
+    ``connectors``: at least those that the scenario names. ``profiles``: properties of a label's connector
+    that depend on its engine's version and options. ``base_port`` replaces the scenario's; 0 means that every
+    port is chosen at launch. ``launch_s``: least and most seconds until a deployment is ready."""
     # Python's sort is stable: within the groups the file's order stays.
     chosen = sorted(
         scenario.connectors,
@@ -373,21 +364,21 @@ def make_plan(
 
 
 def _footprints(scenario: Scenario, lengths: Sequence[int]) -> Iterator[KvFootprint]:
-    """KV of a request of each length, for each number of ranks that it goes to."""
+    """Yield the KV of a request of each length, for each number of ranks that receive it."""
     ranks = {scenario.deployed(each.label).wire_ranks for each in scenario.connectors}
     for length in lengths:
         yield from dict.fromkeys(scenario_footprint(scenario, length, each) for each in sorted(ranks))
 
 
 class _PortCounter:
-    """Gives out consecutive ports, or 0 for ever."""
+    """Counter of consecutive ports; it stays 0 if it starts at 0."""
 
     def __init__(self, first: int) -> None:
         self._first = first
         self.given = 0
 
     def take(self, count: int = 1) -> int:
-        """The first of ``count`` consecutive ports."""
+        """Return the first of ``count`` consecutive ports."""
         self.given += count
         return self._first + self.given - count if self._first else 0
 
@@ -443,6 +434,6 @@ def require_fitting_ports(base_port: int, count: int) -> None:
 
 
 def trial_seed(seed: int, cell_key: str, number: int) -> int:
-    """The seed of one trial, in [0, 2**63): stable over versions and machines, another for each trial."""
+    """Return the seed of one trial in [0, 2**63): the same in every version and on every machine."""
     text = f"kvbench trial\n{seed}\n{cell_key}\n{number}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

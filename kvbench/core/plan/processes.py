@@ -1,7 +1,6 @@
-"""What a process of a deployment is, before anybody starts it: plain data for plan.json and the launchers.
+"""Description of a deployment's process: plain data for plan.json and the launchers.
 
-Modules that are processes, started as ``python -m NAME``, are named here and nowhere else.
-"""
+The modules that are processes (``python -m NAME``) are named only here."""
 
 from __future__ import annotations
 
@@ -12,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 RUN_TAG_ENV = "KVBENCH_RUN_TAG"
-"""Environment variable that marks every process a run has started, so that none is ever orphaned."""
+"""Environment variable that marks every process of a run, so that leftovers are found."""
 
 ONE_THREAD_ENV: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-"""Keeps numerical libraries from starting a thread for each core."""
+"""Environment that keeps numerical libraries from starting one thread per core."""
 
 PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy")
-"""What HTTP libraries take a proxy from, in lower and in upper case."""
+"""Proxy variables of HTTP libraries, in lower and in upper case."""
 NO_PROXIES: Final = ("no_proxy", "NO_PROXY")
-"""Kept alike: libcurl and Python read the lower case first, some read the upper case alone."""
+"""Both are set: libcurl and Python prefer the lower case, other libraries read only the upper case."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +33,15 @@ class ProcessSpec:
     ready_url: str = ""
     port: int = 0
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Environment variable → content of a JSON file whose path it gets."""
+    """Environment variable → content of the JSON file whose path it gets."""
     one_thread: bool = True
     """Numerical libraries get one thread each; an engine that computes chooses for itself."""
     host: str = ""
-    """The address of where it runs; only said in what is printed."""
+    """Address of its host, for printing."""
     nics: tuple[str, ...] = ()
-    """Its host's NICs for KV, which are looked up there (``nic_env``); only said in what is printed."""
+    """NICs for KV, looked up on its host (``nic_env``); for printing."""
     beside: tuple[str, ...] = ()
-    """Addresses of its deployment, which it reaches without a proxy whatever the environment says."""
+    """Addresses of its deployment, reached without a proxy."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -57,7 +56,7 @@ class ProcessSpec:
         }
 
     def printed(self) -> dict[str, Any]:
-        """The same with its host, whose /sys/class/infiniband decides which ``nic_env`` counts."""
+        """Return the spec as shown to the user, with its host, whose sysfs selects the ``nic_env``."""
         kinds = {"rdma": nic_env(self.nics, rdma=True), "interfaces": nic_env(self.nics, rdma=False)}
         return {
             **self.to_json(),
@@ -67,7 +66,7 @@ class ProcessSpec:
 
 
 def nic_env(names: Sequence[str], *, rdma: bool) -> dict[str, str]:
-    """What UCX, NCCL and gloo are told of a host's NICs: RDMA devices, or else network interfaces."""
+    """Return the environment that makes UCX, NCCL and gloo use a host's NICs: RDMA devices or interfaces."""
     if not names:
         return {}
     if not rdma:
@@ -78,11 +77,9 @@ def nic_env(names: Sequence[str], *, rdma: bool) -> dict[str, str]:
 
 
 def unproxied(environment: Mapping[str, str], addresses: Sequence[str]) -> dict[str, str]:
-    """``no_proxy`` and ``NO_PROXY`` for a process that is to reach ``addresses`` without a proxy.
+    """Return ``no_proxy`` and ``NO_PROXY`` with ``addresses`` appended; empty where no proxy applies.
 
-    What they hold in ``environment`` stays in front. Empty where no proxy is set there, or every host is
-    excepted already. Hosts are named singly, since httpx knows no ranges of addresses.
-    """
+    Hosts are listed one by one because httpx knows no address ranges."""
     proxied = any(environment.get(name) or environment.get(name.upper()) for name in PROXIES)
     given = [word.strip() for name in NO_PROXIES for word in environment.get(name, "").split(",")]
     if not proxied or not addresses or "*" in given:
@@ -95,10 +92,9 @@ _FIND_CODE: Final = "import os, kvbench; print(os.path.dirname(os.path.dirname(k
 
 
 def shell_script(spec: ProcessSpec, code: str = "") -> str:
-    """The shell commands that start a process by hand in the current folder: its files, and one command.
+    """Return shell commands that start a process in the current folder: its files, and one command.
 
-    ``code``: the folder that kvbench is imported from here, to be found anew on the process's own host.
-    """
+    ``code``: local folder that kvbench is imported from; the process's host finds its own copy."""
     where = f", on {spec.host}" if spec.host else ""
     lines = [f"# {spec.name}{where}"]
     if spec.nics:
@@ -127,7 +123,7 @@ def shell_script(spec: ProcessSpec, code: str = "") -> str:
 
 
 def _nic_lines(names: Sequence[str]) -> Iterator[str]:
-    """What its agent would do: a host's NICs are what its sysfs says."""
+    """Yield shell lines that choose the NIC variables by the host's sysfs, as its agent does."""
     there = " && ".join(
         f"[ -e /sys/class/infiniband/{shlex.quote(name.partition(':')[0])} ]" for name in names
     )
@@ -143,7 +139,7 @@ def _here_document(name: str, content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _rows(argv: Sequence[str]) -> list[str]:
-    """The quoted words of a command: a flag and its values on a line of their own."""
+    """Return the quoted parts of a command, one line for each flag with its values."""
     rows: list[list[str]] = [[]]
     for word in argv:
         if word.startswith("--") and rows[-1]:

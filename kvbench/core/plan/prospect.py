@@ -1,15 +1,17 @@
-"""How sharp an answer a search's trials can give: what its time buys, by SLO, rate and one request alone.
+"""Precision that a search's trials allow, by its time, SLO, rate and the latency of one request alone.
 
-Near its capacity a queue's waiting time is that of a reflected Brownian motion
-(``core.search.posterior.queue_model``). The squared coefficients of variation of arrivals and services add up
-to k² (1: even services at Poisson arrivals; 2: exponential ones; far more with heavy tails). *Slack* is the
-time that the limit leaves for waiting. The share beyond the limit is about load · exp(−depth · (1 − load)).
-At the highest rate it changes by 1 + s per cent with each per cent of the rate, s = 2 · slack · rate / k²,
-and depth = s − ln(share allowed). The queue forgets its state after ``memory`` slacks, which leaves
-seconds / (slack · memory) independent moments, but never more than requests, of which those that come in a
-clump count as one. Of M moments a share p is known to √((1 − p) / (p · M)), relatively, and a mean to
-√(1 / M); that divided by the steepness is the rate's error.
-"""
+Near capacity the waiting time is that of a reflected Brownian motion (``core.search.posterior.queue_model``).
+k² is the sum of the squared coefficients of variation of arrivals and services: 1 for even services at
+Poisson arrivals, 2 for exponential ones, more with heavy tails. *Headroom* (``slack``) is the time that a
+limit leaves for waiting.
+
+1. The share beyond the limit is about load · exp(−depth · (1 − load)).
+2. At the highest rate it changes by 1 + s per cent for each per cent of the rate, s = 2 · slack · rate / k²,
+   and depth = s − ln(share allowed).
+3. The queue forgets its state after ``memory`` slacks. Independent moments M = seconds / (slack · memory), at
+   most the number of requests (a clump of correlated requests counts as one).
+4. A share p is known with the relative error √((1 − p) / (p · M)), a mean with √(1 / M).
+5. That error divided by the steepness is the error of the rate."""
 
 from __future__ import annotations
 
@@ -29,31 +31,31 @@ from kvbench.core.search.posterior.queue_model import memory
 from kvbench.core.slo import Criterion, Slo
 
 EVEN: Final = 1.5
+"""k² (see above) of a system whose requests take about the same time."""
 MODERATE: Final = 2.5
 UNEVEN: Final = 8.0
-"""k² of a system whose requests take about the same time, of one in between, and of one with heavy tails."""
+"""k² with heavy tails."""
 KNOWN: Final = 0.8
+"""Share of the arrival variance that is explained, since arrivals are known (``queue_model``)."""
 LEFT: Final = 0.15
-"""So much of the arrivals' chance is allowed for, since they are known
-(``core.search.posterior.queue_model``), and so much of all chance is left at least."""
+"""Lower bound on the residual share of the variance."""
 Z90: Final = 1.645
 SPENT: Final = 4
-"""Trials until a search is near: a flood, and some steps from both sides."""
+"""Trials that a search spends before it is near: a saturation probe and some steps from both sides."""
 LEAST_SLACK: Final = 0.02
-"""Of the limit."""
+"""Smallest TTFT headroom that counts, as a fraction of the limit."""
 ENOUGH: Final = 0.6
-"""Of the precision asked for: what the trials must allow, since a search does not know its system's
-variation, and no two trials find the system quite the same."""
+"""Fraction of the requested precision that the trials must allow: a search does not know its system's
+variation, and trials differ among themselves."""
 ROUND_RATES: Final = (1.0, 10.0, 100.0)
 IN_SIGHT: Final = 3.0
-"""A mean that is so many times its limit at most says about where the rate is."""
+"""A mean above this multiple of its limit says nothing about the rate."""
 
 
 @dataclass(frozen=True)
 class KnownCell:
-    """What is known of a cell: a rate near the answer (requests/s), and of one request alone the seconds to
-    its first token and to its last; so many requests that fare alike count as one.
-    """
+    """Known about a cell: a rate near the result (requests/s), the TTFT and the latency of one request alone
+    in seconds, and the number of correlated requests that count as one."""
 
     rate: float
     first_s: float
@@ -63,16 +65,15 @@ class KnownCell:
 
 @dataclass(frozen=True)
 class Asked:
-    """One criterion: the share that may miss (None: of a mean), and in seconds what a limit that waiting
-    counts against leaves for that; 0 where only later tokens are limited.
-    """
+    """One criterion: the share that may miss (None for a mean), and the seconds that its limit leaves for
+    waiting (0 if only later tokens are limited)."""
 
     allowed: float | None
     slack_s: float
 
     @classmethod
     def of(cls, slo: Slo, alone: KnownCell) -> Iterator[Asked]:
-        """Of each criterion that limits something."""
+        """Yield each criterion that has limits."""
         for each in slo.all_criteria():
             if each.limits:
                 yield cls(1.0 - each.target if each.kind == "share" else None, _slack_s(each, alone))
@@ -91,11 +92,11 @@ def _slack_s(criterion: Criterion, alone: KnownCell) -> float:
 def half_width(
     asked: Asked, seen: KnownCell, variation: float, seconds: float, burstiness: float = 1.0
 ) -> float:
-    """Of the 90 % interval of the highest rate, relatively: what so many seconds of trials near it allow.
+    """Return the relative half-width of the 90 % interval of the highest rate after ``seconds`` of trials
+    near it.
 
-    ``variation``: k²; ``burstiness``: of the arrivals, 1 for Poisson. Without a slack no request waits for
-    others, and the share of misses grows as the rate does.
-    """
+    ``variation``: k²; ``burstiness``: of the arrivals, 1 for Poisson. Without headroom no request waits for
+    others, and the share of misses grows in proportion to the rate."""
     allowed = 1.0 if asked.allowed is None else -math.log(asked.allowed)
     steepness = 2.0 * asked.slack_s * seen.rate / variation
     moments = seen.rate * seconds / seen.clump
@@ -109,7 +110,7 @@ def half_width(
 
 
 def trial_s(search: Search, rate: float, latency_s: float, slack_s: float) -> float:
-    """For how many seconds a trial near the answer offers its load."""
+    """Return the seconds of load that a trial near the result offers."""
     usual_s = max(TRIAL_LATENCIES * latency_s, requests_s(rate))
     wanted_s = max(usual_s, min(max(WAITS * slack_s, SECONDS), LONGEST * usual_s))
     if search.max_trial_s is not None:
@@ -119,9 +120,8 @@ def trial_s(search: Search, rate: float, latency_s: float, slack_s: float) -> fl
 
 @dataclass(frozen=True)
 class Prospect:
-    """What the trials allow at one rate: relative half-widths of the 90 % interval for an even, a moderate
-    and an uneven system, by so many trials near the answer of so many seconds; of the worst criterion.
-    """
+    """Relative half-widths of the 90 % interval at one rate, for an even, a moderate and an uneven system, by
+    the number and length of the trials near the result; of the worst criterion."""
 
     rate: float
     trials: int
@@ -132,7 +132,7 @@ class Prospect:
 
 
 def prospect_of(scenario: Scenario, slo: Slo, seen: KnownCell) -> Prospect | None:
-    """None for an SLO without limits."""
+    """Return the precision that the trials allow at a known rate."""
     search, burstiness = scenario.search, scenario.workload.burstiness
     criteria = list(Asked.of(slo, seen))
     if not criteria:
@@ -147,7 +147,7 @@ def prospect_of(scenario: Scenario, slo: Slo, seen: KnownCell) -> Prospect | Non
 
 
 def seen_of(records: Sequence[TrialRecord]) -> KnownCell | None:
-    """By the first trial that was not far above the answer, and the fastest until then; None before it."""
+    """Return what the first trial not far above the result shows, with the fastest trial until then."""
     first_s: list[float] = []
     latency_s: list[float] = []
     for record in records:
@@ -165,16 +165,16 @@ def seen_of(records: Sequence[TrialRecord]) -> KnownCell | None:
 
 
 def may_suffice(search: Search, prospect: Prospect) -> bool:
-    """Whether the trials allow the precision asked for on a system of moderate variation; how much a system
-    varies is known after some trials only (``RateSearch.foreseen``)."""
+    """Return whether the trials allow the requested precision on a system of moderate variation.
+
+    The system's own variation is known after some trials only (``RateSearch.foreseen``)."""
     return prospect.moderate <= ENOUGH * search.precision
 
 
 def prospects(scenario: Scenario) -> tuple[Prospect, ...]:
-    """Before anything is measured: at the start rate, or at some round ones that the search may come by.
+    """Return the precision before the first trial, at the start rate or at some round rates.
 
-    One request alone is taken to need half of what the SLO allows. Empty where no rate is searched for.
-    """
+    One request alone is assumed to need half of the SLO."""
     search, slo = scenario.search, scenario.slo.main()
     if search.method not in ("sustained", "trace") or not scenario.slo.given:
         return ()
@@ -195,17 +195,17 @@ def _in_sight(criterion: dict[str, Any]) -> bool:
 
 
 MOST_TRIALS: Final = 200
-"""More are not worth advising."""
+"""Largest number of trials that is advised."""
 TAIL: Final = 0.01
-"""The share allowed to miss from which on downwards a percentile is in the tail."""
+"""A percentile with at most this share of misses counts as the tail."""
 TIGHT: Final = 0.1
-"""Of the limit: with less left for waiting, a little more of it helps a lot."""
+"""Fraction of the limit: with less headroom, a slightly looser limit helps much."""
 SLOW: Final = 1.0
-"""Requests a second."""
+"""Requests per second below which more time is advised."""
 
 
 def prospect_text(prospects: Sequence[Prospect]) -> str:
-    """One line of all rates; "" without any."""
+    """Return one line for all rates; "" without any."""
     if not prospects:
         return ""
     rates = ", ".join(f"{each.rate:g}" for each in prospects)
@@ -214,20 +214,21 @@ def prospect_text(prospects: Sequence[Prospect]) -> str:
     )
     seconds = ", ".join(f"{each.trial_s:.3g}" for each in prospects)
     return (
-        f"at {rates} req/s there is time for ±{even} % if services are even, ±{uneven} % with heavy tails "
-        f"({prospects[0].trials} trials of {seconds} s near the answer, if one request alone takes half "
+        f"at {rates} req/s the time allows ±{even} % if services are even, ±{uneven} % with heavy tails "
+        f"({prospects[0].trials} trials of {seconds} s near the result, if one request alone takes half "
         "of what the SLO allows)"
     )
 
 
 def shortfall_text(search: Search, slo: Slo, prospect: Prospect, seen: KnownCell | None = None) -> str:
-    """What cannot be had in the time, and what would help. ``seen``: once a cell's first trials are known."""
+    """Return which precision the time does not allow, and what would help. ``seen``: after a cell's first
+    trials."""
     where = f"near {prospect.rate:.3g} req/s {prospect.trials} trials of {prospect.trial_s:.3g} s"
     allow = f"allow ±{_percent(prospect.even)} % at best"
     if not prospect.even > search.precision:
         allow = f"allow ±{_percent(prospect.moderate)} % unless services are even"
     helps = "; ".join(_helps(search, slo, prospect, seen))
-    return f"{where} {allow}, and ±{_percent(search.precision)} % is asked for: {helps}"
+    return f"{where} {allow}, and ±{_percent(search.precision)} % is requested: {helps}"
 
 
 def _helps(search: Search, slo: Slo, prospect: Prospect, seen: KnownCell | None) -> list[str]:
@@ -244,7 +245,7 @@ def _helps(search: Search, slo: Slo, prospect: Prospect, seen: KnownCell | None)
         limit_s = min((x.limit for x in own if x.metric != "tpot_ms"), default=0.0) / 1e3
         if limit_s and each.slack_s < max(TIGHT, LEAST_SLACK) * limit_s:
             found.append(
-                f"a looser limit: {each.slack_s * 1e3:.3g} of {limit_s * 1e3:g} ms are left for waiting"
+                f"a looser limit: {each.slack_s * 1e3:.3g} of {limit_s * 1e3:g} ms remain for waiting"
             )
     if any(each.kind == "share" and 1.0 - each.target <= TAIL + 1e-9 for _, each in limits):
         found.append("a percentile that is not in the tail")

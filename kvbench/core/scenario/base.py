@@ -1,9 +1,7 @@
-"""What the sections of a scenario file are made of: their base class, errors in their place, typed options.
+"""Base class of the sections of a scenario file, errors with their place, and typed options.
 
-The options of connectors and engines are typed by them; their models come in as a ``Registry``, in
-pydantic's validation context, since core knows neither. Options that have not been given or not been checked
-are instances of the base classes.
-"""
+The option models of connectors and engines come in as a ``Registry`` in pydantic's validation context, since
+core knows neither."""
 
 from __future__ import annotations
 
@@ -20,19 +18,19 @@ from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
 from kvbench.core.scenario.yaml_lines import Location, quoted, shorten
 
 NAME_PATTERN: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,79}$"
-"""Names and labels become parts of file names."""
+"""Pattern of names and labels, which become parts of file names."""
 
 
 @dataclass(frozen=True)
 class Registry:
-    """The option models of the connectors and engines that a scenario may name."""
+    """Option models of the connectors and engines that a scenario may name."""
 
     connectors: Mapping[str, type[ConnectorOptions]]
     engines: Mapping[str, type[EngineOptions]]
 
 
 class Section(BaseModel):
-    """A mapping of the file: unknown keys, numbers in quotes and infinities are refused."""
+    """A mapping of the file; it refuses unknown keys, numbers in quotes and infinities."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -41,19 +39,19 @@ Options = TypeVar("Options", EngineOptions, ConnectorOptions)
 
 
 def custom(text: str) -> PydanticCustomError:
-    """A validator's error in our own words."""
+    """Return a validator's error with kvbench's own text."""
     # The text goes in as data: braces in what the user wrote are not placeholders.
     return PydanticCustomError("kvbench", "{text}", {"text": text})
 
 
 def error_at(location: Location, text: str) -> ValidationError:
-    """An error that pydantic merges with the others, at a place below the one being validated."""
+    """Return an error at a place below the validated one; pydantic merges it with the others."""
     detail = InitErrorDetails(type=custom(text), loc=location, input=None)
     return ValidationError.from_exception_data("scenario", [detail])
 
 
 def typed(name: object, raw: object, known: Mapping[str, type[Options]], none: Options) -> Options:
-    """Options checked by the model of their connector or engine. JSON, so that lists become tuples."""
+    """Return options checked by the model of their connector or engine. JSON mode turns lists into tuples."""
     if isinstance(raw, type(none)) and raw != none:
         return raw
     if not isinstance(name, str) or name not in known:
@@ -69,12 +67,12 @@ def known_name(kind: str, name: str, known: Mapping[str, Any]) -> str:
 
 
 def as_tuple(raw: Any) -> Any:
-    """YAML knows lists only; frozen values hold tuples."""
+    """Return a YAML list as a tuple."""
     return tuple(raw) if isinstance(raw, list) else raw
 
 
 def whole_number(raw: Any) -> Any:
-    """A literal compares by value, and so takes `true` and 1.0 for 1."""
+    """Refuse `true` and 1.0, which a literal 1 would accept."""
     if type(raw) is not int:
         raise custom(f"must be a whole number, not {shorten(raw)}")
     return raw

@@ -1,7 +1,6 @@
-"""From pydantic's errors to sentences with a line, and what no single value's check can see.
+"""Scenario errors as sentences with a line, and checks that concern several values.
 
-The second kind: values that contradict each other, a deployment's hosts and roles, a load of sessions.
-"""
+The latter find contradictions, and problems of hosts, roles and sessions."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from kvbench.core.slo import SESSION_METRICS, timeout_problem
 
 
 def host_problems(deployment: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What is wrong with the hosts of a deployment, as plain data: where, and what."""
+    """Yield place and text of each problem with a deployment's hosts, from plain data."""
     hosts, roles = deployment.get("hosts") or {}, deployment.get("roles") or {}
     if not isinstance(hosts, Mapping) or not isinstance(roles, Mapping):
         return
@@ -59,7 +58,7 @@ def host_problems(deployment: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ..
 
 
 def _names_in(names: Any) -> list[str]:
-    """The names of a role's hosts, also of those that an instance spans."""
+    """Return the names of a role's hosts, including those that an instance spans."""
     entries = [names] if isinstance(names, str) else names or ()
     return [name for each in entries for name in ([each] if isinstance(each, str) else each or ())]
 
@@ -67,7 +66,7 @@ def _names_in(names: Any) -> list[str]:
 def _spanning(
     deployment: Mapping[str, Any], roles: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What is wrong with instances over several hosts."""
+    """Yield problems of instances over several hosts."""
     engine = deployment.get("engine", "emulated")
     for role in ("prefill", "decode", "aggregated"):
         entries = roles.get(role) or ()
@@ -81,7 +80,7 @@ def _spanning(
 
 
 def session_problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """(where, what) is wrong with sessions, by themselves and with the rest of a scenario's plain data."""
+    """Yield place and text of each problem with sessions."""
     workload, search = (_mapping(data, each) for each in ("workload", "search"))
     wanted = workload.get("sessions")
     if wanted is None:
@@ -129,25 +128,24 @@ def _mapping(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 SHAPELESS: Final = {
-    "external": ("of an external server only one is known", "an external server is there"),
-    "system": ("a simulator has none", "a simulator is somebody else's"),
+    "external": ("an external server has no known P and D", "an external server is there"),
+    "system": ("a simulator has none", "a simulator is an external program"),
 }
-"""Engines that nothing is computed of from the model's shape → why it has no direct mode, and no engines to
-count."""
+"""Engines that need no model shape → why they have no direct mode, and no engines to count."""
 
 
 @dataclass(frozen=True)
 class DataMistake:
-    """Something wrong with plain data: where in it, and what. ``Mistake`` knows the line as well."""
+    """An error in plain data: its place and text. ``Mistake`` adds the line."""
 
     location: Location
     text: str
     other: Location = ()
-    """The other value of a contradiction: blamed if it alone was written."""
+    """Place of the contradicting value, which is named if only that one is in the file."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence that helps with an unknown word."""
+    """Return the end of a sentence that suggests a known word."""
     options = list(known)
     lowered = {each.lower(): each for each in options}
     close = difflib.get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.6)
@@ -160,7 +158,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def contradictions(data: Mapping[str, Any]) -> list[DataMistake]:
-    """Values that are right alone but not together; ``data`` may be incomplete or wrong."""
+    """Return values that contradict each other; ``data`` may be incomplete or invalid."""
     return [
         *_shape(data),
         *_slo(data),
@@ -205,7 +203,9 @@ def _slo(data: Mapping[str, Any]) -> Iterator[DataMistake]:
         return
     own = [key for key in ("ttft_ms", "tpot_ms", "limits") if slo.get(key)]
     if tiers and own:
-        yield DataMistake(("slo", own[0]), f"slo.{own[0]} beside slo.tiers: put it into the tiers it is for")
+        yield DataMistake(
+            ("slo", own[0]), f"slo.{own[0]} conflicts with slo.tiers: move it into the tiers it applies to"
+        )
     elif not tiers and not own and _needs_slo(data):
         if "slo" in data:
             yield DataMistake(("slo",), "slo needs a limit: ttft_ms, tpot_ms, or both")
@@ -226,9 +226,9 @@ def _deadline(data: Mapping[str, Any]) -> Iterator[DataMistake]:
 
 
 def _needs_slo(data: Mapping[str, Any]) -> bool:
-    """Whether an SLO must be there: whoever searches must know for what. Listed rates and replays can be
-    measured without one, and so can one load of a server that is up, whose SLO is then given as empty.
-    """
+    """Return whether the scenario needs an SLO.
+
+    Fixed rates, replays and a fixed load on an external server (with an empty SLO) need none."""
     search = _section(data, "search")
     if _section(data, "deployment").get("engine") == "external" and "slo" in data:
         return False
@@ -249,7 +249,7 @@ def _methods(data: Mapping[str, Any]) -> Iterator[DataMistake]:
         text = f"workload.trace is for method trace, and the method is {method}"
         yield DataMistake(("workload", "trace"), text, ("search", "method"))
     if search.get("compare_burst") and method != "sustained":
-        text = f"search.compare_burst stands beside method sustained, and the method is {method}"
+        text = f"search.compare_burst needs method sustained, and the method is {method}"
         yield DataMistake(("search", "compare_burst"), text, ("search", "method"))
     slo = _section(data, "slo")
     if slo.get("tiers") and (method == "burst" or search.get("compare_burst")):
@@ -363,11 +363,10 @@ def explain(
     known: Sequence[Mistake],
     what: str = "the scenario",
 ) -> list[Mistake]:
-    """A mistake for each error that ``known`` does not already cover, and for each contradiction.
+    """Return a mistake for each error that ``known`` does not cover, and for each contradiction.
 
-    ``keys`` holds the keys allowed in each mapping, by its dotted path; ``data``: of a scenario, None
-    of another file, which is called ``what``.
-    """
+    ``keys``: keys allowed in each mapping, by dotted path. ``data``: the scenario, or None for another kind
+    of file, which messages call ``what``."""
     covered = {mistake.location for mistake in known if mistake.final}
     found: list[Mistake] = []
     for problem, by_key in _worded(error, keys, what):
@@ -387,7 +386,7 @@ def explain(
 def _worded(
     error: ValidationError, keys: Mapping[str, Sequence[str]], what: str
 ) -> Iterator[tuple[DataMistake, bool]]:
-    """Each error as a sentence, and whether it is about the key rather than the value."""
+    """Yield each error as a sentence, and whether it concerns the key rather than the value."""
     errors = error.errors(include_url=False)
     inside = {each["loc"][:depth] for each in errors for depth in range(len(each["loc"]))}
     for each in errors:

@@ -1,4 +1,4 @@
-"""The deployment and connector sections of a scenario: what is launched, where, how, on how many ranks."""
+"""Deployment and connector sections of a scenario: processes, hosts and ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ _RANKS: Final = {"type": "integer", "minimum": 1, "maximum": MOST_RANKS}
 
 
 def _sizes(raw: Any) -> Any:
-    """One tensor parallel size as a list of one."""
     if isinstance(raw, int) and not isinstance(raw, bool):
         if not 1 <= raw <= MOST_RANKS:
             raise custom(f"must be 1 to {MOST_RANKS}, not {raw}")
@@ -55,7 +54,7 @@ TensorParallelSizes = Annotated[
 
 
 class RoleRanks(Section):
-    """The ranks of each instance of a role; what is not said is as for all of the deployment."""
+    """Ranks of each instance of a role; a missing value is that of the whole deployment."""
 
     tensor_parallel_size: int | None = Field(
         None, ge=1, le=MOST_RANKS, description="tensor-parallel ranks, if not the deployment's"
@@ -97,13 +96,13 @@ class RoleRanks(Section):
 
 
 class RoleSize(RoleRanks):
-    """How many instances a role has, as a number, or with the ranks of each."""
+    """Number of instances of a role, or the ranks of each."""
 
     instances: int = Field(1, ge=1, le=64, description="how many")
 
 
 class AggregatedSize(RoleRanks):
-    """The same for engines without P/D; without ``instances`` as many as P's and D's GPUs make."""
+    """Engines without P/D; their number defaults to what P's and D's GPUs allow."""
 
     instances: int | None = Field(None, ge=1, le=128, description="how many")
 
@@ -113,15 +112,15 @@ HOST_OR_NOTHING: Final = r"^([A-Za-z0-9][A-Za-z0-9.-]{0,252})?$"
 PrefixWord = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
 
 Routing = Literal["session", "round_robin"]
-"""How the server of a request is chosen: all requests of a session go to the same server (requests without a
-session go round robin), or every request goes round robin, whatever the servers have cached."""
+"""Choice of a request's server: by its session (requests without one go round robin), or round robin for
+every request."""
 
 
 class CommandPrefix(Section):
-    """Words put before the command of each instance of a role, such as a profiler's; never through a shell.
+    """Command put before the command of each instance of a role, such as a profiler's; it runs without a
+    shell.
 
-    ``{name}`` in a word stands for the instance's name, ``{logs}`` for the folder of its log.
-    """
+    ``{name}`` stands for the instance's name, ``{logs}`` for the folder of its log."""
 
     prefill: tuple[PrefixWord, ...] = Field((), max_length=64, description="before each prefill instance")
     decode: tuple[PrefixWord, ...] = Field((), max_length=64, description="before each decode instance")
@@ -136,7 +135,7 @@ class CommandPrefix(Section):
 
 
 class Deployment(Section):
-    """What is launched for each connector."""
+    """Processes of each connector."""
 
     engine: str = Field("emulated", description="what serves tokens")
     launcher: Literal["local", "ssh", "slurm", "ray"] = Field(
@@ -217,7 +216,7 @@ class Deployment(Section):
 
     @property
     def aggregated_engines(self) -> int:
-        """How many engines a deployment without P/D has."""
+        """Number of engines of a deployment without P/D."""
         own = self.aggregated
         if own is None or own.instances is not None:
             return own.instances if own is not None and own.instances else self._engines
@@ -225,7 +224,7 @@ class Deployment(Section):
 
     @property
     def pair_gpus(self) -> int:
-        """GPUs of P and D together, one for each rank."""
+        """GPUs of P and D together, one per rank."""
         sizes = {"prefill-0": self.prefill.instances, "decode-0": self.decode.instances}
         return sum(count * self.ranks_of(name).gpus for name, count in sizes.items())
 
@@ -234,9 +233,9 @@ class Deployment(Section):
         return self.prefill.instances + self.decode.instances
 
     def ranks_of(self, instance: str) -> Ranks:
-        """The ranks of an instance by its name; engines without P/D have those of where they stand.
+        """Return the ranks of an instance.
 
-        Of a list of tensor parallel sizes the first: ``Scenario.deployed`` gives each connector its own.
+        A list of tensor parallel sizes gives its first; ``Scenario.deployed`` gives each connector its own.
         """
         role = instance.partition("-")[0]
         size: RoleRanks | None = {"prefill": self.prefill, "decode": self.decode}.get(role, self.aggregated)
@@ -252,34 +251,34 @@ class Deployment(Section):
 
     @property
     def wire_ranks(self) -> int:
-        """Tensor parallel ranks for which KV goes over the wire: D's, each of which fetches its own part."""
+        """Tensor parallel ranks that receive KV: D's, since each fetches its own part."""
         return self.ranks_of("decode-0").tensor
 
     def host_of(self, role: str) -> str:
-        """The address of a role's first instance; the router is on ``host``."""
+        """Return the address of a role's first instance; the router runs on ``host``."""
         return self.address_of(f"{role}-0")
 
     def address_of(self, process: str) -> str:
-        """The address of a process by its name, such as ``decode-1`` or ``router``; helpers: the router's."""
+        """Return the address of a process such as ``decode-1`` or ``router``; helpers run with the router."""
         if self.hosts:
             return self.hosts[self.host_name(process)].address
         role = self._seat(process).partition("-")[0]
         return {"prefill": self.prefill_host, "decode": self.decode_host}.get(role) or self.host
 
     def host_name(self, process: str) -> str:
-        """The name of the host of a process. Only where hosts are named."""
+        """Return the name of a process's host; valid only with named hosts."""
         return self.roles.host_of(self._seat(process))
 
     def nodes_of(self, instance: str) -> tuple[str, ...]:
-        """The hosts that an instance spans, by their names; none where no hosts are named."""
+        """Return the names of the hosts that an instance spans; empty without named hosts."""
         return self.roles.nodes(self._seat(instance)) if self.hosts else ()
 
     def _seat(self, process: str) -> str:
-        """Whose host a process takes, unless engines without P/D have hosts of their own."""
+        """Return the process whose host this one takes, unless engines without P/D have their own hosts."""
         return process if self.roles.aggregated else self._place(process)
 
     def _place(self, process: str) -> str:
-        """Whose place a process takes: engines without P/D stand where P and D would, on the same devices."""
+        """Return the process whose devices this one takes: engines without P/D replace P and D."""
         role, _, end = process.partition("-")
         number, sign, node = end.partition(NODE)
         if role != "aggregated" or not number.isdecimal():
@@ -290,7 +289,7 @@ class Deployment(Section):
 
     @property
     def used_hosts(self) -> dict[str, RemoteHost]:
-        """The hosts that some role runs on, by name."""
+        """The hosts that have a role, by name."""
         named = [*self.roles.of("prefill"), *self.roles.of("decode"), *self.roles.of("aggregated")]
         named += [*self.roles.of("router"), *self.roles.of("loadgen")]
         if not self.engine_options.starts_processes:
@@ -299,14 +298,14 @@ class Deployment(Section):
 
     @property
     def several_hosts(self) -> bool:
-        """Whether instances run on more than one host, or elsewhere than on ``host``."""
+        """Return whether instances run on several hosts, or on another one than ``host``."""
         if self.hosts:
             return len({*self.roles.of("prefill"), *self.roles.of("decode")}) > 1
         return any(self.host_of(role) != self.host for role in ("prefill", "decode"))
 
     @model_validator(mode="after")
     def _ranks_fit(self) -> Deployment:
-        """What an engine's instances cannot be, and what is said twice."""
+        """Refuse ranks that an engine does not support, and values set twice."""
         if self.routing != "session" and not self.engine_options.starts_processes:
             text = f"kvbench starts no router for the {self.engine} engine: leave routing out"
             raise error_at(("routing",), text)
@@ -332,7 +331,7 @@ class Deployment(Section):
             "tensor_parallel_size" in size.said for size in (self.prefill, self.decode)
         ):
             raise error_at(
-                ("tensor_parallel_size",), "a list is of no use where prefill and decode say their own"
+                ("tensor_parallel_size",), "a list has no effect if prefill and decode set their own sizes"
             )
         own = self.aggregated
         if own is not None and own.instances is None and len(self.tensor_parallel_size) == 1:
@@ -346,10 +345,9 @@ class Deployment(Section):
         return self
 
     def _hosts_fit(self) -> None:
-        """Raises where the ranks of an instance do not divide among its hosts.
+        """Raise if an instance's ranks do not divide among its hosts.
 
-        A data-parallel rank takes whole hosts, or a host whole ranks, as vLLM's ``--nnodes`` has it.
-        """
+        As with vLLM's ``--nnodes``, a data-parallel rank takes whole hosts, or a host takes whole ranks."""
         for role in ("prefill", "decode", "aggregated"):
             size: RoleRanks | None = getattr(self, role)
             own = (size.tensor_parallel_size,) if size and size.tensor_parallel_size else None
@@ -393,11 +391,11 @@ class Deployment(Section):
 
 
 OWN_KEYS: Final = ("name", "label", "tensor_parallel_size")
-"""Keys of a connector's entry that are not its options."""
+"""Keys of a connector's entry that are no options."""
 
 
 class ConnectorChoice(Section):
-    """A connector with its options; written as its name, or as a mapping with ``name``."""
+    """A connector with its options, written as its name or as a mapping with ``name``."""
 
     name: str = Field(description="the connector")
     label: str = Field("", validate_default=True, description="its name in tables; by default `name`")

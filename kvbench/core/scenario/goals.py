@@ -1,4 +1,4 @@
-"""What a measurement is to find out: the SLO in its forms, and how it is looked for."""
+"""The SLO of a scenario in its forms, and the settings of its search."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LIMIT_SCHEMA: Final = {
 
 
 def _short_limits(raw: Any) -> Any:
-    """Each entry as its checked short form, so that what was written either way reads the same."""
+    """Return each entry in its checked short form, so that equal limits compare equal."""
     if isinstance(raw, (str, Mapping)):
         raw = [raw]
     if not isinstance(raw, (list, tuple)):
@@ -55,7 +55,7 @@ TierName = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 
 class Tier(Section):
-    """One SLO of several that are answered from the same trials."""
+    """One of several SLOs that the same trials measure."""
 
     ttft_ms: float | None = Field(None, gt=0, le=1e7, description="limit of the time to the first token")
     tpot_ms: float | None = Field(None, gt=0, le=1e7, description="limit of the time per further token")
@@ -69,7 +69,7 @@ class Tier(Section):
 
 
 class Slo(Section):
-    """The limits that must be met: by each request of a share, on a percentile, on a mean; or in tiers."""
+    """The limits: for each request of a share, for a percentile, for a mean, or in tiers."""
 
     ttft_ms: float | None = Field(None, gt=0, le=1e7, description="limit of the time to the first token")
     tpot_ms: float | None = Field(None, gt=0, le=1e7, description="limit of the time per further token")
@@ -81,15 +81,14 @@ class Slo(Section):
 
     @property
     def given(self) -> bool:
-        """Whether any limit is set."""
         return bool(self.tiers) or self.whole().has_limits
 
     def whole(self) -> slos.Slo:
-        """The SLO, if there are no tiers; without limits where none is set."""
+        """The SLO without tiers; it has no limits if none is set."""
         return slos.Slo.from_json(self.model_dump())
 
     def by_tier(self) -> dict[str, slos.Slo]:
-        """Each tier's SLO, the strictest first; without tiers the one SLO under the name ""."""
+        """Each tier's SLO, the strictest first; without tiers the SLO under the name ""."""
         if not self.tiers:
             return {"": self.whole()}
         each = {
@@ -99,7 +98,7 @@ class Slo(Section):
         return {name: each[name] for name in slos.by_strictness(each)}
 
     def main(self) -> slos.Slo:
-        """The one SLO, or the strictest tier's."""
+        """The SLO, or the strictest tier's."""
         return next(iter(self.by_tier().values()))
 
 
@@ -108,35 +107,33 @@ Rate = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Search(Section):
-    """How the highest rate is looked for. Rates are requests per second."""
+    """Settings of the search for the highest rate. Rates are requests per second."""
 
     method: Method = Field(
         "sustained",
         description="sustained: the highest rate that holds; burst: n = 5 × rate requests and their means, "
         "as done by hand; fixed: the rates of `rates`, without an SLO; trace: replay of workload.trace",
     )
-    compare_burst: bool = Field(
-        False, description="measure by the burst method too, in a table of its own beside the sustained rate"
-    )
+    compare_burst: bool = Field(False, description="also measure by the burst method, in a separate table")
     rates: Annotated[tuple[Rate, ...], BeforeValidator(as_tuple)] = Field(
         (), max_length=64, description="the rates of method fixed, each measured once"
     )
     equal_rate: bool = Field(
         True,
-        description="after the search, offer all connectors of an input length the lowest rate found there, "
+        description="after the search, offer all connectors of an input length the lowest rate measured, "
         "with the same requests",
     )
     start_rate: float | None = Field(None, gt=0, le=1e6, description="first rate; estimated if absent")
-    min_rate: float = Field(0.01, gt=0, le=1e6, description="below this no rate counts as found")
-    max_rate: float = Field(10_000.0, gt=0, le=1e6, description="reaching it gives a censored answer")
-    precision: float = Field(0.05, ge=0.001, le=1, description="relative width of the answer's interval")
+    min_rate: float = Field(0.01, gt=0, le=1e6, description="lowest rate that counts as a result")
+    max_rate: float = Field(10_000.0, gt=0, le=1e6, description="reaching it gives a censored result")
+    precision: float = Field(0.05, ge=0.001, le=1, description="relative width of the result's interval")
     trial_s: float = Field(20.0, gt=0, le=86_400, description="seconds of arrivals in one trial")
     max_trial_s: float | None = Field(
         None,
         gt=0,
         le=86_400,
-        description="a trial of a search ends when its verdict is sure, at the latest after so many seconds "
-        "of arrivals; by default as long as its latencies ask for, and at least trial_s",
+        description="longest trial of a search, in seconds of arrivals (a trial ends once its verdict is "
+        "certain); by default chosen by its latencies, at least trial_s",
     )
     min_requests: int = Field(60, ge=1, le=10_000_000, description="requests that a trial has at least")
     max_requests: int = Field(5000, ge=1, le=10_000_000, description="requests that a trial has at most")

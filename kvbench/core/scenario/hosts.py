@@ -1,7 +1,6 @@
-"""The hosts of a scenario: how each is reached, where its servers listen, and which role runs on which. Pure.
+"""Hosts of a scenario: how each is reached, where its servers listen, and their roles. Pure.
 
-Slurm or Ray may be asked for them.
-"""
+Slurm or Ray may provide them."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ HostNames = Annotated[
 
 
 def _groups(raw: Any) -> Any:
-    """Each entry as a tuple of hosts: of one, or of those that an instance spans."""
+    """Return each entry as a tuple of hosts: one, or those that an instance spans."""
     entries = _one_or_more(raw)
     return tuple((each,) if isinstance(each, str) else as_tuple(each) for each in entries)
 
@@ -60,11 +59,11 @@ HostGroups = Annotated[
     tuple[HostGroup, ...], BeforeValidator(_groups), WithJsonSchema(_GROUPS_SCHEMA), Field(max_length=64)
 ]
 NODE: Final = "-node"
-"""Stands before the number of a process that is not the first of an instance over several hosts."""
+"""Suffix before the number of a process on the second or a later host of an instance."""
 
 
 class Ssh(Section):
-    """How a host is reached by ssh; what is not said is as for the ssh command, ~/.ssh/config included."""
+    """Access to a host by ssh; defaults are those of the ssh command, with ~/.ssh/config."""
 
     host: str = Field(
         "", max_length=253, pattern=_TEXT, description="name or address; by default the host's own name"
@@ -85,8 +84,6 @@ class Ssh(Section):
 
 
 class RemoteHost(Section):
-    """One host that processes run on."""
-
     address: str = Field(
         pattern=ADDRESS,
         description="address on the data network: its servers listen there and are found there",
@@ -105,7 +102,7 @@ class RemoteHost(Section):
         default_factory=dict, description="environment of all processes there, word for word"
     )
     nics: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
-        (), max_length=64, description="its NICs for KV; UCX, NCCL and gloo are told to use them"
+        (), max_length=64, description="NICs for KV, set for UCX, NCCL and gloo"
     )
     devices: Annotated[tuple[int, ...], BeforeValidator(as_tuple)] = Field(
         (),
@@ -116,10 +113,9 @@ class RemoteHost(Section):
 
 
 class Roles(Section):
-    """On which hosts a role runs: a name, or a list that its instances are dealt out to in turn.
+    """Hosts of each role: a name, or a list from which instances are assigned in turn.
 
-    An instance of prefill, decode or aggregated may span hosts: then a list of names stands for one name.
-    """
+    Prefill, decode and aggregated instances may span hosts; then a list of names replaces a name."""
 
     prefill: HostGroups = Field((), description="hosts of the prefill instances; a list in the list: of one")
     decode: HostGroups = Field((), description="hosts of the decode instances")
@@ -130,7 +126,7 @@ class Roles(Section):
     loadgen: HostNames = Field((), description="host of the load generator; by default the router's")
 
     def groups(self, role: str) -> tuple[tuple[str, ...], ...]:
-        """The hosts of a role's instances, with what stands in where nothing was said."""
+        """Return the hosts of a role's instances, or of the role that replaces it."""
         own: tuple[Any, ...] = getattr(self, role, ())
         if own:
             return tuple((each,) if isinstance(each, str) else tuple(each) for each in own)
@@ -144,11 +140,11 @@ class Roles(Section):
         return tuple(each[:1] for each in first)
 
     def of(self, role: str) -> tuple[str, ...]:
-        """All hosts of a role, in their order."""
+        """Return all hosts of a role in order."""
         return tuple(name for group in self.groups(role) for name in group)
 
     def nodes(self, process: str) -> tuple[str, ...]:
-        """The hosts that an instance spans, by its name; helpers are with the router."""
+        """Return the hosts that an instance spans; helpers run with the router."""
         role, _, end = process.partition("-")
         groups = self.groups(role) or self.groups("router")
         if role == "loadgen":  # its name ends in the worker's number, if there are several
@@ -157,7 +153,8 @@ class Roles(Section):
         return groups[int(end) % len(groups)] if end.isdecimal() else groups[0]
 
     def host_of(self, process: str) -> str:
-        """The host of a process by its name, such as ``decode-1``, or ``decode-1-node1`` of several."""
+        """Return the name of a process's host; ``decode-1-node1`` names a process on an instance's second
+        host."""
         number = process.rpartition(NODE)[2] if NODE in process else "0"
         return self.nodes(process)[int(number)]
 
@@ -171,7 +168,7 @@ Variable = Annotated[str, Field(pattern=_VARIABLE)]
 
 
 class _Equipped(Section):
-    """What of its equipment a node's processes use."""
+    """Equipment of a node that its processes use."""
 
     nics: tuple[Word, ...] = Field((), max_length=64, description="the nodes' NICs for KV")
     devices: tuple[int, ...] = Field(
@@ -188,7 +185,7 @@ class _Equipped(Section):
 
 
 class SlurmNodes(_Equipped):
-    """Which nodes: each key is the ``salloc`` option of that name. Empty: the cluster's default."""
+    """Node selection: each key is the ``salloc`` option of that name. Empty: the cluster's default."""
 
     nodes: int | None = Field(None, ge=1, le=512, description="how many nodes")
     partition: str = Field("", pattern=_VALUE, description="the queue")
@@ -223,7 +220,7 @@ class SlurmNodes(_Equipped):
 
 
 class SlurmOptions(SlurmNodes):
-    """An allocation of Slurm, with what each role's nodes must have."""
+    """A Slurm allocation, with requirements for each role's nodes."""
 
     time: str = Field(
         "02:00:00",
@@ -267,7 +264,7 @@ class SlurmOptions(SlurmNodes):
 
 
 class RayNodes(_Equipped):
-    """What the Ray node of a role must have."""
+    """Requirements for a role's Ray node."""
 
     resources: dict[Annotated[str, Field(min_length=1, max_length=200)], float] = Field(
         default_factory=dict, description="custom resources and how much of each is taken"
@@ -286,12 +283,12 @@ class RayNodes(_Equipped):
             if amount <= 0:
                 raise custom(f"{name} must be more than 0, not {amount:g}")
             if re.fullmatch(r"(?i)cpu|gpu", name):
-                raise custom(f"{name} is asked for with num_{name.lower()}s")
+                raise custom(f"{name} is requested by num_{name.lower()}s")
         return resources
 
 
 class RayOptions(Section):
-    """A running Ray cluster, and what the nodes of each role must have."""
+    """A running Ray cluster, with requirements for each role's nodes."""
 
     address: str = Field(
         "auto",
@@ -305,7 +302,7 @@ class RayOptions(Section):
     loadgen: RayNodes | None = Field(None, description="nodes of the load generator; by default the router's")
     spread: bool = Field(True, description="each of these on a node of its own; false: as close as may be")
     wait_s: float = Field(
-        120.0, gt=0, le=7 * 86_400, description="longest wait for the cluster to have what is asked for"
+        120.0, gt=0, le=7 * 86_400, description="longest wait until the cluster has the requested nodes"
     )
     python: str = Field(
         "", max_length=4096, description="the interpreter of the agents; by default the workers'"

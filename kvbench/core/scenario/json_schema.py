@@ -1,8 +1,7 @@
-"""The JSON Schema of the scenario format, so that editors complete and check it.
+"""JSON Schema of the scenario format, for completion and checks in editors.
 
-Pydantic derives it from the sections; what the file writes differently from the value (a model
-or a connector as a plain name, options beside ``name``) is put in here.
-"""
+Pydantic derives it from the sections. Short forms (a model or connector as a plain name, options next to
+``name``) are added here."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ _DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
 
 def scenario_schema_of(scenario: type[BaseModel], registry: Registry) -> dict[str, Any]:
-    """The schema of a scenario file that may name what the registry knows."""
+    """Return the schema of a scenario file whose connectors and engines are in the registry."""
     schema = scenario.model_json_schema()
     defs = schema["$defs"]
     properties = schema["properties"]
@@ -49,7 +48,7 @@ def _has_number(key: str) -> dict[str, Any]:
 
 
 def _needs_by_method(schema: dict[str, Any], defs: dict[str, Any]) -> None:
-    """What is needed depends on the method: an SLO but for listed rates and replays, lengths or a trace."""
+    """Require an SLO except for fixed rates and replays, and lengths or a trace."""
     unsearched = {"required": ["method"], "properties": {"method": {"enum": ["fixed", "trace"]}}}
     schema["anyOf"] = [
         {"required": ["slo"]},
@@ -63,7 +62,7 @@ def _needs_by_method(schema: dict[str, Any], defs: dict[str, Any]) -> None:
 
 
 def _model(shape: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
-    """A preset's name, a preset with changes, or a full shape."""
+    """Return the schema of a preset's name, a preset with changes, or a full shape."""
     preset = {"enum": list(MODELS), "description": "a model shape that kvbench knows"}
     defs["ModelShape"] = shape
     defs["ModelPreset"] = {
@@ -79,7 +78,7 @@ def _model(shape: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _options(model: type[BaseModel], prefix: str, defs: dict[str, Any]) -> dict[str, Any]:
-    """The schema of an options model; its own definitions move to the top, under a prefix."""
+    """Return the schema of an options model, with its definitions moved to the top under a prefix."""
     schema = model.model_json_schema(ref_template=f"#/$defs/{prefix}.{{model}}")
     for name, definition in schema.pop("$defs", {}).items():
         defs[f"{prefix}.{name}"] = definition
@@ -87,7 +86,7 @@ def _options(model: type[BaseModel], prefix: str, defs: dict[str, Any]) -> dict[
 
 
 def _connectors(registry: Registry, defs: dict[str, Any]) -> list[dict[str, Any]]:
-    """The ways to write an entry: a name, or a mapping that begins with the name."""
+    """Return the schemas of a connector's entry: a name, or a mapping with the name."""
     label = {
         "type": "string",
         "description": "its name in tables; by default the connector's",
@@ -115,7 +114,7 @@ def _connectors(registry: Registry, defs: dict[str, Any]) -> list[dict[str, Any]
 
 
 def _engine_options(deployment: dict[str, Any], registry: Registry, defs: dict[str, Any]) -> None:
-    """Types ``engine_options`` by ``engine``, and names the engines."""
+    """Type ``engine_options`` by ``engine``, and list the engines."""
     default = Deployment.model_fields["engine"].default
     properties = deployment["properties"]
     properties["engine"] |= {"enum": list(registry.engines)}

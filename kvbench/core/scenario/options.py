@@ -1,9 +1,8 @@
-"""What a scenario's options say to all of kvbench: the contract of engines and connectors, by attributes.
+"""Attributes of engine and connector options that the rest of kvbench uses.
 
-``core`` and the launchers know neither engines nor connectors, so what differs between these is asked of
-their options, never by comparing names. An engine overrides what is not as by default. The attributes are
-named unlike any option, since pydantic lets no field take the name of an inherited attribute.
-"""
+Core and launchers know no engines or connectors: they read these attributes and never compare names. An
+engine overrides what differs from the default. No attribute has the name of an option, because pydantic
+allows no field with the name of an inherited attribute."""
 
 from __future__ import annotations
 
@@ -24,72 +23,72 @@ _EVERY_NIC: Final = frozenset({"", "all", "auto"})
 
 @dataclass(frozen=True)
 class RunningServer:
-    """Where a server answers that somebody else has started."""
+    """Address of a server that kvbench did not start."""
 
     base_url: str = ""
     metrics_urls: Mapping[str, str] = field(default_factory=dict)
-    """Instance name, such as ``prefill-0`` → its /metrics."""
+    """Instance name, such as ``prefill-0`` → URL of its /metrics."""
     access: ServerAccess = field(default_factory=ServerAccess)
 
 
 @dataclass(frozen=True)
 class Simulator:
-    """A command that answers for servers on virtual time (sweep/system)."""
+    """Command that simulates servers on virtual time (sweep/system)."""
 
     command: str = ""
-    """Its words as in a shell; empty: there is none."""
+    """Command line in shell syntax; empty: none."""
     answer_timeout_s: float = 600.0
 
 
 class EngineOptions(BaseModel):
-    """Options of an engine in the scenario file; unknown keys are refused. Defaults: a real engine's."""
+    """Engine options of the scenario file; unknown keys are refused. The defaults describe a real engine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     # -- of the engine, whatever its options
 
     starts_processes: ClassVar[bool] = True
-    """kvbench starts and stops its processes. Else a server is there, of which one URL is known, and neither
-    its instances nor how they were configured."""
+    """kvbench starts and stops its processes. If false, only one URL of a running server is known, not its
+    instances or configuration."""
     uses_gpus: ClassVar[bool] = True
-    """Its ranks take GPUs where a host has some."""
+    """Its ranks take GPUs if the host has some."""
     models_compute: ClassVar[bool] = False
-    """Its compute time is modelled and its KV lies in host memory; else both are what they are."""
+    """Compute time is modelled and KV is in host memory; else both are real."""
     chooses_transport: ClassVar[bool] = True
-    """What a connector's options leave open, it or its transfer library chooses; else they are settled."""
+    """The engine or its transfer library chooses what a connector's options leave open."""
     kv_bytes_certain: ClassVar[bool] = False
-    """The KV bytes of a request are known exactly: its last, partial block moves whole."""
+    """The KV bytes of a request are known exactly: the last, partial block moves whole."""
     cancels_cleanly: ClassVar[bool] = False
-    """A request that is cancelled between P and D gives P's KV free at once, and spoils no later trial."""
+    """Cancelling a request between P and D frees P's KV at once and affects no later trial."""
     logs_like: ClassVar[str] = "other"
-    """Whose log patterns its logs fit (``engine`` in deployment/diagnose.py), such as ``vllm``."""
+    """Engine whose log patterns apply (``engine`` in deployment/diagnose.py), such as ``vllm``."""
     usual_ready_timeout_s: ClassVar[float] = 30.0
-    """``ready_timeout_s`` where the scenario says none."""
+    """Default of ``ready_timeout_s``."""
     profiler_env: ClassVar[Mapping[str, str]] = {}
-    """Environment under which a profiler's timeline (nsys) names its steps."""
+    """Environment that makes the engine name its steps in a profiler's timeline (nsys)."""
     tensor_parallel_only: ClassVar[bool] = False
-    """An instance has tensor parallel ranks and no others."""
+    """An instance has only tensor parallel ranks."""
 
     # -- as the options say
 
     @property
     def kv_tensors(self) -> KvTensors:
-        """How its connectors see K and V of a block."""
+        """Layout of a block's K and V that its connectors see."""
         return "apart"
 
     @property
     def repeats_exactly(self) -> bool:
-        """The same prompt has the same greedy answer each time; else it is seen how often not."""
+        """Whether a prompt has the same greedy output every time; else the repeat rate is measured."""
         return self.models_compute
 
     @property
     def server(self) -> RunningServer:
-        """Where it answers, if ``starts_processes`` is false."""
+        """Address of the running server if ``starts_processes`` is false."""
         return RunningServer()
 
     @property
     def simulator(self) -> Simulator:
-        """Who answers in the place of servers, if nobody serves; then there is no ``server`` either."""
+        """Simulator that replaces the servers; then ``server`` is None."""
         return Simulator()
 
     @property
@@ -99,34 +98,34 @@ class EngineOptions(BaseModel):
 
     @property
     def executable(self) -> str:
-        """The command that its servers are started with; empty: none but kvbench's own."""
+        """Command that starts its servers; empty: kvbench's own."""
         return ""
 
     @property
     def asks_version(self) -> bool:
-        """Whether its version, which chooses the connectors' profiles, is for its host to report."""
+        """Whether its host must report its version, which selects the connectors' profiles."""
         return False
 
     def with_version(self, version: str) -> EngineOptions:
-        """The same with the version that a host has reported."""
+        """Return the options with the version that a host reported."""
         return self
 
     def without_devices(self) -> EngineOptions:
-        """The same without a choice of devices, where each process sees its own alone."""
+        """Return the options without a choice of devices, for processes that each see only their own."""
         return self
 
     def ranks_in_args(self, role: str) -> Mapping[str, int]:
-        """Ranks of a role that its own arguments ask for: ``data_parallel_size`` and its like → how many."""
+        """Return the ranks of a role that its arguments set, such as ``data_parallel_size`` → count."""
         return {}
 
     @property
     def instances_named(self) -> tuple[str, ...]:
-        """The instances that have options of their own, by names such as ``prefill-1``."""
+        """Instances with their own options, by names such as ``prefill-1``."""
         return ()
 
     @property
     def gpu_memory_share(self) -> float:
-        """The share of a GPU's memory that it takes; by default vLLM's (0.9 in older releases)."""
+        """Fraction of a GPU's memory that it takes; default: vLLM's (0.9 in older releases)."""
         return 0.92
 
     @property
@@ -134,27 +133,28 @@ class EngineOptions(BaseModel):
         return 16
 
     def kv_blocks(self, longest: int) -> int | None:
-        """KV blocks of one instance whose longest request has so many tokens; None: not known beforehand."""
+        """Return the KV blocks of one instance whose longest request has ``longest`` tokens, if known in
+        advance."""
         return None
 
     @property
     def answers_alike(self) -> bool:
-        """Its weights are made up, so that different prompts may have the same answer."""
+        """Whether different prompts may have the same output, because the weights are random."""
         return False
 
     @property
     def slots(self) -> int | None:
-        """Sequences that run at the same time (``max_num_seqs``); None: not said."""
+        """Sequences that run at the same time (``max_num_seqs``)."""
         return None
 
     @property
     def step_tokens(self) -> int | None:
-        """The token budget of one step (``max_num_batched_tokens``); None: not said."""
+        """Token budget of one step (``max_num_batched_tokens``)."""
         return None
 
     @property
     def longest_request(self) -> int | None:
-        """Most tokens of one request, input and output (``max_model_len``); None: not said."""
+        """Largest number of input and output tokens of one request (``max_model_len``)."""
         return None
 
     @property
@@ -163,51 +163,49 @@ class EngineOptions(BaseModel):
 
     @property
     def timing_profile(self) -> str:
-        """The profile (core/simulation/step_time.py) that its steps last by; empty: it is not modelled."""
+        """Profile of the modelled step time (core/simulation/step_time.py); empty: not modelled."""
         return ""
 
     @property
     def time_factor(self) -> float:
-        """The factor on every modelled time; 1 for an engine whose time is real."""
+        """Factor on every modelled time; 1 for real engines."""
         return 1.0
 
     def pace(self, backend: str) -> TransferModel | None:
-        """How long hand-overs by a transfer backend are made to last; None: as long as they take.
+        """Return the modelled time of hand-overs by a transfer backend, or None for real time.
 
-        Raises InputError.
-        """
+        Raises InputError."""
         return None
 
 
 class ConnectorOptions(BaseModel):
-    """Options of a connector in the scenario file; unknown keys are refused."""
+    """Connector options of the scenario file; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def settled(self) -> ConnectorOptions:
-        """The same, with what they leave to a library chosen: TCP, for an engine with KV in host memory.
+        """Return the options with open choices made: TCP for an engine with KV in host memory.
 
-        Real engines choose for themselves; the emulated one has nobody who would.
-        """
+        Real engines choose for themselves."""
         return self
 
     @property
     def protocol_asked(self) -> str | None:
-        """The protocol, where the connector has such an option."""
+        """The requested protocol, if the connector has such an option."""
         return None
 
     @property
     def bootstrap_address(self) -> str:
-        """Where prefill instances report their ranks, if that is no server of their own."""
+        """Address where prefill instances register their ranks, if it is no server of their own."""
         return ""
 
     @property
     def nics_asked(self) -> tuple[str, ...]:
-        """The NICs that are named; none where the choice is the library's."""
+        """The requested NICs; empty if the library chooses."""
         return ()
 
 
 def nic_names(words: str) -> tuple[str, ...]:
-    """The NICs of a list with commas between, each once and without its port; none where it means all."""
+    """Return the NICs of a comma-separated list, each once and without its port; empty for all."""
     bare = [name.strip().partition(":")[0] for name in words.split(",")]
     return () if _EVERY_NIC & set(bare) else tuple(dict.fromkeys(bare))

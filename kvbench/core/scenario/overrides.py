@@ -1,4 +1,4 @@
-"""Values that replace, or come into, what a scenario file says, by their paths: `--set` and other options."""
+"""Overrides of scenario values by their paths, from `--set` and other options."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _COUNTS: Final = (("deployment", "prefill"), ("deployment", "decode"), ("deploym
 
 
 class Unread(str):
-    """YAML text that is still to be read: a value as somebody typed it."""
+    """YAML text of a value as the user typed it, not parsed yet."""
 
 
 Overrides = Mapping[str, Plain]
-"""Path, such as ``slo.ttft_ms`` → value, or ``Unread``; None: none was given, which is a mistake."""
+"""Path, such as ``slo.ttft_ms`` → value or ``Unread``; None means that no value was given (an error)."""
 
 
 def typed_overrides(texts: Sequence[str]) -> Overrides:
-    """The ``path=value`` texts of `--set`. Of several for one path the last counts, at its place."""
+    """Return the ``path=value`` texts of `--set`; the last value of a path counts, in its position."""
     found: Overrides = {}
     for text in texts:
         path, equals, value = text.partition("=")
@@ -46,7 +46,8 @@ def typed_overrides(texts: Sequence[str]) -> Overrides:
 
 
 def merged(*parts: Overrides) -> Overrides:
-    """All overrides in order: a path that comes again counts where it does, for others lie below it."""
+    """Return all overrides in order; a repeated path moves to its last position, since others may lie below
+    it."""
     found: dict[str, Plain] = {}
     for part in parts:
         for path, value in part.items():
@@ -56,14 +57,13 @@ def merged(*parts: Overrides) -> Overrides:
 
 
 class _OverrideError(Exception):
-    """An override's path leads nowhere."""
+    """An override whose path does not exist."""
 
 
 def apply_overrides(root: Node, overrides: Overrides, typed: Mapping[str, str]) -> tuple[Node, list[Mistake]]:
-    """Put each value in, in order; return the tree, and the mistakes of the overrides.
+    """Apply the overrides in order; return the tree and their mistakes.
 
-    ``typed``: by path the option as the user typed it, where that is not ``--set``.
-    """
+    ``typed``: path → option as the user typed it, if not ``--set``."""
     mistakes: list[Mistake] = []
     for path, given in overrides.items():
         option = typed.get(path) or f"--set {path if path.isprintable() else repr(path)}"
@@ -86,7 +86,7 @@ def apply_overrides(root: Node, overrides: Overrides, typed: Mapping[str, str]) 
 
 
 def _node_of(value: Plain, override: str) -> tuple[Node, list[Mistake]]:
-    """The tree of plain data that an override brings, with what YAML would not have let pass."""
+    """Return an override's plain data as a tree, with the mistakes that YAML would have caught."""
     mistakes: list[Mistake] = []
 
     def node(value: Plain, at: Location) -> Node:
@@ -106,7 +106,7 @@ def _node_of(value: Plain, override: str) -> tuple[Node, list[Mistake]]:
 
 
 def _put(node: Node, steps: Sequence[str], value: Node, at: Location) -> tuple[Node, Location]:
-    """The node with the value put in below it, and the value's full location."""
+    """Return the node with a value set below it, and the value's full location."""
     if not steps:
         return value, at
     step, rest = steps[0], steps[1:]
@@ -132,7 +132,7 @@ def _put(node: Node, steps: Sequence[str], value: Node, at: Location) -> tuple[N
 
 
 def _index(items: list[Node], step: str, at: Location) -> int:
-    """The place of an entry given by its number, from 0, or by its label or name."""
+    """Return the index of an entry given by its number (from 0), label or name."""
     name = ".".join(map(str, at))
     if step.isascii() and step.isdigit() and len(step) < 9:
         if int(step) < len(items):

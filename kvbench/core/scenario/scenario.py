@@ -1,9 +1,7 @@
 """The scenario: what to measure, as checked and frozen values.
 
-``parse_scenario`` turns a file's text into a ``Scenario``, or raises one ScenarioError with all mistakes;
-``read_scenario`` gives the ``Draft`` on the way, whose values can be changed. What each section may hold is
-in ``sections``, ``deployment_section`` and ``goals``. ``references`` says whose greedy outputs are the truth.
-"""
+``read_scenario`` returns a ``Draft`` whose values can be changed; ``parse_scenario`` returns a checked
+``Scenario`` or raises one ScenarioError with all mistakes."""
 
 from __future__ import annotations
 
@@ -79,7 +77,7 @@ AGGREGATED: Final = "aggregated"
 
 @dataclass(frozen=True)
 class Sized:
-    """A deployment's label, its connector's name, and which of the tensor parallel sizes it has."""
+    """A deployment's label, its connector's name, and its tensor parallel size."""
 
     label: str
     connector: str
@@ -88,17 +86,16 @@ class Sized:
 
 @dataclass(frozen=True)
 class References:
-    """``of``: label → label of the deployment with the true outputs. ``added``: those that are not measured.
+    """``of``: label → label of the deployment with the reference outputs; ``added``: those not measured.
 
-    More ranks add their parts in another order, so each size has a reference of its own.
-    """
+    Each tensor parallel size has its own reference, because ranks add their parts in another order."""
 
     of: Mapping[str, str]
     added: tuple[Sized, ...]
 
 
 def references(chosen: Sequence[Sized]) -> References:
-    """The first that is aggregated of each size; of a size that has none one is added."""
+    """Return the first aggregated deployment of each size, adding one where a size has none."""
     sizes = list(dict.fromkeys(each.size for each in chosen))
     taken = {each.label for each in chosen}
     by_size: dict[int, str] = {}
@@ -114,7 +111,7 @@ def references(chosen: Sequence[Sized]) -> References:
 
 
 def _free_label(wanted: str, taken: Iterable[str]) -> str:
-    """A label for a reference deployment that no connector has."""
+    """Return an unused label for a reference deployment."""
     label, number = wanted, 1
     while label in taken:
         number += 1
@@ -123,8 +120,6 @@ def _free_label(wanted: str, taken: Iterable[str]) -> str:
 
 
 class Scenario(Section):
-    """A whole scenario file."""
-
     version: Annotated[Literal[1], BeforeValidator(whole_number)] = Field(
         description="version of this file format"
     )
@@ -173,7 +168,7 @@ class Scenario(Section):
         return self
 
     def deployed(self, label: str) -> Deployment:
-        """The deployment of that connector, which of a list of tensor parallel sizes has one."""
+        """Return the deployment of one connector, with its own tensor parallel size."""
         known = (*self._sized, *self.references.added)
         size = next((each.size for each in known if each.label == label), None)
         return (
@@ -182,7 +177,7 @@ class Scenario(Section):
 
     @property
     def references(self) -> References:
-        """Whose outputs those of each connector are compared with."""
+        """The deployments with which each connector's outputs are compared."""
         return references(self._sized)
 
     @property
@@ -191,11 +186,11 @@ class Scenario(Section):
         return [Sized(each.label, each.name, each.tensor_parallel_size or first) for each in self.connectors]
 
     def at(self, label: str) -> Scenario:
-        """The scenario with the deployment of that connector alone."""
+        """Return the scenario with the deployment of one connector only."""
         return self.model_copy(update={"deployment": self.deployed(label)})
 
     def connector_options(self, label: str) -> ConnectorOptions:
-        """The typed options of the connector with that label; none for a plan's reference deployment."""
+        """Return the typed options of a connector; those of an added reference deployment are empty."""
         for choice in self.connectors:
             if choice.label == label:
                 return choice.options
@@ -203,17 +198,16 @@ class Scenario(Section):
 
     @property
     def allowed_s(self) -> float:
-        """How long a request may take and still keep a limit of the SLO, of whatever tier; 0 without any."""
+        """Longest time of a request that meets an SLO of any tier, in seconds; 0 without limits."""
         return allowed_s(self.slo.by_tier().values(), self.workload.longest_output)
 
     @property
     def request_timeout_s(self) -> float:
-        """The client's deadline for one request."""
         own = self.workload.request_timeout_s
         return default_timeout_s(self.allowed_s) if own is None else own
 
     def resolved(self) -> dict[str, Any]:
-        """Everything with its defaults, as plain data. It is itself a scenario file's content."""
+        """Return everything with its defaults as plain data, which is valid content of a scenario file."""
         data = self.model_dump(mode="json")
         data["connectors"] = [
             {**{key: each[key] for key in OWN_KEYS if each[key] is not None}, **each["options"]}
@@ -224,20 +218,20 @@ class Scenario(Section):
 
 @dataclass(frozen=True)
 class Draft:
-    """A scenario as it is written, each value with its line, to be changed before it is checked."""
+    """A scenario as written, with the line of each value, to be changed before it is checked."""
 
     root: Node
     path: str
-    """Where it comes from, for messages."""
+    """Path of its file, for messages."""
     mistakes: tuple[Mistake, ...] = ()
 
     def put(self, overrides: Overrides, typed: Mapping[str, str] = MappingProxyType({})) -> Draft:
-        """Replace the file's values. ``typed``: by path the option that sets it, for messages."""
+        """Replace values of the file. ``typed``: path → option that sets it, for messages."""
         root, mistakes = apply_overrides(self.root, overrides, typed)
         return replace(self, root=root, mistakes=(*self.mistakes, *mistakes))
 
     def checked(self, registry: Registry) -> Scenario:
-        """The scenario. Raises ScenarioError with every mistake on a line of its own: ``path:line: what``."""
+        """Return the scenario. Raises ScenarioError with one line per mistake: ``path:line: what``."""
         mistakes = list(self.mistakes)
         data = plain(self.root)
         assert isinstance(data, dict)
@@ -254,7 +248,7 @@ class Draft:
 
 
 def read_scenario(text: str, path: str) -> Draft:
-    """The draft of a file's text. Raises ScenarioError where it is no mapping."""
+    """Return the draft of a file's text. Raises ScenarioError if it is no mapping."""
     root, mistakes = read_yaml(text)
     if root is None:
         raise scenario_error(mistakes, path)
@@ -266,12 +260,12 @@ def read_scenario(text: str, path: str) -> Draft:
 
 
 def parse_scenario(text: str, path: str, registry: Registry, overrides: Sequence[str] = ()) -> Scenario:
-    """A checked scenario. ``overrides``: ``path=value`` texts. Raises ScenarioError, as ``Draft.checked``."""
+    """Return a checked scenario. ``overrides``: ``path=value`` texts. Raises ScenarioError."""
     return read_scenario(text, path).put(typed_overrides(overrides)).checked(registry)
 
 
 def _by_size(scenario: Scenario, path: str) -> Scenario:
-    """With each connector once for each of several tensor parallel sizes, unless it names its own."""
+    """Return the scenario with each connector once per tensor parallel size, unless it sets its own."""
     sizes = scenario.deployment.tensor_parallel_size
     if len(sizes) == 1:
         return scenario
@@ -291,9 +285,8 @@ def _by_size(scenario: Scenario, path: str) -> Scenario:
 
 
 def _settled(scenario: Scenario) -> Scenario:
-    """With the deadlines, and the options of connectors as the engine takes them: what was chosen is written
-    down with the run.
-    """
+    """Return the scenario with deadlines and connector options as the engine takes them, for the run's
+    record."""
     workload = scenario.workload.model_copy(update={"request_timeout_s": scenario.request_timeout_s})
     deployment = scenario.deployment
     if "ready_timeout_s" not in deployment.model_fields_set:
@@ -307,7 +300,7 @@ def _settled(scenario: Scenario) -> Scenario:
 
 
 def _stand_in_lengths(data: dict[str, Any]) -> None:
-    """Traces and sessions bring their own lengths, known once read; until then something stands there."""
+    """Fill in placeholder lengths: traces and sessions bring their own, known once they are read."""
     workload = data.get("workload")
     if isinstance(workload, dict) and any(workload.get(key) is not None for key in ("trace", "sessions")):
         for key in ("input_len", "output_len"):
@@ -315,12 +308,11 @@ def _stand_in_lengths(data: dict[str, Any]) -> None:
 
 
 def scenario_schema(registry: Registry) -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of a scenario file."""
+    """Return the JSON Schema (draft 2020-12) of a scenario file."""
     return scenario_schema_of(Scenario, registry)
 
 
 def scenario_error(mistakes: Sequence[Mistake], path: str) -> ScenarioError:
-    """One error for all mistakes, in the order of the file."""
     ordered = sorted(mistakes, key=lambda each: (bool(each.where.override), each.where.line))
     lines = list(dict.fromkeys(f"{each.where.show(path)}: {_text(each)}" for each in ordered))
     if len(lines) > 50:
@@ -329,21 +321,21 @@ def scenario_error(mistakes: Sequence[Mistake], path: str) -> ScenarioError:
 
 
 def _text(mistake: Mistake) -> str:
-    """Return what is wrong; without the scenario path if another option than ``--set`` was typed."""
+    """Return a mistake's text, without the scenario path if an option other than ``--set`` was typed."""
     if not mistake.where.override or mistake.where.override.startswith("--set "):
         return mistake.text
     return mistake.text.removeprefix(".".join(map(str, mistake.location))).lstrip(": ")
 
 
 def name_from_path(path: str) -> str:
-    """The file's name without its suffix, in letters that a name may have."""
+    """Return the file's name without its suffix, reduced to valid characters."""
     stem = re.sub(r"\.ya?ml$", "", re.split(r"[/\\]", path)[-1])
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:80]
     return name or "scenario"
 
 
 def _with_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data with the search's defaults, so that what contradicts a default is seen."""
+    """Return the data with the search's defaults, so that contradictions with a default are detected."""
     search = data.get("search", {})
     return {**data, "search": {**Search().model_dump(), **search} if isinstance(search, dict) else search}
 
@@ -367,7 +359,7 @@ def _simulated_links(data: Mapping[str, Any]) -> list[str]:
 
 
 def _keys_at(registry: Registry, data: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The keys known in each mapping, by its dotted path; connectors by their index."""
+    """Return the known keys of each mapping by its dotted path; connectors by their index."""
     sections: dict[str, type[BaseModel]] = {
         "": Scenario,
         "deployment": Deployment,

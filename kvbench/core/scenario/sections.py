@@ -1,7 +1,6 @@
-"""The sections of a scenario file except its deployment: workload, checks, load, model, sessions, simulate.
+"""Sections of a scenario file except deployment and goals: workload, checks, load, model, sessions, simulate.
 
-Durations are seconds or milliseconds, as the names' suffixes say.
-"""
+Durations are in seconds or milliseconds, as the names' suffixes say."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ MOST_TOKENS: Final = 10_000_000
 
 
 class SessionShape(Section):
-    """Sessions without a corpus: the median of each amount, and how widely they differ."""
+    """Sessions without a corpus: the median and spread of each amount."""
 
     turns: int = Field(8, ge=2, le=10_000, description="requests of a session")
     shared_prefix_len: int = Field(
@@ -30,7 +29,7 @@ class SessionShape(Section):
     )
     first_len: int = Field(512, ge=1, le=MOST_TOKENS, description="tokens of the first prompt behind them")
     added_len: int = Field(
-        128, ge=1, le=MOST_TOKENS, description="tokens that each later prompt adds, beside the answer before"
+        128, ge=1, le=MOST_TOKENS, description="tokens that each later prompt adds to the previous output"
     )
     output_len: int = Field(64, ge=1, le=1_000_000, description="tokens of an answer")
     think_time_s: float = Field(2.0, ge=0, le=1e6, description="from an answer to the next turn")
@@ -40,7 +39,7 @@ class SessionShape(Section):
 
 
 class Sessions(Section):
-    """Sessions in place of single requests: they begin open loop, their turns follow answers."""
+    """Sessions instead of single requests: they start open loop; their turns follow responses."""
 
     source: Literal["shape", "recorded", "fitted"] = Field(
         "shape",
@@ -94,7 +93,7 @@ _INPUT_LEN_SCHEMA: Final = {
 
 
 class Trace(Section):
-    """A file of recorded requests. Its lengths and its arrivals take the place of the workload's own."""
+    """A file of recorded requests, which replaces the workload's lengths and arrivals."""
 
     path: str = Field(min_length=1, max_length=4096, description="the file, from where kvbench is started")
     format: Literal["auto", "mooncake", "jsonl", "csv"] = Field(
@@ -115,7 +114,7 @@ class Trace(Section):
 
 
 class Workload(Section):
-    """What requests look like and how they arrive."""
+    """Lengths and arrivals of requests."""
 
     input_len: Annotated[
         tuple[InputLen, ...], BeforeValidator(_one_or_more), WithJsonSchema(_INPUT_LEN_SCHEMA)
@@ -141,7 +140,7 @@ class Workload(Section):
 
     @property
     def longest_output(self) -> int:
-        """Most tokens that one request generates."""
+        """Most output tokens of one request."""
         own = self.trace or self.sessions
         return max(self.output_len, own.longest_output if own else 0)
 
@@ -165,7 +164,7 @@ def _auto_or_count(raw: Any) -> Any:
 
 
 class Checks(Section):
-    """What is looked at in the load itself, beside its latencies."""
+    """Checks of a trial's outputs and prompts."""
 
     canary_share: float = Field(
         0.02,
@@ -179,8 +178,6 @@ class Checks(Section):
 
 
 class Load(Section):
-    """How the load is generated."""
-
     workers: Annotated[
         int | Literal["auto"], BeforeValidator(_auto_or_count), WithJsonSchema(_WORKERS_SCHEMA)
     ] = Field("auto", description="processes that send requests; auto: as many as the load needs")
@@ -247,21 +244,21 @@ class ModelChoice(Section):
 
     @property
     def shape(self) -> ModelShape:
-        """What the KV cache and the compute model need to know."""
+        """Shape that the KV cache and the compute model use."""
         fields = self.model_dump(exclude={"served_model_name", "active_parameters"})
         preset = MODELS.get(self.name)
         return ModelShape(**fields, source=preset.source if preset else "")
 
 
 class KvLink(Section):
-    """How fast one connector moves KV between two instances."""
+    """Speed of one connector's KV between two instances."""
 
     kv_gb_per_s: float | None = Field(None, gt=0, le=1e6, description="10⁹ KV bytes per second of one link")
     kv_latency_ms: float | None = Field(None, ge=0, le=1e6, description="what each transfer takes besides")
 
 
 class Simulate(KvLink):
-    """Figures for ``kvbench simulate``; what is not given is a measured default, or comes from ``--like``."""
+    """Settings of ``kvbench simulate``; a missing value is a measured default, or comes from ``--like``."""
 
     timing: str = Field(
         "",
@@ -280,8 +277,8 @@ class Simulate(KvLink):
     )
     hand_off: Literal["beside", "blocking"] = Field(
         "beside",
-        description="KV moves beside the engines' steps; or only between P's, while D computes nothing, as "
-        "in vLLM 0.6",
+        description="KV moves during the engines' steps; or (blocking) only between P's steps while D "
+        "is idle, as in vLLM 0.6",
     )
     arrivals: Literal["drawn", "vllm", "vllm-0.6"] = Field(
         "drawn",

@@ -1,10 +1,8 @@
-"""YAML text → a tree of values that know their line; nothing about what they mean.
+"""YAML text → a tree of values with their lines.
 
-PyYAML's parser is used for its events only. The values are read here, for three reasons: every
-value must know its line, all duplicate keys must be found at once, and YAML 1.1 reads `on`,
-`010` and `1:30` as true, 8 and 90 where YAML 1.2 reads something else. Such values are refused
-and the message says what to write instead.
-"""
+PyYAML's parser provides events only, because every value needs its line, all duplicate keys are reported at
+once, and YAML 1.1 reads `on`, `010` and `1:30` as true, 8 and 90. Values that YAML 1.2 reads differently are
+refused, with what to write instead."""
 
 from __future__ import annotations
 
@@ -21,11 +19,10 @@ MAX_ALIASES: Final = 8  # enough to reuse a block or two; too few for a document
 MAX_DEPTH: Final = 16
 _MAX_DIGITS: Final = 40
 _FAST_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's parser takes a twentieth of the time of PyYAML's own, and not every installation has it."""
+"""libyaml's parser takes a twentieth of the time of PyYAML's own, but not every installation has it."""
 _READ_DIFFERENTLY: Final = re.compile("[\t\r\x85\u2028\u2029\ufeff]|(?<![^\\s-])[?](?!\\S)|[|>][-+0-9]*#")
-"""What libyaml reads in another way than PyYAML: tabs, unusual line ends, byte order marks, keys after ``?``,
-and comments at a block scalar's indicator.
-"""
+"""Text that libyaml reads differently from PyYAML: tabs, unusual line ends, byte order marks, ``?`` keys, and
+comments after a block scalar's indicator."""
 
 Scalar = str | int | float | bool | None
 Location = tuple[str | int, ...]
@@ -45,7 +42,7 @@ class Where:
 
 @dataclass(frozen=True)
 class Node:
-    """A value, where it begins, and where its key stands if it has one."""
+    """A value, its place, and its key's place."""
 
     value: Scalar | list[Node] | dict[str, Node]
     where: Where
@@ -58,18 +55,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing that is wrong: where, at which value, and what."""
+    """One error: its place, its value, and the text."""
 
     where: Where
     location: Location
     text: str
     final: bool = True
-    """Nothing more needs to be said about this value."""
 
 
 class _UnreadableError(Exception):
-    """The text cannot be read further."""
-
     def __init__(self, line: int, text: str) -> None:
         super().__init__(text)
         self.line = line
@@ -107,7 +101,7 @@ _TRAPS: Final = (
 
 
 def shorten(value: object, limit: int = 60) -> str:
-    """A value as a message shows it."""
+    """Return a value as a message shows it."""
     shown = "an empty value" if value is None else repr(value)
     if isinstance(value, bool):
         shown = str(value).lower()
@@ -115,16 +109,15 @@ def shorten(value: object, limit: int = 60) -> str:
 
 
 def quoted(word: str, limit: int = 60) -> str:
-    """A key or a word of the file as a message shows it."""
+    """Return a key or word of the file as a message shows it."""
     shown = word if word.isprintable() else repr(word)
     return f"`{shown if len(shown) <= limit else shown[: limit - 1] + '…'}`"
 
 
 def read_yaml(text: str, override: str = "") -> tuple[Node | None, list[Mistake]]:
-    """One YAML document as a tree, with its mistakes; None when the text cannot be read at all.
+    """Return one YAML document as a tree, with its mistakes; the tree is None for unreadable text.
 
-    A value with a mistake is in the tree as the text that was written.
-    """
+    An invalid value is in the tree as its text."""
     if len(text) > MAX_CHARS:
         return None, [Mistake(Where(1, override), (), f"is longer than {MAX_CHARS // 1024} KiB")]
     if not _READ_DIFFERENTLY.search(text):
@@ -149,7 +142,7 @@ def read_yaml(text: str, override: str = "") -> tuple[Node | None, list[Mistake]
 
 
 def _code(character: object) -> int:
-    """PyYAML's stub says text, its code gives a number."""
+    """Return the parser's code of a character as a number (PyYAML's stub says text)."""
     return character if isinstance(character, int) else ord(str(character)[:1] or "?")
 
 
@@ -165,8 +158,6 @@ def _syntax(problem: yaml.MarkedYAMLError) -> tuple[int, str]:
 
 
 class _Builder:
-    """Builds the tree from the parser's events."""
-
     def __init__(self, override: str) -> None:
         self.override = override
         self.mistakes: list[Mistake] = []
@@ -267,7 +258,7 @@ class _Builder:
 
 
 def one_line(value: object) -> str:
-    """A value as YAML on one line, quoted where it must be."""
+    """Return a value as YAML on one line, quoted where needed."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...").strip()
 
@@ -278,7 +269,7 @@ def _line(event: yaml.Event) -> int:
 
 
 def plain(node: Node) -> Plain:
-    """The tree as plain data."""
+    """Return the tree as plain data."""
     if isinstance(node.value, dict):
         return {key: plain(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
@@ -287,16 +278,15 @@ def plain(node: Node) -> Plain:
 
 
 def locate(root: Node, location: Location, *, key: bool = False) -> Where:
-    """Where a value stands, or the nearest value around it that the text has.
+    """Return the place of a value, or of its nearest parent in the text.
 
-    With ``key`` the line of its key, or of the key of the mapping that should have it.
-    """
+    With ``key``, the line of its key, or of the key of the mapping that should contain it."""
     node, found = _step_down(root, location)
     return node.label_where if key or not found else node.where
 
 
 def _step_down(root: Node, location: Location) -> tuple[Node, bool]:
-    """The node at a location, or the last one on the way there, and whether it is there."""
+    """Return the node at a location or its last existing parent, and whether it is the node itself."""
     node = root
     for step in location:
         children = node.value
@@ -312,5 +302,5 @@ def _step_down(root: Node, location: Location) -> tuple[Node, bool]:
 
 
 def exists(root: Node, location: Location) -> bool:
-    """Whether the text has a value at that location."""
+    """Return whether the text has a value at that location."""
     return _step_down(root, location)[1]

@@ -1,7 +1,7 @@
 """Recorded sessions: their turns, lengths, times, sub-agents and blocks, and the reuse that they offer.
 
 A session is a sequence of turns. Each turn's prompt is the conversation so far and something new; it is sent
-think time after the answer before it. Sub-agents are sessions beside it: they begin once a turn is answered,
+think time after the answer before it. Sub-agents are concurrent sessions: they begin once a turn is answered,
 and the turn after that waits for them."""
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class TimedPrompts(NamedTuple):
 
 
 def prompts_by_time(corpus: Corpus) -> TimedPrompts:
-    """All prompts of a corpus as they were sent; sessions without a time of their own begin together."""
+    """Return all prompts as they were sent; sessions without recorded times start together."""
     found: list[tuple[float, int, Blocks]] = []
     first = 0
     for place, session in enumerate(corpus.sessions):
@@ -157,16 +157,15 @@ class OfferedReuse:
 
 
 def offered_reuse(prompts: Sequence[Blocks]) -> OfferedReuse:
-    """Count what a prefix cache could find in prompts as they come; their ids as ``chained`` gives them.
+    """Count what a prefix cache of each size could find in prompts as they arrive (ids from ``chained``).
 
-    The cache is asked when a prompt comes, holds whole blocks, and evicts the least recently used ones; of a
-    prompt the last block first, so that it always holds a prompt's beginning (vLLM frees a request's blocks
-    in that order). Then one walk over the prompts counts for every capacity at once (Mattson's stack
-    distances, IBM Systems Journal 9(2), 1970): a block that is the n-th on the stack of recent use is found
-    by every cache of n blocks or more.
+    The cache is read when a prompt arrives, holds whole blocks, and evicts the least recently used ones, the
+    last block of a prompt first (as vLLM). One pass counts for every capacity (Mattson's stack distances, IBM
+    Systems Journal 9(2), 1970): a block at position n of the stack of recent use is found by every cache of
+    at least n blocks.
 
-    The blocks whose last user was the same prompt are always its end, and lie on the stack in a row. So a
-    prompt's blocks are a few runs, and each takes one look into a tree of sums over the prompts."""
+    Blocks with the same last user are the end of that prompt and are consecutive on the stack. So a prompt's
+    blocks are a few runs, each of which takes one query of a tree of sums over the prompts."""
     nodes = 1 + max((int(each.max()) for each in prompts if len(each)), default=-1)
     user = np.full(nodes, -1, np.int64)  # the last prompt that had this block
     live = _Sums(len(prompts))  # blocks by their last user
@@ -274,12 +273,12 @@ class CorpusFigures:
         return found
 
     def share_alone(self, blocks: int | None = None) -> float:
-        """Found blocks over all blocks, each session with a cache of so many blocks."""
+        """Return the share of blocks found if each session has a cache of ``blocks`` blocks."""
         every = sum(each.blocks for each in self.alone)
         return sum(each.found(blocks) for each in self.alone) / every if every else 0.0
 
     def capacities(self, tokens: Sequence[int]) -> list[CapacityRow]:
-        """A row a capacity, the unlimited one last. A part of a block holds nothing."""
+        """Return a row per capacity, the unlimited one last. Parts of a block hold nothing."""
         rows = []
         for each in (*tokens, None):
             blocks = None if each is None else each // self.corpus.block_tokens
@@ -294,8 +293,8 @@ class CorpusFigures:
         return inside + [each for each in steps if each >= max(1, all_of_it)][:1]
 
     def unseen(self) -> list[int]:
-        """Of each request the prompt tokens that no earlier prompt of its session had. They are what a
-        perfect cache of prompts leaves to compute; an answer is first in the next prompt."""
+        """Prompt tokens of each request that no earlier prompt of its session had: the work that a perfect
+        cache of prompts leaves. An answer first appears in the next prompt."""
         found = []
         for session, offered in zip(self.corpus.sessions, self.alone, strict=True):
             sent = [turn for _, turn in sorted(session.requests(), key=lambda each: each[0])]

@@ -21,7 +21,7 @@
 
 Tokens of texts are estimated: a token for every four bytes of UTF-8. Where only lengths are known, the blocks
 are those of a conversation that grows: a prompt begins with the prompt before it, unless it is too short for
-that prompt and its answer; then it begins anew."""
+that prompt and its answer; then it is unrelated."""
 
 from __future__ import annotations
 
@@ -55,7 +55,6 @@ class CorpusRow:
         return cls(value, where)
 
     def tokens(self, name: str, least: int = 1) -> int:
-        """A whole number of tokens."""
         value = self.values.get(name)
         if type(value) is not int or not least <= value <= LONGEST:
             raise InputError(
@@ -65,7 +64,7 @@ class CorpusRow:
         return value
 
     def seconds(self, name: str, unit_s: float = 1.0) -> float | None:
-        """A time in seconds of one in units of ``unit_s``; None where there is none."""
+        """Return a time in seconds from one in units of ``unit_s``."""
         value = self.values.get(name)
         if value is None:
             return None
@@ -87,7 +86,7 @@ class CorpusRow:
         return value
 
     def name(self, *names: str, otherwise: str) -> str:
-        """The first of these that is there, as a text."""
+        """Return the first existing name as text."""
         found = (self.values[each] for each in names if self.values.get(each) is not None)
         return str(next(found, otherwise))[:80]
 
@@ -110,7 +109,7 @@ class _Left:
 
 @dataclass
 class _Clock:
-    """Until when a session's next request had to wait."""
+    """Time until which a session's next request had to wait."""
 
     free_s: float | None = None
     measured: bool = False
@@ -142,7 +141,7 @@ def agentic_corpus(rows: Sequence[CorpusRow]) -> Corpus:
 
 
 def agentic_lines(corpus: Corpus) -> Iterator[dict[str, Any]]:
-    """A corpus without sub-agents in this format, an object a session. Block ids are the corpus's own."""
+    """Yield a corpus without sub-agents in this format, one object per session, with its own block ids."""
     for session in corpus.sessions:
         yield {
             "id": session.name,
@@ -263,7 +262,7 @@ def _blocks(row: CorpusRow, block_tokens: int, left: _Left) -> Blocks:
 
 BYTES_A_TOKEN: Final = 4
 _ANSWERS: Final = frozenset({"gpt", "assistant", "chatgpt", "bard", "bing"})
-"""Who answers in ShareGPT's files; all others ask, or are what is told to the model."""
+"""Senders of answers in ShareGPT's files; all others are users or system prompts."""
 _INSTRUCTIONS: Final = "system"
 """The role of an AIPerf turn that is no request, but stands before all of its session."""
 
@@ -284,7 +283,7 @@ class _Lengths(NamedTuple):
 
 
 def mooncake_corpus(requests: Sequence[TracedRequest]) -> Corpus:
-    """Each request by itself, at its time; what they share is in their block ids."""
+    """Return each request as a session of one turn at its time; block ids show what they share."""
     sessions = []
     for place, each in enumerate(requests):
         whole = each.input_len // BLOCK_TOKENS

@@ -67,8 +67,8 @@ class SessionPlan:
         return Corpus(tuple(sessions), self.block_tokens, "corpus")
 
     def _kept(self, turn: int, held: list[Blocks]) -> tuple[Blocks, int]:
-        """The blocks that are kept, of the latest prompt that is long enough, and how many are new. A first
-        prompt keeps what its session shares with others, the first of ``held``."""
+        """Return the blocks kept from the latest prompt that is long enough, and the number of new ones. A
+        first prompt keeps what its session shares with others, the first of ``held``."""
         whole, kept = (int(each[turn]) // self.block_tokens for each in (self.input_len, self.kept_len))
         kept = len(held[0]) if len(held) == 1 else kept
         parent = next((each for each in reversed(held) if len(each) >= kept), held[0])
@@ -106,7 +106,8 @@ class SessionModel:
         return len(self.first) - 1
 
     def generate(self, sessions: int, seed: int) -> SessionPlan:
-        """So many sessions; a function of model, number and seed alone. Raises InputError below 1."""
+        """Return ``sessions`` sessions, a function of model, number and seed alone. Raises InputError below
+        1."""
         if sessions < 1:
             raise InputError(f"{sessions} sessions cannot be generated: request at least 1")
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([_STREAM, seed])))
@@ -165,7 +166,7 @@ def _around_one(rng: np.random.Generator, count: int) -> Floats:
 
 
 def fitted_model(corpus: Corpus) -> SessionModel:
-    """The model of a corpus. Sub-agents are not in it. Raises InputError without a session of two turns."""
+    """Return the model of a corpus without sub-agents. Raises InputError without a session of two turns."""
     sessions = [each for each in corpus.sessions if each.turns]
     if not any(len(each.turns) > 1 for each in sessions):
         raise InputError(

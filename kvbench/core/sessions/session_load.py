@@ -1,11 +1,11 @@
-"""The requests of a load of sessions, their form as arrays in a load generator's file, and their figures.
+"""Requests of a session load, as arrays in a load generator's file, and their figures.
 
-Sessions begin at planned times, whatever became of others (open loop). Within one, a turn is sent think time
-after the answer before it, and after the last of the sub-agents that it waits for; a sub-agent begins after
-the answer of the turn that calls it, beside its siblings. Every copy of a recorded session has its own
-blocks, except for what sessions share: nothing is found that another copy, or an earlier trial, has left.
+Sessions start at planned times (open loop). Within one, a turn is sent think time after the previous answer
+and after the last sub-agent that it waits for. Sub-agents start together after the answer of the turn that
+calls them. Every copy of a recorded session has its own blocks, except for those that sessions share, so no
+cache finds blocks of another copy or an earlier trial.
 
-``session_figures`` says what a trial shows besides: sessions at once, TTFT by turn, reuse."""
+``session_figures`` adds concurrent sessions, TTFT by turn, and reuse."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvbench.core.simulation.kv_cache import mix64_array
 
 @dataclass(frozen=True, eq=False)
 class SessionLoad:
-    """The requests of a trial, by their places; each session's stand in a row. Lengths in tokens."""
+    """Requests of a trial by their indices; each session's are consecutive. Lengths in tokens."""
 
     offsets_s: Sequence[float]
     """Planned time of each session's first request; NaN for others."""
@@ -59,8 +59,8 @@ class SessionLoad:
         return self.block_tokens * sum(self.input_len[place] // self.block_tokens for place in sent)
 
     def offered_tokens(self, sent: Sequence[int], capacities: Sequence[int | None]) -> list[int]:
-        """Prompt tokens that caches of so many tokens (None: unlimited) could have found, of requests in the
-        order of sending. A prompt counts with its answer as soon as it is sent: real caches find less."""
+        """Return the prompt tokens that caches of these capacities in tokens (None: unlimited) could find, in
+        the order of sending. A prompt and its answer count from the send on; real caches find less."""
         offered = offered_reuse([self.prompts[place] for place in sent])
         most = np.array([self.input_len[place] // self.block_tokens for place in sent], np.int64)
         found = []
@@ -72,8 +72,8 @@ class SessionLoad:
 
 @dataclass(frozen=True, eq=False)
 class PromptHashes(Sequence[list[int]]):
-    """Of each prompt of a load a hash for each whole block of an engine, made when it is asked for. They end
-    where nothing is known to be like another prompt's."""
+    """Hash of each whole engine block of a load's prompts, computed on demand. They end where a prompt equals
+    no other."""
 
     load: SessionLoad
     block_tokens: int
@@ -110,7 +110,7 @@ class _Drawn:
     last: list[bool] = field(default_factory=list)
 
     def add(self, session: Session, number: int, offset_s: float, after: tuple[int, ...] = ()) -> int:
-        """A session, or a sub-agent that waits for ``after``; returns the place of its last request."""
+        """Add a session, or a sub-agent that waits for ``after``; return the index of its last request."""
         place = -1
         for index, turn in enumerate(session.turns):
             place = len(self.turns)
@@ -200,7 +200,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def load_arrays(load: SessionLoad) -> dict[str, NDArray[Any]]:
-    """By name; of lists of lists what they hold in a row, and where each ends. Prompts have no answers."""
+    """Return the load as arrays by name; lists of lists as values and ends. Prompts have no answers."""
     size, following = load.block_tokens, load.following
     own = [nodes[: length // size] for nodes, length in zip(load.prompts, load.input_len, strict=True)]
     goes_on = load.goes_on or [-1] * load.requests
@@ -222,7 +222,7 @@ def load_arrays(load: SessionLoad) -> dict[str, NDArray[Any]]:
 
 
 def load_of_arrays(arrays: Arrays) -> SessionLoad:
-    """The load that they are of. Raises ValueError, KeyError where they are of none."""
+    """Return the load of these arrays. Raises ValueError or KeyError if they are invalid."""
     after = [tuple(row.tolist()) for row in np.split(arrays["after"], arrays["after_ends"][:-1])]
     requests = len(arrays["input_len"])
     following = Following(
@@ -258,9 +258,9 @@ def session_figures(
     pool_tokens: int | None,
     found_tokens: float | None = None,
 ) -> dict[str, Any]:
-    """As they stand in a trial's record; times in ms but for ``session_s``, reuse as shares of the whole
-    blocks of all prompts that were sent. ``pool_tokens``: what the caches hold that prompts are looked up in;
-    None: nobody knows. ``found_tokens``: what of all prompts was found there, where records do not say it."""
+    """Return the session figures of a trial's record; times in ms except ``session_s``, reuse as shares of
+    the whole blocks of all sent prompts. ``pool_tokens``: capacity of the prompt caches, if known.
+    ``found_tokens``: cached tokens of all prompts, if records lack them."""
     begin_s, end_s = window_s
     inside = [each for each in records if begin_s <= each.scheduled_s <= end_s and each.ok]
     took = [each.session_s for each in inside if each.session_s is not None]

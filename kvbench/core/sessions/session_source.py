@@ -50,7 +50,8 @@ class SessionSource:
         return self.model.longest if self.model is not None else max(t.input_len for t in self.turns)
 
     def sessions(self, count: int, seed: int) -> tuple[list[Session], BlockScope, int]:
-        """So many, how their blocks are known, and tokens of a block; a function of number and seed alone."""
+        """Return ``count`` sessions, the scope of their block ids, and tokens per block; a function of count
+        and seed."""
         if self.model is not None:
             found = self.model.generate(count, seed).corpus()
         else:
@@ -92,7 +93,7 @@ class SessionSource:
         return float(np.quantile(due, FILLED))
 
     def load(self, session_rate: float, count: int, burstiness: float, seed: int) -> SessionLoad:
-        """The requests of a trial of so many sessions. Raises InputError if their prompts cannot be held."""
+        """Return the requests of a trial of ``count`` sessions. Raises InputError if prompts do not fit."""
         sessions, scope, block_tokens = self.sessions(count, seed)
         blocks = sum(len(turn.blocks) for each in sessions for _, turn in each.requests())
         if blocks > MOST_BLOCKS:
@@ -121,7 +122,7 @@ def due_times(session: Session, latency_s: float, begin_s: float = 0.0) -> Itera
 
 
 def source_of(wanted: Sessions, corpus: Corpus | None) -> SessionSource:
-    """The sessions that a scenario asks for. Raises InputError where its limits leave none."""
+    """Return the sessions of a scenario. Raises InputError if its limits leave none."""
     scale = wanted.think_scale, wanted.max_think_s
     own = wanted.answers == "own"
     if corpus is None:
@@ -139,7 +140,8 @@ def source_of(wanted: Sessions, corpus: Corpus | None) -> SessionSource:
 
 
 def limited(corpus: Corpus, factor: float, max_turns: int | None, max_input_len: int | None) -> Corpus:
-    """With lengths multiplied by ``factor``, as near as blocks of whole tokens allow, and cut sessions."""
+    """Return the corpus with lengths times ``factor``, as close as whole blocks allow, and shortened
+    sessions."""
     size = max(1, round(corpus.block_tokens * factor))
     sessions = []
     for session in corpus.sessions:
@@ -177,7 +179,8 @@ def _cut(session: Session, max_turns: int | None, max_input_len: int | None) -> 
 
 
 def _paced(session: Session, factor: float, most_s: float | None, most_tokens: int) -> Session:
-    """With think times multiplied by ``factor``, at most ``most_s``, and no answer above ``most_tokens``."""
+    """Return the session with think times times ``factor``, at most ``most_s``, and answers of at most
+    ``most_tokens``."""
     limit = math.inf if most_s is None else most_s
     turns = [
         replace(

@@ -41,8 +41,8 @@ class Overheads:
 
 @dataclass(frozen=True)
 class System:
-    """What serves: ``prefill`` × P and ``decode`` × D, or with ``prefill`` 0 so many aggregated servers.
-    ``block_bytes``: KV bytes of one block over all layers and ranks, as they go over the wire."""
+    """The simulated servers: ``prefill`` × P and ``decode`` × D, or ``decode`` aggregated servers if
+    ``prefill`` is 0. ``block_bytes``: KV bytes of one block over all layers and ranks, as transferred."""
 
     timing: TimingProfile
     config: EngineConfig = field(default_factory=EngineConfig)
@@ -62,9 +62,9 @@ class System:
 
 @dataclass(frozen=True)
 class SimulatedLoad:
-    """Planned sends in scheduled order. ``hashes``: of each prompt's full blocks, where blocks are shared;
-    those behind its prompt are its answer's. ``following``: which of them wait for others instead. Their
-    offsets count for nothing, and they may stand anywhere; those with a planned time stand in its order."""
+    """Planned sends in scheduled order. ``hashes``: of each prompt's full blocks, then its answer's, if
+    blocks are shared. ``following``: requests that wait for others; their offsets and positions are ignored.
+    """
 
     offsets_s: Sequence[float]
     input_len: Sequence[int]
@@ -112,4 +112,3 @@ class Outcome:
     """Sum over all transfers, from the moment they could begin to their end."""
     transfer_bytes: float = 0.0
     link_busy_share: float = 0.0
-    """Share of the busiest link."""

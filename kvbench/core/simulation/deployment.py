@@ -35,8 +35,8 @@ from kvbench.core.simulation.step_time import TimingProfile
 
 
 class BlockingHandOff:
-    """Who takes from whom, and who has to wait. ``give`` sends one request's KV on its way and calls
-    ``take_next`` when D has it; ``poke`` lets an engine go on with its steps."""
+    """Blocking hand-over between P and D. ``give`` sends a request's KV and calls ``take_next`` when D has
+    it; ``poke`` lets an engine continue its steps."""
 
     def __init__(
         self,
@@ -416,7 +416,7 @@ class SimulatedTrial:
             self._at(time_s, self._send, place)
 
     def _note_reuse(self, flow: Flow) -> None:
-        """What of an answered request's prompt was found, and how long its session took, if that is over."""
+        """Note the cached part of an answered request's prompt, and the duration of a finished session."""
         load, record = self.load, flow.record
         flow.whole.hashes = []  # a load of long prompts has gigabytes of them
         if flow.part is not None:

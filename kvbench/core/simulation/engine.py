@@ -81,7 +81,7 @@ class StepEngine:
     def __init__(
         self, config: EngineConfig, timing: TimingProfile, time_scale: float = 1.0, *, reuse: bool = False
     ) -> None:
-        """``reuse``: requests have prefix hashes, so that blocks must be told apart."""
+        """Set up an idle engine. ``reuse``: requests have prefix hashes, so blocks have identities."""
         self.scheduler = Scheduler(config, None if reuse else CountingPool(config.num_blocks))
         self.config = config
         self.timing = timing
@@ -223,8 +223,8 @@ class Moved:
 
 @dataclass(eq=False)
 class Flow:
-    """One request on its way. ``whole`` is what the client asked for: D's part, or an aggregated server's.
-    ``index``: which one it is in the order of sending; ``place``: in the load."""
+    """One request under way. ``whole``: the client's request (D's part, or an aggregated server's).
+    ``index``: in the order of sending; ``place``: in the load."""
 
     index: int
     record: RequestRecord

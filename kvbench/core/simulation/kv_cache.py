@@ -1,9 +1,8 @@
-"""The paged KV cache as book-keeping: token hashes, blocks, reference counts, prefix cache.
+"""Book-keeping of a paged KV cache: token hashes, blocks, reference counts, prefix cache.
 
-Hashes are 64-bit and chained: the hash at position t depends on every token up to t (and on the
-cache salt), so a full block's hash is the one at its last token. They are a polynomial over mixed
-tokens, H_t = seed + Σ mix(token_i) · M^i mod 2⁶⁴, which numpy computes for a whole prompt at once.
-That is no protection against somebody who wants collisions; it has to serve a benchmark only."""
+Hashes are 64-bit and chained: the hash at position t depends on every token up to t and on the cache salt, so
+a full block's hash is that of its last token. H_t = seed + Σ mix(token_i) · M^i mod 2⁶⁴, which numpy computes
+for a whole prompt at once. They do not resist deliberate collisions."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ def powers(count: int) -> U64:
 
 
 def salt_seed(salt: str) -> int:
-    """The start value of a chain of hashes; "" and None-like salts give the common one."""
+    """Return the start value of a chain of hashes."""
     seed = 0
     for byte in salt.encode():
         seed = mix64(seed ^ byte)
@@ -55,18 +54,18 @@ def salt_seed(salt: str) -> int:
 
 
 def prefix_hashes(tokens: U64, position_powers: U64, seed: int) -> U64:
-    """The chained hash after each token of a prompt, shape [n]."""
+    """Return the chained hash after each token of a prompt, shape [n]."""
     weighted = mix64_array(tokens) * position_powers[: len(tokens)]
     return np.cumsum(weighted, dtype=np.uint64) + np.uint64(seed)
 
 
 def extend_hashes(last: U64, tokens: U64, positions: NDArray[np.int64], position_powers: U64) -> U64:
-    """The hashes after one more token of several sequences, shape [sequences]."""
+    """Return the hashes after one more token of several sequences, shape [sequences]."""
     return last + mix64_array(tokens) * position_powers[positions]
 
 
 def block_hashes(hashes: U64, block_tokens: int) -> list[int]:
-    """The hash of each full block: the chained hash at its last token."""
+    """Return the hash of each full block: the chained hash at its last token."""
     ends: list[int] = hashes[block_tokens - 1 :: block_tokens].tolist()
     return ends
 
@@ -86,7 +85,7 @@ class BlockPool:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that nobody references, cached or not."""
+        """Blocks without references, cached or not."""
         return len(self._free)
 
     @property
@@ -110,7 +109,7 @@ class BlockPool:
         return found
 
     def can_take(self, cached: Sequence[int], fresh: int) -> bool:
-        """Whether ``cached`` blocks can be referenced and ``fresh`` more be handed out."""
+        """Return whether ``cached`` blocks can be referenced and ``fresh`` more be allocated."""
         revived = sum(1 for block in cached if self._refs[block] == 0)
         return len(self._free) - revived >= fresh
 

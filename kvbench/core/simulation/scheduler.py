@@ -35,7 +35,7 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class EngineRequest:
-    """One sequence. ``hashes`` are those of its full blocks; whoever makes its tokens extends them."""
+    """One sequence. ``hashes``: of its full blocks, extended by the code that generates tokens."""
 
     request_id: str
     prompt_len: int
@@ -142,7 +142,7 @@ class Scheduler:
     # -- what happens to requests ---------------------------------------------------------------
 
     def check_fits(self, prompt_len: int, max_tokens: int) -> None:
-        """Raises InputError for a request that this engine can never serve."""
+        """Raise InputError for a request that this engine can never serve."""
         config = self.config
         total = prompt_len + max_tokens
         if total > config.max_model_len:
@@ -166,7 +166,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def kv_arrived(self, request: EngineRequest) -> None:
-        """A loading request's blocks are filled: it may join the batch, with its last token left to run."""
+        """Move a loading request to the batch: its KV is here, only its last token is left to compute."""
         del self.loading[request.request_id]
         if request.aborted:
             self._end(request)
@@ -177,12 +177,12 @@ class Scheduler:
         self.ready.append(request)
 
     def kv_failed(self, request: EngineRequest) -> None:
-        """A loading request's KV will not come: it ends and its blocks are free again."""
+        """End a loading request whose KV failed, and free its blocks."""
         del self.loading[request.request_id]
         self._end(request)
 
     def finish(self, request: EngineRequest) -> None:
-        """A running request has made its last token. Its blocks are freed, or held for a hand-off."""
+        """End a running request; its blocks are freed, or held for a hand-off."""
         self.running.remove(request)
         if request.hold_kv and not request.aborted:
             request.status = Status.HELD
@@ -191,7 +191,7 @@ class Scheduler:
             self._end(request)
 
     def release(self, request: EngineRequest) -> None:
-        """A held request's KV has been taken, or will never be."""
+        """Free the blocks of a held request."""
         del self.held[request.request_id]
         self._end(request)
 
@@ -236,8 +236,8 @@ class Scheduler:
         return plan
 
     def complete(self, plan: StepPlan) -> list[EngineRequest]:
-        """The step has run: tokens are computed, and each sampling chunk has made one token. Returns the
-        requests that made a token; the caller ends those that are done (``finish``)."""
+        """Complete a step and return the requests that generated a token; the caller ends finished ones
+        (``finish``)."""
         self._in_step = False
         for request in self._aborted:
             self.finish(request)
@@ -255,7 +255,7 @@ class Scheduler:
         return sampled
 
     def withdraw(self) -> None:
-        """The step that was planned will not run: its sequences stay where they are."""
+        """Cancel the planned step; its sequences stay as they are."""
         self._in_step = False
 
     def _schedule_running(self, plan: StepPlan, budget: int) -> int:
@@ -353,7 +353,7 @@ class Scheduler:
         return Chunk(request, start, count, samples=start + count == request.num_tokens)
 
     def register(self, request: EngineRequest, start: int, end: int) -> None:
-        """The KV of these tokens lies in its blocks: whole ones whose hash is known can be found from now."""
+        """Make the whole blocks of these tokens available to the prefix cache, if their hashes are known."""
         block_tokens = self.config.block_tokens
         full = min(end // block_tokens, len(request.hashes))
         for index in range(start // block_tokens, full):

@@ -54,14 +54,15 @@ class TimingProfile:
     """Per prompt token, on top of ``overhead_ms``."""
 
     def prefill_ms(self, tokens: int, context: int) -> float:
-        """One prefill chunk of ``tokens`` after ``context`` tokens, without the step's base."""
+        """Return the time of a prefill chunk of ``tokens`` after ``context`` tokens, without the step's base
+        time."""
         end = context + tokens
         start_cost = self.prefill_seq_ms if context == 0 else 0.0
         attention = self.prefill_attention_ms * (end * end - context * context)
         return start_cost + self.prefill_token_ms * tokens + attention
 
     def decode_ms(self, seqs: int, context: int) -> float:
-        """The decode batch's part without the step's base; ``context`` is summed over sequences."""
+        """Return the decode batch's time without the step's base; ``context`` is summed over sequences."""
         if not seqs:
             return 0.0
         return self.decode_seq_ms * seqs + self.decode_context_ms(seqs, context / seqs)
@@ -83,7 +84,8 @@ class TimingProfile:
         return (base + self.decode_ms(seqs, context)) * time_scale / 1000.0
 
     def overhead_s(self, time_scale: float = 1.0, tokens: int = 0) -> float:
-        """Seconds between the arrival of a request of so many prompt tokens and the engine seeing it."""
+        """Return the seconds from the arrival of a request of ``tokens`` prompt tokens to the engine seeing
+        it."""
         return (self.overhead_ms + self.overhead_token_ms * tokens) * time_scale / 1000.0
 
 
@@ -126,10 +128,10 @@ def _h200() -> TimingProfile:
 
 
 def _h200_notes() -> TimingProfile:
-    """The same machine as a published set of notes shows it: prompts are found in P's cache, not computed.
-    Their first tokens at 16k and 32k come in less time than eight H200 need for the FLOPs, so no prefill can
-    be fitted to them. What is left before the first token, 60 ms and 6 µs a token, is an unloaded request's
-    wait; links of 154 GB/s and D's own steps make up the rest."""
+    """Return the same machine in a published set of notes, whose prompts come from P's cache.
+
+    First tokens at 16k and 32k take less time than the FLOPs need on eight H200, so no prefill can be fitted.
+    60 ms and 6 µs a token are an unloaded request's wait; links of 154 GB/s and D's steps are the rest."""
     return replace(
         _h200(),
         name="h200-tp8-qwen3-30b-a3b-cached",
@@ -207,7 +209,7 @@ PROFILE_NAMES: Final = (
 
 
 def timing_profile(name: str, tensor_parallel_size: int = 1) -> TimingProfile:
-    """The profile of that name. Raises InputError for an unknown name or parallelism."""
+    """Return a profile by name. Raises InputError for an unknown name or parallelism."""
     if name == "quick":
         return _quick()
     if name == "h200-tp8-qwen3-30b-a3b":

@@ -1,6 +1,6 @@
-"""From the axes that a user gave to the cases that are measured, their blocks, and what was left out and why.
+"""Cases of a microbenchmark from the user's axes: their blocks, and what was skipped and why.
 
-A case's blocks are the tables of both sides and the block ids of each transfer under way."""
+A case's blocks are the tables of both sides and the block ids of each transfer in flight."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Axes:
 
     @classmethod
     def full(cls, **given: Any) -> Axes:
-        """The large matrix; ``given`` axes are kept as they are."""
+        """Return the large matrix; ``given`` axes replace its own."""
         sizes = tuple(
             (block, batch)
             for block, batch in product(FULL_BLOCKS, FULL_BATCHES)
@@ -214,8 +214,8 @@ class Matrix:
 
 
 def build(axes: Axes, backends: Sequence[BackendCapabilities], memory_bytes: int | None = None) -> Matrix:
-    """All cases of the axes that make sense. ``memory_bytes``: free for buffers, all sides together. Raises
-    InputError for a backend that there is not, and where nothing is left to measure by what was asked."""
+    """Return all valid cases. ``memory_bytes``: free for buffers, all sides together. Raises InputError for
+    an unknown backend and if no case remains."""
     chosen = _chosen(axes, backends)
     cases: dict[str, Case] = {}
     left: dict[tuple[str, str], Left] = {}
@@ -246,7 +246,7 @@ def _chosen(axes: Axes, backends: Sequence[BackendCapabilities]) -> list[Backend
     for name in axes.backends:
         if name not in known:
             raise InputError(f"unknown transfer backend {name!r}", hint=f"known: {', '.join(sorted(known))}")
-    # What is optional and cannot run here anyway is reported, so that nobody looks for it in vain.
+    # Optional backends that cannot run here are listed with their reason.
     names = axes.backends or tuple(each.name for each in backends if not each.optional or each.problem)
     first = [name for name in BASELINES if name in names]
     return [known[name] for name in dict.fromkeys([*first, *names])]
@@ -271,11 +271,11 @@ def _of_backend(
 
 def _protocols(axes: Axes, backend: BackendCapabilities) -> Iterator[tuple[str, str, bool]]:
     """Yield (protocol, reason, unavailable)."""
-    # What passes no NIC is a baseline and keeps its own way, whichever protocol the others are asked for.
+    # A backend without NICs is a baseline and keeps its own protocol.
     asked = tuple(p for p in axes.protocols if p in backend.protocols) if not backend.nics else axes.protocols
     if not asked:
         names = backend.protocols if axes.all_protocols else (backend.usual(),)
-        # Reported even where it is not asked for: whoever reads the table shall know what this machine hides.
+        # RDMA is reported even if not requested: the table shows that this machine lacks it.
         names += ("rdma",) if "rdma" in backend.lacking and "rdma" not in names else ()
     else:
         names = asked

@@ -100,7 +100,6 @@ class KvWork:
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of one piece at one rank."""
         heads = max(1, self.model.kv_heads // self.tensor_parallel_size)
         width = self.model.mla_dim or heads * self.model.head_dim
         token = self.model.kv_parts * self.model.layers * width * DTYPE_BYTES[self.model.kv_dtype]
@@ -118,7 +117,6 @@ class KvWork:
 
     @property
     def rank_bytes(self) -> int:
-        """Bytes that one rank moves."""
         return self.pieces * self.piece_bytes
 
     @property
@@ -133,7 +131,7 @@ class KvWork:
 
     @property
     def logical_bytes(self) -> int:
-        """Of ``request_bytes``, what one rank's transfer stands for."""
+        """Logical bytes of one rank's transfer; part of ``request_bytes``."""
         return self.request_bytes // self.tensor_parallel_size
 
     def memory_bytes(self, *, scattered: bool = False) -> int:
@@ -152,7 +150,7 @@ class KvWork:
         return f"{self.model.name} {self.input_len} tokens, {which} of {self.tensor_parallel_size}, {vllm}"
 
     def words(self) -> list[str]:
-        """What the numbers stand for, a sentence each."""
+        """Return the meaning of the numbers, one sentence each."""
         tp, gb = self.tensor_parallel_size, 1e9
         factor = self.model.wire_factor(tp)
         arranged = {

@@ -94,7 +94,7 @@ class TransferModel:
         return " + ".join(parts)
 
     def text(self) -> str:
-        """The formula, and ``(4 points, off by 3 %, at worst 6 %)``."""
+        """Return the formula, and ``(4 points, off by 3 %, at worst 6 %)``."""
         return (
             f"{self.formula()} ({self.points} points, error {self.median_error:.1%} (median), "
             f"{self.worst_error:.1%} (worst))"
@@ -106,8 +106,8 @@ def _time(seconds: float) -> str:
 
 
 def fit_all(records: Iterable[TransferRecord]) -> list[TransferModel]:
-    """A model for each way of moving bytes that has points enough; in the order of the records. None of rows
-    between several pairs of hosts: each pair has a way of its own."""
+    """Return a model for each way of moving bytes with enough points, in the order of the records. Rows
+    between several pairs of hosts have none."""
     records = list(records)
     if len(pairs_of(records)) > 1:
         return []
@@ -155,7 +155,7 @@ def fit(
     columns = np.column_stack([np.ones(len(data)), data[:, 0], data[:, 1]])
     weighted = columns / data[:, 2:3]
     varied = _rank(weighted) == 3
-    if not varied:  # descriptors and bytes (or start) cannot be told apart: the bytes take it
+    if not varied:  # collinear: the bytes take the descriptors' (or start's) part
         weighted[:, 1] = 0.0
     found = nonnegative_least_squares(weighted, np.ones(len(data)))
     errors = np.abs(weighted @ found - 1.0)
@@ -194,8 +194,9 @@ def _rank(matrix: Array) -> int:
 
 
 def model_for(models: Sequence[TransferModel], backend: str, protocol: str = "") -> TransferModel:
-    """The model that stands for a connector's hand-over by a backend: of its usual op, and of most NICs.
-    ``protocol`` empty: the first one that was measured. Raises InputError where there is none."""
+    """Return the model of a connector's hand-over by a backend: its usual op, with the most NICs.
+
+    Empty ``protocol``: the first measured one. Raises InputError if there is none."""
     mine = [model for model in models if model.backend == backend and protocol in ("", model.protocol)]
     if not mine:
         over = f" over {protocol}" if protocol else ""
@@ -208,7 +209,8 @@ def model_for(models: Sequence[TransferModel], backend: str, protocol: str = "")
 
 
 def models_of_json(data: Any) -> list[TransferModel]:
-    """What ``models_json`` wrote. Raises InputError for anything else, and for a newer schema."""
+    """Return the models in the output of ``models_json``. Raises InputError for other data and a newer
+    schema."""
     if not isinstance(data, Mapping) or not isinstance(data.get("models"), list):
         raise InputError("the file has no transfer models", hint="kvbench microbench writes them")
     if data.get("schema") != MODEL_SCHEMA:
@@ -223,5 +225,5 @@ def models_of_json(data: Any) -> list[TransferModel]:
 
 
 def models_json(models: Sequence[TransferModel], run_id: str) -> dict[str, Any]:
-    """The file ``tables/transfer_model.json`` of a run."""
+    """Return the content of ``tables/transfer_model.json``."""
     return {"schema": MODEL_SCHEMA, "run": run_id, "models": [model.to_json() for model in models]}

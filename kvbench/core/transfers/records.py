@@ -36,13 +36,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the matrix: how bytes are to move, once.
+    """One point of the matrix.
 
-    A transfer moves ``batch_size`` blocks of ``block_bytes`` bytes in each of ``regions`` regions, so
-    ``nbytes`` bytes; ``threads`` transfers are under way at a time from each initiator to each target.
-    ``nics`` of 0 stands for a way that passes no NIC (a copy in memory, shared memory, the null backend).
-    ``scattered`` blocks never touch each other in memory; the others lie side by side and are ``merged``
-    into runs where the backend can do that and it is asked to."""
+    A transfer moves ``batch_size`` blocks of ``block_bytes`` bytes in each of ``regions`` regions, together
+    ``nbytes``; each initiator has ``threads`` transfers in flight to each target. ``nics`` is 0 if no NIC is
+    used (a copy in memory, shared memory, the null backend). ``scattered`` blocks are never adjacent in
+    memory; others are, and are ``merged`` into runs if the backend supports it and the case requests it."""
 
     backend: str
     protocol: str
@@ -67,7 +66,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """What names this case, and no other one of a matrix."""
+        """Unique name of the case within a matrix."""
         parts = [self.backend, self.protocol, self.op, f"{self.block_bytes}x{self.batch_size}"]
         parts += [f"r{self.regions}", f"t{self.threads}", f"n{self.nics}"]
         parts += [f"{self.initiators}to{self.targets}", self.memory]
@@ -100,7 +99,6 @@ class TransferRecord:
     log: list[str] = field(default_factory=list)
     """The library's last lines before an error."""
     transport: str = ""
-    """Transport that ran."""
     library: str = ""
     """Name and version of the library, such as ``nixl-cu12 1.5.1``."""
     started_at: str = ""
@@ -127,7 +125,7 @@ class TransferRecord:
     """Bytes per NIC (``side:name``) in the window, larger direction."""
     nics_asked: list[str] = field(default_factory=list)
     line_rate_gb_per_s: float | None = None
-    """Total line rate of the requested NICs, or None."""
+    """Total line rate of the requested NICs."""
     load_average: float | None = None
     lab: str = ""
     """Lab of the run, such as ``8 × 1gbit``; empty on real hosts."""
@@ -153,5 +151,5 @@ class TransferRecord:
 
 
 def pairs_of(records: Iterable[TransferRecord]) -> list[str]:
-    """The pairs of hosts of these rows, in their order; none where no hosts were named."""
+    """Return the host pairs of these rows in order; empty if no hosts were named."""
     return list(dict.fromkeys(record.pair for record in records if record.pair))

@@ -25,13 +25,12 @@ CONFIDENCE: Final = 0.99
 MOST_SECTIONS: Final = 20
 """Most sections of neighbouring calls for the standard error."""
 CALLS_PER_SECTION: Final = 2
-"""Fewest calls per section."""
 LEAST_CALLS: Final = 5 * CALLS_PER_SECTION
 
 
 @dataclass(frozen=True)
 class CallTimes:
-    """Times of single calls, in seconds. None where too few calls were made."""
+    """Times of single calls in seconds; None with too few calls."""
 
     calls: int = 0
     mean: float | None = None
@@ -63,7 +62,7 @@ def call_times(times_s: Sequence[float]) -> CallTimes:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one row's numbers say. Shares are 1.0 for all of the limit; None where there is no such limit."""
+    """Figures of one row. Shares: 1.0 is the whole limit; None without such a limit."""
 
     times: CallTimes
     gb_per_s: float | None = None
@@ -77,7 +76,7 @@ class Figures:
 
 
 def figures(record: TransferRecord, run: Iterable[TransferRecord] = ()) -> Figures:
-    """The figures of a row beside the limits that were measured in the same ``run``, between its hosts."""
+    """Return the figures of a row, with the limits measured in the same ``run`` between its hosts."""
     if record.status != "ok":
         return Figures(CallTimes())
     limits: dict[str, float] = {}
@@ -161,7 +160,7 @@ class Change:
 
 
 def compare(before: Iterable[TransferRecord], after: Iterable[TransferRecord]) -> list[Change]:
-    """Each case of the second run beside the same one of the first; those of the first only come last."""
+    """Return each case of the second run with the same case of the first, then cases of the first only."""
     old = {(record.pair, record.case.key): record for record in before if record.status != "skipped"}
     changes = []
     for record in after:
@@ -192,7 +191,7 @@ def _change(case: Case, before: TransferRecord | None, after: TransferRecord | N
 
 
 def apart(one: TransferRecord, other: TransferRecord) -> bool:
-    """Whether the bandwidths of two rows of one run differ by more than their calls' spread allows."""
+    """Return whether the bandwidths of two rows differ by more than their calls' spread allows."""
     if min(len(one.call_s), len(other.call_s)) < LEAST_CALLS or not one.gb_per_s or not other.gb_per_s:
         return False
     return abs(math.log(one.gb_per_s / other.gb_per_s)) > _spread(one.call_s, other.call_s)
@@ -219,7 +218,6 @@ def _rate(record: TransferRecord | None) -> float | None:
 
 
 def _relative_error(times_s: Sequence[float]) -> float:
-    """Return the relative standard error of the mean call time."""
     mean, error = sectioned(np.asarray(times_s, np.float64), _sections(times_s), None)
     return error / mean if mean > 0 else math.inf
 
@@ -251,7 +249,7 @@ _MEANS: Final[Mapping[str, Sequence[str]]] = {
 
 @dataclass(frozen=True)
 class CaseConditions:
-    """What the coordinator saw around a row, beside the row itself."""
+    """The coordinator's conditions of a row."""
 
     cores: int = 0
     load_before: float | None = None
@@ -270,7 +268,7 @@ class CaseConditions:
 
 
 def warnings(record: TransferRecord, seen: CaseConditions) -> list[TransferWarning]:
-    """All that apply to a measured row."""
+    """Return all warnings of a measured row."""
     rules = (_busy_machine, _few_repeats, _burst, _busy_waiting, _nics, _transport, _verified)
     return [warning for rule in rules for warning in rule(record, seen)]
 

@@ -1,1 +1,1 @@
-"""What several engines share; no engine of its own."""
+"""Shared parts of several engines."""

@@ -1,4 +1,4 @@
-"""Timing profiles by name or by file: those of the model itself, bundled profile files, and one's own."""
+"""Timing profiles by name or file: the model's, bundled and user files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,12 @@ _LONGEST: Final = 256 * 1024
 
 
 def bundled_names() -> tuple[str, ...]:
-    """The profile files that come with kvbench, by name."""
     return tuple(sorted(path.stem for path in BUNDLED.glob("*.yaml")))
 
 
 def profile_file(choice: str) -> ProfileFile | None:
-    """The profile file that ``simulate.timing`` names; None for a profile of ``core.simulation.step_time``.
-
-    Raises InputError for a name that nobody has, and for a file with mistakes, all of them.
-    """
+    """Profile file of ``simulate.timing``; None for a profile of ``core.simulation.step_time``. Raises
+    InputError for an unknown name, or a file with all its mistakes."""
     if choice in PROFILE_NAMES:
         return None
     if choice in bundled_names():
@@ -30,13 +27,12 @@ def profile_file(choice: str) -> ProfileFile | None:
     if "/" in choice or choice.endswith((".yaml", ".yml")):
         return read_profile(Path(choice).expanduser())
     raise InputError(
-        f"no timing profile is called {choice!r}",
+        f"unknown timing profile {choice!r}",
         hint=f"there are: {', '.join((*PROFILE_NAMES, *bundled_names()))}; or name a file: ./{choice}.yaml",
     )
 
 
 def read_profile(path: Path) -> ProfileFile:
-    """A profile file. Raises InputError."""
     hint = "simulate.timing and engine_options.timing take a name or a profile file of `kvbench calibrate`"
     try:
         if path.exists() and not path.is_file():
@@ -53,7 +49,7 @@ def read_profile(path: Path) -> ProfileFile:
 
 
 def timing_of_choice(choice: str, tensor_parallel_size: int = 1) -> TimingProfile:
-    """The step times that a name or a file stands for. Raises InputError as ``profile_file`` does."""
+    """Step times of a name or file. Raises InputError as ``profile_file``."""
     found = profile_file(choice)
     return (
         timing_profile(choice, tensor_parallel_size) if found is None else found.timing(tensor_parallel_size)

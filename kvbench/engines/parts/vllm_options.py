@@ -1,4 +1,4 @@
-"""The options of vLLM servers in a scenario, and what they say of one."""
+"""Options of vLLM servers in a scenario."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _OURS: Final = (
     "kv-transfer-config",
     "kv-buffer-device",
 )
-"""Arguments that follow from the scenario."""
+"""Arguments derived from the scenario."""
 _RANK_NAMES: Final = {
     "pipeline_parallel_size": ("pipeline-parallel-size", "pp"),
     "data_parallel_size": ("data-parallel-size-local", "dpl", "data-parallel-size", "dp"),
 }
-"""Ranks beside the tensor parallel ones, by vLLM's names for them: of several the first that is given."""
+"""Further ranks → vLLM's argument names; the first given one counts."""
 
 InstanceName = Annotated[str, Field(pattern=r"^(prefill|decode|aggregated)-[0-9]{1,3}$")]
 
 
 class VllmOptions(EngineOptions):
-    """Options of real vLLM servers. Arguments and environment of a role win over those for both."""
+    """Options of vLLM servers; a role's arguments and environment override common ones."""
 
     logs_like = "vllm"
     usual_ready_timeout_s: ClassVar[float] = 600.0
-    """Weights, torch.compile and CUDA graphs: minutes, and several of them where the cache is cold."""
+    """Start limit in seconds, for weights, torch.compile and CUDA graphs without a cache."""
     profiler_env: ClassVar[Mapping[str, str]] = {"VLLM_NVTX_SCOPES_FOR_PROFILING": "1"}
 
     model: str = Field(..., min_length=1, description="path or id of the model that is served")
     command: tuple[str, ...] = Field(
         ("vllm",), min_length=1, description="how vLLM is started, e.g. [/opt/vllm/bin/vllm]"
     )
-    version: str = Field("", description="vLLM's version; by default it is asked with --version")
+    version: str = Field("", description="vLLM's version; by default from --version")
     engine_args: dict[str, JsonValue] = Field(
         default_factory=dict, description="arguments of `vllm serve` for all roles, by their names"
     )
@@ -51,9 +51,9 @@ class VllmOptions(EngineOptions):
     decode_args: dict[str, JsonValue] = Field(default_factory=dict, description="arguments of D only")
     instance_args: dict[InstanceName, dict[str, JsonValue]] = Field(
         default_factory=dict,
-        description="arguments of one instance only, by its name such as prefill-1; they win over its role's",
+        description="arguments of one instance only, by its name such as prefill-1; they override its role's",
     )
-    env: Environment = Field(default_factory=dict, description="environment of all roles, word for word")
+    env: Environment = Field(default_factory=dict, description="environment of all roles, unchanged")
     prefill_env: Environment = Field(default_factory=dict, description="environment of P only")
     decode_env: Environment = Field(default_factory=dict, description="environment of D only")
     prefill_devices: tuple[str, ...] = Field(
@@ -68,7 +68,7 @@ class VllmOptions(EngineOptions):
     max_num_seqs: int | None = Field(None, ge=1, description="sequences that run at the same time")
     max_num_batched_tokens: int | None = Field(None, ge=1, description="token budget of one step")
     gpu_memory_utilization: float | None = Field(
-        None, gt=0, le=1, description="share of the GPU's memory that vLLM takes"
+        None, gt=0, le=1, description="share of the GPU's memory for vLLM"
     )
     block_size: int | None = Field(
         None, ge=1, le=1024, description="tokens per KV block; by default vLLM's: 16 on GPUs, 128 on CPUs"
@@ -80,7 +80,7 @@ class VllmOptions(EngineOptions):
     )
 
     dummy_weights: bool = Field(
-        False, description="its weights are made up, so that different prompts may have the same answer"
+        False, description="whether weights are random, so that different prompts may have the same answer"
     )
 
     @field_validator("engine_args", "prefill_args", "decode_args")
@@ -165,7 +165,6 @@ class VllmOptions(EngineOptions):
         return self.enable_prefix_caching
 
     def environment(self, role: Role, rank: int) -> dict[str, str]:
-        """The user's environment for one instance."""
         own = {"prefill": self.prefill_env, "decode": self.decode_env}.get(role, {})
         whole = (*self.prefill_devices, *self.decode_devices)
         devices = {"prefill": self.prefill_devices, "decode": self.decode_devices}.get(role, whole)
@@ -183,7 +182,7 @@ class VllmOptions(EngineOptions):
         return found
 
     def arguments(self, role: str, instance: str = "") -> dict[str, Any]:
-        """The user's arguments for one role, or one instance of it, with underscores as hyphens."""
+        """User arguments of one role or instance, with hyphens for underscores."""
         typed: dict[str, Any] = {
             "max-model-len": self.max_model_len,
             "max-num-seqs": self.max_num_seqs,

@@ -1,25 +1,17 @@
-"""Makes real vLLM bearable on a few CPU cores. For the CPU lab only; does nothing where an accelerator is.
+"""Make vLLM usable on a few CPU cores; for the CPU lab only, inactive with an accelerator. Python loads this
+module at start, from the engine processes' PYTHONPATH. It uses the standard library only; each change waits
+until its target module is imported, and is reported once on stderr (vLLM 0.12 to 0.32, NIXL 0.8 to 1.5).
 
-Python runs a module of this name at its start. The lab's scenario puts this folder on PYTHONPATH of the
-engine processes and of nothing else; nothing imports it. Standard library only: it runs before vLLM's
-packages are there, and each change waits until the module that it changes is imported.
-
-What it changes (vLLM 0.12 to 0.32, NIXL 0.8 to 1.5), each said once on stderr:
-
-1. NIXL's progress thread. NIXL's Python API fixes its delay to 0, so that it polls without rest and takes
-   a core of each server, idle or not. Here it sleeps at least ``KVBENCH_SHIM_NIXL_DELAY_US`` (1000 µs)
-   between two looks, which adds up to that to each step of a transfer.
-2. Pinning. On CPUs the NIXL connector pins its process to the last core of each NUMA node, which is the
-   same one for P and D. ``os.sched_setaffinity`` does nothing here.
-3. Mooncake's connector asks torch for the current accelerator and fails without one. Without one the
-   answer is 0 here, and vLLM's CPU platform takes a "set the device" for done.
-   That of vLLM 0.13 to 0.15 also takes the heads for a block's tokens, as they lie on CPUs, and gives up. It
-   gets to see the axes in the order it knows; it uses addresses and sizes only, which are the same.
-4. Libraries that set-up unpacked into this environment, since the machine lacks them and Mooncake is
-   linked against them, are loaded before Mooncake is.
-5. Servers give way to the router and the load generator, which share the cores with them: a load generator
-   that comes late measures itself. Linux groups processes by session, and then nice values count inside
-   a group only; so the group of a server's session is given the nice value, too.
+1. NIXL's progress thread polls without pause, using a core per server. It now sleeps
+   ``KVBENCH_SHIM_NIXL_DELAY_US`` (1000 µs) between polls, which may add that to each transfer step.
+2. The NIXL connector pins P and D to the same core, the last of each NUMA node; ``os.sched_setaffinity`` does
+   nothing.
+3. Mooncake's connector requires an accelerator: its index is 0, and "set the device" succeeds. For vLLM 0.13
+   to 0.15 the KV axes are swapped, as it mistakes heads for a block's tokens; it uses only addresses and
+   sizes, which do not change.
+4. Libraries unpacked by set-up are loaded before Mooncake, which needs them.
+5. Servers get a lower priority than router and load generator, which would otherwise be late. Linux applies
+   nice values within a session's group only, so the group's nice value is set, too.
 """
 
 from __future__ import annotations
@@ -40,7 +32,7 @@ DELAY_ENV = "KVBENCH_SHIM_NIXL_DELAY_US"
 DEFAULT_DELAY_US = 1000
 NICE = 5
 
-# Device files of NVIDIA's, AMD's and other accelerators' drivers, and of the GPU of Windows' Linux.
+# Device files of NVIDIA's, AMD's and other accelerators' drivers, and of WSL's GPU.
 ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/accel/accel*", "/dev/dxg")
 
 # In the order of loading: libibverbs needs the two before it.
@@ -60,17 +52,17 @@ def say(text: str) -> None:
 
 
 def accelerator() -> str:
-    """A device file of an accelerator of this machine; empty if there is none."""
+    """Device file of an accelerator, or ""."""
     return next((found for pattern in ACCELERATORS for found in glob.glob(pattern)), "")
 
 
 def delay_us() -> int:
-    """The least pause of NIXL's progress thread, in microseconds."""
+    """Shortest pause of NIXL's progress thread, in microseconds."""
     return int(os.environ.get(DELAY_ENV, "") or DEFAULT_DELAY_US)
 
 
 def slow_nixl_down(module: ModuleType) -> None:
-    """``nixl*._bindings``: every agent made from now on pauses between two looks."""
+    """Patch ``nixl*._bindings``: new agents pause between polls."""
     least = delay_us()
     if not hasattr(module.__dict__["nixlAgentConfig"], "pthrDelay"):
         _slow_old_nixl_down(module, least)
@@ -80,27 +72,27 @@ def slow_nixl_down(module: ModuleType) -> None:
     class PausingAgent(original):  # type: ignore[misc]
         def __init__(self, name: str, config: Any) -> None:
             config.pthrDelay = max(int(config.pthrDelay), least)
-            say(f"NIXL's progress thread sleeps {config.pthrDelay} us between two looks")
+            say(f"NIXL's progress thread sleeps {config.pthrDelay} us between two polls")
             super().__init__(name, config)
 
     module.__dict__["nixlAgent"] = PausingAgent
 
 
 def _slow_old_nixl_down(module: ModuleType, least: int) -> None:
-    """NIXL 0.8 takes the delay as its configuration's sixth argument, and does not tell it."""
+    """Patch NIXL 0.8, where the delay is the sixth, unreadable configuration argument."""
     original: Any = module.__dict__["nixlAgentConfig"]
 
     def config(*given: Any) -> Any:
         wanted = (*given[:5], max(int(given[5]), least), *given[6:]) if len(given) > 5 else given
         if wanted != given:
-            say(f"NIXL's progress thread sleeps {wanted[5]} us between two looks")
+            say(f"NIXL's progress thread sleeps {wanted[5]} us between two polls")
         return original(*wanted)
 
     module.__dict__["nixlAgentConfig"] = config
 
 
 def give_way() -> None:
-    """Lower the priority of this session, if it is this process's own and no user's terminal."""
+    """Lower the priority of this session, if it is not a user's terminal."""
     if os.getsid(0) != os.getpid():
         return
     os.setpriority(os.PRIO_PROCESS, 0, NICE)
@@ -110,7 +102,6 @@ def give_way() -> None:
 
 
 def stop_pinning() -> None:
-    """From now on nothing in this process pins itself to a core."""
     said = False
 
     def leave_affinity(pid: int, mask: Any) -> None:
@@ -123,7 +114,7 @@ def stop_pinning() -> None:
 
 
 def answer_for_accelerator(module: ModuleType) -> None:
-    """``torch.accelerator``: the current device's index is 0 where there is no device."""
+    """Patch ``torch.accelerator``: the device index is 0 without a device."""
     available: Callable[[], bool] = module.__dict__["is_available"]
     for name in ("current_device_index", "current_device_idx"):
         original = module.__dict__.get(name)
@@ -138,18 +129,18 @@ def answer_for_accelerator(module: ModuleType) -> None:
 
 
 def accept_set_device(module: ModuleType) -> None:
-    """``vllm.platforms.cpu``: setting the device is done by doing nothing."""
+    """Patch ``vllm.platforms.cpu``: setting the device does nothing."""
     platform = module.__dict__["CpuPlatform"]
 
     def set_device(cls: type, device: Any) -> None:
-        """There is only one device."""
+        """Do nothing: there is one device."""
 
     platform.set_device = classmethod(set_device)
     say("vLLM's CPU platform takes set_device for done")
 
 
 def turn_axes(module: ModuleType) -> None:
-    """``…v1.mooncake_connector``: a block's tokens are where it looks for them, third from the end."""
+    """Patch ``…v1.mooncake_connector``: the block's tokens are the third axis from the end."""
     worker = module.__dict__["MooncakeConnectorWorker"]
     original = worker.register_kv_caches
 
@@ -168,7 +159,7 @@ def turn_axes(module: ModuleType) -> None:
 
 
 def load_libraries() -> None:
-    """What the system has wins; what neither it nor set-up's folder has is left for Mooncake to name."""
+    """Load missing libraries from set-up's folder; the system's take precedence."""
     folder = Path(sys.prefix) / "lib" / "kvbench-native"
     for name in MOONCAKE_LIBRARIES:
         for candidate in (name, str(folder / name)):
@@ -192,7 +183,7 @@ BEFORE_IMPORT: dict[str, Callable[[], None]] = {"mooncake": load_libraries}
 
 
 class ChangingLoader(Loader):
-    """Loads a module as its own loader does, then changes it."""
+    """Loads a module, then patches it."""
 
     def __init__(self, loader: Any, change: Change) -> None:
         self._loader = loader
@@ -211,8 +202,6 @@ class ChangingLoader(Loader):
 
 
 class Finder(MetaPathFinder):
-    """Finds the modules to change; all others are left to Python's own finders."""
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -228,7 +217,7 @@ class Finder(MetaPathFinder):
 
 
 def install() -> None:
-    """Set everything up, unless this machine has an accelerator."""
+    """Install all patches, unless there is an accelerator."""
     device = accelerator()
     if device:
         say(f"nothing is changed: this machine has an accelerator ({device})")

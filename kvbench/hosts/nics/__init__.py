@@ -1,1 +1,1 @@
-"""Which NICs a machine has, which of them to take, and what is wrong with them."""
+"""NICs of a machine: detection, choice and problems."""

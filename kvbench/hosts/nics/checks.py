@@ -1,7 +1,5 @@
-"""What about this machine's NICs, and around them, spoils transfers: findings for doctor, each with its fix.
-
-Everything is read below ``root``, so that recorded trees of other machines are judged as well.
-"""
+"""Check NICs and their surroundings for doctor, with hints. All paths are below ``root``, so recorded
+machines can be checked."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ from kvbench.hosts.version_rules import Check
 
 ROOT: Final = Path("/")
 ROCE_MTU: Final = 4200
-"""The least MTU of an interface with which RoCE uses its own largest MTU, 4096 bytes and headers."""
+"""Smallest interface MTU with RoCE's largest MTU of 4096 bytes plus headers."""
 FAST_MBIT: Final = 25_000
-"""From this speed on, packets of 1500 bytes cost TCP so many interrupts that the CPU becomes the limit."""
+"""Speed in Mbit/s above which TCP with 1500-byte packets is limited by CPU interrupts."""
 PCIE_ENOUGH: Final = 0.95
-"""A link with so much of the NIC's rate is taken for enough: PCIe's own headers are left to measuring."""
+"""Share of the NIC's rate that a PCIe link must have; its headers are ignored."""
 VERSION_DEADLINE_S: Final = 10.0
 
 MOONCAKE: Final = (
@@ -46,11 +44,10 @@ for file in importlib.metadata.files(sys.argv[1]) or ():
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks look at, read once."""
+    """Input of the checks, read once."""
 
     root: Path
     devices: Sequence[Mapping[str, Any]]
-    """RDMA devices."""
     interfaces: Sequence[Mapping[str, Any]]
     addresses: Addresses
     gpus: int = 0
@@ -61,13 +58,13 @@ class Machine:
         return cls(root, rdma(root), nics(root), known, gpus)
 
     def ports(self, *, active: bool = False) -> list[tuple[str, Mapping[str, Any]]]:
-        """Each port of each RDMA device with the device's name."""
+        """(device name, port) of each RDMA device."""
         listed = [(str(device["name"]), port) for device in self.devices for port in device["ports"]]
         return [(name, port) for name, port in listed if port["state"] == "ACTIVE" or not active]
 
 
 def nic_checks(machine: Machine, versions: Mapping[str, str]) -> list[Check]:
-    """All findings about NICs; those that only matter with RDMA are left out where there is none."""
+    """All checks of NICs; RDMA-only ones need an RDMA device."""
     checks = [_choice_check(machine), _mtu_check(machine), _pcie_check(machine)]
     if machine.devices:
         checks += [_link_check(machine), _gid_check(machine), _iommu_check(machine)]
@@ -77,7 +74,7 @@ def nic_checks(machine: Machine, versions: Mapping[str, str]) -> list[Check]:
 
 
 def _choice_check(machine: Machine) -> Check:
-    """Which NICs `--nics` would take, and which it leaves out."""
+    """Show which NICs `--nics` would choose and omit."""
     parts, number = [], 0
     for kind in ("rdma", "tcp"):
         if kind == "rdma" and not machine.devices:
@@ -89,12 +86,12 @@ def _choice_check(machine: Machine) -> Check:
         parts.append(f"for {kind}: {words}" + (f" (not {others})" if others else ""))
     if number:
         return Check("nics", "ok", "; ".join(parts))
-    fix = "give an interface a link and an address; or try several NICs in a lab: kvbench lab up --nics 8"
+    fix = "configure an interface with link and address; or try NICs in a lab: kvbench lab up --nics 8"
     return Check("nics", "warn", "; ".join(parts), fix)
 
 
 def _link_check(machine: Machine) -> Check:
-    """Ports that try to reach a peer and do not; one that is switched off is meant to be so."""
+    """Find ports that are on without a link."""
     down = [(name, port) for name, port in machine.ports() if port["state"] != "ACTIVE"]
     trying = [f"{name}:{port['port']}" for name, port in down if port["phys_state"] != "Disabled"]
     off = [f"{name}:{port['port']}" for name, port in down if port["phys_state"] == "Disabled"]
@@ -107,7 +104,7 @@ def _link_check(machine: Machine) -> Check:
 
 
 def _gid_check(machine: Machine) -> Check:
-    """RoCE needs a GID of version 2 with a routable address, best at the same index everywhere."""
+    """Check for a routable RoCE v2 GID, at the same index everywhere."""
     ethernet = [(name, port) for name, port in machine.ports(active=True) if port["link_layer"] == "Ethernet"]
     best = {f"{name}:{port['port']}": best_gid(port) for name, port in ethernet}
     without = [name for name, gid in best.items() if gid is None or gid["type"] != "RoCE v2"]
@@ -145,7 +142,7 @@ def _mtu_check(machine: Machine) -> Check:
 
 
 def _pcie_check(machine: Machine) -> Check:
-    """Whether each NIC's slot carries its rate, and runs as it could."""
+    """Check each slot's rate and link state."""
     fine, slow = 0, []
     for name, link, rate_gbit in _links(machine):
         carries = pcie_gbit(link["current_gt_per_s"], link["current_width"])
@@ -161,14 +158,14 @@ def _pcie_check(machine: Machine) -> Check:
         else:
             fine += 1
     if slow:
-        fix = "seat the card in a wider slot, look at bifurcation in the BIOS, and at `lspci -vv` LnkSta"
+        fix = "seat the card in a wider slot, check bifurcation in the BIOS, and `lspci -vv` LnkSta"
         return Check("pcie", "warn", "; ".join(slow), fix)
-    detail = f"wide enough for {fine} NIC{'s' if fine != 1 else ''}" if fine else "no link's width is told"
+    detail = f"wide enough for {fine} NIC{'s' if fine != 1 else ''}" if fine else "no link's width is known"
     return Check("pcie", "ok", detail)
 
 
 def _links(machine: Machine) -> list[tuple[str, Mapping[str, Any], float | None]]:
-    """Name, PCIe link and rate in Gbit/s of each card with a link; the ports of one card share its slot."""
+    """Name, PCIe link and rate in Gbit/s of each card; its ports share the slot."""
     rows: list[tuple[str, str | None, Mapping[str, Any], float | None]] = []
     for device in machine.devices:
         active = [port for port in device["ports"] if port["state"] == "ACTIVE"]
@@ -194,11 +191,8 @@ def _links(machine: Machine) -> list[tuple[str, Mapping[str, Any], float | None]
 
 
 def pcie_gbit(gt_per_s: float | None, width: int | None) -> float | None:
-    """What a PCIe link carries one way, in Gbit/s, before packet headers.
-
-    Eight bits in ten up to 5 GT/s, 128 in 130 up to 32 GT/s, and 242 in 256 from 64 GT/s on (PCI Express
-    Base Specification 2.0, 3.0 and 6.0).
-    """
+    """One-way PCIe rate in Gbit/s, before packet headers. Encoding: 8/10 up to 5 GT/s, 128/130 up to 32 GT/s,
+    242/256 from 64 GT/s (PCI Express Base Specification 2.0, 3.0 and 6.0)."""
     if not gt_per_s or not width:
         return None
     share = 0.8 if gt_per_s <= 5 else 128 / 130 if gt_per_s <= 32 else 242 / 256
@@ -206,7 +200,7 @@ def pcie_gbit(gt_per_s: float | None, width: int | None) -> float | None:
 
 
 def _peer_memory_check(machine: Machine) -> Check:
-    """Whether NICs may read and write GPU memory themselves."""
+    """Check that NICs can access GPU memory directly."""
     modules = machine.root / "sys/module"
     for name in ("nvidia_peermem", "nv_peer_mem"):
         if (modules / name).is_dir():
@@ -219,7 +213,7 @@ def _peer_memory_check(machine: Machine) -> Check:
 
 
 def _iommu_check(machine: Machine) -> Check:
-    """An IOMMU that translates each access of a NIC costs bandwidth, and GPUDirect stops working."""
+    """Check for a translating IOMMU, which costs bandwidth and disables GPUDirect."""
     translated = []
     for device in machine.devices:
         place = machine.root / "sys/bus/pci/devices" / (device["pci_address"] or "")
@@ -229,7 +223,7 @@ def _iommu_check(machine: Machine) -> Check:
     if translated:
         fix = "kernel command line: iommu=pt (and in the BIOS ACS off, for GPUDirect)"
         return Check("iommu", "warn", f"translates for {', '.join(translated)}", fix)
-    return Check("iommu", "ok", "does not stand between the NICs and memory")
+    return Check("iommu", "ok", "does not translate between NICs and memory")
 
 
 def _huge_pages_check(root: Path) -> Check:
@@ -253,11 +247,10 @@ def _numa_checks(root: Path) -> list[Check]:
     if read_int(root / "proc/sys/kernel/numa_balancing"):
         detail = f"{len(nodes)} nodes, and the kernel moves pages between them while they are used"
         return [Check("numa balancing", "warn", detail, "sysctl -w kernel.numa_balancing=0")]
-    return [Check("numa balancing", "ok", f"{len(nodes)} nodes, pages stay where they are")]
+    return [Check("numa balancing", "ok", f"{len(nodes)} nodes, pages are not moved")]
 
 
 def version_checks(versions: Mapping[str, str]) -> list[Check]:
-    """Versions of Mooncake, NIXL and the UCX inside of it."""
     checks = []
     mooncake = [f"{name} {versions[name]}" for name in MOONCAKE if name in versions]
     if mooncake:
@@ -271,6 +264,6 @@ def version_checks(versions: Mapping[str, str]) -> list[Check]:
 
 
 def bundled_ucx(distribution: str) -> str | None:
-    """The version of the UCX that a wheel brings along, asked in a process of its own; null if unknown."""
+    """UCX version in a wheel, read in a separate process, or None."""
     output = output_of([sys.executable, "-c", _ASK_UCX, distribution], VERSION_DEADLINE_S)
     return (output or "").strip() or None

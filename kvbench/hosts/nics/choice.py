@@ -1,7 +1,5 @@
-"""Which NICs a transfer may use, and in which order.
-
-RDMA devices and interfaces are read from sysfs; each that is left out has a reason that can be printed.
-"""
+"""Select and order NICs for a transfer. RDMA devices and interfaces come from sysfs; each omitted one has a
+reason."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ from kvbench.hosts.devices import LOOPBACK_TYPE, PCI_ADDRESS, gpus, link_rate, n
 
 Kind = Literal["rdma", "tcp"]
 Addresses = Mapping[str, Sequence[str]]
-"""Addresses by interface."""
 
 ROOT: Final = Path("/")
 
@@ -27,20 +24,19 @@ _ROCE_V2: Final = "RoCE v2"
 
 @dataclass(frozen=True)
 class Nic:
-    """One NIC that can carry a transfer: a port of an RDMA device, or an interface."""
+    """A NIC for transfers: a port of an RDMA device, or an interface."""
 
     name: str
     kind: Kind
     address: str
-    """IP address, of an RDMA device that of its interface; empty for InfiniBand without one."""
+    """IP address, of an RDMA device's interface; empty for InfiniBand without one."""
     gbit_per_s: float | None = None
-    """Line rate, one way; null where the driver does not report it."""
+    """One-way line rate, or None if not reported."""
     port: int = 1
     gid_index: int | None = None
-    """Of RoCE v2 with a routable address if there is one; null for an interface."""
+    """Index of a routable RoCE v2 GID if possible; None for an interface."""
     link_layer: str = ""
     interface: str = ""
-    """The interface of an RDMA device."""
     pci_address: str | None = None
     numa_node: int | None = None
 
@@ -55,26 +51,26 @@ class Nic:
 
 @dataclass(frozen=True)
 class Found:
-    """The NICs of a kind that can be used, by name, and why each other one cannot."""
+    """Usable NICs by name, and reasons for the others."""
 
     usable: tuple[Nic, ...]
     left_out: Mapping[str, str]
 
 
 def find(kind: Kind, root: Path = ROOT, addresses: Addresses | None = None, *, in_lab: bool = False) -> Found:
-    """All NICs of a kind. In a lab the interfaces are veth; elsewhere these are left out."""
+    """Find all NICs of a kind. Veth interfaces are used in a lab only."""
     known = own_addresses() if addresses is None else addresses
     return _find_rdma(root, known) if kind == "rdma" else _find_tcp(root, known, in_lab)
 
 
 def are_rdma(names: Sequence[str], root: Path = ROOT) -> bool:
-    """Whether all of these NICs, with or without their ports, are RDMA devices of this machine."""
+    """Whether all these NICs, with or without ports, are local RDMA devices."""
     folder = root / "sys/class/infiniband"
     return bool(names) and all((folder / name.partition(":")[0]).exists() for name in names)
 
 
 def own_addresses() -> dict[str, list[str]]:
-    """This machine's addresses by interface, IPv4 first, without link-local ones."""
+    """Interface → local addresses, IPv4 first, without link-local ones."""
     import socket
 
     import psutil
@@ -101,7 +97,6 @@ def _find_rdma(root: Path, addresses: Addresses) -> Found:
 
 
 def _rdma_fault(root: Path, device: Mapping[str, Any], port: Mapping[str, Any]) -> str:
-    """Why a port cannot be used; empty if it can."""
     if device["virtual_function"]:
         return "a virtual function"
     if port["state"] != "ACTIVE":
@@ -118,7 +113,6 @@ def _rdma_fault(root: Path, device: Mapping[str, Any], port: Mapping[str, Any]) 
 
 
 def bond_of(root: Path, interface: str) -> str:
-    """The bond that an interface is part of, or is; else empty."""
     folder = root / "sys/class/net" / interface
     if (folder / "bonding").is_dir():
         return interface
@@ -146,7 +140,7 @@ def _rdma_nic(device: Mapping[str, Any], port: Mapping[str, Any], addresses: Add
 
 
 def best_gid(port: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The GID to use: RoCE v2 of an IPv4 address, then of a global IPv6 one, then link-local, then any."""
+    """Best GID: RoCE v2 of an IPv4, then global IPv6, then link-local address, then any."""
 
     def rank(gid: Mapping[str, Any]) -> tuple[int, int]:
         address = ipaddress.IPv6Address(gid["gid"])
@@ -165,7 +159,7 @@ def _find_tcp(root: Path, addresses: Addresses, in_lab: bool) -> Found:
         if reason := _tcp_fault(root, nic, known, in_lab):
             left_out[nic["name"]] = reason
             continue
-        # The kernel makes up 10 Gbit/s for every veth; what a lab's NIC carries is known to the lab alone.
+        # The kernel reports 10 Gbit/s for every veth; only the lab knows the rate of its NICs.
         speed = None if in_lab or nic["speed_mbit"] is None else nic["speed_mbit"] / 1e3
         usable.append(
             Nic(
@@ -182,7 +176,7 @@ def _find_tcp(root: Path, addresses: Addresses, in_lab: bool) -> Found:
 
 
 def _tcp_fault(root: Path, nic: Mapping[str, Any], addresses: Sequence[str], in_lab: bool) -> str:
-    """Why an interface cannot be used; empty if it can. The files are those of sysfs-class-net."""
+    """Why an interface is unusable, or "", by sysfs-class-net."""
     name = nic["name"]
     folder = root / "sys/class/net" / name
     if name == "lo" or read_int(folder / "type") == LOOPBACK_TYPE:
@@ -207,19 +201,19 @@ def _tcp_fault(root: Path, nic: Mapping[str, Any], addresses: Sequence[str], in_
     return "" if addresses else "it has no IP address"
 
 
-# Order: what is near first
+# Order: nearest first
 
 
 @dataclass(frozen=True)
 class MemoryPlace:
-    """Where the memory is that is to be moved: a GPU, any PCI device, or a NUMA node."""
+    """Location of memory to move: a GPU, a PCI device, or a NUMA node."""
 
     numa_node: int | None
     pci_address: str | None = None
 
 
 def place_of(text: str, root: Path = ROOT, cards: Sequence[Mapping[str, Any]] | None = None) -> MemoryPlace:
-    """The place of ``gpu:0``, ``numa:1`` or a PCI address. Raises InputError."""
+    """Parse ``gpu:0``, ``numa:1`` or a PCI address. Raises InputError."""
     if match := _PLACE.fullmatch(text):
         kind, number = match[1], int(match[2])
         if kind == "numa":
@@ -231,7 +225,7 @@ def place_of(text: str, root: Path = ROOT, cards: Sequence[Mapping[str, Any]] | 
         raise InputError(f"there is no GPU {number} here", hint="nvidia-smi lists them")
     if PCI_ADDRESS.fullmatch(text.lower()):
         return _place_of_pci(text.lower(), root)
-    raise InputError(f"{text!r} is no place", hint="write gpu:0, numa:1 or a PCI address")
+    raise InputError(f"{text!r} is not a location", hint="write gpu:0, numa:1 or a PCI address")
 
 
 def _place_of_pci(address: str, root: Path) -> MemoryPlace:
@@ -243,11 +237,8 @@ def _place_of_pci(address: str, root: Path) -> MemoryPlace:
 
 
 def distance(nic: Nic, place: MemoryPlace, root: Path = ROOT) -> tuple[int, int]:
-    """How far a NIC is from a place, less is nearer: (kind of way, PCI bridges passed).
-
-    Kinds as in ``nvidia-smi topo``: 0 over PCI switches only (PIX, PXB), 1 through one host bridge (PHB),
-    2 within one NUMA node (NODE), 3 between nodes (SYS) or unknown.
-    """
+    """Distance of a NIC from memory: (kind, PCI bridges). Kinds as in ``nvidia-smi topo``: 0 PCI switches
+    (PIX, PXB), 1 one host bridge (PHB), 2 one NUMA node (NODE), 3 across nodes (SYS) or unknown."""
     near, far = (_pci_path(address, root) for address in (nic.pci_address, place.pci_address))
     common = 0
     while common < min(len(near), len(far)) and near[common] == far[common]:
@@ -262,7 +253,6 @@ def distance(nic: Nic, place: MemoryPlace, root: Path = ROOT) -> tuple[int, int]
 
 
 def _pci_path(address: str | None, root: Path) -> tuple[str, ...]:
-    """Host bridge, ports and bridges down to a device, from its place in the tree of sysfs."""
     link = root / "sys/bus/pci/devices" / (address or "")
     if address is None or not link.exists():
         return ()
@@ -271,10 +261,8 @@ def _pci_path(address: str | None, root: Path) -> tuple[str, ...]:
 
 
 def in_order(found: Sequence[Nic], place: MemoryPlace | None = None, root: Path = ROOT) -> list[Nic]:
-    """The fastest kind of NIC first, of these the nearest, then by name with numbers in their order.
-
-    A slower NIC comes last however near it is: it is the storage's or the management's.
-    """
+    """Order by speed, then distance, then natural name. Slower NICs are last even if near, as they serve
+    storage or management."""
 
     def key(nic: Nic) -> tuple[float, tuple[int, int], int, str, int]:
         way = (0, 0) if place is None else distance(nic, place, root)
@@ -284,19 +272,16 @@ def in_order(found: Sequence[Nic], place: MemoryPlace | None = None, root: Path 
 
 
 def choose(count: int, found: Found, place: MemoryPlace | None = None, root: Path = ROOT) -> list[Nic]:
-    """So many NICs, in order of affinity.
-
-    Raises InputError with all that there are, and why each other one was left out, if there are fewer.
-    """
+    """Choose ``count`` NICs by affinity. Raises InputError with all NICs and reasons if there are fewer."""
     ordered = in_order(found.usable, place, root)
     if 1 <= count <= len(ordered):
         return ordered[:count]
     there = ", ".join(str(nic) for nic in ordered) or "none"
     others = "; ".join(f"{name}: {reason}" for name, reason in found.left_out.items())
     noun = "NIC" if count == 1 else "NICs"
-    fewer = f"--nics {len(ordered)} takes what there is; " if ordered else ""
+    fewer = f"--nics {len(ordered)} uses all of them; " if ordered else ""
     raise InputError(
-        f"{count} {noun} asked for, {len(ordered)} can be used here: {there}",
+        f"{count} {noun} requested, {len(ordered)} usable here: {there}",
         hint=f"{fewer}kvbench microbench --lab --nics {max(count, 1)} shows how they scale on shaped virtual "
         "ones, without root" + (f"; left out: {others}" if others else ""),
     )

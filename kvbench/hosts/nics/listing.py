@@ -1,7 +1,5 @@
-"""``python -m kvbench.hosts.nics.listing rdma|tcp``: the NICs of the machine or namespace it is in, as JSON.
-
-So a microbenchmark learns what the other machine has: the same command prefix reaches it as reaches a worker.
-"""
+"""``python -m kvbench.hosts.nics.listing rdma|tcp``: print this machine's or namespace's NICs as JSON. A
+microbenchmark runs it on the other machine with a worker's command prefix."""
 
 from __future__ import annotations
 
@@ -18,11 +16,8 @@ DEADLINE_S: Final = 20.0
 
 
 def listing(kind: nics.Kind, names: Sequence[str] = ()) -> dict[str, Any]:
-    """``{"usable": [NIC…], "left_out": {name: reason}}``, the first to be taken first.
-
-    Only those of ``names`` where some are given, in their order: virtual ones too, and for TCP the interface
-    of an RDMA device that is named.
-    """
+    """``{"usable": [NIC…], "left_out": {name: reason}}``, in order of preference. ``names``: only these, in
+    order, including virtual NICs, and for TCP the interface of a named RDMA device."""
     if names:
         return _named(kind, names)
     found = nics.find(kind)
@@ -44,7 +39,7 @@ def _named(kind: nics.Kind, names: Sequence[str]) -> dict[str, Any]:
 
 
 def there(prefix: Sequence[str], python: str, kind: nics.Kind) -> nics.Found:
-    """The NICs behind a command prefix. Raises LaunchError when it cannot be reached or lacks kvbench."""
+    """NICs behind a command prefix. Raises LaunchError if unreachable or without kvbench."""
     command = [*prefix, python, "-m", __name__, kind]
     try:
         done = subprocess.run(
@@ -52,20 +47,19 @@ def there(prefix: Sequence[str], python: str, kind: nics.Kind) -> nics.Found:
         )
         answer = json.loads(done.stdout.strip().splitlines()[-1])
     except subprocess.TimeoutExpired:
-        raise LaunchError(f"{' '.join(command)} gave no answer within {DEADLINE_S:g} s") from None
+        raise LaunchError(f"{' '.join(command)} did not respond within {DEADLINE_S:g} s") from None
     except OSError as error:
         raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from error
     except (IndexError, ValueError):
         last = " | ".join(done.stderr.strip().splitlines()[-2:])
         raise LaunchError(
             f"{' '.join(command)} ended with exit code {done.returncode}: {last}",
-            hint="kvbench has to be installed there; name its Python with --peer-python",
+            hint="install kvbench there; name its Python with --peer-python",
         ) from None
     return nics.Found(tuple(nics.Nic(**nic) for nic in answer["usable"]), answer["left_out"])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the listing of the kind that is named."""
     if list(argv) not in (["rdma"], ["tcp"]):
         print("name a kind of NIC: rdma or tcp", file=sys.stderr)
         return EXIT_BAD_INPUT

@@ -1,4 +1,4 @@
-"""Variables of Mooncake, UCX, NCCL and Gloo that are known to spoil transfers where they are set."""
+"""Harmful variables of Mooncake, UCX, NCCL and Gloo."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _GPU_TLS: Final = re.compile(r"all|cuda|cuda_copy|gdr_copy|cuda_ipc|rocm.*|ze_.*
 _PATTERN: Final = re.compile(r"[*?\[\]]")
 _SLOW_LOGS: Final = ("debug", "trace", "req", "data", "async", "func", "poll")
 NIXL_RAILS: Final = 2
-"""What NIXL sets UCX_MAX_RMA_RAILS to where it is unset."""
+"""NIXL's default for UCX_MAX_RMA_RAILS."""
 MC_LEAST_TIMEOUT_S: Final = 5
-"""Mooncake raises a shorter MC_TRANSFER_TIMEOUT to this."""
+"""Mooncake's minimum of MC_TRANSFER_TIMEOUT."""
 
 
 def settings_checks(machine: Machine, environ: Settings) -> list[Check]:
-    """One finding for each variable that is set and does harm here, or one that says there is none."""
+    """One check per harmful variable, or one without problems."""
     found = [check for rule in _RULES for check in rule(machine, environ)]
     if found:
         return found
     number = sum(1 for name in environ if name.startswith(PREFIXES))
     detail = f"{number} of MC_*, UCX_*, NCCL_*, GLOO_* set" if number else "none of MC_*, UCX_*, NCCL_* set"
-    return [Check("settings", "ok", f"{detail}; none is known to do harm here")]
+    return [Check("settings", "ok", f"{detail}; none is known to be harmful here")]
 
 
 def _warn(name: str, environ: Settings, harm: str, fix: str) -> Check:

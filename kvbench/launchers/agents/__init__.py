@@ -1,1 +1,1 @@
-"""Processes on other hosts: an agent on each, reached over a channel that some launcher makes."""
+"""Processes on other hosts: one agent per host, reached over a launcher's channel."""

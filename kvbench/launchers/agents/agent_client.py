@@ -1,4 +1,4 @@
-"""kvbench's end of one agent: questions, reports of its processes, whether it is there, and if not, why."""
+"""kvbench's side of one agent: requests, process reports, and loss of the host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvbench.version import __version__
 
 
 def another_version(host: str, hello: Mapping[str, Any]) -> LaunchError:
-    """The error for an agent of another kvbench, or of another protocol."""
+    """Create the error for an agent with another kvbench or protocol."""
     return LaunchError(
         f"{host} has kvbench {hello.get('version')} (protocol {hello.get('protocol')}), and here it is "
         f"{__version__} (protocol {PROTOCOL})",
@@ -43,7 +43,7 @@ def another_version(host: str, hello: Mapping[str, Any]) -> LaunchError:
 
 
 def no_agent(host: str, why: str, words: list[str]) -> LaunchError:
-    """The error for an agent that did not come up, with what to do about the usual reasons."""
+    """Create the error for an agent that did not start, with a hint for the usual causes."""
     said = " | ".join([why, *words[-3:]])
     hint = f"try it by hand: ssh {host} PYTHON -m {AGENT_MODULE}"
     if re.search(r"No module named '?kvbench\.", said):  # a kvbench that has no such module
@@ -59,42 +59,41 @@ def no_agent(host: str, why: str, words: list[str]) -> LaunchError:
         hint = (
             "set deployment.hosts.NAME.python to a Python there that has kvbench; or: kvbench hosts install"
         )
-    return LaunchError(f"no agent came up on {host}: {said}", hint=hint)
+    return LaunchError(f"no agent started on {host}: {said}", hint=hint)
 
 
 HELLO_DEADLINE_S: Final = 60.0
-"""Python, kvbench and its libraries come from a cold disk, or from a file server."""
+"""Longest start of an agent, in seconds: Python and its libraries may come from a cold disk or a file
+server."""
 ANSWER_DEADLINE_S: Final = 30.0
 CLOCK_ASKS: Final = 7
 SILENT_S: Final = LOST_S + 2.0
-"""After so long without a frame a host is lost; its agent, which hears nothing either, has ended before."""
+"""Seconds without a frame after which a host is lost; its agent ends earlier."""
 
 
 class FollowedProcess(Protocol):
-    """A process that an agent has started, as far as its client passes on what it hears."""
+    """A process started by an agent, as its client updates it."""
 
     hung: tuple[str, str] | None
-    """What its agent saw of its doing nothing any more, and what to do; None as long as all is well."""
+    """Symptom and hint, if the agent detected a hang."""
 
     @property
     def key(self) -> str:
-        """What the agent calls it."""
+        """Identifier in the agent's protocol."""
 
     def logged(self, text: str) -> None:
-        """More of its log."""
+        """Append to its log."""
 
     def said(self, data: bytes) -> None:
-        """More of its stdout."""
+        """Append to its stdout."""
 
     def ended(self, status: int) -> None:
-        """It has ended, or its host is lost. The first call counts."""
+        """Set the exit status of the process or its lost host; only the first call counts."""
 
 
 class AgentClient:
-    """One host's agent. Raises LaunchError if it does not say who it is, or is not this kvbench.
-
-    ``name`` is the host's; ``workdir``, ``env`` and ``nics`` are for what it starts.
-    """
+    """One host's agent. Raises LaunchError if it sends no hello, or is another kvbench. ``name``: of the
+    host; ``workdir``, ``env`` and ``nics``: for its processes."""
 
     def __init__(
         self,
@@ -133,12 +132,11 @@ class AgentClient:
 
     @property
     def python(self) -> str:
-        """The interpreter over there."""
         return str(self.hello["executable"])
 
     @property
     def code(self) -> str:
-        """The folder from which kvbench is imported over there."""
+        """Folder of the host's kvbench package."""
         return str(self.hello["code"])
 
     @property
@@ -147,21 +145,21 @@ class AgentClient:
 
     @property
     def lost(self) -> str:
-        """Why the host is lost; empty while it is there."""
+        """Why the host is lost, or ""."""
         return self._lost
 
     def check(self) -> None:
-        """Raises HostLostError if the host is lost."""
+        """Raise HostLostError if the host is lost."""
         if self._lost:
             raise HostLostError(
                 f"the host {self.name} is lost: {self._lost}",
-                hint="its agent ends all that it started; the next deployment tries to reach it again",
+                hint="its agent ends all its processes; the next deployment reconnects",
             )
 
     # -- asking -------------------------------------------------------------------------------------
 
     def ask(self, what: str, deadline_s: float = ANSWER_DEADLINE_S, **more: Any) -> dict[str, Any]:
-        """The agent's answer. Raises its error, HostLostError, or LaunchError after the deadline."""
+        """Return the agent's answer. Raises its error, HostLostError, or LaunchError after the deadline."""
         number, answer = next(self._numbers), Future[dict[str, Any]]()
         with self._lock:
             self._asked[number] = answer
@@ -176,11 +174,11 @@ class AgentClient:
                 self._asked.pop(number, None)
 
     def say(self, what: str, **more: Any) -> None:
-        """Something that needs no answer. Raises HostLostError."""
+        """Send a message without an answer. Raises HostLostError."""
         self._send({"do": what, **more})
 
     def put(self, path: Path, name: str) -> None:
-        """Bring a file there, among its files. Raises LaunchError, OSError if it cannot be read here."""
+        """Copy a local file to the agent's files. Raises LaunchError, or OSError if it cannot be read."""
         with path.open("rb") as file:
             data, first = file.read(CHUNK_BYTES), True
             while data or first:
@@ -188,7 +186,7 @@ class AgentClient:
                 data, first = file.read(CHUNK_BYTES), False
 
     def fetch(self, there: str, path: Path) -> None:
-        """Bring a file from there, renamed into place when it is whole, and remove it there."""
+        """Move a file from the host to ``path``, atomically."""
         partial = path.with_name(path.name + ".part")
         with partial.open("wb") as file:
             while piece := base64.b64decode(self.ask("read", path=there, offset=file.tell())["data"]):
@@ -197,7 +195,8 @@ class AgentClient:
         self.ask("forget", path=there)
 
     def clock_ahead_s(self) -> float:
-        """How far its monotonic clock is ahead of ours: by the quickest of some answers, to half its time."""
+        """Offset of the host's clock against the local one, from the fastest of several answers (± half its
+        time)."""
         best_s, ahead_s = float("inf"), 0.0
         for _ in range(CLOCK_ASKS):
             began = time.monotonic()
@@ -208,7 +207,7 @@ class AgentClient:
         return ahead_s
 
     def adopt(self, process: FollowedProcess) -> None:
-        """From now on pass on what is reported of this process."""
+        """Forward reports of this process from now on."""
         self.check()
         with self._lock:
             self._processes[process.key] = process
@@ -218,7 +217,7 @@ class AgentClient:
             self._processes.pop(process.key, None)
 
     def close(self) -> None:
-        """End the agent with all that it has started, and wait for that. Safe to call twice."""
+        """End the agent with all its processes and wait for it. May be called twice."""
         if not self._closing.is_set():
             self._closing.set()
             with contextlib.suppress(KvbenchError):
@@ -241,7 +240,7 @@ class AgentClient:
                 return self._known(frame)
             if line:  # a login shell may greet first
                 words.append(line.decode("utf-8", "replace")[:200])
-        raise no_agent(self.name, f"nothing came within {HELLO_DEADLINE_S:g} s", words)
+        raise no_agent(self.name, f"no hello within {HELLO_DEADLINE_S:g} s", words)
 
     def _known(self, hello: dict[str, Any]) -> dict[str, Any]:
         self.seen_unix_s = time.time()
@@ -264,7 +263,7 @@ class AgentClient:
                 if frame is not None:
                     self._hear(frame)
             elif now - self._heard > SILENT_S:
-                self._lose(f"nothing has come from it for {SILENT_S:g} s")
+                self._lose(f"no frame from it for {SILENT_S:g} s")
                 threading.Thread(target=self._channel.close, daemon=True).start()
                 return
 
@@ -315,7 +314,7 @@ class AgentClient:
             asked, self._asked = list(self._asked.values()), {}
             processes, self._processes = list(self._processes.values()), {}
         for answer in asked:
-            with contextlib.suppress(Exception):  # it may have been answered or given up just now
+            with contextlib.suppress(Exception):  # it may have been answered or cancelled meanwhile
                 answer.set_exception(HostLostError(f"the host {self.name} is lost: {why}"))
         for process in processes:
             process.ended(LOST)

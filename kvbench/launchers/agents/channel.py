@@ -1,10 +1,10 @@
-"""Between kvbench and an agent on another host: the connection, and the frames of JSON that go over it.
+"""Connection between kvbench and an agent on another host, and its JSON frames.
 
-Whatever can start a program and carry its stdin and stdout is a channel: ssh, srun, an actor, the pipes of a
-local program (``PipeChannel``). A frame is a line. A request is ``{"id": 1, "do": "start", …}``, its response
-``{"id": 1, "answer": {…}}`` or ``{"id": 1, "error": {"kind", "message", "hint"}}``. Without an id come
-``{"event": …}`` from the agent (hello, beat, exit, log, out) and ``{"do": "beat"}`` or ``{"do": "write"}`` to
-it, which have no response. A process's stdin and stdout travel as latin-1 text, contents of files as base64.
+A channel is any program with stdin and stdout: ssh, srun, an actor, a local program (``PipeChannel``). A
+frame is a line. Request: ``{"id": 1, "do": "start", …}``; response: ``{"id": 1, "answer": {…}}`` or ``{"id":
+1, "error": {"kind", "message", "hint"}}``. Without id and response: ``{"event": …}`` from the agent (hello,
+beat, exit, log, out), ``{"do": "beat"}`` and ``{"do": "write"}`` to it. Stdin and stdout are latin-1 text,
+files base64.
 """
 
 from __future__ import annotations
@@ -32,48 +32,46 @@ from kvbench.errors import (
 )
 
 SEND_DEADLINE_S: Final = 10.0
-"""A line that nobody takes for so long ends the channel: whoever is there does not read any more."""
+"""Seconds after which an unread line ends the channel."""
 CLOSE_GRACE_S: Final = 10.0
-"""What the far end has to notice the end of its stdin, to kill what it started, and to end."""
+"""Seconds that the remote side gets to notice the end of stdin, kill its processes and exit."""
 TAIL_LINES: Final = 20
 READ_BYTES: Final = 65_536
 
 
 class ChannelClosedError(LaunchError):
-    """The channel has ended; the message says why."""
+    """The channel has ended; the message gives the reason."""
 
 
 class Channel(Protocol):
-    """A connection to one agent. ``send`` may be called by any thread, ``receive`` by one at a time."""
+    """Connection to one agent. Any thread may ``send``; one at a time may ``receive``."""
 
     host: str
-    """The host's name, as the scenario (or the scheduler) calls it."""
+    """Host name of the scenario or scheduler."""
 
     @property
     def ended(self) -> str:
-        """Why it has ended, in words with what the far end said last; empty while it has not."""
+        """Reason of the end with the last remote output; empty while open."""
 
     def send(self, line: bytes) -> None:
-        """Send one line, without its newline. Raises ChannelClosedError, within ``SEND_DEADLINE_S``."""
+        """Send one line without its newline. Raises ChannelClosedError, within ``SEND_DEADLINE_S``."""
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """The next line without its newline; None if none came in time.
-
-        Raises ChannelClosedError when the far end is gone and every line it sent has been received.
-        """
+        """Return the next line without its newline, or None after the timeout. Raises ChannelClosedError
+        after the last line of an ended channel."""
 
     def close(self) -> None:
-        """End it, at the latest after ``CLOSE_GRACE_S``. Safe to call twice, and when it has ended."""
+        """Close within ``CLOSE_GRACE_S``. May be called twice, or after the end."""
 
 
 class Lines:
-    """Whole lines out of chunks of bytes."""
+    """Splits chunks of bytes into lines."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that these bytes complete, without their newlines."""
+        """Return the lines that these bytes complete, without their newlines."""
         *whole, rest = data.split(b"\n")
         if whole:
             whole[0] = b"".join((*self._parts, whole[0]))
@@ -84,7 +82,7 @@ class Lines:
 
 
 class Inbox:
-    """What has come over a channel and was not received yet, and why no more will come."""
+    """Received lines that are not yet read, and the reason of the end."""
 
     def __init__(self, host: str) -> None:
         self.ended = ""
@@ -95,40 +93,36 @@ class Inbox:
         self._lines.put(line)
 
     def finish(self, why: str) -> None:
-        """The last line has come; the first reason given for an end is the one that counts."""
+        """Mark the end; the first reason counts."""
         self.ended = self.ended or why
         self._lines.put(None)
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """As ``Channel.receive``."""
         try:
             line = self._lines.get(timeout=max(timeout_s, 0.0))
         except queue.Empty:
             return None
         if line is None:
-            self._lines.put(None)  # for whoever asks again
+            self._lines.put(None)  # for later calls
             raise ChannelClosedError(self.ended)
         return line
 
     def closed(self) -> ChannelClosedError:
-        """What who sends over a channel that has ended, or is being closed, gets to hear."""
         return ChannelClosedError(self.ended or f"the connection to {self._host} is closed")
 
     def stuck(self) -> ChannelClosedError:
-        """The same where nobody took a line for ``SEND_DEADLINE_S``, which ends the channel."""
-        self.ended = self.ended or f"{self._host} has taken nothing for {SEND_DEADLINE_S:g} s"
+        """Error after ``SEND_DEADLINE_S`` without a reader, which ends the channel."""
+        self.ended = self.ended or f"{self._host} has read nothing for {SEND_DEADLINE_S:g} s"
         return ChannelClosedError(self.ended)
 
     def close(self) -> None:
-        """It was closed from here, if it had not ended before."""
+        """Mark as closed locally, unless it has ended."""
         self.ended = self.closed().message
 
 
 class PipeChannel:
-    """A channel over the pipes of a program that is started here, in a session of its own.
-
-    ``env`` adds to this process's environment. Raises LaunchError if the program cannot be run at all.
-    """
+    """Channel over the pipes of a local program in its own session. ``env`` extends the environment. Raises
+    LaunchError if it cannot run."""
 
     def __init__(self, host: str, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         self.host = host
@@ -163,7 +157,6 @@ class PipeChannel:
 
     @property
     def pid(self) -> int:
-        """The program's process id."""
         return self._popen.pid
 
     @property
@@ -234,22 +227,22 @@ class PipeChannel:
 
 
 def ended_words(host: str, status: object, said: Sequence[str]) -> str:
-    """Why an agent's program ended: its status, and the last lines of its stderr."""
+    """Explain the end of an agent's program: its status and last stderr lines."""
     words = f"the agent on {host} ended (status {status})"
     return f"{words}: {' | '.join(said[-3:])}" if said else words
 
 
 PROTOCOL: Final = 2
 BEAT_S: Final = 1.0
-"""Both sides say so often that they are there."""
+"""Interval of both sides' heartbeats, in seconds."""
 LOST_S: Final = 6.0
-"""Without a frame for so long the other side is taken for lost. With what the agent then needs to kill its
-processes (a fraction of a second, ``TRACKER_GRACE_S`` at most) it is gone 10 s after the last frame."""
+"""Seconds without a frame after which the other side is lost. An agent then kills its processes within
+``TRACKER_GRACE_S``, so all are gone 10 s after the last frame."""
 CHUNK_BYTES: Final = 192 * 1024
-"""Of a file in one frame, before base64."""
+"""Part of a file per frame, before base64."""
 ENCODING: Final = "latin-1"
 LOST: Final = 255
-"""The exit status of a process whose host is lost, as ssh has it."""
+"""Exit status of a process on a lost host, as for ssh."""
 
 _KINDS: Final[Mapping[str, type[KvbenchError]]] = {
     each.__name__: each
@@ -258,16 +251,16 @@ _KINDS: Final[Mapping[str, type[KvbenchError]]] = {
 
 
 class HostLostError(LaunchError):
-    """The connection to a host has ended, or nothing has come from there for too long."""
+    """The connection to a host has ended or is silent for too long."""
 
 
 def encode(frame: Mapping[str, Any]) -> bytes:
-    """A frame as a line, without its newline."""
+    """Encode a frame as a line without its newline."""
     return json.dumps(frame, separators=(",", ":")).encode()
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """The frame in a line; None for what is none, such as a word of the login shell's."""
+    """Decode a line, or None for other output, such as a login shell's."""
     try:
         frame = json.loads(line)
     except (ValueError, RecursionError):
@@ -276,11 +269,9 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 def error_frame(error: KvbenchError) -> dict[str, str]:
-    """An error for the other side."""
     return {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
 
 
 def error_of(frame: Mapping[str, Any], host: str) -> KvbenchError:
-    """The error that the agent on ``host`` met."""
     kind = _KINDS.get(str(frame.get("kind")), LaunchError)
     return kind(f"{host}: {frame.get('message', 'failed')}", hint=str(frame.get("hint", "")))

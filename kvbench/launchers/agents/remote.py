@@ -1,8 +1,8 @@
-"""Processes on other hosts: an agent on each host of a run starts them; here they look like local ones.
+"""Processes started by agents on other hosts, with the interface of local ones.
 
-Logs and stdout arrive here as they come, files go there and back, HTTP is requested from there. A host whose
-agent is gone is lost with all its processes, since the agent has killed them or is about to
-(``launchers/agents/channel.py``); a ``Fleet`` tries it again when it is needed again.
+Logs and stdout are streamed, files copied, HTTP requests sent from the remote host. A host without its agent
+is lost with all processes, which the agent kills (``launchers/agents/channel.py``); a ``Fleet`` reconnects
+when the host is needed again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEADERS: Final = ("content-type", "accept", "authorization")
 
 
 class RemotePlace:
-    """``launchers.base.Place`` by an agent."""
+    """``launchers.base.Place`` via an agent."""
 
     def __init__(self, agent: AgentClient) -> None:
         self._agent = agent
@@ -80,10 +80,8 @@ class RemotePlace:
 
 
 class RemoteWeb(httpx.BaseTransport):
-    """HTTP that the agents do on their hosts: this machine need not reach the data network.
-
-    ``agent_of`` names the agent by the address in the URL; others are asked from here.
-    """
+    """HTTP transport via agents, so that this machine need not reach the data network. ``agent_of``: agent by
+    the URL's address; other addresses are requested locally."""
 
     def __init__(self, agent_of: Mapping[str, AgentClient], access: ServerAccess) -> None:
         self._agent_of = agent_of
@@ -118,18 +116,15 @@ class RemoteWeb(httpx.BaseTransport):
 
 
 CODE: Final = str(Path(__file__).resolve().parents[3])
-"""The folder from which kvbench is imported here."""
+"""Folder of the local kvbench package."""
 ENDED_S: Final = 5.0
-"""A process that was killed is known to be gone after so long at the latest."""
+"""Longest time until a killed process is reported, in seconds."""
 POLL_S: Final = 0.01
 
 
 class RemoteLauncher:
-    """Starts each process on the host that ``host_of`` names for it; logs come to ``log_dir``.
-
-    ``agents`` by host name stay with whoever made them. ``addresses``: whose the addresses are at which
-    servers are asked; they are then asked from there.
-    """
+    """Starts each process on its ``host_of``; logs are copied to ``log_dir``. ``agents`` (by host) belong to
+    the caller. ``addresses``: server addresses that are requested from their hosts."""
 
     def __init__(
         self,
@@ -149,19 +144,18 @@ class RemoteLauncher:
         self._secrets: dict[str, Mapping[str, str]] = {}
 
     def with_env(self, env: Mapping[str, Mapping[str, str]]) -> RemoteLauncher:
-        """Environment of single processes by name: what the place gives them, such as its GPUs."""
+        """Return a launcher with environment per process name, such as GPUs."""
         self._env = dict(env)
         return self
 
     def with_secrets(self, role: str, env: Mapping[str, str]) -> RemoteLauncher:
-        """Environment of a role's processes that nobody else is to see. It goes with the order to start one,
-        over the connection, and stands in no spec, file or log.
-        """
+        """Return a launcher with secret environment for a role: sent with the start request, never in specs,
+        files or logs."""
         self._secrets[role] = dict(env)
         return self
 
     def start(self, spec: ProcessSpec, *, piped: bool = False) -> RemoteProcess:
-        """Start one process on its host. Raises LaunchError if it cannot be run, HostLostError."""
+        """Start a process on its host. Raises LaunchError if it cannot run, HostLostError."""
         agent = self._agent(spec.name)
         self.log_dir.mkdir(parents=True, exist_ok=True)
         process = RemoteProcess(spec, agent, self.log_path(spec), piped=piped)
@@ -186,11 +180,9 @@ class RemoteLauncher:
         return process
 
     def log_path(self, spec: ProcessSpec) -> Path:
-        """Where a process's output goes, here."""
         return self.log_dir / f"{spec.name}.log"
 
     def stop(self, processes: Sequence[RemoteProcess], grace_s: float = GRACE_S) -> None:
-        """Stop in reverse order of start: ask, wait at most ``grace_s`` altogether, then force."""
         try:
             stop_in_reverse(processes, grace_s)
         finally:
@@ -200,7 +192,6 @@ class RemoteLauncher:
         self._bring_extras({process.host for process in processes})
 
     def check(self) -> None:
-        """Raises HostLostError if one of its hosts is gone."""
         for agent in self._agents.values():
             agent.check()
 
@@ -208,15 +199,13 @@ class RemoteLauncher:
         return RemotePlace(self._agent(name))
 
     def web(self, access: ServerAccess) -> RemoteWeb:
-        """HTTP to the servers of these hosts, done over there."""
+        """HTTP transport from the servers' hosts."""
         return RemoteWeb(self._addresses, access)
 
     def host_of(self, name: str) -> str:
-        """The host that a process of this name belongs on."""
         return self._host_of(name)
 
     def env_of(self, spec: ProcessSpec) -> Mapping[str, str]:
-        """Its own, and what it was dealt."""
         return {**spec.env, **self._env.get(spec.name, {})}
 
     @property
@@ -226,7 +215,7 @@ class RemoteLauncher:
     def ask_hosts(
         self, what: str, more: Mapping[str, Mapping[str, Any]] | None = None
     ) -> dict[str, dict[str, Any]]:
-        """The answers of all hosts to one question, by name. Raises what the first of them raises."""
+        """Return host → answer to one question. Raises the first error."""
         with ThreadPoolExecutor(len(self._agents)) as pool:
             answers = pool.map(
                 lambda name: self._agents[name].ask(what, **(more or {}).get(name, {})), self._agents
@@ -246,7 +235,7 @@ class RemoteLauncher:
             time.sleep(POLL_S)
 
     def _bring_extras(self, hosts: set[str]) -> None:
-        """Brings what processes left beside their logs. What cannot be had is no reason to fail."""
+        """Copy files that processes left next to their logs; missing ones are no error."""
         for host in hosts:
             agent = self._agents[host]
             with contextlib.suppress(KvbenchError):
@@ -254,7 +243,7 @@ class RemoteLauncher:
                     agent.fetch(str(there), self.log_dir / Path(str(there)).name)
 
     def _translated(self, spec: ProcessSpec, agent: AgentClient) -> ProcessSpec:
-        """The process as it is over there: that host's Python, its folder of kvbench, its folder of logs."""
+        """Translate a spec to the host's Python, kvbench folder and log folder."""
         far_logs = f"{agent.folder}/logs/{self._folder}"
         words = {str(self.log_dir.absolute()): far_logs, str(self.log_dir): far_logs, CODE: agent.code}
 
@@ -280,16 +269,14 @@ class RemoteLauncher:
 
 
 Connect = Callable[[str, str], Channel]
-"""Host name, shell command that is to run there → channel. Raises LaunchError."""
+"""(host name, shell command) → channel. Raises LaunchError."""
 
 AT_ONCE: Final = 32
 
 
 class Fleet(Mapping[str, AgentClient]):
-    """The agents of a run by host name. As a context manager it closes all of them at the end.
-
-    ``close_too`` is called last, such as for what the channels share.
-    """
+    """Agents of a run by host name; a context manager that closes them. ``close_too``: called last, for
+    shared resources of channels."""
 
     def __init__(
         self,
@@ -305,7 +292,7 @@ class Fleet(Mapping[str, AgentClient]):
         self._agents: dict[str, AgentClient] = {}
 
     def require(self, names: Iterable[str] | None = None) -> None:
-        """Have an agent on each of these hosts, or on all in use. Raises LaunchError with all trouble."""
+        """Connect these hosts, or all in use. Raises LaunchError with all problems."""
         wanted = list(self._deployment.used_hosts if names is None else names)
         missing = [name for name in wanted if name not in self._agents or self._agents[name].lost]
         if not missing:
@@ -323,7 +310,7 @@ class Fleet(Mapping[str, AgentClient]):
             )
 
     def launcher(self, log_dir: Path, env: Mapping[str, Mapping[str, str]] | None = None) -> RemoteLauncher:
-        """A launcher for one deployment; every host that is used is connected first. Raises LaunchError."""
+        """Connect the hosts and return a deployment's launcher. Raises LaunchError."""
         self.require()
         hosts = self._deployment.hosts
         addresses = {hosts[name].address: agent for name, agent in self._agents.items()}
@@ -333,11 +320,10 @@ class Fleet(Mapping[str, AgentClient]):
         return launcher.with_env(env or {})
 
     def environments(self) -> dict[str, Any]:
-        """What each host is, by name; the trouble where that cannot be asked."""
         return self._asked("environment")
 
     def gpus(self) -> dict[str, Any]:
-        """The GPUs of each host as its agent sees them, by name; the trouble where that cannot be asked."""
+        """Return host → its agent's GPUs, or the problem."""
         return self._asked("gpus")
 
     def _asked(self, what: str) -> dict[str, Any]:
@@ -351,7 +337,6 @@ class Fleet(Mapping[str, AgentClient]):
             return dict(zip(self._agents, pool.map(describe, self._agents), strict=True))
 
     def close(self) -> None:
-        """End all agents, and with them all that they have started."""
         agents, self._agents = list(self._agents.values()), {}
         if agents:
             with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -388,7 +373,7 @@ class Fleet(Mapping[str, AgentClient]):
 
 
 def agent_command(host: RemoteHost, run_tag: str) -> str:
-    """The shell command that starts an agent on a host. Its environment comes later, over the channel."""
+    """Shell command that starts an agent; its environment follows over the channel."""
     agent = f"-m {AGENT_MODULE} --tag {shlex.quote(run_tag)}"
     begin = f"cd / && exec env {RUN_TAG_ENV}={shlex.quote(run_tag)}"
     if host.python:
@@ -398,7 +383,7 @@ def agent_command(host: RemoteHost, run_tag: str) -> str:
 
 
 def in_shell(path: str) -> str:
-    """A path as a shell's word, whose leading ``~`` still means the home folder."""
+    """Quote a path for a shell, keeping a leading ``~``."""
     if path == "~" or path.startswith("~/"):
         return '"$HOME"' + shlex.quote(path[1:]) if len(path) > 1 else '"$HOME"'
     return shlex.quote(path)

@@ -1,4 +1,4 @@
-"""A process on another host, as it looks from here."""
+"""A process on another host with the interface of a local one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _numbers: Final = itertools.count(1)
 
 
 class RemoteStdin:
-    """What is written goes into frames. Raises OSError once the process or its host is gone."""
+    """Stdin as frames. Raises OSError once the process or its host is gone."""
 
     def __init__(self, process: RemoteProcess) -> None:
         self._process = process
@@ -47,7 +47,7 @@ class RemoteStdin:
 
 
 class RemoteStdout:
-    """A pipe whose writing end a thread feeds, so that a slow reader here holds up nothing else."""
+    """Pipe filled by a thread, so that a slow reader blocks nothing else."""
 
     def __init__(self) -> None:
         reading, self._writing = os.pipe()
@@ -56,7 +56,6 @@ class RemoteStdout:
         threading.Thread(target=self._pump, name="far-stdout", daemon=True).start()
 
     def feed(self, data: bytes | None) -> None:
-        """Bytes that came; None is the end."""
         self._chunks.put(data)
 
     def _pump(self) -> None:
@@ -68,7 +67,7 @@ class RemoteStdout:
 
 
 class RemoteProcess:
-    """A process that an agent has started. Its log and its stdout come here."""
+    """A process started by an agent; its log and stdout are copied here."""
 
     def __init__(self, spec: ProcessSpec, agent: AgentClient, log_path: Path, *, piped: bool) -> None:
         self.spec = spec
@@ -77,7 +76,7 @@ class RemoteProcess:
         self.key = f"{next(_numbers)}-{spec.name}"
         self.pid = 0
         self.hung: tuple[str, str] | None = None
-        """What its agent saw of its doing nothing any more, and what to do; None as long as all is well."""
+        """Symptom and hint, if the agent detected a hang."""
         self._status: int | None = None
         self._log = log_path.open("ab")
         self._logging = threading.Lock()
@@ -90,7 +89,6 @@ class RemoteProcess:
 
     @property
     def host(self) -> str:
-        """The name of the host where it runs."""
         return self.agent.name
 
     @property
@@ -103,49 +101,44 @@ class RemoteProcess:
         return self._stdout.reader
 
     def poll(self) -> int | None:
-        """The exit status, or None while it runs; LOST when its host is."""
+        """Exit status, None while it runs, or LOST with its host."""
         return self._status
 
     def terminate(self) -> None:
-        """Ask it to end."""
         self._tell("terminate")
 
     def kill(self) -> None:
-        """End it and its whole group; ``poll`` says when that has been done."""
+        """Kill its whole group; ``poll`` reports the end."""
         self._tell("kill")
 
     def tail(self, lines: int = 12) -> list[str]:
-        """The last lines of its log."""
         return tail_of(self.log_path, lines)
 
     def rename(self, name: str) -> None:
-        """Another name, for the log too, here and there."""
+        """Rename it and its log, locally and remotely."""
         with self._logging:
             self.spec = replace(self.spec, name=name)
             self.log_path = self.log_path.rename(self.log_path.with_name(f"{name}.log"))
         self._tell("rename", name=name)
 
     def release(self) -> None:
-        """Nobody here reads what it says any more."""
+        """Discard further stdout."""
         if self._stdout is not None:
             self._stdout.reader.close()
 
     # -- what its agent reports --------------------------------------------------------------------
 
     def logged(self, text: str) -> None:
-        """More of its log."""
         with self._logging:
             if not self._log.closed:
                 self._log.write(text.encode())
                 self._log.flush()
 
     def said(self, data: bytes) -> None:
-        """More of its stdout."""
         if self._stdout is not None:
             self._stdout.feed(data)
 
     def ended(self, status: int) -> None:
-        """It has ended, or its host is lost. The first call counts."""
         with self._logging:
             if self._log.closed:
                 return

@@ -1,1 +1,1 @@
-"""What the launchers share: agents, channels, guards, ports; no launcher of its own."""
+"""Shared parts of the launchers: channels, guards, ports."""

@@ -1,7 +1,7 @@
-"""Starts a command so that it dies with whoever started it.
+"""Run a command that dies with its parent process.
 
-Run as a script with ``python -I -S guard.py PARENT_PID COMMAND…``, without kvbench on the path: it
-costs a few milliseconds, asks the kernel for SIGKILL when the parent dies, and becomes the command.
+``python -I -S guard.py PARENT_PID COMMAND…`` needs no kvbench and starts in milliseconds. It sets SIGKILL as
+the parent-death signal, then executes the command.
 """
 
 import ctypes

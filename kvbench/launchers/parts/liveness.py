@@ -1,9 +1,8 @@
-"""Do processes go on? None may be stopped by a signal, and each server is to answer.
+"""Check that no process is stopped by a signal and that each server responds.
 
-A process that hangs neither ends nor writes a log line, and its requests run into their timeouts, which may
-be minutes. So a thread asks each server something small every two seconds, on a connection of its own. Any
-answer counts, an error too. One small request in two seconds is no load to a server that answers hundreds a
-second.
+A hung process neither ends nor logs, and its requests run into timeouts of minutes. A thread sends each
+server a small request every two seconds on its own connection. Any response counts, even an error. The load
+is negligible for a server with hundreds of requests per second.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ from kvbench.launchers.base import Process
 
 ASK_EVERY_S: Final = 2.0
 LOOK_S: Final = 0.25
-"""How often a waiting thread looks whether it is to end."""
+"""Interval at which a waiting thread checks for its end, in seconds."""
 
 
 class Heartbeat:
-    """Asks servers for a sign of life, from ``start`` to ``close``. ``urls``: what to ask, by name.
-
-    Raises ValueError for a URL that is not plain http.
-    """
+    """Polls servers from ``start`` to ``close``. ``urls``: name → URL. Raises ValueError for a URL that is
+    not plain http."""
 
     def __init__(self, urls: Mapping[str, str], every_s: float = ASK_EVERY_S) -> None:
         self._every_s = every_s
@@ -53,23 +50,20 @@ class Heartbeat:
         self.close()
 
     def start(self) -> None:
-        """All are taken to have answered just now."""
+        """Start; all servers count as just heard."""
         self._looked = time.monotonic()
         self._answered = dict.fromkeys(self._questions, self._looked)
         if self._questions:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread. Safe to call twice, and when it was never started."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=LOOK_S + 1.0)
 
     def silent_s(self) -> dict[str, float]:
-        """For how many seconds each has not answered, by name; about ``every_s`` for one that is well.
-
-        Up to the last look at the sockets: if this process itself stood still, nobody else is blamed.
-        """
+        """Return name → seconds without a response, about ``every_s`` for a healthy one. Counted up to the
+        last poll, so that a stall of this process blames no server."""
         return {name: max(0.0, self._looked - at) for name, at in self._answered.items()}
 
     def _run(self) -> None:
@@ -77,7 +71,7 @@ class Heartbeat:
             try:
                 while not self._stop.is_set():
                     following = time.monotonic() + self._every_s
-                    # A question that has no answer yet stays open, so that a late one still counts.
+                    # An unanswered request stays open, so that a late response still counts.
                     waiting = {key.data for key in selector.get_map().values()}
                     for name in self._questions.keys() - waiting:
                         self._ask(name, selector)
@@ -98,11 +92,11 @@ class Heartbeat:
             family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             sock = socket.socket(family, kind)
             sock.setblocking(False)
-            sock.connect_ex(address)  # what comes of it is seen when it may be written to
+            sock.connect_ex(address)  # the result shows when it is writable
             selector.register(sock, selectors.EVENT_WRITE, name)
 
     def _go_on(self, key: selectors.SelectorKey, events: int, selector: selectors.BaseSelector) -> None:
-        """The next step of one question."""
+        """Take the next step of one request."""
         sock = key.fileobj
         assert isinstance(sock, socket.socket)
         try:
@@ -120,7 +114,7 @@ class Heartbeat:
 def _question(url: str) -> tuple[str, int, bytes]:
     parts = urlsplit(url)
     if parts.scheme != "http" or parts.hostname is None:
-        raise ValueError(f"{url} is no plain http URL")
+        raise ValueError(f"{url} is not a plain http URL")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     head = f"GET {path} HTTP/1.1\r\nhost: {parts.netloc}\r\nconnection: close\r\n\r\n"
     return parts.hostname, parts.port or 80, head.encode()
@@ -133,29 +127,27 @@ def _close(key: selectors.SelectorKey, selector: selectors.BaseSelector) -> None
 
 
 STATE_S: Final = 0.5
-"""How often it is looked whether processes are stopped."""
+"""Interval of checks for stopped processes, in seconds."""
 FAMILY_S: Final = 3.0
-"""How often their children are looked up."""
+"""Interval of lookups of their children, in seconds."""
 FROZEN_S: Final = 5.0
-"""So long stopped is no hiccup: nothing measured beside it is worth anything."""
+"""A process stopped for longer than this, in seconds, counts as frozen; measurements next to it are
+invalid."""
 SILENT_S: Final = 10.0
-"""So long without an answer and without CPU time, and a server hangs."""
+"""A server with no response and no CPU use for this many seconds is considered hung."""
 BUSY_SILENT_S: Final = 60.0
-"""A server that computes may have good reasons, such as a compilation: it gets longer."""
+"""Longer limit for a server that uses CPU, for example for a compilation, in seconds."""
 IDLE_SHARE: Final = 0.02
-"""Of a core; what a hung process's other threads may still take."""
+"""Share of a core that other threads of a hung process may use."""
 
 
 class Liveness:
-    """Do a deployment's processes go on? None may be stopped by a signal, and each server is to answer.
-
-    What it costs them is one small request in two seconds (``Heartbeat``). Processes on other hosts are
-    looked at by the agents there, which report what they see (``processes/agent/agent.py``).
-    """
+    """Detects stopped processes and silent servers of a deployment, with a small request every two seconds
+    (``Heartbeat``). Agents check processes on other hosts (``processes/agent/agent.py``)."""
 
     def __init__(self, processes: Sequence[Process]) -> None:
-        # No page of this name need be there, and nobody works for it: an engine's health page may generate
-        # a token, a router's asks everybody behind it.
+        # The page need not exist, and causes no work: an engine's health page may generate
+        # a token, and a router's queries all servers behind it.
         asked = [each.spec for each in _here(processes) if each.spec.ready_url]
         self._heartbeat = Heartbeat({each.name: urljoin(each.ready_url, "/version") for each in asked})
         self._far: dict[str, list[RemoteProcess]] = {}
@@ -183,13 +175,12 @@ class Liveness:
                 processes[0].agent.say(what, watch=keys[0], keys=keys)
 
     def problem(self, processes: Sequence[Process]) -> tuple[Process, str, str] | None:
-        """Which process does nothing any more, why, and what to do; None while all is well, and at most
-        twice a second anything else.
-        """
+        """Return (process, symptom, hint) of a frozen or hung process, or None; evaluated at most twice a
+        second."""
         now = time.monotonic()
         if now - self._looked_at < STATE_S:
             return None
-        if now - self._looked_at > 4 * STATE_S:  # what went on meanwhile is not known
+        if now - self._looked_at > 4 * STATE_S:  # states in between are unknown
             self._stopped_at, self._taken = {}, {}
         self._looked_at = now
         if now - self._families_at > FAMILY_S:
@@ -212,14 +203,14 @@ class Liveness:
                     continue
                 taken_s = cpu_s([pid])
                 since, before_s = self._stopped_at.setdefault(pid, (now, taken_s))
-                if taken_s > before_s:  # it went on between two looks
+                if taken_s > before_s:  # it ran between two checks
                     self._stopped_at[pid] = now, taken_s
                 elif now - since >= FROZEN_S:
                     whose = process.name if pid == process.pid else f"{process.name}'s child process"
                     return (
                         process,
-                        f"{whose} {pid} is frozen: a signal has stopped it, for {FROZEN_S:g} s now",
-                        f"find out who stops it; `kill -CONT {pid}` lets it go on",
+                        f"{whose} {pid} is frozen: stopped by a signal for {FROZEN_S:g} s",
+                        f"find out what stops it; `kill -CONT {pid}` continues it",
                     )
         return None
 
@@ -235,15 +226,14 @@ class Liveness:
             since, before_s = self._taken.setdefault(process.name, (now, taken_s))
             idle = members is not None and taken_s - before_s <= IDLE_SHARE * (now - since)
             if seconds >= (SILENT_S if idle else BUSY_SILENT_S):
-                busy = "takes no CPU time" if idle else "is busy with something else"
+                busy = "uses no CPU time" if idle else "is busy with something else"
                 return (
                     process,
-                    f"{process.name} hangs: it has not answered for {seconds:.0f} s and {busy}",
-                    "look into its log, and at its stacks with `py-spy dump` or gdb while it hangs",
+                    f"{process.name} hangs: no response for {seconds:.0f} s and {busy}",
+                    "see its log, and its stacks with `py-spy dump` or gdb while it hangs",
                 )
         return None
 
 
 def _here(processes: Sequence[Process]) -> list[Process]:
-    """Those of this machine."""
     return [each for each in processes if not isinstance(each, RemoteProcess)]

@@ -1,4 +1,4 @@
-"""A channel over a Ray actor that runs the agent as its child. Ray is imported inside functions only."""
+"""Channel over a Ray actor with the agent as its child. Ray is imported inside functions only."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvbench.errors import LaunchError
 from kvbench.launchers.agents.channel import CLOSE_GRACE_S, SEND_DEADLINE_S, TAIL_LINES, Inbox, ended_words
 
 START_DEADLINE_S: Final = 120.0
-"""A node under load takes half a minute to start a worker process."""
+"""Longest start of an actor, in seconds; a busy node takes half a minute."""
 RECEIVE_S: Final = 1.0
 UNSENT: Final = 64
-"""Lines on their way; more wait for the oldest."""
+"""Most lines in transit; further ones wait for the oldest."""
 
 
 class ActorChannel:
-    """A channel over an actor that runs the agent as its child. Raises LaunchError."""
+    """Channel over an actor with the agent as its child. Raises LaunchError."""
 
     def __init__(self, host: str, actor: Any, command: str, run_tag: str) -> None:
         import ray
@@ -38,7 +38,7 @@ class ActorChannel:
             ray.kill(actor)
             raise LaunchError(
                 f"the Ray node {host} starts no agent: {first_line(error)}",
-                hint="look with `ray list actors`",
+                hint="see `ray list actors`",
             ) from error
         if failure:
             ray.kill(actor)
@@ -97,10 +97,8 @@ class ActorChannel:
 
 
 def agent_actor() -> type:
-    """The actor's class. Made in a function, so that Ray sends its code: kvbench may be missing there.
-
-    It uses the standard library alone for the same reason.
-    """
+    """Create the actor's class. Ray sends the code of a class made in a function, as the node may lack
+    kvbench; it uses the standard library only."""
     import ray
 
     child: Any = _child()
@@ -134,7 +132,7 @@ def agent_actor() -> type:
 
 
 def _child() -> type:
-    """The part of the actor's class that knows its child, the agent."""
+    """Create the part of the actor's class that handles the agent process."""
 
     class Child:
         def __init__(self) -> None:
@@ -147,7 +145,7 @@ def _child() -> type:
             import subprocess
             import sys
 
-            # The cluster's own Python comes first: it is the one that has kvbench, if one has.
+            # The cluster's own Python comes first, as it most likely has kvbench.
             path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
             try:
                 self.child = subprocess.Popen(
@@ -189,6 +187,6 @@ def _child() -> type:
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error of Ray's says, which may be pages long."""
+    """First line of a Ray error, which may have pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines or [type(error).__name__])[0][:300]

@@ -1,9 +1,7 @@
-"""Owns a Slurm job: asks for it, and cancels it when whoever started this program is gone.
+"""Request a Slurm job, and cancel it when the starting process is gone.
 
-Run as a script with ``python -I -S slurm_guard.py JOB_NAME salloc --no-shell …``, without kvbench on the
-path. Its stdin says how long the job is wanted: until it ends, be it closed or its writer killed. The job is
-cancelled by its name, which is this run's alone, so also one that was granted a moment ago and whose number
-nobody has read yet.
+``python -I -S slurm_guard.py JOB_NAME salloc --no-shell …`` needs no kvbench. The job lasts until stdin ends.
+It is cancelled by its unique name, which also covers a job whose number is not yet known.
 """
 
 import ctypes
@@ -22,14 +20,14 @@ SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
 def with_parent() -> None:
-    """salloc gives its request back on SIGTERM, which it gets if this program is killed."""
+    """Make salloc cancel its request (SIGTERM) if this program is killed."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def wait(salloc: "subprocess.Popen[bytes]") -> int:
-    """Until stdin ends (0), or salloc has failed (its status)."""
+    """Wait until stdin ends (0) or salloc fails (its status)."""
     while True:
         if select.select([0], [], [], 0.1)[0] and not os.read(0, 4096):
             return 0
@@ -42,7 +40,7 @@ def wait(salloc: "subprocess.Popen[bytes]") -> int:
 
 
 def cancel(name: str) -> None:
-    """Cancels all jobs of that name, until Slurm lists none any more."""
+    """Cancel all jobs of that name until Slurm lists none."""
     deadline = time.monotonic() + CANCEL_DEADLINE_S
     mine = [f"--name={name}", f"--user={os.getuid()}"]
     while time.monotonic() < deadline:

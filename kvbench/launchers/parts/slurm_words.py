@@ -1,7 +1,5 @@
-"""Slurm's command lines and what its commands print, as values. Pure; ``launchers/slurm.py`` runs them.
-
-Options are those of salloc(1), srun(1), squeue(1) and scontrol(1) of Slurm 22.05 and later.
-"""
+"""Slurm's command lines and outputs as values, for ``launchers/slurm.py``. Options as in salloc(1), srun(1),
+squeue(1) and scontrol(1) of Slurm 22.05 and later."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ KEPT_ENV: Final = (
     "PYTHONPATH",
     "TZ",
 )
-"""What an agent needs of the environment to run at all; everything else stays where it is."""
+"""Environment variables that an agent needs to run; no others are passed."""
 ENDED: Final = frozenset(
     {
         "BOOT_FAIL",
@@ -60,7 +58,7 @@ _PAIR: Final = re.compile(r"(?:^|\s)([A-Za-z][A-Za-z0-9_:/]*)=")
 
 @dataclass(frozen=True)
 class SlurmGroup:
-    """One part of a job: its nodes serve ``roles`` together."""
+    """One part of a job; its nodes share ``roles``."""
 
     roles: tuple[str, ...]
     wanted: SlurmNodes
@@ -68,7 +66,7 @@ class SlurmGroup:
 
 @dataclass(frozen=True)
 class Queued:
-    """A job as squeue reports it."""
+    """A job in squeue's output."""
 
     job_id: str
     state: str
@@ -76,37 +74,34 @@ class Queued:
     start: str
 
     def words(self) -> str:
-        """For whoever waits for it."""
+        """State of a waiting job as text."""
         reason = self.reason.removeprefix("(").removesuffix(")")
-        reason = "it was just asked for" if reason in ("", "None") else reason
+        reason = "just requested" if reason in ("", "None") else reason
         expected = f", expected to start {self.start}" if self.start not in ("", "N/A") else ""
         return f"Slurm job {self.job_id} is {self.state.lower()}: {reason}{expected}"
 
 
 @dataclass(frozen=True)
 class Component:
-    """A job, or one component of a heterogeneous one, as scontrol reports it."""
+    """A job, or one component of a heterogeneous job, in scontrol's output."""
 
     job_id: str
     offset: int | None
-    """Its number within a heterogeneous job; None for a plain one."""
+    """Number within a heterogeneous job, or None."""
     state: str
     reason: str
     node_list: str
     leader: str = ""
-    """The number of the heterogeneous job that it is part of."""
+    """Number of its heterogeneous job."""
 
     def words(self) -> str:
-        """How it stands, for a message."""
         why = f", reason {self.reason}" if self.reason not in ("", "None") else ""
         return f"Slurm job {self.job_id} is {self.state}{why}"
 
 
 def groups_of(options: SlurmOptions, *, loadgen_only: bool = False) -> list[SlurmGroup]:
-    """The parts of the job that the options ask for: one for each role that has nodes of its own.
-
-    ``loadgen_only``: the servers run already, and only the load generator is to be placed.
-    """
+    """Return the job's parts: one per role with its own nodes. ``loadgen_only``: external servers need only a
+    load generator."""
     if loadgen_only:
         return [SlurmGroup(("loadgen",), _merged(options, options.loadgen or SlurmNodes(), 1))]
     own = [role for role in SCHEDULED_ROLES if getattr(options, role) is not None]
@@ -116,7 +111,7 @@ def groups_of(options: SlurmOptions, *, loadgen_only: bool = False) -> list[Slur
 
 
 def _merged(options: SlurmOptions, wanted: SlurmNodes, nodes: int) -> SlurmNodes:
-    """The role's own options over those for all roles; further options are added to each other."""
+    """Merge the role's options over the common ones; further options are concatenated."""
     both = {name: getattr(wanted, name) or getattr(options, name) for name in _VALUES}
     count = wanted.nodes or (options.nodes if wanted == SlurmNodes() else None) or nodes
     return SlurmNodes(
@@ -128,7 +123,7 @@ def _merged(options: SlurmOptions, wanted: SlurmNodes, nodes: int) -> SlurmNodes
 
 
 def salloc_command(options: SlurmOptions, groups: Sequence[SlurmGroup], job_name: str) -> list[str]:
-    """The command that asks for all groups as one job, heterogeneous if there are several."""
+    """Command that requests all groups as one job, heterogeneous if there are several."""
     words = ["salloc", "--no-shell"]
     for index, group in enumerate(groups):
         words += [":"] if index else []
@@ -144,11 +139,8 @@ def salloc_command(options: SlurmOptions, groups: Sequence[SlurmGroup], job_name
 
 
 def srun_command(component: Component, node: str, env_names: Sequence[str], command: str) -> list[str]:
-    """The step that runs a shell command on one node, beside whatever else runs in the allocation.
-
-    Its stdin and stdout are srun's. It has all memory, devices and cores that the job has there: the
-    processes it starts are what the job is for.
-    """
+    """Command that runs a shell command on one node next to other steps, with srun's stdin and stdout and all
+    of the job's memory, devices and cores."""
     whole = [] if component.offset is None else [f"--het-group={component.offset}"]
     return [
         "srun",
@@ -173,31 +165,29 @@ def srun_command(component: Component, node: str, env_names: Sequence[str], comm
 
 
 def dropped_env(environment: Mapping[str, str]) -> list[str]:
-    """Variables that would decide for an srun what this module decides: those of a job that it runs in."""
+    """Environment variables of a surrounding job, which would change srun's behaviour."""
     kept = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS", "SLURM_CLUSTER_NAME", "SLURM_SACK_KEY")
     prefixes = ("SLURM_", "SLURMD_", "SRUN_")
     return sorted(name for name in environment if name.startswith(prefixes) and name not in kept)
 
 
 def parse_squeue(text: str) -> list[Queued]:
-    """Lines of ``squeue --noheader --format=SQUEUE_FORMAT``. Lines of another form are left out."""
+    """Parse ``squeue --noheader --format=SQUEUE_FORMAT``; skips other lines."""
     rows = [line.strip().split("|") for line in text.splitlines()]
     # A reason may hold the mark itself; nothing else does.
     return [Queued(row[0], row[1], "|".join(row[2:-1]), row[-1]) for row in rows if len(row) >= 4]
 
 
 def parse_pairs(line: str) -> dict[str, str]:
-    """A line of ``scontrol --oneliner show``: its KEY=VALUE pairs, whose values may have spaces."""
+    """Parse the KEY=VALUE pairs of a line of ``scontrol --oneliner show``; values may have spaces."""
     found = list(_PAIR.finditer(line))
     ends = [*(each.start() for each in found[1:]), len(line)]
     return {each.group(1): line[each.end() : end].strip() for each, end in zip(found, ends, strict=False)}
 
 
 def parse_job(text: str) -> list[Component]:
-    """The components in what ``scontrol --oneliner show job ID`` prints, in their order.
-
-    Raises LaunchError if there is none.
-    """
+    """Parse the components of ``scontrol --oneliner show job ID``, in order. Raises LaunchError if there is
+    none."""
     components = []
     for line in text.splitlines():
         pairs = parse_pairs(line)
@@ -216,18 +206,16 @@ def parse_job(text: str) -> list[Component]:
             )
         )
     if not components:
-        raise LaunchError("Slurm tells nothing of the job", hint="look with `squeue --me`")
+        raise LaunchError("Slurm reports nothing about the job", hint="see `squeue --me`")
     return sorted(components, key=lambda each: each.offset or 0)
 
 
 def placed(
     groups: Sequence[SlurmGroup], nodes: Sequence[Sequence[str]], prefill: int, decode: int
 ) -> dict[str, tuple[str, ...]]:
-    """Role → its nodes, from the nodes of each group. ``prefill``, ``decode``: instances of each.
-
-    A group that serves both is dealt out by their numbers. A node beyond one per instance is left to the
-    router and the load generator; otherwise these are with the first prefill instance.
-    """
+    """Return role → nodes, from each group's nodes. ``prefill``, ``decode``: numbers of instances. A shared
+    group is dealt by them; a spare node gets router and load generator, which otherwise share the first
+    prefill node."""
     hosts: dict[str, tuple[str, ...]] = {}
     for group, names in zip(groups, nodes, strict=True):
         if group.roles == ("prefill", "decode"):
@@ -242,9 +230,9 @@ def placed(
 
 
 def dealt(names: tuple[str, ...], prefill: int, decode: int) -> dict[str, tuple[str, ...]]:
-    """The nodes of one pool for P and D, whose instances are so many. Raises LaunchError without a node."""
+    """Deal one pool of nodes to P and D by their instances. Raises LaunchError without a node."""
     if not names:
-        raise LaunchError("the allocation has no nodes", hint="look with `squeue --me`")
+        raise LaunchError("the allocation has no nodes", hint="see `squeue --me`")
     if len(names) == 1:
         return {"prefill": names, "decode": names}
     if len(names) > prefill + decode:

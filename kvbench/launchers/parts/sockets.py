@@ -1,4 +1,4 @@
-"""Ports of this machine: whether one is free, which are, and whether somebody listens."""
+"""Ports of this machine: free, in use, listening."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ _ATTEMPTS: Final = 50
 
 
 def require_free_port(host: str, port: int, name: str) -> None:
-    """Raise PortInUseError if nothing can be bound to ``host:port`` now.
-
-    LaunchError if the address is another host's, whose ports nobody can look at from here.
-    """
+    """Raise PortInUseError if ``host:port`` cannot be bound, LaunchError if the address is not local."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -29,7 +26,7 @@ def require_free_port(host: str, port: int, name: str) -> None:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether something can be bound to ``host:port`` now. With port 0: is the address this machine's?"""
+    """Whether ``host:port`` can be bound; port 0 checks the address only."""
     with suppress(LaunchError):
         require_free_port(host, port, "")
         return True
@@ -37,20 +34,18 @@ def is_free(host: str, port: int) -> bool:
 
 
 def is_here(host: str) -> bool:
-    """Whether the address is this machine's."""
     return is_free(host, 0)
 
 
 def foreign_address(host: str) -> LaunchError:
-    """The error for what is to listen here at an address that is not here."""
+    """Create the error for a listen address that is not local."""
     return LaunchError(
-        f"{host} is no address of this machine",
-        hint="start it there: launcher: ssh with deployment.hosts, or what `kvbench launch --print` gives",
+        f"{host} is not an address of this machine",
+        hint="start it there: launcher: ssh with deployment.hosts, or use `kvbench launch --print`",
     )
 
 
 def port_in_use(host: str, port: int, name: str) -> PortInUseError:
-    """The error for a taken port, with the way around it."""
     return PortInUseError(
         f"port {host}:{port}, planned for {name}, is in use",
         hint="choose others with --set deployment.base_port=PORT (0: any free ones), or end what holds it",
@@ -58,10 +53,8 @@ def port_in_use(host: str, port: int, name: str) -> PortInUseError:
 
 
 def free_ports(host: str, counts: Sequence[int]) -> list[int]:
-    """For each count the first of so many consecutive ports that are free now; no two ranges share any.
-
-    Raises PortInUseError if there are none, LaunchError if the address is another host's.
-    """
+    """Return the first of each count's consecutive free ports, without overlaps. Raises PortInUseError if
+    there are none, LaunchError if the address is not local."""
     with ExitStack() as reserved:
         return [_free_range(host, count, reserved) for count in counts]
 
@@ -91,7 +84,7 @@ def _free_range(host: str, count: int, reserved: ExitStack) -> int:
 
 
 def listens(host: str, port: int) -> bool:
-    """Whether a connection to ``host:port`` is taken."""
+    """Whether ``host:port`` accepts a connection."""
     try:
         with socket.create_connection((host, port), timeout=1.0):
             return True

@@ -1,4 +1,4 @@
-"""Processes that carry a run's tag in their environment: what runs, and what a crash may have left."""
+"""Processes with a run's tag in their environment: running ones and leftovers of a crash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROC: Final = Path("/proc")
 
 @dataclass(frozen=True)
 class Tagged:
-    """One process of a run, of this user's on this machine. ``age_s``: seconds since its start."""
+    """One local process of a run and this user. ``age_s``: seconds since its start."""
 
     pid: int
     tag: str
@@ -32,7 +32,7 @@ class Tagged:
 
 
 def tagged(but: Collection[str] = ()) -> list[Tagged]:
-    """Every process of this user's with a run's tag, but not with one of ``but``, and not this one."""
+    """This user's tagged processes, except tags ``but`` and this process."""
     boot_s, tick = time.clock_gettime(time.CLOCK_BOOTTIME), os.sysconf("SC_CLK_TCK")
     found = []
     for path in _PROC.iterdir():
@@ -52,7 +52,7 @@ def tagged(but: Collection[str] = ()) -> list[Tagged]:
 
 
 def tag_of(pid: int) -> str:
-    """A process's run tag; empty if it has none, is another user's, or is gone."""
+    """Run tag of a process; empty if it has none, is another user's, or has ended."""
     try:
         if (_PROC / str(pid)).stat().st_uid != os.getuid():
             return ""
@@ -66,11 +66,8 @@ def tag_of(pid: int) -> str:
 
 
 def end(wanted: Iterable[tuple[int, str]]) -> int:
-    """End processes: ask, wait ``GRACE_S`` altogether, force. Each comes with the tag it must still have.
-
-    Returns how many there were. A number that another process has by now is left alone: what is signalled is
-    the process that was looked at, not whoever has its number.
-    """
+    """Terminate processes, wait ``GRACE_S`` in total, kill; return their number. Each is given with its tag,
+    so that a reused process id is never signalled."""
     handles = []
     for pid, tag in wanted:
         with contextlib.suppress(OSError):

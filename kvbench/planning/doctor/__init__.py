@@ -1,1 +1,1 @@
-"""``kvbench doctor``: will it work here, before anything is started?"""
+"""``kvbench doctor``: check what works before anything starts."""

@@ -1,4 +1,4 @@
-"""What is installed, and what each connector lacks: findings as data, printed by the command line."""
+"""Checks of installed software and connectors as data, printed by the command line."""
 
 from __future__ import annotations
 
@@ -37,22 +37,20 @@ from kvbench.launchers.parts.sockets import is_free
 
 ROOT: Final = Path("/")
 PORTS: Final = 100
-"""How many ports from the default base port on are looked at; a plan needs about a dozen."""
+"""Number of checked ports from the default base port; a plan needs a dozen."""
 MIN_OPEN_FILES: Final = 1024
 MIN_SHM_BYTES: Final = 256 * 2**20
-"""Containers get 64 MiB by default, which is too little for engines that share tensors that way."""
+"""Smallest useful /dev/shm; containers' default of 64 MiB is too small for engines that share tensors."""
 MIN_CORES: Final = 2
 MARKS: Final = {"ok": "[green]ok[/green]", "warn": "[yellow]warn[/yellow]", "missing": "[red]missing[/red]"}
-_LISTENS: Final = "; its TCP transport listens on all interfaces, whatever it is told (0.3.13)"
+_LISTENS: Final = "; its TCP transport always listens on all interfaces (0.3.13)"
 KNOWN_LIMITS: Final = {"mooncake": _LISTENS, "mooncake_store": _LISTENS}
-"""What a library does against our will; everything else binds the loopback device."""
+"""Listening addresses that libraries do not let kvbench choose; all others bind to loopback."""
 
 
 def examine(vllm: Path | None = None) -> list[Check]:
-    """Everything that decides what can be measured here. Takes a second or two: libraries are tried out.
-
-    ``vllm`` is the command to look at in place of the one on the PATH.
-    """
+    """Run all checks of this machine; takes 1–2 s as libraries are loaded. ``vllm``: command to check instead
+    of the PATH's."""
     cards = gpus()
     machine = Machine.at(ROOT, len(cards or ()))
     return [
@@ -79,7 +77,7 @@ def python_check() -> Check:
 
 
 def connector_checks() -> list[Check]:
-    """One check a connector: does the library that moves its KV bytes load and answer here?"""
+    """Check per connector that its transfer library loads and works."""
     names = connectors.names()
     found = [connectors.get(name) for name in names]
     backends = [connector.transfer_backend for connector in found]
@@ -93,7 +91,7 @@ def _backend_problem(backend: str) -> Problem | None:
         return None
     try:
         return transfer.check(backend)
-    except Exception as error:  # an outside package's check may raise anything; that is a finding too
+    except Exception as error:  # an outside package's check may raise anything; that is also a finding
         return Problem(f"its check failed: {type(error).__name__}: {error}")
 
 
@@ -107,7 +105,6 @@ def _connector_check(connector: Connector, problem: Problem | None) -> Check:
 
 
 def ports_check(base_port: int, host: str = "127.0.0.1", count: int = PORTS) -> Check:
-    """Are the ports that a plan takes by default free?"""
     last = min(base_port + count, 65_536) - 1
     taken = [port for port in range(base_port, last + 1) if not is_free(host, port)]
     where = f"{host}:{base_port}-{last}"
@@ -131,7 +128,7 @@ def open_files_check() -> Check:
     detail = f"{_limit(soft)} open files per process (at most {_limit(hard)})"
     if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
         return Check("open files", "ok", detail)
-    fix = f"ulimit -n {MIN_OPEN_FILES}: each request under way holds a connection or two"
+    fix = f"ulimit -n {MIN_OPEN_FILES}: each request in flight uses one or two connections"
     return Check("open files", "warn", detail, fix)
 
 
@@ -140,7 +137,6 @@ def _limit(value: int) -> str:
 
 
 def shm_check(folder: Path = Path("/dev/shm")) -> Check:
-    """Shared memory, which engines and transfer libraries use between processes of one machine."""
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return Check("shared memory", "missing", f"{folder} cannot be written", f"mount a tmpfs on {folder}")
     free = shutil.disk_usage(folder).free
@@ -153,14 +149,18 @@ def shm_check(folder: Path = Path("/dev/shm")) -> Check:
 
 
 def cpu_checks(root: Path = ROOT, cores: int | None = None) -> list[Check]:
-    """Cores, and whether the machine is quiet enough: beside other work, trials will be refused."""
+    """Check cores and load: on a busy machine trials are refused."""
     if cores is None:
         cores = len(os.sched_getaffinity(0))
     limit = cgroup_cpu_limit(root)
     usable = min(cores, limit) if limit else cores
     detail = f"{cores} usable" + (f", limited to {limit:g} by a cgroup" if limit else "")
     enough = usable >= MIN_CORES
-    fix = "" if enough else f"give it at least {MIN_CORES}: engines and load generator disturb each other"
+    fix = (
+        ""
+        if enough
+        else f"give it at least {MIN_CORES}: otherwise engines and load generator disturb each other"
+    )
     checks = [Check("cpu", "ok" if enough else "warn", detail, fix)]
     load = load_average(root)
     if load:
@@ -177,7 +177,7 @@ def cpu_checks(root: Path = ROOT, cores: int | None = None) -> list[Check]:
 
 
 def rdma_checks(devices: Iterable[Mapping[str, Any]], root: Path = ROOT) -> list[Check]:
-    """RDMA devices, and with any also the limit of locked memory and access to the verbs interface."""
+    """Check RDMA devices; if any, also the locked-memory limit and access to verbs."""
     ports = [(device["name"], port) for device in devices for port in device["ports"]]
     if not ports:
         return [Check("rdma", "ok", "no RDMA device here; transfers go over TCP")]
@@ -205,9 +205,9 @@ def rdma_checks(devices: Iterable[Mapping[str, Any]], root: Path = ROOT) -> list
 
 
 def gpu_check(listed: list[dict[str, Any]] | None) -> Check:
-    """GPUs are not needed for the emulated engine, so none is no fault."""
+    """List GPUs; none is no problem, as the emulated engine needs none."""
     if listed is None:
-        return Check("gpu", "warn", "nvidia-smi fails or does not answer", "run nvidia-smi and see why")
+        return Check("gpu", "warn", "nvidia-smi fails or does not respond", "run nvidia-smi to see why")
     if not listed:
         return Check("gpu", "ok", "none here; the emulated engine needs none")
     driver = listed[0].get("driver_version")
@@ -215,7 +215,7 @@ def gpu_check(listed: list[dict[str, Any]] | None) -> Check:
 
 
 def affinity_checks(cards: Sequence[Mapping[str, Any]] | None, host: str = "") -> list[Check]:
-    """Where each GPU sits (``hosts.gpu_affinity``). ``host``: its name, of this machine empty."""
+    """Check each GPU's location (``hosts.gpu_affinity``). ``host``: empty for this machine."""
     return [
         Check(f"{host} gpu {card['index']}".strip(), "ok", affinity_text(card))
         for card in cards or ()
@@ -224,7 +224,7 @@ def affinity_checks(cards: Sequence[Mapping[str, Any]] | None, host: str = "") -
 
 
 def engine_version_checks(vllm: Path | None, cards: list[dict[str, Any]] | None) -> list[Check]:
-    """vLLM's version, and versions around it and around kvbench that are known to clash."""
+    """Check vLLM's version for known conflicts with kvbench and other software."""
     found = shutil.which("vllm") if vllm is None else str(vllm)
     python = interpreter_of(Path(found)) if found else None
     other = python is not None and python.parent != Path(sys.executable).parent
@@ -236,11 +236,11 @@ def engine_version_checks(vllm: Path | None, cards: list[dict[str, Any]] | None)
     if found and version:
         checks.append(Check("engine vllm", "ok", f"{version} at {found}"))
     elif found:
-        fix = "see that `vllm --version` works, or name the command in deployment.engine_options.command"
-        checks.append(Check("engine vllm", "warn", f"{found} tells no version", fix))
+        fix = "make sure `vllm --version` works, or name the command in deployment.engine_options.command"
+        checks.append(Check("engine vllm", "warn", f"{found} reports no version", fix))
     else:
         checks.append(Check("engine vllm", "ok", "not on the PATH; the emulated engine needs none"))
-    places = [("", theirs)] + ([(", beside kvbench", here)] if other else [])
+    places = [("", theirs)] + ([(", next to kvbench", here)] if other else [])
     for where, versions in places:
         around = EngineEnvironment(versions, cuda_major_of(versions), gpu)
         checks += [
@@ -250,7 +250,7 @@ def engine_version_checks(vllm: Path | None, cards: list[dict[str, Any]] | None)
 
 
 def print_checks(checks: Sequence[Check], console: Console, *, as_json: bool = False) -> int:
-    """Print every finding with its fix; returns the exit code: 1 if something does not work without one."""
+    """Print all checks with hints; return 1 if something without alternative fails."""
     from rich.table import Column, Table
 
     if as_json:

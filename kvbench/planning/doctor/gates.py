@@ -1,7 +1,4 @@
-"""The gates that every trial passes, for people: what each proves, by which evidence, with which limits.
-
-The words are the gates' own docstrings, so that this table cannot fall behind the code.
-"""
+"""List the gates for people: what each proves, its evidence and limits, from the gates' docstrings."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from kvbench.errors import EXIT_OK
 
 
 def command(console: Console, *, as_json: bool = False) -> int:
-    """Prints the table, as Markdown where it does not go to a terminal; returns the exit code."""
+    """Print the table, as Markdown if not to a terminal; return the exit code."""
     if as_json:
         console.file.write(json.dumps({"gates": [vars(each) for each in gate_table()]}, indent=2) + "\n")
         return EXIT_OK
     if not console.is_terminal:
         console.print(as_markdown(), markup=False, soft_wrap=True, end="")
         return EXIT_OK
-    console.print("What an honest trial shows, gate by gate.", markup=False)
+    console.print("What each gate proves about a trial.", markup=False)
     for each in gate_table():
         console.print()
         console.print(Text(each.name, "bold"))
@@ -34,7 +31,7 @@ def command(console: Console, *, as_json: bool = False) -> int:
 
 
 def as_markdown() -> str:
-    """The gates, and below them the lies of the liars' bench with the gate that catches each."""
+    """Gates as Markdown, then the lies of the liars' bench with the gate that detects each."""
     rows = [f"| `{each.name}` | {each.proves} | {each.evidence} | {each.limits} |" for each in gate_table()]
     lies = [
         f"| `{name}` | {deceit.what} | {deceit.where} | `{deceit.gate}` |" for name, deceit in LIES.items()
@@ -44,7 +41,7 @@ def as_markdown() -> str:
         "|---|---|---|---|",
         *rows,
         "",
-        "| lie (`deployment.engine_options.lie`) | what it does | where | caught by |",
+        "| lie (`deployment.engine_options.lie`) | effect | where | detected by |",
         "|---|---|---|---|",
         *lies,
     ]

@@ -1,4 +1,4 @@
-"""``kvbench doctor --hosts``: all hosts of a scenario at once, and who reaches whom on the data network."""
+"""``kvbench doctor --hosts``: check all hosts of a scenario and the data network between them."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import transport_findings
 
 FREE_BYTES: Final = 2**30
-"""A GPU of whose memory more is in use works for somebody."""
+"""GPU memory in use, in bytes, above which a GPU counts as busy."""
 UNUSABLE_S: Final = 120.0
-"""Libraries are loaded there, each in a process of its own."""
+"""Longest check of a host's libraries, in seconds; each is loaded in its own process."""
 NOTABLE_S: Final = 0.5
-"""Clocks further apart make logs hard to read. Nothing that is measured compares two clocks."""
+"""Clock offset worth reporting, in seconds: logs become hard to read, measurements are not affected."""
 
 
 def command(
@@ -45,10 +45,8 @@ def command(
     as_json: bool = False,
     before: Sequence[Check] = (),
 ) -> int:
-    """Print every finding with its fix, and the matrix; 1 if something does not work without one.
-
-    ``before``: what was found before the hosts were asked.
-    """
+    """Print all checks with hints, and the matrix; return 1 if something without alternative fails.
+    ``before``: earlier checks."""
     scenario, _ = resolve(CliOptions(scenario_name, overrides))
     require_nodes(scenario, os.environ)
     say = partial(console.print, markup=False) if not as_json else partial(print, file=sys.stderr)
@@ -76,19 +74,19 @@ def command(
 
 
 def require_nodes(scenario: Scenario, env: Mapping[str, str]) -> None:
-    """Nobody waits in a queue only to look at what comes of it. Raises InputError."""
+    """Raise InputError if checking would have to wait in a scheduler's queue."""
     deployment = scenario.deployment
     if deployment.launcher != "slurm":
         return
     if not (deployment.slurm or SlurmOptions()).job and not env.get("SLURM_JOB_ID"):
         raise InputError(
-            "doctor --hosts looks at the nodes of a Slurm job that runs, and there is none here",
-            hint="get one with `salloc --no-shell …`, and name it: --set deployment.slurm.job=NUMBER",
+            "doctor --hosts checks the nodes of a running Slurm job, and there is none",
+            hint="allocate one with `salloc --no-shell …`, and name it: --set deployment.slurm.job=NUMBER",
         )
 
 
 def examine(scenario: Scenario, plan: Plan, fleet: Fleet) -> list[Check]:
-    """Findings about each host by itself, and about what must be the same on all."""
+    """Check each host, and what must be equal on all."""
     checks = []
     try:
         fleet.require()
@@ -111,7 +109,6 @@ def examine(scenario: Scenario, plan: Plan, fleet: Fleet) -> list[Check]:
 
 
 def connector_checks(scenario: Scenario, plan: Plan, name: str, agent: AgentClient) -> Iterator[Check]:
-    """Does a host have the engine, in its version, and the libraries of each connector that runs there?"""
     deployment = scenario.deployment
     for planned in plan.deployments:
         if name not in {host for each in planned.instances for host in deployment.nodes_of(each.name)}:
@@ -142,7 +139,7 @@ def _host(
         f"{name} clock",
         "warn" if far_apart else "ok",
         f"{offset_s:+.3f} s from here",
-        "logs will not line up; results do not depend on it" if far_apart else "",
+        "timestamps in logs will differ; results are not affected" if far_apart else "",
     )
     nics = {str(each["name"]): each for each in environment.get("nics") or ()}
     devices = {str(each.get("name")) for each in environment.get("rdma") or ()}
@@ -171,7 +168,7 @@ def _host(
 
 
 def gpu_checks(scenario: Scenario, plan: Plan, answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
-    """Which GPUs each process of the largest deployment gets, or the count where they are too few."""
+    """Check GPUs per process of the largest deployment, or report the missing number."""
     most = max(plan.deployments, key=lambda each: len(each.instances))
     try:
         given = far_device_env(scenario, most, answers)
@@ -183,13 +180,13 @@ def gpu_checks(scenario: Scenario, plan: Plan, answers: Mapping[str, Mapping[str
 
 
 def gid_checks(name: str, environment: Mapping[str, Any]) -> Iterator[Check]:
-    """The address by which each port of an RDMA device is reached."""
+    """Check the address (GID) of each RDMA port."""
     for device in environment.get("rdma") or ():
         for port in device.get("ports") or ():
             gid = best_gid(port) if port.get("gids") else None
             label = f"{name} {device['name']}:{port['port']}"
             if gid is None:
-                fix = "is its link up, and has its interface an address?"
+                fix = "check that its link is up and its interface has an address"
                 yield Check(label, "warn", "it has no GID", fix)
             else:
                 kind = f", {gid['type']}" if gid.get("type") else ""
@@ -197,7 +194,7 @@ def gid_checks(name: str, environment: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def _ports(scenario: Scenario, plan: Plan, name: str, agent: AgentClient) -> Iterator[Check]:
-    """The plan's ports at the host's address."""
+    """Check the plan's ports at the host's address."""
     deployment = scenario.deployment
     wanted = {
         port
@@ -222,7 +219,7 @@ def _ports(scenario: Scenario, plan: Plan, name: str, agent: AgentClient) -> Ite
 
 
 def _same(environments: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
-    """Libraries that are not the same everywhere."""
+    """Compare library versions across hosts."""
     libraries = {name: each.get("libraries") or {} for name, each in environments.items()}
     differ = []
     for library in dict.fromkeys(key for each in libraries.values() for key in each):
@@ -239,7 +236,7 @@ def _same(environments: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
 
 
 def reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict[str, Any]]:
-    """For each pair (from, to): round trip and bytes a second, or what went wrong. One pair at a time."""
+    """Return (from, to) → round trip and bytes per second, or the problem; one pair at a time."""
     hosts = scenario.deployment.hosts
     return {
         (one, other): _tried(fleet[one], hosts[one].address, fleet[other], hosts[other].address)
@@ -248,7 +245,7 @@ def reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict[str,
 
 
 def nics_reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict[str, Any]]:
-    """The same for each NIC with the one of the same place on the other host, where hosts name several."""
+    """Return the same per NIC, paired by position, for hosts with several."""
     hosts = scenario.deployment.hosts
     addresses = {}
     for name, agent in fleet.items():
@@ -264,7 +261,7 @@ def nics_reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict
 
 
 def _tried(one: AgentClient, own: str, other: AgentClient, address: str) -> dict[str, Any]:
-    """Round trip and bytes a second from one address to another, or what went wrong."""
+    """Measure round trip and bytes per second between two addresses, or return the problem."""
     try:
         port = other.ask("listen", address=address)["port"]
         return one.ask("call", own=own, address=address, port=port)
@@ -273,7 +270,6 @@ def _tried(one: AgentClient, own: str, other: AgentClient, address: str) -> dict
 
 
 def nic_table(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
-    """Each NIC's way to the one of the same place on the other hosts."""
     from rich.table import Column, Table
 
     titles = ("NIC", "to", "round trip", "one TCP flow")
@@ -287,15 +283,14 @@ def nic_table(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
 
 
 def pair_checks(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[Check]:
-    """Pairs that do not reach each other."""
     for (one, other), found in pairs.items():
         if "error" in found:
-            fix = "is a firewall in between, and is each address that of the data network?"
+            fix = "check firewalls, and that each address is in the data network"
             yield Check(f"{one} → {other}", "missing", f"not reached: {found['error']}", fix)
 
 
 def matrix(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
-    """Who reaches whom, from the row's host to the column's: round trip, and a plain TCP flow."""
+    """Matrix of connections from row to column: round trip and a plain TCP flow."""
     from rich.table import Column, Table
 
     names = list(dict.fromkeys(one for one, _ in pairs))

@@ -1,4 +1,4 @@
-"""``kvbench doctor``: this machine, or whether a scenario can run on its machines; nothing is started."""
+"""``kvbench doctor``: check this machine, or whether a scenario can run; starts nothing."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _WEIGHT_FILES: Final = ("*.safetensors", "*.bin", "*.gguf")
 
 
 def examine_scenario(name: str, overrides: Sequence[str]) -> list[Check]:
-    """One check or more for each question. Raises InputError or ScenarioError for the file itself."""
+    """Check a scenario. Raises InputError or ScenarioError for its file."""
     scenario, _ = resolve(CliOptions(name, tuple(overrides)))
     plan = plan_of(scenario)
-    checks = [Check(f"scenario {scenario.name}", "ok", f"{len(plan.cells)} cells, no mistake in it")]
+    checks = [Check(f"scenario {scenario.name}", "ok", f"{len(plan.cells)} cells, no mistakes")]
     if not scenario.deployment.engine_options.starts_processes:
         return [*checks, *server_checks(scenario)]
     if scenario.deployment.launcher != "local":
-        # Engine, model and libraries are those of the hosts: nothing of this machine's tells of them.
+        # Engine, model and libraries are those of the hosts, not of this machine.
         return [*checks, launcher_check(scenario), *_notes(plan)]
     checks += connector_checks(scenario, plan)
     checks += [model_check(scenario), launcher_check(scenario), plan_ports_check(scenario, plan)]
@@ -57,7 +57,7 @@ def _notes(plan: Plan) -> list[Check]:
 
 
 def server_checks(scenario: Scenario) -> Iterator[Check]:
-    """Does somebody else's server answer, and serve the model?"""
+    """Check that an external server responds and serves the model."""
     server, wanted = scenario.deployment.engine_options.server, scenario.model.served_model_name
     if not server.base_url:
         return
@@ -70,7 +70,7 @@ def server_checks(scenario: Scenario) -> Iterator[Check]:
 
 
 def connector_checks(scenario: Scenario, plan: Plan) -> Iterator[Check]:
-    """Does the engine, in its version, have each connector, and what that needs?"""
+    """Check that the engine's version has each connector and its requirements."""
     engine = engines.get(scenario.deployment.engine)
     version = engine.version(scenario.deployment.engine_options)
     who = f"{engine.name} {version}".strip()
@@ -85,7 +85,7 @@ def connector_checks(scenario: Scenario, plan: Plan) -> Iterator[Check]:
 
 
 def model_check(scenario: Scenario) -> Check:
-    """Is the model's folder there? A name without a slash at its front is left to the engine."""
+    """Check that the model's folder exists; a name without a leading slash is left to the engine."""
     model = scenario.deployment.engine_options.served_from
     if not model:
         return Check(
@@ -95,7 +95,7 @@ def model_check(scenario: Scenario) -> Check:
         return Check("model", "ok", f"{model} is a name: the engine loads it from its cache or downloads it")
     folder = Path(model).expanduser()
     if not folder.exists():
-        return Check("model", "missing", f"{model} is not there", "correct deployment.engine_options.model")
+        return Check("model", "missing", f"{model} does not exist", "correct deployment.engine_options.model")
     if folder.is_dir() and not (folder / "config.json").is_file():
         return Check("model", "missing", f"{model} holds no config.json", "give the folder of one model")
     weights = weight_bytes(folder)
@@ -104,7 +104,7 @@ def model_check(scenario: Scenario) -> Check:
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of a model's weights on disk; 0 if they are not known."""
+    """Bytes of a model's weights on disk; 0 if unknown."""
     if folder.is_file():
         return folder.stat().st_size
     try:
@@ -119,7 +119,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def launcher_check(scenario: Scenario) -> Check:
-    """Is every host of the deployment this machine, as the local launcher needs it?"""
+    """Check that every host is local, as the local launcher requires."""
     deployment = scenario.deployment
     name = f"launcher {deployment.launcher}"
     if deployment.launcher in ("slurm", "ray"):
@@ -135,22 +135,21 @@ def launcher_check(scenario: Scenario) -> Check:
             return Check(
                 name,
                 "missing",
-                f"{host} is no address of this machine ({error.strerror or error})",
+                f"{host} is not an address of this machine ({error.strerror or error})",
                 "print the commands with `kvbench launch --print`, run them there, measure with --base-url",
             )
     return Check(name, "ok", f"processes start here, on {', '.join(hosts)}")
 
 
 def _scheduler_check(name: str, launcher: str) -> Check:
-    """Can the scheduler be asked from here? What it would give is known when it is asked only."""
+    """Check that the scheduler responds; its offer is known only on request."""
     problem = scheduler_problem(launcher)
     if problem is None:
-        return Check(name, "ok", "its hosts are known when a run asks for them")
+        return Check(name, "ok", "its hosts are known once a run requests them")
     return Check(name, "missing", problem.reason, problem.fix)
 
 
 def plan_ports_check(scenario: Scenario, plan: Plan) -> Check:
-    """Are the ports of its plan free?"""
     if not plan.ports:
         return Check("ports of the plan", "ok", "free ones are chosen at launch (base_port 0)")
     if scenario.deployment.launcher != "local":
@@ -160,7 +159,7 @@ def plan_ports_check(scenario: Scenario, plan: Plan) -> Check:
     taken = sorted({port for host, port in all_places if host not in foreign and not is_free(host, port)})
     span = f"{min(plan.ports)} to {max(plan.ports)}"
     if not taken:
-        beside = f", but for those of {', '.join(foreign)}, which cannot be looked at from here"
+        beside = f", except those of {', '.join(foreign)}, which cannot be checked from here"
         return Check("ports of the plan", "ok", f"{span} are free{beside * bool(foreign)}")
     return Check(
         "ports of the plan",
@@ -171,7 +170,7 @@ def plan_ports_check(scenario: Scenario, plan: Plan) -> Check:
 
 
 def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] | None) -> Iterator[Check]:
-    """Is there memory for weights and KV, computed from the shape? ``listed``: GPUs as found."""
+    """Check memory for weights and KV, computed from the shape. ``listed``: detected GPUs."""
     deployment = scenario.deployment
     pools = kv_pools(scenario, plan)
     if pools:
@@ -185,14 +184,14 @@ def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] |
 
 
 def transport_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]) -> Iterator[Check]:
-    """Is a connector told to use TCP beside RDMA that would work? ``listed``: RDMA devices as found here."""
+    """Find TCP connectors next to working RDMA. ``listed``: local RDMA devices."""
     if scenario.deployment.launcher == "local":
         for each in transport_findings(scenario, plan, {"": listed}):
             yield Check("transport", "warn", each.message, each.advice)
 
 
 def kv_pools(scenario: Scenario, plan: Plan) -> int:
-    """Bytes of the KV pools of the largest deployment, where kvbench decides their size; else 0."""
+    """Bytes of KV pools in the largest deployment, if kvbench sets their size; else 0."""
     engine = engines.get(scenario.deployment.engine)
     sizes = [0]
     for deployment in plan.deployments:
@@ -216,7 +215,7 @@ def _host_memory(needed: int, available: int) -> Check:
 
 
 def gpu_count_check(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]) -> Check:
-    """Is there a GPU for each rank of the largest deployment, and which gets which?"""
+    """Check that each rank of the largest deployment has a GPU."""
     try:
         require_gpus(plan, listed)
     except InputError as error:
@@ -231,7 +230,7 @@ def gpu_count_check(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]
 
 
 def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:
-    """How many requests of full length one rank's GPU holds beside its share of the weights."""
+    """Check how many full-length requests a rank's GPU holds besides weights."""
     options, ranks = scenario.deployment.engine_options, _fewest_ranks(scenario)
     shape, workload = scenario.model.shape, scenario.workload
     share, folder = options.gpu_memory_share, Path(options.served_from).expanduser()
@@ -257,20 +256,20 @@ def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:
 
 
 def _fewest_ranks(scenario: Scenario) -> int:
-    """The GPUs that one model's weights and KV are spread over at least, by any connector's instances."""
+    """Fewest GPUs that share one model's weights and KV, over all connectors."""
     deployed = [scenario.deployed(each.label) for each in scenario.connectors]
     found = [each.ranks_of(f"{role}-0") for each in deployed for role in ("prefill", "decode", "aggregated")]
     return min(ranks.tensor * ranks.pipeline for ranks in found)
 
 
 def vllm_command(scenario: Scenario) -> Path | None:
-    """The executable that the scenario starts vLLM with, if it is there."""
+    """Executable for vLLM in the scenario, if it exists."""
     found = shutil.which(scenario.deployment.engine_options.executable or "vllm")
     return Path(found) if found else None
 
 
 def command_of(name: str, overrides: Sequence[str]) -> Path | None:
-    """The same for a scenario by name; None where it cannot be read, which ``examine_scenario`` reports."""
+    """Executable for vLLM of a named scenario; None if unreadable, which ``examine_scenario`` reports."""
     try:
         return vllm_command(resolve(CliOptions(name, tuple(overrides)))[0])
     except KvbenchError:
@@ -278,9 +277,8 @@ def command_of(name: str, overrides: Sequence[str]) -> Path | None:
 
 
 def runs_where(name: str, overrides: Sequence[str]) -> Literal["here", "server", "hosts", "later"]:
-    """Where a scenario's engines run: here, on a server that is up, on hosts that can be asked now, or on
-    nodes that a scheduler gives later.
-    """
+    """Where a scenario's engines run: this machine, a running server, hosts, or a scheduler's future
+    nodes."""
     scenario, _ = resolve(CliOptions(name, tuple(overrides)))
     deployment = scenario.deployment
     if not deployment.engine_options.starts_processes:
@@ -298,11 +296,8 @@ def command(
     *,
     as_json: bool = False,
 ) -> int:
-    """Print every finding with its fix; 1 if something does not work without one.
-
-    With a scenario its own findings come first, and then those of the machines where it will run: this one,
-    or its hosts. Raises InputError or ScenarioError if it cannot be read.
-    """
+    """Print all checks with hints; return 1 if something without alternative fails. A scenario's checks come
+    first, then those of its machines. Raises InputError or ScenarioError for its file."""
     say = partial(print_checks, console=console, as_json=as_json)
     if scenario is None:
         return say(examine())

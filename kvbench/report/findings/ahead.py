@@ -112,7 +112,7 @@ def by_lengths(found: Iterable[RatePair]) -> dict[tuple[int, int], list[RatePair
 
 
 class Parted(NamedTuple):
-    """Pairs by what can be concluded."""
+    """Pairs of connectors, grouped by their conclusion."""
 
     ordered: list[RatePair]
     alike: list[RatePair]
@@ -139,7 +139,7 @@ def parted(found: Iterable[RatePair]) -> Parted:
 def _compared(one: Row, other: Row) -> RatePair:
     unit = unequal(one.size, other.size)
     if unit is not None:
-        # Whoever has the higher rate per engine stands first.
+        # The higher rate per engine comes first.
         one, other = sorted((one, other), key=lambda row: -(row.rate_per(unit) or 0.0))
     pair = RatePair(*lengths(one), one.name, other.name, per=unit)
     if no_winner := tuple(f"{row.name}: {row.no_winner}" for row in (one, other) if row.no_winner):
@@ -184,7 +184,7 @@ def answer_text(rows: Sequence[Row], statements: Sequence[Statement] = ()) -> st
     if found:
         names = dict.fromkeys(row.name for row in found)
         who = _of_one(found) if len(names) == 1 else _of_several(found)
-        return " ".join(filter(None, (f"{who}.", _none(rows), _limits(found))))
+        return " ".join(filter(None, (f"{who}.", besides_text(rows))))
     offered = [row for row in rows if row.outcome == "one_rate"]
     if len({row.name for row in offered}) == 1 or (offered and not statements):
         return f"{'; '.join(map(_offered, offered))}."
@@ -195,7 +195,7 @@ def answer_text(rows: Sequence[Row], statements: Sequence[Statement] = ()) -> st
 
 
 def lead_text(rows: Sequence[Row]) -> str:
-    """Who is ahead, by how much, and how certain that is. Empty without a rate, or a winner to look for."""
+    """Return the winner with its margin and confidence. Empty without a rate or a comparison."""
     found = [row for row in rows if row.outcome in FOUND]
     if not found:
         return _none(rows)
@@ -217,8 +217,7 @@ def _of_one(found: Sequence[Row]) -> str:
 def _of_several(found: Sequence[Row], *, certainty: bool = False) -> str:
     """List the winner at each length, and the lengths without a significant difference together.
 
-    ``certainty``: give the confidence instead of the rates, which the table beside it has.
-    """
+    ``certainty``: give the confidence instead of the rates, which the table shows."""
     groups = by_lengths(rate_pairs(found))
     told, untold = [], []
     for place, pairs in groups.items():
@@ -260,13 +259,14 @@ def _of_several(found: Sequence[Row], *, certainty: bool = False) -> str:
     return _capital("; ".join(told))
 
 
-def _limits(found: Sequence[Row]) -> str:
+def besides_text(rows: Sequence[Row]) -> str:
+    """Return where no tested rate met the SLO, and what limits the rates that did."""
     by_limit: dict[str, dict[str, None]] = {}
-    for row in found:
-        if row.limit and row.limit not in ("none", "undetermined"):
+    for row in rows:
+        if row.outcome in FOUND and row.limit and row.limit not in ("none", "undetermined"):
             by_limit.setdefault(LIMIT_WORDS[row.limit], {})[row.name] = None
     each = [f"{limit} for {_listed(names)}" for limit, names in by_limit.items()]
-    return f"Limited by: {', '.join(each)}." if each else ""
+    return " ".join(filter(None, (_none(rows), f"Limited by: {', '.join(each)}." if each else "")))
 
 
 def _none(rows: Sequence[Row]) -> str:

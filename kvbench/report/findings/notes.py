@@ -361,6 +361,6 @@ def _text(tally: Tally) -> str:
 
 
 def _flat(tally: Tally) -> dict[str, Any]:
-    """Return the tally as flat values. ``wrong_below``: share of 1, or None."""
+    """Return the tally as flat values. ``wrong_below``: share of 1."""
     below = wrong_share_bound(tally.wrong, tally.checked) if tally.checked else None
     return {"checked": tally.checked, "wrong": tally.wrong, "wrong_below": below, "own": tally.own}

@@ -19,13 +19,13 @@ _FIGURE: Final = {"mean": "mean", "median": "median", "p50": "median"} | {
 }
 
 _ABOUT: Final = {
-    "trial_id": "name of the trial; its requests lie in requests/<trial_id>.parquet",
+    "trial_id": "name of the trial; its requests are in requests/<trial_id>.parquet",
     "connector": "how the KV cache travelled from P to D; aggregated: it did not",
     "input_len": "prompt length (tokens)",
     "output_len": "answer's length (tokens)",
     "method": "how the load was meant: sustained, burst, fixed, trace, equal_rate, imported",
     "request_rate": "offered load (requests/s)",
-    "verdict": "met, missed, undecided, measured (no SLO was asked) or invalid (refused as a measurement)",
+    "verdict": "met, missed, undecided, measured (without an SLO) or invalid (refused as a measurement)",
     "reason": "why, in words",
 }
 _STEADY: Final = {
@@ -61,7 +61,7 @@ _STEADY: Final = {
 }
 _SERVE: Final = {
     "completed": "answered requests, whole run",
-    "failed": "requests without a whole answer, whole run, but for those that kvbench cancelled",
+    "failed": "requests without a complete answer, whole run, except those that kvbench cancelled",
     "cancelled": "requests that kvbench cancelled when it stopped the trial",
     "total_input_tokens": "prompt tokens of answered requests",
     "total_output_tokens": "output tokens of answered requests",
@@ -81,8 +81,8 @@ _PLACES: Final = {
     "labels": "marks such as emulated or simulated, joined by ;",
     "source": "where an imported row stands: file and lines",
     "tp": "tensor-parallel size",
-    "nics": "NICs for the KV, where that is told",
-    "protocol": "protocol of the KV transfer, where that is told",
+    "nics": "NICs for the KV, if known",
+    "protocol": "protocol of the KV transfer, if known",
 }
 _ANSWER: Final = {
     "outcome": "found, at_least (nothing was missed), none, undecided, one_rate, unfinished, refused, failed "
@@ -96,9 +96,9 @@ _ANSWER: Final = {
 }
 _TRANSFER: Final = {
     "backend": "library that moved the bytes",
-    "protocol": "protocol that was asked for",
+    "protocol": "requested protocol",
     "op": "read (the initiator fetches) or write (it pushes)",
-    "nics": "NICs asked for; 0 for a way that passes none",
+    "nics": "requested NICs; 0 if no NIC is used",
     "block_bytes": "size of one block (bytes)",
     "batch_size": "blocks of one transfer in each region",
     "threads": "transfers under way at a time, from each initiator to each target",
@@ -107,7 +107,7 @@ _TRANSFER: Final = {
 MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
     "trials": {
         **_ABOUT,
-        "purpose": "why the search asked for this rate",
+        "purpose": "why the search chose this rate",
         "started_at": "when it started (UTC)",
         "duration_s": "from its start to its end, drain included (s)",
         "seed": "of its prompts and arrivals",
@@ -166,7 +166,7 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
     "requests": {
         **_ABOUT,
         "request_id": "name of the request",
-        "requested_output_len": "tokens asked for",
+        "requested_output_len": "requested tokens",
         "scheduled_s": "planned send (s)",
         "sent_s": "real send (s)",
         "sent_kernel_s": "when the kernel handed the last byte to the network device (s)",
@@ -179,9 +179,9 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "status": "HTTP status",
         "itl_s": "gaps between the events that brought text, a list (s)",
         "router_received_s": "when the router had the request (s)",
-        "prefill_sent_s": "when P was asked (s)",
+        "prefill_sent_s": "request sent to P (s)",
         "prefill_answered_s": "when P had answered (s)",
-        "decode_sent_s": "when D was asked (s)",
+        "decode_sent_s": "request sent to D (s)",
         "decode_first_byte_s": "when D's first byte came (s)",
         "stamps": "where the times of what was received come from: kernel or read",
         "prompt_tokens": "the prompt's length as the server's usage tells it (tokens)",

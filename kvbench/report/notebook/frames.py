@@ -1,8 +1,7 @@
 """A run folder as tidy pandas DataFrames: one row per thing, one column per quantity, units in the names.
 
 ``kvbench.columns`` says what the columns mean. Of the request files only the needed Parquet columns are read;
-a column that an older folder does not have is there and empty.
-"""
+a column that an older folder does not have is there and empty."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def chosen_trials(
     input_len: int | None = None,
     method: Method | None = None,
 ) -> list[TrialRecord]:
-    """The trials that fit every condition given. Raises InputError for an id that the run does not have."""
+    """Return the trials that fit every condition. Raises InputError for an unknown id."""
     known = {trial.trial_id for trial in run.all_trials}
     if unknown := [name for name in ids or () if name not in known]:
         raise InputError(
@@ -82,10 +81,9 @@ def chosen_trials(
 
 
 def requests(run: RunFolder, of: Sequence[TrialRecord], columns: Sequence[str] | None = None) -> pd.DataFrame:
-    """One row a request of the trials ``of`` that kept theirs.
+    """Return one row per stored request of the trials ``of``.
 
-    Raises InputError for a column that there is not, StoreError for a file that cannot be read.
-    """
+    Raises InputError for an unknown column, StoreError for an unreadable file."""
     import pyarrow as pa
 
     wanted = list(columns or REQUEST_COLUMNS)
@@ -133,7 +131,7 @@ def _request_columns(run: RunFolder, trial: TrialRecord, needed: Sequence[str]) 
 
 
 def repeated(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """A value for each row of its part; words as categories, which take one byte or two a row."""
+    """Return a value for each row of its part; words as categories, which take one byte or two a row."""
     if all(isinstance(value, (int, float)) for value in values):
         return np.repeat(np.asarray(values), sizes)
     distinct = list(dict.fromkeys(values))
@@ -142,7 +140,7 @@ def repeated(values: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 
 def telemetry(run: RunFolder, of: Sequence[TrialRecord]) -> pd.DataFrame:
-    """One row a sample of the trials ``of`` that kept theirs."""
+    """Return one row per stored sample of the trials ``of``."""
     parts = [
         run.telemetry(trial.trial_id)
         for trial in of
@@ -187,7 +185,6 @@ def frame(rows: Rows, columns: Sequence[str] = ()) -> pd.DataFrame:
 
 
 def trials(run: RunFolder) -> pd.DataFrame:
-    """One row a trial, of every method, in the order of measuring."""
     places = {row.key: row for row in load_rows(run, errors=False)}
     rows = [
         _trial(trial) | {"source": place.origin, **{name: place.axes.get(name) for name in REPORTED_AXES}}
@@ -224,9 +221,8 @@ def _trial(trial: TrialRecord) -> dict[str, Any]:
 
 
 def summary(run: RunFolder) -> pd.DataFrame:
-    """The main table of the run's report: one row per connector and input length, or per case of a
-    microbenchmark; where nothing was searched, one row per trial with the columns of ``vllm bench serve``.
-    """
+    """Return the report's main table: a row per connector and input length, or per case of a microbenchmark;
+    without a search a row per trial with the columns of ``vllm bench serve``."""
     if run.manifest.get("kind") == "microbench":
         return transfers(run)
     rows = [row.flat() for row in summary_table(run)]
@@ -236,7 +232,7 @@ def summary(run: RunFolder) -> pd.DataFrame:
 
 
 def cells(run: RunFolder) -> pd.DataFrame:
-    """One row per finished cell, method and SLO tier: what came of it, and what limits it."""
+    """Return one row per finished cell, method and SLO tier, with its limit."""
     results = [*run.cells, *run.other_cells]
     counts = pd.Series([(t.cell.key, t.method) for t in run.all_trials], dtype=object).value_counts()
     return frame((_cell(result, counts) for result in results), CELL_COLUMNS)
@@ -273,7 +269,7 @@ def _cell(result: CellResult, counts: pd.Series[int]) -> dict[str, Any]:
 
 
 def findings(run: RunFolder) -> pd.DataFrame:
-    """What limits the numbers: the gates' findings on trials, what the rules conclude, notes on the run."""
+    """Return the gates' findings on trials, the rules' conclusions, and notes on the run."""
     rows = [
         {
             "kind": "trial",
@@ -319,19 +315,19 @@ def findings(run: RunFolder) -> pd.DataFrame:
 
 
 def transfers(run: RunFolder) -> pd.DataFrame:
-    """One row a case of a microbenchmark, also those that were skipped or failed."""
+    """Return one row per case of a microbenchmark, including skipped and failed ones."""
     records = run.transfer_records()
     return frame((flat_row(record, records) for record in records), CALL_COLUMNS[:7])
 
 
 def models(run: RunFolder) -> pd.DataFrame:
-    """One row a way of moving bytes: its time as a formula, fitted to the cases of a microbenchmark."""
+    """Return the fitted time formula of each way of moving bytes in a microbenchmark."""
     rows = [{**model.to_json(), "way": model.way} for model in fit_all(run.transfer_records())]
     return frame(rows, MODEL_COLUMNS)
 
 
 def calls(run: RunFolder) -> pd.DataFrame:
-    """One row a transfer of a microbenchmark: its own time from start to completion."""
+    """Return one row per transfer of a microbenchmark, with its time from start to completion."""
     records = [record for record in run.transfer_records() if record.call_s]
     keys = [
         {**{name: getattr(r.case, name) for name in CALL_COLUMNS[:7]}, "case": r.case.key} for r in records

@@ -1,8 +1,7 @@
 """A run folder, or several side by side, in a notebook or a script: tables, pictures, summary.
 
 A folder may be of any kind and in any state; what it does not have is missing, never invented. Pictures are
-``run.plot.latency()``, or ``run.plot.latency(ax=axes)``.
-"""
+``run.plot.latency()``, or ``run.plot.latency(ax=axes)``."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Plots:
     The names are those of the files in figures/; ``list(run.plot)`` has those that the run has data for.
     With ``ax`` a picture takes the place of those Axes, without the words around it, and the figure returned
     is theirs; one with several panels divides them, for which they must be a subplot. Raises InputError where
-    the run has no data for a picture.
-    """
+    the run has no data for a picture."""
 
     max_request_rate: Draw
     latency: Draw
@@ -102,7 +100,7 @@ class Plots:
         return list(self._pictures())
 
     def __iter__(self) -> Iterator[str]:
-        """The names of the pictures that the run has data for."""
+        """Yield the names of the pictures that the run has data for."""
         return iter(
             [name for name, each in self._pictures().items() if each.draw(self._folder, "light") is not None]
         )
@@ -114,7 +112,7 @@ class Plots:
 
 
 def _showable(figure: Figure) -> Figure:
-    """A notebook shows it by itself, without pyplot and its global state."""
+    """Return a figure that a notebook shows without pyplot's global state."""
 
     def png() -> bytes:
         file = io.BytesIO()
@@ -152,7 +150,7 @@ def _more(blocks: Sequence[Block]) -> str:
 
 
 def html_of(report: Report) -> str:
-    """One block of HTML without scripts, styles of its own page, or anything fetched; all text escaped."""
+    """Return a block of HTML without scripts, page styles or downloads; all text is escaped."""
     (title, origin, mark), blocks = _head(report), _blocks(report)
     parts = [f"<div><strong>{escape(title)}</strong>"]
     parts += [f"<br><small>{escape(origin)}</small>"] if origin else []
@@ -188,13 +186,12 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """As in a report, but no HTML of others begins in it."""
+    """Return a Markdown table as in a report, with HTML from foreign text escaped."""
     lines = [list(header), ["---"] * len(header), *(list(row) for row in rows)]
     return "\n".join("| " + " | ".join(_plain(cell) for cell in line) + " |" for line in lines)
 
 
 def _plain(text: str) -> str:
-    """Words of others as text: no table cell ends in them, no HTML begins."""
     return markdown_words(text).replace("|", "\\|").replace("\n", " ")
 
 
@@ -225,7 +222,6 @@ class Run:
 
     @property
     def slo(self) -> str:
-        """What had to be met, in words."""
         return slo_of(self.folder).text()
 
     @property
@@ -236,18 +232,18 @@ class Run:
 
     @property
     def warnings(self) -> list[str]:
-        """What is not whole in the folder."""
+        """Damage of the folder."""
         return list(self.folder.warnings)
 
     def reload(self) -> Run:
-        """The same folder, read again: for a run that is still going on."""
+        """Return the folder read again, for a run in progress."""
         return load(self.path)
 
     # -- tables ---------------------------------------------------------------------------------
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """The report's main table: one row per connector and input length; per case of a microbenchmark."""
+        """The report's main table: one row per connector and input length, or per microbenchmark case."""
         return frames.summary(self.folder)
 
     @cached_property
@@ -257,12 +253,11 @@ class Run:
 
     @cached_property
     def trials(self) -> pd.DataFrame:
-        """One row a trial."""
         return frames.trials(self.folder)
 
     @cached_property
     def requests(self) -> pd.DataFrame:
-        """One row a request of every trial; ``read_requests`` reads less, or more columns."""
+        """One row per request of every trial; ``read_requests`` selects rows and columns."""
         return self.read_requests()
 
     @cached_property
@@ -277,22 +272,22 @@ class Run:
 
     @cached_property
     def calls(self) -> pd.DataFrame:
-        """One row a single transfer of a microbenchmark."""
+        """One row per transfer of a microbenchmark."""
         return frames.calls(self.folder)
 
     @cached_property
     def models(self) -> pd.DataFrame:
-        """One row a way of moving bytes: start-up + per descriptor + bytes / bandwidth, as fitted."""
+        """One row per way of moving bytes: start-up + per descriptor + bytes / bandwidth, as fitted."""
         return frames.models(self.folder)
 
     @cached_property
     def findings(self) -> pd.DataFrame:
-        """What limits the numbers: what the gates found, and notes on the whole run."""
+        """The gates' findings, and notes on the run."""
         return frames.findings(self.folder)
 
     @cached_property
     def tables(self) -> dict[str, pd.DataFrame]:
-        """What was measured beside the main column, by name: burst, fixed_by_rate, equal_rate, …"""
+        """Tables besides the main one, by name: burst, fixed_by_rate, equal_rate, …"""
         return {table.name: frames.frame(table.rows) for table in method_tables(self.folder)}
 
     def read_requests(
@@ -307,8 +302,7 @@ class Run:
         """The requests of the trials that fit every condition; only what ``columns`` need is read from disk.
 
         ``columns`` may also name fields that ``requests`` leaves out, such as ``itl_s``. Raises InputError
-        for a trial or column that there is not.
-        """
+        for a trial or column that there is not."""
         chosen = frames.chosen_trials(self.folder, trials, connector, input_len, method)
         return frames.requests(self.folder, chosen, columns)
 
@@ -344,12 +338,11 @@ _CASE: Final = ("backend", "protocol", "op", "block_bytes", "batch_size", "nics"
 
 
 class Comparison:
-    """Runs side by side: who is ahead and by how much, and what cannot be told from this data.
+    """Runs side by side: the better one with its margin, and differences that are not significant.
 
-    ``rows``: a pair and figure each; ``ratio`` is one / other with its interval ``low`` to ``high``, ``told``
-    whether it can be told from 1. Of microbenchmarks a case each, ``ratio`` is after / before.
-    ``differing``: in what the runs are not comparable, if they were put together all the same.
-    """
+    ``rows``: one per pair and figure; ``ratio`` is one / other with its interval ``low`` to ``high``,
+    ``told`` whether it differs significantly from 1. Microbenchmarks have one per case, with ``ratio`` after
+    / before. ``differing``: why the runs are not comparable, if compared nevertheless."""
 
     def __init__(self, members: Mapping[str, Run], rows: pd.DataFrame, differing: Sequence[str]) -> None:
         self.members = dict(members)
@@ -391,13 +384,12 @@ class Comparison:
 
 
 def compare(*members: Run | Path | str, by: str = "", force: bool = False) -> Comparison:
-    """Compares the connectors of one run, or several runs; of two microbenchmarks each case they share.
+    """Compare the connectors of one run, or several runs; of two microbenchmarks the common cases.
 
-    Two searched rates are ordered only where one is the higher with a probability of 95 %, and both searches
-    converged; two loads only where they were alike and an interval of their ratio is known. ``by``: the axis
-    by which loads are compared (connector, nics, protocol, tp, run, …). Raises InputError for runs that are
-    not comparable (another model, SLO or workload) unless ``force``.
-    """
+    Two searched rates are ordered only if one is higher with a probability of 95 % and both searches
+    converged; two loads only if they were alike and their ratio has an interval. ``by``: compared axis
+    (connector, nics, protocol, tp, run, …). Raises InputError for runs that are not comparable (another
+    model, SLO or workload) unless ``force``."""
     loaded = [load(member) for member in members]
     if not loaded or len(loaded) > len(_LETTERS):
         raise InputError(f"give 1 to {len(_LETTERS)} runs to compare, not {len(loaded)}")
@@ -413,7 +405,7 @@ def compare(*members: Run | Path | str, by: str = "", force: bool = False) -> Co
 
 
 def _searched(pair: RatePair) -> dict[str, Any]:
-    """Two searched rates; of unequal numbers of engines, those per engine. ``one`` is ahead if told."""
+    """Return two searched rates; per engine if their numbers differ. ``one`` is ahead if ``told``."""
     return {
         "figure": "max_request_rate" + (f"_per_{pair.per.lower()}" if pair.per else ""),
         "place": f"{pair.input_len:,} in, {pair.output_len:,} out",
@@ -428,11 +420,11 @@ def _searched(pair: RatePair) -> dict[str, Any]:
 
 
 def _offered(found: Iterable[Pair]) -> Iterator[dict[str, Any]]:
-    """Two loads that were offered as such: a row each figure, whether anything can be told of it or not."""
+    """Yield a row per figure of two compared loads, significant or not."""
     for pair in found:
         names = {"place": pair.place, "one": pair.one, "other": pair.other}
         if pair.unequal:
-            yield {"figure": "", **names, "told": False, "text": f"cannot be told: {pair.reason()}"}
+            yield {"figure": "", **names, "told": False, "text": f"inconclusive: {pair.reason()}"}
         for each in pair.ratios:
             told = each.significant and not pair.why_not
             yield {
@@ -442,12 +434,12 @@ def _offered(found: Iterable[Pair]) -> Iterator[dict[str, Any]]:
                 "low": each.low,
                 "high": each.high,
                 "told": told,
-                "text": each.text() if told else f"cannot be told: {pair.reason()}",
+                "text": each.text() if told else f"inconclusive: {pair.reason()}",
             }
 
 
 def _changed(changes: Changes) -> pd.DataFrame:
-    """A row for each case of the later run and the earlier one."""
+    """Return a row for each case of the later run and the earlier one."""
     names = (*_CASE, "before_gb_per_s", "after_gb_per_s")
     rows = [
         {**{name: getattr(change.case, name) for name in _CASE}, **asdict(change), "text": change.text()}

@@ -186,20 +186,21 @@ PANELS_PER_LINE: Final = 4
 HATCH: Final = "////"
 """Hatch of a hand-off that includes D's queue."""
 
-# P's parts are blue, D's are orange and the way between them is green, from light (waiting) to dark (work).
+# P's parts are lime, D's are pink and the way between them is cyan, from pale (waiting) to strong (work).
+# No connector has such a colour.
 COLOURS: Final[Mapping[Theme, Mapping[str, str]]] = MappingProxyType(
     {
         "light": dict(
             zip(
                 PARTS,
-                ("#c4c9d0", "#9dcbea", "#0072b2", "#a8dcc5", "#009e73", "#f5c391", "#d55e00"),
+                ("#c4c9d0", "#d5e6a3", "#88b022", "#b5ecf2", "#12b5c8", "#fbc3d0", "#f5427a"),
                 strict=True,
             )
         ),
         "dark": dict(
             zip(
                 PARTS,
-                ("#5b6571", "#2f6d94", "#56b4e9", "#1f6e54", "#2fc79a", "#8f5420", "#f0883e"),
+                ("#5b6571", "#4b6d00", "#a9d64a", "#0f5f68", "#7df5f8", "#8a1c4e", "#ff4f8b"),
                 strict=True,
             )
         ),

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 COLUMNS_MOST: Final = 4
 LINES_MOST: Final = 6
 STEPS_MOST: Final = 300
-IN_FLIGHT, WAITING = "aggregated", "nixl"
-"""Colours of the two curves, by whose they are in the palette."""
 
 Shown = dict[tuple[str, Lengths], tuple[TrialRecord, list[RequestRecord]]]
 
@@ -85,8 +83,8 @@ def _draw(axes: Axes, trial: TrialRecord, records: list[RequestRecord], palette:
         span = float(window["start_s"]), float(window["end_s"])
         axes.axvspan(*span, color=palette.grid, alpha=0.55, linewidth=0, zorder=0)
     for series, colour, what in (
-        (in_flight_series(records, trial.duration_s), palette.series[IN_FLIGHT], "in flight"),
-        (waiting_series(records, trial.duration_s), palette.series[WAITING], "waiting for the first token"),
+        (in_flight_series(records, trial.duration_s), palette.ink, "in flight"),
+        (waiting_series(records, trial.duration_s), palette.waiting, "waiting for the first token"),
     ):
         times, values = outline(series, trial.duration_s)
         (line,) = axes.step(times, values, where="post", color=colour, linewidth=1.1)
@@ -127,8 +125,8 @@ def _legend(palette: Palette, shaded: str) -> list[Artist]:
     from matplotlib.patches import Patch
 
     return [
-        handle("in flight", linestyle="-", color=palette.series[IN_FLIGHT]),
-        handle("waiting for the first token", linestyle="-", color=palette.series[WAITING]),
+        handle("in flight", linestyle="-", color=palette.ink),
+        handle("waiting for the first token", linestyle="-", color=palette.waiting),
         Patch(facecolor=palette.grid, alpha=0.55, label=shaded),
     ]
 
@@ -183,8 +181,8 @@ def _draw_burst(axes: Axes, trial: TrialRecord, records: Sequence[RequestRecord]
     last_due = max(record.scheduled_s for record in records)
     axes.axvspan(0, last_due, color=palette.grid, alpha=0.55, linewidth=0, zorder=0)
     for series, colour, what in (
-        (in_flight_series(records, trial.duration_s), palette.series[IN_FLIGHT], "in flight"),
-        (waiting_series(records, trial.duration_s), palette.series[WAITING], "waiting for the first token"),
+        (in_flight_series(records, trial.duration_s), palette.ink, "in flight"),
+        (waiting_series(records, trial.duration_s), palette.waiting, "waiting for the first token"),
     ):
         times, values = outline(series, trial.duration_s)
         (line,) = axes.step(times, values, where="post", color=colour, linewidth=1.4)

@@ -37,9 +37,9 @@ def plain_ticks(axes: Axes, which: Literal["x", "y"], values: Sequence[float]) -
 
 
 def axis_spans(panels: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
-    """Return each panel's axis range: from 0, unless that leaves more than half of every panel empty. Other
+    """Return each panel's axis range: from 0 if a panel has one value, or fills more than half of it. Other
     ranges span at least a fifth of their values."""
-    if any(min(values) < 0.5 * max(values) for values in panels):
+    if any(min(values) < 0.5 * max(values) or min(values) == max(values) for values in panels):
         return [(0.0, max(values) * 1.1) for values in panels]
     spans = []
     for values in panels:
@@ -149,7 +149,6 @@ class RequestTimes:
     error: NDArray[np.object_]
 
     def answered(self, trial: TrialRecord) -> RequestTimes:
-        """Return the answered requests of the trial's steady window."""
         window = trial.summary.get("window") or {}
         start, end = window.get("start_s", -math.inf), window.get("end_s", math.inf)
         kept = (self.error == "") & (self.scheduled_s >= start) & (self.scheduled_s <= end)
@@ -281,7 +280,7 @@ MIN_WIDTH_IN: Final = 8.2
 
 @dataclass(frozen=True)
 class Sheet:
-    """Layout of a plot's panels and legends. ``place``: the given Axes, or None."""
+    """Layout of a plot's panels and legends. ``place``: the given Axes."""
 
     figure: Figure
     place: Axes | None = None
@@ -396,5 +395,4 @@ def _wrapped(text: str, most: int) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Escape dollar signs, which matplotlib reads as formulas."""
     return text.replace("$", r"\$")

@@ -41,11 +41,9 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 
-# Width of a rate written beside its point, where points stand closer the rates are left to the table; how far
-# apart connectors stand at most; and of the axes, about.
-LABEL_PT: Final = 20
-APART_PT: Final = 36
-WIDTH_PT: Final = 510
+LABEL_PT: Final = 20  # width of a rate's label; closer points get none
+APART_PT: Final = 36  # largest distance between connectors
+WIDTH_PT: Final = 510  # approximate width of the axes
 
 
 def max_rate_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:

@@ -74,7 +74,8 @@ PNG_DPI: Final = 150
 
 @dataclass(frozen=True)
 class Palette:
-    """Colours of one theme. ``series``: by connector; ``spare``: for other connectors."""
+    """Colours of one theme. ``series``: by connector; ``spare``: for other connectors; ``waiting``:
+    requests without a first token."""
 
     paper: str
     ink: str
@@ -82,6 +83,7 @@ class Palette:
     grid: str
     limit: str
     badge: str
+    waiting: str
     series: MappingProxyType[str, str]
     spare: tuple[str, ...]
 
@@ -97,6 +99,7 @@ PALETTES: Final = MappingProxyType(
             grid="#e4e7eb",
             limit="#b42318",
             badge="#fff3d6",
+            waiting="#f5427a",
             series=MappingProxyType(
                 {
                     "aggregated": "#57606a",
@@ -115,6 +118,7 @@ PALETTES: Final = MappingProxyType(
             grid="#262d36",
             limit="#ff7b72",
             badge="#3d3212",
+            waiting="#ff4f8b",
             series=MappingProxyType(
                 {
                     "aggregated": "#b1bac4",

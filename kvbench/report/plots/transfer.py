@@ -326,7 +326,6 @@ def _times(
 
 
 BARS_MOST: Final = 24
-"""Most bars of the plot."""
 NICS_MOST: Final = 9
 """Distinguishable colours; the NICs with the fewest bytes are merged beyond that."""
 COUNTED_SHARE: Final = 0.01

@@ -99,7 +99,6 @@ _HELD: Final = {
 
 
 def titles(facts: Facts) -> Mapping[Writer, str]:
-    """Return each writer's title of the run."""
     run, mark = facts.run, mark_of(facts.run)
     kind = str(run.manifest.get("kind") or "sweep")
     marked = f" ({mark.word})" if mark else ""
@@ -201,7 +200,7 @@ _PAGES: Final = ("markdown", "html")
 
 REQUESTS: Final[_Order] = (
     (requests.heads, ("terminal",)),
-    (requests.checked_answers, ("terminal", *_PAGES, "notebook")),
+    (requests.checked_answers, ("terminal", "markdown", "notebook")),
     (requests.screen, ("screen",)),
     (requests.brief_result, ("terminal",)),
     (requests.sessions, ("terminal",)),

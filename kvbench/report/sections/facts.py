@@ -263,7 +263,11 @@ def gates(of: Material) -> Iterator[ReportSection]:
     title = f"Every finding ({len(found)})"
     full = of_texts(title, ["level", "trial", "gate", "finding", "what to do"], every, "left")
     short = of_texts(f"{len(trials)} trials, by gate", header, brief, "left")
-    blocks = [Block(words=words, table=short), Block(title, table=full, folded=True, bulk=True)]
+    brief_title = f"Findings by gate ({len(brief)})"
+    blocks = [
+        Block(brief_title, words, table=short, folded=True),
+        Block(title, table=full, folded=True, bulk=True),
+    ]
     yield ReportSection("gates", _GATES, blocks, ("html",))
 
 
@@ -292,8 +296,7 @@ def environment(of: Material) -> Iterator[ReportSection]:
         rows = list(_flat(data))
         if rows:
             table = of_texts(name, ["what", "value"], rows, "left")
-            folded = name != "environment.json"
-            blocks.append(Block(name, table=table, folded=folded, writers=("html",)))
+            blocks.append(Block(name, table=table, folded=True, writers=("html",)))
     yield ReportSection("environment", "Environment", blocks, ("html",) if of.one.is_imported else WRITERS)
 
 

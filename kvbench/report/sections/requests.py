@@ -8,7 +8,15 @@ from typing import Any, Final
 
 from kvbench.core.findings.findings import KIND_WORDS
 from kvbench.core.records import TrialRecord
-from kvbench.report.findings.ahead import answer_text, lead_text
+from kvbench.report.findings.ahead import (
+    answer_text,
+    besides_text,
+    by_lengths,
+    lead_text,
+    lengths,
+    parted,
+    rate_pairs,
+)
 from kvbench.report.findings.findings import as_notes, folded
 from kvbench.report.findings.load_rows import row_conclusions
 from kvbench.report.findings.notes import (
@@ -23,8 +31,8 @@ from kvbench.report.findings.notes import (
 from kvbench.report.plots import NO_DATA
 from kvbench.report.sections.facts import Facts, Material, drawings
 from kvbench.report.tables import cells
-from kvbench.report.tables.result import Row
-from kvbench.report.tables.table import STEADY, Table, number, of_texts, percent
+from kvbench.report.tables.result import Row, interval_word
+from kvbench.report.tables.table import MISSING, STEADY, Table, number, of_texts, percent
 from kvbench.report.tables.trial_values import engine_word, reason_text, time_line, trial_values
 from kvbench.report.tables.vllm_bench import DIFFERENCE, bench_tables, bench_trials, refused_text
 from kvbench.report.value import Block, Note, ReportSection
@@ -115,7 +123,7 @@ def sessions(of: Material) -> Iterator[ReportSection]:
 
 
 def subject_lines(run: RunFolder) -> tuple[str, str]:
-    """What a run measures, and the question that it answers."""
+    """Return what a run measures, and the question that it answers."""
     mark, cells = mark_of(run), run.plan.get("cells")
     planned = [each for each in cells if isinstance(each, Mapping)] if isinstance(cells, list) else []
 
@@ -136,7 +144,7 @@ def subject_lines(run: RunFolder) -> tuple[str, str]:
 
 
 def screen(of: Material) -> Iterator[ReportSection]:
-    """The table, who is ahead, how many outputs were checked and warnings there are, where the report is."""
+    """Yield the table, the winner, the number of checked outputs and of warnings, and the report's path."""
     facts = of.one
     run, path = facts.run, facts.run.path / "report.html"
     shown = [("", row) for row in facts.rows if row.outcome != "skipped"]
@@ -240,7 +248,7 @@ def every_note(of: Material) -> Iterator[ReportSection]:
 
 
 def bench_block(of: Material) -> Iterator[ReportSection]:
-    """What one load came to, and in one line each why another one is refused."""
+    """Yield the result of one load, and one line with the reason of each refused one."""
     tables = bench_tables([(facts.name, facts.run) for facts in of.runs])
     blocks = [Block(table=each) for each in tables]
     blocks += [Block(words=DIFFERENCE.replace("`", ""), style="dim")] if tables else []
@@ -261,7 +269,7 @@ def bench_block(of: Material) -> Iterator[ReportSection]:
 
 
 def bench_notes(of: Material) -> Iterator[ReportSection]:
-    """What a reader of one load must know besides; the report has all."""
+    """Yield the notes on one load that its reader needs; the report has all."""
     for facts in of.runs:
         if found := notes_of_load(facts.run, facts.rows):
             title = f"notes on {facts.name}" if facts.name else "notes"
@@ -272,21 +280,56 @@ def bench_notes(of: Material) -> Iterator[ReportSection]:
 
 
 def answer(of: Material) -> Iterator[ReportSection]:
-    """Yield comparison, limits and the first plot."""
+    """Yield the answer and the first plot; on a page one sentence, and one table row per input length."""
     facts = of.one
-    said = answer_text(facts.rows, facts.statements)
-    blocks = [Block(words=said, style="lead")] if said else []
-    shown = [Block(picture=each) for each in drawings(facts.run)]
-    yield ReportSection("answer", "Answer", [*blocks, *shown])
+    said, shown = (
+        answer_text(facts.rows, facts.statements),
+        [Block(picture=each) for each in drawings(facts.run)],
+    )
+    blocks = [Block(words=said)] if said else []
+    yield ReportSection("answer", "Answer", [*blocks, *shown], ("markdown",))
+    lead = lead_text(facts.rows)
+    blocks = [Block(words=lead or said, style="lead")] if said else []
+    if run_tally(facts.run).wrong:
+        blocks = [Block(words=next(checked_lines(facts.run)), style="bad"), *blocks]
+    if lead and (besides := besides_text(facts.rows)) and besides != lead:
+        blocks.append(Block(words=besides))
+    if (table := by_input_len(facts.rows)) is not None:
+        blocks.append(Block(table=table))
+    yield ReportSection("answer", "Answer", [*blocks, *shown], ("html",))
+
+
+def by_input_len(rows: Sequence[Row]) -> Table | None:
+    """Return one row per input length: every connector's rate, who is ahead. None without a search."""
+    found = [row for row in rows if row.outcome not in ("one_rate", "skipped")]
+    names, pairs = list(dict.fromkeys(row.name for row in found)), by_lengths(rate_pairs(found))
+    places = sorted(set(map(lengths, found)))
+    if not places:
+        return None
+    outputs = len({output_len for _, output_len in places}) > 1
+    cells = []
+    for place in places:
+        rates = {row.name: row.rate_text() for row in found if lengths(row) == place}
+        parts = parted(pairs.get(place, ()))
+        ordered = ", ".join(pair.relation() for pair in parts.ordered)
+        alike = "no significant difference" if parts.alike and not any(parts._replace(alike=[])) else ""
+        said = ordered or alike or ", ".join(dict.fromkeys(pair.text() for pair in pairs.get(place, ())))
+        input_len = f"{place[0]:,}" + (f" ({place[1]:,} out)" if outputs else "")
+        cells.append([input_len, *(rates.get(name, MISSING) for name in names), said or MISSING])
+    word = interval_word(row.answer for row in found)
+    header = ["input (tokens)", *names, *(["ahead"] if len(names) > 1 else [])]
+    title = f"Highest request rate within the SLO, in req/s {word}"
+    return of_texts(title, header, [row[: len(header)] for row in cells])
 
 
 def findings(of: Material) -> Iterator[ReportSection]:
     """Yield all findings by kind; on a page with caveats."""
     facts = of.one
     blocks = list(folded(facts.statements, cells.WHY_AHEAD if ahead(facts.rows) else ""))
-    if facts.limits:
-        title = "Caveats"
-        blocks.append(Block(title, notes=facts.limits, writers=("html",)))
+    checked = [Note(line) for line in checked_lines(facts.run)]
+    for title, said in (("Outputs checked", checked), (f"Caveats ({len(facts.limits)})", facts.limits)):
+        if said:
+            blocks.append(Block(title, notes=said, folded=True, writers=("html",)))
     yield ReportSection("findings", "Findings", blocks)
 
 
@@ -296,8 +339,8 @@ def result(of: Material) -> Iterator[ReportSection]:
     blocks = []
     if facts.rows and not bench_trials(facts.run):  # a load has its block, under what was measured
         blocks.append(Block(table=cells.result(facts.rows), writers=("markdown",)))
-        sorted_ = cells.sorted_result(facts.rows, facts.files["summary"])
-        blocks.append(Block(table=sorted_, writers=("html",)))
+        for each in cells.sorted_result(facts.rows, facts.files["summary"]):
+            blocks.append(Block(table=each, writers=("html",)))
     elif not facts.methods:
         blocks.append(Block(words=f"No cell was measured; {NO_DATA}."))
     if blocks:

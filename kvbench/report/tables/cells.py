@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from kvbench.core.findings.rate_change import AHEAD
 from kvbench.core.metrics.limit import LIMIT_SHORT, LIMIT_WORDS
@@ -75,7 +76,7 @@ def result(rows: Sequence[Row]) -> Table:
         "limit": lambda row: LIMIT_WORDS.get(row.limit, MISSING),
         "search": lambda row: row.search + (", confirmed" if row.confirmed else ""),
         "measured at (req/s)": lambda row: number(row.trial_rate),
-        "met (%) [95 %]": with_interval,
+        "met (%) [95 %]": lambda row: with_interval(row.values),
         "achieved (req/s)": _figure("achieved_request_rate"),
         "trials": lambda row: row.trials,
         "findings": lambda row: sum(row.findings.values()),
@@ -103,9 +104,8 @@ def gist(rows: Sequence[Row]) -> Table:
     return _table(rows, columns, window=STEADY)
 
 
-def with_interval(row: Row) -> str:
+def with_interval(values: Mapping[str, Any]) -> str:
     """Return the SLO attainment in per cent with its interval, if any."""
-    values = row.values
     share = percent(values["slo_attainment"])
     if share == MISSING or values.get("attainment_lower") is None:
         return share
@@ -296,7 +296,7 @@ def rates(rows: Sequence[Row]) -> Table | None:
     return _table(shown, columns, window=STEADY) if shown else None
 
 
-_RESULT: Final = {
+_RATES: Final = {
     "connector": "connector",
     "input_len": "input (tokens)",
     "output_len": "output (tokens)",
@@ -310,6 +310,11 @@ _RESULT: Final = {
     "ttft_ms_p99": "TTFT P99 (ms)",
     "tpot_ms_p50": "TPOT P50 (ms)",
     "tpot_ms_p99": "TPOT P99 (ms)",
+}
+_BESIDES: Final = {
+    "connector": "connector",
+    "input_len": "input (tokens)",
+    "output_len": "output (tokens)",
     "request_goodput": "goodput (req/s)",
     "request_goodput_per_gpu": "goodput per GPU (req/s)",
     "output_tok_per_s": "output tok/s",
@@ -334,7 +339,7 @@ _TRIALS: Final = {
     "purpose": "purpose",
     "request_rate": "rate (req/s)",
     "verdict": "verdict",
-    "slo_attainment": "met (%)",
+    "slo_attainment": "met (%) [95 %]",
     "ttft_ms_p50": "TTFT P50 (ms)",
     "ttft_ms_p99": "TTFT P99 (ms)",
     "tpot_ms_p50": "TPOT P50 (ms)",
@@ -343,24 +348,36 @@ _TRIALS: Final = {
 }
 
 
-def sorted_result(rows: Sequence[Row], summary: Rows) -> Table | None:
-    """Return the result with the values of summary.csv for sorting."""
+def sorted_result(rows: Sequence[Row], summary: Rows) -> list[Table]:
+    """Return the result in two tables, as wide as a page, with the values of summary.csv for sorting."""
     texts = {
         "max_request_rate": [row.rate_text() for row in rows],
         "limit": [LIMIT_WORDS.get(row.limit, MISSING) for row in rows],
-        "slo_attainment": list(map(with_interval, rows)),
+        "slo_attainment": [with_interval(row.values) for row in rows],
         "kv_bytes_per_request": list(map(megabytes, rows)),
     }
     other = "per_engine" if shared_unit(rows) == "GPU" else "per_gpu"
     empty = {key for key in _COSTS if all(row[key] is None for row in summary)}
-    headings = {key: words for key, words in _RESULT.items() if not key.endswith(other) and key not in empty}
-    headings["max_request_rate"] += f" {interval_word(row.answer for row in rows)}"
-    return of_csv("summary", "One row per connector and input length", summary, headings, texts, STEADY)
+    rate = {"max_request_rate": f"{_RATES['max_request_rate']} {interval_word(row.answer for row in rows)}"}
+    tables = []
+    for title, every in (("Rate and latency", _RATES | rate), ("Throughput, KV cache and cost", _BESIDES)):
+        headings = {
+            key: words for key, words in every.items() if not key.endswith(other) and key not in empty
+        }
+        tables.append(of_csv("summary", title, summary, headings, texts, STEADY))
+    return [each for each in tables if each is not None]
 
 
 def sorted_trials(trials: Rows) -> Table | None:
-    met = {"slo_attainment": [percent(row["slo_attainment"]) for row in trials]}
-    return of_csv("trials", "All trials, in order of measurement", trials, _TRIALS, met, STEADY)
+    texts = {
+        "slo_attainment": [with_interval(row) for row in trials],
+        "reason": [_STOPPING.sub("", row["reason"]) or MISSING for row in trials],
+    }
+    return of_csv("trials", "All trials, in order of measurement", trials, _TRIALS, texts, STEADY)
+
+
+_STOPPING: Final = re.compile(r"; stopping interval [\d.]+% to [\d.]+%")
+"""Interval of the rule that ends a trial; the table has the share's own interval."""
 
 
 _CASES: Final = {

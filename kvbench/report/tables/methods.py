@@ -23,6 +23,7 @@ from kvbench.report.tables.vllm_bench import (
     closed_loop_table,
     fixed_tables,
     imported_table,
+    refused_by,
     serve_values,
     trace_table,
 )
@@ -44,7 +45,7 @@ def method_tables(run: RunFolder) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-# --- burst beside sustained ------------------------------------------------------------------------
+# --- burst and sustained --------------------------------------------------------------------------
 
 
 def _burst(run: RunFolder) -> Table:
@@ -138,7 +139,7 @@ def _equal_rate(run: RunFolder) -> Table:
                 figures("e2el", ("p50", "p99")),
                 number(summary.get("output_tok_per_s")),
                 number(trial.engine.get("kv_transfer_ms_per_request")),
-                trial.verdict if trial.verdict != "invalid" else f"refused: {trial.reason}",
+                refused_by(trial) or trial.verdict,
             ]
         )
     rows = [

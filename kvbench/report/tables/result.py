@@ -80,7 +80,7 @@ class Answer:
     sure: bool = True
     """Whether the search finished: a trial at that rate was met."""
     level: float | None = None
-    """Probability that the interval contains the rate, or None."""
+    """Probability that the interval contains the rate."""
     posterior: tuple[float, ...] = ()
     """Equally probable rates, if the search stored them."""
     refusals: str = ""
@@ -128,7 +128,6 @@ class Row:
     trial_id: str | None = None
     """The supporting trial; ``values``, ``trial_rate`` and ``verdict`` describe it."""
     trial_rate: float | None = None
-    """Its offered rate."""
     verdict: str = ""
     search: str = ""
     confirmed: bool = False

@@ -113,7 +113,6 @@ def _number(value: Any) -> float | None:
 
 
 def soak_problems(run: RunFolder) -> list[str]:
-    """Return the soak's problems, one sentence each."""
     found = []
     for series in soak_series(run):
         worse = series.drift.verdict == ("falls" if "SLO" in series.name else "grows")

@@ -229,7 +229,6 @@ def as_markdown(tables: Sequence[Table]) -> str:
 
 
 def as_csv(tables: Sequence[Table]) -> str:
-    """Return all tables' rows as one CSV."""
     keys = _keys(tables)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")

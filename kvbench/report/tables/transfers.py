@@ -207,7 +207,6 @@ _RECORD_KEYS: Final = (
 
 
 def flat_row(record: TransferRecord, run: Sequence[TransferRecord]) -> dict[str, Any]:
-    """Return one flat row of tables/transfers.csv."""
     measured = figures(record, run)
     times = measured.times
     return {

@@ -14,7 +14,7 @@ from kvbench.core.records import TrialRecord
 from kvbench.results.provenance import SIMULATED
 from kvbench.results.run import RunFolder
 
-# Column of the table → where its value lies in a trial's summary or engine record ("a.b" is b inside a).
+# Column of the table → path of its value in a trial's summary or engine record ("a.b" is b inside a).
 # The only place that knows those names.
 _LATENCIES: Final = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 _FIGURES: Final = ("mean", "p50", "p90", "p99")

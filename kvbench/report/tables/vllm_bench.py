@@ -38,7 +38,7 @@ _LATENCY_TITLES: Final = {
 
 
 def bench_trials(run: RunFolder) -> list[TrialRecord]:
-    """The last trial of each load that ``kvbench bench`` offered, each way; none of other runs."""
+    """Return the last trial of each load and way of ``kvbench bench``; empty for other runs."""
     if run.manifest.get("kind") != "bench":
         return []
     tried = [each for each in run.all_trials if each.method in ("sustained", "trace", "closed_loop")]
@@ -46,10 +46,9 @@ def bench_trials(run: RunFolder) -> list[TrialRecord]:
 
 
 def bench_tables(named: Sequence[tuple[str, RunFolder]]) -> list[Table]:
-    """The block of ``vllm bench serve``, a column for each load that was not refused.
+    """Return the block of ``vllm bench serve``, with a column for each load that was not refused.
 
-    ``named``: runs with their names, all empty for a single one.
-    """
+    ``named``: runs with their names, all empty for a single one."""
     shown = [
         (name, trial, _goodput(run, trial))
         for name, run in named
@@ -62,7 +61,7 @@ def bench_tables(named: Sequence[tuple[str, RunFolder]]) -> list[Table]:
 
 
 def refused_text(trial: TrialRecord) -> str:
-    """Which load is refused, and why, in one line."""
+    """Return the refused load and its reason in one line."""
     cell, at_once = trial.cell, trial.engine.get("concurrency")
     load = f"{at_once} at once" if at_once else f"{number(trial.request_rate)} req/s"
     why = " ".join(trial.reason.split())
@@ -70,7 +69,7 @@ def refused_text(trial: TrialRecord) -> str:
 
 
 def _goodput(run: RunFolder, trial: TrialRecord) -> float | None:
-    """Requests that met the SLO, per second of the whole run; None where no limit is on single requests."""
+    """Return requests within the SLO per second of the whole run; None without limits on single requests."""
     met, duration_s = trial.summary.get("met"), _whole(trial).get("duration_s")
     return met / duration_s if slo_of(run).main().each and met is not None and duration_s else None
 
@@ -213,9 +212,13 @@ def _serve_cells(trial: TrialRecord) -> list[str]:
 
 
 def _state(trial: TrialRecord) -> str:
-    if trial.verdict == "invalid":
-        return f"refused: {trial.reason}"
-    return SATURATED if SATURATED in trial.labels else "kept up"
+    return refused_by(trial) or (SATURATED if SATURATED in trial.labels else "kept up")
+
+
+def refused_by(trial: TrialRecord) -> str:
+    """Return which gates refused a trial; empty if none did. The trial's reason says why."""
+    gates = dict.fromkeys(each.gate for each in trial.findings if each.level == "invalid")
+    return ": ".join(filter(None, ("refused", ", ".join(gates)))) if trial.verdict == "invalid" else ""
 
 
 def fixed_tables(run: RunFolder) -> Iterable[Table]:
@@ -274,12 +277,11 @@ def closed_loop_table(run: RunFolder) -> Table:
     shown, rows = [], []
     for trial in trials:
         at_once = trial.engine.get("concurrency")
-        state = f"refused: {trial.reason}" if trial.verdict == "invalid" else trial.verdict
         shown.append(
             [
                 *(trial.cell.connector, f"{trial.cell.input_len}", f"{trial.cell.output_len}", f"{at_once}"),
                 *_serve_cells(trial),
-                state,
+                refused_by(trial) or trial.verdict,
             ]
         )
         values = {key: value for key, value in about(trial).items() if key != "request_rate"}

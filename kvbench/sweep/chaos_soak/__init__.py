@@ -1,1 +1,1 @@
-"""Runs at a held rate: faults and what they cost (``kvbench chaos``), hours on end (``kvbench soak``)."""
+"""Runs at a fixed rate: faults and their cost (``kvbench chaos``), long runs (``kvbench soak``)."""

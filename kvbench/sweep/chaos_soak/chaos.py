@@ -1,12 +1,9 @@
-"""``kvbench chaos SCENARIO``: offer a fixed rate, do faults by a seeded plan, report what each of them cost.
+"""``kvbench chaos SCENARIO``: run a fixed rate, inject faults by a seeded plan, report the cost of each.
 
-Each fault is a trial of its own on a deployment of its own, so that no fault's effects meet the next. The
-plan is drawn before anything starts and is in the manifest (``asked.faults``), by which a run is resumed and
-repeated.
-
-``--lab`` sets up two hosts as namespaces and continues inside host A, in a process that it waits for: so
-everything but the process to cut off, in host B, is started there, and reaches B by the lab's NICs alone. To
-partition a process is to lose all packets of these; one NIC's faults leave the others.
+Each fault is one trial on a fresh deployment, so effects do not overlap. The manifest stores the plan
+(``asked.faults``) before the start, for resume and repeat. ``--lab`` creates two hosts as network namespaces
+and continues in host A as a child process. Only the process to isolate runs in host B, reached via the lab's
+NICs. A partition drops all their packets; other NIC faults affect one NIC.
 """
 
 from __future__ import annotations
@@ -67,16 +64,16 @@ from kvbench.sweep.chaos_soak.strikes import target_counts
 from kvbench.sweep.deployed import DeployedBench, scratch_prefix
 
 INSIDE_ENV: Final = "KVBENCH_FAULT_LAB"
-"""Name of the lab in whose host A this process already is."""
+"""Set in the child process: name of the lab in whose host A it runs."""
 STOP_S: Final = 60.0
-"""So long may the process inside take to end its run when it is interrupted."""
+"""Longest wait for the interrupted child process to end its run, in seconds."""
 _SHAPE: Final = re.compile(r"(?P<nics>\d{1,2})(?:x(?P<rate>\d+(?:\.\d+)?[kmgt]?bit))?")
 MAIN, ALONE = "A", "B"
 
 
 @dataclass(frozen=True)
 class FaultPlace:
-    """Where a chaos run goes on. ``status``: it has gone on elsewhere, and ended so."""
+    """Lab to run in. ``status``: exit code of the child process that did the run instead."""
 
     lab: Lab | None = None
     status: int | None = None
@@ -84,7 +81,7 @@ class FaultPlace:
 
 @contextmanager
 def fault_lab(words: str, console: Console) -> Iterator[FaultPlace]:
-    """The lab that ``--lab`` asks for; without words none. Raises InputError, LabError."""
+    """Create the lab of ``--lab``, or none if empty. Raises InputError, LabError."""
     inside = os.environ.get(INSIDE_ENV, "")
     if not words:
         yield FaultPlace()
@@ -94,17 +91,17 @@ def fault_lab(words: str, console: Console) -> Iterator[FaultPlace]:
         return
     shape = _SHAPE.fullmatch(words.strip())
     if shape is None:
-        raise InputError(f"--lab {words!r} is no lab", hint="NICs, and what each carries: 2 or 2x1gbit")
+        raise InputError(f"--lab {words!r} is invalid", hint="number of NICs and their rate: 2 or 2x1gbit")
     with Lab.up(int(shape["nics"]), shape["rate"] or "1gbit") as lab:
         console.print(f"lab {lab.plan.name}: {lab.describe()}", markup=False)
         yield FaultPlace(status=_go_on_inside(lab))
 
 
 def _go_on_inside(lab: Lab) -> int:
-    """This very command in host A; its exit code. An interrupt reaches it, too, and it is waited for."""
+    """Run this command in host A and return its exit code. Waits for it after an interrupt, too."""
     command = [*lab.prefix(MAIN), sys.executable, "-m", "kvbench.cli", *sys.argv[1:]]
     nics = ",".join(each["name"] for each in lab.nics(MAIN))
-    # UCX takes every device that it sees, the loopback of each host among them, which leads nowhere.
+    # UCX uses every device, including each host's loopback, which reaches no other host.
     env = {"UCX_NET_DEVICES": nics, **os.environ, INSIDE_ENV: lab.plan.name}
     process = subprocess.Popen(command, env=env)
     try:
@@ -122,20 +119,20 @@ def _go_on_inside(lab: Lab) -> int:
 
 
 class _LabHere(LocalPlace):
-    """This machine as host B of a lab sees it: its addresses are not this process's own."""
+    """This machine as seen from host B of a lab: its addresses are not local."""
 
     def __init__(self, near: str) -> None:
         self._near = near
 
     def require_free(self, address: str, ports: Sequence[tuple[str, int]]) -> None:
-        return None  # nobody else is in that host
+        return None  # no other process is in that host
 
     def free_ports(self, address: str, counts: Sequence[int]) -> list[int]:
         return free_ports(self._near, counts)
 
 
 class LabLauncher(LocalLauncher):
-    """Starts processes in host A, where this process is, and those named ``alone`` in host B."""
+    """Starts processes in host A, and those named ``alone`` in host B."""
 
     def __init__(self, run_tag: str, log_dir: Path, spec_dir: Path, lab: Lab, alone: frozenset[str]) -> None:
         super().__init__(run_tag, log_dir, spec_dir)
@@ -147,7 +144,7 @@ class LabLauncher(LocalLauncher):
             return super().start(spec, piped=piped)
         inside = replace(spec, argv=(*self._lab.prefix(ALONE), *spec.argv))
         process = super().start(inside, piped=piped)
-        process.spec = spec  # by which it may be started again
+        process.spec = spec  # for a restart
         return process
 
     def place_of(self, name: str) -> LocalPlace:
@@ -156,9 +153,9 @@ class LabLauncher(LocalLauncher):
 
 
 def alone_in_lab(fault: PlannedFault, planned: DeploymentPlan) -> frozenset[str]:
-    """The names of the processes in host B: the one to cut off; D's where it is a NIC that fails."""
+    """Names of the processes for host B: the one to isolate, or D's for NIC faults."""
     if fault.target == "metadata":
-        raise InputError("the metadata service cannot be cut off by itself yet", hint="kill or freeze it")
+        raise InputError("the metadata service cannot be isolated", hint="kill or freeze it")
     if fault.target == "router":
         return frozenset(["router"])
     role = "prefill" if fault.target == "prefill" else "decode"
@@ -166,7 +163,7 @@ def alone_in_lab(fault: PlannedFault, planned: DeploymentPlan) -> frozenset[str]
 
 
 def lab_scenario(scenario: Scenario, lab: Lab, alone: frozenset[str]) -> Scenario:
-    """The scenario with its roles on the lab's hosts, by the addresses of the first NIC."""
+    """Put the scenario's roles on the lab's hosts, with the addresses of the first NIC."""
     hosts = {
         MAIN: RemoteHost(address=lab.plan.address("A", 0)),
         ALONE: RemoteHost(address=lab.plan.address("B", 0)),
@@ -191,7 +188,7 @@ def running_in_lab(
     lab: Lab,
     fault: PlannedFault,
 ) -> Iterator[tuple[Scenario, Launcher, RunningDeployment]]:
-    """A deployment on the lab's hosts from start to stop, with the scenario that it has there."""
+    """Run a deployment on the lab's hosts; yields its scenario, launcher and processes."""
     alone = alone_in_lab(fault, planned)
     inside = lab_scenario(scenario, lab, alone)
     with scratch(scratch_prefix(store.path), store.path.name) as specs:
@@ -213,7 +210,7 @@ def running_in_lab(
 
 @dataclass(frozen=True)
 class ChaosOptions:
-    """What a chaos run is asked for. ``faults``: none are all that can be done; ``lab``: a lab to run in."""
+    """Options of a chaos run. ``faults``: empty means all possible ones; ``lab``: lab to run in."""
 
     held: HeldOptions
     faults: tuple[str, ...] = ()
@@ -223,9 +220,8 @@ class ChaosOptions:
 
 
 def command(cli: CliOptions, asked: ChaosOptions, output: Path, console: Console, *, only_plan: bool) -> int:
-    """Do all faults, write the report, print its table; returns the exit code. ``only_plan``: print what
-    would be done. Raises InputError for what cannot be done here.
-    """
+    """Inject all faults, write and print the report; return the exit code. ``only_plan``: print the plan
+    only. Raises InputError for impossible faults."""
     held = HeldPlan.of(cli, asked.held)
     scenario, plan, rates = held.scenario, held.plan, held.rates
     faults = planned_faults(scenario, plan, held.cells, asked)
@@ -242,17 +238,19 @@ def command(cli: CliOptions, asked: ChaosOptions, output: Path, console: Console
 
 
 def resumed(path: Path, console: Console, *, force: bool, lab: Lab | None = None) -> int:
-    """Go on with a chaos run: the planned faults that have no trial yet. Raises InputError, StoreError."""
+    """Resume a chaos run: run the planned faults that have no trial. Raises InputError, StoreError."""
     run = begun_run(path, "chaos", console)
     if run is None:
         return EXIT_OK
     asked = run.manifest.get("asked") or {}
     if asked.get("lab") and lab is None:
-        raise InputError(f"{path} was run in a lab", hint="go on with --lab")
+        raise InputError(f"{path} was run in a lab", hint="resume with --lab")
     try:
         faults, rates = {label: faults_of(rows) for label, rows in asked["faults"].items()}, rates_in(asked)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(f"{path}/manifest.json has no plan of faults: {error}", hint="begin anew") from error
+        raise StoreError(
+            f"{path}/manifest.json has no plan of faults: {error}", hint="start a new run"
+        ) from error
     again = resume.reopen(path, force=force)
     console.print(f"{len(run.all_trials)} faults are kept", markup=False)
     return ChaosRun(again.scenario, again.plan, again.store, rates, faults, lab).carry_out(console)
@@ -261,19 +259,17 @@ def resumed(path: Path, console: Console, *, force: bool, lab: Lab | None = None
 def planned_faults(
     scenario: Scenario, plan: Plan, cells: Sequence[Cell], asked: ChaosOptions
 ) -> dict[str, list[PlannedFault]]:
-    """The faults of each pair, by its label. Raises InputError for what cannot be done here."""
+    """Plan the faults of each pair, by its label. Raises InputError for impossible ones."""
     wanted = [WantedFault.parse(each) for each in asked.faults]
     for each in wanted:
         if each.kind in LAB_KINDS and asked.lab is None:
             raise InputError(
-                f"{each.text}: there is no network here whose packets kvbench may lose",
-                hint="--lab puts the deployment between two hosts of its own (network namespaces)",
+                f"{each.text}: kvbench may drop packets only in a lab's network",
+                hint="--lab runs the deployment on two hosts of its own (network namespaces)",
             )
     deployment = scenario.deployment
     if deployment.launcher != "local" and any(each.kind == "freeze" for each in wanted):
-        raise InputError(
-            "freeze stops processes of this machine alone", hint="kill and restart work anywhere"
-        )
+        raise InputError("freeze works on local processes only", hint="kill and restart work anywhere")
     found = {}
     for cell in cells:
         planned = next(each for each in plan.deployments if each.label == cell.connector)
@@ -290,7 +286,7 @@ def planned_faults(
 
 @dataclass(frozen=True)
 class ChaosRun(HeldRun):
-    """Does the faults of all pairs that have no trial in the folder yet."""
+    """Injects the faults of all pairs that have no trial yet."""
 
     method: ClassVar[Method] = "chaos"
     faults: Mapping[str, Sequence[PlannedFault]]

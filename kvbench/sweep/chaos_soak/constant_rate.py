@@ -1,4 +1,4 @@
-"""What chaos runs and soaks share: scenario, rates, right answers, and what processes hold over time."""
+"""Shared by chaos runs and soaks: scenario, rates, canaries, and resource use of processes."""
 
 from __future__ import annotations
 
@@ -35,23 +35,20 @@ from kvbench.sweep.trial.canary_supply import right_answers
 from kvbench.sweep.trial.kv_counters import FAMILIES
 
 SHARE: Final = 0.7
-"""Of a found rate, which is held: enough that a fault hurts, and some room to catch up."""
+"""Default fixed rate, as a share of the measured maximum: loaded enough to hurt, with room to catch up."""
 CANARY_BUDGET_S: Final = 20.0
-"""For how long an aggregated server is asked for right answers."""
+"""Longest time to query an aggregated server for reference outputs, in seconds."""
 CANARY_SHARE: Final = 0.25
-"""Of the requests of a trial with a fault, which is short, and may end long before its plan does. They are
-requests like the others."""
+"""Share of canaries in a fault trial, which is short and may end early."""
 DEADLINE_S: Final = 10.0
 DEADLINE_TIMES: Final = 3.0
-"""A request hangs after so long, or so many times what the SLO allows one, if that is more."""
+"""Default request deadline: DEADLINE_S seconds, or this multiple of the SLO's limit if longer."""
 
 
 @dataclass(frozen=True)
 class HeldOptions:
-    """``rate``: requests per second of every cell; else a ``share`` of those found in the run ``found``.
-
-    ``deadline_s``: of one request; None is what this module chooses, or the scenario's own if that is less.
-    """
+    """``rate``: requests per second of every cell; else ``share`` of the rates in the run ``found``.
+    ``deadline_s``: of one request; None: default, or the scenario's if shorter."""
 
     rate: float | None = None
     share: float | None = None
@@ -61,26 +58,26 @@ class HeldOptions:
     def __post_init__(self) -> None:
         if (self.rate is None) == (self.found is None):
             raise InputError(
-                "give the rate to hold, or the run that found it",
-                hint="--rate 20, or --from RUN, whose rates are held by --share (0.7 of them)",
+                "give the fixed rate, or a run that measured a rate",
+                hint="--rate 20, or --from RUN, whose rates are scaled by --share (0.7)",
             )
         if self.share is not None and self.found is None:
-            raise InputError("--share is of a rate that was found: --from RUN names its run")
+            raise InputError("--share scales a measured rate: add --from RUN")
         if self.share is not None and not 0 < self.share <= 2:
-            raise InputError(f"--share is a share of the found rate, such as 0.7, not {self.share:g}")
+            raise InputError(f"--share is a share of the measured rate, such as 0.7, not {self.share:g}")
 
 
 def held_scenario(cli: CliOptions, asked: HeldOptions) -> tuple[Scenario, bytes]:
-    """The scenario of one input length with a deadline. Raises InputError for what cannot be held."""
+    """Scenario with one input length and a deadline. Raises InputError if it does not fit."""
     scenario, source = resolve(cli, sessions=False)
     options = scenario.deployment.engine_options
     if not options.starts_processes or options.simulator.command:
         raise InputError(
-            "this run stops and starts processes, and those of the scenario are not kvbench's own",
+            "this run stops and starts processes, but kvbench did not start those of the scenario",
             hint="give a scenario whose engine kvbench starts (emulated, vllm)",
         )
     if scenario.workload.trace:
-        raise InputError("a trace has arrivals of its own, and no rate that could be held", hint="--rate")
+        raise InputError("a trace has its own arrivals, so it needs a fixed rate", hint="--rate")
     more = []
     if len(scenario.workload.input_len) > 1:
         more.append(f"workload.input_len=[{scenario.workload.input_len[0]}]")
@@ -88,9 +85,9 @@ def held_scenario(cli: CliOptions, asked: HeldOptions) -> tuple[Scenario, bytes]
     deadline_s = usual_s if asked.deadline_s is None else asked.deadline_s
     if asked.deadline_s is not None and deadline_s < scenario.allowed_s:
         raise InputError(
-            f"--deadline {deadline_s:g} is less than the {scenario.allowed_s:g} s that the SLO allows one "
-            "request, so answers that are in time would be cut off",
-            hint="give at least that, leave it out, or set a tighter SLO",
+            f"--deadline {deadline_s:g} is shorter than the {scenario.allowed_s:g} s that the SLO allows one "
+            "request, so answers within the SLO would be cut off",
+            hint="give at least that, omit it, or set a tighter SLO",
         )
     if deadline_s != scenario.request_timeout_s:
         more.append(f"workload.request_timeout_s={deadline_s:g}")
@@ -99,7 +96,7 @@ def held_scenario(cli: CliOptions, asked: HeldOptions) -> tuple[Scenario, bytes]
 
 @dataclass(frozen=True)
 class HeldPlan:
-    """Everything a chaos run or soak holds, before its run folder exists. ``rates``: by connector's label."""
+    """Plan of a chaos run or soak, before its folder exists. ``rates``: connector label → rate."""
 
     scenario: Scenario
     source: bytes
@@ -109,7 +106,7 @@ class HeldPlan:
 
     @classmethod
     def of(cls, cli: CliOptions, asked: HeldOptions) -> HeldPlan:
-        """Raises InputError for what cannot be held here."""
+        """Create the plan. Raises InputError if it cannot run here."""
         scenario, source = held_scenario(cli, asked)
         plan = plan_of(scenario)
         require_gpus(plan)
@@ -119,7 +116,7 @@ class HeldPlan:
 
 
 def rates_of(asked: HeldOptions, cells: Sequence[Cell]) -> dict[str, float]:
-    """The rate that is held, by connector's label. Raises InputError for a run that has none for one."""
+    """Return connector label → fixed rate. Raises InputError if the run lacks one."""
     if asked.rate is not None:
         return {cell.connector: asked.rate for cell in cells}
     assert asked.found is not None
@@ -133,7 +130,7 @@ def rates_of(asked: HeldOptions, cells: Sequence[Cell]) -> dict[str, float]:
                 each.cell.key for each in run.cells if (each.answer or {}).get("max_request_rate")
             )
             raise InputError(
-                f"{asked.found} has found no rate for {cell.key}",
+                f"{asked.found} has no rate for {cell.key}",
                 hint=f"it has: {known or 'none'}; choose by --connector, --input-len and --output-len",
             )
         found[cell.connector] = round(share * float(rate), 4)
@@ -141,7 +138,7 @@ def rates_of(asked: HeldOptions, cells: Sequence[Cell]) -> dict[str, float]:
 
 
 def held_cells(plan: Plan) -> tuple[Cell, ...]:
-    """The cells of P/D pairs. Raises InputError without any."""
+    """Cells of P/D pairs. Raises InputError if there is none."""
     cells = tuple(cell for cell in plan.cells if connectors.get(_connector(plan, cell)).disaggregated)
     if not cells:
         raise InputError("the scenario has no P/D pair", hint="name one with --connector")
@@ -153,9 +150,7 @@ def _connector(plan: Plan, cell: Cell) -> str:
 
 
 def with_canaries(scenario: Scenario, requests: float, pool: CanaryPool | None) -> Scenario:
-    """The scenario with as many canaries among so many requests as there are right answers, up to a share;
-    with none if there are to be none.
-    """
+    """Set the number of canaries for a trial of ``requests``: limited by reference outputs and share."""
     share = scenario.checks.canary_share
     if not share or pool is None:
         return scenario
@@ -165,17 +160,13 @@ def with_canaries(scenario: Scenario, requests: float, pool: CanaryPool | None) 
 
 
 def with_length(scenario: Scenario, seconds: float, rate: float) -> Scenario:
-    """The scenario with trials of so many seconds at a rate, whatever its search is told."""
     least = max(1, int(rate * seconds))
     search = {"trial_s": seconds, "max_trial_s": None, "min_requests": least, "max_requests": 10_000_000}
     return scenario.model_copy(update={"search": scenario.search.model_copy(update=search)})
 
 
 def _canary_pool(run: HeldRun, scenario: Scenario, bench: DeployedBench, cell: Cell) -> CanaryPool | None:
-    """The right answers to a cell's canaries, of an aggregated server; asked for once in a run.
-
-    None, with a note, where none can be had.
-    """
+    """Return reference outputs of an aggregated server, queried once per run, or None with a note."""
     plan, store, watcher = run.plan, run.store, run.watcher
     label = plan.reference_of(cell.connector)
     known = pool_of_cell(store.earlier.canaries, cell, label)
@@ -185,10 +176,10 @@ def _canary_pool(run: HeldRun, scenario: Scenario, bench: DeployedBench, cell: C
     problem = None if planned is None else bench.problem(planned)
     if planned is None or problem is not None:
         why = problem.reason if problem is not None else "the plan has none"
-        watcher.note(f"answers are not checked: there is no aggregated server ({why})")
+        watcher.note(f"outputs are not checked: there is no aggregated server ({why})")
         return None
     with bench.running(planned, "reference") as (_, deployment):
-        watcher.stage(f"{label}: asking for the answers to canaries at {cell.input_len} tokens")
+        watcher.stage(f"{label}: querying reference outputs of canaries at {cell.input_len} tokens")
         own = replace(cell, connector=label)
         many = scenario.checks.model_copy(update={"canary_share": CANARY_SHARE})
         wanted = scenario.model_copy(update={"checks": many}) if scenario.checks.canary_share else scenario
@@ -204,7 +195,7 @@ def _canary_pool(run: HeldRun, scenario: Scenario, bench: DeployedBench, cell: C
 
 @dataclass(frozen=True)
 class HeldRate:
-    """What is held: a cell's rate, and the right answers to the canaries among its requests, if known."""
+    """A cell's fixed rate, and the reference outputs of its canaries, if known."""
 
     cell: Cell
     rate: float
@@ -213,7 +204,7 @@ class HeldRate:
 
 @dataclass(frozen=True)
 class HeldRun(ABC):
-    """Measures, pair after pair, what the folder of a chaos run or soak does not have yet."""
+    """Measures, pair by pair, what the folder of a chaos run or soak lacks."""
 
     method: ClassVar[Method]
     scenario: Scenario
@@ -223,14 +214,15 @@ class HeldRun(ABC):
     watcher: Watcher = field(default_factory=Silent, kw_only=True)
 
     def carry_out(self, console: Console) -> int:
-        """Run to the end, write the report, print it; returns the exit code."""
+        """Run to the end, write and print the report; return the exit code."""
         results = run_and_report(
             self.store, len(self.rates), console, lambda display: replace(self, watcher=display).run()
         )
         return EXIT_FAILED if any(each.status == "failed" for each in results) else EXIT_OK
 
     def run(self) -> list[CellResult]:
-        """One result a pair. Raises StoreError without the folder, LaunchError without its hosts."""
+        """Measure all pairs, one result each. Raises StoreError without the folder, LaunchError without
+        hosts."""
         scenario, results = self.measured_scenario(), []
         bench = DeployedBench(scenario, self.plan, self.store, self.watcher)
         done = {each.trial_id for each in load_run(self.store.path).all_trials}
@@ -250,10 +242,8 @@ class HeldRun(ABC):
     def pair(
         self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, done: set[str]
     ) -> KvbenchError | None:
-        """Measure one pair, except the trials that are ``done``; what failed of it, if it went on after that.
-
-        Raises KvbenchError where it could not go on.
-        """
+        """Measure one pair except its ``done`` trials; return an error that did not stop it. Raises
+        KvbenchError for one that did."""
 
     def _result(
         self, bench: DeployedBench, scenario: Scenario, planned: DeploymentPlan, done: set[str]
@@ -273,7 +263,7 @@ class HeldRun(ABC):
 
 
 def begun_run(path: Path, kind: str, console: Console) -> RunFolder | None:
-    """The run that is to be resumed; None, with its report printed, if it is complete. Raises InputError."""
+    """Return the run to resume, or None (report printed) if it is complete. Raises InputError."""
     run = load_run(path)
     if run.manifest.get("kind") != kind:
         raise InputError(f"{path} is a run of kind {run.manifest.get('kind')}, not {kind}")
@@ -281,7 +271,7 @@ def begun_run(path: Path, kind: str, console: Console) -> RunFolder | None:
 
 
 def rates_in(asked: Mapping[str, object]) -> dict[str, float]:
-    """The held rates as a manifest's ``asked`` has them. Raises KeyError, TypeError or ValueError."""
+    """Read the fixed rates of a manifest's ``asked``. Raises KeyError, TypeError or ValueError."""
     rates = asked["rates"]
     if not isinstance(rates, Mapping):
         raise TypeError("rates")
@@ -290,9 +280,8 @@ def rates_in(asked: Mapping[str, object]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ProcessHoldings:
-    """One process with its children. ``blocks`` of its KV pool are in use, None where it does not say;
-    ``expired``: requests whose KV it gave up; ``served``: those that it finished since it was started.
-    """
+    """Resources of a process with its children: KV ``blocks`` in use, requests whose KV ``expired``, and
+    requests ``served`` since start."""
 
     pid: int = 0
     rss_bytes: int = 0
@@ -310,7 +299,7 @@ class ProcessHoldings:
 
 @dataclass(frozen=True)
 class Holdings:
-    """Of all processes, by name. What has ended is not among them."""
+    """Resources of all live processes, by name."""
 
     of: Mapping[str, ProcessHoldings] = field(default_factory=dict)
 
@@ -319,7 +308,7 @@ class Holdings:
 
 
 def holdings(deployment: RunningDeployment) -> Holdings:
-    """As of now; a process that has ended or does not answer has no blocks to tell of."""
+    """Read the current resources; a process that does not answer has no blocks."""
     pages = deployment.metrics()
     found = {}
     for process in deployment.processes:
@@ -347,7 +336,7 @@ def _block_tokens(page: Metrics | None) -> int | None:
 
 
 def _of_family(pid: int) -> dict[str, int]:
-    """Sums over a process and its children on this machine; zeros where it is on another host."""
+    """Sum figures over a process and its children on this machine; zeros for a remote one."""
     sums = {"rss_bytes": 0, "descriptors": 0, "threads": 0}
     for each in family(pid):
         try:
@@ -362,7 +351,7 @@ def _of_family(pid: int) -> dict[str, int]:
 
 
 def stranded_blocks(before: Holdings, after: Holdings) -> dict[str, float]:
-    """Blocks in use after all requests have ended, beyond those before, by process; only those above 0."""
+    """Blocks still in use after all requests ended, minus those before, by process; positive ones only."""
     found = {}
     for name, each in after.of.items():
         known = before.of.get(name, ProcessHoldings())
@@ -372,7 +361,7 @@ def stranded_blocks(before: Holdings, after: Holdings) -> dict[str, float]:
 
 
 def grown_bytes(before: Holdings, after: Holdings) -> dict[str, int]:
-    """By how much the memory of each process grew that is the same one as before."""
+    """Memory growth of each process that was not restarted, in bytes."""
     return {
         name: each.rss_bytes - before.of[name].rss_bytes
         for name, each in after.of.items()

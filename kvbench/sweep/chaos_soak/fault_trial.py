@@ -1,7 +1,7 @@
-"""One fault on a deployment of its own: hold a rate, strike, undo, watch, count what it cost, record.
+"""One fault on its own deployment: run the load, inject, undo, observe, compute the cost, store.
 
-Whoever noticed it is recorded with a time: lines that complain in the processes' logs, kvbench's own watch,
-the first failed request.
+Detections are recorded with their times: warnings in logs, kvbench's liveness check, the first failed
+request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvbench.sweep.trial.trial import TrialRunner
 
 POLL_S: Final = 0.05
 MOST_LINES: Final = 5
-"""Of one log; the first ones say it."""
+"""Maximum lines per log; the first ones tell the cause."""
 MOST_CHARS: Final = 240
 COMPLAINT: Final = re.compile(r"\b(?:WARN|WARNING|ERROR|CRITICAL|FATAL|Traceback)\b|\b[EWF]\d{4} \d\d:")
 """Python's levels, and the first letter of glog's lines (``E1122 01:03:45``)."""
@@ -50,7 +50,8 @@ CLIENT: Final = "client"
 
 @dataclass(frozen=True)
 class Notice:
-    """``who`` said ``words``, ``after_s`` seconds after the fault; ``more`` lines like it came later."""
+    """Detection by ``who`` with its text, ``after_s`` seconds after the fault; ``more`` similar lines
+    followed."""
 
     who: str
     after_s: float
@@ -63,10 +64,8 @@ class Notice:
 
 @dataclass
 class Notices:
-    """Follows the logs of a deployment's processes, and its watch, in a thread of its own.
-
-    Raises nothing by itself: a deployment that has been struck is meant to be in trouble.
-    """
+    """Watches the logs and liveness of a deployment in a thread. It does not raise: a struck deployment is
+    expected to fail."""
 
     deployment: RunningDeployment
     _found: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
@@ -91,11 +90,11 @@ class Notices:
         self._look()
 
     def struck(self, at: float) -> None:
-        """The fault is done now: ``at`` on the monotonic clock."""
+        """Record the time of the fault: ``at`` on the monotonic clock."""
         self._struck_at = at
 
     def seen(self, progress: Progress) -> None:
-        """What the load generator tells; the first failed request after the fault is a notice, too."""
+        """Take progress; the first request that fails after the fault is a detection."""
         if self._struck_at is None or CLIENT in self._found:
             return
         failed = next((each for each in progress.settled if each.error not in ("", "cancelled")), None)
@@ -104,7 +103,6 @@ class Notices:
             self._counts[CLIENT] = 1
 
     def found(self) -> list[Notice]:
-        """All of them, the first first."""
         began = self._struck_at
         if began is None:
             return []
@@ -137,7 +135,7 @@ class Notices:
             self._watch(now)
 
     def _watch(self, now: float) -> None:
-        """What kvbench's own watch would have said, and ended a sweep's cell with."""
+        """Record the failure that would have ended a sweep's cell."""
         try:
             self.deployment.check_alive()
         except KvbenchError as error:
@@ -146,19 +144,17 @@ class Notices:
 
 
 SETTLE_S: Final = 10.0
-"""For how long the system may end what the load has left there, before it is read what it still holds."""
+"""Longest wait for the system to drain before its resources are read, in seconds."""
 LOOK_S: Final = 0.05
 COUNTS_NOTHING: Final = ("router", "metadata")
-"""Targets that count no requests: what the load had answered since tells whether they serve again."""
+"""Targets without a request counter: the load's successes show whether they serve again."""
 NOT_HELD: Final = "not_held"
 
 
 @dataclass
 class Striker:
-    """Does the fault at its time in a thread of its own, and undoes it. Times are monotonic.
-
-    ``ready_at``: when a process that was started again answered its ready question.
-    """
+    """Injects and undoes the fault in a thread. Times are monotonic. ``ready_at``: when a restarted process
+    passed its health check."""
 
     fault: PlannedFault
     deployment: RunningDeployment
@@ -186,23 +182,21 @@ class Striker:
         self._thread.join(timeout=30)
 
     def seen(self, progress: Progress) -> None:
-        """The load has begun, so long ago."""
+        """Take progress, which gives the start of the load."""
         if not self._began.is_set():
             self._started_at = time.monotonic() - progress.t_s
             self._began.set()
 
     def watched(self) -> bool:
-        """Whether the fault is done and undone, and was watched for long enough since."""
+        """Whether the fault is undone and was watched long enough afterwards."""
         since = self.struck_at if not self.fault.down_s else self.undone_at
         if self.fault.kind == "restart":
             since = self.ready_at
         return since is not None and time.monotonic() >= since + self.fault.after_s
 
     def check(self) -> None:
-        """Starts a killed process again when that is due; raises KvbenchError if a fault could not be done.
-
-        A process dies with the thread that started it (launchers/parts/guard.py), so that is not this one's.
-        """
+        """Restart a killed process when due; raise KvbenchError if a fault failed. Not done in the striker's
+        thread: a process dies with the thread that started it (launchers/parts/guard.py)."""
         if self._due.is_set():
             self._due.clear()
             self.strike.undo()
@@ -241,13 +235,13 @@ class Striker:
                 return
 
     def _until(self, moment: float) -> bool:
-        """Waits; false if the trial is over before."""
+        """Wait; return False if the trial ended first."""
         return not self._over.wait(max(0.0, moment - time.monotonic()))
 
 
 @dataclass(frozen=True)
 class FaultTrial:
-    """Runs one fault against a deployment that is up, and stores it as a trial."""
+    """Runs and stores one fault trial on a running deployment."""
 
     scenario: Scenario
     held: HeldRate
@@ -256,7 +250,7 @@ class FaultTrial:
     lab: Lab | None = None
 
     def run(self, fault: PlannedFault, launcher: Launcher, deployment: RunningDeployment) -> TrialRecord:
-        """Raises KvbenchError if the fault cannot be done, or the load generator fails."""
+        """Run the trial. Raises KvbenchError if the fault or the load generator fails."""
         scenario, cell = self.scenario, self.held.cell
         trials = TrialRunner(scenario, deployment, self.store, launcher, self.watcher.trial_progress)
         supply = None
@@ -331,14 +325,13 @@ class FaultTrial:
 
 
 def _settle(deployment: RunningDeployment) -> None:
-    """Waits until nothing runs or waits there, but not for what never ends; processes may be dead."""
+    """Wait until no request runs or waits; tolerates dead processes."""
     deadline = time.monotonic() + SETTLE_S
     while deployment.under_way() and time.monotonic() < deadline:
         time.sleep(LOOK_S)
 
 
 def _answers(canaries: CanaryResult | None) -> dict[str, Any]:
-    """What came of a trial's canaries; nothing was checked where there were none."""
     if canaries is None:
         return {"checked": 0, "unanswered": 0, "wrong": 0, "examples": []}
     return {
@@ -350,19 +343,20 @@ def _answers(canaries: CanaryResult | None) -> dict[str, Any]:
 
 
 def _not_held(cost: FaultCost) -> Finding:
-    share = "nothing was over" if cost.held_before is None else f"{cost.held_before:.0%} were good"
+    share = "none had ended" if cost.held_before is None else f"{cost.held_before:.0%} were good"
     return Finding(
         NOT_HELD,
         "invalid",
-        f"the rate was not held before the fault: of {cost.before} requests {share}, {cost.target:.0%} asked",
-        "hold a lower rate: --rate, or a lower --share of the rate that was found",
+        f"the rate was too high before the fault: of {cost.before} requests {share}, "
+        f"{cost.target:.0%} required",
+        "use a lower rate: --rate, or a lower --share of the measured rate",
         {"held_before": cost.held_before, "before": cost.before},
     )
 
 
 @dataclass(frozen=True)
 class _Struck:
-    """What was seen of a fault, on the trial's clock."""
+    """Observations of a fault, on the trial's clock."""
 
     scenario: Scenario
     striker: Striker
@@ -396,7 +390,7 @@ class _Struck:
         return unknown if moment is None else round(moment - began, 4)
 
     def _again(self, began: float) -> dict[str, Any] | None:
-        """Of a process that was started again: when it was ready, and what it served since."""
+        """Ready time and served requests of a restarted process, or None."""
         striker = self.striker
         if striker.fault.kind != "restart":
             return None
@@ -410,7 +404,7 @@ class _Struck:
         return {"ready_s": self._since(striker.ready_at, began, None), "served": served}
 
     def _bytes(self, stranded: Mapping[str, float]) -> float | None:
-        """KV bytes of the stranded blocks; None where model or block size are not known."""
+        """KV bytes of the stranded blocks, or None if model or block size are unknown."""
         shape = self.scenario.model.shape
         known = {name: self.after.of[name].block_tokens for name in stranded}
         if not shape.known or None in known.values():

@@ -1,8 +1,7 @@
-"""``kvbench soak SCENARIO --hours H``: hold a rate for hours, window by window, and tell what drifts.
+"""``kvbench soak SCENARIO --hours H``: run a fixed rate for hours, window by window, and report drift.
 
-A window is a trial like any other: its requests, figures and findings are stored as soon as it ends, with
-what each process holds then (memory, descriptors, threads, KV blocks). ``--resume`` goes on with the windows
-that are left, on processes that are started anew.
+A window is a trial; its record also has each process's memory, descriptors, threads and KV blocks.
+``--resume`` runs the remaining windows on restarted processes.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.trial.trial import TrialRunner
 
 WINDOWS: Final = 60
-"""A soak is cut into so many windows, but none shorter or longer than these."""
+"""Number of windows of a soak, within these limits of a window's length."""
 SHORTEST_S, LONGEST_S = 10.0, 300.0
 
 
 @dataclass(frozen=True)
 class SoakOptions:
-    """For how long a rate is held, in seconds of load; ``window_s`` None: chosen by the length."""
+    """Length of a soak in seconds of load; ``window_s`` None: derived from the length."""
 
     held: HeldOptions
     seconds: float
@@ -53,7 +52,6 @@ class SoakOptions:
 
     @property
     def window(self) -> float:
-        """Seconds of one window."""
         if self.window_s is not None:
             return min(self.window_s, self.seconds)
         return min(self.seconds, max(SHORTEST_S, min(LONGEST_S, self.seconds / WINDOWS)))
@@ -64,9 +62,8 @@ class SoakOptions:
 
 
 def command(cli: CliOptions, asked: SoakOptions, output: Path, console: Console) -> int:
-    """Hold the rates, write the report, print its table; returns the exit code: 1 if something drifts, an
-    answer is wrong, or a process has died. Raises InputError for what cannot be held.
-    """
+    """Run the soak, write and print the report; return 1 on drift, wrong outputs or a dead process. Raises
+    InputError for an impossible one."""
     held = HeldPlan.of(cli, asked.held)
     more = {"rates": held.rates, "window_s": asked.window, "windows": asked.windows}
     store = create_store(output, held.scenario, held.source, held.plan, "soak", more)
@@ -76,7 +73,7 @@ def command(cli: CliOptions, asked: SoakOptions, output: Path, console: Console)
 
 
 def resumed(path: Path, console: Console, *, force: bool) -> int:
-    """Go on with a soak: the windows that are left. Raises InputError, StoreError."""
+    """Resume a soak: run the remaining windows. Raises InputError, StoreError."""
     run = begun_run(path, "soak", console)
     if run is None:
         return EXIT_OK
@@ -84,7 +81,9 @@ def resumed(path: Path, console: Console, *, force: bool) -> int:
     try:
         rates, window_s, windows = rates_in(asked), float(asked["window_s"]), int(asked["windows"])
     except (KeyError, TypeError, ValueError) as error:
-        raise StoreError(f"{path}/manifest.json has no plan of a soak: {error}", hint="begin anew") from error
+        raise StoreError(
+            f"{path}/manifest.json has no plan of a soak: {error}", hint="start a new run"
+        ) from error
     again = resume.reopen(path, force=force)
     console.print(f"{len(run.all_trials)} windows are kept", markup=False)
     return _carry_out(SoakRun(again.scenario, again.plan, again.store, rates, window_s, windows), console)
@@ -97,7 +96,7 @@ def _carry_out(soak: SoakRun, console: Console) -> int:
 
 @dataclass(frozen=True)
 class SoakRun(HeldRun):
-    """Measures the windows of all pairs that the folder does not have yet."""
+    """Measures the windows of all pairs that the folder lacks."""
 
     method: ClassVar[Method] = "soak"
     window_s: float
@@ -111,7 +110,7 @@ class SoakRun(HeldRun):
         with bench.running(planned) as (launcher, deployment):
 
             def columns() -> dict[str, Any]:
-                """Where a window is, and what the processes hold when it is over."""
+                """Return a window's position and the processes' resources at its end."""
                 at_s, session = (plan.number - 1) * self.window_s, self.store.resumed
                 return {
                     "soak": {"at_s": at_s, "session": session, "holdings": holdings(deployment).to_json()}

@@ -1,8 +1,7 @@
-"""Doing faults to a deployment that runs, and undoing them. Only ever to what kvbench itself has started.
+"""Inject faults into a running deployment and undo them; only processes that kvbench started are touched.
 
-A strike has a beginning and an end; both return at once or within a deadline of their own. Whatever it was
-in the middle of, ``undo`` leaves nothing stopped, nothing asked for, and no rule in any network. An engine's
-KV pool is taken up by kvbench's own requests, which end by a deadline.
+Beginning and end return at once or by a deadline. ``undo`` leaves no stopped process, no request and no
+network rule at any stage. KV pools are filled with kvbench's own requests, which have a deadline.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ from kvbench.launchers.base import Launcher, Process
 
 USAGE: Final = "vllm:kv_cache_usage_perc"
 LEASED: Final = 8
-"""Requests whose KV is left behind on P by the fault ``lease``."""
+"""Requests whose KV the fault ``lease`` leaves on P."""
 MOST: Final = 4000
 AT_ONCE: Final = 16
 ASK_S: Final = 10.0
-"""A request of ours that has no answer by then is given up."""
+"""Deadline of a request sent by a fault, in seconds."""
 BEGIN_S: Final = 5.0
-"""So long is waited for a pool to fill; what has not begun by then goes on beside."""
+"""Longest wait for a pool to fill, in seconds; filling then continues in the background."""
 
 
 def kv_blocks(page: Metrics | None) -> tuple[float, int] | None:
-    """(blocks in use, blocks of the pool) by an engine's /metrics; None where it does not say."""
+    """Return (used blocks, all blocks) by an engine's /metrics, or None."""
     if page is None:
         return None
     usage, label = page.total(USAGE), page.label("vllm:cache_config_info", "num_gpu_blocks")
@@ -59,7 +58,7 @@ def kv_blocks(page: Metrics | None) -> tuple[float, int] | None:
 
 @dataclass(frozen=True)
 class PooledEngine:
-    """One engine instance as it is asked without the router, and its pool."""
+    """One engine instance, addressed directly, and its pool."""
 
     name: str
     url: str
@@ -68,7 +67,7 @@ class PooledEngine:
 
 
 class _Hog:
-    """What both ways have in common: where to ask, and prompts like no others."""
+    """Common part of both pool faults: targets and unique prompts."""
 
     def __init__(self, scenario: Scenario, deployment: RunningDeployment, launcher: Launcher) -> None:
         self._scenario = scenario
@@ -83,7 +82,7 @@ class _Hog:
         direct = self._deployment.endpoints.direct
         names = [each.name for each in self._deployment.plan.instances if each.role == role]
         if direct is None or index >= len(names):
-            raise InputError(f"no {role} instance of this deployment can be asked by itself")
+            raise InputError(f"no {role} instance of this deployment can be addressed directly")
         backend = BackendSpec(**direct["prefill" if role == "prefill" else "decode"][index])
         metrics = self._deployment.endpoints.metrics_urls[names[index]]
         return PooledEngine(names[index], backend.url, metrics, backend)
@@ -100,7 +99,7 @@ class _Hog:
         return [int(token) for token in prompt]
 
     def _fits(self, server: PooledEngine) -> int:
-        """How many of our prompts the pool of a server holds; where it does not say, as many as we send."""
+        """Number of prompts that fit into a server's pool; if unknown, as many as are sent."""
         with self._client() as client:
             page = scrape(client, server.metrics_url)
         known = kv_blocks(page)
@@ -110,23 +109,19 @@ class _Hog:
         return math.ceil(known[1] / math.ceil(min(self._scenario.workload.input_len) / int(size)))
 
     def _used(self, server: PooledEngine) -> float:
-        """The share of its pool that a server says is in use."""
         with self._client() as client:
             known = kv_blocks(scrape(client, server.metrics_url))
         return known[0] / known[1] if known is not None and known[1] else 0.0
 
     def undo(self, *, ending: bool = False) -> None:
-        """Nothing more is asked; what was asked ends by its deadline."""
+        """Send nothing more; open requests end by their deadline."""
         self._over.set()
         self._workers.shutdown(wait=False, cancel_futures=True)
 
 
 class OrphanedKv(_Hog):
-    """Prefills on P of which no D is told: some of them (``lease``), or until the pool is full (``pool``).
-
-    A client that leaves between P and D, or a D that dies there, does the same to P: its blocks stay held
-    until their lease ends.
-    """
+    """Prefills on P without a decode: a few (``lease``), or until the pool is full (``pool``). P keeps the
+    blocks until their lease ends, as after a client or D that fails between P and D."""
 
     def __init__(
         self, scenario: Scenario, deployment: RunningDeployment, launcher: Launcher, fault: PlannedFault
@@ -146,7 +141,7 @@ class OrphanedKv(_Hog):
         )
 
     def _orphan(self, server: PooledEngine, number: int) -> bool:
-        """Whether P has taken it."""
+        """Send one prefill; return whether P accepted it."""
         if self._over.is_set():
             return False
         spec, connector = server.backend, self._deployment.connector
@@ -160,7 +155,7 @@ class OrphanedKv(_Hog):
 
 
 class DecodeFlood(_Hog):
-    """Generations asked of D itself, one after the other in so many threads, until the fault is undone."""
+    """Sends generations to D directly in several threads until the fault is undone."""
 
     def __init__(
         self, scenario: Scenario, deployment: RunningDeployment, launcher: Launcher, fault: PlannedFault
@@ -180,7 +175,7 @@ class DecodeFlood(_Hog):
         while time.monotonic() < deadline and most < 0.95:
             most = max(most, self._used(server))
             time.sleep(0.05)
-        return f"{count} generations were asked of {server.name} at once; {most:.0%} of its pool was in use"
+        return f"{count} generations were sent to {server.name} at once; {most:.0%} of its pool was in use"
 
     def _generate(self, server: PooledEngine, number: int) -> None:
         length = self._scenario.workload.output_len
@@ -204,20 +199,16 @@ def _post(client: httpx.Client, url: str, body: Mapping[str, Any], headers: Mapp
 
 
 SLOW_SHARE: Final = 0.02
-"""What a slowed NIC of a lab still carries of its rate."""
+"""Remaining share of a slowed lab NIC's rate."""
 
 
 class Strike(Protocol):
-    """One fault that is done to a deployment."""
-
     def begin(self) -> str:
-        """Do it; in words, what was done. Raises KvbenchError where it cannot be."""
+        """Inject the fault; return a description. Raises KvbenchError on failure."""
 
     def undo(self, *, ending: bool = False) -> None:
-        """Take it back, as far as that can be. Safe to call twice, and without a beginning.
-
-        ``ending``: the deployment is about to be stopped, so that nothing is started any more.
-        """
+        """Undo the fault as far as possible; may be called twice, or without ``begin``. ``ending``: the
+        deployment is about to stop, so restart nothing."""
 
 
 class _Kill:
@@ -268,7 +259,7 @@ def _signal(pid: int, number: int) -> None:
 
 
 class _LabFault:
-    """Faults of the lab's NICs: of one, or of all that lead to the host where a process is alone."""
+    """Faults of one lab NIC, or of all NICs to the isolated process."""
 
     def __init__(self, lab: Lab, kind: str, nics: list[int], amount: str = "") -> None:
         self._lab = lab
@@ -290,7 +281,7 @@ class _LabFault:
 
 
 def struck_name(fault: PlannedFault, planned: DeploymentPlan, names: list[str]) -> str:
-    """The name of the process that a fault is done to. ``names``: of all processes. Raises InputError."""
+    """Name of the process that a fault hits. Raises InputError."""
     if fault.target == "metadata":
         own = {each.name for each in planned.instances} | {"router"}
         helpers = [name for name in names if name not in own]
@@ -303,7 +294,6 @@ def struck_name(fault: PlannedFault, planned: DeploymentPlan, names: list[str]) 
 
 
 def target_counts(planned: DeploymentPlan, lab: Lab | None = None) -> dict[FaultTarget, int]:
-    """How many of each target a deployment has, before it is started."""
     roles = [each.role for each in planned.instances]
     return {
         "prefill": roles.count("prefill"),
@@ -320,14 +310,14 @@ def strike_of(
     lab: Lab | None,
     orphans: Callable[[PlannedFault], OrphanedKv | DecodeFlood],
 ) -> Strike:
-    """How a fault is done. ``orphans``: who takes up KV. Raises InputError for what cannot be done here."""
+    """Create a fault's strike. ``orphans``: fills KV pools. Raises InputError for an impossible one."""
     if fault.kind in ("lease", "pool"):
         return orphans(fault)
     if fault.kind in ("partition", "pull", "slow"):
         if lab is None:
             raise InputError(
-                f"{fault.name}: there is no network here whose packets kvbench may lose",
-                hint="--lab puts the deployment between two hosts of its own (network namespaces)",
+                f"{fault.name}: kvbench may drop packets only in a lab's network",
+                hint="--lab runs the deployment on two hosts of its own (network namespaces)",
             )
         alone = fault.target != "nic"
         nics = list(range(lab.plan.nics)) if alone else [fault.index]

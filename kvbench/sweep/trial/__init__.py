@@ -1,1 +1,1 @@
-"""One measured trial: its load, what is read around it, and the evidence for the gates."""
+"""One measured trial: its load, readings, and evidence for the gates."""

@@ -1,8 +1,7 @@
-"""Canaries of one cell on one deployment: their right answers, their places in each load, and those that are
-asked for beside it.
+"""Canaries of one cell on one deployment: reference outputs, positions in each load, and extra ones.
 
-A prompt is asked once for as long as caches last: KV that a server still has would prove nothing. When none
-is left the caches are emptied; where nobody can do that, the same are asked again, and fewer of them.
+Each prompt is sent once per cache lifetime, as cached KV proves nothing. When prompts run out the caches are
+emptied; if that is impossible, fewer canaries reuse the same prompts.
 """
 
 from __future__ import annotations
@@ -40,25 +39,23 @@ from kvbench.sweep.trial.load_plan import Offered
 from kvbench.sweep.trial.output_check import joined_outputs
 
 TOGETHER: Final = 8
-"""Prompts that are asked for again at once, and again one by one, to see how a server differs from itself."""
+"""Prompts repeated concurrently, and again one by one, to measure a server's noise."""
 LONGEST_S: Final = 30.0
-"""Seconds that all idle answers of a cell take at most, those that are asked for again included."""
+"""Longest time for all idle answers of a cell, with repeats, in seconds."""
 LEAST_IDLE: Final = 4
-"""Idle answers that are asked for in any case, however slow the server is."""
+"""Idle answers that are requested however slow the server is."""
 AFTER_TRIAL: Final = 2
-"""At most so many canaries after a trial in which requests failed or were cancelled."""
+"""Most canaries after a trial with failed or cancelled requests."""
 AT_END: Final = 8
-"""And after the last one of a cell."""
+"""Most canaries after a cell's last trial."""
 BESIDE: Final = 0.5
-"""All that are asked for beside the load are at most this part of the share, but one each time."""
+"""Upper limit of extra canaries, as a part of the share; one each time is always allowed."""
 LEAST_REPEATED: Final = 2
-"""Of prompts that are asked again and again, a trial has no more than the share, but so many."""
+"""Canaries of a trial if prompts repeat; more only within the share."""
 MOST: Final = 512
 
 
 class AskedDeployment(Protocol):
-    """What is asked of a deployment."""
-
     @property
     def empties_caches(self) -> bool: ...
     def reset_caches(self) -> None: ...
@@ -80,12 +77,13 @@ def right_answers(
     requests: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> CanaryPool | None:
-    """Asks an idle deployment for the answers that canaries are compared with, one request at a time.
+    """Query an idle deployment for reference outputs, one request at a time, or return None if no canaries
+    are configured.
 
-    So a fault that needs several requests at once is not in the right answers. For ``budget_s`` all are asked
-    for that a trial may need; after that what the least trial needs (``requests``: what a trial is known to
-    send), and some that may follow a failure. ``LONGEST_S`` ends it once there are ``LEAST_IDLE``.
-    ``scored``: with log-probabilities, and again. None where no canaries are wanted. Raises ServerError.
+    Sequential requests keep faults of concurrency out of the reference. ``budget_s`` limits the answers for
+    the largest trial; the least trial's (``requests``: if known) and a few for failures are queried beyond
+    it. ``LONGEST_S`` ends all after ``LEAST_IDLE``. ``scored``: with log-probabilities and repeats. Raises
+    ServerError.
     """
     checks, search = scenario.checks, scenario.search
     if not checks.canary_share:
@@ -108,7 +106,7 @@ def right_answers(
         return deployment.complete_all(prompts, most_tokens, scored=scored)
 
     began = clock()
-    part = 0.5 if scored else 1.0  # of the time: the rest is for asking again
+    part = 0.5 if scored else 1.0  # of the time: the rest is for repeats
     found = _asked_alone(
         asked, (min(least, len(lengths)), len(lengths)), part * budget_s, part * LONGEST_S, clock
     )
@@ -134,7 +132,7 @@ def _asked_alone(
     longest_s: float,
     clock: Callable[[], float],
 ) -> list[Completion]:
-    """Prompts one at a time: the most within the budget, else the least within the longest time."""
+    """Send prompts one at a time: as many as the budget allows, at least the least within LONGEST_S."""
     least, most = least_most
     found: list[Completion] = []
     began = clock()
@@ -153,7 +151,7 @@ def _asked_again(
     lengths: Sequence[tuple[int, int]],
     clock: Callable[[], float],
 ) -> list[Outputs]:
-    """The first prompts alone, as far as a quarter of the time reaches, and all of them beside others."""
+    """Repeat the first prompts alone for a quarter of the time, and all of them concurrently."""
     began = clock()
     alone: list[Completion] = []
     for number in range(min(TOGETHER, len(lengths))):
@@ -170,7 +168,7 @@ def _asked_again(
 
 
 def _others_together(lengths: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
-    """All prompts in other batches than before, so that each is computed beside others."""
+    """Regroup all prompts, so that each is computed next to others."""
     count = len(lengths)
     step = max(1, count // TOGETHER)
     order = [number for start in range(step) for number in range(start, count, step)]
@@ -183,7 +181,7 @@ def _others_together(lengths: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
 
 
 def _trace_places(scenario: Scenario, trace: Sequence[TracedRequest]) -> list[int]:
-    """Requests of a trace that share no prompt with those before them, at the places of canaries."""
+    """Canary positions in a trace: requests that share no earlier prompt."""
     if not trace:
         return []
     fresh = [place for place, hit in enumerate(expected_hits(trace)) if not hit]
@@ -193,10 +191,8 @@ def _trace_places(scenario: Scenario, trace: Sequence[TracedRequest]) -> list[in
 
 
 class CanarySupply:
-    """The canaries of one cell's trials. ``results``: what came of them, trial by trial.
-
-    ``of_reference``: the deployment is the one that gave the right answers.
-    """
+    """Canaries of one cell's trials. ``results``: one per trial. ``of_reference``: the deployment gave the
+    reference outputs."""
 
     def __init__(
         self,
@@ -215,23 +211,23 @@ class CanarySupply:
         self._clock = clock
         self._fresh = list(range(len(pool)))
         self._sent = self._beside = 0
-        """Requests of the cell's loads, and canaries beside them."""
+        """Requests of the cell's loads, and extra canaries."""
         self._holds_kv = False
-        """Caches could not be emptied, since KV of requests that were dropped is held."""
+        """Caches could not be emptied, as dropped requests still hold KV."""
         self._repeats = not deployment.empties_caches and pool.proof == "own"
 
     @property
     def pool(self) -> CanaryPool:
-        """With what these trials have shown, if they are the reference's own."""
+        """Reference outputs, with the noise of these trials if they are the reference's own."""
         return noise_under_load(self._pool, self.results) if self._of_reference else self._pool
 
     @property
     def judged_by(self) -> CanaryPool:
-        """As answers are judged by it."""
+        """Reference outputs that judge the answers."""
         return self._pool
 
     def places(self, offered: Offered, seed: int) -> CanaryPlaces:
-        """Where the canaries of a load are, with prompts that no cache has."""
+        """Choose canary positions and uncached prompts for a load."""
         checks, search = self._scenario.checks, self._scenario.search
         if self._pool.places:
             return self._places_in_trace(offered)
@@ -255,14 +251,14 @@ class CanarySupply:
         return CanaryPlaces(at)
 
     def spec(self, places: CanaryPlaces) -> dict[str, Any]:
-        """What the load generator is told."""
+        """Canary part of the load generator's spec."""
         if not places.numbers:
             return {}
         at = [[place, number] for place, number in sorted(places.at.items())]
         return {"canaries": {"seed": self._pool.seed, "at": at, "spares": list(places.spares)}}
 
     def _refill(self) -> None:
-        """All prompts may be asked again: caches are emptied, or it does not matter."""
+        """Make all prompts usable again: empty the caches, unless repeats are acceptable."""
         if len(self._fresh) == len(self._pool):
             return
         if not self._repeats:
@@ -276,13 +272,13 @@ class CanarySupply:
         self._fresh = list(range(len(self._pool)))
 
     def used(self, records: Sequence[RequestRecord]) -> None:
-        """What a load has sent is not fresh any more."""
+        """Mark the prompts that a load sent as used."""
         self._sent += sum(each.sent_s is not None for each in records)
         sent = {each.canary for each in records if each.canary is not None and each.sent_s is not None}
         self._fresh = [number for number in self._fresh if number not in sent]
 
     def ask(self, when: When, name: str, began_s: float = 0.0) -> list[AskedCanary]:
-        """Asks for some beside a load. ``began_s``: when, in seconds since the trial's start."""
+        """Send extra canaries. ``began_s``: seconds since the trial's start."""
         allowed = int(BESIDE * self._scenario.checks.canary_share * self._sent) - self._beside
         count = min(AFTER_TRIAL if when == "after_trial" else AT_END, max(1, allowed))
         if len(self._fresh) < count:
@@ -299,7 +295,7 @@ class CanarySupply:
         try:
             answers = self._deployment.complete_all(prompts, length, scored=False)
         except ServerError:
-            return []  # it is no wrong answer; what failed shows in the trials
+            return []  # not a wrong answer; failures show in the trials
         ended_s = began_s + self._clock() - began
         return [
             AskedCanary(
@@ -309,7 +305,7 @@ class CanarySupply:
         ]
 
     def judged(self, records: Sequence[RequestRecord], asked: Sequence[AskedCanary] = ()) -> CanaryResult:
-        """What came of them, which is kept."""
+        """Judge and keep a trial's canaries."""
         result = judged_canaries(
             self._pool, records, asked, of_reference=self._of_reference, repeated=self._repeats
         )

@@ -1,4 +1,4 @@
-"""From readings of /metrics before and after a trial to its evidence and to the columns of its record."""
+"""Convert /metrics readings around a trial to evidence and record columns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LAG: Final = "kvbench:emulator_step_lag_seconds"
 _TRANSFER_LAG: Final = "kvbench:emulator_transfer_lag_seconds"
 _SOURCES: Final = (LOCAL_COMPUTE, LOCAL_CACHE_HIT, EXTERNAL)
 _GAPS: Final = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
-"""The gap between two tokens: today's name, and that of vLLM before 0.11."""
+"""Gap between two tokens: current name, and vLLM's before 0.11."""
 _STARTED: Final = "process_start_time_seconds"
 _ROUTER_CPU: Final = "kvbench:router_cpu_seconds_total"
 _ROUTER_LAG: Final = "kvbench:router_loop_lag_seconds"
@@ -34,9 +34,8 @@ Reading = Mapping[str, Metrics | None]
 
 
 def pages_by_role(before: Reading, after: Reading) -> dict[str, list[tuple[Metrics, Metrics]]]:
-    """(before, after) of each instance by role. A role that lacks a page is left out whole: a part of its
-    counts would look like lost requests.
-    """
+    """Return role → (before, after) of each instance. A role that lacks a page is omitted, as partial counts
+    would look like lost requests."""
     roles: dict[str, list[tuple[Metrics, Metrics]]] = {}
     incomplete = set()
     for name, page in after.items():
@@ -51,7 +50,7 @@ def pages_by_role(before: Reading, after: Reading) -> dict[str, list[tuple[Metri
 def engine_figures(
     before: Reading, after: Reading, logged: Mapping[str, RoleKv] | None = None
 ) -> dict[str, EngineFigures]:
-    """Counter growth per role, summed over its instances. ``logged``: KV counts from logs, by role."""
+    """Counter growth per role, summed over instances. ``logged``: KV counts from logs, by role."""
     figures = {}
     for role, pages in pages_by_role(before, after).items():
         figures[role] = _with_kv(_figures_of(pages), role_kv(pages), (logged or {}).get(role))
@@ -60,7 +59,7 @@ def engine_figures(
 
 def _with_kv(figures: EngineFigures, kv: RoleKv, logged: RoleKv | None) -> EngineFigures:
     if not kv.source and logged is not None:
-        # Which of its lines belong to this trial is not certain enough for a proof by counting.
+        # The assignment of log lines to trials is too uncertain to prove losses by counting.
         return replace(figures, kv_failures=logged.failures, kv_expired=logged.expired)
     return replace(
         figures,
@@ -104,7 +103,7 @@ def _figures_of(pages: Pages) -> EngineFigures:
 
 
 def _cache_tokens(pages: Pages) -> float | None:
-    """What each instance's configuration says of its cache, all together."""
+    """Sum of the cache sizes that instances report."""
     labels = [
         [page.label("vllm:cache_config_info", name) for name in ("num_gpu_blocks", "block_size")]
         for _, page in pages
@@ -114,7 +113,8 @@ def _cache_tokens(pages: Pages) -> float | None:
 
 
 def _served(pages: Pages) -> tuple[float, ...]:
-    """What each instance finished: requests, else output tokens, else prompt tokens; () if one says none."""
+    """Work finished by each instance: requests, else output tokens, else prompt tokens; () if one lacks
+    all."""
     for name in ("vllm:request_success_total", "vllm:generation_tokens_total", "vllm:prompt_tokens_total"):
         counts = [grown([page], name) for page in pages]
         known = [count for count in counts if count is not None]
@@ -124,7 +124,7 @@ def _served(pages: Pages) -> tuple[float, ...]:
 
 
 def _restarts(pages: Pages) -> float | None:
-    """Instances whose process started between the readings, by the time that Prometheus clients report."""
+    """Number of instances restarted between the readings, by their process start time."""
     starts = [(start.total(_STARTED), end.total(_STARTED)) for start, end in pages]
     known = [before != after for before, after in starts if None not in (before, after)]
     return float(sum(known)) if known else None
@@ -133,10 +133,8 @@ def _restarts(pages: Pages) -> float | None:
 def with_slots(
     figures: Mapping[str, EngineFigures], rows: Iterable[Mapping[str, Any]], slots: int | None = None
 ) -> dict[str, EngineFigures]:
-    """The figures with what the sampler saw of running and waiting sequences.
-
-    ``rows``: a Sampler's. ``slots``: an instance's ``max_num_seqs``, if known.
-    """
+    """Add running and waiting sequences from a Sampler's ``rows``. ``slots``: an instance's ``max_num_seqs``,
+    if known."""
     seen: dict[str, dict[float, dict[str, float]]] = {}
     for row in rows:
         if row["metric"] in (RUNNING, WAITING):
@@ -160,7 +158,7 @@ def with_slots(
 
 
 def router_figures(before: Reading, after: Reading) -> RouterFigures:
-    """What kvbench's router counted between two readings; of another router, nothing."""
+    """Counts of kvbench's router between two readings; empty for another router."""
     start, end = before.get("router"), after.get("router")
     if start is None or end is None:
         return RouterFigures()
@@ -176,9 +174,8 @@ def router_figures(before: Reading, after: Reading) -> RouterFigures:
 
 
 def _by_source(pages: Pages, prompt_tokens: float | None, prefix_hits: float | None) -> dict[str, float]:
-    """Prompt tokens by source. Versions before that metric report them in the external cache's counters,
-    which count a request again each time it is looked at in the queue: so they are bounded by the prompts.
-    """
+    """Prompt tokens by source. Versions without that metric use the external cache's counters, which count a
+    queued request repeatedly and are therefore capped at the prompt tokens."""
     counts = {
         source: grown(pages, "vllm:prompt_tokens_by_source_total", source=source) for source in _SOURCES
     }
@@ -199,7 +196,7 @@ def engine_summary(
     load: LoadResult,
     logged: Mapping[str, RoleKv] | None = None,
 ) -> dict[str, Any]:
-    """The engine columns of the result table; None where the servers do not report them."""
+    """Engine columns of the result table; None if not reported."""
     roles = pages_by_role(before, after)
     kv = {role: role_kv(pages) for role, pages in roles.items()}
     if not any(each.source for each in kv.values()):
@@ -238,7 +235,7 @@ def _hit_rate(figures: Mapping[str, EngineFigures], role: str) -> float | None:
 
 
 def phases(pages: Pages | None) -> Phases | None:
-    """Mean times of a request in the engines of one role."""
+    """Mean phase times of a request in the engines of one role."""
     if not pages:
         return None
     gaps = (mean_of(pages, name) for name in _GAPS)
@@ -250,7 +247,7 @@ def phases(pages: Pages | None) -> Phases | None:
 
 
 def mean_of(pages: Pages, histogram: str) -> float | None:
-    """Mean of what a histogram counted between two readings; None if that is nothing."""
+    """Mean of a histogram between two readings, or None if it counted nothing."""
     total, count = grown(pages, f"{histogram}_sum"), grown(pages, f"{histogram}_count")
     return total / count if total is not None and count else None
 
@@ -258,7 +255,7 @@ def mean_of(pages: Pages, histogram: str) -> float | None:
 def router_times(
     records: Sequence[RequestRecord], before: Metrics | None, after: Metrics | None
 ) -> RouterTimes | None:
-    """The router's mean times: from the answered requests that carry them, else from its histograms."""
+    """Mean router times: from the answers that carry them, else from its histograms."""
     timed = [record for record in records if record.ok and record.decode_first_byte_s is not None]
     asked = [record for record in timed if None not in (record.prefill_sent_s, record.decode_sent_s)]
     if asked:
@@ -286,10 +283,8 @@ def _from(begin_s: float | None, end_s: float | None) -> float:
 
 
 def transport_of(pages: Reading) -> str:
-    """The transport that the engines say really ran; empty if none of them does.
-
-    The passive side of a transfer knows only what was configured; the active side's word counts.
-    """
+    """Transport reported by the engines, or "". The active side of a transfer decides; the passive side knows
+    only its configuration."""
     named = {page.label("kvbench:transport_info", "transport") for page in pages.values() if page is not None}
     proven = {name for name in named if name and not name.endswith("(configured)")}
     return ",".join(sorted(proven or named - {""}))

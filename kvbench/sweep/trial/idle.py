@@ -1,8 +1,7 @@
-"""Is the system idle again? A trial that begins on what another one left behind measures that, too.
+"""Wait until the system is idle, as leftover work would distort the next trial.
 
-Servers may go on with requests that the client has dropped, for minutes. Their own gauges show when all is
-done. Where they have none, a single request does: it is as fast again as before the first trial. Time is the
-wall's, or a virtual clock's.
+Servers may continue dropped requests for minutes. Their gauges show the end; without gauges a single request
+does: it is as fast as before the first trial. Time is real or virtual.
 """
 
 from __future__ import annotations
@@ -24,15 +23,11 @@ from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 
 class TrialClock(Protocol):
-    """Seconds since some moment, and waiting."""
-
     def now(self) -> float: ...
     def sleep(self, seconds: float) -> None: ...
 
 
 class WallClock:
-    """The machine's monotonic clock."""
-
     def now(self) -> float:
         return time.monotonic()
 
@@ -41,40 +36,35 @@ class WallClock:
 
 
 DRAIN_DEADLINE_S: Final = 30.0
-"""For how long the engines may end what a trial has left there, before its figures are read."""
+"""Longest wait for the engines to drain before figures are read, in seconds."""
 DEADLINE_S: Final = 60.0
 DEADLINE_MOST_S: Final = 600.0
-"""For how long is waited at least, and at most where the last trial left more than that behind; longer where
-the SLO allows a single request more."""
+"""Longest wait, at least and at most, for a larger backlog of the last trial; more if the SLO allows a
+request more."""
 POLL_S: Final = 0.05
 FIRST_REQUESTS: Final = 3
 AGREE: Final = 2
-"""So many single requests show how fast one is, and so many in a row must be as fast again: behind a router
-each may reach another instance."""
+"""Requests that measure the idle latency, and requests in a row that must match it: routed requests may reach
+different instances."""
 SLOWER: Final = 1.5
 SLACK_S: Final = 0.02
-"""As fast: at most so many times the first ones' median, and so many seconds more."""
+"""Tolerance of an idle request: factor of the median of the first ones, plus seconds."""
 BACKLOG: Final = "backlog"
 
 
 ALONE_REQUESTS: Final = 3
 ALONE_S: Final = 10.0
-"""Streamed requests that show the idle latency, by their median; no further one is sent after these seconds,
-since a trial lasts 20 latencies and these should be a small part of it."""
+"""Streamed requests for the median idle latency, and the time in seconds after which none is sent: a trial
+lasts 20 latencies, so this must stay a small part."""
 
 
 class StreamingDeployment(Protocol):
-    """A deployment that answers single requests by streams."""
-
     def streamed_s(self, prompt: Sequence[int], max_tokens: int) -> float: ...
 
 
 def idle_latency_s(scenario: Scenario, deployment: StreamingDeployment, cell: Cell) -> float | None:
-    """Return the seconds of one request of a cell on the idle system, streamed as in a trial.
-
-    The prompts are new, so no prefix cache has them. A server may answer requests that are not streamed much
-    faster. None if a request fails: trials report why.
-    """
+    """Measure one idle request of a cell in seconds, streamed as in trials, since other requests may be much
+    faster. Prompts are new to prefix caches. Returns None if a request fails; trials report why."""
     seed = trial_seed(scenario.seed, f"alone-{uuid.uuid4().hex}", 0)
     shape = PromptShape(cell.input_len, scenario.model.vocab_size)
     times: list[float] = []
@@ -88,7 +78,7 @@ def idle_latency_s(scenario: Scenario, deployment: StreamingDeployment, cell: Ce
 
 
 class ServedDeployment(Protocol):
-    """What is asked of a deployment."""
+    """Requests and gauges of a deployment that idleness needs."""
 
     def under_way(self) -> float | None: ...
     def complete(self, prompt: Sequence[int], max_tokens: int) -> str: ...
@@ -96,8 +86,6 @@ class ServedDeployment(Protocol):
 
 
 class Idleness:
-    """Of one deployment, from its first trial on."""
-
     def __init__(
         self,
         scenario: Scenario,
@@ -105,7 +93,7 @@ class Idleness:
         patience_s: tuple[float, float] | None = None,
         clock: TrialClock | None = None,
     ) -> None:
-        """``patience_s``: for how long to wait at least, and at most. ``clock``: by default the wall's."""
+        """``patience_s``: least and longest wait. ``clock``: real time by default."""
         allowed_s = scenario.allowed_s
         patience_s = patience_s or (max(DEADLINE_S, allowed_s), max(DEADLINE_MOST_S, TIMES * allowed_s))
         self._clock = clock or WallClock()
@@ -113,19 +101,18 @@ class Idleness:
         self._deployment = deployment
         self._patience_s = patience_s
         self._first_s: dict[int, float] = {}
-        """Input length → seconds of a single request before the first trial of that length."""
+        """Input length → seconds of a single request before that length's first trial."""
         self._asked = 0
         self._salt = uuid.uuid4().hex
         self._left_s = 0.0
 
     def left_behind(self, requests: int, per_s: float | None) -> None:
-        """A trial ended with so many requests under way, of a system that completed ``per_s`` a second."""
+        """Take a trial's open requests at its end, and the system's completions per second."""
         self._left_s = requests / per_s if per_s else 0.0
 
     def drain(self, load: LoadResult) -> Finding | None:
-        """Lets the system end what a load has left there, and keeps how much that was; a finding if it has
-        not by then: what its counters are read to say is not all.
-        """
+        """Wait until the load's leftovers are done and keep their number; return a finding if they are not,
+        as counters are then incomplete."""
         completed = sum(record.ok for record in load.records)
         self.left_behind(load.cancelled, completed / max(load.duration_s, 1e-3))
         if self.drained(DRAIN_DEADLINE_S):
@@ -134,35 +121,32 @@ class Idleness:
         return Finding(
             BACKLOG,
             "warning",
-            f"{left:g} requests were still running or waiting there {DRAIN_DEADLINE_S:g} s after the load: "
-            "the engines' counters lack them",
-            "let nobody else use the system meanwhile; an engine whose gauge never falls reports a wrong one",
+            f"{left:g} requests were still running or waiting {DRAIN_DEADLINE_S:g} s after the load: "
+            "the engines' counters do not include them",
+            "keep other clients off the system; an engine whose gauge never falls reports a wrong one",
             {"under_way": left},
         )
 
     @property
     def deadline_s(self) -> float:
-        """For how long to wait: twice what the last trial left behind should take."""
+        """Longest wait: twice the estimate for the last trial's backlog."""
         least, most = self._patience_s
         return min(max(least, 2.0 * self._left_s), most)
 
     def drained(self, deadline_s: float) -> bool:
-        """Waits until no instance reports a request; at once where none reports anything. False if that took
-        too long.
-        """
+        """Wait until no instance reports a request, or return at once without gauges; False after the
+        deadline."""
         return self._drained(self._clock.now() + deadline_s)
 
     def wait(self, cell: Cell) -> Finding | None:
-        """Waits until the system is idle; after ``deadline_s`` says what it found instead.
-
-        Raises ProcessDiedError and what else ``check_alive`` raises.
-        """
+        """Wait until the system is idle; return a finding after ``deadline_s``. Raises what ``check_alive``
+        raises, such as ProcessDiedError."""
         began = self._clock.now()
         deadline = began + self.deadline_s
         if not self._drained(deadline):
             left = self._deployment.under_way() or 0.0
             return _finding(
-                f"{left:g} requests are running or waiting there {self._clock.now() - began:.0f} s later",
+                f"{left:g} requests are running or waiting {self._clock.now() - began:.0f} s later",
                 {"under_way": left},
             )
         if self._deployment.under_way() is not None:
@@ -180,7 +164,7 @@ class Idleness:
     def _wait_as_fast(self, cell: Cell, began: float, deadline: float) -> Finding | None:
         usual_s = self._first_s.get(cell.input_len)
         if usual_s is None and self._first_s:
-            # What one of this length takes shall be of the idle system, too.
+            # The time of this length must also be measured on the idle system.
             known = replace(cell, input_len=min(self._first_s))
             if (finding := self._wait_as_fast(known, began, deadline)) is not None:
                 return finding
@@ -204,7 +188,7 @@ class Idleness:
         return None
 
     def _ask(self, cell: Cell) -> float | None:
-        """Seconds of one request for a single token, with a prompt like no other; None if it failed."""
+        """Seconds of a one-token request with a unique prompt, or None if it failed."""
         self._asked += 1
         seed = trial_seed(self._scenario.seed, f"idle-{self._salt}", self._asked)
         shape = PromptShape(cell.input_len, self._scenario.model.vocab_size)
@@ -222,8 +206,8 @@ def _finding(found: str, evidence: dict[str, Any]) -> Finding:
     return Finding(
         BACKLOG,
         "invalid",
-        f"the system was not idle again after what was offered before: {found}",
-        "let nobody else use it meanwhile; if it goes on with requests that were dropped, offer less at once "
-        "by a lower search.max_rate",
+        f"the system did not become idle after the previous load: {found}",
+        "keep other clients off it; if it continues dropped requests, reduce the concurrent load "
+        "with a lower search.max_rate",
         evidence,
     )

@@ -1,4 +1,4 @@
-"""Judge a trial, measured or simulated: from its load to the record that is stored."""
+"""Judge a measured or simulated trial and create its stored record."""
 
 from __future__ import annotations
 
@@ -37,10 +37,9 @@ _OF_A_TIER = ("slo_attainment", "attainment_lower", "attainment_upper", "request
 
 @dataclass(frozen=True)
 class SiteReadings:
-    """What a site saw of a trial besides its load. ``evidence``: fields of ``Evidence``. ``columns``: of the
-    record. ``cache_tokens``: size of the KV caches that prompts are looked up in, if known.
-    ``found_tokens``: prompt tokens found there, where the requests' records lack them.
-    """
+    """Readings of a trial besides its load. ``evidence``: fields of ``Evidence``. ``columns``: of the record.
+    ``cache_tokens``: size of the KV caches, if known. ``found_tokens``: cached prompt tokens, if the records
+    lack them."""
 
     evidence: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -50,8 +49,6 @@ class SiteReadings:
 
 @dataclass(frozen=True)
 class Trials:
-    """The trials of one site from their beginning to their line in the run folder."""
-
     scenario: Scenario
     store: RunStore
     trace: Sequence[TracedRequest] = ()
@@ -59,18 +56,17 @@ class Trials:
 
     @property
     def trace_rate(self) -> float:
-        """Requests per second of the trace as it was recorded (and scaled); 0 without one."""
+        """Requests per second of the trace, as recorded and scaled; 0 without one."""
         return rate_of(self.trace)
 
     def begin_trial(self, plan: TrialPlan) -> PlannedTrial:
         return PlannedTrial.of(self.scenario, plan, self.trace, self.source, self._labels)
 
     def end_trial(self, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> TrialRecord:
-        """Judge a trial and store it."""
         return self._stored(judge(self.scenario, trial, load, seen), load)
 
     def skip_trial(self, plan: TrialPlan, finding: Finding, columns: Mapping[str, Any]) -> TrialRecord:
-        """Store a trial in which nothing was offered, and why."""
+        """Store a trial that sent nothing, with the reason."""
         nothing = summarise([], judged_slo(plan.method, self.scenario.slo.main()), plan.rate, 0.0, None)
         record = replace(
             begun_record(self.scenario, plan, self._labels),
@@ -86,7 +82,6 @@ class Trials:
         return record
 
     def requests(self, record: TrialRecord) -> TrialRequests | None:
-        """The requests of a trial as they are stored; None if they are not."""
         return requests_to_replay(self.store.path, record, self.scenario.workload.burstiness)
 
     @property
@@ -95,7 +90,7 @@ class Trials:
 
 
 def judge(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> TrialRecord:
-    """Return the record of a trial: the verdict of gates and live rule together, its figures and findings."""
+    """Return a trial's record: verdict of gates and live rule, figures and findings."""
     evidence, watch, flood = evidence_of(scenario, trial, load, seen), trial.watch, trial.offered.flood
     verdict, reason, findings = _verdict(scenario, trial, evidence, load, watch.main_decision)
     summary = evidence.summary.to_json()
@@ -127,7 +122,7 @@ def judge(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteR
 
 
 def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> Evidence:
-    """What the gates look at: the load with its figures over the steady part, and what the site saw."""
+    """Evidence for the gates: the load, figures of the steady part, and the site's readings."""
     method, decision = trial.plan.method, trial.watch.main_decision
     window = judged_window(method, load.records) or _steady_part(decision) or _filled_part(trial)
     turns = trial.offered.turns
@@ -162,7 +157,7 @@ def _verdict(
 def _by_tier(
     scenario: Scenario, trial: PlannedTrial, evidence: Evidence, load: LoadResult
 ) -> dict[str, dict[str, Any]]:
-    """The trial's verdict and figures for each tier of the SLO."""
+    """Verdict and figures of the trial for each SLO tier."""
     tiers: dict[str, dict[str, Any]] = {}
     for name, slo in scenario.slo.by_tier().items():
         decision = trial.watch.decisions.get(name)
@@ -178,7 +173,7 @@ def _by_tier(
 
 
 def _expected_reuse(requests: Sequence[TracedRequest], load: LoadResult) -> dict[str, Any]:
-    """The hit rate that an endless prefix cache would have had with the traced requests that were sent."""
+    """Hit rate of an infinite prefix cache for the sent requests of a trace."""
     sent = requests[: sum(record.sent_s is not None for record in load.records)]
     prompts = sum(request.input_len for request in sent)
     if not prompts or not shares_prefixes(sent):
@@ -189,7 +184,8 @@ def _expected_reuse(requests: Sequence[TracedRequest], load: LoadResult) -> dict
 def _session_columns(
     trial: PlannedTrial, load: LoadResult, window: Window, seen: SiteReadings
 ) -> dict[str, Any]:
-    """Sessions per second and at once, TTFT by turn, reuse offered and achieved; nothing of other loads."""
+    """Columns of a session load: sessions per second and concurrent, TTFT by turn, offered and achieved
+    reuse."""
     offered = trial.offered
     if offered.sessions is None or offered.turns is None:
         return {}
@@ -204,7 +200,7 @@ def _session_columns(
 
 
 def stored_offer(record: TrialRecord) -> Offered:
-    """As much of what a stored trial offered as its judgement needs; begun sessions are not planned again."""
+    """Rebuild what a stored trial offered, as far as judging needs it; sessions are not planned again."""
     planned = (record.engine.get("sessions") or {}).get("planned")
     if not planned:
         return Offered(np.array([0.0]))
@@ -213,10 +209,8 @@ def stored_offer(record: TrialRecord) -> Offered:
 
 
 def _offered_reuse(trial: PlannedTrial, load: LoadResult, evidence: Evidence) -> float | None:
-    """Prompt tokens that a prefix cache could have found at most; None of a load without sessions.
-
-    Engines whose blocks are smaller than those that are counted find the rest of each prompt's last one, too.
-    """
+    """Prompt tokens that a prefix cache could reuse at most, or None without sessions. Smaller blocks also
+    find the rest of a prompt's last block."""
     sessions = trial.offered.sessions
     if sessions is None:
         return None
@@ -227,13 +221,13 @@ def _offered_reuse(trial: PlannedTrial, load: LoadResult, evidence: Evidence) ->
 
 
 def _filled_part(trial: PlannedTrial) -> Window | None:
-    """Of a load of sessions, from when they end about as fast as they begin until none begins any more."""
+    """Steady window of a session load: from when completions match starts until the last start."""
     turns, end_s = trial.offered.turns, trial.offered.length_s
     return None if turns is None else Window(min(turns.filled_s, end_s), end_s)
 
 
 def _steady_part(decision: Decision | None) -> Window | None:
-    """The steady part as the live rule saw it, where it got so far as to look."""
+    """Steady part by the live rule, or None if it did not get that far."""
     return Window(*decision.window_s) if decision is not None and decision.measured.n else None
 
 
@@ -244,7 +238,7 @@ def _stopped_as(load: LoadResult, decision: Decision | None) -> Literal["", "met
 
 
 def _live_json(decision: Decision) -> dict[str, Any]:
-    """The live rule's decision, for the run folder and for the search."""
+    """The live rule's decision as stored, also for the search."""
     return {
         "verdict": decision.verdict,
         "reason": decision.reason,

@@ -1,14 +1,12 @@
-"""Where each engine reports how many KV transfers it made, how large they were and how long they took.
+"""Read number, size and duration of KV transfers from each engine; the only module with those metrics' names.
 
-The one place that knows those names. Candidates in order: kvbench's own uniform family (the emulated
-engine), NIXL's and Mooncake's histograms of vLLM, and the log line that vLLM writes every few seconds for
-connectors without metrics (Mooncake before 0.33). The side that moves the bytes reports: D where it pulls,
-P where it pushes; the other side's counters stay at zero. What an engine does not report is None, never 0.
+Order: kvbench's own family (emulated engine), the NIXL and Mooncake histograms of vLLM, vLLM's periodic log
+line for connectors without metrics (Mooncake before 0.33). Only the active side counts: D if it pulls, P if
+it pushes. Figures that are not reported are None, never 0.
 
-vLLM counts a transfer per tensor-parallel rank (NIXL), or per rank and batch of requests (Mooncake). So its
-bytes and descriptors are divided by requests: for NIXL by transfers over the whole number of parts that a
-request has, since aborted requests have moved KV, too; for Mooncake by the requests that were finished. Its
-time is that of one transfer, which is how long a request waits, as ranks move their parts at the same time.
+vLLM counts one transfer per rank (NIXL), or per rank and batch (Mooncake). Bytes and descriptors are divided
+by requests: for NIXL transfers / parts per request, as aborted requests moved KV too; for Mooncake finished
+requests. The time is one transfer's, as ranks transfer concurrently.
 """
 
 from __future__ import annotations
@@ -23,12 +21,13 @@ from kvbench.hosts.log_tail import LogReader
 from kvbench.hosts.telemetry import Metrics, difference
 
 Pages = Sequence[tuple[Metrics, Metrics]]
-"""Before and after, of each instance of one role."""
+"""(before, after) of each instance of one role."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Names of one family; ``seconds``, ``nbytes``, ``descriptors`` are histograms, without suffixes."""
+    """Metric names of one family; ``seconds``, ``nbytes``, ``descriptors`` are histograms, without
+    suffixes."""
 
     seconds: str
     nbytes: str
@@ -36,7 +35,7 @@ class Family:
     failed: tuple[str, ...]
     expired: tuple[str, ...]
     batches: bool = False
-    """A transfer may hold several requests."""
+    """Whether a transfer may hold several requests."""
 
 
 def _vllm(prefix: str, *failed: str, batches: bool = False) -> Family:
@@ -50,7 +49,7 @@ def _vllm(prefix: str, *failed: str, batches: bool = False) -> Family:
     )
 
 
-# A read after its blocks had been given away counts as failed: its data may be wrong.
+# A read after its blocks were freed counts as failed: its data may be wrong.
 _NIXL: Final = _vllm("nixl", "failed_transfers", "failed_notifications", "notifications_after_expiry")
 _MOONCAKE: Final = _vllm("mooncake", "failed_transfers", "failed_recvs", batches=True)
 FAMILIES: Final = (
@@ -68,7 +67,7 @@ FAMILIES: Final = (
 
 @dataclass(frozen=True)
 class RoleKv:
-    """What the instances of one role counted of KV transfers during a trial. ``source`` is the metric."""
+    """KV transfers counted by the instances of one role during a trial. ``source``: the metric."""
 
     source: str = ""
     transfers: float | None = None
@@ -79,17 +78,17 @@ class RoleKv:
     expired: float | None = None
     batches: bool = True
     whole: bool = True
-    """False if some transfers may be missing, so that only means of a transfer can be trusted."""
+    """False if transfers may be missing; then only per-transfer means are valid."""
 
 
 def grown(pages: Pages, name: str, **labels: str) -> float | None:
-    """Growth of a counter over all instances; None if none of them reports it."""
+    """Growth of a counter over all instances, or None if none reports it."""
     known = [value for start, end in pages if (value := difference(start, end, name, **labels)) is not None]
     return sum(known) if known else None
 
 
 def role_kv(pages: Pages) -> RoleKv:
-    """By the first family that counted something; failing that by the first that is there at all."""
+    """Read the first family that counted something, else the first one reported."""
     there = [(family, grown(pages, f"{family.seconds}_count")) for family in FAMILIES]
     known = [(family, count) for family, count in there if count is not None]
     if not known:
@@ -113,39 +112,39 @@ def _sum(values: Iterable[float | None]) -> float | None:
 
 
 ABORTED_SHARE: Final = 0.02
-"""With more aborted requests than this, transfers in batches are not divided by requests."""
+"""Share of aborted requests above which batched transfers are not divided by requests."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """Requests that the servers finished, and how many of them were aborted."""
+    """Requests finished by the servers, and aborted ones among them."""
 
     ended: float = 0.0
     aborted: float = 0.0
 
 
 def served_requests(pages: Pages) -> Served:
-    """What the servers of one role count of requests."""
+    """Finished requests by the servers of one role."""
     ended = grown(pages, "vllm:request_success_total")
     aborted = grown(pages, "vllm:request_success_total", finished_reason="abort")
     return Served(ended or 0.0, aborted or 0.0)
 
 
 def moved_requests(kv: RoleKv, served: Served) -> float | None:
-    """How many requests' KV those transfers were; None if that is not known."""
+    """Number of requests behind those transfers, or None."""
     if not kv.whole or not kv.transfers:
         return None
     if kv.batches:
-        # Of aborted requests nobody knows whether their KV had moved.
+        # It is unknown whether the KV of aborted requests had moved.
         finished = served.ended - served.aborted
         return finished if finished and served.aborted <= ABORTED_SHARE * served.ended else None
-    # Of the aborted some have moved their KV: with half of them the number of parts rounds right.
+    # Some aborted requests moved their KV: counting half of them rounds the number of parts correctly.
     likely = served.ended - served.aborted / 2
     return kv.transfers / max(1, round(kv.transfers / likely)) if likely else kv.transfers
 
 
 def kv_columns(roles: Mapping[str, RoleKv], served: Served) -> dict[str, Any]:
-    """The KV columns of a trial: of the role that moved the most."""
+    """KV columns of a trial, from the role that moved the most."""
     role, kv = max(roles.items(), key=lambda item: item[1].transfers or 0.0, default=("", RoleKv()))
     columns: dict[str, Any] = {
         "kv_bytes_per_request": None,
@@ -177,7 +176,7 @@ _PAIR: Final = re.compile(r"([A-Z][A-Za-z0-9 /()]*)=(-?\d+(?:\.\d+)?(?:e[+-]?\d+
 
 
 def logged_kv(lines: Iterable[str], *, whole: bool = True) -> RoleKv:
-    """The sums over all such lines. Each counts what came since the one before it."""
+    """Sum such log lines; each counts since the one before."""
     sums: dict[str, Any] = dict.fromkeys(_SUMS, 0.0)
     seen = False
     for line in lines:
@@ -199,15 +198,13 @@ def logged_kv(lines: Iterable[str], *, whole: bool = True) -> RoleKv:
 
 
 class KvLogs:
-    """Collects the log lines of each role between two calls of ``take``."""
-
     def __init__(self, logs: Mapping[str, Path]) -> None:
         """``logs``: instance name (it starts with its role) → its log."""
         self._readers = {name: LogReader(path) for name, path in logs.items()}
         self._lines: dict[str, list[str]] = {}
 
     def poll(self) -> int:
-        """Read on; the number of such lines since the last ``take``."""
+        """Read on; return the number of such lines since the last ``take``."""
         for name, reader in self._readers.items():
             found = [line for line in reader.drain() if _LINE.search(line)]
             if found:
@@ -215,7 +212,7 @@ class KvLogs:
         return sum(map(len, self._lines.values()))
 
     def take(self, *, whole: bool = True) -> dict[str, RoleKv]:
-        """What each role's lines have reported since the last call."""
+        """Return role → counts since the last call."""
         self.poll()
         lines, self._lines = self._lines, {}
         return {role: logged_kv(mine, whole=whole) for role, mine in lines.items()}

@@ -1,4 +1,4 @@
-"""What a trial offers: which requests at which times, and when it has been offered for long enough."""
+"""Load of a trial: which requests at which times, and when it ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LoadMode = Literal["router", "direct"]
 
 @dataclass(frozen=True)
 class ClosedLoad:
-    """A closed loop: ``concurrency`` requests at once, until ``num_requests`` are sent or the time is up."""
+    """Closed loop of ``concurrency`` requests, until ``num_requests`` are sent or the time is over."""
 
     concurrency: int
     num_requests: int
@@ -48,14 +48,13 @@ class ClosedLoad:
 
 @dataclass(frozen=True)
 class TrialPlan:
-    """What a trial offers, and why.
+    """Load of a trial, and its purpose.
 
-    ``mode``: the way of its requests; None is the scenario's. ``twin_of``: number of the trial whose load
-    this one repeats, request by request; it may be its own. Caches are emptied before such trials, since
-    their prompts come twice. 0: a load like no other. ``seed_key``: replaces the cell's lengths in the seed.
-    ``searched``: the trial may end when its verdict for ``tier`` is certain; else all of it is offered.
-    ``latency_s``: of one request on the idle system, 0 if unknown. ``thorough``, ``least_s``: as in
-    ``Probe``. ``requests``: what is offered instead of the scenario's load or trace.
+    ``mode``: None is the scenario's. ``twin_of``: number of the trial whose load this one repeats, perhaps
+    its own; caches are emptied before. 0: a unique load. ``seed_key``: replaces the cell's lengths in the
+    seed. ``searched``: the trial may end once its verdict for ``tier`` is certain. ``latency_s``: of one idle
+    request, 0 if unknown. ``thorough``, ``least_s``: as in ``Probe``. ``requests``: replaces the scenario's
+    load or trace.
     """
 
     cell: Cell
@@ -86,32 +85,29 @@ class TrialPlan:
 
     @property
     def confirms(self) -> bool:
-        """Whether the search pools it: its figures judge it when its time is up, proven or not."""
+        """Whether the search pools it: at its time limit its figures count even if inconclusive."""
         return self.purpose == "confirm" or self.thorough
 
     def seed(self, seed: int) -> int:
-        """Return the seed, from the run's: that of the trial whose load it repeats, if it repeats one.
-
-        The connector is not part of it. The n-th trial of every connector at the same lengths has the same
-        prompts and the same arrivals, scaled to its rate, so arrival variance does not order connectors.
-        """
+        """Return the trial's seed from the run's; a repeated load has the original's. It does not depend on
+        the connector: the n-th trials of all connectors at the same lengths share prompts and arrivals,
+        scaled to the rate."""
         return trial_seed(seed, self.seed_key or self.cell.lengths_key, self.twin_of or self.number)
 
 
 @dataclass(frozen=True)
 class Offered:
-    """The planned sends in seconds, and the requests themselves where they are not all alike."""
+    """Planned send times in seconds, and the requests, unless all are alike."""
 
     offsets_s: NDArray[np.float64]
     requests: Sequence[TracedRequest] | None = None
     flood: Flood | None = None
-    """Of a ceiling probe."""
     sessions: SessionLoad | None = None
-    """Of a load of sessions: its requests. ``offsets_s`` are then when sessions begin."""
+    """Requests of a session load. ``offsets_s`` are then the starts of sessions."""
     turns: TurnsLive | None = None
-    """What is known of these beforehand."""
+    """Expected turns of these sessions."""
     requests_each: float = 1.0
-    """Mean number of a session's requests."""
+    """Mean number of requests per session."""
 
     @property
     def n(self) -> int:
@@ -119,7 +115,6 @@ class Offered:
 
     @property
     def requests_n(self) -> int:
-        """At most so many requests."""
         return self.n if self.sessions is None else self.sessions.requests
 
     @property
@@ -128,13 +123,12 @@ class Offered:
 
 
 def rate_of(trace: Sequence[TracedRequest]) -> float:
-    """Requests per second of a trace; 0 without one, or where all its requests come at once."""
+    """Requests per second of a trace; 0 without one, or if all requests come at once."""
     rate = request_rate(trace) if trace else 0.0
     return rate if math.isfinite(rate) else 0.0
 
 
 def planned(scenario: Scenario, plan: TrialPlan, trace: Sequence[TracedRequest] = ()) -> Offered:
-    """The load of one trial: a function of the scenario, the CLI options and the trace."""
     cell, burstiness, seed = plan.cell, scenario.workload.burstiness, plan.seed(scenario.seed)
     if plan.closed is not None:
         return Offered(np.zeros(plan.closed.num_requests))
@@ -154,11 +148,8 @@ def planned(scenario: Scenario, plan: TrialPlan, trace: Sequence[TracedRequest] 
 
 
 def planned_sessions(scenario: Scenario, plan: TrialPlan, source: SessionSource) -> Offered:
-    """The load of one trial of sessions. Its rate counts requests: a session brings several, in the mean.
-
-    It is offered until sessions end as fast as they begin, and for some times as long again: for as many
-    requests as that takes, be they more than search.max_requests.
-    """
+    """Plan a session load; its rate counts requests. It lasts until sessions end as fast as they begin, and
+    then a multiple of that, even beyond search.max_requests."""
     search, session_rate = scenario.search, plan.rate / source.requests_each
     filled_s = source.filled_s(plan.latency_s)
     seconds = search.trial_s
@@ -173,7 +164,7 @@ def planned_sessions(scenario: Scenario, plan: TrialPlan, source: SessionSource)
 
 
 def num_requests(scenario: Scenario, plan: TrialPlan) -> int:
-    """Requests of a trial; of one that is searched as many as its verdict may take at most."""
+    """Requests of a trial; if searched, the most that its verdict may need."""
     search = scenario.search
     if plan.method == "burst":
         return burst_requests(plan.rate)
@@ -186,7 +177,7 @@ def num_requests(scenario: Scenario, plan: TrialPlan) -> int:
 
 
 def fixed_requests(scenario: Scenario, rate: float) -> int:
-    """Requests of a trial that offers all of a rate's load."""
+    """Requests of a trial that sends all of a rate's load."""
     return _within(scenario.search, rate * scenario.search.trial_s)
 
 
@@ -195,15 +186,12 @@ def _within(search: Search, requests: float) -> int:
 
 
 class TrialWatch:
-    """Follows a trial by the rule of sequential looks (``LiveTrial``), once for each SLO tier.
-
-    ``decisions`` has the tiers that are decided. A trial is over as soon as the tier that it was run for is.
-    """
+    """Follows a trial by sequential tests (``LiveTrial``), one per SLO tier. ``decisions``: decided tiers.
+    The trial ends with the tier it was run for."""
 
     def __init__(
         self, scenario: Scenario, plan: TrialPlan, offered: Offered, tiers: Mapping[str, Slo] | None = None
     ) -> None:
-        """``tiers``: by default the scenario's."""
         tiers = scenario.slo.by_tier() if tiers is None else tiers
         self._tiers = dict(tiers) if plan.searched and not plan.ceiling else {}
         self._asked = plan.tier if plan.tier in self._tiers else next(iter(self._tiers), "")
@@ -212,8 +200,8 @@ class TrialWatch:
         self._flood_ends_s: NDArray[np.float64] = np.empty(0)
         self._flooded = False
         self.flooded_s = 0.0
-        """For how long a ceiling probe went on. What ends in the grace after it is told, too, and is none of
-        it: with nothing left under way it would look as if all of the flood had been carried."""
+        """Duration of a ceiling probe without the grace period, whose empty queue would look as if the load
+        had been served."""
         self._trials = {
             name: LiveTrial(
                 LiveConfig(
@@ -235,16 +223,16 @@ class TrialWatch:
 
     @property
     def decision(self) -> Decision | None:
-        """That of the tier that the trial was run for."""
+        """Decision of the tier that the trial is run for."""
         return self.decisions.get(self._asked)
 
     @property
     def main_decision(self) -> Decision | None:
-        """That of the strictest tier, by which the trial's own verdict is given."""
+        """Decision of the strictest tier, which gives the trial's verdict."""
         return self.decisions.get(next(iter(self._tiers), ""))
 
     def progressed(self, progress: Progress) -> bool:
-        """Takes in what became known; True if the trial may end."""
+        """Take progress; return True if the trial may end."""
         for name, live in self._trials.items():
             seen = [
                 _observation(self._tiers[name], each)
@@ -258,7 +246,7 @@ class TrialWatch:
                 self.decisions.setdefault(name, decision)
         if self._flood is not None:
             return self._flood_over(self._flood, progress)
-        # Undecided is a decision, too: the time is up.
+        # Undecided is a decision, too: the time is over.
         return self.decision is not None
 
     def _flood_over(self, flood: Flood, progress: Progress) -> bool:
@@ -274,15 +262,14 @@ class TrialWatch:
 
 @dataclass(frozen=True)
 class PlannedTrial:
-    """A trial from its beginning on: its load, the rule by which it ends, and its record so far."""
+    """A trial with its load, stopping rule, and record so far."""
 
     plan: TrialPlan
     trace: Sequence[TracedRequest]
-    """What its requests are taken from; empty where they are all alike."""
+    """Source of its requests; empty if all are alike."""
     offered: Offered
     watch: TrialWatch
     begun: TrialRecord
-    """The record without its outcome."""
 
     @classmethod
     def of(
@@ -293,7 +280,7 @@ class PlannedTrial:
         source: SessionSource | None = None,
         labels: Sequence[str] = (),
     ) -> PlannedTrial:
-        """``trace``, ``source``: the scenario's trace or sessions, if it has them. ``labels``: of the run."""
+        """``trace``, ``source``: the scenario's trace or sessions, if any. ``labels``: of the run."""
         trace = plan.requests or trace
         if source is None:
             offered = planned(scenario, plan, trace)
@@ -304,7 +291,6 @@ class PlannedTrial:
 
 
 def begun_record(scenario: Scenario, plan: TrialPlan, labels: Sequence[str] = ()) -> TrialRecord:
-    """The record of a trial that begins now: all but its outcome."""
     return TrialRecord(
         trial_id=plan.trial_id,
         cell=plan.cell,
@@ -320,7 +306,7 @@ def begun_record(scenario: Scenario, plan: TrialPlan, labels: Sequence[str] = ()
 
 
 def _target(criterion: Criterion) -> CriterionTarget:
-    """With its limit on TTFT, or else on the whole latency: waiting is a part of both."""
+    """Criterion with its limit on TTFT, else on the whole latency; both include waiting."""
     limits = {each.metric: each.limit / 1e3 for each in criterion.limits}
     waits = [limits[each] for each in ("ttft_ms", "first_ttft_ms", "later_ttft_ms") if each in limits]
     wait_s = min(waits, default=None)
@@ -329,7 +315,7 @@ def _target(criterion: Criterion) -> CriterionTarget:
 
 
 def _hopeless_s(slo: Slo, output_len: int) -> float:
-    """After so long a request without an end has broken a limit for sure; inf where that cannot be said."""
+    """Age at which an unfinished request has certainly missed a limit; infinite if unknown."""
     each = {limit.metric for limit in slo.each}
     certain = len(slo.each) == len(slo.limits) + sum(
         limit is not None for limit in (slo.ttft_ms, slo.tpot_ms)
@@ -338,7 +324,7 @@ def _hopeless_s(slo: Slo, output_len: int) -> float:
 
 
 def ceiling_figures(records: Sequence[RequestRecord], flood: Flood, until_s: float) -> dict[str, Any]:
-    """A ceiling probe's completions per second, and whether they are a ceiling, for its trial's summary."""
+    """Completions per second of a ceiling probe, and whether they are its peak, for the summary."""
     ends = [record.last_token_s for record in records if record.ok and record.last_token_s is not None]
     found = flood.measured(ends, until_s)
     if found.completion_rate is None:

@@ -1,7 +1,6 @@
-"""Drives the load generator's processes: their specs, progress and end, and their results as one load.
+"""Run the load generator's processes and join their results.
 
-The workers of one trial make the same plan and send each their share of it (every ``workers``-th request)
-from one common start. Records come out in scheduled order, progress and client figures joined.
+Workers share one plan and one start; each sends every ``workers``-th request. Records are in scheduled order.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from kvbench.processes.common.record_file import read_records
 
 @dataclass(frozen=True)
 class Settled:
-    """A request whose outcome is final. ``index``: its place in the plan; times in seconds, None unseen.
-    ``turn``, ``session_s``: as in a RequestRecord."""
+    """A request with its final outcome. ``index``: in the plan; times in seconds, None if it did not get
+    there. ``turn``, ``session_s``: as in a RequestRecord."""
 
     index: int
     ttft_s: float | None = None
@@ -44,7 +43,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Progress:
-    """What the generator counts while it runs. ``settled``: what became final since the last progress."""
+    """Counts of the running generator. ``settled``: outcomes since the last progress."""
 
     t_s: float = 0.0
     sent: int = 0
@@ -56,13 +55,13 @@ class Progress:
     lag_ms: float = 0.0
     settled: tuple[Settled, ...] = ()
     offsets_s: tuple[float, ...] = ()
-    """When the requests sent since the last progress were due, where no plan says so: turns of sessions."""
+    """Due times of the requests sent since the last progress, if not planned: turns of sessions."""
     prepared: int | None = None
-    """Requests that are prepared so far; None as soon as they are offered."""
+    """Number of prepared requests, or None once the load runs."""
 
     @classmethod
     def from_json(cls, event: Mapping[str, Any]) -> Progress:
-        """Takes what it knows of a worker's event."""
+        """Read the known fields of a worker's event."""
         known = {key: event[key] for key in cls.__dataclass_fields__ if key in event}
         known["settled"] = tuple(Settled(*each) for each in event.get("settled", ()))
         known["offsets_s"] = tuple(event.get("offsets_s", ()))
@@ -71,7 +70,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Records of every planned request that was sent or due, and the client's own figures."""
+    """Records of every planned request that was sent or due, and client figures."""
 
     records: list[RequestRecord]
     reason: str
@@ -80,12 +79,12 @@ class LoadResult:
 
     @property
     def cancelled(self) -> int:
-        """Requests that were dropped when the load was stopped."""
+        """Number of requests dropped when the load was stopped."""
         return sum(record.error == "cancelled" for record in self.records)
 
 
 def joined_progress(latest: Sequence[Progress], fresh: Progress) -> Progress:
-    """The workers' counts together, as each last reported them; ``fresh`` is what one has just reported."""
+    """Sum the workers' latest counts; ``fresh`` is the newest report."""
     return Progress(
         t_s=max(each.t_s for each in latest),
         sent=sum(each.sent for each in latest),
@@ -107,32 +106,29 @@ PREPARE_DEADLINE_S = 60.0
 """Longest silence while prompts are encoded and connections opened; 5,000 prompts of 32k tokens take 20 s."""
 STOP_DEADLINE_S = 10.0
 SILENT_S = 10.0
-"""A generator reports its progress several times a second: one that has said nothing for so long hangs."""
+"""A generator that reports nothing for this many seconds hangs; it reports several times a second."""
 IDLE_S = 0.1
-"""CPU time that one which waits may take in half of that."""
+"""CPU seconds that an idle generator may use in half of that."""
 POLL_S = 0.05
 TOGETHER_S = 0.05
-"""Several workers are told to start so much later, in which each of them hears of it."""
+"""Delay of a common start, so that each worker receives it before."""
 
 
 class Spare:
-    """A generator's process that was started before anybody knew its spec, and waits for it on its stdin.
-
-    Starting Python and its libraries takes some 0.25 s of a core, which would else pass between two trials.
-    """
+    """A generator process started in advance, waiting for its spec on stdin: starting Python takes 0.25 s of
+    a core between two trials."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
         self._process: Process | None = None
 
     def prepare(self) -> None:
-        """Starts a process unless one is waiting."""
         if self._process is None or self._process.poll() is not None:
             wanted = ProcessSpec(name="loadgen-spare", argv=(*COMMAND, "-"))
             self._process = self._launcher.start(wanted, piped=True)
 
     def take(self, spec: Mapping[str, Any], name: str) -> Process | None:
-        """The waiting process, told its spec, under a name of its own; None if there is none."""
+        """Give the waiting process its spec and a name and return it, or None."""
         process, self._process = self._process, None
         if process is None or process.poll() is not None:
             return None
@@ -141,7 +137,6 @@ class Spare:
         return process
 
     def close(self) -> None:
-        """Ends a process that still waits."""
         if self._process is not None:
             self._launcher.stop([self._process])
             self._process.log_path.unlink(missing_ok=True)
@@ -149,10 +144,8 @@ class Spare:
 
 
 class LoadGenerator:
-    """One run of ``workers`` processes of ``command``, which is called with the path of its spec.
-
-    ``spare``: a process that waits already; the next one is started when this load has begun.
-    """
+    """One run of ``workers`` processes of ``command``, whose argument is the path of its spec. ``spare``: a
+    waiting process; the next one starts once this load runs."""
 
     def __init__(
         self,
@@ -174,17 +167,14 @@ class LoadGenerator:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that run."""
         return [worker.process.pid for worker in self._workers]
 
     def run(
         self, on_progress: Callable[[Progress], bool], check: Callable[[], None], deadline_s: float
     ) -> LoadResult:
-        """Offer the load. ``on_progress`` returns True to stop early; ``check`` raises if a server died.
-
-        Raises ProcessDiedError if a generator itself ends early, KvbenchError after the deadline. However it
-        ends, all processes and their files of records are gone then.
-        """
+        """Send the load. ``on_progress`` returns True to stop early; ``check`` raises if a server died.
+        Raises ProcessDiedError if a generator dies, KvbenchError after the deadline. All processes and record
+        files are removed at the end."""
         try:
             for index in range(self._count):
                 self._workers.append(self._start(index))
@@ -221,7 +211,7 @@ class LoadGenerator:
     def _converse(
         self, on_progress: Callable[[Progress], bool], check: Callable[[], None], deadline_s: float
     ) -> None:
-        """From the first event to the last worker's end."""
+        """Handle the workers from the first event to the last end."""
         self._deadline = time.monotonic() + PREPARE_DEADLINE_S
         waiting, stopping = self._count, False
         for worker, event in self._events(check):
@@ -273,26 +263,26 @@ class LoadGenerator:
                     if data:
                         yield from ((key.data, json.loads(line)) for line in key.data.lines(data))
                     elif key.data.end is not None:
-                        selector.unregister(key.fd)  # its work is done, others still go on
+                        selector.unregister(key.fd)  # it is done; others still run
                     else:
                         raise ended_early(key.data.process)
 
     def _started(self) -> None:
-        """From now on each worker is to report its progress."""
+        """Expect regular progress from each worker from now on."""
         for worker in self._workers:
             worker.heard_at = time.monotonic()
 
     def _check_workers(self) -> None:
-        """Raises ProcessHungError if a worker that is to report its progress reports and does nothing."""
+        """Raise ProcessHungError for a worker that neither reports nor uses CPU time."""
         for worker in self._workers:
             silent_s = time.monotonic() - worker.heard_at
             if worker.end is None and silent_s > SILENT_S / 2 and worker.idle() and silent_s > SILENT_S:
                 process = worker.process
                 raise ProcessHungError(
-                    f"the load generator {process.name} hangs: it has said nothing for {silent_s:.0f} s "
-                    "and takes no CPU time",
-                    hint="see whether a signal has stopped it, and whether the machine has CPU time to "
-                    f"give; the whole log is {process.log_path}",
+                    f"the load generator {process.name} hangs: no report for {silent_s:.0f} s "
+                    "and no CPU time used",
+                    hint="check whether a signal has stopped it, and whether the machine has free CPU time; "
+                    f"the whole log is {process.log_path}",
                 )
 
     def _too_late(self) -> KvbenchError:
@@ -303,7 +293,7 @@ class LoadGenerator:
         )
 
     def _go(self) -> None:
-        """Several start at one moment, which is told to each on the clock of its host."""
+        """Start all workers at one moment, given on each host's clock."""
         if self._count == 1:
             self._say_to_all("go")
             return
@@ -319,7 +309,7 @@ class LoadGenerator:
             _say(worker.process, words)
 
     def _planned(self) -> int:
-        """Requests in the plan: the lines of its trace if it has one."""
+        """Requests in the plan: the lines of its trace, if any."""
         trace = str(self._spec.get("requests_path", ""))
         if not trace:
             return int(self._spec["num_requests"])
@@ -347,8 +337,6 @@ class LoadGenerator:
 
 
 class _Worker:
-    """One process, and what it has reported so far."""
-
     def __init__(self, process: Process, records_path: Path, place: Place) -> None:
         self.process = process
         self.records_path = records_path
@@ -356,18 +344,16 @@ class _Worker:
         self.progress = Progress()
         self.prepared = 0
         self.ahead_s = 0.0
-        """How far the clock of its host is ahead of ours."""
+        """Offset of its host's clock, ahead of this one."""
         self.end: dict[str, Any] | None = None
         self.heard_at = math.inf
-        """When it last said something; infinite while nothing is asked of it."""
+        """Time of its last report; infinite while none is due."""
         self._silent_cpu_s: float | None = None
         self._rest = b""
 
     def idle(self) -> bool:
-        """Whether it has taken no CPU time since this was first asked in its present silence.
-
-        Then it does not write many records either. One on another host is asked for over there.
-        """
+        """Whether it used no CPU time since the first call in this silence, which rules out writing records.
+        A remote one is checked by its agent."""
         taken_s = self.place.cpu_s(self.process.pid) if self.place.host else cpu_s([self.process.pid])
         if taken_s is None:
             return False
@@ -376,14 +362,14 @@ class _Worker:
         return taken_s - self._silent_cpu_s <= IDLE_S
 
     def forget_records(self) -> None:
-        """Removes its file of records, and what it may have written of one when it was killed."""
-        with contextlib.suppress(KvbenchError):  # a host that is lost keeps nothing
+        """Remove its records file, also a partial one."""
+        with contextlib.suppress(KvbenchError):  # a lost host keeps nothing
             self.place.forget(self.records_path)
         for path in self.records_path.parent.glob(f"{self.records_path.name}*"):
             path.unlink(missing_ok=True)
 
     def client(self) -> dict[str, Any]:
-        """Its figures of itself, its start on our clock."""
+        """Its own figures, its start on this host's clock."""
         figures = dict((self.end or {}).get("client", {}))
         if figures.get("started_monotonic_s") is not None:
             figures["started_monotonic_s"] -= self.ahead_s
@@ -392,7 +378,6 @@ class _Worker:
         return figures
 
     def lines(self, data: bytes) -> list[bytes]:
-        """The whole lines that these bytes complete."""
         if self.heard_at < math.inf:
             self.heard_at = time.monotonic()
             self._silent_cpu_s = None
@@ -401,7 +386,7 @@ class _Worker:
 
 
 def ended_early(process: Process) -> ProcessDiedError:
-    """The error for a generator that closed its output without an end event."""
+    """Create the error for a generator that ended without an end event."""
     deadline = time.monotonic() + 2
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -413,7 +398,7 @@ def ended_early(process: Process) -> ProcessDiedError:
 
 
 def cause_of(lines: Sequence[str]) -> str:
-    """What a log's last lines come to in one line: the error that a traceback ends with, or the last."""
+    """Summarize a log's last lines: the error of a traceback, or the last line."""
     stripped = [line.strip() for line in lines if line.strip()]
     errors = [line for line in stripped if _ERROR.match(line)]
     return (errors or stripped or [""])[-1][:CAUSE_CHARS]

@@ -1,8 +1,7 @@
-"""Before anything is timed: does the pair answer the same tokens as one aggregated server?
+"""Compare the pair's greedy outputs with those of an aggregated server before any timing.
 
-A transfer that loses, swaps or garbles KV blocks still answers fluently and fast. Greedy outputs are
-compared on prompts that end inside a block and at its border; a cell whose outputs differ is refused, unless
-they differ no more than the reference from itself (core/metrics/equal_answers.py).
+Lost, swapped or corrupted KV blocks still give fluent text. Prompts end inside a block and at its border. A
+cell is refused if outputs differ by more than the reference's own noise (core/metrics/equal_answers.py).
 """
 
 from __future__ import annotations
@@ -29,20 +28,17 @@ from kvbench.sweep.trial.idle import TrialClock, WallClock
 
 PROMPTS_PER_LENGTH = 2
 OUTPUT_TOKENS = 16
-"""At most; never more than the workload's, which the server is known to have room for."""
+"""Longest output; never more than the workload's, for which the server certainly has room."""
 BATCHES: Final = 2
-"""How often a reference is asked for all prompts at once."""
+"""Number of repeats of all prompts at once for a reference."""
 OFF_BORDER = 7
-"""How much shorter the second kind of prompt is, so that its last block is partly filled."""
+"""Tokens by which the second kind of prompt is shorter, for a partly filled last block."""
 
 
 @dataclass(frozen=True)
 class Equality:
-    """How many greedy outputs were compared, how many were equal, and one that was not.
-
-    ``within_noise``: others that differ as the reference differs from itself. ``power``: in words, by what
-    it was judged and what would not be seen.
-    """
+    """Number of compared and equal greedy outputs, and one that differs. ``within_noise``: differences that
+    the reference shows itself. ``power``: text about the criterion and its blind spots."""
 
     checked: int
     equal: int
@@ -60,7 +56,7 @@ class Equality:
 
 
 def check_prompts(seed: int, input_len: int, vocab_size: int) -> list[list[int]]:
-    """The prompts of one input length: the same for every connector of a run."""
+    """Prompts of one input length, equal for all connectors of a run."""
     own_seed = trial_seed(seed, f"equality-{input_len}", 0)
     prompts = token_prompts(2 * PROMPTS_PER_LENGTH, PromptShape(input_len, vocab_size), own_seed).tolist()
     shorter = max(1, input_len - OFF_BORDER)
@@ -73,7 +69,7 @@ def greedy_outputs(
     output_len: int,
     clock: TrialClock | None = None,
 ) -> Outputs:
-    """Ask for each prompt's greedy continuation, one after the other. ``clock``: by default the wall's."""
+    """Request each prompt's greedy continuation in turn. ``clock``: real time by default."""
     clock = clock or WallClock()
     texts, times = [], []
     for prompt in prompts:
@@ -84,7 +80,7 @@ def greedy_outputs(
 
 
 class Scored(Protocol):
-    """Greedy continuations of prompts that are asked for together, with their tokens where they are told."""
+    """Greedy continuations of concurrent prompts, with tokens if reported."""
 
     def __call__(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Sequence[Completion]: ...
 
@@ -92,11 +88,9 @@ class Scored(Protocol):
 def reference_outputs(
     ask: Scored, prompts: Sequence[Sequence[int]], output_len: int, fresh: Callable[[], None]
 ) -> Outputs:
-    """The greedy outputs of a server that others are compared with, and how it differs from itself.
-
-    Alone, alone again (from its prefix cache, as D has the KV of others), and ``BATCHES`` times all together;
-    ``fresh`` empties its caches before each of these.
-    """
+    """Greedy reference outputs, and how the server differs from itself: alone, alone again (from its prefix
+    cache, as D has received KV), and ``BATCHES`` times all at once. ``fresh`` empties the caches before
+    each."""
     length = min(OUTPUT_TOKENS, output_len)
 
     def alone() -> Outputs:
@@ -120,13 +114,13 @@ def reference_outputs(
 def joined_outputs(
     found: Sequence[Completion], latency_s: float = 0.0, repeats: Sequence[Outputs] = ()
 ) -> Outputs:
-    """Completions as outputs. ``repeats``: of the first of the same prompts, asked again."""
+    """Join completions. ``repeats``: of the first of the same prompts."""
     choices = tuple(each.choices for each in found) if any(each.choices for each in found) else ()
     return Outputs(tuple(each.text for each in found), latency_s, choices, tuple(repeats))
 
 
 def compare(reference: Outputs, got: Outputs) -> Equality:
-    """Compare outputs of the same prompts: exactly where the reference is exact, else by its own noise."""
+    """Compare outputs of the same prompts: exactly if the reference is exact, else by its noise."""
     noise = noise_of(reference)
     pairs = list(zip(reference.texts, got.texts, strict=True))
     different = [place for place, (wanted, answered) in enumerate(pairs) if wanted != answered]
@@ -148,11 +142,8 @@ def compare(reference: Outputs, got: Outputs) -> Equality:
 
 
 def _gap(reference: Outputs, got: Outputs, place: int) -> float | None:
-    """By how much (nats) the reference preferred its own token where the other text leaves it; None if
-    unknown.
-
-    0 if the reference itself has answered so.
-    """
+    """Preference in nats of the reference for its own token where the texts differ, or None. 0 if the
+    reference itself gave this text."""
     text = got.texts[place]
     if any(again.texts[place] == text for again in reference.repeats):
         return 0.0
@@ -160,17 +151,21 @@ def _gap(reference: Outputs, got: Outputs, place: int) -> float | None:
 
 
 def _power(checked: int, noise: Noise) -> str:
-    """What the judgement rests on, and what it would not see."""
+    """Describe what the judgement rests on, and what it cannot detect."""
     seen = f"a fault that changes {seen_share(checked):.0%} of outputs is seen with 95 %"
     if noise.exact:
-        return f"the reference is exact with itself ({noise.asked} answers), so equality is: {seen}"
+        return f"the reference is exact with itself ({noise.asked} answers), so outputs must be equal: {seen}"
     own = f"the reference differs from itself in {noise.differed} of {noise.asked} answers"
     if noise.nats is not None:
         close = f"; {noise.close:.0%} of its tokens are as close" if noise.close is not None else ""
         return (
-            f"{own}, its gaps by up to {noise.nats:.2g} nats: another token is honest where it was within "
-            f"{noise.allowed_nats:.2g}{close}; elsewhere {seen}"
+            f"{own}, with gaps up to {noise.nats:.2g} nats: another token is accepted within "
+            f"{noise.allowed_nats:.2g} nats{close}; elsewhere {seen}"
         )
     least = refused_from(checked, noise)
-    told = f"{least} of {checked} have to differ" if least else f"not even {checked} of {checked} would tell"
-    return f"{own}, and tells no log-probabilities: {told} before it is more than its own noise"
+    told = (
+        f"{least} of {checked} outputs have to differ"
+        if least
+        else f"even {checked} of {checked} would not suffice"
+    )
+    return f"{own}, and reports no log-probabilities: {told} to exceed its own noise"

@@ -1,7 +1,4 @@
-"""What is read of a deployment around a trial (metrics, logs, samples of hosts), and what is known before.
-
-What is not known (hardware, NICs, slots) is None.
-"""
+"""Readings around a trial (metrics, logs, host samples), and what is known before; unknown is None."""
 
 from __future__ import annotations
 
@@ -40,10 +37,8 @@ from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 
 class Observer:
-    """Context manager around the load of one trial. ``rows`` and ``host`` are there after it.
-
-    Rows are ``Sampler``'s with ``host``, the name of the host that was sampled, empty for this machine.
-    """
+    """Context manager around a trial's load; then has ``rows`` and ``host``. Rows are ``Sampler``'s with
+    ``host``, empty for this machine."""
 
     def __init__(self, launcher: Launcher, deployment: RunningDeployment, trial_id: str) -> None:
         headers = access_headers(deployment.endpoints.access)
@@ -56,7 +51,7 @@ class Observer:
         if self._far:
             launcher.ask_hosts("sample", self._wanted(trial_id, headers))
         else:
-            # A server of somebody else's may well run here: it is what is measured, and no disturbance.
+            # A server that kvbench did not start may run here: it is measured, and is no disturbance.
             self._system = list(deployment.pids().values())
             self._listeners = Listeners()
             if deployment.external:
@@ -82,7 +77,7 @@ class Observer:
             self.host = replace(host, unknown_owner=unknown_owner(self._listeners))
         elif error is None:
             self._take(self._ended())
-        else:  # which is what has to be reported, not what may come of it here
+        else:  # which is reported, not an error that follows from it
             with contextlib.suppress(KvbenchError):
                 self._ended()
 
@@ -91,7 +86,7 @@ class Observer:
         return self._launcher.ask_hosts("sampled", dict.fromkeys(self._launcher.hosts, asked))
 
     def _wanted(self, trial_id: str, headers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """What each host is to sample: itself, and the servers that run there."""
+        """What each host samples: itself and its servers."""
         urls: dict[str, dict[str, str]] = {}
         for name, url in self._urls.items():
             urls.setdefault(self._launcher.host_of(name), {})[name] = url
@@ -101,18 +96,15 @@ class Observer:
     def _take(self, answers: Mapping[str, Mapping[str, Any]]) -> None:
         for host, answer in answers.items():
             for row in answer["rows"]:
-                # Two hosts often call their NICs alike.
+                # NICs of two hosts often have the same names.
                 source = str(row["source"]).replace("nic:", f"nic:{host}/", 1)
                 self.rows.append({**row, "source": source, "host": host})
         self.host = joined({host: figures_of(answer["figures"]) for host, answer in answers.items()})
 
 
 def unknown_owner(listeners: Listeners) -> str:
-    """Why CPU time that the listeners did not take may still be the server's; empty if it cannot be.
-
-    ``listeners``: of a server that kvbench did not start. The processes that listen and their children work
-    for it; others may do so too.
-    """
+    """Why other CPU use may still be the server's, or "". ``listeners``: of a server that kvbench did not
+    start; the listening processes and their children work for it, others may too."""
     if listeners.unseen:
         return (
             f"the process that listens at {listeners.unseen[0]} cannot be seen (a container's or another "
@@ -127,14 +119,14 @@ def unknown_owner(listeners: Listeners) -> str:
 
 
 def figures_of(figures: Mapping[str, Any]) -> HostFigures:
-    """A host's figures as its agent reported them."""
+    """A host's figures by its agent's report."""
     nics = {name: NicFigures(**nic) for name, nic in figures["nics"].items()}
     words = {name: tuple(figures.get(name, ())) for name in ("gpu_slowdowns", "takers")}
     return HostFigures(**{**figures, **words, "nics": nics})
 
 
 def joined(hosts: Mapping[str, HostFigures]) -> HostFigures:
-    """The figures of several hosts as one machine's: the worst of each, NICs as ``host/nic``."""
+    """Join hosts to one machine: the worst of each figure, NICs as ``host/nic``."""
 
     def worst(name: str) -> Any:
         values = [value for each in hosts.values() if (value := getattr(each, name)) is not None]
@@ -154,15 +146,14 @@ def joined(hosts: Mapping[str, HostFigures]) -> HostFigures:
 
 
 LOG_WAIT_S: Final = 2.5
-"""A KV log line that comes more seldom than this is not waited for after each trial."""
+"""Longest interval of KV log lines, in seconds, for which a trial waits."""
 
 
 @dataclass(frozen=True)
 class Readings:
-    """``before``, ``after``: /metrics by instance. ``logged``: KV by role from logs, where no metric has it.
+    """``before``, ``after``: /metrics by instance. ``logged``: KV by role from logs, without metrics.
     ``rows``: the sampler's. ``slots``: an instance's ``max_num_seqs``, if known. ``logged_transports``:
-    what the logs prove of the KV's way. ``gpus``: those of the deployment, where all are known.
-    """
+    proven by logs. ``gpus``: of the deployment, if all are known."""
 
     before: Reading
     after: Reading
@@ -175,37 +166,35 @@ class Readings:
 
     @cached_property
     def engines(self) -> dict[str, EngineFigures]:
-        """By role."""
         return with_slots(engine_figures(self.before, self.after, self.logged), self.rows, self.slots)
 
     @property
     def transport(self) -> str:
-        """The transport that really ran: what the engines report, else what their logs prove."""
+        """Actual transport, reported by the engines, else proven by logs."""
         logged = dict.fromkeys(name for each in self.logged_transports for name in each.transports)
         return transport_of(self.after) or ",".join(logged)
 
     @property
     def gpu_watts(self) -> dict[str, float]:
-        """Mean power of each of the deployment's GPUs; empty unless it is known of all."""
+        """Mean power of each GPU of the deployment; empty unless all are known."""
         watts = {gpu: round(self.host.gpu_watts[gpu], 3) for gpu in self.gpus if gpu in self.host.gpu_watts}
         return watts if len(watts) == len(self.gpus) else {}
 
     @property
     def watts(self) -> float | None:
-        """Mean power of all of them together; None unless it is known of all."""
+        """Their total mean power, or None unless all are known."""
         return sum(self.gpu_watts.values()) if self.gpu_watts else None
 
     @property
     def kv_lost(self) -> float:
-        """Requests whose KV was given up or failed to move."""
+        """Requests whose KV expired or failed to move."""
         return sum((role.kv_expired or 0.0) + (role.kv_failures or 0.0) for role in self.engines.values())
 
     def router(self, seconds: float) -> RouterFigures:
-        """What kvbench's router did in a load of so many seconds."""
+        """Activity of kvbench's router during the load."""
         return replace(router_figures(self.before, self.after), seconds=seconds)
 
     def columns(self, load: LoadResult) -> dict[str, Any]:
-        """The engine columns of the result table."""
         columns = engine_summary(self.before, self.after, self.engines, load, self.logged)
         ways = {"rdma": 0.0, "nvlink": 0.0, "ip": 0.0, "loopback": 0.0}
         for nic in self.host.nics.values():
@@ -226,14 +215,12 @@ class Readings:
 
 
 class MetricsReader:
-    """Reads what the engines of one deployment report of themselves, trial after trial."""
-
     def __init__(self, deployment: RunningDeployment) -> None:
         self._deployment = deployment
         self._kv_logs = KvLogs({p.name: p.log_path for p in deployment.processes if p.name != "router"})
 
     def before(self) -> Reading:
-        """/metrics of each instance before a load; what was logged of KV so far is another trial's."""
+        """Read /metrics of each instance before a load; earlier KV log lines are discarded."""
         pages = self._deployment.metrics()
         if self._reads_logs(pages):
             self._logged_kv(pages)
@@ -241,7 +228,7 @@ class MetricsReader:
         return pages
 
     def after(self, before: Reading, observer: Observer, slots: int | None) -> Readings:
-        """The whole of a trial's readings, once it is drained."""
+        """Read everything after a drained trial."""
         pages = self._deployment.metrics()
         logged = self._logged_kv(pages)
         transports = self._deployment.transports()
@@ -249,16 +236,13 @@ class MetricsReader:
         return Readings(before, pages, logged, observer.rows, observer.host, slots, transports, gpus)
 
     def _reads_logs(self, pages: Reading) -> bool:
-        """Whether KV moves and no engine reports it in its metrics."""
+        """Whether KV moves without metrics of it."""
         sources = (role_kv([(page, page)]).source for page in pages.values() if page is not None)
         return self._deployment.connector.disaggregated and not any(sources)
 
     def _logged_kv(self, pages: Reading) -> dict[str, RoleKv]:
-        """What engines without KV metrics log of their transfers since the last call.
-
-        Their lines come at seconds. If they come often, one interval is waited for, so that a trial's
-        transfers are all counted and no others; if not, only means of a transfer are taken from them.
-        """
+        """KV transfers logged since the last call, for engines without KV metrics. If lines are frequent, one
+        interval is waited for so that counts are complete; else only per-transfer means are used."""
         if not self._reads_logs(pages):
             return {}
         whole = self._log_interval_s() <= LOG_WAIT_S
@@ -281,10 +265,8 @@ class MetricsReader:
 def kv_bytes_per_request(
     scenario: Scenario, input_len: int, engines: Mapping[str, EngineFigures]
 ) -> tuple[float | None, float]:
-    """KV bytes that one request has to move, in whole blocks, and how much of it may stay behind.
-
-    The block size is what the engines report. None if that, or the model's shape, is not known.
-    """
+    """KV bytes one request moves in whole blocks, and how much may remain behind. Block size as reported;
+    None if that or the model's shape is unknown."""
     shape, deployed = scenario.model.shape, scenario.deployment
     blocks = {role.block_tokens for role in engines.values() if role.block_tokens}
     if not shape.known or len(blocks) != 1:
@@ -296,11 +278,11 @@ def kv_bytes_per_request(
 
 
 INSIDE_ONE_HOST: Final = 2.0
-"""Loopback inside an RDMA device is bounded by PCIe, which may carry that much more than its port."""
+"""Factor by which loopback in an RDMA device may exceed its port: PCIe is the limit."""
 
 
 def surroundings(scenario: Scenario, connector: Connector, options: ConnectorOptions) -> dict[str, Any]:
-    """Fields of an ``Evidence`` that do not change from trial to trial. ``scenario``: the connector's own."""
+    """Fields of an ``Evidence`` that are constant over trials. ``scenario``: the connector's own."""
     deployed = scenario.deployment
     hardware = hardware_here(scenario)
     peak = None if hardware is None else hardware.peak_flops
@@ -321,7 +303,7 @@ def surroundings(scenario: Scenario, connector: Connector, options: ConnectorOpt
 
 
 def hardware_here(scenario: Scenario) -> Hardware | None:
-    """The GPUs of one instance: as the scenario says, as the emulated timing stands for, or as found here."""
+    """GPUs of one instance: by the scenario, by the emulated timing, or detected locally."""
     deployed = scenario.deployment
     if deployed.hardware:
         return hardware_of(deployed.hardware)
@@ -334,17 +316,17 @@ def hardware_here(scenario: Scenario) -> Hardware | None:
 
 
 def slots_of(scenario: Scenario) -> int | None:
-    """``max_num_seqs`` of one instance, if the scenario's engine options say."""
+    """``max_num_seqs`` of one instance, if the engine options set it."""
     return scenario.deployment.engine_options.slots
 
 
 def line_rate(scenario: Scenario, transport_asked: str, asked: tuple[str, ...], here: bool) -> float | None:
-    """Bytes per second that the NICs of one instance carry at most, one way."""
+    """Peak bytes per second of an instance's NICs, one way."""
     if scenario.deployment.nic_gbit is not None:
         return scenario.deployment.nic_gbit * 1e9 / 8
     words = set(transport_asked.split(","))
     if not here or words & {"", "all", "tcp"}:
-        # Inside one host TCP goes over loopback, which has no line rate, and who may choose takes NVLink.
+        # Within one host TCP uses loopback, which has no line rate; a library that may choose uses NVLink.
         return None
     devices: dict[str, NicReading] = {
         name: nic

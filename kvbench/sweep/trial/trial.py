@@ -1,4 +1,4 @@
-"""One trial on a deployment: offer a load once, read what all did meanwhile, judge, store."""
+"""One trial on a deployment: run the load, take readings, judge, store."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from kvbench.sweep.trial.readings import (
 )
 
 STOP_GRACE_S = 20.0
-"""A trial that is stopped early lets a real engine finish what it has: a request that is cancelled between
-P and D keeps P's KV blocked for its whole lease, and is counted as a failed transfer in the next trial."""
+"""Seconds to finish requests after an early stop. A request cancelled between P and D blocks P's KV for its
+lease, and counts as a failed transfer in the next trial."""
 DEADLINE_SLACK_S = 20.0
 
 
 class TrialRunner:
-    """Runs trials against one deployment and stores each as soon as it is judged."""
+    """Runs and stores trials on one deployment."""
 
     def __init__(
         self,
@@ -52,9 +52,7 @@ class TrialRunner:
         more_columns: Callable[[], Mapping[str, Any]] = dict,
         source: SessionSource | None = None,
     ) -> None:
-        """``more_columns``: further columns of a trial's record, asked once its load is drained. ``source``:
-        where sessions come from, if the scenario asks for them.
-        """
+        """``more_columns``: called after the drain for further columns. ``source``: of sessions, if any."""
         self.trials = Trials(scenario, store, trace, source)
         self._scenario = scenario
         self._deployment = deployment
@@ -65,23 +63,20 @@ class TrialRunner:
         self._more_columns = more_columns
         self._reader = MetricsReader(deployment)
         self.canaries: dict[Cell, CanarySupply] = {}
-        """Of the cells whose right answers are known."""
+        """Cell → canaries with known reference outputs."""
         self._may_expire = 0.0
-        """Requests that earlier trials cancelled, whose KV may still be given up."""
+        """Cancelled requests of earlier trials whose KV may still expire."""
 
     def prepare(self) -> None:
-        """Starts a load generator for the next trial; ``close`` ends it if there is none."""
+        """Start a load generator for the next trial; ``close`` ends an unused one."""
         self._spare.prepare()
 
     def close(self) -> None:
         self._spare.close()
 
     def run(self, plan: TrialPlan) -> TrialRecord:
-        """Offer the load to an idle system, judge it, store it.
-
-        A system that does not become idle is offered nothing: the trial is void. Raises KvbenchError if a
-        process dies or hangs.
-        """
+        """Wait for an idle system, run the load, judge and store it; void if not idle. Raises KvbenchError if
+        a process dies or hangs."""
         backlog = self._idle.wait(plan.cell)
         if backlog is not None:
             return self.trials.skip_trial(plan, backlog, {"load_mode": self._mode(plan)})
@@ -113,7 +108,7 @@ class TrialRunner:
         return SiteReadings({**evidence, "canaries": canaries}, columns, pool, role.prefix_hits)
 
     def _judged_canaries(self, plan: TrialPlan, load: LoadResult) -> CanaryResult | None:
-        """Asks for some more where requests have failed or were cancelled, and judges all of the trial."""
+        """Judge the trial's canaries, with extra ones after failed or cancelled requests."""
         supply = self.canaries.get(plan.cell)
         if supply is None:
             return None
@@ -130,10 +125,8 @@ class TrialRunner:
         over: Callable[[Progress], bool] | None = None,
         check: Callable[[], None] | None = None,
     ) -> LoadResult:
-        """Offers the load, and does nothing else. ``over``: told of its progress, says whether it may end,
-        its last requests by themselves; by default the trial's own rule. ``check``: asked meanwhile whether
-        all is well, by default whether the deployment's processes live. Raises KvbenchError.
-        """
+        """Only send the load. ``over``: takes progress and returns whether to end; default: the trial's rule.
+        ``check``: called meanwhile; default: whether processes live. Raises KvbenchError."""
         plan, offered = trial.plan, trial.offered
 
         def progressed(progress: Progress) -> bool:
@@ -169,7 +162,7 @@ class TrialRunner:
             requests_path.unlink(missing_ok=True)
 
     def _longest_s(self, plan: TrialPlan, offered: Offered) -> float:
-        """How long its requests take to be sent, at the very longest."""
+        """Upper bound of the sending time."""
         if offered.sessions is not None:
             return 2 * offered.length_s + offered.sessions.longest_s(self._scenario.request_timeout_s)
         if plan.closed is None:
@@ -180,7 +173,7 @@ class TrialRunner:
     def _workers(self, plan: TrialPlan, offered: Offered) -> int:
         wanted, rate, n = self._scenario.load.workers, plan.rate, offered.n
         if offered.sessions is not None:
-            return 1  # whoever sends a turn has to know the answers that it waits for
+            return 1  # the sender of a turn must know the answers before it
         if plan.closed is not None:
             n = plan.closed.concurrency
             rate = n / max(plan.latency_s, 1e-3)
@@ -191,7 +184,7 @@ class TrialRunner:
         return min(wanted, n)
 
     def _mode(self, plan: TrialPlan) -> LoadMode | Literal[""]:
-        """By which way the requests go; empty where there is no router to choose."""
+        """Mode of the requests; "" without a router."""
         if self._deployment.endpoints.direct is None:
             return ""
         return plan.mode or self._scenario.load.mode
@@ -217,7 +210,7 @@ class TrialRunner:
             "records_path": str(self.trials.store.path / f".records-{plan.trial_id}.jsonl"),
             "slo": {"ttft_ms": slo.tightest("ttft_ms"), "tpot_ms": slo.tightest("tpot_ms")},
             "api_key_env": endpoints.access.api_key_env,
-            # Only our own router knows that header.
+            # Only kvbench's router knows that header.
             "headers": {TIMING_REQUEST_HEADER: "1"}
             if endpoints.router_metrics_url and not direct
             else dict(endpoints.access.headers),
@@ -226,7 +219,7 @@ class TrialRunner:
         }
 
     def _chat_spec(self) -> dict[str, Any]:
-        """What the load generator has to know of chats, where they are asked for."""
+        """Chat part of the load generator's spec, if configured."""
         if self._scenario.load.endpoint != "chat":
             return {}
         length = self._deployment.chat_length()
@@ -239,21 +232,20 @@ class TrialRunner:
     def _evidence(
         self, trial: PlannedTrial, load: LoadResult, readings: Readings, undrained: Finding | None
     ) -> dict[str, Any]:
-        """What the gates look at, besides the load."""
         label, connector = self._deployment.plan.label, self._deployment.connector
         scenario = self._scenario.at(label)
         options = scenario.connector_options(label)
         engine = scenario.deployment.engine_options
         moves = connector.disaggregated and engine.starts_processes
         kv_bytes, slack = None, 0.0
-        # Of these each request has a length of its own, and what is reused does not move.
+        # Their requests differ in length, and reused KV does not move.
         if not trial.trace and trial.offered.sessions is None:
             input_len = trial.plan.cell.input_len
             kv_bytes, slack = kv_bytes_per_request(scenario, input_len, readings.engines)
         may_expire = self._may_expire + load.cancelled
         self._may_expire = max(0.0, may_expire - readings.kv_lost)
         logged = [each.finding(excused=may_expire > 0) for each in self._deployment.diagnoses()]
-        # In direct mode the router stands idle, and limits nothing.
+        # In direct mode the router is idle and limits nothing.
         idle_router = self._mode(trial.plan) == "direct"
         return {
             "disaggregated": connector.disaggregated,
@@ -274,6 +266,6 @@ class TrialRunner:
 
 
 def stop_grace_s(scenario: Scenario) -> float:
-    """For how long what is under way may go on when a trial is stopped."""
+    """Seconds that running requests get after a stop."""
     cancels = scenario.deployment.engine_options.cancels_cleanly
     return 0.0 if cancels else min(STOP_GRACE_S, scenario.request_timeout_s)

@@ -1,1 +1,1 @@
-"""``kvbench verify``: does a run folder still say what was measured?"""
+"""``kvbench verify``: check a run folder against its own records."""

@@ -1,14 +1,12 @@
-"""``kvbench verify RUN``: is a run folder as it was written, and does what it says follow from its requests?
+"""``kvbench verify RUN``: check that a run folder is unchanged, and that its answers follow from its
+requests.
 
-1. Do the checksums hold (results/checksums.py), and the digests of what was requested?
-2. Recompute: each trial's figures from its stored requests, verdicts from the requests, answers from the
-   trials, and each trial from those before it, by the rules of this kvbench (results/store.py).
-3. Compare what cannot be recomputed with the files that depend on it (cross_checks.py).
-4. Make the report anew (stored_trials.py).
+1. Compare checksums (results/checksums.py), and the digests of what was requested. 2. Recompute trials from
+stored requests, verdicts, searches and answers, by the rules of this kvbench (results/store.py). 3.
+Cross-check what cannot be recomputed (cross_checks.py). 4. Rebuild the report (stored_trials.py).
 
-A contradiction is a damage: the folder is *not sound*. Whatever an answer depends on and could be neither
-recomputed nor compared makes the folder *not verified*. Else it is *sound*; files that have only a checksum
-are named.
+A contradiction means *not sound*. An input that could be neither recomputed nor compared means *not
+verified*. Else *sound*; files with only a checksum are listed.
 """
 
 from __future__ import annotations
@@ -72,19 +70,16 @@ CLASSES: Final[tuple[tuple[str, FileClass], ...]] = (
     ("splits.*", "not checksummed"),  # derived from this run and its splits
     ("checksums.jsonl", "cross-checked"),  # each line with the one before it
 )
-"""Pattern of a file's path within the run folder, and its class. The first pattern that fits counts."""
+"""File pattern within the run folder → class; the first match counts."""
 
 
 def class_of(name: str) -> FileClass:
-    """Return the class of a file, by its path within the run folder."""
     return next((found for pattern, found in CLASSES if fnmatch(name, pattern)), "not checksummed")
 
 
 def unproven_files(folder: Path, *, checksums: bool) -> Iterator[str]:
-    """Name the files that are neither recomputed nor cross-checked, a folder once with its number of files.
-
-    ``checksums``: whether the run has any.
-    """
+    """Name files that are neither recomputed nor cross-checked, a folder once with its count. ``checksums``:
+    whether the run has any."""
     counts: Counter[tuple[FileClass, str]] = Counter()
     for file in sorted(folder.rglob("*")):
         inside = file.relative_to(folder)
@@ -105,7 +100,7 @@ def unproven_files(folder: Path, *, checksums: bool) -> Iterator[str]:
 
 
 DAMAGED: Final = "damaged"
-"""Label of a run that was gone on with, or packed, although it is not as it was written."""
+"""Label of a run that was resumed or packed in a damaged state."""
 MOST_NOTED: Final = 3
 _CUT_OFF: Final = "cut off"
 
@@ -120,17 +115,13 @@ READINGS: Final = (
     "readings of servers and machine in trials.jsonl (counters, transport, parts of the TTFT), as far as "
     "nothing depends on them"
 )
-"""What of a recomputed file has only a checksum."""
+"""Parts of a recomputed file that have only a checksum."""
 
 
 @dataclass
 class Audit:
-    """What was found.
-
-    ``checked``: how much was looked at, by what. ``unverified``: what an answer depends on and could be
-    neither recomputed nor compared, and why. ``unproven``: files that have at most a checksum. ``notes``:
-    all else.
-    """
+    """Result of an audit. ``checked``: how much, by check. ``unverified``: inputs that could not be
+    recomputed or compared, and why. ``unproven``: files with at most a checksum. ``notes``: the rest."""
 
     run: str
     damages: list[Damage] = field(default_factory=list)
@@ -167,10 +158,8 @@ class Audit:
 
 
 def command(path: Path, console: Console, *, as_json: bool = False) -> int:
-    """Looks through a run folder and says what is wrong with it; returns the exit code.
-
-    Raises StoreError for what is no run folder, or cannot be read.
-    """
+    """Audit a run folder, print problems; return the exit code. Raises StoreError for an unreadable or
+    missing run."""
     found = audit(path)
     if as_json:
         print(json.dumps(found.to_json(), indent=2, ensure_ascii=False))
@@ -193,19 +182,19 @@ def command(path: Path, console: Console, *, as_json: bool = False) -> int:
 
 
 def require_sound(path: Path, *, force: bool = False) -> bool:
-    """Whether it is. Raises StoreError, with what is not, unless ``force``."""
+    """Return whether a run is sound. Raises StoreError with the problems, unless ``force``."""
     found = audit(path).damages
     if found and not force:
         words = "\n  ".join(str(each) for each in found[:5])
         raise StoreError(
-            f"{path} is not as it was written:\n  {words}",
-            hint=f"`kvbench verify` says all of it; --force takes it as it is, labelled {DAMAGED}",
+            f"{path} has changed since it was written:\n  {words}",
+            hint=f"`kvbench verify` lists everything; --force accepts it, labelled {DAMAGED}",
         )
     return not found
 
 
 def audit(path: Path) -> Audit:
-    """Looks through a run folder. Raises StoreError for what is no run folder, or cannot be read."""
+    """Audit a run folder. Raises StoreError for an unreadable or missing run."""
     run = load_run(path)
     found = Audit(str(path))
     found.damages += _as_read(run, found)
@@ -218,7 +207,7 @@ def audit(path: Path) -> Audit:
         found.damages += transfer_damages(run, found.checked)
     found.damages += claim_damages(run)
     if kind == IMPORTED or run.manifest.get("imported") is not None:
-        found.unverified.append("other tools measured this: there are no requests to recompute it from")
+        found.unverified.append("measured by other tools: there are no requests to recompute it from")
     elif kind != "microbench":
         _from_scenario(run, found)
     found.unverified += stale_files(run, found.checked)
@@ -232,7 +221,7 @@ def audit(path: Path) -> Audit:
 
 
 def _has_telemetry(run: RunFolder, trial: TrialRecord) -> bool:
-    with suppress(StoreError):  # an id that is no file name
+    with suppress(StoreError):  # an id that is not a file name
         return parquet_path(run.path, "telemetry", trial.trial_id).exists()
     return False
 
@@ -258,16 +247,14 @@ def _from_scenario(run: RunFolder, found: Audit) -> None:
 
 
 def damages_before_resume(run: RunFolder) -> Iterator[Damage]:
-    """What keeps a run from being gone on with: what is not as it was written.
-
-    Where there are no checksums, figures that do not follow from their requests.
-    """
+    """Find damage that prevents a resume: changed files; without checksums, figures that contradict their
+    requests."""
     found = Audit(str(run.path))
     changed = [*_as_written(run, found), *_as_requested(run, found)]
     yield from (*changed, *_lost(run, changed))
     if _has_checksums(run):
         return
-    with suppress(KvbenchError):  # a scenario that cannot be read is nothing to go on with either
+    with suppress(KvbenchError):  # a scenario that cannot be read cannot be resumed either
         for trial in _stored_trials(run, scenario_of(run), {}, (), found):
             yield from trial.figures()
 
@@ -281,7 +268,7 @@ def _as_read(run: RunFolder, found: Audit) -> Iterator[Damage]:
             yield Damage(name.rstrip(":"), what)
     for name, count in Counter(trial.trial_id for trial in run.all_trials).items():
         if count > 1:
-            yield Damage(TRIALS, f"{name} stands there {count} times")
+            yield Damage(TRIALS, f"{name} occurs {count} times")
 
 
 def _has_checksums(run: RunFolder) -> bool:
@@ -291,18 +278,18 @@ def _has_checksums(run: RunFolder) -> bool:
 def _as_written(run: RunFolder, found: Audit) -> Iterator[Damage]:
     if not _has_checksums(run):
         found.unverified.append(
-            "it has no checksums: an edit is found only where it contradicts something else"
+            "it has no checksums: an edit is detected only if it contradicts something else"
         )
         return
     if adopted(run.path):
         found.unverified.append(
-            "a run without checksums was resumed: what was in the folder then got its checksums as it was"
+            "a run without checksums was resumed: files from before got their checksums unchecked"
         )
     yield from damages(run.path, found.checked)
 
 
 def _as_requested(run: RunFolder, found: Audit) -> Iterator[Damage]:
-    """The scenario is the one that the run began with, by the digests in its manifest."""
+    """Compare the scenario with the digests in the manifest."""
     if not isinstance(run.manifest.get("asked_digests"), dict):
         found.unverified.append(f"{MANIFEST} has no digests of scenario.yaml and plan.json")
         return
@@ -333,7 +320,7 @@ def _recomputed(run: RunFolder, scenario: Scenario, found: Audit) -> None:
         found.damages += figures
         by_rules += () if figures or trial.record.method == "chaos" else trial.judgement()
     if missing := found.checked["trials without requests"]:
-        found.unverified.append(f"requests cannot be read of {missing} trials")
+        found.unverified.append(f"requests of {missing} trials cannot be read")
     if version == RULES_VERSION:
         found.damages += by_rules
         return
@@ -341,7 +328,7 @@ def _recomputed(run: RunFolder, scenario: Scenario, found: Audit) -> None:
     found.unverified.append(f"verdicts and answers: {of}")
     words = "; ".join(str(each) for each in by_rules[:MOST_NOTED]) or "the same"
     more = f"; and {len(by_rules) - MOST_NOTED} more" if len(by_rules) > MOST_NOTED else ""
-    found.notes.append(f"by the rules of this kvbench it would say: {words}{more}")
+    found.notes.append(f"by the rules of this kvbench the result would be: {words}{more}")
 
 
 def _rules(version: int) -> str:
@@ -349,17 +336,15 @@ def _rules(version: int) -> str:
 
 
 def _is_repeatable(run: RunFolder, found: Audit) -> bool:
-    """Whether the searches of a run can be repeated; without a search there is nothing to repeat."""
+    """Whether a run's searches can be repeated, or there are none."""
     if run.manifest.get("asked") is not None:
         return True
     if any(each.answer for each in (*run.cells, *run.other_cells)):
-        found.unverified.append(
-            "answers: its searches cannot be repeated, as what they began with is unknown"
-        )
+        found.unverified.append("answers: its searches cannot be repeated, as their start is unknown")
     elif run.manifest.get("kind") == "sweep":
         found.unverified.append("a sweep without answers, which does not say what was requested")
     else:
-        found.notes.append("nothing was searched for: there is no answer to recompute")
+        found.notes.append("there was no search, so there is no answer to recompute")
     return False
 
 
@@ -370,14 +355,14 @@ def _searched(
     asked: dict[str, TrialPlan],
     found: Audit,
 ) -> list[Damage]:
-    """Tell the searches their stored trials again. ``asked`` gets each trial's plan."""
+    """Repeat the searches with their stored trials. ``asked`` gets each trial's plan."""
     searches = Searches(run, scenario, plan_of(scenario), fixed_of(run), trace)
     answers = list(searches.damages())
     asked |= searches.asked
     found.checked["answers"] += len([each for each in run.cells if each.cell not in searches.unknown])
     if searches.unknown:
         found.unverified.append(
-            f"answers of {len(searches.unknown)} cells: the search cannot be repeated, as what it began with "
+            f"answers of {len(searches.unknown)} cells: the search cannot be repeated, as its start "
             "is not stored"
         )
     if answers and not searches.as_then:
@@ -412,7 +397,6 @@ def _stored_trials(
     trace: Sequence[TracedRequest],
     found: Audit,
 ) -> Iterator[StoredTrial]:
-    """Those whose requests were stored."""
     pools, beside = canary_pools(run.canaries), asked_canaries(run.canaries)
     references = plan_of(scenario) if pools else None
     for record in run.all_trials:
@@ -439,7 +423,7 @@ def _stored_trials(
 
 
 def _requests(run: RunFolder, record: TrialRecord) -> list[RequestRecord] | None:
-    """None where they cannot be read, which is said elsewhere."""
+    """Requests of a trial, or None if unreadable, which is reported elsewhere."""
     if not record.summary.get("planned"):
         return []
     try:

@@ -1,7 +1,4 @@
-"""What the files of a run folder say of each other: labels, kinds, scenario, plan and transports.
-
-None of it can be computed from the requests; so each statement is compared with the others that depend on it.
-"""
+"""Compare a run folder's files that requests cannot prove: labels, kinds, scenario, plan and transports."""
 
 from __future__ import annotations
 
@@ -26,18 +23,15 @@ from kvbench.results.run import CELLS, MANIFEST, TRIALS, RunFolder
 from kvbench.sweep.cell import Fixed
 
 SAME: Final = 1e-6
-"""Gaps between tokens are stored as 32-bit floats, and machines round sums otherwise."""
+"""Relative tolerance: token gaps are 32-bit floats, and machines round sums differently."""
 ABSENT: Final = "nothing"
 
 
 def json_differences(
     stored: Any, recomputed: Any, path: str = "", precision: float = SAME
 ) -> Iterator[tuple[str, str, str]]:
-    """(path such as ``ttft_ms.p99``, stored, recomputed) of each leaf that differs.
-
-    ``precision``: the relative difference up to which numbers are equal. What one of them lacks stands as
-    "nothing".
-    """
+    """Yield (path such as ``ttft_ms.p99``, stored, recomputed) of each differing leaf; a missing one is
+    "nothing". ``precision``: relative tolerance."""
     if isinstance(stored, dict) and isinstance(recomputed, dict):
         for key in dict.fromkeys((*stored, *recomputed)):
             inside = f"{path}.{key}" if path else str(key)
@@ -67,7 +61,7 @@ def _shown(value: Any) -> str:
 
 
 def as_read(value: Any) -> Any:
-    """A value as it is once it was written to a file and read."""
+    """Return a value as it is after writing and reading."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -79,14 +73,13 @@ _NO_TRANSPORT: Final = "(configured)"
 
 
 def statement_damages(run: RunFolder) -> Iterator[Damage]:
-    """Compare the kind and the marks of a run with its plan and its trials, whatever scenario it has."""
+    """Compare kind and marks of a run with its plan and trials."""
     yield from _kind(run)
     yield from _marks(run)
     yield from _cells(run)
 
 
 def _kind(run: RunFolder) -> Iterator[Damage]:
-    """The kind of a run is that of its trials."""
     kind = run.manifest.get("kind")
     if kind not in KINDS:
         yield Damage(MANIFEST, f"kind {kind!r} is none of {', '.join(KINDS)}")
@@ -105,7 +98,7 @@ def _kind(run: RunFolder) -> Iterator[Damage]:
 
 
 def _marks(run: RunFolder) -> Iterator[Damage]:
-    """EMULATED and SIMULATED are what the plan's engine and the kind of the run make of it."""
+    """Compare EMULATED and SIMULATED with the plan's engine and the run's kind."""
     kind = run.manifest.get("kind")
     if kind in (IMPORTED, "microbench"):
         if kind == IMPORTED and IMPORTED not in run.labels:
@@ -119,7 +112,7 @@ def _marks(run: RunFolder) -> Iterator[Damage]:
     ):
         for mark in (EMULATED, SIMULATED):
             if (mark == expected) and mark not in labels:
-                yield Damage(where, f"{name}: the label {mark} is missing, which {of} asks for")
+                yield Damage(where, f"{name}: the label {mark} is missing, which {of} requires")
             elif mark != expected and mark in labels:
                 yield Damage(where, f"{name}: the label {mark} does not fit {of}")
 
@@ -134,7 +127,6 @@ def _expected_mark(run: RunFolder, *, simulated: bool) -> str:
 
 
 def _cells(run: RunFolder) -> Iterator[Damage]:
-    """Cells are of the plan's connectors and lengths."""
     planned = run.plan.get("cells")
     if not isinstance(planned, list) or run.manifest.get("kind") not in KINDS[:-2]:
         return
@@ -149,7 +141,7 @@ def _cells(run: RunFolder) -> Iterator[Damage]:
 
 
 def scenario_damages(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
-    """Compare scenario.yaml, the manifest, labels and transports with the scenario of plan.json."""
+    """Compare scenario.yaml, manifest, labels and transports with plan.json's scenario."""
     for key, value in (("seed", scenario.seed), ("scenario", scenario.name)):
         if run.manifest.get(key) != value:
             yield Damage(MANIFEST, f"{key} is not that of plan.json", str(run.manifest.get(key)), str(value))
@@ -158,7 +150,7 @@ def scenario_damages(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
         for label in engine.labels_of(scenario.deployment.engine_options):
             if label not in run.labels:
                 yield Damage(
-                    MANIFEST, f"the label {label} is missing, which the engine of plan.json asks for"
+                    MANIFEST, f"the label {label} is missing, which the engine of plan.json requires"
                 )
     stored = run.manifest.get("overridden")
     if "overridden" in run.manifest:
@@ -174,7 +166,7 @@ def scenario_damages(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
 
 
 def _plan(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
-    """Cells and deployments are those that the scenario plans; a run of splits or loads has its own."""
+    """Compare cells and deployments with the scenario; runs of splits or loads have their own."""
     if run.manifest.get("asked") is None:
         return
     plan = json.loads(json.dumps(plan_of(scenario).to_json(), default=str))
@@ -193,7 +185,7 @@ def _plan(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
 
 
 def _transports(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
-    """A transport that the plan did not ask for was noticed at its trial."""
+    """Find transports that the plan did not request and no trial reported."""
     if run.manifest.get("kind") == "simulate":
         for trial in run.all_trials:
             if (found := transport_of(trial)) and found != SIMULATED:
@@ -214,7 +206,7 @@ def _transports(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
 
 
 def transport_of(trial: TrialRecord) -> str:
-    """Transport that really ran in a trial; empty where none moved KV or none is known."""
+    """Actual transport of a trial; empty if no KV moved or it is unknown."""
     found = trial.engine.get("transport")
     return "" if not isinstance(found, str) or found.endswith(_NO_TRANSPORT) else found
 
@@ -232,7 +224,7 @@ def mixed_transports(run: RunFolder) -> Iterator[str]:
 
 
 def breakdown_damages(trial: TrialRecord, requests: list[RequestRecord]) -> Iterator[Damage]:
-    """Compare the parts of the TTFT, read from the servers, with the mean TTFT of the requests."""
+    """Compare the servers' TTFT parts with the requests' mean TTFT."""
     times = [each.ttft_s for each in requests if each.ok and each.ttft_s is not None]
     stored = trial.engine.get("ttft_ms_mean_of_all")
     if not times or stored is None:
@@ -246,7 +238,7 @@ def breakdown_damages(trial: TrialRecord, requests: list[RequestRecord]) -> Iter
     if not isinstance(parts, Mapping):
         return
     known = [each for each in parts.values() if isinstance(each, (int, float))]
-    cut_off = any(each == 0 for each in known)  # a part below zero is stored as zero
+    cut_off = any(each == 0 for each in known)  # a negative part is stored as zero
     whole = all(parts.get(each) is not None for each in ("router", "prefill_queue", "prefill"))
     total = sum(known)
     if not cut_off and (total > mean_ms * (1 + SAME) or (whole and not _close(total, mean_ms))):
@@ -259,32 +251,32 @@ def _close(one: Any, other: float) -> bool:
 
 
 def claim_damages(run: RunFolder) -> Iterator[Damage]:
-    """Compare what an answer says of its trials with these, whatever the rules."""
+    """Compare an answer's statements about its trials with the trials, independent of the rules."""
     trials = {each.trial_id: each for each in run.all_trials}
     for result in [*run.cells, *run.other_cells]:
         answer = result.answer or {}
         name = " ".join(filter(None, (result.cell.key, result.method, result.tier)))
         if result.confirmed_by and result.confirmed_by not in trials:
-            yield Damage(CELLS, f"{name} rests on {result.confirmed_by}, which is not there")
+            yield Damage(CELLS, f"{name} is based on {result.confirmed_by}, which is missing")
         low, rate, high = (answer.get(key) for key in ("lower", "max_request_rate", "upper"))
         if rate is not None and not ((low or 0) * (1 - 1e-9) <= rate <= (high or rate) * (1 + 1e-9)):
-            yield Damage(CELLS, f"{name}: {rate} lies outside of its interval [{low}, {high}]")
+            yield Damage(CELLS, f"{name}: {rate} is outside its interval [{low}, {high}]")
         mine = [(each.request_rate, each.verdict) for each in trials.values() if each.cell == result.cell]
         rates = {f"{each:.6g}" for each, _ in mine}
         for point in answer.get("curve") or ():
             if f"{point.get('rate'):.6g}" not in rates:
                 yield Damage(
-                    CELLS, f"{name}: its curve has a trial at {point.get('rate')} req/s, which is not there"
+                    CELLS, f"{name}: its curve has a trial at {point.get('rate')} req/s, which is missing"
                 )
 
 
 def scenario_of(run: RunFolder) -> Scenario:
-    """The scenario of plan.json. Raises ScenarioError where this kvbench cannot read it."""
+    """Scenario of plan.json. Raises ScenarioError if this kvbench cannot read it."""
     return parse_scenario(json.dumps(_as_it_was(run)), f"{run.path}/plan.json", registry())
 
 
 def fixed_of(run: RunFolder) -> Fixed | None:
-    """What was offered, if no rate was searched for."""
+    """Fixed load, or None for a search."""
     asked = run.manifest.get("asked") or {}
     known = {each.name for each in fields(Fixed)}
     given = {key: value for key, value in asked.items() if key in known}
@@ -292,7 +284,7 @@ def fixed_of(run: RunFolder) -> Fixed | None:
 
 
 def _as_it_was(run: RunFolder) -> Any:
-    """The folder's scenario; of a kvbench that knew no number of aggregated engines, with those it had."""
+    """The folder's scenario; if older than the number of aggregated engines, with the number it had."""
     scenario = run.plan.get("scenario")
     deployment = scenario.get("deployment") if isinstance(scenario, dict) else None
     if not isinstance(deployment, dict) or "aggregated" in deployment:

@@ -1,4 +1,4 @@
-"""The searches of a run once more, told its stored trials: what they ask, and what they answer."""
+"""Repeat a run's searches with its stored trials, and compare requests and answers."""
 
 from __future__ import annotations
 
@@ -31,33 +31,31 @@ from kvbench.sweep.trial.load_plan import TrialPlan, rate_of
 from kvbench.sweep.verify.cross_checks import as_read, json_differences
 
 ANSWER_PRECISION: Final = 1e-4
-"""Posteriors are sums over grids, which another machine's arithmetic rounds otherwise."""
+"""Relative tolerance: posteriors are grid sums, which machines round differently."""
 MOST_SAID: Final = 5
 
 
 class UnansweredError(KvbenchError):
-    """A search asks for what the folder does not have."""
+    """A search needs a trial that the folder lacks."""
 
 
 @dataclass
 class StoredSite(Site):
-    """A deployment that was up once: its trials are those in the folder."""
+    """A former deployment; its trials come from the folder."""
 
     trials: Mapping[str, TrialRecord]
     known_alone: Alone
     trace_rate: float = 0.0
     has_direct: bool = True
     canaries: CanaryPool | None = None
-    """The right answers that its own were compared with."""
     asked_last: Mapping[str, Sequence[AskedCanary]] = field(default_factory=dict)
     asked: dict[str, TrialPlan] = field(default_factory=dict)
-    """By trial."""
     otherwise: list[Damage] = field(default_factory=list)
-    """Where what is stored is not what was asked for."""
+    """Stored trials that differ from the request."""
     requests_of: Callable[[TrialRecord], TrialRequests | None] = lambda record: None
 
     def alone(self, cell: Cell) -> Alone:
-        """What was found when the site was up."""
+        """Stored result of the idle requests."""
         return self.known_alone
 
     def requests(self, record: TrialRecord) -> TrialRequests | None:
@@ -71,14 +69,14 @@ class StoredSite(Site):
         return judged_canaries(self.canaries, (), asked, of_reference=gave_answers(self.canaries, cell)), None
 
     def run(self, plan: TrialPlan) -> TrialRecord:
-        """Raises UnansweredError for a trial that is not stored."""
+        """Return a stored trial. Raises UnansweredError if missing."""
         record = self.trials.get(plan.trial_id)
         if record is None:
             raise UnansweredError(f"{plan.trial_id} at {plan.rate:g} req/s ({plan.purpose})")
         self.asked[plan.trial_id] = plan
         if record.purpose != plan.purpose or not math.isclose(record.request_rate, plan.rate, rel_tol=1e-9):
             stored, now = (f"{each:g} req/s" for each in (record.request_rate, plan.rate))
-            words = f"{plan.trial_id} is not what its search asks for there"
+            words = f"{plan.trial_id} is not what its search requests there"
             self.otherwise.append(
                 Damage(TRIALS, words, f"{stored} ({record.purpose})", f"{now} ({plan.purpose})")
             )
@@ -86,8 +84,6 @@ class StoredSite(Site):
 
 
 class Searches:
-    """All searches of a run again."""
-
     def __init__(
         self,
         run: RunFolder,
@@ -100,15 +96,15 @@ class Searches:
         earlier = earlier_sessions(run, scenario.search.method)
         self._outputs = earlier.outputs
         self._pools, self._asked_last = earlier.canaries, asked_canaries(run.canaries)
-        # A failed cell that went well later taught the others nothing at their time.
+        # A failed cell that succeeded later gave the others no hint at their time.
         self.as_then = not earlier.had_failures
         self._trace_rate = rate_of(trace)
         self.asked: dict[str, TrialPlan] = {}
         self.unknown: list[Cell] = []
-        """Cells whose search cannot be repeated: nobody knows any more what it began with."""
+        """Cells whose search cannot be repeated, as its start is not stored."""
 
     def damages(self) -> Iterator[Damage]:
-        """Answers that do not follow from the trials, and trials that do not follow from each other."""
+        """Find answers and trials that do not follow from the trials before."""
         reference = {n: o for (label, n), o in self._outputs.items() if label == self._plan.reference}
         knowledge = Knowledge(reference, {})
         for planned in self._plan.deployments:
@@ -154,14 +150,14 @@ class Searches:
         except UnansweredError as error:
             if finished:
                 yield Damage(
-                    CELLS, f"{cell.key} has an answer, but its search still asks for {error.message}"
+                    CELLS, f"{cell.key} has an answer, but its search still requests {error.message}"
                 )
             found = []
         self.asked |= site.asked
         yield from site.otherwise
         for name in trials.keys() - site.asked.keys():
             if found:
-                yield Damage(TRIALS, f"{name} is not asked for by its search")
+                yield Damage(TRIALS, f"{name} is not requested by its search")
         for each in finished if found else ():
             yield from self._of_result(each, found)
 
@@ -172,7 +168,10 @@ class Searches:
             yield Damage(CELLS, f"{name}: no such answer follows from the trials")
             return
         now = replace(again[0], extra=stored.extra)
-        if len(self._run.manifest.get("sessions") or ()) > 1:  # each session compares outputs of its own
+        if now.answer is not None and stored.answer is not None:
+            kept = {"replay": stored.answer["replay"]} if "replay" in stored.answer else {}
+            now = replace(now, answer={**{k: v for k, v in now.answer.items() if k != "replay"}, **kept})
+        if len(self._run.manifest.get("sessions") or ()) > 1:  # each session compares its own outputs
             now = replace(now, equal_outputs=stored.equal_outputs)
         rows = as_read(stored.to_json()), as_read(now.to_json())
         differs = json_differences(*rows, precision=ANSWER_PRECISION)
@@ -180,7 +179,7 @@ class Searches:
             yield Damage(CELLS, f"{name}: {path} does not follow from the trials", then, value)
 
     def _alone(self, planned: DeploymentPlan, cell: Cell) -> Alone | None:
-        """What the search began with; None where that is not known any more."""
+        """Idle result at a search's start, or None if not stored."""
         if self._run.manifest.get("kind") == "simulate":
             like = (self._run.manifest.get("asked") or {}).get("like")
             with suppress(KvbenchError):

@@ -1,7 +1,7 @@
-"""Stored results once more, from the raw files: trials, a chaos run's plan and costs, transfers, the report.
+"""Recompute stored results from raw files: trials, chaos plans and costs, transfers, the report.
 
-A trial follows from its requests (counts, latencies, findings, verdict), a chaos run's faults from its seed
-and its requests, a microbenchmark's rows from the times of their calls, derived files from all of these.
+A trial follows from its requests, a chaos run's faults from seed and requests, a microbenchmark's rows from
+its calls' times, derived files from all of these.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from kvbench.sweep.verify.cross_checks import ABSENT, SAME, as_read, json_differ
 
 ARRIVAL_S: Final = 1e-6
 KNOWN_LATE_S: Final = 1.0
-"""A load generator tells of a request within a quarter of a second after its end; on a busy host later."""
+"""Longest delay of a load generator's report on a request, in seconds; usually a quarter of a second."""
 MOST_SAID: Final = 5
 
 
 @dataclass(frozen=True)
 class StoredTrial:
-    """``asked``: what its search asked for, where that is known."""
+    """A stored trial. ``asked``: its search's request, if known."""
 
     record: TrialRecord
     requests: list[RequestRecord]
@@ -60,14 +60,13 @@ class StoredTrial:
     asked: TrialPlan | None = None
     trace: Sequence[TracedRequest] = ()
     canaries: CanaryPool | None = None
-    """The right answers to its canaries."""
     asked_beside: Sequence[AskedCanary] = ()
 
     def damage(self, what: str, stored: Any = "", recomputed: Any = "") -> Damage:
         return Damage(TRIALS, f"{self.record.trial_id}: {what}", str(stored), str(recomputed))
 
     def figures(self) -> Iterator[Damage]:
-        """Figures over the stored steady part that do not follow from the requests, whatever the rules."""
+        """Figures of the stored steady part that contradict the requests, independent of the rules."""
         record, stored = self.record, self.record.summary
         try:
             window = Window(float(stored["window"]["start_s"]), float(stored["window"]["end_s"]))
@@ -80,10 +79,10 @@ class StoredTrial:
         known = {key: value for key, value in stored.items() if key in now and key != "window"}
         whole = known.get("whole_run")
         if isinstance(whole, dict) and "cancelled" not in whole and isinstance(whole.get("failed"), int):
-            # Of a kvbench that counted what it had cancelled as failed.
+            # An older kvbench counted what it had cancelled as failed.
             known["whole_run"] = {**whole, "failed": whole["failed"] - now["whole_run"]["cancelled"]}
         differs = json_differences(known, {key: now[key] for key in known}, "summary")
-        # What this kvbench tells beside it is no damage.
+        # Additional figures of this kvbench are no damage.
         found = [each for each in differs if each[1] != ABSENT]
         words = f"not follow from requests/{record.trial_id}.parquet"
         for path, then, value in found[:MOST_SAID]:
@@ -93,9 +92,9 @@ class StoredTrial:
         yield from self._decided_figures()
 
     def judgement(self) -> Iterator[Damage]:
-        """Verdicts, findings and limits that these rules would not give, and requests that nobody planned."""
+        """Verdicts, findings and limits that differ from these rules, and unplanned requests."""
         record = self.record
-        # Whether the load was over by itself when it was decided is not stored.
+        # It is not stored whether the load had already ended at the decision.
         best = self._judged("stopped")
         if _outcome(best) != _outcome(record):
             other = self._judged("complete")
@@ -114,17 +113,16 @@ class StoredTrial:
         yield from self._arrivals()
 
     def _canary_figures(self) -> Iterator[Damage]:
-        """Canaries are what their answers make them."""
         stored, found = self.record.engine.get("canaries"), self._judged_canaries()
         now = None if found is None else as_read(found.to_json())
         if stored is not None and self.canaries is None:
-            yield self.damage("its canaries' right answers are not there")
+            yield self.damage("its canaries' reference outputs are missing")
             return
         for path, then, again in list(json_differences(stored or {}, now or {}, "canaries"))[:1]:
             yield self.damage(f"{path} does not follow from the answers", then, again)
 
     def _judged_canaries(self) -> CanaryResult | None:
-        """None where it had none, or nobody knows the right answers any more."""
+        """Judge the canaries again; None without them or without reference outputs."""
         stored, pool = self.record.engine.get("canaries"), self.canaries
         if not isinstance(stored, Mapping) or pool is None:
             return None
@@ -139,13 +137,13 @@ class StoredTrial:
         return binding_of(self.requests, self.scenario.slo.main(), TrialFacts.of(record)).to_json()
 
     def _limit(self, row: Any) -> Any:
-        """Without its words, whose figures are rounded."""
+        """Return a limit without its text, whose figures are rounded."""
         return (
             {key: row[key] for key in ("limit", "shares") if key in row} if isinstance(row, Mapping) else row
         )
 
     def _judged(self, reason: str) -> TrialRecord:
-        """By the rules, from requests, stored decisions, and what gates found whose evidence is gone."""
+        """Judge by the rules from requests, stored decisions, and findings whose evidence is gone."""
         record = self.record
         plan = TrialPlan(record.cell, 1, record.request_rate, record.purpose, method=record.method)
         offered = stored_offer(record)
@@ -168,7 +166,7 @@ class StoredTrial:
         )
 
     def _decisions(self) -> dict[str, Decision]:
-        """What was decided while it was under way, by tier."""
+        """Tier → decision during the trial."""
         tiers = self.record.summary.get("tiers") or {}
         names = list(self.scenario.slo.by_tier())
         lives = {name: (tiers.get(name) or {}).get("live") for name in names}
@@ -177,7 +175,6 @@ class StoredTrial:
         return {name: _decision(live) for name, live in lives.items() if live}
 
     def _arrivals(self) -> Iterator[Damage]:
-        """Requests were due when the trial's seed says."""
         plan = self.asked
         if plan is None or not self.requests:
             return
@@ -185,7 +182,7 @@ class StoredTrial:
         if not plan.seed_key and self.record.seed == by_connector.seed(self.scenario.seed):
             plan = by_connector  # as before connectors shared their arrivals
         if self.record.seed != (seed := plan.seed(self.scenario.seed)):
-            yield self.damage("its seed is not that of its place", self.record.seed, seed)
+            yield self.damage("its seed is not that of its position", self.record.seed, seed)
             return
         due = planned(self.scenario, plan, self.trace).offsets_s
         stored = np.sort([each.scheduled_s for each in self.requests])
@@ -193,7 +190,7 @@ class StoredTrial:
             yield self.damage("its requests are not those that its seed plans")
 
     def _decided_figures(self) -> Iterator[Damage]:
-        """What was decided while it was under way agrees with what was known then."""
+        """Compare decisions during the trial with the requests known then."""
         for name, decision in self._decisions().items():
             slo = self.scenario.slo.by_tier()[name]
             inside = [each for each in self.requests if Window(*decision.window_s).has(each.scheduled_s)]
@@ -220,7 +217,7 @@ class StoredTrial:
                 yield self.damage(
                     "live.verdict does not follow from the requests",
                     decision.verdict,
-                    f"{least:.1%} to {most:.1%} within the SLO, {target:.1%} asked",
+                    f"{least:.1%} to {most:.1%} within the SLO, {target:.1%} required",
                 )
 
 
@@ -244,7 +241,7 @@ def _names(findings: Sequence[Finding]) -> list[str]:
 
 
 def _outcome(of: TrialRecord) -> tuple[str, list[str], dict[str, Any]]:
-    """Return verdict, figures in the reason, and tiers' verdicts; the reason's wording may change."""
+    """Verdict, figures in the reason, and tiers' verdicts; the reason's wording may change."""
     return of.verdict, re.findall(r"\d+(?:\.\d+)?", of.reason), _verdicts(of.summary)
 
 
@@ -256,21 +253,19 @@ def _words(of: TrialRecord) -> str:
 def _share_then(
     requests: Sequence[RequestRecord], slo: Slo, target: float | None, at_s: float
 ) -> tuple[float, float]:
-    """(least, most) share within the criteria with that target, by what may have been known at a time.
-
-    A request counts as a miss before its end once it has failed, or is too late for every limit.
-    """
+    """Return (least, most) share within the criteria that may have been known at a time. A request counts as
+    a miss once it fails or exceeds every limit."""
     shares = []
     for criterion in slo.all_criteria():
         if criterion.kind != "share" or (target is not None and not math.isclose(criterion.target, target)):
             continue
         counts = [0, 0, 0, 0]
-        """Known and kept, known and broken, perhaps known: kept, broken."""
+        """Known and within, known and missed, perhaps known: within, missed."""
         for each in requests:
             latencies = each.ttft_s, each.tpot_s, each.e2el_s
             seen = criterion.observe(latencies_ms(*latencies, each.ok, each.turn, each.session_s), each.ok)
             if math.isnan(seen):
-                continue  # it says nothing of that criterion
+                continue  # it does not cover that criterion
             kept = seen >= 0.5
             end_s = each.last_token_s if each.ok and each.last_token_s is not None else math.inf
             perhaps = end_s > at_s - KNOWN_LATE_S
@@ -286,7 +281,7 @@ FAULTS_SAID_MOST: Final = 3
 
 
 def held_damages(run: RunFolder, checked: Counter[str]) -> Iterator[Damage]:
-    """What of a run at a held rate does not follow from what it was asked, and from its requests."""
+    """Find results of a fixed-rate run that contradict its options or requests."""
     if run.manifest.get("kind") == "chaos":
         yield from _of_chaos(run, checked)
 
@@ -329,7 +324,7 @@ def _of_chaos(run: RunFolder, checked: Counter[str]) -> Iterator[Damage]:
 
 
 def transfer_damages(run: RunFolder, checked: Counter[str]) -> Iterator[Damage]:
-    """Rates that are not bytes by time, and rows whose calls are not all there. ``checked`` counts rows."""
+    """Find rates other than bytes / time, and rows without all their calls. ``checked`` counts rows."""
     try:
         rows = run.transfer_records()
     except StoreError as error:
@@ -353,10 +348,8 @@ MOST_NAMED: Final = 3
 
 
 def stale_files(run: RunFolder, checked: Counter[str]) -> Iterator[str]:
-    """Name derived files that this kvbench would write otherwise from the raw files. ``checked`` counts.
-
-    Such a file was edited, or another version wrote it; bytes cannot show which.
-    """
+    """Name derived files that this kvbench would write differently: edited, or from another version.
+    ``checked`` counts."""
     stored = {name: run.path / name for name in _derived(run.path)}
     if not stored:
         return
@@ -367,7 +360,7 @@ def stale_files(run: RunFolder, checked: Counter[str]) -> Iterator[str]:
             shutil.copytree(run.path, folder, ignore=_left_out, symlinks=True)
             write_report(folder, (*FORMATS, "png") if png else FORMATS)
         except (KvbenchError, OSError, ValueError) as error:
-            yield f"the report cannot be made from the raw files: {error}"
+            yield f"the report cannot be created from the raw files: {error}"
             return
         made = {name: folder / name for name in _derived(folder)}
         common = [name for name in stored if name in made]
@@ -386,5 +379,5 @@ def _derived(folder: Path) -> list[str]:
 
 
 def _left_out(place: str, names: list[str]) -> set[str]:
-    """Names of a folder that are not copied: derived files, logs, and what is hidden."""
+    """Names of a folder to omit from a copy: derived files, logs, hidden ones."""
     return {name for name in names if name in (*TEXTS, *FOLDERS, "logs") or name.startswith(".")}

@@ -79,8 +79,8 @@ def test_a_server_that_is_exact_with_itself_asks_for_equality() -> None:
     equality = compare(reference, Outputs(texts, 0.1))
     assert (equality.equal, equality.within_noise, equality.passed) == (3, 0, False)
     assert equality.power == (
-        "the reference is exact with itself (12 answers), so equality is: a fault that changes 53% of "
-        "outputs is seen with 95 %"
+        "the reference is exact with itself (12 answers), so outputs must be equal: a fault that changes 53% "
+        "of outputs is seen with 95 %"
     )
 
 
@@ -118,7 +118,7 @@ def test_without_log_probabilities_the_number_of_differences_decides() -> None:
     quiet = Outputs(("a", "b", "c", "d"), 0.1, (), (Outputs(("a", "b", "c", "x"), 0.1),) * 3)
     equality = compare(quiet, Outputs(("a", "b", "x", "d"), 0.1))
     assert (equality.passed, equality.within_noise) == (True, 1)
-    assert "tells no log-probabilities: 4 of 4 have to differ" in equality.power
+    assert "reports no log-probabilities: 4 of 4 outputs have to differ" in equality.power
     assert not compare(quiet, Outputs(("q", "r", "s", "t"), 0.1)).passed
 
 

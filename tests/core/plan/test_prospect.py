@@ -175,7 +175,7 @@ def test_the_plan_says_it_in_a_line() -> None:
     found = prospects(asked_for())
     assert [each.rate for each in found] == [1, 10, 100]
     text = prospect_text(found)
-    assert text.startswith("at 1, 10, 100 req/s there is time for ±")
+    assert text.startswith("at 1, 10, 100 req/s the time allows ±")
     assert "% if services are even, ±" in text
     assert "12 trials of 600, 60, 20 s" in text
     assert [each.rate for each in prospects(asked_for("{ttft_ms: 400}", "search.start_rate=7"))] == [7]
@@ -190,8 +190,8 @@ def test_what_would_help_is_said_where_the_time_will_not_do() -> None:
     assert found is not None
     text = shortfall_text(scenario.search, slo, found, known)
     assert text.startswith("near 0.5 req/s 12 trials of 1.2e+03 s allow ±")
-    assert "at best, and ±5 % is asked for" in text
-    for help_ in ("a looser limit: 2.04 of 102 ms are left", "not in the tail", "more time: few requests"):
+    assert "at best, and ±5 % is requested" in text
+    for help_ in ("a looser limit: 2.04 of 102 ms remain", "not in the tail", "more time: few requests"):
         assert help_ in text
     wanted = replace(found, even=0.04, moderate=0.045)
     assert "allow ±4.5 % unless services are even" in shortfall_text(scenario.search, slo, wanted, known)

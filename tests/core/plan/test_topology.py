@@ -100,7 +100,7 @@ def test_an_override_goes_into_a_number() -> None:
         ({"prefill": True}, r"deployment\.prefill: must be a whole number, or a mapping"),
         ({"tensor_parallel_size": 0}, r"deployment\.tensor_parallel_size: must be 1 to 64, not 0"),
         ({"tensor_parallel_size": [2, 2]}, "a list of different ones"),
-        ({**UNEQUAL, "tensor_parallel_size": [1, 2]}, "of no use where prefill and decode say their own"),
+        ({**UNEQUAL, "tensor_parallel_size": [1, 2]}, "no effect if prefill and decode set their own sizes"),
         (
             {**UNEQUAL, "aggregated": {"tensor_parallel_size": 3}},
             "do not make up the 8 of prefill and decode",
@@ -288,9 +288,9 @@ ELSEWHERE = "192.0.2.1"
 
 
 def test_ports_of_another_host_are_not_in_use_here() -> None:
-    with pytest.raises(LaunchError, match=f"{ELSEWHERE} is no address of this machine"):
+    with pytest.raises(LaunchError, match=f"{ELSEWHERE} is not an address of this machine"):
         require_free_port(ELSEWHERE, 23000, "decode-0")
-    with pytest.raises(LaunchError, match="is no address of this machine"):
+    with pytest.raises(LaunchError, match="is not an address of this machine"):
         free_ports(ELSEWHERE, [1])
     assert not is_free(ELSEWHERE, 0)
     scenario, _ = load_scenario(
@@ -299,5 +299,5 @@ def test_ports_of_another_host_are_not_in_use_here() -> None:
     found = plan_ports_check(scenario, plan_of(scenario))
     assert (found.status, found.detail.rpartition("are free")[2]) == (
         "ok",
-        f", but for those of {ELSEWHERE}, which cannot be looked at from here",
+        f", except those of {ELSEWHERE}, which cannot be checked from here",
     )

@@ -94,7 +94,7 @@ def test_a_place_may_be_a_numa_node_or_a_pci_address(root: Path) -> None:
     assert names(in_order(found, place_of("numa:1", root), root))[:4] == list(hgx.NAMES[4:])
     assert place_of(hgx.gpu_address(6).upper(), root) == MemoryPlace(1, hgx.gpu_address(6))
     assert names(in_order(found, MemoryPlace(None), root)) == list(hgx.NAMES)
-    for text, said in (("gpu:9", "no GPU 9"), ("left", "is no place")):
+    for text, said in (("gpu:9", "no GPU 9"), ("left", "is not a location")):
         with pytest.raises(InputError, match=said):
             place_of(text, root, hgx.CARDS)
 
@@ -109,7 +109,7 @@ def test_a_slower_nic_comes_last_however_near(root: Path) -> None:
 def test_more_than_there_are_is_refused_with_all_that_there_are(root: Path, count: int) -> None:
     with pytest.raises(InputError) as caught:
         choose(count, rdma_nics(root))
-    assert "8 can be used here" in caught.value.message
+    assert "8 usable here" in caught.value.message
     assert all(name in caught.value.message for name in hgx.NAMES)
     assert "mlx5_4: its port is DOWN (Disabled)" in caught.value.hint
 

@@ -175,13 +175,13 @@ def test_mooncake_requests_share_by_their_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "there is no session in it"),
-        ("[]", "there is no session in it"),
-        ("{", "is no JSON"),
-        ('{"id": 1}', "its format cannot be told"),
+        ("", "it has no session"),
+        ("[]", "it has no session"),
+        ("{", "is not JSON"),
+        ('{"id": 1}', "unknown format with the keys"),
         ("7\n", "must be a JSON object"),
         ('{"requests": []}', "block_size must be a whole number"),
-        ('{"block_size": 64, "requests": []}', "there is no request in it"),
+        ('{"block_size": 64, "requests": []}', "it has no request"),
         ('{"block_size": 64, "requests": [{"t": 0, "in": 1, "out": 1.5}]}', "out must be a whole number"),
         ('{"block_size": 64, "requests": [{"t": -1, "in": 1, "out": 1}]}', "t must be a time of at least 0"),
         (
@@ -192,8 +192,8 @@ def test_mooncake_requests_share_by_their_ids(tmp_path: Path) -> None:
         ('{"turns": 5}', "turns must be a list"),
         ('{"conversations": [{"from": "gpt"}]}', "value must be a text, not missing"),
         ('{"session_id": "a", "input_len": 3}', "output_len must be a whole number"),
-        ('{"session_id": NaN}', "is no JSON"),
-        ("[" * 100_000, "is no JSON"),
+        ('{"session_id": NaN}', "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
     ],
 )
 def test_what_is_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
@@ -239,7 +239,7 @@ def test_sessions_that_are_made_are_written_and_read_again(tmp_path: Path) -> No
     assert done.status == 0, done.err
     made, read = json.loads(done.out), json.loads(invoke("corpus", str(path), "--json").out)
     assert made["sessions"] == 12
-    assert made["source"] == "12 sessions made after excerpt.jsonl.gz (seed 5)"
+    assert made["source"] == "12 sessions generated like excerpt.jsonl.gz (seed 5)"
     assert {**read, "source": "", "notes": []} == {**made, "source": "", "notes": []}
     again = tmp_path / "again.jsonl.gz"
     invoke("corpus", str(EXCERPT), "--generate", "12", "--seed", "5", "--write", str(again))
@@ -250,12 +250,12 @@ def test_sessions_that_are_made_are_written_and_read_again(tmp_path: Path) -> No
     ("options", "said"),
     [
         (("--gb", "80"), "depends on the model"),
-        (("--model", "llama-9"), "no model is called"),
-        (("--format", "parquet"), "no format of a corpus"),
-        (("--plot", "reuse.pdf"), "is the name of no picture"),
-        (("--write", "made.jsonl.gz"), "--write is for sessions that are made"),
-        (("--generate", "3", "--write", "made.csv"), "--write is for sessions that are made"),
-        (("--generate", "3", "--write", "nowhere/made.jsonl.gz"), "is not there"),
+        (("--model", "llama-9"), "unknown model"),
+        (("--format", "parquet"), "unknown corpus format"),
+        (("--plot", "reuse.pdf"), "is not a picture's name"),
+        (("--write", "made.jsonl.gz"), "--write requires generated sessions"),
+        (("--generate", "3", "--write", "made.csv"), "--write requires generated sessions"),
+        (("--generate", "3", "--write", "nowhere/made.jsonl.gz"), "does not exist"),
         (("--generate", "100000000"), "or fewer"),
         (("--tokens", "few"), "not a whole number"),
     ],

@@ -140,7 +140,7 @@ def test_a_vllm_that_is_not_there_is_named() -> None:
     sets = ("deployment.engine=vllm", f"deployment.engine_options={options}", FREE)
     done = invoke("doctor", "quickstart", sets=sets)
     assert done.status == 1
-    assert "there is no command '/absent/vllm'" in done.out
+    assert "unknown command '/absent/vllm'" in done.out
     assert "/absent/model is not there" in done.out
 
 

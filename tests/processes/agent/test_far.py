@@ -224,7 +224,7 @@ def test_a_frozen_process_is_seen_over_there(site: Site) -> None:
     process, what, fix = found[-1]
     assert process is processes[1]
     assert f"on the host far-away: engine {process.pid} is frozen" in what
-    assert fix == f"on far-away: find out who stops it; `kill -CONT {process.pid}` lets it go on"
+    assert fix == f"on far-away: find out what stops it; `kill -CONT {process.pid}` continues it"
     liveness.close()
     site.launcher.stop(processes)
     assert [each.poll() for each in processes] == [-signal.SIGTERM] * 2
@@ -337,7 +337,7 @@ def test_a_stopped_agent_is_lost_and_a_stopped_client_is_left(tmp_path: Path) ->
     os.kill(client.pid, signal.SIGSTOP)
     os.kill(site.channel.pid, signal.SIGSTOP)
     wait_until(lambda: bool(site.agent.lost), GONE_S)
-    assert "nothing has come from it" in site.agent.lost
+    assert "no frame from it" in site.agent.lost
     stopped = {client.pid}
     wait_until(lambda: set(tagged(f"{TAG}-client")) <= stopped, GONE_S)
     os.kill(client.pid, signal.SIGKILL)

@@ -212,7 +212,7 @@ SPEC = {
         ({"port": "x"}, "port: Input should be a valid integer"),
         ({"model": {**SPEC["model"], "heads": 2}}, "model.heads: Extra inputs"),  # type: ignore[dict-item]
         ({"model": {**SPEC["model"], "head_dim": 1, "kv_heads": 1}}, "2 bytes per token and region"),  # type: ignore[dict-item]
-        ({"timing": "fast"}, "no timing profile is called 'fast'"),
+        ({"timing": "fast"}, "unknown timing profile 'fast'"),
         ({"time_scale": 0}, "time_scale"),
         (
             {"kv_transfer_config": {"kv_connector": "X", "kv_role": "kv_producer", "engine_id": "e"}},

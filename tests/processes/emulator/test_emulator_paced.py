@@ -65,7 +65,7 @@ def test_a_run_folder_or_its_file_may_be_named(tmp_path: Path) -> None:
     other = EmulatedOptions(transfer_like=str(tmp_path), transfer_backend="nixl", transfer_protocol="cma")
     assert other.pace("mooncake") == MODELS[2]
     file.write_text("{")
-    with pytest.raises(InputError, match="no JSON"):
+    with pytest.raises(InputError, match="not JSON"):
         EmulatedOptions(transfer_like=str(tmp_path)).pace("nixl")
     with pytest.raises(InputError, match="cannot be read"):
         EmulatedOptions(transfer_like=str(tmp_path / "none")).pace("nixl")

@@ -214,7 +214,7 @@ def test_direct_mode_of_an_unknown_pair_is_refused() -> None:
     done = invoke("sweep", "--base-url", "http://127.0.0.1:9", "--input-len", "8", "--output-len", "4",
                    "--ttft-ms", "100", "--direct")  # fmt: skip
     assert done.status == 2
-    assert "only one URL is known" in done.err
+    assert "one URL only" in done.err
 
 
 def test_the_short_options_reach_the_scenario_and_the_plan() -> None:

@@ -230,7 +230,7 @@ def test_a_loss_that_is_possible_is_inconclusive_and_it_says_what_it_would_see(
     assert code == EXIT_INCONCLUSIVE
     assert text.startswith("inconclusive: a cell may be worse by more than 5%: ")
     assert re.search(r"6 inconclusive\); the smallest loss that it could have detected is \d+%\n", text)
-    assert re.search(r"no loss below \d+% is sure; from five runs on", text)
+    assert re.search(r"no loss below \d+%; from five runs on", text)
     assert ElementTree.parse(tmp_path / "j.xml").getroot()[0].get("skipped") == "6"
     # Without --ci a loss is told, and no failure.
     assert printed([QUICKSTART, copied("c", 0.5)])[0] == EXIT_OK

@@ -6,6 +6,7 @@ import base64
 import csv
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -19,15 +20,17 @@ from page import Page
 from sample_run import make_run
 
 from kvbench.core.transfers.cases import Axes
-from kvbench.report.html import colours, numeric_columns, page_svg, rows_of
+from kvbench.report.html import colours, marked, numeric_columns, page_svg, rows_of, small
+from kvbench.report.plots.distribution import COLOURS
 from kvbench.report.plots.style import PALETTES
 from kvbench.report.report import write_report
+from kvbench.report.tables.result import summary_table
 from kvbench.report.tables.table import number, of_csv
 from kvbench.results.run import load_run
 
 REFERENCE = Path(__file__).parents[3] / "results" / "reference"
 RAW = ("manifest.json", "scenario.yaml", "plan.json", "environment.json", "trials.jsonl", "cells.jsonl")
-MAX_BYTES = 3_000_000
+MAX_BYTES = 700_000
 
 
 def reported(path: Path) -> Page:
@@ -84,10 +87,60 @@ def test_the_quickstarts_page_is_sound_and_not_too_large(measured: Path, page: P
     assert "emulated" in page.title
     assert len(page.pictures) == 7
     text = (measured / "report.html").read_text()
-    assert text.index("aggregated is ahead with") < text.index("<svg") < text.index('id="result"')
+    assert text.index('id="answer"') == text.index("<h2") + len("<h2 "), "the answer comes first"
+    assert text.index("aggregated is ahead: 1.17") < text.index("<svg") < text.index('id="result"')
     assert text.index('id="result"') < text.index("Who is ahead")
     assert "kvbench sweep quickstart --output results" in text
     assert str(load_run(measured).environment["cpu"]["model"]) in text
+
+
+def test_the_answer_has_one_row_per_input_length(page: Page, measured: Path) -> None:
+    table = page.tables[0]
+    assert table.headings == ["input (tokens)", "aggregated", "mooncake", "nixl", "ahead"]
+    rows = summary_table(load_run(measured))
+    for length, cells in zip((256, 1024), table.rows, strict=True):
+        mine = [row.answer.text() for row in rows if row.cell.input_len == length]
+        assert [text for text, _ in cells[:-1]] == [f"{length:,}", *mine]
+    assert [cells[-1][0] for cells in table.rows] == [
+        "aggregated 1.17× mooncake [1.04, 1.52]",
+        "no significant difference",
+    ]
+
+
+def test_checked_outputs_gates_and_caveats_are_folded(measured: Path) -> None:
+    folded = re.findall(r"<summary>([^<]*)</summary>", (measured / "report.html").read_text())
+    titles = "\n".join(folded)
+    for start in ("Outputs checked", "Caveats (", "Findings by gate (", "Every finding ("):
+        assert re.search(f"^{re.escape(start)}", titles, re.M), start
+
+
+def test_wrong_outputs_stand_before_the_answer(measured: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(measured, path)
+    first, *more = (path / "trials.jsonl").read_text().splitlines()
+    trial = json.loads(first)
+    trial["engine"]["canaries"] = {"checked": 5, "wrong": 2}
+    (path / "trials.jsonl").write_text("\n".join([json.dumps(trial), *more, ""]))
+    write_report(path, ("html",))
+    text = (path / "report.html").read_text()
+    assert text.index('<p class="bad">answers under load: 2 of 5 wrong') < text.index('<p class="lead">')
+
+
+def test_a_trials_share_has_one_interval(page: Page) -> None:
+    (table,) = [table for table in page.tables if table.csv == "trials.csv" and len(table.keys) < 25]
+    share, reason = table.keys.index("slo_attainment"), table.keys.index("reason")
+    assert any(" [" in row[share][0] for row in table.rows)
+    assert any("stopping interval" in row[reason][1] for row in table.rows), "the CSV has it"
+    assert not any("interval" in row[reason][0] for row in table.rows)
+
+
+def test_no_backtick_is_left_in_the_page(measured: Path) -> None:
+    text = re.sub(r"<(script|pre)\b.*?</\1>", "", (measured / "report.html").read_text(), flags=re.DOTALL)
+    assert "`" not in re.sub(r"<[^>]*>", "", text)
+    assert "<code>kvbench doctor --gates</code>" in text
+    assert marked("`a<b` and *saturated* [1, 2]") == "<code>a&lt;b</code> and <em>saturated</em> [1, 2]"
+    assert small("`<x>` 74.0 [67.7, 86.4]") == "<code>&lt;x&gt;</code> 74.0 <small>[67.7, 86.4]</small>"
+    assert small("<x>") == "<x>", "the template escapes it"
 
 
 @pytest.mark.parametrize("name", ["summary", "trials"])
@@ -97,7 +150,7 @@ def test_the_tables_equal_the_csvs(measured: Path, page: Page, name: str) -> Non
     whole = page.table(f"{name}.csv")
     assert whole.keys == expected[0]
     assert [[value for _, value in row] for row in whole.rows] == expected[1:]
-    for table in page.tables:  # the short one that people read has the same values in its columns
+    for table in page.tables:  # the short ones that people read have the same values in their columns
         if table.csv == f"{name}.csv":
             places = [expected[0].index(key) for key in table.keys]
             assert [[value for _, value in row] for row in table.rows] == [
@@ -106,7 +159,7 @@ def test_the_tables_equal_the_csvs(measured: Path, page: Page, name: str) -> Non
 
 
 def test_what_people_read_is_the_rounded_value(page: Page) -> None:
-    (table,) = [table for table in page.tables if table.csv == "summary.csv" and len(table.keys) < 25]
+    table = next(table for table in page.tables if "ttft_ms_p50" in table.keys)
     rate, share = table.keys.index("max_request_rate"), table.keys.index("ttft_ms_p50")
     for row in table.rows:
         assert float(row[rate][0].split("?")[0].split(" ")[0]) == pytest.approx(float(row[rate][1]), rel=0.01)
@@ -221,6 +274,30 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+def test_no_phase_of_ttft_has_the_colour_of_a_connector() -> None:
+    for theme, palette in PALETTES.items():
+        connectors = [*palette.series.values(), *palette.spare, palette.limit]
+        for phase in (*COLOURS[theme].values(), palette.waiting):
+            assert min(distance(phase, other) for other in connectors) > 25, (theme, phase)
+
+
+def distance(one: str, other: str) -> float:
+    """How differently two colours look (CIE 1976); 2.3 is just noticeable."""
+    return math.dist(lab(one), lab(other))
+
+
+def lab(colour: str) -> tuple[float, float, float]:
+    shares = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    r, g, b = (share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares)
+    x, y, z = (
+        (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.0888,
+    )
+    fx, fy, fz = (each ** (1 / 3) if each > 0.008856 else 7.787 * each + 16 / 116 for each in (x, y, z))
+    return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
+
+
 def contrast(one: str, other: str) -> float:
     high, low = sorted((luminance(one), luminance(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
@@ -248,8 +325,13 @@ def test_ids_that_nothing_uses_are_left_out_and_others_are_named_after_the_pictu
     )
     assert page_svg(svg, "x", "what it is") == (
         '<svg viewBox="0 0 1 1" role="img" aria-label="what it is"><g />'
-        '<path id="x-b" d="M 0.12 -7.5"/><use xlink:href="#x-b"/></svg>'
+        '<path id="x-b" d="M 0.1 -7.5"/><use xlink:href="#x-b"/></svg>'
     )
+
+
+def test_a_step_curve_is_written_with_one_coordinate_a_step() -> None:
+    svg = '<svg viewBox="0 0 9 9"><path d="M 1 2 L 5 2 L 5 4 L 7 6 L 7 8.04 z"/></svg>'
+    assert '<path d="M 1 2 H 5 V 4 L 7 6 V 8 z"/>' in page_svg(svg, "x", "what it is")
 
 
 def test_missing_values_sort_as_missing() -> None:
@@ -287,9 +369,10 @@ def after(page: Path, folder: Path, script: str, *arguments: str) -> str:
 
 
 @in_a_browser
-@pytest.mark.parametrize(("look", "width"), [("light", 1200), ("dark", 1200), ("narrow", 500)])
+@pytest.mark.parametrize("width", [420, 1200, 1920])
+@pytest.mark.parametrize("look", ["light", "dark"])
 def test_it_can_be_seen_in_a_browser(measured: Path, tmp_path: Path, look: str, width: int) -> None:
-    shot = Path(os.environ.get("KVBENCH_SHOTS") or tmp_path) / f"report-{look}.png"
+    shot = Path(os.environ.get("KVBENCH_SHOTS") or tmp_path) / f"report-{look}-{width}.png"
     browsed(
         tmp_path / "profile",
         f"--window-size={width},2400",

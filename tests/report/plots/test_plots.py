@@ -435,3 +435,8 @@ def test_axes_hold_all_values_and_begin_at_zero_together(panels: list[list[float
         assert low < min(values) <= max(values) < high
         if low:
             assert high - low >= 0.2 * max(values) * (1 - 1e-9)
+
+
+def test_a_single_point_gets_an_axis_from_zero() -> None:
+    assert axis_spans([[20.0]]) == [(0.0, pytest.approx(22.0))]
+    assert [low for low, _ in axis_spans([[20.0, 20.0], [18.0, 22.0]])] == [0.0, 0.0]

@@ -16,7 +16,7 @@ from kvbench.core.records import Cell, Finding, TrialRecord
 from kvbench.report.compare import CompareOptions, command
 from kvbench.report.plots import write_plots
 from kvbench.report.report import render_terminal, write_report
-from kvbench.report.tables.vllm_bench import DIFFERENCE
+from kvbench.report.tables.vllm_bench import DIFFERENCE, closed_loop_table
 from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunInfo, RunStore
 
@@ -104,6 +104,13 @@ def test_one_load_has_no_picture_over_the_rate(tmp_path: Path) -> None:
     folder = bench_run(tmp_path, [offered(PAIR)])
     drawn = {path.stem for path in write_plots(load_run(folder), folder / "figures")}
     assert not drawn & {"latency", "goodput", "max_request_rate", "pareto"}
+
+
+def test_the_state_of_a_refused_closed_loop_names_the_gates_alone(tmp_path: Path) -> None:
+    late = Finding("client_late", "invalid", REASON)
+    trial = replace(offered(PAIR, concurrency=8), verdict="invalid", reason=REASON * 20, findings=[late])
+    table = closed_loop_table(load_run(bench_run(tmp_path, [trial])))
+    assert table.cells[0][-1] == "refused: client_late"
 
 
 def test_closed_loops_are_compared_where_as_many_are_under_way(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_a_run_is_offered_for_real_and_told_at_the_speed_that_is_meant(tmp_path:
 def test_a_load_of_another_run_has_its_own_rate() -> None:
     done = invoke("bench", "quickstart", "--against", str(NOTES), "--rate", "3")
     assert done.status == 2
-    assert "takes no --rate" in done.err
+    assert "does not accept --rate" in done.err
 
 
 @given(

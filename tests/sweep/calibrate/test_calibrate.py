@@ -85,12 +85,12 @@ def test_a_profile_is_fitted_checked_written_and_used(tmp_path: Path) -> None:
     assert profile.held_out is not None
     assert profile.held_out.requests == 20
     assert profile.held_out.figures["tpot_mean"].ratio == pytest.approx(1.0, abs=0.02)
-    assert "KV memory is taken as enough" in profile.source
+    assert "KV memory is assumed to suffice" in profile.source
     for said in ("decode_step_ms", "held out: the last 33% of each load", "FIT"):
         assert said in done.text
     again = invoke(*words)
     assert again.status == 2
-    assert "is there already" in again.text
+    assert "already exists" in again.text
     sets = (f"simulate.timing={path}", "workload.input_len=[256]", "slo.tpot_ms=60", "search.max_trials=2")
     used = invoke("simulate", "quickstart", "--connector", "aggregated", "-o", str(tmp_path / "r"), sets=sets)
     assert used.status in (0, 3), used.text
@@ -113,7 +113,7 @@ def calibrated_from(*paths: Path, **limits: int) -> ProfileFile:
 
 
 def test_sums_and_engines_that_differ_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="has sums and no single requests"):
+    with pytest.raises(InputError, match="has totals only; a fit needs single requests"):
         calibrated_from(RECORDED / "seeds" / "pr10884.txt")
     one, other = recorded(tmp_path / "one"), recorded(tmp_path / "other")
     (other / "meta.json").write_text(json.dumps({**META, "vllm_version": "0.20.0"}))
@@ -125,7 +125,7 @@ def test_a_simulated_run_is_refused(tmp_path: Path) -> None:
     sets = ("workload.input_len=[256]", "search.max_trials=2")
     done = invoke("simulate", "quickstart", "--connector", "aggregated", "-o", str(tmp_path), sets=sets)
     assert done.status in (0, 3), done.text
-    with pytest.raises(InputError, match="nothing of an engine was measured"):
+    with pytest.raises(InputError, match="without measurements of an engine"):
         calibrated_from(the_run(tmp_path).path)
 
 
@@ -153,7 +153,7 @@ def test_kv_memory_is_read_from_the_record_or_given(
     found = read_inputs([folder], EngineLimits(num_kv_tokens=given))
     assert found.loads[0].system.config.num_blocks == blocks
     assert found.num_kv_tokens == blocks * 16
-    assert not any("taken as enough" in note for note in found.notes)
+    assert not any("assumed to suffice" in note for note in found.notes)
 
 
 def test_a_kv_memory_that_makes_requests_wait_is_part_of_the_prediction(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_two_runs_are_compared_and_other_kinds_are_refused(done: tuple[Finished,
     wrong = kvbench("sweep", "--resume", path)
     assert wrong.status == 2
     assert f"kvbench chaos --resume {path}" in wrong.text
-    assert "nothing is left to do" in kvbench("chaos", "--resume", path).text
+    assert "is complete" in kvbench("chaos", "--resume", path).text
 
 
 @pytest.mark.heavy
@@ -165,7 +165,7 @@ def test_an_interrupt_leaves_a_readable_folder_and_nothing_running_and_it_goes_o
     run = the_run(tmp_path)
     assert run.manifest["status"] == "interrupted"
     assert len(run.all_trials) == 1
-    assert "to go on with it: kvbench chaos --resume" in ended.text
+    assert "to resume it: kvbench chaos --resume" in ended.text
     wait_until(lambda: not tagged_processes(run))
     assert (run.path / "report.md").exists()
     before = (run.path / "trials.jsonl").read_bytes()
@@ -216,11 +216,11 @@ def test_wrong_answers_are_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--fault", "partition:prefill"), "there is no network here whose packets kvbench may lose"),
+        (("--fault", "partition:prefill"), "kvbench may drop packets only in a lab's network"),
         (("--fault", "kill:metadata"), "this deployment has no metadata"),
         (("--fault", "melt:decode"), "unknown fault 'melt'"),
         (("--lab", "many"), "is no lab"),
-        (("--share", "0.5"), "--share is of a rate that was found"),
+        (("--share", "0.5"), "--share scales a measured rate"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
@@ -234,4 +234,4 @@ def test_what_cannot_be_done_is_refused_by_name(words: tuple[str, ...], said: st
 def test_a_rate_is_asked_for(command: str) -> None:
     refused = invoke(command, "quickstart", sets=EASY)
     assert refused.status == 2
-    assert "give the rate to hold" in refused.text
+    assert "give the fixed rate" in refused.text

@@ -26,7 +26,7 @@ def test_a_request_hangs_after_ten_seconds_or_three_times_what_it_may_take() -> 
     assert deadline_s("workload.request_timeout_s=4") == 4.0
     assert deadline_s(asked=33.0) == 33.0
     with pytest.raises(
-        InputError, match=r"--deadline 7 is less than the 9\.5 s that the SLO allows one request"
+        InputError, match=r"--deadline 7 is shorter than the 9\.5 s that the SLO allows one request"
     ):
         deadline_s("slo.ttft_ms=8000", "slo.tpot_ms=100", asked=7.0)
 
@@ -45,16 +45,16 @@ def test_a_share_of_what_a_run_has_found() -> None:
     assert set(found) == {"mooncake", "nixl"}
     assert all(usual[label] == pytest.approx(found[label] * 0.7 / 0.5, rel=1e-3) for label in found)
     assert rates_of(HeldOptions(rate=5.0), cells) == {"mooncake": 5.0, "nixl": 5.0}
-    with pytest.raises(InputError, match="has found no rate for tcp-in64-out4"):
+    with pytest.raises(InputError, match="has no rate for tcp-in64-out4"):
         rates_of(HeldOptions(found=REFERENCE), [Cell("tcp", 64, 4)])
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "give the rate to hold"),
-        ({"rate": 1.0, "found": REFERENCE}, "give the rate to hold"),
-        ({"rate": 1.0, "share": 0.5}, "--share is of a rate that was found"),
+        ({}, "give the fixed rate"),
+        ({"rate": 1.0, "found": REFERENCE}, "give the fixed rate"),
+        ({"rate": 1.0, "share": 0.5}, "--share scales a measured rate"),
         ({"found": REFERENCE, "share": 7.0}, "--share is a share"),
     ],
 )
@@ -64,7 +64,7 @@ def test_what_is_no_rate_is_refused(given: dict[str, object], said: str) -> None
 
 
 def test_servers_of_others_and_traces_are_refused() -> None:
-    with pytest.raises(InputError, match="not kvbench's own"):
+    with pytest.raises(InputError, match="kvbench did not start those"):
         held_scenario(
             CliOptions(
                 "quickstart",

@@ -67,7 +67,7 @@ def test_an_interrupt_keeps_the_windows_and_it_goes_on_in_a_new_session(tmp_path
     kept = len(run.all_trials)
     assert kept >= 3
     wait_until(lambda: not tagged_processes(run))
-    assert "to go on with it: kvbench soak --resume" in ended.text
+    assert "to resume it: kvbench soak --resume" in ended.text
     before = (run.path / "trials.jsonl").read_bytes()
     again = kvbench("soak", "--resume", str(run.path))
     whole = load_run(run.path)

@@ -212,7 +212,7 @@ def test_the_example_of_the_page_runs_and_tells_the_truth(tmp_path: Path) -> Non
     done = kvbench(*words, "--output", str(tmp_path / "results"))
     assert done.status == 0, done.text
     run = the_run(tmp_path / "results")
-    assert "somebody else's simulator" in (run.path / "report.md").read_text()
+    assert "external simulator" in (run.path / "report.md").read_text()
     found = float((run.cells[0].answer or {})["max_request_rate"])
     truth = md1_rate(0.1, 0.3, 0.9)
     assert f"**{truth:.2f} req/s**" in page
@@ -220,7 +220,7 @@ def test_the_example_of_the_page_runs_and_tells_the_truth(tmp_path: Path) -> Non
     table = (run.path / "tables" / "summary.csv").read_text().splitlines()[0].split(",")
     assert {"max_request_rate", "lower", "upper", "search"} <= set(table)
     report = (run.path / "report.md").read_text()
-    assert "somebody else's simulator" in report
+    assert "external simulator" in report
     assert "imulated" in report
 
 
@@ -238,7 +238,7 @@ def test_the_scenario_in_the_folder_is_simulated_again_and_nothing_else(tmp_path
     planned = kvbench("plan", scenario)
     assert planned.status == 0, planned.text
     assert "simulator.py" in planned.out
-    with pytest.raises(StoreError, match="somebody else's simulator"):
+    with pytest.raises(StoreError, match="an external simulator"):
         reopen(first)
 
 
@@ -246,8 +246,8 @@ def test_the_scenario_in_the_folder_is_simulated_again_and_nothing_else(tmp_path
 
 ANSWER = 'print(json.dumps({"first_token_s": AT, "last_token_s": AT}), flush=True)'
 WRONG = {
-    "no json": ('print("ready", flush=True)', "no JSON"),
-    "a list": ("print([], flush=True)", "no JSON object"),
+    "no json": ('print("ready", flush=True)', "invalid JSON"),
+    "a list": ("print([], flush=True)", "not a JSON object"),
     "lengths": (ANSWER.replace("AT", "AT + AT"), "2 entries in first_token_s for 1 requests"),
     "missing": ('print("{}", flush=True)', "no list first_token_s"),
     "order": (ANSWER.replace('"last_token_s": AT', '"last_token_s": [0]'), "before its first token"),
@@ -255,9 +255,9 @@ WRONG = {
     "nan": (ANSWER.replace("AT", '[float("nan")]'), "NaN"),
     "infinite": ('print(\'{"first_token_s": [1e999], "last_token_s": [null]}\', flush=True)', "not finite"),
     "words": (ANSWER.replace("AT", '["now"]'), "no time"),
-    "a misspelling": (ANSWER.replace("last_token_s", "last_tokens"), "mean nothing"),
+    "a misspelling": (ANSWER.replace("last_token_s", "last_tokens"), "unknown keys"),
     "an error of its own": (ANSWER.replace("}", ', "error": ["oops"]}'), "http_error"),
-    "two lines": (ANSWER + "; " + ANSWER, "nobody asked for|more than the one line|1 entries"),
+    "two lines": (ANSWER + "; " + ANSWER, "without a request|more than the one line|1 entries"),
     "dies": ('sys.exit("out of memory")', "ended early .status 1.: out of memory"),
     "no such script": (None, "ended early"),
     "hangs": ("import time; time.sleep(600)", "has not answered within 1 s"),

@@ -15,12 +15,12 @@ LOAD = ("--input-len", "512", "--output-len", "1", "--ttft-ms", "300", "--attain
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("xpyd", "--system", "true", *LOAD), "--system needs no scenario"),
+        (("xpyd", "--system", "true", *LOAD), "--system accepts no scenario"),
         (("--system", "true", "--input-len", "8"), "--system also needs --output-len, --ttft-ms"),
-        (("--system", "no-such-program x", *LOAD), "there is no program 'no-such-program'"),
+        (("--system", "no-such-program x", *LOAD), "program 'no-such-program' is missing"),
         (("--system", "'unclosed", *LOAD), "no closing quotation"),
         (("--system", " ", *LOAD), "must name a program"),
-        (("--system", "true", "--gpus", "2", *LOAD), "no splits"),
+        (("--system", "true", "--gpus", "2", *LOAD), "without splits"),
         (("--system", "true", "--connector", "nixl", "--connector", "tcp", *LOAD), "one system is one"),
     ],
 )

@@ -88,7 +88,7 @@ def test_what_does_not_become_idle_is_said(tmp_path: Path, metrics: bool) -> Non
         found = idle.wait(CELL)
         assert isinstance(found, Finding)
         assert (found.gate, found.level) == (BACKLOG, "invalid")
-        assert "not idle again" in found.message
+        assert "did not become idle" in found.message
         assert ("under_way" in found.evidence) is metrics
 
 
@@ -119,7 +119,7 @@ def test_a_system_that_others_use_is_refused_by_name(tmp_path: Path) -> None:
             assert len(server.log("?tokens=0")["requests"]) == before
             path = store.path
     assert (record.verdict, [each.gate for each in record.findings]) == ("invalid", [BACKLOG])
-    assert "not idle again" in record.reason
+    assert "did not become idle" in record.reason
     assert [trial.verdict for trial in load_run(path).trials] == ["invalid"]
 
 
@@ -208,4 +208,4 @@ def test_what_was_not_drained_in_time_is_said() -> None:
     found = idle.drain(LoadResult([], "", 1.0))
     assert found is not None
     assert (found.gate, found.level) == ("backlog", "warning")
-    assert "3 requests were still running or waiting there 30 s after the load" in found.message
+    assert "3 requests were still running or waiting 30 s after the load" in found.message
