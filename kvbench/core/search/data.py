@@ -187,8 +187,8 @@ class SearchAnswer:
     equally probable rates, in order; ``posterior_at_first``: the same of the beginning of a search that has
     ended, since a system may wander; ``wanders``: how probable that is by the last trials' posterior.
     ``time_suffices``: whether the trials seemed to be enough when some were done (``RateSearch.foreseen``).
-    ``replay``: of a search that has ended, what its requests say by themselves (``ReplayResult.to_json``). It
-    decides nothing.
+    ``replay``: result of replaying the requests of a search that has ended (``ReplayResult.to_json``), and
+    whether the answer is by it (``decides``).
     """
 
     max_request_rate: float | None

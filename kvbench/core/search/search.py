@@ -141,8 +141,9 @@ class RateSearch:
         sooner = True if found.status == "converged" else None
         suffices = sooner if self._foreseen is None else self._foreseen
         replay = self._history.replay if self.ask() is None else None
-        told = None if replay is None else replay.to_json()
-        return replace(found, time_suffices=suffices, replay=told)
+        decides = self._history.trusted_replay is not None
+        shown = None if replay is None else {**replay.to_json(), "decides": decides}
+        return replace(found, time_suffices=suffices, replay=shown)
 
     def _answer(self) -> SearchAnswer:
         history, finished = self._history, self.ask() is None
