@@ -109,7 +109,7 @@ def test_every_backend_is_known_to_the_matrix() -> None:
         ({"lab": True, "rate": "quick"}, "quick"),
         ({"peer_prefix": "ssh b"}, "the other machine has to reach this one"),
         ({"peer_host": "10.0.0.2"}, "speak of another machine"),
-        ({"backend": "tcp", "nics": "63"}, "63 NICs asked for"),
+        ({"backend": "tcp", "nics": "63"}, "63 NICs requested"),
         ({"lab_name": "nowhere"}, "there is no lab 'nowhere'"),
         ({"backend": "tcp", "block_size": "64G"}, "its buffers need"),
     ],

@@ -141,7 +141,7 @@ def test_a_vllm_that_is_not_there_is_named() -> None:
     done = invoke("doctor", "quickstart", sets=sets)
     assert done.status == 1
     assert "unknown command '/absent/vllm'" in done.out
-    assert "/absent/model is not there" in done.out
+    assert "/absent/model does not exist" in done.out
 
 
 def test_a_wrong_scenario_is_told_as_everywhere() -> None:

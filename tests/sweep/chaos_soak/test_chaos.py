@@ -219,7 +219,7 @@ def test_wrong_answers_are_seen(tmp_path: Path) -> None:
         (("--fault", "partition:prefill"), "kvbench may drop packets only in a lab's network"),
         (("--fault", "kill:metadata"), "this deployment has no metadata"),
         (("--fault", "melt:decode"), "unknown fault 'melt'"),
-        (("--lab", "many"), "is no lab"),
+        (("--lab", "many"), "is invalid"),
         (("--share", "0.5"), "--share scales a measured rate"),
     ],
 )
