@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +53,7 @@ BIASED: Final = 0.1
 mean error of all, if that is more."""
 PART: Final = 8
 """Parts of a trial that a bootstrap draws."""
-Times = tuple[float, float, float, float, float]
+Times = tuple[float, ...]
 """Seconds: step, sequence, prompt, transfer, delay. Zero: not part of the structure."""
 
 
@@ -160,7 +160,8 @@ class JoinedTrials:
     @classmethod
     def of(cls, trials: Sequence[TrialRequests], most: int = 10**9) -> JoinedTrials:
         """``most``: requests of each trial, from its beginning."""
-        columns, now_s = [], 0.0
+        columns: list[tuple[npt.NDArray[Any], ...]] = []
+        now_s = 0.0
         for number, trial in enumerate(trials):
             turn = np.arange(min(len(trial), most))
             part = number * PART + turn * PART // max(len(turn), 1)
@@ -170,12 +171,11 @@ class JoinedTrials:
             rest_s = np.where(trial.tokens[kept] > 0, trial.last_s[kept] - trial.first_s[kept], math.nan)
             columns.append((trial.arrived_s[kept] + now_s, trial.tokens[kept], turn, part, ttft_s, rest_s))
             now_s += GAP * max(trial.end_s, 1.0)
-        arrived_s, tokens, turn, part, ttft_s, rest_s = (
-            np.concatenate(each) for each in zip(*columns, strict=True)
-        )
+        joined = [np.concatenate(each) for each in zip(*columns, strict=True)]
+        arrived_s, tokens, turns, parts, ttft_s, rest_s = joined
         begun = np.flatnonzero(ttft_s > 0)
         ended = np.flatnonzero((ttft_s > 0) & (rest_s > 0))
-        return cls(arrived_s, tokens, turn, part, begun, ended, ttft_s[begun], rest_s[ended])
+        return cls(arrived_s, tokens, turns, parts, begun, ended, ttft_s[begun], rest_s[ended])
 
     def compared(self, model: EngineModel) -> tuple[FloatArray, FloatArray]:
         """Simulated / measured TTFT of ``begun``, and decode time of ``ended``."""

@@ -13,14 +13,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
 
 import numpy as np
 
 from kvbench.core.search.posterior.posterior import GRID, RateEstimate
 from kvbench.core.search.replay.engines import (
     LARGEST,
-    EngineModel,
     counted_engine,
     engine_model,
     engine_objections,
@@ -69,15 +68,12 @@ REPLAYS: Final = 30
 """Of each trial, for what it should have shown."""
 
 
-M = TypeVar("M", bound=Model, covariant=True)
-
-
 @dataclass(frozen=True)
-class Root(Generic[M]):
+class Root:
     """One model's answer: the rate in requests per second, its relative standard error, and what was found
     against the model."""
 
-    model: M
+    model: Model
     rate: float
     error: float
     objections: tuple[str, ...]
@@ -88,7 +84,7 @@ class ReplayResult:
     """What all trials say together. ``roots``: of the models that nothing was found against; where there are
     none, of the one with the fewest ``objections``. ``requests`` were replayed, of ``seconds`` of trials."""
 
-    roots: tuple[Root[Model], ...]
+    roots: tuple[Root, ...]
     requests: int
     seconds: float
 
@@ -181,7 +177,7 @@ def replayed(trials: Sequence[TrialRequests], objective: Objective) -> ReplayRes
         return None
     seen = sum(map(len, trials)), sum(trial.end_s for trial in trials)
     stepwise = _stepwise(trials, objective, load, decode, found)
-    if stepwise is not None and not stepwise.objections and stepwise.model.error <= EXACT:
+    if stepwise is not None and not stepwise.objections:
         return ReplayResult((stepwise,), *seen)
     roots = []
     for candidate in _distinct(found):
@@ -206,11 +202,12 @@ def _stepwise(
     load: UnitLoad,
     decode: Decode | None,
     found: Sequence[Candidate],
-) -> Root[EngineModel] | None:
-    """The answer of engines in steps; None if a queue of even work explains the requests about as well."""
+) -> Root | None:
+    """Return the answer of engines in steps; None if they don't reproduce the requests, or a queue of equal
+    requests does about as well."""
     model = engine_model(trials, decode)
     even = min(_even_error(trials, each) for each in found)
-    if model is None or even < EVEN or model.error > CLEARLY * even:
+    if model is None or even < EVEN or model.error > min(EXACT, CLEARLY * even):
         return None
     return _root(trials, objective, model, load, engine_objections(trials, model))
 
@@ -239,11 +236,11 @@ def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
 def _root(
     trials: Sequence[TrialRequests],
     objective: Objective,
-    model: M,
+    model: Model,
     load: UnitLoad,
     objections: tuple[str, ...] = (),
     between: float = 0.0,
-) -> Root[M]:
+) -> Root:
     """``between``: relative error by speeds that differ from trial to trial."""
     rate = load.root(model, objective)
     below, above = (load.score(model, objective, rate * factor, SHORT) for factor in (0.96, 1.04))
