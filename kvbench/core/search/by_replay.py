@@ -18,6 +18,8 @@ BELOW_STEP: Final = 0.1
 """Further distance for each trial that did not confirm the answer, as a share of the precision."""
 BELOW_MOST: Final = 0.6
 """Largest distance, as a share of the precision."""
+ABOVE: Final = 1.15
+"""A trial above the answer, as a multiple: it can contradict the replay, and shows what limits the system."""
 UP_MOST: Final = 3.0
 """Longest step up, as a multiple of the highest rate tried."""
 LEAST_S: Final = 20.0
@@ -66,6 +68,8 @@ def next_probe(history: TrialHistory, replay: ReplayResult) -> Probe | None:
         rate = history.inside(min(unusable) / (1 + limits.precision))
         if sum(each.rate == rate for each in history.tried) >= 2:
             return None
+    if replay.estimate.width <= limits.precision and not _tried_above(history, replay):
+        return Probe(history.inside(ABOVE * replay.estimate.median), "bisect", True, LEAST_S)
     wanted = max(LEAST_REQUESTS, 1.2 * _near_requests(limits))
     seconds = max(LEAST_S, wanted / rate, LEAST_LIMITS * history.waiting.limit_s)
     seconds = max(seconds, min(replay.further_requests(limits.precision) / rate, _longest_s(rate)))
@@ -84,7 +88,8 @@ def suffices(history: TrialHistory, replay: ReplayResult) -> bool:
         if each.requests is not None
     )
     watched = len(history.tried) >= 2 and replay.seconds >= _watched_s(limits)
-    return watched and near and replay.estimate.width <= limits.precision
+    precise = replay.estimate.width <= limits.precision
+    return watched and near and precise and _tried_above(history, replay)
 
 
 def too_far(history: TrialHistory, replay: ReplayResult) -> bool:
@@ -99,6 +104,12 @@ def too_far_text(history: TrialHistory, replay: ReplayResult) -> str:
     precision = history.limits.precision
     hours = replay.further_requests(precision) / replay.estimate.median / 3600
     return f"±{100 * precision:.2g} % would take about {hours:.2g} h more: its requests vary too much"
+
+
+def _tried_above(history: TrialHistory, replay: ReplayResult) -> bool:
+    """Return whether a trial above the answer could contradict it, and shows what limits the system."""
+    highest = max(each.rate for each in history.tried)
+    return highest >= min(replay.estimate.upper, history.limits.max_rate)
 
 
 def _longest_s(rate: float) -> float:
