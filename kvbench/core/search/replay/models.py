@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, Literal, Protocol
 
 import numpy as np
@@ -89,10 +90,10 @@ class Decode:
         noise = np.sort(values / np.maximum(rows @ found, LEAST))
         return cls(float(found[0]), float(found[1]), float(found[2]), noise)
 
-    @property
-    def spread(self) -> float:
-        """How far real times lie from the modelled ones, as a share (standard deviation)."""
-        return float(np.std(self.noise))
+    @cached_property
+    def error(self) -> float:
+        """Mean difference of the logarithms of real and modelled times."""
+        return float(np.minimum(np.abs(np.log(np.maximum(self.noise, LEAST))), 1.0).mean())
 
     def last_s(
         self, first_s: FloatArray, tokens: FloatArray, prefill_s: FloatArray, chance: FloatArray
@@ -199,103 +200,6 @@ class QueueModel:
         work = np.sort(rng.choice(self.work_s, len(self.work_s)))
         decode = self.decode and (Decode.fitted(trials, blocks(trials, rng)) or self.decode)
         return replace(self, work_s=work, decode=decode)
-
-
-@dataclass(frozen=True)
-class StepModel:
-    """An engine that works in steps (``queues.steps``) of ``decode``'s times, with a fixed ``delay_s``."""
-
-    decode: Decode
-    prompts: float
-    slots: float
-    delay_s: float
-    longest: int = 30_000
-
-    def capacity(self, tokens: FloatArray) -> float:
-        """By a load that is there at once."""
-        first_s, _ = self._played(np.zeros(len(tokens)), tokens)
-        return float(len(first_s) / first_s.max())
-
-    def text(self) -> str:
-        many = f"{self.prompts:.3g}" if self.prompts < ANY else "any number of"
-        return f"steps of {self.decode.alone_s * 1e3:.3g} ms with {many} prompts"
-
-    def _played(self, arrived_s: FloatArray, tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
-        alone_s = max(self.decode.alone_s - self.decode.each_s, LEAST)
-        decode = self.decode
-        return queues.steps(
-            arrived_s, tokens, alone_s, decode.each_s, decode.prefill_s, self.prompts, self.slots
-        )
-
-    def times(self, arrived_s: FloatArray, tokens: FloatArray, chance: FloatArray) -> Latencies:
-        first_s, last_s = self._played(arrived_s, tokens)
-        first_s = first_s + self.delay_s
-        places = (chance[1] * len(self.decode.noise)).astype(np.int64)
-        last_s = first_s + (last_s + self.delay_s - first_s) * self.decode.noise[places]
-        return Latencies.of(arrived_s, first_s, last_s, tokens)
-
-    def resampled(self, trials: Sequence[TrialRequests], rng: np.random.Generator) -> StepModel:
-        decode = Decode.fitted(trials, blocks(trials, rng))
-        return self if decode is None else replace(self, decode=decode)
-
-    @classmethod
-    def fitted(cls, trials: Sequence[TrialRequests], decode: Decode) -> StepModel | None:
-        """From the decode steps, the lowest TTFT, and how many first tokens come at once while some wait."""
-        lowest_s = min(
-            float(np.nanmin(each.first_s - each.arrived_s))
-            for each in trials
-            if (~np.isnan(each.first_s)).any()
-        )
-        chunks = max(1, round((lowest_s - decode.prefill_s) / decode.alone_s))
-        delay_s = max(lowest_s - chunks * decode.alone_s - decode.prefill_s, 0.0)
-        found = [_full_steps(trial, decode, delay_s) for trial in trials]
-        prompts, steps, present = (np.concatenate(parts) for parts in zip(*found, strict=True))
-        each, slots = 1.0 / chunks if chunks > 1 else ANY, math.inf
-        if len(prompts) >= FULL_STEPS:
-            most = float(np.sort(present)[-CROWDED])
-            crowded = present >= most - 1.0
-            taken = float((prompts[crowded] / steps[crowded]).mean())
-            if (~crowded).sum() >= FULL_STEPS:
-                each = float(prompts[~crowded].sum() / steps[~crowded].sum())
-                limited = taken < 0.8 * each
-            else:
-                limited = taken < 0.8 / chunks
-            if limited:
-                slots = most
-            else:
-                each = float(prompts.sum() / steps.sum())
-        return cls(decode, each, slots, delay_s)
-
-
-ANY: Final = 1e6
-FULL_STEPS: Final = 8
-"""So many steps that left some waiting tell how many prompts a step takes at most."""
-CROWDED: Final = 4
-"""The number of requests that so many of them had, or more, is that of all slots, if such steps took fewer
-prompts than the others."""
-
-
-def _full_steps(
-    trial: TrialRequests, decode: Decode, delay_s: float
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Of each group of first tokens before which some waited, and after which, too: how many they are, how
-    many steps they took, and how many requests were taken in or decoded."""
-    first = np.sort(trial.first_s[~np.isnan(trial.first_s)]) - delay_s
-    last = np.sort(trial.last_s[~np.isnan(trial.last_s)]) - delay_s
-    if len(first) < 3:
-        return np.empty(0), np.empty(0), np.empty(0)
-    begins = np.flatnonzero(np.diff(first, prepend=-math.inf) > 0.3 * decode.alone_s)
-    sizes = np.diff(np.append(begins, len(first))).astype(np.float64)
-    ends = first[begins]
-    given = np.append(begins[1:], len(first))
-    before = np.append(0.0, ends[:-1])
-    running = given - np.searchsorted(last, ends - 0.5 * decode.alone_s, "right")
-    waited = np.searchsorted(trial.arrived_s, before, "right") - begins
-    seconds = np.diff(ends, prepend=0.0)
-    step_s = decode.alone_s + decode.each_s * np.maximum(running - sizes, 0.0)
-    steps = np.maximum(np.round((seconds - decode.prefill_s * sizes) / step_s), 1.0)
-    full = (waited > sizes) & (np.arange(len(sizes)) > 0)
-    return sizes[full], steps[full], running[full].astype(np.float64)
 
 
 def blocks(trials: Sequence[TrialRequests], rng: np.random.Generator) -> FloatArray:

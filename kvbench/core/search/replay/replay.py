@@ -18,6 +18,12 @@ from typing import Any, Final
 import numpy as np
 
 from kvbench.core.search.posterior.posterior import GRID, RateEstimate
+from kvbench.core.search.replay.engines import (
+    LARGEST,
+    counted_engine,
+    engine_model,
+    engine_objections,
+)
 from kvbench.core.search.replay.models import (
     FEWEST,
     NATS,
@@ -26,7 +32,6 @@ from kvbench.core.search.replay.models import (
     Decode,
     Model,
     QueueModel,
-    StepModel,
     candidates,
     judged_part,
 )
@@ -42,6 +47,13 @@ BISECTIONS: Final = 15
 BOOTSTRAPS: Final = 24
 MODELS: Final = 3
 """At most so many families are averaged."""
+EXACT: Final = 0.08
+"""Mean error of the latencies, as a share, up to which engines in steps alone explain the trials: they
+predict each request; a queue with random work predicts only how many are late."""
+EVEN: Final = 0.02
+CLEARLY: Final = 0.7
+"""Engines in steps are considered where the best queue of equal requests has a larger error than the first,
+and theirs is below the second share of it."""
 DISCREPANCY: Final = 0.02
 """Relative error of the rate that a model may have and no check shows (standard deviation)."""
 TOLERATED: Final = 0.25
@@ -142,6 +154,10 @@ def replayed(trials: Sequence[TrialRequests], objective: Objective) -> ReplayRes
     decode = Decode.fitted(trials)
     if objective.needs_last and decode is None:
         return None
+    seen = sum(map(len, trials)), sum(trial.end_s for trial in trials)
+    stepwise = _stepwise(trials, objective, load, decode, found)
+    if stepwise is not None and not stepwise.objections:
+        return ReplayResult((stepwise,), *seen)
     roots = []
     for candidate in _distinct(found):
         known = [np.maximum(work[~np.isnan(work)], 1e-9) for work in candidate.work]
@@ -151,15 +167,40 @@ def replayed(trials: Sequence[TrialRequests], objective: Objective) -> ReplayRes
         objections = tuple(_work_checks(trials, candidate, model))
         roots.append(_root(trials, objective, model, load, objections, _between(candidate)))
     if all(root.objections for root in roots) and decode is not None:
-        steps = StepModel.fitted(trials, decode)
-        if steps is not None:
-            roots.append(_root(trials, objective, steps, load))
+        roots.append(_root(trials, objective, counted_engine(trials, decode), load))
     good = tuple(root for root in roots if not root.objections)
-    seen = sum(map(len, trials)), sum(trial.end_s for trial in trials)
     if good:
         return ReplayResult(good, *seen)
     best = min(roots, key=lambda root: len(root.objections))
     return ReplayResult((best,), *seen)
+
+
+def _stepwise(
+    trials: Sequence[TrialRequests],
+    objective: Objective,
+    load: UnitLoad,
+    decode: Decode | None,
+    found: Sequence[Candidate],
+) -> Root | None:
+    """Return the answer of engines in steps; None if they don't reproduce the requests, or a queue of equal
+    requests does about as well."""
+    model = engine_model(trials, decode)
+    even = min(_even_error(trials, each) for each in found)
+    if model is None or even < EVEN or model.error > min(EXACT, CLEARLY * even):
+        return None
+    return _root(trials, objective, model, load, engine_objections(trials, model))
+
+
+def _even_error(trials: Sequence[TrialRequests], candidate: Candidate) -> float:
+    """Mean difference of the logarithms of measured TTFT and that of a queue whose requests are all alike."""
+    work_s = float(np.nanmean(np.concatenate(candidate.work)))
+    errors = []
+    for trial in trials:
+        first_s = candidate.family.first_s(trial.arrived_s, np.full(len(trial), work_s))
+        known = trial.first_s > trial.arrived_s
+        ratios = (first_s - trial.arrived_s)[known] / (trial.first_s - trial.arrived_s)[known]
+        errors.append(np.minimum(np.abs(np.log(ratios)), LARGEST))
+    return float(np.concatenate(errors).mean())
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:

@@ -1,0 +1,381 @@
+"""Models of engines that work in steps, fitted by simulating the arrivals of the trials.
+
+A model has a structure (number of engines, prompts per step, whether prefill is separate) and a few times.
+For each structure those times are fitted that reproduce the measured latencies of every request; the
+structure with the smallest error is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbench.core.search.replay import queues
+from kvbench.core.search.replay.models import FEWEST, LEAST, Decode, blocks
+from kvbench.core.search.replay.queues import FloatArray
+from kvbench.core.search.trial_requests import Latencies, TrialRequests
+
+IntArray = npt.NDArray[np.int64]
+GAP: Final = 20.0
+"""Each trial begins this multiple of the last one's length later: its backlog has been served by then."""
+ENGINES: Final = (1, 2, 4)
+PROMPTS: Final = (0.5, 1.0, 2.0, 4.0, 16.0)
+"""Equal engines behind one router, and prompts that a step computes at most (a share of one: chunked
+prefill), that are tried first; then values near the best ones."""
+STARTS: Final = ((0.05, 0.9, 0.02), (0.05, 0.4, 0.02), (0.4, 0.2, 0.02), (0.05, 0.1, 0.5))
+"""Shares of the lowest TTFT: step, prompt and transfer of a model to begin a fit with."""
+SAMPLE: Final = 800
+"""Requests that the structures are compared on."""
+ROUGH: Final = 60
+FINE: Final = 250
+REFIT: Final = 40
+"""Simulations that a fit takes at most: of one structure among many, of the best ones, and of a bootstrap."""
+KEPT: Final = 4
+"""Structures that are fitted more closely."""
+WARM_UP: Final = 5
+"""First requests of a trial that are not compared: the simulation starts from an empty system."""
+LARGEST: Final = 1.0
+"""Largest error that one request contributes (difference of logarithms)."""
+DIFFERENCE: Final = 0.03
+"""Difference of a time's logarithm that a slope is taken over: a simulation has small steps."""
+SMALL: Final = 0.01
+"""Residuals below it count as squares."""
+STUCK: Final = 1e3
+ENOUGH: Final = 1e-3
+"""A fit ends when its damping exceeds the first, or a step lowers the error by less than this share."""
+BIASED: Final = 0.1
+"""Median error of TTFT in half a trial (difference of logarithms) from which on the model is wrong; or the
+mean error of all, if that is more."""
+PART: Final = 8
+"""Parts of a trial that a bootstrap draws."""
+Times = tuple[float, ...]
+"""Seconds: step, sequence, prompt, transfer, delay. Zero: not part of the structure."""
+
+
+@dataclass(frozen=True)
+class EngineModel:
+    """Equal engines that take turns and work in steps, as continuous batching does.
+
+    A step takes ``step + sequence × (sequences that decode) + prompt × (prompts computed)`` and computes at
+    most ``prompts``; an engine holds at most ``slots`` sequences. If ``pair``, engines of their own (P)
+    compute the prompts and hand them over one after another, each in ``transfer``; ``decode`` is (seconds of
+    a token alone, and more for each other sequence). Each request takes ``delay`` in addition. ``error``:
+    mean difference of the logarithms of simulated and measured latencies. ``noise``: measured / simulated
+    TTFT, and decode time, of many requests, sorted.
+    """
+
+    pair: bool
+    engines: int
+    prompts: float
+    slots: float
+    seconds: Times
+    decode: tuple[float, float] = (LEAST, 0.0)
+    error: float = math.inf
+    noise: tuple[FloatArray, FloatArray] = (np.ones(1), np.ones(1))
+    longest: int = 30_000
+
+    def text(self) -> str:
+        """Structure and times in words."""
+        step, sequence, prompt, transfer, _ = (1e3 * each for each in self.seconds)
+        count = f"{self.engines} {'P ' if self.pair else ''}engine{'s' if self.engines > 1 else ''}"
+        rest = f", transfer {transfer:.3g} ms" if self.pair else f" + {sequence:.2g} ms per sequence"
+        slots = f", {self.slots:g} sequences" if self.slots < math.inf else ""
+        return (
+            f"{count} in steps of {step:.3g} ms + {prompt:.3g} ms per prompt{rest}, at most "
+            f"{self.prompts:.3g} prompts a step{slots}"
+        )
+
+    def capacity(self, tokens: FloatArray) -> float:
+        """Requests per second completed of a load that arrives at once."""
+        first_s, _ = self.played(np.zeros(len(tokens)), tokens, np.arange(len(tokens)))
+        return float(len(first_s) / first_s.max())
+
+    def times(self, arrived_s: FloatArray, tokens: FloatArray, chance: FloatArray) -> Latencies:
+        """Latencies of requests that arrive so. ``chance``: uniform numbers, shape (2, requests)."""
+        first_s, last_s = self.played(arrived_s, tokens, np.arange(len(tokens)))
+        places = [
+            (part * len(noise)).astype(np.int64) for part, noise in zip(chance, self.noise, strict=True)
+        ]
+        begun_s = arrived_s + (first_s - arrived_s) * self.noise[0][places[0]]
+        return Latencies.of(
+            arrived_s, begun_s, begun_s + (last_s - first_s) * self.noise[1][places[1]], tokens
+        )
+
+    def resampled(self, trials: Sequence[TrialRequests], rng: np.random.Generator) -> EngineModel:
+        """Fitted anew to parts of the trials drawn with replacement."""
+        if self.error == math.inf:  # counted, not fitted
+            decode = Decode.fitted(trials, blocks(trials, rng))
+            if decode is None:
+                return self
+            alone_s = max(decode.alone_s - decode.each_s, LEAST)
+            times = (alone_s, decode.each_s, decode.prefill_s, *self.seconds[3:])
+            return replace(self, seconds=times, noise=(self.noise[0], decode.noise))
+        load = JoinedTrials.of(trials)
+        count = PART * len(trials)
+        drawn = np.bincount(rng.integers(0, count, count), minlength=count).astype(np.float64)
+        return _fitted(self, load, REFIT, drawn[load.part])
+
+    def played(
+        self, arrived_s: FloatArray, tokens: FloatArray, turn: IntArray
+    ) -> tuple[FloatArray, FloatArray]:
+        """(first, last token) in seconds. ``turn``: number of each request, which decides its engine."""
+        step, sequence, prompt, transfer, delay = self.seconds
+        lengths = np.zeros(len(tokens)) if self.pair else tokens
+        first_s, last_s = np.empty(len(arrived_s)), np.empty(len(arrived_s))
+        for engine in range(self.engines):
+            own = turn % self.engines == engine if self.engines > 1 else slice(None)
+            first_s[own], last_s[own] = queues.steps(
+                arrived_s[own], lengths[own], max(step, LEAST), sequence, prompt, self.prompts, self.slots
+            )
+        if self.pair:
+            order = np.argsort(first_s, kind="stable")
+            first = queues.fifo(first_s[order], np.full(len(order), transfer), 1)
+            first_s[order] = first
+            last_s[order] = queues.shared(first, tokens[order], math.inf, *self.decode)
+        return first_s + delay, last_s + delay
+
+
+@dataclass(frozen=True)
+class JoinedTrials:
+    """The requests of all trials on one clock, each trial long after the last one, to simulate them at once.
+
+    ``turn``: number within the trial; ``part``: which eighth of which trial; ``begun``, ``ended``: indices of
+    the requests with a TTFT, and with a decode time, in seconds.
+    """
+
+    arrived_s: FloatArray
+    tokens: FloatArray
+    turn: IntArray
+    part: IntArray
+    begun: IntArray
+    ended: IntArray
+    ttft_s: FloatArray
+    rest_s: FloatArray
+
+    @classmethod
+    def of(cls, trials: Sequence[TrialRequests], most: int = 10**9) -> JoinedTrials:
+        """``most``: requests of each trial, from its beginning."""
+        columns: list[tuple[npt.NDArray[Any], ...]] = []
+        now_s = 0.0
+        for number, trial in enumerate(trials):
+            turn = np.arange(min(len(trial), most))
+            part = number * PART + turn * PART // max(len(turn), 1)
+            kept = slice(0, len(turn))
+            ttft_s = trial.first_s[kept] - trial.arrived_s[kept]
+            ttft_s = np.where(turn < WARM_UP, math.nan, ttft_s)
+            rest_s = np.where(trial.tokens[kept] > 0, trial.last_s[kept] - trial.first_s[kept], math.nan)
+            columns.append((trial.arrived_s[kept] + now_s, trial.tokens[kept], turn, part, ttft_s, rest_s))
+            now_s += GAP * max(trial.end_s, 1.0)
+        joined = [np.concatenate(each) for each in zip(*columns, strict=True)]
+        arrived_s, tokens, turns, parts, ttft_s, rest_s = joined
+        begun = np.flatnonzero(ttft_s > 0)
+        ended = np.flatnonzero((ttft_s > 0) & (rest_s > 0))
+        return cls(arrived_s, tokens, turns, parts, begun, ended, ttft_s[begun], rest_s[ended])
+
+    def compared(self, model: EngineModel) -> tuple[FloatArray, FloatArray]:
+        """Simulated / measured TTFT of ``begun``, and decode time of ``ended``."""
+        first_s, last_s = model.played(self.arrived_s, self.tokens, self.turn)
+        ttft_s = first_s[self.begun] - self.arrived_s[self.begun]
+        rest_s = last_s[self.ended] - first_s[self.ended]
+        return np.maximum(ttft_s, LEAST) / self.ttft_s, np.maximum(rest_s, LEAST) / self.rest_s
+
+
+def engine_model(trials: Sequence[TrialRequests], decode: Decode | None) -> EngineModel | None:
+    """The model of engines in steps that fits the trials best; None if too few first tokens were seen."""
+    load = JoinedTrials.of(trials)
+    if len(load.begun) < FEWEST or not queues.COMPILED:  # Python alone would take minutes
+        return None
+    sample = JoinedTrials.of(trials, max(SAMPLE // len(trials), 60))
+    rough = [_fitted(start, sample, ROUGH) for start in _starts(float(load.ttft_s.min()), decode)]
+    rough.sort(key=lambda model: model.error)
+    fine = [_fitted(model, sample, FINE) for model in rough[:KEPT]]
+    best = _fitted(min(fine, key=lambda model: model.error), load, FINE)
+    most = max(_most_decoding(trial) for trial in trials)
+    if not best.pair:
+        limited = replace(best, slots=max(float(most // best.engines), 1.0))
+        best = min([best, _fitted(limited, load, FINE)], key=lambda model: model.error)
+    for near in (_with_other_prompts, _with_other_engines, _with_other_prompts):
+        tried = [_fitted(model, load, FINE) for model in near(best)]
+        best = min([best, *tried], key=lambda model: model.error)
+    simulated, decoded = load.compared(best)
+    return replace(best, noise=(np.sort(1 / simulated), np.sort(1 / decoded) if len(decoded) else np.ones(1)))
+
+
+def engine_objections(trials: Sequence[TrialRequests], model: EngineModel) -> tuple[str, ...]:
+    """Halves of trials in which TTFT differs from the simulated one by more than its scatter allows."""
+    load = JoinedTrials.of(trials)
+    errors = np.log(load.compared(model)[0])
+    halves = load.part[load.begun] // (PART // 2)
+    objections = []
+    for half in np.unique(halves):
+        own = errors[halves == half]
+        if len(own) >= FEWEST // 2 and abs(float(np.median(own))) > max(BIASED, model.error):
+            rate = trials[half // 2].rate
+            objections.append(
+                f"TTFT at {rate:.3g} req/s is {-100 * np.median(own):+.0f} % off the simulated one"
+            )
+    return tuple(objections)
+
+
+def _starts(lowest_s: float, decode: Decode | None) -> Iterator[EngineModel]:
+    """Models to begin the fits with, by the lowest TTFT and the decode steps."""
+    alone_s, each_s, prompt_s = 0.0, 0.0, 0.0
+    if decode is not None:
+        alone_s, each_s = decode.alone_s, max(decode.each_s, 0.01 * decode.alone_s)
+        prompt_s = max(decode.prefill_s, 0.1 * alone_s)
+    together = (alone_s, each_s, prompt_s, 0.0, 0.2 * lowest_s)
+    for engines in ENGINES:
+        for prompts in PROMPTS:
+            for step, prompt, transfer in STARTS:
+                delay = 1.0 - step - prompt - transfer
+                separate = (step * lowest_s, 0.0, prompt * lowest_s, transfer * lowest_s, delay * lowest_s)
+                yield EngineModel(True, engines, prompts, math.inf, separate, (max(alone_s, LEAST), each_s))
+            if decode is not None:
+                yield EngineModel(False, engines, prompts, math.inf, together)
+
+
+def _fitted(
+    model: EngineModel, load: JoinedTrials, most: int, weights: FloatArray | None = None
+) -> EngineModel:
+    """The same structure with the times of the smallest error, after ``most`` simulations or a few more.
+
+    ``weights``: of each request.
+    """
+    free = [index for index, each in enumerate(model.seconds) if each > 0]
+
+    def moved(logs: FloatArray) -> EngineModel:
+        seconds = list(model.seconds)
+        for index, value in zip(free, np.exp(logs).tolist(), strict=True):
+            seconds[index] = value
+        return replace(model, seconds=(*seconds,))
+
+    def residuals(logs: FloatArray) -> FloatArray:
+        return np.clip(np.log(np.concatenate(load.compared(moved(logs)))), -LARGEST, LARGEST)
+
+    compared = np.concatenate([load.begun, load.ended])
+    used = np.ones(len(compared)) if weights is None else weights[compared]
+    logs, error = _smallest(residuals, np.log([model.seconds[index] for index in free]), used, most)
+    return replace(moved(logs), error=error)
+
+
+def _smallest(
+    residuals: Callable[[FloatArray], FloatArray], logs: FloatArray, used: FloatArray, most: int
+) -> tuple[FloatArray, float]:
+    """(parameters, mean size of the residuals) by Levenberg and Marquardt.
+
+    Squares are divided by the residual's size, so that their sum is the sum of sizes, and a few requests that
+    nothing explains count little. ``used``: weight of each residual.
+    """
+    now, total = residuals(logs), max(float(used.sum()), LEAST)
+    least, count, damping = float((np.abs(now) * used).sum()) / total, 1, 0.01
+    while count < most:
+        slopes = np.empty((len(now), len(logs)))
+        for column in range(len(logs)):
+            nearby = logs.copy()
+            nearby[column] += DIFFERENCE
+            slopes[:, column] = (residuals(nearby) - now) / DIFFERENCE
+        weighted = slopes * (used / np.maximum(np.abs(now), SMALL))[:, None]
+        square, right, before = slopes.T @ weighted, weighted.T @ now, least
+        scale = np.diag(np.maximum(np.diag(square), 1e-6 * np.trace(square) + 1e-12))
+        count += len(logs)
+        while damping < STUCK:
+            tried = logs - np.clip(np.linalg.solve(square + damping * scale, right), -1.0, 1.0)
+            found = residuals(tried)
+            size, count = float((np.abs(found) * used).sum()) / total, count + 1
+            if size < least:
+                logs, now, least, damping = tried, found, size, damping / 5
+                break
+            damping *= 5
+        if before - least < ENOUGH * before:
+            break
+    return logs, least
+
+
+def _with_other_prompts(model: EngineModel) -> list[EngineModel]:
+    factors = (0.5, 0.7, 1.4, 2.0)
+    values = {model.prompts * factor for factor in factors}
+    values = {float(round(value)) if value > 1.2 else value for value in values}
+    return [replace(model, prompts=value) for value in values - {model.prompts}]
+
+
+def _with_other_engines(model: EngineModel) -> list[EngineModel]:
+    values = {model.engines + 1, model.engines - 1, 2 * model.engines} - {0, model.engines}
+    found = []
+    for value in values:
+        step, sequence, prompt, transfer, delay = model.seconds
+        factor = value / model.engines
+        found.append(
+            replace(model, engines=value, seconds=(step, sequence * factor, prompt * factor, transfer, delay))
+        )
+    return found
+
+
+def _most_decoding(trial: TrialRequests) -> int:
+    first = np.sort(trial.first_s[~np.isnan(trial.first_s)])
+    last = np.sort(trial.last_s[~np.isnan(trial.last_s)])
+    present = np.arange(1, len(first) + 1) - np.searchsorted(last, first, "right")
+    return int(present.max(initial=1))
+
+
+def counted_engine(trials: Sequence[TrialRequests], decode: Decode) -> EngineModel:
+    """One engine by the fitted decode steps, the lowest TTFT, and how many first tokens come at once while
+    others wait: for loads on which no simulation reproduces each request."""
+    lowest_s = min(
+        float(np.nanmin(each.first_s - each.arrived_s)) for each in trials if (~np.isnan(each.first_s)).any()
+    )
+    chunks = max(1, round((lowest_s - decode.prefill_s) / decode.alone_s))
+    delay_s = max(lowest_s - chunks * decode.alone_s - decode.prefill_s, 0.0)
+    found = [_full_steps(trial, decode, delay_s) for trial in trials]
+    prompts, steps, present = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    each, slots = 1.0 / chunks if chunks > 1 else ANY, math.inf
+    if len(prompts) >= FULL_STEPS:
+        most = float(np.sort(present)[-CROWDED])
+        crowded = present >= most - 1.0
+        taken = float((prompts[crowded] / steps[crowded]).mean())
+        if (~crowded).sum() >= FULL_STEPS:
+            each = float(prompts[~crowded].sum() / steps[~crowded].sum())
+            limited = taken < 0.8 * each
+        else:
+            limited = taken < 0.8 / chunks
+        if limited:
+            slots = most
+        else:
+            each = float(prompts.sum() / steps.sum())
+    times = (max(decode.alone_s - decode.each_s, LEAST), decode.each_s, decode.prefill_s, 0.0, delay_s)
+    return EngineModel(False, 1, each, slots, times, noise=(np.ones(1), decode.noise))
+
+
+ANY: Final = 1e6
+FULL_STEPS: Final = 8
+"""So many steps that left some waiting tell how many prompts a step takes at most."""
+CROWDED: Final = 4
+"""The number of requests that so many of them had, or more, is that of all slots, if such steps took fewer
+prompts than the others."""
+
+
+def _full_steps(
+    trial: TrialRequests, decode: Decode, delay_s: float
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Of each group of first tokens before which some waited, and after which, too: how many they are, how
+    many steps they took, and how many requests were taken in or decoded."""
+    first = np.sort(trial.first_s[~np.isnan(trial.first_s)]) - delay_s
+    last = np.sort(trial.last_s[~np.isnan(trial.last_s)]) - delay_s
+    if len(first) < 3:
+        return np.empty(0), np.empty(0), np.empty(0)
+    begins = np.flatnonzero(np.diff(first, prepend=-math.inf) > 0.3 * decode.alone_s)
+    sizes = np.diff(np.append(begins, len(first))).astype(np.float64)
+    ends = first[begins]
+    given = np.append(begins[1:], len(first))
+    before = np.append(0.0, ends[:-1])
+    running = given - np.searchsorted(last, ends - 0.5 * decode.alone_s, "right")
+    waited = np.searchsorted(trial.arrived_s, before, "right") - begins
+    seconds = np.diff(ends, prepend=0.0)
+    step_s = decode.alone_s + decode.each_s * np.maximum(running - sizes, 0.0)
+    steps = np.maximum(np.round((seconds - decode.prefill_s * sizes) / step_s), 1.0)
+    full = (waited > sizes) & (np.arange(len(sizes)) > 0)
+    return sizes[full], steps[full], running[full].astype(np.float64)
