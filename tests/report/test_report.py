@@ -231,6 +231,18 @@ def test_rates_are_ordered_only_where_that_is_almost_sure() -> None:
     ]
 
 
+def test_rates_of_two_lengths_are_not_put_into_one_span() -> None:
+    short = [row("a", 10.0, 10.5), row("b", 10.1, 10.6)]
+    long = [
+        replace(each, cell=replace(each.cell, input_len=8192))
+        for each in (row("a", 2.0, 3.0), row("b", 2.1, 3.1))
+    ]
+    assert answer_text([*short, *long]) == (
+        "At 1,024 and 8,192 tokens in, no significant difference between b and a "
+        "(10.0 to 10.1; 2.00 to 2.10 req/s)."
+    )
+
+
 def test_the_posterior_of_a_search_is_what_decides_where_it_is_kept() -> None:
     wide, narrow = row("a", 10.0, 12.0), row("b", 11.0, 13.0)
     assert rate_pairs([wide, narrow])[0].ratio is None

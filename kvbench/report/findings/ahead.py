@@ -249,14 +249,18 @@ def _of_several(found: Sequence[Row], *, certainty: bool = False) -> str:
         else:
             untold.append((place, mine))
     if untold:
-        rates = [row.answer.max_request_rate or 0.0 for _, mine in untold for row in mine]
         where = _listed(f"{place[0]:,}" for place, _ in untold)
         who = _listed(dict.fromkeys(row.name for _, mine in untold for row in mine))
-        span = f"{number(min(rates))} to {number(max(rates))} req/s"
-        told.append(f"at {where} tokens in, no significant difference between {who} ({span})")
+        spans = "; ".join(_span(mine) for _, mine in untold)
+        told.append(f"at {where} tokens in, no significant difference between {who} ({spans} req/s)")
     if len(groups) < len({lengths(row) for row in found}) and not told:
         return f"{_listed(dict.fromkeys(row.name for row in found))} have no result at a common length"
     return _capital("; ".join(told))
+
+
+def _span(rows: Sequence[Row]) -> str:
+    rates = [row.answer.max_request_rate or 0.0 for row in rows]
+    return f"{number(min(rates))} to {number(max(rates))}"
 
 
 def besides_text(rows: Sequence[Row]) -> str:

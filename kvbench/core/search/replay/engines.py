@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbench.core.search.replay import queues
-from kvbench.core.search.replay.models import FEWEST, LEAST, Decode, blocks
+from kvbench.core.search.replay.models import BLOCKS, FEWEST, LEAST, Decode, blocks
 from kvbench.core.search.replay.queues import FloatArray
 from kvbench.core.search.trial_requests import Latencies, TrialRequests
 
@@ -25,7 +25,7 @@ GAP: Final = 20.0
 """Each trial begins this multiple of the last one's length later: its backlog has been served by then."""
 ENGINES: Final = (1, 2, 4)
 PROMPTS: Final = (0.5, 1.0, 2.0, 4.0, 16.0)
-"""Equal engines behind one router, and prompts that a step computes at most (a share of one: chunked
+"""Numbers of equal engines behind one router, and limits on the prompts of a step (a share of one: chunked
 prefill), that are tried first; then values near the best ones."""
 STARTS: Final = ((0.05, 0.9, 0.02), (0.05, 0.4, 0.02), (0.4, 0.2, 0.02), (0.05, 0.1, 0.5))
 """Shares of the lowest TTFT: step, prompt and transfer of a model to begin a fit with."""
@@ -51,8 +51,13 @@ ENOUGH: Final = 1e-3
 BIASED: Final = 0.1
 """Median error of TTFT in half a trial (difference of logarithms) from which on the model is wrong; or the
 mean error of all, if that is more."""
-PART: Final = 8
-"""Parts of a trial that a bootstrap draws."""
+ANY: Final = 1e6
+"""Prompts per step without a limit."""
+FULL_STEPS: Final = 8
+"""Minimum number of steps after which requests still waited, to count the prompts that a step computes."""
+CROWDED: Final = 4
+"""Number of such steps with the most sequences: if they took fewer prompts than the others, all slots were in
+use."""
 Times = tuple[float, ...]
 """Seconds: step, sequence, prompt, transfer, delay. Zero: not part of the structure."""
 
@@ -96,7 +101,7 @@ class EngineModel:
         return float(len(first_s) / first_s.max())
 
     def times(self, arrived_s: FloatArray, tokens: FloatArray, chance: FloatArray) -> Latencies:
-        """Latencies of requests that arrive so. ``chance``: uniform numbers, shape (2, requests)."""
+        """Return the latencies of simulated requests. ``chance``: uniform numbers, shape (2, requests)."""
         first_s, last_s = self.played(arrived_s, tokens, np.arange(len(tokens)))
         places = [
             (part * len(noise)).astype(np.int64) for part, noise in zip(chance, self.noise, strict=True)
@@ -107,18 +112,15 @@ class EngineModel:
         )
 
     def resampled(self, trials: Sequence[TrialRequests], rng: np.random.Generator) -> EngineModel:
-        """Fitted anew to parts of the trials drawn with replacement."""
+        """Fit it again to parts of the trials drawn with replacement."""
         if self.error == math.inf:  # counted, not fitted
             decode = Decode.fitted(trials, blocks(trials, rng))
             if decode is None:
                 return self
-            alone_s = max(decode.alone_s - decode.each_s, LEAST)
-            times = (alone_s, decode.each_s, decode.prefill_s, *self.seconds[3:])
-            return replace(self, seconds=times, noise=(self.noise[0], decode.noise))
+            seconds = _seconds_of(decode, self.seconds[-1])
+            return replace(self, seconds=seconds, noise=(self.noise[0], decode.noise))
         load = JoinedTrials.of(trials)
-        count = PART * len(trials)
-        drawn = np.bincount(rng.integers(0, count, count), minlength=count).astype(np.float64)
-        return _fitted(self, load, REFIT, drawn[load.part])
+        return _fitted(self, load, REFIT, blocks(trials, rng)[load.part])
 
     def played(
         self, arrived_s: FloatArray, tokens: FloatArray, turn: IntArray
@@ -144,7 +146,7 @@ class EngineModel:
 class JoinedTrials:
     """The requests of all trials on one clock, each trial long after the last one, to simulate them at once.
 
-    ``turn``: number within the trial; ``part``: which eighth of which trial; ``begun``, ``ended``: indices of
+    ``turn``: number within the trial; ``part``: block of its trial; ``begun``, ``ended``: indices of
     the requests with a TTFT, and with a decode time, in seconds.
     """
 
@@ -164,7 +166,7 @@ class JoinedTrials:
         now_s = 0.0
         for number, trial in enumerate(trials):
             turn = np.arange(min(len(trial), most))
-            part = number * PART + turn * PART // max(len(turn), 1)
+            part = number * BLOCKS + turn * BLOCKS // max(len(turn), 1)
             kept = slice(0, len(turn))
             ttft_s = trial.first_s[kept] - trial.arrived_s[kept]
             ttft_s = np.where(turn < WARM_UP, math.nan, ttft_s)
@@ -186,7 +188,7 @@ class JoinedTrials:
 
 
 def engine_model(trials: Sequence[TrialRequests], decode: Decode | None) -> EngineModel | None:
-    """The model of engines in steps that fits the trials best; None if too few first tokens were seen."""
+    """Return the best fitting model, or None if too few first tokens were seen or nothing is compiled."""
     load = JoinedTrials.of(trials)
     if len(load.begun) < FEWEST or not queues.COMPILED:  # Python alone would take minutes
         return None
@@ -207,10 +209,10 @@ def engine_model(trials: Sequence[TrialRequests], decode: Decode | None) -> Engi
 
 
 def engine_objections(trials: Sequence[TrialRequests], model: EngineModel) -> tuple[str, ...]:
-    """Halves of trials in which TTFT differs from the simulated one by more than its scatter allows."""
+    """List the halves of trials whose TTFT differs from the simulated one by more than its scatter."""
     load = JoinedTrials.of(trials)
     errors = np.log(load.compared(model)[0])
-    halves = load.part[load.begun] // (PART // 2)
+    halves = load.part[load.begun] // (BLOCKS // 2)
     objections = []
     for half in np.unique(halves):
         own = errors[halves == half]
@@ -346,23 +348,18 @@ def counted_engine(trials: Sequence[TrialRequests], decode: Decode) -> EngineMod
             slots = most
         else:
             each = float(prompts.sum() / steps.sum())
-    times = (max(decode.alone_s - decode.each_s, LEAST), decode.each_s, decode.prefill_s, 0.0, delay_s)
-    return EngineModel(False, 1, each, slots, times, noise=(np.ones(1), decode.noise))
+    return EngineModel(False, 1, each, slots, _seconds_of(decode, delay_s), noise=(np.ones(1), decode.noise))
 
 
-ANY: Final = 1e6
-FULL_STEPS: Final = 8
-"""So many steps that left some waiting tell how many prompts a step takes at most."""
-CROWDED: Final = 4
-"""The number of requests that so many of them had, or more, is that of all slots, if such steps took fewer
-prompts than the others."""
+def _seconds_of(decode: Decode, delay_s: float) -> Times:
+    return max(decode.alone_s - decode.each_s, LEAST), decode.each_s, decode.prefill_s, 0.0, delay_s
 
 
 def _full_steps(
     trial: TrialRequests, decode: Decode, delay_s: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Of each group of first tokens before which some waited, and after which, too: how many they are, how
-    many steps they took, and how many requests were taken in or decoded."""
+    """Return, for each group of simultaneous first tokens before and after which requests waited: its size,
+    the steps it took, and the sequences computed or decoded meanwhile."""
     first = np.sort(trial.first_s[~np.isnan(trial.first_s)]) - delay_s
     last = np.sort(trial.last_s[~np.isnan(trial.last_s)]) - delay_s
     if len(first) < 3:

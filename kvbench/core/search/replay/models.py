@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Final, Literal, Protocol
 
 import numpy as np
@@ -19,6 +18,8 @@ UNKNOWN_AFTER: Final = 0.995
 """Requests that arrived this quantile of the sojourn before a trial's end, or later, are left out: of them
 only the short ones have been seen."""
 LEAST: Final = 1e-9
+BLOCKS: Final = 8
+"""Parts of a trial that a bootstrap draws: neighbours in time are not independent."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Decode:
     def fitted(cls, trials: Sequence[TrialRequests], pick: FloatArray | None = None) -> Decode | None:
         """By least squares over all requests that were seen to end; None of too few.
 
-        ``pick``: weights of the blocks of a bootstrap, eight a trial.
+        ``pick``: weights of the blocks that a bootstrap drew.
         """
         parts = [_decode_rows(trial) for trial in trials]
         rows = np.concatenate([part[0] for part in parts])
@@ -82,18 +83,13 @@ class Decode:
             return None
         weights: FloatArray = np.ones(len(values))
         if pick is not None:
-            blocks = np.concatenate([index * 8 + part[2] for index, part in enumerate(parts)])
+            blocks = np.concatenate([index * BLOCKS + part[2] for index, part in enumerate(parts)])
             weights = np.sqrt(pick[blocks.astype(np.int64)])
         found = _non_negative(rows * weights[:, None], values * weights)
         if found[0] <= 0:
             return None
         noise = np.sort(values / np.maximum(rows @ found, LEAST))
         return cls(float(found[0]), float(found[1]), float(found[2]), noise)
-
-    @cached_property
-    def error(self) -> float:
-        """Mean difference of the logarithms of real and modelled times."""
-        return float(np.minimum(np.abs(np.log(np.maximum(self.noise, LEAST))), 1.0).mean())
 
     def last_s(
         self, first_s: FloatArray, tokens: FloatArray, prefill_s: FloatArray, chance: FloatArray
@@ -119,7 +115,7 @@ class Decode:
 
 def _decode_rows(trial: TrialRequests) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Of each request that was seen to end and had further tokens: (1, others decoding, prompts for each
-    token), seconds of a token, and which eighth of its trial it began in."""
+    token), seconds of a token, and the block of its trial in which it began."""
     known = ~np.isnan(trial.first_s)
     first, last = np.sort(trial.first_s[known]), np.sort(trial.last_s[~np.isnan(trial.last_s)])
     ended = known & ~np.isnan(trial.last_s) & (trial.tokens > 0) & (trial.last_s > trial.first_s)
@@ -134,8 +130,8 @@ def _decode_rows(trial: TrialRequests) -> tuple[FloatArray, FloatArray, FloatArr
     mean = (np.interp(end, times, total) - np.interp(begin, times, total)) / (end - begin)
     prompts = np.searchsorted(first, end, "right") - np.searchsorted(first, begin, "right")
     rows = np.column_stack([np.ones(len(begin)), mean - 1.0, prompts / tokens])
-    eighth = np.minimum((begin / max(trial.end_s, LEAST) * 8).astype(np.int64), 7)
-    return rows, (end - begin) / tokens, eighth
+    block = np.minimum((begin / max(trial.end_s, LEAST) * BLOCKS).astype(np.int64), BLOCKS - 1)
+    return rows, (end - begin) / tokens, block
 
 
 def _non_negative(rows: FloatArray, values: FloatArray) -> FloatArray:
@@ -203,8 +199,8 @@ class QueueModel:
 
 
 def blocks(trials: Sequence[TrialRequests], rng: np.random.Generator) -> FloatArray:
-    """How often a bootstrap draws each eighth of each trial."""
-    count = 8 * len(trials)
+    """Return how often a bootstrap draws each of the ``BLOCKS`` parts of each trial."""
+    count = BLOCKS * len(trials)
     return np.bincount(rng.integers(0, count, count), minlength=count).astype(np.float64)
 
 

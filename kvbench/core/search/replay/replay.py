@@ -205,9 +205,9 @@ def _stepwise(
 ) -> Root | None:
     """Return the answer of engines in steps; None if they don't reproduce the requests, or a queue of equal
     requests does about as well."""
-    model = engine_model(trials, decode)
     even = min(_even_error(trials, each) for each in found)
-    if model is None or even < EVEN or model.error > min(EXACT, CLEARLY * even):
+    model = engine_model(trials, decode) if even >= EVEN else None
+    if model is None or model.error > min(EXACT, CLEARLY * even):
         return None
     return _root(trials, objective, model, load, engine_objections(trials, model))
 
