@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
-from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, as_tuple, whole_number
+from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, Several, whole_number
 from kvbench.core.scenario.checks import contradictions, explain, keys_below, placed
 from kvbench.core.scenario.deployment_section import (
     OWN_KEYS,
@@ -112,7 +112,7 @@ class Scenario(Section):
     deployment: Deployment = Field(
         default_factory=Deployment, validate_default=True, description="what is launched for each connector"
     )
-    connectors: Annotated[tuple[ConnectorChoice, ...], BeforeValidator(as_tuple)] = Field(
+    connectors: Several[ConnectorChoice] = Field(
         min_length=1, max_length=32, description="what is compared: connector names, or mappings with options"
     )
     workload: Workload = Field(description="what requests look like and how they arrive")
