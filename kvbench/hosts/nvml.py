@@ -6,9 +6,9 @@ name; it starts no CUDA context."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final, TypeVar
 
 LIBRARY: Final = "libnvidia-ml.so.1"
 POLICIES: Final = {0: "power", 1: "heat"}
@@ -53,84 +53,74 @@ def _opened(name: str) -> ctypes.CDLL | None:
 def slowed_s(name: str = LIBRARY) -> dict[str, float]:
     """Return slowed seconds since the driver was loaded by "GPU 0 (power)" and so on; empty without GPUs or
     NVML."""
-    library = _opened(name)
-    if library is None:
-        return {}
-    found: dict[str, float] = {}
-    try:
-        for index, handle in _gpus(library):
-            for policy, word in POLICIES.items():
-                time = _Violation()
-                asked: Any = library.nvmlDeviceGetViolationStatus
-                if asked(handle, ctypes.c_int(policy), ctypes.byref(time)) == 0:
-                    found[f"GPU {index} ({word})"] = time.violation / 1e9
-    except AttributeError:  # the library is too old for one call
-        return {}
-    return found
+
+    def read(library: ctypes.CDLL, index: int, gpu: ctypes.c_void_p) -> Iterator[tuple[str, float]]:
+        for policy, word in POLICIES.items():
+            time = _Violation()
+            if library.nvmlDeviceGetViolationStatus(gpu, ctypes.c_int(policy), ctypes.byref(time)) == 0:
+                yield f"GPU {index} ({word})", time.violation / 1e9
+
+    return dict(_of_each_gpu(name, read))
 
 
 def energy_j(name: str = LIBRARY) -> dict[str, float]:
     """Return joules since the driver was loaded by GPU number and by UUID; GPUs before Volta do not count
     them."""
-    library = _opened(name)
-    if library is None:
-        return {}
-    found: dict[str, float] = {}
-    try:
-        for index, handle in _gpus(library):
-            millijoules, uuid = ctypes.c_ulonglong(), ctypes.create_string_buffer(_NAME_BYTES)
-            if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules)) != 0:
-                continue
-            found[str(index)] = millijoules.value / 1e3
-            if library.nvmlDeviceGetUUID(handle, uuid, ctypes.c_uint(_NAME_BYTES)) == 0:
-                found[uuid.value.decode("utf-8", "replace")] = millijoules.value / 1e3
-    except AttributeError:  # the library is too old for one call
-        return {}
-    return found
+
+    def read(library: ctypes.CDLL, index: int, gpu: ctypes.c_void_p) -> Iterator[tuple[str, float]]:
+        millijoules, uuid = ctypes.c_ulonglong(), ctypes.create_string_buffer(_NAME_BYTES)
+        if library.nvmlDeviceGetTotalEnergyConsumption(gpu, ctypes.byref(millijoules)) == 0:
+            yield str(index), millijoules.value / 1e3
+            if library.nvmlDeviceGetUUID(gpu, uuid, ctypes.c_uint(_NAME_BYTES)) == 0:
+                yield uuid.value.decode("utf-8", "replace"), millijoules.value / 1e3
+
+    return dict(_of_each_gpu(name, read))
 
 
 def nvlink_bytes(name: str = LIBRARY) -> dict[int, tuple[float, float]]:
     """Return bytes sent and received over all NVLinks by GPU; without GPUs that have none."""
-    library = _opened(name)
-    if library is None:
-        return {}
-    found: dict[int, tuple[float, float]] = {}
-    try:
-        for index, handle in _gpus(library):
-            fields = (_FieldValue * len(_LINK_DATA))()
-            for place, field in enumerate(_LINK_DATA):
-                fields[place].field, fields[place].scope = field, _ALL_LINKS
-            asked: Any = library.nvmlDeviceGetFieldValues
-            if asked(handle, ctypes.c_int(len(fields)), fields) != 0:
-                continue
-            if all(each.returned == 0 for each in fields):
-                found[index] = (fields[0].value * _KIB, fields[1].value * _KIB)
-    except AttributeError:  # the library is too old for this call
-        return {}
-    return found
+
+    def read(
+        library: ctypes.CDLL, index: int, gpu: ctypes.c_void_p
+    ) -> Iterator[tuple[int, tuple[float, float]]]:
+        fields = (_FieldValue * len(_LINK_DATA))()
+        for place, field in enumerate(_LINK_DATA):
+            fields[place].field, fields[place].scope = field, _ALL_LINKS
+        known = library.nvmlDeviceGetFieldValues(gpu, ctypes.c_int(len(fields)), fields) == 0
+        if known and all(each.returned == 0 for each in fields):
+            yield index, (fields[0].value * _KIB, fields[1].value * _KIB)
+
+    return dict(_of_each_gpu(name, read))
 
 
 def names(library_name: str = LIBRARY) -> list[str]:
     """Return the GPUs' names by index; empty without GPUs or NVML."""
-    library = _opened(library_name)
+
+    def read(library: ctypes.CDLL, _: int, gpu: ctypes.c_void_p) -> Iterator[str]:
+        text = ctypes.create_string_buffer(_NAME_BYTES)
+        known = library.nvmlDeviceGetName(gpu, text, ctypes.c_uint(_NAME_BYTES)) == 0
+        yield text.value.decode("utf-8", "replace") if known else ""
+
+    return _of_each_gpu(library_name, read)
+
+
+Value = TypeVar("Value")
+
+
+def _of_each_gpu(
+    name: str, read: Callable[[ctypes.CDLL, int, ctypes.c_void_p], Iterator[Value]]
+) -> list[Value]:
+    """Return what each GPU that responds yields; empty without NVML, or if it is too old for a call."""
+    library, found = _opened(name), list[Value]()
     if library is None:
         return []
-    found = []
     try:
-        for _, handle in _gpus(library):
-            text = ctypes.create_string_buffer(_NAME_BYTES)
-            known = library.nvmlDeviceGetName(handle, text, ctypes.c_uint(_NAME_BYTES)) == 0
-            found.append(text.value.decode("utf-8", "replace") if known else "")
+        count = ctypes.c_uint()
+        known = library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
+        for index in range(count.value if known else 0):
+            gpu = ctypes.c_void_p()
+            if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(gpu)) == 0:
+                found += read(library, index, gpu)
     except AttributeError:
         return []
     return found
-
-
-def _gpus(library: ctypes.CDLL) -> Iterator[tuple[int, ctypes.c_void_p]]:
-    """Yield index and handle of each GPU that responds."""
-    count = ctypes.c_uint()
-    known = library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0
-    for index in range(count.value if known else 0):
-        handle = ctypes.c_void_p()
-        if library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) == 0:
-            yield index, handle

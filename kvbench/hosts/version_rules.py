@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 import yaml
 
+from kvbench.errors import KvbenchError, Problem
 from kvbench.hosts.devices import output_of
 
 Status = Literal["ok", "warn", "missing"]
@@ -58,6 +59,24 @@ class Check:
     status: Status
     detail: str
     fix: str = ""
+
+    @classmethod
+    def of(cls, name: str, good: bool, detail: str, fix: str = "", bad: Status = "warn") -> Check:
+        """Return a check that is ok, or ``bad`` with a fix."""
+        return cls(name, "ok", detail) if good else cls(name, bad, detail, fix)
+
+    @classmethod
+    def tried(cls, name: str, look: Callable[[], str]) -> Check:
+        """Return a check that is ok with the text of ``look``, or missing with the error that it raises."""
+        try:
+            return cls(name, "ok", look())
+        except KvbenchError as error:
+            return cls(name, "missing", error.message, error.hint)
+
+    @classmethod
+    def unless(cls, problem: Problem | None, name: str, detail: str) -> Check:
+        """Return a check that is missing for a problem, or ok."""
+        return cls(name, "missing", problem.reason, problem.fix) if problem else cls(name, "ok", detail)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from kvbench.core.scenario.scenario import parse_scenario
 from kvbench.core.scenario.yaml_lines import one_line
 from kvbench.errors import EXIT_OK, InputError
 from kvbench.files import said_clearly, write_bytes
+from kvbench.hosts.version_rules import Check
 from kvbench.planning.init_elsewhere import (
     READY_S,
-    Able,
     Elsewhere,
     FoundMachine,
     able_connectors,
@@ -64,14 +64,14 @@ def described(machine: FoundMachine) -> list[str]:
 
 
 def written(
-    answers: Answers, machine: FoundMachine, able: Sequence[Able], elsewhere: Elsewhere | None = None
+    answers: Answers, machine: FoundMachine, able: Sequence[Check], elsewhere: Elsewhere | None = None
 ) -> str:
     """Scenario text with a comment on each choice."""
     offered = first_scenario(answers.engine)
     ready_s = offered.ready_s
     if elsewhere:
         ready_s = max(ready_s, READY_S) if offered.loads_model else ready_s
-    cannot = [f"  # {each.name} cannot run here: {each.reason}" for each in able if each.reason]
+    cannot = [f"  # {each.name} cannot run here: {each.detail}" for each in able if each.detail]
     lines = [
         *(f"# {line}" for line in _header(machine, elsewhere)),
         "version: 1",
@@ -259,7 +259,7 @@ def _load_answers(ask: Ask) -> Answers:
 
 def gather(
     machine: FoundMachine, ask: Ask, console: Console, elsewhere: Elsewhere | None = None
-) -> tuple[Answers, list[Able]]:
+) -> tuple[Answers, list[Check]]:
     """Collect answers and usable connectors. ``elsewhere``: unknown machine, so all connectors stay. Raises
     InputError without a connector."""
     engine, *others = found = tuple(machine.engines)
@@ -274,9 +274,9 @@ def gather(
         shape = MODELS.get(model) or _known_shape(model)
     able = preferred(engine) if elsewhere else able_connectors(engine, machine)
     for each in able:
-        if each.reason:
-            console.print(f"  {each.name} cannot run here: {each.reason}. Fix: {each.fix}", markup=False)
-    runs = tuple(each.name for each in able if not each.reason)
+        if each.detail:
+            console.print(f"  {each.name} cannot run here: {each.detail}. Fix: {each.fix}", markup=False)
+    runs = tuple(each.name for each in able if not each.detail)
     if not runs:
         raise InputError("no connector can run here", hint="`kvbench doctor` shows what is missing")
     chosen = ask("connectors", ",".join(runs), _some_of(runs))

@@ -17,6 +17,7 @@ from kvbench.engines.base import FirstScenario, Installed
 from kvbench.engines.external import url_problem
 from kvbench.errors import InputError
 from kvbench.hosts.devices import gpus, rdma
+from kvbench.hosts.version_rules import Check
 from kvbench.planning.overrides import SMALL_VOCABULARY, served_model
 from kvbench.planning.scenario_files import plain_name
 
@@ -36,15 +37,6 @@ class FoundMachine:
 
     def installed(self, engine: str) -> Installed:
         return self.engines.get(engine, Installed())
-
-
-@dataclass(frozen=True)
-class Able:
-    """A connector, and why it cannot run; empty if it can."""
-
-    name: str
-    reason: str = ""
-    fix: str = ""
 
 
 def look_around(root: Path = Path("/")) -> FoundMachine:
@@ -68,20 +60,20 @@ def first_scenario(engine: str) -> FirstScenario:
     return first
 
 
-def preferred(engine: str) -> list[Able]:
+def preferred(engine: str) -> list[Check]:
     """Preferred connectors that an engine can run on some machine."""
     known = [connectors.get(name) for name in PREFERRED if name in connectors.names()]
-    return [Able(connector.name) for connector in filter(first_scenario(engine).has, known)]
+    return [Check(connector.name, "ok", "") for connector in filter(first_scenario(engine).has, known)]
 
 
-def able_connectors(engine: str, machine: FoundMachine) -> list[Able]:
+def able_connectors(engine: str, machine: FoundMachine) -> list[Check]:
     first, there = first_scenario(engine), machine.installed(engine)
     known = [connectors.get(name) for name in PREFERRED if name in connectors.names()]
     options = first.options(there)
     found = []
     for connector in filter(first.has, known):
         problem = engines.get(engine).check(connector, options) or first.lacks(connector, there)
-        found.append(Able(connector.name, *((problem.reason, problem.fix) if problem else ())))
+        found.append(Check.unless(problem, connector.name, ""))
     return found
 
 

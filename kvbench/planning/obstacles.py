@@ -126,9 +126,7 @@ def _gpus(plan: Plan) -> Iterator[Problem]:
 
 
 def _ports(scenario: Scenario, plan: Plan) -> Iterator[Problem]:
-    here = ((host, port) for host, port in places(scenario, plan) if port and is_here(host))
-    taken = sorted({port for host, port in here if not is_free(host, port)})
-    if taken:
+    if taken := ports_in_use(scenario, plan)[0]:
         more = f" and {len(taken) - MOST_NAMED} more" if len(taken) > MOST_NAMED else ""
         yield Problem(
             f"ports in use: {', '.join(map(str, taken[:MOST_NAMED]))}{more}",
@@ -136,15 +134,17 @@ def _ports(scenario: Scenario, plan: Plan) -> Iterator[Problem]:
         )
 
 
-def places(scenario: Scenario, plan: Plan) -> set[tuple[str, int]]:
-    """Address and number of each port of the plan."""
-    where, found = scenario.deployment.address_of, set()
+def ports_in_use(scenario: Scenario, plan: Plan) -> tuple[list[int], list[str]]:
+    """Return the plan's ports in use, and the hosts whose ports cannot be checked from here."""
+    where, wanted = scenario.deployment.address_of, set[tuple[str, int]]()
     for planned in plan.deployments:
-        helpers = (*planned.service_ports, *([planned.router_port] if planned.router_port else ()))
-        found |= {(where("router"), port) for port in helpers}
-        for each in planned.instances:
-            found |= {(where(each.name), port) for port in each.ports_on(0, 1)}
-    return found
+        wanted |= {(where("router"), port) for port in (*planned.service_ports, planned.router_port or 0)}
+        for instance in planned.instances:
+            wanted |= {(where(instance.name), port) for port in instance.ports_on(0, 1)}
+    wanted = {(host, port) for host, port in wanted if port}
+    remote = {host for host, _ in wanted if not is_here(host)}
+    taken = {port for host, port in wanted if host not in remote and not is_free(host, port)}
+    return sorted(taken), sorted(remote)
 
 
 def _hosts(scenario: Scenario, named: str) -> Iterator[Problem]:

@@ -18,8 +18,9 @@ from commands import DEADLINE_S, argv, invoke
 from kvbench.core.physics import MODELS
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.engines.base import Installed
+from kvbench.hosts.version_rules import Check
 from kvbench.planning.init import Answers, described, shape_of, written
-from kvbench.planning.init_elsewhere import Able, FoundMachine, able_connectors, look_around
+from kvbench.planning.init_elsewhere import FoundMachine, able_connectors, look_around
 from kvbench.planning.scenario_files import load_scenario, registry
 
 CARD = {"index": "0", "name": "NVIDIA H200", "memory_bytes": 141 * 2**30}
@@ -144,7 +145,7 @@ def vllm_at(command: str) -> dict[str, Installed]:
     return {"vllm": Installed(command, "0.33.0")}
 
 
-def parsed(answers: Answers, machine: FoundMachine, able: list[Able] | None = None) -> Scenario:
+def parsed(answers: Answers, machine: FoundMachine, able: list[Check] | None = None) -> Scenario:
     return parse_scenario(written(answers, machine, able or []), "mine.yaml", registry())
 
 
@@ -174,7 +175,7 @@ def test_rdma_devices_go_into_the_connectors() -> None:
 
 
 def test_what_cannot_run_is_a_comment() -> None:
-    able = [Able("aggregated"), Able("nixl", "a cause\nin two lines", "a fix")]
+    able = [Check("aggregated", "ok", ""), Check("nixl", "missing", "a cause\nin two lines", "a fix")]
     text = written(ANSWERS, FoundMachine(engines=vllm_at("vllm")), able)
     assert "  # nixl cannot run here: a cause in two lines\n" in text
     assert parsed(ANSWERS, FoundMachine(engines=vllm_at("vllm")), able)
@@ -183,7 +184,7 @@ def test_what_cannot_run_is_a_comment() -> None:
 def test_a_vllm_without_the_library_cannot_run_its_connector() -> None:
     vllm = Path(os.__file__)  # any file that is there
     machine = FoundMachine(engines={"vllm": Installed(str(vllm), "0.32.0", {"nixl": "1.5.1"})})
-    found = {each.name: each.reason for each in able_connectors("vllm", machine)}
+    found = {each.name: each.detail for each in able_connectors("vllm", machine)}
     assert "tcp" not in found
     if not found["aggregated"]:  # there is a vllm on the PATH
         assert found["nixl"] == ""

@@ -17,8 +17,8 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic_core import InitErrorDetails
 
 from kvbench.core.scenario.base import NAME_PATTERN, Section, custom, whole_number
-from kvbench.core.scenario.checks import explain, nearest
-from kvbench.core.scenario.yaml_lines import Location, Mistake, Node, Where, plain, quoted, read_yaml
+from kvbench.core.scenario.checks import explain, keys_below, nearest
+from kvbench.core.scenario.yaml_lines import Location, Mistake, Where, plain, quoted, read_yaml
 from kvbench.core.simulation.step_time import TimingProfile
 from kvbench.errors import InputError
 
@@ -282,7 +282,8 @@ def parse_profile(text: str, path: str) -> ProfileFile:
     try:
         profile = ProfileFile.model_validate(plain(root))
     except ValidationError as error:
-        mistakes += explain(error, root, None, _keys(root), mistakes, "the profile")
+        keys = keys_below(ProfileFile, plain(root)) | {"coefficients": list(COEFFICIENTS)}
+        mistakes += explain(error, root, keys, mistakes, "the profile")
     if profile is None or mistakes:
         raise _error(mistakes, path)
     return profile
@@ -295,30 +296,6 @@ def _error(mistakes: list[Mistake], path: str) -> InputError:
         "\n".join(lines or [f"{Where().show(path)}: the file is empty"]),
         hint="`kvbench calibrate` writes these files; docs/calibrate.md describes the format",
     )
-
-
-def _keys(root: Node) -> dict[str, list[str]]:
-    named: dict[str, list[str]] = {"coefficients": list(COEFFICIENTS)}
-    models: tuple[tuple[str, list[str], type[Section]], ...] = (
-        ("coefficients", _names(root, "coefficients"), Coefficient),
-        ("held_out.figures", _names(root, "held_out", "figures"), Checked),
-    )
-    for path, children, model in models:
-        named |= {f"{path}.{name}": list(model.model_fields) for name in children}
-    sections: dict[str, type[Section]] = {
-        "": ProfileFile,
-        "covariance": Covariance,
-        "fitted_to": FittedTo,
-        "held_out": HeldOut,
-    }
-    return {**named, **{path: list(model.model_fields) for path, model in sections.items()}}
-
-
-def _names(root: Node, *way: str) -> list[str]:
-    node: Node | None = root
-    for step in way:
-        node = node.value.get(step) if node is not None and isinstance(node.value, dict) else None
-    return list(node.value) if node is not None and isinstance(node.value, dict) else []
 
 
 def profile_text(profile: ProfileFile) -> str:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from kvbench.core.scenario.checks import nearest
@@ -50,8 +50,12 @@ def error_at(location: Location, text: str) -> ValidationError:
     return ValidationError.from_exception_data("scenario", [detail])
 
 
-def typed(name: object, raw: object, known: Mapping[str, type[Options]], none: Options) -> Options:
-    """Return options checked by the model of their connector or engine. JSON mode turns lists into tuples."""
+def typed(info: ValidationInfo, key: str, raw: Any, kind: str, none: Options) -> Any:
+    """Return options checked by the model of the connector or engine that ``key`` names. JSON mode turns
+    lists into tuples."""
+    if not info.context:
+        return raw
+    name, known = info.data.get(key), getattr(info.context, kind)
     if isinstance(raw, type(none)) and raw != none:
         return raw
     if not isinstance(name, str) or name not in known:
@@ -69,6 +73,11 @@ def known_name(kind: str, name: str, known: Mapping[str, Any]) -> str:
 def as_tuple(raw: Any) -> Any:
     """Return a YAML list as a tuple."""
     return tuple(raw) if isinstance(raw, list) else raw
+
+
+Item = TypeVar("Item")
+Several = Annotated[tuple[Item, ...], BeforeValidator(as_tuple)]
+"""A list of the file, kept as a tuple."""
 
 
 def whole_number(raw: Any) -> Any:

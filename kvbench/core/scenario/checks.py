@@ -7,9 +7,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from kvbench.core.scenario.yaml_lines import Location, Mistake, Node, exists, locate, quoted, shorten
 from kvbench.core.slo import SESSION_METRICS, timeout_problem
@@ -81,7 +81,7 @@ def _spanning(
 
 def session_problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield place and text of each problem with sessions."""
-    workload, search = (_mapping(data, each) for each in ("workload", "search"))
+    workload, search = (_section(data, each) for each in ("workload", "search"))
     wanted = workload.get("sessions")
     if wanted is None:
         for place, metric in _limited(data):
@@ -100,7 +100,7 @@ def session_problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...],
         yield here, "a workload has a trace or sessions, not both"
     if (method := search.get("method", "sustained")) not in ("sustained", "fixed"):
         yield ("search", "method"), f"sessions are for method sustained or fixed, and the method is {method}"
-    load = _mapping(data, "load")
+    load = _section(data, "load")
     if load.get("endpoint", "completions") != "completions":
         yield ("load", "endpoint"), "sessions are sent as completions of token ids: leave load.endpoint out"
     if load.get("workers", "auto") not in ("auto", 1):
@@ -110,8 +110,8 @@ def session_problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...],
 
 
 def _limited(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    slo = _mapping(data, "slo")
-    tiers = _mapping(slo, "tiers")
+    slo = _section(data, "slo")
+    tiers = _section(slo, "tiers")
     places = [(("slo", "limits"), slo), *((("slo", "tiers", name), tiers[name]) for name in tiers)]
     for place, section in places:
         limits = section.get("limits") if isinstance(section, Mapping) else None
@@ -120,11 +120,6 @@ def _limited(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
                 metric in str(each) for each in (limits if isinstance(limits, (list, tuple)) else [limits])
             ):
                 yield place, metric
-
-
-def _mapping(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = data.get(name)
-    return found if isinstance(found, Mapping) else {}
 
 
 SHAPELESS: Final = {
@@ -160,29 +155,39 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def contradictions(data: Mapping[str, Any]) -> list[DataMistake]:
     """Return values that contradict each other; ``data`` may be incomplete or invalid."""
     return [
-        *_shape(data),
+        *_shapes(data),
         *_slo(data),
-        *_deadline(data),
+        *(
+            DataMistake(("workload", "request_timeout_s"), text, ("slo",))
+            for text in [timeout_problem(data)]
+            if text
+        ),
         *_methods(data),
         *_search(data),
-        *_load(data),
-        *_engines(data),
         *_labels(data),
         *_lengths(data),
-        *_hosts(data),
+        *(
+            DataMistake(("deployment", *place), text)
+            for place, text in host_problems(_section(data, "deployment"))
+        ),
         *(DataMistake(place, text) for place, text in session_problems(data)),
     ]
 
 
-def _shape(data: Mapping[str, Any]) -> list[DataMistake]:
-    model = data.get("model")
-    engine = _section(data, "deployment").get("engine", "emulated")
-    if _shapeless(data) or not isinstance(model, Mapping) or model.get("layers"):
-        return []
-    if "preset" in model and "layers" not in model:
-        return []  # the preset brings them
-    text = f"the {engine} engine needs the model's shape: layers with kv_heads and head_dim, or mla_dim"
-    return [DataMistake(("model",), text)]
+def _shapes(data: Mapping[str, Any]) -> Iterator[DataMistake]:
+    """Yield what an engine without a known model shape cannot have, and a shape that others lack."""
+    deployment, model = _section(data, "deployment"), data.get("model")
+    engine = deployment.get("engine", "emulated")  # as written: it may be anything
+    if why := SHAPELESS.get(engine) if isinstance(engine, str) else None:
+        if _section(data, "load").get("mode") == "direct":
+            text = f"load.mode direct needs P and D's own URLs, and {why[0]}"
+            yield DataMistake(("load", "mode"), text)
+        if deployment.get("aggregated") is not None:
+            text = f"deployment.aggregated counts engines that kvbench starts, and {why[1]}"
+            yield DataMistake(("deployment", "aggregated"), text, ("deployment", "engine"))
+    elif isinstance(model, Mapping) and not model.get("layers", "preset" in model):  # presets have layers
+        text = f"the {engine} engine needs the model's shape: layers with kv_heads and head_dim, or mla_dim"
+        yield DataMistake(("model",), text)
 
 
 def _section(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -218,11 +223,6 @@ def _slo(data: Mapping[str, Any]) -> Iterator[DataMistake]:
             )
     if slo.get("tpot_ms") is not None and _section(data, "workload").get("output_len") == 1:
         yield DataMistake(("slo", "tpot_ms"), "a request with output_len 1 has no tpot; drop tpot_ms")
-
-
-def _deadline(data: Mapping[str, Any]) -> Iterator[DataMistake]:
-    if text := timeout_problem(data):
-        yield DataMistake(("workload", "request_timeout_s"), text, ("slo",))
 
 
 def _needs_slo(data: Mapping[str, Any]) -> bool:
@@ -269,29 +269,6 @@ def _search(data: Mapping[str, Any]) -> Iterator[DataMistake]:
         if small is not None and large is not None and small > large:
             text = f"search.{low} ({small:g}) is above search.{high} ({large:g})"
             yield DataMistake(("search", low), text, ("search", high))
-
-
-def _shapeless(data: Mapping[str, Any]) -> tuple[str, str] | None:
-    engine = _section(data, "deployment").get("engine")  # as written: it may be anything
-    return SHAPELESS.get(engine) if isinstance(engine, str) else None
-
-
-def _load(data: Mapping[str, Any]) -> Iterator[DataMistake]:
-    if (why := _shapeless(data)) and _section(data, "load").get("mode") == "direct":
-        text = f"load.mode direct needs P and D's own URLs, and {why[0]}"
-        yield DataMistake(("load", "mode"), text)
-
-
-def _engines(data: Mapping[str, Any]) -> Iterator[DataMistake]:
-    deployment = _section(data, "deployment")
-    if (why := _shapeless(data)) and deployment.get("aggregated") is not None:
-        text = f"deployment.aggregated counts engines that kvbench starts, and {why[1]}"
-        yield DataMistake(("deployment", "aggregated"), text, ("deployment", "engine"))
-
-
-def _hosts(data: Mapping[str, Any]) -> Iterator[DataMistake]:
-    for place, text in host_problems(_section(data, "deployment")):
-        yield DataMistake(("deployment", *place), text)
 
 
 def _labels(data: Mapping[str, Any]) -> Iterator[DataMistake]:
@@ -358,29 +335,54 @@ _BOUND: Final = {
 def explain(
     error: ValidationError,
     root: Node,
-    data: Mapping[str, Any] | None,
     keys: Mapping[str, Sequence[str]],
     known: Sequence[Mistake],
     what: str = "the scenario",
 ) -> list[Mistake]:
-    """Return a mistake for each error that ``known`` does not cover, and for each contradiction.
+    """Return a mistake for each error that ``known`` does not cover.
 
-    ``keys``: keys allowed in each mapping, by dotted path. ``data``: the scenario, or None for another kind
-    of file, which messages call ``what``."""
+    ``keys``: keys allowed in each mapping, by dotted path. ``what``: the file's name in messages."""
     covered = {mistake.location for mistake in known if mistake.final}
-    found: list[Mistake] = []
-    for problem, by_key in _worded(error, keys, what):
-        if problem.location not in covered:
-            where = locate(root, problem.location, key=by_key)
-            found.append(Mistake(where, problem.location, problem.text))
-    covered |= {mistake.location for mistake in found}
-    for problem in () if data is None else contradictions(data):
+    return [
+        Mistake(locate(root, problem.location, key=by_key), problem.location, problem.text)
+        for problem, by_key in _worded(error, keys, what)
+        if problem.location not in covered
+    ]
+
+
+def placed(problems: Iterable[DataMistake], root: Node, known: Sequence[Mistake]) -> list[Mistake]:
+    """Return the contradictions that ``known`` does not cover, with their lines."""
+    covered = {mistake.location for mistake in known if mistake.final}
+    found = []
+    for problem in problems:
         if problem.location not in covered:
             location = problem.location if exists(root, problem.location) else problem.other
-            found.append(
-                Mistake(locate(root, location or problem.location, key=True), location, problem.text)
-            )
+            where = locate(root, location or problem.location, key=True)
+            found.append(Mistake(where, location, problem.text))
     return found
+
+
+def keys_below(model: type[BaseModel], data: object, path: str = "") -> dict[str, list[str]]:
+    """Return the keys of each section in a file's data by its dotted path."""
+    keys, values = {path: list(model.model_fields)}, data if isinstance(data, Mapping) else {}
+    for name, field in model.model_fields.items():
+        inside, below = values.get(name), f"{path}.{name}".removeprefix(".")
+        places = {below: inside}
+        if get_origin(field.annotation) is dict:
+            entries = inside if isinstance(inside, Mapping) else {}
+            places = {f"{below}.{key}": entry for key, entry in entries.items()}
+        for section in _sections_in(field.annotation):
+            for place, entry in places.items():
+                keys |= keys_below(section, entry, place)
+    return keys
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    if get_origin(annotation) is tuple:  # the only such section, connectors, depends on its name
+        return []
+    if inner := get_args(annotation):
+        return [found for each in inner for found in _sections_in(each)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
 
 
 def _worded(
@@ -394,8 +396,6 @@ def _worded(
         if location[:1] == ("connectors",) and location[2:3] == ("options",):
             location = location[:2] + location[3:]
         kind = each["type"]
-        if kind == "contradiction":
-            continue  # found again from the data, together with those that this error hides
         if kind == "too_short" and each["loc"] in inside:
             continue  # pydantic does not count entries that have mistakes of their own
         if kind == "extra_forbidden":

@@ -25,7 +25,7 @@ from pydantic_core import CoreSchema
 
 from kvbench.core.physics import hardware_of
 from kvbench.core.ranks import Ranks
-from kvbench.core.scenario.base import NAME_PATTERN, Section, custom, error_at, known_name, typed
+from kvbench.core.scenario.base import NAME_PATTERN, Section, Several, custom, error_at, known_name, typed
 from kvbench.core.scenario.hosts import NODE, HostName, RayOptions, RemoteHost, Roles, SlurmOptions
 from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
 from kvbench.core.scenario.yaml_lines import shorten
@@ -122,16 +122,11 @@ class CommandPrefix(Section):
 
     ``{name}`` stands for the instance's name, ``{logs}`` for the folder of its log."""
 
-    prefill: tuple[PrefixWord, ...] = Field((), max_length=64, description="before each prefill instance")
-    decode: tuple[PrefixWord, ...] = Field((), max_length=64, description="before each decode instance")
-    aggregated: tuple[PrefixWord, ...] = Field(
+    prefill: Several[PrefixWord] = Field((), max_length=64, description="before each prefill instance")
+    decode: Several[PrefixWord] = Field((), max_length=64, description="before each decode instance")
+    aggregated: Several[PrefixWord] = Field(
         (), max_length=64, description="before each engine of a deployment without P/D"
     )
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _as_tuple(cls, raw: Any) -> Any:
-        return tuple(raw) if isinstance(raw, list) else raw
 
 
 class Deployment(Section):
@@ -385,9 +380,7 @@ class Deployment(Section):
     @field_validator("engine_options", mode="before")
     @classmethod
     def _typed_options(cls, raw: Any, info: ValidationInfo) -> Any:
-        if not info.context:
-            return raw
-        return typed(info.data.get("engine"), raw, info.context.engines, EngineOptions())
+        return typed(info, "engine", raw, "engines", EngineOptions())
 
 
 OWN_KEYS: Final = ("name", "label", "tensor_parallel_size")
@@ -432,6 +425,4 @@ class ConnectorChoice(Section):
     @field_validator("options", mode="before")
     @classmethod
     def _typed_options(cls, raw: Any, info: ValidationInfo) -> Any:
-        if not info.context:
-            return raw
-        return typed(info.data.get("name"), raw, info.context.connectors, ConnectorOptions())
+        return typed(info, "name", raw, "connectors", ConnectorOptions())

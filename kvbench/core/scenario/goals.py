@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from kvbench.core import slo as slos
-from kvbench.core.scenario.base import NAME_PATTERN, Section, as_tuple, custom
+from kvbench.core.scenario.base import NAME_PATTERN, Section, Several, custom
 
 _LIMIT_SCHEMA: Final = {
     "type": "array",
@@ -115,7 +115,7 @@ class Search(Section):
         "as done by hand; fixed: the rates of `rates`, without an SLO; trace: replay of workload.trace",
     )
     compare_burst: bool = Field(False, description="also measure by the burst method, in a separate table")
-    rates: Annotated[tuple[Rate, ...], BeforeValidator(as_tuple)] = Field(
+    rates: Several[Rate] = Field(
         (), max_length=64, description="the rates of method fixed, each measured once"
     )
     equal_rate: bool = Field(

@@ -9,10 +9,11 @@ from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator, model_validator
 
-from kvbench.core.scenario.base import NAME_PATTERN, Section, as_tuple, custom
+from kvbench.core.scenario.base import NAME_PATTERN, Section, Several, as_tuple, custom
 
 ADDRESS: Final = r"^[A-Za-z0-9][A-Za-z0-9.-]{0,252}$"
 _TEXT: Final = r"^[^\x00\n]*$"
+PathText = Annotated[str, Field(max_length=4096, pattern=_TEXT)]
 
 HostName = Annotated[str, Field(pattern=NAME_PATTERN)]
 EnvName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -70,16 +71,11 @@ class Ssh(Section):
     )
     port: int | None = Field(None, ge=1, le=65_535, description="port of its sshd; by default 22")
     user: str = Field("", max_length=64, pattern=_TEXT, description="user there; by default the one here")
-    key: str = Field("", max_length=4096, pattern=_TEXT, description="file of the private key")
-    known_hosts: str = Field(
-        "",
-        max_length=4096,
-        pattern=_TEXT,
-        description="file of the hosts' keys, by default ~/.ssh/known_hosts; it is always checked",
+    key: PathText = Field("", description="file of the private key")
+    known_hosts: PathText = Field(
+        "", description="file of the hosts' keys, by default ~/.ssh/known_hosts; it is always checked"
     )
-    config: str = Field(
-        "", max_length=4096, pattern=_TEXT, description="file to read in place of ~/.ssh/config"
-    )
+    config: PathText = Field("", description="file to read in place of ~/.ssh/config")
     connect_timeout_s: float = Field(10.0, gt=0, le=600, description="deadline of the connection")
 
 
@@ -89,22 +85,15 @@ class RemoteHost(Section):
         description="address on the data network: its servers listen there and are found there",
     )
     ssh: Ssh = Field(default_factory=Ssh, description="how it is reached by ssh")
-    python: str = Field(
-        "",
-        max_length=4096,
-        pattern=_TEXT,
-        description="a Python there that has kvbench; by default `kvbench hosts install`'s, else python3",
+    python: PathText = Field(
+        "", description="a Python there that has kvbench; by default `kvbench hosts install`'s, else python3"
     )
-    workdir: str = Field(
-        "~/.cache/kvbench", max_length=4096, pattern=_TEXT, description="folder there for files of a run"
-    )
+    workdir: PathText = Field("~/.cache/kvbench", description="folder there for files of a run")
     env: dict[EnvName, str] = Field(
         default_factory=dict, description="environment of all processes there, word for word"
     )
-    nics: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = Field(
-        (), max_length=64, description="NICs for KV, set for UCX, NCCL and gloo"
-    )
-    devices: Annotated[tuple[int, ...], BeforeValidator(as_tuple)] = Field(
+    nics: Several[str] = Field((), max_length=64, description="NICs for KV, set for UCX, NCCL and gloo")
+    devices: Several[int] = Field(
         (),
         max_length=64,
         description="its GPUs, given to its instances in turn, as many to each as it has ranks; by default "
@@ -170,18 +159,13 @@ Variable = Annotated[str, Field(pattern=_VARIABLE)]
 class _Equipped(Section):
     """Equipment of a node that its processes use."""
 
-    nics: tuple[Word, ...] = Field((), max_length=64, description="the nodes' NICs for KV")
-    devices: tuple[int, ...] = Field(
+    nics: Several[Word] = Field((), max_length=64, description="the nodes' NICs for KV")
+    devices: Several[int] = Field(
         (),
         max_length=64,
         description="the nodes' GPUs, given to instances in turn, as many to each as it has ranks; "
         "by default those that the scheduler made visible",
     )
-
-    @field_validator("nics", "devices", mode="before")
-    @classmethod
-    def _equipment_as_tuple(cls, raw: object) -> object:
-        return as_tuple(raw)
 
 
 class SlurmNodes(_Equipped):
@@ -199,14 +183,9 @@ class SlurmNodes(_Equipped):
     mem: str = Field("", pattern=_VALUE, description="memory of each node, such as 64G; 0: all of it")
     cpus_per_task: int | None = Field(None, ge=1, le=4096, description="CPU cores of each node")
     exclusive: bool = Field(False, description="no other job on the same nodes")
-    extra: tuple[Word, ...] = Field(
+    extra: Several[Word] = Field(
         (), max_length=64, description="further options of salloc, a word each, such as --switches=1"
     )
-
-    @field_validator("extra", mode="before")
-    @classmethod
-    def _as_tuple(cls, raw: object) -> object:
-        return as_tuple(raw)
 
     @field_validator("extra")
     @classmethod
@@ -242,7 +221,7 @@ class SlurmOptions(SlurmNodes):
     )
     python: str = Field("", max_length=4096, description="the interpreter on the nodes; by default this one")
     workdir: str = Field("", max_length=4096, description="folder on the nodes for files of a run")
-    env: tuple[Variable, ...] = Field(
+    env: Several[Variable] = Field(
         (),
         max_length=200,
         description="environment variables taken along; no others but PATH and the like are",
@@ -250,11 +229,6 @@ class SlurmOptions(SlurmNodes):
     pending_timeout_s: float = Field(
         3600.0, gt=0, le=7 * 86_400, description="longest wait in the queue; then the job is cancelled"
     )
-
-    @field_validator("env", mode="before")
-    @classmethod
-    def _env_as_tuple(cls, raw: object) -> object:
-        return as_tuple(raw)
 
     @model_validator(mode="after")
     def _both_or_neither(self) -> SlurmOptions:

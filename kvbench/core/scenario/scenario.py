@@ -11,40 +11,23 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
-from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, as_tuple, whole_number
-from kvbench.core.scenario.checks import contradictions, explain
+from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, Several, whole_number
+from kvbench.core.scenario.checks import contradictions, explain, keys_below, placed
 from kvbench.core.scenario.deployment_section import (
     OWN_KEYS,
-    AggregatedSize,
-    CommandPrefix,
     ConnectorChoice,
     Deployment,
-    RoleSize,
 )
 from kvbench.core.scenario.goals import Search, Slo, Tier
-from kvbench.core.scenario.hosts import (
-    SCHEDULED_ROLES,
-    RayNodes,
-    RayOptions,
-    RemoteHost,
-    Roles,
-    SlurmNodes,
-    SlurmOptions,
-    Ssh,
-)
 from kvbench.core.scenario.json_schema import scenario_schema_of
 from kvbench.core.scenario.options import ConnectorOptions
 from kvbench.core.scenario.overrides import Overrides, apply_overrides, typed_overrides
 from kvbench.core.scenario.sections import (
     Checks,
-    KvLink,
     Load,
     ModelChoice,
-    Sessions,
-    SessionShape,
     Simulate,
     Trace,
     Workload,
@@ -129,7 +112,7 @@ class Scenario(Section):
     deployment: Deployment = Field(
         default_factory=Deployment, validate_default=True, description="what is launched for each connector"
     )
-    connectors: Annotated[tuple[ConnectorChoice, ...], BeforeValidator(as_tuple)] = Field(
+    connectors: Several[ConnectorChoice] = Field(
         min_length=1, max_length=32, description="what is compared: connector names, or mappings with options"
     )
     workload: Workload = Field(description="what requests look like and how they arrive")
@@ -149,23 +132,6 @@ class Scenario(Section):
     def _default_deployment(cls, raw: Any) -> Any:
         # Goes through the checks again, so that even default engine options get their type.
         return dict(raw) if isinstance(raw, Deployment) and not raw.model_fields_set else raw
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Scenario:
-        problems = contradictions(self.resolved())
-        if problems:
-            raise ValidationError.from_exception_data(
-                "scenario",
-                [
-                    InitErrorDetails(
-                        type=PydanticCustomError("contradiction", "{text}", {"text": each.text}),
-                        loc=each.location,
-                        input=None,
-                    )
-                    for each in problems
-                ],
-            )
-        return self
 
     def deployed(self, label: str) -> Deployment:
         """Return the deployment of one connector, with its own tensor parallel size."""
@@ -237,11 +203,15 @@ class Draft:
         assert isinstance(data, dict)
         data.setdefault("name", name_from_path(self.path))
         _stand_in_lengths(data)
-        scenario = None
+        scenario, conflicts = None, []
         try:
             scenario = Scenario.model_validate(data, context=registry)
+            conflicts = contradictions(scenario.resolved())
         except ValidationError as error:
-            mistakes += explain(error, self.root, _with_defaults(data), _keys_at(registry, data), mistakes)
+            mistakes += explain(error, self.root, _keys_at(registry, data), mistakes)
+        if scenario is None or conflicts:  # the data as written knows what the user gave
+            conflicts = contradictions(_with_defaults(data)) or conflicts
+        mistakes += placed(conflicts, self.root, mistakes)
         if scenario is None or mistakes:
             raise scenario_error(mistakes, self.path)
         return _settled(_by_size(scenario, self.path))
@@ -340,53 +310,9 @@ def _with_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
     return {**data, "search": {**Search().model_dump(), **search} if isinstance(search, dict) else search}
 
 
-def _tier_names(data: Mapping[str, Any]) -> list[str]:
-    slo = data.get("slo")
-    tiers = slo.get("tiers") if isinstance(slo, dict) else None
-    return [str(name) for name in tiers] if isinstance(tiers, dict) else []
-
-
-def _host_names(data: Mapping[str, Any]) -> list[str]:
-    section = data.get("deployment")
-    hosts = section.get("hosts") if isinstance(section, dict) else None
-    return [str(name) for name in hosts] if isinstance(hosts, dict) else []
-
-
-def _simulated_links(data: Mapping[str, Any]) -> list[str]:
-    section = data.get("simulate")
-    links = section.get("connectors") if isinstance(section, dict) else None
-    return [str(name) for name in links] if isinstance(links, dict) else []
-
-
 def _keys_at(registry: Registry, data: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the known keys of each mapping by its dotted path; connectors by their index."""
-    sections: dict[str, type[BaseModel]] = {
-        "": Scenario,
-        "deployment": Deployment,
-        "deployment.prefix": CommandPrefix,
-        "deployment.prefill": RoleSize,
-        "deployment.decode": RoleSize,
-        "deployment.aggregated": AggregatedSize,
-        "deployment.roles": Roles,
-        "deployment.slurm": SlurmOptions,
-        "deployment.ray": RayOptions,
-        **{f"deployment.slurm.{role}": SlurmNodes for role in SCHEDULED_ROLES},
-        **{f"deployment.ray.{role}": RayNodes for role in SCHEDULED_ROLES},
-        **{f"deployment.hosts.{name}": RemoteHost for name in _host_names(data)},
-        **{f"deployment.hosts.{name}.ssh": Ssh for name in _host_names(data)},
-        "workload": Workload,
-        "workload.trace": Trace,
-        "workload.sessions": Sessions,
-        "workload.sessions.shape": SessionShape,
-        "slo": Slo,
-        **{f"slo.tiers.{name}": Tier for name in _tier_names(data)},
-        "search": Search,
-        "checks": Checks,
-        "load": Load,
-        "simulate": Simulate,
-        **{f"simulate.connectors.{name}": KvLink for name in _simulated_links(data)},
-    }
-    keys = {path: list(model.model_fields) for path, model in sections.items()}
+    keys = keys_below(Scenario, data)
     keys["model"] = ["preset", *ModelChoice.model_fields]
     deployment = data.get("deployment")
     engine = deployment.get("engine", "emulated") if isinstance(deployment, dict) else "emulated"

@@ -84,10 +84,8 @@ def _choice_check(machine: Machine) -> Check:
         words = ", ".join(str(nic) for nic in in_order(found.usable, root=machine.root)) or "none"
         others = "; ".join(f"{name}: {reason}" for name, reason in found.left_out.items() if name != "lo")
         parts.append(f"for {kind}: {words}" + (f" (not {others})" if others else ""))
-    if number:
-        return Check("nics", "ok", "; ".join(parts))
     fix = "configure an interface with link and address; or try NICs in a lab: kvbench lab up --nics 8"
-    return Check("nics", "warn", "; ".join(parts), fix)
+    return Check.of("nics", bool(number), "; ".join(parts), fix)
 
 
 def _link_check(machine: Machine) -> Check:
@@ -95,12 +93,11 @@ def _link_check(machine: Machine) -> Check:
     down = [(name, port) for name, port in machine.ports() if port["state"] != "ACTIVE"]
     trying = [f"{name}:{port['port']}" for name, port in down if port["phys_state"] != "Disabled"]
     off = [f"{name}:{port['port']}" for name, port in down if port["phys_state"] == "Disabled"]
-    if trying:
-        detail = f"no link on {', '.join(trying)}"
-        return Check(
-            "nic links", "warn", detail, "check cable, transceiver and switch port; else ignore them"
-        )
-    return Check("nic links", "ok", "all up" + (f", {', '.join(off)} switched off" if off else ""))
+    up = "all up" + (f", {', '.join(off)} switched off" if off else "")
+    detail = f"no link on {', '.join(trying)}" if trying else up
+    return Check.of(
+        "nic links", not trying, detail, "check cable, transceiver and switch port; else ignore them"
+    )
 
 
 def _gid_check(machine: Machine) -> Check:
@@ -157,11 +154,9 @@ def _pcie_check(machine: Machine) -> Check:
             slow.append(words)
         else:
             fine += 1
-    if slow:
-        fix = "seat the card in a wider slot, check bifurcation in the BIOS, and `lspci -vv` LnkSta"
-        return Check("pcie", "warn", "; ".join(slow), fix)
-    detail = f"wide enough for {fine} NIC{'s' if fine != 1 else ''}" if fine else "no link's width is known"
-    return Check("pcie", "ok", detail)
+    fix = "seat the card in a wider slot, check bifurcation in the BIOS, and `lspci -vv` LnkSta"
+    wide = f"wide enough for {fine} NIC{'s' if fine != 1 else ''}" if fine else "no link's width is known"
+    return Check.of("pcie", not slow, "; ".join(slow) or wide, fix)
 
 
 def _links(machine: Machine) -> list[tuple[str, Mapping[str, Any], float | None]]:
@@ -220,10 +215,13 @@ def _iommu_check(machine: Machine) -> Check:
         kind = read(place / "iommu_group/type")
         if kind is not None and kind != "identity":
             translated.append(f"{device['name']} {kind}")
-    if translated:
-        fix = "kernel command line: iommu=pt (and in the BIOS ACS off, for GPUDirect)"
-        return Check("iommu", "warn", f"translates for {', '.join(translated)}", fix)
-    return Check("iommu", "ok", "does not translate between NICs and memory")
+    fix = "kernel command line: iommu=pt (and in the BIOS ACS off, for GPUDirect)"
+    detail = (
+        f"translates for {', '.join(translated)}"
+        if translated
+        else "does not translate between NICs and memory"
+    )
+    return Check.of("iommu", not translated, detail, fix)
 
 
 def _huge_pages_check(root: Path) -> Check:
@@ -231,11 +229,9 @@ def _huge_pages_check(root: Path) -> Check:
     chosen = re.search(r"\[(\w+)\]", enabled)
     static = read_int(root / "proc/sys/vm/nr_hugepages") or 0
     mode = chosen[1] if chosen else "unknown"
+    fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: small pages slow registration"
     detail = f"transparent: {mode}, static: {static}"
-    if mode == "never" and not static:
-        fix = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: small pages slow registration"
-        return Check("huge pages", "warn", detail, fix)
-    return Check("huge pages", "ok", detail)
+    return Check.of("huge pages", mode != "never" or static > 0, detail, fix)
 
 
 def _numa_checks(root: Path) -> list[Check]:
@@ -244,10 +240,10 @@ def _numa_checks(root: Path) -> list[Check]:
     ]
     if len(nodes) < 2:
         return []
-    if read_int(root / "proc/sys/kernel/numa_balancing"):
-        detail = f"{len(nodes)} nodes, and the kernel moves pages between them while they are used"
-        return [Check("numa balancing", "warn", detail, "sysctl -w kernel.numa_balancing=0")]
-    return [Check("numa balancing", "ok", f"{len(nodes)} nodes, pages are not moved")]
+    moves = bool(read_int(root / "proc/sys/kernel/numa_balancing"))
+    how = "and the kernel moves pages between them while they are used" if moves else "pages are not moved"
+    detail = f"{len(nodes)} nodes, {how}"
+    return [Check.of("numa balancing", not moves, detail, "sysctl -w kernel.numa_balancing=0")]
 
 
 def version_checks(versions: Mapping[str, str]) -> list[Check]:

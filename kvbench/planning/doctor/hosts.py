@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -17,13 +16,13 @@ from rich.markup import escape
 from kvbench.core.plan.plan import Plan
 from kvbench.core.scenario.hosts import SlurmOptions
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError
+from kvbench.errors import InputError, KvbenchError, Problem
 from kvbench.hosts.nics.choice import best_gid
 from kvbench.hosts.version_rules import Check
 from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.remote import Fleet
 from kvbench.launchers.placement import fleet_with
-from kvbench.planning.doctor.doctor import affinity_checks, print_checks
+from kvbench.planning.doctor.doctor import affinity_checks, folding_table, print_checks
 from kvbench.planning.gpu_dealing import VISIBLE, far_device_env
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
@@ -56,16 +55,13 @@ def command(
         pairs = reached(scenario, fleet)
         nic_pairs = nics_reached(scenario, fleet)
     checks += list(pair_checks({**pairs, **nic_pairs}))
+    reach = {
+        name: [{"from": one, "to": other, **way} for (one, other), way in found.items()]
+        for name, found in {"hosts": pairs, "nics": nic_pairs}.items()
+    }
+    code = print_checks(checks, console, as_json=as_json, more={"reached": reach})
     if as_json:
-        ways = {"hosts": pairs, "nics": nic_pairs}
-        reach = {
-            name: [{"from": one, "to": other, **way} for (one, other), way in found.items()]
-            for name, found in ways.items()
-        }
-        known = {"checks": [vars(check) for check in checks], "reached": reach}
-        console.file.write(json.dumps(known, indent=2, default=str) + "\n")
-        return EXIT_FAILED if any(check.status == "missing" for check in checks) else EXIT_OK
-    code = print_checks(checks, console)
+        return code
     if pairs:
         console.print(matrix(pairs))
     if nic_pairs:
@@ -120,11 +116,9 @@ def connector_checks(scenario: Scenario, plan: Plan, name: str, agent: AgentClie
             connector=planned.connector,
             options=deployment.engine_options.model_dump_json(),
         )
-        what = f"{name} {planned.label}"
-        if problem:
-            yield Check(what, "missing", str(problem["reason"]), str(problem.get("fix", "")))
-        else:
-            yield Check(what, "ok", f"the {deployment.engine} engine there can run it")
+        found = Problem(str(problem["reason"]), str(problem.get("fix", ""))) if problem else None
+        detail = f"the {deployment.engine} engine there can run it"
+        yield Check.unless(found, f"{name} {planned.label}", detail)
 
 
 def _host(
@@ -134,13 +128,8 @@ def _host(
     host = deployment.hosts[name]
     yield Check(name, "ok", f"kvbench {hello['version']}, Python {hello['python']}, {hello['cores']} cores")
     offset_s = float(hello["unix_s"]) - agent.seen_unix_s
-    far_apart = abs(offset_s) > NOTABLE_S
-    yield Check(
-        f"{name} clock",
-        "warn" if far_apart else "ok",
-        f"{offset_s:+.3f} s from here",
-        "timestamps in logs will differ; results are not affected" if far_apart else "",
-    )
+    fix = "timestamps in logs will differ; results are not affected"
+    yield Check.of(f"{name} clock", abs(offset_s) <= NOTABLE_S, f"{offset_s:+.3f} s from here", fix)
     nics = {str(each["name"]): each for each in environment.get("nics") or ()}
     devices = {str(each.get("name")) for each in environment.get("rdma") or ()}
     for nic in host.nics:
@@ -149,15 +138,14 @@ def _host(
         finding = (
             "is down" if down else "is there" if here else f"is not among {', '.join([*nics, *devices])}"
         )
-        yield Check(f"{name} {nic}", "missing" if down or not here else "ok", f"NIC {nic} {finding}")
+        yield Check.of(f"{name} {nic}", here and not down, f"NIC {nic} {finding}", bad="missing")
     yield from gid_checks(name, environment)
     yield from _ports(scenario, plan, name, agent)
     model = deployment.engine_options.served_from
     if model.startswith(("/", "~")):
         there = agent.ask("exists", path=model)["exists"]
-        yield Check(
-            f"{name} model", "ok" if there else "missing", f"{model} {'' if there else 'is not there'}"
-        )
+        detail = f"{model} {'' if there else 'is not there'}"
+        yield Check.of(f"{name} model", there, detail, bad="missing")
     used = {int(index): int(taken) for index, taken in agent.ask("gpus")["used_bytes"].items()}
     busy = [index for index in host.devices or used if used.get(index, 0) > FREE_BYTES]
     lacking = [index for index in host.devices if index not in used]
@@ -170,13 +158,14 @@ def _host(
 def gpu_checks(scenario: Scenario, plan: Plan, answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
     """Check GPUs per process of the largest deployment, or report the missing number."""
     most = max(plan.deployments, key=lambda each: len(each.instances))
-    try:
+
+    def dealt() -> str:
         given = far_device_env(scenario, most, answers)
-    except InputError as error:
-        yield Check("gpus", "missing", error.message, error.hint)
-        return
-    if given:
-        yield Check("gpus", "ok", "; ".join(f"{name}: {env[VISIBLE]}" for name, env in given.items()))
+        return "; ".join(f"{name}: {env[VISIBLE]}" for name, env in given.items())
+
+    check = Check.tried("gpus", dealt)
+    if check.detail:
+        yield check
 
 
 def gid_checks(name: str, environment: Mapping[str, Any]) -> Iterator[Check]:
@@ -209,13 +198,13 @@ def _ports(scenario: Scenario, plan: Plan, name: str, agent: AgentClient) -> Ite
         wanted |= {port for each in plan.deployments for port in (each.router_port or 0, *each.service_ports)}
     wanted -= {0}
     address = deployment.hosts[name].address
-    try:
+
+    def bound() -> str:
         agent.ask("require_free", address=address, ports=[["the plan", port] for port in sorted(wanted)])
         probed = agent.ask("free_ports", address=address, counts=[1])["ports"]
-    except KvbenchError as error:
-        yield Check(f"{name} ports", "missing", error.message, error.hint)
-        return
-    yield Check(f"{name} ports", "ok", f"{len(wanted) or len(probed)} can be bound at {address}")
+        return f"{len(wanted) or len(probed)} can be bound at {address}"
+
+    yield Check.tried(f"{name} ports", bound)
 
 
 def _same(environments: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
@@ -227,12 +216,9 @@ def _same(environments: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
         if len(set(versions.values())) > 1:
             words = ", ".join(f"{name}: {version or 'none'}" for name, version in versions.items())
             differ.append(f"{library} ({words})")
-    if differ:
-        yield Check(
-            "libraries", "warn", "not the same: " + "; ".join(differ), "install the same on all hosts"
-        )
-    elif len(libraries) > 1:
-        yield Check("libraries", "ok", "the same on all hosts")
+    if len(libraries) > 1:
+        detail = "not the same: " + "; ".join(differ) if differ else "the same on all hosts"
+        yield Check.of("libraries", not differ, detail, "install the same on all hosts")
 
 
 def reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict[str, Any]]:
@@ -270,16 +256,14 @@ def _tried(one: AgentClient, own: str, other: AgentClient, address: str) -> dict
 
 
 def nic_table(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
-    from rich.table import Column, Table
+    rows = [(escape(one), escape(other), *_way(found)) for (one, other), found in pairs.items()]
+    return folding_table(("NIC", "to", "round trip", "one TCP flow"), rows)
 
-    titles = ("NIC", "to", "round trip", "one TCP flow")
-    table = Table(*(Column(each, overflow="fold") for each in titles), box=None, pad_edge=False)
-    for (one, other), found in pairs.items():
-        cells = ["[red]no[/red]", ""]
-        if "error" not in found:
-            cells = [f"{found['rtt_s'] * 1e3:.2f} ms", f"{found['bytes_per_s'] / 1e9:.2f} GB/s"]
-        table.add_row(escape(one), escape(other), *cells)
-    return table
+
+def _way(found: Mapping[str, Any]) -> tuple[str, str]:
+    if "error" in found:
+        return "[red]no[/red]", ""
+    return f"{found['rtt_s'] * 1e3:.2f} ms", f"{found['bytes_per_s'] / 1e9:.2f} GB/s"
 
 
 def pair_checks(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[Check]:
@@ -291,20 +275,15 @@ def pair_checks(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[
 
 def matrix(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
     """Matrix of connections from row to column: round trip and a plain TCP flow."""
-    from rich.table import Column, Table
-
     names = list(dict.fromkeys(one for one, _ in pairs))
-    titles = ("from \\ to", *map(escape, names))
-    table = Table(*(Column(each, overflow="fold") for each in titles), box=None, pad_edge=False)
-    for one in names:
-        cells = []
-        for other in names:
-            found = pairs.get((one, other))
-            if found is None:
-                cells.append("–")
-            elif "error" in found:
-                cells.append("[red]no[/red]")
-            else:
-                cells.append(f"{found['rtt_s'] * 1e3:.2f} ms, {found['bytes_per_s'] / 1e9:.2f} GB/s")
-        table.add_row(escape(one), *cells)
-    return table
+    rows = [
+        [
+            escape(one),
+            *(
+                ", ".join(filter(None, _way(pairs[one, other]))) if (one, other) in pairs else "–"
+                for other in names
+            ),
+        ]
+        for one in names
+    ]
+    return folding_table(("from \\ to", *map(escape, names)), rows)

@@ -18,14 +18,13 @@ from kvbench import connectors, engines
 from kvbench.core.plan.plan import Plan
 from kvbench.core.scenario.hosts import SlurmOptions
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.errors import InputError, KvbenchError
+from kvbench.errors import KvbenchError
 from kvbench.hosts.devices import gpus, rdma
 from kvbench.hosts.version_rules import Check
-from kvbench.launchers.parts.sockets import is_free, is_here
 from kvbench.planning.doctor import hosts as doctor_hosts
 from kvbench.planning.doctor.doctor import cpu_checks, examine, open_files_check, print_checks, python_check
 from kvbench.planning.gpu_dealing import require_gpus
-from kvbench.planning.obstacles import places, scheduler_problem
+from kvbench.planning.obstacles import ports_in_use, scheduler_problem
 from kvbench.planning.overrides import CliOptions, resolve, served_model
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import instances, transport_findings, unusable
@@ -61,12 +60,12 @@ def server_checks(scenario: Scenario) -> Iterator[Check]:
     server, wanted = scenario.deployment.engine_options.server, scenario.model.served_model_name
     if not server.base_url:
         return
-    try:
+
+    def serves() -> str:
         served_model(server.base_url, server.access, wanted)
-    except KvbenchError as error:
-        yield Check("server", "missing", error.message, error.hint)
-    else:
-        yield Check("server", "ok", f"{server.base_url} serves {wanted}")
+        return f"{server.base_url} serves {wanted}"
+
+    yield Check.tried("server", serves)
 
 
 def connector_checks(scenario: Scenario, plan: Plan) -> Iterator[Check]:
@@ -75,13 +74,8 @@ def connector_checks(scenario: Scenario, plan: Plan) -> Iterator[Check]:
     version = engine.version(scenario.deployment.engine_options)
     who = f"{engine.name} {version}".strip()
     for deployment in plan.deployments:
-        problem = unusable(scenario, deployment)
-        name = f"{deployment.label} on {engine.name}"
-        if problem is not None:
-            yield Check(name, "missing", problem.reason, problem.fix)
-            continue
-        title = connectors.get(deployment.connector).title
-        yield Check(name, "ok", f"{title}, with {who}")
+        detail = f"{connectors.get(deployment.connector).title}, with {who}"
+        yield Check.unless(unusable(scenario, deployment), f"{deployment.label} on {engine.name}", detail)
 
 
 def model_check(scenario: Scenario) -> Check:
@@ -123,7 +117,8 @@ def launcher_check(scenario: Scenario) -> Check:
     deployment = scenario.deployment
     name = f"launcher {deployment.launcher}"
     if deployment.launcher in ("slurm", "ray"):
-        return _scheduler_check(name, deployment.launcher)
+        problem = scheduler_problem(deployment.launcher)
+        return Check.unless(problem, name, "its hosts are known once a run requests them")
     if deployment.launcher != "local":
         return Check(name, "ok", f"processes start on {', '.join(deployment.used_hosts)}")
     hosts = dict.fromkeys([deployment.host_of("prefill"), deployment.host_of("decode"), deployment.host])
@@ -141,32 +136,18 @@ def launcher_check(scenario: Scenario) -> Check:
     return Check(name, "ok", f"processes start here, on {', '.join(hosts)}")
 
 
-def _scheduler_check(name: str, launcher: str) -> Check:
-    """Check that the scheduler responds; its offer is known only on request."""
-    problem = scheduler_problem(launcher)
-    if problem is None:
-        return Check(name, "ok", "its hosts are known once a run requests them")
-    return Check(name, "missing", problem.reason, problem.fix)
-
-
 def plan_ports_check(scenario: Scenario, plan: Plan) -> Check:
     if not plan.ports:
         return Check("ports of the plan", "ok", "free ones are chosen at launch (base_port 0)")
     if scenario.deployment.launcher != "local":
         return Check("ports of the plan", "ok", "looked at on the hosts before each start")
-    all_places = places(scenario, plan)
-    foreign = sorted({host for host, _ in all_places if not is_here(host)})
-    taken = sorted({port for host, port in all_places if host not in foreign and not is_free(host, port)})
+    taken, foreign = ports_in_use(scenario, plan)
     span = f"{min(plan.ports)} to {max(plan.ports)}"
-    if not taken:
-        beside = f", except those of {', '.join(foreign)}, which cannot be checked from here"
-        return Check("ports of the plan", "ok", f"{span} are free{beside * bool(foreign)}")
-    return Check(
-        "ports of the plan",
-        "missing",
-        f"in use: {', '.join(map(str, taken[:8]))} (of {span})",
-        "end what listens there, or --set deployment.base_port=PORT (0: any free ones)",
-    )
+    beside = f", except those of {', '.join(foreign)}, which cannot be checked from here" if foreign else ""
+    used = f"in use: {', '.join(map(str, taken[:8]))} (of {span})"
+    fix = "end what listens there, or --set deployment.base_port=PORT (0: any free ones)"
+    detail = used if taken else f"{span} are free{beside}"
+    return Check.of("ports of the plan", not taken, detail, fix, "missing")
 
 
 def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] | None) -> Iterator[Check]:
@@ -204,29 +185,23 @@ def kv_pools(scenario: Scenario, plan: Plan) -> int:
 
 def _host_memory(needed: int, available: int) -> Check:
     detail = f"KV pools take up to {needed / GIB:.2f} GiB, {available / GIB:.1f} GiB are available"
-    if needed <= available:
-        return Check("host memory", "ok", detail)
-    return Check(
-        "host memory",
-        "missing",
-        detail,
-        "lower engine_options.num_blocks or max_num_seqs, or use a smaller model",
-    )
+    fix = "lower engine_options.num_blocks or max_num_seqs, or use a smaller model"
+    return Check.of("host memory", needed <= available, detail, fix, "missing")
 
 
 def gpu_count_check(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]) -> Check:
     """Check that each rank of the largest deployment has a GPU."""
-    try:
+
+    def dealt() -> str:
         require_gpus(plan, listed)
-    except InputError as error:
-        return Check("gpus", "missing", error.message, error.hint)
-    most = max(plan.deployments, key=lambda each: len(each.instances))
-    shown = [f"{each.name}: {','.join(each.devices)}" for each in most.instances if each.devices]
-    deployed = scenario.deployed(most.label)
-    ranks = sorted({deployed.ranks_of(each.name).gpus for each in most.instances})
-    each = " or ".join(map(str, ranks))
-    detail = f"{len(most.instances)} instances × {each} ranks, {len(listed)} GPUs here"
-    return Check("gpus", "ok", f"{detail}; {'; '.join(shown)}" if shown else detail)
+        most = max(plan.deployments, key=lambda each: len(each.instances))
+        shown = "; ".join(f"{each.name}: {','.join(each.devices)}" for each in most.instances if each.devices)
+        deployed = scenario.deployed(most.label)
+        ranks = " or ".join(map(str, sorted({deployed.ranks_of(each.name).gpus for each in most.instances})))
+        detail = f"{len(most.instances)} instances × {ranks} ranks, {len(listed)} GPUs here"
+        return f"{detail}; {shown}" if shown else detail
+
+    return Check.tried("gpus", dealt)
 
 
 def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:
@@ -250,9 +225,8 @@ def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:
         f"per GPU {gpu_bytes * share / GIB:.1f} GiB for vLLM, {weighed}, {one / GIB:.3f} GiB of KV per "
         f"request of {tokens} tokens: room for {fits} of them"
     )
-    if fits >= 1:
-        return Check("gpu memory", "ok", detail)
-    return Check("gpu memory", "missing", detail, "raise tensor_parallel_size, or shorten the requests")
+    fix = "raise tensor_parallel_size, or shorten the requests"
+    return Check.of("gpu memory", fits >= 1, detail, fix, "missing")
 
 
 def _fewest_ranks(scenario: Scenario) -> int:
