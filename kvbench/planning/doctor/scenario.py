@@ -62,11 +62,17 @@ def server_checks(scenario: Scenario) -> Iterator[Check]:
     if not server.base_url:
         return
     try:
-        served_model(server.base_url, server.access, wanted)
+        _, longest = served_model(server.base_url, server.access, wanted)
     except KvbenchError as error:
         yield Check("server", "missing", error.message, error.hint)
     else:
         yield Check("server", "ok", f"{server.base_url} serves {wanted}")
+        needed = max(scenario.workload.input_len) + scenario.workload.output_len
+        if longest is not None and needed > longest:
+            text = f"the longest request has {needed} tokens, but the server's max_model_len is {longest}"
+            yield Check(
+                "request length", "missing", text, "shorten input_len or output_len, or raise it there"
+            )
 
 
 def connector_checks(scenario: Scenario, plan: Plan) -> Iterator[Check]:
