@@ -229,31 +229,40 @@ def runs(
     json_: ListJsonOption = False,
 ) -> None:
     """List runs, the latest first: when, what, how they ended."""
-    from rich.table import Column, Table
-
-    from kvbench.results.run import listed_runs, output_folder
+    from kvbench.core.fitted_table import FittedColumn, Grid
+    from kvbench.report.terminal import print_text
+    from kvbench.results.run import REFERENCE, listed_runs, output_folder
 
     root = folder or output_folder()
-    found = listed_runs(root)
+    found = listed_runs(root, reference=False)
     shown = found if all_ else found[:FIRST]
     if json_:
         print(json.dumps([{**asdict(run), "path": str(run.path)} for run in shown], indent=2))
         return
     terminal = console()
-    titles = ("started (UTC)", "kind", "scenario", "status", "run")
-    table = Table(*(Column(each, overflow="fold") for each in titles), box=None, padding=(0, 2, 0, 0))
-    for run in shown:
-        started = f"{run.started_at[:10]} {run.started_at[11:16]}"
-        status = run.problem or ", ".join((run.status, *run.labels))
-        style = "dim" if run.problem else ""
-        table.add_row(started, run.kind, run.scenario, status, str(run.path), style=style)
+    columns = [
+        FittedColumn(title, "left") for title in ("started (UTC)", "kind", "scenario", "status", "run")
+    ]
+    cells = [
+        (
+            f"{run.started_at[:10]} {run.started_at[11:16]}",
+            run.kind,
+            run.scenario,
+            run.problem or ", ".join((run.status, *run.labels)),
+            str(run.path),
+        )
+        for run in shown
+    ]
+    for line in Grid(columns, cells, ruled=False).fitted(None).lines if cells else ():
+        print_text(terminal, line.text.rstrip(), indent=len("2026-01-01 00:00  "))
     if not found:
-        terminal.print(f"no run in {root} yet", markup=False)
-        return
-    terminal.print(table)
+        print_text(terminal, f"no run in {root} yet")
     if len(found) > len(shown):
-        terminal.print(f"and {len(found) - len(shown)} more: --all", markup=False)
-    terminal.print("name a run by `latest` or the end of its name: kvbench report latest", markup=False)
+        print_text(terminal, f"and {len(found) - len(shown)} more: --all")
+    if (root / REFERENCE).is_dir():
+        print_text(terminal, f"recorded with kvbench: kvbench runs {root / REFERENCE}")
+    if found:
+        print_text(terminal, "name a run by `latest` or the end of its name: kvbench report latest")
 
 
 ElsewhereArg = Annotated[

@@ -101,6 +101,9 @@ class ExternalOptions(EngineOptions):
     )
     insecure: bool = Field(False, description="skip TLS verification")
 
+    max_model_len: int | None = Field(
+        None, ge=2, description="longest input plus output of a request that the server accepts, in tokens"
+    )
     gpus: int | None = Field(
         None, ge=1, le=65536, description="GPUs behind base_url, in total; enables rates per GPU"
     )
@@ -133,6 +136,10 @@ class ExternalOptions(EngineOptions):
     @property
     def answers_alike(self) -> bool:
         return self.dummy_weights
+
+    @property
+    def longest_request(self) -> int | None:
+        return self.max_model_len
 
     @property
     def server(self) -> RunningServer:

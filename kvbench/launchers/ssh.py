@@ -40,7 +40,7 @@ def ssh_library() -> Any:
         import asyncssh
     except ImportError as error:
         raise MissingLibraryError(
-            f"launcher ssh needs asyncssh: {error}", hint="pip install 'kvbench[ssh]'"
+            f"launcher ssh needs asyncssh: {error}", hint="pip install asyncssh"
         ) from error
     return asyncssh
 

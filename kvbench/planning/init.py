@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -95,11 +95,15 @@ def written(
 
 def written_for_server(answers: Answers, elsewhere: Elsewhere) -> str:
     """Scenario text for a running server. Raises InputError or ServerError without one."""
+    server, longest = elsewhere.server_lines()
+    room = math.inf if longest is None else longest - answers.output_len
+    fitting = tuple(each for each in answers.input_len if each <= room) or (max(1, int(room)),)
+    answers = replace(answers, input_len=fitting)
     lines = [
         *(f"# {line}" for line in _header(None, elsewhere)),
         "version: 1",
         "",
-        *elsewhere.server_lines(),
+        *server,
         "",
         "connectors: [aggregated]   # one URL counts as one server",
         *_load_lines(answers, SERVER_TRIAL_S),

@@ -160,10 +160,11 @@ class Elsewhere:
         for role in ("prefill", "decode"):
             yield f"    {role}: {{num_gpus: {ranks}}}"
 
-    def server_lines(self) -> Sequence[str]:
-        """Model and deployment of a running server. Raises InputError or ServerError without one."""
-        served = served_model(self.base_url, ServerAccess(), self.model)
-        return [
+    def server_lines(self) -> tuple[Sequence[str], int | None]:
+        """Model and deployment of a running server, and its max_model_len. Raises InputError or ServerError
+        without one."""
+        served, longest = served_model(self.base_url, ServerAccess(), self.model)
+        lines = [
             "model:",
             f"  name: {plain_name(served)}",
             f"  served_model_name: {one_line(served)}",
@@ -175,8 +176,10 @@ class Elsewhere:
             f"    base_url: {one_line(self.base_url)}",
             "    # api_key_env: NAME    # the environment variable with its key",
             f"    decode_metrics_url: {one_line(self.base_url + '/metrics')}",
+            *([f"    max_model_len: {longest}"] if longest else []),
             "    # gpus: 8              # total behind it; enables rates per GPU",
         ]
+        return lines, longest
 
 
 def machine_elsewhere() -> FoundMachine:

@@ -28,23 +28,24 @@ MOST_NAMED = 12
 """Most models listed in a message."""
 
 
-def served_model(root: str, access: ServerAccess, wanted: str = "") -> str:
-    """Model of a server; of several the ``wanted`` one. Raises ServerError without a response, InputError if
-    none or another was named."""
+def served_model(root: str, access: ServerAccess, wanted: str = "") -> tuple[str, int | None]:
+    """Return a server's model, of several the ``wanted`` one, and its max_model_len if reported. Raises
+    ServerError without a response, InputError if none or another was named."""
     found = served_models(root, access)
-    names = ", ".join(found[:MOST_NAMED]) + (", …" if len(found) > MOST_NAMED else "")
+    names = ", ".join(list(found)[:MOST_NAMED]) + (", …" if len(found) > MOST_NAMED else "")
     if wanted and wanted not in found:
         raise InputError(f"{root} serves no model {wanted!r}", hint=f"it serves: {names}")
     if not wanted and len(found) > 1:
         raise InputError(
             f"{root} serves {len(found)} models, so one must be named: {names}",
-            hint=f"add --model {found[0]}",
+            hint=f"add --model {next(iter(found))}",
         )
-    return wanted or found[0]
+    name = wanted or next(iter(found))
+    return name, found[name]
 
 
-def served_models(root: str, access: ServerAccess) -> list[str]:
-    """Models of ``/v1/models``, in order. Raises ServerError with a hint."""
+def served_models(root: str, access: ServerAccess) -> dict[str, int | None]:
+    """Return model → max_model_len of ``/v1/models``, in order. Raises ServerError with a hint."""
     import httpx  # takes 0.1 s, which `kvbench plan` need not spend
 
     from kvbench.hosts import web
@@ -66,8 +67,13 @@ def served_models(root: str, access: ServerAccess) -> list[str]:
             hint=status_hint(response.status_code, "authorization" in {name.lower() for name in headers}),
         )
     try:
-        found = [visible(str(each["id"])) for each in web.json_of(response)["data"]]
-    except (ValueError, LookupError, TypeError) as error:
+        found = {
+            visible(str(each["id"])): longest
+            if isinstance(longest := each.get("max_model_len"), int) and longest > 0
+            else None
+            for each in web.json_of(response)["data"]
+        }
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ServerError(
             f"GET {url} did not return a list of models",
             hint="not an OpenAI-compatible server, or its API has another path: the base URL ends "
@@ -217,8 +223,9 @@ def _external(cli: CliOptions, base_url: str) -> str:
     root = base_url.rstrip("/").removesuffix("/v1")
     headers = _headers(cli.headers)
     access = ServerAccess(cli.api_key_env or "", headers, cli.ca_file or "", cli.insecure)
-    served = served_model(root, access, cli.model or "")
-    return _bare(cli, "external", name, served, _engine_options(root, name, cli))
+    served, longest = served_model(root, access, cli.model or "")
+    options = _engine_options(root, name, cli)
+    return _bare(cli, "external", name, served, options | ({"max_model_len": longest} if longest else {}))
 
 
 def _system(cli: CliOptions, command: str) -> str:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 
-INSTALL: Final = "pip install 'kvbench[mlflow]'"
+INSTALL: Final = "pip install mlflow-skinny"
 STATUS: Final = {"complete": "FINISHED", "failed": "FAILED", "interrupted": "KILLED", "running": "RUNNING"}
 _NAMES: Final = ("connector", "input_len", "output_len")
 _TRIAL: Final = ("slo_attainment", "ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50", "tpot_ms_p99")

@@ -412,14 +412,20 @@ def output_folder() -> Path:
     return Path(os.environ.get(OUTPUT_ENV) or "results")
 
 
-def listed_runs(root: Path) -> list[ListedRun]:
-    """Return the runs up to two levels below a folder, latest first. Raises InputError without the folder."""
+REFERENCE: Final = "reference"
+"""Folder below ``results`` with the repository's runs, which are not the user's."""
+
+
+def listed_runs(root: Path, *, reference: bool = True) -> list[ListedRun]:
+    """Return the runs up to two levels below a folder, latest first. ``reference``: also the reference runs
+    below it. Raises InputError without the folder."""
     if not root.is_dir():
         raise InputError(
             f"folder {root} does not exist",
             hint=f"set the folder of the runs: --output, or {OUTPUT_ENV}",
         )
-    found = [ListedRun.of(manifest) for manifest in sorted(_manifests(root))]
+    left_out = None if reference else root / REFERENCE
+    found = [ListedRun.of(file) for file in sorted(_manifests(root)) if left_out not in file.parents]
     return sorted(found, key=lambda run: run.started_at, reverse=True)
 
 
@@ -447,7 +453,7 @@ def find_run(text: str) -> Path:
         return path
     root = output_folder()
     if text == LATEST:
-        latest = next(filter(_can_be_latest, listed_runs(root)), None)
+        latest = next(filter(_can_be_latest, listed_runs(root, reference=False)), None)
         if latest is None:
             raise InputError(f"no run in {root} has measured anything yet", hint="kvbench sweep makes one")
         return latest.path

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EVERY_S: Final = 5.0
 PATH: Final = "/v1/metrics"
-INSTALL: Final = "pip install 'kvbench[otlp]'"
+INSTALL: Final = "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 _TRIAL: Final[Mapping[str, tuple[str, str, float]]] = {
     "slo_attainment": ("slo_attainment", "1", 1.0),
     "request_goodput": ("request_goodput", "{request}/s", 1.0),

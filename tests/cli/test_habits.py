@@ -16,7 +16,9 @@ from commands import invoke
 from typer.testing import CliRunner
 
 from kvbench import connectors
+from kvbench.cli import runs
 from kvbench.cli.app import app
+from kvbench.cli.visible_console import VisibleConsole
 from kvbench.core.records import Cell
 from kvbench.errors import InputError
 from kvbench.planning.scenario_files import bundled_names
@@ -77,13 +79,13 @@ def test_a_mistyped_name_gets_up_to_three_similar_ones(results: Path, tmp_path: 
 
 
 def test_a_run_is_found_by_path_by_latest_and_by_a_piece_of_its_name(results: Path) -> None:
-    runs = listed_runs(results)
-    assert [run.scenario for run in runs] == ["three", "two", "one"]
-    assert find_run("latest") == runs[0].path
-    for run in runs:
+    found = listed_runs(results)
+    assert [run.scenario for run in found] == ["three", "two", "one"]
+    assert find_run("latest") == found[0].path
+    for run in found:
         assert find_run(str(run.path)) == find_run(run.path.name) == find_run(run.path.name[-6:]) == run.path
     with pytest.raises(InputError, match="3 runs match"):
-        find_run(runs[0].path.name[:4])
+        find_run(found[0].path.name[:4])
     with pytest.raises(InputError, match="no run nothing"):
         find_run("nothing")
     with pytest.raises(InputError, match="does not exist"):
@@ -106,6 +108,30 @@ def test_runs_and_scenarios_are_listed_for_people_and_programs(results: Path) ->
     assert (
         "quickstart  (emulated: aggregated, mooncake, nixl)" in CliRunner().invoke(app, ["scenarios"]).stdout
     )
+
+
+def test_reference_runs_are_not_listed_as_the_users_and_never_latest(tmp_path: Path) -> None:
+    env = {OUTPUT_ENV: str(tmp_path)}
+    with RunStore.create(tmp_path / "reference", "recorded", b"", {}, {}) as store:
+        store.put_cell(CellResult(Cell("tcp", 128, 16), "failed", reason="it died"))
+    listed = CliRunner().invoke(app, ["runs"], env=env).stdout
+    assert "no run in" in listed
+    assert f"kvbench runs {tmp_path / 'reference'}" in listed
+    done = CliRunner().invoke(app, ["report", "latest"], env=env)
+    assert "measured anything yet" in " ".join(done.output.replace("│", " ").split())
+    assert store.path.name in CliRunner().invoke(app, ["runs", str(tmp_path / "reference")]).stdout
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 160])
+def test_no_width_splits_a_word_in_the_list_of_runs(
+    results: Path, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = VisibleConsole(width=width, force_terminal=True, color_system=None)
+    monkeypatch.setattr(runs, "console", lambda: terminal)
+    runs.runs()
+    shown = capsys.readouterr().out
+    words = {str(run.path) for run in listed_runs(results)} | {"2026-01-03", "three", "latest"}
+    assert words <= set(shown.replace("`", " ").split())
 
 
 def test_latest_is_a_run_for_each_command_that_takes_one(results: Path) -> None:

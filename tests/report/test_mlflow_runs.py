@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from sample_run import make_run
 
-pytest.importorskip("mlflow", reason="needs the extra mlflow: pip install 'kvbench[mlflow]'")
+pytest.importorskip("mlflow", reason="pip install mlflow-skinny")
 
 from kvbench.report.export import command
 from kvbench.report.report import write_report

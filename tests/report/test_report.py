@@ -31,12 +31,13 @@ from kvbench.core.findings.rate_change import AHEAD
 from kvbench.core.findings.setups import CACHE_BLIND, cache_blind
 from kvbench.core.records import Cell, Finding
 from kvbench.errors import InputError, NewerSchemaError
-from kvbench.report.findings.ahead import answer_text, rate_pairs
+from kvbench.report.findings.ahead import answer_text, lead_text, rate_pairs
 from kvbench.report.findings.findings import folded
 from kvbench.report.findings.load_rows import searched
 from kvbench.report.findings.notes import ahead, notes
 from kvbench.report.report import FORMATS, command, render_terminal, write_report
 from kvbench.report.sections.build import build
+from kvbench.report.sections.requests import by_input_len
 from kvbench.report.tables.result import Answer, Row, interval_word, read_answer, summary_table
 from kvbench.report.tables.router_cost import router_costs
 from kvbench.report.tables.table import number, percent
@@ -260,6 +261,16 @@ def test_a_search_that_did_not_converge_takes_no_part() -> None:
     rows = [rows[0], *(replace(each, answer=replace(each.answer, sure=False)) for each in rows[1:])]
     assert ahead(rows) == ["1,024 in: inconclusive: the searches of c and b did not converge"]
     assert all(each.ratio is None for each in rate_pairs(rows))
+    table = by_input_len(rows)
+    assert table is not None
+    assert table.cells[0][-1].count("inconclusive: the search") == len(rate_pairs(rows))
+    assert lead_text(rows) == (
+        "At 1,024 tokens in, inconclusive: the searches of c and b did not converge (10.0 to 40.0 req/s)."
+    )
+    two = [rows[0], replace(rows[1], answer=replace(rows[1].answer, sure=True)), rows[2]]
+    assert lead_text(two).endswith(
+        "b is ahead: 2.00× a [1.92, 2.03], confidence 99 % (inconclusive: the search of c did not converge)."
+    )
     (said,) = searched(rows)
     assert (said.kind, said.rule) == ("untold", "unconverged")
     assert ahead(rows[:2]) == ["1,024 in: inconclusive: the search of b did not converge"]

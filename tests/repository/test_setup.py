@@ -419,3 +419,20 @@ def test_ci_runs_the_same() -> None:
     assert os.access(script, os.X_OK)
     assert "set -euo pipefail" in script.read_text()
     assert script.read_text().rstrip().splitlines()[-1].startswith("exec make")
+
+
+def test_the_page_on_installing_names_every_extra_and_system_library() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert [name for name in extras if f"| `{name}` |" not in page] == []
+    image = (ROOT / "docker" / "cpu.Dockerfile").read_text()
+    packages = re.findall(r"\blib[a-z0-9-]+\d", image[image.index("Mooncake's wheel is linked") :])
+    assert [name for name in packages if name not in page] == []
+    assert "libibverbs1" in packages
+
+
+def test_no_advice_asks_an_index_for_kvbench() -> None:
+    """It is in none: advice names the library that is missing."""
+    files = [*(ROOT / "kvbench").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    asks = re.compile(r"pip install [^\n`\"]*\bkvbench\[")
+    assert [file.name for file in files if asks.search(file.read_text())] == []

@@ -38,8 +38,10 @@ class Foreign:
     Streams begin ``stream_s`` after their requests; other answers come at once.
     """
 
-    def __init__(self, models: list[str], status: int = 200, stream_s: float = 0.0) -> None:
-        self.models = models
+    def __init__(
+        self, models: list[str], status: int = 200, stream_s: float = 0.0, longest: int | None = None
+    ) -> None:
+        self.models = [{"id": name, **({"max_model_len": longest} if longest else {})} for name in models]
         self.status = status
         self.stream_s = stream_s
         self.headers: list[Mapping[str, str]] = []
@@ -50,7 +52,7 @@ class Foreign:
         if self.status != 200:
             response.send(self.status, b'{"error": {"message": "no"}}')
         elif request.path == "/v1/models":
-            response.send(200, json.dumps({"data": [{"id": name} for name in self.models]}).encode())
+            response.send(200, json.dumps({"data": self.models}).encode())
         elif request.path == "/v1/completions":
             body = json.loads(request.body)
             self.bodies.append(body)
@@ -167,7 +169,7 @@ def test_of_several_models_one_must_be_named() -> None:
         with pytest.raises(InputError, match=r"2 models.*first, org/second") as caught:
             served_model(url, ServerAccess())
         assert "--model first" in caught.value.hint
-        assert served_model(url, ServerAccess(), "org/second") == "org/second"
+        assert served_model(url, ServerAccess(), "org/second") == ("org/second", None)
         with pytest.raises(InputError, match="no model 'third'"):
             served_model(url, ServerAccess(), "third")
     with served(Foreign([])) as url, pytest.raises(ServerError, match="empty list"):
@@ -205,8 +207,8 @@ def test_tls_is_believed_by_file_or_not_at_all_and_said_so(tmp_path: Path) -> No
         with pytest.raises(ServerError) as caught:
             served_model(url, ServerAccess())
         assert "--ca-file" in caught.value.hint
-        assert served_model(url, ServerAccess(ca_file=str(certificate))) == "m"
-        assert served_model(url, ServerAccess(insecure=True)) == "m"
+        assert served_model(url, ServerAccess(ca_file=str(certificate))) == ("m", None)
+        assert served_model(url, ServerAccess(insecure=True)) == ("m", None)
         for trusting in (("--ca-file", str(certificate)), ("--insecure",)):
             done = kvbench(
                 *("bench", "--base-url", url, *LOAD, "--output-len", "3", *trusting),
@@ -291,3 +293,25 @@ def test_an_unset_variable_of_a_header_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("DOOR_KEY", raising=False)
     with pytest.raises(KvbenchError, match="DOOR_KEY, which header x names"):
         access_headers(ServerAccess(headers={"x": "${DOOR_KEY}"}))
+
+
+def test_requests_longer_than_the_server_accepts_are_refused_before_they_are_sent(tmp_path: Path) -> None:
+    load = ("--input-len", "128,300", "--output-len", "16", "--tpot-ms", "50")
+    with served(Foreign(["m"], longest=256)) as url:
+        done = invoke("plan", "--base-url", url, *load)
+        assert done.status == 2
+        assert "input_len 300 and output_len 16 together exceed the engine's max_model_len of 256" in done.err
+        assert invoke("plan", "--base-url", url, *load, "--input-len", "240").status == 0
+        file = tmp_path / "mine.yaml"
+        assert invoke("init", str(file), "--yes", "--base-url", url).status == 0
+        assert "    max_model_len: 256\n" in file.read_text()
+        assert "  input_len: [128]\n" in file.read_text(), "as many tokens as fit with the 128 of the answer"
+        checked = invoke(
+            "doctor",
+            str(file),
+            "--set",
+            "deployment.engine_options.max_model_len=null",
+            "--set",
+            "workload.input_len=[200]",
+        ).text
+        assert "the server's max_model_len is 256" in " ".join(checked.split())

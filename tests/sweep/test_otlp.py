@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("opentelemetry.sdk.metrics", reason="needs the extra otlp: pip install 'kvbench[otlp]'")
+pytest.importorskip("opentelemetry.sdk.metrics", reason="pip install opentelemetry-sdk")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the extra otlp")
 
 from kvbench.core.records import Cell, TrialRecord

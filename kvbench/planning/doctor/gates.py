@@ -14,35 +14,26 @@ from kvbench.errors import EXIT_OK
 
 
 def command(console: Console, *, as_json: bool = False) -> int:
-    """Print the table, as Markdown if not to a terminal; return the exit code."""
+    """Print the gates; return the exit code."""
     if as_json:
         console.file.write(json.dumps({"gates": [vars(each) for each in gate_table()]}, indent=2) + "\n")
-        return EXIT_OK
-    if not console.is_terminal:
-        console.print(as_markdown(), markup=False, soft_wrap=True, end="")
         return EXIT_OK
     console.print("What each gate proves about a trial.", markup=False)
     for each in gate_table():
         console.print()
         console.print(Text(each.name, "bold"))
         for title, words in (("", each.proves), ("evidence: ", each.evidence), ("limits: ", each.limits)):
-            console.print(Padding(Text.assemble((title, "dim"), words), (0, 0, 0, 2)))
+            _indented(console, title, words)
+    console.print("\nWhat each lie of the emulated engine is detected by.", markup=False)
+    for name, lie in LIES.items():
+        _indented(console, f"{name} ({lie.where}): ", f"{lie.what}: {lie.gate}")
     return EXIT_OK
 
 
-def as_markdown() -> str:
-    """Gates as Markdown, then the lies of the liars' bench with the gate that detects each."""
-    rows = [f"| `{each.name}` | {each.proves} | {each.evidence} | {each.limits} |" for each in gate_table()]
-    lies = [
-        f"| `{name}` | {deceit.what} | {deceit.where} | `{deceit.gate}` |" for name, deceit in LIES.items()
-    ]
-    parts = [
-        "| gate | an honest trial shows that | evidence | limits |",
-        "|---|---|---|---|",
-        *rows,
-        "",
-        "| lie (`deployment.engine_options.lie`) | effect | where | detected by |",
-        "|---|---|---|---|",
-        *lies,
-    ]
-    return "\n".join(parts) + "\n"
+def _indented(console: Console, title: str, words: str) -> None:
+    """Print below a name; a pipe gets each text as one line."""
+    text = Text.assemble((title, "dim"), words.replace("`", ""))
+    console.print(
+        Padding(text, (0, 0, 0, 2)) if console.is_terminal else Text("  ") + text,
+        soft_wrap=not console.is_terminal,
+    )

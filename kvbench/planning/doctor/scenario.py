@@ -61,11 +61,18 @@ def server_checks(scenario: Scenario) -> Iterator[Check]:
     if not server.base_url:
         return
 
+    longest: list[int] = []
+
     def serves() -> str:
-        served_model(server.base_url, server.access, wanted)
+        _, tokens = served_model(server.base_url, server.access, wanted)
+        longest.extend([tokens] if tokens is not None else [])
         return f"{server.base_url} serves {wanted}"
 
     yield Check.tried("server", serves)
+    needed = max(scenario.workload.input_len) + scenario.workload.output_len
+    if longest and needed > longest[0]:
+        text = f"the longest request has {needed} tokens, but the server's max_model_len is {longest[0]}"
+        yield Check("request length", "missing", text, "shorten input_len or output_len, or raise it there")
 
 
 def connector_checks(scenario: Scenario, plan: Plan) -> Iterator[Check]:

@@ -6,7 +6,7 @@ probability AHEAD. With unequal numbers of engines (or GPUs, if known) the rates
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby
 from typing import Final, NamedTuple
@@ -136,6 +136,16 @@ def parted(found: Iterable[RatePair]) -> Parted:
     return parts
 
 
+def withheld_texts(parts: Parted) -> Iterator[str]:
+    """Say why pairs are not ordered, other than for their rates."""
+    if parts.unequal:
+        yield unequal_text(parts.unequal)
+    if parts.unconverged:
+        yield unconverged_text(parts.unconverged)
+    if parts.no_winner:
+        yield no_winner_text(parts.no_winner)
+
+
 def _compared(one: Row, other: Row) -> RatePair:
     unit = unequal(one.size, other.size)
     if unit is not None:
@@ -215,11 +225,12 @@ def _of_one(found: Sequence[Row]) -> str:
 
 
 def _of_several(found: Sequence[Row], *, certainty: bool = False) -> str:
-    """List the winner at each length, and the lengths without a significant difference together.
+    """List the winner at each length, and the lengths without one together.
 
     ``certainty``: give the confidence instead of the rates, which the table shows."""
     groups = by_lengths(rate_pairs(found))
-    told, untold = [], []
+    told: list[str] = []
+    untold: dict[str, list[tuple[tuple[int, int], list[Row]]]] = {}
     for place, pairs in groups.items():
         mine = sorted(
             (row for row in found if lengths(row) == place),
@@ -237,22 +248,26 @@ def _of_several(found: Sequence[Row], *, certainty: bool = False) -> str:
             lead = "ahead of all others" if whole and len(beaten) > 1 else "ahead"
             holds = ":" if certainty else f" with {rate} req/s,"
             told.append(f"at {place[0]:,} tokens in, {best.ahead} is {lead}{holds} {by}")
-            names = [
-                row.name for row in mine if row.name not in (best.ahead, *(each.behind for each in beaten))
-            ]
-            if names:
-                told[-1] += f" (no significant difference to {_listed(names)})"
+            rest = parted(
+                each for each in pairs if best.ahead in (each.ahead, each.behind) and each not in beaten
+            )
+            alike = [each.behind if each.ahead == best.ahead else each.ahead for each in rest.alike]
+            more = [f"no significant difference to {_listed(alike)}"] if alike else []
+            if more := [*more, *withheld_texts(rest)]:
+                told[-1] += f" ({'; '.join(more)})"
         elif withheld := [each for each in pairs if each.no_winner]:
             told.append(f"at {place[0]:,} tokens in, {no_winner_text(withheld)}")
         elif uneven := [each for each in pairs if each.per is not None]:
             told.append(f"at {place[0]:,} tokens in, the rates {unequal_text(uneven)}")
         else:
-            untold.append((place, mine))
-    if untold:
-        where = _listed(f"{place[0]:,}" for place, _ in untold)
-        who = _listed(dict.fromkeys(row.name for _, mine in untold for row in mine))
-        spans = "; ".join(_span(mine) for _, mine in untold)
-        told.append(f"at {where} tokens in, no significant difference between {who} ({spans} req/s)")
+            unsure = [each for each in pairs if each.unconverged]
+            untold.setdefault(unconverged_text(unsure) if unsure else "", []).append((place, mine))
+    for why, them in untold.items():
+        where = _listed(f"{place[0]:,}" for place, _ in them)
+        who = _listed(dict.fromkeys(row.name for _, mine in them for row in mine))
+        spans = "; ".join(_span(mine) for _, mine in them)
+        why = why or f"no significant difference between {who}"
+        told.append(f"at {where} tokens in, {why} ({spans} req/s)")
     if len(groups) < len({lengths(row) for row in found}) and not told:
         return f"{_listed(dict.fromkeys(row.name for row in found))} have no result at a common length"
     return _capital("; ".join(told))

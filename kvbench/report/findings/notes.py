@@ -12,14 +12,7 @@ from kvbench.core.findings.setups import transport_warnings, unequal_ranks
 from kvbench.core.gates.gates import CORRUPT
 from kvbench.core.metrics.limit import LIMIT_WORDS
 from kvbench.core.records import Cell
-from kvbench.report.findings.ahead import (
-    by_lengths,
-    no_winner_text,
-    parted,
-    rate_pairs,
-    unconverged_text,
-    unequal_text,
-)
+from kvbench.report.findings.ahead import by_lengths, parted, rate_pairs, withheld_texts
 from kvbench.report.findings.findings import as_notes, drifts, refused, warned
 from kvbench.report.tables.result import Row
 from kvbench.report.tables.table import MISSING, Column, Table, number
@@ -259,13 +252,7 @@ def ahead(rows: Sequence[Row]) -> list[str]:
         if parts.alike:
             names = (f"{each.ahead} and {each.behind}" for each in parts.alike)
             sentences.append(f"no significant difference: {', '.join(names)}")
-        if parts.unequal:
-            sentences.append(unequal_text(parts.unequal))
-        if parts.unconverged:
-            sentences.append(unconverged_text(parts.unconverged))
-        if parts.no_winner:
-            sentences.append(no_winner_text(parts.no_winner))
-        lines.append(f"{where}: {'; '.join(sentences)}")
+        lines.append(f"{where}: {'; '.join([*sentences, *withheld_texts(parts)])}")
     return lines
 
 
