@@ -170,7 +170,7 @@ def _neighbours(scenario: Scenario, plan: DeploymentPlan) -> Neighbours:
 
 def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
     """Engine instances of a deployment, prefill first."""
-    shape: ModelShape = scenario.model.shape
+    shape: ModelShape = scenario.kv_shape
     deployed = scenario.deployed(plan.label)
     neighbours = _neighbours(scenario, plan)
     longest = scenario.workload.longest

@@ -67,8 +67,8 @@ def kv_footprint(
     pieces = kv_pieces(shape, tensors)
     return KvFootprint(
         input_len=input_len,
-        logical_bytes=shape.kv_bytes_per_token() * input_len,
-        wire_bytes=shape.wire_bytes_per_token(tensor_parallel_size) * blocks * block_tokens,
+        logical_bytes=shape.kv_bytes(input_len),
+        wire_bytes=shape.wire_bytes(input_len, block_tokens, tensor_parallel_size),
         blocks=blocks,
         descriptors=pieces.per_block * (1 if pieces.merge else blocks),
     )
@@ -77,7 +77,7 @@ def kv_footprint(
 def scenario_footprint(scenario: Scenario, input_len: int, ranks: int) -> KvFootprint:
     """Return the KV of one request that is sent to ``ranks`` tensor parallel ranks."""
     options = scenario.deployment.engine_options
-    return kv_footprint(scenario.model.shape, input_len, ranks, options.kv_block_tokens, options.kv_tensors)
+    return kv_footprint(scenario.kv_shape, input_len, ranks, options.kv_block_tokens, options.kv_tensors)
 
 
 # ---------------------------------------------------------------- time

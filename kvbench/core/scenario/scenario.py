@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from kvbench.core.physics import ModelShape
 from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, as_tuple, whole_number
 from kvbench.core.scenario.checks import contradictions, explain
 from kvbench.core.scenario.deployment_section import (
@@ -195,6 +196,12 @@ class Scenario(Section):
             if choice.label == label:
                 return choice.options
         return ConnectorOptions()
+
+    @property
+    def kv_shape(self) -> ModelShape:
+        """The model's shape as this engine keeps and moves its KV."""
+        clips = self.deployment.engine_options.clips_windows
+        return self.model.shape if clips else self.model.shape.whole
 
     @property
     def allowed_s(self) -> float:
