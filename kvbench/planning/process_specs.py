@@ -85,6 +85,8 @@ def profile_of(scenario: Scenario, connector: str, label: str) -> Connector:
     version = engine.version(scenario.deployment.engine_options)
     options = scenario.connector_options(label)
     profile = connectors.get(connector).profile(version, options)
+    if problem := profile.options_problem(options):
+        raise InputError(f"{label}: {problem}")
     prefill, decode = (scenario.deployed(label).ranks_of(f"{role}-0") for role in ("prefill", "decode"))
     if profile.disaggregated and (problem := profile.ranks_problem(version, prefill, decode)):
         raise InputError(problem, hint="give deployment.prefill and deployment.decode the same ranks")

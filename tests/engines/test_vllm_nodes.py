@@ -222,6 +222,34 @@ def test_planned_ports_have_one_for_the_meeting() -> None:
     assert meeting[2] is None
 
 
+def test_sglang_over_hosts() -> None:
+    """Its rank 0 serves; SGLang 0.5 refuses data-parallel replicas over hosts, and takes attention DP."""
+    given: dict[str, Any] = {
+        "engine": "sglang",
+        "engine_options": {"model": "m", "env": {"SGLANG_HOST_IP": "x"}},
+    }
+    scenario = parsed(**given, base_port=22_000)
+    found, (first, *_) = specs(scenario), nixl(scenario).instances
+    for number, name in enumerate(("prefill-0", "prefill-0-node1")):
+        spec, address = found[name], f"10.0.0.{number + 1}"
+        assert [after(spec, flag) for flag in ("--nnodes", "--node-rank", "--tp-size")] == [
+            "2",
+            f"{number}",
+            "8",
+        ]
+        assert after(spec, "--dist-init-addr") == f"10.0.0.1:{first.group_port}"
+        assert (after(spec, "--host"), spec.host, spec.env["SGLANG_HOST_IP"]) == (address,) * 3
+    assert (found["prefill-0-node1"].ready_url, found["prefill-0-node1"].port) == ("", 0)
+    assert found["prefill-0"].ready_url == f"http://10.0.0.1:{first.port}/health"
+    assert len(first.group_ports) == 7  # attention DP binds six more
+    assert "--nnodes" not in found["decode-0"].argv
+    assert found["decode-0"].env["SGLANG_HOST_IP"] == "x"
+    env = far_device_env(scenario, nixl(scenario))
+    assert env["prefill-0-node1"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    with pytest.raises(InputError, match="data-parallel ranks do not span hosts"):
+        specs(parsed(**given, prefill={"data_parallel_size": 2}))
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
