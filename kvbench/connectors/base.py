@@ -184,6 +184,8 @@ class Connector(ABC):
     sglang: ClassVar[type[Connector] | None] = None
     history: ClassVar[str] = ""
     """Releases with this class, for the error about others."""
+    unread: ClassVar[Mapping[str, str]] = {}
+    """Options that this profile's engine does not read → what to do instead. They are refused if set."""
     load_failure_policy_since: ClassVar[Release] = (0, 13)
     """First release with ``kv_load_failure_policy``."""
 
@@ -213,6 +215,14 @@ class Connector(ABC):
 
     def ranks_problem(self, version: str, prefill: Ranks, decode: Ranks) -> str:
         """Why KV cannot move between these ranks, or "" if it can or is unknown."""
+        return ""
+
+    def options_problem(self, options: ConnectorOptions) -> str:
+        """Name an option that this profile cannot apply, and what to do, or return ""."""
+        for name, advice in self.unread.items():
+            default = type(options).model_fields[name].get_default(call_default_factory=True)
+            if getattr(options, name) != default:
+                return f"{self.title} does not read the option {name}: {advice}"
         return ""
 
     def side_ports(self, role: str, ranks: Ranks) -> int:
@@ -384,6 +394,9 @@ class RoomConnector(Connector):
 
     dispatch = "concurrent"
     side_port_roles: tuple[Role, ...] = ("prefill",)
+    unread: ClassVar[Mapping[str, str]] = {
+        "extra_config": "SGLang has no kv_connector_extra_config; give its own engine_args and env"
+    }
 
     def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         # P's own answer is discarded, so it need not be streamed.

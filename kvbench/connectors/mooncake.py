@@ -43,8 +43,11 @@ V0_PORTS: Final = 50
 """Distance of V0's two port ranges; each has 9 + 2 ports per rank."""
 _FORCED: Final = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
 """Variables that select the transport by their presence; Mooncake's protocol argument has no effect."""
+SGLANG_QUEUES: Final = 4
+"""SGLang's own number of transfer queues on P."""
 _METADATA_SERVER: Final = re.compile(r"(?:etcd|redis|https?)://\S+|[^\s:/]+:\d{1,5}")
 """Metadata addresses; without a scheme Mooncake assumes etcd (its integration guide with vLLM)."""
+V0_ONLY: Final = dict.fromkeys(("metadata_server", "kv_buffer_size"), "vLLM up to 0.10.0 does")
 HISTORY: Final = "MooncakeConnector is in vLLM up to 0.10.0 (V0 engine), and again from 0.13 on"
 
 
@@ -109,6 +112,11 @@ def _options(options: ConnectorOptions) -> MooncakeOptions:
     return options
 
 
+def _asked(options: ConnectorOptions) -> str:
+    asked = _options(options).protocol
+    return "" if asked == "auto" else asked
+
+
 class _Settings(Connector):
     """Common part of all profiles."""
 
@@ -118,6 +126,7 @@ class _Settings(Connector):
     options_model = MooncakeOptions
     ignored_env: ClassVar[tuple[str, ...]] = ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE")
     """Variables of Mooncake's store, which this connector never reads."""
+    unread: ClassVar[Mapping[str, str]] = V0_ONLY
     history = HISTORY
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
@@ -140,8 +149,7 @@ class _Settings(Connector):
         return found
 
     def transport_asked(self, options: ConnectorOptions) -> str:
-        asked = _options(options).protocol
-        return "" if asked == "auto" else asked
+        return _asked(options)
 
 
 class _Chosen(_Settings):
@@ -169,6 +177,10 @@ class MooncakeV0(PlainConnector, _Settings):
 
     releases = Releases((0, 6, 4), (0, 10, 1))
     v0_engine = True
+    unread: ClassVar[Mapping[str, str]] = {
+        "extra_config": "its file mooncake.json has no such keys",
+        "num_workers": "it has one sender",
+    }
     side_port_roles: tuple[Role, ...] = ("prefill", "decode")
     ignored_env = ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
 
@@ -244,9 +256,31 @@ class MooncakeRdma(MooncakeZmq):
 
 
 class SglangMooncake(RoomConnector):
+    """Variables and defaults: SGLang 0.5.23, disaggregation/mooncake."""
+
     name = "mooncake"
     title = "Mooncake (SGLang)"
     options_model = MooncakeOptions
+    unread: ClassVar[Mapping[str, str]] = {**RoomConnector.unread, **V0_ONLY}
+
+    def options_problem(self, options: ConnectorOptions) -> str:
+        chosen = _options(options)
+        if chosen.protocol == "tcp" and chosen.device_name:
+            return "SGLang ignores device_name with protocol tcp: leave one of them out"
+        return super().options_problem(options)
+
+    def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
+        chosen = _options(options)
+        env = {}
+        if chosen.protocol != "auto":
+            env = {_FORCED[chosen.protocol]: "1", "MOONCAKE_PROTOCOL": chosen.protocol}
+        if chosen.num_workers and role == "prefill":  # dealt to its queues, of which there may not be more
+            env["SGLANG_DISAGGREGATION_THREAD_POOL_SIZE"] = str(chosen.num_workers)
+            env["SGLANG_DISAGGREGATION_QUEUE_SIZE"] = str(min(SGLANG_QUEUES, chosen.num_workers))
+        return env
+
+    def transport_asked(self, options: ConnectorOptions) -> str:
+        return _asked(options)
 
     def engine_args(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         chosen = _options(options)

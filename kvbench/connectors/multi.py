@@ -76,6 +76,9 @@ class Multi(Connector):
     def ranks_problem(self, version: str, prefill: Ranks, decode: Ranks) -> str:
         return self._first.ranks_problem(version, prefill, decode)
 
+    def options_problem(self, options: ConnectorOptions) -> str:
+        return self._first.options_problem(self._own(options))
+
     def side_ports(self, role: str, ranks: Ranks) -> int:
         return self._first.side_ports(role, ranks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -25,6 +26,8 @@ class NixlOptions(UcxOptions):
 
 
 class SglangNixl(RoomConnector):
+    """Variables: SGLang 0.5.23, disaggregation/nixl."""
+
     name = "nixl"
     title = "NIXL (SGLang)"
     options_model = NixlOptions
@@ -32,9 +35,28 @@ class SglangNixl(RoomConnector):
     def engine_args(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         return {"disaggregation-transfer-backend": "nixl"}
 
+    def options_problem(self, options: ConnectorOptions) -> str:
+        assert isinstance(options, NixlOptions)
+        if len(options.backends) > 1:
+            return f"SGLang opens one NIXL backend, not {', '.join(options.backends)}: name one"
+        if options.num_threads is not None and options.backends != ("UCX",):
+            return f"num_threads is for UCX, and SGLang's backend is {options.backends[0]}: leave it out"
+        return super().options_problem(options)
+
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         assert isinstance(options, NixlOptions)
-        return options.env()
+        env = {**options.env(), "SGLANG_DISAGGREGATION_NIXL_BACKEND": options.backends[0]}
+        if options.num_threads is not None:
+            parameters = json.dumps({"num_threads": str(options.num_threads)})
+            env["SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"] = parameters
+        return env
+
+    def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
+        return ucx_warnings(options, env)
+
+    def transport_asked(self, options: ConnectorOptions) -> str:
+        assert isinstance(options, NixlOptions)
+        return options.ucx_tls
 
 
 class _Pull(PullConnector):

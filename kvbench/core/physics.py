@@ -6,7 +6,7 @@ implementation computes. A rate above it is impossible whatever the kernels or d
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, Literal
 
@@ -207,6 +207,9 @@ class ModelShape:
     mla_dim: int = 0
     vocab_size: int = 32_000
     source: str = ""
+    sliding_layers: int = 0
+    """Layers whose attention sees the last ``sliding_window`` tokens only; older KV does not move."""
+    sliding_window: int = 0
 
     @property
     def known(self) -> bool:
@@ -217,10 +220,39 @@ class ModelShape:
         """Tensors per layer: keys and values, or one latent vector (MLA)."""
         return 1 if self.mla_dim else 2
 
+    @property
+    def whole(self) -> ModelShape:
+        """The shape as an engine sees it that keeps all tokens in all layers."""
+        return replace(self, sliding_layers=0, sliding_window=0)
+
+    @property
+    def full_layers(self) -> int:
+        return self.layers - self.sliding_layers
+
     def kv_bytes_per_token(self) -> int:
-        """Logical KV bytes of one token: each head once, whatever the tensor parallelism."""
+        """Logical KV bytes of one token beyond the sliding windows: each head once, whatever the tensor
+        parallelism."""
+        return self.full_layers * self._layer_bytes
+
+    @property
+    def _layer_bytes(self) -> int:
         width = self.mla_dim if self.mla_dim else self.kv_heads * self.head_dim
-        return self.kv_parts * self.layers * width * DTYPE_BYTES[self.kv_dtype]
+        return self.kv_parts * width * DTYPE_BYTES[self.kv_dtype]
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Return the logical KV bytes of a request."""
+        in_windows = self.sliding_layers * min(tokens, self.sliding_window)
+        return (self.full_layers * tokens + in_windows) * self._layer_bytes
+
+    def window_blocks(self, tokens: int, block_tokens: int) -> int:
+        """Return the blocks of a sliding layer that move; vLLM's connectors add one for the window's edge."""
+        return min(self.blocks(tokens, block_tokens), -(-self.sliding_window // block_tokens) + 1)
+
+    def wire_bytes(self, tokens: int, block_tokens: int, tensor_parallel_size: int = 1) -> int:
+        """Return the KV bytes of a request's blocks over all tensor-parallel ranks."""
+        blocks = self.full_layers * self.blocks(tokens, block_tokens)
+        blocks += self.sliding_layers * self.window_blocks(tokens, block_tokens)
+        return blocks * block_tokens * self._layer_bytes * self.wire_factor(tensor_parallel_size)
 
     def wire_factor(self, tensor_parallel_size: int) -> int:
         """Return how often each logical byte is stored, and so transferred, over all ranks."""
@@ -231,7 +263,7 @@ class ModelShape:
         return max(1, tensor_parallel_size // self.kv_heads)
 
     def wire_bytes_per_token(self, tensor_parallel_size: int = 1) -> int:
-        """Return the KV bytes of one token over all tensor-parallel ranks."""
+        """Return the KV bytes of one token beyond the windows over all tensor-parallel ranks."""
         return self.kv_bytes_per_token() * self.wire_factor(tensor_parallel_size)
 
     def blocks(self, tokens: int, block_tokens: int) -> int:
@@ -239,16 +271,13 @@ class ModelShape:
         return -(-tokens // block_tokens)
 
     def regions(self) -> int:
-        """Separate KV tensors of an instance: one per layer and per key/value."""
-        return self.kv_parts * self.layers
+        """Separate KV tensors of an instance: one per layer and per key/value. vLLM keeps a sliding layer's
+        blocks in the tensor of a full one."""
+        return self.kv_parts * self.full_layers
 
     def block_bytes(self, block_tokens: int, tensor_parallel_size: int = 1) -> int:
         """Return the bytes of one block in one region, over all ranks."""
         return self.wire_bytes_per_token(tensor_parallel_size) * block_tokens // self.regions()
-
-    def descriptors(self, tokens: int, block_tokens: int) -> int:
-        """Return the transfer descriptors of one rank if contiguous blocks are not merged."""
-        return self.regions() * self.blocks(tokens, block_tokens)
 
 
 # Dimensions: the models' published config.json files; DeepSeek's 512 + 64 latent width is
@@ -262,7 +291,16 @@ _SHAPES: Final = (
     ModelShape("qwen3-32b", 64, 8, 128, "bf16", vocab_size=151_936, source="Qwen3-32B config.json"),
     ModelShape("qwen3-30b-a3b", 48, 4, 128, "fp8", vocab_size=151_936, source="Qwen3-30B-A3B config.json"),
     ModelShape("qwen3-235b-a22b", 94, 4, 128, "bf16", vocab_size=151_936, source="Qwen3-235B config.json"),
-    ModelShape("gpt-oss-120b", 36, 8, 64, "bf16", vocab_size=201_088, source="gpt-oss-120b config.json"),
+    ModelShape(
+        "gpt-oss-120b",
+        36,
+        8,
+        64,
+        vocab_size=201_088,
+        source="gpt-oss-120b config.json",
+        sliding_layers=18,
+        sliding_window=128,
+    ),
     ModelShape("deepseek-v3", 61, 0, 0, "bf16", mla_dim=576, vocab_size=129_280, source="DeepSeek-V3 report"),
 )
 

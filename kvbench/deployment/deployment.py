@@ -16,7 +16,7 @@ from kvbench.core.access import ServerAccess
 from kvbench.core.foreign_text import visible
 from kvbench.core.gates.evidence import LoggedTransport
 from kvbench.core.load.prompts import ChatLength
-from kvbench.core.plan.plan import DeploymentPlan, InstancePlan
+from kvbench.core.plan.plan import GROUP_PORTS, DeploymentPlan, InstancePlan
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Deployment, Scenario
@@ -107,7 +107,7 @@ def _with_chosen(plan: DeploymentPlan, places: dict[str, str], choose: Choose) -
         if each.side_port == 0:
             open_.append((each.name, "side_port", each.side_ports))
         if each.group_port == 0:
-            open_.append((each.name, "group_port", 2))
+            open_.append((each.name, "group_port", GROUP_PORTS))
     chosen: dict[tuple[str, str], int] = {}
     by_place: dict[str, list[tuple[str, str, int]]] = {}
     for name, what, count in open_:

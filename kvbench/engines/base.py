@@ -49,7 +49,7 @@ class Instance:
     nodes: tuple[str, ...] = ()
     """Addresses of the hosts it spans, the first one serving; up to one for a single host."""
     group_port: int | None = None
-    """Rendezvous port on the first host; the next port joins data-parallel ranks."""
+    """Rendezvous port on the first host; the next ports join data-parallel ranks."""
     devices: tuple[str, ...] = ()
     """Assigned GPUs; empty if none are assigned."""
     wire_ranks: int = 1
@@ -262,6 +262,12 @@ def _word(value: Any) -> str:
 def owned_flags(given: Mapping[str, Any], owned: Sequence[str]) -> list[str]:
     """Names in ``given`` that kvbench sets itself."""
     return [name for name in given if name.replace("_", "-").lstrip("-") in owned]
+
+
+def overridden(ours: Mapping[str, str], users: Mapping[str, str]) -> list[str]:
+    """Warn about the user's variables that replace a connector's."""
+    both = sorted(name for name in set(ours) & set(users) - {"PYTHONPATH"} if ours[name] != users[name])
+    return [f"env sets {name}, which overrides the connector's option" for name in both]
 
 
 def found_command(command: str, env: Mapping[str, str]) -> str | None:

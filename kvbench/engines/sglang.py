@@ -3,7 +3,8 @@ unless the user confirms it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Final
 
 from pydantic import Field, JsonValue, field_validator
@@ -12,6 +13,7 @@ from kvbench.connectors.base import Connector, ConnectorOptions, Role
 from kvbench.core.plan.gpus import GpuNeed
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.ranks import Ranks
+from kvbench.core.scenario.hosts import NODE
 from kvbench.engines.base import (
     Engine,
     EngineOptions,
@@ -20,10 +22,11 @@ from kvbench.engines.base import (
     OptionsContext,
     argv_of,
     found_command,
+    overridden,
     owned_flags,
     whole,
 )
-from kvbench.errors import KvbenchError, Problem
+from kvbench.errors import InputError, KvbenchError, Problem
 
 _OURS: Final = (
     "model-path",
@@ -36,6 +39,9 @@ _OURS: Final = (
     "disaggregation-transfer-backend",
     "disaggregation-bootstrap-port",
     "disaggregation-ib-device",
+    "nnodes",
+    "node-rank",
+    "dist-init-addr",
 )
 """Arguments derived from the scenario."""
 _RANK_NAMES: Final = {
@@ -159,6 +165,41 @@ class Sglang(Engine):
         visible = options.environment(role).get("CUDA_VISIBLE_DEVICES")
         return GpuNeed(count, None if visible is None else tuple(visible.replace(" ", "").split(",")))
 
+    def processes(
+        self,
+        instance: Instance,
+        connector: Connector,
+        connector_options: ConnectorOptions,
+        options: EngineOptions,
+    ) -> list[ProcessSpec]:
+        """One server per host; the first serves. Ranks of a tensor-parallel group may be on several hosts,
+        data-parallel replicas may not."""
+        assert isinstance(options, SglangOptions)
+        hosts = len(instance.nodes)
+        if hosts < 2:
+            return [self.process(instance, connector, connector_options, options)]
+        if instance.ranks.data > 1:
+            raise InputError(
+                f"SGLang's data-parallel ranks do not span hosts, and {instance.name} has {hosts}",
+                hint="set data_parallel_size to 1; attn-dp-size in engine_args divides the TP ranks",
+            )
+        specs = []
+        for number in range(hosts):
+            here = instance.on_node(number)
+            spec = self.process(here, connector, connector_options, options)
+            meet = {
+                "nnodes": hosts,
+                "node-rank": number,
+                "dist-init-addr": f"{instance.nodes[0]}:{instance.group_port}",
+            }
+            # The user's single address cannot be right on several hosts.
+            env = {**spec.env, "SGLANG_HOST_IP": here.host}
+            spec = replace(spec, argv=(*spec.argv, *argv_of(meet)), env=env)
+            if number:
+                spec = replace(spec, name=f"{spec.name}{NODE}{number}", ready_url="", port=0)
+            specs.append(spec)
+        return specs
+
     def process(
         self,
         instance: Instance,
@@ -185,6 +226,8 @@ class Sglang(Engine):
             name=instance.name,
             argv=(*options.command, *argv_of(arguments)),
             env={
+                # Where its ranks are reached; by default SGLang takes the default route's address.
+                "SGLANG_HOST_IP": instance.host,
                 **instance.device_env,
                 **connector.seat_env(connector_options, instance.seat),
                 **options.environment(role),
@@ -196,7 +239,18 @@ class Sglang(Engine):
         )
 
     def warnings(self, options: EngineOptions, setting: OptionsContext | None = None) -> Sequence[str]:
-        return [f"{NOT_RUN}: check every figure"]
+        assert isinstance(options, SglangOptions)
+        return list(dict.fromkeys(_warnings(options, setting or OptionsContext())))
+
+
+def _warnings(options: SglangOptions, setting: OptionsContext) -> Iterator[str]:
+    yield f"{NOT_RUN}: check every figure"
+    roles: tuple[Role, ...] = ("prefill", "decode")
+    for label, (connector, connector_options) in setting.connectors.items():
+        for role in roles:
+            users, ours = options.environment(role), connector.env(role, connector_options, 1)
+            for text in (*connector.warnings(connector_options, users), *overridden(ours, users)):
+                yield f"{label}: {text}"
 
 
 ENGINE = Sglang()

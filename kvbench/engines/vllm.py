@@ -31,6 +31,7 @@ from kvbench.engines.base import (
     argv_of,
     asked_version,
     found_command,
+    overridden,
 )
 from kvbench.engines.parts.vllm_options import VllmOptions
 from kvbench.errors import InputError, KvbenchError, Problem
@@ -382,7 +383,8 @@ def _warnings(options: VllmOptions, setting: OptionsContext, version: str) -> It
                         f"{label}: UCX_TLS={tls} leaves CUDA out, and NIXL 1.0 and newer then refuse GPU "
                         "memory; add cuda, or leave it out"
                     )
-            yield from _overridden(label, connector.env(role, connector_options, 1), environment)
+            for text in overridden(connector.env(role, connector_options, 1), environment):
+                yield f"{label}: {text}"
     local = {host for host in setting.hosts if host in ("localhost", "127.0.0.1")}
     if local and len(setting.hosts) > 1:
         yield (
@@ -400,12 +402,6 @@ def _slots(options: VllmOptions, setting: OptionsContext, roles: Sequence[Role])
                 f"max-num-seqs {slots} is below the {offered:.0f} requests that are in flight at the first "
                 "rate: they queue, and TTFT measures the queue"
             )
-
-
-def _overridden(label: str, ours: Mapping[str, str], users: Mapping[str, str]) -> Iterator[str]:
-    for name in sorted(set(ours) & set(users)):
-        if name != "PYTHONPATH" and ours[name] != users[name]:
-            yield f"{label}: env sets {name}, which overrides the connector's option"
 
 
 ENGINE = Vllm()

@@ -85,6 +85,8 @@ def profile_of(scenario: Scenario, connector: str, label: str) -> Connector:
     version = engine.version(scenario.deployment.engine_options)
     options = scenario.connector_options(label)
     profile = connectors.get(connector).profile(version, options)
+    if problem := profile.options_problem(options):
+        raise InputError(f"{label}: {problem}")
     prefill, decode = (scenario.deployed(label).ranks_of(f"{role}-0") for role in ("prefill", "decode"))
     if profile.disaggregated and (problem := profile.ranks_problem(version, prefill, decode)):
         raise InputError(problem, hint="give deployment.prefill and deployment.decode the same ranks")
@@ -170,7 +172,7 @@ def _neighbours(scenario: Scenario, plan: DeploymentPlan) -> Neighbours:
 
 def instances(scenario: Scenario, plan: DeploymentPlan) -> list[Instance]:
     """Engine instances of a deployment, prefill first."""
-    shape: ModelShape = scenario.model.shape
+    shape: ModelShape = scenario.kv_shape
     deployed = scenario.deployed(plan.label)
     neighbours = _neighbours(scenario, plan)
     longest = scenario.workload.longest

@@ -136,7 +136,7 @@ def _of_profile(scenario: Scenario, otherwise: Surroundings) -> Surroundings:
         return otherwise
     link, whose = otherwise.link, f"; link: {otherwise.source}"
     if profile.moves_kv:
-        shape, tokens = scenario.model.shape, scenario.deployment.engine_options.kv_block_tokens
+        shape, tokens = scenario.kv_shape, scenario.deployment.engine_options.kv_block_tokens
         block_bytes = shape.block_bytes(tokens, scenario.deployment.wire_ranks) * shape.regions()
         link = link_of(profile.value("transfer_token_ms"), profile.value("transfer_ms"), block_bytes / tokens)
         whose = ""
@@ -146,7 +146,7 @@ def _of_profile(scenario: Scenario, otherwise: Surroundings) -> Surroundings:
 def _modelled(model: TransferModel, scenario: Scenario, backend: str) -> Link:
     """Convert a fitted model to a link that moves the scenario's KV."""
     tokens = scenario.deployment.engine_options.kv_block_tokens
-    shape, ranks = scenario.model.shape, scenario.deployment.wire_ranks
+    shape, ranks = scenario.kv_shape, scenario.deployment.wire_ranks
     block_bytes = shape.block_bytes(tokens, ranks) * shape.regions()
     pieces = kv_pieces(shape, scenario.deployment.engine_options.kv_tensors)
     count, merged = pieces.per_block, pieces.merge

@@ -124,7 +124,7 @@ def engine_config(scenario: Scenario) -> EngineConfig:
 def system_of(scenario: Scenario, deployment: SimulatedDeployment) -> System:
     """Convert the deployment to the simulation's system."""
     scenario = scenario.at(deployment.label or deployment.plan.label)
-    config, shape = engine_config(scenario), scenario.model.shape
+    config, shape = engine_config(scenario), scenario.kv_shape
     pair = deployment.count("prefill") > 0
     ranks = scenario.deployment.wire_ranks
     own_scale = scenario.deployment.engine_options.time_factor

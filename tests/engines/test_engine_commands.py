@@ -458,6 +458,61 @@ def test_sglang_commands() -> None:
     assert router["version"] == "sglang"
 
 
+@pytest.mark.parametrize(
+    ("listed", "role", "env"),
+    [
+        ("{name: mooncake, protocol: rdma}", "decode", {"MC_FORCE_HCA": "1", "MOONCAKE_PROTOCOL": "rdma"}),
+        ("{name: mooncake, protocol: tcp}", "decode", {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}),
+        ("{name: mooncake, num_workers: 3}", "prefill", {"THREAD_POOL_SIZE": "3", "QUEUE_SIZE": "3"}),
+        ("{name: mooncake, num_workers: 9}", "prefill", {"THREAD_POOL_SIZE": "9", "QUEUE_SIZE": "4"}),
+        ("mooncake", "prefill", {}),
+        ("{name: nixl, backends: [LIBFABRIC]}", "prefill", {"NIXL_BACKEND": "LIBFABRIC"}),
+        (
+            "{name: nixl, num_threads: 2}",
+            "prefill",
+            {"NIXL_BACKEND": "UCX", "NIXL_BACKEND_PARAMS": '{"num_threads": "2"}'},
+        ),
+    ],
+)
+def test_sglang_gets_every_option(listed: str, role: str, env: dict[str, str]) -> None:
+    asked = scenario("sglang", f"[{listed}]", {"model": "m"})
+    spec = specs(asked, asked.connectors[0].label)[f"{role}-0"]
+    own = {key.removeprefix("SGLANG_DISAGGREGATION_"): value for key, value in spec.env.items()}
+    given = {key: each for key, each in own.items() if key.startswith(("MC_", "MOONCAKE", "NIXL", "T", "Q"))}
+    assert given == env
+    assert own["SGLANG_HOST_IP"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("engine", "listed", "words"),
+    [
+        ("sglang", "{name: mooncake, extra_config: {a: 1}}", "does not read the option extra_config: SGLang"),
+        ("sglang", "{name: nixl, extra_config: {a: 1}}", "does not read the option extra_config: SGLang"),
+        ("sglang", "{name: mooncake, metadata_server: 'etcd://a'}", "option metadata_server: vLLM up to"),
+        ("sglang", "{name: mooncake, protocol: tcp, device_name: mlx5_0}", "ignores device_name"),
+        ("sglang", "{name: nixl, backends: [UCX, LIBFABRIC]}", "opens one NIXL backend"),
+        ("sglang", "{name: nixl, backends: [LIBFABRIC], num_threads: 2}", "num_threads is for UCX"),
+        ("0.33.0", "{name: mooncake, kv_buffer_size: 1e8}", "option kv_buffer_size: vLLM up to"),
+        ("0.33.0", "{name: multi, first: mooncake, first_options: {kv_buffer_size: 1e8}}", "kv_buffer_size"),
+        ("0.9.2", "{name: mooncake, extra_config: {a: 1}}", "option extra_config: its file mooncake.json"),
+        ("0.9.2", "{name: mooncake, num_workers: 3}", "option num_workers: it has one sender"),
+    ],
+)
+def test_an_option_without_effect_is_refused(engine: str, listed: str, words: str) -> None:
+    if engine == "sglang":
+        asked = scenario("sglang", f"[{listed}]", {"model": "m"})
+    else:
+        asked = scenario(listed=f"[{listed}]", options={"model": "m", "version": engine})
+    with pytest.raises(InputError, match=words):
+        specs(asked, asked.connectors[0].label)
+
+
+def test_sglang_warns_of_variables_that_override_options() -> None:
+    given = {"model": "m", "env": {"MC_FORCE_HCA": "0", "MOONCAKE_PROTOCOL": "rdma"}}
+    told = engine_warnings(scenario("sglang", "[{name: mooncake, protocol: rdma}]", given))
+    assert told[-1] == "mooncake: env sets MC_FORCE_HCA, which overrides the connector's option"
+
+
 def test_sglang_is_not_passed_off_as_tried() -> None:
     asked = scenario("sglang", options={"model": "m"})
     problem = unusable(asked, deployment_of(asked, "nixl"))

@@ -128,26 +128,10 @@ def test_one_answers_and_the_others_are_headless() -> None:
     assert "--nnodes" not in found["decode-0"].argv
 
 
-ADDRESSES = ("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST")
-EACH = {
-    "nixl": "0.33.0",
-    "nixl_push": "0.33.0",
-    "mooncake": "0.33.0",
-    "mooncake_store": "0.33.0",
-    "custom": "0.33.0",
-}
-EACH |= {"nccl": "0.13.0", "multi": "0.33.0", "lmcache": "0.33.0"}
-
-
-@pytest.mark.parametrize(("connector", "version"), [*EACH.items(), ("mooncake", "0.13.0")])
-def test_each_node_has_its_own_addresses_whatever_the_connector(connector: str, version: str) -> None:
-    """vLLM binds both: with another node's it ends with "Cannot assign requested address"."""
-    users = {"env": {"VLLM_HOST_IP": "10.9.9.9"}}
-    for options in ({}, users):
-        found = specs(parsed(connectors=[connector], version=version, options=options))
-        for name, address in (("prefill-0", "10.0.0.1"), ("prefill-0-node1", "10.0.0.2")):
-            assert {found[name].env[key] for key in ADDRESSES} == {address}
-            assert found[name].host == address
+def test_addresses_over_several_hosts_are_the_nodes_own_whatever_the_user_says() -> None:
+    found = specs(parsed(options={"env": {"VLLM_HOST_IP": "10.9.9.9"}}))
+    for name, address in (("prefill-0", "10.0.0.1"), ("prefill-0-node1", "10.0.0.2")):
+        assert found[name].env["VLLM_HOST_IP"] == address
     assert found["decode-0"].env["VLLM_HOST_IP"] == "10.9.9.9"  # one host: the user's word counts
 
 
@@ -220,6 +204,34 @@ def test_planned_ports_have_one_for_the_meeting() -> None:
     meeting = [each.group_port for each in planned.deployments[-1].instances]
     assert meeting[0] in ports
     assert meeting[2] is None
+
+
+def test_sglang_over_hosts() -> None:
+    """Its rank 0 serves; SGLang 0.5 refuses data-parallel replicas over hosts, and takes attention DP."""
+    given: dict[str, Any] = {
+        "engine": "sglang",
+        "engine_options": {"model": "m", "env": {"SGLANG_HOST_IP": "x"}},
+    }
+    scenario = parsed(**given, base_port=22_000)
+    found, (first, *_) = specs(scenario), nixl(scenario).instances
+    for number, name in enumerate(("prefill-0", "prefill-0-node1")):
+        spec, address = found[name], f"10.0.0.{number + 1}"
+        assert [after(spec, flag) for flag in ("--nnodes", "--node-rank", "--tp-size")] == [
+            "2",
+            f"{number}",
+            "8",
+        ]
+        assert after(spec, "--dist-init-addr") == f"10.0.0.1:{first.group_port}"
+        assert (after(spec, "--host"), spec.host, spec.env["SGLANG_HOST_IP"]) == (address,) * 3
+    assert (found["prefill-0-node1"].ready_url, found["prefill-0-node1"].port) == ("", 0)
+    assert found["prefill-0"].ready_url == f"http://10.0.0.1:{first.port}/health"
+    assert len(first.group_ports) == 7  # attention DP binds six more
+    assert "--nnodes" not in found["decode-0"].argv
+    assert found["decode-0"].env["SGLANG_HOST_IP"] == "x"
+    env = far_device_env(scenario, nixl(scenario))
+    assert env["prefill-0-node1"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    with pytest.raises(InputError, match="data-parallel ranks do not span hosts"):
+        specs(parsed(**given, prefill={"data_parallel_size": 2}))
 
 
 @pytest.mark.parametrize(

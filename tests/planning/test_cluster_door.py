@@ -110,6 +110,21 @@ def test_the_h200_scenarios_run_on_two_hosts_to_fill_in(name: str) -> None:
     assert not left_out(scenario, plan_of(scenario)), "nothing of this machine is asked"
 
 
+def test_one_scenario_compares_all_on_equal_gpus() -> None:
+    scenario, _ = load_scenario("qwen3-30b-a3b-h200")
+    gpus = {}
+    for planned in plan_of(scenario).deployments:
+        deployed = scenario.deployed(planned.label)
+        on = {deployed.host_name(each.name) for each in planned.instances}
+        assert on == {"p", "d"}
+        gpus[planned.label] = sum(deployed.ranks_of(each.name).gpus for each in planned.instances)
+    names = ("aggregated", "nixl", "mooncake")
+    assert gpus == {f"{name}-tp{size}": 2 * size for name in names for size in (4, 8)}
+    nixl, mooncake = (scenario.deployed(f"{name}-tp8") for name in names[1:])
+    assert nixl.hosts == mooncake.hosts
+    assert mooncake.hosts["p"].nics == scenario.connector_options("mooncake-tp8").nics_asked
+
+
 def test_a_port_that_is_taken_is_said_before_anything_else() -> None:
     scenario, _ = load_scenario("quickstart", ["deployment.base_port=27640"])
     with socket.create_server(("127.0.0.1", 27642)):

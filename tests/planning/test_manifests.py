@@ -147,8 +147,13 @@ def test_instances_ask_for_their_gpus_and_rdma_devices() -> None:
     assert "resources" not in router
 
 
-def test_pods_have_their_hosts_environment_and_an_instance_a_pod_on_each_host(tmp_path: Path) -> None:
-    hosts = {n: {"address": n, "nics": ["mlx5_0"], "env": {"OF": n}} for n in ("a", "b", "c")}
+PODS = {"prefill-0": ("a", "4"), "prefill-0-node1": ("b", "4"), "decode-0": ("c", "8")}
+"""Pod → its host, and its GPUs."""
+
+
+def three_hosts(folder: Path) -> list[dict[str, Any]]:
+    """Manifests of P over two hosts and D on one, with a NIC and a variable of each host's own."""
+    hosts = {n: {"address": n, "nics": [f"mlx5_{n}"], "env": {"OF": n}} for n in "abc"}
     deployment = {
         "engine": "vllm",
         "engine_options": {"model": "m", "version": "0.16.0", "env": {"PYTHONPATH": "/mine"}},
@@ -167,27 +172,79 @@ def test_pods_have_their_hosts_environment_and_an_instance_a_pod_on_each_host(tm
         "workload": {"input_len": 64, "output_len": 4},
         "slo": {"ttft_ms": 100},
     }
-    path = tmp_path / "s.yaml"
+    path = folder / "s.yaml"
     path.write_text(yaml.safe_dump(text))
-    documents = manifests(scenario_of(str(path)), [f"rdma={RDMA}", "engine-image=vllm:1"])
-    for each in documents:
-        validate(each)
-    for end, host, gpus in (("prefill-0", "a", "4"), ("prefill-0-node1", "b", "4"), ("decode-0", "c", "8")):
+    return manifests(scenario_of(str(path)), [f"rdma={RDMA}", "engine-image=vllm:1"])
+
+
+def pod_problems(documents: Sequence[dict[str, Any]]) -> list[str]:
+    """What a pod has that is not its own node's, by pod."""
+    found = []
+    for end, (host, gpus) in PODS.items():
         pod = container(documents, end)
         env = {each["name"]: each.get("value") for each in pod["env"]}
-        assert (env["OF"], env["UCX_NET_DEVICES"], env["VLLM_HOST_IP"]) == (host, "mlx5_0:1", "$(POD_IP)")
-        assert pod["resources"]["limits"]["nvidia.com/gpu"] == gpus
-        # vLLM's image has no kvbench, and this machine's folder is not there.
-        assert env["PYTHONPATH"] == "/mine:/etc/kvbench"
-        assert (
-            "class KvbenchMooncakeConnector"
-            in of_kind(documents, "ConfigMap")[f"s-mooncake-{end}"]["data"]["kvbench_vllm_mooncake.py"]
-        )
-        assert {"name": "specs", "mountPath": "/etc/kvbench", "readOnly": True} in pod["volumeMounts"]
-    node = container(documents, "prefill-0-node1")["command"]
-    assert node[node.index("--master-addr") + 1] == "s-mooncake-prefill-0"
-    assert "--headless" in node
-    assert "readinessProbe" not in container(documents, "prefill-0-node1")
+        wanted = {"OF": host, "UCX_NET_DEVICES": f"mlx5_{host}:1", "NCCL_IB_HCA": f"mlx5_{host}"}
+        wanted |= dict.fromkeys(("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST"), "$(POD_IP)")
+        # vLLM's image has no kvbench, and this machine's folder is not there; nor are its GPUs' numbers.
+        wanted |= {"PYTHONPATH": "/mine:/etc/kvbench", "CUDA_VISIBLE_DEVICES": None}
+        found += [f"{end}: {key}" for key, value in wanted.items() if env.get(key) != value]
+        if pod["resources"]["limits"].get("nvidia.com/gpu") != gpus:
+            found.append(f"{end}: GPUs")
+        command, meeting = pod["command"], {"a": "$(POD_IP)", "b": "s-mooncake-prefill-0"}.get(host)
+        at = {"--host": "$(POD_IP)", "--master-addr": meeting, "--data-parallel-address": meeting}
+        for flag, value in at.items():
+            if (command[command.index(flag) + 1] if flag in command else None) != value:
+                found.append(f"{end}: {flag}")
+        headless = "--headless" in command or "readinessProbe" not in pod
+        found += [f"{end}: headless"] if headless != (host == "b") else []
+        files = of_kind(documents, "ConfigMap")[f"s-mooncake-{end}"]["data"]
+        mount = {"name": "specs", "mountPath": "/etc/kvbench", "readOnly": True}
+        if "kvbench_vllm_mooncake.py" not in files or mount not in pod["volumeMounts"]:
+            found.append(f"{end}: files")
+    return found
+
+
+def test_pods_have_their_hosts_environment_and_an_instance_a_pod_on_each_host(tmp_path: Path) -> None:
+    documents = three_hosts(tmp_path)
+    for each in documents:
+        validate(each)
+    assert pod_problems(documents) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "value"),
+    [
+        ("VLLM_HOST_IP", "a"),
+        ("VLLM_NIXL_SIDE_CHANNEL_HOST", "a"),
+        ("UCX_NET_DEVICES", "mlx5_a:1"),
+        ("NCCL_IB_HCA", None),
+        ("OF", "a"),
+        ("PYTHONPATH", str(Path(__file__).parents[2] / "kvbench/connectors/in_vllm")),
+        ("CUDA_VISIBLE_DEVICES", "0,1,2,3"),
+        ("--host", "b"),
+        ("--master-addr", "a"),
+        ("--data-parallel-address", "a"),
+        ("headless", None),
+        ("GPUs", "8"),
+        ("files", None),
+    ],
+)
+def test_each_mistake_of_a_pod_is_seen(wrong: str, value: str | None, tmp_path: Path) -> None:
+    documents = three_hosts(tmp_path)
+    pod = container(documents, "prefill-0-node1")
+    if wrong.startswith("--"):
+        pod["command"][pod["command"].index(wrong) + 1] = value
+    elif wrong == "headless":
+        pod["command"].remove("--headless")
+        pod["readinessProbe"] = {}
+    elif wrong == "GPUs":
+        pod["resources"]["limits"]["nvidia.com/gpu"] = value
+    elif wrong == "files":
+        pod["volumeMounts"].clear()
+    else:
+        pod["env"] = [each for each in pod["env"] if each["name"] != wrong]
+        pod["env"] += [] if value is None else [{"name": wrong, "value": value}]
+    assert pod_problems(documents) == [f"prefill-0-node1: {wrong}"]
 
 
 def test_everything_carries_the_run_tag() -> None:

@@ -67,8 +67,8 @@ def kv_footprint(
     pieces = kv_pieces(shape, tensors)
     return KvFootprint(
         input_len=input_len,
-        logical_bytes=shape.kv_bytes_per_token() * input_len,
-        wire_bytes=shape.wire_bytes_per_token(tensor_parallel_size) * blocks * block_tokens,
+        logical_bytes=shape.kv_bytes(input_len),
+        wire_bytes=shape.wire_bytes(input_len, block_tokens, tensor_parallel_size),
         blocks=blocks,
         descriptors=pieces.per_block * (1 if pieces.merge else blocks),
     )
@@ -77,7 +77,7 @@ def kv_footprint(
 def scenario_footprint(scenario: Scenario, input_len: int, ranks: int) -> KvFootprint:
     """Return the KV of one request that is sent to ``ranks`` tensor parallel ranks."""
     options = scenario.deployment.engine_options
-    return kv_footprint(scenario.model.shape, input_len, ranks, options.kv_block_tokens, options.kv_tensors)
+    return kv_footprint(scenario.kv_shape, input_len, ranks, options.kv_block_tokens, options.kv_tensors)
 
 
 # ---------------------------------------------------------------- time
@@ -195,6 +195,10 @@ class ConnectorInfo(Protocol):
     def side_ports(self, role: str, ranks: Ranks) -> int: ...
 
 
+GROUP_PORTS: Final = 7
+"""Ports at which an instance's hosts meet: vLLM binds two; SGLang 0.5 with attention DP binds seven."""
+
+
 @dataclass(frozen=True)
 class InstancePlan:
     """One engine process. Port 0 means: chosen at launch. ``side_port`` None means: not needed."""
@@ -207,7 +211,7 @@ class InstancePlan:
     side_ports: int = 1
     """Number of side ports from ``side_port`` on."""
     group_port: int | None = None
-    """First of two ports at which an instance's processes on several hosts meet; None for one host."""
+    """First of the ports at which an instance's processes on several hosts meet; None for one host."""
     devices: tuple[str, ...] = ()
     """GPUs assigned to it, by number or UUID; empty where the engine or the host's owner chooses."""
     ranks: Ranks | None = None
@@ -221,8 +225,9 @@ class InstancePlan:
 
     @property
     def group_ports(self) -> tuple[int, ...]:
-        """The two ports at which its processes on several hosts meet."""
-        return () if self.group_port is None else (self.group_port, self.group_port and self.group_port + 1)
+        """The ports at which its processes on several hosts meet."""
+        first = self.group_port
+        return () if first is None else tuple(first and first + each for each in range(GROUP_PORTS))
 
     def ports_on(self, node: int, nodes: int) -> tuple[int, ...]:
         """Return all ports of its process on one of its hosts; ranks are assigned to hosts in order."""
@@ -408,7 +413,7 @@ def _deployment(
         ranks = wanted.ranks_of(name)
         side = 0 if info is None else info.side_ports(role, ranks)
         port, side_port = ports.take(), ports.take(side) if side else None
-        group = ports.take(2) if len(wanted.nodes_of(name)) > 1 else None
+        group = ports.take(GROUP_PORTS) if len(wanted.nodes_of(name)) > 1 else None
         said = ranks if own_ranks else None
         instances.append(InstancePlan(name, role, rank, port, side_port, max(side, 1), group, ranks=said))
     services = 0 if info is None else info.service_ports

@@ -63,6 +63,10 @@ def _names_in(names: Any) -> list[str]:
     return [name for each in entries for name in ([each] if isinstance(each, str) else each or ())]
 
 
+SPAN_HOSTS: Final = ("vllm", "sglang")
+"""Engines that have instances over several hosts."""
+
+
 def _spanning(
     deployment: Mapping[str, Any], roles: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[str, ...], str]]:
@@ -75,7 +79,7 @@ def _spanning(
             shown, where = ", ".join(map(str, group)), f"deployment.roles.{role}"
             if len(set(map(str, group))) < len(group):
                 yield ("roles", role), f"{where}: [{shown}] names a host twice"
-            elif engine != "vllm":
+            elif engine not in SPAN_HOSTS:
                 yield ("roles", role), f"{where}: an instance of the {engine} engine runs on one host"
 
 

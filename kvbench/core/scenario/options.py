@@ -72,6 +72,11 @@ class EngineOptions(BaseModel):
     # -- as the options say
 
     @property
+    def clips_windows(self) -> bool:
+        """Whether layers with a sliding window move its last blocks only."""
+        return False
+
+    @property
     def kv_tensors(self) -> KvTensors:
         """Layout of a block's K and V that its connectors see."""
         return "apart"

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
+from kvbench.core.physics import ModelShape
 from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, Several, whole_number
 from kvbench.core.scenario.checks import contradictions, explain, keys_below, placed
 from kvbench.core.scenario.deployment_section import (
@@ -161,6 +162,12 @@ class Scenario(Section):
             if choice.label == label:
                 return choice.options
         return ConnectorOptions()
+
+    @property
+    def kv_shape(self) -> ModelShape:
+        """The model's shape as this engine keeps and moves its KV."""
+        clips = self.deployment.engine_options.clips_windows
+        return self.model.shape if clips else self.model.shape.whole
 
     @property
     def allowed_s(self) -> float:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
@@ -228,7 +228,7 @@ class ModelChoice(Section):
             shown = preset if isinstance(preset, str) else json.dumps(preset)
             text = f"no model preset is called {quoted(shown)}; {nearest(str(preset), MODELS)}"
             raise error_at(("preset",), text)
-        shape = {key: value for key, value in asdict(MODELS[preset]).items() if key != "source"}
+        shape = {key: value for key, value in asdict(MODELS[preset]).items() if key in cls.model_fields}
         return shape | {key: value for key, value in raw.items() if key != "preset"}
 
     @model_validator(mode="after")
@@ -247,7 +247,10 @@ class ModelChoice(Section):
         """Shape that the KV cache and the compute model use."""
         fields = self.model_dump(exclude={"served_model_name", "active_parameters"})
         preset = MODELS.get(self.name)
-        return ModelShape(**fields, source=preset.source if preset else "")
+        shape = ModelShape(**fields, source=preset.source if preset else "")
+        if preset is None or preset.layers != self.layers:
+            return shape
+        return replace(shape, sliding_layers=preset.sliding_layers, sliding_window=preset.sliding_window)
 
 
 class KvLink(Section):

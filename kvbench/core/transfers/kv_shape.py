@@ -12,7 +12,11 @@ of P and D):
 
 MLA has one latent vector for each token and layer, so its blocks are whole in every version. Mooncake's
 connector merges neighbouring blocks itself; vLLM leaves NIXL's merging on (it never passes
-``skip_desc_merge``). A store gets one object for each block, with all its layers."""
+``skip_desc_merge``). A store gets one object for each block, with all its layers.
+
+Layers with a sliding window: from 0.23 on vLLM leaves its hybrid KV cache manager on with these connectors
+(read in 0.19, 0.21, 0.22, 0.23, 0.24 and 0.33). They then move the window's last blocks only, and a sliding
+layer's blocks are in the tensor of a full one. Before, and in the emulated engine, layers keep all tokens."""
 
 from __future__ import annotations
 
@@ -29,6 +33,7 @@ KvTensors = Literal["apart", "halves", "whole"]
 
 HALVES_SINCE: Final[Release] = (0, 23)
 WHOLE_SINCE: Final[Release] = (0, 26)
+WINDOWS_SINCE: Final[Release] = (0, 23)
 
 WHOLE_BLOCKS: Final = frozenset({"mooncake_store", "yuanrong", "omni"})
 """Stores, in which one object holds a block of all layers: vLLM's MooncakeStoreConnector puts the pieces of a
@@ -63,10 +68,10 @@ class KvPieces:
 
 def kv_pieces(model: ModelShape, tensors: KvTensors) -> KvPieces:
     if model.kv_parts == 1:
-        return KvPieces(model.layers, 1, merge=True)
+        return KvPieces(model.full_layers, 1, merge=True)
     if tensors == "halves":
-        return KvPieces(model.layers, 2, merge=False)
-    return KvPieces(model.layers * (2 if tensors == "apart" else 1), 1, merge=True)
+        return KvPieces(model.full_layers, 2, merge=False)
+    return KvPieces(model.full_layers * (2 if tensors == "apart" else 1), 1, merge=True)
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,12 @@ class KvWork:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the request; the last one moves whole."""
-        return self.model.blocks(self.input_len, self.block_tokens)
+        """Blocks of the request in each tensor; the last one moves whole."""
+        blocks = self.model.blocks(self.input_len, self.block_tokens)
+        if not self.model.sliding_layers:
+            return blocks
+        windows = -(-self.model.sliding_layers // self.model.full_layers)
+        return blocks + windows * self.model.window_blocks(self.input_len, self.block_tokens)
 
     @property
     def region_pieces(self) -> int:
@@ -102,7 +111,7 @@ class KvWork:
     def piece_bytes(self) -> int:
         heads = max(1, self.model.kv_heads // self.tensor_parallel_size)
         width = self.model.mla_dim or heads * self.model.head_dim
-        token = self.model.kv_parts * self.model.layers * width * DTYPE_BYTES[self.model.kv_dtype]
+        token = self.model.kv_parts * self.model.full_layers * width * DTYPE_BYTES[self.model.kv_dtype]
         return self.block_tokens * token // self.block_pieces.per_block
 
     @property
@@ -127,7 +136,7 @@ class KvWork:
     @property
     def request_bytes(self) -> int:
         """KV bytes of the request, each once: without copies on other ranks and the last block's rest."""
-        return self.model.kv_bytes_per_token() * self.input_len
+        return self.model.kv_bytes(self.input_len)
 
     @property
     def logical_bytes(self) -> int:
@@ -205,6 +214,7 @@ def kv_work(
             hint=f"--tp has to divide {heads} or be a multiple of it",
         )
     vllm = release(version) if version else NEWEST_KNOWN
+    shape = shape if vllm >= WINDOWS_SINCE else shape.whole
     return KvWork(shape, input_len, tp, block_tokens, tp if all_ranks else 1, vllm)
 
 

@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue, field_validator
 
 from kvbench.connectors.base import Role
 from kvbench.core.engine_versions import release
-from kvbench.core.transfers.kv_shape import KvTensors, kv_tensors
+from kvbench.core.transfers.kv_shape import WINDOWS_SINCE, KvTensors, kv_tensors
 from kvbench.engines.base import EngineOptions, Environment, owned_flags, whole
 from kvbench.errors import InputError
 
@@ -129,6 +129,11 @@ class VllmOptions(EngineOptions):
     @property
     def kv_tensors(self) -> KvTensors:
         return kv_tensors(release(self.version)) if self.version else kv_tensors()
+
+    @property
+    def clips_windows(self) -> bool:
+        known = not self.version or release(self.version) >= WINDOWS_SINCE
+        return known and not self.arguments("prefill").get("disable-hybrid-kv-cache-manager")
 
     @property
     def asks_version(self) -> bool:

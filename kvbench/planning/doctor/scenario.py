@@ -214,7 +214,7 @@ def gpu_count_check(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]
 def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:
     """Check how many full-length requests a rank's GPU holds besides weights."""
     options, ranks = scenario.deployment.engine_options, _fewest_ranks(scenario)
-    shape, workload = scenario.model.shape, scenario.workload
+    shape, workload = scenario.kv_shape, scenario.workload
     share, folder = options.gpu_memory_share, Path(options.served_from).expanduser()
     weights = weight_bytes(folder) if folder.exists() else 0
     if not shape.known:
@@ -222,7 +222,7 @@ def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:
             "gpu memory", "warn", "the model's shape is not known", "name a preset or give its layers"
         )
     tokens = max(workload.input_len) + workload.output_len
-    one = shape.wire_bytes_per_token(ranks) * tokens / ranks
+    one = shape.wire_bytes(tokens, 1, ranks) / ranks
     left = gpu_bytes * share - weights / ranks
     fits = int(left // one) if left > 0 else 0
     weighed = (

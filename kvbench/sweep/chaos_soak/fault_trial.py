@@ -405,7 +405,7 @@ class _Struck:
 
     def _bytes(self, stranded: Mapping[str, float]) -> float | None:
         """KV bytes of the stranded blocks, or None if model or block size are unknown."""
-        shape = self.scenario.model.shape
+        shape = self.scenario.kv_shape
         known = {name: self.after.of[name].block_tokens for name in stranded}
         if not shape.known or None in known.values():
             return None if stranded else 0.0

@@ -267,14 +267,15 @@ def kv_bytes_per_request(
 ) -> tuple[float | None, float]:
     """KV bytes one request moves in whole blocks, and how much may remain behind. Block size as reported;
     None if that or the model's shape is unknown."""
-    shape, deployed = scenario.model.shape, scenario.deployment
+    shape, deployed = scenario.kv_shape, scenario.deployment
     blocks = {role.block_tokens for role in engines.values() if role.block_tokens}
     if not shape.known or len(blocks) != 1:
         return None, 0.0
     block_tokens = blocks.pop()
     per_block = float(shape.block_bytes(block_tokens, deployed.wire_ranks) * shape.regions())
     partial = not deployed.engine_options.kv_bytes_certain and input_len % block_tokens > 0
-    return shape.blocks(input_len, block_tokens) * per_block, per_block if partial else 0.0
+    moved = shape.wire_bytes(input_len, block_tokens, deployed.wire_ranks)
+    return float(moved), per_block if partial else 0.0
 
 
 INSIDE_ONE_HOST: Final = 2.0

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbench.core.gates.evidence import EngineFigures
 from kvbench.core.physics import MODELS
+from kvbench.core.plan.plan import scenario_footprint
+from kvbench.core.scenario.scenario import parse_scenario
 from kvbench.core.transfers.kv_shape import MODEL_NAMES, check_memory, kv_work
 from kvbench.errors import InputError
+from kvbench.planning.scenario_files import registry
+from kvbench.sweep.trial.readings import kv_bytes_per_request
 
 
 @pytest.mark.parametrize(
@@ -86,10 +94,46 @@ def test_ranks_together_move_what_the_model_says(
             kv_work(name, tokens, tp, block)
         return
     work = kv_work(name, tokens, tp, block, version=version)
-    blocks = -(-tokens // block)
-    assert work.wire_bytes == model.wire_bytes_per_token(tp) * blocks * block
-    assert work.descriptors <= work.pieces <= model.descriptors(tokens, block)
+    model = model if version == "0.33" else model.whole
+    assert work.wire_bytes == model.wire_bytes(tokens, block, tp)
+    assert work.descriptors <= work.pieces <= model.regions() * work.blocks
     assert work.logical_bytes <= work.rank_bytes
+
+
+def test_a_sliding_window_moves_its_last_blocks_only() -> None:
+    """gpt-oss-120b: 36 layers, every other one with a window of 128 tokens; 2 KiB per token and layer."""
+    for tokens, gb in ((1024, 0.043), (4096, 0.156), (8192, 0.307), (32_768, 1.213)):
+        work = kv_work("gpt-oss-120b", tokens)
+        assert work.request_bytes / 1e9 == pytest.approx(gb, abs=0.0006)
+        window = 128 // 16 + 1
+        assert work.wire_bytes == (18 * tokens + 18 * window * 16) * 2048
+        assert (work.regions, work.region_pieces) == (18, tokens // 16 + window)
+        for whole in (kv_work("gpt-oss-120b", tokens, version="0.19.0"), kv_work("gpt-oss-120b", 100)):
+            assert whole.request_bytes == whole.input_len * 73_728
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_"),
+    [
+        ({"version": "0.33.0"}, (18 * 4096 + 18 * 128) * 2048),
+        ({"version": "0.19.0"}, 36 * 4096 * 2048),
+        ({"version": "0.33.0", "engine_args": {"disable_hybrid_kv_cache_manager": True}}, 36 * 4096 * 2048),
+    ],
+)
+def test_a_plan_counts_windows_as_the_engine_does(options: dict[str, Any], bytes_: int) -> None:
+    text = {
+        "version": 1,
+        "model": "gpt-oss-120b",
+        "deployment": {"engine": "vllm", "engine_options": {"model": "m", **options}},
+        "connectors": ["nixl"],
+        "workload": {"input_len": [4096], "output_len": 4},
+        "slo": {"ttft_ms": 200},
+    }
+    scenario = parse_scenario(json.dumps(text), "x.yaml", registry())
+    assert scenario_footprint(scenario, 4096, 1).logical_bytes == bytes_
+    engines = {role: EngineFigures(block_tokens=16) for role in ("prefill", "decode")}
+    moved, _ = kv_bytes_per_request(scenario, 4096, engines)
+    assert moved == scenario_footprint(scenario, 4096, 1).wire_bytes
 
 
 def test_all_ranks_are_so_many_initiators() -> None:
