@@ -21,8 +21,9 @@ from kvbench.report.compare import CompareOptions, compare_runs, tables
 from kvbench.report.notebook import frames
 from kvbench.report.plots import PICTURES
 from kvbench.report.sections.build import build
+from kvbench.report.tables.columns import OF_WHOLE_RUN
 from kvbench.report.tables.result import shared_unit, summary_table
-from kvbench.report.tables.table import MISSING, OF_WHOLE_RUN, STEADY, WHOLE_RUN, Table, number, percent
+from kvbench.report.tables.table import MISSING, STEADY, WHOLE_RUN, Table, number, percent
 from kvbench.report.tables.trial_values import trial_values
 from kvbench.report.tables.vllm_bench import serve_values
 from kvbench.results.run import RunFolder, load_run
