@@ -30,8 +30,9 @@ from kvbench.report.tables.table import (
     WRITERS,
     Column,
     Table,
-    as_json,
+    json_text,
     of_values,
+    rows_of,
 )
 from kvbench.report.tables.transfers import CASE_KEYS, flat_row
 from kvbench.results.provenance import check_comparable, differences
@@ -280,5 +281,6 @@ def changes_as_text(runs: Sequence[RunFolder], format_: str) -> str:
         rows = [flat_row(record, records) for record in records]
         found = [of_values(first.run_id, [Column(key, key) for key in (rows[0] if rows else ())], rows)]
     if format_ == "json":
-        return as_json(found, {"runs": [run.run_id for run in runs], "differ_in": differences(runs)})
+        more = {"runs": [run.run_id for run in runs], "differ_in": differences(runs)}
+        return json_text({**more, "rows": rows_of(found)})
     return WRITERS[format_](found)

@@ -246,11 +246,10 @@ def write_csv(path: Path, rows: Rows) -> None:
     write_bytes(path, text.getvalue().encode("utf-8", "replace"))
 
 
-def as_json(tables: Sequence[Table], more: Mapping[str, Any]) -> str:
-    """Return ``{"rows": […], …}`` with all tables' rows."""
+def rows_of(tables: Sequence[Table]) -> list[dict[str, Any]]:
+    """Return all tables' rows, for JSON."""
     keys = _keys(tables)
-    rows = [{key: row.get(key) for key in keys} for table in tables for row in table.rows]
-    return json_text({**more, "rows": rows})
+    return [{key: row.get(key) for key in keys} for table in tables for row in table.rows]
 
 
 def json_text(data: Mapping[str, Any]) -> str:

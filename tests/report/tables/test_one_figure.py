@@ -17,7 +17,7 @@ from matplotlib.text import Text
 
 from kvbench.core.metrics.ttft_breakdown import PART_WORDS
 from kvbench.core.records import TrialRecord
-from kvbench.report.compare import CompareOptions, compare_runs, tables
+from kvbench.report.compare import CompareOptions, compare_runs, rows_page
 from kvbench.report.notebook import frames
 from kvbench.report.plots import PICTURES
 from kvbench.report.sections.build import build
@@ -67,8 +67,8 @@ def all_tables(run: RunFolder) -> Iterator[tuple[str, Table]]:
                 yield f"{section.anchor}: {', '.join(section.writers)}", block.table
     if run.manifest.get("kind") != "microbench":
         for axis in ("", "input_len"):
-            asked = CompareOptions(group=axis)
-            for table in tables(compare_runs([run], asked), asked):
+            asked = CompareOptions(group=axis, format="md")
+            for table in rows_page(compare_runs([run], asked), asked).tables:
                 yield "compare", table
 
 
