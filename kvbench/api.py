@@ -32,8 +32,8 @@ import pandas as pd
 from kvbench.errors import InputError
 from kvbench.files import scratch
 from kvbench.report.notebook import frames
-from kvbench.report.notebook.column_meanings import MEANINGS
 from kvbench.report.notebook.run import Comparison, Plots, Run, compare, load
+from kvbench.report.tables.columns import MEANINGS
 from kvbench.results.run import listed_runs
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +16,6 @@ from kvbench.errors import EXIT_OK, InputError
 from kvbench.files import said_clearly, write_bytes
 from kvbench.report.before_after import (
     WHAT,
-    CellChange,
     SettingChange,
     cell_changes,
     change_rows,
@@ -35,7 +34,7 @@ from kvbench.report.side_by_side import (
     load_tables,
 )
 from kvbench.report.tables.fault_rows import held_comparison
-from kvbench.report.tables.table import FORMATS, WRITERS, Column, Table, as_json, json_text
+from kvbench.report.tables.table import FORMATS, WRITERS, Column, Table, json_text, rows_of
 from kvbench.report.terminal import print_changed_files, print_sections
 from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption, check_comparable, mark_of, scenario_of
@@ -91,57 +90,89 @@ def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> i
     asked.check()
     runs = [load_run(path) for path in paths]
     print_changed_files(runs, console if asked.format == "terminal" else None)
+    for_sweeps = asked.ci or asked.before or asked.junit or asked.comment
     if (held := held_comparison(runs)) is not None:
-        return _write_held(held, runs, asked, console)
+        if for_sweeps or asked.rows_asked:
+            raise InputError(
+                "runs at a held rate are compared as a whole: leave --ci, --before and the axes out"
+            )
+        _held(held, runs, asked).write(asked.format, console)
+        return EXIT_OK
     micro = are_microbenchmarks(runs)
-    if not micro and (found := before_after(runs, asked)) is not None:
-        return found.write(asked, console)
-    if asked.ci or asked.before or asked.junit or asked.comment:
+    if not micro and (found := _before_after(runs, asked)) is not None:
+        page, alarm = found
+        if alarm is None or not asked.ci or asked.format != "terminal":
+            page.write(asked.format, console)
+        else:
+            console.file.write("".join(f"{visible(line)}\n" for line in alarm.lines()))
+        return alarm.exit_code if alarm is not None and asked.ci else EXIT_OK
+    if for_sweeps:
         raise InputError(
             "nothing was searched in these runs, so that no highest rate can have changed",
             hint="give two sweeps, the one before first, or several with --before N",
         )
-    if micro and asked.format == "terminal":
-        print_transfers(runs, console)
-    elif micro:
-        console.file.write(changes_as_text(runs, asked.format))
+    if not micro:
+        rows_page(compare_runs(runs, asked), asked).write(asked.format, console)
     elif asked.format == "terminal":
-        _print(compare_runs(runs, asked), asked, console)
+        print_transfers(runs, console)
     else:
-        # Not through the console: it would wrap lines that programs read.
-        console.file.write(as_text(compare_runs(runs, asked), asked))
+        console.file.write(changes_as_text(runs, asked.format))
     return EXIT_OK
 
 
-def _write_held(table: Table, runs: Sequence[RunFolder], asked: CompareOptions, console: Console) -> int:
-    """Write two runs at a fixed rate in the requested format. Raises InputError for missing figures."""
-    if asked.ci or asked.before or asked.junit or asked.comment or asked.rows_asked:
-        raise InputError("runs at a held rate are compared as a whole: leave --ci, --before and the axes out")
-    differing = check_comparable(runs, force=asked.force)
-    settings = setting_changes(runs[:1], runs[1:])
-    answers = _answers([("before", runs[:1]), ("after", runs[1:])])
-    if asked.format != "terminal":
-        more: dict[str, Any] = {
-            "runs": [run.run_id for run in runs],
-            "settings": [each._asdict() for each in settings],
-        }
-        more |= {"answers": answers[0].rows if answers else []}
-        shown = [table] if asked.format == "csv" else [table, *answers]
-        text = as_json([table], more) if asked.format == "json" else WRITERS[asked.format](shown)
-        console.file.write(text)
-        return EXIT_OK
-    blocks = [
-        *(Block(words=f"{run.run_id} · {caption(run)}", style="dim") for run in runs),
-        *(Block(words=f"{NOT_COMPARABLE}: {line}", style="bold red") for line in differing),
-        Block(
-            "\nWhat was set otherwise", notes=[Note(each.text()) for each in settings] or [Note("nothing")]
-        ),
-        Block(f"\n{table.title}", table=table),
-        *([Block(notes=[Note(table.words, style="dim")], bullets=False)] if table.words else []),
-        *_blocks(answers),
-    ]
-    print_sections([ReportSection("held", "", blocks)], console)
-    return EXIT_OK
+@dataclass(frozen=True)
+class ComparisonPage:
+    """A comparison in every format. ``heads``: a line per run; ``differing``: why the runs are not
+    comparable; ``said``: conclusions, or what was set otherwise; ``about``: explains the tables;
+    ``document``: its JSON."""
+
+    heads: Sequence[str]
+    differing: Sequence[str]
+    said: Sequence[Block]
+    tables: Sequence[Table]
+    answers: Sequence[Table]
+    document: Mapping[str, Any]
+    about: str = ""
+
+    def write(self, format_: str, console: Console) -> None:
+        if format_ != "terminal":
+            # Not through the console: it would wrap lines that programs read.
+            console.file.write(self.text(format_))
+            return
+        none = Block(words="\nno load was measured whose figures could be compared")
+        blocks = [
+            *(Block(words=line, style="dim") for line in self.heads),
+            *(Block(words=line, style="bold red") for line in self._not_comparable),
+            *self.said,
+            *([Block(f"\n{each.title}", table=each) for each in self.tables] or [none]),
+            *([Block(notes=[Note(self.about, style="dim")], bullets=False)] if self.about else []),
+            *(Block(f"\n{each.title}", table=each) for each in self.answers),
+        ]
+        print_sections([ReportSection("compared", "", blocks)], console)
+
+    @property
+    def _not_comparable(self) -> list[str]:
+        return [f"{NOT_COMPARABLE}: {line}" for line in self.differing]
+
+    def text(self, format_: str) -> str:
+        """Return the text of a file format. CSV has only the rows; others have the conclusions first."""
+        if format_ == "csv":
+            return WRITERS["csv"](self.tables)
+        if format_ == "json":
+            return json_text(self.document)
+        parts = [[line] for line in (*self.heads, *self._not_comparable)]
+        for block in self.said:
+            parts.append([f"{block.title.strip()}:", *(f"- {note.text}" for note in block.notes)])
+        shown = WRITERS[format_]([*self.tables, *self.answers])
+        if format_ == "latex":
+            return "".join(f"% {' '.join(line.split())}\n" for part in parts for line in part) + shown
+        parts += [[self.about]] if self.about else []
+        return "\n\n".join(["\n".join(map(markdown_words, part)) for part in parts] + [shown])
+
+
+def _settings(changes: Sequence[SettingChange]) -> Block:
+    notes = [Note(each.text()) for each in changes] or [Note("nothing")]
+    return Block("\nWhat was set otherwise", notes=notes)
 
 
 def _answers(sides: Sequence[tuple[str, Sequence[RunFolder]]]) -> list[Table]:
@@ -150,112 +181,26 @@ def _answers(sides: Sequence[tuple[str, Sequence[RunFolder]]]) -> list[Table]:
     return [found] if found is not None else []
 
 
-def _blocks(tables_: Sequence[Table]) -> list[Block]:
-    return [Block(f"\n{each.title}", table=each) for each in tables_]
+def _held(table: Table, runs: Sequence[RunFolder], asked: CompareOptions) -> ComparisonPage:
+    """Return two runs at a fixed rate."""
+    settings = setting_changes(runs[:1], runs[1:])
+    answers = _answers([("before", runs[:1]), ("after", runs[1:])])
+    document = {
+        "runs": [run.run_id for run in runs],
+        "settings": [each._asdict() for each in settings],
+        "answers": answers[0].rows if answers else [],
+        "rows": rows_of([table]),
+    }
+    heads = [f"{run.run_id} · {caption(run)}" for run in runs]
+    differing = check_comparable(runs, force=asked.force)
+    return ComparisonPage(heads, differing, [_settings(settings)], [table], answers, document, table.words)
 
 
-def compare_runs(runs: Sequence[RunFolder], asked: CompareOptions | None = None) -> Compared:
-    """Return the requested comparison. Raises InputError if the runs are not comparable."""
-    asked = asked or CompareOptions()
-    asked.check()
-    return compared_runs(runs, asked.by, force=asked.force)
-
-
-# --- before and after ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BeforeAfter:
-    """Two runs, or repeats of both: what was set otherwise, and what became of each highest rate."""
-
-    before: Sequence[RunFolder]
-    after: Sequence[RunFolder]
-    settings: Sequence[SettingChange]
-    cells: Sequence[CellChange]
-    differing: Sequence[str] = ()
-
-    def write(self, asked: CompareOptions, console: Console) -> int:
-        """Print the comparison or only the verdict, and write the requested files. Returns the exit code."""
-        alarm = self.alarm(asked)
-        if alarm is not None:
-            for path, text in ((asked.junit, alarm.junit), (asked.comment, alarm.comment)):
-                if path is not None:
-                    with said_clearly(path):
-                        write_bytes(path, text().encode())
-        if asked.format != "terminal":
-            console.file.write(self.as_text(asked.format, alarm))
-        elif alarm is not None and asked.ci:
-            console.file.write("".join(f"{visible(line)}\n" for line in alarm.lines()))
-        else:
-            print_sections([self.section()], console)
-        return alarm.exit_code if alarm is not None and asked.ci else EXIT_OK
-
-    def alarm(self, asked: CompareOptions) -> CiVerdict | None:
-        """Return the verdict for a pipeline, if requested."""
-        if not (asked.ci or asked.junit or asked.comment):
-            return None
-        return CiVerdict(self.cells, self.settings, asked.worse_than, f"kvbench {scenario_of(self.after[0])}")
-
-    @property
-    def heads(self) -> list[str]:
-        sides = (("before", self.before), ("after", self.after))
-        return [f"{word}: {run.run_id} · {caption(run)}" for word, side in sides for run in side]
-
-    @property
-    def answers(self) -> list[Table]:
-        return _answers([("before", self.before), ("after", self.after)])
-
-    def section(self) -> ReportSection:
-        differing = [Block(words=f"{NOT_COMPARABLE}: {line}", style="bold red") for line in self.differing]
-        changes = [Note(each.text()) for each in self.settings] or [Note("nothing")]
-        blocks = [
-            *(Block(words=line, style="dim") for line in self.heads),
-            *differing,
-            Block("\nWhat was set otherwise", notes=changes),
-            Block(f"\n{counts_text(self.cells)}", table=change_rows(self.cells)),
-            Block(notes=[Note(f"{WHAT}.", style="dim")], bullets=False),
-            *_blocks(self.answers),
-        ]
-        return ReportSection("before_after", "", blocks)
-
-    def as_text(self, format_: str, alarm: CiVerdict | None = None) -> str:
-        """Return the text of a file format; CSV has the cells alone."""
-        table = change_rows(self.cells)
-        if format_ == "csv":
-            return WRITERS["csv"](
-                [replace(table, columns=[Column(key, key) for key in self.cells[0].flat()])]
-            )
-        if format_ == "json":
-            more: dict[str, Any] = {
-                "before": [run.run_id for run in self.before],
-                "after": [run.run_id for run in self.after],
-                "settings": [each._asdict() for each in self.settings],
-                "not_comparable": list(self.differing),
-                "cells": [each.flat() for each in self.cells],
-                "answers": [row for table in self.answers for row in table.rows],
-            }
-            if alarm is not None:
-                more |= {"alarm": bool(alarm.worse), "verdict": alarm.verdict(), "power": alarm.power()}
-            return json_text(more)
-        said = [*self.heads, *(f"{NOT_COMPARABLE}: {line}" for line in self.differing)]
-        lines = ["What was set otherwise:", *(f"- {each.text()}" for each in self.settings)]
-        if format_ == "latex":
-            commented = "".join(f"% {' '.join(line.split())}\n" for line in [*said, *lines])
-            return commented + WRITERS["latex"]([table, *self.answers])
-        head = "\n\n".join(map(markdown_words, said))
-        return "\n\n".join(
-            [
-                head,
-                "\n".join(map(markdown_words, lines)),
-                WRITERS["md"]([table]),
-                f"{WHAT}.\n",
-                *([WRITERS["md"](self.answers)] if self.answers else []),
-            ]
-        )
-
-
-def before_after(runs: Sequence[RunFolder], asked: CompareOptions) -> BeforeAfter | None:
-    """Return the runs before and after: two sweeps, or repeats whose number is given.
+def _before_after(
+    runs: Sequence[RunFolder], asked: CompareOptions
+) -> tuple[ComparisonPage, CiVerdict | None] | None:
+    """Return two sweeps, or repeats of both: what was set otherwise, and what became of each highest rate.
+    With the verdict for a pipeline if requested, whose files are written.
 
     Raises InputError for runs that are not comparable, unless forced, and for a number that does not fit."""
     if asked.rows_asked or not (len(runs) == 2 or asked.before):
@@ -266,75 +211,69 @@ def before_after(runs: Sequence[RunFolder], asked: CompareOptions) -> BeforeAfte
             hint="give the runs before first, then those after",
         )
     count = asked.before or 1
-    before, after = runs[:count], runs[count:]
-    if not all(
-        any(run.cells and run.manifest.get("kind") != "bench" for run in side) for side in (before, after)
-    ):
+    sides = [("before", runs[:count]), ("after", runs[count:])]
+    (_, before), (_, after) = sides
+    if not all(any(run.cells and run.manifest.get("kind") != "bench" for run in side) for _, side in sides):
         return None
     differing = check_comparable(runs, force=asked.force)
     cells = cell_changes(before, after)
-    return BeforeAfter(before, after, setting_changes(before, after), cells, differing) if cells else None
-
-
-# --- as text ---------------------------------------------------------------------------------------
-
-
-def tables(compared: Compared, asked: CompareOptions) -> list[Table]:
-    """Return the rows as one table, or one per level of ``group``."""
-    return load_tables(compared.rows, compared.by, asked.sort, asked.group, len(compared.runs) > 1)
-
-
-def as_text(compared: Compared, asked: CompareOptions) -> str:
-    """Return the comparison in a file format. CSV has only the rows; others have the conclusions first."""
-    found = tables(compared, asked)
+    if not cells:
+        return None
+    settings, answers = setting_changes(before, after), _answers(sides)
+    document: dict[str, Any] = {word: [run.run_id for run in side] for word, side in sides} | {
+        "settings": [each._asdict() for each in settings],
+        "not_comparable": list(differing),
+        "cells": [each.flat() for each in cells],
+        "answers": [row for table in answers for row in table.rows],
+    }
+    alarm = None
+    if asked.ci or asked.junit or asked.comment:
+        alarm = CiVerdict(cells, settings, asked.worse_than, f"kvbench {scenario_of(after[0])}")
+        for path, text in ((asked.junit, alarm.junit), (asked.comment, alarm.comment)):
+            if path is not None:
+                with said_clearly(path):
+                    write_bytes(path, text().encode())
+        document |= {"alarm": bool(alarm.worse), "verdict": alarm.verdict(), "power": alarm.power()}
+    table = replace(change_rows(cells), title=counts_text(cells))
     if asked.format == "csv":
-        return WRITERS["csv"](found)
-    if asked.format == "json":
-        more: dict[str, Any] = {
-            "runs": [{"name": name, "run": run.run_id} for run, name in compared.named],
-            "by": compared.by,
-            "not_comparable": list(compared.differing),
-            "conclusions": [statement.to_json() for statement in compared.statements],
-            "answers": [row for table in _answers_of(compared) for row in table.rows],
-        }
-        return as_json(found, more)
-    said = [*_captions(compared), *(f"{NOT_COMPARABLE}: {line}" for line in compared.differing)]
-    lines = [f"- {statement.text}" for statement in compared.statements]
-    if asked.format == "latex":
-        return "".join(f"% {' '.join(line.split())}\n" for line in [*said, *lines]) + WRITERS["latex"](
-            [*found, *_answers_of(compared)]
-        )
-    shown = WRITERS["md"]([*found, *_answers_of(compared)])
-    return "\n".join([*map(markdown_words, [*said, "", *lines, ""]), shown])
+        table = replace(table, columns=[Column(key, key) for key in cells[0].flat()])
+    heads = [f"{word}: {run.run_id} · {caption(run)}" for word, side in sides for run in side]
+    page = ComparisonPage(heads, differing, [_settings(settings)], [table], answers, document, f"{WHAT}.")
+    return page, alarm
 
 
-def _answers_of(compared: Compared) -> list[Table]:
-    return _answers([(name or run.run_id, [run]) for run, name in compared.named])
+def compare_runs(runs: Sequence[RunFolder], asked: CompareOptions | None = None) -> Compared:
+    """Return the requested comparison. Raises InputError if the runs are not comparable."""
+    asked = asked or CompareOptions()
+    asked.check()
+    return compared_runs(runs, asked.by, force=asked.force)
 
 
-def _captions(compared: Compared) -> Iterable[str]:
+def rows_page(compared: Compared, asked: CompareOptions) -> ComparisonPage:
+    """Return rows side by side, as one table or one per level of ``group``, and conclusions by kind."""
+    tables = load_tables(compared.rows, compared.by, asked.sort, asked.group, len(compared.runs) > 1)
+    if asked.format == "terminal":
+        tables = [_brief(table) for table in tables]
+    answers = _answers([(name or run.run_id, [run]) for run, name in compared.named])
+    heads = []
     for run, name in compared.named:
         mark = mark_of(run)
         marked = f"{mark.word.upper()}: " if mark is not None else ""
-        yield f"{name}: {marked}{caption(run)}" if name else f"{marked}{caption(run)}"
-
-
-# --- the terminal ----------------------------------------------------------------------------------
-
-
-def _print(compared: Compared, asked: CompareOptions, console: Console) -> None:
-    """Print the conclusions by kind, then the rows."""
-    heads = [Block(words=line, style="dim") for line in _captions(compared)]
-    heads += [Block(words=f"{NOT_COMPARABLE}: {line}", style="bold red") for line in compared.differing]
-    conclusions = []
+        heads.append(f"{name}: {marked}{caption(run)}" if name else f"{marked}{caption(run)}")
+    said = []
     for kind, words in KIND_WORDS.items():
-        mine = [each for each in compared.statements if each.kind == kind]
-        notes = [Note(each.text, each.advice, _STYLES.get(each.level, "")) for each in mine]
-        conclusions += [Block(words, notes=notes)] if notes else []
-    shown = [Block(f"\n{table.title}", table=_brief(table)) for table in tables(compared, asked)]
-    none = Block(words="\nno load was measured whose figures could be compared")
-    blocks = [*heads, *conclusions, *(shown or [none]), *_blocks(_answers_of(compared))]
-    print_sections([ReportSection("compared", "", blocks)], console)
+        found = [each for each in compared.statements if each.kind == kind]
+        notes = [Note(each.text, each.advice, _STYLES.get(each.level, "")) for each in found]
+        said += [Block(words, notes=notes)] if notes else []
+    document = {
+        "runs": [{"name": name, "run": run.run_id} for run, name in compared.named],
+        "by": compared.by,
+        "not_comparable": list(compared.differing),
+        "conclusions": [statement.to_json() for statement in compared.statements],
+        "answers": [row for table in answers for row in table.rows],
+        "rows": rows_of(tables),
+    }
+    return ComparisonPage(heads, compared.differing, said, tables, answers, document)
 
 
 def _brief(table: Table) -> Table:

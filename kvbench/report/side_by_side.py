@@ -5,6 +5,7 @@ imported result has figures of the whole run alone: then the rows are compared b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,16 +22,17 @@ from kvbench.errors import InputError, KvbenchError
 from kvbench.report.findings.ahead import RatePair, rate_pairs
 from kvbench.report.findings.load_rows import AXES, conclusions, default_axis, load_rows, searched_rows
 from kvbench.report.findings.transfers import changes_text
+from kvbench.report.tables.columns import TITLES
 from kvbench.report.tables.result import summary_table
 from kvbench.report.tables.table import (
-    OF_WHOLE_RUN,
     STEADY,
     WHOLE_RUN,
     WRITERS,
     Column,
     Table,
-    as_json,
+    json_text,
     of_values,
+    rows_of,
 )
 from kvbench.report.tables.transfers import CASE_KEYS, flat_row
 from kvbench.results.provenance import check_comparable, differences
@@ -48,42 +50,20 @@ _AXIS_TITLES: Final = {
     "concurrency": "max concurrency",
     "rate": "qps",
 }
-# (key, title, whether a terminal shows it). Keys as in tables/summary.csv.
 _OF_STEADY: Final = (
-    ("achieved_request_rate", "achieved (req/s)", True),
-    ("output_tok_per_s", "output tok/s", True),
-    ("total_tok_per_s", "total tok/s", False),
-    *(
-        (
-            f"{latency.lower()}_ms_{statistic.lower()}",
-            f"{latency} {statistic} (ms)",
-            statistic in ("mean", "P99") and latency != "ITL",
-        )
-        for latency in ("TTFT", "TPOT", "ITL")
-        for statistic in ("mean", "P50", "P90", "P99")
-    ),
-)
-# Keys as in the JSON of ``vllm bench serve``, titles as in PR 10884's tables.
+    "achieved_request_rate", "output_tok_per_s", "total_tok_per_s",
+    *(f"{name}_ms_{figure}" for name in ("ttft", "tpot", "itl") for figure in ("mean", "p50", "p90", "p99")),
+)  # fmt: skip
 _SERVE: Final = (
-    ("completed", "Successful Requests", False),
-    ("failed", "Failed Requests", False),
-    ("duration_s", "Duration (s)", False),
-    ("total_input_tokens", "Total Input Tokens", False),
-    ("total_output_tokens", "Total Generated Tokens", False),
-    ("request_throughput", f"Req Throughput (req/s){OF_WHOLE_RUN}", True),
-    ("output_throughput", f"Output Token Throughput (tok/s){OF_WHOLE_RUN}", True),
-    ("total_token_throughput", f"Total Token Throughput (tok/s){OF_WHOLE_RUN}", False),
-    *(
-        (
-            f"{word.lower()}_{latency.lower()}_ms",
-            f"{word} {latency} (ms){OF_WHOLE_RUN}",
-            word in ("Mean", "P99") and latency != "ITL",
-        )
-        for latency in ("TTFT", "TPOT", "ITL")
-        for word in ("Mean", "Median", "P90", "P99")
-        if word != "P90" or latency != "ITL"
-    ),
+    "completed", "failed", "duration_s", "total_input_tokens", "total_output_tokens", "request_throughput",
+    "output_throughput", "total_token_throughput",
+    *(f"{figure}_{name}_ms" for name in ("ttft", "tpot") for figure in ("mean", "median", "p90", "p99")),
+    "mean_itl_ms", "median_itl_ms", "p99_itl_ms",
+)  # fmt: skip
+_BRIEF: Final = re.compile(
+    r"(request|output)_throughput|(mean|p99)_t\w+|achieved\w+|output_tok_per_s|t\w+_(mean|p99)"
 )
+"""Figures that a terminal shows."""
 _CHANGE: Final = {
     "before_gb_per_s": "GB/s before",
     "after_gb_per_s": "GB/s after",
@@ -149,9 +129,8 @@ def _columns(rows: Sequence[LoadRow], by: str, unit: Unit, several: bool, window
         columns.append(Column("max_request_rate", f"max rate (req/s) {word}"))
         columns += [Column("engines", "engines", False), Column("gpus", "GPUs", False)]
         columns.append(Column(f"max_request_rate_per_{unit.lower()}", f"per {unit} (req/s)"))
-    if any(row.steady for row in rows):
-        columns += [Column(key, title, brief and window == STEADY) for key, title, brief in _OF_STEADY]
-    columns += [Column(key, title, brief and window == WHOLE_RUN) for key, title, brief in _SERVE]
+    for of, keys in ((STEADY, _OF_STEADY if any(row.steady for row in rows) else ()), (WHOLE_RUN, _SERVE)):
+        columns += [Column(key, TITLES[key], window == of and bool(_BRIEF.fullmatch(key))) for key in keys]
     return [*columns, Column("trial_id", "trial", False), Column("source", "source", False)]
 
 
@@ -162,7 +141,7 @@ def _comes_with(rows: Sequence[LoadRow], axis: str, by: str) -> bool:
 
 def _flat(row: LoadRow, unit: Unit) -> dict[str, Any]:
     rate, count = row.answer_rate, row.size.count(unit)
-    figures: dict[str, float | None] = {key: row.get(key) for key, _, _ in _SERVE}
+    figures: dict[str, float | None] = {key: row.get(key) for key in _SERVE}
     for key, value in figures.items():
         if value is not None and value == int(value) and not key.endswith(("_ms", "_s", "_throughput")):
             figures[key] = int(value)
@@ -172,7 +151,7 @@ def _flat(row: LoadRow, unit: Unit) -> dict[str, Any]:
         "engines": row.size.engines,
         "gpus": row.size.gpus,
         f"max_request_rate_per_{unit.lower()}": rate / count if rate is not None and count else None,
-        **{key: row.steady.get(key) for key, _, _ in _OF_STEADY},
+        **{key: row.steady.get(key) for key in _OF_STEADY},
         **figures,
         "trial_id": row.key,
         "source": row.origin,
@@ -302,5 +281,6 @@ def changes_as_text(runs: Sequence[RunFolder], format_: str) -> str:
         rows = [flat_row(record, records) for record in records]
         found = [of_values(first.run_id, [Column(key, key) for key in (rows[0] if rows else ())], rows)]
     if format_ == "json":
-        return as_json(found, {"runs": [run.run_id for run in runs], "differ_in": differences(runs)})
+        more = {"runs": [run.run_id for run in runs], "differ_in": differences(runs)}
+        return json_text({**more, "rows": rows_of(found)})
     return WRITERS[format_](found)

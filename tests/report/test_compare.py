@@ -20,7 +20,7 @@ from kvbench.core.records import Cell, TrialRecord
 from kvbench.errors import InputError
 from kvbench.importers.parts import importing
 from kvbench.report import compare
-from kvbench.report.compare import CompareOptions, compare_runs, tables
+from kvbench.report.compare import CompareOptions, compare_runs, rows_page
 from kvbench.report.tables.table import Column, as_csv, as_latex, as_markdown, latex, of_values
 from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import CellResult, RunInfo, RunStore
@@ -110,7 +110,7 @@ def test_columns_are_called_as_in_the_page(pr10884: RunFolder) -> None:
 def test_rows_are_sorted_and_grouped_by_any_axis(pr10884: RunFolder, axis: str) -> None:
     asked = CompareOptions(by=axis, group=axis, sort=("rate",))
     compared = compare_runs([pr10884], asked)
-    groups = tables(compared, asked)
+    groups = rows_page(compared, asked).tables
     levels = [{row[axis] for row in table.rows} for table in groups]
     assert all(len(level) == 1 for level in levels)
     assert len(groups) == len({next(iter(level)) for level in levels})

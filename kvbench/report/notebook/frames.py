@@ -5,7 +5,7 @@ a column that an older folder does not have is there and empty."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -20,6 +20,7 @@ from kvbench.errors import InputError, StoreError
 from kvbench.report.findings.findings import statements
 from kvbench.report.findings.load_rows import load_rows
 from kvbench.report.findings.notes import notes
+from kvbench.report.tables.columns import MEANINGS
 from kvbench.report.tables.result import read_answer, summary_table
 from kvbench.report.tables.transfers import flat_row
 from kvbench.report.tables.trial_values import engine_word, reason_text, trial_values
@@ -37,7 +38,6 @@ REQUEST_COLUMNS: Final = (
     "first_token_s", "last_token_s", "ttft_ms", "ttft_sent_ms", "tpot_ms", "e2el_ms", "ok", "error", "status",
 )  # fmt: skip
 """The columns of ``requests``; on request also the other fields of a RequestRecord, such as ``itl_s``."""
-TELEMETRY_COLUMNS: Final = ("trial_id", "t_s", "source", "metric", "value")
 
 # Column of a request → the stored columns that it is made of, and how.
 _Derivation: TypeAlias = tuple[tuple[str, ...], Callable[..., Any]]
@@ -146,33 +146,19 @@ def telemetry(run: RunFolder, of: Sequence[TrialRecord]) -> pd.DataFrame:
         for trial in of
         if parquet_path(run.path, "telemetry", trial.trial_id).is_file()
     ]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(TELEMETRY_COLUMNS))
+    return (
+        pd.concat(parts, ignore_index=True)
+        if parts
+        else pd.DataFrame(columns=list(MEANINGS["telemetry"])[:5])
+    )
 
-
-if TYPE_CHECKING:
-    pass
 
 Rows: TypeAlias = Iterable[Mapping[str, Any]]
 
 REPORTED_AXES: Final = ("tp", "nics", "protocol")
-CELL_COLUMNS: Final = (
-    "connector", "input_len", "output_len", "method", "tier", "status", "outcome", "max_request_rate",
-    "lower", "upper", "search", "confirmed_by", "trials", "limit", "limit_evidence", "outputs_checked",
-    "outputs_equal", "canaries_checked", "canaries_wrong", "canaries_wrong_below", "reason", "hint",
-)  # fmt: skip
-FINDING_COLUMNS: Final = (
-    "kind", "level", "gate", "trial_id", "connector", "input_len", "request_rate", "message", "advice",
-)  # fmt: skip
-MODEL_COLUMNS: Final = (
-    "way", "backend", "protocol", "op", "nics", "start_s", "per_descriptor_s", "gb_per_s", "points",
-    "median_error", "worst_error", "memory", "descriptors_varied",
-)  # fmt: skip
-CALL_COLUMNS: Final = (
-    "backend", "protocol", "op", "nics", "block_bytes", "batch_size", "threads", "case", "call", "call_s",
-)  # fmt: skip
 
 
-def frame(rows: Rows, columns: Sequence[str] = ()) -> pd.DataFrame:
+def frame(rows: Rows, columns: Collection[str] = ()) -> pd.DataFrame:
     """Rows as a DataFrame that has at least ``columns``, in their order, also without any row."""
     table = pd.DataFrame(list(rows))
     missing = [name for name in columns if name not in table.columns]
@@ -235,7 +221,7 @@ def cells(run: RunFolder) -> pd.DataFrame:
     """Return one row per finished cell, method and SLO tier, with its limit."""
     results = [*run.cells, *run.other_cells]
     counts = pd.Series([(t.cell.key, t.method) for t in run.all_trials], dtype=object).value_counts()
-    return frame((_cell(result, counts) for result in results), CELL_COLUMNS)
+    return frame((_cell(result, counts) for result in results), MEANINGS["cells"])
 
 
 def _cell(result: CellResult, counts: pd.Series[int]) -> dict[str, Any]:
@@ -308,7 +294,7 @@ def findings(run: RunFolder) -> pd.DataFrame:
         {"kind": "run", "level": "note", "gate": "note", "message": note.text, "advice": note.advice}
         for note in notes(run, summary_table(run), gates=False)
     ]
-    return frame(rows, FINDING_COLUMNS)
+    return frame(rows, MEANINGS["findings"])
 
 
 # --- transfers -------------------------------------------------------------------------------------
@@ -317,25 +303,24 @@ def findings(run: RunFolder) -> pd.DataFrame:
 def transfers(run: RunFolder) -> pd.DataFrame:
     """Return one row per case of a microbenchmark, including skipped and failed ones."""
     records = run.transfer_records()
-    return frame((flat_row(record, records) for record in records), CALL_COLUMNS[:7])
+    return frame((flat_row(record, records) for record in records), list(MEANINGS["calls"])[:7])
 
 
 def models(run: RunFolder) -> pd.DataFrame:
     """Return the fitted time formula of each way of moving bytes in a microbenchmark."""
     rows = [{**model.to_json(), "way": model.way} for model in fit_all(run.transfer_records())]
-    return frame(rows, MODEL_COLUMNS)
+    return frame(rows, MEANINGS["models"])
 
 
 def calls(run: RunFolder) -> pd.DataFrame:
     """Return one row per transfer of a microbenchmark, with its time from start to completion."""
     records = [record for record in run.transfer_records() if record.call_s]
-    keys = [
-        {**{name: getattr(r.case, name) for name in CALL_COLUMNS[:7]}, "case": r.case.key} for r in records
-    ]
+    columns = list(MEANINGS["calls"])
+    keys = [{**{name: getattr(r.case, name) for name in columns[:7]}, "case": r.case.key} for r in records]
     sizes = [len(record.call_s) for record in records]
     if not records:
-        return pd.DataFrame(columns=list(CALL_COLUMNS))
-    data: dict[str, Any] = {name: repeated([key[name] for key in keys], sizes) for name in CALL_COLUMNS[:8]}
+        return pd.DataFrame(columns=columns)
+    data: dict[str, Any] = {name: repeated([key[name] for key in keys], sizes) for name in columns[:8]}
     data["call"] = np.concatenate([np.arange(size) for size in sizes])
     data["call_s"] = np.concatenate([np.asarray(record.call_s, np.float64) for record in records])
-    return pd.DataFrame(data, columns=list(CALL_COLUMNS))
+    return pd.DataFrame(data, columns=columns)

@@ -17,6 +17,7 @@ from kvbench.report.sections.facts import Facts, Material, drawings
 from kvbench.report.sections.transfers import labs
 from kvbench.report.side_by_side import Changes, short_name
 from kvbench.report.tables import cells
+from kvbench.report.tables.columns import OF_WHOLE_RUN
 from kvbench.report.tables.fault_rows import (
     answers_text,
     fault_groups,
@@ -25,7 +26,7 @@ from kvbench.report.tables.fault_rows import (
     notices_rows,
 )
 from kvbench.report.tables.soak_rows import drift_table, soak_trials, verdict_lines
-from kvbench.report.tables.table import MISSING, OF_WHOLE_RUN, WHOLE_RUN, Table, number, of_texts, percent
+from kvbench.report.tables.table import MISSING, WHOLE_RUN, Table, number, of_texts, percent
 from kvbench.report.tables.transfers import blocks_text, time_text, way_text
 from kvbench.report.tables.vllm_bench import about, bench_tables, bench_trials, serve_values
 from kvbench.report.value import WRITERS, Block, Note, Report, ReportSection, Writer

@@ -9,11 +9,11 @@ from typing import Any, Final
 from kvbench.core.findings.rate_change import AHEAD
 from kvbench.core.metrics.limit import LIMIT_SHORT, LIMIT_WORDS
 from kvbench.core.metrics.ttft_breakdown import PART_WORDS
+from kvbench.report.tables.columns import OF_WHOLE_RUN
 from kvbench.report.tables.result import Row, interval_word, shared_unit
 from kvbench.report.tables.router_cost import FIGURE_WORDS, RouterCost, difference
 from kvbench.report.tables.table import (
     MISSING,
-    OF_WHOLE_RUN,
     STEADY,
     WHOLE_RUN,
     Column,
@@ -296,56 +296,27 @@ def rates(rows: Sequence[Row]) -> Table | None:
     return _table(shown, columns, window=STEADY) if shown else None
 
 
-_RATES: Final = {
-    "connector": "connector",
-    "input_len": "input (tokens)",
-    "output_len": "output (tokens)",
-    "max_request_rate": "max rate (req/s)",
-    "max_request_rate_per_engine": "per engine (req/s)",
-    "max_request_rate_per_gpu": "per GPU (req/s)",
-    "limit": "limit",
-    "trial_request_rate": "measured at (req/s)",
-    "slo_attainment": "met (%) [95 %]",
-    "ttft_ms_p50": "TTFT P50 (ms)",
-    "ttft_ms_p99": "TTFT P99 (ms)",
-    "tpot_ms_p50": "TPOT P50 (ms)",
-    "tpot_ms_p99": "TPOT P99 (ms)",
-}
-_BESIDES: Final = {
-    "connector": "connector",
-    "input_len": "input (tokens)",
-    "output_len": "output (tokens)",
-    "request_goodput": "goodput (req/s)",
-    "request_goodput_per_gpu": "goodput per GPU (req/s)",
-    "output_tok_per_s": "output tok/s",
-    "output_tok_per_s_per_gpu": "output tok/s per GPU",
-    "cost_per_1k_requests": "cost per 1k requests",
-    "cost_per_1m_output_tokens": "cost per 1M output tokens",
-    "watts_per_gpu": "W per GPU",
-    "joules_per_output_token": "J per output token",
-    "kv_bytes_per_request": "KV (MB/req)",
-    "kv_transfer_ms_per_request": "KV (ms/req)",
-    "trials": "trials",
-    "findings": "findings",
-    "labels": "labels",
-}
+_RATES: Final = (
+    "connector", "input_len", "output_len", "max_request_rate", "max_request_rate_per_engine",
+    "max_request_rate_per_gpu", "limit", "trial_request_rate", "slo_attainment", "ttft_ms_p50", "ttft_ms_p99",
+    "tpot_ms_p50", "tpot_ms_p99",
+)  # fmt: skip
 _COSTS: Final = (
-    *("cost_per_1k_requests", "cost_per_1m_output_tokens"),
-    *("watts_per_gpu", "joules_per_output_token"),
-)
-_TRIALS: Final = {
-    "trial_id": "trial",
-    "method": "method",
-    "purpose": "purpose",
-    "request_rate": "rate (req/s)",
-    "verdict": "verdict",
-    "slo_attainment": "met (%) [95 %]",
-    "ttft_ms_p50": "TTFT P50 (ms)",
-    "ttft_ms_p99": "TTFT P99 (ms)",
-    "tpot_ms_p50": "TPOT P50 (ms)",
-    "tpot_ms_p99": "TPOT P99 (ms)",
-    "reason": "reason",
-}
+    "cost_per_1k_requests", "cost_per_1m_output_tokens", "watts_per_gpu", "joules_per_output_token",
+)  # fmt: skip
+_BESIDES: Final = (
+    "connector", "input_len", "output_len", "request_goodput", "request_goodput_per_gpu", "output_tok_per_s",
+    "output_tok_per_s_per_gpu", *_COSTS, "kv_bytes_per_request", "kv_transfer_ms_per_request", "trials",
+    "findings", "labels",
+)  # fmt: skip
+_TRIALS: Final = (
+    "trial_id", "method", "purpose", "request_rate", "verdict", "slo_attainment", *_RATES[-4:], "reason",
+)  # fmt: skip
+_CASES: Final = (
+    "backend", "protocol", "nics", "op", "block_bytes", "batch_size", "descriptors", "gb_per_s",
+    "of_line_rate", "of_tcp", "of_memcpy", "call_s_p50", "call_s_p99", "cpu_s_per_gb", "verified", "status",
+    "transport", "error",
+)  # fmt: skip
 
 
 def sorted_result(rows: Sequence[Row], summary: Rows) -> list[Table]:
@@ -358,13 +329,11 @@ def sorted_result(rows: Sequence[Row], summary: Rows) -> list[Table]:
     }
     other = "per_engine" if shared_unit(rows) == "GPU" else "per_gpu"
     empty = {key for key in _COSTS if all(row[key] is None for row in summary)}
-    rate = {"max_request_rate": f"{_RATES['max_request_rate']} {interval_word(row.answer for row in rows)}"}
+    interval = interval_word(row.answer for row in rows)
     tables = []
-    for title, every in (("Rate and latency", _RATES | rate), ("Throughput, KV cache and cost", _BESIDES)):
-        headings = {
-            key: words for key, words in every.items() if not key.endswith(other) and key not in empty
-        }
-        tables.append(of_csv("summary", title, summary, headings, texts, STEADY))
+    for title, every in (("Rate and latency", _RATES), ("Throughput, KV cache and cost", _BESIDES)):
+        shown = [key for key in every if not key.endswith(other) and key not in empty]
+        tables.append(of_csv("summary", title, summary, shown, texts, STEADY, interval))
     return [each for each in tables if each is not None]
 
 
@@ -378,28 +347,6 @@ def sorted_trials(trials: Rows) -> Table | None:
 
 _STOPPING: Final = re.compile(r"; stopping interval [\d.]+% to [\d.]+%")
 """Interval of the rule that ends a trial; the table has the share's own interval."""
-
-
-_CASES: Final = {
-    "backend": "backend",
-    "protocol": "protocol",
-    "nics": "NICs",
-    "op": "op",
-    "block_bytes": "block (bytes)",
-    "batch_size": "blocks",
-    "descriptors": "descriptors",
-    "gb_per_s": "GB/s",
-    "of_line_rate": "of line rate",
-    "of_tcp": "of plain TCP",
-    "of_memcpy": "of a memory copy",
-    "call_s_p50": "P50",
-    "call_s_p99": "P99",
-    "cpu_s_per_gb": "CPU s/GB",
-    "verified": "data verified",
-    "status": "status",
-    "transport": "transport",
-    "error": "error",
-}
 
 
 def sorted_cases(rows: Rows) -> Table | None:

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvbench.core.records import TrialRecord
+from kvbench.report.tables.columns import OF_WHOLE_RUN
 from kvbench.report.tables.result import highest_met, interval_word, read_answer
-from kvbench.report.tables.table import OF_WHOLE_RUN, STEADY, WHOLE_RUN, Table, number, of_method, percent
+from kvbench.report.tables.table import STEADY, WHOLE_RUN, Table, number, of_method, percent
 from kvbench.report.tables.vllm_bench import (
     FIGURES,
     about,

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 
 from kvbench.core.foreign_text import markdown_words, spreadsheet_cell
 from kvbench.files import write_bytes
+from kvbench.report.tables.columns import TITLES
 
 MISSING: Final = "–"
 
@@ -43,8 +44,6 @@ Align = Literal["", "left", "right"]
 STEADY: Final = "steady part of the trial"
 WHOLE_RUN: Final = "whole run, ramp and drain included"
 """Windows of a trial that figures can describe; each table with latencies or rates names its window."""
-OF_WHOLE_RUN: Final = ", whole run"
-"""Suffix of a title for a figure over the whole run; without it the figure covers the steady part."""
 FORMATS: Final = ("terminal", "md", "csv", "json", "latex")
 _UNROUNDED: Final = ("seed",)
 _LATEX: Final = {
@@ -158,28 +157,27 @@ def of_csv(
     name: str,
     title: str,
     rows: Rows,
-    headings: Mapping[str, str] | None = None,
+    shown: Collection[str] | None = None,
     texts: Mapping[str, Sequence[str]] | None = None,
     window: str = "",
+    interval: str = "",
 ) -> Table | None:
-    """Build the table of tables/<name>.csv, or None without rows. ``headings``: columns to show, by key;
-    ``texts``: displayed cells of a column."""
+    """Build the table of tables/<name>.csv, or None without rows. ``shown``: keys of the columns to show;
+    ``texts``: displayed cells of a column; ``interval``: what the rates' brackets mean."""
     if not rows:
         return None
     texts = texts or {}
-    keys = [key for key in headings if key in rows[0]] if headings is not None else list(rows[0])
+    keys = list(rows[0]) if shown is None else [key for key in shown if key in rows[0]]
+    titles = {} if shown is None else {**TITLES, "max_request_rate": f"max rate (req/s) {interval}"}
     columns = [
-        Column(key, (headings or {}).get(key, key), align="right" if _numeric(key, rows) else "left")
-        for key in keys
+        Column(key, titles.get(key, key), align="right" if _numeric(key, rows) else "left") for key in keys
     ]
     cells = [
         [texts[key][place] if key in texts else _rounded(key, row.get(key)) for key in keys]
         for place, row in enumerate(rows)
     ]
     trials = [str(row.get("trial_id") or "") for row in rows]
-    return Table(
-        title, columns, cells, rows, name, every_column=headings is None, window=window, trials=trials
-    )
+    return Table(title, columns, cells, rows, name, every_column=shown is None, window=window, trials=trials)
 
 
 def _numeric(key: str, rows: Rows) -> bool:
@@ -248,11 +246,10 @@ def write_csv(path: Path, rows: Rows) -> None:
     write_bytes(path, text.getvalue().encode("utf-8", "replace"))
 
 
-def as_json(tables: Sequence[Table], more: Mapping[str, Any]) -> str:
-    """Return ``{"rows": […], …}`` with all tables' rows."""
+def rows_of(tables: Sequence[Table]) -> list[dict[str, Any]]:
+    """Return all tables' rows, for JSON."""
     keys = _keys(tables)
-    rows = [{key: row.get(key) for key in keys} for table in tables for row in table.rows]
-    return json_text({**more, "rows": rows})
+    return [{key: row.get(key) for key in keys} for table in tables for row in table.rows]
 
 
 def json_text(data: Mapping[str, Any]) -> str:

@@ -7,9 +7,9 @@ from typing import Any, Final
 
 from kvbench.core.records import TrialRecord
 from kvbench.core.search.methods import SATURATED
+from kvbench.report.tables.columns import OF_WHOLE_RUN
 from kvbench.report.tables.table import (
     MISSING,
-    OF_WHOLE_RUN,
     WHOLE_RUN,
     Column,
     Table,

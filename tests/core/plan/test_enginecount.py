@@ -33,7 +33,7 @@ from kvbench.errors import ScenarioError
 from kvbench.planning.gpu_dealing import far_device_env
 from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import load_scenario, registry
-from kvbench.report.compare import CompareOptions, as_text, compare_runs
+from kvbench.report.compare import CompareOptions, compare_runs, rows_page
 from kvbench.report.export import prometheus
 from kvbench.report.findings.ahead import rate_pairs
 from kvbench.report.findings.findings import statements
@@ -253,7 +253,7 @@ def test_every_table_has_the_rate_per_engine(uneven: RunFolder) -> None:
     assert "kvbench_max_request_rate_per_engine_per_second{" in prometheus(uneven)
     assert "per_gpu" not in prometheus(uneven)
     assert "cost" not in (uneven.path / "report.md").read_text("utf-8")
-    table = as_text(compare_runs([uneven]), CompareOptions(format="csv"))
+    table = rows_page(compare_runs([uneven]), CompareOptions(format="csv")).text("csv")
     (told,) = (line for line in csv.DictReader(io.StringIO(table)) if line["connector"] == "nixl")
     assert float(told["max_request_rate_per_engine"]) == pytest.approx(per)
 

@@ -174,7 +174,7 @@ def test_every_format_has_every_cell(copied: Callable[..., Path]) -> None:
     assert data["settings"] == []
     assert len(printed(paths, format="csv")[1].splitlines()) == 7
     assert printed(paths, format="md")[1].count("| worse |") == 6
-    assert printed(paths, format="latex")[1].count("worse") == 6
+    assert printed(paths, format="latex")[1].count("& worse") == 6
 
 
 def test_the_number_of_runs_before_has_to_fit(copied: Callable[..., Path]) -> None:

@@ -18,7 +18,7 @@ import sample_transfers
 
 import kvbench
 from kvbench.errors import InputError, NewerSchemaError, StoreError
-from kvbench.report.notebook.column_meanings import MEANINGS
+from kvbench.report.tables.columns import MEANINGS
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "results/reference/quickstart"

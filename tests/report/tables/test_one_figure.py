@@ -17,12 +17,13 @@ from matplotlib.text import Text
 
 from kvbench.core.metrics.ttft_breakdown import PART_WORDS
 from kvbench.core.records import TrialRecord
-from kvbench.report.compare import CompareOptions, compare_runs, tables
+from kvbench.report.compare import CompareOptions, compare_runs, rows_page
 from kvbench.report.notebook import frames
 from kvbench.report.plots import PICTURES
 from kvbench.report.sections.build import build
+from kvbench.report.tables.columns import OF_WHOLE_RUN
 from kvbench.report.tables.result import shared_unit, summary_table
-from kvbench.report.tables.table import MISSING, OF_WHOLE_RUN, STEADY, WHOLE_RUN, Table, number, percent
+from kvbench.report.tables.table import MISSING, STEADY, WHOLE_RUN, Table, number, percent
 from kvbench.report.tables.trial_values import trial_values
 from kvbench.report.tables.vllm_bench import serve_values
 from kvbench.results.run import RunFolder, load_run
@@ -66,8 +67,8 @@ def all_tables(run: RunFolder) -> Iterator[tuple[str, Table]]:
                 yield f"{section.anchor}: {', '.join(section.writers)}", block.table
     if run.manifest.get("kind") != "microbench":
         for axis in ("", "input_len"):
-            asked = CompareOptions(group=axis)
-            for table in tables(compare_runs([run], asked), asked):
+            asked = CompareOptions(group=axis, format="md")
+            for table in rows_page(compare_runs([run], asked), asked).tables:
                 yield "compare", table
 
 

@@ -1,4 +1,6 @@
-"""What the columns of ``frames.py`` mean, with units. A request's times count from its trial's start."""
+"""The columns of files, data frames and tables: heading and, with its unit, meaning.
+
+A request's times count from its trial's start. The order of ``MEANINGS`` is that of the data frames."""
 
 from __future__ import annotations
 
@@ -6,6 +8,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvbench.core.metrics.ttft_breakdown import PARTS
+
+OF_WHOLE_RUN: Final = ", whole run"
+"""Suffix of a title for a figure over the whole run; without it the figure covers the steady part."""
 
 _LATENCY: Final = {
     "ttft": "time to first token, from the scheduled send",
@@ -17,6 +22,33 @@ _LATENCY: Final = {
 _FIGURE: Final = {"mean": "mean", "median": "median", "p50": "median"} | {
     f"p{q}": f"{q}th percentile" for q in (90, 99)
 }
+
+TITLES: Final[Mapping[str, str]] = {
+    "input_len": "input (tokens)", "output_len": "output (tokens)",
+    "max_request_rate": "max rate (req/s)", "max_request_rate_per_engine": "per engine (req/s)",
+    "max_request_rate_per_gpu": "per GPU (req/s)", "trial_request_rate": "measured at (req/s)",
+    "slo_attainment": "met (%) [95 %]", "achieved_request_rate": "achieved (req/s)",
+    "request_goodput": "goodput (req/s)", "request_goodput_per_gpu": "goodput per GPU (req/s)",
+    "output_tok_per_s": "output tok/s", "output_tok_per_s_per_gpu": "output tok/s per GPU",
+    "total_tok_per_s": "total tok/s", "cost_per_1k_requests": "cost per 1k requests",
+    "cost_per_1m_output_tokens": "cost per 1M output tokens", "watts_per_gpu": "W per GPU",
+    "joules_per_output_token": "J per output token", "kv_bytes_per_request": "KV (MB/req)",
+    "kv_transfer_ms_per_request": "KV (ms/req)", "trial_id": "trial", "request_rate": "rate (req/s)",
+    **{f"{latency.lower()}_ms_{figure.lower()}": f"{latency} {figure} (ms)"
+       for latency in ("TTFT", "TPOT", "ITL") for figure in ("mean", "P50", "P90", "P99")},
+    # As in the tables of vLLM's PR 10884.
+    "completed": "Successful Requests", "failed": "Failed Requests", "duration_s": "Duration (s)",
+    "total_input_tokens": "Total Input Tokens", "total_output_tokens": "Total Generated Tokens",
+    "request_throughput": f"Req Throughput (req/s){OF_WHOLE_RUN}",
+    "output_throughput": f"Output Token Throughput (tok/s){OF_WHOLE_RUN}",
+    "total_token_throughput": f"Total Token Throughput (tok/s){OF_WHOLE_RUN}",
+    **{f"{figure.lower()}_{latency.lower()}_ms": f"{figure} {latency} (ms){OF_WHOLE_RUN}"
+       for latency in ("TTFT", "TPOT", "ITL") for figure in ("Mean", "Median", "P90", "P99")},
+    "nics": "NICs", "block_bytes": "block (bytes)", "batch_size": "blocks", "gb_per_s": "GB/s",
+    "of_line_rate": "of line rate", "of_tcp": "of plain TCP", "of_memcpy": "of a memory copy",
+    "call_s_p50": "P50", "call_s_p99": "P99", "cpu_s_per_gb": "CPU s/GB", "verified": "data verified",
+}  # fmt: skip
+"""Heading of a column by its key; of other columns the key itself."""
 
 _ABOUT: Final = {
     "trial_id": "name of the trial; its requests are in requests/<trial_id>.parquet",
@@ -91,6 +123,8 @@ _ANSWER: Final = {
     "lower": "lower end of its interval (requests/s)",
     "upper": "upper end of its interval (requests/s); missing where nothing bounds it",
     "search": "how the search ended: converged, undecided, …",
+}
+_LIMIT: Final = {
     "limit": "what binds above that rate",
     "limit_evidence": "why that is thought, in words",
 }
@@ -123,6 +157,7 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "run": "the run's id",
         **_ABOUT,
         **_ANSWER,
+        **_LIMIT,
         "interval_level": "how probable it is that the interval holds the rate (0–1); missing if not known",
         "prediction": "unfit or extrapolated: a simulated rate that its timing profile does not support",
         "censored": "whether the rate is only a lower bound",
@@ -150,17 +185,19 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "duration_s": "from the trial's start to its end, drain included (s)",
     },
     "cells": {
-        **{key: _ABOUT[key] for key in ("connector", "input_len", "output_len", "method", "reason")},
-        **_ANSWER,
+        **{key: _ABOUT[key] for key in ("connector", "input_len", "output_len", "method")},
         "tier": "the SLO's tier that is answered; empty where there is one SLO",
         "status": "done, refused, failed or skipped",
+        **_ANSWER,
         "confirmed_by": "the trial that confirmed the rate",
         "trials": "trials of this cell by this method",
+        **_LIMIT,
         "outputs_checked": "greedy answers compared with the aggregated server's",
         "outputs_equal": "those that were equal",
         "canaries_checked": "answers under load whose right text was known beforehand",
         "canaries_wrong": "those that were wrong",
         "canaries_wrong_below": "the share of wrong answers is below this, with 95 % (exact binomial)",
+        "reason": _ABOUT["reason"],
         "hint": "what to do about the reason",
     },
     "requests": {
@@ -251,8 +288,8 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "started_at": "when it started (UTC)",
     },
     "models": {
+        "way": "the next four in words",
         **{key: _TRANSFER[key] for key in ("backend", "protocol", "op", "nics")},
-        "way": "the four before in words",
         "start_s": "what a transfer costs before its first byte (s)",
         "per_descriptor_s": "what each descriptor adds (s)",
         "gb_per_s": "bandwidth (10⁹ bytes/s); missing: bytes cost nothing that could be seen",
@@ -269,9 +306,9 @@ MEANINGS: Final[Mapping[str, Mapping[str, str]]] = {
         "call_s": "its time from start to completion (s)",
     },
     "findings": {
+        "kind": "trial, transfer, run: of what it is said; suspicious, claim, ahead, untold: by which rule",
         "level": "invalid (the trial is refused), warning or note",
         "gate": "what was checked",
-        "kind": "trial, transfer, run: of what it is said; suspicious, claim, ahead, untold: by which rule",
         **{key: _ABOUT[key] for key in ("trial_id", "connector", "input_len", "request_rate")},
         "message": "what was found",
         "advice": "what to do about it",
