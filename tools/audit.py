@@ -69,7 +69,6 @@ def _last_line(text: str) -> str:
 
 
 def main() -> int:
-    """pip-audit of the PATH, or one that is installed for the moment in an environment of its own."""
     there = shutil.which("pip-audit")
     if there:
         return audit([there])

@@ -103,7 +103,6 @@ def document(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[st
 
 
 def summary(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[str]]) -> str:
-    """The table by classes: a row a class of faults, with what its first one said and the longest time."""
     by_key = {row["key"]: row for row in rows}
     lines = ["| what happens | what is said, for example | after (s), at most |", "|---|---|---:|"]
     for name, keys in groups.items():

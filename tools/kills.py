@@ -194,7 +194,6 @@ class Life:
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Return the exit status; None if it still runs."""
     with suppress(subprocess.TimeoutExpired):
         return process.wait(seconds)
     return None
@@ -210,7 +209,6 @@ def _trials(folder: Path) -> list[int]:
 
 
 def _ports(folder: Path) -> Iterator[str]:
-    """Name the ports of the plan on which something listens."""
     plan = json.loads((folder / "plan.json").read_text())
     deployments = (plan.get("processes") or {}).values()
     ports = {int(process.get("port") or 0) for each in deployments for process in each.values()}
@@ -236,7 +234,6 @@ def _unused(names: set[str]) -> list[str]:
 
 
 def _invalid(run: RunFolder, before: dict[str, bytes]) -> Iterator[str]:
-    """What a reader of the folder must not find."""
     ids = [trial.trial_id for trial in run.all_trials]
     if len(ids) != len(set(ids)):
         yield f"{run.path}: a trial is stored twice: {ids}"
@@ -259,7 +256,6 @@ def _seed(run: RunFolder, trial: TrialRecord) -> int:
 
 
 def _wrong_at_the_end(run: RunFolder) -> Iterator[str]:
-    """What is not as after a run without a break."""
     # A machine that is busy otherwise has trials refused, and that is an answer as well.
     cells = {result.cell.key for result in run.cells if result.status in ("done", "refused")}
     planned = {cell["key"] for cell in run.plan["cells"]}

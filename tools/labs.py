@@ -159,8 +159,6 @@ def _path() -> str:
 
 
 class SlurmLab(Lab):
-    """A Slurm cluster."""
-
     ready_deadline_s = 60.0
 
     @property

@@ -84,7 +84,6 @@ class SearchJob:
 
 
 def longer(cli: CliOptions, factor: float) -> tuple[str, ...]:
-    """What makes every time of the scenario's simulation so much longer."""
     scenario, _ = resolve(cli)
     planned = next(each for each in plan_of(scenario).deployments if each.label in cli.connectors)
     around = SimulatedDeployment.of(scenario, planned).around

@@ -41,8 +41,6 @@ END_DEADLINE_S = 300.0
 
 @dataclass(frozen=True)
 class Ran:
-    """One generator's run: what it reported, and what it took."""
-
     client: dict[str, Any]
     ready_cpu_s: float
     grown_mb: float

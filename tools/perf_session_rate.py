@@ -55,7 +55,6 @@ class Drawn:
 
     @classmethod
     def at(cls, seed: int, place: int) -> Drawn:
-        """The system of that number."""
         rng = np.random.default_rng([seed, place])
 
         def spread(low: float, high: float) -> float:
@@ -76,7 +75,6 @@ class Drawn:
         return cls(kind, str(rng.choice(["aggregated", "nixl"])), sets, spread(1.6, 6.0))
 
     def cli(self, limits: Sequence[str], seed: int) -> CliOptions:
-        """What a user would ask for."""
         slo = ("slo.tpot_ms=null", f"slo.limits=[{', '.join(limits)}]")
         sets = (*self.sets, *slo, f"seed={seed}")
         return CliOptions(scenario=SCENARIO, overrides=sets, connectors=(self.connector,))
@@ -84,15 +82,12 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Bench:
-    """A system that long trials are held on."""
-
     slo: Slo
     source: SessionSource
     system: System
 
     @classmethod
     def of(cls, cli: CliOptions) -> Bench:
-        """That of a scenario."""
         scenario, _ = resolve(cli, sessions=True)
         assert scenario.workload.sessions is not None
         planned = next(each for each in plan_of(scenario).deployments if not each.reference_only)
@@ -169,7 +164,6 @@ def searched(cli: CliOptions) -> Mapping[str, Any]:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Print a line for each system, then how many answers were right."""
     options = arguments(
         __doc__,
         given,

@@ -35,7 +35,6 @@ Figures = dict[str, NDArray[np.float64]]
 
 
 def plan_alone(path: Path, turns: int) -> None:
-    """Make the plan and print what it took."""
     model = fitted_model(load_corpus(path))
     begun = time.perf_counter()
     plan = model.generate(math.ceil(turns / float(np.diff(model.first).mean())), seed=1)
@@ -45,7 +44,6 @@ def plan_alone(path: Path, turns: int) -> None:
 
 
 def recorded(corpus: Corpus) -> Figures:
-    """Quartiles of a corpus."""
     figures = CorpusFigures(corpus)
     return _quartiles(
         [len(each.turns) for each in corpus.sessions],
@@ -57,7 +55,6 @@ def recorded(corpus: Corpus) -> Figures:
 
 
 def made(plan: SessionPlan) -> Figures:
-    """The same of sessions that were made."""
     return _quartiles(
         np.diff(plan.first).tolist(),
         plan.input_len.tolist(),

@@ -56,7 +56,6 @@ class Row:
 
 
 def offered(launcher: Launcher, url: str, folder: Path, workers: int, rate: float, seconds: float) -> Row:
-    """One load by so many workers, each of which is to send ``rate`` requests a second."""
     more = {"input_len": 64, "output_len": 4, "slo": {"ttft_ms": 1000.0, "tpot_ms": 1000.0}, "seed": 7}
     records, planned = folder / f"records-{workers}", round(workers * rate * seconds)
     spec = load_spec(url, records, workers * rate, planned, **more)
@@ -107,7 +106,6 @@ def hosts(folder: Path, count: int) -> Iterator[RemoteLauncher]:
 
 
 def measured(rate: float, seconds: float) -> Iterator[Row]:
-    """All rows, each with an exact server that answers quickly."""
     with (
         workplace("perf-workers") as (folder, launcher),
         exact_server(launcher, {"first_token_s": 0.01, "gap_s": 0.002}) as server,

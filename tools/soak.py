@@ -73,8 +73,6 @@ class Sample:
 
 @dataclass
 class Soak:
-    """What has happened so far."""
-
     chance: random.Random
     began: float = field(default_factory=time.monotonic)
     samples: list[Sample] = field(default_factory=list)
@@ -87,7 +85,6 @@ class Soak:
     process: psutil.Process = field(default_factory=psutil.Process)
 
     def fault(self) -> str:
-        """What happens to the next trial; mostly nothing."""
         drawn = self.chance.random()
         for name, share in FAULTS:
             if drawn < share:

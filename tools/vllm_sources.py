@@ -139,8 +139,6 @@ def spans(has: Iterable[tuple[str, bool]], to: str = " to ", comma: str = ", ") 
 
 @dataclass(frozen=True)
 class Found:
-    """What the sources of one release say."""
-
     registered: Facts
     fields: Facts
     extra: Mapping[str, Facts]
@@ -238,7 +236,6 @@ def write_connectors() -> int:
 
 
 def write_flags(versions: Sequence[str], folder: Path | None) -> int:
-    """Read every release and write the table; 1 where a wheel is missing."""
     facts: dict[str, dict[str, dict[str, str]]] = {}
     for version in versions:
         try:

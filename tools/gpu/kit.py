@@ -79,7 +79,6 @@ class KitError(Exception):
 
 
 def run(words: Sequence[str], deadline_s: float, folder: Path = ROOT) -> str:
-    """A command's output. Raises KitError."""
     output: str
     status, output = output_of(words, deadline_s, folder)
     if status:
@@ -130,7 +129,6 @@ def unpack(wheel: Path, target: Path) -> None:
 
 
 def libraries(target: Path, cache: Path) -> None:
-    """The shared libraries of Debian's packages, flat. Raises KitError."""
     cache.mkdir(parents=True, exist_ok=True)
     target.mkdir(parents=True, exist_ok=True)
     if not list(cache.glob("*.deb")):

@@ -61,7 +61,6 @@ def run_one(check: Check, deadline_s: float, module: str = ONE_CHECK) -> Result:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a check's process and all that it started and did not end."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -170,7 +170,6 @@ class Passes:
         self.report.write(self.output)
 
     def _direct(self, work: Work, folder: Path, rows: dict[str, list[Row]]) -> float:
-        """The median error without a router, in ms."""
         with _listed(f"no router, {work.streams} streams", self.report):
             load = os.getloadavg()[0]
             passage = least_disturbed(
@@ -209,7 +208,6 @@ def _deadline_s(work: Work) -> float:
 
 
 def _run(client: Client, work: Work, folder: Path) -> tuple[Outcome, Cost, dict[str, Any]]:
-    """One client against an exact server of its own: what it reported, its cost, the server's figures."""
     launcher = LocalLauncher("perf-peers", folder / "logs", folder / "specs")
     with exact_server(launcher, {"first_token_s": FIRST_TOKEN_S, "gap_s": GAP_S}) as server:
         argv, env = client.command(work, server.url, folder)
@@ -246,7 +244,6 @@ def client_row(client: Client, work: Work, start: Cost, folder: Path) -> Row:
 
 
 def router_row(name: str, work: Work, routed: RoutedLoad, base_ms: float, load: float) -> Row:
-    """Return the figures of one passage; ``base_ms``: the median error without a router."""
     outcome, errors, cpu_s = routed.outcome, errors_of(routed.outcome), routed.cpu_s
     added = {at: errors[f"ttft_p{at}_ms"] for at in (50, 99)}
     return {

@@ -24,7 +24,6 @@ Row = dict[str, Any]
 
 
 def errors_of(outcome: Outcome) -> dict[str, float | None]:
-    """Return reported − true in ms, true being the server's schedule. ITL: the absolute difference."""
     ttft = np.asarray(outcome.ttft_ms) - 1e3 * FIRST_TOKEN_S
     itl = np.abs(np.asarray(outcome.itl_ms) - 1e3 * GAP_S)
     both = (("ttft", ttft), ("itl", itl))
@@ -41,7 +40,6 @@ def overloaded(row: Row) -> bool:
 
 
 def together(rows: Sequence[Row]) -> Row:
-    """Return one row of a router's repeats: medians, but requests are counted together."""
     added = [row["added_p50_ms"] for row in rows if row["added_p50_ms"] is not None]
     return {
         **rows[0],
@@ -54,7 +52,6 @@ def together(rows: Sequence[Row]) -> Row:
 
 
 def median(values: Sequence[Any]) -> Any:
-    """Return the median of those that are known."""
     known = [value for value in values if value is not None]
     return None if not known else round(statistics.median(known), 3)
 

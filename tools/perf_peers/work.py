@@ -187,7 +187,6 @@ def python_of(name: str) -> Path:
 
 
 def set_up(name: str, say: Callable[[str], None]) -> None:
-    """Makes an environment unless it is there. Raises PeerError."""
     if name == "vllm":
         _set_up_vllm(say)
         return
@@ -225,7 +224,6 @@ def _set_up_vllm(say: Callable[[str], None]) -> None:
 
 
 def make_tokenizer(name: str) -> None:
-    """A tokenizer like the CPU lab's, for the peers that need one; made with a peer's Python."""
     if (TOKENIZER / "tokenizer.json").exists():
         return
     unfinished = TOKENIZER.with_name("unfinished")
@@ -244,7 +242,6 @@ def make_tokenizer(name: str) -> None:
 
 
 def version_of(name: str, package: str) -> str:
-    """A package's version in an environment; empty if it is not there."""
     code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(

@@ -190,7 +190,6 @@ def through(work: Work, name: str) -> tuple[dict[str, float], Any]:
 
 @contextlib.contextmanager
 def router_before(work: Work, url: str, name: str) -> Iterator[str]:
-    """A router in front of one server; its URL."""
     port = free_port()
     spec = {
         "port": port,
@@ -234,7 +233,6 @@ def page(url: str) -> Metrics:
 
 
 def summary(found: list[Repeat]) -> Iterator[str]:
-    """Medians over the repeats, beside what they should be."""
 
     def middle(of: Callable[[Repeat], float]) -> float:
         return statistics.median(of(one) for one in found)

@@ -45,7 +45,6 @@ class PlainProxy:
 
     @property
     def cpu_s(self) -> float:
-        """User and system time."""
         return int(self._schedstat.read_text().split()[0]) / 1e9
 
 

@@ -24,7 +24,6 @@ GOALS = "goals: median within ±1 %, 95 % of runs within ±5 %, at most 6 trials
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print the rows as a table."""
     cells: list[list[str]] = []
     sections: list[int] = []
     before = ""

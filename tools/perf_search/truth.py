@@ -47,7 +47,6 @@ def known() -> dict[str, Truth]:
 
 
 def keep(found: dict[str, tuple[System, Truth]]) -> None:
-    """Write the truths, by name."""
     rows = {
         name: {"rate": truth.rate, "latency_s": truth.latency_s, "fingerprint": fingerprint(system)}
         for name, (system, truth) in found.items()

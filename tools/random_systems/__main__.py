@@ -70,7 +70,6 @@ def _disturbed(system: System) -> str:
 
 
 def compute(systems: Sequence[System], path: Path, workers: int) -> None:
-    """Compute the truths that are not kept, and keep each as soon as it is there."""
     kept = truths.known(path)
     missing = [each for each in systems if each.fingerprint not in kept]
     spawn = multiprocessing.get_context("spawn")

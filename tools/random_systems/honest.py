@@ -60,7 +60,6 @@ class HonestTrial:
 
 
 def honest_trials(count: int, seed: int = SEED) -> Iterator[HonestTrial]:
-    """One trial on each of so many systems; each kind meets each load."""
     for index in range(count):
         system = draw(seed, index)
         yield honest_trial(system, LOADS[(index + index // 15) % len(LOADS)], index)
@@ -120,7 +119,6 @@ def _scenario(system: System) -> Scenario:
 
 
 def as_streamed(system: System, records: list[RequestRecord], seed: int) -> list[RequestRecord]:
-    """The records with what an honest server's streams tell besides their times."""
     rng = np.random.default_rng([seed, 4])
     slow_enough = system.workload.output_len == 1 or system.idle_tpot_s >= FASTEST_TOKEN_S
     stamps: Literal["", "kernel"] = "kernel" if slow_enough else ""

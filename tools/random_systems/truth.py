@@ -161,7 +161,6 @@ class Truth:
 
 
 def compute(system: System) -> Truth:
-    """Compute it by formula, or by simulations that take seconds to minutes."""
     start = time.perf_counter()
     own = system.disturbances
     steady = replace(system, disturbances=replace(own, warmup_factor=1.0, drift=0.0, noise=0.0))

@@ -121,7 +121,6 @@ def figure_table(
 
 
 def notes(overall: Figures) -> list[str]:
-    """Return what the table has no column for, a sentence each."""
     found = [
         "outcomes: " + ", ".join(f"{count} {name}" for name, count in sorted(overall["outcomes"].items()))
     ]
@@ -150,7 +149,6 @@ def share(part: int, whole: int) -> float | None:
 
 
 def ratios_of(ratios: Iterable[float | None]) -> dict[str, float | None]:
-    """Return the 5th, 50th and 95th percentile of found / true."""
     known = sorted(ratio for ratio in ratios if ratio is not None)
     low, high = (known[round(at * (len(known) - 1))] if known else None for at in (0.05, 0.95))
     return {"low": low, "middle": middle_of(known), "high": high}

@@ -101,7 +101,6 @@ class TwinJob:
 
 
 def slower(system: System, factor: float) -> System:
-    """The same with all times of service so many times as long, and the same SLO."""
     batch = system.batch
     if batch is not None:
         batch = replace(
