@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from tools.bench import arguments
 
 from .cases import CASES
 from .trials import honest_deployments, run_case, unable
@@ -17,13 +18,13 @@ NOISE = 0.004
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--honest", type=int, default=50, metavar="N", help="honest trials (default: 50)")
-    parser.add_argument("--noisy", type=int, default=20, metavar="N", help="with noisy answers (default: 20)")
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="LIE", help="only this lie; repeatable"
+    wanted = arguments(
+        __doc__,
+        argv,
+        honest=(50, "honest trials"),
+        noisy=(20, "honest trials with noisy answers"),
+        only=((), "only this lie; repeatable"),
     )
-    wanted = parser.parse_args(argv)
     bad = 0
     with tempfile.TemporaryDirectory(prefix="kvbench-liars-") as name:
         folder = Path(name)
