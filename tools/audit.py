@@ -74,10 +74,8 @@ def main() -> int:
         return audit([there])
     with tempfile.TemporaryDirectory(prefix="kvbench-audit-") as folder:
         python = str(Path(folder) / "bin" / "python")
-        for words in (
-            [sys.executable, "-m", "venv", folder],
-            [python, "-m", "pip", "install", "-q", "pip-audit"],
-        ):
+        pip = [python, "-m", "pip", "install", "-q", "pip-audit"]
+        for words in ([sys.executable, "-m", "venv", folder], pip):
             status, output = output_of(words, INSTALL_DEADLINE_S)
             if status:
                 return not_run(f"pip-audit cannot be installed: {_last_line(output)}")

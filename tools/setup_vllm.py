@@ -173,16 +173,8 @@ def _wait(process: subprocess.Popen[bytes], what: str, deadline: float) -> int |
 
 def pip(lab: Lab, what: str, *arguments: object) -> str:
     """kvbench's own pip, set to work in the lab's environment, which so needs none."""
-    command = [
-        KVBENCH_PYTHON,
-        "-m",
-        "pip",
-        "--python",
-        lab.python,
-        "--disable-pip-version-check",
-        "--no-input",
-    ]
-    return run(lab, what, [*command, *arguments], PIP_DEADLINE_S, {"PIP_USER": "0"})
+    command = [KVBENCH_PYTHON, "-m", "pip", "--python", lab.python, "--disable-pip-version-check"]
+    return run(lab, what, [*command, "--no-input", *arguments], PIP_DEADLINE_S, {"PIP_USER": "0"})
 
 
 def require_machine(lab: Lab) -> None:

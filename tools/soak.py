@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psutil
 
@@ -61,9 +61,8 @@ class CutOff(BaseException):
     """Stands for a kill: nothing of kvbench catches it."""
 
 
-@dataclass
-class Sample:
-    """Of this process: seconds since the start, resident bytes, open descriptors, threads."""
+class Sample(NamedTuple):
+    """Figures of this process: seconds since the start, resident bytes, open descriptors, threads."""
 
     at_s: float
     rss: int

@@ -250,10 +250,8 @@ def write_flags(versions: Sequence[str]) -> int:
 
 def facts_of(files: Files) -> dict[str, dict[str, str]]:
     """Kind of fact → name → what is said of it, of one release."""
-    kinds = {
-        ast.unparse(each.target): ast.unparse(each.annotation)
-        for each in fields(files[ARGUMENTS[0]], "EngineArgs")
-    }
+    own = fields(files[ARGUMENTS[0]], "EngineArgs")
+    kinds = {ast.unparse(each.target): ast.unparse(each.annotation) for each in own}
     flags: dict[str, str] = {}
     for text in (files[name] for name in (*ARGUMENTS, *FRONTEND) if name in files):
         flags |= dict(added(text, kinds))
@@ -269,9 +267,7 @@ def facts_of(files: Files) -> dict[str, dict[str, str]]:
     }
     return {
         "flags": flags,
-        "kv_transfer_config": {
-            ast.unparse(each.target): "key" for each in fields(config, "KVTransferConfig")
-        },
+        "kv_transfer_config": {ast.unparse(e.target): "key" for e in fields(config, "KVTransferConfig")},
         "extra_config": {
             f"{owner(name)}: {key}": "key" for name, text in below.items() for key, _ in extra_keys(text)
         },

@@ -201,17 +201,11 @@ def set_up(name: str, say: Callable[[str], None]) -> None:
     base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
     python = base if base.exists() else Path(sys.executable)
     run_command([python, "-m", "venv", "--without-pip", folder], logs, STEP_DEADLINE_S)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python_of(name),
-        "--disable-pip-version-check",
-        "--no-input",
-    ]
+    pip = [sys.executable, "-m", "pip", "--python", python_of(name), "--disable-pip-version-check"]
     for group in PACKAGES[name]:
-        run_command([*pip, "install", "--quiet", *group], logs, PIP_DEADLINE_S, {"PIP_USER": "0"})
+        run_command(
+            [*pip, "--no-input", "install", "--quiet", *group], logs, PIP_DEADLINE_S, {"PIP_USER": "0"}
+        )
     stamp.write_text(json.dumps(wanted) + "\n")
 
 

@@ -364,6 +364,5 @@ RULES: dict[str, Rule] = {
 def run_rule(name: str, system: System, seed: int) -> Found:
     bench = Bench(system, seed)
     rate = RULES[name](bench)
-    return Found(
-        rate, "converged" if rate is not None else "slo_unattainable", bench.trials, bench.measured_s
-    )
+    status = "slo_unattainable" if rate is None else "converged"
+    return Found(rate, status, bench.trials, bench.measured_s)

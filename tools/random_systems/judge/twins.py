@@ -158,10 +158,9 @@ def twin_figures(twins: Sequence[Twins]) -> list[Figures]:
         found = {"kind": kind, "pairs": len(some), "answered": answered, "ordered": ordered, "wrong": wrong}
         return {**found, "wrong_share": share(wrong, ordered)}
 
-    groups: dict[str, list[Twins]] = {}
-    for name in (*sorted({each.form for each in twins}), *sorted({each.kind for each in twins})):
-        groups[name] = [each for each in twins if name in (each.form, each.kind)]
-    return [*(counts(*group) for group in groups.items()), counts(ALL, twins)]
+    names = (*sorted({each.form for each in twins}), *sorted({each.kind for each in twins}))
+    groups = ((name, [each for each in twins if name in (each.form, each.kind)]) for name in names)
+    return [*(counts(*group) for group in groups), counts(ALL, twins)]
 
 
 def twin_table(found: Sequence[Figures], about: str) -> str:
