@@ -135,16 +135,8 @@ def workplace(name: str) -> Iterator[tuple[Path, LocalLauncher]]:
 
 def load_spec(url: str, records: Path, rate: float, requests: int, **more: Any) -> dict[str, Any]:
     """Return a spec of the load generator for an exact server; ``more`` are further entries."""
-    return {
-        "base_url": url,
-        "model": "exact",
-        "request_rate": rate,
-        "num_requests": requests,
-        "seed": 1,
-        "vocab_size": 32_000,
-        "records_path": str(records),
-        **more,
-    }
+    load = {"request_rate": rate, "num_requests": requests, "seed": 1, "vocab_size": 32_000}
+    return {"base_url": url, "model": "exact", "records_path": str(records), **load, **more}
 
 
 def output_of(

@@ -74,13 +74,8 @@ class SearchJob:
             )
         with tempfile.TemporaryDirectory(prefix="searched-", dir=fast_folder()) as there:
             (cell,) = load_run(simulated(cli, Path(there))).cells
-        return {
-            "connector": self.connector,
-            "factor": self.factor,
-            "seed": self.run_seed,
-            "sets": list(self.sets),
-            "answer": cell.answer,
-        }
+        about = {"connector": self.connector, "factor": self.factor, "seed": self.run_seed}
+        return {**about, "sets": list(self.sets), "answer": cell.answer}
 
 
 def longer(cli: CliOptions, factor: float) -> tuple[str, ...]:

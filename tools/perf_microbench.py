@@ -85,14 +85,8 @@ class TheirTool:
         time.sleep(REGISTERED_S)
 
     def _start(self, mode: str, **more: object) -> LocalProcess:
-        options = {
-            "mode": mode,
-            "protocol": "tcp",
-            "metadata_server": "P2PHANDSHAKE",
-            "local_server_name": HOST,
-            "buffer_size": BUFFER_BYTES,
-            **more,
-        }
+        options = {"mode": mode, "protocol": "tcp", "metadata_server": "P2PHANDSHAKE", **more}
+        options |= {"local_server_name": HOST, "buffer_size": BUFFER_BYTES}
         argv = (str(self._binary), *(f"--{name}={value}" for name, value in options.items()))
         self._number += 1
         return self._launcher.start(ProcessSpec(f"their-{mode}-{self._number}", argv, env=self._env))

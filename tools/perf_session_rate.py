@@ -60,16 +60,13 @@ class Drawn:
         def spread(low: float, high: float) -> float:
             return float(np.exp(rng.uniform(np.log(low), np.log(high))))
 
-        shape = {
-            "turns": int(rng.integers(2, 9)),
-            "shared_prefix_len": int(rng.integers(0, 513)),
-            "first_len": round(spread(256, 2048)),
-            "added_len": round(spread(64, 512)),
-            "output_len": round(spread(8, 64)),
-            "think_time_s": round(spread(0.2, 2.0), 2),
-            "spread": round(float(rng.uniform(0.1, 0.6)), 2),
-        }
+        shape = {"turns": int(rng.integers(2, 9)), "shared_prefix_len": int(rng.integers(0, 513))}
+        shape |= {"first_len": round(spread(256, 2048)), "added_len": round(spread(64, 512))}
+        shape["output_len"] = round(spread(8, 64))
         told = ", ".join(f"{key}: {value}" for key, value in shape.items())
+        told += (
+            f", think_time_s: {round(spread(0.2, 2.0), 2)}, spread: {round(float(rng.uniform(0.1, 0.6)), 2)}"
+        )
         sets = (f"workload.sessions.shape={{{told}}}", f"simulate.time_scale={spread(2, 8):.2f}")
         kind = list(LIMITS)[place % len(LIMITS)]
         return cls(kind, str(rng.choice(["aggregated", "nixl"])), sets, spread(1.6, 6.0))

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ from .work import (
 START_DEADLINE_S = 180.0
 """What a client may take besides its load: the slowest need about 60 s to start and 30 s to end."""
 
-Send = Callable[[str], RoutedLoad]
+Send = Callable[[Path], RoutedLoad]
 START_NOISE = 0.2
 """The CPU time of a start differs by so much from one to the next: a load that takes less shows no figure."""
 
@@ -175,26 +176,26 @@ class Passes:
         most_s = _deadline_s(work)
         for repeat in range(self.repeats):
             folder = self.folder / f"routers-{work.streams}-{repeat}"
-            ways: dict[str, Send] = {"none": lambda name, at=folder: direct(work, at / name, most_s)}
+            ways: dict[str, Send] = {"none": partial(direct, work, deadline_s=most_s)}
             for router in self.routers:
-                ways[router.name] = lambda name, at=folder, to=router: through(to, work, at / name, most_s)
+                ways[router.name] = partial(through, router, work, deadline_s=most_s)
             base_ms = None
             for name, send in ways.items():
-                if any(overloaded(row) for row in rows.get(name, ())):
+                if name != "none" and any(overloaded(row) for row in rows.get(name, ())):
                     continue
-                if row := self._pass(name, send, work, base_ms):
+                if row := self._pass(name, send, work, folder, base_ms):
                     rows.setdefault(name, []).append(row)
                 if name == "none":
                     base_ms = (row and row["errors"]["ttft_p50_ms"]) or 0.0
         self.report.routers += [together(found) for found in rows.values()]
         self.report.write(self.output)
 
-    def _pass(self, name: str, send: Send, work: Work, base_ms: float | None) -> Row | None:
+    def _pass(self, name: str, send: Send, work: Work, folder: Path, base_ms: float | None) -> Row | None:
         """Send one load by one way; ``base_ms``: the median error without a router, None for that way."""
         label = f"router {name}" if base_ms is not None else "no router"
         with _listed(f"{label}, {work.streams} streams", self.report):
             load = os.getloadavg()[0]
-            passage = least_disturbed(send, name, say).found
+            passage = least_disturbed(lambda at: send(folder / at), name, say).found
             base = errors_of(passage.outcome)["ttft_p50_ms"] or 0.0 if base_ms is None else base_ms
             row = router_row(name, work, passage, base, load)
             say(f"{label}, {work.streams} streams: adds p50 {row['added_p50_ms']} ms to TTFT")

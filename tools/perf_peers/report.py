@@ -68,12 +68,8 @@ class Report:
     def write(self, folder: Path) -> None:
         """Write ``peers.json`` and ``peers.md``; after each row, so that what was measured is kept."""
         folder.mkdir(parents=True, exist_ok=True)
-        work = {
-            "first_token_s": FIRST_TOKEN_S,
-            "gap_s": GAP_S,
-            "output_len": OUTPUT_LEN,
-            "input_len": INPUT_LEN,
-        }
+        work = {"first_token_s": FIRST_TOKEN_S, "gap_s": GAP_S}
+        work |= {"output_len": OUTPUT_LEN, "input_len": INPUT_LEN}
         data = {"schema": SCHEMA, "work": work, **asdict(self)}
         for name, text in (("peers.json", json.dumps(data, indent=1) + "\n"), ("peers.md", self.markdown())):
             partial = folder / f"{name}.part"

@@ -97,14 +97,15 @@ def mmc_share(servers: int, load: float, limit: float) -> float:
     return 1 - (1 - waits) * math.exp(-limit) - waits * late
 
 
-def highest(kept: Callable[[float], bool], most: float) -> float:
-    """The highest load up to ``most`` at which ``kept`` is true, by bisection of its logarithm; or 0."""
+def highest(used: Callable[[float], float], most: float) -> float:
+    """Return the highest load up to ``most`` that uses up no more than is allowed, by bisection of its
+    logarithm; or 0."""
     low, high = most * 1e-12, most
-    if not kept(low):
+    if used(low) > 1.0:
         return 0.0
     for _ in range(_BISECTIONS):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if kept(middle) else (low, middle)
+        low, high = (middle, high) if used(middle) <= 1.0 else (low, middle)
     return low
 
 
@@ -202,7 +203,7 @@ def by_formula(system: System, slow: float = 1.0) -> tuple[str, float, float] | 
         if used is None:
             return None
         name, function = used
-        load = highest(lambda at, used=function: used(at) <= 1.0, float(system.servers))
+        load = highest(function, float(system.servers))
         found.append((name, load / service_s, _slope(function, load)))
     return min(found, key=lambda each: each[1]) if found else None
 

@@ -51,13 +51,8 @@ def figures_of(kind: str, judged: Sequence[Judged]) -> Figures:
         "replayed": len(replays),
         "replay_held": sum(lower <= true <= upper for lower, upper, true in replays),
     }
-    parts = {
-        "converged": "searches",
-        "near": "converged",
-        "held": "intervals",
-        "held_some": "drifting",
-        "kept": "promised",
-    }
+    parts = {"converged": "searches", "near": "converged", "held": "intervals"}
+    parts |= {"held_some": "drifting", "kept": "promised"}
     return {
         "kind": kind,
         **counts,

@@ -99,7 +99,7 @@ class DrawnBench(Offers):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class RivalJob(DrawnJob):  # type: ignore[misc]
+class RivalJob(DrawnJob):
     """One search by another tool's rule."""
 
     rule: str

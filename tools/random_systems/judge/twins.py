@@ -76,7 +76,7 @@ class Twins(Row):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class TwinJob(DrawnJob):  # type: ignore[misc]
+class TwinJob(DrawnJob):
     """One pair of a family's system and its twin, each search for at most ``limit_s`` of real time."""
 
     @property
