@@ -69,16 +69,13 @@ def _last_line(text: str) -> str:
 
 
 def main() -> int:
-    """pip-audit of the PATH, or one that is installed for the moment in an environment of its own."""
     there = shutil.which("pip-audit")
     if there:
         return audit([there])
     with tempfile.TemporaryDirectory(prefix="kvbench-audit-") as folder:
         python = str(Path(folder) / "bin" / "python")
-        for words in (
-            [sys.executable, "-m", "venv", folder],
-            [python, "-m", "pip", "install", "-q", "pip-audit"],
-        ):
+        pip = [python, "-m", "pip", "install", "-q", "pip-audit"]
+        for words in ([sys.executable, "-m", "venv", folder], pip):
             status, output = output_of(words, INSTALL_DEADLINE_S)
             if status:
                 return not_run(f"pip-audit cannot be installed: {_last_line(output)}")

@@ -81,7 +81,6 @@ class Row:
     at_least: bool = False
 
     def cells(self) -> list[str]:
-        """Return the figure, its limit, and whether the limit is kept."""
         value = "unknown" if self.value is None else f"{self.value:,.4g} {self.unit}"
         if self.value is not None and self.value >= 1e4:
             value = f"{self.value:,.0f} {self.unit}"
@@ -105,14 +104,12 @@ def machine_load() -> str:
 
 
 def repeats(count: int) -> Iterator[int]:
-    """Count from 0, and print which repeat begins."""
     for number in range(count):
         print(f"repeat {number + 1} of {count} …", flush=True)
         yield number
 
 
 def conclude(facts: Mapping[str, object], problems: Sequence[str]) -> int:
-    """Print facts and problems; return the exit code."""
     width = max(map(len, facts))
     for name, value in facts.items():
         print(f"{name:<{width}}  {value}")
@@ -138,16 +135,8 @@ def workplace(name: str) -> Iterator[tuple[Path, LocalLauncher]]:
 
 def load_spec(url: str, records: Path, rate: float, requests: int, **more: Any) -> dict[str, Any]:
     """Return a spec of the load generator for an exact server; ``more`` are further entries."""
-    return {
-        "base_url": url,
-        "model": "exact",
-        "request_rate": rate,
-        "num_requests": requests,
-        "seed": 1,
-        "vocab_size": 32_000,
-        "records_path": str(records),
-        **more,
-    }
+    load = {"request_rate": rate, "num_requests": requests, "seed": 1, "vocab_size": 32_000}
+    return {"base_url": url, "model": "exact", "records_path": str(records), **load, **more}
 
 
 def output_of(
@@ -179,7 +168,6 @@ def free_port() -> int:
 
 
 def answers(url: str) -> bool:
-    """Return whether a server answers this request."""
     try:
         with web.client(timeout_s=5) as client:
             return client.get(url).is_success

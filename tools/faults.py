@@ -65,22 +65,14 @@ class Recorder:
             tests = sorted(test for test, of in self.keys.items() if of == key)
             seen = [self.records[test] for test in tests if test in self.records]
             slowest = max(seen, key=lambda each: float(each["seconds"]), default={})
-            failed = [test for test in tests if test in self.failed]
-            outcome = "failed" if failed else "seen" if slowest else "not run"
-            reasons = {self.skipped[test] for test in tests if test in self.skipped}
-            rows.append(
-                {
-                    "key": key,
-                    "done": fault.done,
-                    "outcome": outcome,
-                    "said": slowest.get("said", ""),
-                    "seconds": slowest.get("seconds"),
-                    "within_s": fault.within_s,
-                    "then": fault.then,
-                    "why_not_run": "" if slowest else "; ".join(sorted(reasons)) or "there is no test of it",
-                    "tests": tests,
-                }
-            )
+            reasons = "; ".join(sorted({self.skipped[test] for test in tests if test in self.skipped}))
+            failed = self.failed & set(tests)
+            row = {"key": key, "done": fault.done}
+            row["outcome"] = "failed" if failed else "seen" if slowest else "not run"
+            row |= {"said": slowest.get("said", ""), "seconds": slowest.get("seconds")}
+            row |= {"within_s": fault.within_s, "then": fault.then}
+            row["why_not_run"] = "" if slowest else reasons or "there is no test of it"
+            rows.append({**row, "tests": tests})
         return rows
 
 
@@ -103,7 +95,6 @@ def document(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[st
 
 
 def summary(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[str]]) -> str:
-    """The table by classes: a row a class of faults, with what its first one said and the longest time."""
     by_key = {row["key"]: row for row in rows}
     lines = ["| what happens | what is said, for example | after (s), at most |", "|---|---|---:|"]
     for name, keys in groups.items():

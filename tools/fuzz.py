@@ -21,14 +21,7 @@ TEST_DEADLINE_S: Final = 3600
 
 def main(arguments: Sequence[str]) -> int:
     tests = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_fuzz*.py"))
-    options = [
-        "-p",
-        "no:xdist",
-        "-o",
-        f"faulthandler_timeout={TEST_DEADLINE_S}",
-        "--timeout",
-        str(TEST_DEADLINE_S),
-    ]
+    options = f"-p no:xdist -o faulthandler_timeout={TEST_DEADLINE_S} --timeout {TEST_DEADLINE_S}".split()
     environment = {"FUZZ_EXAMPLES": EXAMPLES, **os.environ}
     words = [sys.executable, "-m", "pytest", *tests, *options, *arguments]
     return subprocess.run(words, cwd=ROOT, env=environment, check=False).returncode

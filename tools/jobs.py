@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from pathlib import Path
@@ -59,12 +59,10 @@ def code_version(tools: str, left_out: tuple[str, ...] = ()) -> str:
     module or folder ``tools/TOOLS``.
     """
     package, own = ROOT / "kvbench", ROOT / "tools" / tools
-    skipped = tuple(str(package / name) for name in left_out)
-    paths: Iterable[Path] = (
-        path for path in package.rglob("*.py") if not str(path).startswith(skipped or "-")
-    )
+    skipped = tuple(str(package / name) for name in left_out) or "-"
+    paths = [path for path in sorted(package.rglob("*.py")) if not str(path).startswith(skipped)]
     digest = hashlib.sha256()
-    for path in (*sorted(paths), *(sorted(own.rglob("*.py")) if own.is_dir() else [own])):
+    for path in (*paths, *(sorted(own.rglob("*.py")) if own.is_dir() else [own])):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +50,7 @@ LONGEST_PAUSE_S: Final = 1.5
 GONE_S: Final = 10.0
 END_S: Final = 120.0
 STORED: Final = ("trials.jsonl", "cells.jsonl", "outputs.jsonl")
+CHANGING: Final = (*STORED, "manifest.json", "requests", "telemetry", ".")
 SHARED_MEMORY: Final = Path("/dev/shm")
 
 
@@ -127,9 +128,9 @@ class Life:
             status = _wait(process, chance.uniform(*LIFE_S))
             if status is not None or folder is None or way == "time":
                 return status
-        stamp_of = _trials if way == "trial" else _stamp
-        stamp, deadline = stamp_of(folder), time.monotonic() + (TRIAL_S if way == "trial" else CHANGE_S)
-        while stamp_of(folder) == stamp and time.monotonic() < deadline:
+        names = STORED[:1] if way == "trial" else CHANGING
+        stamp, deadline = _stamp(folder, names), time.monotonic() + (TRIAL_S if way == "trial" else CHANGE_S)
+        while _stamp(folder, names) == stamp and time.monotonic() < deadline:
             if (status := _wait(process, 0.001)) is not None:
                 return status
         return _wait(process, chance.uniform(0.0, LONGEST_PAUSE_S if way == "trial" else 0.02))
@@ -194,23 +195,16 @@ class Life:
 
 
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """Return the exit status; None if it still runs."""
     with suppress(subprocess.TimeoutExpired):
         return process.wait(seconds)
     return None
 
 
-def _stamp(folder: Path) -> list[int]:
-    paths = [folder / name for name in (*STORED, "manifest.json", "requests", "telemetry", ".")]
-    return [path.stat().st_mtime_ns if path.exists() else 0 for path in paths]
-
-
-def _trials(folder: Path) -> list[int]:
-    return [len(_content(folder / "trials.jsonl"))]
+def _stamp(folder: Path, names: Sequence[str]) -> list[int]:
+    return [path.stat().st_mtime_ns if (path := folder / name).exists() else 0 for name in names]
 
 
 def _ports(folder: Path) -> Iterator[str]:
-    """Name the ports of the plan on which something listens."""
     plan = json.loads((folder / "plan.json").read_text())
     deployments = (plan.get("processes") or {}).values()
     ports = {int(process.get("port") or 0) for each in deployments for process in each.values()}
@@ -236,7 +230,6 @@ def _unused(names: set[str]) -> list[str]:
 
 
 def _invalid(run: RunFolder, before: dict[str, bytes]) -> Iterator[str]:
-    """What a reader of the folder must not find."""
     ids = [trial.trial_id for trial in run.all_trials]
     if len(ids) != len(set(ids)):
         yield f"{run.path}: a trial is stored twice: {ids}"
@@ -259,7 +252,6 @@ def _seed(run: RunFolder, trial: TrialRecord) -> int:
 
 
 def _wrong_at_the_end(run: RunFolder) -> Iterator[str]:
-    """What is not as after a run without a break."""
     # A machine that is busy otherwise has trials refused, and that is an answer as well.
     cells = {result.cell.key for result in run.cells if result.status in ("done", "refused")}
     planned = {cell["key"] for cell in run.plan["cells"]}

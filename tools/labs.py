@@ -23,9 +23,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Final, TypeVar
 
 from kvbench.hosts.procfs import family, stat
@@ -54,10 +52,6 @@ class Lab(ABC):
         """Start all nodes and wait until they are ready. Raises RuntimeError with the logs' ends."""
 
     @abstractmethod
-    def kill_node(self, name: str) -> None:
-        """End a node as a power cut does, with all that runs on it."""
-
-    @abstractmethod
     def stop(self) -> None:
         """End every node, with what it has started. Safe to call twice."""
 
@@ -69,9 +63,7 @@ class Lab(ABC):
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _run(self, name: str, command: Sequence[str]) -> None:
@@ -159,8 +151,6 @@ def _path() -> str:
 
 
 class SlurmLab(Lab):
-    """A Slurm cluster."""
-
     ready_deadline_s = 60.0
 
     @property
@@ -257,19 +247,8 @@ def _read(pid: int, name: str) -> bytes:
 OBJECT_STORE_BYTES: Final = 100_000_000
 
 
-@dataclass(frozen=True)
-class Node:
-    """A node of Ray's: its name, custom resources and labels."""
-
-    name: str
-    resources: Mapping[str, float]
-    labels: Mapping[str, str] = field(default_factory=dict)
-
-
-NODES: Final = (
-    Node("pre0", {"prefill_node": 1}, {"role": "prefill"}),
-    Node("dec0", {"decode_node": 1}, {"role": "decode"}),
-)
+NODES: Final = {"pre0": "prefill", "dec0": "decode"}
+"""Node of Ray's → its role: a label, and a custom resource."""
 
 
 class RayLab(Lab):
@@ -296,8 +275,8 @@ class RayLab(Lab):
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self._port,) = free_ports("127.0.0.2", [1])
-        for index, node in enumerate(NODES):
-            self._start(node, index)
+        for index, (name, role) in enumerate(NODES.items()):
+            self._start(name, role, index)
 
     def kill_node(self, name: str) -> None:
         _kill_session(self._daemons.pop(name))
@@ -311,25 +290,23 @@ class RayLab(Lab):
                 popen.wait(STOP_DEADLINE_S)
             _kill_session(popen)
 
-    def _start(self, node: Node, index: int) -> None:
+    def _start(self, name: str, role: str, index: int) -> None:
         where = ["--head", f"--port={self._port}", "--include-dashboard=false", f"--temp-dir={self.folder}"]
         if index:
             where = [f"--address={self.address}"]
         options = [
             f"--node-ip-address=127.0.0.{2 + index}",
-            f"--node-name={node.name}",
+            f"--node-name={name}",
             f"--num-cpus={self._cpus}",
             "--num-gpus=0",
-            f"--resources={json.dumps(dict(node.resources))}",
-            f"--labels={','.join(f'{key}={value}' for key, value in node.labels.items())}",
+            f"--resources={json.dumps({f'{role}_node': 1})}",
+            f"--labels=role={role}",
             f"--object-store-memory={OBJECT_STORE_BYTES}",
             "--disable-usage-stats",
         ]
-        self._run(
-            node.name, [str(Path(sys.executable).with_name("ray")), "start", "--block", *where, *options]
-        )
-        log = self.folder / f"{node.name}.log"
-        self._await(f"Ray's node {node.name}", lambda: b"Ray runtime started" in log.read_bytes())
+        self._run(name, [str(Path(sys.executable).with_name("ray")), "start", "--block", *where, *options])
+        log = self.folder / f"{name}.log"
+        self._await(f"Ray's node {name}", lambda: b"Ray runtime started" in log.read_bytes())
 
 
 def _kill_session(popen: subprocess.Popen[bytes]) -> None:

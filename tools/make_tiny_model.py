@@ -69,7 +69,6 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def make_weights(folder: Path) -> int:
-    """Random weights, norms at one; returns their number."""
     torch, transformers = import_module("torch"), import_module("transformers")
     torch.manual_seed(SEED)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG)).float()

@@ -127,7 +127,6 @@ def cleaned(notebook: Any) -> str:
 
 
 def _words(output: Any) -> str:
-    """The text of an output, without pictures."""
     data = {kind: text for kind, text in output.get("data", {}).items() if not kind.startswith("image/")}
     return json.dumps([data, output.get("text", ""), output.get("traceback", "")])
 

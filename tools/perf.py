@@ -70,7 +70,6 @@ def usable_connectors() -> list[str]:
 
 
 def help_row() -> Row:
-    """From start to end of ``kvbench --help``, files cached."""
     times = []
     for _ in range(HELP_REPEATS + 1):
         started = time.perf_counter()
@@ -82,7 +81,6 @@ def help_row() -> Row:
 
 
 def pair_rows(connector: str) -> list[Row]:
-    """Readiness over several launches, and memory after some requests in the last one."""
     times = []
     rows: list[Row] = []
     for repeat in range(READY_REPEATS):
@@ -122,7 +120,6 @@ def launched(connector: str) -> Iterator[Pair]:
 
 
 def read_pair(process: subprocess.Popen[bytes], started: float) -> Pair:
-    """Follows what ``kvbench launch`` prints up to its last line."""
     assert process.stdout is not None
     text = b""
     pair = Pair(0.0)

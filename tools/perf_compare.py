@@ -74,17 +74,11 @@ class SearchJob:
             )
         with tempfile.TemporaryDirectory(prefix="searched-", dir=fast_folder()) as there:
             (cell,) = load_run(simulated(cli, Path(there))).cells
-        return {
-            "connector": self.connector,
-            "factor": self.factor,
-            "seed": self.run_seed,
-            "sets": list(self.sets),
-            "answer": cell.answer,
-        }
+        about = {"connector": self.connector, "factor": self.factor, "seed": self.run_seed}
+        return {**about, "sets": list(self.sets), "answer": cell.answer}
 
 
 def longer(cli: CliOptions, factor: float) -> tuple[str, ...]:
-    """What makes every time of the scenario's simulation so much longer."""
     scenario, _ = resolve(cli)
     planned = next(each for each in plan_of(scenario).deployments if each.label in cli.connectors)
     around = SimulatedDeployment.of(scenario, planned).around
@@ -114,24 +108,15 @@ def _goals(scenario: Scenario, factor: float) -> dict[str, float]:
     return {**found, "search.max_rate": search.max_rate / factor} if search.max_rate else found
 
 
-@dataclass(frozen=True)
-class Figures:
-    """Of one setting and number of runs: ``pairs`` comparisons of each kind, and those with an alarm."""
+Figures = dict[str, Any]
+"""Figures of one setting and number of runs: ``pairs`` comparisons of each kind, and those with an alarm;
+``told``: how probable the line says it is to see the loss, the median."""
 
-    setting: str
-    before: int
-    after: int
-    pairs: int
-    untold: int
-    false_alarms: int
-    seen: int
-    told: float | None
-    """How probable the line says it is to see the loss; the median."""
 
-    def cells(self) -> list[str]:
-        told = "–" if self.told is None else f"{self.told:.0%}"
-        shares = [f"{count / self.pairs:.1%}" for count in (self.untold, self.false_alarms, self.seen)]
-        return [self.setting, f"{self.before} → {self.after}", f"{self.pairs}", *shares, told]
+def cells(of: Figures) -> list[str]:
+    told = "–" if of["told"] is None else f"{of['told']:.0%}"
+    shares = [f"{of[name] / of['pairs']:.1%}" for name in ("untold", "false_alarms", "seen")]
+    return [of["setting"], f"{of['before']} → {of['after']}", f"{of['pairs']}", *shares, told]
 
 
 @cache
@@ -147,7 +132,7 @@ def figures_of(
     """``same``, ``slower``: answers as JSON, of the system as it is and with its times longer."""
     for before, after in SIDES:
         rng = np.random.default_rng(1)
-        counts = dict.fromkeys(("untold", "false", "seen"), 0)
+        counts = dict.fromkeys(("untold", "false_alarms", "seen"), 0)
         told = []
         if len(same) < before + after or len(slower) < after:
             continue
@@ -165,14 +150,13 @@ def figures_of(
                 counts["untold"] += 1
                 continue
             change = rate_change(one, other)
-            counts["false"] += change.alarms(worse_than)
+            counts["false_alarms"] += change.alarms(worse_than)
             counts["seen"] += rate_change(one, lost).alarms(worse_than)
             told.append(change.seen(loss, worse_than))
         known = sorted(each for each in told if each is not None)
         middle = known[len(known) // 2] if known else None
-        yield Figures(
-            setting, before, after, pairs, counts["untold"], counts["false"], counts["seen"], middle
-        )
+        about = {"setting": setting, "before": before, "after": after, "pairs": pairs}
+        yield {**about, **counts, "told": middle}
 
 
 def _known(answers: Sequence[str]) -> list[Searched]:
@@ -213,9 +197,9 @@ def main() -> None:
         answers = _answers(mine, 1.0), _answers(mine, factor)
         figures += figures_of(setting, *answers, asked.pairs, asked.loss, asked.worse_than)
     titles = f"comparisons|not converged|false alarms|loss of {asked.loss:.0%} seen|told"
-    print(table("search|runs", titles, [each.cells() for each in figures]))
+    print(table("search|runs", titles, [cells(each) for each in figures]))
     if asked.json is not None:
-        asked.json.write_text(json.dumps([vars(each) for each in figures], indent=2) + "\n")
+        asked.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

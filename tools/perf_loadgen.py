@@ -41,8 +41,6 @@ END_DEADLINE_S = 300.0
 
 @dataclass(frozen=True)
 class Ran:
-    """One generator's run: what it reported, and what it took."""
-
     client: dict[str, Any]
     ready_cpu_s: float
     grown_mb: float
@@ -79,13 +77,13 @@ def middle(levels: Sequence[Level]) -> Level:
 def level_rows(level: Level) -> list[Row]:
     n = level.streams
     what = f"{n} streams: "
-    errors = (
-        ("TTFT error, p50", level.ttft_error_p50_ms, TTFT_P50_MS.get(n)),
-        ("TTFT error, p99", level.ttft_error_p99_ms, TTFT_P99_MS.get(n)),
-        ("ITL error, p99", level.itl_error_p99_ms, ITL_P99_MS.get(n)),
-        ("send lag, p99", level.send_lag_p99_ms, None),
-    )
-    rows = [Row(what + name, value, "ms", limit) for name, value, limit in errors]
+    p50, p99, itl = (each.get(n) for each in (TTFT_P50_MS, TTFT_P99_MS, ITL_P99_MS))
+    rows = [
+        Row(what + "TTFT error, p50", level.ttft_error_p50_ms, "ms", p50),
+        Row(what + "TTFT error, p99", level.ttft_error_p99_ms, "ms", p99),
+        Row(what + "ITL error, p99", level.itl_error_p99_ms, "ms", itl),
+        Row(what + "send lag, p99", level.send_lag_p99_ms, "ms"),
+    ]
     chunks, limit = level.chunks_per_core_s, CHUNKS_PER_CORE_S.get(n)
     return [*rows, Row(what + "chunks per core-second", chunks, "", limit, at_least=True)]
 

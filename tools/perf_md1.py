@@ -65,19 +65,10 @@ class Queue:
 def sweep(queue: Queue, url: str, folder: Path, seed: int, precision: float = 0.05) -> Mapping[str, Any]:
     """The answer of a whole ``kvbench sweep`` of that server. Raises RuntimeError if there is none."""
     settings = (f"seed={seed}", "search.trial_s=2", f"search.precision={precision}", "search.max_trials=12")
-    options: dict[str, object] = {
-        "--base-url": url,
-        "--output": folder,
-        "--input-len": INPUT_LEN,
-        "--output-len": OUTPUT_LEN,
-        "--attainment": ATTAINMENT,
-        "--ttft-ms": f"{queue.ttft_s * 1e3:g}",
-        "--tpot-ms": f"{10 * GAP_S * 1e3:g}",
-    }
-    words = [
-        str(word) for option in (*options.items(), *(("--set", each) for each in settings)) for word in option
-    ]
-    command = [sys.executable, "-m", "kvbench.cli", "sweep", *words]
+    words = ["--base-url", url, "--output", folder, "--input-len", INPUT_LEN, "--output-len", OUTPUT_LEN]
+    words += ["--attainment", ATTAINMENT, "--ttft-ms", queue.ttft_s * 1e3, "--tpot-ms", 10 * GAP_S * 1e3]
+    words += [word for each in settings for word in ("--set", each)]
+    command = [sys.executable, "-m", "kvbench.cli", "sweep", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SWEEP_DEADLINE_S, check=False)
     cells = [line for path in folder.glob("*/cells.jsonl") for line in path.read_text().splitlines()]
     found = [json.loads(line) for line in cells]

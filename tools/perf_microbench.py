@@ -85,14 +85,8 @@ class TheirTool:
         time.sleep(REGISTERED_S)
 
     def _start(self, mode: str, **more: object) -> LocalProcess:
-        options = {
-            "mode": mode,
-            "protocol": "tcp",
-            "metadata_server": "P2PHANDSHAKE",
-            "local_server_name": HOST,
-            "buffer_size": BUFFER_BYTES,
-            **more,
-        }
+        options = {"mode": mode, "protocol": "tcp", "metadata_server": "P2PHANDSHAKE", **more}
+        options |= {"local_server_name": HOST, "buffer_size": BUFFER_BYTES}
         argv = (str(self._binary), *(f"--{name}={value}" for name, value in options.items()))
         self._number += 1
         return self._launcher.start(ProcessSpec(f"their-{mode}-{self._number}", argv, env=self._env))
@@ -123,7 +117,6 @@ class TheirTool:
 
 
 def figures(row: TransferRecord) -> Figures:
-    """Return a window's figures, as the C++ tool counts. Raises LaunchError for a row with an error."""
     if row.status != "ok":
         raise LaunchError(f"{row.case.key}: {row.error}", hint=" | ".join(row.log[-2:]))
     return row.gb_per_s or 0.0, row.window_s / row.calls * 1e6
@@ -150,7 +143,6 @@ def compare(tool: TheirTool, repeats: int, seconds: int, logs: Path) -> list[lis
 
 
 def _cells(case: Case, ours: list[Figures], theirs: list[Figures]) -> list[str]:
-    """Return medians of both; the ratio is the median of the repeats' own ratios."""
     ratios = [own[0] / other[0] for own, other in zip(ours, theirs, strict=True)]
     rates, times = (
         [statistics.median(each[which] for each in of) for of in (ours, theirs)] for which in (0, 1)

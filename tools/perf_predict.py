@@ -55,7 +55,6 @@ class Measured:
 
 
 def straight(low: Measured, high: Measured, concurrency: float, name: str) -> float:
-    """What a line between the two gives: the rival."""
     share = (concurrency - low.concurrency) / (high.concurrency - low.concurrency)
     begin, end = float(getattr(low, name)), float(getattr(high, name))
     return begin + share * (end - begin)
@@ -95,11 +94,9 @@ class ClosedLoop:
         return found
 
     def ttft_ms(self, concurrency: float) -> float:
-        """Predicted."""
         return straight(self.low, self.high, concurrency, "ttft_ms")
 
     def _through(self, at: Measured) -> float:
-        """Requests per ms."""
         return at.concurrency / (at.ttft_ms + self.output_len * at.tpot_ms)
 
     def _batch(self, at: Measured) -> float:
@@ -170,8 +167,6 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Errors:
-    """|predicted / measured − 1| of each load between a configuration's lowest and highest one."""
-
     kind: str
     half: int
     tpot: float
@@ -237,7 +232,6 @@ def errors_of(configurations: Sequence[Configuration]) -> list[Errors]:
 
 
 def table_rows(errors: Sequence[Errors], half: int) -> list[list[str]]:
-    """By kind: how many loads, and median and P90 of their errors in percent."""
     rows = []
     for kind in sorted({each.kind for each in errors}):
         mine = [each for each in errors if each.kind == kind and each.half == half]

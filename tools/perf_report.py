@@ -37,7 +37,6 @@ MANY_TRIALS = 20
 
 
 def requests_of(cell: Cell, rate: float, count: int, seed: int) -> list[RequestRecord]:
-    """Requests of one trial, each with its gaps."""
     rng = np.random.default_rng(seed)
     sends = np.cumsum(rng.exponential(1 / rate, count))
     firsts = sends + 0.05 + cell.input_len * 1e-5 + rng.exponential(0.02 * rate, count)
@@ -52,7 +51,6 @@ def requests_of(cell: Cell, rate: float, count: int, seed: int) -> list[RequestR
 
 
 def a_sweep(folder: Path, trials: int, count: int) -> Path:
-    """A sweep's run folder: ``trials`` trials over the cells, each of ``count`` requests."""
     store = RunStore.create(
         folder, "perf-report", b"name: perf-report\n", PLAN, {}, RunInfo(labels=["emulated"])
     )
@@ -155,7 +153,6 @@ main()
 
 
 def main() -> None:
-    """Make the runs, measure, print the table."""
     chosen = arguments(
         __doc__,
         trials=(60, "of the first run"),

@@ -55,28 +55,23 @@ class Drawn:
 
     @classmethod
     def at(cls, seed: int, place: int) -> Drawn:
-        """The system of that number."""
         rng = np.random.default_rng([seed, place])
 
         def spread(low: float, high: float) -> float:
             return float(np.exp(rng.uniform(np.log(low), np.log(high))))
 
-        shape = {
-            "turns": int(rng.integers(2, 9)),
-            "shared_prefix_len": int(rng.integers(0, 513)),
-            "first_len": round(spread(256, 2048)),
-            "added_len": round(spread(64, 512)),
-            "output_len": round(spread(8, 64)),
-            "think_time_s": round(spread(0.2, 2.0), 2),
-            "spread": round(float(rng.uniform(0.1, 0.6)), 2),
-        }
+        shape = {"turns": int(rng.integers(2, 9)), "shared_prefix_len": int(rng.integers(0, 513))}
+        shape |= {"first_len": round(spread(256, 2048)), "added_len": round(spread(64, 512))}
+        shape["output_len"] = round(spread(8, 64))
         told = ", ".join(f"{key}: {value}" for key, value in shape.items())
+        told += (
+            f", think_time_s: {round(spread(0.2, 2.0), 2)}, spread: {round(float(rng.uniform(0.1, 0.6)), 2)}"
+        )
         sets = (f"workload.sessions.shape={{{told}}}", f"simulate.time_scale={spread(2, 8):.2f}")
         kind = list(LIMITS)[place % len(LIMITS)]
         return cls(kind, str(rng.choice(["aggregated", "nixl"])), sets, spread(1.6, 6.0))
 
     def cli(self, limits: Sequence[str], seed: int) -> CliOptions:
-        """What a user would ask for."""
         slo = ("slo.tpot_ms=null", f"slo.limits=[{', '.join(limits)}]")
         sets = (*self.sets, *slo, f"seed={seed}")
         return CliOptions(scenario=SCENARIO, overrides=sets, connectors=(self.connector,))
@@ -84,15 +79,12 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Bench:
-    """A system that long trials are held on."""
-
     slo: Slo
     source: SessionSource
     system: System
 
     @classmethod
     def of(cls, cli: CliOptions) -> Bench:
-        """That of a scenario."""
         scenario, _ = resolve(cli, sessions=True)
         assert scenario.workload.sessions is not None
         planned = next(each for each in plan_of(scenario).deployments if not each.reference_only)
@@ -169,7 +161,6 @@ def searched(cli: CliOptions) -> Mapping[str, Any]:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Print a line for each system, then how many answers were right."""
     options = arguments(
         __doc__,
         given,

@@ -35,7 +35,6 @@ Figures = dict[str, NDArray[np.float64]]
 
 
 def plan_alone(path: Path, turns: int) -> None:
-    """Make the plan and print what it took."""
     model = fitted_model(load_corpus(path))
     begun = time.perf_counter()
     plan = model.generate(math.ceil(turns / float(np.diff(model.first).mean())), seed=1)
@@ -45,7 +44,6 @@ def plan_alone(path: Path, turns: int) -> None:
 
 
 def recorded(corpus: Corpus) -> Figures:
-    """Quartiles of a corpus."""
     figures = CorpusFigures(corpus)
     return _quartiles(
         [len(each.turns) for each in corpus.sessions],
@@ -57,7 +55,6 @@ def recorded(corpus: Corpus) -> Figures:
 
 
 def made(plan: SessionPlan) -> Figures:
-    """The same of sessions that were made."""
     return _quartiles(
         np.diff(plan.first).tolist(),
         plan.input_len.tolist(),
@@ -83,9 +80,9 @@ def _quartiles(*columns: Sequence[float]) -> Figures:
     }
 
 
-def halves(corpus: Corpus, splits: int) -> tuple[list[Figures], list[Figures]]:
-    """Relative differences from the half that was left out: of what was made, and of the other half."""
-    of_made, of_halves = list[Figures](), list[Figures]()
+def halves(corpus: Corpus, splits: int) -> list[tuple[Figures, Figures]]:
+    """Return relative differences from the half left out: of what was made, and of the other half."""
+    found = []
     rng = np.random.default_rng(7)
     for seed in range(splits):
         order = rng.permutation(len(corpus.sessions))
@@ -94,33 +91,23 @@ def halves(corpus: Corpus, splits: int) -> tuple[list[Figures], list[Figures]]:
             Corpus(tuple(corpus.sessions[place] for place in part), corpus.block_tokens, corpus.scope)
             for part in (order[:middle], order[middle:])
         )
-        truth = recorded(left_out)
-        for found, figures in (
-            (of_made, made(fitted_model(fitted).generate(MADE, seed))),
-            (of_halves, recorded(fitted)),
-        ):
-            found.append({name: figures[name] / truth[name] - 1 for name in truth})
-    return of_made, of_halves
+        truth, both = recorded(left_out), (made(fitted_model(fitted).generate(MADE, seed)), recorded(fitted))
+        one, other = ({name: each[name] / truth[name] - 1 for name in truth} for each in both)
+        found.append((one, other))
+    return found
 
 
 def differences(corpus: Corpus, splits: int) -> None:
     """Print the table of ``halves``, and what is made after the whole corpus beside that corpus."""
     whole = recorded(corpus)
     same = made(fitted_model(corpus).generate(MADE, 0))
-    of_made, of_halves = halves(corpus, splits)
-    rows = []
+    found, rows = halves(corpus, splits), []
     for name in whole:
         for index, quartile in enumerate(("P25", "P50", "P75")):
-            errors, noise = (np.abs([each[name][index] for each in found]) for found in (of_made, of_halves))
-            rows.append(
-                [
-                    f"{name} {quartile}",
-                    f"{100 * (same[name][index] / whole[name][index] - 1):+.1f}",
-                    f"{100 * np.median(errors):.1f}",
-                    f"{100 * np.median(noise):.1f}",
-                    f"{np.count_nonzero(errors <= NEAR)} of {splits}",
-                ]
-            )
+            errors, noise = np.abs([[each[name][index] for each in pair] for pair in found]).T
+            figures = 100 * (same[name][index] / whole[name][index] - 1), np.median(errors), np.median(noise)
+            shown = f"{figures[0]:+.1f}", *(f"{100 * each:.1f}" for each in figures[1:])
+            rows.append([f"{name} {quartile}", *shown, f"{np.count_nonzero(errors <= NEAR)} of {splits}"])
     titles = "made after all (%)|made after one half (%)|the other half itself (%)|within 5 % of"
     caption = f"medians of |difference| over {splits} splits, {MADE:,} sessions made each time"
     print(table("quartile", titles, rows, caption=caption))

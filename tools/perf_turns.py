@@ -56,7 +56,6 @@ def many_sessions(count: int, turns: int, think_s: float, first_len: int) -> Ses
 
 
 def rows(records: Sequence[RequestRecord]) -> Iterator[list[str]]:
-    """Name, number and quantiles in ms of how late turns were sent."""
     for name, which in (("first turns", [0]), ("later turns", range(1, 1_000_000))):
         late = [
             1e3 * (each.sent_s - each.scheduled_s) for each in records if each.sent_s and each.turn in which

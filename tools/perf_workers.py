@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.channel import PipeChannel
 from kvbench.launchers.agents.remote import RemoteLauncher
 from kvbench.launchers.base import Launcher
 from kvbench.sweep.selftest_server import exact_server
-from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 from tools.bench import arguments, load_spec, machine_load, table, workplace
 
 WORKERS: Final = (1, 2, 3, 4)
@@ -27,62 +26,41 @@ LEAST_SHARE: Final = 0.95
 DEADLINE_S: Final = 120.0
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one number of workers offered: requests a second that went out, and how late."""
-
-    where: str
-    workers: int
-    planned_rate: float
-    sent_rate: float
-    lag_p99_ms: float
-    cpu_share: float
-    apart_ms: float
-
-    def cells(self, one: Row) -> list[str]:
-        """Return the figures for the table; ``one`` is the row of one worker."""
-        share = self.sent_rate / (self.workers * one.sent_rate)
-        return [
-            self.where,
-            str(self.workers),
-            f"{self.planned_rate:g}",
-            f"{self.sent_rate:.1f}",
-            f"{share:.3f}",
-            f"{self.lag_p99_ms:.2f}",
-            f"{self.cpu_share:.0%}",
-            f"{self.apart_ms:.2f}",
-            "ok" if share >= LEAST_SHARE else "UNDER",
-        ]
+Row = dict[str, Any]
+"""Figures of one number of workers: requests a second that went out, and how late."""
 
 
 def offered(launcher: Launcher, url: str, folder: Path, workers: int, rate: float, seconds: float) -> Row:
-    """One load by so many workers, each of which is to send ``rate`` requests a second."""
+    """Offer one load by some workers, each of which is to send ``rate`` requests a second.
+
+    The rate is over the planned sends, from the first to the last real one, against the plan's own span.
+    """
     more = {"input_len": 64, "output_len": 4, "slo": {"ttft_ms": 1000.0, "tpot_ms": 1000.0}, "seed": 7}
-    records, planned = folder / f"records-{workers}", round(workers * rate * seconds)
-    spec = load_spec(url, records, workers * rate, planned, **more)
+    records, planned_rate = folder / f"records-{workers}", workers * rate
+    spec = load_spec(url, records, planned_rate, round(planned_rate * seconds), **more)
     generator = LoadGenerator(launcher, spec, workers=workers)
     load = generator.run(lambda progress: False, lambda: None, DEADLINE_S)
-    return row_of("hosts" if launcher.hosts else "here", workers, workers * rate, load)
-
-
-def row_of(where: str, workers: int, planned_rate: float, load: LoadResult) -> Row:
-    """The figures of one load. The rate is over the planned sends, from the first to the last real one."""
     sent = sorted(record.sent_s for record in load.records if record.sent_s is not None)
     scheduled = sorted(record.scheduled_s for record in load.records)
-    # Against the plan's own span, whose gaps are drawn: the same share of it however many workers.
-    planned = (len(scheduled) - 1) / (scheduled[-1] - scheduled[0])
-    real = (len(sent) - 1) / (sent[-1] - sent[0])
-    each = load.client.get("per_worker", [load.client])
-    starts = [float(one["started_monotonic_s"]) for one in each]
-    return Row(
-        where=where,
-        workers=workers,
-        planned_rate=planned_rate,
-        sent_rate=planned_rate * real / planned,
-        lag_p99_ms=float(load.client["send_lag_p99_ms"]),
-        cpu_share=float(load.client["cpu_share"]),
-        apart_ms=(max(starts) - min(starts)) * 1e3,
-    )
+    planned, real = ((len(each) - 1) / (each[-1] - each[0]) for each in (scheduled, sent))
+    starts = [float(one["started_monotonic_s"]) for one in load.client.get("per_worker", [load.client])]
+    return {
+        "where": "hosts" if launcher.hosts else "here",
+        "workers": workers,
+        "planned": planned_rate,
+        "sent": planned_rate * real / planned,
+        "lag_p99_ms": float(load.client["send_lag_p99_ms"]),
+        "cpu_share": float(load.client["cpu_share"]),
+        "apart_ms": (max(starts) - min(starts)) * 1e3,
+    }
+
+
+def cells(row: Row, one: Row) -> list[str]:
+    """Return the figures for the table; ``one`` is the row of one worker."""
+    share = row["sent"] / (row["workers"] * one["sent"])
+    rates = f"{row['planned']:g}", f"{row['sent']:.1f}", f"{share:.3f}"
+    late = f"{row['lag_p99_ms']:.2f}", f"{row['cpu_share']:.0%}", f"{row['apart_ms']:.2f}"
+    return [row["where"], str(row["workers"]), *rates, *late, "ok" if share >= LEAST_SHARE else "UNDER"]
 
 
 @contextlib.contextmanager
@@ -107,7 +85,6 @@ def hosts(folder: Path, count: int) -> Iterator[RemoteLauncher]:
 
 
 def measured(rate: float, seconds: float) -> Iterator[Row]:
-    """All rows, each with an exact server that answers quickly."""
     with (
         workplace("perf-workers") as (folder, launcher),
         exact_server(launcher, {"first_token_s": 0.01, "gap_s": 0.002}) as server,
@@ -126,11 +103,11 @@ def main() -> None:
         seconds=(10.0, "measured with each number of workers"),
     )
     rows = list(measured(chosen.rate, chosen.seconds))
-    one = {row.where: row for row in reversed(rows)}
+    one = {row["where"]: row for row in reversed(rows)}
     titles = (
         "workers|req/s planned|req/s sent|of linear|send lag p99, ms|busiest worker's core|starts apart, ms|"
     )
-    print(table("where", titles, [row.cells(one[row.where]) for row in rows]))
+    print(table("where", titles, [cells(row, one[row["where"]]) for row in rows]))
     print(machine_load())
 
 

@@ -40,7 +40,6 @@ Connectors = dict[str, dict[str, str]]
 
 
 def stamp_key() -> str:
-    """A hash of everything that decides what set-up installs."""
     digest = hashlib.sha256()
     # Not setup_vllm.py: the CPU lab has an environment and a stamp of its own.
     scripts = [ROOT / "tools" / name for name in ("setup.py", "setup_base.py", "setup_native.py")]
@@ -108,7 +107,6 @@ def make_venv_without_ensurepip() -> None:
 
 
 def dev_packages() -> list[str]:
-    """The dev group of pyproject.toml, read by .venv's Python: pip carries a TOML reader for 3.10."""
     code = (
         "import json\n"
         "try: import tomllib as toml\n"
@@ -181,7 +179,6 @@ def report(found: Connectors, causes: dict[str, str | None]) -> None:
 
 
 def set_up() -> None:
-    """Every step, whatever was done before."""
     started = time.monotonic()
     STAMP.unlink(missing_ok=True)
     make_venv()

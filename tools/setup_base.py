@@ -62,7 +62,6 @@ def last_line(output: str) -> str:
 
 
 def pip(*arguments: str) -> tuple[int, str]:
-    """pip in .venv. Its exit status and output."""
     command = [PYTHON, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
     return run(command, PIP_DEADLINE_S, {"PIP_USER": "0"})
 

@@ -89,7 +89,6 @@ def install_mooncake_wheel(kind: str) -> str | None:
 
 
 def mooncake_problem() -> str | None:
-    """Gets the system libraries that Mooncake lacks, then imports it, in a process of its own."""
     missing = missing_libraries()
     if missing:
         provide_libraries(missing)
@@ -98,7 +97,6 @@ def mooncake_problem() -> str | None:
 
 
 def missing_libraries() -> list[str]:
-    """Mooncake's system libraries that neither the machine nor .venv has."""
     status, output = run([PYTHON, "-c", _LOAD], CHECK_DEADLINE_S)
     return [] if status else [line for line in output.split() if line in SYSTEM_LIBRARIES]
 

@@ -16,7 +16,6 @@ TESTS = ("pytest", "pytest-timeout", "hypothesis")
 
 
 def wanted() -> list[str]:
-    """Ray, kvbench's own requirements, and what runs the tests."""
     text = (ROOT / "pyproject.toml").read_text()
     block = text.split("\ndependencies = [", 1)[1].split("\n]", 1)[0]
     own = [line.strip().strip('",') for line in block.splitlines() if line.strip()]

@@ -42,7 +42,6 @@ SERVICES = ("ssh.service", "ssh.socket")
 
 
 def missing() -> list[str]:
-    """The commands that are not here."""
     return [
         name
         for name in COMMANDS
@@ -83,7 +82,6 @@ def install(packages: list[str]) -> str | None:
 
 
 def set_up(force: bool) -> None:
-    """Installs what is missing, or says what it is and how to get it."""
     commands = missing()
     if not commands:
         TRIED.unlink(missing_ok=True)

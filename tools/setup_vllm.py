@@ -89,12 +89,10 @@ class Lab:
         return PINS / f"{self.version}.txt"
 
     def pins(self) -> list[str]:
-        """The lines of the constraints file."""
         lines = self.constraints.read_text().splitlines()
         return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
     def pinned(self, name: str) -> str:
-        """``name==version`` of one package."""
         found = [line for line in self.pins() if line.split("==")[0] == name]
         if not found:
             raise SetupError(f"{self.constraints} has no line for {name}")
@@ -109,7 +107,6 @@ class Lab:
         return digest.hexdigest()
 
     def is_done(self) -> bool:
-        """Whether all of this was done before, and is still there."""
         try:
             stamp = json.loads(self.stamp.read_text())
         except (OSError, ValueError):
@@ -176,16 +173,8 @@ def _wait(process: subprocess.Popen[bytes], what: str, deadline: float) -> int |
 
 def pip(lab: Lab, what: str, *arguments: object) -> str:
     """kvbench's own pip, set to work in the lab's environment, which so needs none."""
-    command = [
-        KVBENCH_PYTHON,
-        "-m",
-        "pip",
-        "--python",
-        lab.python,
-        "--disable-pip-version-check",
-        "--no-input",
-    ]
-    return run(lab, what, [*command, *arguments], PIP_DEADLINE_S, {"PIP_USER": "0"})
+    command = [KVBENCH_PYTHON, "-m", "pip", "--python", lab.python, "--disable-pip-version-check"]
+    return run(lab, what, [*command, "--no-input", *arguments], PIP_DEADLINE_S, {"PIP_USER": "0"})
 
 
 def require_machine(lab: Lab) -> None:
@@ -212,7 +201,6 @@ def require_machine(lab: Lab) -> None:
 
 
 def make_venv(lab: Lab) -> None:
-    """An empty environment; without pip, since kvbench's own installs into it."""
     say(f"making {lab.venv.name} with Python {platform.python_version()}")
     # The base Python: an environment made from another one's would depend on that one.
     base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -313,7 +301,6 @@ def make_model(lab: Lab) -> None:
 
 
 def set_up(lab: Lab) -> None:
-    """Every step, whatever was done before."""
     started = time.monotonic()
     require_machine(lab)
     lab.stamp.unlink(missing_ok=True)
@@ -329,7 +316,6 @@ def set_up(lab: Lab) -> None:
 
 
 def _sets(lab: Lab) -> str:
-    """What makes the lab's scenario take this release."""
     if lab.version == DEFAULT:
         return ""
     place = "deployment.engine_options"

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psutil
 
@@ -61,9 +61,8 @@ class CutOff(BaseException):
     """Stands for a kill: nothing of kvbench catches it."""
 
 
-@dataclass
-class Sample:
-    """Of this process: seconds since the start, resident bytes, open descriptors, threads."""
+class Sample(NamedTuple):
+    """Figures of this process: seconds since the start, resident bytes, open descriptors, threads."""
 
     at_s: float
     rss: int
@@ -73,8 +72,6 @@ class Sample:
 
 @dataclass
 class Soak:
-    """What has happened so far."""
-
     chance: random.Random
     began: float = field(default_factory=time.monotonic)
     samples: list[Sample] = field(default_factory=list)
@@ -87,7 +84,6 @@ class Soak:
     process: psutil.Process = field(default_factory=psutil.Process)
 
     def fault(self) -> str:
-        """What happens to the next trial; mostly nothing."""
         drawn = self.chance.random()
         for name, share in FAULTS:
             if drawn < share:
@@ -107,13 +103,10 @@ class SoakedSite:
     """A simulated site to whose trials faults happen."""
 
     def __init__(self, soak: Soak, site: Site, store: _Refusing) -> None:
-        self.trace_rate, self.has_direct = site.trace_rate, site.has_direct
-        self.prepare, self.close, self.alone = site.prepare, site.close, site.alone
-        self.outputs, self.watch_answers = site.outputs, site.watch_answers
-        self.last_canaries, self.requests = site.last_canaries, site.requests
-        self._run = site.run
-        self._soak = soak
-        self._store = store
+        self._soak, self._site, self._store = soak, site, store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._site, name)
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         fault = self._soak.fault()
@@ -122,7 +115,7 @@ class SoakedSite:
         if fault == "cut off":
             raise CutOff
         self._store.refusing = fault == "refused"
-        record = self._run(plan)
+        record = self._site.run(plan)
         record = _refused(record) if fault == "refused" else record
         self._soak.recorded[f"{self._store.path.name}/{record.trial_id}"] = digest(record)
         self._soak.trials += 1
@@ -130,22 +123,17 @@ class SoakedSite:
         return record
 
 
-class SoakedBench:
+class SoakedBench(SimulatedBench):
     """A simulated bench to whose trials faults happen."""
 
-    alike = True
-
     def __init__(self, soak: Soak, scenario: Scenario, store: RunStore) -> None:
-        self._soak = soak
-        self._store = _Refusing(store)
-        bench = SimulatedBench(scenario, self._store)  # type: ignore[arg-type]
-        self.open, self.gives_reference, self.problem = bench.open, bench.gives_reference, bench.problem
-        self._up = bench.up
+        self._soak, self._refusing = soak, _Refusing(store)
+        super().__init__(scenario, self._refusing)  # type: ignore[arg-type]
 
     @contextmanager
     def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
-        with self._up(planned, round_) as site:
-            yield SoakedSite(self._soak, site, self._store)
+        with super().up(planned, round_) as site:
+            yield SoakedSite(self._soak, site, self._refusing)
 
 
 class _Refusing:

@@ -6,7 +6,7 @@ reads, with defaults. Writes tests/recorded/vllm/connectors.yaml, by which the p
 minutes, and as much disk as the largest wheel takes (half a GB). If a release is missing, it is named, and
 the table stays as it was.
 
-``… flags [VERSION…] [--sources FOLDER]``: the flags of `vllm serve` with what they take, the keys of
+``… flags [VERSION…]``: the flags of `vllm serve` with what they take, the keys of
 ``--kv-transfer-config`` and those of its extra configuration that each connector reads, the environment
 variables, and which ranks bind a port. Writes tests/recorded/vllm/flags.json.
 
@@ -139,8 +139,6 @@ def spans(has: Iterable[tuple[str, bool]], to: str = " to ", comma: str = ", ") 
 
 @dataclass(frozen=True)
 class Found:
-    """What the sources of one release say."""
-
     registered: Facts
     fields: Facts
     extra: Mapping[str, Facts]
@@ -237,12 +235,11 @@ def write_connectors() -> int:
 # -- flags
 
 
-def write_flags(versions: Sequence[str], folder: Path | None) -> int:
-    """Read every release and write the table; 1 where a wheel is missing."""
+def write_flags(versions: Sequence[str]) -> int:
     facts: dict[str, dict[str, dict[str, str]]] = {}
     for version in versions:
         try:
-            facts[version] = facts_of(in_folder(folder / version) if folder else downloaded(version))
+            facts[version] = facts_of(downloaded(version))
         except LookupError:
             print(f"vLLM {version}: the registry has no wheel for Python {' or '.join(PYTHONS)}")
             return 1
@@ -251,17 +248,10 @@ def write_flags(versions: Sequence[str], folder: Path | None) -> int:
     return 0
 
 
-def in_folder(folder: Path) -> dict[str, str]:
-    paths = sorted(folder.rglob("*.py"))
-    return {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in paths}
-
-
 def facts_of(files: Files) -> dict[str, dict[str, str]]:
     """Kind of fact → name → what is said of it, of one release."""
-    kinds = {
-        ast.unparse(each.target): ast.unparse(each.annotation)
-        for each in fields(files[ARGUMENTS[0]], "EngineArgs")
-    }
+    own = fields(files[ARGUMENTS[0]], "EngineArgs")
+    kinds = {ast.unparse(each.target): ast.unparse(each.annotation) for each in own}
     flags: dict[str, str] = {}
     for text in (files[name] for name in (*ARGUMENTS, *FRONTEND) if name in files):
         flags |= dict(added(text, kinds))
@@ -277,9 +267,7 @@ def facts_of(files: Files) -> dict[str, dict[str, str]]:
     }
     return {
         "flags": flags,
-        "kv_transfer_config": {
-            ast.unparse(each.target): "key" for each in fields(config, "KVTransferConfig")
-        },
+        "kv_transfer_config": {ast.unparse(e.target): "key" for e in fields(config, "KVTransferConfig")},
         "extra_config": {
             f"{owner(name)}: {key}": "key" for name, text in below.items() for key, _ in extra_keys(text)
         },
@@ -353,18 +341,7 @@ def variables(wheel: Path) -> frozenset[str]:
     """The variables that a wheel's sources know: those of ``vllm/envs.py``, and what is read elsewhere."""
     files = in_wheel(wheel)
     found = {name for text in files.values() for name in _READ.findall(text)}
-    return frozenset(found | declared(files.get("vllm/envs.py", "")))
-
-
-def declared(text: str) -> set[str]:
-    """The keys of ``environment_variables`` in the text of an ``envs.py``."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and isinstance(node.value, ast.Dict):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(ast.unparse(each) == "environment_variables" for each in targets):
-                found |= {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
-    return {name for name in found if name.startswith("VLLM_")}
+    return frozenset(found | set(known_variables(files.get("vllm/envs.py", ""))))
 
 
 def gone(known: Mapping[Release, frozenset[str]]) -> dict[str, Release]:
@@ -394,12 +371,11 @@ def main() -> int:
     what.add_parser("connectors")
     flags = what.add_parser("flags")
     flags.add_argument("versions", nargs="*", default=FLAG_VERSIONS)
-    flags.add_argument("--sources", type=Path, help="folder with VERSION/vllm, in place of the registry")
     what.add_parser("variables").add_argument("folder", type=Path)
     given = parser.parse_args()
     if given.what == "connectors":
         return write_connectors()
-    return write_flags(given.versions, given.sources) if given.what == "flags" else show_gone(given.folder)
+    return write_flags(given.versions) if given.what == "flags" else show_gone(given.folder)
 
 
 if __name__ == "__main__":

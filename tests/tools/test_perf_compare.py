@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvbench.planning.overrides import CliOptions, resolve
-from tools.perf_compare import SearchJob, figures_of, longer
+from tools.perf_compare import SearchJob, cells, figures_of, longer
 
 
 def answers(count: int, rate: float, seed: int) -> list[str]:
@@ -34,15 +34,15 @@ def answers(count: int, rate: float, seed: int) -> list[str]:
 
 def test_what_is_counted_are_alarms_of_the_product() -> None:
     figures = {
-        (each.before, each.after): each
+        (each["before"], each["after"]): each
         for each in figures_of("x", answers(400, 50, 1), answers(200, 45, 2), 200, 0.1, 0.05)
     }
     single, repeats = figures[1, 1], figures[4, 4]
-    assert all(each.false_alarms <= 0.05 * each.pairs for each in figures.values())
-    assert 0 < single.untold < 100
-    assert single.seen < 0.3 * single.pairs
-    assert repeats.seen > 0.8 * repeats.pairs
-    assert repeats.cells()[1] == "4 → 4"
+    assert all(each["false_alarms"] <= 0.05 * each["pairs"] for each in figures.values())
+    assert 0 < single["untold"] < 100
+    assert single["seen"] < 0.3 * single["pairs"]
+    assert repeats["seen"] > 0.8 * repeats["pairs"]
+    assert cells(repeats)[1] == "4 → 4"
 
 
 def test_all_times_are_longer_by_the_factor() -> None:

@@ -20,7 +20,6 @@ import json
 import os
 import platform
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from kvbench.launchers.local import LocalLauncher
 from kvbench.microbench.sides import Side, WorkerError, WorkerHandle, Workers
 from kvbench.transfer.base import Layout
 from kvbench.transfer.parts.blocks import pack_ids
+from tools.bench import output_of as command_output
 
 from . import driver
 from .result import Check, CheckFailedError, Figures, SkippedError
@@ -118,26 +118,12 @@ def refused(
 def _started(backend: str, memory: str, folder: Path, options: Mapping[str, Any]) -> Iterator[_Both]:
     workers = Workers(LocalLauncher("gpu-checks", folder / "logs", folder / "specs"))
     layout = Layout(1, BLOCKS, BLOCK_BYTES).to_json()
+    spec = {"backend": backend, "layout": layout, "memory": memory, "seed": 1}
+    own = {"host": "127.0.0.1", "memory": memory, "gpu_turn": 0, **options}
     try:
         one, other = (
             workers.start(
-                role,
-                Side(),
-                {
-                    "role": role,
-                    "backend": backend,
-                    "options": {
-                        "role": role,
-                        "host": "127.0.0.1",
-                        "memory": memory,
-                        "gpu_turn": 0,
-                        **options,
-                    },
-                    "layout": layout,
-                    "memory": memory,
-                    "seed": 1,
-                    "side": side,
-                },
+                role, Side(), {**spec, "role": role, "side": side, "options": {**own, "role": role}}
             )
             for role, side in SIDES.items()
         )
@@ -297,20 +283,11 @@ def pair(memory: str, tls: str, folder: Path) -> Figures:
     scenario = folder / "pair.yaml"
     scenario.write_text(SCENARIO.format(memory=memory, tls=tls))
     words = ["bench", str(scenario), "--rate", str(RATE), "--output", str(folder / "results")]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvbench.cli", *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    status, output = command_output([sys.executable, "-m", "kvbench.cli", *words], DEADLINE_S)
     trials = {each["cell"]["connector"]: each for each in _trials(folder / "results")}  # the last of each
-    figures: dict[str, Any] = {"exit code": done.returncode}
+    figures: dict[str, Any] = {"exit code": status}
     if "nixl" not in trials:
-        raise CheckFailedError(f"no trial of nixl was written:\n{done.stdout[-3000:]}", figures)
+        raise CheckFailedError(f"no trial of nixl was written:\n{output[-3000:]}", figures)
     trial = trials["nixl"]
     engine = trial.get("engine") or {}
     figures |= {

@@ -8,7 +8,6 @@ The archive lies in dist/, which git ignores; one above 60 MB is refused.
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import os
 import shutil
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Final
 from zipfile import ZipFile
 
-from tools.bench import ROOT, output_of
+from tools.bench import ROOT, arguments, output_of
 
 NAME: Final = "gpu-kit"
 LIMIT_BYTES: Final = 60_000_000
@@ -79,7 +78,6 @@ class KitError(Exception):
 
 
 def run(words: Sequence[str], deadline_s: float, folder: Path = ROOT) -> str:
-    """A command's output. Raises KitError."""
     output: str
     status, output = output_of(words, deadline_s, folder)
     if status:
@@ -101,10 +99,7 @@ def wheels(group: Group, python: str, cache: Path) -> list[Path]:
         platforms = [word for n in GLIBC_MINORS for word in ("--platform", f"manylinux_2_{n}_x86_64")]
         run(
             [
-                *(
-                    *(sys.executable, "-m", "pip", "download", "--quiet"),
-                    *("--disable-pip-version-check", "--no-deps"),
-                ),
+                *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
                 *("--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms),
                 *("--platform", "manylinux2014_x86_64", "--platform", "manylinux1_x86_64"),
                 *("--dest", str(folder), *_pinned(group.packages)),
@@ -130,7 +125,6 @@ def unpack(wheel: Path, target: Path) -> None:
 
 
 def libraries(target: Path, cache: Path) -> None:
-    """The shared libraries of Debian's packages, flat. Raises KitError."""
     cache.mkdir(parents=True, exist_ok=True)
     target.mkdir(parents=True, exist_ok=True)
     if not list(cache.glob("*.deb")):
@@ -185,11 +179,12 @@ def make(python: str, cuda: int, out: Path, cache: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Makes the archive for a machine with a GPU and no network.")
-    parser.add_argument("--python", default="3.12", help="that machine's Python")
-    parser.add_argument("--cuda", type=int, default=13, choices=(12, 13), help="that machine's CUDA")
-    parser.add_argument("--out", type=Path, default=ROOT / "dist" / f"{NAME}.tar.gz")
-    given = parser.parse_args()
+    given = arguments(
+        "Makes the archive for a machine with a GPU and no network.",
+        python=("3.12", "that machine's Python"),
+        cuda=(13, "that machine's CUDA, 12 or 13"),
+        out=(ROOT / "dist" / f"{NAME}.tar.gz", "the archive"),
+    )
     os.umask(0o022)
     try:
         size = make(given.python, given.cuda, given.out, ROOT / "build" / NAME)

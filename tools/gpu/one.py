@@ -29,11 +29,8 @@ def answer_of(check: Check, folder: Path) -> dict[str, Any]:
     except KvbenchError as error:
         return {"status": "failed", "figures": {}, "text": f"{error}"}
     except Exception as error:
-        return {
-            "status": "failed",
-            "figures": {"traceback": traceback.format_exc().splitlines()[-8:]},
-            "text": f"{type(error).__name__}: {error}",
-        }
+        lines = {"traceback": traceback.format_exc().splitlines()[-8:]}
+        return {"status": "failed", "figures": lines, "text": f"{type(error).__name__}: {error}"}
 
 
 def main(argv: list[str]) -> None:

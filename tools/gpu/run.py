@@ -7,7 +7,6 @@ the rest is skipped. The processes of a check are ended with it, whatever they d
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import subprocess
@@ -20,6 +19,7 @@ from typing import Final
 
 import psutil
 
+from tools.bench import arguments
 from tools.gpu.checks import CHECKS
 from tools.gpu.result import Check, Result
 
@@ -55,23 +55,19 @@ def run_one(check: Check, deadline_s: float, module: str = ONE_CHECK) -> Result:
             _end(process)
         took_s = round(time.monotonic() - began, 2)
         with contextlib.suppress(OSError, ValueError):
-            said = json.loads(answer.read_text())
-            return Result(check.name, said["status"], took_s, said["figures"], said["text"])
-        return Result(check.name, "failed", took_s, {"log": _tail(log)}, ended)
+            found = json.loads(answer.read_text())
+            return Result(check.name, found["status"], took_s, found["figures"], found["text"])
+        lines = log.read_text(errors="replace").splitlines()
+        said = [line[:LINE_CHARS] for line in lines if line.strip()]
+        return Result(check.name, "failed", took_s, {"log": said[-LAST_LINES:]}, ended)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a check's process and all that it started and did not end."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
     process.wait()
-
-
-def _tail(log: Path) -> list[str]:
-    lines = log.read_text(errors="replace").splitlines()
-    return [line[:LINE_CHARS] for line in lines if line.strip()][-LAST_LINES:]
 
 
 def results(checks: Sequence[Check], budget_s: float) -> Iterator[Result]:
@@ -101,15 +97,13 @@ def _short(value: object) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description="Checks that need a GPU, and the same ones without where there are any."
+    given = arguments(
+        "Checks that need a GPU, and the same ones without where there are any.",
+        argv,
+        out=(Path, "a file for the JSON lines"),
+        only=((), "only this check; repeatable"),
+        budget=(BUDGET_S, "seconds for all of it"),
     )
-    parser.add_argument("--out", type=Path, help="a file for the JSON lines")
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="NAME", help="only this check; repeatable"
-    )
-    parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="S", help="seconds for all of it")
-    given = parser.parse_args(argv)
     known = [check.name for check in CHECKS]
     if unknown := [name for name in given.only if name not in known]:
         print(f"no check is called {', '.join(unknown)}; there are: {', '.join(known)}", file=sys.stderr)

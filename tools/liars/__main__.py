@@ -1,13 +1,19 @@
-"""``python -m tools.liars``: the whole bench, as a table."""
+"""The liars' bench: plants every lie in a real trial and demands that its gate names it, of servers that tell
+all of themselves and of foreign ones without /metrics; and that none of fifty honest trials raises an alarm.
+``tools/random_systems/honest.py`` demands the same of honest trials on systems drawn at random.
+
+``python -m tools.liars`` or ``make liars``; exit code 1 if a lie got through or an honest trial did not.
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+from tools.bench import arguments
 
 from .cases import CASES
 from .trials import honest_deployments, run_case, unable
@@ -17,13 +23,13 @@ NOISE = 0.004
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--honest", type=int, default=50, metavar="N", help="honest trials (default: 50)")
-    parser.add_argument("--noisy", type=int, default=20, metavar="N", help="with noisy answers (default: 20)")
-    parser.add_argument(
-        "--only", action="append", default=[], metavar="LIE", help="only this lie; repeatable"
+    wanted = arguments(
+        __doc__,
+        argv,
+        honest=(50, "honest trials"),
+        noisy=(20, "honest trials with noisy answers"),
+        only=((), "only this lie; repeatable"),
     )
-    wanted = parser.parse_args(argv)
     bad = 0
     with tempfile.TemporaryDirectory(prefix="kvbench-liars-") as name:
         folder = Path(name)

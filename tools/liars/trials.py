@@ -118,7 +118,6 @@ def _connectors(connector: str, options: dict[str, object]) -> str:
 
 
 def deployed(connector: str, options: dict[str, object], sets: Sequence[str]) -> CliOptions:
-    """The quickstart with one connector, and further overrides."""
     return CliOptions("quickstart", (*sets, _connectors(connector, options)))
 
 

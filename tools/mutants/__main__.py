@@ -69,7 +69,6 @@ class Results:
     """What is known of earlier runs, a line a mutant, appended as it comes."""
 
     def __init__(self, path: Path, texts: Mapping[str, str], tests: str) -> None:
-        """``tests`` is a hash of the tests."""
         self._path = path
         self._tests = tests
         self._modules = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
@@ -124,13 +123,11 @@ def settled(wanted: Sequence[Mutant], results: Results) -> list[Mutant]:
 
 
 def score(wanted: Sequence[Mutant], results: Results) -> tuple[int, int]:
-    """Killed, and all that are known and count."""
     found = [outcome for mutant in wanted if (outcome := results.of(mutant)) is not None]
     return sum(outcome.status in DEAD for outcome in found), len(found)
 
 
 def say(wanted: Sequence[Mutant], results: Results, excused: int) -> None:
-    """The survivors by their lines, and the score of each folder."""
     folders: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in sorted(wanted, key=lambda each: (each.module, each.line)):
         folders[os.path.dirname(mutant.module)].append(mutant)

@@ -134,7 +134,6 @@ def trace(test_file: str, out: Path) -> None:
 
 
 def digest(paths: Sequence[Path]) -> str:
-    """Of names and contents."""
     found = hashlib.sha256()
     for path in sorted(paths):
         found.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes() + b"\0")

@@ -152,8 +152,6 @@ def preload() -> None:
 
 
 class Pool:
-    """Forks a process a task, ``jobs`` at a time."""
-
     def __init__(self, root: Path, jobs: int) -> None:
         self._root = root
         self._jobs = jobs
@@ -201,7 +199,6 @@ class Pool:
             yield task, outcome
 
     def _end(self, pid: int) -> None:
-        """Ends a process with all that it started, and takes its folder away."""
         _, _, folder = self._running.pop(pid)
         for kill in (os.kill, os.killpg):
             with contextlib.suppress(ProcessLookupError):

@@ -7,9 +7,10 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,18 @@ from kvbench.sweep.selftest import least_disturbed
 from kvbench.sweep.selftest_server import exact_server
 from tools.bench import ROOT, arguments
 
-from .clients import CLIENTS, NEEDS_TOKENIZER, ROUTERS, Client, RoutedLoad, Router, direct, require, through
+from .clients import (
+    CLIENTS,
+    NEEDS_TOKENIZER,
+    ROUTERS,
+    Client,
+    Peer,
+    RoutedLoad,
+    Router,
+    direct,
+    require,
+    through,
+)
 from .report import Report, Row, errors_of, overloaded, percentile, together
 from .work import (
     FIRST_TOKEN_S,
@@ -39,6 +51,7 @@ from .work import (
 START_DEADLINE_S = 180.0
 """What a client may take besides its load: the slowest need about 60 s to start and 30 s to end."""
 
+Send = Callable[[Path], RoutedLoad]
 START_NOISE = 0.2
 """The CPU time of a start differs by so much from one to the next: a load that takes less shows no figure."""
 
@@ -101,7 +114,7 @@ def prepared(
 ) -> tuple[list[Client], list[Router]]:
     """Sets the environments up; those whose environment cannot be had go to the report with the reason."""
     problems: dict[str, str] = {}
-    peers: list[Client | Router] = [*clients, *routers]
+    peers: list[Peer] = [*clients, *routers]
     for name in dict.fromkeys(each.environment for each in peers if each.environment):
         try:
             set_up(name, say)
@@ -160,38 +173,34 @@ class Passes:
         if not self.routers:
             return
         rows: dict[str, list[Row]] = {}
+        most_s = _deadline_s(work)
         for repeat in range(self.repeats):
             folder = self.folder / f"routers-{work.streams}-{repeat}"
-            base_ms = self._direct(work, folder, rows)
+            ways: dict[str, Send] = {"none": partial(direct, work, deadline_s=most_s)}
             for router in self.routers:
-                if not any(overloaded(row) for row in rows.get(router.name, ())):
-                    self._through(router, work, base_ms, folder, rows)
+                ways[router.name] = partial(through, router, work, deadline_s=most_s)
+            base_ms = None
+            for name, send in ways.items():
+                if name != "none" and any(overloaded(row) for row in rows.get(name, ())):
+                    continue
+                if row := self._pass(name, send, work, folder, base_ms):
+                    rows.setdefault(name, []).append(row)
+                if name == "none":
+                    base_ms = (row and row["errors"]["ttft_p50_ms"]) or 0.0
         self.report.routers += [together(found) for found in rows.values()]
         self.report.write(self.output)
 
-    def _direct(self, work: Work, folder: Path, rows: dict[str, list[Row]]) -> float:
-        """The median error without a router, in ms."""
-        with _listed(f"no router, {work.streams} streams", self.report):
+    def _pass(self, name: str, send: Send, work: Work, folder: Path, base_ms: float | None) -> Row | None:
+        """Send one load by one way; ``base_ms``: the median error without a router, None for that way."""
+        label = f"router {name}" if base_ms is not None else "no router"
+        with _listed(f"{label}, {work.streams} streams", self.report):
             load = os.getloadavg()[0]
-            passage = least_disturbed(
-                lambda name: direct(work, folder / name, _deadline_s(work)), "direct", say
-            ).found
-            base_ms = errors_of(passage.outcome)["ttft_p50_ms"] or 0.0
-            rows.setdefault("none", []).append(router_row("none", work, passage, base_ms, load))
-            return base_ms
-        return 0.0
-
-    def _through(
-        self, router: Router, work: Work, base_ms: float, folder: Path, rows: dict[str, list[Row]]
-    ) -> None:
-        with _listed(f"router {router.name}, {work.streams} streams", self.report):
-            load = os.getloadavg()[0]
-            passage = least_disturbed(
-                lambda name: through(router, work, folder / name, _deadline_s(work)), router.name, say
-            ).found
-            row = router_row(router.name, work, passage, base_ms, load)
-            rows.setdefault(router.name, []).append(row)
-            say(f"router {router.name}, {work.streams} streams: adds p50 {row['added_p50_ms']} ms to TTFT")
+            passage = least_disturbed(lambda at: send(folder / at), name, say).found
+            base = errors_of(passage.outcome)["ttft_p50_ms"] or 0.0 if base_ms is None else base_ms
+            row = router_row(name, work, passage, base, load)
+            say(f"{label}, {work.streams} streams: adds p50 {row['added_p50_ms']} ms to TTFT")
+            return row
+        return None
 
 
 @contextlib.contextmanager
@@ -209,7 +218,6 @@ def _deadline_s(work: Work) -> float:
 
 
 def _run(client: Client, work: Work, folder: Path) -> tuple[Outcome, Cost, dict[str, Any]]:
-    """One client against an exact server of its own: what it reported, its cost, the server's figures."""
     launcher = LocalLauncher("perf-peers", folder / "logs", folder / "specs")
     with exact_server(launcher, {"first_token_s": FIRST_TOKEN_S, "gap_s": GAP_S}) as server:
         argv, env = client.command(work, server.url, folder)
@@ -246,7 +254,6 @@ def client_row(client: Client, work: Work, start: Cost, folder: Path) -> Row:
 
 
 def router_row(name: str, work: Work, routed: RoutedLoad, base_ms: float, load: float) -> Row:
-    """Return the figures of one passage; ``base_ms``: the median error without a router."""
     outcome, errors, cpu_s = routed.outcome, errors_of(routed.outcome), routed.cpu_s
     added = {at: errors[f"ttft_p{at}_ms"] for at in (50, 99)}
     return {

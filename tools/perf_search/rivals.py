@@ -196,7 +196,6 @@ class Offers(ABC):
         return self._pay(self.serve(at * (count / rate / at[-1])))
 
     def seconds(self, rate: float, seconds: float) -> Outcomes:
-        """An open loop of so many seconds."""
         return self._pay(self.serve(arrivals(self.burstiness, rate, seconds, self.rng)))
 
     def users(
@@ -217,8 +216,6 @@ class Offers(ABC):
 
 
 class Bench(Offers):
-    """One of the virtual systems of ``systems.py``."""
-
     def __init__(self, system: System, seed: int) -> None:
         super().__init__(seed)
         self.system = system
@@ -365,9 +362,7 @@ RULES: dict[str, Rule] = {
 
 
 def run_rule(name: str, system: System, seed: int) -> Found:
-    """What that rule finds, and what it costs."""
     bench = Bench(system, seed)
     rate = RULES[name](bench)
-    return Found(
-        rate, "converged" if rate is not None else "slo_unattainable", bench.trials, bench.measured_s
-    )
+    status = "slo_unattainable" if rate is None else "converged"
+    return Found(rate, status, bench.trials, bench.measured_s)

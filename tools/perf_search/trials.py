@@ -78,7 +78,6 @@ def live_trial(
 
 
 def search(system: System, seed: int, hint: Hint | None = None) -> Found:
-    """One whole search: from a cold start with a ceiling probe, or from a hint."""
     rng = np.random.default_rng([11, seed])
     latency_s, clock_s = system.idle_s, 0.0
     start = min(max(START_CONCURRENCY / latency_s, system.min_rate), system.max_rate)
@@ -124,8 +123,6 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """One search."""
-
     method: str
     system: System
     truth: truths.Truth
@@ -133,7 +130,6 @@ class Job:
 
 
 def run_job(job: Job) -> Found:
-    """One search, in whichever process."""
     if job.method in RULES:
         return run_rule(job.method, job.system, job.seed)
     hint = hint_near(job.system, job.truth.rate, job.seed) if job.method == WARM else None

@@ -47,7 +47,6 @@ def known() -> dict[str, Truth]:
 
 
 def keep(found: dict[str, tuple[System, Truth]]) -> None:
-    """Write the truths, by name."""
     rows = {
         name: {"rate": truth.rate, "latency_s": truth.latency_s, "fingerprint": fingerprint(system)}
         for name, (system, truth) in found.items()
@@ -59,14 +58,11 @@ def compute(system: System) -> Truth:
     """Analytic, or from runs of a million requests around the root; a limit where there is no root."""
     if system.truth in ("above", "below"):
         return Truth(system.max_rate if system.truth == "above" else system.min_rate, system.idle_s)
-    rate = _md1(system) if system.truth == "md1" else _by_runs(system)
+    if system.truth == "md1":  # the first token comes one decode step after the service
+        rate = md1_max_rate(system.prefill_s, system.ttft_s - system.step(1), system.attainment)
+    else:
+        rate = _by_runs(system)
     return Truth(rate, attainment(system, rate, ROUGH_REQUESTS, 0)[1])
-
-
-def _md1(system: System) -> float:
-    """The first token comes one decode step after the service: the queue's limit is that much shorter."""
-    rate: float = md1_max_rate(system.prefill_s, system.ttft_s - system.step(1), system.attainment)
-    return rate
 
 
 def attainment(system: System, rate: float, requests: int, seed: int) -> tuple[float, float]:
@@ -78,18 +74,12 @@ def attainment(system: System, rate: float, requests: int, seed: int) -> tuple[f
     return share, float(np.median(outcomes.e2el_s[steady]))
 
 
-def _bracket(system: System) -> tuple[float, float]:
-    """(the highest rate that is met, one that is not, 1.25 times as high)."""
-    step = 1.25
-    high = system.max_rate
-    while attainment(system, high / step, ROUGH_REQUESTS, 1)[0] < system.attainment:
-        high /= step
-    return high / step, high
-
-
 def _by_runs(system: System) -> float:
     """The highest root: bracketed from above, then the logarithm of the misses is fitted over the rate."""
-    low, high = _bracket(system)
+    step, high = 1.25, system.max_rate
+    while attainment(system, high / step, ROUGH_REQUESTS, 1)[0] < system.attainment:
+        high /= step
+    low = high / step
     while high / low > 1.03:
         middle = math.sqrt(low * high)
         kept = attainment(system, middle, ROUGH_REQUESTS, 1)[0] >= system.attainment

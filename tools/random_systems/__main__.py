@@ -17,29 +17,28 @@ from tools.bench import arguments, table
 
 from . import truth as truths
 from .family import SEEDS, SIZES, draw, seed_of
-from .system import System
+from .system import Disturbances, System
+
+CALM = Disturbances()
 
 
 def table_of(systems: Sequence[System], known: Mapping[str, truths.Truth]) -> str:
-    """A row a system; the truth is empty where it has not been computed."""
+    """Return a row a system; the truth is empty where it has not been computed."""
     rows = []
     for system in systems:
-        true = known.get(system.fingerprint)
-        service = system.service.form + (f" {system.service.spread:.2g}" if system.service.spread else "")
-        if len(system.service.mixture) > 1:
-            service += ", mixed"
-        words = (
-            system.name,
-            system.kinds[0],
-            system.discipline,
-            service,
-            _disturbed(system),
-            system.slo.text(),
+        true, form, own = known.get(system.fingerprint), system.service, system.disturbances
+        service = f"{form.form} {form.spread or '':.4}".strip() + ", mixed" * (len(form.mixture) > 1)
+        shown = {name: value for name, value in vars(own).items() if name != "pause_every_s" or own.pause_s}
+        disturbed = [f"{name} {value:.3g}" for name, value in shown.items() if value != getattr(CALM, name)]
+        figures = [system.workload.burstiness, system.idle_ttft_s(), system.capacity]
+        rows.append(
+            [
+                *(system.name, system.kinds[0], system.discipline, service, ", ".join(disturbed)),
+                *(system.slo.text(), true.how if true else "", str(system.servers)),
+                *(f"{value:.3g}" for value in figures),
+                *((_rate(true), f"{true.slope:.3g}") if true else ("", "")),
+            ]
         )
-        how, rate, slope = ("", "", "") if true is None else (true.how, _rate(true), f"{true.slope:.3g}")
-        figures = (system.workload.burstiness, 2), (system.idle_ttft_s(), 3), (system.capacity, 3)
-        shown = [f"{value:.{digits}g}" for value, digits in figures]
-        rows.append([*words, how, str(system.servers), *shown, rate, slope])
     left = "system|kind|discipline|service|disturbed by|SLO|how"
     caption = "true: requests per second (± 1 standard error), at first"
     text: str = table(left, "servers|burst|idle s|capacity|true|slope", rows, "drawn systems", caption)
@@ -47,30 +46,11 @@ def table_of(systems: Sequence[System], known: Mapping[str, truths.Truth]) -> st
 
 
 def _rate(true: truths.Truth) -> str:
-    if not true.exists:
-        return "none"
     error = f" ± {true.error:.2%}" if true.error else ""
-    return f"{true.rates[0]:.4g}{error}"
-
-
-def _disturbed(system: System) -> str:
-    own = system.disturbances
-    parts = []
-    if own.pause_s:
-        parts.append(f"pauses {own.pause_s:.2g}/{own.pause_every_s:.2g} s")
-    if own.warmup_factor != 1:
-        parts.append(f"warm-up × {own.warmup_factor:.3g}")
-    if own.drift:
-        parts.append(f"drift {own.drift:.2%}/min")
-    if own.tenants:
-        parts.append(f"co-tenants {own.tenants:.0%}")
-    if own.noise:
-        parts.append(f"noise {own.noise:.1%}")
-    return ", ".join(parts)
+    return f"{true.rates[0]:.4g}{error}" if true.exists else "none"
 
 
 def compute(systems: Sequence[System], path: Path, workers: int) -> None:
-    """Compute the truths that are not kept, and keep each as soon as it is there."""
     kept = truths.known(path)
     missing = [each for each in systems if each.fingerprint not in kept]
     spawn = multiprocessing.get_context("spawn")

@@ -126,12 +126,10 @@ def seed_of(name: str) -> int:
 
 
 def family(name: str) -> list[System]:
-    """All systems of a named seed."""
     return [draw(SEEDS[name], index) for index in range(SIZES[name])]
 
 
 def draw(seed: int, index: int) -> System:
-    """One system: the same one for the same numbers, on any machine."""
     lead = LEADS[index % len(LEADS)]
     dice = Dice(np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, index]))))
     # Capacity, limit and what the kind is about are spread evenly over its members, from a random beginning.

@@ -60,7 +60,6 @@ class HonestTrial:
 
 
 def honest_trials(count: int, seed: int = SEED) -> Iterator[HonestTrial]:
-    """One trial on each of so many systems; each kind meets each load."""
     for index in range(count):
         system = draw(seed, index)
         yield honest_trial(system, LOADS[(index + index // 15) % len(LOADS)], index)
@@ -76,29 +75,22 @@ def honest_trial(system: System, load: float, number: int) -> HonestTrial:
     )
     trial = PlannedTrial.of(scenario, plan, ())
     asked = simulated_load(scenario, trial)
-    told = {
-        "type": "trial",
-        "seed": plan.seed(scenario.seed),
-        "starts_at_s": 60.0,
-        "arrivals_s": list(asked.offsets_s),
-        "input_len": list(asked.input_len),
-        "output_len": list(asked.output_len),
-    }
+    told = {"type": "trial", "seed": plan.seed(scenario.seed), "starts_at_s": 60.0}
+    told |= {"input_len": list(asked.input_len), "output_len": list(asked.output_len)}
+    told["arrivals_s"] = list(asked.offsets_s)
     line = Session(system).answer(json.dumps(told)) or ""
     answer = read_answer(line.encode(), asked.offsets_s)
     replayed = Replay(asked, answer, stop_grace_s(scenario)).run(trial.watch.progressed)
     records = as_streamed(system, replayed.load.records, number)
     result = LoadResult(records, replayed.load.reason, replayed.load.duration_s)
     record = judge(scenario, trial, result, SiteReadings({"client": IDLE_CLIENT}))
-    loud = [each for each in record.findings if each.level != "note"]
-    return HonestTrial(
-        system,
-        load,
-        len(records),
-        record.verdict,
-        tuple(each for each in loud if each.gate not in STEADY_GATES),
-        tuple(each for each in loud if each.gate in STEADY_GATES),
+    alarms, others = (
+        tuple(
+            each for each in record.findings if each.level != "note" and (each.gate in STEADY_GATES) is steady
+        )
+        for steady in (False, True)
     )
+    return HonestTrial(system, load, len(records), record.verdict, alarms, others)
 
 
 def _scenario(system: System) -> Scenario:
@@ -120,7 +112,6 @@ def _scenario(system: System) -> Scenario:
 
 
 def as_streamed(system: System, records: list[RequestRecord], seed: int) -> list[RequestRecord]:
-    """The records with what an honest server's streams tell besides their times."""
     rng = np.random.default_rng([seed, 4])
     slow_enough = system.workload.output_len == 1 or system.idle_tpot_s >= FASTEST_TOKEN_S
     stamps: Literal["", "kernel"] = "kernel" if slow_enough else ""

@@ -113,7 +113,6 @@ def shared(
 
 
 def can_close(system: System) -> bool:
-    """Whether a closed loop on it can be simulated here."""
     return system.batch is None and not system.slope_s and not system.disturbances.tenants
 
 
@@ -236,7 +235,6 @@ class Engine:
             now = self._step(now, next_in, next_out)
 
     def _step(self, now: float, next_in: float, next_out: float) -> float:
-        """One step, or many that are alike; the time after it."""
         batch = self._batch
         dropped = self._make_room()
         chunks = self._chunks(admit=not dropped)
@@ -316,7 +314,6 @@ class Engine:
         return chunks
 
     def _prefilled(self, chunks: list[tuple[int, int]], now: float) -> None:
-        """Takes note of prompt chunks; a prompt that is complete gives a token."""
         for request, chunk in chunks:
             left = self._running[request] - chunk
             self._running[request] = left

@@ -65,7 +65,6 @@ class Criterion:
 
 
 def criteria(slo: Slo) -> list[Criterion]:
-    """What must hold, all of it. Raises ValueError for a limit in a form that the family does not draw."""
     if not slo.limits:
         ttft, tpot = (None if limit is None else limit / 1e3 for limit in (slo.ttft_ms, slo.tpot_ms))
         return [Criterion(slo.attainment, ttft, tpot)]
@@ -214,7 +213,6 @@ class Runs:
         return self.score(self.values(rate, requests), requests)
 
     def _floor(self, requests: int) -> float:
-        """The score of runs in which nobody missed."""
         return math.log(0.5 / (requests * REPLICATIONS))
 
     def _bracket(self) -> tuple[float, float]:
@@ -230,7 +228,6 @@ class Runs:
         return 0.0, 0.0
 
     def _fit(self, centre: float, width: float, requests: int) -> Fit:
-        """From three rates around ``centre``, moved until the root is among them."""
         top = math.log(self.most())
         for _ in range(4):
             # Beyond the stable rates a run's misses say how long it was.

@@ -39,8 +39,6 @@ Lengths = Annotated[list[Length], Field(max_length=MOST_REQUESTS)] | Length
 
 
 class Trial(BaseModel, strict=True):
-    """Arrivals, and lengths in tokens: one for each request, or one for all."""
-
     type: Literal["trial"]
     seed: int = Field(ge=0)
     starts_at_s: Time
@@ -50,8 +48,6 @@ class Trial(BaseModel, strict=True):
 
 
 class End(BaseModel, strict=True):
-    """The end of a trial."""
-
     type: Literal["end"]
     cut_at_s: Time
     cancelled: list[int] = []
@@ -65,8 +61,6 @@ class BadLineError(ValueError):
 
 
 class Session:
-    """One search's trials on one system, in the order of the virtual clock."""
-
     def __init__(self, system: System) -> None:
         self._system = system
         self._state = State()

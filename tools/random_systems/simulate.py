@@ -45,7 +45,6 @@ class Jobs:
         return len(self.arrived_s)
 
     def pick(self, which: Places) -> Jobs:
-        """Those of a mask, or in the order of places."""
         return Jobs(*(getattr(self, each.name)[which] for each in fields(self)))
 
     @staticmethod
@@ -217,7 +216,6 @@ def _decode(system: System, first: FloatArray, tokens: FloatArray, gone: FloatAr
 
 
 def _impossible(system: System, jobs: Jobs) -> BoolArray:
-    """Those that no state of the system ever serves."""
     if system.batch is None:
         return np.zeros(len(jobs), np.bool_)
     return np.asarray(jobs.input_len + jobs.output_len > system.batch.kv_tokens)

@@ -64,7 +64,6 @@ class Service:
         return np.asarray(work * factors[place], np.float64)
 
     def cdf(self, work: float) -> float:
-        """P(work of a request ≤ work)."""
         return sum(share * self._cdf(work / factor) for share, factor in self.mixture)
 
     def _cdf(self, work: float) -> float:
@@ -172,8 +171,6 @@ class Disturbances:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is offered: ``burstiness`` is the gamma shape of the gaps, 1 is Poisson."""
-
     input_len: int
     output_len: int
     burstiness: float
@@ -233,7 +230,6 @@ class System:
 
     @property
     def idle_tpot_s(self) -> float:
-        """Time per token of a request alone in the system."""
         return self.token_s if self.batch is None else self.batch.step_s + self.batch.sequence_s
 
     def to_json(self) -> dict[str, Any]:

@@ -25,13 +25,12 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from .roots import Criterion, Runs, criteria
+from .roots import Criterion, Root, Runs, criteria
 from .system import Disturbances, Service, System
 
 GRID: Final = 1 << 15
@@ -98,14 +97,15 @@ def mmc_share(servers: int, load: float, limit: float) -> float:
     return 1 - (1 - waits) * math.exp(-limit) - waits * late
 
 
-def highest(kept: Callable[[float], bool], most: float) -> float:
-    """The highest load up to ``most`` at which ``kept`` is true, by bisection of its logarithm; or 0."""
+def highest(used: Callable[[float], float], most: float) -> float:
+    """Return the highest load up to ``most`` that uses up no more than is allowed, by bisection of its
+    logarithm; or 0."""
     low, high = most * 1e-12, most
-    if not kept(low):
+    if used(low) > 1.0:
         return 0.0
     for _ in range(_BISECTIONS):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if kept(middle) else (low, middle)
+        low, high = (middle, high) if used(middle) <= 1.0 else (low, middle)
     return low
 
 
@@ -161,34 +161,27 @@ class Truth:
 
 
 def compute(system: System) -> Truth:
-    """Compute it by formula, or by simulations that take seconds to minutes."""
     start = time.perf_counter()
     own = system.disturbances
     steady = replace(system, disturbances=replace(own, warmup_factor=1.0, drift=0.0, noise=0.0))
     slowness = tuple(np.linspace(1.0, own.drift_most, 5).tolist()) if own.drift else (1.0,)
-    rates, hows, errors, slopes, requests = [], [], [], [], 0
+    roots, hows = list[Root](), list[str]()
     for slow in slowness:
-        known = by_formula(steady, slow)
-        if known is not None:
-            how, rate, slope = known
-            error = 0.0
+        if (known := by_formula(steady, slow)) is not None:
+            roots.append(Root(known[1], 0.0, 0, known[2]))
         else:
-            found = Runs(steady, slow).root()
-            how, rate, error, slope = "simulation", found.rate, found.error, found.slope
-            requests += found.requests
-        rates.append(float(f"{rate:.7g}"))
-        hows.append(how)
-        errors.append(error)
-        slopes.append(slope)
+            roots.append(Runs(steady, slow).root())
+        hows.append(known[0] if known else "simulation")
+    rates = tuple(float(f"{each.rate:.7g}") for each in roots)
     return Truth(
         hows[0] if rates[0] else "none",
         slowness,
-        tuple(rates),
-        float(f"{max(errors):.3g}"),
-        min(float(f"{slopes[0]:.3g}"), STEEPEST),
+        rates,
+        float(f"{max(each.error for each in roots):.3g}"),
+        min(float(f"{roots[0].slope:.3g}"), STEEPEST),
         own.drift,
         own.drift_most,
-        requests,
+        sum(each.requests for each in roots),
         round(time.perf_counter() - start, 1),
     )
 
@@ -210,7 +203,7 @@ def by_formula(system: System, slow: float = 1.0) -> tuple[str, float, float] | 
         if used is None:
             return None
         name, function = used
-        load = highest(partial(_keeps, function), float(system.servers))
+        load = highest(function, float(system.servers))
         found.append((name, load / service_s, _slope(function, load)))
     return min(found, key=lambda each: each[1]) if found else None
 
@@ -237,10 +230,6 @@ def _used(system: System, each: Criterion, limit: float) -> tuple[str, Callable[
     # The grid's error must not decide whether a lone request is in time.
     alone = (1 - service.cdf(limit)) / allowed
     return "M/G/1", lambda load: alone if load < _ALONE else (1 - queue.share(load)) / allowed
-
-
-def _keeps(used: Callable[[float], float], load: float) -> bool:
-    return used(load) <= 1.0
 
 
 def _slope(used: Callable[[float], float], load: float) -> float:

@@ -127,7 +127,6 @@ def compile_all(sanitizer: Sanitizer, folder: Path) -> None:
 
 
 def modules(folder: Path) -> set[str]:
-    """Names of the extension modules: what has an initialising function."""
     return {
         path.stem
         for path in (folder / "kvbench").rglob("*.c")

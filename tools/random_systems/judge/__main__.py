@@ -11,8 +11,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tools.jobs import Job, code_version, rows_of
 
 from .. import truth as truths
 from ..family import SEEDS, SIZES, draw, seed_of
-from .figures import Figures, figures, table_of
+from .figures import figures, table_of
 from .rivals import RivalFound, RivalJob, rival_figures, rival_table, rules_for
 from .search import Judged, SearchJob
 from .twins import TwinJob, Twins, twin_figures, twin_table
@@ -30,29 +29,20 @@ COUNT = 30
 """Systems of a seed that has no name."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """One kind of job: how its rows are read, printed and counted, and the table of the figures."""
-
-    read: Callable[[Mapping[str, Any]], Any]
-    count: Callable[[Sequence[Any]], list[Figures]]
-    table: Callable[[Any, str], str]
-
-    def run(self, jobs: Sequence[Job], chosen: argparse.Namespace) -> None:
-        """Do the jobs; print each row, then the figures of all, and write these where that is requested."""
-        code = code_version("random_systems")
-        rows = []
-        for found in rows_of(jobs, chosen.workers, code, chosen.rows):
-            rows.append(self.read(found))
-            # Of the release only the number of rows is shown.
-            if chosen.seed != "release":
-                print(rows[-1], flush=True)
-            elif len(rows) % 50 == 0:
-                print(f"{len(rows)} of {len(jobs)}", flush=True)
-        if not rows:
-            return
-        figures = self.count(rows)
-        print(self.table(figures, chosen.title))
+def run(row: Any, count: Any, show: Any, jobs: Sequence[Job], chosen: argparse.Namespace) -> None:
+    """Do the jobs; print each row, then the figures of all, and write these where that is requested."""
+    code = code_version("random_systems")
+    rows = []
+    for found in rows_of(jobs, chosen.workers, code, chosen.rows):
+        rows.append(row.from_json(found))
+        # Of the release only the number of rows is shown.
+        if chosen.seed != "release":
+            print(rows[-1], flush=True)
+        elif len(rows) % 50 == 0:
+            print(f"{len(rows)} of {len(jobs)}", flush=True)
+    if rows:
+        figures = count(rows)
+        print(show(figures, chosen.title))
         if chosen.figures:
             data = {"seed": chosen.seed, "code": code, "kinds": figures}
             chosen.figures.write_text(json.dumps(data, indent=1) + "\n")
@@ -66,22 +56,23 @@ def main(given: Sequence[str] | None = None) -> int:
     judgeable = {index: known[each.fingerprint] for index, each in drawn.items() if each.fingerprint in known}
     # All systems by the first seed, then by the next: what is broken off is of all kinds.
     runs = range(chosen.run_seed, chosen.run_seed + chosen.searches)
-    pairs = [(run, index, true) for run in runs for index, true in judgeable.items()]
+    pairs = [(run_seed, index, true) for run_seed in runs for index, true in judgeable.items()]
     chosen.title = f"{chosen.seed}: {len(judgeable)} systems"
     seed, limit_s, sets = chosen.seed, chosen.limit_s, tuple(chosen.set)
+    jobs: list[Any]
     if chosen.twins:
-        way = Way(Twins.from_json, twin_figures, twin_table)
-        way.run([TwinJob(seed, index, run, limit_s) for run, index, true in pairs if true.exists], chosen)
+        jobs = [TwinJob(seed, i, true, run_seed, limit_s) for run_seed, i, true in pairs if true.exists]
+        run(Twins, twin_figures, twin_table, jobs, chosen)
     elif chosen.rivals:
-        rules = {index: rules_for(drawn[index]) for index in judgeable}
-        way = Way(RivalFound.from_json, rival_figures, rival_table)
-        way.run(
-            [RivalJob(seed, i, true, run, limit_s, each) for run, i, true in pairs for each in rules[i]],
-            chosen,
-        )
+        jobs = [
+            RivalJob(seed, i, true, run_seed, limit_s, rule)
+            for run_seed, i, true in pairs
+            for rule in rules_for(drawn[i])
+        ]
+        run(RivalFound, rival_figures, rival_table, jobs, chosen)
     else:
-        way = Way(Judged.from_json, lambda rows: figures(rows, chosen.every_kind), table_of)
-        way.run([SearchJob(seed, index, true, run, limit_s, sets) for run, index, true in pairs], chosen)
+        jobs = [SearchJob(seed, i, true, run_seed, limit_s, sets) for run_seed, i, true in pairs]
+        run(Judged, lambda rows: figures(rows, chosen.every_kind), table_of, jobs, chosen)
     if len(judgeable) < len(drawn):
         missing = len(drawn) - len(judgeable)
         print(

@@ -51,13 +51,8 @@ def figures_of(kind: str, judged: Sequence[Judged]) -> Figures:
         "replayed": len(replays),
         "replay_held": sum(lower <= true <= upper for lower, upper, true in replays),
     }
-    parts = {
-        "converged": "searches",
-        "near": "converged",
-        "held": "intervals",
-        "held_some": "drifting",
-        "kept": "promised",
-    }
+    parts = {"converged": "searches", "near": "converged", "held": "intervals"}
+    parts |= {"held_some": "drifting", "kept": "promised"}
     return {
         "kind": kind,
         **counts,
@@ -121,7 +116,6 @@ def figure_table(
 
 
 def notes(overall: Figures) -> list[str]:
-    """Return what the table has no column for, a sentence each."""
     found = [
         "outcomes: " + ", ".join(f"{count} {name}" for name, count in sorted(overall["outcomes"].items()))
     ]
@@ -150,7 +144,6 @@ def share(part: int, whole: int) -> float | None:
 
 
 def ratios_of(ratios: Iterable[float | None]) -> dict[str, float | None]:
-    """Return the 5th, 50th and 95th percentile of found / true."""
     known = sorted(ratio for ratio in ratios if ratio is not None)
     low, high = (known[round(at * (len(known) - 1))] if known else None for at in (0.05, 0.95))
     return {"low": low, "middle": middle_of(known), "high": high}

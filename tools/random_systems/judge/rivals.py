@@ -19,14 +19,12 @@ from tools.jobs import Row
 from tools.perf_search.pipeline import NEVER_S, Outcomes
 from tools.perf_search.rivals import Offers, guidellm_rule, isotonic_rule, plain_rule, vllm_rule
 
-from ..family import draw, seed_of
 from ..queues import can_close, closed
 from ..roots import criteria
 from ..simulate import State, latency_s, trial
 from ..system import Clock, FloatArray, System
-from ..truth import Truth
 from .figures import Columns, Figures, counted, figure_table, middle_of, number, ratio_text, ratios_of
-from .search import TooLongError, at_most
+from .search import DrawnJob, TooLongError, at_most
 
 OPEN: Final[Mapping[str, Callable[[Offers], float | None]]] = {
     "vLLM serve_sla": vllm_rule,
@@ -101,14 +99,9 @@ class DrawnBench(Offers):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class RivalJob:
-    """One search of a family's system by another tool's rule, for at most ``limit_s`` of real time."""
+class RivalJob(DrawnJob):
+    """One search by another tool's rule."""
 
-    seed: str
-    index: int
-    true: Truth
-    run_seed: int
-    limit_s: float
     rule: str
 
     @property
@@ -116,7 +109,7 @@ class RivalJob:
         return f"rival {self.seed} {self.index} {self.run_seed} {self.rule}"
 
     def row(self) -> dict[str, Any]:
-        start, system = time.perf_counter(), draw(seed_of(self.seed), self.index)
+        start, system = time.perf_counter(), self.system
         bench, found, answered = DrawnBench(system, self.run_seed), None, True
         try:
             with at_most(self.limit_s):

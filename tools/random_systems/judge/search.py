@@ -295,14 +295,22 @@ def promised(run: RunFolder) -> bool | None:
 
 
 @dataclass(frozen=True)
-class SearchJob:
-    """One search of a system of a family, for at most ``limit_s`` of real time."""
+class DrawnJob:
+    """What is done with one system of a family, for at most ``limit_s`` of real time."""
 
     seed: str
     index: int
     true: Truth
     run_seed: int
     limit_s: float
+
+    @property
+    def system(self) -> System:
+        return draw(seed_of(self.seed), self.index)
+
+
+@dataclass(frozen=True)
+class SearchJob(DrawnJob):
     sets: tuple[str, ...] = ()
     """What else of the scenario is set, as PATH=VALUE."""
 
@@ -311,6 +319,7 @@ class SearchJob:
         return " ".join(("search", self.seed, str(self.index), str(self.run_seed), *self.sets))
 
     def row(self) -> dict[str, Any]:
-        system = draw(seed_of(self.seed), self.index)
-        found: dict[str, Any] = judge(system, self.true, self.run_seed, self.limit_s, self.sets).to_json()
+        found: dict[str, Any] = judge(
+            self.system, self.true, self.run_seed, self.limit_s, self.sets
+        ).to_json()
         return found

@@ -21,10 +21,10 @@ from kvbench.report.side_by_side import compared_runs
 from kvbench.results.run import RunFolder
 from tools.jobs import Row, fast_folder
 
-from ..family import draw, seed_of
+from ..family import seed_of
 from ..system import System
 from .figures import ALL, Columns, Figures, counted, figure_table, share
-from .search import TooLongError, failure, searched
+from .search import DrawnJob, TooLongError, failure, searched
 
 Form = Literal["slower or faster", "equal, other dice", "equal, other load"]
 FORMS: Final[Sequence[Form]] = (
@@ -76,47 +76,33 @@ class Twins(Row):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class TwinJob:
+class TwinJob(DrawnJob):
     """One pair of a family's system and its twin, each search for at most ``limit_s`` of real time."""
-
-    seed: str
-    index: int
-    run_seed: int
-    limit_s: float
 
     @property
     def key(self) -> str:
         return f"twins {self.seed} {self.index} {self.run_seed}"
 
     def row(self) -> dict[str, Any]:
-        place = seed_of(self.seed), self.index
-        rng = np.random.default_rng([*place, self.run_seed, 3])
+        rng = np.random.default_rng([seed_of(self.seed), self.index, self.run_seed, 3])
         form = FORMS[(self.index + self.run_seed) % len(FORMS)]
         factor = 1.0
         if form == "slower or faster":
             factor = math.exp(math.log1p(MOST) * float(rng.uniform(-1, 1)))
-        pair = judge_twins(draw(*place), form, factor, self.run_seed, self.limit_s)
+        pair = judge_twins(self.system, form, factor, self.run_seed, self.limit_s)
         row: dict[str, Any] = pair.to_json()
         return row
 
 
 def slower(system: System, factor: float) -> System:
-    """The same with all times of service so many times as long, and the same SLO."""
     batch = system.batch
     if batch is not None:
-        batch = replace(
-            batch,
-            step_s=batch.step_s * factor,
-            sequence_s=batch.sequence_s * factor,
-            token_s=batch.token_s * factor,
-        )
-    return replace(
-        system,
-        prefill_s=system.prefill_s * factor,
-        token_s=system.token_s * factor,
-        slope_s=system.slope_s * factor,
-        batch=batch,
-    )
+        batch = replace(batch, **_times(batch, factor, "step_s", "sequence_s", "token_s"))
+    return replace(system, batch=batch, **_times(system, factor, "prefill_s", "token_s", "slope_s"))
+
+
+def _times(of: object, factor: float, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) * factor for name in names}
 
 
 def judge_twins(system: System, form: Form, factor: float, run_seed: int, limit_s: float) -> Twins:
@@ -172,10 +158,9 @@ def twin_figures(twins: Sequence[Twins]) -> list[Figures]:
         found = {"kind": kind, "pairs": len(some), "answered": answered, "ordered": ordered, "wrong": wrong}
         return {**found, "wrong_share": share(wrong, ordered)}
 
-    groups: dict[str, list[Twins]] = {}
-    for name in (*sorted({each.form for each in twins}), *sorted({each.kind for each in twins})):
-        groups[name] = [each for each in twins if name in (each.form, each.kind)]
-    return [*(counts(*group) for group in groups.items()), counts(ALL, twins)]
+    names = (*sorted({each.form for each in twins}), *sorted({each.kind for each in twins}))
+    groups = ((name, [each for each in twins if name in (each.form, each.kind)]) for name in names)
+    return [*(counts(*group) for group in groups), counts(ALL, twins)]
 
 
 def twin_table(found: Sequence[Figures], about: str) -> str:
