@@ -20,8 +20,7 @@ LEAST_TITLE = 9
 
 @dataclass(frozen=True)
 class FittedColumn:
-    """``rank``: higher ones are dropped first, 0 never. ``fold``: width at which a cell wraps, 0 for
-    never."""
+    """``rank``: higher ones are dropped first, 0 never. ``fold``: width to wrap at, 0 for never."""
 
     title: str
     align: Literal["left", "right"] = "right"
@@ -47,7 +46,6 @@ class Fitted:
 
     @property
     def note(self) -> str:
-        """Return the sentence on dropped columns."""
         listed = ", ".join(self.left_out)
         return f"columns left out: {listed} (use a wider terminal or a file)" if listed else ""
 

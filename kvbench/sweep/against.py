@@ -219,8 +219,7 @@ DRAWS: Final = 5
 def compared(
     row: LoadRow, system: System, scenario: Scenario, draws: int = DRAWS
 ) -> tuple[list[Deviation], TrialRecord, list[RequestRecord]]:
-    """Simulate a row once per arrival sequence; also return the first trial and its requests. Raises
-    InputError for a request that never fits."""
+    """Simulate a row once per arrival sequence; also return the first trial's requests."""
     drawn: list[tuple[list[RequestRecord], float]] = []
     kind = scenario.simulate.arrivals
     for draw in range(draws if kind == "drawn" else 1):

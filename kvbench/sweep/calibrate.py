@@ -1,5 +1,4 @@
-"""``kvbench calibrate --from``: fit a timing profile to trials or imported requests; check it on held-out
-ones."""
+"""``kvbench calibrate --from``: fit a timing profile, and check it on held-out requests."""
 
 from __future__ import annotations
 

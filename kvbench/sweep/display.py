@@ -43,8 +43,7 @@ MOST_NEEDED: Final = 0.6
 """Further trials of a search that knows nothing, as a share of ``max_trials``; linearly fewer with
 confidence. Fitted to simulated sweeps of quickstart, xpyd and seed-h200-emulated."""
 LONGER: Final = 0.25
-"""Power of the prompt length in a cell's time. Of 0.2 to 0.5 the most accurate at half time in nine simulated
-sweeps (7 within 30 %)."""
+"""Exponent of the prompt length in a cell's time: the best in nine simulated sweeps."""
 FROM, TO = 2.0, 6.0
 """Trials after which an interval's width begins to predict the remaining number, and predicts it alone."""
 _TRIALS: Final = "trials"
@@ -162,8 +161,7 @@ class TimeLeft:
         return min(needed, max(1, search.max_trials - done))
 
     def _cell_of_others_s(self, cell: Cell) -> float:
-        """Estimate a cell's time from cells of the same length, else of the same connector, scaled by the
-        prompt length."""
+        """Estimate a cell's time from cells of the same length or connector."""
         known = {
             other: (each.spent_s + (0.0 if each.ended else self._cell_left_s(other)))
             * (cell.input_len / other.input_len) ** LONGER
@@ -221,8 +219,6 @@ def _open(record: TrialRecord) -> str:
 
 
 class Watcher(Protocol):
-    """Receives a sweep's events."""
-
     def stage(self, text: str) -> None: ...
     def note(self, text: str, *, caveat: bool = False) -> None:
         """Show a note. ``caveat``: a forecast of the figures' precision."""
@@ -334,8 +330,7 @@ class Display:
     def _say(
         self, texts: Mapping[str, str], cell: Cell | None = None, in_trial_s: float = 0.0, part: float = 0.0
     ) -> None:
-        """Update the live line. ``part``: done share of the trial. The bar shows time if known, else
-        cells."""
+        """Update the live line. ``part``: done share of the trial."""
         gone_s, left_s = self._bar.elapsed_s, self._left_s(cell, in_trial_s)
         if left_s is not None:
             share = gone_s / max(gone_s + left_s, 1e-9)
@@ -416,8 +411,7 @@ def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
 
 
 def _changed(words: Sequence[str], option: str, path: str, value: str) -> str:
-    """Set another value for a scenario path in a command. ``option``: option for the path, besides
-    ``--set``."""
+    """Set another value for a scenario path in a command, by ``option`` or ``--set``."""
     kept: list[str] = []
     rest = list(words)
     while rest:

@@ -39,8 +39,7 @@ class RunningExactServer:
     process: LocalProcess
 
     def log(self, query: str = "") -> dict[str, Any]:
-        """Return its log since the start (``processes/exact_server``). Raises LaunchError without an
-        answer."""
+        """Return its log since the start. Raises LaunchError without an answer."""
         try:
             with web.client(timeout_s=LOG_DEADLINE_S, limit_bytes=LOG_BYTES) as client:
                 answer = client.get(f"{self.url}/log{query}").raise_for_status()

@@ -43,8 +43,7 @@ def require_there(simulator: Simulator) -> None:
 
 
 class SimulatorProcess:
-    """Context manager: runs the command in its own process group. ``system.log`` in the log folder has its
-    stderr."""
+    """Runs the command in its own process group; a context manager."""
 
     def __init__(self, simulator: Simulator, launcher: LocalLauncher) -> None:
         self._simulator = simulator

@@ -91,8 +91,7 @@ def carry_out(
     *,
     verbose: bool = False,
 ) -> int:
-    """Run a sweep to its end, report, and print the next useful command; return the exit code. Arguments as
-    for ``run_and_report``."""
+    """Run a sweep, report, and print the next useful command; return the exit code."""
     results = run_and_report(
         store,
         cells,
@@ -208,7 +207,6 @@ def deployed_sweep(
     fixed: Fixed | None = None,
     trace: Sequence[TracedRequest] = (),
 ) -> Sweep:
-    """Create a sweep on real deployments."""
     bench = DeployedBench(scenario, plan, store, watcher, trace, fixed)
     return searching_sweep(scenario, plan, store, watcher, bench, fixed)
 
@@ -251,8 +249,7 @@ class Sweep:
         self._results: list[CellResult] = []
 
     def run(self) -> list[CellResult]:
-        """Measure all cells in plan order; results are stored at once. Raises LaunchError for an unreachable
-        host at the start."""
+        """Measure all cells in plan order. Raises LaunchError for an unreachable host."""
         with self._bench.open() as scenario:
             for note in engine_warnings(scenario):
                 self._watcher.note(note)

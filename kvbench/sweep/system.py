@@ -273,8 +273,7 @@ class AskedSystem:
         """A dead simulator is detected at the next request."""
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
-        """Run a single request as a trial of one arrival; its text is empty. Raises ServerError if it
-        fails."""
+        """Run a single request as a trial. Raises ServerError if it fails."""
         self._singles += 1
         timeout_s = self._scenario.request_timeout_s
         load = SimulatedLoad.alike([0.0], len(prompt), max_tokens, timeout_s)

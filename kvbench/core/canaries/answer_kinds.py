@@ -1,5 +1,4 @@
-"""Classify a canary's answer (right, another prompt's, stale, cut, garbage), and bound the share of wrong
-answers."""
+"""Classify a canary's answer, and bound the share of wrong answers."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ DOUBTED_BELOW: Final = 1e-4
 """p-value below which differences of a noisy server are not attributed to noise: small, because a run has
 dozens of trials."""
 UNSEEN_BELOW: Final = 0.01
-"""The same for a server that repeated its outputs exactly and reports no log-probabilities: unnoticed noise
-is itself unlikely."""
+"""The same for a server with identical outputs so far and no log-probabilities."""
 _BISECTIONS: Final = 40
 
 
@@ -150,7 +148,6 @@ class JudgedCanary:
         return asdict(self)
 
     def text(self) -> str:
-        """Return a wrong answer's description."""
         what = WORDS[self.kind]
         if self.whose:
             what += f" ({self.whose})"
@@ -212,8 +209,7 @@ def judged_canaries(
     of_reference: bool = False,
     repeated: bool = False,
 ) -> CanaryResult:
-    """Judge all canaries of a trial. ``records``: all its requests. ``of_reference``, ``repeated``: as in the
-    result."""
+    """Judge all canaries of a trial. ``records``: all its requests."""
     judge = _Judge(pool, records)
     found = [judge.of_record(each) for each in records if each.canary is not None]
     found += [judge.of_asked(each) for each in asked]
@@ -420,7 +416,6 @@ def around(records: Sequence[RequestRecord], sent_s: float, ended_s: float, own_
 
 
 def _common(one: str, other: str) -> int:
-    """Return the length of the common prefix."""
     for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         if mine != theirs:
             return place

@@ -17,8 +17,7 @@ from kvbench.core.stats import autocorrelation_time, beta_quantile
 WARM_UP: Final = 0.25
 """Share of the windows excluded at the beginning, plus the first window of each later session."""
 CONFIDENCE: Final = 0.99
-"""Confidence of the interval: a soak tests a dozen series, so 95 % would give a false drift in every
-third."""
+"""Confidence of the interval: with 95 %, a soak of a dozen series would often drift falsely."""
 LEAST_WINDOWS: Final = 6
 MATTERS: Final = 0.05
 """Smallest relative change over the soak that counts as drift."""

@@ -46,9 +46,8 @@ Command = tuple[Sequence[str], Mapping[str, str]]
 def transport_warnings(
     label: str, commands: Sequence[Command], hosts: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> Iterator[Finding]:
-    """Yield warnings where a connector's engines use what their hosts' NICs do badly.
-
-    ``hosts``: RDMA devices by host; this machine's name is empty if it is the only one."""
+    """Yield warnings where a connector's engines use what their hosts' NICs do badly. ``hosts``: RDMA devices
+    by host; this machine's name is empty if it is the only one."""
     active = {
         f"{device['name']}{f' of {host}' if host else ''}": device
         for host, devices in hosts.items()

@@ -106,11 +106,9 @@ def wrong_answers(evidence: Evidence) -> Finding | None:
 
 
 def same_answers(evidence: Evidence) -> Finding | None:
-    """Different prompts get different answers: what answers is a model, and it reads them.
-
-    evidence: the texts (a CRC-32 of each) of at least 20 answers of eight tokens and more, 90 % of which are
-    equal. limits: only a warning with dummy weights, which may answer all alike; silent where prompts repeat.
-    """
+    """Different prompts get different answers: what answers is a model, and it reads them. evidence: the
+    texts (a CRC-32 of each) of at least 20 answers of eight tokens and more, 90 % of which are equal. limits:
+    only a warning with dummy weights, which may answer all alike; silent where prompts repeat."""
     found = [each.text_crc for each in evidence.records if each.ok and each.output_len >= TELLING_TOKENS]
     crcs = [crc for crc in found if crc is not None]
     if len(crcs) < LEAST_ANSWERS or evidence.reuse_expected:
@@ -178,11 +176,9 @@ def repeated_answers(evidence: Evidence) -> Finding | None:
 
 
 def empty_answers(evidence: Evidence) -> Finding | None:
-    """Answers have text: the tokens that the usage counts are there.
-
-    evidence: answers whose usage counts tokens but whose events have no text. More than 1 % of them are
-    refused, because the times of their tokens are unknown. limits: a single token may have no text, such as
-    half of a character."""
+    """Answers have text: the tokens that the usage counts are there. evidence: answers whose usage counts
+    tokens but whose events have no text. More than 1 % of them are refused, because the times of their tokens
+    are unknown. limits: a single token may have no text, such as half of a character."""
     counted = [each for each in evidence.records if each.output_len > 1 and each.text_bytes is not None]
     empty = [each for each in counted if not each.text_bytes]
     if not empty:

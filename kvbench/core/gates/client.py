@@ -59,8 +59,7 @@ def machine_disturbed(evidence: Evidence) -> Finding | None:
 
 
 def engines_starved(evidence: Evidence) -> bool:
-    """Return whether it is a miss on a full machine with too much other load, and no engine reports its own
-    delay."""
+    """Return whether a busy machine explains the miss, with no engine reporting its own delay."""
     host, limits = evidence.host, evidence.limits
     if not evidence.hosts_watched or (evidence.attained and evidence.queue_growth is None):
         return False
@@ -276,10 +275,9 @@ def host_starved(evidence: Evidence) -> Finding | None:
 
 
 def router_limited(evidence: Evidence) -> Finding | None:
-    """kvbench's router had enough CPU and was not late.
-
-    evidence: CPU time per second of its busiest process (limit 0.9), and its event loop's lag (P99) against
-    the client's limits. limits: silent for another router."""
+    """kvbench's router had enough CPU and was not late. evidence: CPU time per second of its busiest process
+    (limit 0.9), and its event loop's lag (P99) against the client's limits. limits: silent for another
+    router."""
     router, limits = evidence.router, evidence.limits
     allowed, gross = _allowed_ms(evidence), _gross_ms(evidence)
     lag_ms = 1e3 * (router.loop_lag_p99_s or 0.0)
@@ -307,10 +305,8 @@ def router_limited(evidence: Evidence) -> Finding | None:
 
 
 def emulator_behind(evidence: Evidence) -> Finding | None:
-    """The emulated engine kept its own timing model.
-
-    evidence: by how much its steps, and the KV transfers that a model paces, ended late (P99, and all delays
-    as a share of the time that they were to take).
+    """The emulated engine kept its own timing model. evidence: by how much its steps, and the KV transfers
+    that a model paces, ended late (P99, and all delays as a share of the time that they were to take).
     limits: of the emulated engine only; what a real engine lacks is its own affair."""
     limits = evidence.limits
     lags: dict[tuple[str, str], float] = {}

@@ -306,7 +306,6 @@ COMPARED_ANSWERS: Final = Source(
 
 
 def _paired(evidence: Evidence) -> bool:
-    """Return whether P and D are separate."""
     return evidence.disaggregated or "prefill" in evidence.engines
 
 

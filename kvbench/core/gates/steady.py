@@ -53,10 +53,8 @@ def _needed(share: float) -> int:
 
 
 def too_short(evidence: Evidence) -> Finding | None:
-    """The load was offered for long enough that growth could show.
-
-    evidence: the steady window against 2 median end-to-end latencies and 3 TTFT limits. limits: warns only.
-    """
+    """The load was offered for long enough that growth could show. evidence: the steady window against 2
+    median end-to-end latencies and 3 TTFT limits. limits: warns only."""
     summary = evidence.summary
     latency_s = (summary.e2el_ms.p50 or 0.0) / 1e3
     needed_s = max(2 * latency_s, 3 * (evidence.slo.tightest("ttft_ms") or 0.0) / 1e3)
@@ -242,8 +240,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Populations:
-    """Two populations of a latency: ``slow`` per value. Medians in the values' unit; ``turn``: length of the
-    repeating pattern, or 0."""
+    """Two populations of a latency: ``slow`` per value; ``turn``: length of the pattern, or 0."""
 
     slow: npt.NDArray[np.bool_]
     medians: tuple[float, float]

@@ -106,11 +106,9 @@ def _impossible(record: RequestRecord) -> bool:
 
 
 def tokens_per_event(evidence: Evidence) -> Finding | None:
-    """Each event of a stream brings one token.
-
-    evidence: tokens by the answers' usage against the events. limits: a note, and a warning from two tokens
-    on where TPOT is judged. TPOT is by the tokens of the usage without those that came with the first text,
-    and stays right; ITL is then the time between events."""
+    """Each event of a stream brings one token. evidence: tokens by the answers' usage against the events.
+    limits: a note, and a warning from two tokens on where TPOT is judged. TPOT is by the tokens of the usage
+    without those that came with the first text, and stays right; ITL is then the time between events."""
     streamed = [each for each in evidence.records if each.ok and len(each.itl_s) and each.output_len > 1]
     events, tokens = sum(_events(each) for each in streamed), sum(each.output_len for each in streamed)
     if not events or tokens <= MERGED * events:
@@ -162,10 +160,9 @@ def inflated_usage(evidence: Evidence) -> Finding | None:
 
 
 def empty_first_event(evidence: Evidence) -> Finding | None:
-    """The first event of a stream brings text.
-
-    evidence: the first event against the first text, at the median of the answers earlier by 10 % of TTFT
-    and 1 ms. limits: a warning; TTFT ends at the first text, and is right."""
+    """The first event of a stream brings text. evidence: the first event against the first text, at the
+    median of the answers earlier by 10 % of TTFT and 1 ms. limits: a warning; TTFT ends at the first text,
+    and is right."""
     pairs = [
         (each.first_event_s - each.scheduled_s, each.ttft_s)
         for each in evidence.records
@@ -226,10 +223,8 @@ SHED_STATUS: Final = frozenset({429, 503})
 
 
 def failed_requests(evidence: Evidence) -> Finding | None:
-    """Requests were answered.
-
-    evidence: the client's records. limits: a failed request is a miss, and the trial counts; only one in
-    which none succeeded is refused, since it says nothing about latency."""
+    """Requests were answered. evidence: the client's records. limits: a failed request is a miss, and the
+    trial counts; only one in which none succeeded is refused, since it says nothing about latency."""
     failed = {name: count for name, count in evidence.summary.failed.items() if name != "wrong_length"}
     count = sum(failed.values())
     if not count:
@@ -251,10 +246,9 @@ def failed_requests(evidence: Evidence) -> Finding | None:
 
 
 def shedding(evidence: Evidence) -> Finding | None:
-    """The server accepted all of the load: no 429 or 503 responses.
-
-    evidence: the status of the answers. limits: rejected requests are misses; a trial is refused if it meets
-    the SLO nevertheless, because the latencies are those of a lower rate."""
+    """The server accepted all of the load: no 429 or 503 responses. evidence: the status of the answers.
+    limits: rejected requests are misses; a trial is refused if it meets the SLO nevertheless, because the
+    latencies are those of a lower rate."""
     sent = [record for record in evidence.records if record.sent_s is not None]
     shed = [record for record in sent if record.error == "http_error" and record.status in SHED_STATUS]
     if not shed:
@@ -305,9 +299,8 @@ def _failed(record: RequestRecord) -> bool:
 
 
 def wrong_length(evidence: Evidence) -> Finding | None:
-    """Answers have the requested length: none ends early (EOS) or late.
-
-    evidence: the answers' usage against the request. limits: up to 1 % of them are misses and no refusal."""
+    """Answers have the requested length: none ends early (EOS) or late. evidence: the answers' usage against
+    the request. limits: up to 1 % of them are misses and no refusal."""
     wrong = [record for record in evidence.records if record.error == "wrong_length"]
     if not wrong:
         return None
@@ -323,10 +316,9 @@ def wrong_length(evidence: Evidence) -> Finding | None:
 
 
 def output_miscounted(evidence: Evidence) -> Finding | None:
-    """The server made as many tokens as its answers claim.
-
-    evidence: its counter of generated tokens against the usage of all answers. limits: up to one token a
-    request may come from prefill, and is not missed; needs the server's counters."""
+    """The server made as many tokens as its answers claim. evidence: its counter of generated tokens against
+    the usage of all answers. limits: up to one token a request may come from prefill, and is not missed;
+    needs the server's counters."""
     for role in ("decode", "aggregated"):
         engine = evidence.engines.get(role)
         made = engine.generation_tokens if engine is not None else None
@@ -348,10 +340,9 @@ def output_miscounted(evidence: Evidence) -> Finding | None:
 
 
 def requests_lost_or_repeated(evidence: Evidence) -> Finding | None:
-    """Every request reached prefill and decode exactly once: no hidden retries, no losses.
-
-    evidence: the servers' counters of finished requests against the requests sent and answered. limits: needs
-    the servers' counters, and servers without other users."""
+    """Every request reached prefill and decode exactly once: no hidden retries, no losses. evidence: the
+    servers' counters of finished requests against the requests sent and answered. limits: needs the servers'
+    counters, and servers without other users."""
     least, most = evidence.expected(per_token=False)
     for role, engine in evidence.engines.items():
         if engine.requests is None or least <= engine.requests <= most:
@@ -370,9 +361,8 @@ def requests_lost_or_repeated(evidence: Evidence) -> Finding | None:
 
 
 def server_restarted(evidence: Evidence) -> Finding | None:
-    """No server was restarted during the trial.
-
-    evidence: a counter that fell, or a start time that changed. limits: needs the servers' metrics."""
+    """No server was restarted during the trial. evidence: a counter that fell, or a start time that changed.
+    limits: needs the servers' metrics."""
     for role, engine in evidence.engines.items():
         values = [value for value in engine.to_json().values() if isinstance(value, (int, float))]
         fell = any(value < 0 for value in [*values, *engine.prompt_tokens_by_source.values()])

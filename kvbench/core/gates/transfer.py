@@ -32,10 +32,9 @@ LEAST_BYTES: Final = 1e6
 
 
 def kv_bytes_wrong(evidence: Evidence) -> Finding | None:
-    """Just the KV of the requests moved: not less, not twice.
-
-    evidence: bytes that the connector counted against model shape × blocks × requests (within 1 %).
-    limits: only warns where the engine's block layout is not kvbench's own; needs known shapes."""
+    """Just the KV of the requests moved: not less, not twice. evidence: bytes that the connector counted
+    against model shape × blocks × requests (within 1 %). limits: only warns where the engine's block layout
+    is not kvbench's own; needs known shapes."""
     per_request, moved = evidence.kv_bytes_per_request, evidence.kv_bytes
     if per_request is None or moved is None:
         return None
@@ -55,8 +54,7 @@ def kv_bytes_wrong(evidence: Evidence) -> Finding | None:
 
 
 def plain_transport(name: str) -> str:
-    """Return the bare transport: ``ucx:tcp/lo`` and ``tcp (configured)`` are tcp, ``ucx:rc_mlx5/mlx5_0:1`` is
-    rc_mlx5."""
+    """Return the bare transport: ``ucx:tcp/lo`` is tcp, ``ucx:rc_mlx5/mlx5_0:1`` is rc_mlx5."""
     bare = name.strip().lower().removesuffix(" (configured)").partition("/")[0]
     return bare.rpartition(":")[2]
 
@@ -67,8 +65,7 @@ def _is_among(ran: str, asked: Sequence[str]) -> bool:
 
 
 def is_another_transport(ran: str, asked: str) -> bool:
-    """Return whether none of the transports that ran (comma-separated) was requested; no request allows
-    any."""
+    """Return whether none of the transports that ran was requested; no request allows any."""
     names = [name.strip().lower() for name in asked.split(",") if name.strip()]
     if not names or "auto" in names or "all" in names:
         return False
@@ -197,10 +194,9 @@ def _not_over_rdma(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
 
 
 def wrong_nics(evidence: Evidence) -> Finding | None:
-    """The KV moved over all requested NICs.
-
-    evidence: byte counters of each NIC and RDMA device during the trial; a NIC with less than a tenth of its
-    equal share carried no KV. limits: as for the transport; other traffic hides it."""
+    """The KV moved over all requested NICs. evidence: byte counters of each NIC and RDMA device during the
+    trial; a NIC with less than a tenth of its equal share carried no KV. limits: as for the transport; other
+    traffic hides it."""
     asked, moved = list(evidence.nics_asked), evidence.kv_bytes or 0.0
     if not asked or not evidence.engines_here or not evidence.nics or moved < LEAST_BYTES * len(asked):
         return None
@@ -224,10 +220,9 @@ def wrong_nics(evidence: Evidence) -> Finding | None:
 
 
 def kv_failures(evidence: Evidence) -> Finding | None:
-    """No KV transfer failed, except those of cancelled requests.
-
-    evidence: the connector's counters, against the requests that kvbench cancelled so far, less those whose
-    KV expired. limits: needs the connector's counters or log lines."""
+    """No KV transfer failed, except those of cancelled requests. evidence: the connector's counters, against
+    the requests that kvbench cancelled so far, less those whose KV expired. limits: needs the connector's
+    counters or log lines."""
     failed = sum(engine.kv_failures or 0.0 for engine in evidence.engines.values())
     if failed <= 0:
         return None
@@ -244,7 +239,6 @@ def kv_failures(evidence: Evidence) -> Finding | None:
 
 def kv_expired(evidence: Evidence) -> Finding | None:
     """Prefill gave up no KV before decode had fetched it. Of cancelled requests that is what must happen.
-
     evidence: the connector's counters against the requests that were cancelled so far. limits: as above."""
     expired = _expired(evidence)
     if expired <= 0:

@@ -14,8 +14,7 @@ CHUNKS_PER_WORKER: Final = 40_000.0
 """Streamed chunks per second and process: under half of what one core records in Python (about 100,000, `make
 perf-loadgen`), which leaves room for slower cores, bursts and the kernel."""
 CHUNKS_PER_REQUEST: Final = 50.0
-"""Cost of sending a request and settling its record, in chunks: 0.3 to 0.5 ms of CPU against 5 to 6 µs per
-chunk (exact server, busy machine)."""
+"""Cost of sending a request and settling its record, in chunks (of 5 to 6 µs)."""
 REQUESTS_PER_WORKER: Final = 100
 """Fewest requests per process that pay for its start."""
 APART_S: Final = 1e-3
@@ -38,8 +37,7 @@ def workers_for(request_rate: float, output_len: int, num_requests: int, cores: 
 
 
 def workers_over(request_rate: float, output_len: int, num_requests: int, cores: Sequence[int]) -> int:
-    """Return the same over several hosts with these ``cores``: at least one per host, at most its cores minus
-    one."""
+    """Return the same over hosts with these ``cores``: each gets 1 to cores − 1."""
     if len(cores) == 1:
         return workers_for(request_rate, output_len, num_requests, cores[0])
     room = len(cores) * max(1, min(cores) - 1)

@@ -229,10 +229,9 @@ def _likeliest_other(choice: TokenChoice) -> str:
 
 
 def departure(choices: Sequence[TokenChoice], text: str) -> float | None:
-    """Return the gap (nats) at the first token where ``text`` leaves the chosen ones.
-
-    The rival is the likeliest token that continues ``text``. An unlisted token is less likely than all listed
-    ones, so the gap is at least theirs."""
+    """Return the gap (nats) at the first token where ``text`` leaves the chosen ones. The rival is the
+    likeliest token that continues ``text``. An unlisted token is less likely than all listed ones, so the gap
+    is at least theirs."""
     before = ""
     for each in choices:
         if text.startswith(before + each.token):

@@ -176,8 +176,7 @@ NEAR: Final = 0.9
 
 
 def limiting_trial(trials: Sequence[TrialRecord], lower: float | None) -> TrialRecord | None:
-    """Return the trial with the lowest missed rate above ``lower``, else an undecided one there, else one
-    missed just below."""
+    """Return the trial with the lowest missed rate above ``lower``, or the nearest substitute."""
     least = lower or 0.0
     for verdict, bound in (("missed", least * (1 + 1e-9)), ("undecided", least), ("missed", least * NEAR)):
         found = [each for each in trials if each.verdict == verdict and each.request_rate >= bound]

@@ -441,10 +441,9 @@ def _latencies(record: RequestRecord, ended_s: float | None) -> tuple[dict[str, 
 def judge_criteria(
     judged: Sequence[RequestRecord], slo: Slo, ended_s: float | None, confidence: float = CONFIDENCE
 ) -> tuple[CriterionResult, ...]:
-    """Return each criterion over the judged requests with its two-sided interval.
-
-    A cancelled request counts in a share if it had already exceeded a limit, and never in a mean. Intervals
-    are for the effective sample size, since neighbouring requests are correlated."""
+    """Return each criterion over the judged requests with its two-sided interval. A cancelled request counts
+    in a share if it had already exceeded a limit, and never in a mean. Intervals are for the effective sample
+    size, since neighbouring requests are correlated."""
     return tuple(_judged_by(criterion, judged, ended_s, confidence) for criterion in slo.all_criteria())
 
 

@@ -51,9 +51,7 @@ def unit_of(sizes: Iterable[Size]) -> Unit:
 
 
 def unequal(one: Size, other: Size) -> Unit | None:
-    """Return the unit in which two sizes differ: GPUs where both are known, else engines.
-
-    Two unknown sizes count as equal, an unknown and a known one as different."""
+    """Return the unit in which two sizes differ: GPUs if both are known, else engines."""
     if one.gpus and other.gpus:
         return "GPU" if one.gpus != other.gpus else None
     return "engine" if one.engines != other.engines else None
@@ -70,9 +68,8 @@ def first_unequal(sizes: Iterable[Size]) -> tuple[Size, Size] | None:
 def size_in(
     plan: Mapping[str, Any], environment: Mapping[str, Any], label: str, engine: type[EngineOptions]
 ) -> Size:
-    """Return the size of a run's deployment, from its plan.json and environment.json and its engine.
-
-    Imported runs have none; external servers have only what the scenario states."""
+    """Return the size of a run's deployment, from its plan.json and environment.json and its engine. Imported
+    runs have none; external servers have only what the scenario states."""
     names = instance_names(plan, label)
     if not engine.starts_processes:
         return Size(None, _told(plan))

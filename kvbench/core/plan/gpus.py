@@ -36,10 +36,8 @@ class GpuWant:
 
 
 def pool_of(visible: str | None, listed: int, host: str = "") -> GpuPool | None:
-    """Return the GPUs that a host's processes may use; None if unknown.
-
-    CUDA_VISIBLE_DEVICES decides if set, even if empty; else the number that nvidia-smi lists. ``host`` is
-    empty for this machine."""
+    """Return the GPUs that a host's processes may use; None if unknown. CUDA_VISIBLE_DEVICES decides if set,
+    even if empty; else the number that nvidia-smi lists. ``host`` is empty for this machine."""
     whose = f"host {host}" if host else "this host"
     if visible is not None:
         names = [word.strip() for word in visible.split(",")]

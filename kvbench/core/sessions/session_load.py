@@ -72,8 +72,7 @@ class SessionLoad:
 
 @dataclass(frozen=True, eq=False)
 class PromptHashes(Sequence[list[int]]):
-    """Hash of each whole engine block of a load's prompts, computed on demand. They end where a prompt equals
-    no other."""
+    """Hash of each whole engine block of a load's prompts, computed on demand."""
 
     load: SessionLoad
     block_tokens: int

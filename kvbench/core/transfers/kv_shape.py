@@ -31,8 +31,7 @@ HALVES_SINCE: Final[Release] = (0, 23)
 WHOLE_SINCE: Final[Release] = (0, 26)
 
 WHOLE_BLOCKS: Final = frozenset({"mooncake_store", "yuanrong", "omni"})
-"""Stores, in which one object holds a block of all layers: vLLM's MooncakeStoreConnector puts the pieces of a
-block under the one key of its hash."""
+"""Stores in which one object holds a block of all layers."""
 
 MODEL_NAMES: Final = tuple(MODELS)
 
@@ -57,7 +56,6 @@ class KvPieces:
 
     @property
     def per_block(self) -> int:
-        """Pieces of a block in all regions."""
         return self.regions * self.per_region
 
 

@@ -221,8 +221,7 @@ class HeldRun(ABC):
         return EXIT_FAILED if any(each.status == "failed" for each in results) else EXIT_OK
 
     def run(self) -> list[CellResult]:
-        """Measure all pairs, one result each. Raises StoreError without the folder, LaunchError without
-        hosts."""
+        """Measure all pairs, one result each. Raises StoreError, LaunchError."""
         scenario, results = self.measured_scenario(), []
         bench = DeployedBench(scenario, self.plan, self.store, self.watcher)
         done = {each.trial_id for each in load_run(self.store.path).all_trials}
@@ -242,8 +241,7 @@ class HeldRun(ABC):
     def pair(
         self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, done: set[str]
     ) -> KvbenchError | None:
-        """Measure one pair except its ``done`` trials; return an error that did not stop it. Raises
-        KvbenchError for one that did."""
+        """Measure one pair; return an error that did not stop it. Raises KvbenchError."""
 
     def _result(
         self, bench: DeployedBench, scenario: Scenario, planned: DeploymentPlan, done: set[str]

@@ -50,8 +50,7 @@ CLIENT: Final = "client"
 
 @dataclass(frozen=True)
 class Notice:
-    """Detection by ``who`` with its text, ``after_s`` seconds after the fault; ``more`` similar lines
-    followed."""
+    """Detection by ``who``, ``after_s`` seconds after the fault; ``more`` lines followed."""
 
     who: str
     after_s: float

@@ -191,8 +191,7 @@ def _trace_places(scenario: Scenario, trace: Sequence[TracedRequest]) -> list[in
 
 
 class CanarySupply:
-    """Canaries of one cell's trials. ``results``: one per trial. ``of_reference``: the deployment gave the
-    reference outputs."""
+    """Canaries of one cell's trials. ``results``: one per trial."""
 
     def __init__(
         self,
@@ -251,7 +250,6 @@ class CanarySupply:
         return CanaryPlaces(at)
 
     def spec(self, places: CanaryPlaces) -> dict[str, Any]:
-        """Canary part of the load generator's spec."""
         if not places.numbers:
             return {}
         at = [[place, number] for place, number in sorted(places.at.items())]

@@ -184,8 +184,7 @@ def _expected_reuse(requests: Sequence[TracedRequest], load: LoadResult) -> dict
 def _session_columns(
     trial: PlannedTrial, load: LoadResult, window: Window, seen: SiteReadings
 ) -> dict[str, Any]:
-    """Columns of a session load: sessions per second and concurrent, TTFT by turn, offered and achieved
-    reuse."""
+    """Columns of a session load: sessions per second and concurrent, TTFT by turn, reuse."""
     offered = trial.offered
     if offered.sessions is None or offered.turns is None:
         return {}

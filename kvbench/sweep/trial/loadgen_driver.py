@@ -61,7 +61,6 @@ class Progress:
 
     @classmethod
     def from_json(cls, event: Mapping[str, Any]) -> Progress:
-        """Read the known fields of a worker's event."""
         known = {key: event[key] for key in cls.__dataclass_fields__ if key in event}
         known["settled"] = tuple(Settled(*each) for each in event.get("settled", ()))
         known["offsets_s"] = tuple(event.get("offsets_s", ()))

@@ -142,8 +142,7 @@ def compare(reference: Outputs, got: Outputs) -> Equality:
 
 
 def _gap(reference: Outputs, got: Outputs, place: int) -> float | None:
-    """Preference in nats of the reference for its own token where the texts differ, or None. 0 if the
-    reference itself gave this text."""
+    """Reference's preference in nats for its own token where texts differ, or None."""
     text = got.texts[place]
     if any(again.texts[place] == text for again in reference.repeats):
         return 0.0

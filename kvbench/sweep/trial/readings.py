@@ -191,7 +191,6 @@ class Readings:
         return sum((role.kv_expired or 0.0) + (role.kv_failures or 0.0) for role in self.engines.values())
 
     def router(self, seconds: float) -> RouterFigures:
-        """Activity of kvbench's router during the load."""
         return replace(router_figures(self.before, self.after), seconds=seconds)
 
     def columns(self, load: LoadResult) -> dict[str, Any]:

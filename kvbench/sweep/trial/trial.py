@@ -38,8 +38,6 @@ DEADLINE_SLACK_S = 20.0
 
 
 class TrialRunner:
-    """Runs and stores trials on one deployment."""
-
     def __init__(
         self,
         scenario: Scenario,
@@ -75,8 +73,7 @@ class TrialRunner:
         self._spare.close()
 
     def run(self, plan: TrialPlan) -> TrialRecord:
-        """Wait for an idle system, run the load, judge and store it; void if not idle. Raises KvbenchError if
-        a process dies or hangs."""
+        """Wait for an idle system, run the load, judge and store it. Raises KvbenchError."""
         backlog = self._idle.wait(plan.cell)
         if backlog is not None:
             return self.trials.skip_trial(plan, backlog, {"load_mode": self._mode(plan)})

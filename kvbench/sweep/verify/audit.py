@@ -78,8 +78,7 @@ def class_of(name: str) -> FileClass:
 
 
 def unproven_files(folder: Path, *, checksums: bool) -> Iterator[str]:
-    """Name files that are neither recomputed nor cross-checked, a folder once with its count. ``checksums``:
-    whether the run has any."""
+    """Name files that are neither recomputed nor cross-checked, a folder once."""
     counts: Counter[tuple[FileClass, str]] = Counter()
     for file in sorted(folder.rglob("*")):
         inside = file.relative_to(folder)
@@ -158,8 +157,7 @@ class Audit:
 
 
 def command(path: Path, console: Console, *, as_json: bool = False) -> int:
-    """Audit a run folder, print problems; return the exit code. Raises StoreError for an unreadable or
-    missing run."""
+    """Audit a run folder, print problems; return the exit code. Raises StoreError."""
     found = audit(path)
     if as_json:
         print(json.dumps(found.to_json(), indent=2, ensure_ascii=False))
@@ -247,8 +245,7 @@ def _from_scenario(run: RunFolder, found: Audit) -> None:
 
 
 def damages_before_resume(run: RunFolder) -> Iterator[Damage]:
-    """Find damage that prevents a resume: changed files; without checksums, figures that contradict their
-    requests."""
+    """Find damage that prevents a resume."""
     found = Audit(str(run.path))
     changed = [*_as_written(run, found), *_as_requested(run, found)]
     yield from (*changed, *_lost(run, changed))

@@ -59,7 +59,6 @@ class StoredSite(Site):
         return self.known_alone
 
     def requests(self, record: TrialRecord) -> TrialRequests | None:
-        """Return the stored requests."""
         return self.requests_of(record)
 
     def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, None]:

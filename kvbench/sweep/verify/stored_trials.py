@@ -166,7 +166,6 @@ class StoredTrial:
         )
 
     def _decisions(self) -> dict[str, Decision]:
-        """Tier → decision during the trial."""
         tiers = self.record.summary.get("tiers") or {}
         names = list(self.scenario.slo.by_tier())
         lives = {name: (tiers.get(name) or {}).get("live") for name in names}
@@ -348,8 +347,7 @@ MOST_NAMED: Final = 3
 
 
 def stale_files(run: RunFolder, checked: Counter[str]) -> Iterator[str]:
-    """Name derived files that this kvbench would write differently: edited, or from another version.
-    ``checked`` counts."""
+    """Name derived files that this kvbench would write differently."""
     stored = {name: run.path / name for name in _derived(run.path)}
     if not stored:
         return
