@@ -128,7 +128,7 @@ class TrialHistory:
         """Replay of the requests of all trials; None without them, or if no model explains them."""
         if self.objective is None or not self.tried:
             return None
-        known = [each.requests for each in self.tried if each.requests is not None]
+        known = tuple(each.requests for each in self.tried if each.requests is not None)
         return replayed(known, self.objective) if len(known) == len(self.tried) else None
 
     @cached_property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -23,11 +24,12 @@ FAR: Final = 9.0
 """Value / limit of a request without an observed end."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrialRequests:
     """The requests of one trial in order of arrival, in seconds since its start; NaN: not seen by ``end_s``.
-    ``tokens``: output tokens after the first one. ``rate``: requests per second offered. ``burstiness``: the
-    gamma shape of the gaps between arrivals (1 is Poisson). ``failed``: requests that ended in an error."""
+    Equal by content, so that fits can be cached. ``tokens``: output tokens after the first one. ``rate``:
+    requests per second offered. ``burstiness``: the gamma shape of the gaps between arrivals (1 is Poisson).
+    ``failed``: requests that ended in an error."""
 
     rate: float
     end_s: float
@@ -40,6 +42,17 @@ class TrialRequests:
 
     def __len__(self) -> int:
         return len(self.arrived_s)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TrialRequests) and self._content == other._content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
+    @cached_property
+    def _content(self) -> tuple[object, ...]:
+        columns = self.arrived_s, self.first_s, self.last_s, self.tokens
+        return self.rate, self.end_s, self.burstiness, self.failed, *(each.tobytes() for each in columns)
 
     @classmethod
     def of(

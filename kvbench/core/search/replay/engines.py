@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -183,8 +184,11 @@ class JoinedTrials:
         return np.maximum(ttft_s, LEAST) / self.ttft_s, np.maximum(rest_s, LEAST) / self.rest_s
 
 
-def engine_model(trials: Sequence[TrialRequests], decode: Decode | None) -> EngineModel | None:
-    """Return the best fitting model, or None if too few first tokens were seen or nothing is compiled."""
+@lru_cache(maxsize=4)
+def engine_model(trials: tuple[TrialRequests, ...]) -> EngineModel | None:
+    """Return the best fitting model, or None if too few first tokens were seen or nothing is compiled. The
+    last ones are kept: the tiers of an SLO ask for the same fit."""
+    decode = Decode.fitted(trials)
     load = JoinedTrials.of(trials)
     if len(load.begun) < FEWEST or not queues.COMPILED:  # Python alone would take minutes
         return None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -163,7 +163,8 @@ class UnitLoad:
         return math.sqrt(low * high)
 
 
-def replayed(trials: Sequence[TrialRequests], objective: Objective) -> ReplayResult | None:
+@lru_cache(maxsize=16)
+def replayed(trials: tuple[TrialRequests, ...], objective: Objective) -> ReplayResult | None:
     """Replay the trials; None if no family explains them, or if decode steps are needed and missing."""
     found = candidates(trials)
     if not found:
@@ -173,7 +174,7 @@ def replayed(trials: Sequence[TrialRequests], objective: Objective) -> ReplayRes
     if objective.needs_last and decode is None:
         return None
     seen = sum(map(len, trials)), sum(trial.end_s for trial in trials)
-    stepwise = _stepwise(trials, objective, load, decode, found)
+    stepwise = _stepwise(trials, objective, load, found)
     if stepwise is not None and not stepwise.objections:
         return ReplayResult((stepwise,), *seen)
     roots = []
@@ -194,16 +195,15 @@ def replayed(trials: Sequence[TrialRequests], objective: Objective) -> ReplayRes
 
 
 def _stepwise(
-    trials: Sequence[TrialRequests],
+    trials: tuple[TrialRequests, ...],
     objective: Objective,
     load: UnitLoad,
-    decode: Decode | None,
     found: Sequence[Candidate],
 ) -> Root | None:
     """Return the rate by engines in steps; None if they don't reproduce the requests, or not clearly better
     than a queue of equal requests."""
     even = min(_even_error(trials, each) for each in found)
-    model = engine_model(trials, decode) if even >= EVEN else None
+    model = engine_model(trials) if even >= EVEN else None
     if model is None or model.error > min(EXACT, CLEARLY * even):
         return None
     return _root(trials, objective, model, load, engine_objections(trials, model))

@@ -9,7 +9,6 @@ import pytest
 
 from kvbench.core.search.replay import queues
 from kvbench.core.search.replay.engines import EngineModel, engine_model
-from kvbench.core.search.replay.models import Decode
 from kvbench.core.search.trial_requests import TrialRequests
 
 pytestmark = pytest.mark.skipif(not queues.COMPILED, reason="the queues are not compiled")
@@ -40,7 +39,7 @@ def test_the_structure_of_engines_is_found_and_predicts_other_trials(
     model: EngineModel, rates: tuple[float, ...]
 ) -> None:
     trials = [trial(model, rate, seed) for seed, rate in enumerate(rates)]
-    found = engine_model(trials, Decode.fitted(trials))
+    found = engine_model((*trials,))
     assert found is not None
     assert (found.pair, found.engines) == (model.pair, model.engines)
     assert found.error < 0.05
@@ -54,7 +53,7 @@ def test_the_structure_of_engines_is_found_and_predicts_other_trials(
 def test_a_limit_on_prompts_of_a_step_is_found_where_it_matters() -> None:
     limited = EngineModel(True, 1, 2.0, math.inf, (0.02, 0.0, 0.005, 0.001, 0.01), (0.004, 0.0))
     trials = [trial(limited, rate, seed) for seed, rate in enumerate((40.0, 60.0, 80.0))]
-    found = engine_model(trials, Decode.fitted(trials))
+    found = engine_model((*trials,))
     assert found is not None
     assert found.prompts == 2.0
 
@@ -62,7 +61,7 @@ def test_a_limit_on_prompts_of_a_step_is_found_where_it_matters() -> None:
 def test_a_limit_on_sequences_shows_in_the_capacity() -> None:
     limited = EngineModel(False, 1, 16.0, 8.0, (0.01, 0.0005, 0.002, 0.0, 0.002))
     trials = [trial(limited, rate, seed, spread=60) for seed, rate in enumerate((5.0, 15.0, 20.0))]
-    found = engine_model(trials, Decode.fitted(trials))
+    found = engine_model((*trials,))
     assert found is not None
     assert found.slots < math.inf
     tokens = np.concatenate([each.tokens for each in trials])
@@ -70,4 +69,4 @@ def test_a_limit_on_sequences_shows_in_the_capacity() -> None:
 
 
 def test_too_few_requests_are_not_fitted() -> None:
-    assert engine_model([trial(TWO, 2.0, 1)], None) is None
+    assert engine_model((trial(TWO, 2.0, 1),)) is None

@@ -57,7 +57,7 @@ def models(found: ReplayResult) -> tuple[str, ...]:
 def test_a_queue_of_even_work_is_known_after_some_seconds(seed: int) -> None:
     """M/D/1 of 100 ms: 90 % within 300 ms up to 5.87 req/s (Crommelin's formula)."""
     trials = [trial(even(0.1), 5.0, 30, 10 + seed), trial(even(0.1), 5.8, 60, 20 + seed)]
-    found = asked(replayed(trials, TTFT_300))
+    found = asked(replayed(tuple(trials), TTFT_300))
     assert not found.objections
     assert models(found) == ("1 server in order of arrival, 0 ms fixed",)
     assert found.estimate.lower < 5.87 < found.estimate.upper
@@ -66,9 +66,9 @@ def test_a_queue_of_even_work_is_known_after_some_seconds(seed: int) -> None:
 
 def test_random_work_takes_longer() -> None:
     """M/M/1 of 60 ms: P(T > 0.3) = exp(−(μ − λ) 0.3) = 0.1 at λ = μ − ln(10) / 0.3 = 8.99 req/s."""
-    short = asked(replayed([trial(exponential(0.06), 8.5, 30, 1)], TTFT_300))
+    short = asked(replayed((trial(exponential(0.06), 8.5, 30, 1),), TTFT_300))
     trials = [trial(exponential(0.06), 8.5, 400, seed) for seed in (2, 3)]
-    long = asked(replayed(trials, TTFT_300))
+    long = asked(replayed(tuple(trials), TTFT_300))
     assert long.estimate.width < short.estimate.width
     assert long.estimate.lower < 8.99 < long.estimate.upper
     told = long.to_json()
@@ -78,28 +78,27 @@ def test_random_work_takes_longer() -> None:
 
 def test_servers_side_by_side_are_counted() -> None:
     objective = Objective((Goal("share", 0.9, (("ttft_ms", 1.5),)),))
-    found = asked(
-        replayed([trial(even(1.0, 13), rate, 120, seed) for seed, rate in enumerate((8.0, 12.0))], objective)
-    )
+    trials = tuple(trial(even(1.0, 13), rate, 120, seed) for seed, rate in enumerate((8.0, 12.0)))
+    found = asked(replayed(trials, objective))
     assert models(found) == ("13 servers in order of arrival, 0 ms fixed",)
 
 
 def test_a_fixed_part_of_the_latency_is_not_taken_for_work() -> None:
     delayed: Server = lambda arrived, rng: 0.2 + queues.fifo(arrived, np.full(len(arrived), 0.05), 1)  # noqa: E731
-    found = asked(replayed([trial(delayed, 15.0, 60, 3)], TTFT_300))
+    found = asked(replayed((trial(delayed, 15.0, 60, 3),), TTFT_300))
     assert models(found) == ("1 server in order of arrival, 200 ms fixed",)
 
 
 def test_requests_that_share_a_server_are_told_from_those_in_a_line() -> None:
     shared: Server = lambda arrived, rng: queues.shared(arrived, rng.exponential(0.06, len(arrived)), 1)  # noqa: E731
-    found = asked(replayed([trial(shared, 8.0, 300, 4)], TTFT_300))
+    found = asked(replayed((trial(shared, 8.0, 300, 4),), TTFT_300))
     assert models(found) == ("1 server, shared evenly",)
 
 
 def test_a_trial_that_was_stopped_tells_as_much_as_it_has() -> None:
     """What was not seen to end is not taken for fast, nor for slow."""
     trials = [trial(even(0.1), 12.0, 60, 5, stop_s=9.0), trial(even(0.1), 5.8, 40, 6)]
-    found = asked(replayed(trials, TTFT_300))
+    found = asked(replayed(tuple(trials), TTFT_300))
     assert not found.objections
     assert found.estimate.lower < 5.87 < found.estimate.upper
 
@@ -115,19 +114,27 @@ def test_a_trial_that_was_stopped_tells_as_much_as_it_has() -> None:
     ids=["drifts", "turns"],
 )
 def test_a_server_that_no_queue_explains_is_refuted(server: Server, objection: str) -> None:
-    found = asked(replayed([trial(server, 6.0, 80, 7), trial(server, 9.0, 80, 8)], TTFT_300))
+    found = asked(
+        replayed(
+            (
+                trial(server, 6.0, 80, 7),
+                trial(server, 9.0, 80, 8),
+            ),
+            TTFT_300,
+        )
+    )
     assert found.objections
     assert any(objection in each for each in found.objections)
 
 
 def test_a_server_that_was_slow_at_first_is_refuted_by_the_next_trial() -> None:
     trials = [trial(even(0.15), 4.0, 60, 9), trial(even(0.1), 5.0, 60, 10)]
-    assert asked(replayed(trials, TTFT_300)).objections
+    assert asked(replayed(tuple(trials), TTFT_300)).objections
 
 
 def test_a_rate_above_the_answer_that_goes_better_than_replayed_refutes_it() -> None:
     trials = [trial(even(0.12), 4.5, 60, 11), trial(even(0.1), 8.0, 60, 12)]
-    assert any("better at 8 req/s" in each for each in asked(replayed(trials, TTFT_300)).objections)
+    assert any("better at 8 req/s" in each for each in asked(replayed(tuple(trials), TTFT_300)).objections)
 
 
 def test_steps_of_an_engine_are_found_from_its_tokens() -> None:
@@ -145,13 +152,22 @@ def test_steps_of_an_engine_are_found_from_its_tokens() -> None:
         long = served(rate, 99, 2000.0)
         return objective.worst(Latencies.of(long.arrived_s, long.first_s, long.last_s, long.tokens))
 
-    found = asked(replayed([served(10.0, 1), served(20.0, 2), served(28.0, 3)], objective))
+    found = asked(
+        replayed(
+            (
+                served(10.0, 1),
+                served(20.0, 2),
+                served(28.0, 3),
+            ),
+            objective,
+        )
+    )
     assert not found.objections
     assert score(found.estimate.lower * 0.97) > 0 > score(found.estimate.upper * 1.03)
 
 
 def test_too_few_requests_are_not_replayed() -> None:
-    assert replayed([trial(even(0.1), 5.0, 3, 1)], TTFT_300) is None
+    assert replayed((trial(even(0.1), 5.0, 3, 1),), TTFT_300) is None
 
 
 def test_what_an_slo_asks_is_judged_by_times() -> None:
@@ -196,7 +212,7 @@ def test_whatever_a_trial_saw_it_is_replayed_or_not(
     last = first + np.array([row[2] for row in rows])
     tokens = np.array([float(row[3]) for row in rows])
     one = TrialRequests(1.0, 300.0, arrived, first, last, tokens)
-    found = replayed([one, one] if twice else [one], Objective((Goal("share", target, ((metric, 1.0),)),)))
+    found = replayed((one, one) if twice else (one,), Objective((Goal("share", target, ((metric, 1.0),)),)))
     if found is not None:
         assert all(math.isfinite(value) for value in found.estimate.rates)
         assert json.dumps(found.to_json(), allow_nan=False)
