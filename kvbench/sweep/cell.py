@@ -179,14 +179,14 @@ class CellRunner:
             return OneRate(self._site.trace_rate)
         hint = self._knowledge.hint(cell, self._disaggregated) if search.start_rate is None else None
         if hint is not None:
-            hint = Hint(self._allowed(hint.rate), hint.trusted)
+            hint = Hint(self._within_limits(hint.rate), hint.trusted)
         guess = START_CONCURRENCY / max(latency_s, 1e-3)
-        start = self._allowed(search.start_rate or self._site.trace_rate or guess)
+        start = self._within_limits(search.start_rate or self._site.trace_rate or guess)
         if method == "burst":
             known = self._knowledge.rates.get(cell)
             return Burst(
                 BurstSearch(
-                    self._allowed(known or (hint.rate if hint else start)),
+                    self._within_limits(known or (hint.rate if hint else start)),
                     search.min_rate,
                     search.max_rate,
                     search.precision,
@@ -216,7 +216,7 @@ class CellRunner:
             method == "sustained" and self._scenario.workload.sessions is None and not self._site.trace_rate
         )
 
-    def _allowed(self, rate: float) -> float:
+    def _within_limits(self, rate: float) -> float:
         search = self._scenario.search
         return min(max(rate, search.min_rate), search.max_rate)
 

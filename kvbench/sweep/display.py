@@ -193,7 +193,7 @@ def why(record: TrialRecord) -> str:
     if record.verdict == "invalid":
         return record.reason
     if record.purpose == "ceiling":
-        return _served(record)
+        return _completions_text(record)
     causes = record.summary.get("missed_by") or {}
     missed = missed_text(causes)
     if record.verdict == "undecided":
@@ -207,7 +207,7 @@ def _load_text(record: TrialRecord) -> str:
     return f"{at_once} at once" if at_once else f"{record.request_rate:8.2f} req/s"
 
 
-def _served(record: TrialRecord) -> str:
+def _completions_text(record: TrialRecord) -> str:
     """Result of a saturation probe: completions per second under overload."""
     served = record.summary.get("completion_rate") or record.summary.get("run_request_rate")
     if not isinstance(served, (int, float)) or not served:
@@ -400,15 +400,15 @@ def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
         short = [row.name for row in searched if row.outcome == "found" and not row.answer.sure]
         if short and (trials := search.get("max_trials")):
             names = ", ".join(dict.fromkeys(short))
-            command = _changed(again, "--max-trials", "search.max_trials", f"{2 * int(trials)}")
+            command = _set_option(again, "--max-trials", "search.max_trials", f"{2 * int(trials)}")
             return command, f"searches longer, for {names}"
         if any(row.outcome == "at_least" for row in searched) and (most := search.get("max_rate")):
-            command = _changed(again, "", "search.max_rate", f"{10 * float(most):g}")
+            command = _set_option(again, "", "search.max_rate", f"{10 * float(most):g}")
             return command, "no rate was too high so far"
         alike = parted(rate_pairs(rows)).alike
         if alike and (precision := search.get("precision")):
             names = f"{alike[0].ahead} from {alike[0].behind}"
-            command = _changed(again, "--precision", "search.precision", f"{float(precision) / 2:g}")
+            command = _set_option(again, "--precision", "search.precision", f"{float(precision) / 2:g}")
             return command, f"separates {names} more closely"
     if (earlier := _earlier(run)) is not None:
         both = " ".join(shlex.quote(str(path)) for path in (earlier, run.path))
@@ -418,7 +418,7 @@ def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
     return f"kvbench export timeline {shlex.quote(str(run.path))}", "shows one trial request by request"
 
 
-def _changed(words: Sequence[str], option: str, path: str, value: str) -> str:
+def _set_option(words: Sequence[str], option: str, path: str, value: str) -> str:
     """Set another value for a scenario path in a command, by ``option`` or ``--set``."""
     kept: list[str] = []
     rest = list(words)

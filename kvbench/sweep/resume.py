@@ -247,7 +247,7 @@ def _clear_away(run: RunFolder) -> None:
     """Wait until the run's earlier processes are gone, and remove their temporary folders."""
     tags = {str(session.get("run_tag")) for session in run.manifest.get("sessions", [])}
     deadline = time.monotonic() + GONE_DEADLINE_S
-    while living := _tagged(tags):
+    while living := _tagged_processes(tags):
         if time.monotonic() > deadline:
             raise StoreError(
                 f"earlier processes of this run are still running: pid {', '.join(map(str, living))}",
@@ -258,7 +258,7 @@ def _clear_away(run: RunFolder) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _tagged(tags: set[str]) -> list[int]:
+def _tagged_processes(tags: set[str]) -> list[int]:
     """This user's processes with one of these run tags in their environment."""
     wanted = [f"{RUN_TAG_ENV}={tag}".encode() for tag in tags]
     found = []

@@ -59,7 +59,7 @@ def command(cli: CliOptions, output: Path, console: Console, otlp: str = "", *, 
     plan = plan_of(scenario)
     require_gpus(plan)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
-    fixed = _fixed(cli, scenario, trace)
+    fixed = _fixed_load(cli, scenario, trace)
     require_open_files(scenario, *((fixed.rate, fixed.concurrency) if fixed is not None else ()))
     require_start(scenario, plan, cli.scenario)
     kind = "sweep" if fixed is None else "bench"
@@ -156,7 +156,7 @@ def resume_words(kind: str, path: Path) -> str:
     return f"kvbench {own} --resume {shlex.quote(str(path))}"
 
 
-def _fixed(cli: CliOptions, scenario: Scenario, trace: Sequence[TracedRequest]) -> Fixed | None:
+def _fixed_load(cli: CliOptions, scenario: Scenario, trace: Sequence[TracedRequest]) -> Fixed | None:
     """Load of ``bench``: a closed loop, a rate, or a trace's own rate; None: search."""
     if cli.concurrency is not None and scenario.workload.sessions is not None:
         raise InputError(
@@ -343,7 +343,7 @@ class Sweep:
         with self._bench.up(planned) as site:
             if planned.reference_only or not left:
                 self._learn_reference(planned, site, self._true_outputs(planned))
-            known = self._known_of(planned)
+            known = self._knowledge_of(planned)
             known = known if self._bench.alike else Knowledge({}, {}, self._earlier)
             work = self._work_of(site, known)
             while left:
@@ -352,7 +352,7 @@ class Sweep:
             if planned is self._plan.deployments[-1]:
                 self._at_equal_rates(planned, site)
 
-    def _known_of(self, planned: DeploymentPlan) -> Knowledge:
+    def _knowledge_of(self, planned: DeploymentPlan) -> Knowledge:
         """Knowledge for a deployment's cells at their start."""
         answers = self._known_answers(planned)
         return replace(
@@ -368,7 +368,7 @@ class Sweep:
                 outputs = site.outputs(length)
                 if outputs is not None:
                     known[length] = outputs
-        answers = self._known_of(planned)
+        answers = self._knowledge_of(planned)
         for cell in self._plan.cells:
             own = replace(cell, connector=planned.label)
             if self._plan.reference_of(cell.connector) == planned.label and not answers.right_answers(own):
@@ -417,7 +417,7 @@ class Sweep:
         for cell, rate in self._equal_cells(planned):
             key = f"equal-{cell.lengths_key}"
             plan = TrialPlan(cell, 1, rate, "equal_rate", method="equal_rate", searched=False, seed_key=key)
-            if (answers := self._known_of(planned).right_answers(cell)) is not None:
+            if (answers := self._knowledge_of(planned).right_answers(cell)) is not None:
                 site.watch_answers(cell, answers)
             try:
                 record = site.run(plan)

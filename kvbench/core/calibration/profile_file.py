@@ -52,7 +52,7 @@ class Coefficient(Section):
     source: str = Field("", max_length=500)
 
     @model_validator(mode="after")
-    def _sourced(self) -> Coefficient:
+    def _with_source(self) -> Coefficient:
         if self.error is None and not self.source:
             raise custom("a value without an `error` needs a `source`")
         return self

@@ -170,11 +170,11 @@ def plan_faults(
         order = list(wanted)
         chance.shuffle(order)
         for each in order:
-            found.append(_planned(each, len(found) + 1, repeat, counts, times, chance))
+            found.append(_plan_fault(each, len(found) + 1, repeat, counts, times, chance))
     return found
 
 
-def _planned(
+def _plan_fault(
     wanted: WantedFault,
     number: int,
     repeat: int,

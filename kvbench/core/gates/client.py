@@ -138,7 +138,7 @@ def own_resources(evidence: Evidence) -> Finding | None:
     counts = {"load generator": 0, "router": 0, "emulated engine": 0}
     first = ""
     for record in evidence.records:
-        process = _lacked_by(record, emulated)
+        process = _starved_process(record, emulated)
         if process:
             counts[process] += 1
             first = first or record.error_detail
@@ -161,7 +161,7 @@ def own_resources(evidence: Evidence) -> Finding | None:
     )
 
 
-def _lacked_by(record: RequestRecord, emulated: bool) -> str:
+def _starved_process(record: RequestRecord, emulated: bool) -> str:
     """Return the kvbench process that lacked resources for a request; empty if none."""
     if record.error == "connect" and _OWN.search(record.error_detail):
         return "load generator"
@@ -322,7 +322,7 @@ def emulator_behind(evidence: Evidence) -> Finding | None:
         return None
     refused = lag_ms > _gross_ms(evidence) or share > limits.engine_lag_max_share
     if not evidence.attained and not refused:
-        refused = evidence.attained_with(_loosened(evidence, sum(lags.values()), lag_ms))
+        refused = evidence.attained_with(_relax(evidence, sum(lags.values()), lag_ms))
     worst = max(lags, key=lambda key: (shares[key] > limits.engine_lag_share, lags[key], shares[key]))
     role, what = worst
     advice = (
@@ -362,10 +362,10 @@ def _gross_ms(evidence: Evidence) -> float:
 def _may_have_caused_the_miss(evidence: Evidence, ttft_ms: float, gap_ms: float) -> bool:
     if evidence.attained:
         return evidence.queue_growth is not None  # that makes a miss, too, and late sends make queues
-    return evidence.attained_with(_loosened(evidence, ttft_ms, gap_ms))
+    return evidence.attained_with(_relax(evidence, ttft_ms, gap_ms))
 
 
-def _loosened(evidence: Evidence, ttft_ms: float, gap_ms: float) -> Slo:
+def _relax(evidence: Evidence, ttft_ms: float, gap_ms: float) -> Slo:
     """Return the SLO relaxed by the lag; for TPOT one late read is divided over all gaps."""
     gaps = max((record.requested_output_len for record in evidence.records), default=2) - 1
     return evidence.slo.loosened(ttft_ms, gap_ms / max(1, gaps))

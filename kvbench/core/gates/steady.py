@@ -34,7 +34,7 @@ def too_few_requests(evidence: Evidence) -> Finding | None:
     shares = [each for each in evidence.summary.criteria if each.kind == "share"]
     if evidence.stopped_as == "missed" or any((each.upper or 0.0) < each.target for each in shares if each.n):
         return None
-    needed, each = max(((_needed(each.target), each) for each in shares), key=lambda pair: pair[0])
+    needed, each = max(((_min_requests(each.target), each) for each in shares), key=lambda pair: pair[0])
     if each.n >= needed or (each.lower is not None and each.lower >= each.target):
         return None
     return Finding(
@@ -47,7 +47,7 @@ def too_few_requests(evidence: Evidence) -> Finding | None:
     )
 
 
-def _needed(share: float) -> int:
+def _min_requests(share: float) -> int:
     """Return the fewest requests of which one miss is allowed."""
     return math.ceil(1 / (1 - share) - 1e-9) if share < 1 else 1
 
@@ -298,13 +298,13 @@ def populations(values: Sequence[float], lengths: Sequence[float] = ()) -> Popul
     log scale."""
     logs: FloatArray = np.log(np.asarray(values, np.float64))
     rest = logs - _with_length(logs, np.asarray(lengths, np.float64)) if len(lengths) else logs
-    cut = _cut(np.sort(rest))
+    cut = _best_split(np.sort(rest))
     slow = rest > cut
     share = float(slow.mean())
     if not LEAST_SHARE <= share <= 1 - LEAST_SHARE:
         return None
     low, high = float(np.median(rest[~slow])), float(np.median(rest[slow]))
-    if high - low < math.log(LEAST_RATIO) or not _parted(rest, low, high):
+    if high - low < math.log(LEAST_RATIO) or not _are_separate(rest, low, high):
         return None
     turn = _turn(slow)
     if not turn and _in_stretches(slow):
@@ -313,7 +313,7 @@ def populations(values: Sequence[float], lengths: Sequence[float] = ()) -> Popul
     return Populations(slow, medians, turn)
 
 
-def _cut(ordered: FloatArray) -> float:
+def _best_split(ordered: FloatArray) -> float:
     n = len(ordered)
     sums, count = np.cumsum(ordered)[:-1], np.arange(1, n)
     between = (sums[-1] + ordered[-1]) * count / n - sums
@@ -321,7 +321,7 @@ def _cut(ordered: FloatArray) -> float:
     return float(ordered[best] + ordered[best + 1]) / 2
 
 
-def _parted(values: FloatArray, low: float, high: float) -> bool:
+def _are_separate(values: FloatArray, low: float, high: float) -> bool:
     """Return whether the valley between two medians is too deep for one peak. A unimodal density is nowhere
     between two places below the lower of them, so a value is in the valley at least as often as in an equal
     window at the smaller peak."""

@@ -30,7 +30,7 @@ def _answers(evidence: Evidence, least: int = LEAST_TOKENS) -> list[RequestRecor
     return [each for each in evidence.records if each.ok and each.output_len >= least]
 
 
-def _received(evidence: Evidence) -> list[RequestRecord]:
+def _socket_requests(evidence: Evidence) -> list[RequestRecord]:
     """Return requests received over a socket: a simulator may be faster than any model."""
     return [each for each in _answers(evidence) if each.stamps]
 
@@ -42,7 +42,7 @@ def answer_at_once(evidence: Evidence) -> Finding | None:
     and more came within 0.1 ms a token, and 5 % of the time since they were sent. Refused where TTFT or TPOT
     is judged: the one is the whole latency then, the other none.
     limits: silent where the load generator itself read too late to tell, and of what came over no socket."""
-    answers = _received(evidence)
+    answers = _socket_requests(evidence)
     flushed = [each for each in answers if _at_once(each)]
     if not flushed or 2 * len(flushed) < len(answers) or not evidence.client.reads_in_time:
         return None
@@ -82,7 +82,7 @@ def impossible_answers(evidence: Evidence) -> Finding | None:
     for each token that came in it: in at least half of the answers no less than 0.1 ms.
     limits: an answer from a list that is given out as slowly as a model's looks like one, unless its text
     shows it; silent where the load generator itself read too late to tell."""
-    answers = _received(evidence)
+    answers = _socket_requests(evidence)
     fast = [each for each in answers if _impossible(each)]
     if not fast or 2 * len(fast) < len(answers) or not evidence.client.reads_in_time:
         return None

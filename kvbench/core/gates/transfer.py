@@ -93,7 +93,7 @@ def wrong_transport(evidence: Evidence) -> Finding | None:
                 {"asked": evidence.transport_asked, "ran": told},
             )
     return _emergency_way(evidence, asked) or (
-        _unasked_tcp(evidence) if free else _not_over_rdma(evidence, asked)
+        _unrequested_tcp(evidence) if free else _not_over_rdma(evidence, asked)
     )
 
 
@@ -141,7 +141,7 @@ def _transfer_rate(evidence: Evidence) -> float | None:
     return max(rates, default=None)
 
 
-def _unasked_tcp(evidence: Evidence) -> Finding | None:
+def _unrequested_tcp(evidence: Evidence) -> Finding | None:
     """Report KV on a TCP interface next to idle RDMA or NVLink, without a request or log of it."""
     moved = evidence.kv_bytes or 0.0
     if evidence.transport_ran or not evidence.engines_here or moved < LEAST_BYTES:
@@ -226,7 +226,7 @@ def kv_failures(evidence: Evidence) -> Finding | None:
     failed = sum(engine.kv_failures or 0.0 for engine in evidence.engines.values())
     if failed <= 0:
         return None
-    excused = failed + max(0.0, _expired(evidence)) <= evidence.kv_may_expire
+    excused = failed + max(0.0, _expired_count(evidence)) <= evidence.kv_may_expire
     return Finding(
         "kv_failures",
         "note" if excused else "invalid",
@@ -240,7 +240,7 @@ def kv_failures(evidence: Evidence) -> Finding | None:
 def kv_expired(evidence: Evidence) -> Finding | None:
     """Prefill gave up no KV before decode had fetched it. Of cancelled requests that is what must happen.
     evidence: the connector's counters against the requests that were cancelled so far. limits: as above."""
-    expired = _expired(evidence)
+    expired = _expired_count(evidence)
     if expired <= 0:
         return None
     excused = expired <= evidence.kv_may_expire
@@ -256,7 +256,7 @@ def kv_expired(evidence: Evidence) -> Finding | None:
     )
 
 
-def _expired(evidence: Evidence) -> float:
+def _expired_count(evidence: Evidence) -> float:
     return sum(engine.kv_expired or 0.0 for engine in evidence.engines.values())
 
 

@@ -45,21 +45,21 @@ def workers_over(request_rate: float, output_len: int, num_requests: int, cores:
     return max(1, min(max(wanted, len(cores)), num_requests))
 
 
-def joined_client(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_clients(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge all workers' figures into one client's; with several, ``per_worker`` keeps each. Counts, CPU
     seconds and streams are added (peaks are an upper bound). Otherwise the worst counts. Differing texts
     become "mixed"."""
     joined: dict[str, Any] = {}
     for key in dict.fromkeys(key for each in figures for key in each):
         values = [each[key] for each in figures if each.get(key) is not None]
-        joined[key] = _joined(key, values) if values else None
+        joined[key] = _merge(key, values) if values else None
     joined["workers"] = len(figures)
     if len(figures) > 1:
         joined["per_worker"] = [dict(each) for each in figures]
     return joined
 
 
-def _joined(key: str, values: Sequence[Any]) -> Any:
+def _merge(key: str, values: Sequence[Any]) -> Any:
     if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
         if key in _ADDED:
             return sum(values)
@@ -77,7 +77,7 @@ def index_of(record: RequestRecord) -> int:
     return int(digits)
 
 
-def joined_records(shares: Sequence[Sequence[RequestRecord]], planned: int | None) -> list[RequestRecord]:
+def merge_records(shares: Sequence[Sequence[RequestRecord]], planned: int | None) -> list[RequestRecord]:
     """Merge the workers' records in the plan's order. Worker k of n has requests k, k + n, k + 2n, …: each
     share must be a prefix of these, and complete if ``planned`` requests were sent (None: stopped). Raises
     KvbenchError."""

@@ -67,7 +67,7 @@ class HeldOptions:
             raise InputError(f"--share is a share of the measured rate, such as 0.7, not {self.share:g}")
 
 
-def held_scenario(cli: CliOptions, asked: HeldOptions) -> tuple[Scenario, bytes]:
+def fixed_rate_scenario(cli: CliOptions, asked: HeldOptions) -> tuple[Scenario, bytes]:
     """Scenario with one input length and a deadline. Raises InputError if it does not fit."""
     scenario, source = resolve(cli, sessions=False)
     options = scenario.deployment.engine_options
@@ -107,11 +107,11 @@ class HeldPlan:
     @classmethod
     def of(cls, cli: CliOptions, asked: HeldOptions) -> HeldPlan:
         """Create the plan. Raises InputError if it cannot run here."""
-        scenario, source = held_scenario(cli, asked)
+        scenario, source = fixed_rate_scenario(cli, asked)
         plan = plan_of(scenario)
         require_gpus(plan)
         require_open_files(scenario)
-        cells = held_cells(plan)
+        cells = fixed_rate_cells(plan)
         return cls(scenario, source, plan, cells, rates_of(asked, cells))
 
 
@@ -137,7 +137,7 @@ def rates_of(asked: HeldOptions, cells: Sequence[Cell]) -> dict[str, float]:
     return found
 
 
-def held_cells(plan: Plan) -> tuple[Cell, ...]:
+def fixed_rate_cells(plan: Plan) -> tuple[Cell, ...]:
     """Cells of P/D pairs. Raises InputError if there is none."""
     cells = tuple(cell for cell in plan.cells if connectors.get(_connector(plan, cell)).disaggregated)
     if not cells:
@@ -260,7 +260,7 @@ class HeldRun(ABC):
         return replace(result, status="failed", reason=error.message, hint=error.hint) if error else result
 
 
-def begun_run(path: Path, kind: str, console: Console) -> RunFolder | None:
+def open_unfinished_run(path: Path, kind: str, console: Console) -> RunFolder | None:
     """Return the run to resume, or None (report printed) if it is complete. Raises InputError."""
     run = load_run(path)
     if run.manifest.get("kind") != kind:

@@ -96,7 +96,7 @@ def _figures_of(pages: Pages) -> EngineFigures:
         generation_tokens=grown(pages, "vllm:generation_tokens_total"),
         restarts=_restarts(pages),
         instances=len(pages),
-        served=_served(pages),
+        served=_work_done(pages),
         cache_tokens=_cache_tokens(pages),
     )
 
@@ -111,7 +111,7 @@ def _cache_tokens(pages: Pages) -> float | None:
     return float(sum(known)) if known and len(known) == len(pages) else None
 
 
-def _served(pages: Pages) -> tuple[float, ...]:
+def _work_done(pages: Pages) -> tuple[float, ...]:
     """Requests, output tokens or prompt tokens of each instance; () if one lacks all."""
     for name in ("vllm:request_success_total", "vllm:generation_tokens_total", "vllm:prompt_tokens_total"):
         counts = [grown([page], name) for page in pages]

@@ -133,13 +133,13 @@ class Idleness:
 
     def drained(self, deadline_s: float) -> bool:
         """Wait until no instance reports a request; False after the deadline."""
-        return self._drained(self._clock.now() + deadline_s)
+        return self._wait_until_drained(self._clock.now() + deadline_s)
 
     def wait(self, cell: Cell) -> Finding | None:
         """Wait until the system is idle; return a finding after ``deadline_s``."""
         began = self._clock.now()
         deadline = began + self.deadline_s
-        if not self._drained(deadline):
+        if not self._wait_until_drained(deadline):
             left = self._deployment.under_way() or 0.0
             return _finding(
                 f"{left:g} requests are running or waiting {self._clock.now() - began:.0f} s later",
@@ -149,7 +149,7 @@ class Idleness:
             return None
         return self._wait_as_fast(cell, began, deadline)
 
-    def _drained(self, deadline: float) -> bool:
+    def _wait_until_drained(self, deadline: float) -> bool:
         while self._deployment.under_way():
             self._deployment.check_alive()
             if self._clock.now() > deadline:

@@ -284,11 +284,11 @@ class PlannedTrial:
             offered = planned(scenario, plan, trace)
         else:
             offered = planned_sessions(scenario, plan, source)
-        begun = begun_record(scenario, plan, labels)
+        begun = new_record(scenario, plan, labels)
         return cls(plan, trace, offered, TrialWatch(scenario, plan, offered), begun)
 
 
-def begun_record(scenario: Scenario, plan: TrialPlan, labels: Sequence[str] = ()) -> TrialRecord:
+def new_record(scenario: Scenario, plan: TrialPlan, labels: Sequence[str] = ()) -> TrialRecord:
     return TrialRecord(
         trial_id=plan.trial_id,
         cell=plan.cell,
