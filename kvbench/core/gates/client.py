@@ -20,10 +20,10 @@ def machine_disturbed(evidence: Evidence) -> Finding | None:
     """The machine worked for this trial alone, and at its full speed.
 
     evidence: CPU time of other processes, stolen by the hypervisor, withheld by the cgroup's limit; thermal
-    events of CPUs; slowdowns of GPUs for heat or power; traffic on the data NICs beyond this trial's.
-    A miss is refused where others had the CPU that the engines lacked: the machine was full, processes
-    waited, and others or the hypervisor took more than a tenth. Processes of kvbench's and of the
-    deployment's are no others, nor are kernel threads.
+    events of CPUs; slowdowns of GPUs for heat or power; traffic on the data NICs beyond this trial's. A miss
+    is refused where others had the CPU that the engines lacked: the machine was full, processes waited, and
+    others or the hypervisor took more than a tenth. Processes of kvbench and the deployment, and kernel
+    threads, do not count as others.
     limits: else it warns only. Whether it did harm to kvbench's own parts and to emulated engines, these tell
     (client_limited, host_starved, emulator_behind). Of a server on this machine that kvbench did not start,
     the processes that listen and their children are its own; the owner of other CPU time is unknown."""
@@ -133,7 +133,7 @@ def own_resources(evidence: Evidence) -> Finding | None:
 
     evidence: the operating system's errors when the load generator or kvbench's router opened a connection,
     and those that emulated engines report. Such requests are no misses of the system: one refuses the trial.
-    limits: what a server that kvbench did not start lacks is the system's own affair."""
+    limits: a server that kvbench did not start is part of the system under test."""
     emulated = any(engine.step_lag_p99_s is not None for engine in evidence.engines.values())
     counts = {"load generator": 0, "router": 0, "emulated engine": 0}
     first = ""
@@ -307,7 +307,7 @@ def router_limited(evidence: Evidence) -> Finding | None:
 def emulator_behind(evidence: Evidence) -> Finding | None:
     """The emulated engine kept its own timing model. evidence: by how much its steps, and the KV transfers
     that a model paces, ended late (P99, and all delays as a share of the time that they were to take).
-    limits: of the emulated engine only; what a real engine lacks is its own affair."""
+    limits: only for the emulated engine."""
     limits = evidence.limits
     lags: dict[tuple[str, str], float] = {}
     shares: dict[tuple[str, str], float] = {}

@@ -30,7 +30,7 @@ def too_few_requests(evidence: Evidence) -> Finding | None:
 
     evidence: 1 / (1 - share) requests at least for each share that the SLO asks (0.99 of a P99), unless its
     interval decides as it is, or another is missed for sure.
-    limits: a share near the target still needs many more; the interval says how far it may lie."""
+    limits: a share near the target still needs many more requests; see its interval."""
     shares = [each for each in evidence.summary.criteria if each.kind == "share"]
     if evidence.stopped_as == "missed" or any((each.upper or 0.0) < each.target for each in shares if each.n):
         return None
@@ -74,8 +74,8 @@ def one_batch(evidence: Evidence) -> Finding | None:
     """Requests came and went: the number in flight is not the number sent.
 
     evidence: how many requests ended before the last one arrived; below 10 % the trial was one batch, and
-    what it met is a batch size. limits: a miss stands all the same, since a longer load is harder still;
-    methods that mean to offer a burst only warn."""
+    what it met is a batch size.
+    limits: a miss still counts, since a longer load is harder; burst methods only warn."""
     sent = [record for record in evidence.records if record.sent_s is not None]
     if len(sent) < BATCH_MIN_REQUESTS or evidence.stopped_as == "missed":
         return None
@@ -255,10 +255,10 @@ class Populations:
 def two_populations(evidence: Evidence) -> Finding | None:
     """Latencies are those of one system, and not of a fast and a slow one.
 
-    evidence: TTFT (less what goes with the prompt's length) and TPOT of 60 requests and more. They fall into
-    two kinds if on a log scale the middle third between two medians is emptier than a single hill allows:
-    against the same width at the smaller kind, with an error of 1 in a million. Slow ones that come in turn,
-    as each second request does behind two servers, are a warning: prompts do not come in turn.
+    evidence: TTFT (without the part that depends on the prompt's length) and TPOT of 60 requests and more.
+    They fall into two kinds if on a log scale the middle third between two medians is emptier than a single
+    hill allows: against the same width at the smaller kind, with an error of 1 in a million. Slow ones that
+    come in turn, as each second request does behind two servers, are a warning: prompts do not come in turn.
     limits: a note where they come in no such order, as caches and preemption may part them, too; silent where
     they come in stretches, as of a queue, bursts and pauses, and where the kinds overlap."""
     if evidence.reuse_expected:

@@ -41,7 +41,7 @@ def answer_at_once(evidence: Evidence) -> Finding | None:
     evidence: the time from an answer's first token to its last: at least half of the answers of four tokens
     and more came within 0.1 ms a token, and 5 % of the time since they were sent. Refused where TTFT or TPOT
     is judged: the one is the whole latency then, the other none.
-    limits: silent where the load generator itself read too late to tell, and of what came over no socket."""
+    limits: not judged if the load generator itself read too late, or without a socket."""
     answers = _socket_requests(evidence)
     flushed = [each for each in answers if _at_once(each)]
     if not flushed or 2 * len(flushed) < len(answers) or not evidence.client.reads_in_time:
@@ -78,10 +78,10 @@ def _at_once(record: RequestRecord) -> bool:
 def impossible_answers(evidence: Evidence) -> Finding | None:
     """No answer came faster than any model can make it.
 
-    evidence: the time from a request's sending to its last text, and where it is a stream from its first,
-    for each token that came in it: in at least half of the answers no less than 0.1 ms.
-    limits: an answer from a list that is given out as slowly as a model's looks like one, unless its text
-    shows it; silent where the load generator itself read too late to tell."""
+    evidence: the time from a request's sending to its last text, and where it is a stream from its first, for
+    each token that came in it: in at least half of the answers no less than 0.1 ms.
+    limits: canned answers sent at a model's pace pass; not judged if the load generator itself read too
+    late."""
     answers = _socket_requests(evidence)
     fast = [each for each in answers if _impossible(each)]
     if not fast or 2 * len(fast) < len(answers) or not evidence.client.reads_in_time:
@@ -193,7 +193,7 @@ def early_first_token(evidence: Evidence) -> Finding | None:
     evidence: in half of the answers the gap after the first text is ten times the mean of those after it,
     and longer than TTFT. Refused where most of these first texts are blank and TTFT is judged; else a
     warning, as P may send the first token before its KV has come to D.
-    limits: a stall that is shorter than TTFT is not seen."""
+    limits: a stall shorter than TTFT is not detected."""
     answers = [each for each in _answers(evidence) if len(each.itl_s) >= LEAST_TOKENS - 1]
     ahead = [each for each in answers if _stalls(each.itl_s, each.ttft_sent_s)]
     if not ahead or 2 * len(ahead) < len(answers):

@@ -238,7 +238,7 @@ def kv_failures(evidence: Evidence) -> Finding | None:
 
 
 def kv_expired(evidence: Evidence) -> Finding | None:
-    """Prefill gave up no KV before decode had fetched it. Of cancelled requests that is what must happen.
+    """Prefill released no KV before decode had fetched it, except that of cancelled requests.
     evidence: the connector's counters against the requests that were cancelled so far. limits: as above."""
     expired = _expired_count(evidence)
     if expired <= 0:

@@ -166,9 +166,10 @@ def _local_tokens_allowed(evidence: Evidence, engine: EngineFigures) -> float:
 def unequal_instances(evidence: Evidence) -> Finding | None:
     """Each instance of a role served its part of the requests: none stood idle.
 
-    evidence: requests (or tokens) that each instance counted; one has less than half of an equal share, and
-    4 standard deviations less than if each request were sent to one by lot.
-    limits: a warning, as the rate is true, of those that worked; needs the counters of each instance."""
+    evidence: requests (or tokens) that each instance counted; one has less than half of an equal share, and 4
+    standard deviations less than if each request were sent to one by lot.
+    limits: a warning, as the rate is correct for the instances that worked; needs each instance's
+    counters."""
     sent = sum(record.sent_s is not None for record in evidence.records)
     for role, engine in evidence.engines.items():
         total, count = sum(engine.served), len(engine.served)

@@ -100,7 +100,6 @@ def too_far(history: TrialHistory, replay: ReplayResult) -> bool:
 
 
 def too_far_text(history: TrialHistory, replay: ReplayResult) -> str:
-    """Return what the precision would take."""
     precision = history.limits.precision
     hours = replay.further_requests(precision) / replay.estimate.median / 3600
     return f"±{100 * precision:.2g} % would take about {hours:.2g} h more: its requests vary too much"

@@ -63,7 +63,7 @@ class Flood:
     rate: float
 
     def is_over(self, ends_s: FloatArray, now_s: float) -> bool:
-        """Return whether the probe can end. ``ends_s``: completions so far."""
+        """Return whether the probe can end."""
         if now_s >= self.ends_s:
             return True
         if self._skips_saturation(ends_s, now_s):

@@ -27,7 +27,6 @@ COMPILED: Final = _queues is not None
 
 
 def doubles(values: npt.ArrayLike) -> FloatArray:
-    """Return a contiguous float64 array of the values."""
     return np.ascontiguousarray(values, np.float64)
 
 
