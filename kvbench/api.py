@@ -106,11 +106,9 @@ def simulate_splits(
     connectors: Sequence[str] = (),
     like: Run | Path | str | None = None,
 ) -> pd.DataFrame:
-    """Compare splits of P and D: one row per connector, split and input length.
-
-    Simulates all splits of ``gpus`` instances or the listed ``splits`` (``"1:1,2:1"``). ``goodput_per_gpu``
-    is comparable (requests/s within the SLO, per GPU); ``best`` marks the best of an input length.
-    """
+    """Compare splits of P and D: one row per connector, split and input length. Simulates all splits of
+    ``gpus`` instances or the listed ``splits`` (``"1:1,2:1"``). ``goodput_per_gpu`` is comparable (requests/s
+    within the SLO, per GPU); ``best`` marks the best of an input length."""
     from kvbench.sweep.simulate_splits import Choice, predicted
 
     choice = Choice(splits, gpus, False)

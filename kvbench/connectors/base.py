@@ -104,7 +104,6 @@ class PrefillPeer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers that send P's request to that rank."""
         return {} if self.data_rank is None else {RANK_HEADER: str(self.data_rank)}
 
 
@@ -135,8 +134,6 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class Seat:
-    """An engine instance from a connector's view."""
-
     role: Role
     rank: int
     host: str
@@ -161,8 +158,7 @@ class Connector(ABC):
     """Whether the dispatcher must know P's engine id and ranks from the start."""
     side_port_roles: tuple[Role, ...] = ()
     side_port_per_rank: ClassVar[bool] = False
-    """Whether each tensor-parallel rank of each data-parallel rank has a side port, from the planned one
-    upwards."""
+    """Whether each tensor-parallel rank has a side port, counted up from the planned one."""
     side_port_per_data_rank: ClassVar[bool] = False
     """Whether each data-parallel rank has a side port; otherwise the instance has one."""
     service_ports: ClassVar[int] = 0
@@ -267,7 +263,6 @@ class Connector(ABC):
         return {}
 
     def engine_args(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
-        """Required arguments of ``vllm serve``."""
         return {}
 
     def services(self, options: ConnectorOptions, host: str, ports: Sequence[int]) -> list[ProcessSpec]:
@@ -325,11 +320,8 @@ class _UnchangedOnD(Connector):
 
 
 class PlainConnector(_UnchangedOnD):
-    """Sequential dispatch with unchanged bodies, except one token for P.
-
-    P computes the prompt; D finds the KV by tokens or request id, without parameters (proxy_server.py of vLLM
-    0.6, and shared stores).
-    """
+    """Sequential dispatch with unchanged bodies, except one token for P. P computes the prompt; D finds the
+    KV by tokens or request id, without parameters (proxy_server.py of vLLM 0.6, and shared stores)."""
 
     dispatch = "sequential"
 
@@ -347,8 +339,7 @@ class LoneConnector(_UnchangedOnD):
 
 
 class PullConnector(Connector):
-    """Sequential dispatch that copies ``kv_transfer_params`` from P's response to D: vLLM's NixlConnector
-    from 0.13 to 0.33 (toy_proxy_server.py)."""
+    """Sequential dispatch that copies ``kv_transfer_params`` from P's response to D."""
 
     dispatch: DispatchMode = "sequential"
     side_port_roles: tuple[Role, ...] = ("prefill", "decode")
@@ -386,11 +377,9 @@ class PullConnector(Connector):
 
 
 class RoomConnector(Connector):
-    """SGLang's hand-off: concurrent requests meet in a "room" on P's bootstrap server.
-
-    The router adds ``bootstrap_host``, ``bootstrap_port`` and a random 63-bit ``bootstrap_room`` to both
-    bodies (SGLang 0.5, sglang_router). Only P binds a bootstrap port. Untested: SGLang needs a GPU.
-    """
+    """SGLang's hand-off: concurrent requests meet in a "room" on P's bootstrap server. The router adds
+    ``bootstrap_host``, ``bootstrap_port`` and a random 63-bit ``bootstrap_room`` to both bodies (SGLang 0.5,
+    sglang_router). Only P binds a bootstrap port. Untested: SGLang needs a GPU."""
 
     dispatch = "concurrent"
     side_port_roles: tuple[Role, ...] = ("prefill",)

@@ -118,8 +118,6 @@ def _asked(options: ConnectorOptions) -> str:
 
 
 class _Settings(Connector):
-    """Common part of all profiles."""
-
     name = "mooncake"
     title = "Mooncake (Transfer Engine, P pushes)"
     kv_connector = "MooncakeConnector"
@@ -172,8 +170,7 @@ class _Chosen(_Settings):
 
 
 class MooncakeV0(PlainConnector, _Settings):
-    """Profile for vLLM 0.6.4 to 0.10.0: one P and D, KV through host memory, and an external metadata
-    server."""
+    """Profile for vLLM 0.6.4 to 0.10.0: one P and D, an external metadata server."""
 
     releases = Releases((0, 6, 4), (0, 10, 1))
     v0_engine = True

@@ -46,7 +46,6 @@ class NcclOptions(KvOptions):
 
     @property
     def memory(self) -> str:
-        """Describe its memory besides vLLM's own."""
         kept = f"{self.kv_buffer_size / 1e9:g} GB of GPU memory in addition to gpu_memory_utilization"
         if self.send_type == "GET":
             used = f"P keeps KV in at most {kept} until D requests it, and drops the oldest beyond that"
@@ -57,8 +56,7 @@ class NcclOptions(KvOptions):
 
 
 class Nccl(PlainConnector):
-    """Profile for vLLM 0.11.1 to 0.23. Both sides bind a port per world rank, from kv_port upwards
-    (p2p_nccl_connector.py)."""
+    """Profile for vLLM 0.11.1 to 0.23. Both sides bind a port per world rank, from kv_port upwards."""
 
     name = "nccl"
     title = "NCCL (P2pNcclConnector)"

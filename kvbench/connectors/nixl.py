@@ -60,8 +60,7 @@ class SglangNixl(RoomConnector):
 
 
 class _Pull(PullConnector):
-    """D pulls from P; both bind a side channel for agent metadata. From 0.11.1 to 0.33 only P's response
-    fields differ, and they are copied."""
+    """D pulls from P; both bind a side channel for metadata. P's response fields are copied to D."""
 
     name = "nixl"
     title = "NIXL (UCX, D pulls)"
@@ -112,8 +111,7 @@ class NixlPerRank(_Pull):
 
 
 class Nixl(_Pull):
-    """Profile since 0.11.1: the scheduler serves all workers of its data-parallel rank at port + data
-    rank."""
+    """Profile since 0.11.1: one side channel per data-parallel rank, at port + rank."""
 
     releases = Releases((0, 11, 1))
     older = (NixlPerRank,)

@@ -20,8 +20,7 @@ LEAST_TITLE = 9
 
 @dataclass(frozen=True)
 class FittedColumn:
-    """``rank``: higher ones are dropped first, 0 never. ``fold``: width at which a cell wraps, 0 for
-    never."""
+    """``rank``: higher ones are dropped first, 0 never. ``fold``: width to wrap at, 0 for never."""
 
     title: str
     align: Literal["left", "right"] = "right"
@@ -47,7 +46,6 @@ class Fitted:
 
     @property
     def note(self) -> str:
-        """Return the sentence on dropped columns."""
         listed = ", ".join(self.left_out)
         return f"columns left out: {listed} (use a wider terminal or a file)" if listed else ""
 
@@ -82,15 +80,15 @@ class Grid:
         every = range(len(self.columns))
         if width is None or whole._width(every) <= width:
             return Fitted(list(whole._lines(every)))
-        return replace(self, columns=[self._narrow(place) for place in every])._dropped(width)
+        return replace(self, columns=[self._narrow(place) for place in every])._drop_column(width)
 
     def _narrow(self, place: int) -> FittedColumn:
         column = self.columns[place]
         cells = replace(self, columns=[replace(each, title="") for each in self.columns])
         room = max(cells._column_width(place), LEAST_TITLE)
-        return replace(column, title="\n".join(_folded(column.title, room)))
+        return replace(column, title="\n".join(_wrap(column.title, room)))
 
-    def _dropped(self, width: int) -> Fitted:
+    def _drop_column(self, width: int) -> Fitted:
         shown = list(range(len(self.columns)))
         if self._width(shown) <= width:
             return Fitted(list(self._lines(shown)))
@@ -112,7 +110,7 @@ class Grid:
         column = self.columns[place]
         texts = [
             *column.title.split("\n"),
-            *(part for row in self.cells for part in _folded(row[place], column.fold)),
+            *(part for row in self.cells for part in _wrap(row[place], column.fold)),
         ]
         return max(map(_cells_of, texts), default=0)
 
@@ -128,7 +126,7 @@ class Grid:
         for number, row in enumerate(self.cells):
             if number in self.groups and (self.groups[number] or number):
                 yield Line(self.groups[number], "group")
-            folded = {place: _folded(row[place], self.columns[place].fold) for place in shown}
+            folded = {place: _wrap(row[place], self.columns[place].fold) for place in shown}
             *first, last = self._row(folded, widths)
             yield from (Line(text, "row") for text in first)
             yield Line(last, "row", number)
@@ -158,14 +156,14 @@ class Grid:
             texts = []
             for name, cell in zip(names[1:], row[1:], strict=True):
                 room = max(width - len(self.indent) - longest - 2 * len(GAP), 20)
-                for title, part in zip_longest(_folded(name, longest), _folded(cell, room), fillvalue=""):
+                for title, part in zip_longest(_wrap(name, longest), _wrap(cell, room), fillvalue=""):
                     blanks = " " * (longest - _cells_of(title))
                     texts.append(f"{self.indent}{GAP}{title}{blanks}{GAP}{part}".rstrip())
             for place, text in enumerate(texts):
                 yield Line(text, "row", number if place == len(texts) - 1 else -1)
 
 
-def _folded(text: str, width: int) -> list[str]:
+def _wrap(text: str, width: int) -> list[str]:
     """Wrap at blanks only; 0: no wrap."""
     lines = text.split("\n") or [""]
     if not width:

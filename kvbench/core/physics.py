@@ -68,8 +68,7 @@ class PrefillWork:
     source: str = ""
 
     def flop(self, tokens: float) -> float:
-        """Return the FLOP of one prompt. Causal attention: QKᵀ and PV, 2 FLOP per multiply-add, half of the
-        square."""
+        """Return the FLOP of one prompt; causal attention counts half of the square."""
         return 2.0 * self.parameters * tokens + 2.0 * self.attention * tokens * tokens
 
 
@@ -98,8 +97,7 @@ def prefill_work(model: str, active_parameters: float | None = None) -> PrefillW
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the peak FLOP/s of one GPU by nvidia-smi's name ("NVIDIA H100 80GB HBM3") or a short one
-    ("h200")."""
+    """Return the peak FLOP/s of one GPU by nvidia-smi's name or a short one ("h200")."""
     known = _known_gpu(name)
     return _PEAK_TFLOPS[known] * 1e12 if known else None
 

@@ -84,10 +84,9 @@ def timing_header(name: str) -> str:
 
 @dataclass
 class RequestRecord:
-    """One request as the load generator recorded it.
-
-    ``router_received_s`` to ``decode_first_byte_s`` are times of kvbench's router on the same machine, on the
-    generator's clock. In direct mode all but ``router_received_s`` are the generator's."""
+    """One request as the load generator recorded it. ``router_received_s`` to ``decode_first_byte_s`` are
+    times of kvbench's router on the same machine, on the generator's clock. In direct mode all but
+    ``router_received_s`` are the generator's."""
 
     request_id: str
     scheduled_s: float
@@ -154,7 +153,6 @@ class RequestRecord:
 
     @property
     def ttft_sent_s(self) -> float | None:
-        """First token − real send."""
         if self.first_token_s is None or self.sent_s is None:
             return None
         return self.first_token_s - self.sent_s
@@ -180,8 +178,7 @@ class RequestRecord:
 
 
 def require_types(record: object) -> None:
-    """Raise TypeError if a field of a record from a file has the wrong JSON type. Numbers may be None, which
-    stands for non-finite values."""
+    """Raise TypeError if a field of a record from a file has the wrong JSON type."""
     cls = type(record)
     if cls not in _JSON_TYPES:
         _JSON_TYPES[cls] = {name: _kinds(hint) for name, hint in get_type_hints(cls).items()}
@@ -208,8 +205,7 @@ def _kinds(hint: Any) -> tuple[type, ...]:
 
 @dataclass(frozen=True)
 class Finding:
-    """A gate's finding. ``level``: "invalid" (refuses the trial), "warning" (shown with the number) or
-    "note"."""
+    """A gate's finding. ``level``: "invalid" (refuses the trial), "warning" or "note"."""
 
     gate: str
     level: Literal["invalid", "warning", "note"]

@@ -227,8 +227,7 @@ class Slo:
         return tuple((criterion.kind, criterion.target) for criterion in self.all_criteria())
 
     def observe(self, values: Mapping[str, float | None], ok: bool) -> tuple[float, ...]:
-        """Return a request's observation for each criterion; NaN without one. ``values``: ms by metric, from
-        ``latencies_ms``."""
+        """Return a request's observation for each criterion, or NaN. ``values``: ms by metric."""
         return tuple([criterion.observe(values, ok) for criterion in self._criteria])
 
     def margins(self, values: Mapping[str, float | None], ok: bool) -> tuple[float, ...]:
@@ -339,8 +338,7 @@ LEAST_S: Final = 60.0
 """Shortest deadline in seconds."""
 LONGEST_TIMEOUT_S: Final = 86_400.0
 TIMES: Final = 3.0
-"""Deadline as a multiple of the SLO's allowance: percentiles and means permit slower requests, and cut-off
-ones count as failed."""
+"""Deadline as a multiple of the SLO's allowance, since percentiles permit slower requests."""
 
 
 def allowed_s(slos: Iterable[Slo], output_len: int) -> float:

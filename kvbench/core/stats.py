@@ -39,7 +39,6 @@ def beta_cdf(a: float, b: float, x: float) -> float:
 
 
 def log_beta(a: float, b: float) -> float:
-    """Logarithm of the complete beta function."""
     return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
 
@@ -68,8 +67,7 @@ def _nonzero(value: float) -> float:
 
 @lru_cache(4096)
 def beta_quantile(a: float, b: float, q: float) -> float:
-    """Return the x with I_x(a, b) = q, by bisection. Cached, since repeated looks at a trial need the same
-    ones."""
+    """Return the x with I_x(a, b) = q, by bisection. Cached for repeated looks."""
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -338,8 +336,7 @@ def _resampled(trials: Sequence[Pairs]) -> Iterator[Pairs]:
 
 
 def block_length(values: FloatArray) -> int:
-    """Neighbours to draw together: the usual n^(1/3), or twice their correlation time if that is more. At
-    most a fifth of them, so that there is something to draw from."""
+    """Successive values to draw together: n^(1/3), or twice the correlation time, at most n / 5."""
     n = len(values)
     wanted = max(n ** (1 / 3), 2 * autocorrelation_time(values))
     return int(max(1, min(math.ceil(wanted), n // 5)))

@@ -233,8 +233,7 @@ class RunningDeployment:
         self._client.close()
 
     def check_alive(self) -> None:
-        """Raise HostLostError for a lost host, ProcessDiedError for an ended process, LaunchError for a fatal
-        log line."""
+        """Raise HostLostError, ProcessDiedError, or LaunchError for a fatal log line."""
         self._launcher.check()
         self._watch.check(self.processes)
 
@@ -290,15 +289,12 @@ class RunningDeployment:
 
     @property
     def empties_caches(self) -> bool:
-        """Whether prefix caches can be emptied."""
         return bool(self.endpoints.cache_reset_urls)
 
     def reset_caches(self) -> None:
-        """Empty all prefix caches, where the endpoint exists.
-
-        vLLM (reported by 0.28 and newer) keeps its cache while KV blocks are held, such as unfetched KV; then
-        it is retried. Raises ServerError at the deadline.
-        """
+        """Empty all prefix caches, where the endpoint exists. vLLM (reported by 0.28 and newer) keeps its
+        cache while KV blocks are held, such as unfetched KV; then it is retried. Raises ServerError at the
+        deadline."""
         deadline = time.monotonic() + KV_HELD_S
         for url in self.endpoints.cache_reset_urls:
             while not self._reset_cache(url):

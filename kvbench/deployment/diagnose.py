@@ -90,7 +90,6 @@ class LogSource:
         return self.role == {"read": "decode", "write": "prefill"}.get(self.kv_operation, self.role)
 
     def has(self, pattern: Pattern) -> bool:
-        """Whether this log may contain the pattern."""
         return (
             (not pattern.engine or not self.logs_like or pattern.engine == self.logs_like)
             and (not pattern.role or not self.role or pattern.role == self.role)
@@ -143,8 +142,7 @@ class Diagnosis:
 
 
 def diagnose(lines: Iterable[str], source: LogSource | None = None) -> list[Diagnosis]:
-    """Return causes in these lines, nearest to the root first, without duplicates. A line counts for the
-    first matching pattern."""
+    """Return causes in these lines, nearest to the root first, without duplicates."""
     source = source or LogSource()
     possible = [pattern for pattern in patterns().values() if source.has(pattern)]
     found: dict[str, Diagnosis] = {}

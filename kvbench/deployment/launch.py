@@ -195,8 +195,7 @@ def ps(scenario: str | None, overrides: Sequence[str], console: Console, *, as_j
 def stop(
     tag: str, scenario: str | None, overrides: Sequence[str], console: Console, *, everything: bool
 ) -> int:
-    """End the processes of one run (tag, or its beginning) or all runs, and remove their local temporary
-    folders."""
+    """End the processes of one run or all, and remove their local temporary folders."""
     if bool(tag) == everything:
         raise InputError("name the run to stop, or use --all", hint="`kvbench runs ps` lists them")
     with _reached(scenario, overrides, console) as (fleet, failed):

@@ -56,8 +56,7 @@ class ProcessWatch:
         self._logs.follow(path, source)
 
     def check(self, processes: Sequence[Process]) -> None:
-        """Raise ProcessDiedError for an ended process, LaunchError for a fatal log line, ProcessHungError for
-        a hung one."""
+        """Raise ProcessDiedError, ProcessHungError, or LaunchError for a fatal log line."""
         for process in processes:
             status = process.poll()
             if status is not None:
@@ -155,8 +154,7 @@ def died(
     diagnosis: Diagnosis | None = None,
     others: Sequence[Process] = (),
 ) -> ProcessDiedError:
-    """Create the error for an unexpectedly ended process, with its last lines, and those of ``others`` if the
-    cause is unknown."""
+    """Create the error for an ended process with its last lines, or those of ``others``."""
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
     lines = process.tail()
     message = f"{process.name} {how}"

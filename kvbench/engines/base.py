@@ -60,8 +60,7 @@ class Instance:
         return replace(self, host=self.nodes[number], engine_id=self._engine_id_on(number))
 
     def _engine_id_on(self, number: int) -> str:
-        """Engine id on a host with its own data-parallel ranks: older vLLM (0.13) derives a rank's id from
-        its number on the host."""
+        """Engine id on a host with its own data-parallel ranks (vLLM 0.13 numbers them by host)."""
         first = number - number % max(1, len(self.nodes) // self.ranks.data)
         return f"{self.engine_id}{NODE}{first}" if first else self.engine_id
 
@@ -166,8 +165,7 @@ class FirstScenario:
 
 
 class Engine(ABC):
-    """Converts an instance to a process and knows its endpoints; further differences are in its
-    ``EngineOptions``."""
+    """Converts an instance to a process; other differences are in its ``EngineOptions``."""
 
     name: ClassVar[str]
     labels: ClassVar[tuple[str, ...]] = ()
@@ -213,8 +211,7 @@ class Engine(ABC):
         connector_options: ConnectorOptions,
         options: EngineOptions,
     ) -> list[ProcessSpec]:
-        """Processes of one instance, one per host; the first serves HTTP. Raises InputError if it cannot span
-        hosts."""
+        """Processes of one instance, one per host; the first serves HTTP. Raises InputError."""
         if len(instance.nodes) > 1:
             raise InputError(
                 f"an instance of the {self.name} engine runs on one host, unlike {instance.name}"
@@ -271,7 +268,6 @@ def overridden(ours: Mapping[str, str], users: Mapping[str, str]) -> list[str]:
 
 
 def found_command(command: str, env: Mapping[str, str]) -> str | None:
-    """Executable of a command's first word, or None."""
     return shutil.which(command, path=env.get("PATH", os.environ.get("PATH")))
 
 

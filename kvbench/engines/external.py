@@ -61,13 +61,10 @@ def header_problem(name: str, value: str) -> str:
 
 
 def each_url(urls: str) -> list[str]:
-    """Split a comma-separated list of URLs."""
     return [url.strip() for url in urls.split(",")] if urls else []
 
 
 class ExternalOptions(EngineOptions):
-    """Location of the server under test."""
-
     starts_processes = False
     uses_gpus = False
 

@@ -1,5 +1,4 @@
-"""SGLang: commands and dispatch according to its sources. Untested as it needs a GPU, which `check` reports
-unless the user confirms it."""
+"""SGLang: commands and dispatch according to its sources. Untested, as it needs a GPU."""
 
 from __future__ import annotations
 

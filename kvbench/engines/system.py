@@ -20,8 +20,6 @@ _NO_SERVER = Problem(
 
 
 class SystemOptions(EngineOptions):
-    """The simulator's command and answer limit."""
-
     starts_processes = False
     uses_gpus = False
 

@@ -323,8 +323,7 @@ def node_env(address: str) -> dict[str, str]:
 
 
 def _on_node(spec: ProcessSpec, instance: Instance, number: int) -> ProcessSpec:
-    """The server's process on one of its hosts. Data-parallel settings are explicit, as not all releases
-    infer them."""
+    """The server's process on one of its hosts, with explicit data-parallel settings."""
     ranks, hosts = instance.ranks.data, len(instance.nodes)
     meet = {
         "distributed-executor-backend": "mp",

@@ -25,7 +25,6 @@ class Importer(Protocol):
 
 
 def names() -> tuple[str, ...]:
-    """Return all formats, sorted."""
     return tuple(sorted(modules(__path__)))
 
 

@@ -97,7 +97,6 @@ class ServingRow:
 
     @property
     def missing(self) -> list[str]:
-        """Return the names of this row's missing values."""
         named = {
             "connector": self.connector,
             "input_len": self.input_len,

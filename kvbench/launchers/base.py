@@ -34,8 +34,6 @@ class Reader(Protocol):
 
 
 class Process(Protocol):
-    """A started process with its group."""
-
     @property
     def spec(self) -> ProcessSpec: ...
     @property
@@ -70,8 +68,6 @@ class Process(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts processes on their hosts and stops them."""
-
     @property
     def log_dir(self) -> Path:
         """Local folder of all logs."""

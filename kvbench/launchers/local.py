@@ -101,7 +101,6 @@ class LogBound:
         self._none_left = threading.Event()
 
     def watch(self, process: Logged) -> None:
-        """Bound the process's log."""
         with self._lock:
             if not self._logs:
                 self._none_left = threading.Event()
@@ -284,8 +283,7 @@ class LocalProcess:
         self._logs.ended(self)
 
     def _end_group(self) -> None:
-        """Kill the group, Python's resource trackers last: they clean up /dev/shm and then end by
-        themselves."""
+        """Kill the group, Python's resource trackers last: they clean up /dev/shm."""
         for pid in _members(self.pid) - _trackers(self.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

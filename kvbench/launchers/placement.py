@@ -24,8 +24,6 @@ Tell = Callable[[str], None]
 
 
 class ChosenNodes(Protocol):
-    """Nodes per role, and their addresses."""
-
     @property
     def hosts(self) -> Mapping[str, tuple[str, ...]]:
         """Role → nodes."""

@@ -39,8 +39,7 @@ class Bundle:
 
 
 def bundles_of(options: RayOptions, *, loadgen_only: bool = False) -> list[Bundle]:
-    """Return a bundle per node of each role with its own nodes. ``loadgen_only``: external servers need only
-    a load generator."""
+    """Return a bundle per node of each role with its own nodes."""
     bundles = []
     for role in ("loadgen",) if loadgen_only else SCHEDULED_ROLES:
         wanted: RayNodes | None = getattr(options, role) or (RayNodes() if loadgen_only else None)
@@ -67,8 +66,7 @@ def placed(bundles: Sequence[Bundle], names: Sequence[str]) -> dict[str, tuple[s
 
 
 def missing(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, Any]], *, spread: bool) -> list[str]:
-    """Describe resources that no node has; empty if the cluster is only busy. ``nodes``: ``ray.nodes()`` with
-    Resources (total) and Labels."""
+    """Describe resources that no node has, or "". ``nodes``: ``ray.nodes()``."""
     alive = [node for node in nodes if node.get("Alive", node.get("alive"))]
     lacking = [
         f"no node has what {bundle.words()} requires"
@@ -293,8 +291,7 @@ class RayNodesOf:
 
 
 def _require_answer(address: str) -> None:
-    """Raise LaunchError if no server listens, as Ray would retry for two minutes. ``auto`` is resolved by
-    ray.init, unless one of its usual sources names an address."""
+    """Raise LaunchError if no server listens, since Ray would retry for two minutes."""
     current = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "")

@@ -46,7 +46,6 @@ def ssh_library() -> Any:
 
 
 def by_hand(name: str, wanted: Ssh) -> str:
-    """Equivalent ssh command for the user."""
     words = ["ssh"]
     words += [f"-F {wanted.config}"] if wanted.config else []
     words += [f"-o UserKnownHostsFile={wanted.known_hosts}"] if wanted.known_hosts else []
@@ -120,8 +119,7 @@ T = TypeVar("T")
 
 KEEPALIVE_S: Final = 2.0
 KEEPALIVES: Final = 3
-"""Unanswered keepalives that end the connection; the agents' heartbeats (``agents/channel.py``) detect a loss
-earlier."""
+"""Unanswered keepalives that end the connection; heartbeats detect a loss earlier."""
 PUT_S: Final = 60.0
 SLOWEST_BYTES_PER_S: Final = 1e6
 """Slowest file transfer, in bytes per second; below it counts as stuck."""

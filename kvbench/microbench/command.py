@@ -40,7 +40,6 @@ class CaseProgress:
     """Shows progress. ``estimate_s``: of all cases, corrected by the time of finished ones."""
 
     def __init__(self, console: Console, path: Path, cases: int, estimate_s: float) -> None:
-        """``path``: the run folder."""
         self._console = console
         self._cases = cases
         self._estimate_s = estimate_s

@@ -168,8 +168,7 @@ class MicrobenchPlaces:
         return self._lab.record() if self._lab is not None else {}
 
     def check(self, cases: Sequence[Case]) -> None:
-        """Choose the NICs of both sides. Raises InputError, listing the existing ones, if there are too
-        few."""
+        """Choose the NICs of both sides. Raises InputError if there are too few."""
         asked: dict[str, int] = {}
         for case in cases:
             if case.nics and not self.in_lab:
@@ -398,8 +397,7 @@ class BetweenHosts:
 
 
 def choose_pairs(scenario: Scenario, options: MicrobenchOptions) -> list[tuple[str, str]]:
-    """Return (initiators' host, targets' host) of each pair; by default prefill's first and decode's first.
-    Raises InputError for an unknown host."""
+    """Return (initiators' host, targets' host) of each pair. Raises InputError."""
     deployment = scenario.deployment
     if options.pairs == "all":
         pairs = list(permutations(deployment.hosts, 2))

@@ -96,8 +96,7 @@ class WorkerHandle:
             raise self.end_error() from None
 
     def _read_rest(self) -> None:
-        """Read everything sent before the end, which explains more than the end. Raises WorkerError, like
-        ``read``."""
+        """Read everything that was sent before the end. Raises WorkerError."""
         deadline = time.monotonic() + LAST_WORDS_S
         while select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
             self.read()

@@ -183,8 +183,7 @@ def adopted(folder: Path) -> bool:
 
 
 def damages(folder: Path, checked: Counter[str] | None = None) -> Iterator[Damage]:
-    """Yield the differences from the checksums; ``checked`` counts the comparisons. Raises StoreError for
-    unreadable files."""
+    """Yield the differences from the checksums. Raises StoreError for unreadable files."""
     alive = writer_is_alive(folder)
     try:
         found = {name: _digests_in(folder, name) for name in _covered(folder)}

@@ -25,8 +25,7 @@ class EarlierSessions:
 
     trials: Mapping[tuple[Cell, Method], Sequence[TrialRecord]] = field(default_factory=dict)
     results: Mapping[Cell, Sequence[CellResult]] = field(default_factory=dict)
-    """Results of the finished cells, the main one first. Failed cells count as unfinished: they may succeed
-    later."""
+    """Results of the finished cells, the main one first; failed cells may succeed later."""
     outputs: Mapping[tuple[str, int], Outputs] = field(default_factory=dict)
     """Greedy outputs and idle latency by deployment and input length."""
     canaries: Mapping[tuple[str, int, int], CanaryPool] = field(default_factory=dict)

@@ -67,9 +67,8 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _array(values: Sequence[Any], kind: pa.DataType | None = None) -> pa.Array:
-    """Return a column, by default of its values' type.
-
-    It is built from buffers, because ``pa.array`` imports pandas (most of a second of CPU time)."""
+    """Return a column, by default of its values' type. It is built from buffers, because ``pa.array`` imports
+    pandas (most of a second of CPU time)."""
     import numpy as np
     import pyarrow as pa
 
@@ -133,7 +132,6 @@ class TransferTable:
         self._parts: list[pa.Table] = []
 
     def add(self, record: TransferRecord) -> None:
-        """Add a row and write the file. Raises OSError."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 

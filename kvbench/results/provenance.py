@@ -157,7 +157,6 @@ def host_of(run: RunFolder) -> str:
 
 
 def hardware_of(run: RunFolder) -> str:
-    """Return CPU, cores and GPUs in one line."""
     cpu = run.environment.get("cpu")
     details: Mapping[str, Any] = cpu if isinstance(cpu, Mapping) else {"model": cpu}
     model = str(details.get("model") or details.get("name") or "")

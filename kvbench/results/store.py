@@ -189,8 +189,7 @@ class RunInfo:
 
 
 class RunStore:
-    """Writer of one run folder. As a context manager it also writes the run's end. Raises StoreError with the
-    path if the folder cannot be written."""
+    """Writer of one run folder; a context manager. Raises StoreError with the path."""
 
     def __init__(self, path: Path, manifest: dict[str, Any], lock: int | None = None) -> None:
         """``lock``: the locked ``trials.jsonl``."""
@@ -253,8 +252,7 @@ class RunStore:
 
     @classmethod
     def reopen(cls, path: Path) -> RunStore:
-        """Resume a run folder: add a session and cut off incomplete lines. Raises StoreError if another
-        process writes to the folder."""
+        """Resume a run folder: add a session. Raises StoreError if it is in use."""
         require_no_links(path)
         lock = locked(path)
         try:

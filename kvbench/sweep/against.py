@@ -107,7 +107,7 @@ class RowCells:
         """Run one full-length trial for each row. Errors as for a site's ``run``."""
         self._site.prepare()
         try:
-            records = [self._offered(cell, number, row) for number, row in enumerate(self._rows_of(cell), 1)]
+            records = [self._run_load(cell, number, row) for number, row in enumerate(self._rows_of(cell), 1)]
         finally:
             self._site.close()
         if not records:
@@ -125,7 +125,7 @@ class RowCells:
             if row.cell.input_len == cell.input_len and label_of(row, self._scenario) == cell.connector
         ]
 
-    def _offered(self, cell: Cell, number: int, row: LoadRow) -> TrialRecord:
+    def _run_load(self, cell: Cell, number: int, row: LoadRow) -> TrialRecord:
         requests = tuple(requests_of(row, self._scenario))
         rate = request_rate(requests)
         plan = TrialPlan(cell, number, rate, "against", method="fixed", searched=False, requests=requests)
@@ -219,8 +219,7 @@ DRAWS: Final = 5
 def compared(
     row: LoadRow, system: System, scenario: Scenario, draws: int = DRAWS
 ) -> tuple[list[Deviation], TrialRecord, list[RequestRecord]]:
-    """Simulate a row once per arrival sequence; also return the first trial and its requests. Raises
-    InputError for a request that never fits."""
+    """Simulate a row once per arrival sequence; also return the first trial's requests."""
     drawn: list[tuple[list[RequestRecord], float]] = []
     kind = scenario.simulate.arrivals
     for draw in range(draws if kind == "drawn" else 1):

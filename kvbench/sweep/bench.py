@@ -71,11 +71,8 @@ class Knowledge:
 
 
 def extrapolated(known: Sequence[tuple[int, float]], input_len: int) -> float:
-    """Extrapolate the rate to another input length.
-
-    Two known lengths: 1/rate is linear in the length. One: the cost grows with the power 0.7 of the length,
-    between a fixed cost (0) and a purely linear one (1).
-    """
+    """Extrapolate the rate to another input length. Two known lengths: 1/rate is linear in the length. One:
+    the cost grows with the power 0.7 of the length, between a fixed cost (0) and a purely linear one (1)."""
     length, rate = min(known, key=lambda pair: abs(pair[0] - input_len))
     others = [pair for pair in known if pair[0] != length]
     if not others:
@@ -119,20 +116,16 @@ class Site(Protocol):
         """Measure latency and greedy outputs of single requests. Raises KvbenchError."""
 
     def outputs(self, input_len: int) -> Outputs | None:
-        """Stored greedy reference outputs, or None."""
         return None
 
     def watch_answers(self, cell: Cell, known: CanaryPool | None) -> CanaryPool | None:
-        """Make some requests of the cell's next trials canaries, and return their reference outputs.
-
-        Without ``known`` outputs the idle site is queried and its answers are stored. Returns None if there
-        are none. Raises KvbenchError.
-        """
+        """Make some requests of the cell's next trials canaries, and return their reference outputs. Without
+        ``known`` outputs the idle site is queried and its answers are stored. Returns None if there are none.
+        Raises KvbenchError."""
         return None
 
     def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, CanaryPool | None]:
-        """Return the result of a few canaries after a cell's last trial, and the reference outputs if the
-        site gave them."""
+        """Return the result of canaries after a cell's last trial, and reference outputs if any."""
         return None, None
 
     def run(self, plan: TrialPlan) -> TrialRecord:
@@ -160,8 +153,7 @@ class Bench(Protocol):
         """Return why a deployment cannot start here, or None if it can or only its start will show."""
 
     def up(self, planned: DeploymentPlan, round_: str = "") -> AbstractContextManager[Site]:
-        """Run a deployment within the context. ``round_`` names a repeated start of the same one. Raises
-        KvbenchError at start or from the site."""
+        """Run a deployment within the context. Raises KvbenchError. ``round_``: repeated start."""
 
 
 class CellWork(Protocol):

@@ -1,5 +1,4 @@
-"""``kvbench calibrate --from``: fit a timing profile to trials or imported requests; check it on held-out
-ones."""
+"""``kvbench calibrate --from``: fit a timing profile, and check it on held-out requests."""
 
 from __future__ import annotations
 
@@ -344,7 +343,7 @@ def _profile(given: CalibrationInput, checked: CheckedFit, options: CalibrateOpt
         coefficients=_coefficients(fitted),
         covariance=Covariance(
             order=list(fitted.values),
-            rows=[[_rounded(cell, _COVARIANCE_DIGITS) for cell in row] for row in fitted.covariance.tolist()],
+            rows=[[_round(cell, _COVARIANCE_DIGITS) for cell in row] for row in fitted.covariance.tolist()],
         ),
     )
 
@@ -352,12 +351,12 @@ def _profile(given: CalibrationInput, checked: CheckedFit, options: CalibrateOpt
 def _coefficients(fitted: FittedTiming) -> dict[str, Coefficient]:
     errors = fitted.errors
     return {
-        name: Coefficient(value=_rounded(value), error=_rounded(errors[name]))
+        name: Coefficient(value=_round(value), error=_round(errors[name]))
         for name, value in fitted.values.items()
     }
 
 
-def _rounded(value: float, digits: int = _DIGITS) -> float:
+def _round(value: float, digits: int = _DIGITS) -> float:
     return float(f"{value:.{digits}g}")
 
 

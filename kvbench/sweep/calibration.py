@@ -72,7 +72,7 @@ def surroundings(
             found, source=f"{found.source} ({label} is not in the run)"
         )
     else:
-        found = _of_profile(scenario, _as_paced(scenario, backend, found))
+        found = _of_profile(scenario, _emulated_surroundings(scenario, backend, found))
     given = scenario.simulate
     own = given.connectors.get(label)
     link = {
@@ -112,17 +112,17 @@ def _of_microbench(run: RunFolder, scenario: Scenario, backend: str, otherwise: 
         lacking = f" ({backend} is not in the run)" if backend else ""
         return replace(otherwise, source=otherwise.source + lacking)
     model = model_for(models, backend)
-    link = _modelled(model, scenario, backend)
+    link = _link_of(model, scenario, backend)
     return Surroundings(link, otherwise.overheads, f"link: {model.way} of {run.run_id}; {otherwise.source}")
 
 
-def _as_paced(scenario: Scenario, backend: str, otherwise: Surroundings) -> Surroundings:
+def _emulated_surroundings(scenario: Scenario, backend: str, otherwise: Surroundings) -> Surroundings:
     """Take the link of an emulated engine from its transfer model."""
     options = scenario.deployment.engine_options
     model = options.pace(backend) if backend else None
     if model is None:
         return otherwise
-    link, scale = _modelled(model, scenario, backend), scenario.simulate.time_scale or options.time_factor
+    link, scale = _link_of(model, scenario, backend), scenario.simulate.time_scale or options.time_factor
     scaled = Link(gb_per_s=link.gb_per_s / scale, latency_ms=link.latency_ms * scale)
     return replace(otherwise, link=scaled, source=f"link: the engine's transfer model; {otherwise.source}")
 
@@ -143,7 +143,7 @@ def _of_profile(scenario: Scenario, otherwise: Surroundings) -> Surroundings:
     return Surroundings(link, Overheads(), f"timing profile {profile.name}{whose}")
 
 
-def _modelled(model: TransferModel, scenario: Scenario, backend: str) -> Link:
+def _link_of(model: TransferModel, scenario: Scenario, backend: str) -> Link:
     """Convert a fitted model to a link that moves the scenario's KV."""
     tokens = scenario.deployment.engine_options.kv_block_tokens
     shape, ranks = scenario.kv_shape, scenario.deployment.wire_ranks

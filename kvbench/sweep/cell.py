@@ -25,8 +25,7 @@ from kvbench.sweep.trial.load_plan import ClosedLoad, LoadMode, TrialPlan, fixed
 from kvbench.sweep.trial.output_check import Equality, compare
 
 START_CONCURRENCY = 4.0
-"""Start of a search without a hint, in requests in flight: above one idle request, far below a batching
-engine's limit."""
+"""Start of a search without a hint, in requests in flight."""
 
 
 CEILING = True
@@ -55,8 +54,7 @@ class Fixed:
     duration_s: float = 0.0
 
     def closed(self, most: int, latency_s: float) -> ClosedLoad | None:
-        """Return the closed loop, if any, with at most ``most`` prepared requests. ``latency_s``: of a single
-        idle request."""
+        """Return the closed loop, if any. ``latency_s``: of a single idle request."""
         if not self.concurrency:
             return None
         rounds = 2 + math.ceil(1.2 * self.duration_s / max(latency_s, 1e-3))
@@ -70,11 +68,8 @@ class Fixed:
 
     def turns(self, own: LoadMode) -> tuple[tuple[LoadMode, int], ...]:
         """Return each trial's mode and the number of the trial whose load it repeats, in the order own,
-        other, other, own.
-
-        So neither mode always comes first, and drift affects both equally. The last trial, shown in tables,
-        uses the scenario's ``own`` mode.
-        """
+        other, other, own. So neither mode always comes first, and drift affects both equally. The last trial,
+        shown in tables, uses the scenario's ``own`` mode."""
         other: LoadMode = "direct" if own == "router" else "router"
         return (own, 1), (other, 1), (other, 3), (own, 3)
 
@@ -184,14 +179,14 @@ class CellRunner:
             return OneRate(self._site.trace_rate)
         hint = self._knowledge.hint(cell, self._disaggregated) if search.start_rate is None else None
         if hint is not None:
-            hint = Hint(self._allowed(hint.rate), hint.trusted)
+            hint = Hint(self._within_limits(hint.rate), hint.trusted)
         guess = START_CONCURRENCY / max(latency_s, 1e-3)
-        start = self._allowed(search.start_rate or self._site.trace_rate or guess)
+        start = self._within_limits(search.start_rate or self._site.trace_rate or guess)
         if method == "burst":
             known = self._knowledge.rates.get(cell)
             return Burst(
                 BurstSearch(
-                    self._allowed(known or (hint.rate if hint else start)),
+                    self._within_limits(known or (hint.rate if hint else start)),
                     search.min_rate,
                     search.max_rate,
                     search.precision,
@@ -221,7 +216,7 @@ class CellRunner:
             method == "sustained" and self._scenario.workload.sessions is None and not self._site.trace_rate
         )
 
-    def _allowed(self, rate: float) -> float:
+    def _within_limits(self, rate: float) -> float:
         search = self._scenario.search
         return min(max(rate, search.min_rate), search.max_rate)
 
@@ -366,8 +361,7 @@ def _wrong_at_end(last: CanaryResult) -> str:
 def confirmed_by(
     records: Sequence[TrialRecord], tier: str, rate: float | None, precision: float
 ) -> str | None:
-    """Return the trial that met the SLO at the rate or within the precision above it: the nearest, then the
-    newest."""
+    """Return the nearest, then newest trial met at the rate or within the precision above it."""
     if not rate:
         return None
     low, high = rate * (1 - 1e-9), rate * (1 + precision) * (1 + 1e-9)

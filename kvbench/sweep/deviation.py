@@ -61,7 +61,6 @@ class Deviation:
 
     @property
     def outside(self) -> bool:
-        """Whether the deviation exceeds OUTSIDE."""
         return abs(self.ratio - 1) > OUTSIDE
 
     def flat(self, word: str) -> dict[str, Any]:
@@ -160,12 +159,9 @@ def label_of(row: LoadRow, scenario: Scenario) -> str:
 
 
 def arrivals(row: LoadRow, seed: int, kind: str = "drawn") -> list[float]:
-    """Return send times in seconds.
-
-    *drawn*: Poisson arrivals, scaled to end at n / rate. *vllm*: arrivals of ``vllm bench serve`` with seed 0
-    from numpy's global generator, scaled likewise. *vllm-0.6*: those of ``benchmark_serving.py``, not scaled;
-    the first request is sent at once.
-    """
+    """Return send times in seconds. *drawn*: Poisson arrivals, scaled to end at n / rate. *vllm*: arrivals of
+    ``vllm bench serve`` with seed 0 from numpy's global generator, scaled likewise. *vllm-0.6*: those of
+    ``benchmark_serving.py``, not scaled; the first request is sent at once."""
     assert row.requests is not None
     assert row.request_rate is not None
     if kind == "drawn":

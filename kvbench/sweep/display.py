@@ -43,8 +43,7 @@ MOST_NEEDED: Final = 0.6
 """Further trials of a search that knows nothing, as a share of ``max_trials``; linearly fewer with
 confidence. Fitted to simulated sweeps of quickstart, xpyd and seed-h200-emulated."""
 LONGER: Final = 0.25
-"""Power of the prompt length in a cell's time. Of 0.2 to 0.5 the most accurate at half time in nine simulated
-sweeps (7 within 30 %)."""
+"""Exponent of the prompt length in a cell's time: the best in nine simulated sweeps."""
 FROM, TO = 2.0, 6.0
 """Trials after which an interval's width begins to predict the remaining number, and predicts it alone."""
 BURSTS: Final = 6
@@ -170,8 +169,7 @@ class TimeLeft:
         return min(needed, max(1, search.max_trials - done))
 
     def _cell_of_others_s(self, cell: Cell) -> float:
-        """Estimate a cell's time from cells of the same length, else of the same connector, scaled by the
-        prompt length."""
+        """Estimate a cell's time from cells of the same length or connector."""
         known = {
             other: (each.spent_s + (0.0 if each.ended else self._cell_left_s(other)))
             * (cell.input_len / other.input_len) ** LONGER
@@ -195,7 +193,7 @@ def why(record: TrialRecord) -> str:
     if record.verdict == "invalid":
         return record.reason
     if record.purpose == "ceiling":
-        return _served(record)
+        return _completions_text(record)
     causes = record.summary.get("missed_by") or {}
     missed = missed_text(causes)
     if record.verdict == "undecided":
@@ -209,7 +207,7 @@ def _load_text(record: TrialRecord) -> str:
     return f"{at_once} at once" if at_once else f"{record.request_rate:8.2f} req/s"
 
 
-def _served(record: TrialRecord) -> str:
+def _completions_text(record: TrialRecord) -> str:
     """Result of a saturation probe: completions per second under overload."""
     served = record.summary.get("completion_rate") or record.summary.get("run_request_rate")
     if not isinstance(served, (int, float)) or not served:
@@ -229,8 +227,6 @@ def _open(record: TrialRecord) -> str:
 
 
 class Watcher(Protocol):
-    """Receives a sweep's events."""
-
     def stage(self, text: str) -> None: ...
     def note(self, text: str, *, caveat: bool = False) -> None:
         """Show a note. ``caveat``: a forecast of the figures' precision."""
@@ -342,8 +338,7 @@ class Display:
     def _say(
         self, texts: Mapping[str, str], cell: Cell | None = None, in_trial_s: float = 0.0, part: float = 0.0
     ) -> None:
-        """Update the live line. ``part``: done share of the trial. The bar shows time if known, else
-        cells."""
+        """Update the live line. ``part``: done share of the trial."""
         gone_s, left_s = self._bar.elapsed_s, self._left_s(cell, in_trial_s)
         if left_s is not None:
             share = gone_s / max(gone_s + left_s, 1e-9)
@@ -405,15 +400,15 @@ def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
         short = [row.name for row in searched if row.outcome == "found" and not row.answer.sure]
         if short and (trials := search.get("max_trials")):
             names = ", ".join(dict.fromkeys(short))
-            command = _changed(again, "--max-trials", "search.max_trials", f"{2 * int(trials)}")
+            command = _set_option(again, "--max-trials", "search.max_trials", f"{2 * int(trials)}")
             return command, f"searches longer, for {names}"
         if any(row.outcome == "at_least" for row in searched) and (most := search.get("max_rate")):
-            command = _changed(again, "", "search.max_rate", f"{10 * float(most):g}")
+            command = _set_option(again, "", "search.max_rate", f"{10 * float(most):g}")
             return command, "no rate was too high so far"
         alike = parted(rate_pairs(rows)).alike
         if alike and (precision := search.get("precision")):
             names = f"{alike[0].ahead} from {alike[0].behind}"
-            command = _changed(again, "--precision", "search.precision", f"{float(precision) / 2:g}")
+            command = _set_option(again, "--precision", "search.precision", f"{float(precision) / 2:g}")
             return command, f"separates {names} more closely"
     if (earlier := _earlier(run)) is not None:
         both = " ".join(shlex.quote(str(path)) for path in (earlier, run.path))
@@ -423,9 +418,8 @@ def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
     return f"kvbench export timeline {shlex.quote(str(run.path))}", "shows one trial request by request"
 
 
-def _changed(words: Sequence[str], option: str, path: str, value: str) -> str:
-    """Set another value for a scenario path in a command. ``option``: option for the path, besides
-    ``--set``."""
+def _set_option(words: Sequence[str], option: str, path: str, value: str) -> str:
+    """Set another value for a scenario path in a command, by ``option`` or ``--set``."""
     kept: list[str] = []
     rest = list(words)
     while rest:

@@ -57,7 +57,6 @@ class Resumed:
 
     @property
     def left(self) -> int:
-        """Number of unfinished cells."""
         return sum(not self.store.earlier.finished(cell) for cell in self.plan.cells)
 
     def sweep(self, watcher: Watcher) -> Sweep:
@@ -70,11 +69,9 @@ class Resumed:
 def command(
     path: Path, cli: CliOptions, kind: str, console: Console, *, force: bool = False, verbose: bool = False
 ) -> int:
-    """Resume a run, write and print its report; return the exit code.
-
-    ``kind``: sweep or bench. ``cli``: other options, which must agree with the folder. ``verbose``: as in
-    ``carry_out``. Raises InputError if they do not agree, StoreError for a folder that cannot be resumed.
-    """
+    """Resume a run, write and print its report; return the exit code. ``kind``: sweep or bench. ``cli``:
+    other options, which must agree with the folder. ``verbose``: as in ``carry_out``. Raises InputError if
+    they do not agree, StoreError for a folder that cannot be resumed."""
     run = load_run(path)
     _require_kind(run, kind)
     if cli != CliOptions():
@@ -105,7 +102,6 @@ def resume(path: Path, *, force: bool = False) -> Path:
 
 
 def is_complete(run: RunFolder) -> bool:
-    """Whether the run finished and no cell failed."""
     failed = any(result.status == "failed" for result in [*run.cells, *run.other_cells])
     return run.manifest.get("status") == "complete" and not failed
 
@@ -251,7 +247,7 @@ def _clear_away(run: RunFolder) -> None:
     """Wait until the run's earlier processes are gone, and remove their temporary folders."""
     tags = {str(session.get("run_tag")) for session in run.manifest.get("sessions", [])}
     deadline = time.monotonic() + GONE_DEADLINE_S
-    while living := _tagged(tags):
+    while living := _tagged_processes(tags):
         if time.monotonic() > deadline:
             raise StoreError(
                 f"earlier processes of this run are still running: pid {', '.join(map(str, living))}",
@@ -262,7 +258,7 @@ def _clear_away(run: RunFolder) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _tagged(tags: set[str]) -> list[int]:
+def _tagged_processes(tags: set[str]) -> list[int]:
     """This user's processes with one of these run tags in their environment."""
     wanted = [f"{RUN_TAG_ENV}={tag}".encode() for tag in tags]
     found = []

@@ -39,8 +39,7 @@ class RunningExactServer:
     process: LocalProcess
 
     def log(self, query: str = "") -> dict[str, Any]:
-        """Return its log since the start (``processes/exact_server``). Raises LaunchError without an
-        answer."""
+        """Return its log since the start. Raises LaunchError without an answer."""
         try:
             with web.client(timeout_s=LOG_DEADLINE_S, limit_bytes=LOG_BYTES) as client:
                 answer = client.get(f"{self.url}/log{query}").raise_for_status()
@@ -124,15 +123,15 @@ def errors_of(
             unmatched += 1
     return Errors(
         np.array(ttft) * 1e3,
-        _joined(itl) * 1e3,
+        _join(itl) * 1e3,
         np.array(late_first) * 1e3,
-        _joined(late_further) * 1e3,
+        _join(late_further) * 1e3,
         failed,
         unmatched,
     )
 
 
-def _joined(parts: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+def _join(parts: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
     return np.concatenate(parts) if parts else np.empty(0)
 
 

@@ -90,7 +90,7 @@ def _words(around: Surroundings, moves: bool) -> str:
 
 def simulable(cli: CliOptions) -> tuple[Scenario, bytes]:
     """Scenario of CLI options. Raises InputError if it cannot be simulated."""
-    scenario, source = _resolved(cli)
+    scenario, source = _resolve(cli)
     if scenario.deployment.engine_options.simulator.command:
         raise InputError(
             "only the rate of an external system is simulated, without splits, links or loads to compare",
@@ -100,7 +100,7 @@ def simulable(cli: CliOptions) -> tuple[Scenario, bytes]:
     return scenario, source
 
 
-def _resolved(cli: CliOptions) -> tuple[Scenario, bytes]:
+def _resolve(cli: CliOptions) -> tuple[Scenario, bytes]:
     if cli.base_url is not None:
         raise InputError("a server behind a URL cannot be simulated", hint="name a scenario")
     return resolve(cli)
@@ -151,7 +151,7 @@ class _Ready:
 
 
 def _ready(cli: CliOptions, output: Path, like: Path | None) -> _Ready:
-    scenario, source = _resolved(cli) if like is None else simulable(cli)
+    scenario, source = _resolve(cli) if like is None else simulable(cli)
     simulator = scenario.deployment.engine_options.simulator
     if simulator.command and scenario.workload.sessions is not None:
         raise InputError(

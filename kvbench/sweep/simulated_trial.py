@@ -203,7 +203,7 @@ class SimulatedSite(Site):
             self.system, self._load(trial), lambda tick: trial.watch.progressed(progress_of(tick))
         )
         load = LoadResult(outcome.records, "stopped" if outcome.stopped else "complete", outcome.duration_s)
-        return self._trials.end_trial(trial, load, self._seen(trial, outcome))
+        return self._trials.end_trial(trial, load, self._site_readings(trial, outcome))
 
     def _load(self, trial: PlannedTrial) -> SimulatedLoad:
         load, requests = simulated_load(self._trials.scenario, trial), trial.offered.requests
@@ -215,7 +215,7 @@ class SimulatedSite(Site):
         hashes = [prompt_hashes(each, self.system.config.block_tokens) for each in requests]
         return replace(load, hashes=hashes)
 
-    def _seen(self, trial: PlannedTrial, outcome: Outcome) -> SiteReadings:
+    def _site_readings(self, trial: PlannedTrial, outcome: Outcome) -> SiteReadings:
         """Readings of a simulation; host, router and transport stay unknown."""
         system, config = self.system, self.system.config
         blocks = self._trials.scenario.model.shape.blocks(trial.plan.cell.input_len, config.block_tokens)

@@ -43,8 +43,7 @@ def require_there(simulator: Simulator) -> None:
 
 
 class SimulatorProcess:
-    """Context manager: runs the command in its own process group. ``system.log`` in the log folder has its
-    stderr."""
+    """Runs the command in its own process group; a context manager."""
 
     def __init__(self, simulator: Simulator, launcher: LocalLauncher) -> None:
         self._simulator = simulator
@@ -71,7 +70,7 @@ class SimulatorProcess:
             if kind is None:  # a failed one gets no orderly end
                 with contextlib.suppress(OSError):
                     process.stdin.close()
-                _ended_within(process, END_S)
+                _ends_within(process, END_S)
         finally:
             self._launcher.stop([process])
 
@@ -84,7 +83,7 @@ class SimulatorProcess:
         if self._read:
             raise self.nonsense("a line without a request", bytes(self._read))
         if not self._exchange(question, answered=True):
-            raise self._died()
+            raise self._death_error()
         line, _, rest = bytes(self._read).partition(b"\n")
         if rest:
             raise self.nonsense("more than the one line of its answer", rest)
@@ -144,9 +143,9 @@ class SimulatorProcess:
                     selector.unregister(writes)
         return True
 
-    def _died(self) -> ProcessDiedError:
+    def _death_error(self) -> ProcessDiedError:
         process = self._running
-        _ended_within(process, GONE_S)
+        _ends_within(process, GONE_S)
         cause, status = cause_of(process.tail()), process.poll()
         how = f"ended early (status {status})" if status is not None else "closed its pipes"
         return ProcessDiedError(
@@ -165,7 +164,7 @@ class SimulatorProcess:
         )
 
 
-def _ended_within(process: LocalProcess, seconds: float) -> bool:
+def _ends_within(process: LocalProcess, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while process.poll() is None:
         if time.monotonic() > deadline:

@@ -34,8 +34,7 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True)
 class Standing:
-    """90 % interval of the answer in requests/s, and the probability that it is within the requested
-    precision."""
+    """90 % interval in requests/s, and the probability of the requested precision."""
 
     lower: float
     upper: float
@@ -43,7 +42,6 @@ class Standing:
 
     @property
     def width(self) -> float:
-        """Relative half-width."""
         return (self.upper / self.lower - 1) / 2
 
     def text(self) -> str:
@@ -100,11 +98,9 @@ class Burst:
 
 
 class Tiered:
-    """One search per SLO tier ("" without tiers); every search gets every trial.
-
-    The strictest unfinished tier chooses the next rate. Another tier uses the trial's verdict only if the
-    trial was long enough to decide that tier.
-    """
+    """One search per SLO tier ("" without tiers); every search gets every trial. The strictest unfinished
+    tier chooses the next rate. Another tier uses the trial's verdict only if the trial was long enough to
+    decide that tier."""
 
     searched = True
 

@@ -59,7 +59,7 @@ def command(cli: CliOptions, output: Path, console: Console, otlp: str = "", *, 
     plan = plan_of(scenario)
     require_gpus(plan)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
-    fixed = _fixed(cli, scenario, trace)
+    fixed = _fixed_load(cli, scenario, trace)
     require_open_files(scenario, *((fixed.rate, fixed.concurrency) if fixed is not None else ()))
     require_start(scenario, plan, cli.scenario)
     kind = "sweep" if fixed is None else "bench"
@@ -91,8 +91,7 @@ def carry_out(
     *,
     verbose: bool = False,
 ) -> int:
-    """Run a sweep to its end, report, and print the next useful command; return the exit code. Arguments as
-    for ``run_and_report``."""
+    """Run a sweep, report, and print the next useful command; return the exit code."""
     results = run_and_report(
         store,
         cells,
@@ -157,7 +156,7 @@ def resume_words(kind: str, path: Path) -> str:
     return f"kvbench {own} --resume {shlex.quote(str(path))}"
 
 
-def _fixed(cli: CliOptions, scenario: Scenario, trace: Sequence[TracedRequest]) -> Fixed | None:
+def _fixed_load(cli: CliOptions, scenario: Scenario, trace: Sequence[TracedRequest]) -> Fixed | None:
     """Load of ``bench``: a closed loop, a rate, or a trace's own rate; None: search."""
     if cli.concurrency is not None and scenario.workload.sessions is not None:
         raise InputError(
@@ -208,7 +207,6 @@ def deployed_sweep(
     fixed: Fixed | None = None,
     trace: Sequence[TracedRequest] = (),
 ) -> Sweep:
-    """Create a sweep on real deployments."""
     bench = DeployedBench(scenario, plan, store, watcher, trace, fixed)
     return searching_sweep(scenario, plan, store, watcher, bench, fixed)
 
@@ -251,8 +249,7 @@ class Sweep:
         self._results: list[CellResult] = []
 
     def run(self) -> list[CellResult]:
-        """Measure all cells in plan order; results are stored at once. Raises LaunchError for an unreachable
-        host at the start."""
+        """Measure all cells in plan order. Raises LaunchError for an unreachable host."""
         with self._bench.open() as scenario:
             for note in engine_warnings(scenario):
                 self._watcher.note(note)
@@ -346,7 +343,7 @@ class Sweep:
         with self._bench.up(planned) as site:
             if planned.reference_only or not left:
                 self._learn_reference(planned, site, self._true_outputs(planned))
-            known = self._known_of(planned)
+            known = self._knowledge_of(planned)
             known = known if self._bench.alike else Knowledge({}, {}, self._earlier)
             work = self._work_of(site, known)
             while left:
@@ -355,7 +352,7 @@ class Sweep:
             if planned is self._plan.deployments[-1]:
                 self._at_equal_rates(planned, site)
 
-    def _known_of(self, planned: DeploymentPlan) -> Knowledge:
+    def _knowledge_of(self, planned: DeploymentPlan) -> Knowledge:
         """Knowledge for a deployment's cells at their start."""
         answers = self._known_answers(planned)
         return replace(
@@ -371,7 +368,7 @@ class Sweep:
                 outputs = site.outputs(length)
                 if outputs is not None:
                     known[length] = outputs
-        answers = self._known_of(planned)
+        answers = self._knowledge_of(planned)
         for cell in self._plan.cells:
             own = replace(cell, connector=planned.label)
             if self._plan.reference_of(cell.connector) == planned.label and not answers.right_answers(own):
@@ -420,7 +417,7 @@ class Sweep:
         for cell, rate in self._equal_cells(planned):
             key = f"equal-{cell.lengths_key}"
             plan = TrialPlan(cell, 1, rate, "equal_rate", method="equal_rate", searched=False, seed_key=key)
-            if (answers := self._known_of(planned).right_answers(cell)) is not None:
+            if (answers := self._knowledge_of(planned).right_answers(cell)) is not None:
                 site.watch_answers(cell, answers)
             try:
                 record = site.run(plan)

@@ -75,14 +75,14 @@ class Replay:
         sent = len(arrivals)
         end_s = max([*self._ends_s, *arrivals[-1:]], default=0.0)
         cut_s = None
-        for progress in self._told(range(sent), 0.0, end_s):
+        for progress in self._progress(range(sent), 0.0, end_s):
             # The end is reported even if nothing is left to stop.
             if watch(progress) and progress.t_s < end_s:
                 cut_s = progress.t_s
                 break
         if cut_s is None:
             records = [self._record(index) for index in range(sent)]
-            return Replayed(LoadResult(records, "complete", end_s), end_s, self._dropped(records))
+            return Replayed(LoadResult(records, "complete", end_s), end_s, self._dropped_requests(records))
         sent = bisect_right(arrivals, cut_s)
         last_s = cut_s + self._grace_s
         for index in range(sent):
@@ -90,12 +90,12 @@ class Replay:
                 self._ends_s[index], self._errors[index] = last_s, "cancelled"
                 self._firsts_s[index] = min(self._firsts_s[index], last_s)
         end_s = max([cut_s, *self._ends_s[:sent]])
-        for progress in self._told(range(sent), cut_s, end_s):
+        for progress in self._progress(range(sent), cut_s, end_s):
             watch(progress)
         records = [self._record(index) for index in range(sent)]
-        return Replayed(LoadResult(records, "stopped", end_s), cut_s, self._dropped(records))
+        return Replayed(LoadResult(records, "stopped", end_s), cut_s, self._dropped_requests(records))
 
-    def _told(self, indices: Sequence[int], after_s: float, end_s: float) -> Iterator[Progress]:
+    def _progress(self, indices: Sequence[int], after_s: float, end_s: float) -> Iterator[Progress]:
         """Yield the progress after ``after_s`` at a load generator's intervals, and at the end."""
         ends = sorted(indices, key=lambda index: (self._ends_s[index], index))
         ends_s = [self._ends_s[index] for index in ends]
@@ -112,7 +112,7 @@ class Replay:
                 done=done,
                 in_flight=sent - done,
                 waiting_first=sent - bisect_right(firsts_s, now_s),
-                settled=tuple([self._settled(index) for index in ends[told:done]]),
+                settled=tuple([self._settle(index) for index in ends[told:done]]),
             )
             told = done
             if now_s >= end_s:
@@ -134,16 +134,16 @@ class Replay:
             return end_s, error
         return late_s, "no_answer" if first_s is None or first_s > late_s else "timeout"
 
-    def _settled(self, index: int) -> Settled:
+    def _settle(self, index: int) -> Settled:
         record = self._record(index)
         return Settled(index, record.ttft_s, record.tpot_s, record.e2el_s, record.error)
 
     def _record(self, index: int) -> RequestRecord:
         if index not in self._records:
-            self._records[index] = self._made(index)
+            self._records[index] = self._make_record(index)
         return self._records[index]
 
-    def _made(self, index: int) -> RequestRecord:
+    def _make_record(self, index: int) -> RequestRecord:
         """Create the record a load generator would write; of a failed request with what had arrived."""
         load, end_s, error = self._load, self._ends_s[index], self._errors[index]
         arrival_s, tokens = load.offsets_s[index], load.output_len[index]
@@ -186,7 +186,7 @@ class Replay:
         times[-1] = last_s  # as reported: a rounded sum of gaps may exceed its end
         return times
 
-    def _dropped(self, records: Sequence[RequestRecord]) -> list[int]:
+    def _dropped_requests(self, records: Sequence[RequestRecord]) -> list[int]:
         given_up = ("cancelled", "timeout", "no_answer")
         return [index for index, record in enumerate(records) if record.error in given_up]
 
@@ -273,8 +273,7 @@ class AskedSystem:
         """A dead simulator is detected at the next request."""
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
-        """Run a single request as a trial of one arrival; its text is empty. Raises ServerError if it
-        fails."""
+        """Run a single request as a trial. Raises ServerError if it fails."""
         self._singles += 1
         timeout_s = self._scenario.request_timeout_s
         load = SimulatedLoad.alike([0.0], len(prompt), max_tokens, timeout_s)

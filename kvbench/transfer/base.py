@@ -88,8 +88,7 @@ class Endpoint(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return JSON that a peer needs to connect, such as addresses and keys. The child adds ``backend``,
-        ``id`` (unique) and ``layout``."""
+        """Return JSON that a peer needs to connect, such as addresses and keys."""
 
     @abstractmethod
     def connect(self, peer: Mapping[str, Any], deadline_s: float) -> None:
@@ -127,8 +126,7 @@ class Endpoint(ABC):
         """Return True when done, False while active. Raises TransferError on failure."""
 
     def release(self, ticket: Ticket) -> None:  # noqa: B027 - optional
-        """Clean up a ticket; called once for each, also after failure or deadline, not between
-        repetitions."""
+        """Clean up a ticket; called once for each, also after failure or deadline."""
 
     def progress(self) -> None:  # noqa: B027 - optional
         """Called whenever the loop wakes, for libraries that progress only when polled."""
@@ -198,5 +196,4 @@ class Backend:
     """Return what prevents one protocol from running here although ``check`` succeeds."""
     optional: bool = False
     staged: bool = False
-    """Whether bytes go through a store: the target calls ``offer`` before reads and ``collect`` after
-    writes."""
+    """Whether bytes go through a store, with ``offer`` and ``collect`` by the target."""

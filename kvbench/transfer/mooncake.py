@@ -43,8 +43,7 @@ REFUSED = "the engine refused a span"
 
 
 class PeerQueue:
-    """One engine's queue to one peer: parts with spans to submit, oldest first, and number of active
-    spans."""
+    """One engine's queue to one peer: parts to submit, and number of active spans."""
 
     __slots__ = ("queue", "under_way")
 

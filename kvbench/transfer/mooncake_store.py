@@ -218,8 +218,7 @@ class MooncakeObjectStore(Store):
             require_all("remove", [0 if code == OBJECT_NOT_FOUND else code for code in codes], 0)
 
     def touch(self, room: int) -> None:
-        """Write once to nearly all of the segment, since a page's first write takes several times as long.
-        Stops after TOUCH_S."""
+        """Write once to most of the segment: a page's first write is slow. Stops after TOUCH_S."""
         until = time.monotonic() + TOUCH_S
         scratch = mmap.mmap(-1, TOUCH_BYTES)
         address = ctypes.addressof(ctypes.c_char.from_buffer(scratch))

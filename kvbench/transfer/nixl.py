@@ -155,8 +155,7 @@ LOOPBACK = ("127.", "localhost")
 
 
 def ucx_env(options: Mapping[str, Any], protocol: str) -> dict[str, str]:
-    """Return UCX's variables; transports are explicit, since UCX would choose cma on one host. The user's
-    variables win unless an option sets them too."""
+    """Return UCX's variables with explicit transports, since it would choose cma on one host."""
     if protocol not in TLS:
         return {}
     nics = nics_of(options)

@@ -16,7 +16,7 @@ from hostile import spec_for
 from resuming import without_checksums
 from rich.console import Console
 
-from kvbench.core.canaries.answer_kinds import found_in_any, judged_canaries, percent_text
+from kvbench.core.canaries.answer_kinds import found_in_any, judge_canaries, percent_text
 from kvbench.core.canaries.pool import AFTER_FAILURE, CanaryPool
 from kvbench.core.canaries.tally import Tally
 from kvbench.core.load.traces import TracedRequest
@@ -311,7 +311,7 @@ def test_an_idle_answer_that_is_another_canarys_is_wrong_and_no_noise() -> None:
     pool = idle_answers(server, scored=True)
     (number, owners, text), *_ = pool.crossed
     assert text == pool.right(*owners) != pool.right(number)
-    result = judged_canaries(pool, [])
+    result = judge_canaries(pool, [])
     assert {each.kind for each in result.wrong} == {"another_prompt"}
     assert len(result.wrong) == len(pool.crossed) == result.checked
     assert "sent before the load" in result.wrong[0].text()

@@ -268,8 +268,7 @@ def drawn(values: Mapping[str, float], covariance: F64, count: int, seed: int) -
 
 
 def fit(served: Sequence[ServedLoad], used: Sequence[Mask] | None = None, rounds: int = 8) -> FittedTiming:
-    """Fit all loads together, to the requests in ``used`` (default: all with known times). Raises InputError
-    if there are too few."""
+    """Fit all loads together to the requests in ``used``. Raises InputError if there are too few."""
     masks = [each.known if used is None else each.known & used[at] for at, each in enumerate(served)]
     count = int(sum(mask.sum() for mask in masks))
     names = _fitted_names(served)
@@ -335,8 +334,7 @@ def _begins(count: int) -> list[F64]:
 
 
 def _between(found: Estimate, begun: Sequence[Estimate], problem: _Problem) -> F64:
-    """Return the covariance [n, n] between equally good searches. The sum of squares has many small local
-    minima, because requests meet in one step or another."""
+    """Return the covariance [n, n] between equally good searches (the sum of squares has many minima)."""
     least = min(float(each.residuals @ each.residuals) for each in begun)
     alike = [each.values for each in begun if float(each.residuals @ each.residuals) <= _ALIKE * least]
     apart = np.stack([found.values, *alike]) - found.values
@@ -345,8 +343,7 @@ def _between(found: Estimate, begun: Sequence[Estimate], problem: _Problem) -> F
 
 
 def bounded(residuals: F64) -> F64:
-    """Return Huber's loss as residuals: beyond 1 they count linearly. A request that just misses a step waits
-    for another one; such jumps must not bend the coefficients."""
+    """Return Huber's loss as residuals: a request that just misses a step is an outlier."""
     size = np.abs(residuals)
     result: F64 = np.sign(residuals) * np.where(size > 1.0, np.sqrt(np.maximum(2.0 * size - 1.0, 1.0)), size)
     return result

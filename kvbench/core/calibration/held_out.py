@@ -66,7 +66,7 @@ def checked_fit(served: Sequence[ServedLoad], used: Sequence[Mask], by: str, see
             ratio=round(predicted[name] / value, 4), stated=round(TOLERANCES[name] + _SIGMAS * spread, 4)
         )
     held = HeldOut(by=by, requests=int(sum(mask.sum() for mask in rest)), figures=figures)
-    return CheckedFit(found, held, _unexplained(served, rest, found, figures))
+    return CheckedFit(found, held, _unexplained_loads(served, rest, found, figures))
 
 
 def _figures(
@@ -90,7 +90,7 @@ def _figures(
     return figures
 
 
-def _unexplained(
+def _unexplained_loads(
     served: Sequence[ServedLoad],
     rest: Sequence[Mask],
     found: FittedTiming,

@@ -44,7 +44,6 @@ class Estimate:
 
     @property
     def errors(self) -> F64:
-        """Standard errors [n]."""
         errors: F64 = np.sqrt(np.maximum(np.diag(self.covariance), 0.0))
         return errors
 

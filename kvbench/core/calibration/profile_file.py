@@ -52,7 +52,7 @@ class Coefficient(Section):
     source: str = Field("", max_length=500)
 
     @model_validator(mode="after")
-    def _sourced(self) -> Coefficient:
+    def _with_source(self) -> Coefficient:
         if self.error is None and not self.source:
             raise custom("a value without an `error` needs a `source`")
         return self
@@ -140,8 +140,7 @@ class ProfileFile(Section):
 
     @property
     def margin(self) -> float:
-        """Return the relative error of predictions: the stated one or the observed one, whichever is larger;
-        0 without held-out requests."""
+        """Return the stated or the observed error of predictions, whichever is larger; 0 if neither."""
         figures = self.held_out.figures.values() if self.held_out else ()
         return max((max(each.stated, abs(each.ratio - 1.0)) for each in figures), default=0.0)
 

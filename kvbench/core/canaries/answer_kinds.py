@@ -1,5 +1,4 @@
-"""Classify a canary's answer (right, another prompt's, stale, cut, garbage), and bound the share of wrong
-answers."""
+"""Classify a canary's answer, and bound the share of wrong answers."""
 
 from __future__ import annotations
 
@@ -16,9 +15,9 @@ from kvbench.core.metrics.equal_answers import (
     Noise,
     chance,
     departure,
+    detectable_fault_share,
     noise_of,
     refused_from,
-    seen_share,
 )
 from kvbench.core.records import RequestRecord
 from kvbench.core.stats import binomial_cdf, upper_bound
@@ -28,8 +27,7 @@ DOUBTED_BELOW: Final = 1e-4
 """p-value below which differences of a noisy server are not attributed to noise: small, because a run has
 dozens of trials."""
 UNSEEN_BELOW: Final = 0.01
-"""The same for a server that repeated its outputs exactly and reports no log-probabilities: unnoticed noise
-is itself unlikely."""
+"""The same for a server with identical outputs so far and no log-probabilities."""
 _BISECTIONS: Final = 40
 
 
@@ -57,20 +55,20 @@ def bound_text(wrong: int, checked: int) -> str:
     return f"{told}: at most {percent_text(wrong_share_bound(wrong, checked))} (95 % confidence)"
 
 
-def doubted_below(noise: Noise) -> float:
+def noise_p_value(noise: Noise) -> float:
     """Return the p-value below which differences are not attributed to noise."""
     return DOUBTED_BELOW if noise.differed else UNSEEN_BELOW
 
 
-def found_share(of: int, noise: Noise, *, singly: bool) -> float:
+def detectable_share(of: int, noise: Noise, *, singly: bool) -> float:
     """Return the share of wrong answers that is detected in ``of`` answers with 95 % probability; 1 if none
     is. ``singly``: each answer is judged by itself, because the right ones are exact or have
     log-probabilities."""
     if of < 1:
         return 1.0
     if singly:
-        return seen_share(of)
-    least = refused_from(of, noise, doubted_below(noise))
+        return detectable_fault_share(of)
+    least = refused_from(of, noise, noise_p_value(noise))
     return 1.0 if least is None else found_in_any([(of, least)])
 
 
@@ -150,7 +148,6 @@ class JudgedCanary:
         return asdict(self)
 
     def text(self) -> str:
-        """Return a wrong answer's description."""
         what = WORDS[self.kind]
         if self.whose:
             what += f" ({self.whose})"
@@ -204,7 +201,7 @@ class CanaryResult:
         }
 
 
-def judged_canaries(
+def judge_canaries(
     pool: CanaryPool,
     records: Sequence[RequestRecord],
     asked: Iterable[AskedCanary] = (),
@@ -212,8 +209,7 @@ def judged_canaries(
     of_reference: bool = False,
     repeated: bool = False,
 ) -> CanaryResult:
-    """Judge all canaries of a trial. ``records``: all its requests. ``of_reference``, ``repeated``: as in the
-    result."""
+    """Judge all canaries of a trial. ``records``: all its requests."""
     judge = _Judge(pool, records)
     found = [judge.of_record(each) for each in records if each.canary is not None]
     found += [judge.of_asked(each) for each in asked]
@@ -228,11 +224,11 @@ def judged_canaries(
     elif not exact:
         near = [each for each in garbage if each.gap_nats is not None and each.gap_nats <= noise.allowed_nats]
         unplaced = [each for each in garbage if each.gap_nats is None]
-        beyond = chance(len(unplaced), len(answered), noise) < doubted_below(noise)
+        beyond = chance(len(unplaced), len(answered), noise) < noise_p_value(noise)
         doubtful = near if beyond else [*near, *unplaced]
     singly = exact or bool(pool.answers.choices)
-    least = 1 if singly else refused_from(len(answered), noise, doubted_below(noise)) or 0
-    crossed = _crossed_idle(pool)
+    least = 1 if singly else refused_from(len(answered), noise, noise_p_value(noise)) or 0
+    crossed = _swapped_idle_answers(pool)
     wrong = (*crossed, *certain, *(each for each in garbage if each not in doubtful))
     return CanaryResult(
         checked=len(answered) + len(crossed),
@@ -240,7 +236,7 @@ def judged_canaries(
         noisy=len(doubtful),
         wrong=tuple(sorted(wrong, key=lambda each: (each.when != "load", each.sent_s))),
         proof=pool.proof,
-        power=found_share(len(answered), noise, singly=singly),
+        power=detectable_share(len(answered), noise, singly=singly),
         refused_from=least,
         noise_tested=not exact and not of_reference,
         noise=noise_of(pool.answers) if of_reference else noise,
@@ -251,7 +247,7 @@ def judged_canaries(
     )
 
 
-def _crossed_idle(pool: CanaryPool) -> list[JudgedCanary]:
+def _swapped_idle_answers(pool: CanaryPool) -> list[JudgedCanary]:
     """Return idle answers that belong to another canary: the reference is then untrustworthy."""
     return [
         JudgedCanary(
@@ -309,29 +305,29 @@ class _Judge:
         asked = AskedCanary(
             number, record.text, record.request_id, record.sent_s or record.scheduled_s, ended_s, "load"
         )
-        if not self._known(number) or (not record.ok and record.error != "wrong_length"):
-            return self._said(asked, "unanswered")
-        return self._judged(asked, record)
+        if not self._has_answer(number) or (not record.ok and record.error != "wrong_length"):
+            return self._result(asked, "unanswered")
+        return self._judge(asked, record)
 
     def of_asked(self, asked: AskedCanary) -> JudgedCanary:
-        known = self._known(asked.number)
-        return self._judged(asked, None) if known else self._said(asked, "unanswered")
+        known = self._has_answer(asked.number)
+        return self._judge(asked, None) if known else self._result(asked, "unanswered")
 
-    def _known(self, number: int) -> bool:
+    def _has_answer(self, number: int) -> bool:
         """Return whether a right answer is usable: every text begins with an empty one."""
         return number < len(self._pool) and bool(self._pool.right(number))
 
-    def _judged(self, asked: AskedCanary, record: RequestRecord | None) -> JudgedCanary:
+    def _judge(self, asked: AskedCanary, record: RequestRecord | None) -> JudgedCanary:
         right, text = self._pool.right(asked.number), asked.text
         if text.startswith(right):
-            return self._said(asked, "right")
+            return self._result(asked, "right")
         kind, whose = self._owner(asked, record)
         at_char = _common(right, text)
         if not kind:
             kind = "cut" if at_char == len(text) else "garbage"
         gap = self._gap(asked) if kind == "garbage" else None
         return replace(
-            self._said(asked, kind),
+            self._result(asked, kind),
             whose=whose,
             at_char=at_char,
             answer=text,
@@ -340,7 +336,7 @@ class _Judge:
             gap_nats=gap,
         )
 
-    def _said(self, asked: AskedCanary, kind: Kind) -> JudgedCanary:
+    def _result(self, asked: AskedCanary, kind: Kind) -> JudgedCanary:
         return JudgedCanary(asked.number, asked.request_id, kind, asked.when, round(asked.sent_s, 4))
 
     def _owner(self, asked: AskedCanary, record: RequestRecord | None) -> tuple[Kind | Literal[""], str]:
@@ -349,18 +345,18 @@ class _Judge:
         number = next((n for right, n in self._telling.items() if text.startswith(right)), None)
         if number is not None:
             theirs = [each for each in self._records if each.canary == number]
-            return self._told(asked, theirs) or ("stale", f"that of canary prompt {number}")
+            return self._by_owners(asked, theirs) or ("stale", f"that of canary prompt {number}")
         if record is None or record.text_crc is None:
             return "", ""
         # Other prompts are not stored, only the checksum of each answer's text.
         same = self._by_text.get((record.text_crc, record.text_bytes or 0), [])
         others = [each for each in same if each.request_id != record.request_id]
         if others and len(others) < max(2, len(self._records) // 10):
-            return self._told(asked, others) or ("", "")
-        mine = self._crossed(asked)
+            return self._by_owners(asked, others) or ("", "")
+        mine = self._recipient(asked)
         return ("another_prompt", f"crossed with {mine.request_id}") if mine is not None else ("", "")
 
-    def _told(
+    def _by_owners(
         self, asked: AskedCanary, theirs: Sequence[RequestRecord]
     ) -> tuple[Literal["another_prompt", "stale"], str] | None:
         """Decide by whether the owner was in flight at the same time or had ended."""
@@ -374,7 +370,7 @@ class _Judge:
             return "stale", f"that of {last.request_id}, which had ended {ago:.2f} s before"
         return None
 
-    def _crossed(self, asked: AskedCanary) -> RequestRecord | None:
+    def _recipient(self, asked: AskedCanary) -> RequestRecord | None:
         """Return another request that got this canary's answer."""
         if not self._pool.whole(asked.number):
             return None
@@ -420,7 +416,6 @@ def around(records: Sequence[RequestRecord], sent_s: float, ended_s: float, own_
 
 
 def _common(one: str, other: str) -> int:
-    """Return the length of the common prefix."""
     for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         if mine != theirs:
             return place

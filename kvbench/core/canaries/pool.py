@@ -66,7 +66,6 @@ class CanaryPool:
         return canary_prompt(self.lengths[number][0], self.seed, number, self.vocab_size)
 
     def right(self, number: int) -> str:
-        """Return the compared part of a right answer."""
         return self.answers.texts[number].rstrip(_UNFINISHED)
 
     @cached_property
@@ -209,8 +208,7 @@ AFTER_FAILURE: Final = 2
 
 @dataclass(frozen=True)
 class CanaryPlaces:
-    """``at``: index in the load → prompt number, ascending. ``spares``: prompts for requests after a
-    failure."""
+    """``at``: index in the load → prompt number. ``spares``: prompts for requests after a failure."""
 
     at: dict[int, int] = field(default_factory=dict)
     spares: tuple[int, ...] = ()

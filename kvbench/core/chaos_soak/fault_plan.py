@@ -54,8 +54,7 @@ _FORM: Final = "KIND:TARGET[-INDEX][@SECONDS][+SECONDS], such as restart:prefill
 
 @dataclass(frozen=True)
 class FaultTimes:
-    """Seconds of a trial before, during and after its fault; ``ready_s``: most time until a restarted process
-    is ready."""
+    """Seconds before, during and after a fault; ``ready_s``: longest start of a restarted process."""
 
     before_s: float = 5.0
     down_s: float = 3.0
@@ -70,8 +69,6 @@ class FaultTimes:
 
 @dataclass(frozen=True)
 class WantedFault:
-    """A requested fault; None: chosen by the plan."""
-
     kind: FaultKind
     target: FaultTarget
     index: int | None = None
@@ -145,8 +142,7 @@ class PlannedFault:
 
 
 def usual_faults(counts: Mapping[FaultTarget, int], *, lab: bool = False) -> list[WantedFault]:
-    """Return all possible faults. ``counts``: number of each target; ``lab``: whether it has a lab
-    network."""
+    """Return all possible faults. ``counts``: number of each target."""
     return [
         WantedFault(kind, target)
         for kind in KINDS
@@ -174,11 +170,11 @@ def plan_faults(
         order = list(wanted)
         chance.shuffle(order)
         for each in order:
-            found.append(_planned(each, len(found) + 1, repeat, counts, times, chance))
+            found.append(_plan_fault(each, len(found) + 1, repeat, counts, times, chance))
     return found
 
 
-def _planned(
+def _plan_fault(
     wanted: WantedFault,
     number: int,
     repeat: int,

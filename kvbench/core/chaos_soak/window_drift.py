@@ -17,8 +17,7 @@ from kvbench.core.stats import autocorrelation_time, beta_quantile
 WARM_UP: Final = 0.25
 """Share of the windows excluded at the beginning, plus the first window of each later session."""
 CONFIDENCE: Final = 0.99
-"""Confidence of the interval: a soak tests a dozen series, so 95 % would give a false drift in every
-third."""
+"""Confidence of the interval: with 95 %, a soak of a dozen series would often drift falsely."""
 LEAST_WINDOWS: Final = 6
 MATTERS: Final = 0.05
 """Smallest relative change over the soak that counts as drift."""
@@ -65,7 +64,7 @@ def drift(windows: Sequence[SoakWindow], least: float = 0.0) -> Drift:
     sessions = [each[2] for each in known]
     middle = float(np.median(values))
     ends = {"median": middle, "first": float(values[0]), "last": float(values[-1])}
-    x, y = _centred(hours, sessions), _centred(values, sessions)
+    x, y = _center(hours, sessions), _center(values, sessions)
     freedom = len(known) - len(set(sessions)) - 1
     spread = float(x @ x)
     if freedom < 1 or spread <= 0:
@@ -101,7 +100,7 @@ def settled(windows: Sequence[SoakWindow]) -> list[SoakWindow]:
     return kept
 
 
-def _centred(values: np.ndarray[Any, np.dtype[np.float64]], sessions: Sequence[int]) -> Any:
+def _center(values: np.ndarray[Any, np.dtype[np.float64]], sessions: Sequence[int]) -> Any:
     means: Mapping[int, float] = {
         session: float(np.mean([v for v, own in zip(values, sessions, strict=True) if own == session]))
         for session in set(sessions)

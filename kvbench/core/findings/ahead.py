@@ -101,7 +101,6 @@ class Pair:
         return f"{'; '.join(sides)} (figures of the whole run, intervals {of})"
 
     def reason(self) -> str:
-        """Return why there is no conclusion."""
         return "; ".join(self.why_not) or "every interval includes equality"
 
     def undecided(self, places: Sequence[str], alike: Sequence[Pair]) -> str:

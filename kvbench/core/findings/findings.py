@@ -174,7 +174,7 @@ def conclude(rows: Sequence[LoadRow], claims: Sequence[Claim] = (), by: str = "c
         *suspicious(rows),
         *claimed(claims, rows),
         *(_ahead(pair) for pair in compared if pair.significant),
-        *_undecided(compared),
+        *_inconclusive(compared),
     ]
 
 
@@ -187,7 +187,7 @@ def suspicious(rows: Sequence[LoadRow]) -> list[Statement]:
         if not mine:
             continue
         row, worst = max(mine, key=lambda each: float(each[1].evidence.get("excess", 0.0)))
-        of = f"{_listed([row for row, _ in mine])}: "
+        of = f"{_rows_text([row for row, _ in mine])}: "
         example = f"for example, {row.place()}: " if len(mine) > 1 else ""
         evidence = {each.key: finding.evidence for each, finding in mine}
         level = "invalid" if any(finding.level == "invalid" for _, finding in mine) else worst.level
@@ -226,7 +226,7 @@ def _twice(rows: Sequence[LoadRow]) -> Iterable[Statement]:
         )
 
 
-def _listed(rows: Sequence[LoadRow]) -> str:
+def _rows_text(rows: Sequence[LoadRow]) -> str:
     """Return ``mooncake at 1,024, 4,096; nixl at 1,024``, or the number of rows if there are many."""
     if len(rows) == 1:
         return rows[0].place()
@@ -254,7 +254,7 @@ def _ahead(pair: Pair) -> Statement:
     return Statement("ahead", f"{pair.by}_ahead", pair.text(), "", "note", rows, _evidence([pair]))
 
 
-def _undecided(compared: Sequence[Pair]) -> Iterable[Statement]:
+def _inconclusive(compared: Sequence[Pair]) -> Iterable[Statement]:
     groups: dict[tuple[str, str, str], list[Pair]] = {}
     for pair in compared:
         if not pair.significant:

@@ -128,8 +128,7 @@ class LoadRow:
 
 
 def known_model(name: str) -> str:
-    """Return the short name used by ``core.physics``, or the name itself.
-    ``…/Qwen/Qwen3-30B-A3B-Instruct-2507/`` is ``qwen3-30b-a3b``."""
+    """Return the name used by ``core.physics``, such as ``qwen3-30b-a3b``, or the name itself."""
     short = name.rstrip("/").rsplit("/", 1)[-1].lower()
     parts = short.split("-")
     for length in range(len(parts), 0, -1):

@@ -36,7 +36,6 @@ class PossibleRates:
     most: tuple[float, ...]
 
     def divided(self, count: int) -> PossibleRates:
-        """Return the rates per engine or GPU."""
         least, most = (tuple(rate / count for rate in rates) for rates in (self.least, self.most))
         return PossibleRates(least, most)
 
@@ -58,8 +57,7 @@ def known(posterior: Sequence[float]) -> PossibleRates:
 
 
 def within(lower: float | None, upper: float | None, level: float | None = None) -> PossibleRates:
-    """Return the rates of an interval: log-normal with probability ``level`` inside, or anything between the
-    ends without a level. None: unbounded."""
+    """Return the rates of an interval: log-normal with a ``level``, else anything between the ends."""
     if level is None or lower is None or upper is None or not 0 < lower <= upper < math.inf:
         return PossibleRates((lower or 0.0,), (math.inf if upper is None else upper,))
     middle = math.log(lower * upper) / 2
@@ -135,9 +133,8 @@ class RateChange:
         return self.lower >= sure_of(cells) and self.ratio < 1 - worse_than
 
     def seen(self, loss: float, worse_than: float, cells: int = 1) -> float | None:
-        """Return the probability of an alarm for a true ``loss`` (a share), or None. With few repeats it is a
-        lower bound with 80 % confidence."""
-        return self._seen(loss, worse_than, cells, self.runs, self.degrees)
+        """Return the probability of an alarm for a true ``loss`` (a share), or None."""
+        return self._power(loss, worse_than, cells, self.runs, self.degrees)
 
     def least_loss(self, cells: int = 1) -> float | None:
         """Return the smallest significant loss as a share."""
@@ -147,17 +144,16 @@ class RateChange:
         return -math.expm1(-error * _quantile(cells, self.degrees))
 
     def repeats_for(self, loss: float, worse_than: float, cells: int = 1) -> int | None:
-        """Return the repeats per side that detect the loss in 80 of 100 comparisons, or None if no number
-        does."""
+        """Return the repeats per side that detect the loss in 80 of 100 comparisons, or None."""
         for repeats in range(LEAST_DEGREES, MOST_REPEATS):
-            seen = self._seen(loss, worse_than, cells, (repeats, repeats), 2 * repeats - 2)
+            seen = self._power(loss, worse_than, cells, (repeats, repeats), 2 * repeats - 2)
             if seen is None or loss <= worse_than:
                 return None
             if seen >= POWER:
                 return repeats
         return None
 
-    def _seen(
+    def _power(
         self, loss: float, worse_than: float, cells: int, runs: tuple[int, int], degrees: int | None
     ) -> float | None:
         if self.scatter is None:
@@ -191,7 +187,7 @@ def rate_change(before: Sequence[Searched], after: Sequence[Searched]) -> RateCh
     runs = len(sides[0]), len(sides[1])
     if sum(map(len, rates)) == sum(runs) >= LEAST_DEGREES + 2:
         return _by_scatter(rates[0], rates[1])
-    one, other = (_pooled([each.possible for each in side]) for side in sides)
+    one, other = (_pool([each.possible for each in side]) for side in sides)
     first, last = (math.exp(fmean(side)) if side else None for side in rates)
     ratio = math.inf if first is None else (last or 0.0) / first
     low, high = other.ratio(one)
@@ -221,7 +217,7 @@ def _distinct(side: Sequence[Searched]) -> list[Searched]:
     return list(dict.fromkeys(side))
 
 
-def _pooled(repeats: Sequence[PossibleRates]) -> PossibleRates:
+def _pool(repeats: Sequence[PossibleRates]) -> PossibleRates:
     """Return a side's rates from too few repeats; the first unbounded one if any is."""
     spreads = [spread_of(each) for each in repeats]
     if len(repeats) == 1 or None in spreads:

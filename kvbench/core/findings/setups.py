@@ -46,9 +46,8 @@ Command = tuple[Sequence[str], Mapping[str, str]]
 def transport_warnings(
     label: str, commands: Sequence[Command], hosts: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> Iterator[Finding]:
-    """Yield warnings where a connector's engines use what their hosts' NICs do badly.
-
-    ``hosts``: RDMA devices by host; this machine's name is empty if it is the only one."""
+    """Yield warnings where a connector's engines use what their hosts' NICs do badly. ``hosts``: RDMA devices
+    by host; this machine's name is empty if it is the only one."""
     active = {
         f"{device['name']}{f' of {host}' if host else ''}": device
         for host, devices in hosts.items()
@@ -63,7 +62,7 @@ def transport_warnings(
         yield Finding(
             "ucx_over_efa",
             "warning",
-            f"{label} moves its KV with UCX over EFA devices ({_shown(efa)}), where UCX emulates reads and "
+            f"{label} moves its KV with UCX over EFA devices ({_listing(efa)}), where UCX emulates reads and "
             "writes in software or takes TCP",
             "choose libfabric in the connector's options: backends: [LIBFABRIC]",
             {"efa": efa},
@@ -75,7 +74,7 @@ def _over_ucx(argv: Sequence[str]) -> bool:
     return any("Nixl" in word and "UCX" in word and "LIBFABRIC" not in word for word in argv)
 
 
-def _shown(names: Sequence[str]) -> str:
+def _listing(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
@@ -87,7 +86,7 @@ def tcp_beside_rdma(label: str, commands: Iterable[Command], active: Sequence[st
     return Finding(
         "tcp_beside_rdma",
         "warning",
-        f"{label} is configured to move KV over TCP ({told}) although RDMA is active ({_shown(active)})",
+        f"{label} is configured to move KV over TCP ({told}) although RDMA is active ({_listing(active)})",
         "omit protocol or ucx_tls, or request RDMA, unless you want to measure TCP",
         {"told": told, "rdma": list(active)},
     )

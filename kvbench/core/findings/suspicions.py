@@ -17,8 +17,7 @@ from kvbench.core.slo import Limit
 
 PERCENTILES: Final = (50, 90, 99)
 ARRIVAL_ERRORS: Final = 3.0
-"""Standard deviations, sqrt(k) / rate, allowed for random arrivals: a server at its exact peak exceeds them
-once in 700 times."""
+"""Allowed standard deviations, sqrt(k) / rate: chance exceeds them once in 700 times."""
 
 
 def impossible_prefill(row: LoadRow) -> Finding | None:
@@ -237,8 +236,7 @@ def not_kept_up(row: LoadRow) -> Finding | None:
 
 
 def _steady(row: LoadRow, arrivals_s: float) -> bool:
-    """Return whether latencies cannot have grown by the remaining load: evenly growing latencies end as far
-    above their median as they began below it."""
+    """Return whether the remaining load cannot explain the latencies by even growth."""
     p50_ms, p99_ms = row.get("p50_e2el_ms"), row.get("p99_e2el_ms")
     if p50_ms is None or p99_ms is None:
         return False

@@ -41,8 +41,8 @@ def wrong_prompt_length(evidence: Evidence) -> Finding | None:
 
     evidence: `usage.prompt_tokens` of the answers against the token ids sent; 1 % of the answers may be off
     by more than 1 % of their length.
-    limits: one token more or less, as a BOS, is a note, and up to 1 % a warning; a server need not tell it.
-    Chats are made of words, and are let off by 5 %."""
+    limits: one token more or less, as a BOS, is a note, and up to 1 % a warning; a server need not report it.
+    Chats have a tolerance of 5 %, since their words vary in tokens."""
     answers = [each for each in evidence.records if each.ok and each.prompt_tokens is not None]
     off = Counter((each.input_len, each.prompt_tokens or 0) for each in answers)
     wrong = {pair: count for pair, count in off.items() if pair[0] != pair[1]}
@@ -76,8 +76,8 @@ def wrong_answers(evidence: Evidence) -> Finding | None:
     aggregated server's answers, or without one, and weaker, the server's own when idle. Another prompt's
     answer, a stale or a cut one always counts; any other difference does where the reference does not differ
     from itself as much under load, by log-probabilities or by how often.
-    limits: what share of wrong answers would have been seen stands with the figure; a server that is wrong in
-    the same way when idle and alone is its own witness."""
+    limits: the figure names the share of wrong answers that would have been detected; a server that is
+    equally wrong when idle is not detected."""
     found = evidence.canaries
     if found is None or not found.checked:
         return None
@@ -106,11 +106,9 @@ def wrong_answers(evidence: Evidence) -> Finding | None:
 
 
 def same_answers(evidence: Evidence) -> Finding | None:
-    """Different prompts get different answers: what answers is a model, and it reads them.
-
-    evidence: the texts (a CRC-32 of each) of at least 20 answers of eight tokens and more, 90 % of which are
-    equal. limits: only a warning with dummy weights, which may answer all alike; silent where prompts repeat.
-    """
+    """Different prompts get different answers: what answers is a model, and it reads them. evidence: the
+    texts (a CRC-32 of each) of at least 20 answers of eight tokens and more, 90 % of which are equal. limits:
+    only a warning with dummy weights, which may answer all alike; silent where prompts repeat."""
     found = [each.text_crc for each in evidence.records if each.ok and each.output_len >= TELLING_TOKENS]
     crcs = [crc for crc in found if crc is not None]
     if len(crcs) < LEAST_ANSWERS or evidence.reuse_expected:
@@ -178,11 +176,9 @@ def repeated_answers(evidence: Evidence) -> Finding | None:
 
 
 def empty_answers(evidence: Evidence) -> Finding | None:
-    """Answers have text: the tokens that the usage counts are there.
-
-    evidence: answers whose usage counts tokens but whose events have no text. More than 1 % of them are
-    refused, because the times of their tokens are unknown. limits: a single token may have no text, such as
-    half of a character."""
+    """Answers have text: the tokens that the usage counts are there. evidence: answers whose usage counts
+    tokens but whose events have no text. More than 1 % of them are refused, because the times of their tokens
+    are unknown. limits: a single token may have no text, such as half of a character."""
     counted = [each for each in evidence.records if each.output_len > 1 and each.text_bytes is not None]
     empty = [each for each in counted if not each.text_bytes]
     if not empty:

@@ -20,10 +20,10 @@ def machine_disturbed(evidence: Evidence) -> Finding | None:
     """The machine worked for this trial alone, and at its full speed.
 
     evidence: CPU time of other processes, stolen by the hypervisor, withheld by the cgroup's limit; thermal
-    events of CPUs; slowdowns of GPUs for heat or power; traffic on the data NICs beyond this trial's.
-    A miss is refused where others had the CPU that the engines lacked: the machine was full, processes
-    waited, and others or the hypervisor took more than a tenth. Processes of kvbench's and of the
-    deployment's are no others, nor are kernel threads.
+    events of CPUs; slowdowns of GPUs for heat or power; traffic on the data NICs beyond this trial's. A miss
+    is refused where others had the CPU that the engines lacked: the machine was full, processes waited, and
+    others or the hypervisor took more than a tenth. Processes of kvbench and the deployment, and kernel
+    threads, do not count as others.
     limits: else it warns only. Whether it did harm to kvbench's own parts and to emulated engines, these tell
     (client_limited, host_starved, emulator_behind). Of a server on this machine that kvbench did not start,
     the processes that listen and their children are its own; the owner of other CPU time is unknown."""
@@ -59,8 +59,7 @@ def machine_disturbed(evidence: Evidence) -> Finding | None:
 
 
 def engines_starved(evidence: Evidence) -> bool:
-    """Return whether it is a miss on a full machine with too much other load, and no engine reports its own
-    delay."""
+    """Return whether a busy machine explains the miss, with no engine reporting its own delay."""
     host, limits = evidence.host, evidence.limits
     if not evidence.hosts_watched or (evidence.attained and evidence.queue_growth is None):
         return False
@@ -134,12 +133,12 @@ def own_resources(evidence: Evidence) -> Finding | None:
 
     evidence: the operating system's errors when the load generator or kvbench's router opened a connection,
     and those that emulated engines report. Such requests are no misses of the system: one refuses the trial.
-    limits: what a server that kvbench did not start lacks is the system's own affair."""
+    limits: a server that kvbench did not start is part of the system under test."""
     emulated = any(engine.step_lag_p99_s is not None for engine in evidence.engines.values())
     counts = {"load generator": 0, "router": 0, "emulated engine": 0}
     first = ""
     for record in evidence.records:
-        process = _lacked_by(record, emulated)
+        process = _starved_process(record, emulated)
         if process:
             counts[process] += 1
             first = first or record.error_detail
@@ -162,7 +161,7 @@ def own_resources(evidence: Evidence) -> Finding | None:
     )
 
 
-def _lacked_by(record: RequestRecord, emulated: bool) -> str:
+def _starved_process(record: RequestRecord, emulated: bool) -> str:
     """Return the kvbench process that lacked resources for a request; empty if none."""
     if record.error == "connect" and _OWN.search(record.error_detail):
         return "load generator"
@@ -276,10 +275,9 @@ def host_starved(evidence: Evidence) -> Finding | None:
 
 
 def router_limited(evidence: Evidence) -> Finding | None:
-    """kvbench's router had enough CPU and was not late.
-
-    evidence: CPU time per second of its busiest process (limit 0.9), and its event loop's lag (P99) against
-    the client's limits. limits: silent for another router."""
+    """kvbench's router had enough CPU and was not late. evidence: CPU time per second of its busiest process
+    (limit 0.9), and its event loop's lag (P99) against the client's limits. limits: silent for another
+    router."""
     router, limits = evidence.router, evidence.limits
     allowed, gross = _allowed_ms(evidence), _gross_ms(evidence)
     lag_ms = 1e3 * (router.loop_lag_p99_s or 0.0)
@@ -307,11 +305,9 @@ def router_limited(evidence: Evidence) -> Finding | None:
 
 
 def emulator_behind(evidence: Evidence) -> Finding | None:
-    """The emulated engine kept its own timing model.
-
-    evidence: by how much its steps, and the KV transfers that a model paces, ended late (P99, and all delays
-    as a share of the time that they were to take).
-    limits: of the emulated engine only; what a real engine lacks is its own affair."""
+    """The emulated engine kept its own timing model. evidence: by how much its steps, and the KV transfers
+    that a model paces, ended late (P99, and all delays as a share of the time that they were to take).
+    limits: only for the emulated engine."""
     limits = evidence.limits
     lags: dict[tuple[str, str], float] = {}
     shares: dict[tuple[str, str], float] = {}
@@ -326,7 +322,7 @@ def emulator_behind(evidence: Evidence) -> Finding | None:
         return None
     refused = lag_ms > _gross_ms(evidence) or share > limits.engine_lag_max_share
     if not evidence.attained and not refused:
-        refused = evidence.attained_with(_loosened(evidence, sum(lags.values()), lag_ms))
+        refused = evidence.attained_with(_relax(evidence, sum(lags.values()), lag_ms))
     worst = max(lags, key=lambda key: (shares[key] > limits.engine_lag_share, lags[key], shares[key]))
     role, what = worst
     advice = (
@@ -366,10 +362,10 @@ def _gross_ms(evidence: Evidence) -> float:
 def _may_have_caused_the_miss(evidence: Evidence, ttft_ms: float, gap_ms: float) -> bool:
     if evidence.attained:
         return evidence.queue_growth is not None  # that makes a miss, too, and late sends make queues
-    return evidence.attained_with(_loosened(evidence, ttft_ms, gap_ms))
+    return evidence.attained_with(_relax(evidence, ttft_ms, gap_ms))
 
 
-def _loosened(evidence: Evidence, ttft_ms: float, gap_ms: float) -> Slo:
+def _relax(evidence: Evidence, ttft_ms: float, gap_ms: float) -> Slo:
     """Return the SLO relaxed by the lag; for TPOT one late read is divided over all gaps."""
     gaps = max((record.requested_output_len for record in evidence.records), default=2) - 1
     return evidence.slo.loosened(ttft_ms, gap_ms / max(1, gaps))

@@ -66,13 +66,11 @@ class ClientFigures:
 
     @property
     def send_ms(self) -> float:
-        """Return the P99 lateness of sends."""
         return self.send_lag_p99_ms or 0.0
 
     @property
     def look_ms(self) -> float:
-        """Return the P99 lateness of receive times. With kernel stamps a late read affects only chunks that
-        were read together."""
+        """Return the P99 lateness of receive times; kernel stamps are late only for joint reads."""
         error_ms = max(self.first_error_p99_ms or 0.0, self.token_error_p99_ms or 0.0)
         if self.stamps == "kernel":
             return error_ms
@@ -80,8 +78,7 @@ class ClientFigures:
 
     @property
     def reads_in_time(self) -> bool:
-        """Return whether chunks read together also arrived together, rather than accumulating in the
-        client."""
+        """Return whether chunks that were read together also arrived together."""
         return (self.token_error_p50_ms or 0.0) <= PROMPT_LOOK_MS
 
     @property
@@ -121,8 +118,7 @@ class RouterFigures:
 
 @dataclass(frozen=True)
 class NicFigures:
-    """Traffic of a network interface ("ip"), RDMA device ("rdma") or GPU's NVLinks ("nvlink") during the
-    trial."""
+    """Traffic of an interface ("ip"), RDMA device ("rdma") or GPU's NVLinks ("nvlink")."""
 
     kind: Literal["ip", "rdma", "nvlink"]
     sent_bytes: float
@@ -159,7 +155,6 @@ class LoggedTransport:
 
     @property
     def gpu(self) -> bool:
-        """Return whether both memories are GPU memory."""
         return not {self.local, self.remote} & {"", "host"}
 
     def text(self) -> str:
@@ -218,7 +213,6 @@ class EngineFigures:
 
     @property
     def computed_tokens(self) -> float | None:
-        """Return the prompt tokens computed here."""
         if self.prompt_tokens_by_source:
             return self.prompt_tokens_by_source.get(LOCAL_COMPUTE, 0.0)
         if self.prompt_tokens is None or self.prefix_hits is None:
@@ -285,13 +279,11 @@ class GateLimits:
     """Client lag, as a share of the TTFT limit, that refuses any trial."""
     engine_lag_share: float = 0.20
     engine_lag_max_share: float = 0.50
-    """Emulated steps: delay as a share of the busy time. The next step catches up a late one, so small shares
-    reach no latency."""
+    """Delay of emulated steps as a share of the busy time; the next step catches up a late one."""
     warm_cache_share: float = 0.01
     count_tolerance: float = 0.01
     decode_local_tokens: float = 16.0
-    """Tokens per request that decode may compute besides those of a last, partial block; never more than half
-    of a prompt."""
+    """Tokens per request that decode may compute besides a last, partial block."""
     wrong_length_share: float = 0.01
     output_tolerance: float = 0.02
     """Deviation of counted from claimed output tokens."""
@@ -304,8 +296,7 @@ class GateLimits:
     """Share of a lag spent waiting for a core from which CPU shortage is its cause."""
     busy_share: float = 0.80
     pressure_share: float = 0.10
-    """CPU use and pressure from which the machine is full: other load is then taken from the system under
-    test."""
+    """CPU use and pressure above which other load slows the system under test."""
     router_cpu_share: float = 0.90
     shed_share: float = 0.005
     """Share of rejected requests from which the others' latencies belong to a lower rate."""
@@ -357,8 +348,7 @@ class Evidence:
     disaggregated: bool = False
     """Whether P computes prompts and D answers."""
     whole_prompt: bool = True
-    """Whether the connector transfers the KV of every token; otherwise decode computes the last, partial
-    block."""
+    """Whether the connector transfers every token's KV; else decode computes the last block."""
     worded: bool = False
     """Whether prompts are chats: their token counts are approximate."""
     dummy_weights: bool = False

@@ -214,21 +214,21 @@ class Source:
     there: Callable[[Evidence], bool]
 
 
-def _counted(known: Callable[[EngineFigures], object]) -> Callable[[Evidence], bool]:
+def _reported(known: Callable[[EngineFigures], object]) -> Callable[[Evidence], bool]:
     """Return a test whether some role's servers report a figure."""
     return lambda evidence: any(known(engine) is not None for engine in evidence.engines.values())
 
 
-def _answered(known: Callable[[RequestRecord], object]) -> Callable[[Evidence], bool]:
+def _answers_have(known: Callable[[RequestRecord], object]) -> Callable[[Evidence], bool]:
     """Return a test whether some answer has a figure; true without answers."""
     return lambda evidence: any(known(each) is not None for each in evidence.records if each.ok)
 
 
 COUNTERS: Final = "no server counters (/metrics)"
-REQUEST_COUNTS: Final = Source(COUNTERS, _counted(lambda engine: engine.requests))
-PROMPT_COUNTS: Final = Source(COUNTERS, _counted(lambda engine: engine.computed_tokens))
-OUTPUT_COUNTS: Final = Source(COUNTERS, _counted(lambda engine: engine.generation_tokens))
-HITS: Final = Source(COUNTERS, _counted(lambda engine: engine.hit_rate))
+REQUEST_COUNTS: Final = Source(COUNTERS, _reported(lambda engine: engine.requests))
+PROMPT_COUNTS: Final = Source(COUNTERS, _reported(lambda engine: engine.computed_tokens))
+OUTPUT_COUNTS: Final = Source(COUNTERS, _reported(lambda engine: engine.generation_tokens))
+HITS: Final = Source(COUNTERS, _reported(lambda engine: engine.hit_rate))
 ANY_COUNTS: Final = Source(COUNTERS, lambda evidence: bool(evidence.engines))
 BY_INSTANCE: Final = Source(
     "no counters per instance",
@@ -250,7 +250,7 @@ SLOTS: Final = Source(
 )
 KV_LOSSES: Final = Source(
     "no counters of failed and expired KV transfers",
-    _counted(lambda engine: engine.kv_failures if engine.kv_expired is None else engine.kv_expired),
+    _reported(lambda engine: engine.kv_failures if engine.kv_expired is None else engine.kv_expired),
 )
 KV_BYTES: Final = Source(
     "no counter of KV bytes, or unknown KV shape",
@@ -258,7 +258,7 @@ KV_BYTES: Final = Source(
 )
 KV_TIMES: Final = Source(
     "no NIC line rate, or no counter of transfer times",
-    lambda evidence: bool(evidence.kv_line_rate) and _counted(lambda engine: engine.kv_seconds)(evidence),
+    lambda evidence: bool(evidence.kv_line_rate) and _reported(lambda engine: engine.kv_seconds)(evidence),
 )
 TRANSPORT: Final = Source("the transport is not reported", lambda evidence: bool(evidence.transport_ran))
 NICS: Final = Source(
@@ -268,8 +268,8 @@ PEAK: Final = Source(
     "unknown GPUs or model parameters",
     lambda evidence: evidence.prefill_work is not None and bool(evidence.prefill_flops),
 )
-PROMPT_USAGE: Final = Source("no prompt_tokens in the usage", _answered(lambda each: each.prompt_tokens))
-TEXTS: Final = Source("answers' texts not recorded", _answered(lambda each: each.text_crc))
+PROMPT_USAGE: Final = Source("no prompt_tokens in the usage", _answers_have(lambda each: each.prompt_tokens))
+TEXTS: Final = Source("answers' texts not recorded", _answers_have(lambda each: each.text_crc))
 LENGTHS: Final = Source(
     "all prompts have one length", lambda evidence: len({each.input_len for each in evidence.records}) > 1
 )
@@ -282,7 +282,7 @@ KNOWN_REUSE: Final = Source(
     "prompts repeat", lambda evidence: not evidence.reuse_expected or evidence.reuse_offered is not None
 )
 EVENTS: Final = Source("no times per event", lambda e: any(len(each.itl_s) for each in e.records if each.ok))
-EVENT_TIMES: Final = Source("no times of events without text", _answered(lambda each: each.first_event_s))
+EVENT_TIMES: Final = Source("no times of events without text", _answers_have(lambda each: each.first_event_s))
 SOCKET: Final = Source(
     "simulated, no network traffic", lambda evidence: any(each.stamps for each in evidence.records if each.ok)
 )
@@ -305,8 +305,7 @@ COMPARED_ANSWERS: Final = Source(
 )
 
 
-def _paired(evidence: Evidence) -> bool:
-    """Return whether P and D are separate."""
+def _is_pair(evidence: Evidence) -> bool:
     return evidence.disaggregated or "prefill" in evidence.engines
 
 
@@ -341,21 +340,21 @@ NEEDS: Final[Mapping[Gate, Need]] = {
     streaming.early_first_token: Need((EVENTS,)),
     streaming.empty_first_event: Need((SOCKET, EVENT_TIMES)),
     streaming.tokens_per_event: Need((EVENTS,)),
-    transfer.kv_failures: Need((KV_LOSSES,), _paired),
-    transfer.kv_expired: Need((KV_LOSSES,), _paired),
+    transfer.kv_failures: Need((KV_LOSSES,), _is_pair),
+    transfer.kv_expired: Need((KV_LOSSES,), _is_pair),
     transfer.wrong_transport: Need(
         (TRANSPORT,), lambda e: bool(e.transport_asked) or (e.disaggregated and e.engines_here)
     ),
     transfer.wrong_nics: Need((NICS,), lambda evidence: bool(evidence.nics_asked)),
     work.warm_cache: Need((KNOWN_REUSE, HITS)),
     work.prefill_skipped: Need((FRESH_PROMPTS, PROMPT_COUNTS)),
-    work.decode_recomputed: Need((BY_SOURCE,), lambda evidence: _paired(evidence) and evidence.whole_prompt),
-    transfer.kv_bytes_wrong: Need((KV_BYTES,), _paired),
+    work.decode_recomputed: Need((BY_SOURCE,), lambda evidence: _is_pair(evidence) and evidence.whole_prompt),
+    transfer.kv_bytes_wrong: Need((KV_BYTES,), _is_pair),
     streaming.requests_lost_or_repeated: Need((REQUEST_COUNTS,)),
     streaming.output_miscounted: Need((OUTPUT_COUNTS,)),
     streaming.failed_elsewhere: Need((REQUEST_COUNTS,)),
     transfer.impossible_prefill: Need((FRESH_PROMPTS, PEAK)),
-    transfer.impossible_transfer: Need((KV_TIMES,), _paired),
+    transfer.impossible_transfer: Need((KV_TIMES,), _is_pair),
     steady.slot_capped: Need((SLOTS,)),
     work.unequal_instances: Need((ANY_COUNTS, BY_INSTANCE), _perhaps_several),
     steady.two_populations: Need((FRESH_PROMPTS, MANY_ANSWERS)),

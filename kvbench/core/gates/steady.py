@@ -30,11 +30,11 @@ def too_few_requests(evidence: Evidence) -> Finding | None:
 
     evidence: 1 / (1 - share) requests at least for each share that the SLO asks (0.99 of a P99), unless its
     interval decides as it is, or another is missed for sure.
-    limits: a share near the target still needs many more; the interval says how far it may lie."""
+    limits: a share near the target still needs many more requests; see its interval."""
     shares = [each for each in evidence.summary.criteria if each.kind == "share"]
     if evidence.stopped_as == "missed" or any((each.upper or 0.0) < each.target for each in shares if each.n):
         return None
-    needed, each = max(((_needed(each.target), each) for each in shares), key=lambda pair: pair[0])
+    needed, each = max(((_min_requests(each.target), each) for each in shares), key=lambda pair: pair[0])
     if each.n >= needed or (each.lower is not None and each.lower >= each.target):
         return None
     return Finding(
@@ -47,16 +47,14 @@ def too_few_requests(evidence: Evidence) -> Finding | None:
     )
 
 
-def _needed(share: float) -> int:
+def _min_requests(share: float) -> int:
     """Return the fewest requests of which one miss is allowed."""
     return math.ceil(1 / (1 - share) - 1e-9) if share < 1 else 1
 
 
 def too_short(evidence: Evidence) -> Finding | None:
-    """The load was offered for long enough that growth could show.
-
-    evidence: the steady window against 2 median end-to-end latencies and 3 TTFT limits. limits: warns only.
-    """
+    """The load was offered for long enough that growth could show. evidence: the steady window against 2
+    median end-to-end latencies and 3 TTFT limits. limits: warns only."""
     summary = evidence.summary
     latency_s = (summary.e2el_ms.p50 or 0.0) / 1e3
     needed_s = max(2 * latency_s, 3 * (evidence.slo.tightest("ttft_ms") or 0.0) / 1e3)
@@ -76,8 +74,8 @@ def one_batch(evidence: Evidence) -> Finding | None:
     """Requests came and went: the number in flight is not the number sent.
 
     evidence: how many requests ended before the last one arrived; below 10 % the trial was one batch, and
-    what it met is a batch size. limits: a miss stands all the same, since a longer load is harder still;
-    methods that mean to offer a burst only warn."""
+    what it met is a batch size.
+    limits: a miss still counts, since a longer load is harder; burst methods only warn."""
     sent = [record for record in evidence.records if record.sent_s is not None]
     if len(sent) < BATCH_MIN_REQUESTS or evidence.stopped_as == "missed":
         return None
@@ -242,8 +240,7 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Populations:
-    """Two populations of a latency: ``slow`` per value. Medians in the values' unit; ``turn``: length of the
-    repeating pattern, or 0."""
+    """Two populations of a latency: ``slow`` per value; ``turn``: length of the pattern, or 0."""
 
     slow: npt.NDArray[np.bool_]
     medians: tuple[float, float]
@@ -258,10 +255,10 @@ class Populations:
 def two_populations(evidence: Evidence) -> Finding | None:
     """Latencies are those of one system, and not of a fast and a slow one.
 
-    evidence: TTFT (less what goes with the prompt's length) and TPOT of 60 requests and more. They fall into
-    two kinds if on a log scale the middle third between two medians is emptier than a single hill allows:
-    against the same width at the smaller kind, with an error of 1 in a million. Slow ones that come in turn,
-    as each second request does behind two servers, are a warning: prompts do not come in turn.
+    evidence: TTFT (without the part that depends on the prompt's length) and TPOT of 60 requests and more.
+    They fall into two kinds if on a log scale the middle third between two medians is emptier than a single
+    hill allows: against the same width at the smaller kind, with an error of 1 in a million. Slow ones that
+    come in turn, as each second request does behind two servers, are a warning: prompts do not come in turn.
     limits: a note where they come in no such order, as caches and preemption may part them, too; silent where
     they come in stretches, as of a queue, bursts and pauses, and where the kinds overlap."""
     if evidence.reuse_expected:
@@ -301,13 +298,13 @@ def populations(values: Sequence[float], lengths: Sequence[float] = ()) -> Popul
     log scale."""
     logs: FloatArray = np.log(np.asarray(values, np.float64))
     rest = logs - _with_length(logs, np.asarray(lengths, np.float64)) if len(lengths) else logs
-    cut = _cut(np.sort(rest))
+    cut = _best_split(np.sort(rest))
     slow = rest > cut
     share = float(slow.mean())
     if not LEAST_SHARE <= share <= 1 - LEAST_SHARE:
         return None
     low, high = float(np.median(rest[~slow])), float(np.median(rest[slow]))
-    if high - low < math.log(LEAST_RATIO) or not _parted(rest, low, high):
+    if high - low < math.log(LEAST_RATIO) or not _are_separate(rest, low, high):
         return None
     turn = _turn(slow)
     if not turn and _in_stretches(slow):
@@ -316,7 +313,7 @@ def populations(values: Sequence[float], lengths: Sequence[float] = ()) -> Popul
     return Populations(slow, medians, turn)
 
 
-def _cut(ordered: FloatArray) -> float:
+def _best_split(ordered: FloatArray) -> float:
     n = len(ordered)
     sums, count = np.cumsum(ordered)[:-1], np.arange(1, n)
     between = (sums[-1] + ordered[-1]) * count / n - sums
@@ -324,7 +321,7 @@ def _cut(ordered: FloatArray) -> float:
     return float(ordered[best] + ordered[best + 1]) / 2
 
 
-def _parted(values: FloatArray, low: float, high: float) -> bool:
+def _are_separate(values: FloatArray, low: float, high: float) -> bool:
     """Return whether the valley between two medians is too deep for one peak. A unimodal density is nowhere
     between two places below the lower of them, so a value is in the valley at least as often as in an equal
     window at the smaller peak."""

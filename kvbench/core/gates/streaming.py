@@ -30,7 +30,7 @@ def _answers(evidence: Evidence, least: int = LEAST_TOKENS) -> list[RequestRecor
     return [each for each in evidence.records if each.ok and each.output_len >= least]
 
 
-def _received(evidence: Evidence) -> list[RequestRecord]:
+def _socket_requests(evidence: Evidence) -> list[RequestRecord]:
     """Return requests received over a socket: a simulator may be faster than any model."""
     return [each for each in _answers(evidence) if each.stamps]
 
@@ -41,8 +41,8 @@ def answer_at_once(evidence: Evidence) -> Finding | None:
     evidence: the time from an answer's first token to its last: at least half of the answers of four tokens
     and more came within 0.1 ms a token, and 5 % of the time since they were sent. Refused where TTFT or TPOT
     is judged: the one is the whole latency then, the other none.
-    limits: silent where the load generator itself read too late to tell, and of what came over no socket."""
-    answers = _received(evidence)
+    limits: not judged if the load generator itself read too late, or without a socket."""
+    answers = _socket_requests(evidence)
     flushed = [each for each in answers if _at_once(each)]
     if not flushed or 2 * len(flushed) < len(answers) or not evidence.client.reads_in_time:
         return None
@@ -78,11 +78,11 @@ def _at_once(record: RequestRecord) -> bool:
 def impossible_answers(evidence: Evidence) -> Finding | None:
     """No answer came faster than any model can make it.
 
-    evidence: the time from a request's sending to its last text, and where it is a stream from its first,
-    for each token that came in it: in at least half of the answers no less than 0.1 ms.
-    limits: an answer from a list that is given out as slowly as a model's looks like one, unless its text
-    shows it; silent where the load generator itself read too late to tell."""
-    answers = _received(evidence)
+    evidence: the time from a request's sending to its last text, and where it is a stream from its first, for
+    each token that came in it: in at least half of the answers no less than 0.1 ms.
+    limits: canned answers sent at a model's pace pass; not judged if the load generator itself read too
+    late."""
+    answers = _socket_requests(evidence)
     fast = [each for each in answers if _impossible(each)]
     if not fast or 2 * len(fast) < len(answers) or not evidence.client.reads_in_time:
         return None
@@ -106,11 +106,9 @@ def _impossible(record: RequestRecord) -> bool:
 
 
 def tokens_per_event(evidence: Evidence) -> Finding | None:
-    """Each event of a stream brings one token.
-
-    evidence: tokens by the answers' usage against the events. limits: a note, and a warning from two tokens
-    on where TPOT is judged. TPOT is by the tokens of the usage without those that came with the first text,
-    and stays right; ITL is then the time between events."""
+    """Each event of a stream brings one token. evidence: tokens by the answers' usage against the events.
+    limits: a note, and a warning from two tokens on where TPOT is judged. TPOT is by the tokens of the usage
+    without those that came with the first text, and stays right; ITL is then the time between events."""
     streamed = [each for each in evidence.records if each.ok and len(each.itl_s) and each.output_len > 1]
     events, tokens = sum(_events(each) for each in streamed), sum(each.output_len for each in streamed)
     if not events or tokens <= MERGED * events:
@@ -162,10 +160,9 @@ def inflated_usage(evidence: Evidence) -> Finding | None:
 
 
 def empty_first_event(evidence: Evidence) -> Finding | None:
-    """The first event of a stream brings text.
-
-    evidence: the first event against the first text, at the median of the answers earlier by 10 % of TTFT
-    and 1 ms. limits: a warning; TTFT ends at the first text, and is right."""
+    """The first event of a stream brings text. evidence: the first event against the first text, at the
+    median of the answers earlier by 10 % of TTFT and 1 ms. limits: a warning; TTFT ends at the first text,
+    and is right."""
     pairs = [
         (each.first_event_s - each.scheduled_s, each.ttft_s)
         for each in evidence.records
@@ -196,7 +193,7 @@ def early_first_token(evidence: Evidence) -> Finding | None:
     evidence: in half of the answers the gap after the first text is ten times the mean of those after it,
     and longer than TTFT. Refused where most of these first texts are blank and TTFT is judged; else a
     warning, as P may send the first token before its KV has come to D.
-    limits: a stall that is shorter than TTFT is not seen."""
+    limits: a stall shorter than TTFT is not detected."""
     answers = [each for each in _answers(evidence) if len(each.itl_s) >= LEAST_TOKENS - 1]
     ahead = [each for each in answers if _stalls(each.itl_s, each.ttft_sent_s)]
     if not ahead or 2 * len(ahead) < len(answers):
@@ -226,10 +223,8 @@ SHED_STATUS: Final = frozenset({429, 503})
 
 
 def failed_requests(evidence: Evidence) -> Finding | None:
-    """Requests were answered.
-
-    evidence: the client's records. limits: a failed request is a miss, and the trial counts; only one in
-    which none succeeded is refused, since it says nothing about latency."""
+    """Requests were answered. evidence: the client's records. limits: a failed request is a miss, and the
+    trial counts; only one in which none succeeded is refused, since it says nothing about latency."""
     failed = {name: count for name, count in evidence.summary.failed.items() if name != "wrong_length"}
     count = sum(failed.values())
     if not count:
@@ -251,10 +246,9 @@ def failed_requests(evidence: Evidence) -> Finding | None:
 
 
 def shedding(evidence: Evidence) -> Finding | None:
-    """The server accepted all of the load: no 429 or 503 responses.
-
-    evidence: the status of the answers. limits: rejected requests are misses; a trial is refused if it meets
-    the SLO nevertheless, because the latencies are those of a lower rate."""
+    """The server accepted all of the load: no 429 or 503 responses. evidence: the status of the answers.
+    limits: rejected requests are misses; a trial is refused if it meets the SLO nevertheless, because the
+    latencies are those of a lower rate."""
     sent = [record for record in evidence.records if record.sent_s is not None]
     shed = [record for record in sent if record.error == "http_error" and record.status in SHED_STATUS]
     if not shed:
@@ -305,9 +299,8 @@ def _failed(record: RequestRecord) -> bool:
 
 
 def wrong_length(evidence: Evidence) -> Finding | None:
-    """Answers have the requested length: none ends early (EOS) or late.
-
-    evidence: the answers' usage against the request. limits: up to 1 % of them are misses and no refusal."""
+    """Answers have the requested length: none ends early (EOS) or late. evidence: the answers' usage against
+    the request. limits: up to 1 % of them are misses and no refusal."""
     wrong = [record for record in evidence.records if record.error == "wrong_length"]
     if not wrong:
         return None
@@ -323,10 +316,9 @@ def wrong_length(evidence: Evidence) -> Finding | None:
 
 
 def output_miscounted(evidence: Evidence) -> Finding | None:
-    """The server made as many tokens as its answers claim.
-
-    evidence: its counter of generated tokens against the usage of all answers. limits: up to one token a
-    request may come from prefill, and is not missed; needs the server's counters."""
+    """The server made as many tokens as its answers claim. evidence: its counter of generated tokens against
+    the usage of all answers. limits: up to one token a request may come from prefill, and is not missed;
+    needs the server's counters."""
     for role in ("decode", "aggregated"):
         engine = evidence.engines.get(role)
         made = engine.generation_tokens if engine is not None else None
@@ -348,10 +340,9 @@ def output_miscounted(evidence: Evidence) -> Finding | None:
 
 
 def requests_lost_or_repeated(evidence: Evidence) -> Finding | None:
-    """Every request reached prefill and decode exactly once: no hidden retries, no losses.
-
-    evidence: the servers' counters of finished requests against the requests sent and answered. limits: needs
-    the servers' counters, and servers without other users."""
+    """Every request reached prefill and decode exactly once: no hidden retries, no losses. evidence: the
+    servers' counters of finished requests against the requests sent and answered. limits: needs the servers'
+    counters, and servers without other users."""
     least, most = evidence.expected(per_token=False)
     for role, engine in evidence.engines.items():
         if engine.requests is None or least <= engine.requests <= most:
@@ -370,9 +361,8 @@ def requests_lost_or_repeated(evidence: Evidence) -> Finding | None:
 
 
 def server_restarted(evidence: Evidence) -> Finding | None:
-    """No server was restarted during the trial.
-
-    evidence: a counter that fell, or a start time that changed. limits: needs the servers' metrics."""
+    """No server was restarted during the trial. evidence: a counter that fell, or a start time that changed.
+    limits: needs the servers' metrics."""
     for role, engine in evidence.engines.items():
         values = [value for value in engine.to_json().values() if isinstance(value, (int, float))]
         fell = any(value < 0 for value in [*values, *engine.prompt_tokens_by_source.values()])

@@ -32,10 +32,9 @@ LEAST_BYTES: Final = 1e6
 
 
 def kv_bytes_wrong(evidence: Evidence) -> Finding | None:
-    """Just the KV of the requests moved: not less, not twice.
-
-    evidence: bytes that the connector counted against model shape × blocks × requests (within 1 %).
-    limits: only warns where the engine's block layout is not kvbench's own; needs known shapes."""
+    """Just the KV of the requests moved: not less, not twice. evidence: bytes that the connector counted
+    against model shape × blocks × requests (within 1 %). limits: only warns where the engine's block layout
+    is not kvbench's own; needs known shapes."""
     per_request, moved = evidence.kv_bytes_per_request, evidence.kv_bytes
     if per_request is None or moved is None:
         return None
@@ -55,8 +54,7 @@ def kv_bytes_wrong(evidence: Evidence) -> Finding | None:
 
 
 def plain_transport(name: str) -> str:
-    """Return the bare transport: ``ucx:tcp/lo`` and ``tcp (configured)`` are tcp, ``ucx:rc_mlx5/mlx5_0:1`` is
-    rc_mlx5."""
+    """Return the bare transport: ``ucx:tcp/lo`` is tcp, ``ucx:rc_mlx5/mlx5_0:1`` is rc_mlx5."""
     bare = name.strip().lower().removesuffix(" (configured)").partition("/")[0]
     return bare.rpartition(":")[2]
 
@@ -67,8 +65,7 @@ def _is_among(ran: str, asked: Sequence[str]) -> bool:
 
 
 def is_another_transport(ran: str, asked: str) -> bool:
-    """Return whether none of the transports that ran (comma-separated) was requested; no request allows
-    any."""
+    """Return whether none of the transports that ran was requested; no request allows any."""
     names = [name.strip().lower() for name in asked.split(",") if name.strip()]
     if not names or "auto" in names or "all" in names:
         return False
@@ -96,7 +93,7 @@ def wrong_transport(evidence: Evidence) -> Finding | None:
                 {"asked": evidence.transport_asked, "ran": told},
             )
     return _emergency_way(evidence, asked) or (
-        _unasked_tcp(evidence) if free else _not_over_rdma(evidence, asked)
+        _unrequested_tcp(evidence) if free else _not_over_rdma(evidence, asked)
     )
 
 
@@ -144,7 +141,7 @@ def _transfer_rate(evidence: Evidence) -> float | None:
     return max(rates, default=None)
 
 
-def _unasked_tcp(evidence: Evidence) -> Finding | None:
+def _unrequested_tcp(evidence: Evidence) -> Finding | None:
     """Report KV on a TCP interface next to idle RDMA or NVLink, without a request or log of it."""
     moved = evidence.kv_bytes or 0.0
     if evidence.transport_ran or not evidence.engines_here or moved < LEAST_BYTES:
@@ -197,10 +194,9 @@ def _not_over_rdma(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
 
 
 def wrong_nics(evidence: Evidence) -> Finding | None:
-    """The KV moved over all requested NICs.
-
-    evidence: byte counters of each NIC and RDMA device during the trial; a NIC with less than a tenth of its
-    equal share carried no KV. limits: as for the transport; other traffic hides it."""
+    """The KV moved over all requested NICs. evidence: byte counters of each NIC and RDMA device during the
+    trial; a NIC with less than a tenth of its equal share carried no KV. limits: as for the transport; other
+    traffic hides it."""
     asked, moved = list(evidence.nics_asked), evidence.kv_bytes or 0.0
     if not asked or not evidence.engines_here or not evidence.nics or moved < LEAST_BYTES * len(asked):
         return None
@@ -224,14 +220,13 @@ def wrong_nics(evidence: Evidence) -> Finding | None:
 
 
 def kv_failures(evidence: Evidence) -> Finding | None:
-    """No KV transfer failed, except those of cancelled requests.
-
-    evidence: the connector's counters, against the requests that kvbench cancelled so far, less those whose
-    KV expired. limits: needs the connector's counters or log lines."""
+    """No KV transfer failed, except those of cancelled requests. evidence: the connector's counters, against
+    the requests that kvbench cancelled so far, less those whose KV expired. limits: needs the connector's
+    counters or log lines."""
     failed = sum(engine.kv_failures or 0.0 for engine in evidence.engines.values())
     if failed <= 0:
         return None
-    excused = failed + max(0.0, _expired(evidence)) <= evidence.kv_may_expire
+    excused = failed + max(0.0, _expired_count(evidence)) <= evidence.kv_may_expire
     return Finding(
         "kv_failures",
         "note" if excused else "invalid",
@@ -243,10 +238,9 @@ def kv_failures(evidence: Evidence) -> Finding | None:
 
 
 def kv_expired(evidence: Evidence) -> Finding | None:
-    """Prefill gave up no KV before decode had fetched it. Of cancelled requests that is what must happen.
-
+    """Prefill released no KV before decode had fetched it, except that of cancelled requests.
     evidence: the connector's counters against the requests that were cancelled so far. limits: as above."""
-    expired = _expired(evidence)
+    expired = _expired_count(evidence)
     if expired <= 0:
         return None
     excused = expired <= evidence.kv_may_expire
@@ -262,7 +256,7 @@ def kv_expired(evidence: Evidence) -> Finding | None:
     )
 
 
-def _expired(evidence: Evidence) -> float:
+def _expired_count(evidence: Evidence) -> float:
     return sum(engine.kv_expired or 0.0 for engine in evidence.engines.values())
 
 

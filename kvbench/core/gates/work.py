@@ -66,9 +66,8 @@ def _more_than_offered(evidence: Evidence, offered: float) -> Finding | None:
 
 
 def prefill_skipped(evidence: Evidence) -> Finding | None:
-    """Prefill computed each prompt that was sent, once.
-
-    evidence: prompt tokens computed there against those sent (within 1 %). limits: needs its counters."""
+    """Prefill computed each prompt that was sent, once. evidence: prompt tokens computed there against those
+    sent (within 1 %). limits: needs its counters."""
     if evidence.reuse_expected:
         return None
     least, most = evidence.expected(per_token=True, tolerance=evidence.limits.count_tolerance, fresh=True)
@@ -92,10 +91,9 @@ def prefill_skipped(evidence: Evidence) -> Finding | None:
 
 
 def work_unproven(evidence: Evidence) -> Finding | None:
-    """P and D both report their tokens, which shows whether both worked.
-
-    evidence: P's counter of prompt tokens and D's of generated tokens exist. limits: a warning, since an
-    external server may hide them; other gates check the values."""
+    """P and D both report their tokens, which shows whether both worked. evidence: P's counter of prompt
+    tokens and D's of generated tokens exist. limits: a warning, since an external server may hide them; other
+    gates check the values."""
     if not evidence.disaggregated:
         return None
     prefill, decode = evidence.engines.get("prefill"), evidence.engines.get("decode")
@@ -118,10 +116,9 @@ def work_unproven(evidence: Evidence) -> Finding | None:
 
 
 def decode_recomputed(evidence: Evidence) -> Finding | None:
-    """Decode got the prompts' KV from prefill, and did not compute it again.
-
-    evidence: decode's prompt tokens by source. limits: a last, partial block may be computed by decode; a
-    connector that hands over whole blocks only, or what is there in time, is not judged."""
+    """Decode got the prompts' KV from prefill, and did not compute it again. evidence: decode's prompt tokens
+    by source. limits: a last, partial block may be computed by decode; a connector that hands over whole
+    blocks only, or what is there in time, is not judged."""
     engine = evidence.engines.get("decode")
     if engine is None or not engine.prompt_tokens_by_source or not evidence.whole_prompt:
         return None
@@ -169,9 +166,10 @@ def _local_tokens_allowed(evidence: Evidence, engine: EngineFigures) -> float:
 def unequal_instances(evidence: Evidence) -> Finding | None:
     """Each instance of a role served its part of the requests: none stood idle.
 
-    evidence: requests (or tokens) that each instance counted; one has less than half of an equal share, and
-    4 standard deviations less than if each request were sent to one by lot.
-    limits: a warning, as the rate is true, of those that worked; needs the counters of each instance."""
+    evidence: requests (or tokens) that each instance counted; one has less than half of an equal share, and 4
+    standard deviations less than if each request were sent to one by lot.
+    limits: a warning, as the rate is correct for the instances that worked; needs each instance's
+    counters."""
     sent = sum(record.sent_s is not None for record in evidence.records)
     for role, engine in evidence.engines.items():
         total, count = sum(engine.served), len(engine.served)

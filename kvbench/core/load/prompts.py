@@ -116,8 +116,7 @@ class ChatLength:
         return cls(tokens[0] - per_word * words[0], per_word)
 
     def words(self, input_len: int) -> int:
-        """Return the words of a prompt of ``input_len`` tokens. Raises InputError if the template is
-        longer."""
+        """Return a prompt of ``input_len`` tokens. Raises InputError if the template is longer."""
         count = round((input_len - self.overhead_tokens) / self.tokens_per_word)
         if count < 1:
             raise InputError(

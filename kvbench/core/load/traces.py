@@ -81,7 +81,6 @@ def request_rate(requests: Sequence[TracedRequest]) -> float:
 
 
 def figures(requests: Sequence[TracedRequest], block_tokens: int = 16) -> TraceFigures:
-    """Return the figures of a non-empty trace."""
     prompts = sum(request.input_len for request in requests)
     return TraceFigures(
         requests=len(requests),

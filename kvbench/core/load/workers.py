@@ -14,8 +14,7 @@ CHUNKS_PER_WORKER: Final = 40_000.0
 """Streamed chunks per second and process: under half of what one core records in Python (about 100,000, `make
 perf-loadgen`), which leaves room for slower cores, bursts and the kernel."""
 CHUNKS_PER_REQUEST: Final = 50.0
-"""Cost of sending a request and settling its record, in chunks: 0.3 to 0.5 ms of CPU against 5 to 6 µs per
-chunk (exact server, busy machine)."""
+"""Cost of sending a request and settling its record, in chunks (of 5 to 6 µs)."""
 REQUESTS_PER_WORKER: Final = 100
 """Fewest requests per process that pay for its start."""
 APART_S: Final = 1e-3
@@ -38,8 +37,7 @@ def workers_for(request_rate: float, output_len: int, num_requests: int, cores: 
 
 
 def workers_over(request_rate: float, output_len: int, num_requests: int, cores: Sequence[int]) -> int:
-    """Return the same over several hosts with these ``cores``: at least one per host, at most its cores minus
-    one."""
+    """Return the same over hosts with these ``cores``: each gets 1 to cores − 1."""
     if len(cores) == 1:
         return workers_for(request_rate, output_len, num_requests, cores[0])
     room = len(cores) * max(1, min(cores) - 1)
@@ -47,21 +45,21 @@ def workers_over(request_rate: float, output_len: int, num_requests: int, cores:
     return max(1, min(max(wanted, len(cores)), num_requests))
 
 
-def joined_client(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_clients(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge all workers' figures into one client's; with several, ``per_worker`` keeps each. Counts, CPU
     seconds and streams are added (peaks are an upper bound). Otherwise the worst counts. Differing texts
     become "mixed"."""
     joined: dict[str, Any] = {}
     for key in dict.fromkeys(key for each in figures for key in each):
         values = [each[key] for each in figures if each.get(key) is not None]
-        joined[key] = _joined(key, values) if values else None
+        joined[key] = _merge(key, values) if values else None
     joined["workers"] = len(figures)
     if len(figures) > 1:
         joined["per_worker"] = [dict(each) for each in figures]
     return joined
 
 
-def _joined(key: str, values: Sequence[Any]) -> Any:
+def _merge(key: str, values: Sequence[Any]) -> Any:
     if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values):
         if key in _ADDED:
             return sum(values)
@@ -79,7 +77,7 @@ def index_of(record: RequestRecord) -> int:
     return int(digits)
 
 
-def joined_records(shares: Sequence[Sequence[RequestRecord]], planned: int | None) -> list[RequestRecord]:
+def merge_records(shares: Sequence[Sequence[RequestRecord]], planned: int | None) -> list[RequestRecord]:
     """Merge the workers' records in the plan's order. Worker k of n has requests k, k + n, k + 2n, …: each
     share must be a prefix of these, and complete if ``planned`` requests were sent (None: stopped). Raises
     KvbenchError."""

@@ -84,7 +84,7 @@ def equal_answers(records: Iterable[RequestRecord], idle: Sequence[Text] = ()) -
     idle_repeated, by_idle = _idle_chance(fresh, compared)
     return EqualAnswers(
         answers=len(long),
-        repeated=_repeated([_text(each) for each in long]),
+        repeated=_repetitions([_text(each) for each in long]),
         texts=len(chances),
         neighbours=len(pairs),
         expected=expected,
@@ -138,7 +138,7 @@ def _tail(seen: int, of: int, expected: float) -> float:
 def _idle_chance(load: Sequence[Text], idle: Sequence[Text]) -> tuple[int, float]:
     """Return how many idle answers equal another prompt's, and the probability of so low a number."""
     every = [*load, *idle]
-    counts, repeated = Counter(every), _repeated(every)
+    counts, repeated = Counter(every), _repetitions(every)
     seen = sum(counts[each] > 1 for each in idle)
     if not idle or not repeated:
         return seen, 1.0
@@ -151,7 +151,7 @@ def _idle_chance(load: Sequence[Text], idle: Sequence[Text]) -> tuple[int, float
     return seen, ways / math.comb(len(every), len(idle))
 
 
-def _repeated(texts: Sequence[Text]) -> int:
+def _repetitions(texts: Sequence[Text]) -> int:
     return sum(count for count in Counter(texts).values() if count > 1)
 
 
@@ -229,10 +229,9 @@ def _likeliest_other(choice: TokenChoice) -> str:
 
 
 def departure(choices: Sequence[TokenChoice], text: str) -> float | None:
-    """Return the gap (nats) at the first token where ``text`` leaves the chosen ones.
-
-    The rival is the likeliest token that continues ``text``. An unlisted token is less likely than all listed
-    ones, so the gap is at least theirs."""
+    """Return the gap (nats) at the first token where ``text`` leaves the chosen ones. The rival is the
+    likeliest token that continues ``text``. An unlisted token is less likely than all listed ones, so the gap
+    is at least theirs."""
     before = ""
     for each in choices:
         if text.startswith(before + each.token):
@@ -265,6 +264,6 @@ def refused_from(of: int, noise: Noise, below: float = SIGNIFICANCE) -> int | No
     return next((n for n in range(1, of + 1) if chance(n, of, noise) < below), None)
 
 
-def seen_share(of: int) -> float:
+def detectable_fault_share(of: int) -> float:
     """Return the share of outputs that a fault must change to be seen in ``of`` with 95 % probability."""
     return 1.0 - math.pow(SIGNIFICANCE, 1 / max(1, of))

@@ -176,8 +176,7 @@ NEAR: Final = 0.9
 
 
 def limiting_trial(trials: Sequence[TrialRecord], lower: float | None) -> TrialRecord | None:
-    """Return the trial with the lowest missed rate above ``lower``, else an undecided one there, else one
-    missed just below."""
+    """Return the trial with the lowest missed rate above ``lower``, or the nearest substitute."""
     least = lower or 0.0
     for verdict, bound in (("missed", least * (1 + 1e-9)), ("undecided", least), ("missed", least * NEAR)):
         found = [each for each in trials if each.verdict == verdict and each.request_rate >= bound]
@@ -294,10 +293,10 @@ def _ttft(
     # The least that a request took is looked for in the whole trial: its first ones found empty queues.
     timed_all = [(r, parts) for r in everyone if (parts := parts_of(r)) is not None]
     shares = shares_of(mine, timed_all, (facts.kv_transfer_ms or 0.0) / 1e3)
-    return _named(shares, at, facts, pair)
+    return _name_binding(shares, at, facts, pair)
 
 
-def _named(shares: Mapping[str, float], at: str, facts: TrialFacts, pair: bool) -> Binding:
+def _name_binding(shares: Mapping[str, float], at: str, facts: TrialFacts, pair: bool) -> Binding:
     whole = f"{at}, {{share:.0%}} of the TTFT of late requests was "
 
     def binds(limit: LimitKind, part: str, words: str) -> Binding:
@@ -316,7 +315,7 @@ def _named(shares: Mapping[str, float], at: str, facts: TrialFacts, pair: bool) 
     if part == "decode_wait":
         return _after_prefill(binds, part, facts)
     if not pair:
-        return _aggregated(binds, facts.use["aggregated"] if "aggregated" in facts.use else Use())
+        return _aggregate(binds, facts.use["aggregated"] if "aggregated" in facts.use else Use())
     prefill = facts.use.get("prefill") or Use()
     busy = prefill.busy_share
     blocked = (prefill.kv_full_share or 0.0) >= FULL_SHARE and busy is not None and busy < IDLE_SHARE
@@ -351,7 +350,7 @@ def _after_prefill(binds: Any, part: str, facts: TrialFacts) -> Binding:
     return binding
 
 
-def _aggregated(binds: Any, use: Use) -> Binding:
+def _aggregate(binds: Any, use: Use) -> Binding:
     binding: Binding
     if _is_full(use):
         binding = binds("decode_slots", "prefill_wait", f"waiting for a slot: {_fullness(use)}")

@@ -441,14 +441,13 @@ def _latencies(record: RequestRecord, ended_s: float | None) -> tuple[dict[str, 
 def judge_criteria(
     judged: Sequence[RequestRecord], slo: Slo, ended_s: float | None, confidence: float = CONFIDENCE
 ) -> tuple[CriterionResult, ...]:
-    """Return each criterion over the judged requests with its two-sided interval.
+    """Return each criterion over the judged requests with its two-sided interval. A cancelled request counts
+    in a share if it had already exceeded a limit, and never in a mean. Intervals are for the effective sample
+    size, since neighbouring requests are correlated."""
+    return tuple(_judge_criterion(criterion, judged, ended_s, confidence) for criterion in slo.all_criteria())
 
-    A cancelled request counts in a share if it had already exceeded a limit, and never in a mean. Intervals
-    are for the effective sample size, since neighbouring requests are correlated."""
-    return tuple(_judged_by(criterion, judged, ended_s, confidence) for criterion in slo.all_criteria())
 
-
-def _judged_by(
+def _judge_criterion(
     criterion: Criterion, judged: Sequence[RequestRecord], ended_s: float | None, confidence: float
 ) -> CriterionResult:
     seen = []

@@ -46,8 +46,7 @@ finds 93 % of the rates of jitter within 5 %, with 3 97 %; the other systems' st
 HORIZON_S: Final = 600.0
 """Ten minutes: by convention a rate held that long is sustained."""
 ADDED: Final = 0.5
-"""Least growth relative to the initial queue. Queueless systems with varying latencies fill slowly for
-long."""
+"""Least growth relative to the initial queue: latencies that vary look like slow growth."""
 EARLY: Final = 8
 """The first 1/8 of a trial is the baseline wait."""
 FILL: Final = 2.0
@@ -67,8 +66,7 @@ CAPACITY_LATENCIES: Final = 2.0
 CAPACITY_ERRORS: Final = 3.0
 """Standard errors by which the capacity must be below the offered rate."""
 CAPACITY_SECTIONS: Final = 8
-"""Sections of that part of the trial. With these values GATE finds 9 % at 1.05 of the rate in ten latencies.
-"""
+"""Sections of that part. GATE finds 9 % at 1.05 of the rate in ten latencies."""
 SAMPLES: Final = 4000
 """Moments at which a finished trial's queue is read. With 400 the first requests' waiting is too coarse: of
 trials that met the SLO above the true rate GATE finds 4.4 % in four latencies instead of 5.2 %."""
@@ -264,8 +262,7 @@ def _slope(readings: QueueReadings, walks: float) -> QueueGrowth | None:
 
 
 def capacity_of(readings: QueueReadings) -> tuple[float, float, float] | None:
-    """Return (first tokens per second, standard error, count) of the latest stretch with a non-empty
-    queue."""
+    """Return (first tokens/s, standard error, count) of the latest stretch with a queue."""
     times, queued, firsts = readings.times_s, readings.queued, readings.firsts
     floor = np.maximum(max(6.0, 0.25 * float(queued.max(initial=0.0))), QUEUED * readings.waiting)
     low = np.flatnonzero((queued < floor) | (times < readings.filled_s))

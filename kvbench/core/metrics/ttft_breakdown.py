@@ -123,8 +123,7 @@ def ttft_breakdown(
 def hand_off_parts(
     prefill: Phases | None, decode: Phases | None, router: RouterTimes | None
 ) -> dict[str, float | None]:
-    """Split ``hand_off`` (ms) into P's front end, the router, and D's front end. None with concurrent
-    dispatch, or if a time is unknown."""
+    """Split ``hand_off`` (ms) into P's front end, the router and D's front end, if known."""
     parts: dict[str, float | None] = dict.fromkeys(("prefill_front_end", "router_turn", "decode_front_end"))
     if router is None or router.hand_off is None:
         return parts

@@ -65,10 +65,9 @@ def untimed_tokens(tokens: int, gaps_s: Sequence[float], shape: StreamShape) -> 
 
 
 def peak_output(records: Sequence[RequestRecord]) -> float | None:
-    """Most output tokens of answered requests in one second, the seconds counted from the first send.
-
-    So does ``vllm bench serve``, which counts events; here an event counts as many tokens as it brought on
-    average. Without times of single events, tokens are spread evenly from the first to the last."""
+    """Most output tokens of answered requests in one second, the seconds counted from the first send. So does
+    ``vllm bench serve``, which counts events; here an event counts as many tokens as it brought on average.
+    Without times of single events, tokens are spread evenly from the first to the last."""
     done = [record for record in records if record.ok and record.first_token_s is not None]
     if not done:
         return None

@@ -17,14 +17,11 @@ SESSION_HEADER: Final = "x-session-id"
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """One server behind a dispatcher."""
-
     url: str
     bootstrap_url: str = ""
     side_address: str = ""
     engine_ids: list[str] = field(default_factory=list)
-    """Engine ids of P's data-parallel ranks, if the connector needs them and they are known before the start.
-    """
+    """Engine ids of P's data-parallel ranks, if the connector needs and knows them."""
     side_addresses: list[str] = field(default_factory=list)
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -44,9 +41,8 @@ def prompt_key(path: str) -> str:
 
 
 class AroundPrompt:
-    """A request's fields with a placeholder for the prompt, and the JSON around it.
-
-    The prompt is encoded once: 32k token ids are 200 kB of JSON."""
+    """A request's fields with a placeholder for the prompt, and the JSON around it. The prompt is encoded
+    once: 32k token ids are 200 kB of JSON."""
 
     def __init__(self, fields: Mapping[str, Any], key: str = "prompt") -> None:
         self._placeholder = f"prompt-{secrets.token_hex(16)}"
@@ -64,8 +60,7 @@ RANK_HEADER: Final = "x-data-parallel-rank"
 
 
 def engine_ids_in(body: bytes, least: int = 1) -> tuple[str, ...]:
-    """Return the engine ids of a bootstrap response by data-parallel rank; empty if one of ``least`` is
-    missing."""
+    """Return a bootstrap response's engine ids by data-parallel rank; empty if one is missing."""
     try:
         ranks = json.loads(body)
         found = tuple(str(ranks[str(rank)]["engine_id"] or "") for rank in range(len(ranks)))

@@ -51,9 +51,7 @@ def unit_of(sizes: Iterable[Size]) -> Unit:
 
 
 def unequal(one: Size, other: Size) -> Unit | None:
-    """Return the unit in which two sizes differ: GPUs where both are known, else engines.
-
-    Two unknown sizes count as equal, an unknown and a known one as different."""
+    """Return the unit in which two sizes differ: GPUs if both are known, else engines."""
     if one.gpus and other.gpus:
         return "GPU" if one.gpus != other.gpus else None
     return "engine" if one.engines != other.engines else None
@@ -70,16 +68,15 @@ def first_unequal(sizes: Iterable[Size]) -> tuple[Size, Size] | None:
 def size_in(
     plan: Mapping[str, Any], environment: Mapping[str, Any], label: str, engine: type[EngineOptions]
 ) -> Size:
-    """Return the size of a run's deployment, from its plan.json and environment.json and its engine.
-
-    Imported runs have none; external servers have only what the scenario states."""
+    """Return the size of a run's deployment, from its plan.json and environment.json and its engine. Imported
+    runs have none; external servers have only what the scenario states."""
     names = instance_names(plan, label)
     if not engine.starts_processes:
-        return Size(None, _told(plan))
+        return Size(None, _external_gpus(plan))
     if not names:
         return Size()
     if engine.models_compute:
-        return Size(len(names), _planned(plan, label, names))
+        return Size(len(names), _planned_gpus(plan, label, names))
     return Size(len(names), _gpus(plan, environment, label, names) if engine.uses_gpus else None)
 
 
@@ -152,7 +149,7 @@ def _gpus(
     if on_cpu or not _has_gpus(environment):
         return None
     named = _named_devices(_mapping(_mapping(plan.get("processes")).get(label)), names)
-    return named if named is not None else _planned(plan, label, names)
+    return named if named is not None else _planned_gpus(plan, label, names)
 
 
 def _options(plan: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -160,13 +157,13 @@ def _options(plan: Mapping[str, Any]) -> Mapping[str, Any]:
     return _mapping(deployment.get("engine_options"))
 
 
-def _told(plan: Mapping[str, Any]) -> int | None:
+def _external_gpus(plan: Mapping[str, Any]) -> int | None:
     """Return the GPUs behind a server's address (``engine_options.gpus``)."""
     given = _options(plan).get("gpus")
     return given if isinstance(given, int) and given > 0 else None
 
 
-def _planned(plan: Mapping[str, Any], label: str, names: list[str]) -> int | None:
+def _planned_gpus(plan: Mapping[str, Any], label: str, names: list[str]) -> int | None:
     """Return the GPUs of all instances: by their hardware, else by their ranks."""
     deployment = _mapping(_mapping(plan.get("scenario")).get("deployment"))
     try:

@@ -36,10 +36,8 @@ class GpuWant:
 
 
 def pool_of(visible: str | None, listed: int, host: str = "") -> GpuPool | None:
-    """Return the GPUs that a host's processes may use; None if unknown.
-
-    CUDA_VISIBLE_DEVICES decides if set, even if empty; else the number that nvidia-smi lists. ``host`` is
-    empty for this machine."""
+    """Return the GPUs that a host's processes may use; None if unknown. CUDA_VISIBLE_DEVICES decides if set,
+    even if empty; else the number that nvidia-smi lists. ``host`` is empty for this machine."""
     whose = f"host {host}" if host else "this host"
     if visible is not None:
         names = [word.strip() for word in visible.split(",")]
@@ -75,7 +73,7 @@ def _on_one_host(label: str, wants: Sequence[GpuWant], pool: GpuPool | None) -> 
     if pool is not None and wanted > len(free):
         left = "" if len(free) == len(there) else f", {len(free)} of them not named by the scenario"
         raise InputError(
-            f"{label} needs {wanted} GPU{'s' * (wanted > 1)} ({_counted(waiting)}), and {pool.source} "
+            f"{label} needs {wanted} GPU{'s' * (wanted > 1)} ({_wants_text(waiting)}), and {pool.source} "
             f"{len(there)}{left}",
             hint="lower tensor_parallel_size, prefill or decode; to let instances share GPUs, name them in "
             "engine_options (prefill_devices, decode_devices)",
@@ -86,7 +84,7 @@ def _on_one_host(label: str, wants: Sequence[GpuWant], pool: GpuPool | None) -> 
     return given
 
 
-def _counted(wants: Iterable[GpuWant]) -> str:
+def _wants_text(wants: Iterable[GpuWant]) -> str:
     """Return ``prefill 4 × 2, decode 2 × 4``: processes × GPUs of each."""
     counts: dict[tuple[str, int], int] = {}
     for want in wants:

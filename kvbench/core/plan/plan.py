@@ -269,8 +269,6 @@ class DeploymentPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a run will do."""
-
     scenario: Scenario
     cells: tuple[Cell, ...]
     deployments: tuple[DeploymentPlan, ...]

@@ -77,9 +77,8 @@ def nic_env(names: Sequence[str], *, rdma: bool) -> dict[str, str]:
 
 
 def unproxied(environment: Mapping[str, str], addresses: Sequence[str]) -> dict[str, str]:
-    """Return ``no_proxy`` and ``NO_PROXY`` with ``addresses`` appended; empty where no proxy applies.
-
-    Hosts are listed one by one because httpx knows no address ranges."""
+    """Return ``no_proxy`` and ``NO_PROXY`` with ``addresses`` appended; empty where no proxy applies. Hosts
+    are listed one by one because httpx knows no address ranges."""
     proxied = any(environment.get(name) or environment.get(name.upper()) for name in PROXIES)
     given = [word.strip() for name in NO_PROXIES for word in environment.get(name, "").split(",")]
     if not proxied or not addresses or "*" in given:
@@ -92,9 +91,8 @@ _FIND_CODE: Final = "import os, kvbench; print(os.path.dirname(os.path.dirname(k
 
 
 def shell_script(spec: ProcessSpec, code: str = "") -> str:
-    """Return shell commands that start a process in the current folder: its files, and one command.
-
-    ``code``: local folder that kvbench is imported from; the process's host finds its own copy."""
+    """Return shell commands that start a process in the current folder: its files, and one command. ``code``:
+    local folder that kvbench is imported from; the process's host finds its own copy."""
     where = f", on {spec.host}" if spec.host else ""
     lines = [f"# {spec.name}{where}"]
     if spec.nics:

@@ -93,10 +93,8 @@ def half_width(
     asked: Asked, seen: KnownCell, variation: float, seconds: float, burstiness: float = 1.0
 ) -> float:
     """Return the relative half-width of the 90 % interval of the highest rate after ``seconds`` of trials
-    near it.
-
-    ``variation``: k²; ``burstiness``: of the arrivals, 1 for Poisson. Without headroom no request waits for
-    others, and the share of misses grows in proportion to the rate."""
+    near it. ``variation``: k²; ``burstiness``: of the arrivals, 1 for Poisson. Without headroom no request
+    waits for others, and the share of misses grows in proportion to the rate."""
     allowed = 1.0 if asked.allowed is None else -math.log(asked.allowed)
     steepness = 2.0 * asked.slack_s * seen.rate / variation
     moments = seen.rate * seconds / seen.clump
@@ -165,16 +163,13 @@ def seen_of(records: Sequence[TrialRecord]) -> KnownCell | None:
 
 
 def may_suffice(search: Search, prospect: Prospect) -> bool:
-    """Return whether the trials allow the requested precision on a system of moderate variation.
-
-    The system's own variation is known after some trials only (``RateSearch.foreseen``)."""
+    """Return whether the trials allow the requested precision on a system of moderate variation. The system's
+    own variation is known after some trials only (``RateSearch.foreseen``)."""
     return prospect.moderate <= ENOUGH * search.precision
 
 
 def prospects(scenario: Scenario) -> tuple[Prospect, ...]:
-    """Return the precision before the first trial, at the start rate or at some round rates.
-
-    One request alone is assumed to need half of the SLO."""
+    """Return the precision to expect, assuming that one request needs half of the SLO."""
     search, slo = scenario.search, scenario.slo.main()
     if search.method not in ("sustained", "trace") or not scenario.slo.given:
         return ()
@@ -221,8 +216,7 @@ def prospect_text(prospects: Sequence[Prospect]) -> str:
 
 
 def shortfall_text(search: Search, slo: Slo, prospect: Prospect, seen: KnownCell | None = None) -> str:
-    """Return which precision the time does not allow, and what would help. ``seen``: after a cell's first
-    trials."""
+    """Return which precision the time does not allow, and what would help."""
     where = f"near {prospect.rate:.3g} req/s {prospect.trials} trials of {prospect.trial_s:.3g} s"
     allow = f"allow ±{_percent(prospect.even)} % at best"
     if not prospect.even > search.precision:

@@ -106,7 +106,7 @@ class Roles(Section):
 
     Prefill, decode and aggregated instances may span hosts; then a list of names replaces a name."""
 
-    prefill: HostGroups = Field((), description="hosts of the prefill instances; a list in the list: of one")
+    prefill: HostGroups = Field((), description="hosts of prefill instances; an inner list: of one instance")
     decode: HostGroups = Field((), description="hosts of the decode instances")
     aggregated: HostGroups = Field(
         (), description="hosts of the engines without P/D; by default those of prefill and decode"

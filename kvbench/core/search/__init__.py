@@ -1,1 +1,1 @@
-"""Which rate next, and when a trial has seen enough."""
+"""Chooses the next rate of a search, and when a trial can end."""

@@ -1,9 +1,9 @@
-"""The burst method: the rule by which rates are often found by hand, kept to stand beside the sustained rate.
+"""The burst method, often used by hand; reported next to the sustained rate for comparison.
 
-A trial offers n = 5 × rate requests within five seconds and looks at the *means* of TTFT and TPOT; the rate
-is doubled or halved until one such trial is within the limits and one is not, and then bisected. Where a
-request takes longer than five seconds none has ended before the last arrives: the "rate" is the size of one
-batch, and what it finds is how many requests fit in at once, not how many per second can be held.
+A trial offers n = 5 × rate requests within five seconds and compares the *means* of TTFT and TPOT with the
+limits. The rate is doubled or halved until one trial is within the limits and one is not, then bisected. If
+requests take longer than five seconds, none ends before the last one arrives: the result is then the size of
+one batch that fits, not a rate that can be sustained.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ _DIGITS: Final = 4
 
 
 def burst_requests(rate: float) -> int:
-    """Requests of a burst trial."""
     return max(1, round(BURST_S * rate))
 
 
@@ -39,11 +38,9 @@ def burst_offsets(rate: float, burstiness: float, seed: int) -> NDArray[np.float
 
 @dataclass(frozen=True)
 class BurstAnswer:
-    """The highest rate whose burst was within the limits; never a sustained rate.
-
-    ``status``: "converged", "censored" (within the limits at the highest rate allowed), "slo_unattainable"
-    (not even at the lowest), "exhausted" (max_trials came first), "undecided" (trials were refused).
-    """
+    """The highest rate whose burst was within the limits; never a sustained rate. ``status``: "converged",
+    "censored" (within the limits at the highest rate allowed), "slo_unattainable" (beyond them at the
+    lowest), "exhausted" (stopped by max_trials), "undecided" (invalid trials)."""
 
     max_request_rate: float | None
     lower: float | None
@@ -59,7 +56,7 @@ class BurstAnswer:
 
 
 class BurstSearch:
-    """Doubling, then bisection at the arithmetic middle. No trial is repeated: the hand does not either."""
+    """Doubling, then bisection at the arithmetic middle. Trials are not repeated, as by hand."""
 
     def __init__(
         self, start_rate: float, min_rate: float, max_rate: float, precision: float, max_trials: int
@@ -78,17 +75,17 @@ class BurstSearch:
         if self._trials >= self._max_trials or self._refused > RETRIES:
             return None
         if self._lower is None and self._upper is None:
-            return _rounded(self._start)
+            return _round(self._start)
         if self._upper is None:
             assert self._lower is not None
-            return None if self._lower >= self._max else min(_rounded(2 * self._lower), self._max)
+            return None if self._lower >= self._max else min(_round(2 * self._lower), self._max)
         if self._lower is None:
-            return None if self._upper <= self._min else max(_rounded(self._upper / 2), self._min)
-        middle = _rounded((self._lower + self._upper) / 2)
+            return None if self._upper <= self._min else max(_round(self._upper / 2), self._min)
+        middle = _round((self._lower + self._upper) / 2)
         return middle if not self._close and self._lower < middle < self._upper else None
 
     def tell(self, rate: float, verdict: VerdictKind) -> None:
-        """Take in the outcome of the rate that was asked for."""
+        """Record the outcome of the last requested rate."""
         self._trials += 1
         self._refused = self._refused + 1 if verdict not in ("met", "missed") else 0
         if verdict == "met":
@@ -103,7 +100,6 @@ class BurstSearch:
         )
 
     def answer(self) -> BurstAnswer:
-        """What is known; before the end, too."""
         lower, upper = self._lower, self._upper
         censored: Literal["", "above", "below"] = ""
         if upper is None and lower is not None:
@@ -116,7 +112,7 @@ class BurstSearch:
     def _status(self) -> tuple[str, str]:
         lower, upper = self._lower, self._upper
         if self._refused > RETRIES:
-            return "undecided", "trials were refused"
+            return "undecided", "trials were invalid"
         if lower is not None and upper is not None and (self._close or self.ask() is None):
             if self._trials < self._max_trials or self._close:
                 return "converged", f"means within the limits at {lower:g}, not at {upper:g}"
@@ -125,9 +121,9 @@ class BurstSearch:
         elif upper is not None and upper <= self._min:
             return "slo_unattainable", f"means beyond the limits at {upper:g} already"
         if self._trials >= self._max_trials:
-            return "exhausted", f"max_trials = {self._max_trials} came before the precision asked for"
+            return "exhausted", f"stopped after max_trials = {self._max_trials}; the precision is not reached"
         return "undecided", "the search was not finished"
 
 
-def _rounded(rate: float) -> float:
+def _round(rate: float) -> float:
     return float(f"{rate:.{_DIGITS}g}")

@@ -1,23 +1,21 @@
-"""Searches a rate by what trials measured: a yes or no is the least that a trial gives.
+"""Search by the figures that trials measured, not by their verdicts alone.
 
-With what they tell, a posterior of the rate is kept (``kvbench.core.search.posterior``); each trial goes to
-its median, so that all of them measure where it matters:
+The figures update a posterior of the rate (``kvbench.core.search.posterior``). Each trial runs near its
+median, where it is most informative:
 
-1. From 0.9 × the ceiling, a hint, or the start rate: **expand** × 1.15, × 1.3, × 2 or further, if the margins
-   say so, but not beyond the capacity, until both a rate that kept what is asked and one that did not were
-   seen. While all trials are missed, steps down are halves as long as some requests are in time.
-2. **Bisect**: to the median of the posterior, again and again, but not beyond what was seen; while the
-   interval is wide, further up or down the more trials in a row came out the same. There trials are
-   *thorough*: a quick yes comes before a queue has built up, and a limit that leaves much time for waiting
-   takes many times that to be reached. A search that goes on for long gets longer trials.
-3. **Confirm**: trials a little below the median, once that is sharp. The search is over when the rate looked
-   for is within the precision of the answer with a high probability (``_sure``), and a thorough trial at the
-   median, or up to the precision above it, was met; or else the highest met one below it takes its place.
-   All trials are pooled, so that one which is repeated until it is met proves nothing by that.
+1. **Expand** from 0.9 × the ceiling, a hint, or the start rate: × 1.15, × 1.3, × 2 or further if the margins
+   allow it, but not beyond the capacity, until one rate met the SLO and one missed it. While all trials miss,
+   the rate is halved as long as some requests are within the limits.
+2. **Bisect** at the median of the posterior, within the rates tried. While the interval is wide, trials move
+   further up or down the more successive trials had the same outcome. These trials are *full-length*: a
+   queue needs time to build up, many times the TTFT headroom. Long searches get longer trials.
+3. **Confirm** a little below the median once the interval is narrow. The search ends when the rate is within
+   the precision with a high probability (``_sure``), and a full-length trial at the median, or up to the
+   precision above it, was met; otherwise the highest met rate below it takes its place. All trials are
+   pooled, so repeating one until it is met proves nothing.
 
-An *undecided* trial is neither yes nor no. Its share counts like any other: a rate at which it is open
-whether the SLO holds is close to the one looked for. Contradictions need no rule: the posterior moves and
-widens, and there are more trials.
+An *undecided* trial counts by its share of requests like any other: it is close to the wanted rate.
+Contradictory trials move and widen the posterior, which leads to more trials.
 """
 
 from __future__ import annotations
@@ -39,45 +37,48 @@ from kvbench.core.search.trial_history import (
 )
 
 DOWN_NEAR: Final = 2.0
-"""The longest step down from a trial in which some requests were in time: the rate cannot be far."""
+"""Longest step down, as a divisor, from a trial in which some requests met the limits."""
 CLOSE: Final = 0.75
-"""From this share of the capacity on a queue takes its time to build up, and a quick yes is none."""
+"""Share of the capacity above which a trial is full-length: a queue builds up slowly there."""
 UP_MOST: Final = 3.0
+"""Longest step up, as a factor."""
 BELOW_CAPACITY: Final = 0.97
-"""The longest step up, as a factor, and as a share of the capacity."""
+"""Highest rate of a step up, as a share of the capacity."""
 BEYOND: Final = 1.1
-"""The median is followed so far beyond a rate that was seen to keep, or to break, what is asked."""
+"""Largest factor by which the median may exceed the missed rates, or fall below the met ones."""
 WAITS: Final = 25.0
-"""A thorough trial lasts so many times what the TTFT limit leaves for waiting: a queue that gets 5 % too much
+"""Minimum length of a full-length trial, as a multiple of the TTFT headroom: a queue with 5 % overload
 reaches the limit after 20."""
 SECONDS: Final = 10.0
-"""But not less, however fast the system: warm-ups, pauses and neighbours know no latencies."""
+"""Minimum length of a full-length trial in seconds, for warm-up and disturbances by other processes."""
 STRETCH_AFTER: Final = 9
+"""Number of trials after which full-length trials get longer."""
 STRETCH: Final = 3.0
-"""After so many trials, so many times the length of the first thorough ones."""
+"""Their length then, as a multiple of the first full-length ones."""
 SOON: Final = 8
 SURE_SOON, SURE = 0.82, 0.865
-"""How probable it must be that the rate is within the precision, in the first trials, and later: who looks
-more often sees more by chance. Of drawn systems' answers (develop and check, 226 searches) 69 of 72 were
-then; with 0.82 for all, 86 of 93."""
+"""Probability that the rate is within the precision at which a search converges: in the first ``SOON``
+trials, and later (repeated looks find more by chance). In 226 searches of random systems 69 of 72 converged
+answers were right; with 0.82 throughout, 86 of 93."""
 LEAN: Final = 0.15
+"""Shift from the median while the interval is wide, as a share of the posterior, for each successive trial
+with the same outcome: a median that is always met is too low."""
 LEAN_MOST: Final = 0.45
-"""While the interval is wide: so much further from its median, as a share of the posterior, a trial goes for
-each one in a row before that was kept, or missed, as the one before; and at most. A median that is always
-kept is no median."""
+"""Largest such shift."""
 KEPT_IN_A_ROW: Final = 4
-"""So many trials in a row that were kept, and still it is not sure: what is missing is how far up it goes."""
+"""Number of successive met trials after which a higher rate is tried instead of a confirmation."""
 NEAR: Final = 1.85
-"""In units of the precision: the interval's half-width from which on a trial may confirm."""
+"""Half-width of the interval, as a multiple of the precision, up to which a trial may confirm."""
 CONFIRM_BELOW: Final = 0.1
+"""Distance of a confirming trial below the median, as a share of the precision: half of those at it miss."""
 CONFIRM_STEP: Final = 0.06
+"""Further distance for each confirmation that failed."""
 CONFIRM_MOST: Final = 0.28
-"""In units of the precision: so far below the median a trial is to confirm, or every other one would fail;
-so much further for each that has failed; and at most."""
+"""Largest distance."""
 
 
 def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
-    """The next trial, None when the search is over. There must be an outcome beside a ceiling's."""
+    """Return the next trial, or None to end the search. Needs an outcome other than a ceiling's."""
     if _settled(history, estimate) is not None:
         return None
     limits, tried, tallies = history.limits, history.tried, history.bracket.tallies
@@ -94,7 +95,7 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
     sharp = near and not _always_kept(history)
     capacity, target = _capacity(history), estimate.median
     if not sharp:
-        # Half way at most to where there is an answer already.
+        # At most half way (in logarithms) to a rate with a known outcome.
         leaning = max(_leaning(history, estimate), math.sqrt(target * min(good, target)))
         target = min(leaning, math.sqrt(target * max(bad, target)))
     if not some_bad:
@@ -106,12 +107,12 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
         step = lowest / (DOWN_NEAR if close else step_factor(DOWN_COLD, len(tried)))
         target = max(target, step) if close or len(tried) < 3 else step
     else:
-        # What was over before a queue had built up has proved nothing, if the median says so.
+        # A short trial proves nothing against the median: no queue had built up yet.
         proved = max((each.rate for each in tried if each.thorough and _kept(each) is True), default=0.0)
         outside = good < bad and not min(good, proved) / BEYOND <= target <= bad * BEYOND
         target = math.sqrt(good * bad) if outside else target
         if near and not sharp:
-            # Back to what was missed once: where that is kept now, the system is no longer what it was.
+            # Repeat a missed rate: if it is met now, the system has changed.
             target = _return_to(history, estimate)
     unusable = min((rate for rate, tally in tallies.items() if not history.usable(tally)), default=math.inf)
     if sharp and some_good and some_bad:
@@ -127,7 +128,7 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
 
 
 def _least_s(history: TrialHistory, rate: float) -> float:
-    """For how long a thorough trial goes on: what waits must be seen, and the longer the search, the more."""
+    """Return the minimum length of a full-length trial in seconds; longer late in a search."""
     waits_s = max(WAITS * history.waiting.slack_s, SECONDS, requests_s(rate))
     lengths = [each.measured.duration_s for each in history.tried if each.thorough and each.measured]
     if not lengths or len(history.tried) < STRETCH_AFTER:
@@ -136,10 +137,8 @@ def _least_s(history: TrialHistory, rate: float) -> float:
 
 
 def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> SearchAnswer:
-    """The best answer so far: the rate that a trial has confirmed, or else the most likely one.
-
-    No rate without a trial that was met at or below it, and no lower bound above all rates that were met.
-    """
+    """Return the best answer so far: the rate that a trial has confirmed, or else the most likely one. A rate
+    needs a met trial at or below it; the lower bound does not exceed the highest met rate."""
     settled = _settled(history, estimate)
     found = settled if settled is not None else _most_likely(history, estimate)
     lower: float | None = None
@@ -197,7 +196,7 @@ def _belief(history: TrialHistory, estimate: RateEstimate, finished: bool) -> di
 
 
 def _unsettled(history: TrialHistory, estimate: RateEstimate, finished: bool) -> tuple[Status, str]:
-    """Why there is no answer that can be relied on."""
+    """Return the status of a search without a confirmed answer, and the reason."""
     rate, limits, replay = history.inside(estimate.median), history.limits, history.trusted_replay
     if replay is not None and finished and by_replay.too_far(history, replay):
         return "exhausted", by_replay.too_far_text(history, replay)
@@ -212,14 +211,12 @@ def _unsettled(history: TrialHistory, estimate: RateEstimate, finished: bool) ->
             f"max_trials = {limits.max_trials} came before a trial at {rate:g} or up to "
             f"{limits.precision:.0%} above it was met"
         )
-    return "exhausted", f"max_trials = {limits.max_trials} came before the precision asked for"
+    return "exhausted", f"stopped after max_trials = {limits.max_trials}; the precision is not reached"
 
 
 def _bracket(history: TrialHistory, estimate: RateEstimate) -> tuple[float, float]:
-    """(the highest rate that kept what is asked, the lowest that did not), by what was measured.
-
-    Those that all the others contradict are left out, if there are some.
-    """
+    """Return the highest met and the lowest missed rate by measured scores. Rates outside the posterior's
+    interval are left out if others remain."""
     good = [each.rate for each in history.tried if _kept(each) is True]
     bad = [each.rate for each in history.tried if _kept(each) is False]
     good = [rate for rate in good if rate <= estimate.upper] or good
@@ -233,18 +230,18 @@ def _kept(outcome: TrialOutcome) -> bool | None:
         return outcome.verdict == "met"
     if measured is None or (measured.n and measured.score is None):
         return None
-    # Too few came back in all the trial's time to tell anything: it was far too much.
+    # Too few responses arrived during the trial to judge any: the rate was far too high.
     return bool(measured.n) and measured.score is not None and measured.score >= 0
 
 
 def _always_kept(history: TrialHistory) -> bool:
-    """Whether all of the last trials were kept: confirming once more would tell nothing new."""
+    """Return whether all of the last trials were met, so that another confirmation shows nothing new."""
     last = history.tried[-KEPT_IN_A_ROW:]
     return len(last) == KEPT_IN_A_ROW and all(_kept(each) is True for each in last)
 
 
 def _return_to(history: TrialHistory, estimate: RateEstimate) -> float:
-    """The lowest rate that was missed, and not kept since; or beyond all that was kept."""
+    """Return the lowest rate that was missed and not met since, or one above all met rates."""
     kept, missed = 0.0, math.inf
     for each in reversed(history.tried):
         known = _kept(each)
@@ -254,7 +251,7 @@ def _return_to(history: TrialHistory, estimate: RateEstimate) -> float:
 
 
 def _leaning(history: TrialHistory, estimate: RateEstimate) -> float:
-    """The median; or the further up or down, the more trials in a row had the same outcome."""
+    """Return a quantile further from the median the more successive trials had the same outcome."""
     kept = [known for each in history.tried if (known := _kept(each)) is not None]
     same = next((count for count, each in enumerate(reversed(kept)) if each != kept[-1]), len(kept))
     lean = min(LEAN * max(same - 1, 0), LEAN_MOST) * (1 if kept and kept[-1] else -1)
@@ -267,12 +264,12 @@ def _aim_below(history: TrialHistory) -> float:
 
 
 def _capacity(history: TrialHistory) -> float:
-    """The least that a trial saw the system pass on at most; inf if none saw its limit."""
+    """Return the lowest measured capacity in requests per second; inf if no trial reached it."""
     return min((point.capacity for point in history.points if point.capacity), default=math.inf)
 
 
 def _settled(history: TrialHistory, estimate: RateEstimate) -> float | None:
-    """The rate that the search ends with, if it is over: near the median, sure enough, and met in a trial."""
+    """Return the final rate: near the median, probable enough, and met in a trial; None if not yet known."""
     precision = history.limits.precision
     replay = history.trusted_replay
     if replay is not None:

@@ -49,8 +49,8 @@ CONFIRMS: Final = 1.85
 """Half-width of the interval, as a multiple of the precision, from which a trial may confirm the answer."""
 TOO_FAR_AFTER: Final = 4
 TOO_FAR: Final = 3.0
-"""After the first number of trials a search ends if the precision takes the second multiple of what the
-remaining trials bring."""
+"""A search ends after the first number of trials if the precision needs more than the second multiple of the
+requests that the remaining trials can add."""
 
 
 def next_probe(history: TrialHistory, replay: ReplayResult) -> Probe | None:
@@ -100,7 +100,6 @@ def too_far(history: TrialHistory, replay: ReplayResult) -> bool:
 
 
 def too_far_text(history: TrialHistory, replay: ReplayResult) -> str:
-    """Return what the precision would take."""
     precision = history.limits.precision
     hours = replay.further_requests(precision) / replay.estimate.median / 3600
     return f"±{100 * precision:.2g} % would take about {hours:.2g} h more: its requests vary too much"

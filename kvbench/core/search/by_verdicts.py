@@ -1,16 +1,15 @@
-"""Searches a rate by verdicts alone, where trials give no figures.
+"""Search by verdicts alone, for trials without figures.
 
 1. **Expand** from the start rate: up while trials are met, down while they are missed. From a cold start up
-   by × 2, down by ÷ 2, ÷ 4, ÷ 4 (an SLO that nothing can meet shows within a few trials). From a trusted
-   hint by × 1.15, × 1.3, then as from a cold start: a good guess costs two trials.
+   by × 2, down by ÷ 2, ÷ 4, ÷ 4 (an unattainable SLO shows within a few trials). From a trusted hint by
+   × 1.15, × 1.3, then as from a cold start: a good guess costs two trials.
 2. **Bisect** between the highest met and the lowest missed rate, at their geometric mean, until
    upper / lower ≤ 1 + precision.
-3. **Confirm**: the lower end gets one more, independent trial. If that misses, the rate becomes the upper
-   end and the search goes on below it. The same goes for a met ``max_rate`` and for a missed ``min_rate``.
+3. **Confirm** the lower end by one more trial. If that misses, the rate becomes the upper end and the search
+   continues below it. The same applies to a met ``max_rate`` and a missed ``min_rate``.
 
-A miss below a met rate is a contradiction (noise, drift, or results taken over from elsewhere): the bracket
-reopens, the missed rate is tried once more, and if it misses again it stands, since a rate is sustained only
-if all below it are.
+A miss below a met rate is a contradiction (noise, drift, or imported results): the missed rate is tried once
+more. A second miss counts, since a rate is sustained only if all lower rates are.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from kvbench.core.search.trial_history import (
 
 
 def next_probe(history: TrialHistory, *, trusted: bool) -> Probe | None:
-    """The next trial, None when the search is over. ``trusted``: it began at a trusted hint."""
+    """Return the next trial, or None to end the search. ``trusted``: it began at a trusted hint."""
     bracket = history.bracket
-    doubtful = _doubtful(history)
-    if doubtful is not None:
-        return Probe(doubtful, "recheck")
+    contradicting = _contradicting_rate(history)
+    if contradicting is not None:
+        return Probe(contradicting, "recheck")
     if bracket.lower is None:
         return _below(history, trusted)
     if history.trials_left == 1 and bracket.upper is not None and history.unconfirmed(bracket.lower):
-        return Probe(bracket.lower, "confirm")  # a wider answer that is sure, over a sharper one that is not
+        return Probe(bracket.lower, "confirm")  # a confirmed wide interval is better than an unconfirmed one
     if bracket.top is None:
         return _above(history, bracket.lower, trusted)
     if not _close(history, bracket.lower, bracket.top):
@@ -49,7 +48,6 @@ def next_probe(history: TrialHistory, *, trusted: bool) -> Probe | None:
 
 
 def answer(history: TrialHistory, *, finished: bool) -> SearchAnswer:
-    """The best answer so far; honest, if not sharp, before the end."""
     lower, upper = history.bracket.lower, history.bracket.upper
     end = lower if lower is not None else upper
     tally = RateTally() if end is None else history.bracket.tallies[end]
@@ -74,12 +72,12 @@ def _status(history: TrialHistory, confirmed: bool, finished: bool) -> tuple[Sta
     if confirmed and lower is None and upper is not None and upper <= limits.min_rate:
         return "slo_unattainable", f"missed at {upper:g} already, the lowest rate allowed"
     if history.trials_left <= 0:
-        return "exhausted", f"max_trials = {limits.max_trials} came before the precision asked for"
+        return "exhausted", f"stopped after max_trials = {limits.max_trials}; the precision is not reached"
     if not finished:
         return "undecided", "the search was not finished"
     if bracket.unusable is not None:
-        return "undecided", f"trials at {bracket.unusable:g} and around it were refused"
-    return "undecided", "the trials that should have confirmed the answer were refused"
+        return "undecided", f"trials at and near {bracket.unusable:g} were invalid"
+    return "undecided", "the trials to confirm the answer were invalid"
 
 
 def _above(history: TrialHistory, lower: float, trusted: bool) -> Probe | None:
@@ -99,8 +97,8 @@ def _below(history: TrialHistory, trusted: bool) -> Probe | None:
     return Probe(history.inside(lowest / factor), "expand")
 
 
-def _doubtful(history: TrialHistory) -> float | None:
-    """The lowest rate that was missed, once and only once, below a met one."""
+def _contradicting_rate(history: TrialHistory) -> float | None:
+    """Return the lowest rate below a met one that was missed in its only trial."""
     tallies = history.bracket.tallies
     highest_met = max((rate for rate, tally in tallies.items() if tally.last == "met"), default=0.0)
     return min(

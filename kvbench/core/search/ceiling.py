@@ -1,9 +1,9 @@
-"""A ceiling probe: what comes out of a system at most, asked without burying it.
+"""A ceiling probe: measures the highest completion rate without building up a long backlog.
 
-First some requests that hardly burden a server with places for many, and a pause. Where most of them are
-done soon, a flood follows, which fills hundreds of places. Where not, it is spared a server that takes its
-requests one after the other, and would be at it for minutes, also when the client has dropped them. The flood
-ends as soon as its completions show a steady rate, or when its rest is many latencies' work.
+1. A few requests, a light load for a server with many slots, and a pause.
+2. If most of them end soon, a saturation probe follows that fills hundreds of slots. Otherwise it is skipped:
+   a server that handles requests one by one would take minutes, even after the client has dropped them.
+3. The saturation ends when completions show a steady rate, or when the backlog is many latencies of work.
 """
 
 from __future__ import annotations
@@ -21,38 +21,40 @@ from kvbench.core.search.data import TrialFigures
 
 FloatArray = npt.NDArray[np.float64]
 
+FIRST_REQUESTS: Final = 24
+"""Number of first requests."""
 FIRST_LATENCIES: Final = 0.5
 FIRST_LEAST_S: Final = 0.25
-FIRST_REQUESTS: Final = 24
-"""So many come first, in so many latencies, and at least so many seconds."""
+"""Time in which they are sent: in latencies, and at least in seconds."""
 PAUSED_LATENCIES: Final = 2.5
 PAUSED_LEAST_S: Final = 1.0
+"""Start of the saturation: in latencies, and at least in seconds."""
 LOOKED_AT: Final = 0.7
 DONE_SHARE: Final = 0.5
-"""When the flood begins, in latencies and at least in seconds; and from which part of that time on it is
-looked (progress is reported four times a second) whether this share of the first requests is done."""
+"""Share of the first requests that must have ended after this part of the time before it (progress is
+reported four times a second)."""
 FLOOD_LATENCIES: Final = 5.0
 FLOOD_LEAST_S: Final = 2.0
 FLOOD_REQUESTS: Final = 1600
 SURE_COMPLETIONS: Final = 40
+"""Minimum number of completions before a steady rate ends the saturation."""
 SURE_LATENCIES: Final = 3.0
 SURE_LEAST_S: Final = 1.5
-"""Completions before a steady rate ends the flood; and latencies, and at least seconds, since the first one
-before anything does: where all places were filled at once, they come in waves of one latency."""
+"""Minimum time since its first completion, in latencies and in seconds: if all slots were filled at once,
+completions come in waves of one latency."""
 BURIED_LATENCIES: Final = 16.0
-"""The flood ends when what it leaves is more work than that at the rate of its completions."""
+"""Backlog that ends the saturation, in latencies of work at the measured completion rate."""
 COMPLETIONS: Final = 10
 FLOODED: Final = 1.5
 FLOODED_ERRORS: Final = 3.0
-"""It was a flood if it leaves more than so many times what must be under way, and more than chance puts
-there: of 0.4 requests on average (15 a second of 26 ms) one or two are often just under way."""
+"""The system was saturated if the backlog exceeds this multiple of the requests that must be in flight, and
+this many standard errors above them: of 0.4 on average (15 a second of 26 ms) one or two are common."""
 
 
 @dataclass(frozen=True)
 class Flood:
     """The plan of one probe; times in seconds since its start. ``offsets_s``: planned sends, ascending;
-    ``rate``: requests per second of the flood.
-    """
+    ``rate``: requests per second of the saturation."""
 
     offsets_s: FloatArray
     begins_s: float
@@ -61,10 +63,10 @@ class Flood:
     rate: float
 
     def is_over(self, ends_s: FloatArray, now_s: float) -> bool:
-        """Whether there is nothing more to find out, or it must not go on; ``ends_s``: completions so far."""
+        """Return whether the probe can end."""
         if now_s >= self.ends_s:
             return True
-        if self._spared(ends_s, now_s):
+        if self._skips_saturation(ends_s, now_s):
             return True
         if now_s <= self.begins_s:
             return False
@@ -79,20 +81,18 @@ class Flood:
         sure = len(flood) >= SURE_COMPLETIONS and not found.grows
         return sure or left > BURIED_LATENCIES * max(rate * self.latency_s, 1.0)
 
-    def _spared(self, ends_s: FloatArray, now_s: float) -> bool:
-        """Whether the system is spared the flood: it was slow with the first requests already."""
+    def _skips_saturation(self, ends_s: FloatArray, now_s: float) -> bool:
+        """Return whether the saturation is skipped, since the first requests were slow already."""
         first = int(np.searchsorted(self.offsets_s, self.begins_s))
         done = int((ends_s <= self.begins_s).sum())
         return now_s >= LOOKED_AT * self.begins_s and done < DONE_SHARE * first
 
     def measured(self, ends_s: Sequence[float] | FloatArray, until_s: float) -> TrialFigures:
-        """What it measured, by the completions until then; without a flood, a rate to begin with.
-
-        No ceiling (``grows``): completions still became more, or no more was left than must be under way.
-        """
+        """Return the figures by the completions until then; without saturation, a rate to start from.
+        ``grows`` (no ceiling): completions still increased, or the backlog was no larger than usual."""
         ends = np.asarray(ends_s, np.float64)
         ends = ends[ends <= until_s]
-        if len(ends) and (until_s <= self.begins_s or self._spared(ends, until_s)):
+        if len(ends) and (until_s <= self.begins_s or self._skips_saturation(ends, until_s)):
             return TrialFigures(completion_rate=len(ends) / until_s, grows=True, duration_s=until_s)
         found = completion_rate(ends[ends >= self.begins_s] - self.begins_s, until_s - self.begins_s)
         if found is None:
@@ -102,15 +102,13 @@ class Flood:
         under_way = rate * self.latency_s
         flooded = left > max(FLOODED * under_way, under_way + FLOODED_ERRORS * math.sqrt(under_way) + 1.0)
         if not flooded and until_s >= min(self.ends_s, self.offsets_s[-1]):
-            rate = max(rate, self.rate)  # all that was offered was carried; by chance a little less came out
+            rate = max(rate, self.rate)  # all offered requests were completed
         return TrialFigures(completion_rate=rate, grows=not (steady and flooded), duration_s=until_s)
 
 
 def plan_flood(rate: float, latency_s: float, burstiness: float, seed: int) -> Flood:
-    """A probe that offers up to ``rate`` requests a second; ``latency_s``: of one alone, 0 if unknown.
-
-    Raises InputError for impossible values.
-    """
+    """Return a probe that offers up to ``rate`` requests a second. Raises InputError for impossible values.
+    ``latency_s``: latency of a single request, 0 if unknown."""
     first_s = max(FIRST_LEAST_S, FIRST_LATENCIES * latency_s)
     first_rate = min(rate, FIRST_REQUESTS / first_s)
     first = planned_offsets(first_rate, max(1, round(first_rate * first_s)), math.inf, seed)
@@ -123,11 +121,9 @@ def plan_flood(rate: float, latency_s: float, burstiness: float, seed: int) -> F
 
 
 def completion_rate(ends_s: Sequence[float] | FloatArray, until_s: float) -> tuple[float, bool] | None:
-    """(completions per second while a load was offered, whether that was steady), for a flood from time 0.
-
-    Of the later two thirds of the time from the first completion to ``until_s``. Not steady: they still
-    became more, or came for too short a time, so that the capacity is above it. None with fewer than 10.
-    """
+    """Return completions per second of a load from time 0, and whether they were steady; None if too few.
+    Counted over the later two thirds of the time from the first completion to ``until_s``. Not steady: they
+    still increased, or the time was too short, so the capacity is higher."""
     ends = np.sort(np.asarray(ends_s, np.float64))
     ends = ends[ends <= until_s]
     if len(ends) < COMPLETIONS or until_s <= ends[0]:

@@ -1,4 +1,4 @@
-"""What a search is given, asks, is told, and answers: plain data. Rates in requests per second."""
+"""Input, trials and answer of a search, as plain data. Rates in requests per second."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ Status = Literal["converged", "undecided", "exhausted", "slo_unattainable", "cen
 
 @dataclass(frozen=True)
 class SearchLimits:
-    """Where and how long to search. Rates in requests per second; raises ValueError if they make no sense.
+    """Where and how long to search. Rates in requests per second. Raises ValueError for impossible limits.
 
     ``precision``: relative width of the bracket to reach, 0.05 for 5 %. ``max_trials`` counts every trial,
-    also refused and repeated ones. ``confidence`` is not used by the search itself: it is what trials'
-    early verdicts and intervals are to use, kept here so that one value belongs to one search.
-    ``attainment``: the share asked for, of trials whose ``TrialFigures`` does not have it.
+    also invalid and repeated ones. ``confidence``: of trials' early verdicts and intervals. ``attainment``:
+    the required share of requests, for trials whose ``TrialFigures`` has no target.
     """
 
     start_rate: float
@@ -53,7 +52,7 @@ class SearchLimits:
 
 @dataclass(frozen=True)
 class Hint:
-    """A rate from a neighbouring input length or another connector. Trusted: expected within some 20 %."""
+    """A start rate from another input length or connector. Trusted: expected within about 20 %."""
 
     rate: float
     trusted: bool = True
@@ -61,12 +60,9 @@ class Hint:
 
 @dataclass(frozen=True)
 class Probe:
-    """The next trial to run: its rate, and what it is for.
-
-    ``thorough``: near the answer, so it is to run its full length; a quick yes would come before a queue had
-    time to build up (``LiveConfig.thorough``). ``least_s``: for how long at least, in seconds. ``tier``: of
-    the SLO, which the trial is run for; "" if there is one.
-    """
+    """The next trial to run: its rate and its purpose. ``thorough``: run the full length, since a queue near
+    the answer builds up slowly (``LiveConfig.thorough``). ``least_s``: minimum length in seconds. ``tier``:
+    tier of the SLO that the trial is run for; "" if there is only one."""
 
     rate: float
     purpose: Purpose
@@ -77,22 +73,22 @@ class Probe:
 
 @dataclass(frozen=True)
 class TrialFigures:
-    """What a trial measured beside its verdict; None is unknown. Rates per second, times in seconds.
+    """The measured figures of a trial; None is unknown. Rates per second, times in seconds.
 
-    ``attainment`` with its 95 % interval is that of the criterion that comes off worst, whose share asked
-    for is ``target`` (None: it is a mean), of ``n`` requests worth ``effective_n`` independent ones.
-    ``score`` with its standard error is 0 where that criterion is just kept, falls with the rate, and is
+    ``attainment`` with its 95 % interval belongs to the criterion with the lowest score; ``target`` is its
+    required share (None: the criterion is a mean); ``n`` requests count as ``effective_n`` independent ones.
+    ``score`` with its standard error is 0 where that criterion is just met, falls with the rate, and is
     nearly linear in it: 1 / margin − 1 (see ``kvbench.core.search.sequential_trial``). ``offered_rate``:
-    arrivals that really fell into the steady part. ``capacity``: first tokens per second while the queue was
-    never empty, by ``capacity_n`` of them. ``grows``: the queue grew (of a ceiling probe: the completions
-    did, so the capacity is higher). ``completion_rate``: of a ceiling probe.
+    actual arrivals in the steady part. ``capacity``: first tokens per second while the queue was never empty,
+    by ``capacity_n`` of them. ``grows``: the queue grew (in a ceiling probe: completions still increased, so
+    the capacity is higher). ``completion_rate``: of a ceiling probe.
 
-    ``ttft_limit_s``: the criterion's limit on TTFT, None without one; ``ttft_s``: the TTFT that the share
-    asked for stayed within; ``ttft_attainment``: the share whose TTFT kept the limit, whatever else they
-    broke; ``ttft_fast_s``: the one that a tenth did, nearly that of a request that does not
-    wait. ``latency_s``: the median of whole requests. ``queue_rate``: what the arrivals stood for, if a queue
-    it is (``queue_rate``), of whose gaps ``gap_variation`` is the squared coefficient of variation.
-    ``criteria``: where there are several, the figures of each in order, by the names used here.
+    ``ttft_limit_s``: the criterion's limit on TTFT; ``ttft_s``: TTFT at the quantile of the required share;
+    ``ttft_attainment``: share of requests within the TTFT limit alone; ``ttft_fast_s``: the 10 % quantile of
+    TTFT, nearly that of a request that does not wait. ``latency_s``: median end-to-end latency.
+    ``queue_rate``: the rate whose average queue equals that of these arrivals (``queue_rate``);
+    ``gap_variation``: squared coefficient of variation of their gaps. ``criteria``: figures of each criterion
+    in order, by the same names, if there are several.
     """
 
     attainment: float | None = None
@@ -120,7 +116,7 @@ class TrialFigures:
     criteria: tuple[Mapping[str, float | None], ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """What is known, as finite numbers; what is not is left out."""
+        """Return the known, finite figures."""
         row = {name: value for name, value in asdict(self).items() if name != "criteria" and _known(value)}
         each = [
             {name: value if _known(value) else None for name, value in row.items()} for row in self.criteria
@@ -128,12 +124,12 @@ class TrialFigures:
         return {**row, "criteria": each} if each else row
 
     def of_criterion(self, index: int) -> TrialFigures:
-        """The same trial by another of its criteria; itself where there is one only."""
+        """Return the trial's figures by another criterion; itself if there is only one."""
         return self.from_json({**asdict(self), **self.criteria[index]}) if self.criteria else self
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> TrialFigures:
-        """Takes the figures it knows and leaves the others."""
+        """Read the known figures and ignore others."""
         known = {item.name: row[item.name] for item in fields(cls) if item.name in row}
         return cls(**{**known, "criteria": tuple(known.get("criteria", ()))})
 
@@ -144,10 +140,7 @@ def _known(value: float | None) -> bool:
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """One trial's outcome, and what it had been asked for; no purpose if it was not asked.
-
-    ``requests``: each of its requests, where they are known.
-    """
+    """One trial's outcome and purpose; "" if the search did not request it. ``requests``: if known."""
 
     rate: float
     verdict: VerdictKind
@@ -157,7 +150,6 @@ class TrialOutcome:
     requests: TrialRequests | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """One point of the curve."""
         row: dict[str, Any] = {"rate": self.rate, "verdict": self.verdict, "purpose": self.purpose}
         if self.measured is not None and self.measured.attainment is not None:
             row["attainment"] = self.measured.attainment
@@ -169,26 +161,26 @@ class TrialOutcome:
 
 @dataclass(frozen=True)
 class SearchAnswer:
-    """What is known of the highest rate that meets the SLO.
+    """The highest rate that meets the SLO, as far as known.
 
-    By verdicts alone, ``max_request_rate`` is ``lower``: the highest rate that was met, and ``upper`` the
-    lowest that was missed above it. From what the trials measured, it is the most likely rate, and ``lower``
-    and ``upper`` hold it with a probability of 90 %; if it "converged", a trial at it or up to the precision
-    above it was met, with a share of requests within the SLO that reaches the one asked for.
-    ``censored``: "above" if no miss bounds it (read "at least"), "below" if no rate was met (read "less
-    than upper"). ``confirmed``: a further, independent trial agreed. Status: "converged"; "censored" (met
-    at max_rate); "slo_unattainable" (missed at min_rate); "undecided" (refused or undecided trials left
-    an end unproven, no trial at the rate was met, or the search was not finished); "exhausted"
-    (max_trials came first). The interval is valid, if wide, in the latter two also. ``attainment`` with
-    its 95 % interval and ``n`` are those of the trial that the rate rests on, or else of the newest one
-    at it. ``curve``: each trial's rate, verdict, purpose, and attainment if it was measured.
+    By verdicts alone, ``max_request_rate`` is ``lower``, the highest met rate, and ``upper`` the lowest
+    missed one above it. By figures, it is the most likely rate, and [``lower``, ``upper``] contains the true
+    one with probability ``level``; a "converged" rate was met in a trial at it, or up to the precision above
+    it, with the required share of requests.
 
-    ``level``: how probable it is that the interval holds the rate; None where it is not known. ``posterior``:
-    equally probable rates, in order; ``posterior_at_first``: the same of the beginning of a search that has
-    ended, since a system may wander; ``wanders``: how probable that is by the last trials' posterior.
-    ``time_suffices``: whether the trials seemed to be enough when some were done (``RateSearch.foreseen``).
-    ``replay``: result of replaying the requests of a search that has ended (``ReplayResult.to_json``), and
-    whether the answer is by it (``decides``).
+    ``status``: "converged"; "censored" (met at max_rate); "slo_unattainable" (missed at min_rate);
+    "undecided" (invalid or undecided trials left an end open, no trial at the rate was met, or the search was
+    not finished); "exhausted" (stopped by max_trials). The interval is valid, if wide, in the last two too.
+    ``censored``: "above" if no miss bounds the rate (read "at least"), "below" if no rate was met (read "less
+    than upper"). ``confirmed``: a further, independent trial agreed. ``attainment`` with its 95 % interval
+    and ``n`` are those of the highest met trial at or below the rate. ``curve``: rate, verdict, purpose and
+    attainment of each trial.
+
+    ``posterior``: equally probable rates in order; ``posterior_at_first``: the same for the beginning of a
+    search that has ended, since a system may change; ``wanders``: probability that it did.
+    ``time_suffices``: forecast whether the trials suffice (``RateSearch.foreseen``). ``replay``: result of
+    replaying the requests of a search that has ended (``ReplayResult.to_json``); its ``decides``: the answer
+    is the replay's.
     """
 
     max_request_rate: float | None

@@ -1,4 +1,4 @@
-"""What a trial under way is given and decides: its load, its criteria, its length; a verdict."""
+"""Input and decision of a running trial: load, criteria and length; verdict."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ Observation = (
     | tuple[int, tuple[float, ...], tuple[float, ...]]
     | tuple[int, tuple[float, ...], tuple[float, ...], float | None]
 )
-"""(request's index, one value per criterion), and if known one margin per criterion: the value / its limit
-that decided, at most 1 where a share criterion's value is 1. inf for a request that failed or never came.
-Then its TTFT in seconds, None while there is none."""
+"""Request index; one value per criterion; one margin per criterion (value / limit of the metric that decided,
+at most 1 where a share criterion's value is 1; inf for a failed request); TTFT in seconds. The last two are
+left out while unknown."""
 
 TRIAL_LATENCIES: Final = 10.8
+"""Length of a trial, in latencies that it measured itself."""
 TRIAL_REQUESTS: Final = 600
+"""Its minimum number of requests: a queue's memory is counted in requests."""
 QUICK_REQUESTS: Final = 2000
-LONGEST: Final = 6.0
 QUICK_S: Final = 40.0
-"""A trial's time is up after so many of its own latencies, but not before so many requests, and where they
-come fast not before so many more, or so many seconds: a queue's memory is counted in requests, and where only
-a few are under way at once, a dozen latencies show next to nothing."""
+"""Minimum number of requests at high rates, or minimum length in seconds, whichever is shorter."""
+LONGEST: Final = 6.0
+"""Longest trial, as a multiple of the usual one."""
 
 
 def trial_length_s(rate: float, latency_s: float, least_s: float = 0.0) -> float:
-    """For how long to plan a trial: twice what it is likely to take, should latencies turn out longer."""
+    """Return the planned length of a trial: twice the likely one, in case latencies are longer."""
     latencies_s = 2 * TRIAL_LATENCIES * latency_s
     longest_s = LONGEST * max(latencies_s, requests_s(rate))
     return max(latencies_s, min(least_s or requests_s(rate), longest_s))
 
 
 def requests_s(rate: float) -> float:
-    """How long the requests take that a trial needs at least."""
+    """Return the time in seconds for the minimum number of requests of a trial."""
     return max(TRIAL_REQUESTS / rate, min(QUICK_REQUESTS / rate, QUICK_S))
 
 
 @dataclass(frozen=True)
 class CriterionTarget:
-    """``share``: values are 1 (kept) or 0, and their true share must be at least ``target``.
-    ``mean``: the values' true mean must be at most ``target``. ``wait_limit_s``: the limit of a time that
-    waiting is a part of, 0 without one: of TTFT, or ``whole``: of the whole latency, which the margins tell
-    then. Raises ValueError for impossible targets."""
+    """``share``: values are 1 (within the limits) or 0, and their true share must be at least ``target``.
+    ``mean``: their true mean must be at most ``target``. ``wait_limit_s``: limit on TTFT, or if ``whole`` on
+    the end-to-end latency (read from the margins); 0 without one. Raises ValueError for bad targets."""
 
     kind: Literal["share", "mean"]
     target: float
@@ -66,9 +66,8 @@ class CriterionTarget:
 
 @dataclass(frozen=True)
 class TurnsLive:
-    """What a trial of sessions is told: at most so many ``requests``; after ``filled_s`` sessions end about
-    as fast as they begin; ``dispersion``: variance over mean of the requests in a long time.
-    """
+    """A load of sessions: at most ``requests``; after ``filled_s`` sessions end about as fast as they begin;
+    ``dispersion``: variance over mean of the number of requests in a long time."""
 
     requests: int
     filled_s: float
@@ -77,16 +76,15 @@ class TurnsLive:
 
 @dataclass(frozen=True)
 class LiveConfig:
-    """``offsets_s``: planned sends in order. ``rate``: requests per second offered. ``latency_s``: end-to-end
-    latency to expect, 0 if unknown; the trial's own takes its place. ``max_s``: when the time is up at the
-    latest; by default the last planned send. ``ttft_limit_s``: 0 if TTFT is not limited. ``confidence``: of
-    either verdict. ``thorough``: no quick yes, and a quick no only if it is very clear; for trials near the
-    answer, whose figures count. ``confirms``: what matters are its figures, as near the answer:
-    when its time is up, figures that reach what is asked are a yes, proven or not.
-    ``latencies``: the time is up after so many of the trial's own latencies, ``least_s`` at the earliest (0:
-    after ``requests_s``).
-    ``hopeless_s``: what has been under way for so long has broken a limit for sure.
-    ``turns``: of a load of sessions: what it sends comes as answers come, in the order of ``feed``'s offsets.
+    """The load and length of a running trial.
+
+    ``offsets_s``: planned sends in order. ``rate``: requests per second offered. ``latency_s``: expected
+    end-to-end latency until one was measured, 0 if unknown. ``max_s``: latest end, by default that of the
+    sends. ``ttft_limit_s``: 0 if TTFT is not limited. ``confidence``: of either verdict. ``thorough``: no
+    early "met", and an early "missed" only if it is very clear. ``confirms``: at its end the measured share
+    alone decides "met", significant or not. ``latencies``: length in latencies that it measured; ``least_s``:
+    minimum length (0: ``requests_s``). ``hopeless_s``: a request in flight for longer has broken a limit.
+    ``turns``: for a load of sessions, whose sends follow responses, in the order of ``feed``'s offsets.
     """
 
     offsets_s: Sequence[float] | FloatArray
@@ -105,7 +103,7 @@ class LiveConfig:
 
 @dataclass(frozen=True)
 class Decision:
-    """A verdict, why, at what time of the trial, its steady part, and what was measured until then."""
+    """Verdict, reason and time in the trial, with its steady part and figures."""
 
     verdict: Verdict
     reason: str

@@ -1,4 +1,4 @@
-"""How one criterion stands after so many requests: kept, broken, or undecided yet."""
+"""One look at a criterion: met, missed or still undecided after the requests so far."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ Verdict = Literal["met", "missed", "undecided"]
 
 MET_REQUESTS: Final = 40
 TAIL_REQUESTS: Final = 1.25
-"""Of all judged, at least so many lie in the tail that may break a limit: one, and what the gates' window is
-shorter by."""
+"""Minimum expected number of requests in the tail that may exceed a limit: one, and some for the gates'
+shorter window."""
 PENDING: Final = 0.02
-"""With a larger share pending, a margin's quantile is not known."""
+"""Largest share of pending requests with which a margin's quantile is known."""
 MAX_SCORE: Final = 20.0
 LATE: Final = 1e3
-"""A margin above it is merely very late: inf (failed, never came) would spoil the sections' arithmetic."""
+"""Largest margin used: inf (a failed request) would spoil the sections' arithmetic."""
 UNKNOWN_CLUMP: Final = 2.5
-"""How many neighbours count as one where neither misses nor margins show it."""
+"""Number of successive requests that count as one if neither misses nor margins show it."""
 DEPENDENT: Final = 1.5
-"""Sections of one trial depend on each other, and so show clumps, and variances, too small by about this."""
+"""Factor for the correlation of a trial's sections, which makes clumps and variances look smaller."""
 SHARE_SCALE: Final = 3.0
 
 
 @dataclass(frozen=True)
 class LookResult:
-    """What one look found. ``share`` within limits has its 95 % interval, for ``effective_n`` requests."""
+    """Result of one look. ``share`` within limits has its 95 % interval, for ``effective_n`` requests."""
 
     verdict: Verdict
     score: float
@@ -50,13 +50,13 @@ class LookResult:
     effective_n: float
     text: str
     reached: bool = False
-    """By the figure itself, though nothing is proven; what is pending counts as broken."""
+    """Whether the figure reaches the target, significant or not; pending requests count as missed."""
 
 
 @dataclass(frozen=True)
 class Strictness:
-    """How to look: ``alpha`` is the chance of error on either side, ``clump`` how many neighbours count as
-    one at least, ``pending`` how many requests of the same time are not settled yet."""
+    """Parameters of a look. ``alpha``: chance of error on either side; ``clump``: minimum number of
+    successive requests that count as one; ``pending``: requests of the same time without a result."""
 
     sections: int
     alpha: float
@@ -65,7 +65,7 @@ class Strictness:
 
 
 def share_look(values: FloatArray, margins: FloatArray, target: float, how: Strictness) -> LookResult:
-    """A share criterion. ``values``: 1 (kept) or 0; ``margins``: value / limit or nan; by arrival."""
+    """Judge a share criterion. ``values``: 1 (met) or 0; ``margins``: value / limit or nan; by arrival."""
     n = len(values)
     good = float((values >= 0.5).sum())
     share = good / n
@@ -76,7 +76,7 @@ def share_look(values: FloatArray, margins: FloatArray, target: float, how: Stri
         late = np.minimum(margins, LATE)
         margin, margin_error = sectioned(late, how.sections, target)
         score, error = _score(margin, margin_error)
-        # Late ones come in clumps, which show also where none is too late: at the criterion's own quantile.
+        # Late requests come in clumps, which show at the criterion's own quantile even if none is too late.
         above = (late > margin).astype(np.float64)
         flags = above if above.any() else flags
     clump = design_effect(flags, how.sections) if known or 0 < good < n else UNKNOWN_CLUMP
@@ -87,7 +87,7 @@ def share_look(values: FloatArray, margins: FloatArray, target: float, how: Stri
     reach = _reach(certainty, how.sections, error) if known else math.inf
     by_margin = how.pending <= PENDING * n and n >= MET_REQUESTS and how.clump <= 1.0
     verdict: Verdict = "undecided"
-    # A tail of which no request was seen would be "kept" by margins: the gates refuse that (too_few_requests)
+    # Without a request in the tail, margins prove nothing: the gates refuse that (too_few_requests)
     seen = target == 1.0 or n * (1.0 - target) >= TAIL_REQUESTS
     if n >= MET_REQUESTS and (lower >= target or (by_margin and seen and share >= target and score > reach)):
         verdict = "met"
@@ -97,7 +97,7 @@ def share_look(values: FloatArray, margins: FloatArray, target: float, how: Stri
         score, error = _score_of_share(share, target, effective)
     interval = share_interval(share * effective, effective, 0.95)
     text = (
-        f"{good:.0f} of {n} requests ({share:.1%}) within the SLO, {target:.1%} asked; "
+        f"{good:.0f} of {n} requests ({share:.1%}) within the SLO, target {target:.1%}; "
         f"stopping interval {interval[0]:.1%} to {interval[1]:.1%}"
     )
     reached = good >= target * whole and (target == 1.0 or n * (1.0 - target) >= 1.0 - 1e-9)
@@ -105,7 +105,7 @@ def share_look(values: FloatArray, margins: FloatArray, target: float, how: Stri
 
 
 def mean_look(values: FloatArray, target: float, how: Strictness) -> LookResult:
-    """A mean criterion, by the t interval of the sections' means. An infinite value breaks it."""
+    """Judge a mean criterion by the t interval of the sections' means. An infinite value misses it."""
     share, n = float((values <= target).mean()), float(len(values))
     mean, error = sectioned(values, how.sections, None) if np.isfinite(values).all() else (math.inf, 0.0)
     reach = _reach(1.0 - how.alpha, how.sections, error)
@@ -115,18 +115,18 @@ def mean_look(values: FloatArray, target: float, how: Strictness) -> LookResult:
     elif mean - reach > target:
         verdict = "missed"
     score, score_error = _score(mean / target, error / target)
-    text = f"mean {mean:.4g} ± {error:.2g}, at most {target:.4g} asked"
+    text = f"mean {mean:.4g} ± {error:.2g}, limit {target:.4g}"
     reached = mean <= target and how.pending <= PENDING * n
     return LookResult(verdict, score, score_error, share, 0.0, 1.0, n, text, reached)
 
 
 def _reach(certainty: float, sections: int, error: float) -> float:
-    """How far the truth may be from a figure whose standard error was found by sections."""
+    """Return the half-width of the confidence interval of a figure with a standard error by sections."""
     return t_quantile(certainty, sections - 1) * math.sqrt(DEPENDENT) * error
 
 
 def _score(margin: float, error: float) -> tuple[float, float]:
-    """(score, its standard error) of a margin and its standard error."""
+    """Return the score and its standard error for a margin and its standard error."""
     if not math.isfinite(margin) or margin >= LATE:
         return -1.0, 0.1
     if margin <= 1 / (1 + MAX_SCORE):
@@ -135,10 +135,8 @@ def _score(margin: float, error: float) -> tuple[float, float]:
 
 
 def _score_of_share(share: float, target: float, effective: float) -> tuple[float, float]:
-    """A score of a share alone: how much rarer misses are than allowed, on a logarithmic scale.
-
-    Its scale differs from that of a margin, but it is 0 at the target and falls with the rate all the same.
-    """
+    """Return a score by a share alone: allowed over actual misses, logarithmic. Its scale differs from that
+    of a margin, but it is 0 at the target and falls with the rate as well."""
     least = 0.5 / max(effective, 1.0)
     allowed, missed = max(1.0 - target, least), max(1.0 - share, least)
     error = math.sqrt(max(1.0 - missed, 0.0) / (missed * max(effective, 1.0)))

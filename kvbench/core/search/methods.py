@@ -1,14 +1,13 @@
-"""What the methods differ in: how much is offered, what is judged, and what a trial's verdict means.
+"""Differences between the load methods: number of requests, judged window, and meaning of a verdict.
 
-- ``sustained``: limits over the steady window, a growing queue is a miss (core/gates/gates.py).
-- ``equal_rate``: the same, at a rate that was given.
-- ``burst``: means over all requests of five seconds' arrivals; no steady state is asked for (burst.py).
-- ``fixed``: a rate is offered and described. It is "measured", whatever came of it, and marked *saturated*
-  where the system did not keep up.
-- ``closed_loop``: so many requests are under way at any time, and described; no rate is offered.
+- ``sustained``: limits over the steady window; a growing queue is a miss (core/gates/gates.py).
+- ``equal_rate``: the same, at a given rate.
+- ``burst``: means over all requests of five seconds' arrivals; needs no steady state (burst.py).
+- ``fixed``: a given rate, always "measured"; marked *saturated* if the system did not keep up.
+- ``closed_loop``: a constant number of requests in flight instead of a rate; always "measured".
 - ``trace``: recorded arrivals; judged as sustained if there is an SLO, else "measured".
-- ``soak``: one window of a rate that is held for hours; as ``fixed``.
-- ``chaos``: a fault strikes while a rate is held; what that cost is judged elsewhere (core/chaos_soak).
+- ``soak``: one window of a constant rate over hours; as ``fixed``.
+- ``chaos``: a fault during a constant rate; its cost is judged in core/chaos_soak.
 """
 
 from __future__ import annotations
@@ -27,29 +26,27 @@ from kvbench.core.search.live_config import Decision
 from kvbench.core.slo import Slo, burst_slo
 
 SATURATED: Final = "saturated"
-"""The label of a trial whose rate was above what the system carried."""
+"""Label of a trial whose rate was above the system's capacity."""
 BEHIND: Final = 0.90
-"""Saturated: fewer than this share of what arrived was finished in the same time."""
+"""Share of arrivals below which the completions of the same time mean saturation."""
 STEADY_GATES: Final = frozenset(
     {"growing_queue", "too_few_requests", "too_short", "not_steady", "slot_capped", "one_batch"}
 )
-"""Gates that ask for a steady state, or for enough requests: other methods mean to do without."""
+"""Gates that require a steady state or enough requests; other methods do not."""
 
 
 def planned_requests(method: Method, rate: float, trial_s: float, least: int, most: int) -> int:
-    """Requests of one trial."""
     if method == "burst":
         return burst_requests(rate)
     return max(least, min(most, round(rate * trial_s)))
 
 
 def judged_slo(method: Method, slo: Slo) -> Slo:
-    """The SLO by which a trial's requests are judged."""
     return burst_slo(slo) if method == "burst" else slo
 
 
 def judged_window(method: Method, records: Sequence[RequestRecord]) -> Window | None:
-    """All arrivals of a burst or a closed loop; None: the steady window is found from the records."""
+    """Return the window of all arrivals of a burst or a closed loop, or None for the steady window."""
     times = [record.scheduled_s for record in records]
     whole = method in ("burst", "closed_loop")
     return Window(min(times), max(times)) if whole and times else None
@@ -58,11 +55,9 @@ def judged_window(method: Method, records: Sequence[RequestRecord]) -> Window | 
 def joined_verdict(
     method: Method, evidence: Evidence, decision: Decision | None, *, searched: bool
 ) -> tuple[VerdictKind, str, list[Finding]]:
-    """The gates' verdict together with the live rule's: gates refuse, and find what cannot be sustained.
-
-    Else the live rule's stands. What ended after the last look did so when no load was offered any more, and
-    proves nothing; but a yes that it contradicts is none.
-    """
+    """Return verdict, reason and findings by the gates and the live rule together. Gates decide what is
+    invalid or unsustained; otherwise the live rule decides. Requests that ended after its last look ran
+    without load, so they prove nothing, but a "met" that they contradict is undecided."""
     verdict, reason, findings = verdict_of(method, evidence, searched=searched)
     if decision is None or verdict not in ("met", "missed"):
         return verdict, reason, findings
@@ -77,21 +72,21 @@ def joined_verdict(
 def verdict_of(
     method: Method, evidence: Evidence, *, searched: bool
 ) -> tuple[VerdictKind, str, list[Finding]]:
-    """(verdict, reason, findings) of a trial. ``searched``: it answers a search, so it must decide."""
+    """Return verdict, reason and findings of a trial. ``searched``: a search needs its verdict."""
     verdict, reason, findings = judge(evidence)
     if method == "burst":
-        findings = [_softened(finding) for finding in findings if finding.gate != "growing_queue"]
+        findings = [_soften(finding) for finding in findings if finding.gate != "growing_queue"]
         refusal = _refusal(findings)
         if refusal is not None:
             return "invalid", refusal.message, findings
         return ("met" if evidence.summary.attained else "missed"), means_text(evidence.summary), findings
     if method == "closed_loop":
-        # A slot waits for its answer, so there is no queue that could grow, and nothing to be saturated.
-        findings = [_softened(finding) for finding in findings if finding.gate != "growing_queue"]
+        # Each slot waits for its response, so no queue can grow.
+        findings = [_soften(finding) for finding in findings if finding.gate != "growing_queue"]
         refusal = _refusal(findings)
         return ("measured", "", findings) if refusal is None else ("invalid", refusal.message, findings)
     if method in ("fixed", "soak") or not searched:
-        findings = [_softened(finding) for finding in findings]
+        findings = [_soften(finding) for finding in findings]
         refusal = _refusal(findings)
         if refusal is not None:
             return "invalid", refusal.message, findings
@@ -99,7 +94,7 @@ def verdict_of(
     return verdict, reason, findings
 
 
-def _softened(finding: Finding) -> Finding:
+def _soften(finding: Finding) -> Finding:
     soft = finding.gate in STEADY_GATES and finding.level == "invalid"
     return replace(finding, level="warning") if soft else finding
 
@@ -109,7 +104,7 @@ def _refusal(findings: Sequence[Finding]) -> Finding | None:
 
 
 def means_text(summary: Summary) -> str:
-    """``mean TTFT 4120 ms (limit 5000), …``: what the burst method looked at."""
+    """Return the means that the burst method judges: ``mean TTFT 4120 ms (limit 5000), …``."""
     parts = []
     for each in summary.criteria:
         if each.kind == "mean":
@@ -119,12 +114,9 @@ def means_text(summary: Summary) -> str:
 
 
 def saturation(summary: Summary, findings: Sequence[Finding]) -> str:
-    """Why a rate is above what the system carried; empty if it is not.
-
-    The queue grows (the gate's finding); or many requests ran into their deadline; or clearly fewer requests
-    ended than arrived in the steady window, which must be longer than three latencies to tell that from
-    the filling of the pipe.
-    """
+    """Return why a rate exceeds the system's capacity; "" if it does not. The queue grows (the gate's
+    finding); or many requests ran into their deadline; or clearly fewer requests ended than arrived in a
+    steady window of more than three latencies."""
     growth = next((finding for finding in findings if finding.gate == "growing_queue"), None)
     if growth is not None:
         return growth.message

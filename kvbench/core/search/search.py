@@ -1,16 +1,15 @@
-"""Finds the highest request rate that meets an SLO: asks for rates, is told verdicts, knows no servers.
+"""Search of the highest request rate that meets an SLO: ``ask`` for a rate, ``tell`` its outcome.
 
-Two rules share one ask and tell: ``kvbench.core.search.by_verdicts`` until a trial has told what it measured,
-then ``kvbench.core.search.by_measurements``. Before either comes, if wanted for a cold start, a *ceiling*: a
-saturating burst, whose completions per second are the capacity.
+Two rules share this interface: ``kvbench.core.search.by_verdicts`` until a trial has reported figures, then
+``kvbench.core.search.by_measurements``. A cold start may begin with a *ceiling*: a saturating burst, whose
+completions per second are the capacity.
 
-A refused (invalid) trial is no verdict. It is tried again at the same rate, and after ``max_retries``
-repetitions the rate is *unusable*: the search stays below it, but it proves nothing about the upper end,
-and the answer says "undecided" unless a real miss closes the bracket. An undecided trial without figures is
-tried once more, and then its rate is left alone, too.
+An invalid trial is no verdict. It is repeated, and after ``max_retries`` repetitions its rate is *unusable*:
+the search stays below it, and the answer is "undecided" unless a real miss bounds it. An undecided trial
+without figures is repeated once.
 
-The next question depends on nothing but what was told so far, in order: telling a new search the trials of
-an interrupted one resumes it.
+The next trial depends only on the outcomes so far, in order: feeding a new search the trials of an
+interrupted one resumes it.
 """
 
 from __future__ import annotations
@@ -38,20 +37,21 @@ from kvbench.core.search.trial_requests import Objective, TrialRequests
 __all__ = ["Hint", "Probe", "RateSearch", "SearchAnswer", "SearchLimits", "TrialFigures", "TrialOutcome"]
 
 CEILING_FACTOR: Final = 80.0
-"""The ceiling probe offers so many times the start rate: with four requests under way there, 320 here."""
+"""Rate of the ceiling probe, as a multiple of the start rate: 4 requests in flight become 320."""
 CEILING_MOST: Final = 1000.0
-"""But no more than that, or the client and the router are what is flooded."""
+"""Largest rate of the ceiling probe: beyond it, client and router are the bottleneck."""
 CEILING_SHARE: Final = 0.9
-"""The first trial after it offers this share of what it completed."""
+"""Rate of the first trial after it, as a share of its completion rate."""
 FORESEEN_AFTER: Final = 3 / 8
+"""Share of its trials after which a search forecasts whether it converges; earlier forecasts fail, since the
+system's variation is unknown."""
 FORESEEN: Final = 2.0
-"""After that share of its trials a search is likely to converge whose interval is so many times the precision
-wide at most (its half-width). LAB (118 searches of the seed develop): 17 of 20 of those did, and 20 of the
-other 98; what is said before any trial foretells nothing of it: a system's variation is not known then."""
+"""Largest half-width of the interval then, as a multiple of the precision, with which convergence is likely:
+of 118 searches of random systems 17 of 20 below it converged, and 20 of 98 above it."""
 
 
 def foreseen_after(max_trials: int) -> int:
-    """After how many trials it is told whether they will do."""
+    """Return the number of trials after which a search forecasts whether it converges."""
     return math.ceil(FORESEEN_AFTER * max_trials)
 
 
@@ -66,10 +66,9 @@ class RateSearch:
         ceiling: bool = False,
         objective: Objective | None = None,
     ) -> None:
-        """``ceiling``: a start without a trusted hint begins with a saturating burst (whose outcome must be
-        told with its ``completion_rate``). ``objective``: what the requests of a trial have to keep, where
-        they can be replayed. Raises ValueError for a hint that is not a positive number.
-        """
+        """``ceiling``: a start without a trusted hint begins with a saturating burst (its outcome needs a
+        ``completion_rate``). ``objective``: the SLO of requests, if they can be replayed. Raises ValueError
+        for a hint that is not a positive number."""
         if hint is not None and not 0 < hint.rate < math.inf:
             raise ValueError(f"a hint must be a positive rate, not {hint.rate}")
         self._trusted = hint is not None and hint.trusted
@@ -85,11 +84,10 @@ class RateSearch:
 
     @property
     def history(self) -> tuple[TrialOutcome, ...]:
-        """Everything that was told, in order."""
         return self._history.outcomes
 
     def ask(self) -> Probe | None:
-        """The next trial; the same one until an outcome is told. None when the search is over."""
+        """Return the next trial, the same one until ``tell`` is called, or None to end the search."""
         if self._pending is None:
             self._pending = self._next()
         return self._pending
@@ -101,15 +99,12 @@ class RateSearch:
         measured: TrialFigures | None = None,
         requests: TrialRequests | None = None,
     ) -> None:
-        """Take in an outcome, also of a rate that was not asked (a resumed run's, for one).
-
-        A ceiling probe's verdict is not looked at. Raises ValueError for a rate outside the limits or a
-        verdict that is none.
-        """
+        """Record an outcome, also of a rate that was not requested (for example of a resumed run). A ceiling
+        probe's verdict is ignored. Raises ValueError for a rate outside the limits or an unknown verdict."""
         if not self.limits.min_rate * (1 - 1e-9) <= rate <= self.limits.max_rate * (1 + 1e-9):
-            raise ValueError(f"a rate must lie within the limits, not {rate}")
+            raise ValueError(f"a rate must be within the limits, not {rate}")
         if verdict not in ("met", "missed", "undecided", "invalid"):
-            raise ValueError(f"not a verdict: {verdict!r}")
+            raise ValueError(f"unknown verdict: {verdict!r}")
         probe = self.ask()
         purpose: Purpose | Literal[""] = ""
         for known in [probe.rate if probe is not None else rate, *(each.rate for each in self.history)]:
@@ -127,16 +122,15 @@ class RateSearch:
             self._foreseen = found is not None and found.width <= FORESEEN * self.limits.precision
 
     def estimate(self) -> RateEstimate | None:
-        """The posterior of the rate looked for; None before anything was measured."""
+        """Return the posterior of the wanted rate, or None before any figures."""
         return self._history.estimate
 
     @property
     def foreseen(self) -> bool | None:
-        """Whether the trials allowed are likely to do for the precision; None before it can be told."""
+        """Whether max_trials probably suffice for the precision; None before the forecast."""
         return self._foreseen
 
     def answer(self) -> SearchAnswer:
-        """The best answer so far; honest, if not sharp, before the end."""
         found = self._answer()
         sooner = True if found.status == "converged" else None
         suffices = sooner if self._foreseen is None else self._foreseen

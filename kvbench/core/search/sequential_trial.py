@@ -1,25 +1,24 @@
-"""The verdict of a trial under way: sure of a yes, sure of a no, or neither when its time is up.
+"""The verdict of a running trial: met, missed, or undecided at its end.
 
-A trial is planned up to a longest duration and cut at the first *look* that is sure. Looks come at times
-that grow geometrically, and the chance of error allowed is shared out evenly among them. Three questions:
+A trial has a longest duration and ends at the first *look* with a significant result. The intervals between
+looks grow geometrically; each gets an equal part of the allowed chance of error, and asks three questions:
 
-1. **Does the queue grow?** By the number of requests that wait for their first token longer than they would
+1. **Does the queue grow?** Judged by the number of requests that wait for their first token longer than
    without a queue, and by the rate of first tokens while it is never empty (``core.metrics.queue_growth``).
 2. **Has the system filled?** The steady part begins when the number in flight first reaches its mean over
-   the second half of the time so far (Fishman's crossing rule; rules that look at the latencies themselves,
-   such as MSER, prefer to drop bad luck and make short trials look too good). It ends one latency before
-   now: what is still under way is judged neither by its lucky half nor by the drain. The load is offered
-   until the decision.
-3. **Is each criterion kept?** A share by an exact binomial bound on the *effective* number of requests, or
-   by the confidence interval of its margin (the quantile of each request's value / limit) by sections; a
-   mean by the t interval of section means. What is pending in the steady part counts against either.
+   the second half of the time so far (Fishman's crossing rule; rules based on latencies, such as MSER, drop
+   bad values first, so short trials look too good). It ends one latency before now, since of later requests
+   only the fast ones have ended. The load continues until the decision.
+3. **Is each criterion met?** A share by an exact binomial bound on the *effective* sample size, or by the
+   confidence interval of its margin (the quantile of each request's value / limit) by sections; a mean by the
+   t interval of section means. Pending requests of the steady part count against either verdict.
 
-At the very rate that is looked for the share *is* the one asked for, and no trial of affordable length proves
-either side. So a trial near the answer (thorough, or to *confirm*) says yes also if its own share, at its
-end, is at or above the goal; the interval stands by it. Below the goal it stays undecided.
+At the wanted rate the true share *equals* the target, so no trial of affordable length can prove either side.
+A trial that *confirms* is therefore also met if its measured share, at its end, reaches the target; its
+interval is reported with it. Below the target it stays undecided.
 
-What it measured is handed to the search with the verdict: shares, and the **score**, which is 0 where the
-criterion is just kept, above 0 below that rate, and nearly linear in the rate: 1 / margin − 1.
+The search gets the figures with the verdict: shares, and the **score**, which is 0 where the criterion is
+just met, positive at lower rates, and nearly linear in the rate: 1 / margin − 1.
 """
 
 from __future__ import annotations
@@ -57,28 +56,27 @@ from kvbench.core.search.posterior.queue_model import queue_rate
 BoolArray = npt.NDArray[np.bool_]
 
 FIRST_LOOK: Final = 2.0
+"""Time of the first look at the criteria, in latencies."""
 LOOK_FACTOR: Final = 1.25
-"""The first look at the criteria, in latencies, and by how much later each further one."""
+"""Time of each further look, as a multiple of the last one's."""
 MET_AFTER: Final = 4.0
-"""Latencies before a yes is believed at all: a queue needs time to build up."""
+"""Earliest time of "met", in latencies: a queue needs time to build up."""
 GROWTH_FIRST: Final = 60
+"""Number of arrivals before the first test for a growing queue."""
 GROWTH_FACTOR: Final = 1.08
-"""Arrivals before growth is looked at, and by how much later each further look."""
+"""Time of each further test, as a multiple of the last one's."""
 MIN_REQUESTS: Final = 12
 FAST: Final = 0.1
-"""The share of the requests that hardly wait."""
+"""Quantile of TTFT that stands for a request without waiting."""
 FILLS: Final = 8.0
-"""A load of sessions is offered for so many times as long again as it took to fill: what is judged is then
-several sessions long."""
-SECTIONS: Final = (4, 8)
+"""Length of a load of sessions after it filled, as a multiple of the time that took."""
 SECTIONED_REQUESTS: Final = 160
-"""Sections of the steady part with fewer, and with at least so many requests."""
+SECTIONS: Final = (4, 8)
+"""Sections of the steady part: with fewer requests than that, and with more."""
 
 
 @dataclass
 class _Series:
-    """What was fed as totals, by time."""
-
     times_s: array[float] = field(default_factory=lambda: array("d"))
     waiting: array[float] = field(default_factory=lambda: array("d"))
     in_flight: array[float] = field(default_factory=lambda: array("d"))
@@ -86,7 +84,7 @@ class _Series:
 
 
 class LiveTrial:
-    """One trial. ``feed`` it what became known, in any order and as often as one likes, until it decides."""
+    """One running trial: ``feed`` it observations in any order until it decides."""
 
     def __init__(self, config: LiveConfig, criteria: Sequence[CriterionTarget]) -> None:
         """Raises ValueError without criteria or arrivals."""
@@ -131,15 +129,15 @@ class LiveTrial:
         sent: int,
         offsets_s: Sequence[float] = (),
     ) -> Decision | None:
-        """Take in what became known up to ``t_s`` (seconds since the trial's start) and decide, or not yet.
+        """Record observations up to ``t_s`` (seconds since the trial's start); return the decision if any.
 
-        ``waiting_first``: requests sent or due that have no first token yet; ``sent``: requests sent so far.
-        A request may be reported again when more of it is known (first as a miss, then with its margin).
-        ``offsets_s``: of sessions, when the requests sent since the last call were due, by their indices.
-        After the decision the same one is returned. Raises ValueError for an index that was not planned.
+        ``waiting_first``: requests sent or due without a first token; ``sent``: requests sent so far. A
+        request may be reported again with more data (first as a miss, then with its margin). ``offsets_s``:
+        for sessions, due times of the requests sent since the last call, in order. Further calls return the
+        same decision. Raises ValueError for an index that was not planned.
         """
         self._offsets[self._sent : self._sent + len(offsets_s)] = offsets_s
-        for due_s in offsets_s:  # as late as any before it: what is given up is looked for from the front
+        for due_s in offsets_s:  # ascending, for the binary search in _give_up
             self._due_s[self._sent] = max(due_s, self._due_s[self._sent - 1] if self._sent else due_s)
             self._sent += 1
         for each in observations:
@@ -168,7 +166,7 @@ class LiveTrial:
             self._count += 1
 
     def _give_up(self, t_s: float) -> None:
-        """Count as misses what is under way and can keep no limit any more."""
+        """Count requests in flight that can no longer keep their limits as misses."""
         due = bisect_left(self._due_s, t_s - self.config.hopeless_s, self._hopeless)
         for index in range(self._hopeless, due):
             if math.isnan(self._settled_s[index]):
@@ -206,26 +204,26 @@ class LiveTrial:
             return self._decide("met", "; ".join(look.text for look in looks), t_s, found)
         if last and self.config.confirms and looks and all(look.reached for look in looks):
             why = "; ".join(look.text for look in looks)
-            return self._decide("met", f"reached, as a confirming trial is to: {why}", t_s, found)
+            return self._decide("met", f"target reached in a confirming trial: {why}", t_s, found)
         if last:
-            why = "; ".join(look.text for look in looks) or "too few requests were settled"
-            return self._decide("undecided", f"the time was up before it was sure: {why}", t_s, found)
+            why = "; ".join(look.text for look in looks) or "too few requests ended"
+            return self._decide("undecided", f"inconclusive after {t_s:.1f} s: {why}", t_s, found)
         return None
 
     def _up(self, latency_s: float) -> float:
-        """When the time is up: so many of the trial's own latencies, within what was planned."""
+        """Return the end of the trial by its own latency, within the planned length."""
         wanted = max(self.config.latencies * latency_s, FIRST_LOOK * self.config.latency_s)
         usual = max(wanted, self.config.least_s or requests_s(self.config.rate))
         return min(self._max_s, self._filled_s + max(usual, FILLS * self._filled_s))
 
     def _alpha(self) -> float:
-        """The chance of error of one look, for either side."""
+        """Return the chance of error of one look, for either side."""
         first = max(FIRST_LOOK * max(self._latency_s(), 1e-9), self._filled_s)
         looks = 1 + max(0.0, math.ceil(math.log(max(self._max_s / first, 1.0)) / math.log(LOOK_FACTOR)))
         return (1.0 - self.config.confidence) / looks
 
     def _latency_s(self) -> float:
-        """Median time from a request's planned send until it was settled; that expected before any was."""
+        """Return the median end-to-end latency; the expected one before any request ended."""
         if self._count >= max(5.0, 1.02 * self._latency_n):
             known = self._settled_s - self._offsets
             self._latency_n, self._latency = self._count, float(np.median(known[~np.isnan(known)]))
@@ -233,7 +231,6 @@ class LiveTrial:
         return self._latency
 
     def _readings(self, t_s: float) -> QueueReadings:
-        """What is known of the queue so far."""
         series, config = self._series, self.config
         readings = QueueReadings(
             rate=config.rate,
@@ -260,13 +257,13 @@ class LiveTrial:
     # -- criteria ---------------------------------------------------------------------------------
 
     def _window(self, t_s: float) -> tuple[float, float]:
-        """The steady part so far."""
+        """Return begin and end of the steady part so far."""
         times, in_flight = np.array(self._series.times_s), np.array(self._series.in_flight)
         if self.config.turns is not None:
             filled_s, late = self._filled_s, in_flight[:0]
         else:
             filled_s, late = 0.0, in_flight[times >= t_s / 2]
-        # A count is whole: where 0.4 requests are under way on average, having none is as full as it gets.
+        # Counts are whole: with 0.4 requests in flight on average, an empty system counts as filled.
         if len(late):
             filled_s = float(times[np.argmax(in_flight >= math.floor(late.mean()))])
         start_s = filled_s if self.config.turns is not None else min(filled_s, t_s / 2)
@@ -276,34 +273,35 @@ class LiveTrial:
         return start_s, max(start_s, t_s - lag_s)
 
     def _judge(self, window: tuple[float, float], t_s: float, last: bool) -> list[LookResult]:
-        """How each criterion stands; nothing while there is too little to look at."""
+        """Judge each criterion; return nothing while there are too few requests."""
         inside = (self._offsets >= window[0]) & (self._offsets <= window[1])
         known = inside & ~np.isnan(self._settled_s)
         n = int(known.sum())
         if n < MIN_REQUESTS:
             return []
-        # A thorough trial is cut only if half a latency's requests counted as one still say no.
+        # A full-length trial ends early only if it misses even with half a latency's requests counted as one.
         clump = 1.0 if last or not self.config.thorough else self.config.rate * self._latency_s() / 2
         sections = SECTIONS[n >= SECTIONED_REQUESTS]
         how = Strictness(sections, self._alpha(), clump, int(inside.sum()) - n)
         looks = []
         for column, criterion in enumerate(self.criteria):
-            told = known & self._tells(column)
-            if told.sum() < MIN_REQUESTS:
+            counted = known & self._counts(column)
+            if counted.sum() < MIN_REQUESTS:
                 return []
-            pending = math.ceil(how.pending * float(told.sum()) / n)
-            mine, values = replace(how, pending=pending), self._values[told, column]
+            pending = math.ceil(how.pending * float(counted.sum()) / n)
+            strictness, values = replace(how, pending=pending), self._values[counted, column]
             looks.append(
-                mean_look(values, criterion.target, mine)
+                mean_look(values, criterion.target, strictness)
                 if criterion.kind == "mean"
-                else share_look(values, self._margins[told, column], criterion.target, mine)
+                else share_look(values, self._margins[counted, column], criterion.target, strictness)
             )
         return looks
 
-    def _tells(self, column: int) -> BoolArray:
-        """Which requests say something of a criterion: of a session's, only some may."""
-        everybody = np.ones(len(self._offsets), np.bool_)
-        return everybody if self.config.turns is None else ~np.isnan(self._values[:, column])
+    def _counts(self, column: int) -> BoolArray:
+        """Return which requests a criterion applies to: in sessions, only some may."""
+        if self.config.turns is None:
+            return np.ones(len(self._offsets), np.bool_)
+        return ~np.isnan(self._values[:, column])
 
     def _decide(
         self,
@@ -336,12 +334,12 @@ class LiveTrial:
     def _figures(
         self, index: int, look: LookResult, inside: BoolArray, window_s: tuple[float, float]
     ) -> dict[str, Any]:
-        """One criterion's, by the names of ``TrialFigures``."""
+        """Return one criterion's figures by the names of ``TrialFigures``."""
         criterion = self.criteria[index]
-        inside = inside & self._tells(index)
+        inside = inside & self._counts(index)
         limit_s, share = criterion.wait_limit_s, criterion.target if criterion.kind == "share" else None
         waited = self._margins[inside, index] * limit_s if criterion.whole else self._ttft_s[inside]
-        # Who is not known yet, or failed, waits for longer than all the others.
+        # Pending and failed requests count as the longest waits.
         waited = np.sort(np.nan_to_num(waited, nan=math.inf))
         known = bool(limit_s and len(waited))
         kept = 0.5 if share is None else share
@@ -373,4 +371,4 @@ class LiveTrial:
 def _growth_text(growth: QueueGrowth, rate: float) -> str:
     if growth.capacity is None:
         return f"the queue grows at {rate:.4g} req/s offered"
-    return f"{growth.capacity:.4g} first tokens a second from a queue never empty, {rate:.4g}/s offered"
+    return f"{growth.capacity:.4g} first tokens/s while the queue was never empty, {rate:.4g} req/s offered"

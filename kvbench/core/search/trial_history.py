@@ -1,4 +1,4 @@
-"""What a search knows: its trials so far, and what follows from them whichever rule goes on from there."""
+"""The trials of a search so far, and the values that both rules derive from them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ UP_TRUSTED: Final = (1.15, 1.3, 2.0)
 DOWN_TRUSTED: Final = (1.15, 1.3, 2.0, 4.0)
 """Factors of the first, second, ... step away from the start; the last one repeats."""
 UNSURE_TRIALS: Final = 2
-"""A rate is left alone after so many undecided trials without figures."""
+"""Number of undecided trials without figures after which a rate is not tried again."""
 BELOW_LOWEST: Final = 10.0
-"""The rate looked for may lie so far below the lowest one allowed: what no trial may ask is no bound."""
+"""The posterior begins this factor below min_rate, since the wanted rate may be lower."""
 VAGUE: Final = 0.25
-"""Relative standard error from which on a replayed rate is not used: the other posterior knows as much."""
+"""Largest relative standard error of a replayed rate: beyond it, the other posterior is as precise."""
 ALLOWED: Final = 0.98
 """A replayed rate outside this central share of the other posterior is not used."""
 _DIGITS: Final = 4
-"""Rates are rounded to so many significant digits: what is asked for is what is printed."""
+"""Significant digits of rates, so that the printed rate is the offered one."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class TrialHistory:
     limits: SearchLimits
     outcomes: tuple[TrialOutcome, ...] = ()
     objective: Objective | None = None
-    """What each request has to keep; None where trials cannot be replayed."""
+    """The SLO of each request; None if trials cannot be replayed."""
 
     @property
     def trials_left(self) -> int:
@@ -79,12 +79,12 @@ class TrialHistory:
 
     @cached_property
     def tried(self) -> list[TrialOutcome]:
-        """All outcomes but ceilings and refusals."""
+        """Outcomes without ceilings and invalid trials."""
         return [each for each in self.outcomes if each.purpose != "ceiling" and each.verdict != "invalid"]
 
     @cached_property
     def binding(self) -> tuple[TrialOutcome, ...]:
-        """All outcomes by the criterion that came off worst in most of those trials that broke one."""
+        """All outcomes by the criterion that most often had the lowest score in missed trials."""
         known = [each for each in self.outcomes if each.measured is not None and each.measured.criteria]
         if not known:
             return self.outcomes
@@ -98,18 +98,16 @@ class TrialHistory:
 
     @cached_property
     def points(self) -> list[RatePoint]:
-        """What each trial says of the rate looked for, where it says something."""
         target = self.limits.attainment
         return [point for each in self.binding if (point := point_of(each, target)) is not None]
 
     @cached_property
     def waiting(self) -> Waiting:
-        """What the limit on TTFT leaves for waiting."""
         return waiting_of(self.binding)
 
     @cached_property
     def waitings(self) -> list[Waiting]:
-        """What the limit may leave for it: also if some requests are slow without any."""
+        """Possible TTFT headrooms: also the one if some requests are slow without waiting."""
         slow = waiting_of_slow(self.binding, self.waiting)
         return [self.waiting, slow] if slow is not None else [self.waiting]
 
@@ -120,14 +118,14 @@ class TrialHistory:
 
     @cached_property
     def by_verdicts(self) -> RateEstimate | None:
-        """Posterior of the rate by what each trial measured as a whole."""
+        """Posterior of the rate by the figures of whole trials."""
         if not self.points or all(each.measured is None for each in self.outcomes):
             return None
         return self._fitted(self.points)
 
     @cached_property
     def replay(self) -> ReplayResult | None:
-        """What the requests of all trials show; None without them, or where no model explains them."""
+        """Replay of the requests of all trials; None without them, or if no model explains them."""
         if self.objective is None or not self.tried:
             return None
         known = tuple(each.requests for each in self.tried if each.requests is not None)
@@ -145,7 +143,7 @@ class TrialHistory:
 
     @cached_property
     def estimate_at_first(self) -> RateEstimate | None:
-        """The same of the search's beginning: from the last trial back to the first."""
+        """Posterior at the beginning of the search: the trials in reverse order."""
         if self.estimate is None or self.trusted_replay is not None:
             return self.estimate
         return self._fitted(self.points[::-1])
@@ -155,7 +153,7 @@ class TrialHistory:
 
     @cached_property
     def bracket(self) -> Bracket:
-        """By verdicts alone. A rate's newest verdict counts."""
+        """Bracket by verdicts alone. A rate's newest verdict counts."""
         tallies: dict[float, RateTally] = {}
         for outcome in self.outcomes:
             if outcome.purpose == "ceiling":
@@ -181,40 +179,40 @@ class TrialHistory:
         return Bracket(lower, upper, min(unusable, default=None), tallies)
 
     def usable(self, tally: RateTally) -> bool:
-        """Whether a trial at that rate may still bring a verdict."""
+        """Return whether the rate may be tried again."""
         unsure = tally.unsure >= UNSURE_TRIALS and tally.last == ""
         return tally.refused_in_a_row <= self.limits.max_retries and not unsure
 
     def unconfirmed(self, rate: float) -> bool:
-        """Whether a met rate was met once only and can be tried again."""
+        """Return whether a met rate was met only once and can be tried again."""
         tally = self.bracket.tallies[rate]
         return tally.mets < 2 and self.usable(tally)
 
     def confirm_highest(self, rate: float) -> Probe | None:
-        """The further trial that a met rate needs where no higher one is allowed."""
+        """Return the further trial that a met max_rate needs, or None."""
         return Probe(rate, "confirm") if self.unconfirmed(rate) else None
 
     def confirm_lowest(self) -> Probe | None:
-        """The further trial that a missed rate needs where no lower one is allowed."""
+        """Return the further trial that a missed min_rate needs, or None."""
         lowest = min(self.bracket.tallies)
         tally = self.bracket.tallies[lowest]
         once = tally.last == "missed" and tally.misses < 2
         return Probe(lowest, "confirm") if once and self.usable(tally) else None
 
     def confirming(self, rate: float) -> TrialOutcome | None:
-        """A trial that was met at that rate or up to the precision above it: the nearest, then the newest."""
+        """Return the nearest, then newest met trial at the rate or up to the precision above it."""
         top = rate * (1 + self.limits.precision) * (1 + 1e-9)
         met = [each for each in reversed(self.tried) if reached_target(each) and rate <= each.rate <= top]
         return min(met, key=lambda each: each.rate, default=None)
 
     def supporting(self, rate: float) -> TrialOutcome | None:
-        """The highest trial that was met at or below that rate; of several at one rate the newest."""
+        """Return the highest, then newest met trial at or below the rate."""
         top = rate * (1 + 1e-9)
         met = [each for each in reversed(self.tried) if each.verdict == "met" and each.rate <= top]
         return max(met, key=lambda each: each.rate, default=None)
 
     def figures(self, rate: float | None) -> dict[str, Any]:
-        """The curve, and the attainment of the trial that supports the rate."""
+        """Return the curve, and the attainment of the trial that supports the rate."""
         figures: dict[str, Any] = {"curve": tuple(each.to_json() for each in self.outcomes)}
         outcome = None if rate is None else self.supporting(rate)
         if outcome is not None and outcome.measured is not None and outcome.measured.n:
@@ -227,12 +225,11 @@ class TrialHistory:
         return figures
 
     def inside(self, rate: float) -> float:
-        """The rate that can be asked for: rounded, and within the limits."""
         return min(max(rounded(rate), self.limits.min_rate), self.limits.max_rate)
 
 
 def reached_target(outcome: TrialOutcome) -> bool:
-    """Whether a trial was met, with a share no smaller than the one asked for where both are known."""
+    """Return whether a trial was met with at least the required share, if both are known."""
     measured = outcome.measured
     if measured is None or measured.target is None or measured.attainment is None:
         return outcome.verdict == "met"
@@ -240,7 +237,7 @@ def reached_target(outcome: TrialOutcome) -> bool:
 
 
 def step_factor(factors: Sequence[float], taken: int) -> float:
-    """The factor of the next step after so many taken."""
+    """Return the factor of the next step. ``taken``: number of steps so far."""
     return factors[min(max(taken, 1), len(factors)) - 1]
 
 

@@ -1,4 +1,4 @@
-"""The requests of one trial as arrays, their latencies, and what these have to keep. Times in seconds."""
+"""The requests of one trial as arrays, their latencies and limits. Times in seconds."""
 
 from __future__ import annotations
 
@@ -18,20 +18,18 @@ COLUMNS: Final = (
     *("scheduled_s", "first_token_s", "last_token_s"),
     *("output_len", "requested_output_len", "untimed_tokens", "error"),
 )
-"""Of a trial's request records, what a replay needs."""
+"""Columns of a trial's request records that a replay needs."""
 
 FAR: Final = 9.0
-"""A request that was not seen to end counts as one that took so many times its limit."""
+"""Value / limit of a request without an observed end."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrialRequests:
     """The requests of one trial in order of arrival, in seconds since its start; NaN: not seen by ``end_s``.
-
-    Two with the same content are equal, so that fits to them can be kept. ``tokens``: output tokens after the
-    first one. ``rate``: requests per second offered. ``burstiness``: the gamma shape of the gaps between
-    arrivals (1 is Poisson). ``failed``: requests that ended in an error.
-    """
+    Equal by content, so that fits can be cached. ``tokens``: output tokens after the first one. ``rate``:
+    requests per second offered. ``burstiness``: the gamma shape of the gaps between arrivals (1 is Poisson).
+    ``failed``: requests that ended in an error."""
 
     rate: float
     end_s: float
@@ -65,11 +63,8 @@ class TrialRequests:
         stopped_s: float,
         burstiness: float,
     ) -> TrialRequests:
-        """From ``COLUMNS`` of the trial's records, each an array, NaN for unknown.
-
-        What came after the trial was stopped does not count, nor what was sent after its first failed
-        request.
-        """
+        """Build it from ``COLUMNS`` of the trial's records; NaN is unknown. Events after the trial was
+        stopped, and requests after its first failed one, are left out."""
         order = np.argsort(columns["scheduled_s"], kind="stable")
         arrived_s, first_s, last_s, got, asked, untimed = (columns[name][order] for name in COLUMNS[:-1])
         errors = columns["error"][order]
@@ -108,17 +103,15 @@ class Latencies:
 
 @dataclass(frozen=True)
 class Goal:
-    """One criterion: a share of requests that keep all ``limits_s``, or a mean (of the first one's metric).
-
-    ``limits_s``: (metric, seconds).
-    """
+    """One criterion: a share of requests within all ``limits_s``, or a mean (of the first one's metric).
+    ``limits_s``: (metric, seconds)."""
 
     kind: Literal["share", "mean"]
     target: float
     limits_s: tuple[tuple[str, float], ...]
 
     def ratios(self, times: Latencies) -> FloatArray:
-        """Of each request the largest value / limit; NaN if nothing is known. TPOT may be undefined."""
+        """Return each request's largest value / limit; NaN if unknown. TPOT may be undefined."""
         found = np.full(len(times.ttft_s), -math.inf)
         for metric, limit_s in self.limits_s:
             values = times.of_metric(metric) / limit_s
@@ -128,7 +121,7 @@ class Goal:
         return found
 
     def score(self, ratios: FloatArray) -> float:
-        """At least 0 where the criterion is kept: share − target, or 1 − mean / limit."""
+        """Return share − target, or 1 − mean / limit: at least 0 if the criterion is met."""
         if not len(ratios):
             return 0.0
         if self.kind == "mean":
@@ -137,7 +130,7 @@ class Goal:
 
     @property
     def longest_s(self) -> float:
-        """Up to when a request may keep a limit on TTFT or the whole latency; inf without one."""
+        """Lowest limit on TTFT or end-to-end latency; inf without one."""
         return min((s for metric, s in self.limits_s if metric != "tpot_ms"), default=math.inf)
 
 
@@ -149,7 +142,7 @@ class Objective:
 
     @classmethod
     def of(cls, criteria: Sequence[Criterion]) -> Objective | None:
-        """None where a criterion is of sessions, or nothing is limited."""
+        """Return the objective, or None if a criterion is of sessions or nothing is limited."""
         goals = []
         for each in criteria:
             limits = tuple((limit.metric, limit.limit / 1e3) for limit in each.limits)
@@ -162,9 +155,8 @@ class Objective:
 
     @property
     def needs_last(self) -> bool:
-        """Whether the last token matters."""
+        """Whether a limit depends on the last token."""
         return any(metric != "ttft_ms" for goal in self.goals for metric, _ in goal.limits_s)
 
     def worst(self, times: Latencies) -> float:
-        """The lowest score of a criterion."""
         return min(goal.score(goal.ratios(times)) for goal in self.goals)

@@ -86,7 +86,6 @@ class CorpusRow:
         return value
 
     def name(self, *names: str, otherwise: str) -> str:
-        """Return the first existing name as text."""
         found = (self.values[each] for each in names if self.values.get(each) is not None)
         return str(next(found, otherwise))[:80]
 

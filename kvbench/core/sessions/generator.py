@@ -106,8 +106,7 @@ class SessionModel:
         return len(self.first) - 1
 
     def generate(self, sessions: int, seed: int) -> SessionPlan:
-        """Return ``sessions`` sessions, a function of model, number and seed alone. Raises InputError below
-        1."""
+        """Return sessions by model, number and seed alone. Raises InputError below 1."""
         if sessions < 1:
             raise InputError(f"{sessions} sessions cannot be generated: request at least 1")
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([_STREAM, seed])))

@@ -72,8 +72,7 @@ class SessionLoad:
 
 @dataclass(frozen=True, eq=False)
 class PromptHashes(Sequence[list[int]]):
-    """Hash of each whole engine block of a load's prompts, computed on demand. They end where a prompt equals
-    no other."""
+    """Hash of each whole engine block of a load's prompts, computed on demand."""
 
     load: SessionLoad
     block_tokens: int
@@ -133,9 +132,9 @@ def session_load(
     *,
     own_answers: bool,
 ) -> SessionLoad:
-    """Sessions that begin at ``offsets_s``, one each. A session that stands there again is a copy.
-    ``own_answers``: where a prompt begins with the whole prompt before it, what follows there is that one's
-    answer as the server gave it; else answers are recorded ones, that no server has the KV of."""
+    """Sessions that begin at ``offsets_s``, one each. A repeated session is a copy.
+    ``own_answers``: if a prompt begins with the whole prompt before it, the server's own answer follows;
+    else the recorded one, whose KV no server has."""
     drawn = _Drawn()
     for number, (session, offset_s) in enumerate(zip(sessions, offsets_s, strict=True)):
         drawn.last[drawn.add(session, number, float(offset_s))] = True

@@ -46,12 +46,10 @@ class SessionSource:
 
     @property
     def longest_input(self) -> int:
-        """Longest prompt in tokens."""
         return self.model.longest if self.model is not None else max(t.input_len for t in self.turns)
 
     def sessions(self, count: int, seed: int) -> tuple[list[Session], BlockScope, int]:
-        """Return ``count`` sessions, the scope of their block ids, and tokens per block; a function of count
-        and seed."""
+        """Return ``count`` sessions, the scope of their block ids, and tokens per block."""
         if self.model is not None:
             found = self.model.generate(count, seed).corpus()
         else:
@@ -140,8 +138,7 @@ def source_of(wanted: Sessions, corpus: Corpus | None) -> SessionSource:
 
 
 def limited(corpus: Corpus, factor: float, max_turns: int | None, max_input_len: int | None) -> Corpus:
-    """Return the corpus with lengths times ``factor``, as close as whole blocks allow, and shortened
-    sessions."""
+    """Return the corpus with lengths times ``factor``, rounded to whole blocks."""
     size = max(1, round(corpus.block_tokens * factor))
     sessions = []
     for session in corpus.sessions:

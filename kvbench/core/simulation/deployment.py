@@ -114,7 +114,6 @@ class KvLinks:
         return arrival
 
     def busy_share(self, duration_s: float) -> float:
-        """Return the busiest link's share."""
         return min(1.0, max(self._busy_s.values(), default=0.0) / max(duration_s, 1e-9))
 
 

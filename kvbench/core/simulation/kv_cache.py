@@ -90,7 +90,6 @@ class BlockPool:
 
     @property
     def usage(self) -> float:
-        """Share of blocks in use, 0 to 1."""
         return 1.0 - len(self._free) / self.num_blocks
 
     def references(self, block: int) -> int:

@@ -23,8 +23,6 @@ from kvbench.errors import InputError
 
 
 class Status(Enum):
-    """Where a request is."""
-
     WAITING = "waiting"
     LOADING = "loading"  # blocks reserved, KV on its way (vLLM: WAITING_FOR_REMOTE_KVS)
     READY = "ready"  # KV arrived, waits for a place in the batch
@@ -102,8 +100,6 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Limits of an engine; names as vLLM's options."""
-
     block_tokens: int = 16
     num_blocks: int = 4096
     max_num_seqs: int = 64
@@ -236,8 +232,7 @@ class Scheduler:
         return plan
 
     def complete(self, plan: StepPlan) -> list[EngineRequest]:
-        """Complete a step and return the requests that generated a token; the caller ends finished ones
-        (``finish``)."""
+        """Complete a step and return the requests that generated a token."""
         self._in_step = False
         for request in self._aborted:
             self.finish(request)

@@ -54,8 +54,7 @@ class TimingProfile:
     """Per prompt token, on top of ``overhead_ms``."""
 
     def prefill_ms(self, tokens: int, context: int) -> float:
-        """Return the time of a prefill chunk of ``tokens`` after ``context`` tokens, without the step's base
-        time."""
+        """Return the time of a prefill chunk after ``context`` tokens, without the base time."""
         end = context + tokens
         start_cost = self.prefill_seq_ms if context == 0 else 0.0
         attention = self.prefill_attention_ms * (end * end - context * context)
@@ -84,8 +83,7 @@ class TimingProfile:
         return (base + self.decode_ms(seqs, context)) * time_scale / 1000.0
 
     def overhead_s(self, time_scale: float = 1.0, tokens: int = 0) -> float:
-        """Return the seconds from the arrival of a request of ``tokens`` prompt tokens to the engine seeing
-        it."""
+        """Return the seconds from a request's arrival to the engine seeing it."""
         return (self.overhead_ms + self.overhead_token_ms * tokens) * time_scale / 1000.0
 
 
@@ -128,10 +126,9 @@ def _h200() -> TimingProfile:
 
 
 def _h200_notes() -> TimingProfile:
-    """Return the same machine in a published set of notes, whose prompts come from P's cache.
-
-    First tokens at 16k and 32k take less time than the FLOPs need on eight H200, so no prefill can be fitted.
-    60 ms and 6 µs a token are an unloaded request's wait; links of 154 GB/s and D's steps are the rest."""
+    """Return the same machine in a published set of notes, whose prompts come from P's cache. First tokens at
+    16k and 32k take less time than the FLOPs need on eight H200, so no prefill can be fitted. 60 ms and 6 µs
+    a token are an unloaded request's wait; links of 154 GB/s and D's steps are the rest."""
     return replace(
         _h200(),
         name="h200-tp8-qwen3-30b-a3b-cached",

@@ -36,8 +36,7 @@ WHOLE_SINCE: Final[Release] = (0, 26)
 WINDOWS_SINCE: Final[Release] = (0, 23)
 
 WHOLE_BLOCKS: Final = frozenset({"mooncake_store", "yuanrong", "omni"})
-"""Stores, in which one object holds a block of all layers: vLLM's MooncakeStoreConnector puts the pieces of a
-block under the one key of its hash."""
+"""Stores in which one object holds a block of all layers."""
 
 MODEL_NAMES: Final = tuple(MODELS)
 
@@ -62,7 +61,6 @@ class KvPieces:
 
     @property
     def per_block(self) -> int:
-        """Pieces of a block in all regions."""
         return self.regions * self.per_region
 
 

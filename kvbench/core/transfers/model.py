@@ -194,9 +194,8 @@ def _rank(matrix: Array) -> int:
 
 
 def model_for(models: Sequence[TransferModel], backend: str, protocol: str = "") -> TransferModel:
-    """Return the model of a connector's hand-over by a backend: its usual op, with the most NICs.
-
-    Empty ``protocol``: the first measured one. Raises InputError if there is none."""
+    """Return the model of a connector's hand-over by a backend: its usual op, with the most NICs. Empty
+    ``protocol``: the first measured one. Raises InputError if there is none."""
     mine = [model for model in models if model.backend == backend and protocol in ("", model.protocol)]
     if not mine:
         over = f" over {protocol}" if protocol else ""
@@ -209,8 +208,7 @@ def model_for(models: Sequence[TransferModel], backend: str, protocol: str = "")
 
 
 def models_of_json(data: Any) -> list[TransferModel]:
-    """Return the models in the output of ``models_json``. Raises InputError for other data and a newer
-    schema."""
+    """Return the models in the output of ``models_json``. Raises InputError."""
     if not isinstance(data, Mapping) or not isinstance(data.get("models"), list):
         raise InputError("the file has no transfer models", hint="kvbench microbench writes them")
     if data.get("schema") != MODEL_SCHEMA:

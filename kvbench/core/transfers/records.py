@@ -61,7 +61,6 @@ class Case:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one transfer."""
         return self.regions * self.batch_size * self.block_bytes
 
     @property

@@ -268,7 +268,6 @@ class CaseConditions:
 
 
 def warnings(record: TransferRecord, seen: CaseConditions) -> list[TransferWarning]:
-    """Return all warnings of a measured row."""
     rules = (_busy_machine, _few_repeats, _burst, _busy_waiting, _nics, _transport, _verified)
     return [warning for rule in rules for warning in rule(record, seen)]
 

@@ -171,8 +171,7 @@ def command(options: ImportOptions, output: Path, console: Console) -> int:
 
 
 def read(path: Path, name: str | None = None) -> ImportedFile:
-    """Read a file in the format ``name``, or in the recognised one. Raises InputError for an unknown format,
-    and without a complete result."""
+    """Read a file in the format ``name`` or the recognised one. Raises InputError."""
     if not path.exists():
         raise InputError(
             f"there is no file {str(path)!r}",
@@ -225,7 +224,6 @@ def _binary(text: str) -> bool:
 
 
 def write(sources: Sequence[ImportedFile], options: ImportOptions, output: Path) -> Path:
-    """Write the run folder and return its path."""
     transfers = any(source.reading.transfers for source in sources)
     about = {key: value for source in sources for key, value in source.reading.about.items()}
     name = options.name or sources[0].path.stem

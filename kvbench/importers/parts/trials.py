@@ -218,7 +218,6 @@ def _impossible(record: TransferRecord) -> str:
 
 
 def _unusable(row: ServingRow) -> dict[str, list[str]]:
-    """Return the values to leave out, by reason."""
     found: dict[str, list[str]] = {}
     by_latency = {name: dict(_of_latency(row.figures, name)) for name in LATENCIES}
     if row.figures.get("completed") == 0:
@@ -254,8 +253,7 @@ def _of_latency(figures: Mapping[str, float], latency: str) -> Iterator[tuple[st
 
 
 def _no_latency(latency: str, values: Mapping[str, float]) -> str:
-    """Return why a latency's values are invalid; empty if plausible. A single percentile of TPOT or ITL may
-    be 0: several tokens arrive in one chunk."""
+    """Return why a latency's values are invalid, or ""."""
     least = min(values.values(), default=1.0)
     name = latency.upper()
     if least < 0:

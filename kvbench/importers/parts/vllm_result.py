@@ -64,8 +64,7 @@ def is_result(value: Any) -> bool:
 
 
 def row_of(result: Mapping[str, Any], origin: Origin) -> ServingRow:
-    """Return the row of one result. Keys unknown to vLLM (``--metadata``, a sweep's parameters) are
-    settings."""
+    """Return the row of one result. Unknown keys are settings."""
     row = ServingRow(origin, {}, date=str(result.get("date") or ""))
     for key, value in result.items():
         latency = key.replace("_e2e_latency_", "_e2el_") if _STATISTIC.fullmatch(key) else None

@@ -63,8 +63,7 @@ def no_agent(host: str, why: str, words: list[str]) -> LaunchError:
 
 
 HELLO_DEADLINE_S: Final = 60.0
-"""Longest start of an agent, in seconds: Python and its libraries may come from a cold disk or a file
-server."""
+"""Longest start of an agent in seconds, with Python on a cold disk or file server."""
 ANSWER_DEADLINE_S: Final = 30.0
 CLOCK_ASKS: Final = 7
 SILENT_S: Final = LOST_S + 2.0
@@ -145,11 +144,9 @@ class AgentClient:
 
     @property
     def lost(self) -> str:
-        """Why the host is lost, or ""."""
         return self._lost
 
     def check(self) -> None:
-        """Raise HostLostError if the host is lost."""
         if self._lost:
             raise HostLostError(
                 f"the host {self.name} is lost: {self._lost}",
@@ -195,8 +192,7 @@ class AgentClient:
         self.ask("forget", path=there)
 
     def clock_ahead_s(self) -> float:
-        """Offset of the host's clock against the local one, from the fastest of several answers (± half its
-        time)."""
+        """Offset of the host's clock, from the fastest of several answers (± half its time)."""
         best_s, ahead_s = float("inf"), 0.0
         for _ in range(CLOCK_ASKS):
             began = time.monotonic()

@@ -57,16 +57,13 @@ class Channel(Protocol):
         """Send one line without its newline. Raises ChannelClosedError, within ``SEND_DEADLINE_S``."""
 
     def receive(self, timeout_s: float) -> bytes | None:
-        """Return the next line without its newline, or None after the timeout. Raises ChannelClosedError
-        after the last line of an ended channel."""
+        """Return the next line, or None after the timeout. Raises ChannelClosedError at the end."""
 
     def close(self) -> None:
         """Close within ``CLOSE_GRACE_S``. May be called twice, or after the end."""
 
 
 class Lines:
-    """Splits chunks of bytes into lines."""
-
     def __init__(self) -> None:
         self._parts: list[bytes] = []
 

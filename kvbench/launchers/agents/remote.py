@@ -36,8 +36,6 @@ _HEADERS: Final = ("content-type", "accept", "authorization")
 
 
 class RemotePlace:
-    """``launchers.base.Place`` via an agent."""
-
     def __init__(self, agent: AgentClient) -> None:
         self._agent = agent
 
@@ -149,8 +147,7 @@ class RemoteLauncher:
         return self
 
     def with_secrets(self, role: str, env: Mapping[str, str]) -> RemoteLauncher:
-        """Return a launcher with secret environment for a role: sent with the start request, never in specs,
-        files or logs."""
+        """Return a launcher with secret environment, which never gets into specs or logs."""
         self._secrets[role] = dict(env)
         return self
 
@@ -275,8 +272,7 @@ AT_ONCE: Final = 32
 
 
 class Fleet(Mapping[str, AgentClient]):
-    """Agents of a run by host name; a context manager that closes them. ``close_too``: called last, for
-    shared resources of channels."""
+    """Agents of a run by host name; a context manager that closes them, then ``close_too``."""
 
     def __init__(
         self,

@@ -115,7 +115,6 @@ class RemoteProcess:
         return tail_of(self.log_path, lines)
 
     def rename(self, name: str) -> None:
-        """Rename it and its log, locally and remotely."""
         with self._logging:
             self.spec = replace(self.spec, name=name)
             self.log_path = self.log_path.rename(self.log_path.with_name(f"{name}.log"))

@@ -131,8 +131,7 @@ STATE_S: Final = 0.5
 FAMILY_S: Final = 3.0
 """Interval of lookups of their children, in seconds."""
 FROZEN_S: Final = 5.0
-"""A process stopped for longer than this, in seconds, counts as frozen; measurements next to it are
-invalid."""
+"""Seconds stopped after which a process counts as frozen and the trial as invalid."""
 SILENT_S: Final = 10.0
 """A server with no response and no CPU use for this many seconds is considered hung."""
 BUSY_SILENT_S: Final = 60.0
@@ -175,8 +174,7 @@ class Liveness:
                 processes[0].agent.say(what, watch=keys[0], keys=keys)
 
     def problem(self, processes: Sequence[Process]) -> tuple[Process, str, str] | None:
-        """Return (process, symptom, hint) of a frozen or hung process, or None; evaluated at most twice a
-        second."""
+        """Return (process, symptom, hint) of a frozen or hung process, or None."""
         now = time.monotonic()
         if now - self._looked_at < STATE_S:
             return None

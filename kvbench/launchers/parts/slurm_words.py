@@ -66,15 +66,12 @@ class SlurmGroup:
 
 @dataclass(frozen=True)
 class Queued:
-    """A job in squeue's output."""
-
     job_id: str
     state: str
     reason: str
     start: str
 
     def words(self) -> str:
-        """State of a waiting job as text."""
         reason = self.reason.removeprefix("(").removesuffix(")")
         reason = "just requested" if reason in ("", "None") else reason
         expected = f", expected to start {self.start}" if self.start not in ("", "N/A") else ""
@@ -100,8 +97,7 @@ class Component:
 
 
 def groups_of(options: SlurmOptions, *, loadgen_only: bool = False) -> list[SlurmGroup]:
-    """Return the job's parts: one per role with its own nodes. ``loadgen_only``: external servers need only a
-    load generator."""
+    """Return the job's parts: one per role with its own nodes."""
     if loadgen_only:
         return [SlurmGroup(("loadgen",), _merged(options, options.loadgen or SlurmNodes(), 1))]
     own = [role for role in SCHEDULED_ROLES if getattr(options, role) is not None]
@@ -139,8 +135,7 @@ def salloc_command(options: SlurmOptions, groups: Sequence[SlurmGroup], job_name
 
 
 def srun_command(component: Component, node: str, env_names: Sequence[str], command: str) -> list[str]:
-    """Command that runs a shell command on one node next to other steps, with srun's stdin and stdout and all
-    of the job's memory, devices and cores."""
+    """Command that runs a shell command on one node next to other steps."""
     whole = [] if component.offset is None else [f"--het-group={component.offset}"]
     return [
         "srun",
@@ -186,8 +181,7 @@ def parse_pairs(line: str) -> dict[str, str]:
 
 
 def parse_job(text: str) -> list[Component]:
-    """Parse the components of ``scontrol --oneliner show job ID``, in order. Raises LaunchError if there is
-    none."""
+    """Parse ``scontrol --oneliner show job ID``, by component. Raises LaunchError."""
     components = []
     for line in text.splitlines():
         pairs = parse_pairs(line)

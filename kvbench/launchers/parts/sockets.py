@@ -84,7 +84,6 @@ def _free_range(host: str, count: int, reserved: ExitStack) -> int:
 
 
 def listens(host: str, port: int) -> bool:
-    """Whether ``host:port`` accepts a connection."""
     try:
         with socket.create_connection((host, port), timeout=1.0):
             return True

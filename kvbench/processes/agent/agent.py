@@ -59,8 +59,7 @@ class LivenessThread:
 
 
 TURN_S: Final = 0.1
-"""Interval between two checks of processes and logs, in seconds. Input from kvbench or a process is read at
-once."""
+"""Seconds between two checks of processes and logs; input is read at once."""
 READ_BYTES: Final = 65_536
 LAST_WORDS_S: Final = 1.0
 KILL_S: Final = 3.0
@@ -107,8 +106,7 @@ class Agent:
         }
 
     def run(self) -> None:
-        """Serve until stdin ends, the peer is silent too long, or ``end`` is called; then stop all
-        processes."""
+        """Serve until stdin ends, the peer is silent, or ``end`` is called; stop all processes."""
         self._outbox.put(hello())
         try:
             while not self._why_ending:

@@ -50,8 +50,7 @@ def write_records(path: Path, records: Sequence[RequestRecord]) -> None:
 
 
 def read_records(path: Path) -> list[RequestRecord]:
-    """Read records from such a file, or from JSON lines. Gaps become float64 arrays in seconds. Raises
-    StoreError for other or truncated files."""
+    """Read records from such a file or JSON lines. Raises StoreError."""
     with path.open("rb") as file:
         first = file.readline()
         try:

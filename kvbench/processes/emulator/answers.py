@@ -159,8 +159,7 @@ class StreamAnswer(ApiAnswer):
         self.response.end()
 
     def _content(self, text: str, number: int | None = None) -> dict[str, Any]:
-        """Put a token's text into the API's field. ``number``: the token's index; None means part of the
-        answer."""
+        """Put a token's text into the API's field. ``number``: the token's index."""
         if not self.wanted.chat:
             return {"text": text}
         if number is not None and number <= self.reasoning:

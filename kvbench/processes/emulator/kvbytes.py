@@ -99,8 +99,7 @@ class KvPool:
             position += count * size
 
     def digest(self, blocks: Sequence[int], start: int, end: int) -> U64:
-        """Return one number per token ``start``…``end`` that depends on every bit of its KV, shape [end −
-        start]."""
+        """Return one number per token that depends on every bit of its KV."""
         size = self.block_tokens
         first, last = start // size, -(-end // size)
         out = np.zeros((last - first, size), dtype=np.uint64)

@@ -199,8 +199,7 @@ class Ledger:
         self._completed += outcome == "complete"
 
     def page(self, method: bytes, path: str, query: str, queue: tuple[int, bool]) -> tuple[int, str, bytes]:
-        """Return status, content type and body of any page except completions. ``queue``: number waiting, and
-        whether the server is busy."""
+        """Return status, content type and body of any page except completions."""
         spec = self._spec
         if method == b"POST" and path == "/reset_prefix_cache":
             return 200, "application/json", b"{}"

@@ -37,8 +37,6 @@ class ReplySink(Protocol):
 
 
 class Owner(Protocol):
-    """Takes a connection back."""
-
     def opened(self, connection: ClientConnection) -> None: ...
 
     def release(self, connection: ClientConnection) -> None: ...
@@ -75,8 +73,7 @@ class ClientConnection(asyncio.Protocol):
         return self._transport is not None and self._sink is None and not self._transport.is_closing()
 
     def send(self, data: bytes, sink: ReplySink) -> None:
-        """Send a prepared request while no other is active. Raises ConnectionError if the connection was
-        lost."""
+        """Send a request while no other is active. Raises ConnectionError."""
         assert self._sink is None
         if self._transport is None or self._transport.is_closing():
             raise ConnectionResetError("the connection was lost before the request was sent")

@@ -100,7 +100,6 @@ class Response:
 
     @property
     def chunked(self) -> bool:
-        """Whether the client accepts chunks."""
         return self._chunked
 
     @property

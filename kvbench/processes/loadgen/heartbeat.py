@@ -96,7 +96,6 @@ class GeneratorFigures:
 
 
 def _percentiles(name: str, values: Sequence[float], factor: float) -> dict[str, float]:
-    """Percentiles in milliseconds; 0 for no values."""
     found = np.percentile(values, (50, 99, 100)) * factor if len(values) else (0.0, 0.0, 0.0)
     return {
         f"{name}_{what}_ms": round(float(value), 4)

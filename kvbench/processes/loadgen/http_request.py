@@ -150,7 +150,6 @@ class HttpRequest:
         return tokens[0] if tokens else None
 
     def take(self) -> bool:
-        """Parse some reads; return whether more are left."""
         log = self.log
         if self.ended or not log:
             return False

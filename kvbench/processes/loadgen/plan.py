@@ -63,9 +63,7 @@ def planned_requests(
     watched: Callable[[Iterator[tuple[int, _Wanted]]], Iterator[tuple[int, _Wanted]]] = iter,
 ) -> list[PlannedRequest]:
     """Return this worker's requests in scheduled order, a pure function of the spec except the request ids.
-
-    ``watched``: counts them meanwhile. Raises InputError.
-    """
+    ``watched``: counts them meanwhile. Raises InputError."""
     encode = prompt_encoder(spec)
     run = uuid.uuid4().hex[:12]
     return [

@@ -129,8 +129,7 @@ def _rounded(time_s: float | None) -> float | None:
 
 START_DELAY_S: Final = 0.01
 EARLY_S: Final = 8e-5
-"""Wake up this long before a send and busy-wait, unless very busy: a sleeping core needs that long to
-wake."""
+"""Seconds of busy-waiting before a send: a sleeping core needs that long to wake."""
 PAUSE_S: Final = 0.0005
 """Delay of reads on a busy client, so that chunks are read together: waking up for a few costs more than
 reading them. The kernel's stamps give the arrival times."""

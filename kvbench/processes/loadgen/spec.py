@@ -60,8 +60,7 @@ class LoadSpec:
     offsets_s: list[float] = field(default_factory=list)
     """Planned sends in seconds, ascending, if not derived from a rate."""
     concurrency: int = 0
-    """Number of active requests in a closed loop; the end of one starts the next. 0: requests are sent at
-    their planned times."""
+    """Number of active requests in a closed loop; 0 means planned times."""
     duration_s: float = 0.0
     chat_overhead_tokens: float = 0.0
     chat_tokens_per_word: float = 1.0
@@ -73,7 +72,6 @@ class LoadSpec:
 
     @property
     def access(self) -> ServerAccess:
-        """Return the requests' credentials and TLS trust."""
         return ServerAccess(self.api_key_env, self.headers, self.ca_file, self.insecure)
 
     @property
@@ -131,8 +129,7 @@ class LoadSpec:
         )
 
     def expected_streams(self, requests: int, seconds: float) -> int:
-        """Return the number of connections to open for ``requests`` requests within ``seconds``. 1.5 times
-        the concurrency at the SLO."""
+        """Return the number of connections to open: 1.5 times the concurrency at the SLO."""
         if self.concurrency:
             return min(requests, self.slots)
         limits = self.limits()

@@ -38,8 +38,7 @@ def clip(data: bytes | str) -> str:
 
 @dataclass(frozen=True)
 class FirstEvent:
-    """The first token event: bytes of its text, whether it is blank, and tokens that the server's usage
-    reported so far."""
+    """The first token event: bytes of text, whether blank, and tokens reported so far."""
 
     text_bytes: int
     blank: bool
@@ -94,7 +93,6 @@ class StreamReader:
 
     @property
     def between_events(self) -> bool:
-        """Nothing of a next event has been read."""
         return not self._pending and not self._data
 
     def feed(self, data: bytes, stamp: int) -> None:

@@ -1,5 +1,4 @@
-"""The router: receives a request, sends it to P and D as the connector requires, passes D's answer on, traces
-it."""
+"""The router: sends a request to P and D as the connector requires, and passes on D's answer."""
 
 from __future__ import annotations
 

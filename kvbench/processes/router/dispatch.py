@@ -160,8 +160,6 @@ _FORWARDED: Final = ("authorization", "user-agent", "traceparent")
 
 
 class Late(Protocol):
-    """Something with a deadline."""
-
     def expire(self) -> None: ...
 
 

@@ -117,7 +117,6 @@ class RouterMetrics:
             self._row[at] += amount
 
     def error(self, name: str) -> None:
-        """Count a failed request by its class."""
         self._row[_AT[f"error {name if name in ERRORS else 'internal'}"]] += 1.0
 
     def observe(self, histogram: str, seconds: float) -> None:
@@ -142,14 +141,12 @@ class RouterMetrics:
             self._note_cpu()
 
     def page(self) -> bytes:
-        """Return the text of ``GET /metrics``."""
         self._note_cpu()
         registry = CollectorRegistry()
         registry.register(self)
         return generate_latest(registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics for prometheus_client."""
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(PREFIX + name, text, value=self._sum(name))
         errors = CounterMetricFamily(f"{PREFIX}errors", "Requests that failed, by class.", labels=["error"])

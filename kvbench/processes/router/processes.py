@@ -22,8 +22,7 @@ STOP_GRACE_S: Final = 3.0
 
 
 def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
-    """Return sockets that share a port (0: any free one). Raises PortInUseError, InputError for a bad
-    host."""
+    """Return sockets that share a port (0: any). Raises PortInUseError, InputError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

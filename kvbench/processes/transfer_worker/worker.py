@@ -272,8 +272,7 @@ class Requests:
         os._exit(0)
 
     def next(self, block: bool) -> bytes | None:
-        """Return the next line, None at the end. Raises queue.Empty if there is none and ``block`` is
-        false."""
+        """Return the next line, None at the end. Raises queue.Empty."""
         return self._lines.get(block=block)
 
 

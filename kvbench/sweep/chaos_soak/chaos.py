@@ -54,7 +54,7 @@ from kvbench.sweep.chaos_soak.constant_rate import (
     HeldPlan,
     HeldRate,
     HeldRun,
-    begun_run,
+    open_unfinished_run,
     rates_in,
     with_canaries,
     with_length,
@@ -239,7 +239,7 @@ def command(cli: CliOptions, asked: ChaosOptions, output: Path, console: Console
 
 def resumed(path: Path, console: Console, *, force: bool, lab: Lab | None = None) -> int:
     """Resume a chaos run: run the planned faults that have no trial. Raises InputError, StoreError."""
-    run = begun_run(path, "chaos", console)
+    run = open_unfinished_run(path, "chaos", console)
     if run is None:
         return EXIT_OK
     asked = run.manifest.get("asked") or {}

@@ -67,7 +67,7 @@ class HeldOptions:
             raise InputError(f"--share is a share of the measured rate, such as 0.7, not {self.share:g}")
 
 
-def held_scenario(cli: CliOptions, asked: HeldOptions) -> tuple[Scenario, bytes]:
+def fixed_rate_scenario(cli: CliOptions, asked: HeldOptions) -> tuple[Scenario, bytes]:
     """Scenario with one input length and a deadline. Raises InputError if it does not fit."""
     scenario, source = resolve(cli, sessions=False)
     options = scenario.deployment.engine_options
@@ -107,11 +107,11 @@ class HeldPlan:
     @classmethod
     def of(cls, cli: CliOptions, asked: HeldOptions) -> HeldPlan:
         """Create the plan. Raises InputError if it cannot run here."""
-        scenario, source = held_scenario(cli, asked)
+        scenario, source = fixed_rate_scenario(cli, asked)
         plan = plan_of(scenario)
         require_gpus(plan)
         require_open_files(scenario)
-        cells = held_cells(plan)
+        cells = fixed_rate_cells(plan)
         return cls(scenario, source, plan, cells, rates_of(asked, cells))
 
 
@@ -137,7 +137,7 @@ def rates_of(asked: HeldOptions, cells: Sequence[Cell]) -> dict[str, float]:
     return found
 
 
-def held_cells(plan: Plan) -> tuple[Cell, ...]:
+def fixed_rate_cells(plan: Plan) -> tuple[Cell, ...]:
     """Cells of P/D pairs. Raises InputError if there is none."""
     cells = tuple(cell for cell in plan.cells if connectors.get(_connector(plan, cell)).disaggregated)
     if not cells:
@@ -221,8 +221,7 @@ class HeldRun(ABC):
         return EXIT_FAILED if any(each.status == "failed" for each in results) else EXIT_OK
 
     def run(self) -> list[CellResult]:
-        """Measure all pairs, one result each. Raises StoreError without the folder, LaunchError without
-        hosts."""
+        """Measure all pairs, one result each. Raises StoreError, LaunchError."""
         scenario, results = self.measured_scenario(), []
         bench = DeployedBench(scenario, self.plan, self.store, self.watcher)
         done = {each.trial_id for each in load_run(self.store.path).all_trials}
@@ -242,8 +241,7 @@ class HeldRun(ABC):
     def pair(
         self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, done: set[str]
     ) -> KvbenchError | None:
-        """Measure one pair except its ``done`` trials; return an error that did not stop it. Raises
-        KvbenchError for one that did."""
+        """Measure one pair; return an error that did not stop it. Raises KvbenchError."""
 
     def _result(
         self, bench: DeployedBench, scenario: Scenario, planned: DeploymentPlan, done: set[str]
@@ -262,7 +260,7 @@ class HeldRun(ABC):
         return replace(result, status="failed", reason=error.message, hint=error.hint) if error else result
 
 
-def begun_run(path: Path, kind: str, console: Console) -> RunFolder | None:
+def open_unfinished_run(path: Path, kind: str, console: Console) -> RunFolder | None:
     """Return the run to resume, or None (report printed) if it is complete. Raises InputError."""
     run = load_run(path)
     if run.manifest.get("kind") != kind:

@@ -29,7 +29,7 @@ from kvbench.hosts.log_tail import LogReader
 from kvbench.launchers.base import Launcher
 from kvbench.results.store import RunStore
 from kvbench.sweep.chaos_soak.constant_rate import HeldRate, Holdings, grown_bytes, holdings, stranded_blocks
-from kvbench.sweep.chaos_soak.strikes import DecodeFlood, OrphanedKv, Strike, strike_of, struck_name
+from kvbench.sweep.chaos_soak.strikes import DecodeFlood, OrphanedKv, Strike, process_name, strike_of
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.idle import Idleness
@@ -50,8 +50,7 @@ CLIENT: Final = "client"
 
 @dataclass(frozen=True)
 class Notice:
-    """Detection by ``who`` with its text, ``after_s`` seconds after the fault; ``more`` similar lines
-    followed."""
+    """Detection by ``who``, ``after_s`` seconds after the fault; ``more`` lines followed."""
 
     who: str
     after_s: float
@@ -280,9 +279,7 @@ class FaultTrial:
             "name": fault.name,
             "noticed": [each.to_json() for each in notices.found()],
         }
-        return self._recorded(
-            trial.begun, load, found, None if supply is None else supply.judged(load.records)
-        )
+        return self._record(trial.begun, load, found, None if supply is None else supply.judged(load.records))
 
     def _striker(
         self, fault: PlannedFault, launcher: Launcher, deployment: RunningDeployment, notices: Notices
@@ -292,10 +289,10 @@ class FaultTrial:
             return kind(self.scenario, deployment, launcher, of)
 
         strike = strike_of(fault, deployment, self.lab, hogs)
-        name = "" if fault.target == "nic" else struck_name(fault, deployment.plan, list(deployment.pids()))
+        name = "" if fault.target == "nic" else process_name(fault, deployment.plan, list(deployment.pids()))
         return Striker(fault, deployment, strike, notices.struck, name)
 
-    def _recorded(
+    def _record(
         self,
         begun: TrialRecord,
         load: LoadResult,

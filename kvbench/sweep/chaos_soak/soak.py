@@ -27,8 +27,8 @@ from kvbench.sweep.chaos_soak.constant_rate import (
     HeldPlan,
     HeldRate,
     HeldRun,
-    begun_run,
     holdings,
+    open_unfinished_run,
     rates_in,
     with_length,
 )
@@ -74,7 +74,7 @@ def command(cli: CliOptions, asked: SoakOptions, output: Path, console: Console)
 
 def resumed(path: Path, console: Console, *, force: bool) -> int:
     """Resume a soak: run the remaining windows. Raises InputError, StoreError."""
-    run = begun_run(path, "soak", console)
+    run = open_unfinished_run(path, "soak", console)
     if run is None:
         return EXIT_OK
     asked = run.manifest.get("asked") or {}

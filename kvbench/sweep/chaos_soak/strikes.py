@@ -108,7 +108,7 @@ class _Hog:
             return MOST
         return math.ceil(known[1] / math.ceil(min(self._scenario.workload.input_len) / int(size)))
 
-    def _used(self, server: PooledEngine) -> float:
+    def _used_share(self, server: PooledEngine) -> float:
         with self._client() as client:
             known = kv_blocks(scrape(client, server.metrics_url))
         return known[0] / known[1] if known is not None and known[1] else 0.0
@@ -135,7 +135,7 @@ class OrphanedKv(_Hog):
         asked = [self._workers.submit(self._orphan, server, number) for number in range(wanted)]
         wait(asked, BEGIN_S)
         held = sum(each.done() and not each.cancelled() and each.result() for each in asked)
-        share = self._used(server)
+        share = self._used_share(server)
         return (
             f"{server.name} holds KV of {held} requests that no D fetches; {share:.0%} of its pool is in use"
         )
@@ -173,7 +173,7 @@ class DecodeFlood(_Hog):
             thread.start()
         deadline, most = time.monotonic() + min(BEGIN_S, self._fault.down_s / 2), 0.0
         while time.monotonic() < deadline and most < 0.95:
-            most = max(most, self._used(server))
+            most = max(most, self._used_share(server))
             time.sleep(0.05)
         return f"{count} generations were sent to {server.name} at once; {most:.0%} of its pool was in use"
 
@@ -280,7 +280,7 @@ class _LabFault:
             heal(self._lab, self._kind, self._placed.pop())
 
 
-def struck_name(fault: PlannedFault, planned: DeploymentPlan, names: list[str]) -> str:
+def process_name(fault: PlannedFault, planned: DeploymentPlan, names: list[str]) -> str:
     """Name of the process that a fault hits. Raises InputError."""
     if fault.target == "metadata":
         own = {each.name for each in planned.instances} | {"router"}
@@ -323,7 +323,7 @@ def strike_of(
         nics = list(range(lab.plan.nics)) if alone else [fault.index]
         rate = f"{lab.plan.bits_per_s * SLOW_SHARE / 1e6:g}mbit" if fault.kind == "slow" else ""
         return _LabFault(lab, fault.kind, nics, rate)
-    name = struck_name(fault, deployment.plan, list(deployment.pids()))
+    name = process_name(fault, deployment.plan, list(deployment.pids()))
     if fault.kind == "freeze":
         return _Freeze(deployment.process(name))
     return _Kill(deployment, name, again=fault.kind == "restart")

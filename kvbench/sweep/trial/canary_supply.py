@@ -14,7 +14,7 @@ from kvbench.core.canaries.answer_kinds import (
     AskedCanary,
     CanaryResult,
     When,
-    judged_canaries,
+    judge_canaries,
     noise_under_load,
 )
 from kvbench.core.canaries.pool import (
@@ -36,7 +36,7 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.single_requests import Completion
 from kvbench.errors import ServerError
 from kvbench.sweep.trial.load_plan import Offered
-from kvbench.sweep.trial.output_check import joined_outputs
+from kvbench.sweep.trial.output_check import join_outputs
 
 TOGETHER: Final = 8
 """Prompts repeated concurrently, and again one by one, to measure a server's noise."""
@@ -107,11 +107,11 @@ def right_answers(
 
     began = clock()
     part = 0.5 if scored else 1.0  # of the time: the rest is for repeats
-    found = _asked_alone(
+    found = _send_alone(
         asked, (min(least, len(lengths)), len(lengths)), part * budget_s, part * LONGEST_S, clock
     )
     seconds, count = clock() - began, len(found)
-    repeats = _asked_again(deployment, asked, lengths[:count], clock) if scored else []
+    repeats = _repeat_prompts(deployment, asked, lengths[:count], clock) if scored else []
     deployment.reset_caches()
     return CanaryPool(
         label,
@@ -119,13 +119,13 @@ def right_answers(
         tuple(lengths[:count]),
         seed,
         vocab_size,
-        joined_outputs(found, seconds / max(1, count), repeats),
+        join_outputs(found, seconds / max(1, count), repeats),
         proof,
         places=tuple(places[:count]),
     )
 
 
-def _asked_alone(
+def _send_alone(
     asked: Callable[[Sequence[int]], list[Completion]],
     least_most: tuple[int, int],
     budget_s: float,
@@ -145,7 +145,7 @@ def _asked_alone(
     return found
 
 
-def _asked_again(
+def _repeat_prompts(
     deployment: AskedDeployment,
     asked: Callable[[Sequence[int]], list[Completion]],
     lengths: Sequence[tuple[int, int]],
@@ -164,7 +164,7 @@ def _asked_again(
         for batch in _others_together(lengths)
         for number, answer in zip(batch, asked(batch), strict=True)
     }
-    return [joined_outputs(alone), joined_outputs([again[number] for number in sorted(again)])]
+    return [join_outputs(alone), join_outputs([again[number] for number in sorted(again)])]
 
 
 def _others_together(lengths: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
@@ -191,8 +191,7 @@ def _trace_places(scenario: Scenario, trace: Sequence[TracedRequest]) -> list[in
 
 
 class CanarySupply:
-    """Canaries of one cell's trials. ``results``: one per trial. ``of_reference``: the deployment gave the
-    reference outputs."""
+    """Canaries of one cell's trials. ``results``: one per trial."""
 
     def __init__(
         self,
@@ -251,7 +250,6 @@ class CanarySupply:
         return CanaryPlaces(at)
 
     def spec(self, places: CanaryPlaces) -> dict[str, Any]:
-        """Canary part of the load generator's spec."""
         if not places.numbers:
             return {}
         at = [[place, number] for place, number in sorted(places.at.items())]
@@ -306,7 +304,7 @@ class CanarySupply:
 
     def judged(self, records: Sequence[RequestRecord], asked: Sequence[AskedCanary] = ()) -> CanaryResult:
         """Judge and keep a trial's canaries."""
-        result = judged_canaries(
+        result = judge_canaries(
             self._pool, records, asked, of_reference=self._of_reference, repeated=self._repeats
         )
         self.results.append(result)

@@ -34,8 +34,7 @@ Reading = Mapping[str, Metrics | None]
 
 
 def pages_by_role(before: Reading, after: Reading) -> dict[str, list[tuple[Metrics, Metrics]]]:
-    """Return role → (before, after) of each instance. A role that lacks a page is omitted, as partial counts
-    would look like lost requests."""
+    """Return role → (before, after) of each instance, without roles that lack a page."""
     roles: dict[str, list[tuple[Metrics, Metrics]]] = {}
     incomplete = set()
     for name, page in after.items():
@@ -97,7 +96,7 @@ def _figures_of(pages: Pages) -> EngineFigures:
         generation_tokens=grown(pages, "vllm:generation_tokens_total"),
         restarts=_restarts(pages),
         instances=len(pages),
-        served=_served(pages),
+        served=_work_done(pages),
         cache_tokens=_cache_tokens(pages),
     )
 
@@ -112,9 +111,8 @@ def _cache_tokens(pages: Pages) -> float | None:
     return float(sum(known)) if known and len(known) == len(pages) else None
 
 
-def _served(pages: Pages) -> tuple[float, ...]:
-    """Work finished by each instance: requests, else output tokens, else prompt tokens; () if one lacks
-    all."""
+def _work_done(pages: Pages) -> tuple[float, ...]:
+    """Requests, output tokens or prompt tokens of each instance; () if one lacks all."""
     for name in ("vllm:request_success_total", "vllm:generation_tokens_total", "vllm:prompt_tokens_total"):
         counts = [grown([page], name) for page in pages]
         known = [count for count in counts if count is not None]
@@ -133,8 +131,7 @@ def _restarts(pages: Pages) -> float | None:
 def with_slots(
     figures: Mapping[str, EngineFigures], rows: Iterable[Mapping[str, Any]], slots: int | None = None
 ) -> dict[str, EngineFigures]:
-    """Add running and waiting sequences from a Sampler's ``rows``. ``slots``: an instance's ``max_num_seqs``,
-    if known."""
+    """Add running and waiting sequences. ``slots``: ``max_num_seqs``, if known."""
     seen: dict[str, dict[float, dict[str, float]]] = {}
     for row in rows:
         if row["metric"] in (RUNNING, WAITING):

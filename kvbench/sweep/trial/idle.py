@@ -39,8 +39,7 @@ DRAIN_DEADLINE_S: Final = 30.0
 """Longest wait for the engines to drain before figures are read, in seconds."""
 DEADLINE_S: Final = 60.0
 DEADLINE_MOST_S: Final = 600.0
-"""Longest wait, at least and at most, for a larger backlog of the last trial; more if the SLO allows a
-request more."""
+"""Shortest and longest wait for the backlog of the last trial, in seconds."""
 POLL_S: Final = 0.05
 FIRST_REQUESTS: Final = 3
 AGREE: Final = 2
@@ -111,8 +110,7 @@ class Idleness:
         self._left_s = requests / per_s if per_s else 0.0
 
     def drain(self, load: LoadResult) -> Finding | None:
-        """Wait until the load's leftovers are done and keep their number; return a finding if they are not,
-        as counters are then incomplete."""
+        """Wait until the load's leftovers are done; return a finding if they are not."""
         completed = sum(record.ok for record in load.records)
         self.left_behind(load.cancelled, completed / max(load.duration_s, 1e-3))
         if self.drained(DRAIN_DEADLINE_S):
@@ -134,16 +132,14 @@ class Idleness:
         return min(max(least, 2.0 * self._left_s), most)
 
     def drained(self, deadline_s: float) -> bool:
-        """Wait until no instance reports a request, or return at once without gauges; False after the
-        deadline."""
-        return self._drained(self._clock.now() + deadline_s)
+        """Wait until no instance reports a request; False after the deadline."""
+        return self._wait_until_drained(self._clock.now() + deadline_s)
 
     def wait(self, cell: Cell) -> Finding | None:
-        """Wait until the system is idle; return a finding after ``deadline_s``. Raises what ``check_alive``
-        raises, such as ProcessDiedError."""
+        """Wait until the system is idle; return a finding after ``deadline_s``."""
         began = self._clock.now()
         deadline = began + self.deadline_s
-        if not self._drained(deadline):
+        if not self._wait_until_drained(deadline):
             left = self._deployment.under_way() or 0.0
             return _finding(
                 f"{left:g} requests are running or waiting {self._clock.now() - began:.0f} s later",
@@ -153,7 +149,7 @@ class Idleness:
             return None
         return self._wait_as_fast(cell, began, deadline)
 
-    def _drained(self, deadline: float) -> bool:
+    def _wait_until_drained(self, deadline: float) -> bool:
         while self._deployment.under_way():
             self._deployment.check_alive()
             if self._clock.now() > deadline:

@@ -26,8 +26,8 @@ from kvbench.sweep.trial.load_plan import (
     Offered,
     PlannedTrial,
     TrialPlan,
-    begun_record,
     ceiling_figures,
+    new_record,
     rate_of,
 )
 from kvbench.sweep.trial.loadgen_driver import LoadResult
@@ -63,21 +63,21 @@ class Trials:
         return PlannedTrial.of(self.scenario, plan, self.trace, self.source, self._labels)
 
     def end_trial(self, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> TrialRecord:
-        return self._stored(judge(self.scenario, trial, load, seen), load)
+        return self._store(judge(self.scenario, trial, load, seen), load)
 
     def skip_trial(self, plan: TrialPlan, finding: Finding, columns: Mapping[str, Any]) -> TrialRecord:
         """Store a trial that sent nothing, with the reason."""
         nothing = summarise([], judged_slo(plan.method, self.scenario.slo.main()), plan.rate, 0.0, None)
         record = replace(
-            begun_record(self.scenario, plan, self._labels),
+            new_record(self.scenario, plan, self._labels),
             reason=finding.message,
             findings=[finding],
             summary=nothing.to_json(),
             engine=dict(columns),
         )
-        return self._stored(record, LoadResult([], "", 0.0))
+        return self._store(record, LoadResult([], "", 0.0))
 
-    def _stored(self, record: TrialRecord, load: LoadResult) -> TrialRecord:
+    def _store(self, record: TrialRecord, load: LoadResult) -> TrialRecord:
         self.store.add_trial(record, load.records)
         return record
 
@@ -137,7 +137,7 @@ def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen:
         reuse_expected=turns is not None or (bool(trial.trace) and shares_prefixes(trial.trace)),
         filled_s=0.0 if turns is None else turns.filled_s,
         dispersion=None if turns is None else turns.dispersion,
-        stopped_as=_stopped_as(load, decision),
+        stopped_as=_stop_verdict(load, decision),
         method="sustained" if method == "equal_rate" else method,
     )
     evidence = replace(evidence, **seen.evidence)
@@ -162,7 +162,7 @@ def _by_tier(
     for name, slo in scenario.slo.by_tier().items():
         decision = trial.watch.decisions.get(name)
         summary = summarise(load.records, slo, trial.plan.rate, load.duration_s, _steady_part(decision))
-        of_tier = replace(evidence, slo=slo, summary=summary, stopped_as=_stopped_as(load, decision))
+        of_tier = replace(evidence, slo=slo, summary=summary, stopped_as=_stop_verdict(load, decision))
         verdict, reason, _ = _verdict(scenario, trial, of_tier, load, decision)
         known = summary.to_json()
         tiers[name] = {"verdict": verdict, "reason": reason, **{key: known[key] for key in _OF_A_TIER}}
@@ -184,8 +184,7 @@ def _expected_reuse(requests: Sequence[TracedRequest], load: LoadResult) -> dict
 def _session_columns(
     trial: PlannedTrial, load: LoadResult, window: Window, seen: SiteReadings
 ) -> dict[str, Any]:
-    """Columns of a session load: sessions per second and concurrent, TTFT by turn, offered and achieved
-    reuse."""
+    """Columns of a session load: sessions per second and concurrent, TTFT by turn, reuse."""
     offered = trial.offered
     if offered.sessions is None or offered.turns is None:
         return {}
@@ -199,7 +198,7 @@ def _session_columns(
     return {"sessions": {**rates, **found, "planned": planned}}
 
 
-def stored_offer(record: TrialRecord) -> Offered:
+def rebuild_offer(record: TrialRecord) -> Offered:
     """Rebuild what a stored trial offered, as far as judging needs it; sessions are not planned again."""
     planned = (record.engine.get("sessions") or {}).get("planned")
     if not planned:
@@ -231,7 +230,7 @@ def _steady_part(decision: Decision | None) -> Window | None:
     return Window(*decision.window_s) if decision is not None and decision.measured.n else None
 
 
-def _stopped_as(load: LoadResult, decision: Decision | None) -> Literal["", "met", "missed"]:
+def _stop_verdict(load: LoadResult, decision: Decision | None) -> Literal["", "met", "missed"]:
     if decision is None or decision.verdict == "undecided" or load.reason != "stopped":
         return ""
     return decision.verdict

@@ -26,8 +26,7 @@ Pages = Sequence[tuple[Metrics, Metrics]]
 
 @dataclass(frozen=True)
 class Family:
-    """Metric names of one family; ``seconds``, ``nbytes``, ``descriptors`` are histograms, without
-    suffixes."""
+    """Metric names of one family; histograms are without suffixes."""
 
     seconds: str
     nbytes: str
@@ -124,7 +123,6 @@ class Served:
 
 
 def served_requests(pages: Pages) -> Served:
-    """Finished requests by the servers of one role."""
     ended = grown(pages, "vllm:request_success_total")
     aborted = grown(pages, "vllm:request_success_total", finished_reason="abort")
     return Served(ended or 0.0, aborted or 0.0)

@@ -200,8 +200,7 @@ class TrialWatch:
         self._flood_ends_s: NDArray[np.float64] = np.empty(0)
         self._flooded = False
         self.flooded_s = 0.0
-        """Duration of a ceiling probe without the grace period, whose empty queue would look as if the load
-        had been served."""
+        """Duration of a ceiling probe without the grace period."""
         self._trials = {
             name: LiveTrial(
                 LiveConfig(
@@ -223,7 +222,6 @@ class TrialWatch:
 
     @property
     def decision(self) -> Decision | None:
-        """Decision of the tier that the trial is run for."""
         return self.decisions.get(self._asked)
 
     @property
@@ -286,11 +284,11 @@ class PlannedTrial:
             offered = planned(scenario, plan, trace)
         else:
             offered = planned_sessions(scenario, plan, source)
-        begun = begun_record(scenario, plan, labels)
+        begun = new_record(scenario, plan, labels)
         return cls(plan, trace, offered, TrialWatch(scenario, plan, offered), begun)
 
 
-def begun_record(scenario: Scenario, plan: TrialPlan, labels: Sequence[str] = ()) -> TrialRecord:
+def new_record(scenario: Scenario, plan: TrialPlan, labels: Sequence[str] = ()) -> TrialRecord:
     return TrialRecord(
         trial_id=plan.trial_id,
         cell=plan.cell,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench.core.load.workers import joined_client, joined_records, require_common_start, turn_records
+from kvbench.core.load.workers import merge_clients, merge_records, require_common_start, turn_records
 from kvbench.core.plan.processes import LOADGEN_MODULE, ProcessSpec
 from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError, ProcessDiedError, ProcessHungError, StoreError
@@ -61,7 +61,6 @@ class Progress:
 
     @classmethod
     def from_json(cls, event: Mapping[str, Any]) -> Progress:
-        """Read the known fields of a worker's event."""
         known = {key: event[key] for key in cls.__dataclass_fields__ if key in event}
         known["settled"] = tuple(Settled(*each) for each in event.get("settled", ()))
         known["offsets_s"] = tuple(event.get("offsets_s", ()))
@@ -83,7 +82,7 @@ class LoadResult:
         return sum(record.error == "cancelled" for record in self.records)
 
 
-def joined_progress(latest: Sequence[Progress], fresh: Progress) -> Progress:
+def sum_progress(latest: Sequence[Progress], fresh: Progress) -> Progress:
     """Sum the workers' latest counts; ``fresh`` is the newest report."""
     return Progress(
         t_s=max(each.t_s for each in latest),
@@ -179,7 +178,7 @@ class LoadGenerator:
             for index in range(self._count):
                 self._workers.append(self._start(index))
             self._converse(on_progress, check, deadline_s)
-            return self._joined()
+            return self._join()
         finally:
             self._launcher.stop([worker.process for worker in self._workers])
             for worker in self._workers:
@@ -220,7 +219,7 @@ class LoadGenerator:
                 waiting -= 1
                 if not waiting:
                     self._deadline = time.monotonic() + deadline_s
-                    self._started()
+                    self._expect_progress()
                     self._go()
                     if self._spare is not None:
                         self._spare.prepare()
@@ -231,7 +230,7 @@ class LoadGenerator:
             elif kind == "progress":
                 worker.progress = Progress.from_json(event)
                 latest = [each.progress for each in self._workers]
-                if on_progress(joined_progress(latest, worker.progress)) and not stopping:
+                if on_progress(sum_progress(latest, worker.progress)) and not stopping:
                     stopping = True
                     grace_s = float(self._spec.get("stop_grace_s", 0.0))
                     self._deadline = min(self._deadline, time.monotonic() + grace_s + STOP_DEADLINE_S)
@@ -265,9 +264,9 @@ class LoadGenerator:
                     elif key.data.end is not None:
                         selector.unregister(key.fd)  # it is done; others still run
                     else:
-                        raise ended_early(key.data.process)
+                        raise early_end_error(key.data.process)
 
-    def _started(self) -> None:
+    def _expect_progress(self) -> None:
         """Expect regular progress from each worker from now on."""
         for worker in self._workers:
             worker.heard_at = time.monotonic()
@@ -308,7 +307,7 @@ class LoadGenerator:
         for worker in self._workers:
             _say(worker.process, words)
 
-    def _planned(self) -> int:
+    def _count_planned(self) -> int:
         """Requests in the plan: the lines of its trace, if any."""
         trace = str(self._spec.get("requests_path", ""))
         if not trace:
@@ -316,7 +315,7 @@ class LoadGenerator:
         with open(trace, "rb") as file:
             return sum(1 for line in file if line.strip())
 
-    def _joined(self) -> LoadResult:
+    def _join(self) -> LoadResult:
         ends = [worker.end or {} for worker in self._workers]
         clients = [worker.client() for worker in self._workers]
         require_common_start(clients)
@@ -327,12 +326,12 @@ class LoadGenerator:
         if self._spec.get("sessions_path"):
             records = turn_records(shares[0])
         else:
-            records = joined_records(shares, None if unfinished else self._planned())
+            records = merge_records(shares, None if unfinished else self._count_planned())
         return LoadResult(
             records=records,
             reason=unfinished[0] if unfinished else "complete",
             duration_s=max(float(end.get("duration_s", 0.0)) for end in ends),
-            client=joined_client(clients),
+            client=merge_clients(clients),
         )
 
 
@@ -385,7 +384,7 @@ class _Worker:
         return lines
 
 
-def ended_early(process: Process) -> ProcessDiedError:
+def early_end_error(process: Process) -> ProcessDiedError:
     """Create the error for a generator that ended without an end event."""
     deadline = time.monotonic() + 2
     while process.poll() is None and time.monotonic() < deadline:

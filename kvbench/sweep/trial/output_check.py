@@ -17,9 +17,9 @@ from kvbench.core.metrics.equal_answers import (
     Noise,
     chance,
     departure,
+    detectable_fault_share,
     noise_of,
     refused_from,
-    seen_share,
 )
 from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Outputs
@@ -100,18 +100,18 @@ def reference_outputs(
             began = time.monotonic()
             found += ask([prompt], length)
             times.append(time.monotonic() - began)
-        return joined_outputs(found, sorted(times)[len(times) // 2])
+        return join_outputs(found, sorted(times)[len(times) // 2])
 
     first, again = alone(), alone()
     repeats = [again]
     for _ in range(BATCHES):
         fresh()
         began = time.monotonic()
-        repeats.append(joined_outputs(ask(prompts, length), time.monotonic() - began))
+        repeats.append(join_outputs(ask(prompts, length), time.monotonic() - began))
     return replace(first, repeats=tuple(repeats))
 
 
-def joined_outputs(
+def join_outputs(
     found: Sequence[Completion], latency_s: float = 0.0, repeats: Sequence[Outputs] = ()
 ) -> Outputs:
     """Join completions. ``repeats``: of the first of the same prompts."""
@@ -142,8 +142,7 @@ def compare(reference: Outputs, got: Outputs) -> Equality:
 
 
 def _gap(reference: Outputs, got: Outputs, place: int) -> float | None:
-    """Preference in nats of the reference for its own token where the texts differ, or None. 0 if the
-    reference itself gave this text."""
+    """Reference's preference in nats for its own token where texts differ, or None."""
     text = got.texts[place]
     if any(again.texts[place] == text for again in reference.repeats):
         return 0.0
@@ -152,7 +151,7 @@ def _gap(reference: Outputs, got: Outputs, place: int) -> float | None:
 
 def _power(checked: int, noise: Noise) -> str:
     """Describe what the judgement rests on, and what it cannot detect."""
-    seen = f"a fault that changes {seen_share(checked):.0%} of outputs is seen with 95 %"
+    seen = f"a fault that changes {detectable_fault_share(checked):.0%} of outputs is seen with 95 %"
     if noise.exact:
         return f"the reference is exact with itself ({noise.asked} answers), so outputs must be equal: {seen}"
     own = f"the reference differs from itself in {noise.differed} of {noise.asked} answers"

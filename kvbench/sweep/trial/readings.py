@@ -49,7 +49,7 @@ class Observer:
         self._trial_id = trial_id
         self._far = bool(launcher.hosts)
         if self._far:
-            launcher.ask_hosts("sample", self._wanted(trial_id, headers))
+            launcher.ask_hosts("sample", self._samples_by_host(trial_id, headers))
         else:
             # A server that kvbench did not start may run here: it is measured, and is no disturbance.
             self._system = list(deployment.pids().values())
@@ -76,16 +76,16 @@ class Observer:
             host = host_figures(self._before, read_host(also=self._system))
             self.host = replace(host, unknown_owner=unknown_owner(self._listeners))
         elif error is None:
-            self._take(self._ended())
+            self._take(self._end_samples())
         else:  # which is reported, not an error that follows from it
             with contextlib.suppress(KvbenchError):
-                self._ended()
+                self._end_samples()
 
-    def _ended(self) -> dict[str, dict[str, Any]]:
+    def _end_samples(self) -> dict[str, dict[str, Any]]:
         asked = {"trial_id": self._trial_id}
         return self._launcher.ask_hosts("sampled", dict.fromkeys(self._launcher.hosts, asked))
 
-    def _wanted(self, trial_id: str, headers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    def _samples_by_host(self, trial_id: str, headers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """What each host samples: itself and its servers."""
         urls: dict[str, dict[str, str]] = {}
         for name, url in self._urls.items():
@@ -191,7 +191,6 @@ class Readings:
         return sum((role.kv_expired or 0.0) + (role.kv_failures or 0.0) for role in self.engines.values())
 
     def router(self, seconds: float) -> RouterFigures:
-        """Activity of kvbench's router during the load."""
         return replace(router_figures(self.before, self.after), seconds=seconds)
 
     def columns(self, load: LoadResult) -> dict[str, Any]:
@@ -223,14 +222,14 @@ class MetricsReader:
         """Read /metrics of each instance before a load; earlier KV log lines are discarded."""
         pages = self._deployment.metrics()
         if self._reads_logs(pages):
-            self._logged_kv(pages)
+            self._read_kv_logs(pages)
             pages = self._deployment.metrics()
         return pages
 
     def after(self, before: Reading, observer: Observer, slots: int | None) -> Readings:
         """Read everything after a drained trial."""
         pages = self._deployment.metrics()
-        logged = self._logged_kv(pages)
+        logged = self._read_kv_logs(pages)
         transports = self._deployment.transports()
         gpus = self._deployment.gpus()
         return Readings(before, pages, logged, observer.rows, observer.host, slots, transports, gpus)
@@ -240,7 +239,7 @@ class MetricsReader:
         sources = (role_kv([(page, page)]).source for page in pages.values() if page is not None)
         return self._deployment.connector.disaggregated and not any(sources)
 
-    def _logged_kv(self, pages: Reading) -> dict[str, RoleKv]:
+    def _read_kv_logs(self, pages: Reading) -> dict[str, RoleKv]:
         """KV transfers logged since the last call, for engines without KV metrics. If lines are frequent, one
         interval is waited for so that counts are complete; else only per-transfer means are used."""
         if not self._reads_logs(pages):

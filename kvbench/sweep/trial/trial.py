@@ -38,8 +38,6 @@ DEADLINE_SLACK_S = 20.0
 
 
 class TrialRunner:
-    """Runs and stores trials on one deployment."""
-
     def __init__(
         self,
         scenario: Scenario,
@@ -75,8 +73,7 @@ class TrialRunner:
         self._spare.close()
 
     def run(self, plan: TrialPlan) -> TrialRecord:
-        """Wait for an idle system, run the load, judge and store it; void if not idle. Raises KvbenchError if
-        a process dies or hangs."""
+        """Wait for an idle system, run the load, judge and store it. Raises KvbenchError."""
         backlog = self._idle.wait(plan.cell)
         if backlog is not None:
             return self.trials.skip_trial(plan, backlog, {"load_mode": self._mode(plan)})
@@ -89,12 +86,12 @@ class TrialRunner:
         undrained = self._idle.drain(load)
         readings = self._reader.after(before, observer, slots_of(self._scenario))
         self.trials.store.add_telemetry(readings.rows)
-        return self.trials.end_trial(trial, load, self._seen(trial, load, readings, undrained))
+        return self.trials.end_trial(trial, load, self._site_readings(trial, load, readings, undrained))
 
-    def _seen(
+    def _site_readings(
         self, trial: PlannedTrial, load: LoadResult, readings: Readings, undrained: Finding | None
     ) -> SiteReadings:
-        canaries = self._judged_canaries(trial.plan, load)
+        canaries = self._judge_canaries(trial.plan, load)
         columns = {
             **readings.columns(load),
             "load_mode": self._mode(trial.plan),
@@ -107,7 +104,7 @@ class TrialRunner:
         evidence = self._evidence(trial, load, readings, undrained)
         return SiteReadings({**evidence, "canaries": canaries}, columns, pool, role.prefix_hits)
 
-    def _judged_canaries(self, plan: TrialPlan, load: LoadResult) -> CanaryResult | None:
+    def _judge_canaries(self, plan: TrialPlan, load: LoadResult) -> CanaryResult | None:
         """Judge the trial's canaries, with extra ones after failed or cancelled requests."""
         supply = self.canaries.get(plan.cell)
         if supply is None:

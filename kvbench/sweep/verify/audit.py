@@ -45,7 +45,7 @@ from kvbench.sweep.verify.cross_checks import (
     statement_damages,
 )
 from kvbench.sweep.verify.stored_site import Searches
-from kvbench.sweep.verify.stored_trials import StoredTrial, held_damages, stale_files, transfer_damages
+from kvbench.sweep.verify.stored_trials import StoredTrial, fixed_rate_damages, stale_files, transfer_damages
 
 FileClass = Literal["recomputed", "cross-checked", "only checksummed", "not checksummed"]
 
@@ -78,8 +78,7 @@ def class_of(name: str) -> FileClass:
 
 
 def unproven_files(folder: Path, *, checksums: bool) -> Iterator[str]:
-    """Name files that are neither recomputed nor cross-checked, a folder once with its count. ``checksums``:
-    whether the run has any."""
+    """Name files that are neither recomputed nor cross-checked, a folder once."""
     counts: Counter[tuple[FileClass, str]] = Counter()
     for file in sorted(folder.rglob("*")):
         inside = file.relative_to(folder)
@@ -158,8 +157,7 @@ class Audit:
 
 
 def command(path: Path, console: Console, *, as_json: bool = False) -> int:
-    """Audit a run folder, print problems; return the exit code. Raises StoreError for an unreadable or
-    missing run."""
+    """Audit a run folder, print problems; return the exit code. Raises StoreError."""
     found = audit(path)
     if as_json:
         print(json.dumps(found.to_json(), indent=2, ensure_ascii=False))
@@ -200,7 +198,7 @@ def audit(path: Path) -> Audit:
     found.damages += _as_read(run, found)
     found.damages += _as_written(run, found)
     found.damages += _as_requested(run, found)
-    found.damages += _lost(run, found.damages)
+    found.damages += _missing_files(run, found.damages)
     found.damages += statement_damages(run)
     kind = run.manifest.get("kind")
     if kind == "microbench":
@@ -243,15 +241,14 @@ def _from_scenario(run: RunFolder, found: Audit) -> None:
             f"{MANIFEST} has no list of the values that options changed: scenario.yaml cannot be compared "
             "with plan.json"
         )
-    _recomputed(run, scenario, found)
+    _recompute(run, scenario, found)
 
 
 def damages_before_resume(run: RunFolder) -> Iterator[Damage]:
-    """Find damage that prevents a resume: changed files; without checksums, figures that contradict their
-    requests."""
+    """Find damage that prevents a resume."""
     found = Audit(str(run.path))
     changed = [*_as_written(run, found), *_as_requested(run, found)]
-    yield from (*changed, *_lost(run, changed))
+    yield from (*changed, *_missing_files(run, changed))
     if _has_checksums(run):
         return
     with suppress(KvbenchError):  # a scenario that cannot be read cannot be resumed either
@@ -299,22 +296,22 @@ def _as_requested(run: RunFolder, found: Audit) -> Iterator[Damage]:
         yield Damage(MANIFEST, error.message.partition(": ")[2] or error.message)
 
 
-def _lost(run: RunFolder, known: Sequence[Damage]) -> Iterator[Damage]:
+def _missing_files(run: RunFolder, known: Sequence[Damage]) -> Iterator[Damage]:
     for text in lost_requests(run):
         name, _, what = text.partition(" ")
         if name not in {each.file for each in known}:
             yield Damage(name, what)
 
 
-def _recomputed(run: RunFolder, scenario: Scenario, found: Audit) -> None:
+def _recompute(run: RunFolder, scenario: Scenario, found: Audit) -> None:
     version = rules_version_of(run.manifest)
     trace = _trace_of(scenario, found)
     by_rules: list[Damage] = []
     asked: dict[str, TrialPlan] = {}
     if run.manifest.get("kind") in HELD_METHODS:
-        by_rules += held_damages(run, found.checked)
+        by_rules += fixed_rate_damages(run, found.checked)
     elif trace is not None and _is_repeatable(run, found):
-        by_rules += _searched(run, scenario, trace, asked, found)
+        by_rules += _repeat_searches(run, scenario, trace, asked, found)
     for trial in _stored_trials(run, scenario, asked, trace or (), found):
         figures = [*trial.figures(), *breakdown_damages(trial.record, trial.requests)]
         found.damages += figures
@@ -348,7 +345,7 @@ def _is_repeatable(run: RunFolder, found: Audit) -> bool:
     return False
 
 
-def _searched(
+def _repeat_searches(
     run: RunFolder,
     scenario: Scenario,
     trace: Sequence[TracedRequest],

@@ -38,24 +38,24 @@ def json_differences(
             if key in stored and key in recomputed:
                 yield from json_differences(stored[key], recomputed[key], inside, precision)
             elif key in stored:
-                yield inside, _shown(stored[key]), ABSENT
+                yield inside, _leaf_text(stored[key]), ABSENT
             else:
-                yield inside, ABSENT, _shown(recomputed[key])
+                yield inside, ABSENT, _leaf_text(recomputed[key])
     elif isinstance(stored, list) and isinstance(recomputed, list) and len(stored) == len(recomputed):
         for place, (then, now) in enumerate(zip(stored, recomputed, strict=True)):
             yield from json_differences(then, now, f"{path}[{place}]", precision)
     elif _is_number(stored) and _is_number(recomputed):
         if not math.isclose(stored, recomputed, rel_tol=precision, abs_tol=1e-9):
-            yield path, _shown(stored), _shown(recomputed)
+            yield path, _leaf_text(stored), _leaf_text(recomputed)
     elif stored != recomputed or type(stored) is not type(recomputed):
-        yield path, _shown(stored), _shown(recomputed)
+        yield path, _leaf_text(stored), _leaf_text(recomputed)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _shown(value: Any) -> str:
+def _leaf_text(value: Any) -> str:
     text = f"{value:.9g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 80 else f"{text[:77]}…"
 

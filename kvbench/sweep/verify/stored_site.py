@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from kvbench import connectors
-from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judged_canaries
+from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judge_canaries
 from kvbench.core.canaries.pool import CanaryPool, gave_answers, pool_of_cell
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, Plan
@@ -59,14 +59,13 @@ class StoredSite(Site):
         return self.known_alone
 
     def requests(self, record: TrialRecord) -> TrialRequests | None:
-        """Return the stored requests."""
         return self.requests_of(record)
 
     def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, None]:
         asked = self.asked_last.get(f"{cell.key}-end")
         if self.canaries is None or not asked:
             return None, None
-        return judged_canaries(self.canaries, (), asked, of_reference=gave_answers(self.canaries, cell)), None
+        return judge_canaries(self.canaries, (), asked, of_reference=gave_answers(self.canaries, cell)), None
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Return a stored trial. Raises UnansweredError if missing."""

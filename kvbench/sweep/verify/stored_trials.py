@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judged_canaries
+from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judge_canaries
 from kvbench.core.canaries.pool import CanaryPool, gave_answers
 from kvbench.core.chaos_soak.fault_cost import FaultCost, cost_of
 from kvbench.core.chaos_soak.fault_plan import faults_of
@@ -39,7 +39,7 @@ from kvbench.results.checksums import Damage
 from kvbench.results.parquet import TRANSFERS
 from kvbench.results.provenance import slo_of
 from kvbench.results.run import MANIFEST, TRIALS, RunFolder
-from kvbench.sweep.trial.judging import SiteReadings, judge, stored_offer
+from kvbench.sweep.trial.judging import SiteReadings, judge, rebuild_offer
 from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, TrialWatch, planned
 from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.verify.cross_checks import ABSENT, SAME, as_read, json_differences
@@ -89,15 +89,15 @@ class StoredTrial:
             yield self.damage(f"{path} does {words}", then, value)
         if len(found) > MOST_SAID:
             yield self.damage(f"{len(found) - MOST_SAID} more figures do {words}")
-        yield from self._decided_figures()
+        yield from self._check_decisions()
 
     def judgement(self) -> Iterator[Damage]:
         """Verdicts, findings and limits that differ from these rules, and unplanned requests."""
         record = self.record
         # It is not stored whether the load had already ended at the decision.
-        best = self._judged("stopped")
+        best = self._judge("stopped")
         if _outcome(best) != _outcome(record):
-            other = self._judged("complete")
+            other = self._judge("complete")
             best = other if _outcome(other) == _outcome(record) else best
         if _outcome(best) != _outcome(record):
             yield self.damage("the verdict does not follow from the requests", _words(record), _words(best))
@@ -113,7 +113,7 @@ class StoredTrial:
         yield from self._arrivals()
 
     def _canary_figures(self) -> Iterator[Damage]:
-        stored, found = self.record.engine.get("canaries"), self._judged_canaries()
+        stored, found = self.record.engine.get("canaries"), self._judge_canaries()
         now = None if found is None else as_read(found.to_json())
         if stored is not None and self.canaries is None:
             yield self.damage("its canaries' reference outputs are missing")
@@ -121,14 +121,14 @@ class StoredTrial:
         for path, then, again in list(json_differences(stored or {}, now or {}, "canaries"))[:1]:
             yield self.damage(f"{path} does not follow from the answers", then, again)
 
-    def _judged_canaries(self) -> CanaryResult | None:
+    def _judge_canaries(self) -> CanaryResult | None:
         """Judge the canaries again; None without them or without reference outputs."""
         stored, pool = self.record.engine.get("canaries"), self.canaries
         if not isinstance(stored, Mapping) or pool is None:
             return None
         own = gave_answers(pool, self.record.cell)
         repeated = bool(stored.get("repeated"))
-        return judged_canaries(pool, self.requests, self.asked_beside, of_reference=own, repeated=repeated)
+        return judge_canaries(pool, self.requests, self.asked_beside, of_reference=own, repeated=repeated)
 
     def _binding(self) -> Mapping[str, Any] | None:
         record = self.record
@@ -142,18 +142,18 @@ class StoredTrial:
             {key: row[key] for key in ("limit", "shares") if key in row} if isinstance(row, Mapping) else row
         )
 
-    def _judged(self, reason: str) -> TrialRecord:
+    def _judge(self, reason: str) -> TrialRecord:
         """Judge by the rules from requests, stored decisions, and findings whose evidence is gone."""
         record = self.record
         plan = TrialPlan(record.cell, 1, record.request_rate, record.purpose, method=record.method)
-        offered = stored_offer(record)
+        offered = rebuild_offer(record)
         watch = TrialWatch(self.scenario, plan, offered)
         watch.decisions.update(self._decisions())
         load = LoadResult(self.requests, reason, record.duration_s, record.engine.get("client") or {})
         evidence = {
             "recorded": record.findings,
             "reuse_expected": self._prompts_share_beginnings,
-            "canaries": self._judged_canaries(),
+            "canaries": self._judge_canaries(),
         }
         return judge(
             self.scenario, PlannedTrial(plan, (), offered, watch, record), load, SiteReadings(evidence)
@@ -166,7 +166,6 @@ class StoredTrial:
         )
 
     def _decisions(self) -> dict[str, Decision]:
-        """Tier → decision during the trial."""
         tiers = self.record.summary.get("tiers") or {}
         names = list(self.scenario.slo.by_tier())
         lives = {name: (tiers.get(name) or {}).get("live") for name in names}
@@ -189,7 +188,7 @@ class StoredTrial:
         if len(stored) > len(due) or (len(stored) and np.abs(stored - due[: len(stored)]).max() > ARRIVAL_S):
             yield self.damage("its requests are not those that its seed plans")
 
-    def _decided_figures(self) -> Iterator[Damage]:
+    def _check_decisions(self) -> Iterator[Damage]:
         """Compare decisions during the trial with the requests known then."""
         for name, decision in self._decisions().items():
             slo = self.scenario.slo.by_tier()[name]
@@ -280,7 +279,7 @@ def _share_then(
 FAULTS_SAID_MOST: Final = 3
 
 
-def held_damages(run: RunFolder, checked: Counter[str]) -> Iterator[Damage]:
+def fixed_rate_damages(run: RunFolder, checked: Counter[str]) -> Iterator[Damage]:
     """Find results of a fixed-rate run that contradict its options or requests."""
     if run.manifest.get("kind") == "chaos":
         yield from _of_chaos(run, checked)
@@ -348,9 +347,8 @@ MOST_NAMED: Final = 3
 
 
 def stale_files(run: RunFolder, checked: Counter[str]) -> Iterator[str]:
-    """Name derived files that this kvbench would write differently: edited, or from another version.
-    ``checked`` counts."""
-    stored = {name: run.path / name for name in _derived(run.path)}
+    """Name derived files that this kvbench would write differently."""
+    stored = {name: run.path / name for name in _derived_files(run.path)}
     if not stored:
         return
     png = any(name.endswith(".png") for name in stored)
@@ -362,7 +360,7 @@ def stale_files(run: RunFolder, checked: Counter[str]) -> Iterator[str]:
         except (KvbenchError, OSError, ValueError) as error:
             yield f"the report cannot be created from the raw files: {error}"
             return
-        made = {name: folder / name for name in _derived(folder)}
+        made = {name: folder / name for name in _derived_files(folder)}
         common = [name for name in stored if name in made]
         checked["derived files"] += len(common)
         other = [name for name in common if not cmp(stored[name], made[name], shallow=False)]
@@ -372,7 +370,7 @@ def stale_files(run: RunFolder, checked: Counter[str]) -> Iterator[str]:
         yield f"{named}{more}: this kvbench writes another from the raw files; `kvbench report` does so"
 
 
-def _derived(folder: Path) -> list[str]:
+def _derived_files(folder: Path) -> list[str]:
     files = [folder / name for name in TEXTS]
     files += [file for name in FOLDERS for file in sorted((folder / name).glob("*"))]
     return [file.relative_to(folder).as_posix() for file in files if file.is_file() and not file.is_symlink()]

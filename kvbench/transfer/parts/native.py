@@ -113,7 +113,6 @@ class NativeLog:
         return self._count
 
     def since(self, mark: int) -> list[str]:
-        """Return the kept lines after a mark."""
         with self._lock:
             fresh = min(self._count - mark, len(self._tail))
             return list(self._tail)[len(self._tail) - fresh :] if fresh > 0 else []
@@ -140,8 +139,7 @@ def mooncake_absent() -> Problem | None:
 
 
 def mooncake_module(module: str) -> ModuleType:
-    """Import ``engine`` or ``store``, in child processes only. Raises MissingLibraryError with what it
-    lacks."""
+    """Import ``engine`` or ``store``, in child processes only. Raises MissingLibraryError."""
     preload(VERBS_LIBRARIES)
     return import_native(f"mooncake.{module}", VERBS_FIX)
 

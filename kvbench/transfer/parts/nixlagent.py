@@ -81,7 +81,6 @@ class NixlAgent:
             self._registered.append(self._agent.register_memory(ranges, kind, self._plugins))
 
     def add_peer(self, metadata: str) -> str:
-        """Connect to a peer's agent and return its name."""
         with self.lock, nixl_errors("cannot reach the peer"):
             name = self._agent.add_remote_agent(bytes.fromhex(metadata))
             return name.decode() if isinstance(name, bytes) else str(name)
@@ -94,8 +93,7 @@ class NixlAgent:
                 self._agent.remove_remote_agent(name)
 
     def table(self, owner: str, address: int, layout: Layout, kind: str, device: int = 0) -> Any:
-        """Describe every block of every region; row = region · blocks + block. ``owner`` is empty for this
-        side's."""
+        """Describe every block of every region; row = region · blocks + block."""
         rows = self._np.zeros((layout.regions * layout.blocks, 3), dtype=self._np.uint64)
         rows[:, 0] = address + self._np.arange(len(rows), dtype=self._np.uint64) * layout.block_bytes
         rows[:, 1] = layout.block_bytes

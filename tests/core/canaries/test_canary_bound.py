@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from kvbench.core.canaries.answer_kinds import (
     DOUBTED_BELOW,
     bound_text,
-    doubted_below,
+    detectable_share,
     found_in_any,
-    found_share,
+    noise_p_value,
     percent_text,
     wrong_share_bound,
 )
@@ -46,12 +46,12 @@ def test_noise_costs_power_and_says_so() -> None:
     assert least is not None
     assert least > 10
     assert chance(least, 50, noisy) < DOUBTED_BELOW <= chance(least - 1, 50, noisy)
-    assert found_share(50, exact, singly=True) == pytest.approx(1 - 0.05 ** (1 / 50))
-    share = found_share(50, noisy, singly=False)
+    assert detectable_share(50, exact, singly=True) == pytest.approx(1 - 0.05 ** (1 / 50))
+    share = detectable_share(50, noisy, singly=False)
     assert 1 - binomial_cdf(least - 1, 50, share) == pytest.approx(0.95, abs=1e-6)
-    assert found_share(200, exact, singly=True) < 0.015
-    assert found_share(4, Noise(10, 9), singly=False) == 1.0
-    assert found_share(50, exact, singly=True) < found_share(50, exact, singly=False) < share
+    assert detectable_share(200, exact, singly=True) < 0.015
+    assert detectable_share(4, Noise(10, 9), singly=False) == 1.0
+    assert detectable_share(50, exact, singly=True) < detectable_share(50, exact, singly=False) < share
 
 
 @pytest.mark.parametrize("rate", [0.01, 0.05, 0.2])
@@ -62,7 +62,7 @@ def test_honest_noise_that_nobody_saw_hardly_ever_refuses(rate: float, again: in
     for differed in range(again + 1):
         noise = Noise(again, differed)
         seen = binomial_cdf(differed, again, rate) - binomial_cdf(differed - 1, again, rate)
-        least = refused_from(of, noise, doubted_below(noise))
+        least = refused_from(of, noise, noise_p_value(noise))
         if least is not None:
             refused += seen * (1 - binomial_cdf(least - 1, of, rate))
     assert refused < 0.005

@@ -14,10 +14,10 @@ from kvbench.core.metrics.equal_answers import (
     Noise,
     chance,
     departure,
+    detectable_fault_share,
     gap_changes,
     noise_of,
     refused_from,
-    seen_share,
 )
 from kvbench.core.records import Outputs, TokenChoice
 from kvbench.results.finished_cells import _outputs, changed_outputs, output_row
@@ -165,7 +165,7 @@ def test_chances_are_chances(of: int, asked: int, differed: int) -> None:
 
 
 def test_the_power_of_a_few_prompts_is_known() -> None:
-    assert seen_share(4) == pytest.approx(1 - 0.05**0.25)
+    assert detectable_fault_share(4) == pytest.approx(1 - 0.05**0.25)
     assert refused_from(4, Noise(12, 0)) == 3
     assert refused_from(4, Noise(12, 12)) is None
     assert Noise(12, 1, nats=0.1).allowed_nats == pytest.approx(MARGIN * 0.1)

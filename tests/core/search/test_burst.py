@@ -53,7 +53,7 @@ def test_few_trials_and_refused_ones() -> None:
     assert search.ask() == 10
     search.tell(10, "invalid")
     assert search.ask() is None
-    assert search.answer().reason == "trials were refused"
+    assert search.answer().reason == "trials were invalid"
     with pytest.raises(ValueError, match="rates must satisfy"):
         BurstSearch(10, 20, 30, 0.05, 5)
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from hostile import spec_for
 
-from kvbench.core.canaries.answer_kinds import judged_canaries
+from kvbench.core.canaries.answer_kinds import judge_canaries
 from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.load.workers import index_of
 from kvbench.core.records import Outputs, RequestRecord
@@ -53,7 +53,7 @@ def test_their_answers_are_kept_and_are_those_to_their_prompts(tmp_path: Path, p
         assert crc32(each.text.encode()) == each.text_crc
         assert len(each.text.encode()) == each.text_bytes
     assert not any(each.text for each in records if each.canary is None)
-    result = judged_canaries(pool, records)
+    result = judge_canaries(pool, records)
     assert (result.checked, result.wrong) == (6, ())
 
 
@@ -62,7 +62,7 @@ def test_a_canned_answer_is_found_in_a_load(tmp_path: Path) -> None:
         pool = pool_of(server.url, 4)
         at = [[place, number] for number, place in enumerate((3, 8, 13, 18))]
         found = load(tmp_path, server.port, canaries={"seed": SEED, "at": at}, **length())
-    result = judged_canaries(pool, list(found.records))
+    result = judge_canaries(pool, list(found.records))
     assert result.checked == 4
     assert {each.kind for each in result.wrong} == {"garbage"}
 

@@ -10,13 +10,18 @@ from kvbench.core.records import Cell
 from kvbench.errors import InputError
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
-from kvbench.sweep.chaos_soak.constant_rate import HeldOptions, held_cells, held_scenario, rates_of
+from kvbench.sweep.chaos_soak.constant_rate import (
+    HeldOptions,
+    fixed_rate_cells,
+    fixed_rate_scenario,
+    rates_of,
+)
 
 REFERENCE = Path(__file__).parents[3] / "results" / "reference" / "quickstart"
 
 
 def deadline_s(*sets: str, asked: float | None = None) -> float:
-    scenario, _ = held_scenario(CliOptions("quickstart", sets), HeldOptions(rate=5.0, deadline_s=asked))
+    scenario, _ = fixed_rate_scenario(CliOptions("quickstart", sets), HeldOptions(rate=5.0, deadline_s=asked))
     return scenario.request_timeout_s
 
 
@@ -32,14 +37,14 @@ def test_a_request_hangs_after_ten_seconds_or_three_times_what_it_may_take() -> 
 
 
 def test_one_length_is_held_and_pairs_alone_are_struck() -> None:
-    scenario, _ = held_scenario(CliOptions("quickstart"), HeldOptions(rate=5.0))
+    scenario, _ = fixed_rate_scenario(CliOptions("quickstart"), HeldOptions(rate=5.0))
     assert list(scenario.workload.input_len) == [256]
-    assert [cell.connector for cell in held_cells(plan_of(scenario))] == ["mooncake", "nixl"]
+    assert [cell.connector for cell in fixed_rate_cells(plan_of(scenario))] == ["mooncake", "nixl"]
 
 
 def test_a_share_of_what_a_run_has_found() -> None:
-    scenario, _ = held_scenario(CliOptions("quickstart"), HeldOptions(rate=5.0))
-    cells = held_cells(plan_of(scenario))
+    scenario, _ = fixed_rate_scenario(CliOptions("quickstart"), HeldOptions(rate=5.0))
+    cells = fixed_rate_cells(plan_of(scenario))
     found = rates_of(HeldOptions(found=REFERENCE, share=0.5), cells)
     usual = rates_of(HeldOptions(found=REFERENCE), cells)
     assert set(found) == {"mooncake", "nixl"}
@@ -65,7 +70,7 @@ def test_what_is_no_rate_is_refused(given: dict[str, object], said: str) -> None
 
 def test_servers_of_others_and_traces_are_refused() -> None:
     with pytest.raises(InputError, match="kvbench did not start those"):
-        held_scenario(
+        fixed_rate_scenario(
             CliOptions(
                 "quickstart",
                 (

@@ -20,8 +20,8 @@ from kvbench.core.load.workers import (
     CHUNKS_PER_WORKER,
     REQUESTS_PER_WORKER,
     index_of,
-    joined_client,
-    joined_records,
+    merge_clients,
+    merge_records,
     require_common_start,
     workers_for,
 )
@@ -75,7 +75,7 @@ def record(index: int, scheduled_s: float | None = None) -> RequestRecord:
 @given(st.integers(1, 7), st.integers(0, 60))
 def test_shares_join_to_the_plan_in_its_order(workers: int, planned: int) -> None:
     shares = [[record(index) for index in range(worker, planned, workers)] for worker in range(workers)]
-    joined = joined_records(shares, planned)
+    joined = merge_records(shares, planned)
     assert [each.scheduled_s for each in joined] == list(map(float, range(planned)))
 
 
@@ -91,27 +91,27 @@ def test_a_request_that_is_missing_or_double_is_an_error(
     else:
         del share[place]
     with pytest.raises(KvbenchError, match=r"not the plan|missing"):
-        joined_records(shares, planned)
+        merge_records(shares, planned)
 
 
 def test_a_stopped_plan_is_as_long_as_each_worker_got() -> None:
     shares = [[record(0), record(2)], [record(1)]]
-    assert len(joined_records(shares, None)) == 3
+    assert len(merge_records(shares, None)) == 3
     with pytest.raises(KvbenchError, match=r"sent 4 .* missing: 3"):
-        joined_records(shares, 4)
+        merge_records(shares, 4)
 
 
 def test_a_share_of_another_worker_is_an_error() -> None:
     with pytest.raises(KvbenchError, match="worker 1 has request 2 instead of 1"):
-        joined_records([[record(0)], [record(2)]], None)
+        merge_records([[record(0)], [record(2)]], None)
     with pytest.raises(KvbenchError, match="does not contain its index"):
-        joined_records([[RequestRecord("own-name", 0.0, 1, 1)]], None)
+        merge_records([[RequestRecord("own-name", 0.0, 1, 1)]], None)
 
 
 def test_the_worst_lag_counts_and_work_is_added() -> None:
     one = {"send_lag_p99_ms": 0.2, "cpu_share": 0.3, "chunks": 10, "stamps": "kernel", "started_unix_s": 5.0}
     other = {"send_lag_p99_ms": 4.0, "cpu_share": 0.1, "chunks": 5, "stamps": "read", "started_unix_s": 5.1}
-    joined = joined_client([one, other])
+    joined = merge_clients([one, other])
     assert joined["send_lag_p99_ms"] == 4.0
     assert joined["cpu_share"] == 0.3
     assert joined["chunks"] == 15
@@ -119,7 +119,7 @@ def test_the_worst_lag_counts_and_work_is_added() -> None:
     assert joined["started_unix_s"] == 5.0
     assert joined["workers"] == 2
     assert joined["per_worker"] == [one, other]
-    assert joined_client([one]) == {**one, "workers": 1}
+    assert merge_clients([one]) == {**one, "workers": 1}
 
 
 def test_workers_without_a_common_start_have_no_common_times() -> None:

@@ -1,1 +1,1 @@
-"""What a search believes of the rate looked for: what trials say, how likely that is, what follows."""
+"""Posterior of the wanted rate: evidence of each trial, its likelihood, and the resulting density."""

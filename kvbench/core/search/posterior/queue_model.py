@@ -1,16 +1,16 @@
-"""How long requests wait in a busy queue, while it fills and after: a reflected Brownian motion.
+"""Waiting times in a busy queue, while it fills and after: a reflected Brownian motion.
 
-Whatever the discipline, near its capacity a queue's waiting time W behaves like one: it drifts by (load − 1)
+Near its capacity a queue's waiting time W behaves like one under any discipline: it drifts by (load − 1)
 seconds a second, varies by σ² a second, and cannot fall below 0. Started empty, it has the distribution
 
     P(W_t > y) = Φ((−y + μt) / σ√t) + exp(2μy / σ²) · Φ((−y − μt) / σ√t),   μ = load − 1
 
 (Harrison, Brownian Motion and Stochastic Flow Systems, 1985, §3.6), whose limit is exp(−2 (1 − load) y / σ²).
-What a short trial cannot show yet follows from it: how late a limit is reached by a rate above the capacity,
-and for how long a queue near it remembers (σ² / μ²).
+This predicts what a short trial cannot show: when a rate above the capacity reaches a limit, and for how long
+a queue near it is correlated (σ² / μ²).
 
-Here a waiting time is told as a share of the *slack*, the time that a TTFT limit leaves for waiting; times in
-slacks, too; and σ² by the *depth* 2 · slack / σ², so that P(W > slack) = exp(−depth · (1 − load)) at last.
+Waiting times and times are given in units of the *slack*, the TTFT headroom for waiting, and σ² as the
+*depth* 2 · slack / σ², so that P(W > slack) = exp(−depth · (1 − load)) in the long run.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ MEMORY: Final = 2.5
 MEAN_NODES: Final = 8
 MEAN_SPAN: Final = 4.0
 LAST_SPAN: Final = 6.0
-"""Levels at which a mean is summed, up to so many standard deviations of the free motion, or last means."""
+"""Number of levels over which a mean is summed, and their range: in standard deviations of the free motion,
+or in means of the final distribution."""
 FURTHEST: Final = 1e4
-"""Standard deviations; and the logarithm of the least probability that is told from none."""
+"""Largest number of standard deviations."""
 LEAST_LOG: Final = -80.0
+"""Logarithm of the lowest probability above 0."""
 _HART: Final = (1.330274429, -1.821255978, 1.781477937, -0.356563782, 0.319381530)
 """Coefficients of the normal tail (Abramowitz and Stegun 26.2.17, error below 1e-7)."""
 
 
 def log_normal_cdf(z: FloatArray) -> FloatArray:
-    """ln Φ(z), also far below 0 (to 1 % of the tail); in single precision, which is finer than that."""
+    """Return ln Φ(z), also far below 0 (to 1 % of the tail), computed in single precision."""
     return np.asarray(_log_normal_cdf(z), np.float64)
 
 
@@ -58,7 +60,7 @@ def _log_normal_cdf(z: npt.NDArray[np.floating]) -> SingleArray:
 def late_share(
     load: FloatArray, depth: FloatArray, time: float | FloatArray, level: float | FloatArray = 1.0
 ) -> FloatArray:
-    """P(W > level) at a time since the queue was empty, the level and the time in slacks."""
+    """Return P(W > level) at a time since the queue was empty; level and time in slacks."""
     drift, deep, when, high = (np.asarray(each, np.float32) for each in (load - 1.0, depth, time, level))
     spread, moved = np.sqrt(2.0 * when / deep), drift * when
     log_free = _log_normal_cdf((moved - high) / spread)
@@ -68,7 +70,7 @@ def late_share(
 
 
 def mean_wait(load: FloatArray, depth: FloatArray, time: float | FloatArray) -> FloatArray:
-    """E[W] in slacks at a time since the queue was empty: the integral of ``late_share`` over all levels."""
+    """Return E[W] in slacks at a time since the queue was empty: ``late_share`` integrated over levels."""
     free = MEAN_SPAN * np.sqrt(2.0 * time / depth)
     at_last = LAST_SPAN / (depth * np.maximum(1.0 - load, 1e-9))
     top = np.maximum((load - 1.0) * time, 0.0) + np.minimum(free, at_last)
@@ -79,21 +81,21 @@ def mean_wait(load: FloatArray, depth: FloatArray, time: float | FloatArray) -> 
 
 
 def memory(load: FloatArray, depth: FloatArray) -> FloatArray:
-    """For how long, in slacks, one state of the queue counts: 2 σ² / μ² (the integral of a reflected
-    Brownian motion's autocorrelation over both sides; Whitt, Planning queueing simulations, 1989)."""
+    """Return the correlation time of the queue in slacks: 2 σ² / μ² (the integral of a reflected Brownian
+    motion's autocorrelation over both sides; Whitt, Planning queueing simulations, 1989)."""
     return np.asarray(MEMORY / (depth * np.maximum((1.0 - load) ** 2, 1e-6)), np.float64)
 
 
-# --- what chance did to the arrivals ---------------------------------------------------------------
-# Arrivals are all known, and their clusters make most of the waiting. They are sent through a queue that
-# serves each in the same time; the capacity at which it just keeps the limit, compared with that for the same
-# gaps in random order, shows which rate they stood for. What remains of the chance is that of the services.
+# --- arrival variance ------------------------------------------------------------------------------
+# Clusters of arrivals cause most of the waiting. The arrivals run through a queue with constant service
+# times; the capacity that just keeps the limit, compared with that for resampled gaps, gives the rate that
+# these arrivals stand for. The remaining variance is that of the services.
 
 DRAWS: Final = 40
-"""Arrivals with the same gaps in another order, and other ones of them, that say what is usual."""
+"""Number of arrival sequences with resampled gaps to compare with."""
 LUCK_STEPS: Final = 12
 SLOWEST, FASTEST = 0.2, 4.0
-"""Capacities that are tried, in units of the rate."""
+"""Range of capacities for the bisection, in units of the rate."""
 MOST_LUCK: Final = 1.25
 FEWEST: Final = 20
 
@@ -101,11 +103,9 @@ FEWEST: Final = 20
 def queue_rate(
     offsets_s: FloatArray, rate: float, window_s: tuple[float, float], slack_s: float, share: float | None
 ) -> float | None:
-    """The rate in requests per second that these arrivals stand for; None if that cannot be said.
-
-    ``offsets_s``: ascending, from 0 on. ``window_s``: between which of them requests are counted.
-    ``slack_s``: what the limit leaves for waiting. ``share`` of them must be within it; None: their mean.
-    """
+    """Return the rate whose average queue equals that of these arrivals; None of too few requests.
+    ``offsets_s``: ascending, from 0 on. ``window_s``: requests counted. ``slack_s``: TTFT headroom that
+    ``share`` of them must keep, or if None their mean."""
     own = offsets_s[offsets_s <= window_s[1]]
     counted = int((own >= window_s[0]).sum())
     if counted < FEWEST or slack_s <= 0:
@@ -113,7 +113,7 @@ def queue_rate(
     gaps = np.diff(own, prepend=0.0)
     draws = np.random.default_rng(len(own)).choice(gaps, (DRAWS, len(own)))
     draws *= 1.0 / (rate * gaps.mean())
-    # As many requests as came may reach beyond the window, or end before it: it is counted by its place.
+    # The resampled requests may end before or after the window, so they are counted by index.
     ratio = _capacity(own[None, :], rate, counted, slack_s, share) / _capacity(
         np.cumsum(draws, axis=1), rate, counted, slack_s, share
     )
@@ -121,7 +121,7 @@ def queue_rate(
 
 
 def _capacity(offsets_s: FloatArray, rate: float, counted: int, slack_s: float, share: float | None) -> float:
-    """The least capacity at which the last ``counted`` of each row, all together, keep the limit."""
+    """Return the lowest capacity at which the last ``counted`` of each row together keep the limit."""
     low, high = math.log(SLOWEST * rate), math.log(FASTEST * rate)
     places = np.arange(offsets_s.shape[1])[None, :]
     for _ in range(LUCK_STEPS):

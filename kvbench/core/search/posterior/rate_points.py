@@ -1,4 +1,4 @@
-"""What each trial says of the rate looked for, and how well."""
+"""Evidence of each trial on the wanted rate, with its uncertainty."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from kvbench.core.search.data import TrialFigures, TrialOutcome
 
 CEILING_ERROR: Final = 0.05
 SATURATED: Final = 0.9
-"""A ceiling probe of which a larger share was completed in time was no burden, and no ceiling."""
+"""A ceiling probe with a larger share of completions did not saturate the system."""
 ARRIVALS: Final = 0.75
+"""Exponent with which a random surplus of arrivals counts as a higher rate."""
 ARRIVALS_MOST: Final = 1.03
-"""How much of a chance surplus of arrivals counts as a higher rate (an exponent), and how much at most."""
+"""Largest factor by which it changes the rate."""
 WORST_VALUE: Final = 50.0
-"""A mean beyond so many times its limit says no more than one at it."""
+"""Largest mean used, as a multiple of its limit."""
 
 
 @dataclass(frozen=True)
 class RatePoint:
-    """One trial: its rate, and what it says; times in seconds since the trial's start.
+    """One trial's rate and evidence; times in seconds since the trial's start.
 
-    ``misses`` of ``n`` broke the SLO where ``attainment`` of them should not, and ``clump`` of them count as
-    one (n = 0: nothing is known); ``together`` of them were under way at once. ``score`` with its standard
-    error. ``mean``: a mean in units of its limit, with its standard error. ``begin_s`` and ``end_s``: when
-    those arrived. ``ttft_s``: the TTFT that the share asked for stayed within; ``late``: those beyond the
-    limit on TTFT, among the misses. ``queue_rate`` and ``gap_variation``: see ``TrialFigures``. ``bound``:
-    the rate is known to be "above" or "below" the root, and no more is. ``capacity`` with its standard error:
-    the most that was passed on, by so many. ``cut``: it was over as soon as it was seen to miss, at a moment
-    that is worse than usual.
+    ``misses`` of ``n`` requests missed the SLO (n = 0: unknown), ``attainment`` of them should meet it;
+    ``clump`` of them count as one; ``together`` were in flight at once. ``mean``: a mean in units of its
+    limit. ``begin_s``, ``end_s``: first and last arrival of the ``n``. ``ttft_s``: TTFT at the quantile of
+    the required share; ``late``: misses beyond the limit on TTFT. ``score``, ``queue_rate``,
+    ``gap_variation``: see ``TrialFigures``. ``bound``: only a verdict: the rate is "above" or "below" the
+    root. ``capacity``: highest throughput, by ``capacity_n`` first tokens. ``cut``: the trial ended at
+    a miss, a worse moment than usual.
     """
 
     rate: float
@@ -58,7 +58,7 @@ class RatePoint:
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a TTFT limit leaves for waiting: ``slack_s`` of ``limit_s``; both 0 where TTFT is not limited."""
+    """TTFT headroom for waiting: ``slack_s`` of ``limit_s``; both 0 if TTFT is not limited."""
 
     limit_s: float = 0.0
     slack_s: float = 0.0
@@ -70,13 +70,13 @@ class Waiting:
 
 
 OF_MEAN: Final = 1 - math.exp(-1)
-"""The share of exponential waiting times that are below their mean."""
+"""Share of exponential waiting times below their mean."""
 LEAST_SLACK: Final = 0.02
-"""Of the limit."""
+"""Lowest headroom, as a share of the limit."""
 
 
 def waiting_of(outcomes: Sequence[TrialOutcome]) -> Waiting:
-    """By the fastest requests that any trial saw."""
+    """Return the headroom by the fastest requests of any trial."""
     known = [each.measured for each in outcomes if each.measured is not None]
     limits = [each.ttft_limit_s for each in known if each.ttft_limit_s]
     fast = [each.ttft_fast_s for each in known if each.ttft_fast_s is not None]
@@ -87,24 +87,24 @@ def waiting_of(outcomes: Sequence[TrialOutcome]) -> Waiting:
 
 
 FEWEST: Final = 30
-"""Requests of a trial whose slower ones say what is usual."""
+"""Minimum number of requests of a trial that shows slow requests."""
 ALIKE: Final = 0.9
-"""Of the slack: one that is larger is no other."""
+"""Share of the headroom below which another one counts as different."""
 
 
 def waiting_of_slow(outcomes: Sequence[TrialOutcome], waiting: Waiting) -> Waiting | None:
-    """The same if the share asked for, or the mean, waited for nothing in the trial that was best in it: some
-    requests are slow by themselves. None if that makes no difference."""
+    """Return the headroom if requests at the required quantile (or the mean) did not wait in the best trial,
+    since some are slow by themselves; None if that makes no difference."""
     known = [each.measured for each in outcomes if each.measured is not None]
-    shown = [own for each in known if each.n >= FEWEST and (own := _usual(each)) is not None]
+    shown = [own for each in known if each.n >= FEWEST and (own := _typical_ttft_s(each)) is not None]
     slack_s = waiting.limit_s - min(shown, default=waiting.alone_s)
     if not LEAST_SLACK * waiting.limit_s < slack_s < ALIKE * waiting.slack_s:
         return None
     return Waiting(waiting.limit_s, slack_s)
 
 
-def _usual(measured: TrialFigures) -> float | None:
-    """TTFT in seconds that the share asked for stayed within, or the mean one."""
+def _typical_ttft_s(measured: TrialFigures) -> float | None:
+    """Return TTFT in seconds at the quantile of the required share, or the mean."""
     if measured.target is not None:
         return measured.ttft_s
     if measured.score is None or measured.score <= -1.0 or not measured.ttft_limit_s:
@@ -113,10 +113,7 @@ def _usual(measured: TrialFigures) -> float | None:
 
 
 def point_of(outcome: TrialOutcome, attainment: float) -> RatePoint | None:
-    """What one trial says of the rate looked for; None if nothing.
-
-    ``attainment``: the share asked for, where the trial has none (as verdicts without figures do).
-    """
+    """Return one trial's evidence. ``attainment``: required share of a trial without figures."""
     measured, rate = outcome.measured, outcome.rate
     if outcome.verdict == "invalid":
         return None
@@ -184,7 +181,7 @@ def _of_mean(found: RatePoint, measured: TrialFigures) -> RatePoint:
 
 
 def _steady(measured: TrialFigures) -> tuple[float, float]:
-    """When the requests that were counted arrived, in seconds since the trial's start."""
+    """Return begin and end of the counted arrivals in seconds since the trial's start."""
     end_s = measured.duration_s
     length_s = measured.n / measured.offered_rate if measured.offered_rate else end_s
     return max(end_s - length_s, 0.0), end_s

@@ -23,11 +23,11 @@ from kvbench.core.search.trial_requests import Latencies, TrialRequests
 
 IntArray = npt.NDArray[np.int64]
 GAP: Final = 20.0
-"""Each trial begins this multiple of the last one's length later: its backlog has been served by then."""
+"""Distance between trials, as a multiple of the last one's length, so that its backlog has been served."""
 ENGINES: Final = (1, 2, 4)
 PROMPTS: Final = (0.5, 1.0, 2.0, 4.0, 16.0)
-"""Numbers of equal engines behind one router, and limits on the prompts of a step (a share of one: chunked
-prefill), that are tried first; then values near the best ones."""
+"""Numbers of equal engines behind one router, and limits on prompts per step (below 1: chunked prefill), with
+which the fits begin; values near the best ones follow."""
 STARTS: Final = ((0.05, 0.9, 0.02), (0.05, 0.4, 0.02), (0.4, 0.2, 0.02), (0.05, 0.1, 0.5))
 """Shares of the lowest TTFT: step, prompt and transfer of a model to begin a fit with."""
 SAMPLE: Final = 800
@@ -35,7 +35,7 @@ SAMPLE: Final = 800
 ROUGH: Final = 60
 FINE: Final = 250
 REFIT: Final = 40
-"""Simulations that a fit takes at most: of one structure among many, of the best ones, and of a bootstrap."""
+"""Largest number of simulations of a fit: of one structure among many, of the best ones, of a bootstrap."""
 KEPT: Final = 4
 """Structures that are fitted more closely."""
 WARM_UP: Final = 5
@@ -50,15 +50,14 @@ STUCK: Final = 1e3
 ENOUGH: Final = 1e-3
 """A fit ends when its damping exceeds the first, or a step lowers the error by less than this share."""
 BIASED: Final = 0.1
-"""Median error of TTFT in half a trial (difference of logarithms) from which on the model is wrong; or the
-mean error of all, if that is more."""
+"""Largest median error of TTFT in half a trial (difference of logarithms), or the mean error of all if
+larger; beyond it the model is wrong."""
 ANY: Final = 1e6
 """Prompts per step without a limit."""
 FULL_STEPS: Final = 8
-"""Minimum number of steps after which requests still waited, to count the prompts that a step computes."""
+"""Minimum number of steps with a backlog, to count the prompts that a step computes."""
 CROWDED: Final = 4
-"""Number of such steps with the most sequences: if they took fewer prompts than the others, all slots were in
-use."""
+"""Number of such steps with the most sequences: if they computed fewer prompts, all slots were in use."""
 Times = tuple[float, ...]
 """Seconds: step, sequence, prompt, transfer, delay. Zero: not part of the structure."""
 
@@ -86,7 +85,6 @@ class EngineModel:
     longest: int = 30_000
 
     def text(self) -> str:
-        """Structure and times in words."""
         step, sequence, prompt, transfer, _ = (1e3 * each for each in self.seconds)
         count = f"{self.engines} {'P ' if self.pair else ''}engine{'s' if self.engines > 1 else ''}"
         rest = f", transfer {transfer:.3g} ms" if self.pair else f" + {sequence:.2g} ms per sequence"
@@ -97,7 +95,7 @@ class EngineModel:
         )
 
     def capacity(self, tokens: FloatArray) -> float:
-        """Requests per second completed of a load that arrives at once."""
+        """Return the completions per second of a load that arrives at once."""
         first_s, _ = self.played(np.zeros(len(tokens)), tokens, np.arange(len(tokens)))
         return float(len(first_s) / first_s.max())
 
@@ -126,7 +124,7 @@ class EngineModel:
     def played(
         self, arrived_s: FloatArray, tokens: FloatArray, turn: IntArray
     ) -> tuple[FloatArray, FloatArray]:
-        """(first, last token) in seconds. ``turn``: number of each request, which decides its engine."""
+        """Return first and last token in seconds. ``turn``: number of each request; selects its engine."""
         step, sequence, prompt, transfer, delay = self.seconds
         lengths = np.zeros(len(tokens)) if self.pair else tokens
         first_s, last_s = np.empty(len(arrived_s)), np.empty(len(arrived_s))
@@ -146,10 +144,8 @@ class EngineModel:
 @dataclass(frozen=True)
 class JoinedTrials:
     """The requests of all trials on one clock, each trial long after the last one, to simulate them at once.
-
-    ``turn``: number within the trial; ``part``: block of its trial; ``begun``, ``ended``: indices of
-    the requests with a TTFT, and with a decode time, in seconds.
-    """
+    ``turn``: number within the trial; ``part``: block of its trial; ``begun``, ``ended``: indices of the
+    requests with a TTFT, and with a decode time, in seconds."""
 
     arrived_s: FloatArray
     tokens: FloatArray
@@ -162,7 +158,7 @@ class JoinedTrials:
 
     @classmethod
     def of(cls, trials: Sequence[TrialRequests], most: int = 10**9) -> JoinedTrials:
-        """``most``: requests of each trial, from its beginning."""
+        """Join the first ``most`` requests of each trial."""
         columns: list[tuple[npt.NDArray[Any], ...]] = []
         now_s = 0.0
         for number, trial in enumerate(trials):
@@ -181,7 +177,7 @@ class JoinedTrials:
         return cls(arrived_s, tokens, turns, parts, begun, ended, ttft_s[begun], rest_s[ended])
 
     def compared(self, model: EngineModel) -> tuple[FloatArray, FloatArray]:
-        """Simulated / measured TTFT of ``begun``, and decode time of ``ended``."""
+        """Return simulated / measured TTFT of ``begun``, and decode time of ``ended``."""
         first_s, last_s = model.played(self.arrived_s, self.tokens, self.turn)
         ttft_s = first_s[self.begun] - self.arrived_s[self.begun]
         rest_s = last_s[self.ended] - first_s[self.ended]
@@ -190,10 +186,8 @@ class JoinedTrials:
 
 @lru_cache(maxsize=4)
 def engine_model(trials: tuple[TrialRequests, ...]) -> EngineModel | None:
-    """Return the best fitting model, or None if too few first tokens were seen or nothing is compiled.
-
-    The last ones are kept: the tiers of an SLO ask for the same fit.
-    """
+    """Return the best fitting model, or None if too few first tokens were seen or nothing is compiled. The
+    last ones are kept: the tiers of an SLO ask for the same fit."""
     decode = Decode.fitted(trials)
     load = JoinedTrials.of(trials)
     if len(load.begun) < FEWEST or not queues.COMPILED:  # Python alone would take minutes
@@ -231,7 +225,7 @@ def engine_objections(trials: Sequence[TrialRequests], model: EngineModel) -> tu
 
 
 def _starts(lowest_s: float, decode: Decode | None) -> Iterator[EngineModel]:
-    """Models to begin the fits with, by the lowest TTFT and the decode steps."""
+    """Yield models to begin the fits with, by the lowest TTFT and the decode steps."""
     alone_s, each_s, prompt_s = 0.0, 0.0, 0.0
     if decode is not None:
         alone_s, each_s = decode.alone_s, max(decode.each_s, 0.01 * decode.alone_s)
@@ -250,10 +244,8 @@ def _starts(lowest_s: float, decode: Decode | None) -> Iterator[EngineModel]:
 def _fitted(
     model: EngineModel, load: JoinedTrials, most: int, weights: FloatArray | None = None
 ) -> EngineModel:
-    """The same structure with the times of the smallest error, after ``most`` simulations or a few more.
-
-    ``weights``: of each request.
-    """
+    """Return the structure with the times of the smallest error, after about ``most`` simulations.
+    ``weights``: of each request."""
     free = [index for index, each in enumerate(model.seconds) if each > 0]
 
     def moved(logs: FloatArray) -> EngineModel:
@@ -274,11 +266,9 @@ def _fitted(
 def _smallest(
     residuals: Callable[[FloatArray], FloatArray], logs: FloatArray, used: FloatArray, most: int
 ) -> tuple[FloatArray, float]:
-    """(parameters, mean size of the residuals) by Levenberg and Marquardt.
-
-    Squares are divided by the residual's size, so that their sum is the sum of sizes, and a few requests that
-    nothing explains count little. ``used``: weight of each residual.
-    """
+    """Return (parameters, mean absolute residual) by Levenberg and Marquardt. Squares are divided by the
+    residual's size, so that the sum of absolute values is minimised, which limits the effect of outliers.
+    ``used``: weight of each residual."""
     now, total = residuals(logs), max(float(used.sum()), LEAST)
     least, count, damping = float((np.abs(now) * used).sum()) / total, 1, 0.01
     while count < most:
@@ -331,8 +321,8 @@ def _most_decoding(trial: TrialRequests) -> int:
 
 
 def counted_engine(trials: Sequence[TrialRequests], decode: Decode) -> EngineModel:
-    """One engine by the fitted decode steps, the lowest TTFT, and how many first tokens come at once while
-    others wait: for loads on which no simulation reproduces each request."""
+    """Return one engine by the fitted decode steps, the lowest TTFT, and the number of simultaneous first
+    tokens with a backlog: for loads on which no simulation reproduces each request."""
     lowest_s = min(
         float(np.nanmin(each.first_s - each.arrived_s)) for each in trials if (~np.isnan(each.first_s)).any()
     )
@@ -364,8 +354,7 @@ def _seconds_of(decode: Decode, delay_s: float) -> Times:
 def _full_steps(
     trial: TrialRequests, decode: Decode, delay_s: float
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return, for each group of simultaneous first tokens before and after which requests waited: its size,
-    the steps it took, and the sequences computed or decoded meanwhile."""
+    """Return size, steps and running sequences of each group of simultaneous first tokens with a backlog."""
     first = np.sort(trial.first_s[~np.isnan(trial.first_s)]) - delay_s
     last = np.sort(trial.last_s[~np.isnan(trial.last_s)]) - delay_s
     if len(first) < 3:

@@ -1,5 +1,4 @@
-"""Models of a server: the queue that first tokens wait in, the decode steps after them, and which of them the
-departures make likely."""
+"""Models of a server (a queue for first tokens, then decode steps), and their likelihood by departures."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from kvbench.core.search.replay.queues import BoolArray, FloatArray
 from kvbench.core.search.trial_requests import Latencies, Objective, TrialRequests
 
 UNKNOWN_AFTER: Final = 0.995
-"""Requests that arrived this quantile of the sojourn before a trial's end, or later, are left out: of them
-only the short ones have been seen."""
+"""Quantile of the TTFT: requests that arrived less than this before a trial's end are left out, since only
+the short ones have ended."""
 LEAST: Final = 1e-9
 BLOCKS: Final = 8
-"""Parts of a trial that a bootstrap draws: neighbours in time are not independent."""
+"""Number of parts of a trial that a bootstrap draws: successive requests are correlated."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class QueueFamily:
         return f"{many} in order of arrival, {self.delay_s * 1e3:.3g} ms fixed"
 
     def work(self, trial: TrialRequests) -> tuple[FloatArray, FloatArray]:
-        """(seconds of work of each request, log speed at its departure); NaN where unknown."""
+        """Return work in seconds and log speed at departure of each request; NaN if unknown."""
         seen = ~np.isnan(trial.first_s)
         if self.kind == "fifo":
             work: FloatArray = queues.fifo_work(
@@ -53,7 +52,6 @@ class QueueFamily:
         return work, log_speed
 
     def first_s(self, arrived_s: FloatArray, work_s: FloatArray) -> FloatArray:
-        """When the first tokens come."""
         if self.kind == "fifo":
             return queues.fifo(arrived_s, work_s, int(self.servers)) + self.delay_s
         return queues.shared(arrived_s, work_s, self.servers)
@@ -61,9 +59,8 @@ class QueueFamily:
 
 @dataclass(frozen=True)
 class Decode:
-    """Seconds of a token: alone + each × (other requests that decode) + prefill × (prompts computed for each
-    token meanwhile). ``noise``: of many requests, real / modelled time, sorted; empty: nothing is
-    modelled."""
+    """Seconds per token: alone + each × (other decoding requests) + prefill × (prompts computed per token).
+    ``noise``: sorted measured / modelled time of many requests."""
 
     alone_s: float
     each_s: float
@@ -72,10 +69,8 @@ class Decode:
 
     @classmethod
     def fitted(cls, trials: Sequence[TrialRequests], pick: FloatArray | None = None) -> Decode | None:
-        """By least squares over all requests that were seen to end; None of too few.
-
-        ``pick``: weights of the blocks that a bootstrap drew.
-        """
+        """Fit it by least squares to all requests with a last token; None of too few. ``pick``: weights of
+        the blocks that a bootstrap drew."""
         parts = [_decode_rows(trial) for trial in trials]
         rows = np.concatenate([part[0] for part in parts])
         values = np.concatenate([part[1] for part in parts])
@@ -94,7 +89,7 @@ class Decode:
     def last_s(
         self, first_s: FloatArray, tokens: FloatArray, prefill_s: FloatArray, chance: FloatArray
     ) -> FloatArray:
-        """When the last tokens come. ``prefill_s``: what each prompt keeps the others from decoding."""
+        """Return the times of the last tokens. ``prefill_s``: time in which each prompt blocks decoding."""
         order = np.argsort(first_s, kind="stable")
         last_s = np.empty(len(first_s))
         if self.prefill_s > 0:
@@ -114,8 +109,8 @@ class Decode:
 
 
 def _decode_rows(trial: TrialRequests) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Of each request that was seen to end and had further tokens: (1, others decoding, prompts for each
-    token), seconds of a token, and the block of its trial in which it began."""
+    """Return (1, others decoding, prompts per token), seconds per token, and block of the trial, for each
+    request with a last token and more than one."""
     known = ~np.isnan(trial.first_s)
     first, last = np.sort(trial.first_s[known]), np.sort(trial.last_s[~np.isnan(trial.last_s)])
     ended = known & ~np.isnan(trial.last_s) & (trial.tokens > 0) & (trial.last_s > trial.first_s)
@@ -135,7 +130,7 @@ def _decode_rows(trial: TrialRequests) -> tuple[FloatArray, FloatArray, FloatArr
 
 
 def _non_negative(rows: FloatArray, values: FloatArray) -> FloatArray:
-    """Least squares with no coefficient below 0."""
+    """Solve least squares with coefficients of at least 0."""
     active = list(range(rows.shape[1]))
     while True:
         found = np.zeros(rows.shape[1])
@@ -149,23 +144,23 @@ def _non_negative(rows: FloatArray, values: FloatArray) -> FloatArray:
 
 
 class Model(Protocol):
-    """What replays a load."""
+    """A model that can replay a load."""
 
     def capacity(self, tokens: FloatArray) -> float:
-        """Requests per second at most, of so many further tokens."""
+        """Return the highest request rate. ``tokens``: output tokens of each request after the first."""
 
     @property
     def longest(self) -> int:
-        """Requests of a load that finds its root."""
+        """Requests of the load that finds the rate."""
 
     def text(self) -> str:
-        """In words."""
+        """Return a description."""
 
     def times(self, arrived_s: FloatArray, tokens: FloatArray, chance: FloatArray) -> Latencies:
-        """The times of requests that arrive so. ``chance``: uniform numbers, shape (2, requests)."""
+        """Return the latencies of these arrivals. ``chance``: uniform numbers, shape (2, requests)."""
 
     def resampled(self, trials: Sequence[TrialRequests], rng: np.random.Generator) -> Model:
-        """As it would be if the same server had been seen once more."""
+        """Return the model of a bootstrap sample of the trials."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +200,7 @@ def blocks(trials: Sequence[TrialRequests], rng: np.random.Generator) -> FloatAr
 
 
 def judged_part(trial: TrialRequests, objective: Objective) -> BoolArray:
-    """Which requests of a trial had the time to keep their limits, or break them, before it ended."""
+    """Return which requests of a trial arrived early enough to meet or miss their limits before its end."""
     longest_s = max(min(goal.longest_s, math.inf) for goal in objective.goals)
     if not math.isfinite(longest_s):
         known = trial.last_s - trial.arrived_s
@@ -215,23 +210,23 @@ def judged_part(trial: TrialRequests, objective: Objective) -> BoolArray:
 
 
 SERVERS: Final = (*range(1, 17), *sorted({round(16 * 1.06**step) for step in range(1, 37)}))
-"""Numbers of servers that are tried; then those between the likeliest one's neighbours."""
+"""Numbers of servers to try first; those next to the most likely one follow."""
 DELAYED: Final = 4
-"""So many numbers of servers, the lowest and the likeliest, are tried with a fixed delay, too."""
+"""This many of the lowest and of the most likely numbers of servers are also tried with a fixed delay."""
 SHARING: Final = (1, 2, 4, 8, 16)
 NATS: Final = 12.0
-"""Families whose log-likelihood is so close to the best one's are kept."""
+"""Largest distance of a family's log-likelihood from the best one's."""
 IMPOSSIBLE: Final = 12.0
-"""Nats that a request costs whose work would be below nothing."""
+"""Nats that a request with negative work costs."""
 FEWEST: Final = 40
-"""Requests that a family is judged by."""
+"""Minimum number of requests to judge a family by."""
 RESOLUTION: Final = 0.01
-"""Of the lowest TTFT: differences below it tell nothing."""
+"""Resolution of work, as a share of the lowest TTFT."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A family, its log-likelihood, and the work that it leaves of each trial (NaN: unknown)."""
+    """A family, its log-likelihood, and the work of each trial's requests under it (NaN: unknown)."""
 
     family: QueueFamily
     log_likelihood: float
@@ -239,7 +234,7 @@ class Candidate:
 
 
 def candidates(trials: Sequence[TrialRequests]) -> list[Candidate]:
-    """All families that the trials can be explained by, the most likely one first."""
+    """Return all families that can explain the trials, the most likely one first."""
     lowest_s = min(
         (float(np.nanmin(each.first_s - each.arrived_s)) for each in trials if _any_seen(each)),
         default=math.nan,
@@ -253,7 +248,7 @@ def candidates(trials: Sequence[TrialRequests]) -> list[Candidate]:
     at_once = {
         count: _candidate(trials, QueueFamily("fifo", count), lowest_s) for count in SERVERS if count <= most
     }
-    while True:  # between the grid's numbers, about the likeliest one
+    while True:  # numbers next to the most likely one
         tried = sorted(at_once)
         place = tried.index(_likeliest(at_once)[0])
         gaps = zip(tried[max(place - 1, 0) : place + 1], tried[place : place + 2], strict=False)
@@ -268,14 +263,14 @@ def candidates(trials: Sequence[TrialRequests]) -> list[Candidate]:
 
 
 def _likeliest(found: Mapping[int, Candidate | None]) -> list[int]:
-    """The numbers of servers, the likeliest first."""
+    """Return the numbers of servers, the most likely first."""
     return sorted(
         found, key=lambda count: -(-math.inf if (own := found[count]) is None else own.log_likelihood)
     )
 
 
 def _candidate(trials: Sequence[TrialRequests], family: QueueFamily, lowest_s: float) -> Candidate | None:
-    """None where too few requests tell something, or all of them nonsense."""
+    """Return the family's candidate, or None with too little work known or none above 0."""
     parts = [family.work(trial) for trial in trials]
     work = np.concatenate([part[0] for part in parts])
     log_speed = np.concatenate([part[1] for part in parts])
@@ -288,7 +283,7 @@ def _candidate(trials: Sequence[TrialRequests], family: QueueFamily, lowest_s: f
 
 
 def _delayed(trials: Sequence[TrialRequests], servers: int, lowest_s: float) -> list[Candidate | None]:
-    """With a delay of half or most of the lowest TTFT, and the fitted one."""
+    """Return candidates with a delay of half or most of the lowest TTFT, and the fitted one."""
     delays = {0.5 * lowest_s, 0.9 * lowest_s}
     fitted = _fitted_delay(trials, servers, lowest_s)
     if fitted is not None:
@@ -301,13 +296,13 @@ def _any_seen(trial: TrialRequests) -> bool:
 
 
 def _most_present(trial: TrialRequests) -> int:
-    """The most requests that waited for their first token at once."""
+    """Return the largest number of requests that waited for their first token at once."""
     seen = np.sort(trial.first_s[~np.isnan(trial.first_s)])
     return int((np.arange(1, len(trial) + 1) - np.searchsorted(seen, trial.arrived_s, "right")).max())
 
 
 def _fitted_delay(trials: Sequence[TrialRequests], servers: int, lowest_s: float) -> float | None:
-    """The delay with which requests that found a free server had the same work as those that waited."""
+    """Return the delay that gives requests with a free server the same work as those that waited."""
     delay_s = 0.5 * lowest_s
     for _ in range(3):
         waited, free = [], []
@@ -330,10 +325,8 @@ def _fitted_delay(trials: Sequence[TrialRequests], servers: int, lowest_s: float
 
 
 def log_likelihood(work: FloatArray, resolution: float) -> float:
-    """Of positive values by a kernel density of their logarithms, each one left out of its own.
-
-    ``resolution``: in the unit of ``work``; finer differences are rounding.
-    """
+    """Return the leave-one-out log-likelihood of positive values, by a kernel density of their logarithms.
+    ``resolution``: smallest meaningful difference, in the unit of ``work``."""
     count, mean = len(work), float(work.mean())
     least = 1e-4 * mean
     logs = np.log(np.maximum(work, least))

@@ -1,7 +1,7 @@
 """Queues played forwards (work to departures) and backwards (departures to work).
 
-Arrays are float64 in order of arrival, in seconds; NaN is a departure that nobody saw. The compiled module
-does the same sums in the same order; without a compiler Python does them, some fifty times slower.
+Arrays are float64 in order of arrival, in seconds; NaN is an unknown departure. The compiled module computes
+the same sums in the same order as Python, which is about fifty times slower.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ COMPILED: Final = _queues is not None
 
 
 def doubles(values: npt.ArrayLike) -> FloatArray:
-    """A contiguous float64 array of the values."""
     return np.ascontiguousarray(values, np.float64)
 
 
 def fifo(arrived_s: FloatArray, work_s: FloatArray, servers: int, *, compiled: bool = COMPILED) -> FloatArray:
-    """Departures from ``servers`` that take the requests in order of arrival."""
+    """Return departures from ``servers`` that take the requests in order of arrival."""
     arrived_s, work_s = doubles(arrived_s), doubles(work_s)
     departed_s = np.empty(len(arrived_s))
     if compiled:
@@ -49,7 +48,7 @@ def fifo(arrived_s: FloatArray, work_s: FloatArray, servers: int, *, compiled: b
 def fifo_work(
     arrived_s: FloatArray, departed_s: FloatArray, servers: int, *, compiled: bool = COMPILED
 ) -> FloatArray:
-    """The work that explains the departures from ``servers`` in order of arrival; NaN where unknown."""
+    """Return the work that explains departures from ``servers`` in order of arrival; NaN if unknown."""
     arrived_s, departed_s = doubles(arrived_s), doubles(departed_s)
     work_s = np.empty(len(arrived_s))
     if compiled:
@@ -73,11 +72,9 @@ def shared(
     *,
     compiled: bool = COMPILED,
 ) -> FloatArray:
-    """Departures where all requests that are present advance at the same speed.
-
-    Of ``present`` each advances by 1 / (alone + each × (present − 1)) a second, and by ``servers / present``
-    of that where they are more than the servers.
-    """
+    """Return departures if all requests that are present advance at the same speed. Each of ``present``
+    advances by 1 / (alone + each × (present − 1)) a second, times ``servers / present`` if they outnumber the
+    servers."""
     arrived_s, work = doubles(arrived_s), doubles(work)
     departed_s = np.empty(len(arrived_s))
     if compiled:
@@ -115,11 +112,9 @@ def engine(
     *,
     compiled: bool = COMPILED,
 ) -> tuple[FloatArray, FloatArray]:
-    """(first token, last token) from one engine that computes prompts before it decodes.
-
-    Prompts are computed one after another, and nobody decodes meanwhile; of ``present`` requests that decode
-    each gets a token in ``alone + each × present`` seconds. At most ``slots`` are there at once.
-    """
+    """Return first and last tokens of one engine that computes prompts before it decodes. Prompts are
+    computed one after another, and decoding pauses meanwhile; each of ``present`` decoding requests gets a
+    token in ``alone + each × present`` seconds. At most ``slots`` are present at once."""
     arrived_s, prefill_s, tokens = doubles(arrived_s), doubles(prefill_s), doubles(tokens)
     first_s, last_s = np.empty(len(arrived_s)), np.empty(len(arrived_s))
     if compiled:
@@ -158,11 +153,11 @@ def steps(
     *,
     compiled: bool = COMPILED,
 ) -> tuple[FloatArray, FloatArray]:
-    """(first token, last token) from one engine that works in steps, as continuous batching does.
+    """Return first and last tokens of one engine that works in steps, as continuous batching does.
 
-    A step computes at most ``prompts`` prompts (or a part of one) of those that wait, at most ``slots`` at
-    once, gives everybody who decodes a token, and lasts ``alone + each × (those who decode) + prefill ×
-    (prompts computed)``. The step that ends a prompt brings its first token.
+    A step computes at most ``prompts`` waiting prompts (or a part of one), gives each decoding request a
+    token, and lasts ``alone + each × (decoding requests) + prefill × (prompts computed)``. The step that ends
+    a prompt gives its first token. At most ``slots`` requests are present at once.
     """
     arrived_s, tokens = doubles(arrived_s), doubles(tokens)
     first_s, last_s = np.empty(len(arrived_s)), np.empty(len(arrived_s))
@@ -192,7 +187,7 @@ def steps(
         if computed > 0.0:
             now += alone + each * len(heap) + prefill * computed
             clock += 1.0
-        else:  # nothing changes until somebody comes or leaves: many steps at once
+        else:  # nothing changes until a request arrives or ends: many steps at once
             step, many = alone + each * len(heap), heap[0][0] - clock
             if upcoming < count and len(heap) < slots:
                 many = min(many, (arrivals[upcoming] - now) / step)
@@ -211,8 +206,8 @@ def steps(
 def shared_work(
     arrived_s: FloatArray, departed_s: FloatArray, servers: float
 ) -> tuple[FloatArray, FloatArray]:
-    """(work that explains the departures of requests that share ``servers`` evenly, log speed at each
-    departure); NaN where unknown."""
+    """Return the work that explains departures of requests that share ``servers`` evenly, and the log speed
+    at each departure; NaN if unknown."""
     seen = departed_s[~np.isnan(departed_s)]
     times = np.concatenate([arrived_s, seen])
     steps = np.concatenate([np.ones(len(arrived_s)), -np.ones(len(seen))])

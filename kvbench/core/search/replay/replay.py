@@ -1,10 +1,10 @@
 """The highest rate that keeps an SLO, by replaying long loads through models that explain the trials.
 
-Arrivals and first tokens of a trial tell the seconds of work of every request, for each kind of queue; last
-tokens tell the decode steps. The likeliest models are offered long loads with such work at any rate: the
-answer is the rate at which the worst criterion is just kept. Its error has three parts: the work that was
-seen (bootstrap), what no check shows of a model (``DISCREPANCY``), and what trials near the answer showed
-beyond it. What a trial contradicts is an objection to the model.
+Arrivals and first tokens of a trial give the work of every request in seconds, for each kind of queue; last
+tokens give the decode steps. The most likely models replay long loads with such work: the answer is the rate
+at which the worst criterion is just met. Its error has three parts: sampling of the work (bootstrap), model
+error that no check shows (``DISCREPANCY``), and deviations of trials near the answer. A trial that
+contradicts a model is an objection to it.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from kvbench.core.search.trial_requests import FAR, Goal, Latencies, Objective, 
 
 LONG: Final = 100_000
 SHORT: Final = 24_000
-"""Requests of a load at most, and of one that tells how the root moves."""
+"""Requests of the longest load, and of one that shows how the root moves."""
 SATURATING: Final = 3000
-"""Requests of a load that comes at once."""
+"""Requests of a load that arrives at once."""
 BISECTIONS: Final = 15
 BOOTSTRAPS: Final = 24
 MODELS: Final = 3
-"""At most so many families are averaged."""
+"""Largest number of families to average."""
 EXACT: Final = 0.08
 """Mean error of the latencies, as a share, up to which engines in steps alone explain the trials: they
 predict each request; a queue with random work predicts only how many are late."""
@@ -61,17 +61,16 @@ APART: Final = 0.02
 NORMAL_90: Final = 1.645
 """Half of a normal distribution's 90 % interval, in standard deviations."""
 TOLERATED: Final = 0.25
-"""Of the misses that are allowed: a bias of all trials (standard deviation), before they are compared."""
+"""Prior standard deviation of a bias of all trials, as a share of the allowed misses."""
 LEAST_ALLOWED: Final = 1e-3
-"""Misses that count as allowed even where none are."""
+"""Minimum share of misses that counts as allowed."""
 REPLAYS: Final = 30
-"""Of each trial, for what it should have shown."""
+"""Number of replays of each trial, to predict its figures."""
 
 
 @dataclass(frozen=True)
 class Root:
-    """One model's answer: the rate in requests per second, its relative standard error, and what was found
-    against the model."""
+    """One model's rate in requests per second, its relative standard error, and objections to the model."""
 
     model: Model
     rate: float
@@ -81,8 +80,8 @@ class Root:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What all trials say together. ``roots``: of the models that nothing was found against; where there are
-    none, of the one with the fewest ``objections``. ``requests`` were replayed, of ``seconds`` of trials."""
+    """Result of all trials. ``roots``: of the models without objections, or else of the one with the fewest.
+    ``requests`` were replayed, of ``seconds`` of trials."""
 
     roots: tuple[Root, ...]
     requests: int
@@ -105,13 +104,12 @@ class ReplayResult:
         return max(rates) if max(rates) > (1 + APART) * min(rates) else math.sqrt(max(rates) * min(rates))
 
     def further_requests(self, precision: float) -> float:
-        """Estimate how many more requests the precision takes: errors shrink with the square root of their
-        number."""
+        """Estimate how many more requests the precision needs, by the square root law."""
         allowed = max((precision / NORMAL_90) ** 2 - DISCREPANCY**2, 1e-6)
         return self.requests * max((self.error**2 - DISCREPANCY**2) / allowed - 1.0, 0.0)
 
     def to_json(self) -> dict[str, Any]:
-        """Rate and 90 % interval in requests per second, and how they were found."""
+        """Return rate and 90 % interval in requests per second, models and objections."""
         found = self.estimate
         return {
             "rate": float(f"{found.median:.5g}"),
@@ -125,7 +123,7 @@ class ReplayResult:
 
     @cached_property
     def estimate(self) -> RateEstimate:
-        """The density of the rate looked for: the models count alike, until something tells them apart."""
+        """Density of the wanted rate; the models have equal weights."""
         low = min(math.log(root.rate) - 5 * root.error for root in self.roots)
         high = max(math.log(root.rate) + 5 * root.error for root in self.roots)
         logs = np.linspace(low, high, GRID)
@@ -137,8 +135,7 @@ class ReplayResult:
 
 
 class UnitLoad:
-    """Unit gaps and uniform numbers that all replays share, so that they differ by the rate and the work
-    only."""
+    """Unit gaps and uniform numbers of all replays, which then differ by rate and work only."""
 
     def __init__(self, burstiness: float, tokens: FloatArray) -> None:
         rng = np.random.default_rng(3)
@@ -147,14 +144,14 @@ class UnitLoad:
         self.tokens = tokens[(rng.random(LONG) * len(tokens)).astype(np.int64)]
 
     def score(self, model: Model, objective: Objective, rate: float, count: int) -> float:
-        """The worst criterion's score at a rate, in steady state."""
+        """Return the worst criterion's score at a rate, in steady state."""
         times = model.times(self.unit[:count] / rate, self.tokens[:count], self.chance[:, :count])
         steady = slice(count // 30, count - count // 60)
         cut = Latencies(times.ttft_s[steady], times.tpot_s[steady], times.e2el_s[steady])
         return objective.worst(cut)
 
     def root(self, model: Model, objective: Objective) -> float:
-        """The rate where the SLO is just kept, from a hundredth of the capacity on, by bisection."""
+        """Return the rate at which the SLO is just met, by bisection from a hundredth of the capacity."""
         high = model.capacity(self.tokens[:SATURATING])
         low = 0.01 * high
         for _ in range(BISECTIONS):
@@ -168,7 +165,7 @@ class UnitLoad:
 
 @lru_cache(maxsize=16)
 def replayed(trials: tuple[TrialRequests, ...], objective: Objective) -> ReplayResult | None:
-    """None where there is too little to look at: no family explains it, or it has no decode steps."""
+    """Replay the trials; None if no family explains them, or if decode steps are needed and missing."""
     found = candidates(trials)
     if not found:
         return None
@@ -203,8 +200,8 @@ def _stepwise(
     load: UnitLoad,
     found: Sequence[Candidate],
 ) -> Root | None:
-    """Return the answer of engines in steps; None if they don't reproduce the requests, or a queue of equal
-    requests does about as well."""
+    """Return the rate by engines in steps; None if they don't reproduce the requests, or not clearly better
+    than a queue of equal requests."""
     even = min(_even_error(trials, each) for each in found)
     model = engine_model(trials) if even >= EVEN else None
     if model is None or model.error > min(EXACT, CLEARLY * even):
@@ -213,7 +210,7 @@ def _stepwise(
 
 
 def _even_error(trials: Sequence[TrialRequests], candidate: Candidate) -> float:
-    """Mean difference of the logarithms of measured TTFT and that of a queue whose requests are all alike."""
+    """Return the mean log difference between measured TTFT and that of a queue of equal requests."""
     work_s = float(np.nanmean(np.concatenate(candidate.work)))
     errors = []
     for trial in trials:
@@ -225,7 +222,7 @@ def _even_error(trials: Sequence[TrialRequests], candidate: Candidate) -> float:
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    """The likely ones, of each kind and number of servers the likeliest."""
+    """Return the most likely candidate of each kind and number of servers."""
     kept: dict[tuple[str, float], Candidate] = {}
     for each in found:
         if each.log_likelihood >= found[0].log_likelihood - NATS:
@@ -241,7 +238,7 @@ def _root(
     objections: tuple[str, ...] = (),
     between: float = 0.0,
 ) -> Root:
-    """``between``: relative error by speeds that differ from trial to trial."""
+    """Return the model's rate. ``between``: relative error by differences between trials."""
     rate = load.root(model, objective)
     below, above = (load.score(model, objective, rate * factor, SHORT) for factor in (0.96, 1.04))
     slope = max((below - above) / 0.08, 1e-3)
@@ -260,7 +257,7 @@ def _bootstrap(
     rate: float,
     slope: float,
 ) -> float:
-    """Standard deviation of the root's logarithm if the same server had been seen again."""
+    """Return the bootstrap standard deviation of the root's logarithm."""
     rng = np.random.default_rng(9)
     base = load.score(model, objective, rate, SHORT)
     moves = []
@@ -278,7 +275,7 @@ def _checks(
     slope: float,
     spread: float,
 ) -> tuple[list[str], float, float]:
-    """(what trials showed that the model does not, bias of the score near the root, its standard error)."""
+    """Return (objections, bias of the score near the root, its standard error)."""
     objections: list[str] = []
     goal = min(objective.goals, key=lambda goal: goal.target)
     tolerated = TOLERATED * max(1 - goal.target if goal.kind == "share" else 0.2, LEAST_ALLOWED)
@@ -325,7 +322,7 @@ def _checks(
 
 
 def _figures(objective: Objective, times: Latencies, part: BoolArray) -> FloatArray:
-    """(score, mean ratio up to 2, four quantiles of the ratio) of the worst criterion."""
+    """Return (score, mean ratio up to 2, four quantiles of the ratio) of the worst criterion."""
     found = []
     for goal in objective.goals:
         ratios = np.nan_to_num(goal.ratios(times)[part], nan=FAR, posinf=FAR, neginf=0.0)
@@ -341,12 +338,12 @@ def _figures(objective: Objective, times: Latencies, part: BoolArray) -> FloatAr
 
 
 def _tail(goal: Goal, count: int) -> float:
-    """The quantile that decides whether a share is kept, as far as so many requests have it."""
+    """Return the quantile that decides a share, as far as ``count`` requests can show it."""
     return max(min(goal.target if goal.kind == "share" else 0.95, 1 - 3 / count), 0.85)
 
 
 def _cut(times: Latencies, trial: TrialRequests) -> Latencies:
-    """What would have been seen of them by the trial's end."""
+    """Return the latencies that end before the trial does; others are NaN."""
     late_first = trial.arrived_s + times.ttft_s > trial.end_s
     late_last = trial.arrived_s + times.e2el_s > trial.end_s
     return Latencies(
@@ -357,7 +354,7 @@ def _cut(times: Latencies, trial: TrialRequests) -> Latencies:
 
 
 def _between(candidate: Candidate) -> float:
-    """Standard error of the mean of all trials by what their mean work differs beyond its sampling error."""
+    """Return the standard error of the mean work by differences between trials beyond sampling error."""
     parts = [work[~np.isnan(work)] for work in candidate.work]
     logs = [
         (math.log(part.mean()), float(part.std() / part.mean()) ** 2 / len(part))
@@ -372,8 +369,7 @@ def _between(candidate: Candidate) -> float:
 
 
 def _work_checks(trials: Sequence[TrialRequests], candidate: Candidate, model: QueueModel) -> list[str]:
-    """Whether the work is the same early and late, with a short and a long queue, one after another, and in
-    each trial."""
+    """List objections to work that varies with time, queue length, successive requests, or trial."""
     objections = []
     mean, top = float(model.work_s.mean()), float(np.quantile(model.work_s, 0.99))
     for trial, work in zip(trials, candidate.work, strict=True):

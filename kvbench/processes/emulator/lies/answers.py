@@ -44,8 +44,6 @@ def wrong_usage(server: EngineServer) -> None:
 
 
 class _Discard:
-    """Discards the tokens of a secret request."""
-
     def on_token(self, token: int, finish_reason: str | None) -> None:
         return None
 

@@ -130,8 +130,6 @@ the answer's text up to the last expected read."""
 
 
 class Log(Protocol):
-    """Interface of the compiled and the Python log."""
-
     @property
     def reads(self) -> list[bytes | int]:
         """Reads that were not taken."""

@@ -57,8 +57,7 @@ class ServerAddress:
         self.addresses = [(int(family), address) for family, _, _, _, address in found]
 
     def head(self, path: str, headers: Mapping[str, str], length: int) -> bytes:
-        """Return the head of a POST with a body of ``length``. Raises InputError for a header with a line
-        break."""
+        """Return the head of a POST. Raises InputError for a header with a line break."""
         lines = [f"POST {self._base_path}{path} HTTP/1.1", f"host: {self._host_header}"]
         for name, value in headers.items():
             if any(mark in name + value for mark in "\r\n"):
@@ -155,8 +154,7 @@ class ServerConnection:
         return self.sock.sendmsg(self.unsent) if self._tls is None else self._tls.send(self.unsent[0])
 
     def transmitted(self) -> tuple[int, bytes] | None:
-        """Return how many bytes had been sent at this stamp, from the error queue. None if the queue is
-        empty, or holds something else."""
+        """Return how many bytes had been sent at this stamp, or None."""
         if self._stamping != _BOTH:
             return None
         try:

@@ -52,7 +52,6 @@ class ExampleConnector:
     def get(
         self, from_stage: str, to_stage: str, get_key: str, metadata: dict[str, Any] | None = None
     ) -> tuple[bytes, int] | None:
-        """Return stored data once; None if there is none."""
         name = f"{get_key}@{from_stage}_{to_stage}"
         if self._connection is None:
             data = self._objects.pop(name, None)
@@ -64,7 +63,6 @@ class ExampleConnector:
         return None if data is None else (data, len(data))
 
     def cleanup(self, request_id: str) -> None:
-        """Remove an unread key."""
         if self._connection is None:
             for name in [name for name in list(self._objects) if name.startswith(f"{request_id}@")]:
                 self._objects.pop(name, None)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.core.search.data import TrialFigures, TrialOutcome
-from kvbench.core.search.posterior.posterior import PARTS, _shifted, fit
+from kvbench.core.search.posterior.posterior import PARTS, _shift, fit
 from kvbench.core.search.posterior.queue_model import (
     late_share,
     log_normal_cdf,
@@ -255,7 +255,7 @@ def test_a_steady_drift_is_followed() -> None:
 def test_a_shift_keeps_what_there_is_and_moves_its_middle(cells: float, size: int) -> None:
     state = np.zeros((160, 2))
     state[60 : 60 + size] = 1 / size
-    moved = _shifted(state, cells)
+    moved = _shift(state, cells)
     assert moved.sum(axis=0) == pytest.approx([1, 1])
     assert (moved >= -1e-12).all()
     if cells >= -60 and 61 + size + cells <= 160:
