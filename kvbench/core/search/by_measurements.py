@@ -205,7 +205,7 @@ def _unsettled(history: TrialHistory, estimate: RateEstimate, finished: bool) ->
             return "undecided", "the search was not finished"
         if _bracket(history, estimate)[0] == 0 and any(e.rate <= limits.min_rate for e in history.tried):
             return "undecided", f"still open at {limits.min_rate:g}, the lowest rate allowed: lower min_rate"
-        return "undecided", f"trials at {history.bracket.unusable or rate:g} and around it were refused"
+        return "undecided", f"trials at and near {history.bracket.unusable or rate:g} were invalid"
     if estimate.within(rate, limits.precision) >= _sure(history):
         return "undecided", (
             f"max_trials = {limits.max_trials} came before a trial at {rate:g} or up to "

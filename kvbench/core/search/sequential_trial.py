@@ -301,7 +301,7 @@ class LiveTrial:
         """Return which requests a criterion applies to: in sessions, only some may."""
         if self.config.turns is None:
             return np.ones(len(self._offsets), np.bool_)
-        return ~np.isnan(self._values[:, column])
+        return np.asarray(~np.isnan(self._values[:, column]), np.bool_)
 
     def _decide(
         self,

@@ -207,7 +207,7 @@ def test_at_the_root_neither_side_is_claimed_too_often() -> None:
     assert np.mean(shares) == pytest.approx(0.95, abs=0.03)
     whole = [each for each in found if each.verdict == "undecided"]
     assert all(each.at_s <= 13.5 * 5.3 for each in whole)
-    assert all("time was up" in each.reason for each in whole)
+    assert all("inconclusive after" in each.reason for each in whole)
 
 
 def test_false_alarms_are_rare() -> None:

@@ -165,7 +165,7 @@ def test_refused_trials_are_repeated_and_never_counted_as_missed() -> None:
     assert (answer.status, answer.censored) == ("undecided", "above")
     assert answer.lower is not None
     assert 19 < answer.lower <= 20
-    assert "refused" in answer.reason
+    assert "invalid" in answer.reason
 
 
 def test_refused_trials_above_a_miss_leave_it_as_the_end() -> None:
