@@ -52,6 +52,11 @@ def registered(name: str) -> bool:
     return True
 
 
+def ranks_take_turns(name: str) -> bool:
+    """Whether the release's connector is meant for prefill with data-parallel ranks."""
+    return registered(name) and (name == "nixl" or connectors.get(name).profile(VERSION).needs_bootstrap)
+
+
 SCENARIO = "vllm-cpu-tiny"
 PAIRS = tuple(name for name in ("nixl", "nixl_push", "mooncake") if registered(name))
 # Free ports, and time for a machine that does other things too. The baseline is one server here.
@@ -113,9 +118,9 @@ class Launched:
 
 
 @contextmanager
-def launched(connector: str) -> Iterator[Launched]:
+def launched(connector: str, *sets: str) -> Iterator[Launched]:
     """A deployment that is up; it is killed if the test has not ended it."""
-    running = Running("launch", SCENARIO, "--connector", connector, sets=LAUNCH)
+    running = Running("launch", SCENARIO, "--connector", connector, sets=(*LAUNCH, *sets))
     try:
         url = running.wait_for("requests ").split()[-1]
         urls, pids = {}, {}
@@ -223,6 +228,24 @@ def test_a_pair_answers_as_one_server_and_decode_computes_no_prompt(
         for page in (prefill, decode):
             assert not page.total("vllm:nixl_num_failed_transfers_total")
             assert not page.total("vllm:nixl_num_kv_expired_reqs_total")
+
+
+@pytest.mark.parametrize("connector", [name for name in ("nixl", "mooncake") if ranks_take_turns(name)])
+def test_every_data_parallel_rank_of_prefill_hands_over_its_kv(
+    connector: str, expected: list[list[int]]
+) -> None:
+    """Real ranks: the engine ids, ports and header that the router works out are those of vLLM."""
+    with launched(connector, "deployment.prefill={instances: 1, data_parallel_size: 2}") as server:
+        assert [server.complete(prompt) for prompt in prompts()] == expected
+        total = float(sum(LENGTHS))
+        wait_until(lambda: (by_source(server.metrics("decode-0"), "external_kv_transfer") or 0) >= total)
+        prefill, decode = server.metrics("prefill-0"), server.metrics("decode-0")
+        stop(server)
+    assert by_source(decode, "local_compute") == 0
+    shares = [prefill.total("vllm:prompt_tokens_total", engine=rank) for rank in ("0", "1")]
+    assert sum(share or 0 for share in shares) == total
+    if connector == "mooncake":  # its ranks are the router's choice, NIXL's are vLLM's own
+        assert all(shares), shares
 
 
 @pytest.mark.parametrize(("connector", "part"), [("nixl", "engine core"), ("mooncake", "API server")])
