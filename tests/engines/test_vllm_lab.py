@@ -264,13 +264,15 @@ def test_a_prefill_server_killed_at_work_is_named_at_once(connector: str, part: 
             wait_until(lambda: (by_source(server.metrics("prefill-0"), "local_compute") or 0) > 0, 300.0)
             began = time.monotonic()
             (cores[0] if part == "engine core" else leader).kill()
-            server.running.wait_for("prefill-0")
+            named = server.running.wait_for("kvbench: ")
             took_s = time.monotonic() - began
             done = server.running.finish()
         finally:
             over.set()
             sender.join(timeout=60)
         assert not sender.is_alive()
+        # D's core of 0.13 dies with its peer over NIXL, and may be seen first.
+        assert "prefill-0" in named or (VERSION < "0.14" and "decode-0: the engine's core has died" in named)
         assert took_s <= NAMED_LIMIT_S
         assert done.status != 0
         wait_until(lambda: not living(processes))
