@@ -134,6 +134,8 @@ def _with_chosen(plan: DeploymentPlan, places: dict[str, str], choose: Choose) -
 
 
 POLL_S = 0.02
+SLOWEST_POLL_S = 0.5
+"""Interval of an engine that loads for a minute: asking more often would take CPU time from its start."""
 CONTROL_TIMEOUT_S = 10.0
 ASK_TIMEOUT_S = 1.5
 """Timeout of a repeated request in seconds; processes are checked in between."""
@@ -369,6 +371,7 @@ class RunningDeployment:
         # A process without URL and port serves another one, whose check covers both.
         waiting = [each.spec for each in self.processes if each.spec.ready_url or each.spec.port]
         last_answer = ""
+        began = time.monotonic()
         while waiting:
             self.check_alive()
             still = []
@@ -381,7 +384,7 @@ class RunningDeployment:
             if waiting and time.monotonic() > deadline:
                 self._raise_not_ready([spec.name for spec in waiting], last_answer)
             if waiting:
-                time.sleep(POLL_S)
+                time.sleep(min(max(POLL_S, (time.monotonic() - began) / 50), SLOWEST_POLL_S))
 
     def _is_ready(self, spec: ProcessSpec) -> tuple[bool, str]:
         if not spec.ready_url:

