@@ -102,9 +102,10 @@ def test_what_a_check_raises_is_its_answer(tmp_path: Path) -> None:
     assert raising(ZeroDivisionError("by zero"))["text"] == "ZeroDivisionError: by zero"
 
 
-def test_each_check_of_nixl_ran_on_a_real_gpu() -> None:
-    """What an H200 answered: bytes compared both ways; over TCP alone NIXL refuses GPU memory."""
-    recorded = [json.loads(line) for line in (RECORDED / "gpu/h200.jsonl").read_text().splitlines()]
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_each_check_of_nixl_ran_on_a_real_gpu(gpu: str) -> None:
+    """Bytes compared both ways; over TCP alone NIXL refuses GPU memory."""
+    recorded = [json.loads(line) for line in (RECORDED / f"gpu/{gpu}.jsonl").read_text().splitlines()]
     assert [each["name"] for each in recorded] == [check.name for check in CHECKS]
     assert {each["status"] for each in recorded} == {"ok"}
     figures = {each["name"]: each["figures"] for each in recorded}
