@@ -136,11 +136,12 @@ class Site(Protocol):
 
 
 class Bench(Protocol):
-    """Starts the deployments of a plan, one after the other."""
+    """Starts the deployments of a plan, one after the other. The defaults suit simulations."""
 
     @property
     def alike(self) -> bool:
         """Whether a rate measured on one deployment is a good start for another."""
+        return True
 
     def open(self) -> AbstractContextManager[Scenario]:
         """Connect to what all deployments share, and yield the scenario as then known. Raises LaunchError, or
@@ -148,9 +149,11 @@ class Bench(Protocol):
 
     def gives_reference(self, planned: DeploymentPlan) -> bool:
         """Whether a deployment is started only for its reference outputs."""
+        return False
 
     def problem(self, planned: DeploymentPlan) -> Problem | None:
         """Return why a deployment cannot start here, or None if it can or only its start will show."""
+        return None
 
     def up(self, planned: DeploymentPlan, round_: str = "") -> AbstractContextManager[Site]:
         """Run a deployment within the context. Raises KvbenchError. ``round_``: repeated start."""

@@ -32,8 +32,8 @@ from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.calibration import Surroundings, surroundings
 from kvbench.sweep.trial.evidence import router_times
-from kvbench.sweep.trial.judging import SiteReadings, Trials
-from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
+from kvbench.sweep.trial.judging import PlannedTrial, SiteReadings, Trials
+from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadResult, Progress, Settled
 
 MODEL_PROFILES: Final = {
@@ -172,7 +172,20 @@ def alone_s(system: System, cell: Cell) -> float:
     return simulate(system, one).records[0].e2el_s or 0.0
 
 
-class SimulatedSite(Site):
+class TrialsSite(Site):
+    """A site whose loads and stored requests are those of ``_trials``."""
+
+    _trials: Trials
+
+    @property
+    def trace_rate(self) -> float:
+        return self._trials.trace_rate
+
+    def requests(self, record: TrialRecord) -> TrialRequests | None:
+        return self._trials.requests(record)
+
+
+class SimulatedSite(TrialsSite):
     def __init__(
         self,
         scenario: Scenario,
@@ -184,13 +197,6 @@ class SimulatedSite(Site):
         self.system = system_of(scenario, deployment)
         self._trials = Trials(scenario, store, trace, source)
         self._deployment = deployment
-
-    @property
-    def trace_rate(self) -> float:
-        return self._trials.trace_rate
-
-    def requests(self, record: TrialRecord) -> TrialRequests | None:
-        return self._trials.requests(record)
 
     def alone(self, cell: Cell) -> Alone:
         """End-to-end latency of one idle request. Raises InputError if it never fits."""

@@ -201,7 +201,7 @@ _DATES = {
     "processes/loadgen/sockets/clock.py": 1,
     "processes/loadgen/run.py": 1,
     "microbench/cases.py": 1,
-    "sweep/trial/load_plan.py": 1,
+    "sweep/trial/judging.py": 1,
 }
 _MEASURING = (
     *(

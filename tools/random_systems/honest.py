@@ -24,8 +24,8 @@ from kvbench.planning.plan import plan_of
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
 from kvbench.sweep.simulator_process import read_answer
 from kvbench.sweep.system import Replay
-from kvbench.sweep.trial.judging import SiteReadings, judge
-from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
+from kvbench.sweep.trial.judging import PlannedTrial, SiteReadings, judge
+from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.trial.trial import stop_grace_s
 from tools.bench import arguments

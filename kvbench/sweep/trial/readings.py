@@ -185,11 +185,6 @@ class Readings:
         """Their total mean power, or None unless all are known."""
         return sum(self.gpu_watts.values()) if self.gpu_watts else None
 
-    @property
-    def kv_lost(self) -> float:
-        """Requests whose KV expired or failed to move."""
-        return sum((role.kv_expired or 0.0) + (role.kv_failures or 0.0) for role in self.engines.values())
-
     def router(self, seconds: float) -> RouterFigures:
         return replace(router_figures(self.before, self.after), seconds=seconds)
 

@@ -39,8 +39,8 @@ from kvbench.results.checksums import Damage
 from kvbench.results.parquet import TRANSFERS
 from kvbench.results.provenance import slo_of
 from kvbench.results.run import MANIFEST, TRIALS, RunFolder
-from kvbench.sweep.trial.judging import SiteReadings, judge, rebuild_offer
-from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, TrialWatch, planned
+from kvbench.sweep.trial.judging import PlannedTrial, SiteReadings, TrialWatch, judge, rebuild_offer
+from kvbench.sweep.trial.load_plan import TrialPlan, planned
 from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.verify.cross_checks import ABSENT, SAME, as_read, json_differences
 

@@ -17,13 +17,8 @@ from kvbench.core.search.live_config import Decision
 from kvbench.core.search.methods import joined_verdict
 from kvbench.core.slo import Slo
 from kvbench.planning.scenario_files import load_scenario
-from kvbench.sweep.trial.load_plan import (
-    Offered,
-    TrialPlan,
-    TrialWatch,
-    ceiling_figures,
-    planned,
-)
+from kvbench.sweep.trial.judging import TrialWatch, ceiling_figures
+from kvbench.sweep.trial.load_plan import Offered, TrialPlan, planned
 from kvbench.sweep.trial.loadgen_driver import Progress, Settled
 
 SLO = Slo(ttft_ms=250, tpot_ms=15, attainment=0.9)
