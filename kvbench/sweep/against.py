@@ -22,6 +22,7 @@ from kvbench.core.metrics.metrics import summarise
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.core.simulation.data import SimulatedLoad, System
 from kvbench.core.simulation.deployment import simulate
 from kvbench.core.slo import Slo
@@ -52,7 +53,6 @@ from kvbench.sweep.display import Display, Watcher
 from kvbench.sweep.simulate import simulable
 from kvbench.sweep.simulated_trial import SimulatedDeployment, system_of
 from kvbench.sweep.sweep import Sweep, exit_code
-from kvbench.sweep.trial.load_plan import TrialPlan
 
 UNCHECKED = "outputs were not checked: only the loads of another run were sent"
 

@@ -20,6 +20,7 @@ from kvbench.core.canaries.pool import CanaryPool, pool_of_cell
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell, Outputs, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.core.search.search import Hint
 from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.errors import Problem
@@ -29,7 +30,6 @@ from kvbench.results.finished_cells import EarlierSessions
 from kvbench.results.provenance import SIMULATED
 from kvbench.results.run import CellResult
 from kvbench.results.store import RunInfo, RunStore
-from kvbench.sweep.trial.load_plan import TrialPlan
 
 
 @dataclass

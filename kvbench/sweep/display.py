@@ -21,6 +21,7 @@ from typing import Final, Protocol
 from rich.console import Console
 from rich.text import Text
 
+from kvbench.core.load.workers import Progress as LoadProgress
 from kvbench.core.metrics.metrics import missed_text
 from kvbench.core.plan.plan import Plan
 from kvbench.core.plan.prospect import Prospect, prospect_of, seen_of
@@ -33,7 +34,6 @@ from kvbench.report.terminal import LiveBar, minutes, print_text
 from kvbench.results.provenance import differences, scenario_of, server_of
 from kvbench.results.run import MANIFEST, CellResult, RunFolder, load_run
 from kvbench.sweep.strategies import Standing
-from kvbench.sweep.trial.loadgen_driver import Progress as LoadProgress
 
 GROWS_MOST: Final = 1.15
 """Largest growth of the displayed time within a cell, as a factor; a jumping number does not help."""

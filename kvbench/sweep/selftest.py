@@ -22,6 +22,7 @@ from rich.console import Console
 from kvbench.core.fitted_table import FittedColumn, Grid
 from kvbench.core.gates.client import cpu_taken
 from kvbench.core.gates.evidence import GateLimits, HostFigures
+from kvbench.core.load.workers import LoadResult
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, ProcessDiedError
 from kvbench.files import scratch
 from kvbench.hosts.environment import cgroup_cpu_limit, load_average
@@ -36,7 +37,7 @@ from kvbench.sweep.selftest_server import (
     mean_open,
     percentile,
 )
-from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 from kvbench.version import __version__
 
 Found = TypeVar("Found")

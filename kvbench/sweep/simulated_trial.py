@@ -11,10 +11,13 @@ from kvbench.connectors.base import Connector
 from kvbench.core.calibration.profile_file import ProfileFile
 from kvbench.core.gates.evidence import ClientFigures
 from kvbench.core.load.traces import BLOCK_TOKENS, TracedRequest, shares_prefixes
+from kvbench.core.load.workers import LoadResult, Progress, Settled
 from kvbench.core.metrics.ttft_breakdown import Phases, hand_off_parts, ttft_breakdown
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.judging import PlannedTrial, SiteReadings
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.core.sessions.session_load import PromptHashes
 from kvbench.core.sessions.session_source import SessionSource
@@ -32,9 +35,7 @@ from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.calibration import Surroundings, surroundings
 from kvbench.sweep.trial.evidence import router_times
-from kvbench.sweep.trial.judging import PlannedTrial, SiteReadings, Trials
-from kvbench.sweep.trial.load_plan import TrialPlan
-from kvbench.sweep.trial.loadgen_driver import LoadResult, Progress, Settled
+from kvbench.sweep.trial.trial import Trials
 
 MODEL_PROFILES: Final = {
     ("qwen3-30b-a3b", 8): "h200-tp8-qwen3-30b-a3b",

@@ -18,6 +18,7 @@ from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.prospect import prospect_text
 from kvbench.core.records import HELD_METHODS, Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.core.units import estimate_text
 from kvbench.errors import (
     EXIT_FAILED,
@@ -44,7 +45,6 @@ from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.display import Display, TimeLeft, Watcher, next_step
 from kvbench.sweep.otlp import OtlpWatcher, meter
 from kvbench.sweep.strategies import common_rates
-from kvbench.sweep.trial.load_plan import TrialPlan
 
 
 def command(cli: CliOptions, output: Path, console: Console, otlp: str = "", *, verbose: bool = False) -> int:

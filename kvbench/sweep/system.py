@@ -18,9 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.core.load.traces import TracedRequest
+from kvbench.core.load.workers import LoadResult, Progress, Settled
 from kvbench.core.plan.plan import DeploymentPlan, trial_seed
 from kvbench.core.records import Cell, RequestError, RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.judging import PlannedTrial, SiteReadings
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.core.simulation.data import SimulatedLoad
 from kvbench.core.simulation.deployment import TICK_S
 from kvbench.errors import ServerError
@@ -32,11 +35,8 @@ from kvbench.sweep.deployed import scratch_prefix
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, TrialsSite, simulated_load
 from kvbench.sweep.simulator_process import SimulatorProcess, SystemAnswer, read_answer
 from kvbench.sweep.trial.idle import Idleness
-from kvbench.sweep.trial.judging import PlannedTrial, SiteReadings, Trials
-from kvbench.sweep.trial.load_plan import TrialPlan
-from kvbench.sweep.trial.loadgen_driver import LoadResult, Progress, Settled
 from kvbench.sweep.trial.output_check import check_prompts, greedy_outputs
-from kvbench.sweep.trial.trial import stop_grace_s
+from kvbench.sweep.trial.trial import Trials, stop_grace_s
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from kvbench.core.load.traces import TracedRequest, expected_hits
 from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Outputs, RequestRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.load_plan import Offered
 from kvbench.deployment.single_requests import Completion
 from kvbench.errors import ServerError
-from kvbench.sweep.trial.load_plan import Offered
 from kvbench.sweep.trial.output_check import join_outputs
 
 TOGETHER: Final = 8

@@ -14,11 +14,11 @@ from kvbench.core.gates.evidence import (
     EngineFigures,
     RouterFigures,
 )
+from kvbench.core.load.workers import LoadResult
 from kvbench.core.metrics.ttft_breakdown import Phases, RouterTimes, hand_off_parts, ttft_breakdown
 from kvbench.core.records import RequestRecord
 from kvbench.hosts.telemetry import Metrics, Sampler, difference, quantile
 from kvbench.sweep.trial.kv_counters import Pages, RoleKv, grown, kv_columns, role_kv, served_requests
-from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 _LAG: Final = "kvbench:emulator_step_lag_seconds"
 _TRANSFER_LAG: Final = "kvbench:emulator_transfer_lag_seconds"

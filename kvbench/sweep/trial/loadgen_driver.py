@@ -18,85 +18,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench.core.load.workers import merge_clients, merge_records, require_common_start, turn_records
+from kvbench.core.load.workers import (
+    LoadResult,
+    Progress,
+    merge_clients,
+    merge_records,
+    require_common_start,
+    sum_progress,
+    turn_records,
+)
 from kvbench.core.plan.processes import LOADGEN_MODULE, ProcessSpec
-from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError, ProcessDiedError, ProcessHungError, StoreError
 from kvbench.hosts.procfs import cpu_s
 from kvbench.launchers.base import Launcher, Place, Process
 from kvbench.processes.common.record_file import read_records
-
-
-@dataclass(frozen=True)
-class Settled:
-    """A request with its final outcome. ``index``: in the plan; times in seconds, None if it did not get
-    there. ``turn``, ``session_s``: as in a RequestRecord."""
-
-    index: int
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    e2el_s: float | None = None
-    error: str = ""
-    turn: int | None = None
-    session_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Counts of the running generator. ``settled``: outcomes since the last progress."""
-
-    t_s: float = 0.0
-    sent: int = 0
-    done: int = 0
-    met: int = 0
-    missed: int = 0
-    in_flight: int = 0
-    waiting_first: int = 0
-    lag_ms: float = 0.0
-    settled: tuple[Settled, ...] = ()
-    offsets_s: tuple[float, ...] = ()
-    """Due times of the requests sent since the last progress, if not planned: turns of sessions."""
-    prepared: int | None = None
-    """Number of prepared requests, or None once the load runs."""
-
-    @classmethod
-    def from_json(cls, event: Mapping[str, Any]) -> Progress:
-        known = {key: event[key] for key in cls.__dataclass_fields__ if key in event}
-        known["settled"] = tuple(Settled(*each) for each in event.get("settled", ()))
-        known["offsets_s"] = tuple(event.get("offsets_s", ()))
-        return cls(**known)
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """Records of every planned request that was sent or due, and client figures."""
-
-    records: list[RequestRecord]
-    reason: str
-    duration_s: float
-    client: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def cancelled(self) -> int:
-        """Number of requests dropped when the load was stopped."""
-        return sum(record.error == "cancelled" for record in self.records)
-
-
-def sum_progress(latest: Sequence[Progress], fresh: Progress) -> Progress:
-    """Sum the workers' latest counts; ``fresh`` is the newest report."""
-    return Progress(
-        t_s=max(each.t_s for each in latest),
-        sent=sum(each.sent for each in latest),
-        done=sum(each.done for each in latest),
-        met=sum(each.met for each in latest),
-        missed=sum(each.missed for each in latest),
-        in_flight=sum(each.in_flight for each in latest),
-        waiting_first=sum(each.waiting_first for each in latest),
-        lag_ms=max(each.lag_ms for each in latest),
-        settled=fresh.settled,
-        offsets_s=fresh.offsets_s,
-    )
-
 
 _ERROR = re.compile(r"([a-z_][\w.]*\.)?([A-Z]\w*(Error|Exception|Exit|Interrupt)|kvbench\.loadgen)\b.*")
 CAUSE_CHARS = 300
@@ -332,7 +267,7 @@ class _Worker:
     process: Process
     records_path: Path
     place: Place
-    progress: Progress = Progress()
+    progress: Progress = field(default_factory=Progress)
     prepared: int = 0
     ahead_s: float = 0.0
     """Offset of its host's clock, ahead of this one."""

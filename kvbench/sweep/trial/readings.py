@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from kvbench.connectors.base import Connector, ConnectorOptions
 from kvbench.core.gates.evidence import EngineFigures, HostFigures, LoggedTransport, NicFigures, RouterFigures
+from kvbench.core.load.workers import LoadResult
 from kvbench.core.metrics.limit import sampled_use
 from kvbench.core.physics import Hardware, hardware_of, prefill_work, profile_hardware
 from kvbench.core.scenario.scenario import Scenario
@@ -33,7 +34,6 @@ from kvbench.sweep.trial.evidence import (
     with_slots,
 )
 from kvbench.sweep.trial.kv_counters import DEFAULT_LOG_INTERVAL_S, LOG_INTERVAL_ENV, KvLogs, RoleKv, role_kv
-from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 
 class Observer:

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from typing import Any, Literal
 
 from kvbench.core.canaries.answer_kinds import CanaryResult
 from kvbench.core.gates.evidence import EngineFigures, RouterFigures
 from kvbench.core.load.traces import TracedRequest
-from kvbench.core.load.workers import workers_over
+from kvbench.core.load.workers import LoadResult, Progress, workers_over
+from kvbench.core.metrics.metrics import summarise
 from kvbench.core.plan.dispatch import CHATS, COMPLETIONS
 from kvbench.core.records import TIMING_REQUEST_HEADER, Cell, Finding, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.judging import PlannedTrial, SiteReadings, judge, new_record
+from kvbench.core.search.load_plan import LoadMode, Offered, TrialPlan, rate_of
+from kvbench.core.search.methods import judged_slo
+from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.core.sessions.session_source import SessionSource
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.launchers.base import Launcher
 from kvbench.planning.load_files import write_requests, write_session_load
+from kvbench.results.run import requests_to_replay
 from kvbench.results.store import RunStore
 from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.idle import Idleness
-from kvbench.sweep.trial.judging import PlannedTrial, SiteReadings, Trials
-from kvbench.sweep.trial.load_plan import LoadMode, Offered, TrialPlan
-from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult, Progress, Spare
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator, Spare
 from kvbench.sweep.trial.readings import (
     MetricsReader,
     Observer,
@@ -36,6 +41,52 @@ STOP_GRACE_S = 20.0
 """Seconds to finish requests after an early stop. A request cancelled between P and D blocks P's KV for its
 lease, and counts as a failed transfer in the next trial."""
 DEADLINE_SLACK_S = 20.0
+
+
+@dataclass(frozen=True)
+class Trials:
+    scenario: Scenario
+    store: RunStore
+    trace: Sequence[TracedRequest] = ()
+    source: SessionSource | None = None
+
+    @property
+    def trace_rate(self) -> float:
+        """Requests per second of the trace, as recorded and scaled; 0 without one."""
+        return rate_of(self.trace)
+
+    def begin_trial(self, plan: TrialPlan) -> PlannedTrial:
+        return PlannedTrial.of(self.scenario, plan, self.trace, self.source, self._labels, _now())
+
+    def end_trial(self, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> TrialRecord:
+        return self._store(judge(self.scenario, trial, load, seen), load)
+
+    def skip_trial(self, plan: TrialPlan, finding: Finding, columns: Mapping[str, Any]) -> TrialRecord:
+        """Store a trial that sent nothing, with the reason."""
+        nothing = summarise([], judged_slo(plan.method, self.scenario.slo.main()), plan.rate, 0.0, None)
+        record = replace(
+            new_record(self.scenario, plan, self._labels, _now()),
+            reason=finding.message,
+            findings=[finding],
+            summary=nothing.to_json(),
+            engine=dict(columns),
+        )
+        return self._store(record, LoadResult([], "", 0.0))
+
+    def _store(self, record: TrialRecord, load: LoadResult) -> TrialRecord:
+        self.store.add_trial(record, load.records)
+        return record
+
+    def requests(self, record: TrialRecord) -> TrialRequests | None:
+        return requests_to_replay(self.store.path, record, self.scenario.workload.burstiness)
+
+    @property
+    def _labels(self) -> list[str]:
+        return list(self.store.manifest.get("labels", ()))
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 @dataclass

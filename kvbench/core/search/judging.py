@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
 from typing import Any, Literal
 
 import numpy as np
@@ -14,22 +13,19 @@ from numpy.typing import NDArray
 from kvbench.core.gates.evidence import ClientFigures, Evidence
 from kvbench.core.gates.gates import unseen
 from kvbench.core.load.traces import TracedRequest, expected_hits, shares_prefixes
+from kvbench.core.load.workers import LoadResult, Progress, Settled
 from kvbench.core.metrics.limit import note_limit
 from kvbench.core.metrics.metrics import Window, summarise
 from kvbench.core.records import Finding, RequestRecord, TrialRecord, VerdictKind
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.ceiling import Flood
 from kvbench.core.search.live_config import CriterionTarget, Decision, LiveConfig, Observation, TurnsLive
+from kvbench.core.search.load_plan import Offered, TrialPlan, planned
 from kvbench.core.search.methods import SATURATED, joined_verdict, judged_slo, judged_window
 from kvbench.core.search.sequential_trial import LiveTrial
-from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.core.sessions.session_load import sent_places, session_figures
 from kvbench.core.sessions.session_source import SessionSource
 from kvbench.core.slo import Criterion, Slo, latencies_ms
-from kvbench.results.run import requests_to_replay
-from kvbench.results.store import RunStore
-from kvbench.sweep.trial.load_plan import Offered, TrialPlan, planned, rate_of
-from kvbench.sweep.trial.loadgen_driver import LoadResult, Progress, Settled
 
 _OF_A_TIER = ("slo_attainment", "attainment_lower", "attainment_upper", "request_goodput", "missed_by")
 
@@ -126,15 +122,18 @@ class PlannedTrial:
         trace: Sequence[TracedRequest] = (),
         source: SessionSource | None = None,
         labels: Sequence[str] = (),
+        started_at: str = "",
     ) -> PlannedTrial:
         """``trace``, ``source``: the scenario's trace or sessions, if any. ``labels``: of the run."""
         trace = plan.requests or trace
         offered = planned(scenario, plan, trace, source)
         watch = TrialWatch(scenario, plan, offered)
-        return cls(plan, trace, offered, watch, new_record(scenario, plan, labels))
+        return cls(plan, trace, offered, watch, new_record(scenario, plan, labels, started_at))
 
 
-def new_record(scenario: Scenario, plan: TrialPlan, labels: Sequence[str] = ()) -> TrialRecord:
+def new_record(
+    scenario: Scenario, plan: TrialPlan, labels: Sequence[str] = (), started_at: str = ""
+) -> TrialRecord:
     return TrialRecord(
         trial_id=plan.trial_id,
         cell=plan.cell,
@@ -143,7 +142,7 @@ def new_record(scenario: Scenario, plan: TrialPlan, labels: Sequence[str] = ()) 
         verdict="invalid",
         reason="",
         purpose=plan.purpose,
-        started_at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        started_at=started_at,
         labels=list(labels),
         method=plan.method,
     )
@@ -192,48 +191,6 @@ class SiteReadings:
     columns: Mapping[str, Any] = field(default_factory=dict)
     cache_tokens: int | None = None
     found_tokens: float | None = None
-
-
-@dataclass(frozen=True)
-class Trials:
-    scenario: Scenario
-    store: RunStore
-    trace: Sequence[TracedRequest] = ()
-    source: SessionSource | None = None
-
-    @property
-    def trace_rate(self) -> float:
-        """Requests per second of the trace, as recorded and scaled; 0 without one."""
-        return rate_of(self.trace)
-
-    def begin_trial(self, plan: TrialPlan) -> PlannedTrial:
-        return PlannedTrial.of(self.scenario, plan, self.trace, self.source, self._labels)
-
-    def end_trial(self, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> TrialRecord:
-        return self._store(judge(self.scenario, trial, load, seen), load)
-
-    def skip_trial(self, plan: TrialPlan, finding: Finding, columns: Mapping[str, Any]) -> TrialRecord:
-        """Store a trial that sent nothing, with the reason."""
-        nothing = summarise([], judged_slo(plan.method, self.scenario.slo.main()), plan.rate, 0.0, None)
-        record = replace(
-            new_record(self.scenario, plan, self._labels),
-            reason=finding.message,
-            findings=[finding],
-            summary=nothing.to_json(),
-            engine=dict(columns),
-        )
-        return self._store(record, LoadResult([], "", 0.0))
-
-    def _store(self, record: TrialRecord, load: LoadResult) -> TrialRecord:
-        self.store.add_trial(record, load.records)
-        return record
-
-    def requests(self, record: TrialRecord) -> TrialRequests | None:
-        return requests_to_replay(self.store.path, record, self.scenario.workload.burstiness)
-
-    @property
-    def _labels(self) -> list[str]:
-        return list(self.store.manifest.get("labels", ()))
 
 
 def judge(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> TrialRecord:
