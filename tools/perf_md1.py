@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvbench.core.records import Cell
+from kvbench.core.search.judging import TrialWatch
 from kvbench.core.search.live_config import Decision
+from kvbench.core.search.load_plan import TrialPlan, planned
 from kvbench.core.slo import Slo
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.sweep.selftest_server import RunningExactServer, exact_server
-from kvbench.sweep.trial.load_plan import TrialPlan, TrialWatch, planned
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 from tools.bench import arguments, load_spec, machine_load, near, table, workplace
 from tools.known_queues import md1_max_rate

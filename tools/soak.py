@@ -30,6 +30,7 @@ import psutil
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Finding, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.errors import ProcessDiedError
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
@@ -40,7 +41,6 @@ from kvbench.sweep.bench import Site, create_store
 from kvbench.sweep.display import Silent
 from kvbench.sweep.simulate import SimulatedBench, simulable
 from kvbench.sweep.sweep import searching_sweep
-from kvbench.sweep.trial.load_plan import TrialPlan
 from tools.bench import arguments, conclude, table, workplace
 
 SETS: Final = (

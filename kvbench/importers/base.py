@@ -236,16 +236,12 @@ def number(value: Any) -> float | None:
             value = float(value.strip().replace(",", ""))
         except ValueError:
             return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return value
-
-
-def _is_finite(value: float) -> bool:
     try:
-        return math.isfinite(value)
+        return value if math.isfinite(value) else None
     except OverflowError:  # an integer too large for a float
-        return False
+        return None
 
 
 def whole(value: Any) -> int | None:

@@ -125,7 +125,9 @@ class RequestedLoad:
         while place < last:
             text = lines[place].strip()
             if _NAMESPACE.search(text):
-                asked._namespace(text)
+                pairs = {found["key"]: found["value"].strip("'") for found in _PAIR.finditer(text)}
+                asked.tool = "vllm bench serve"
+                asked._take({key: value for key, value in pairs.items() if value != "None"})
             elif _COMMAND.search(text):
                 place, command = _join_command(lines, place, last)
                 asked._command(command)
@@ -135,11 +137,6 @@ class RequestedLoad:
                 asked._heading(text)
             place += 1
         return asked
-
-    def _namespace(self, text: str) -> None:
-        pairs = {found["key"]: found["value"].strip("'") for found in _PAIR.finditer(text)}
-        self.tool = "vllm bench serve"
-        self._take({key: value for key, value in pairs.items() if value != "None"})
 
     def _command(self, text: str) -> None:
         """Take only flags with a literal value, not ``$rps`` of a script."""

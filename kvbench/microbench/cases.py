@@ -25,7 +25,6 @@ from kvbench.microbench.options import Settings
 from kvbench.microbench.sides import (
     ANSWER_S,
     Asked,
-    Key,
     Side,
     Team,
     Teams,
@@ -33,6 +32,7 @@ from kvbench.microbench.sides import (
     WorkerHandle,
     Workers,
     side_number,
+    worker_key,
 )
 from kvbench.processes.transfer_worker.measure import Limits, unpack_times
 from kvbench.processes.transfer_worker.memory import MEMORY_SHARE, available_bytes
@@ -79,22 +79,22 @@ class _Timed:
         self.transport = answers[0]["transport"]
 
 
+@dataclass
 class CaseRun:
     """The steps of one case; fills its record. Every step raises WorkerError on failure."""
 
-    def __init__(
-        self, case: Case, record: TransferRecord, team: Team, workers: Workers, settings: Settings
-    ) -> None:
-        self._case = case
-        self._record = record
-        self._team = team
-        self._workers = workers
-        self._settings = settings
-        self._pairs = transferplan.pairings(case, settings.seed)
-        self._moves = transfer.get(case.backend).moves_bytes
-        size = max(layout.nbytes for layout in team.layouts)
-        under_way = case.nbytes * case.threads * case.initiators * case.targets
-        self._call_s = max(settings.call_s, under_way / SLOWEST_BYTES_PER_S)
+    case: Case
+    record: TransferRecord
+    team: Team
+    workers: Workers
+    settings: Settings
+
+    def __post_init__(self) -> None:
+        self._pairs = transferplan.pairings(self.case, self.settings.seed)
+        self._moves = transfer.get(self.case.backend).moves_bytes
+        size = max(layout.nbytes for layout in self.team.layouts)
+        under_way = self.case.nbytes * self.case.threads * self.case.initiators * self.case.targets
+        self._call_s = max(self.settings.call_s, under_way / SLOWEST_BYTES_PER_S)
         self._repeats: int | None = None
         self._offered = False
         self._bytes_s = ANSWER_S + size / BYTES_PER_S
@@ -105,10 +105,12 @@ class CaseRun:
         generation = new_content()
         self._fill(generation)
         self._prepare()
-        self._warm_up()
+        warm_up_s, calls = WARMUP_SHARE * self.settings.seconds, WARMUP_CALLS * self._tickets
+        done = self._run(Limits(warm_up_s, calls, MAX_CALLS, WARMUP_MAX_S, self._call_s))
+        self.record.warmup_calls = done.calls
         on_stage("measuring")
         window = self._measure()
-        if self._moves and self._settings.verify:
+        if self._moves and self.settings.verify:
             on_stage("verifying")
             self._verify(generation)
             # Repeat with other bytes: a repeated transfer without effect would have passed up to now.
@@ -117,65 +119,56 @@ class CaseRun:
             count = self._tickets
             self._run(Limits(0.0, count, count, self._call_s, self._call_s))
             self._verify(generation)
-            self._record.verified = True
+            self.record.verified = True
         return window
 
     @property
     def _tickets(self) -> int:
         """Concurrent transfers of each initiator."""
-        return self._case.threads * self._case.targets
+        return self.case.threads * self.case.targets
 
     def _fill(self, generation: int) -> None:
         if not self._moves:
             return
-        team = self._team
-        self._workers.ask(
+        team = self.team
+        self.workers.ask(
             [(worker, "fill", {"generation": generation}) for worker in team.everyone], self._bytes_s
         )
         self._offer()
 
     def _offer(self) -> None:
-        if self._case.op == "read" and self._moves:
-            self._to_targets("offer", self._bytes_s + self._settings.connect_s)
+        if self.case.op == "read" and self._moves:
+            self._to_targets("offer", self._bytes_s + self.settings.connect_s)
             self._offered = True
 
     def _to_targets(self, command: str, deadline_s: float) -> None:
-        asked: list[Asked] = [
-            (worker, command, {"blocks": pack_ids(self._blocks_at(number))})
-            for number, worker in enumerate(self._team.targets)
-        ]
-        self._workers.ask(asked, deadline_s)
-
-    def _blocks_at(self, target: int) -> list[int]:
-        return [block for pair in self._pairs if pair.target == target for block in pair.remote]
+        asked: list[Asked] = []
+        for number, worker in enumerate(self.team.targets):
+            blocks = [block for pair in self._pairs if pair.target == number for block in pair.remote]
+            asked.append((worker, command, {"blocks": pack_ids(blocks)}))
+        self.workers.ask(asked, deadline_s)
 
     def _prepare(self) -> None:
         asked: list[Asked] = []
-        for number, worker in enumerate(self._team.initiators):
+        for number, worker in enumerate(self.team.initiators):
             transfers = [
                 {
-                    "peer": self._team.agents[pair.target]["id"],
+                    "peer": self.team.agents[pair.target]["id"],
                     "local": pack_ids(pair.local),
                     "remote": pack_ids(pair.remote),
                 }
                 for pair in self._pairs
                 if pair.initiator == number
             ]
-            asked.append((worker, "prepare", {"op": self._case.op, "transfers": transfers}))
-        answers = self._workers.ask(asked, self._bytes_s + self._call_s)
-        self._record.prepare_s = statistics.median(s for answer in answers for s in answer["prepare_s"])
-        self._record.descriptors = answers[0]["descriptors"]
-        self._record.nbytes = answers[0]["nbytes"]
+            asked.append((worker, "prepare", {"op": self.case.op, "transfers": transfers}))
+        answers = self.workers.ask(asked, self._bytes_s + self._call_s)
+        self.record.prepare_s = statistics.median(s for answer in answers for s in answer["prepare_s"])
+        self.record.descriptors = answers[0]["descriptors"]
+        self.record.nbytes = answers[0]["nbytes"]
         self._repeats = answers[0]["repeats"]
 
-    def _warm_up(self) -> None:
-        seconds = WARMUP_SHARE * self._settings.seconds
-        calls = WARMUP_CALLS * self._tickets
-        done = self._run(Limits(seconds, calls, MAX_CALLS, WARMUP_MAX_S, self._call_s))
-        self._record.warmup_calls = done.calls
-
     def _measure(self) -> CounterWindow:
-        settings, record = self._settings, self._record
+        settings, record = self.settings, self.record
         least = max(settings.min_calls, self._tickets)
         before = self._counters()
         done = self._run(Limits(settings.seconds, least, MAX_CALLS, settings.max_seconds, self._call_s))
@@ -183,7 +176,7 @@ class CaseRun:
         record.transport = done.transport
         record.calls, record.window_s, record.call_s = done.calls, done.window_s, done.call_s
         record.initiator_cpu_s = done.cpu_s
-        count = len(self._team.initiators)
+        count = len(self.team.initiators)
         record.target_cpu_s = sum(
             b["cpu_s"] - a["cpu_s"] for a, b in zip(before[count:], after[count:], strict=True)
         )
@@ -210,36 +203,36 @@ class CaseRun:
                 return done
 
     def _round(self, limits: Limits) -> list[dict[str, Any]]:
-        workers = self._team.initiators
+        workers = self.team.initiators
         start_at_ns = 0
         if len(workers) > 1:
-            clock = self._workers.ask([(workers[0], "counters", {})], ANSWER_S)[0]["clock_ns"]
+            clock = self.workers.ask([(workers[0], "counters", {})], ANSWER_S)[0]["clock_ns"]
             start_at_ns = clock + int(START_DELAY_S * 1e9)
         content = {"limits": asdict(limits), "start_at_ns": start_at_ns}
         longest = max(limits.seconds, limits.max_seconds) + limits.call_deadline_s + ANSWER_S
-        return self._workers.ask([(worker, "run", content) for worker in workers], longest)
+        return self.workers.ask([(worker, "run", content) for worker in workers], longest)
 
     def _counters(self) -> list[dict[str, Any]]:
-        return self._workers.ask([(worker, "counters", {}) for worker in self._team.everyone], ANSWER_S)
+        return self.workers.ask([(worker, "counters", {}) for worker in self.team.everyone], ANSWER_S)
 
     def _verify(self, generation: int) -> None:
         """Compare all blocks at their destination. Raises WorkerError for the first wrong byte."""
-        write = self._case.op == "write"
+        write = self.case.op == "write"
         if write:
-            self._to_targets("collect", self._bytes_s + self._settings.connect_s)
+            self._to_targets("collect", self._bytes_s + self.settings.connect_s)
         asked = [self._comparison(pair, generation) for pair in self._pairs]
         # Answers arrive in order, so all pairs of all workers can be requested at once.
-        for answer, (worker, _, _) in zip(self._workers.ask(asked, self._bytes_s * 2), asked, strict=True):
+        for answer, (worker, _, _) in zip(self.workers.ask(asked, self._bytes_s * 2), asked, strict=True):
             if answer["difference"]:
-                self._record.verified = False
+                self.record.verified = False
                 raise WorkerError(f"wrong bytes arrived at the {worker.name}: {answer['difference']}")
 
     def _comparison(self, pair: Pairing, generation: int) -> Asked:
-        if self._case.op == "write":
-            worker, side = self._team.targets[pair.target], side_number("initiator", pair.initiator)
+        if self.case.op == "write":
+            worker, side = self.team.targets[pair.target], side_number("initiator", pair.initiator)
             blocks, source = pair.remote, pair.local
         else:
-            worker, side = self._team.initiators[pair.initiator], side_number("target", pair.target)
+            worker, side = self.team.initiators[pair.initiator], side_number("target", pair.target)
             blocks, source = pair.local, pair.remote
         origin = {"side": side, "generation": generation, "blocks": pack_ids(source)}
         return worker, "verify", {"blocks": pack_ids(blocks), "source": origin}
@@ -318,7 +311,7 @@ class Microbench:
         self._settings = settings
         self._workers = Workers(LocalLauncher(f"microbench-{os.getpid()}", log_dir, scratch))
         self._teams = Teams(self._sides, settings, self._workers)
-        self._failures: dict[Key, int] = {}
+        self._failures: dict[Case, int] = {}
         self._generation = 0
         self._memcpy: float | None = None
         self._load = None if initiator.launcher else os.getloadavg()[0]
@@ -349,7 +342,7 @@ class Microbench:
                 return record
             if reason := self._too_large(case, room) or self._too_few_nics(case):
                 raise WorkerError(reason)
-            key = Key.of(case)
+            key = worker_key(case)
             if self._failures.get(key, 0) >= MAX_FAILURES:
                 raise WorkerError(f"skipped, since the last {MAX_FAILURES} such cases did not start")
             self._failures[key] = self._failures.get(key, 0) + 1

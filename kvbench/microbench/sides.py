@@ -10,12 +10,12 @@ import select
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from kvbench.core.plan.processes import TRANSFER_WORKER_MODULE, ProcessSpec
 from kvbench.core.transfers import cases
-from kvbench.core.transfers.records import Case, Layout, TransferRecord
+from kvbench.core.transfers.records import Case, Layout, TransferOp, TransferRecord
 from kvbench.errors import KvbenchError, TransferError
 from kvbench.launchers.base import Launcher, Process
 from kvbench.launchers.local import LocalLauncher
@@ -230,39 +230,17 @@ TOUCH_BYTES_PER_S: Final = 200e6
 """A worker that touches and registers memory slower than this counts as stuck."""
 
 
-@dataclass(frozen=True)
-class Key:
-    """Cases with equal keys can use the same workers."""
-
-    backend: str
-    protocol: str
-    nics: int
-    memory: str
-    merged: bool
-    streams: int
-    initiators: int
-    targets: int
-    op: str
-
-    @classmethod
-    def of(cls, case: Case) -> Key:
-        return cls(
-            case.backend,
-            case.protocol,
-            case.nics,
-            case.memory,
-            case.merged,
-            max(case.threads, case.nics, 1),
-            case.initiators,
-            case.targets,
-            # Libraries distribute reads and writes differently over several NICs.
-            case.op if case.nics > 1 else "",
-        )
+def worker_key(case: Case) -> Case:
+    """Return what a case's workers depend on: cases with equal keys can use the same workers."""
+    # Libraries distribute reads and writes differently over several NICs.
+    op: TransferOp = case.op if case.nics > 1 else "write"
+    used = replace(case, op=op, threads=max(case.threads, case.nics, 1))
+    return replace(used, block_bytes=0, batch_size=0, scattered=False, regions=1, shape="")
 
 
 @dataclass
 class Team:
-    key: Key
+    key: Case
     layouts: tuple[Layout, Layout]
     """Layouts of the initiators' and the targets' buffers."""
     initiators: list[WorkerHandle] = field(default_factory=list)
@@ -290,20 +268,20 @@ class Teams:
         self._sides = sides
         self._settings = settings
         self._team: Team | None = None
-        self._largest: dict[Key, tuple[Layout, Layout]] = {}
+        self._largest: dict[Case, tuple[Layout, Layout]] = {}
         self._rigid: set[str] = set()
 
     def expect(self, case: Case) -> None:
         """Announce a case: workers get buffers for the largest case that they can run."""
         layouts = (cases.initiator_layout(case), cases.target_layout(case))
-        known = self._largest.get(Key.of(case))
+        known = self._largest.get(worker_key(case))
         if known is None or layouts[0].nbytes > known[0].nbytes:
-            self._largest[Key.of(case)] = layouts
+            self._largest[worker_key(case)] = layouts
 
     def fitting(self, case: Case, record: TransferRecord, on_stage: Callable[[str], None]) -> Team:
         """Return a connected team for a case: the previous one if possible, else a new one."""
         wanted = (cases.initiator_layout(case), cases.target_layout(case))
-        key = Key.of(case)
+        key = worker_key(case)
         if self._team is None or self._team.key != key or self._workers.unexpected_ends():
             self.disband(orderly=True)
             rigid = case.backend in self._rigid
@@ -323,7 +301,7 @@ class Teams:
         return team
 
     def _assemble(self, case: Case, layouts: tuple[Layout, Layout]) -> Team:
-        key, settings = Key.of(case), self._settings
+        key, settings = worker_key(case), self._settings
         team = Team(key, layouts)
         for role, count, layout in (
             ("target", case.targets, layouts[1]),
@@ -353,19 +331,19 @@ class Teams:
         team.register_s = max(worker.hello["register_s"] for worker in team.everyone)
         return team
 
-    def _options(self, key: Key, side: Side) -> dict[str, Any]:
+    def _options(self, key: Case, side: Side) -> dict[str, Any]:
         nics = [dict(nic) for nic in side.nics[: key.nics]]
         return {
             "host": next((nic["address"] for nic in nics if nic.get("address")), side.host),
             "protocol": key.protocol,
             "merge": key.merged,
-            "streams": key.streams,
+            "streams": key.threads,
             **({"nics": nics} if nics else {}),
-            **({"op": key.op} if key.op else {}),
+            **({"op": key.op} if key.nics > 1 else {}),
             **dict(self._settings.options.get(key.backend, {})),
         }
 
-    def _gpu(self, key: Key, role: str, number: int) -> dict[str, Any]:
+    def _gpu(self, key: Case, role: str, number: int) -> dict[str, Any]:
         """Return a worker's GPU option: workers of one host get different GPUs if possible."""
         if key.memory != "cuda":
             return {}

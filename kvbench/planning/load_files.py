@@ -14,7 +14,6 @@ import numpy as np
 from kvbench.core.load.traces import TracedRequest, TraceFigures, figures, parse_trace, scaled
 from kvbench.core.scenario.scenario import Scenario, Trace
 from kvbench.core.scenario.sections import Sessions
-from kvbench.core.search.burst import burst_offsets
 from kvbench.core.sessions.session_load import SessionLoad, load_arrays
 from kvbench.core.sessions.session_source import SessionSource, source_of
 from kvbench.errors import InputError
@@ -81,12 +80,6 @@ def trace_summary(trace: Trace, load: TraceFigures) -> dict[str, Any]:
 def trace_digest(trace: Trace) -> str:
     """SHA-256 of a trace's file. Raises InputError if unreadable."""
     return hashlib.sha256(_text_of(trace).encode()).hexdigest()
-
-
-def burst_plan(rate: float, burstiness: float, seed: int, lengths: tuple[int, int]) -> list[TracedRequest]:
-    """Requests of a burst trial, all with fresh prompts."""
-    offsets = burst_offsets(rate, burstiness, seed).tolist()
-    return [TracedRequest(offset_s, *lengths) for offset_s in offsets]
 
 
 def write_requests(path: Path, requests: Sequence[TracedRequest]) -> None:

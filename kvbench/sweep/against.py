@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -22,6 +22,7 @@ from kvbench.core.metrics.metrics import summarise
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.core.simulation.data import SimulatedLoad, System
 from kvbench.core.simulation.deployment import simulate
 from kvbench.core.slo import Slo
@@ -34,7 +35,7 @@ from kvbench.report import report
 from kvbench.report.tables.vllm_bench import serve_values
 from kvbench.results.provenance import SIMULATED, SIMULATED_WHY, Mark, mark_of
 from kvbench.results.run import CellResult, RunFolder, load_run
-from kvbench.sweep.bench import Bench, Site, create_store
+from kvbench.sweep.bench import Site, create_store
 from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.deviation import (
     Account,
@@ -52,7 +53,6 @@ from kvbench.sweep.display import Display, Watcher
 from kvbench.sweep.simulate import simulable
 from kvbench.sweep.simulated_trial import SimulatedDeployment, system_of
 from kvbench.sweep.sweep import Sweep, exit_code
-from kvbench.sweep.trial.load_plan import TrialPlan
 
 UNCHECKED = "outputs were not checked: only the loads of another run were sent"
 
@@ -72,44 +72,30 @@ def requests_of(row: LoadRow, scenario: Scenario) -> list[TracedRequest]:
     return [TracedRequest(offset_s * scale, tokens, row.cell.output_len) for offset_s in sent]
 
 
-class RowBench:
+class RowBench(DeployedBench):
     """Deployments that run only the rows of another run, so they need no reference."""
-
-    alike = True
-
-    def __init__(self, real: Bench) -> None:
-        self.open = real.open
-        self.problem = real.problem
-        self.up = real.up
 
     def gives_reference(self, planned: DeploymentPlan) -> bool:
         return False
 
 
+@dataclass
 class RowCells:
     """Run each cell's rows on a site. ``trial_of``: row key → trial."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        rows: Sequence[LoadRow],
-        site: Site,
-        watcher: Watcher,
-        trial_of: dict[str, str],
-    ) -> None:
-        self._scenario = scenario
-        self._rows = rows
-        self._site = site
-        self._watcher = watcher
-        self._trial_of = trial_of
+    scenario: Scenario
+    rows: Sequence[LoadRow]
+    site: Site
+    watcher: Watcher
+    trial_of: dict[str, str]
 
     def run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
         """Run one full-length trial for each row. Errors as for a site's ``run``."""
-        self._site.prepare()
+        self.site.prepare()
         try:
             records = [self._run_load(cell, number, row) for number, row in enumerate(self._rows_of(cell), 1)]
         finally:
-            self._site.close()
+            self.site.close()
         if not records:
             return [CellResult(cell, "skipped", reason=ABSENT, method="fixed", main=False)]
         refused = [record for record in records if record.verdict == "invalid"]
@@ -121,17 +107,17 @@ class RowCells:
     def _rows_of(self, cell: Cell) -> list[LoadRow]:
         return [
             row
-            for row in self._rows
-            if row.cell.input_len == cell.input_len and label_of(row, self._scenario) == cell.connector
+            for row in self.rows
+            if row.cell.input_len == cell.input_len and label_of(row, self.scenario) == cell.connector
         ]
 
     def _run_load(self, cell: Cell, number: int, row: LoadRow) -> TrialRecord:
-        requests = tuple(requests_of(row, self._scenario))
+        requests = tuple(requests_of(row, self.scenario))
         rate = request_rate(requests)
         plan = TrialPlan(cell, number, rate, "against", method="fixed", searched=False, requests=requests)
-        record = self._site.run(plan)
-        self._trial_of[row.key] = record.trial_id
-        self._watcher.trial_finished(record)
+        record = self.site.run(plan)
+        self.trial_of[row.key] = record.trial_id
+        self.watcher.trial_finished(record)
         return record
 
 
@@ -154,7 +140,7 @@ def bench_against(cli: CliOptions, measured: Path, output: Path, console: Consol
     trial_of: dict[str, str] = {}
     try:
         with store, Display(console, store.path, len(plan.cells)) as display:
-            bench = RowBench(DeployedBench(scenario, plan, store, display))
+            bench = RowBench(scenario, plan, store, display)
             sweep = Sweep(
                 scenario,
                 replace(plan, prospects=()),  # nothing is searched for

@@ -20,6 +20,7 @@ from kvbench.core.canaries.pool import CanaryPool, pool_of_cell
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell, Outputs, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.core.search.search import Hint
 from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.errors import Problem
@@ -29,7 +30,6 @@ from kvbench.results.finished_cells import EarlierSessions
 from kvbench.results.provenance import SIMULATED
 from kvbench.results.run import CellResult
 from kvbench.results.store import RunInfo, RunStore
-from kvbench.sweep.trial.load_plan import TrialPlan
 
 
 @dataclass
@@ -136,11 +136,12 @@ class Site(Protocol):
 
 
 class Bench(Protocol):
-    """Starts the deployments of a plan, one after the other."""
+    """Starts the deployments of a plan, one after the other. The defaults suit simulations."""
 
     @property
     def alike(self) -> bool:
         """Whether a rate measured on one deployment is a good start for another."""
+        return True
 
     def open(self) -> AbstractContextManager[Scenario]:
         """Connect to what all deployments share, and yield the scenario as then known. Raises LaunchError, or
@@ -148,9 +149,11 @@ class Bench(Protocol):
 
     def gives_reference(self, planned: DeploymentPlan) -> bool:
         """Whether a deployment is started only for its reference outputs."""
+        return False
 
     def problem(self, planned: DeploymentPlan) -> Problem | None:
         """Return why a deployment cannot start here, or None if it can or only its start will show."""
+        return None
 
     def up(self, planned: DeploymentPlan, round_: str = "") -> AbstractContextManager[Site]:
         """Run a deployment within the context. Raises KvbenchError. ``round_``: repeated start."""

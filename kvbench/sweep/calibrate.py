@@ -125,11 +125,16 @@ def _of_run(path: Path, limits: EngineLimits) -> CalibrationInput:
     for label in systems:
         trials = [each for each in run.trials if each.cell.connector == label and _usable(each)]
         if scenario.deployment.engine_options.kv_blocks(scenario.workload.longest) is None:
-            found = {tokens for trial in trials if (tokens := _measured_kv_tokens(trial))}
+            sizes = [(trial.engine.get("num_kv_tokens") or {}).values() for trial in trials]
+            found = {min(map(int, of_roles)) for of_roles in sizes if of_roles} - {0}
             tokens = limits.num_kv_tokens or min(found, default=0)
-            systems[label] = _with_kv_memory(systems[label], tokens)
+            config = systems[label].config
+            if blocks := tokens // config.block_tokens:
+                systems[label] = replace(systems[label], config=replace(config, num_blocks=blocks))
             memories |= {tokens} if trials else set()
-        loads += [_of_trial(run, trial, systems[label]) for trial in _spread(trials)]
+        for trial in _spread(trials):
+            name = f"{label}, {trial.cell.input_len} in, {trial.request_rate:g} req/s"
+            loads.append(_cut(name, systems[label], run.request_records(trial.trial_id)))
     if not loads:
         raise InputError(f"{path} has no valid trial with requests", hint="see its report for why")
     ranks = scenario.deployment.ranks_of("prefill-0").tensor
@@ -143,17 +148,6 @@ def _of_run(path: Path, limits: EngineLimits) -> CalibrationInput:
         num_kv_tokens=(max(memories) or None) if len(memories) == 1 else None,
         notes=[_ENOUGH] if 0 in memories else [],
     )
-
-
-def _measured_kv_tokens(trial: TrialRecord) -> int:
-    """KV memory of one engine in tokens, by its metrics: the least of its roles; 0 if unknown."""
-    return min((int(tokens) for tokens in (trial.engine.get("num_kv_tokens") or {}).values()), default=0)
-
-
-def _with_kv_memory(system: System, tokens: int) -> System:
-    """Set the number of blocks by the KV memory in tokens, if it is known."""
-    blocks = tokens // system.config.block_tokens
-    return replace(system, config=replace(system.config, num_blocks=blocks)) if blocks else system
 
 
 def _systems(scenario: Scenario) -> dict[str, System]:
@@ -178,11 +172,6 @@ def _spread(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
         return ordered
     picked = np.unique(np.linspace(0, len(ordered) - 1, MOST_LOADS).round().astype(int))
     return [ordered[at] for at in picked]
-
-
-def _of_trial(run: RunFolder, trial: TrialRecord, system: System) -> ServedLoad:
-    name = f"{trial.cell.connector}, {trial.cell.input_len} in, {trial.request_rate:g} req/s"
-    return _cut(name, system, run.request_records(trial.trial_id))
 
 
 def _cut(name: str, system: System, records: Sequence[RequestRecord]) -> ServedLoad:

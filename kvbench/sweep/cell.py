@@ -15,13 +15,13 @@ from kvbench.core.plan.prospect import KnownCell, Prospect, may_suffice, prospec
 from kvbench.core.records import MAIN_METHODS, Cell, Method, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import BurstSearch
+from kvbench.core.search.load_plan import ClosedLoad, LoadMode, TrialPlan, fixed_requests
 from kvbench.core.search.search import FORESEEN, Hint, RateSearch, SearchLimits, foreseen_after
 from kvbench.core.search.trial_requests import Objective
 from kvbench.results.run import CellResult
 from kvbench.sweep.bench import CellWorkOf, Knowledge, Site
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.strategies import Burst, OneRate, RateList, Strategy, Tiered
-from kvbench.sweep.trial.load_plan import ClosedLoad, LoadMode, TrialPlan, fixed_requests
 from kvbench.sweep.trial.output_check import Equality, compare
 
 START_CONCURRENCY = 4.0

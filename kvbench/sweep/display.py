@@ -21,6 +21,7 @@ from typing import Final, Protocol
 from rich.console import Console
 from rich.text import Text
 
+from kvbench.core.load.workers import Progress as LoadProgress
 from kvbench.core.metrics.metrics import missed_text
 from kvbench.core.plan.plan import Plan
 from kvbench.core.plan.prospect import Prospect, prospect_of, seen_of
@@ -33,7 +34,6 @@ from kvbench.report.terminal import LiveBar, minutes, print_text
 from kvbench.results.provenance import differences, scenario_of, server_of
 from kvbench.results.run import MANIFEST, CellResult, RunFolder, load_run
 from kvbench.sweep.strategies import Standing
-from kvbench.sweep.trial.loadgen_driver import Progress as LoadProgress
 
 GROWS_MOST: Final = 1.15
 """Largest growth of the displayed time within a cell, as a factor; a jumping number does not help."""
@@ -255,34 +255,27 @@ class Silent:
         pass
 
 
+@dataclass
 class Display:
     """Prints a line per cell of a run folder, and per trial if ``verbose`` or without a live line. ``left``:
     estimator of the time left; ``planned``: the plan's estimate until then."""
 
-    def __init__(
-        self,
-        console: Console,
-        path: Path,
-        cells: int,
-        left: TimeLeft | None = None,
-        planned: str = "",
-        *,
-        verbose: bool = False,
-    ) -> None:
-        self._console = console
-        self._path = path
-        self._cells = cells
+    console: Console
+    path: Path
+    cells: int
+    left: TimeLeft | None = None
+    planned: str = ""
+    verbose: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
         self._done = 0
         self._trials: Counter[Cell] = Counter()
-        self._time_left = left
-        self._planned = planned
-        self._verbose = verbose
-        self._whole = verbose or not console.is_terminal
+        self._whole = self.verbose or not self.console.is_terminal
         """Whether trials have lines."""
-        self._bar = LiveBar(console, path)
+        self._bar = LiveBar(self.console, self.path)
 
     def __enter__(self) -> Display:
-        self._trials = Counter(trial.cell for trial in load_run(self._path).all_trials)
+        self._trials = Counter(trial.cell for trial in load_run(self.path).all_trials)
         self._bar.__enter__()
         return self
 
@@ -297,7 +290,7 @@ class Display:
         self._say({"what": text, "trial": "", "rate": ""})
 
     def note(self, text: str, *, caveat: bool = False) -> None:
-        if self._verbose or not caveat:
+        if self.verbose or not caveat:
             self._print(text, "yellow")
 
     def trial_progress(self, cell: Cell, rate: float, planned: int, progress: LoadProgress) -> None:
@@ -309,9 +302,9 @@ class Display:
 
     def trial_finished(self, record: TrialRecord, standing: Standing | None = None) -> None:
         self._trials[record.cell] += 1
-        if self._time_left is not None and record.method in MAIN_METHODS:
+        if self.left is not None and record.method in MAIN_METHODS:
             so_far = (standing.sure, standing.width) if standing else (None, None)
-            self._time_left.trial_ended(record, *so_far)
+            self.left.trial_ended(record, *so_far)
         number = self._trials[record.cell]
         if self._whole:
             self._print(_trial_text(record, number, standing))
@@ -319,18 +312,18 @@ class Display:
 
     def cell_finished(self, result: CellResult) -> None:
         self._done += 1
-        if self._time_left is not None:
-            self._time_left.cell_ended(result.cell)
+        if self.left is not None:
+            self.left.cell_ended(result.cell)
         if result.status != "skipped":
             left = self._left_text(self._left_s())
-            more = f"  ({self._done} of {self._cells} cells, {left})" if left and self._whole else ""
+            more = f"  ({self._done} of {self.cells} cells, {left})" if left and self._whole else ""
             self._print(self._cell_text(result) + more)
         self._say({})
 
     def _cell_text(self, result: CellResult) -> str:
         """The cell as the table will show it."""
         where = f"{result.cell.connector:<11} {result.cell.input_len:>6,} in  "
-        row = next((each for each in summary_table(load_run(self._path)) if each.cell == result.cell), None)
+        row = next((each for each in summary_table(load_run(self.path)) if each.cell == result.cell), None)
         if row is None or result.answer is None:
             return where + ": ".join(filter(None, (result.status, *result.reason.splitlines()[:1])))
         return f"{where}{row.rate_text()}{' req/s' if row.answer.max_request_rate else ''}"
@@ -343,24 +336,24 @@ class Display:
         if left_s is not None:
             share = gone_s / max(gone_s + left_s, 1e-9)
         else:
-            share = (self._done + (part if self._time_left is None else 0.0)) / max(1, self._cells)
-        count = f"cell {min(self._done + 1, self._cells)}/{self._cells}"
+            share = (self._done + (part if self.left is None else 0.0)) / max(1, self.cells)
+        count = f"cell {min(self._done + 1, self.cells)}/{self.cells}"
         self._bar.say(count=count, left=self._left_text(left_s), share=share, **texts)
 
     def _left_s(self, cell: Cell | None = None, in_trial_s: float = 0.0) -> float | None:
-        known = self._time_left
+        known = self.left
         return None if known is None else known.left_s(self._bar.elapsed_s, cell, in_trial_s)
 
     def _left_text(self, seconds: float | None) -> str:
-        if self._done >= self._cells:
+        if self._done >= self.cells:
             return ""
         if seconds is None:
-            return self._planned
+            return self.planned
         return f"about {minutes(seconds)} left" if seconds >= 1 else "any moment now"
 
     def _print(self, text: Text | str, style: str = "") -> None:
         clock = f"{minutes(self._bar.elapsed_s)}  "
-        print_text(self._console, Text.assemble(clock, text, style=style), len(clock))
+        print_text(self.console, Text.assemble(clock, text, style=style), len(clock))
 
 
 def _live_texts(cell: Cell, number: int, doing: str) -> Mapping[str, str]:

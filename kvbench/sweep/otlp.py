@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from kvbench.core.load.workers import Progress as LoadProgress
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.errors import InputError
 from kvbench.results.run import CellResult
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.strategies import Standing
-from kvbench.sweep.trial.loadgen_driver import Progress as LoadProgress
 from kvbench.version import __version__
 
 if TYPE_CHECKING:

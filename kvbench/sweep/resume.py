@@ -11,14 +11,12 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
-from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import Plan
 from kvbench.core.plan.processes import RUN_TAG_ENV
 from kvbench.core.records import HELD_METHODS, Method
@@ -35,35 +33,15 @@ from kvbench.results.store import RunStore
 from kvbench.sweep.calibration import measured_run
 from kvbench.sweep.cell import Fixed
 from kvbench.sweep.deployed import scratch_prefix
-from kvbench.sweep.display import Silent, TimeLeft, Watcher
-from kvbench.sweep.simulate import SimulatedBench
-from kvbench.sweep.sweep import Sweep, carry_out, deployed_sweep, resume_words, searching_sweep
+from kvbench.sweep.display import Silent, TimeLeft
+from kvbench.sweep.simulate import ReadySweep
+from kvbench.sweep.sweep import carry_out, resume_words
 from kvbench.sweep.verify.audit import DAMAGED, damages_before_resume
 from kvbench.sweep.verify.cross_checks import fixed_of, scenario_of
 
 GONE_DEADLINE_S: Final = 10.0
 """Longest wait for processes of a killed run to end, in seconds."""
 MOST_SAID: Final = 5
-
-
-@dataclass(frozen=True)
-class Resumed:
-    scenario: Scenario
-    plan: Plan
-    store: RunStore
-    trace: list[TracedRequest]
-    fixed: Fixed | None
-    measured: RunFolder | None
-
-    @property
-    def left(self) -> int:
-        return sum(not self.store.earlier.finished(cell) for cell in self.plan.cells)
-
-    def sweep(self, watcher: Watcher) -> Sweep:
-        if self.store.manifest["kind"] != "simulate":
-            return deployed_sweep(self.scenario, self.plan, self.store, watcher, self.fixed, self.trace)
-        bench = SimulatedBench(self.scenario, self.store, self.trace, self.measured)
-        return searching_sweep(self.scenario, self.plan, self.store, watcher, bench, self.fixed)
 
 
 def command(
@@ -117,7 +95,7 @@ def nothing_left(run: RunFolder, console: Console) -> bool:
     return False
 
 
-def reopen(path: Path, *, force: bool = False) -> Resumed:
+def reopen(path: Path, *, force: bool = False) -> ReadySweep:
     """Open and lock a run folder, and return what is left of its sweep. Raises StoreError if another process
     uses it, if its kind or version cannot be resumed, or, without ``force``, if machine or software have
     changed."""
@@ -153,7 +131,7 @@ def reopen(path: Path, *, force: bool = False) -> Resumed:
     except BaseException:
         store.close()
         raise
-    return Resumed(scenario, plan, store, trace, fixed, measured)
+    return ReadySweep(scenario, plan, store, trace, fixed, measured)
 
 
 def take_over(store: RunStore, scenario: Scenario, fixed: Fixed | None, *, forced: bool = False) -> None:

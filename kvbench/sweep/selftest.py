@@ -22,6 +22,7 @@ from rich.console import Console
 from kvbench.core.fitted_table import FittedColumn, Grid
 from kvbench.core.gates.client import cpu_taken
 from kvbench.core.gates.evidence import GateLimits, HostFigures
+from kvbench.core.load.workers import LoadResult
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, ProcessDiedError
 from kvbench.files import scratch
 from kvbench.hosts.environment import cgroup_cpu_limit, load_average
@@ -36,7 +37,7 @@ from kvbench.sweep.selftest_server import (
     mean_open,
     percentile,
 )
-from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 from kvbench.version import __version__
 
 Found = TypeVar("Found")
@@ -241,7 +242,10 @@ def measure(
             continue
         say(f"{wanted} streams: {wanted / DURATION_S:.0f} req/s for {seconds + DURATION_S:.0f} s")
         level = least_disturbed(partial(_level, launcher, wanted, seconds, folder), f"{wanted}-streams", say)
-        levels.append(of_machine(level.found, level.host, level.tries))
+        shares = _share(level.host.steal_share), _share(level.host.other_cpu_share)
+        levels.append(
+            replace(level.found, steal_share=shares[0], other_cpu_share=shares[1], tries=level.tries)
+        )
     host["load_average_after"] = load_average()
     host["kernel_stamps"] = all(level.stamps == "kernel" for level in levels)
     host["reads_by"] = levels[-1].reads_by if levels else ""
@@ -342,12 +346,6 @@ def level_of(
         load_average=load,
         reads_by=str(result.client.get("reads_by", "")),
     )
-
-
-def of_machine(level: Level, host: HostFigures, tries: int) -> Level:
-    """Add the machine's other work to the level."""
-    steal, other = _share(host.steal_share), _share(host.other_cpu_share)
-    return replace(level, steal_share=steal, other_cpu_share=other, tries=tries)
 
 
 def _share(value: float | None) -> float | None:

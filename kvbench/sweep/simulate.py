@@ -29,56 +29,45 @@ from kvbench.sweep.cell import Fixed
 from kvbench.sweep.display import Silent, TimeLeft, Watcher
 from kvbench.sweep.simulated_trial import SimulatedDeployment, SimulatedSite, fitted_profile, timing_of
 from kvbench.sweep.simulator_process import require_there
-from kvbench.sweep.sweep import Sweep, carry_out, searching_sweep
+from kvbench.sweep.sweep import Sweep, carry_out, deployed_sweep, searching_sweep
 from kvbench.sweep.system import SystemBench
 
 
-class SimulatedBench:
+@dataclass
+class SimulatedBench(Bench):
     """Simulates each deployment. ``measured``: run that gives KV links and overheads. ``labels``: a
     deployment's label → connector of the scenario, if they differ; such deployments differ in size, so none
     hints at another's rate. ``trace``: requests to replay, if any."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        store: RunStore,
-        trace: Sequence[TracedRequest] = (),
-        measured: RunFolder | None = None,
-        labels: Mapping[str, str] | None = None,
-    ) -> None:
-        self._scenario = scenario
-        self._store = store
-        self._trace = trace
-        self._measured = measured
-        self._labels = labels or {}
-        wanted = scenario.workload.sessions
+    scenario: Scenario
+    store: RunStore
+    trace: Sequence[TracedRequest] = ()
+    measured: RunFolder | None = None
+    labels: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        wanted = self.scenario.workload.sessions
         self._source = session_source(wanted) if wanted is not None else None
-        self._fitted: dict[str, Any] = dict(store.manifest.get("fitted_with") or {})
-        self._around: dict[str, str] = dict(store.manifest.get("simulated_with") or {})
+        self._fitted: dict[str, Any] = dict(self.store.manifest.get("fitted_with") or {})
+        self._around: dict[str, str] = dict(self.store.manifest.get("simulated_with") or {})
 
     @property
     def alike(self) -> bool:
-        return not self._labels
+        return not self.labels
 
     def open(self) -> AbstractContextManager[Scenario]:
-        return nullcontext(self._scenario)
-
-    def gives_reference(self, planned: DeploymentPlan) -> bool:
-        return False  # nothing is compared with its outputs
-
-    def problem(self, planned: DeploymentPlan) -> None:
-        """A simulation can always start."""
+        return nullcontext(self.scenario)
 
     def up(self, planned: DeploymentPlan, round_: str = "") -> AbstractContextManager[Site]:
-        label = self._labels.get(planned.label, "")
-        deployment = SimulatedDeployment.of(self._scenario, planned, label, self._measured)
+        label = (self.labels or {}).get(planned.label, "")
+        deployment = SimulatedDeployment.of(self.scenario, planned, label, self.measured)
         self._around[planned.label] = _words(deployment.around, deployment.connector.disaggregated)
-        self._store.update(simulated_with=self._around)
-        profile = fitted_profile(self._scenario.at(label or planned.label))
+        self.store.update(simulated_with=self._around)
+        profile = fitted_profile(self.scenario.at(label or planned.label))
         if profile is not None:
             self._fitted[planned.label] = profile.reach()
-            self._store.update(fitted_with=self._fitted)
-        return nullcontext(SimulatedSite(self._scenario, deployment, self._store, self._trace, self._source))
+            self.store.update(fitted_with=self._fitted)
+        return nullcontext(SimulatedSite(self.scenario, deployment, self.store, self.trace, self._source))
 
 
 def _words(around: Surroundings, moves: bool) -> str:
@@ -135,22 +124,31 @@ def simulated(cli: CliOptions, output: Path, like: Path | None = None) -> Path:
 
 
 @dataclass(frozen=True)
-class _Ready:
+class ReadySweep:
+    """A sweep with an open run folder, new or resumed; the rest is for ``SimulatedBench``."""
+
     scenario: Scenario
     plan: Plan
     store: RunStore
-    trace: list[TracedRequest]
-    fixed: Fixed | None
-    measured: RunFolder | None
+    trace: Sequence[TracedRequest] = ()
+    fixed: Fixed | None = None
+    measured: RunFolder | None = None
+    labels: Mapping[str, str] | None = None
+
+    @property
+    def left(self) -> int:
+        return sum(not self.store.earlier.finished(cell) for cell in self.plan.cells)
 
     def sweep(self, watcher: Watcher) -> Sweep:
-        bench: Bench = SimulatedBench(self.scenario, self.store, self.trace, self.measured)
+        if self.store.manifest["kind"] != "simulate":
+            return deployed_sweep(self.scenario, self.plan, self.store, watcher, self.fixed, self.trace)
+        bench: Bench = SimulatedBench(self.scenario, self.store, self.trace, self.measured, self.labels)
         if self.scenario.deployment.engine_options.simulator.command:
             bench = SystemBench(self.scenario, self.store, self.trace)
         return searching_sweep(self.scenario, self.plan, self.store, watcher, bench, self.fixed)
 
 
-def _ready(cli: CliOptions, output: Path, like: Path | None) -> _Ready:
+def _ready(cli: CliOptions, output: Path, like: Path | None) -> ReadySweep:
     scenario, source = _resolve(cli) if like is None else simulable(cli)
     simulator = scenario.deployment.engine_options.simulator
     if simulator.command and scenario.workload.sessions is not None:
@@ -171,4 +169,4 @@ def _ready(cli: CliOptions, output: Path, like: Path | None) -> _Ready:
     # A system's state is lost with its process, so its run cannot be resumed;
     # nor can one of sessions, whose corpus may have changed.
     store = create_store(output, scenario, source, plan, "simulate", None if once else asked)
-    return _Ready(scenario, plan, store, trace, fixed, measured)
+    return ReadySweep(scenario, plan, store, trace, fixed, measured)

@@ -31,12 +31,11 @@ from kvbench.report.tables.table import MISSING, markdown_table, number, of_text
 from kvbench.report.terminal import print_table
 from kvbench.results.provenance import SIMULATED, SIMULATED_WHY
 from kvbench.results.run import RunFolder, load_run
-from kvbench.results.store import RunStore
 from kvbench.sweep.bench import create_store
 from kvbench.sweep.calibration import measured_run
-from kvbench.sweep.display import Display, Silent, Watcher
-from kvbench.sweep.simulate import SimulatedBench, simulable
-from kvbench.sweep.sweep import Sweep, exit_code, searching_sweep
+from kvbench.sweep.display import Display, Silent
+from kvbench.sweep.simulate import ReadySweep, simulable
+from kvbench.sweep.sweep import exit_code
 
 
 @dataclass(frozen=True)
@@ -286,13 +285,14 @@ def command(cli: CliOptions, choice: Choice, output: Path, console: Console, lik
     """Simulate all splits, print and store the comparison; return the exit code."""
     from kvbench.report import report
 
-    ready = _ready(cli, choice, output, like)
+    ready, meaning = _ready(cli, choice, output, like)
     scenario, store = ready.scenario, ready.store
     quiet = Console(stderr=True, quiet=choice.as_json)
     shown = quiet if choice.as_json else console
     with store, Display(shown, store.path, len(ready.plan.cells)) as display:
         results = ready.sweep(display).run()
-    run, found = ready.found()
+    run = load_run(store.path)
+    found = predictions(run, meaning, scenario)
     data: dict[str, Any] = {
         "schema": SCHEMA_VERSION,
         "run": run.run_id,
@@ -313,33 +313,16 @@ def command(cli: CliOptions, choice: Choice, output: Path, console: Console, lik
 
 def predicted(cli: CliOptions, choice: Choice, output: Path, like: Path | None = None) -> list[Prediction]:
     """Simulate all splits without output; ``output``: parent of the run folder."""
-    ready = _ready(cli, choice, output, like)
+    ready, meaning = _ready(cli, choice, output, like)
     with ready.store:
         ready.sweep(Silent()).run()
-    return ready.found()[1]
+    return predictions(load_run(ready.store.path), meaning, ready.scenario)
 
 
-@dataclass(frozen=True)
-class _Ready:
-    """Prepared parts of the simulated splits. ``meaning``: label → connector and split."""
-
-    scenario: Scenario
-    plan: Plan
-    meaning: Mapping[str, tuple[str, Split]]
-    store: RunStore
-    measured: RunFolder | None
-
-    def sweep(self, watcher: Watcher) -> Sweep:
-        labels = {label: connector for label, (connector, _) in self.meaning.items()}
-        bench = SimulatedBench(self.scenario, self.store, measured=self.measured, labels=labels)
-        return searching_sweep(self.scenario, self.plan, self.store, watcher, bench)
-
-    def found(self) -> tuple[RunFolder, list[Prediction]]:
-        run = load_run(self.store.path)
-        return run, predictions(run, self.meaning, self.scenario)
-
-
-def _ready(cli: CliOptions, choice: Choice, output: Path, like: Path | None) -> _Ready:
+def _ready(
+    cli: CliOptions, choice: Choice, output: Path, like: Path | None
+) -> tuple[ReadySweep, Mapping[str, tuple[str, Split]]]:
+    """Prepare the simulation; also return label → connector and split."""
     splits = wanted_splits(choice)
     scenario, source = simulable(cli)
     # Splits differ too much: no split is run at another's rate or starts from it.
@@ -348,4 +331,5 @@ def _ready(cli: CliOptions, choice: Choice, output: Path, like: Path | None) -> 
     measured = None if like is None else measured_run(like)
     plan, meaning = split_plan(scenario, splits)
     store = create_store(output, scenario, source, plan, "simulate")
-    return _Ready(scenario, plan, meaning, store, measured)
+    labels = {label: connector for label, (connector, _) in meaning.items()}
+    return ReadySweep(scenario, plan, store, measured=measured, labels=labels), meaning

@@ -11,10 +11,13 @@ from kvbench.connectors.base import Connector
 from kvbench.core.calibration.profile_file import ProfileFile
 from kvbench.core.gates.evidence import ClientFigures
 from kvbench.core.load.traces import BLOCK_TOKENS, TracedRequest, shares_prefixes
+from kvbench.core.load.workers import LoadResult, Progress, Settled
 from kvbench.core.metrics.ttft_breakdown import Phases, hand_off_parts, ttft_breakdown
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.judging import PlannedTrial, SiteReadings
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.core.sessions.session_load import PromptHashes
 from kvbench.core.sessions.session_source import SessionSource
@@ -32,9 +35,7 @@ from kvbench.results.store import RunStore
 from kvbench.sweep.bench import Alone, Site
 from kvbench.sweep.calibration import Surroundings, surroundings
 from kvbench.sweep.trial.evidence import router_times
-from kvbench.sweep.trial.judging import SiteReadings, Trials
-from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
-from kvbench.sweep.trial.loadgen_driver import LoadResult, Progress, Settled
+from kvbench.sweep.trial.trial import Trials
 
 MODEL_PROFILES: Final = {
     ("qwen3-30b-a3b", 8): "h200-tp8-qwen3-30b-a3b",
@@ -172,7 +173,20 @@ def alone_s(system: System, cell: Cell) -> float:
     return simulate(system, one).records[0].e2el_s or 0.0
 
 
-class SimulatedSite(Site):
+class TrialsSite(Site):
+    """A site whose loads and stored requests are those of ``_trials``."""
+
+    _trials: Trials
+
+    @property
+    def trace_rate(self) -> float:
+        return self._trials.trace_rate
+
+    def requests(self, record: TrialRecord) -> TrialRequests | None:
+        return self._trials.requests(record)
+
+
+class SimulatedSite(TrialsSite):
     def __init__(
         self,
         scenario: Scenario,
@@ -184,13 +198,6 @@ class SimulatedSite(Site):
         self.system = system_of(scenario, deployment)
         self._trials = Trials(scenario, store, trace, source)
         self._deployment = deployment
-
-    @property
-    def trace_rate(self) -> float:
-        return self._trials.trace_rate
-
-    def requests(self, record: TrialRecord) -> TrialRequests | None:
-        return self._trials.requests(record)
 
     def alone(self, cell: Cell) -> Alone:
         """End-to-end latency of one idle request. Raises InputError if it never fits."""

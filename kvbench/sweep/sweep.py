@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.plan.prospect import prospect_text
 from kvbench.core.records import HELD_METHODS, Cell, Outputs
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.core.units import estimate_text
 from kvbench.errors import (
     EXIT_FAILED,
@@ -44,7 +45,6 @@ from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.display import Display, TimeLeft, Watcher, next_step
 from kvbench.sweep.otlp import OtlpWatcher, meter
 from kvbench.sweep.strategies import common_rates
-from kvbench.sweep.trial.load_plan import TrialPlan
 
 
 def command(cli: CliOptions, output: Path, console: Console, otlp: str = "", *, verbose: bool = False) -> int:
@@ -222,26 +222,20 @@ def skip_unusable(bench: Bench, planned: DeploymentPlan, store: RunStore, watche
     return problem
 
 
+@dataclass
 class Sweep:
     """Measures every cell of a plan. A failed deployment ends only its own cells."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        plan: Plan,
-        store: RunStore,
-        watcher: Watcher,
-        bench: Bench,
-        work_of: CellWorkOf,
-    ) -> None:
-        self._scenario = scenario
-        self._plan = plan
-        self._store = store
-        self._watcher = watcher
-        self._bench = bench
-        self._work_of = work_of
-        self._earlier = store.earlier
-        self._knowledge = Knowledge({}, {}, store.earlier)
+    scenario: Scenario
+    plan: Plan
+    store: RunStore
+    watcher: Watcher
+    bench: Bench
+    work_of: CellWorkOf
+
+    def __post_init__(self) -> None:
+        self._earlier = self.store.earlier
+        self._knowledge = Knowledge({}, {}, self.store.earlier)
         self._references: dict[str, dict[int, Outputs]] = {}
         """Deployment label → input length → reference outputs."""
         self._pools: dict[str, dict[tuple[str, int, int], CanaryPool]] = {}
@@ -250,13 +244,13 @@ class Sweep:
 
     def run(self) -> list[CellResult]:
         """Measure all cells in plan order. Raises LaunchError for an unreachable host."""
-        with self._bench.open() as scenario:
+        with self.bench.open() as scenario:
             for note in engine_warnings(scenario):
-                self._watcher.note(note)
-            if text := prospect_text(self._plan.prospects):
-                self._watcher.note(text, caveat=True)
+                self.watcher.note(note)
+            if text := prospect_text(self.plan.prospects):
+                self.watcher.note(text, caveat=True)
             last: DeploymentPlan | None = None
-            for deployment in self._plan.deployments:
+            for deployment in self.plan.deployments:
                 left = self._recall(deployment)
                 if not left and not self._teaches(deployment):
                     continue
@@ -270,7 +264,7 @@ class Sweep:
         """Load a deployment's stored results; return its unfinished cells. Done per deployment, so a cell
         learns only from earlier ones, as without an interruption."""
         left = []
-        for cell in self._plan.cells_of(planned.label):
+        for cell in self.plan.cells_of(planned.label):
             if not self._earlier.finished(cell):
                 left.append(cell)
                 continue
@@ -290,47 +284,47 @@ class Sweep:
         return left
 
     def _is_reference(self, planned: DeploymentPlan) -> bool:
-        return self._plan.reference_of(planned.label) == planned.label
+        return self.plan.reference_of(planned.label) == planned.label
 
     def _true_outputs(self, planned: DeploymentPlan) -> dict[int, Outputs]:
         """Return input length → reference outputs for a deployment."""
-        return self._references.setdefault(self._plan.reference_of(planned.label), {})
+        return self._references.setdefault(self.plan.reference_of(planned.label), {})
 
     def _known_answers(self, planned: DeploymentPlan) -> dict[tuple[str, int, int], CanaryPool]:
-        return self._pools.setdefault(self._plan.reference_of(planned.label), {})
+        return self._pools.setdefault(self.plan.reference_of(planned.label), {})
 
     def _teaches(self, planned: DeploymentPlan) -> bool:
         """Whether a deployment without open cells still has to give reference outputs."""
-        if not self._is_reference(planned) or not self._bench.gives_reference(planned):
+        if not self._is_reference(planned) or not self.bench.gives_reference(planned):
             return False
         known = self._true_outputs(planned)
         return any(
             cell.input_len not in known and not self._earlier.finished(cell)
-            for cell in self._plan.cells
-            if cell.connector != planned.label and self._plan.reference_of(cell.connector) == planned.label
+            for cell in self.plan.cells
+            if cell.connector != planned.label and self.plan.reference_of(cell.connector) == planned.label
         )
 
     def _skip(self, deployment: DeploymentPlan) -> bool:
-        problem = skip_unusable(self._bench, deployment, self._store, self._watcher)
+        problem = skip_unusable(self.bench, deployment, self.store, self.watcher)
         if problem is None:
             return False
-        for cell in self._plan.cells_of(deployment.label):
+        for cell in self.plan.cells_of(deployment.label):
             self._finish(CellResult(cell, "skipped", reason=problem.reason, hint=problem.fix))
         return True
 
     def _measure(self, planned: DeploymentPlan) -> None:
-        left = [cell for cell in self._plan.cells_of(planned.label) if not self._earlier.finished(cell)]
+        left = [cell for cell in self.plan.cells_of(planned.label) if not self._earlier.finished(cell)]
         while True:
             try:
                 return self._measure_cells(planned, left)
             except StoreError:
                 raise  # no cell can continue without the folder
             except (KvbenchError, OSError) as error:
-                self._store.require_room()  # a process that cannot write its log may die of that
+                self.store.require_room()  # a process that cannot write its log may die of that
                 message, hint = (
                     (error.message, error.hint) if isinstance(error, KvbenchError) else (str(error), "")
                 )
-                self._watcher.note(f"{planned.label} failed: {message}")
+                self.watcher.note(f"{planned.label} failed: {message}")
                 # A lost host may be back: its next cells get a new deployment, if it starts.
                 failed = left[:1] if isinstance(error, HostLostError) else list(left)
                 for cell in failed:
@@ -340,16 +334,16 @@ class Sweep:
                     return None
 
     def _measure_cells(self, planned: DeploymentPlan, left: list[Cell]) -> None:
-        with self._bench.up(planned) as site:
+        with self.bench.up(planned) as site:
             if planned.reference_only or not left:
                 self._learn_reference(planned, site, self._true_outputs(planned))
             known = self._knowledge_of(planned)
-            known = known if self._bench.alike else Knowledge({}, {}, self._earlier)
-            work = self._work_of(site, known)
+            known = known if self.bench.alike else Knowledge({}, {}, self._earlier)
+            work = self.work_of(site, known)
             while left:
                 self._finish(*work.run(left[0], is_reference=self._is_reference(planned)))
                 left.pop(0)
-            if planned is self._plan.deployments[-1]:
+            if planned is self.plan.deployments[-1]:
                 self._at_equal_rates(planned, site)
 
     def _knowledge_of(self, planned: DeploymentPlan) -> Knowledge:
@@ -359,52 +353,52 @@ class Sweep:
             self._knowledge,
             reference=self._true_outputs(planned),
             canaries=answers,
-            reference_label=self._plan.reference_of(planned.label),
+            reference_label=self.plan.reference_of(planned.label),
         )
 
     def _learn_reference(self, planned: DeploymentPlan, site: Site, known: dict[int, Outputs]) -> None:
-        for length in self._scenario.workload.input_len:
+        for length in self.scenario.workload.input_len:
             if length not in known:
                 outputs = site.outputs(length)
                 if outputs is not None:
                     known[length] = outputs
         answers = self._knowledge_of(planned)
-        for cell in self._plan.cells:
+        for cell in self.plan.cells:
             own = replace(cell, connector=planned.label)
-            if self._plan.reference_of(cell.connector) == planned.label and not answers.right_answers(own):
+            if self.plan.reference_of(cell.connector) == planned.label and not answers.right_answers(own):
                 answers.learn_answers(site.watch_answers(own, None))
 
     def _finish(self, *results: CellResult) -> None:
         """Store the results of one cell, the main one last: it marks the cell as complete."""
         self._results += results
         for result in reversed(results):
-            self._store.put_cell(result)
-        self._watcher.cell_finished(results[0])
+            self.store.put_cell(result)
+        self.watcher.cell_finished(results[0])
 
     # -- one equal rate ---------------------------------------------------------------------------
 
     def _equal_round(self, but: DeploymentPlan | None) -> None:
         """Restart the deployments and measure each cell at the lowest rate found for its length, which is
         known only after all searches. The last deployment (``but``) was still running and is done."""
-        for planned in reversed(self._plan.deployments):
-            done = planned is but and planned is self._plan.deployments[-1]
+        for planned in reversed(self.plan.deployments):
+            done = planned is but and planned is self.plan.deployments[-1]
             if done or not self._equal_cells(planned):
                 continue
             try:
-                with self._bench.up(planned, round_="equal-rate") as site:
+                with self.bench.up(planned, round_="equal-rate") as site:
                     self._at_equal_rates(planned, site)
             except StoreError:
                 raise
             except KvbenchError as error:
-                self._store.require_room()
-                self._watcher.note(f"{planned.label} was not measured at an equal rate: {error.message}")
+                self.store.require_room()
+                self.watcher.note(f"{planned.label} was not measured at an equal rate: {error.message}")
 
     def _equal_cells(self, planned: DeploymentPlan) -> list[tuple[Cell, float]]:
-        search = self._scenario.search
+        search = self.scenario.search
         if not search.equal_rate or search.method != "sustained":
             return []
         rates = common_rates(self._knowledge.rates)
-        cells = self._plan.cells_of(planned.label)
+        cells = self.plan.cells_of(planned.label)
         return [
             (cell, rates[cell.input_len, cell.output_len])
             for cell in cells
@@ -423,4 +417,4 @@ class Sweep:
                 record = site.run(plan)
             finally:
                 site.close()
-            self._watcher.trial_finished(record)
+            self.watcher.trial_finished(record)

@@ -18,26 +18,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbench.core.load.traces import TracedRequest
+from kvbench.core.load.workers import LoadResult, Progress, Settled
 from kvbench.core.plan.plan import DeploymentPlan, trial_seed
 from kvbench.core.records import Cell, RequestError, RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.search.trial_requests import TrialRequests
+from kvbench.core.search.judging import PlannedTrial, SiteReadings
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.core.simulation.data import SimulatedLoad
 from kvbench.core.simulation.deployment import TICK_S
 from kvbench.errors import ServerError
 from kvbench.files import scratch
 from kvbench.launchers.local import LocalLauncher
 from kvbench.results.store import RunStore
-from kvbench.sweep.bench import Alone, Site
+from kvbench.sweep.bench import Alone, Bench, Site
 from kvbench.sweep.deployed import scratch_prefix
-from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
+from kvbench.sweep.simulated_trial import IDLE_CLIENT, TrialsSite, simulated_load
 from kvbench.sweep.simulator_process import SimulatorProcess, SystemAnswer, read_answer
 from kvbench.sweep.trial.idle import Idleness
-from kvbench.sweep.trial.judging import SiteReadings, Trials
-from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
-from kvbench.sweep.trial.loadgen_driver import LoadResult, Progress, Settled
 from kvbench.sweep.trial.output_check import check_prompts, greedy_outputs
-from kvbench.sweep.trial.trial import stop_grace_s
+from kvbench.sweep.trial.trial import Trials, stop_grace_s
 
 
 @dataclass(frozen=True)
@@ -50,20 +49,22 @@ class Replayed:
     dropped: list[int]
 
 
+@dataclass
 class Replay:
     """Replays one trial. After a stop requests get ``grace_s`` to end."""
 
-    def __init__(self, load: SimulatedLoad, answer: SystemAnswer, grace_s: float) -> None:
-        self._load = load
-        self._answer = answer
-        self._grace_s = grace_s
-        ends = [self._end(index) for index in range(len(load.offsets_s))]
+    load: SimulatedLoad
+    answer: SystemAnswer
+    grace_s: float
+
+    def __post_init__(self) -> None:
+        ends = [self._end(index) for index in range(len(self.load.offsets_s))]
         self._ends_s = [end_s for end_s, _ in ends]
         self._errors = [error for _, error in ends]
         self._firsts_s = [
             end_s if first_s is None else min(max(first_s, arrival_s), end_s)
             for first_s, end_s, arrival_s in zip(
-                answer.first_token_s, self._ends_s, load.offsets_s, strict=True
+                self.answer.first_token_s, self._ends_s, self.load.offsets_s, strict=True
             )
         ]
         """When each request stops waiting for its first token."""
@@ -71,7 +72,7 @@ class Replay:
 
     def run(self, watch: Callable[[Progress], bool]) -> Replayed:
         """Replay the trial; ``watch`` gets the progress and returns True to stop."""
-        arrivals = self._load.offsets_s
+        arrivals = self.load.offsets_s
         sent = len(arrivals)
         end_s = max([*self._ends_s, *arrivals[-1:]], default=0.0)
         cut_s = None
@@ -84,7 +85,7 @@ class Replay:
             records = [self._record(index) for index in range(sent)]
             return Replayed(LoadResult(records, "complete", end_s), end_s, self._dropped_requests(records))
         sent = bisect_right(arrivals, cut_s)
-        last_s = cut_s + self._grace_s
+        last_s = cut_s + self.grace_s
         for index in range(sent):
             if self._ends_s[index] > last_s:
                 self._ends_s[index], self._errors[index] = last_s, "cancelled"
@@ -100,7 +101,7 @@ class Replay:
         ends = sorted(indices, key=lambda index: (self._ends_s[index], index))
         ends_s = [self._ends_s[index] for index in ends]
         firsts_s = sorted(self._firsts_s[index] for index in indices)
-        offsets_s = self._load.offsets_s[: len(indices)]
+        offsets_s = self.load.offsets_s[: len(indices)]
         told, tick = bisect_right(ends_s, after_s) if after_s else 0, round(after_s / TICK_S)
         while True:
             tick += 1
@@ -120,9 +121,9 @@ class Replay:
 
     def _end(self, index: int) -> tuple[float, RequestError]:
         """Time and error of a request's end if it is not cancelled."""
-        answer, arrival_s = self._answer, self._load.offsets_s[index]
+        answer, arrival_s = self.answer, self.load.offsets_s[index]
         first_s, last_s, error = answer.first_token_s[index], answer.last_token_s[index], answer.errors[index]
-        late_s = arrival_s + self._load.timeout_s
+        late_s = arrival_s + self.load.timeout_s
         if error:
             told_s = last_s if last_s is not None else first_s
             end_s = arrival_s if told_s is None else max(told_s, arrival_s)
@@ -145,7 +146,7 @@ class Replay:
 
     def _make_record(self, index: int) -> RequestRecord:
         """Create the record a load generator would write; of a failed request with what had arrived."""
-        load, end_s, error = self._load, self._ends_s[index], self._errors[index]
+        load, end_s, error = self.load, self._ends_s[index], self._errors[index]
         arrival_s, tokens = load.offsets_s[index], load.output_len[index]
         record = RequestRecord(
             f"sim-{index}", arrival_s, load.input_len[index], tokens, sent_s=arrival_s, error=error
@@ -166,22 +167,22 @@ class Replay:
     def _detail(self, error: RequestError) -> str:
         if error in ("timeout", "no_answer"):
             part = "nothing of an" if error == "no_answer" else "no complete"
-            return f"{part} answer within {self._load.timeout_s:g} s"
+            return f"{part} answer within {self.load.timeout_s:g} s"
         if error == "cancelled":
             return "the trial was stopped"
         return "as the system answered" if error else ""
 
     def _token_times(self, index: int) -> NDArray[np.float64]:
         """Times of all tokens, ascending: as given, else evenly from first to last."""
-        first_s, last_s = self._answer.first_token_s[index], self._answer.last_token_s[index]
+        first_s, last_s = self.answer.first_token_s[index], self.answer.last_token_s[index]
         if first_s is None:
             return np.empty(0)
-        first_s = max(first_s, self._load.offsets_s[index])
-        if events := self._answer.events_s[index]:
+        first_s = max(first_s, self.load.offsets_s[index])
+        if events := self.answer.events_s[index]:
             return np.maximum(events, first_s)
-        if last_s is None or self._load.output_len[index] < 2:
+        if last_s is None or self.load.output_len[index] < 2:
             return np.array([first_s])
-        gaps, last_s = self._load.output_len[index] - 1, max(last_s, first_s)
+        gaps, last_s = self.load.output_len[index] - 1, max(last_s, first_s)
         times = first_s + (last_s - first_s) * np.arange(gaps + 1.0) / gaps
         times[-1] = last_s  # as reported: a rounded sum of gaps may exceed its end
         return times
@@ -235,11 +236,11 @@ class CommandAnswers:
         )
 
 
+@dataclass
 class VirtualClock:
     """Seconds since the system's start, advanced by its requests."""
 
-    def __init__(self) -> None:
-        self._now_s = 0.0
+    _now_s: float = 0.0
 
     def now(self) -> float:
         return self._now_s
@@ -290,7 +291,7 @@ class AskedSystem:
         return ""
 
 
-class SystemSite(Site):
+class SystemSite(TrialsSite):
     def __init__(
         self, scenario: Scenario, system: AskedSystem, store: RunStore, trace: Sequence[TracedRequest] = ()
     ) -> None:
@@ -298,13 +299,6 @@ class SystemSite(Site):
         self._system = system
         self._trials = Trials(scenario, store, trace)
         self._idle = Idleness(scenario, system, clock=system.clock)
-
-    @property
-    def trace_rate(self) -> float:
-        return self._trials.trace_rate
-
-    def requests(self, record: TrialRecord) -> TrialRequests | None:
-        return self._trials.requests(record)
 
     def alone(self, cell: Cell) -> Alone:
         """Measure a single request's latency, as for greedy outputs. Raises KvbenchError."""
@@ -331,49 +325,35 @@ class SystemSite(Site):
         return replayed.load
 
 
-class SystemBench:
+@dataclass
+class SystemBench(Bench):
     """Starts the scenario's simulator for each deployment. ``trace``: requests to replay, if any.
     ``answers``: creates an in-process system instead of the command."""
 
-    alike = True
-
-    def __init__(
-        self,
-        scenario: Scenario,
-        store: RunStore,
-        trace: Sequence[TracedRequest] = (),
-        answers: Callable[[], Answering] | None = None,
-    ) -> None:
-        self._scenario = scenario
-        self._store = store
-        self._trace = trace
-        self._answers = answers
+    scenario: Scenario
+    store: RunStore
+    trace: Sequence[TracedRequest] = ()
+    answers: Callable[[], Answering] | None = None
 
     def open(self) -> AbstractContextManager[Scenario]:
-        return nullcontext(self._scenario)
-
-    def gives_reference(self, planned: DeploymentPlan) -> bool:
-        return False  # it has no outputs
-
-    def problem(self, planned: DeploymentPlan) -> None:
-        """Only its start shows whether it runs."""
+        return nullcontext(self.scenario)
 
     @contextmanager
     def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
-        simulator = self._scenario.deployment.engine_options.simulator
-        told = dict(self._store.manifest.get("simulated_with") or {})
+        simulator = self.scenario.deployment.engine_options.simulator
+        told = dict(self.store.manifest.get("simulated_with") or {})
         who = f"external simulator, the command: {simulator.command}"
-        self._store.update(simulated_with=told | {planned.label: who})
+        self.store.update(simulated_with=told | {planned.label: who})
         with self._answering("-".join(filter(None, (planned.label, round_)))) as answering:
-            yield SystemSite(self._scenario, AskedSystem(self._scenario, answering), self._store, self._trace)
+            yield SystemSite(self.scenario, AskedSystem(self.scenario, answering), self.store, self.trace)
 
     @contextmanager
     def _answering(self, name: str) -> Iterator[Answering]:
-        if self._answers is not None:
-            yield self._answers()
+        if self.answers is not None:
+            yield self.answers()
             return
-        with scratch(scratch_prefix(self._store.path), self._store.path.name) as specs:
-            launcher = LocalLauncher(self._store.run_tag, self._store.logs / name, specs)
-            simulator = self._scenario.deployment.engine_options.simulator
+        with scratch(scratch_prefix(self.store.path), self.store.path.name) as specs:
+            launcher = LocalLauncher(self.store.run_tag, self.store.logs / name, specs)
+            simulator = self.scenario.deployment.engine_options.simulator
             with SimulatorProcess(simulator, launcher) as process:
                 yield CommandAnswers(process)

@@ -168,10 +168,10 @@ class Backend:
 
     name: str
     title: str
-    ops: tuple[Op, ...]
-    check: Callable[[], Problem | None]
     open: Callable[[Mapping[str, Any]], Endpoint]
-    env: Callable[[Mapping[str, Any]], dict[str, str]]
+    ops: tuple[Op, ...] = ("read", "write")
+    check: Callable[[], Problem | None] = lambda: None
+    env: Callable[[Mapping[str, Any]], dict[str, str]] = lambda options: {}
     """Environment that must be set before the library is loaded (MC_*, UCX_*)."""
     load: Callable[[], dict[str, str]] | None = None
     """Import a native library and return its name and version; called in a child process only. Raises

@@ -98,10 +98,8 @@ class GlooEndpoint(TwoSidedEndpoint):
 BACKEND = Backend(
     name="gloo",
     title="Gloo (torch)",
-    ops=("read", "write"),
     check=check,
     open=GlooEndpoint,
-    env=lambda options: {},
     load=load,
     optional=True,
 )

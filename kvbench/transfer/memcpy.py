@@ -39,10 +39,7 @@ class MemcpyEndpoint(CopyEndpoint):
 BACKEND = Backend(
     name="memcpy",
     title="memcpy (within one process; the machine's limit)",
-    ops=("read", "write"),
-    check=lambda: None,
     open=MemcpyEndpoint,
-    env=lambda options: {},
     protocols=("memcpy",),
     nics=False,
     loopback_only=True,

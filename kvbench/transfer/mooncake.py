@@ -297,7 +297,6 @@ def _tcp_lane(address: str) -> EngineLane:
 BACKEND = Backend(
     name="mooncake",
     title="Mooncake Transfer Engine",
-    ops=("read", "write"),
     check=native.mooncake_absent,
     open=MooncakeEndpoint,
     env=env,

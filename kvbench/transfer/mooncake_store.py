@@ -120,6 +120,7 @@ def load() -> dict[str, str]:
 
 def env(options: Mapping[str, Any]) -> dict[str, str]:
     """Return short timeouts for a lost master, and the transport, forced by a variable's presence."""
+    host = urlsplit(str(options.get("mooncake_store_metadata_server", ""))).hostname
     return {
         "MC_TCP_BIND_ADDRESS": variable_value("MC_TCP_BIND_ADDRESS", _address(options), "127.0.0.1"),
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",
@@ -127,13 +128,8 @@ def env(options: Mapping[str, Any]) -> dict[str, str]:
         "MC_RPC_CONNECT_TIMEOUT_MS": variable_value("MC_RPC_CONNECT_TIMEOUT_MS", None, "3000"),
         "MC_FORCE_HCA" if options.get("protocol", "tcp") == "rdma" else "MC_FORCE_TCP": "1",
         # libcurl, used for an HTTP metadata server, would use a proxy from the environment.
-        **unproxied(os.environ, _metadata_hosts(options)),
+        **unproxied(os.environ, [host] if host else []),
     }
-
-
-def _metadata_hosts(options: Mapping[str, Any]) -> list[str]:
-    host = urlsplit(str(options.get("mooncake_store_metadata_server", ""))).hostname
-    return [host] if host else []
 
 
 def _address(options: Mapping[str, Any]) -> str:
@@ -327,7 +323,6 @@ def open_endpoint(options: Mapping[str, Any]) -> Endpoint:
 BACKEND = Backend(
     name="mooncake_store",
     title="Mooncake Store",
-    ops=("read", "write"),
     check=check,
     open=open_endpoint,
     env=env,

@@ -156,7 +156,6 @@ class NcclEndpoint(TwoSidedEndpoint):
 BACKEND = Backend(
     name="nccl",
     title="NCCL (torch)",
-    ops=("read", "write"),
     check=check,
     open=NcclEndpoint,
     env=env,

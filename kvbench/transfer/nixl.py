@@ -29,7 +29,7 @@ import select
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -410,15 +410,11 @@ class UcxEndpoint(AgentsEndpoint):
         return ticket
 
     def progress(self) -> None:
-        for agent in self._agents_with_events():
+        """Poll agents with events, or all if none reports any: polling all eight costs the busy one time."""
+        events = [] if self._ready is None else self._ready.poll(0)
+        for agent in {self._owner[fd] for fd, _ in events} or self._agents:
             with agent.lock:
                 agent.progress()
-
-    def _agents_with_events(self) -> Iterable[NixlAgent]:
-        """Yield agents with events, or all if none reports any: polling all eight costs the busy one time."""
-        if self._ready is None:
-            return self._agents
-        return {self._owner[fd] for fd, _ in self._ready.poll(0)} or self._agents
 
     def wait_fds(self) -> Sequence[int]:
         return self._fds
@@ -458,7 +454,6 @@ def open_endpoint(options: Mapping[str, Any]) -> Endpoint:
 BACKEND = Backend(
     name="nixl",
     title="NIXL (UCX)",
-    ops=("read", "write"),
     check=check,
     open=open_endpoint,
     env=env,

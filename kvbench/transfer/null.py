@@ -52,10 +52,7 @@ class NullEndpoint(Endpoint):
 BACKEND = Backend(
     name="null",
     title="null (moves nothing)",
-    ops=("read", "write"),
-    check=lambda: None,
     open=lambda options: NullEndpoint(),
-    env=lambda options: {},
     moves_bytes=False,
     protocols=("none",),
     nics=False,

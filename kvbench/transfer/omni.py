@@ -50,10 +50,6 @@ def _example(endpoint: OmniEndpoint, layout: Layout) -> dict[str, Any]:
     return {"host": endpoint.host}
 
 
-def _shared_memory(endpoint: OmniEndpoint, layout: Layout) -> dict[str, Any]:
-    return {"stage_id": 0}
-
-
 def _store(endpoint: OmniEndpoint, layout: Layout) -> dict[str, Any]:
     return {
         "host": endpoint.host,
@@ -83,7 +79,9 @@ def _yuanrong(endpoint: OmniEndpoint, layout: Layout) -> dict[str, Any]:
 KINDS: dict[str, Kind] = {
     "example": Kind("kvbench.transfer.parts.stores.omniexample:ExampleConnector", _example, "tcp"),
     "SharedMemoryConnector": Kind(
-        f"{CONNECTORS}.shm_connector:SharedMemoryConnector", _shared_memory, "shared memory"
+        f"{CONNECTORS}.shm_connector:SharedMemoryConnector",
+        lambda endpoint, layout: {"stage_id": 0},
+        "shared memory",
     ),
     "MooncakeStoreConnector": Kind(
         f"{CONNECTORS}.mooncake_store_connector:MooncakeStoreConnector", _store, "tcp (configured)"
@@ -94,7 +92,9 @@ KINDS: dict[str, Kind] = {
         "tcp (configured)",
     ),
     "YuanrongConnector": Kind(
-        f"{CONNECTORS}.yuanrong_connector:YuanrongConnector", _yuanrong, "tcp (configured)"
+        f"{CONNECTORS}.yuanrong_connector:YuanrongConnector",
+        _yuanrong,
+        "tcp (configured)",
     ),
 }
 
@@ -278,7 +278,6 @@ def env(options: Mapping[str, Any]) -> dict[str, str]:
 BACKEND = Backend(
     name="omni",
     title="vLLM-Omni connectors",
-    ops=("read", "write"),
     check=check,
     open=OmniEndpoint,
     env=env,

@@ -88,10 +88,7 @@ class ShmEndpoint(CopyEndpoint):
 BACKEND = Backend(
     name="shm",
     title="shared memory (two processes, one host)",
-    ops=("read", "write"),
-    check=lambda: None,
     open=ShmEndpoint,
-    env=lambda options: {},
     protocols=("shm",),
     nics=False,
     loopback_only=True,

@@ -430,8 +430,6 @@ BACKEND = Backend(
     name="tcp",
     title="plain TCP sockets (reference)",
     ops=OPS,
-    check=lambda: None,
     open=TcpEndpoint,
-    env=lambda options: {},
     protocols=PROTOCOLS,
 )

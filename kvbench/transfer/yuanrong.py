@@ -205,10 +205,8 @@ class YuanrongEndpoint(KeyedEndpoint):
 BACKEND = Backend(
     name="yuanrong",
     title="openYuanrong datasystem",
-    ops=("read", "write"),
     check=check,
     open=YuanrongEndpoint,
-    env=lambda options: {},
     load=load,
     nics=False,
     optional=True,

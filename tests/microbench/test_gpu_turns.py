@@ -17,7 +17,7 @@ import pytest
 
 from kvbench.core.transfers.records import Case
 from kvbench.microbench.options import Settings
-from kvbench.microbench.sides import Key, Side, Teams
+from kvbench.microbench.sides import Side, Teams, worker_key
 
 DRIVER = r"""
 #include <stdlib.h>
@@ -91,11 +91,11 @@ memory.allocate("cuda", 3 << 19, 0)
     assert "does not fit into GPU 0: 1,048,576 bytes are free" in said
 
 
-def case(**given: Any) -> Key:
-    return Key.of(Case("nixl", "tcp", "write", 4096, 1, **{"memory": "cuda", **given}))
+def case(**given: Any) -> Case:
+    return worker_key(Case("nixl", "tcp", "write", 4096, 1, **{"memory": "cuda", **given}))
 
 
-def turns_of(key: Key, one: Side, other: Side) -> list[tuple[str, int]]:
+def turns_of(key: Case, one: Side, other: Side) -> list[tuple[str, int]]:
     teams = Teams({"initiator": one, "target": other}, Settings(), workers=None)  # type: ignore[arg-type]
     counts = (("initiator", key.initiators), ("target", key.targets))
     return [

@@ -201,7 +201,7 @@ _DATES = {
     "processes/loadgen/sockets/clock.py": 1,
     "processes/loadgen/run.py": 1,
     "microbench/cases.py": 1,
-    "sweep/trial/load_plan.py": 1,
+    "sweep/trial/trial.py": 1,
 }
 _MEASURING = (
     *(
@@ -212,7 +212,7 @@ _MEASURING = (
 )
 _MODULES = (
     *("sweep/cell", "sweep/sweep", "sweep/trial/loadgen_driver", "sweep/trial/trial"),
-    *("sweep/trial/judging", "sweep/trial/load_plan", "sweep/trial/readings"),
+    "sweep/trial/readings",
     *("sweep/selftest_server", "hosts/telemetry"),
     *("launchers/parts/liveness", "deployment/liveness", "deployment/deployment"),
 )

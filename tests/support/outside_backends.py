@@ -114,10 +114,8 @@ def _backend(
     return Backend(
         name=name,
         title=name,
-        ops=("read", "write"),
         check=lambda: problem,
         open=open_it,
-        env=lambda options: {},
         moves_bytes=moves_bytes,
     )
 

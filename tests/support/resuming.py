@@ -11,6 +11,7 @@ from typing import Any
 
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import RequestRecord, TrialRecord
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.checksums import CHECKSUMS, begin_checksums
@@ -22,7 +23,6 @@ from kvbench.sweep.cell import Fixed
 from kvbench.sweep.display import Silent
 from kvbench.sweep.simulate import SimulatedBench
 from kvbench.sweep.sweep import searching_sweep
-from kvbench.sweep.trial.load_plan import TrialPlan
 
 Tape = dict[TrialPlan, tuple[TrialRecord, list[RequestRecord]]]
 WORDS = ("trials.jsonl", "cells.jsonl", "manifest.json", "plan.json", "environment.json", "scenario.yaml")

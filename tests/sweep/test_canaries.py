@@ -21,6 +21,7 @@ from kvbench.core.canaries.pool import AFTER_FAILURE, CanaryPool
 from kvbench.core.canaries.tally import Tally
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.records import Cell, Outputs, RequestRecord
+from kvbench.core.search.load_plan import Offered, TrialPlan, planned
 from kvbench.deployment.single_requests import Completion
 from kvbench.errors import ServerError
 from kvbench.planning.overrides import CliOptions, resolve
@@ -39,7 +40,6 @@ from kvbench.sweep.trial.canary_supply import (
     CanarySupply,
     right_answers,
 )
-from kvbench.sweep.trial.load_plan import Offered, TrialPlan, planned
 from kvbench.sweep.verify.audit import audit
 from tests.processes.exact_server.test_exact import exact, trouble
 

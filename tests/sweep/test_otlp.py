@@ -12,12 +12,12 @@ import pytest
 pytest.importorskip("opentelemetry.sdk.metrics", reason="pip install opentelemetry-sdk")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="needs the extra otlp")
 
+from kvbench.core.load.workers import Progress
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.results.run import CellResult
 from kvbench.sweep.display import Silent
 from kvbench.sweep.otlp import OtlpWatcher, meter
 from kvbench.sweep.strategies import Standing
-from kvbench.sweep.trial.loadgen_driver import Progress
 
 CELL = Cell("nixl", 1024, 16)
 

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from sample_run import ENVIRONMENT, PLAN, SCENARIO, make_requests, make_trial
 
+from kvbench.core.load.workers import Progress
 from kvbench.core.records import Cell, TrialRecord, VerdictKind
 from kvbench.report.report import render_terminal
 from kvbench.report.sections.requests import subject_lines
@@ -21,7 +22,6 @@ from kvbench.report.watch_state import RunWatch
 from kvbench.results.run import LIVE, load_run
 from kvbench.results.store import CellResult, RunInfo, RunStore
 from kvbench.sweep.display import Display, Silent, why
-from kvbench.sweep.trial.loadgen_driver import Progress
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 WIDTHS = (60, 80, 100, 120, 160)

@@ -22,6 +22,7 @@ from kvbench import transfer
 from kvbench.core.canaries.tally import Tally
 from kvbench.core.gates.lies import LIES
 from kvbench.core.records import TrialRecord
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.core.search.methods import STEADY_GATES
 from kvbench.deployment.deployment import with_ports
 from kvbench.launchers.local import LocalLauncher
@@ -33,7 +34,6 @@ from kvbench.sweep.deployed import DeployedSite
 from kvbench.sweep.display import Silent
 from kvbench.sweep.selftest_server import exact_server
 from kvbench.sweep.sweep import deployed_sweep
-from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.trial.trial import TrialRunner
 
 from .cases import EASY, FOREIGN, Case

@@ -16,17 +16,17 @@ from typing import Final, Literal
 
 import numpy as np
 
+from kvbench.core.load.workers import LoadResult
 from kvbench.core.records import Finding, RequestRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.judging import PlannedTrial, SiteReadings, judge
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.core.search.methods import STEADY_GATES
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
 from kvbench.sweep.simulator_process import read_answer
 from kvbench.sweep.system import Replay
-from kvbench.sweep.trial.judging import SiteReadings, judge
-from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan
-from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.trial.trial import stop_grace_s
 from tools.bench import arguments
 

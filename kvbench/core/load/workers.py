@@ -1,14 +1,87 @@
-"""Number of load generator processes, and the merge of their reports into one trial. Pure."""
+"""Load generator processes: how many, their reports, and the merge into one trial. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A request with its final outcome. ``index``: in the plan; times in seconds, None if it did not get
+    there. ``turn``, ``session_s``: as in a RequestRecord."""
+
+    index: int
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2el_s: float | None = None
+    error: str = ""
+    turn: int | None = None
+    session_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counts of the running generator. ``settled``: outcomes since the last progress."""
+
+    t_s: float = 0.0
+    sent: int = 0
+    done: int = 0
+    met: int = 0
+    missed: int = 0
+    in_flight: int = 0
+    waiting_first: int = 0
+    lag_ms: float = 0.0
+    settled: tuple[Settled, ...] = ()
+    offsets_s: tuple[float, ...] = ()
+    """Due times of the requests sent since the last progress, if not planned: turns of sessions."""
+    prepared: int | None = None
+    """Number of prepared requests, or None once the load runs."""
+
+    @classmethod
+    def from_json(cls, event: Mapping[str, Any]) -> Progress:
+        known = {key: event[key] for key in cls.__dataclass_fields__ if key in event}
+        known["settled"] = tuple(Settled(*each) for each in event.get("settled", ()))
+        known["offsets_s"] = tuple(event.get("offsets_s", ()))
+        return cls(**known)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """Records of every planned request that was sent or due, and client figures."""
+
+    records: list[RequestRecord]
+    reason: str
+    duration_s: float
+    client: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def cancelled(self) -> int:
+        """Number of requests dropped when the load was stopped."""
+        return sum(record.error == "cancelled" for record in self.records)
+
+
+def sum_progress(latest: Sequence[Progress], fresh: Progress) -> Progress:
+    """Sum the workers' latest counts; ``fresh`` is the newest report."""
+    return Progress(
+        t_s=max(each.t_s for each in latest),
+        sent=sum(each.sent for each in latest),
+        done=sum(each.done for each in latest),
+        met=sum(each.met for each in latest),
+        missed=sum(each.missed for each in latest),
+        in_flight=sum(each.in_flight for each in latest),
+        waiting_first=sum(each.waiting_first for each in latest),
+        lag_ms=max(each.lag_ms for each in latest),
+        settled=fresh.settled,
+        offsets_s=fresh.offsets_s,
+    )
+
 
 CHUNKS_PER_WORKER: Final = 40_000.0
 """Streamed chunks per second and process: under half of what one core records in Python (about 100,000, `make

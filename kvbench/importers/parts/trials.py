@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from kvbench.core.records import Cell, TrialRecord
@@ -143,7 +143,7 @@ def distribution(row: ServingRow, latency: str) -> dict[str, float | None]:
         "p99": None,
         "max": None,
     }
-    if not _has(row.figures, latency):
+    if not any(each and each["latency"] == latency for each in map(_STATISTIC.fullmatch, row.figures)):
         return found
     if latency in ("ttft", "e2el"):
         found["n"] = row.figures.get("completed")
@@ -159,12 +159,6 @@ def distribution(row: ServingRow, latency: str) -> dict[str, float | None]:
                 continue  # the same figure twice in one block
             found[statistic] = value
     return found
-
-
-def _has(figures: Mapping[str, float], latency: str) -> bool:
-    return any(
-        (reported := _STATISTIC.fullmatch(name)) and reported["latency"] == latency for name in figures
-    )
 
 
 MOST_GB_PER_S: Final = 10_000.0
@@ -219,7 +213,10 @@ def _impossible(record: TransferRecord) -> str:
 
 def _unusable(row: ServingRow) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    by_latency = {name: dict(_of_latency(row.figures, name)) for name in LATENCIES}
+    by_latency: dict[str, dict[str, float]] = {name: {} for name in LATENCIES}
+    for name, value in row.figures.items():
+        if (parts := _OF_LATENCY.fullmatch(name)) and parts["latency"] in by_latency:
+            by_latency[parts["latency"]][parts["statistic"]] = value
     if row.figures.get("completed") == 0:
         names = [name for name in row.figures if _OF_LATENCY.fullmatch(name)]
         return {"no request was completed, so no latency was measured": names} if names else {}
@@ -243,13 +240,6 @@ def _unusable(row: ServingRow) -> dict[str, list[str]]:
     if negative:
         found[f"{', '.join(negative)} below 0: impossible"] = negative
     return found
-
-
-def _of_latency(figures: Mapping[str, float], latency: str) -> Iterator[tuple[str, float]]:
-    for name, value in figures.items():
-        found = _OF_LATENCY.fullmatch(name)
-        if found and found["latency"] == latency:
-            yield found["statistic"], value
 
 
 def _no_latency(latency: str, values: Mapping[str, float]) -> str:

@@ -133,14 +133,6 @@ def _require_free(root: Path, asked: Frame) -> None:
         require_free_port(str(asked["address"]), int(port), str(name))
 
 
-def _free_ports(root: Path, asked: Frame) -> dict[str, Any]:
-    return {"ports": free_ports(str(asked["address"]), [int(count) for count in asked["counts"]])}
-
-
-def _listens(root: Path, asked: Frame) -> dict[str, Any]:
-    return {"listens": listens(str(asked["address"]), int(asked["port"]))}
-
-
 @functools.cache
 def _client() -> Any:
     from kvbench.hosts import web
@@ -210,10 +202,6 @@ def _call(root: Path, asked: Frame) -> dict[str, Any]:
     return call(str(asked["own"]), str(asked["address"]), int(asked["port"]))
 
 
-def _exists(root: Path, asked: Frame) -> dict[str, Any]:
-    return {"exists": Path(str(asked["path"])).expanduser().exists()}
-
-
 def _nics(root: Path, asked: Frame) -> dict[str, Any]:
     from kvbench.hosts.nics.listing import listing
 
@@ -243,15 +231,17 @@ ANSWERS: Final[Mapping[str, Callable[[Path, Frame], Any]]] = {
     "read": _read,
     "forget": _forget,
     "require_free": _require_free,
-    "free_ports": _free_ports,
-    "listens": _listens,
+    "free_ports": lambda root, asked: {
+        "ports": free_ports(str(asked["address"]), [int(count) for count in asked["counts"]])
+    },
+    "listens": lambda root, asked: {"listens": listens(str(asked["address"]), int(asked["port"]))},
     "http": _http,
     "environment": _environment,
     "tagged": _tagged,
     "end": _end,
     "listen": _listen,
     "call": _call,
-    "exists": _exists,
+    "exists": lambda root, asked: {"exists": Path(str(asked["path"])).expanduser().exists()},
     "gpus": _gpus,
     "nics": _nics,
     "lacking": _missing_backends,

@@ -8,6 +8,7 @@ import os
 import queue
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -98,23 +99,25 @@ class LogFeed:
         return note
 
 
+@dataclass
 class AgentJob:
     """One process and what kvbench receives from it. ``key``: its name on both sides."""
 
-    def __init__(self, key: str, process: LocalProcess, outbox: Outbox, *, piped: bool) -> None:
-        self.key = key
-        self.process = process
-        self.piped = piped
+    key: str
+    process: LocalProcess
+    outbox: Outbox
+    piped: bool = field(kw_only=True)
+
+    def __post_init__(self) -> None:
         self.end_reported = False
-        self._outbox = outbox
-        self._log = LogFeed(process.log_path)
+        self._log = LogFeed(self.process.log_path)
         self._unwritten = bytearray()
         self._closing = False
         self._silent = False
         self._reaping = threading.Lock()
-        if piped:
-            os.set_blocking(process.stdin.fileno(), False)
-            os.set_blocking(process.stdout.fileno(), False)
+        if self.piped:
+            os.set_blocking(self.process.stdin.fileno(), False)
+            os.set_blocking(self.process.stdout.fileno(), False)
 
     @property
     def stdin(self) -> int:
@@ -162,11 +165,11 @@ class AgentJob:
             data = b""
         self._silent = not data
         if data:
-            self._outbox.put({"event": "out", "key": self.key, "data": data.decode(ENCODING)})
+            self.outbox.put({"event": "out", "key": self.key, "data": data.decode(ENCODING)})
 
     def send_log(self) -> None:
         if text := self._log.take(LOG_BYTES_AT_ONCE):
-            self._outbox.put({"event": "log", "key": self.key, "text": text})
+            self.outbox.put({"event": "log", "key": self.key, "text": text})
 
     def rename(self, name: str) -> None:
         self.process.rename(name)
@@ -199,8 +202,8 @@ class AgentJob:
         status = self.process.poll()
         self.end_reported = True
         if text := self._log.take(LOG_END_BYTES, LOG_END_BYTES):
-            self._outbox.put({"event": "log", "key": self.key, "text": text})
-        self._outbox.put({"event": "exit", "key": self.key, "status": status})
+            self.outbox.put({"event": "log", "key": self.key, "text": text})
+        self.outbox.put({"event": "exit", "key": self.key, "status": status})
 
     def _drain(self) -> None:
         """Send the rest of its stdout; do not wait for a grandchild that keeps it open."""
@@ -211,4 +214,4 @@ class AgentJob:
                 return
             if not data:
                 return
-            self._outbox.put({"event": "out", "key": self.key, "data": data.decode(ENCODING)})
+            self.outbox.put({"event": "out", "key": self.key, "data": data.decode(ENCODING)})

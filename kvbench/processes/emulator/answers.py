@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvbench.processes.emulator.protocol import Generate
@@ -23,19 +24,20 @@ def _call(name: str, arguments: str, public_id: str) -> dict[str, Any]:
     return {"id": f"call-{public_id}", "type": "function", "function": function}
 
 
+@dataclass(eq=False)
 class ApiAnswer:
     """Base of both kinds of response. ``live`` is set once the request is submitted. ``reasoning``: number of
     a chat's tokens that are reasoning, before its text or tool call."""
 
-    def __init__(
-        self, response: Response, wanted: Generate, public_id: str, model: str, reasoning: int = 0
-    ) -> None:
-        self.response = response
-        self.wanted = wanted
-        self.public_id = public_id
-        self.model = model
+    response: Response
+    wanted: Generate
+    public_id: str
+    model: str
+    reasoning: int = 0
+
+    def __post_init__(self) -> None:
         self.created = int(time.time())
-        self.reasoning = reasoning if wanted.chat else 0
+        self.reasoning = self.reasoning if self.wanted.chat else 0
         self.live: LiveRequest | None = None
 
     def on_error(self, status: int, message: str) -> None:
@@ -67,10 +69,8 @@ class ApiAnswer:
 
 
 class WholeAnswer(ApiAnswer):
-    def __init__(
-        self, response: Response, wanted: Generate, public_id: str, model: str, reasoning: int = 0
-    ) -> None:
-        super().__init__(response, wanted, public_id, model, reasoning)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._tokens: list[int] = []
 
     def on_token(self, token: int, finish_reason: str | None) -> None:
@@ -114,12 +114,10 @@ class StreamAnswer(ApiAnswer):
     """Server-sent events, one per token. The stream begins with the first token, so a failed hand-off before
     it gets an error status."""
 
-    def __init__(
-        self, response: Response, wanted: Generate, public_id: str, model: str, reasoning: int = 0
-    ) -> None:
-        super().__init__(response, wanted, public_id, model, reasoning)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.count = 0
-        self.plain = not (wanted.continuous_usage or wanted.return_token_ids)
+        self.plain = not (self.wanted.continuous_usage or self.wanted.return_token_ids)
         head, _, tail = json.dumps(self._event(self._content(_MARK), None)).partition(json.dumps(_MARK)[1:-1])
         self._head = f"data: {head}".encode()
         self._tail = f"{tail}\n\n".encode()

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Final
 
 from kvbench.core.simulation.kv_cache import block_hashes
@@ -86,37 +87,32 @@ log = logging.getLogger(__name__)
 _INLINE_BYTES: Final = 1 << 20
 
 
+@dataclass
 class RunningEngine:
     """One model instance. ``submit`` and ``abort`` are called from the event loop; ``run`` is its task."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        timing: TimingProfile,
-        time_scale: float,
-        compute: KvCompute,
-        metrics: EngineMetrics,
-    ) -> None:
-        self.config = config
-        self.timing = timing
-        self.time_scale = time_scale
-        self.compute = compute
-        self.metrics = metrics
-        self.scheduler = Scheduler(config)
+    config: EngineConfig
+    timing: TimingProfile
+    time_scale: float
+    compute: KvCompute
+    metrics: EngineMetrics
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.config)
         self.lives: dict[EngineRequest, LiveRequest] = {}
         self._traces: dict[EngineRequest, RequestTrace] = {}
         self.on_load: Callable[[LiveRequest], None] = _no_hand_off
         """Called when a remote request's blocks are reserved: fetch its KV, then call ``kv_arrived``."""
         self.on_prefilled: Callable[[LiveRequest], None] = _no_hand_off
         """Called when a held request has ended, before its last ``on_token``."""
-        self.on_dropped: Callable[[LiveRequest], None] = _ignore
+        self.on_dropped: Callable[[LiveRequest], None] = lambda live: None
         """Called when a request ends before its hand-off was done."""
         self._work = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-bytes")
         self._wake = asyncio.Event()
         self._wake_s = 0.0
         self._sleeping: Alarm | None = None
         self._now = time.monotonic()
-        metrics.gauges = self.gauges
+        self.metrics.gauges = self.gauges
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -326,7 +322,3 @@ class RunningEngine:
 
 def _no_hand_off(live: LiveRequest) -> None:
     raise AssertionError("a request needs a hand-off and this engine has none")
-
-
-def _ignore(live: LiveRequest) -> None:
-    return None

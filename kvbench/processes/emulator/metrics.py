@@ -205,7 +205,7 @@ class EngineMetrics(Collector):
             if name.endswith("_total"):
                 yield self._counter(name.removesuffix("_total"), value)
             else:
-                yield self._gauge(name, value)
+                yield self._with_value(GaugeMetricFamily(name, name, labels=list(self._labels)), value)
         yield GaugeMetricFamily("process_start_time_seconds", "Start of the process.", self.started_s)
         yield self._counter("vllm:prompt_tokens", self.prompt_tokens)
         yield self._counter("vllm:generation_tokens", self.generation_tokens)
@@ -254,13 +254,10 @@ class EngineMetrics(Collector):
         yield self._counter("kvbench:kv_blocks_moved", self.blocks_moved)
         yield self._counter("kvbench:kv_blocks_held_locally", self.blocks_held_locally)
 
-    def _gauge(self, name: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, name, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
-
     def _counter(self, name: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, name, labels=list(self._labels))
+        return self._with_value(CounterMetricFamily(name, name, labels=list(self._labels)), value)
+
+    def _with_value(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
         family.add_metric(list(self._labels.values()), value)
         return family
 

@@ -135,7 +135,9 @@ def parse(body: bytes, chat: bool, model_name: str, vocab_size: int) -> Generate
         return_token_ids=_flag(data, "return_token_ids"),
         cache_salt=_string(data, "cache_salt"),
         tool=_named_tool(data) if chat else "",
-        kv_transfer_params=_kv_transfer_params(data),
+        kv_transfer_params=_mapping(data, "kv_transfer_params") or {}
+        if "kv_transfer_params" in data
+        else None,
     )
 
 
@@ -165,12 +167,6 @@ def _named_tool(data: Mapping[str, Any]) -> str:
     if name not in known:
         raise ApiError(400, f"tool_choice names {name!r}, which is not among the tools")
     return str(name)
-
-
-def _kv_transfer_params(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    if "kv_transfer_params" not in data:
-        return None
-    return _mapping(data, "kv_transfer_params") or {}
 
 
 def _completion_prompt(data: Mapping[str, Any], vocab_size: int) -> U64:

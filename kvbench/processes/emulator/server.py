@@ -13,6 +13,8 @@ import signal
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from kvbench.core.simulation.scheduler import EngineRequest
@@ -36,26 +38,28 @@ log = logging.getLogger(__name__)
 _METRICS_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 
 
+@dataclass
 class Api:
     """Routes requests to the engine. ``problem`` is why the engine is not healthy, or empty."""
 
-    def __init__(self, spec: EngineSpec, engine: RunningEngine, created: int) -> None:
-        self.spec = spec
-        self.engine = engine
+    spec: EngineSpec
+    engine: RunningEngine
+    created: int
+
+    def __post_init__(self) -> None:
         self.handoff: Handoff | None = None
         self.problem: Callable[[], str] = str
-        self._created = created
         self._count = 0
-        self.spans = SpanLog(spec.trace_path) if spec.trace_path else None
+        self.spans = SpanLog(self.spec.trace_path) if self.spec.trace_path else None
         self._gets = {
             "/health": self._health,
             "/metrics": self._metrics,
             "/v1/models": self._models,
             "/version": self._version,
         }
-        self._posts = {
-            "/v1/completions": self._completions,
-            "/v1/chat/completions": self._chat,
+        self._posts: dict[str, http1.Handler] = {
+            "/v1/completions": partial(self._generate, chat=False),
+            "/v1/chat/completions": partial(self._generate, chat=True),
             "/reset_prefix_cache": self._reset,
         }
 
@@ -72,12 +76,6 @@ class Api:
             _error(response, 404, f"there is no {request.path}", "NotFoundError")
 
     # -- generation -------------------------------------------------------------------------------
-
-    def _completions(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
-        self._generate(request, response, chat=False)
-
-    def _chat(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
-        self._generate(request, response, chat=True)
 
     def _generate(self, request: http1.ReceivedRequest, response: http1.Response, chat: bool) -> None:
         try:
@@ -133,7 +131,7 @@ class Api:
         model = {
             "id": self.spec.served_model_name,
             "object": "model",
-            "created": self._created,
+            "created": self.created,
             "owned_by": "kvbench-emulator",
             "root": self.spec.model.name,
             "max_model_len": self.spec.max_model_len,

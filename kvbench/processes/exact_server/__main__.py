@@ -6,14 +6,13 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import resource
 import sys
 from collections.abc import Sequence
 from typing import Final
 
 from kvbench.core.plan.processes import EXACT_SERVER_MODULE
 from kvbench.errors import InputError, KvbenchError
-from kvbench.processes.common.entry import print_error, read_spec, shorten_slice
+from kvbench.processes.common.entry import print_error, raise_open_files, read_spec, shorten_slice
 from kvbench.processes.exact_server.server import ExactServer
 from kvbench.processes.exact_server.spec import ExactSpec
 
@@ -25,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         spec = read_spec(ExactSpec, argv)
         spec.check()
-        _raise_descriptor_limit()
+        raise_open_files()
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
         server = ExactServer(spec)
     except KvbenchError as error:
@@ -46,12 +45,6 @@ def main(argv: Sequence[str]) -> int:
     gc.disable()  # a collection stops all streams, and cycles are short-lived
     server.run()
     return 0
-
-
-def _raise_descriptor_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

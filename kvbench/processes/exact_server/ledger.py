@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -124,7 +125,7 @@ def _figures(late_ms: list[float]) -> dict[str, Any]:
     late_ms.sort()
     counts, before = [], 0
     for bound in HISTOGRAM_MS:
-        count = _up_to(late_ms, bound)
+        count = bisect_right(late_ms, bound)
         counts.append([bound if math.isfinite(bound) else None, count - before])
         before = count
     return {
@@ -134,12 +135,6 @@ def _figures(late_ms: list[float]) -> dict[str, Any]:
         "max_ms": _percentile(late_ms, 100),
         "histogram_ms": counts,
     }
-
-
-def _up_to(ordered: Sequence[float], bound: float) -> int:
-    from bisect import bisect_right
-
-    return bisect_right(ordered, bound)
 
 
 def _percentile(ordered: Sequence[float], percent: float) -> float | None:

@@ -117,16 +117,13 @@ def chunk(data: bytes) -> bytes:
 
 def event(model: str, choices: list[dict[str, Any]], usage: Mapping[str, int] | None = None) -> bytes:
     """A server-sent event of a completion stream, about as long as vLLM's, as one chunk."""
-    data: dict[str, Any] = {
-        "id": "cmpl-exact",
-        "object": "text_completion",
-        "created": 0,
-        "model": model,
-        "choices": choices,
-    }
-    if usage is not None:
-        data["usage"] = dict(usage)
+    data = _completion(model, choices) | ({} if usage is None else {"usage": dict(usage)})
     return chunk(b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n")
+
+
+def _completion(model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    about = {"id": "cmpl-exact", "object": "text_completion", "created": 0}
+    return {**about, "model": model, "choices": choices}
 
 
 def choice(text: str, finish_reason: str | None = None) -> dict[str, Any]:
@@ -164,14 +161,7 @@ def plain(
 
 def whole_completion(model: str, text: str, usage: Mapping[str, int], *, produces_kv: bool) -> bytes:
     """The body of an answer that is not streamed; a prefill server adds its hand-off if requested."""
-    data: dict[str, Any] = {
-        "id": "cmpl-exact",
-        "object": "text_completion",
-        "created": 0,
-        "model": model,
-        "choices": [choice(text, "length")],
-        "usage": dict(usage),
-    }
+    data = {**_completion(model, [choice(text, "length")]), "usage": dict(usage)}
     if produces_kv:
         data["kv_transfer_params"] = {
             "do_remote_prefill": True,

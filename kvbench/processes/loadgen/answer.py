@@ -112,7 +112,8 @@ class Known:
                 stream.add_empty()
                 self._plain = False
                 return False
-            self._keep_length(len(chunk), size + mark)
+            if len(self.before) < MAX_LENGTHS:
+                self.before[len(chunk) + len(EVENT_END)] = size + mark + self.begin
             stream.add_text(text)
             self._text += text
             return True
@@ -137,11 +138,6 @@ class Known:
             return None
         text = event[len(begins) : len(event) - len(ends)]
         return None if text.translate(None, _PLAIN) else text
-
-    def _keep_length(self, length: int, size: bytes) -> None:
-        """Remember the beginning of a chunk of this length with a correct size line."""
-        if len(self.before) < MAX_LENGTHS:
-            self.before[length + len(EVENT_END)] = size + self.begin
 
     def _learn(self, event: bytes) -> None:
         """Find the bytes around the text of a token event by inserting another text, and remember them."""
@@ -350,18 +346,15 @@ class ServerAnswer:
         else:
             for number, doubt in zip(tokens, doubts, strict=False):
                 if number > 1:
-                    self._doubt(number, doubt)
+                    # All its tokens share the last one's stamp.
+                    if not self.stream.token_stamps:
+                        self.first_doubt_ns = doubt
+                    self.doubts_ns.extend(repeat(doubt, number - 1))
             self.stream.token_stamps.extend(chain.from_iterable(map(repeat, stamps[:count], tokens)))
         if not self.stream.token_stamps:  # so there was no usual read either
             chunks = b"".join(cast(list[bytes], reads[:count])).split(EVENT_END)[:-1]
             self._keep(b"".join([chunk.partition(b"\r\n")[2] + b"\n\n" for chunk in chunks]))
         return count
-
-    def _doubt(self, tokens: int, doubt_ns: int) -> None:
-        """Record the doubt of ``tokens`` tokens that share the last one's stamp."""
-        if not self.stream.token_stamps:
-            self.first_doubt_ns = doubt_ns
-        self.doubts_ns.extend(repeat(doubt_ns, tokens - 1))
 
     # the general path
 

@@ -81,7 +81,9 @@ def planned_requests(
 
 def prompt_encoder(spec: LoadSpec) -> Callable[[NDArray[np.int32]], bytes]:
     """Return a function that encodes a prompt's token ids, or its message's words, as JSON."""
-    return TokenEncoder(spec.vocab_size).encode if spec.chat is None else _message
+    if spec.chat is None:
+        return TokenEncoder(spec.vocab_size).encode
+    return lambda words: messages_json(words.tolist())
 
 
 def _share(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
@@ -119,10 +121,6 @@ def _traced(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
 def _prompt_size(spec: LoadSpec, input_len: int) -> tuple[int, int]:
     """Return a prompt's length in tokens or words, and the number of different ones."""
     return (input_len, spec.vocab_size) if spec.chat is None else (spec.chat.words(input_len), len(WORDS))
-
-
-def _message(words: NDArray[np.int32]) -> bytes:
-    return messages_json(words.tolist())
 
 
 def _length(row: Mapping[str, Any], name: str, where: str) -> int:

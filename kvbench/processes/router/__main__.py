@@ -70,10 +70,6 @@ async def collect_now_and_then() -> None:
         gc.collect()
 
 
-def one_process(spec: RouterSpec) -> int:
-    return run(NAME, lambda stop: route(Router(spec), spec, (), stop))
-
-
 def several_processes(spec: RouterSpec) -> int:
     """Run the router in ``spec.processes`` processes on one port; this process supervises them."""
     spec.backends("decode", spec.profile())  # report a spec's error once
@@ -102,7 +98,9 @@ def main(argv: Sequence[str]) -> int:
         spec = read_spec(RouterSpec, argv)
         if spec.processes < 1:
             raise InputError("the spec: 'processes' must be 1 or more")
-        return one_process(spec) if spec.processes == 1 else several_processes(spec)
+        if spec.processes > 1:
+            return several_processes(spec)
+        return run(NAME, lambda stop: route(Router(spec), spec, (), stop))
     except KvbenchError as error:
         return print_error(NAME, error)
 

@@ -107,18 +107,14 @@ async def _end(workers: Mapping[int, int]) -> list[int]:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 left.discard(pid)
-                codes.append(_exit_code(status))
+                code = os.waitstatus_to_exitcode(status)
+                # As a shell reports it; SIGTERM before its handler exists counts as 0.
+                codes.append(0 if code == -signal.SIGTERM else code if code >= 0 else 128 - code)
         if left and time.monotonic() > force_at:
             for pid in left:
                 _signal(pid, signal.SIGKILL)
         await asyncio.sleep(0.01)
     return codes
-
-
-def _exit_code(status: int) -> int:
-    """Return a process's exit code as a shell reports it; SIGTERM before its handler exists counts as 0."""
-    code = os.waitstatus_to_exitcode(status)
-    return 0 if code == -signal.SIGTERM else code if code >= 0 else 128 - code
 
 
 def _signal(pid: int, number: int) -> None:

@@ -142,14 +142,16 @@ class _Pending:
     mark: int
 
 
+@dataclass
 class WorkerLoop:
     """Answers commands, polls transfers, enforces deadlines; otherwise sleeps."""
 
-    def __init__(self, backend: Backend, endpoint: Endpoint, layout: Layout, log: NativeLog) -> None:
-        self._backend = backend
-        self._endpoint = endpoint
-        self._layout = layout
-        self._log = log
+    backend: Backend
+    endpoint: Endpoint
+    layout: Layout
+    log: NativeLog
+
+    def __post_init__(self) -> None:
         self._control: socket.socket | None = None
         self._in = bytearray()
         self._out = bytearray()
@@ -157,7 +159,7 @@ class WorkerLoop:
         self._stop_at = float("inf")
         self._transport = ""
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._peers = Peers(backend.name, endpoint, layout, self._wake_w)
+        self._peers = Peers(self.backend.name, self.endpoint, self.layout, self._wake_w)
         self._epoll = select.epoll()
 
     def run(self, control: socket.socket, ready: dict[str, Any]) -> None:
@@ -165,17 +167,19 @@ class WorkerLoop:
         control.setblocking(False)
         self._epoll.register(control, select.EPOLLIN)
         self._epoll.register(self._wake_r, select.EPOLLIN)
-        for fd in self._endpoint.wait_fds():
+        for fd in self.endpoint.wait_fds():
             self._epoll.register(fd, select.EPOLLIN)
         # Also the wake-up pipe: Python resumes an interrupted select.
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        self._transport = self._endpoint.transport()
+        self._transport = self.endpoint.transport()
         self._send({"ready": {**ready, "transport": self._transport}})
         while time.monotonic() < self._stop_at:
             self._wait()
-            self._endpoint.progress()
-            self._poll_pending()
+            self.endpoint.progress()
+            now = time.monotonic()
+            for number, pending in list(self._pending.items()):
+                self._poll_one(number, pending, now)
             for number, mark, error, peer in self._peers.connected():
                 if error:
                     self._refuse(number, error, mark)
@@ -183,7 +187,9 @@ class WorkerLoop:
                     self._answer(number, {"peer": peer})
             if self._stop_at < float("inf") and not self._pending:
                 break
-        self._flush_before_end()
+        control.settimeout(0.5)
+        with contextlib.suppress(OSError):  # the parent may have gone
+            control.sendall(self._out)
 
     def _on_sigterm(self, signum: int, frame: Any) -> None:
         self._stop_at = min(self._stop_at, time.monotonic() + TERM_GRACE_S)
@@ -191,7 +197,7 @@ class WorkerLoop:
     def _wait(self) -> None:
         now = time.monotonic()
         due = min([p.deadline for p in self._pending.values()] + [self._peers.due, self._stop_at, now + 60.0])
-        pause = self._endpoint.poll_interval_s if self._pending else self._endpoint.progress_interval_s
+        pause = self.endpoint.poll_interval_s if self._pending else self.endpoint.progress_interval_s
         timeout = max(min(due - now, due - now if pause is None else pause), 0.0)
         # epoll counts in whole milliseconds; select on the epoll set in microseconds.
         if not select.select([self._epoll], [], [], timeout)[0]:
@@ -226,7 +232,7 @@ class WorkerLoop:
     def _command(self, line: bytes) -> None:
         """Handle one request; an error becomes its answer."""
         number = -1
-        mark = self._log.mark()
+        mark = self.log.mark()
         try:
             request = json.loads(line)
             number = int(request["n"])
@@ -237,8 +243,8 @@ class WorkerLoop:
                     self._peers.connect(number, request["peer"], float(request["deadline_s"]), mark)
                 case "collect" | "offer" as side:
                     blocks = unpack_ids(request["blocks"])
-                    check_ids("local", blocks, self._layout)
-                    (self._endpoint.collect if side == "collect" else self._endpoint.offer)(blocks)
+                    check_ids("local", blocks, self.layout)
+                    (self.endpoint.collect if side == "collect" else self.endpoint.offer)(blocks)
                     self._answer(number, {})
                 case "forget":
                     self._peers.forget(str(request["peer"]))
@@ -257,41 +263,36 @@ class WorkerLoop:
         deadline_s = float(request["deadline_s"])
         peer, op = request["peer"], request["op"]
         local, remote = unpack_ids(request["local"]), unpack_ids(request["remote"])
-        if op not in self._backend.ops:
-            raise TransferError(f"{self._backend.name} cannot {op}")
+        if op not in self.backend.ops:
+            raise TransferError(f"{self.backend.name} cannot {op}")
         theirs = self._peers.layout_of(peer)
         if len(local) != len(remote):
             raise TransferError(f"{len(local)} local blocks do not pair with {len(remote)} remote ones")
-        check_ids("local", local, self._layout)
+        check_ids("local", local, self.layout)
         check_ids("remote", remote, theirs)
-        ticket = self._endpoint.prepare(peer, op, local, remote)
+        ticket = self.endpoint.prepare(peer, op, local, remote)
         try:
-            self._endpoint.start(ticket)
+            self.endpoint.start(ticket)
         except BaseException:
-            self._endpoint.release(ticket)
+            self.endpoint.release(ticket)
             raise
         pending = _Pending(ticket, began, began + deadline_s, deadline_s, mark)
         self._pending[number] = pending
         self._poll_one(number, pending, time.monotonic())
 
-    def _poll_pending(self) -> None:
-        now = time.monotonic()
-        for number, pending in list(self._pending.items()):
-            self._poll_one(number, pending, now)
-
     def _poll_one(self, number: int, pending: _Pending, now: float) -> None:
         ticket = pending.ticket
         try:
-            if self._endpoint.poll(ticket):
+            if self.endpoint.poll(ticket):
                 took_s = time.monotonic() - pending.began - ticket.prepare_s
                 result = TransferResult(ticket.nbytes, ticket.descriptors, ticket.prepare_s, took_s)
                 del self._pending[number]
-                self._endpoint.release(ticket)
+                self.endpoint.release(ticket)
                 self._answer(number, asdict(result))
             elif now >= pending.deadline:
                 del self._pending[number]
                 self._peers.give_up(ticket.peer)
-                self._endpoint.release(ticket)
+                self.endpoint.release(ticket)
                 self._refuse(
                     number,
                     f"the {ticket.op} of {ticket.nbytes} bytes did not end within {pending.deadline_s:g} s",
@@ -299,7 +300,7 @@ class WorkerLoop:
                 )
         except Exception as error:
             self._pending.pop(number, None)
-            self._endpoint.release(ticket)
+            self.endpoint.release(ticket)
             cause = str(error) if isinstance(error, KvbenchError) else f"{type(error).__name__}: {error}"
             self._refuse(number, cause, pending.mark)
 
@@ -309,12 +310,12 @@ class WorkerLoop:
         answer: dict[str, Any] = {"n": number, "ok": ok}
         if "(configured)" in self._transport or "peer" in ok:
             # It is certain only after a transfer or a connect.
-            self._transport = self._endpoint.transport()
+            self._transport = self.endpoint.transport()
             answer["transport"] = self._transport
         self._send(answer)
 
     def _refuse(self, number: int, cause: str, mark: int) -> None:
-        said = self._log.since(mark)[-LOG_LINES_IN_ERRORS:]
+        said = self.log.since(mark)[-LOG_LINES_IN_ERRORS:]
         self._send({"n": number, "error": cause, "log": said})
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -332,9 +333,3 @@ class WorkerLoop:
             self._stop_at = 0.0
             return
         self._epoll.modify(self._control, select.EPOLLIN | (select.EPOLLOUT if self._out else 0))
-
-    def _flush_before_end(self) -> None:
-        assert self._control is not None
-        self._control.settimeout(0.5)
-        with contextlib.suppress(OSError):  # the parent may have gone
-            self._control.sendall(self._out)

@@ -108,7 +108,8 @@ def measure(
     loop = _one_at_a_time if len(tickets) == 1 else _several
     try:
         with _quiet():
-            _wait_until(start_at_ns)
+            while (left := start_at_ns - time.perf_counter_ns()) > 0:
+                time.sleep(left / 1e9 - START_SPIN_S if left > 2e9 * START_SPIN_S else 0)
             cpu = time.process_time_ns()
             started = time.perf_counter_ns()
             calls = loop(endpoint, tickets, limits, waiter, times)
@@ -193,11 +194,6 @@ def _late(ticket: Ticket, limits: Limits) -> TransferError:
     return TransferError(
         f"the {ticket.op} of {ticket.nbytes} bytes did not end within {limits.call_deadline_s:g} s"
     )
-
-
-def _wait_until(moment_ns: int) -> None:
-    while (left := moment_ns - time.perf_counter_ns()) > 0:
-        time.sleep(left / 1e9 - START_SPIN_S if left > 2e9 * START_SPIN_S else 0)
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError, KvbenchError, StoreError
 from kvbench.hosts.procfs import family
-from kvbench.hosts.telemetry import Metrics
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.obstacles import require_open_files
 from kvbench.planning.overrides import CliOptions, resolve
@@ -316,21 +315,17 @@ def holdings(deployment: RunningDeployment) -> Holdings:
         known = kv_blocks(page)
         expired = [page.total(name) for each in FAMILIES for name in each.expired] if page else []
         counted = [each for each in expired if each is not None]
+        size = page.label("vllm:cache_config_info", "block_size") if page else ""
         found[process.name] = ProcessHoldings(
             process.pid,
             **_of_family(process.pid),
             blocks=None if known is None else round(known[0], 3),
             pool=None if known is None else known[1],
-            block_tokens=_block_tokens(page),
+            block_tokens=int(size) if size.isdecimal() else None,
             expired=max(counted, default=None),
             served=None if page is None else page.total("vllm:request_success_total"),
         )
     return Holdings(found)
-
-
-def _block_tokens(page: Metrics | None) -> int | None:
-    size = page.label("vllm:cache_config_info", "block_size") if page is not None else ""
-    return int(size) if size.isdecimal() else None
 
 
 def _of_family(pid: int) -> dict[str, int]:

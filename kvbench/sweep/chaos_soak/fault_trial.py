@@ -19,9 +19,11 @@ from kvbench.core.canaries.answer_kinds import CanaryResult
 from kvbench.core.chaos_soak.fault_cost import FaultCost, cost_of
 from kvbench.core.chaos_soak.fault_plan import PlannedFault
 from kvbench.core.foreign_text import visible
+from kvbench.core.load.workers import LoadResult, Progress
 from kvbench.core.metrics.metrics import summarise
 from kvbench.core.records import Finding, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import KvbenchError
 from kvbench.hosts.lab.lab import Lab
@@ -33,8 +35,6 @@ from kvbench.sweep.chaos_soak.strikes import DecodeFlood, OrphanedKv, Strike, pr
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.idle import Idleness
-from kvbench.sweep.trial.load_plan import TrialPlan
-from kvbench.sweep.trial.loadgen_driver import LoadResult, Progress
 from kvbench.sweep.trial.readings import Observer
 from kvbench.sweep.trial.trial import TrialRunner
 

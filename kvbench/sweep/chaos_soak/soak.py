@@ -16,6 +16,7 @@ from rich.console import Console
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Method
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.errors import EXIT_FAILED, EXIT_OK, StoreError
 from kvbench.planning.overrides import CliOptions
 from kvbench.report.tables.soak_rows import soak_problems
@@ -34,7 +35,6 @@ from kvbench.sweep.chaos_soak.constant_rate import (
 )
 from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.trial.canary_supply import CanarySupply
-from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.trial.trial import TrialRunner
 
 WINDOWS: Final = 60

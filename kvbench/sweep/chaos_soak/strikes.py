@@ -69,7 +69,10 @@ class PooledEngine:
 class _Hog:
     """Common part of both pool faults: targets and unique prompts."""
 
-    def __init__(self, scenario: Scenario, deployment: RunningDeployment, launcher: Launcher) -> None:
+    def __init__(
+        self, scenario: Scenario, deployment: RunningDeployment, launcher: Launcher, fault: PlannedFault
+    ) -> None:
+        self._fault = fault
         self._scenario = scenario
         self._deployment = deployment
         self._far = launcher.web(deployment.endpoints.access)
@@ -123,12 +126,6 @@ class OrphanedKv(_Hog):
     """Prefills on P without a decode: a few (``lease``), or until the pool is full (``pool``). P keeps the
     blocks until their lease ends, as after a client or D that fails between P and D."""
 
-    def __init__(
-        self, scenario: Scenario, deployment: RunningDeployment, launcher: Launcher, fault: PlannedFault
-    ) -> None:
-        super().__init__(scenario, deployment, launcher)
-        self._fault = fault
-
     def begin(self) -> str:
         server = self._server("prefill", self._fault.index)
         wanted = LEASED if self._fault.kind == "lease" else min(MOST, self._fits(server) + 1)
@@ -160,8 +157,7 @@ class DecodeFlood(_Hog):
     def __init__(
         self, scenario: Scenario, deployment: RunningDeployment, launcher: Launcher, fault: PlannedFault
     ) -> None:
-        super().__init__(scenario, deployment, launcher)
-        self._fault = fault
+        super().__init__(scenario, deployment, launcher, fault)
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from kvbench.core.canaries.answer_kinds import (
@@ -33,9 +34,9 @@ from kvbench.core.load.traces import TracedRequest, expected_hits
 from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Outputs, RequestRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.load_plan import Offered
 from kvbench.deployment.single_requests import Completion
 from kvbench.errors import ServerError
-from kvbench.sweep.trial.load_plan import Offered
 from kvbench.sweep.trial.output_check import join_outputs
 
 TOGETHER: Final = 8
@@ -190,45 +191,35 @@ def _trace_places(scenario: Scenario, trace: Sequence[TracedRequest]) -> list[in
     return [fresh[each] for each in found]
 
 
+@dataclass
 class CanarySupply:
-    """Canaries of one cell's trials. ``results``: one per trial."""
+    """Canaries of one cell's trials. ``judged_by``: reference outputs for the answers. ``results``: one per
+    trial."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        deployment: AskedDeployment,
-        pool: CanaryPool,
-        *,
-        of_reference: bool = False,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    scenario: Scenario
+    deployment: AskedDeployment
+    judged_by: CanaryPool
+    of_reference: bool = field(default=False, kw_only=True)
+    clock: Callable[[], float] = field(default=time.monotonic, kw_only=True)
+
+    def __post_init__(self) -> None:
         self.results: list[CanaryResult] = []
-        self._scenario = scenario
-        self._deployment = deployment
-        self._pool = pool
-        self._of_reference = of_reference
-        self._clock = clock
-        self._fresh = list(range(len(pool)))
+        self._fresh = list(range(len(self.judged_by)))
         self._sent = self._beside = 0
         """Requests of the cell's loads, and extra canaries."""
         self._holds_kv = False
         """Caches could not be emptied, as dropped requests still hold KV."""
-        self._repeats = not deployment.empties_caches and pool.proof == "own"
+        self._repeats = not self.deployment.empties_caches and self.judged_by.proof == "own"
 
     @property
     def pool(self) -> CanaryPool:
         """Reference outputs, with the noise of these trials if they are the reference's own."""
-        return noise_under_load(self._pool, self.results) if self._of_reference else self._pool
-
-    @property
-    def judged_by(self) -> CanaryPool:
-        """Reference outputs that judge the answers."""
-        return self._pool
+        return noise_under_load(self.judged_by, self.results) if self.of_reference else self.judged_by
 
     def places(self, offered: Offered, seed: int) -> CanaryPlaces:
         """Choose canary positions and uncached prompts for a load."""
-        checks, search = self._scenario.checks, self._scenario.search
-        if self._pool.places:
+        checks, search = self.scenario.checks, self.scenario.search
+        if self.judged_by.places:
             return self._places_in_trace(offered)
         least = LEAST_REPEATED if self._repeats else checks.min_canaries
         found = canary_places(offered.n, checks.canary_share, least, search.min_requests, seed)
@@ -242,10 +233,10 @@ class CanarySupply:
         requests = offered.requests or ()
         at = {
             place: number
-            for number, place in enumerate(self._pool.places)
+            for number, place in enumerate(self.judged_by.places)
             if number in self._fresh
             and place < len(requests)
-            and (requests[place].input_len, requests[place].output_len) == self._pool.lengths[number]
+            and (requests[place].input_len, requests[place].output_len) == self.judged_by.lengths[number]
         }
         return CanaryPlaces(at)
 
@@ -253,21 +244,21 @@ class CanarySupply:
         if not places.numbers:
             return {}
         at = [[place, number] for place, number in sorted(places.at.items())]
-        return {"canaries": {"seed": self._pool.seed, "at": at, "spares": list(places.spares)}}
+        return {"canaries": {"seed": self.judged_by.seed, "at": at, "spares": list(places.spares)}}
 
     def _refill(self) -> None:
         """Make all prompts usable again: empty the caches, unless repeats are acceptable."""
-        if len(self._fresh) == len(self._pool):
+        if len(self._fresh) == len(self.judged_by):
             return
         if not self._repeats:
-            if self._holds_kv or not self._deployment.empties_caches:
+            if self._holds_kv or not self.deployment.empties_caches:
                 return
             try:
-                self._deployment.reset_caches()
+                self.deployment.reset_caches()
             except ServerError:
                 self._holds_kv = True
                 return
-        self._fresh = list(range(len(self._pool)))
+        self._fresh = list(range(len(self.judged_by)))
 
     def used(self, records: Sequence[RequestRecord]) -> None:
         """Mark the prompts that a load sent as used."""
@@ -277,24 +268,24 @@ class CanarySupply:
 
     def ask(self, when: When, name: str, began_s: float = 0.0) -> list[AskedCanary]:
         """Send extra canaries. ``began_s``: seconds since the trial's start."""
-        allowed = int(BESIDE * self._scenario.checks.canary_share * self._sent) - self._beside
+        allowed = int(BESIDE * self.scenario.checks.canary_share * self._sent) - self._beside
         count = min(AFTER_TRIAL if when == "after_trial" else AT_END, max(1, allowed))
         if len(self._fresh) < count:
             self._refill()
         numbers = self._fresh[-count:] if self._fresh else []
-        same = [n for n in numbers if self._pool.lengths[n][1] == self._pool.lengths[numbers[0]][1]]
+        same = [n for n in numbers if self.judged_by.lengths[n][1] == self.judged_by.lengths[numbers[0]][1]]
         if not same:
             return []
         self._fresh = [number for number in self._fresh if number not in same]
         self._beside += len(same)
-        prompts = [self._pool.prompt(number) for number in same]
-        length = min(COMPARED_TOKENS, self._pool.lengths[same[0]][1])
-        began = self._clock()
+        prompts = [self.judged_by.prompt(number) for number in same]
+        length = min(COMPARED_TOKENS, self.judged_by.lengths[same[0]][1])
+        began = self.clock()
         try:
-            answers = self._deployment.complete_all(prompts, length, scored=False)
+            answers = self.deployment.complete_all(prompts, length, scored=False)
         except ServerError:
             return []  # not a wrong answer; failures show in the trials
-        ended_s = began_s + self._clock() - began
+        ended_s = began_s + self.clock() - began
         return [
             AskedCanary(
                 number, answer.text, f"{name}-{when.replace('_', '-')}-{number}", began_s, ended_s, when
@@ -305,7 +296,7 @@ class CanarySupply:
     def judged(self, records: Sequence[RequestRecord], asked: Sequence[AskedCanary] = ()) -> CanaryResult:
         """Judge and keep a trial's canaries."""
         result = judge_canaries(
-            self._pool, records, asked, of_reference=self._of_reference, repeated=self._repeats
+            self.judged_by, records, asked, of_reference=self.of_reference, repeated=self._repeats
         )
         self.results.append(result)
         return result

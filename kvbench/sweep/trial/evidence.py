@@ -14,11 +14,11 @@ from kvbench.core.gates.evidence import (
     EngineFigures,
     RouterFigures,
 )
+from kvbench.core.load.workers import LoadResult
 from kvbench.core.metrics.ttft_breakdown import Phases, RouterTimes, hand_off_parts, ttft_breakdown
 from kvbench.core.records import RequestRecord
 from kvbench.hosts.telemetry import Metrics, Sampler, difference, quantile
 from kvbench.sweep.trial.kv_counters import Pages, RoleKv, grown, kv_columns, role_kv, served_requests
-from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 _LAG: Final = "kvbench:emulator_step_lag_seconds"
 _TRANSFER_LAG: Final = "kvbench:emulator_transfer_lag_seconds"
@@ -78,6 +78,8 @@ def _figures_of(pages: Pages) -> EngineFigures:
     prompt_tokens = grown(pages, "vllm:prompt_tokens_total")
     prefix_hits = grown(pages, "vllm:prefix_cache_hits_total")
     blocks = {label for _, page in pages if (label := page.label("vllm:cache_config_info", "block_size"))}
+    starts = [(start.total(_STARTED), end.total(_STARTED)) for start, end in pages]
+    restarted = [first != last for first, last in starts if None not in (first, last)]
     return EngineFigures(
         prompt_tokens=prompt_tokens,
         prefix_queries=grown(pages, "vllm:prefix_cache_queries_total"),
@@ -94,7 +96,7 @@ def _figures_of(pages: Pages) -> EngineFigures:
         paced_s=grown(pages, "kvbench:emulator_paced_transfer_seconds_total"),
         block_tokens=int(blocks.pop()) if len(blocks) == 1 and min(blocks).isdigit() else None,
         generation_tokens=grown(pages, "vllm:generation_tokens_total"),
-        restarts=_restarts(pages),
+        restarts=float(sum(restarted)) if restarted else None,
         instances=len(pages),
         served=_work_done(pages),
         cache_tokens=_cache_tokens(pages),
@@ -119,13 +121,6 @@ def _work_done(pages: Pages) -> tuple[float, ...]:
         if known and len(known) == len(counts):
             return tuple(known)
     return ()
-
-
-def _restarts(pages: Pages) -> float | None:
-    """Number of instances restarted between the readings, by their process start time."""
-    starts = [(start.total(_STARTED), end.total(_STARTED)) for start, end in pages]
-    known = [before != after for before, after in starts if None not in (before, after)]
-    return float(sum(known)) if known else None
 
 
 def with_slots(

@@ -18,85 +18,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench.core.load.workers import merge_clients, merge_records, require_common_start, turn_records
+from kvbench.core.load.workers import (
+    LoadResult,
+    Progress,
+    merge_clients,
+    merge_records,
+    require_common_start,
+    sum_progress,
+    turn_records,
+)
 from kvbench.core.plan.processes import LOADGEN_MODULE, ProcessSpec
-from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError, ProcessDiedError, ProcessHungError, StoreError
 from kvbench.hosts.procfs import cpu_s
 from kvbench.launchers.base import Launcher, Place, Process
 from kvbench.processes.common.record_file import read_records
-
-
-@dataclass(frozen=True)
-class Settled:
-    """A request with its final outcome. ``index``: in the plan; times in seconds, None if it did not get
-    there. ``turn``, ``session_s``: as in a RequestRecord."""
-
-    index: int
-    ttft_s: float | None = None
-    tpot_s: float | None = None
-    e2el_s: float | None = None
-    error: str = ""
-    turn: int | None = None
-    session_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Counts of the running generator. ``settled``: outcomes since the last progress."""
-
-    t_s: float = 0.0
-    sent: int = 0
-    done: int = 0
-    met: int = 0
-    missed: int = 0
-    in_flight: int = 0
-    waiting_first: int = 0
-    lag_ms: float = 0.0
-    settled: tuple[Settled, ...] = ()
-    offsets_s: tuple[float, ...] = ()
-    """Due times of the requests sent since the last progress, if not planned: turns of sessions."""
-    prepared: int | None = None
-    """Number of prepared requests, or None once the load runs."""
-
-    @classmethod
-    def from_json(cls, event: Mapping[str, Any]) -> Progress:
-        known = {key: event[key] for key in cls.__dataclass_fields__ if key in event}
-        known["settled"] = tuple(Settled(*each) for each in event.get("settled", ()))
-        known["offsets_s"] = tuple(event.get("offsets_s", ()))
-        return cls(**known)
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """Records of every planned request that was sent or due, and client figures."""
-
-    records: list[RequestRecord]
-    reason: str
-    duration_s: float
-    client: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def cancelled(self) -> int:
-        """Number of requests dropped when the load was stopped."""
-        return sum(record.error == "cancelled" for record in self.records)
-
-
-def sum_progress(latest: Sequence[Progress], fresh: Progress) -> Progress:
-    """Sum the workers' latest counts; ``fresh`` is the newest report."""
-    return Progress(
-        t_s=max(each.t_s for each in latest),
-        sent=sum(each.sent for each in latest),
-        done=sum(each.done for each in latest),
-        met=sum(each.met for each in latest),
-        missed=sum(each.missed for each in latest),
-        in_flight=sum(each.in_flight for each in latest),
-        waiting_first=sum(each.waiting_first for each in latest),
-        lag_ms=max(each.lag_ms for each in latest),
-        settled=fresh.settled,
-        offsets_s=fresh.offsets_s,
-    )
-
 
 _ERROR = re.compile(r"([a-z_][\w.]*\.)?([A-Z]\w*(Error|Exception|Exit|Interrupt)|kvbench\.loadgen)\b.*")
 CAUSE_CHARS = 300
@@ -113,18 +48,18 @@ TOGETHER_S = 0.05
 """Delay of a common start, so that each worker receives it before."""
 
 
+@dataclass
 class Spare:
     """A generator process started in advance, waiting for its spec on stdin: starting Python takes 0.25 s of
     a core between two trials."""
 
-    def __init__(self, launcher: Launcher) -> None:
-        self._launcher = launcher
-        self._process: Process | None = None
+    launcher: Launcher
+    _process: Process | None = None
 
     def prepare(self) -> None:
         if self._process is None or self._process.poll() is not None:
             wanted = ProcessSpec(name="loadgen-spare", argv=(*COMMAND, "-"))
-            self._process = self._launcher.start(wanted, piped=True)
+            self._process = self.launcher.start(wanted, piped=True)
 
     def take(self, spec: Mapping[str, Any], name: str) -> Process | None:
         """Give the waiting process its spec and a name and return it, or None."""
@@ -137,36 +72,28 @@ class Spare:
 
     def close(self) -> None:
         if self._process is not None:
-            self._launcher.stop([self._process])
+            self.launcher.stop([self._process])
             self._process.log_path.unlink(missing_ok=True)
             self._process = None
 
 
+@dataclass
 class LoadGenerator:
     """One run of ``workers`` processes of ``command``, whose argument is the path of its spec. ``spare``: a
     waiting process; the next one starts once this load runs."""
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        spec: Mapping[str, Any],
-        name: str = "loadgen",
-        workers: int = 1,
-        command: Sequence[str] = COMMAND,
-        spare: Spare | None = None,
-    ) -> None:
-        self._spec = dict(spec)
-        self._command = tuple(command)
-        self._launcher = launcher
-        self._name = name
-        self._count = workers
-        self._workers: list[_Worker] = []
-        self._deadline = 0.0
-        self._spare = spare
+    launcher: Launcher
+    spec: Mapping[str, Any]
+    name: str = "loadgen"
+    workers: int = 1
+    command: Sequence[str] = COMMAND
+    spare: Spare | None = None
+    _running: list[_Worker] = field(default_factory=list)
+    _deadline: float = 0.0
 
     @property
     def pids(self) -> list[int]:
-        return [worker.process.pid for worker in self._workers]
+        return [worker.process.pid for worker in self._running]
 
     def run(
         self, on_progress: Callable[[Progress], bool], check: Callable[[], None], deadline_s: float
@@ -175,36 +102,40 @@ class LoadGenerator:
         Raises ProcessDiedError if a generator dies, KvbenchError after the deadline. All processes and record
         files are removed at the end."""
         try:
-            for index in range(self._count):
-                self._workers.append(self._start(index))
+            for index in range(self.workers):
+                self._running.append(self._start(index))
             self._converse(on_progress, check, deadline_s)
             return self._join()
         finally:
-            self._launcher.stop([worker.process for worker in self._workers])
-            for worker in self._workers:
-                worker.forget_records()
-            self._workers = []
+            self.launcher.stop([worker.process for worker in self._running])
+            for worker in self._running:
+                path = worker.records_path
+                with contextlib.suppress(KvbenchError):  # a lost host keeps nothing
+                    worker.place.forget(path)
+                for piece in path.parent.glob(f"{path.name}*"):
+                    piece.unlink(missing_ok=True)
+            self._running = []
 
     def _start(self, index: int) -> _Worker:
-        spec, name = {**self._spec, "wait_for_go": True}, self._name
+        spec, name = {**self.spec, "wait_for_go": True}, self.name
         path = Path(str(spec["records_path"]))
-        if self._count > 1:
+        if self.workers > 1:
             name = f"{name}-w{index}"
             path = path.with_name(f"{path.stem}-w{index}{path.suffix}")
-            spec |= {"worker": index, "workers": self._count}
-        place = self._launcher.place_of(name)
+            spec |= {"worker": index, "workers": self.workers}
+        place = self.launcher.place_of(name)
         spec["records_path"] = place.path_of(path)
         for key in ("requests_path", "sessions_path"):
-            if self._spec.get(key):
-                requests = Path(str(self._spec[key]))
+            if self.spec.get(key):
+                requests = Path(str(self.spec[key]))
                 place.put(requests)
                 spec[key] = place.path_of(requests)
         # The waiting process is on the host of the first.
-        waits = self._spare is not None and place.host == self._launcher.host_of("loadgen-spare")
-        process = self._spare.take(spec, name) if self._spare is not None and waits else None
+        waits = self.spare is not None and place.host == self.launcher.host_of("loadgen-spare")
+        process = self.spare.take(spec, name) if self.spare is not None and waits else None
         if process is None:
-            wanted = ProcessSpec(name=name, argv=self._command, spec=spec)
-            process = self._launcher.start(wanted, piped=True)
+            wanted = ProcessSpec(name=name, argv=tuple(self.command), spec=spec)
+            process = self.launcher.start(wanted, piped=True)
         return _Worker(process, path, place)
 
     def _converse(
@@ -212,27 +143,26 @@ class LoadGenerator:
     ) -> None:
         """Handle the workers from the first event to the last end."""
         self._deadline = time.monotonic() + PREPARE_DEADLINE_S
-        waiting, stopping = self._count, False
+        waiting, stopping = self.workers, False
         for worker, event in self._events(check):
             kind = event.get("event")
             if kind == "ready":
                 waiting -= 1
                 if not waiting:
                     self._deadline = time.monotonic() + deadline_s
-                    self._expect_progress()
                     self._go()
-                    if self._spare is not None:
-                        self._spare.prepare()
+                    if self.spare is not None:
+                        self.spare.prepare()
             elif kind == "preparing":
                 worker.prepared = int(event["done"])
                 self._deadline = time.monotonic() + PREPARE_DEADLINE_S
-                on_progress(Progress(prepared=sum(each.prepared for each in self._workers)))
+                on_progress(Progress(prepared=sum(each.prepared for each in self._running)))
             elif kind == "progress":
                 worker.progress = Progress.from_json(event)
-                latest = [each.progress for each in self._workers]
+                latest = [each.progress for each in self._running]
                 if on_progress(sum_progress(latest, worker.progress)) and not stopping:
                     stopping = True
-                    grace_s = float(self._spec.get("stop_grace_s", 0.0))
+                    grace_s = float(self.spec.get("stop_grace_s", 0.0))
                     self._deadline = min(self._deadline, time.monotonic() + grace_s + STOP_DEADLINE_S)
                     self._say_to_all("stop")
             elif kind == "unwritten":
@@ -243,13 +173,13 @@ class LoadGenerator:
                 )
             elif kind == "end":
                 worker.end = event
-                if all(each.end is not None for each in self._workers):
+                if all(each.end is not None for each in self._running):
                     return
         raise AssertionError("unreachable: the events end by the last end event or an error")
 
     def _events(self, check: Callable[[], None]) -> Iterator[tuple[_Worker, dict[str, Any]]]:
         with selectors.DefaultSelector() as selector:
-            for worker in self._workers:
+            for worker in self._running:
                 os.set_blocking(worker.process.stdout.fileno(), False)
                 selector.register(worker.process.stdout.fileno(), selectors.EVENT_READ, worker)
             while True:
@@ -266,14 +196,9 @@ class LoadGenerator:
                     else:
                         raise early_end_error(key.data.process)
 
-    def _expect_progress(self) -> None:
-        """Expect regular progress from each worker from now on."""
-        for worker in self._workers:
-            worker.heard_at = time.monotonic()
-
     def _check_workers(self) -> None:
         """Raise ProcessHungError for a worker that neither reports nor uses CPU time."""
-        for worker in self._workers:
+        for worker in self._running:
             silent_s = time.monotonic() - worker.heard_at
             if worker.end is None and silent_s > SILENT_S / 2 and worker.idle() and silent_s > SILENT_S:
                 process = worker.process
@@ -285,45 +210,47 @@ class LoadGenerator:
                 )
 
     def _too_late(self) -> KvbenchError:
-        late = [worker.process for worker in self._workers if worker.end is None]
+        late = [worker.process for worker in self._running if worker.end is None]
         return KvbenchError(
             "the load generator did not finish within its deadline",
             hint=f"see {', '.join(str(process.log_path) for process in late)}",
         )
 
     def _go(self) -> None:
-        """Start all workers at one moment, given on each host's clock."""
-        if self._count == 1:
+        """Start all workers at one moment, given on each host's clock; expect their progress from now on."""
+        for worker in self._running:
+            worker.heard_at = time.monotonic()
+        if self.workers == 1:
             self._say_to_all("go")
             return
-        ahead_s = {worker.place.host: worker.place.clock_ahead_s for worker in self._workers}
-        for worker in self._workers:
+        ahead_s = {worker.place.host: worker.place.clock_ahead_s for worker in self._running}
+        for worker in self._running:
             worker.ahead_s = ahead_s[worker.place.host]
         began = time.monotonic() + TOGETHER_S
-        for worker in self._workers:
+        for worker in self._running:
             _say(worker.process, f"go {began + worker.ahead_s:.6f}")
 
     def _say_to_all(self, words: str) -> None:
-        for worker in self._workers:
+        for worker in self._running:
             _say(worker.process, words)
 
     def _count_planned(self) -> int:
         """Requests in the plan: the lines of its trace, if any."""
-        trace = str(self._spec.get("requests_path", ""))
+        trace = str(self.spec.get("requests_path", ""))
         if not trace:
-            return int(self._spec["num_requests"])
+            return int(self.spec["num_requests"])
         with open(trace, "rb") as file:
             return sum(1 for line in file if line.strip())
 
     def _join(self) -> LoadResult:
-        ends = [worker.end or {} for worker in self._workers]
-        clients = [worker.client() for worker in self._workers]
+        ends = [worker.end or {} for worker in self._running]
+        clients = [worker.client() for worker in self._running]
         require_common_start(clients)
         unfinished = [str(end["reason"]) for end in ends if end["reason"] != "complete"]
-        for worker in self._workers:
+        for worker in self._running:
             worker.place.fetch(worker.records_path)
-        shares = [read_records(worker.records_path) for worker in self._workers]
-        if self._spec.get("sessions_path"):
+        shares = [read_records(worker.records_path) for worker in self._running]
+        if self.spec.get("sessions_path"):
             records = turn_records(shares[0])
         else:
             records = merge_records(shares, None if unfinished else self._count_planned())
@@ -335,20 +262,20 @@ class LoadGenerator:
         )
 
 
+@dataclass
 class _Worker:
-    def __init__(self, process: Process, records_path: Path, place: Place) -> None:
-        self.process = process
-        self.records_path = records_path
-        self.place = place
-        self.progress = Progress()
-        self.prepared = 0
-        self.ahead_s = 0.0
-        """Offset of its host's clock, ahead of this one."""
-        self.end: dict[str, Any] | None = None
-        self.heard_at = math.inf
-        """Time of its last report; infinite while none is due."""
-        self._silent_cpu_s: float | None = None
-        self._rest = b""
+    process: Process
+    records_path: Path
+    place: Place
+    progress: Progress = field(default_factory=Progress)
+    prepared: int = 0
+    ahead_s: float = 0.0
+    """Offset of its host's clock, ahead of this one."""
+    end: dict[str, Any] | None = None
+    heard_at: float = math.inf
+    """Time of its last report; infinite while none is due."""
+    _silent_cpu_s: float | None = None
+    _rest: bytes = b""
 
     def idle(self) -> bool:
         """Whether it used no CPU time since the first call in this silence, which rules out writing records.
@@ -359,13 +286,6 @@ class _Worker:
         if self._silent_cpu_s is None:
             self._silent_cpu_s = taken_s
         return taken_s - self._silent_cpu_s <= IDLE_S
-
-    def forget_records(self) -> None:
-        """Remove its records file, also a partial one."""
-        with contextlib.suppress(KvbenchError):  # a lost host keeps nothing
-            self.place.forget(self.records_path)
-        for path in self.records_path.parent.glob(f"{self.records_path.name}*"):
-            path.unlink(missing_ok=True)
 
     def client(self) -> dict[str, Any]:
         """Its own figures, its start on this host's clock."""

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from kvbench.connectors.base import Connector, ConnectorOptions
 from kvbench.core.gates.evidence import EngineFigures, HostFigures, LoggedTransport, NicFigures, RouterFigures
+from kvbench.core.load.workers import LoadResult
 from kvbench.core.metrics.limit import sampled_use
 from kvbench.core.physics import Hardware, hardware_of, prefill_work, profile_hardware
 from kvbench.core.scenario.scenario import Scenario
@@ -33,7 +34,6 @@ from kvbench.sweep.trial.evidence import (
     with_slots,
 )
 from kvbench.sweep.trial.kv_counters import DEFAULT_LOG_INTERVAL_S, LOG_INTERVAL_ENV, KvLogs, RoleKv, role_kv
-from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 
 class Observer:
@@ -184,11 +184,6 @@ class Readings:
     def watts(self) -> float | None:
         """Their total mean power, or None unless all are known."""
         return sum(self.gpu_watts.values()) if self.gpu_watts else None
-
-    @property
-    def kv_lost(self) -> float:
-        """Requests whose KV expired or failed to move."""
-        return sum((role.kv_expired or 0.0) + (role.kv_failures or 0.0) for role in self.engines.values())
 
     def router(self, seconds: float) -> RouterFigures:
         return replace(router_figures(self.before, self.after), seconds=seconds)

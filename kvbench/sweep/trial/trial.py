@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from typing import Any, Literal
 
 from kvbench.core.canaries.answer_kinds import CanaryResult
 from kvbench.core.gates.evidence import EngineFigures, RouterFigures
 from kvbench.core.load.traces import TracedRequest
-from kvbench.core.load.workers import workers_over
+from kvbench.core.load.workers import LoadResult, Progress, workers_over
+from kvbench.core.metrics.metrics import summarise
 from kvbench.core.plan.dispatch import CHATS, COMPLETIONS
 from kvbench.core.records import TIMING_REQUEST_HEADER, Cell, Finding, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.judging import PlannedTrial, SiteReadings, judge, new_record
+from kvbench.core.search.load_plan import LoadMode, Offered, TrialPlan, rate_of
+from kvbench.core.search.methods import judged_slo
+from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.core.sessions.session_source import SessionSource
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.launchers.base import Launcher
 from kvbench.planning.load_files import write_requests, write_session_load
+from kvbench.results.run import requests_to_replay
 from kvbench.results.store import RunStore
 from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.idle import Idleness
-from kvbench.sweep.trial.judging import SiteReadings, Trials
-from kvbench.sweep.trial.load_plan import LoadMode, Offered, PlannedTrial, TrialPlan
-from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult, Progress, Spare
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator, Spare
 from kvbench.sweep.trial.readings import (
     MetricsReader,
     Observer,
@@ -37,31 +43,73 @@ lease, and counts as a failed transfer in the next trial."""
 DEADLINE_SLACK_S = 20.0
 
 
+@dataclass(frozen=True)
+class Trials:
+    scenario: Scenario
+    store: RunStore
+    trace: Sequence[TracedRequest] = ()
+    source: SessionSource | None = None
+
+    @property
+    def trace_rate(self) -> float:
+        """Requests per second of the trace, as recorded and scaled; 0 without one."""
+        return rate_of(self.trace)
+
+    def begin_trial(self, plan: TrialPlan) -> PlannedTrial:
+        return PlannedTrial.of(self.scenario, plan, self.trace, self.source, self._labels, _now())
+
+    def end_trial(self, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> TrialRecord:
+        return self._store(judge(self.scenario, trial, load, seen), load)
+
+    def skip_trial(self, plan: TrialPlan, finding: Finding, columns: Mapping[str, Any]) -> TrialRecord:
+        """Store a trial that sent nothing, with the reason."""
+        nothing = summarise([], judged_slo(plan.method, self.scenario.slo.main()), plan.rate, 0.0, None)
+        record = replace(
+            new_record(self.scenario, plan, self._labels, _now()),
+            reason=finding.message,
+            findings=[finding],
+            summary=nothing.to_json(),
+            engine=dict(columns),
+        )
+        return self._store(record, LoadResult([], "", 0.0))
+
+    def _store(self, record: TrialRecord, load: LoadResult) -> TrialRecord:
+        self.store.add_trial(record, load.records)
+        return record
+
+    def requests(self, record: TrialRecord) -> TrialRequests | None:
+        return requests_to_replay(self.store.path, record, self.scenario.workload.burstiness)
+
+    @property
+    def _labels(self) -> list[str]:
+        return list(self.store.manifest.get("labels", ()))
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+
+
+@dataclass
 class TrialRunner:
-    def __init__(
-        self,
-        scenario: Scenario,
-        deployment: RunningDeployment,
-        store: RunStore,
-        launcher: Launcher,
-        on_progress: Callable[[Cell, float, int, Progress], None],
-        trace: Sequence[TracedRequest] = (),
-        idle: Idleness | None = None,
-        more_columns: Callable[[], Mapping[str, Any]] = dict,
-        source: SessionSource | None = None,
-    ) -> None:
-        """``more_columns``: called after the drain for further columns. ``source``: of sessions, if any."""
-        self.trials = Trials(scenario, store, trace, source)
-        self._scenario = scenario
-        self._deployment = deployment
-        self._launcher = launcher
-        self._spare = Spare(launcher)
-        self._on_progress = on_progress
-        self._idle = idle or Idleness(scenario, deployment)
-        self._more_columns = more_columns
-        self._reader = MetricsReader(deployment)
-        self.canaries: dict[Cell, CanarySupply] = {}
-        """Cell → canaries with known reference outputs."""
+    """Runs trials on a deployment. ``more_columns``: called after the drain for further columns. ``source``:
+    of sessions, if any. ``canaries``: cell → canaries with known reference outputs."""
+
+    scenario: Scenario
+    deployment: RunningDeployment
+    store: RunStore
+    launcher: Launcher
+    on_progress: Callable[[Cell, float, int, Progress], None]
+    trace: Sequence[TracedRequest] = ()
+    idle: Idleness | None = None
+    more_columns: Callable[[], Mapping[str, Any]] = dict
+    source: SessionSource | None = None
+    canaries: dict[Cell, CanarySupply] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.trials = Trials(self.scenario, self.store, self.trace, self.source)
+        self._spare = Spare(self.launcher)
+        self._idle = self.idle or Idleness(self.scenario, self.deployment)
+        self._reader = MetricsReader(self.deployment)
         self._may_expire = 0.0
         """Cancelled requests of earlier trials whose KV may still expire."""
 
@@ -78,14 +126,14 @@ class TrialRunner:
         if backlog is not None:
             return self.trials.skip_trial(plan, backlog, {"load_mode": self._mode(plan)})
         if plan.twin_of:
-            self._deployment.reset_caches()
+            self.deployment.reset_caches()
         before = self._reader.before()
         trial = self.trials.begin_trial(plan)
-        with Observer(self._launcher, self._deployment, plan.trial_id) as observer:
+        with Observer(self.launcher, self.deployment, plan.trial_id) as observer:
             load = self.offer(trial)
         undrained = self._idle.drain(load)
-        readings = self._reader.after(before, observer, slots_of(self._scenario))
-        self.trials.store.add_telemetry(readings.rows)
+        readings = self._reader.after(before, observer, slots_of(self.scenario))
+        self.store.add_telemetry(readings.rows)
         return self.trials.end_trial(trial, load, self._site_readings(trial, load, readings, undrained))
 
     def _site_readings(
@@ -97,7 +145,7 @@ class TrialRunner:
             "load_mode": self._mode(trial.plan),
             **({"concurrency": trial.plan.closed.concurrency} if trial.plan.closed else {}),
             **({} if canaries is None else {"canaries": canaries.to_json()}),
-            **self._more_columns(),
+            **self.more_columns(),
         }
         role = readings.engines.get("prefill") or readings.engines.get("aggregated") or EngineFigures()
         pool = None if role.cache_tokens is None else int(role.cache_tokens)
@@ -113,7 +161,7 @@ class TrialRunner:
         failed = any(not record.ok for record in load.records)
         asked = supply.ask("after_trial", plan.trial_id, load.duration_s) if failed else []
         if asked:
-            self.trials.store.add_asked_canaries(plan.trial_id, asked)
+            self.store.add_asked_canaries(plan.trial_id, asked)
         return supply.judged(load.records, asked)
 
     def offer(
@@ -127,17 +175,17 @@ class TrialRunner:
         plan, offered = trial.plan, trial.offered
 
         def progressed(progress: Progress) -> bool:
-            self._on_progress(plan.cell, plan.rate, offered.n, progress)
+            self.on_progress(plan.cell, plan.rate, offered.n, progress)
             if progress.prepared is not None:
                 return False
             return (over or trial.watch.progressed)(progress)
 
         spec = self._load_spec(trial)
         if over is not None:
-            spec["stop_grace_s"] = self._scenario.request_timeout_s
+            spec["stop_grace_s"] = self.scenario.request_timeout_s
         if (supply := self.canaries.get(plan.cell)) is not None:
             spec |= supply.spec(supply.places(offered, trial.begun.seed))
-        requests_path = self.trials.store.path / f".requests-{plan.trial_id}.jsonl"
+        requests_path = self.store.path / f".requests-{plan.trial_id}.jsonl"
         if plan.closed is not None:
             spec |= {"concurrency": plan.closed.concurrency, "duration_s": plan.closed.duration_s}
         if offered.flood is not None and offered.requests is None:
@@ -149,46 +197,47 @@ class TrialRunner:
             requests_path = requests_path.with_suffix(".npz")
             write_session_load(requests_path, offered.sessions)
             spec["sessions_path"] = str(requests_path)
-        timeout_s = self._scenario.request_timeout_s
+        timeout_s = self.scenario.request_timeout_s
         deadline_s = self._longest_s(plan, offered) + timeout_s + DEADLINE_SLACK_S
         workers, name = self._workers(plan, offered), f"loadgen-{plan.trial_id}"
-        generator = LoadGenerator(self._launcher, spec, name, workers, spare=self._spare)
+        generator = LoadGenerator(self.launcher, spec, name, workers, spare=self._spare)
         try:
-            return generator.run(progressed, check or self._deployment.check_alive, deadline_s)
+            return generator.run(progressed, check or self.deployment.check_alive, deadline_s)
         finally:
             requests_path.unlink(missing_ok=True)
 
     def _longest_s(self, plan: TrialPlan, offered: Offered) -> float:
         """Upper bound of the sending time."""
         if offered.sessions is not None:
-            return 2 * offered.length_s + offered.sessions.longest_s(self._scenario.request_timeout_s)
+            return 2 * offered.length_s + offered.sessions.longest_s(self.scenario.request_timeout_s)
         if plan.closed is None:
             return 2 * max(offered.length_s, offered.n / plan.rate)
         rounds = -(-offered.n // plan.closed.concurrency)
-        return plan.closed.duration_s or rounds * self._scenario.request_timeout_s
+        return plan.closed.duration_s or rounds * self.scenario.request_timeout_s
 
     def _workers(self, plan: TrialPlan, offered: Offered) -> int:
-        wanted, rate, n = self._scenario.load.workers, plan.rate, offered.n
+        wanted, rate, n = self.scenario.load.workers, plan.rate, offered.n
         if offered.sessions is not None:
             return 1  # the sender of a turn must know the answers before it
         if plan.closed is not None:
             n = plan.closed.concurrency
             rate = n / max(plan.latency_s, 1e-3)
         if wanted == "auto":
-            hosts = self._scenario.deployment.roles.of("loadgen")
-            cores = [self._launcher.place_of(f"loadgen-w{index}").cores for index in range(len(hosts) or 1)]
-            return workers_over(rate, self._scenario.workload.output_len, n, cores)
+            hosts = self.scenario.deployment.roles.of("loadgen")
+            cores = [self.launcher.place_of(f"loadgen-w{index}").cores for index in range(len(hosts) or 1)]
+            return workers_over(rate, self.scenario.workload.output_len, n, cores)
         return min(wanted, n)
 
     def _mode(self, plan: TrialPlan) -> LoadMode | Literal[""]:
         """Mode of the requests; "" without a router."""
-        if self._deployment.endpoints.direct is None:
+        if self.deployment.endpoints.direct is None:
             return ""
-        return plan.mode or self._scenario.load.mode
+        return plan.mode or self.scenario.load.mode
 
     def _load_spec(self, trial: PlannedTrial) -> dict[str, Any]:
-        scenario, slo, plan = self._scenario, self._scenario.slo.main(), trial.plan
-        endpoints, direct = self._deployment.endpoints, self._mode(plan) == "direct"
+        scenario, slo, plan = self.scenario, self.scenario.slo.main(), trial.plan
+        endpoints, direct = self.deployment.endpoints, self._mode(plan) == "direct"
+        sessions = trial.offered.sessions
         return {
             "base_url": endpoints.base_url,
             **({"direct": endpoints.direct} if direct else {}),
@@ -196,7 +245,7 @@ class TrialRunner:
             **self._chat_spec(),
             "model": scenario.model.served_model_name,
             "request_rate": plan.rate,
-            "num_requests": trial.offered.requests_n,
+            "num_requests": trial.offered.n if sessions is None else sessions.requests,
             "burstiness": scenario.workload.burstiness,
             "seed": trial.begun.seed,
             "input_len": plan.cell.input_len,
@@ -204,7 +253,7 @@ class TrialRunner:
             "vocab_size": scenario.model.vocab_size,
             "timeout_s": scenario.request_timeout_s,
             "stop_grace_s": stop_grace_s(scenario),
-            "records_path": str(self.trials.store.path / f".records-{plan.trial_id}.jsonl"),
+            "records_path": str(self.store.path / f".records-{plan.trial_id}.jsonl"),
             "slo": {"ttft_ms": slo.tightest("ttft_ms"), "tpot_ms": slo.tightest("tpot_ms")},
             "api_key_env": endpoints.access.api_key_env,
             # Only kvbench's router knows that header.
@@ -217,9 +266,9 @@ class TrialRunner:
 
     def _chat_spec(self) -> dict[str, Any]:
         """Chat part of the load generator's spec, if configured."""
-        if self._scenario.load.endpoint != "chat":
+        if self.scenario.load.endpoint != "chat":
             return {}
-        length = self._deployment.chat_length()
+        length = self.deployment.chat_length()
         return {
             "path": CHATS,
             "chat_overhead_tokens": length.overhead_tokens,
@@ -229,8 +278,8 @@ class TrialRunner:
     def _evidence(
         self, trial: PlannedTrial, load: LoadResult, readings: Readings, undrained: Finding | None
     ) -> dict[str, Any]:
-        label, connector = self._deployment.plan.label, self._deployment.connector
-        scenario = self._scenario.at(label)
+        label, connector = self.deployment.plan.label, self.deployment.connector
+        scenario = self.scenario.at(label)
         options = scenario.connector_options(label)
         engine = scenario.deployment.engine_options
         moves = connector.disaggregated and engine.starts_processes
@@ -240,8 +289,9 @@ class TrialRunner:
             input_len = trial.plan.cell.input_len
             kv_bytes, slack = kv_bytes_per_request(scenario, input_len, readings.engines)
         may_expire = self._may_expire + load.cancelled
-        self._may_expire = max(0.0, may_expire - readings.kv_lost)
-        logged = [each.finding(excused=may_expire > 0) for each in self._deployment.diagnoses()]
+        lost = [(role.kv_expired or 0.0) + (role.kv_failures or 0.0) for role in readings.engines.values()]
+        self._may_expire = max(0.0, may_expire - sum(lost))
+        logged = [each.finding(excused=may_expire > 0) for each in self.deployment.diagnoses()]
         # In direct mode the router is idle and limits nothing.
         idle_router = self._mode(trial.plan) == "direct"
         return {

@@ -26,6 +26,7 @@ from kvbench.core.canaries.pool import pool_of_cell
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.records import HELD_METHODS, RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.errors import EXIT_FAILED, EXIT_NOT_VERIFIED, EXIT_OK, KvbenchError, StoreError
 from kvbench.planning.load_files import load_trace
 from kvbench.planning.plan import plan_of
@@ -33,7 +34,6 @@ from kvbench.results.checksums import CHECKSUMS, Damage, adopted, damages, lost_
 from kvbench.results.finished_cells import asked_canaries, canary_pools
 from kvbench.results.run import MANIFEST, TRIALS, RunFolder, load_run, parquet_path
 from kvbench.results.store import RULES_VERSION, UNVERSIONED, rules_version_of
-from kvbench.sweep.trial.load_plan import TrialPlan
 from kvbench.sweep.verify.cross_checks import (
     IMPORTED,
     breakdown_damages,

@@ -16,6 +16,7 @@ from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.load_plan import TrialPlan, rate_of
 from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.errors import KvbenchError
 from kvbench.results.checksums import Damage
@@ -27,7 +28,6 @@ from kvbench.sweep.cell import Fixed, searched_cells
 from kvbench.sweep.deployed import INVENTED
 from kvbench.sweep.display import Silent
 from kvbench.sweep.simulated_trial import SimulatedDeployment, alone_s, system_of
-from kvbench.sweep.trial.load_plan import TrialPlan, rate_of
 from kvbench.sweep.verify.cross_checks import as_read, json_differences
 
 ANSWER_PRECISION: Final = 1e-4

@@ -24,12 +24,15 @@ from kvbench.core.canaries.pool import CanaryPool, gave_answers
 from kvbench.core.chaos_soak.fault_cost import FaultCost, cost_of
 from kvbench.core.chaos_soak.fault_plan import faults_of
 from kvbench.core.load.traces import TracedRequest, shares_prefixes
+from kvbench.core.load.workers import LoadResult
 from kvbench.core.metrics.limit import TrialFacts, binding_of
 from kvbench.core.metrics.metrics import Window, summarise
 from kvbench.core.records import Finding, RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.data import TrialFigures
+from kvbench.core.search.judging import PlannedTrial, SiteReadings, TrialWatch, judge, rebuild_offer
 from kvbench.core.search.live_config import Decision
+from kvbench.core.search.load_plan import TrialPlan, planned
 from kvbench.core.search.methods import judged_slo
 from kvbench.core.slo import Slo, latencies_ms
 from kvbench.errors import KvbenchError, StoreError
@@ -39,9 +42,6 @@ from kvbench.results.checksums import Damage
 from kvbench.results.parquet import TRANSFERS
 from kvbench.results.provenance import slo_of
 from kvbench.results.run import MANIFEST, TRIALS, RunFolder
-from kvbench.sweep.trial.judging import SiteReadings, judge, rebuild_offer
-from kvbench.sweep.trial.load_plan import PlannedTrial, TrialPlan, TrialWatch, planned
-from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.verify.cross_checks import ABSENT, SAME, as_read, json_differences
 
 ARRIVAL_S: Final = 1e-6

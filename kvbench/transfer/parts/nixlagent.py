@@ -108,19 +108,15 @@ class NixlAgent:
     def by_block(
         self, op: Op, here: tuple[Any, Layout, Sequence[int]], there: tuple[Any, Layout, Sequence[int]]
     ) -> tuple[Any, int]:
-        """Return a transfer of blocks by index from two tables, and its number of descriptors. As under vLLM,
-        NIXL merges blocks that are adjacent in both tables."""
+        """Return a transfer of blocks by index from two tables, and its number of descriptors, as in NIXL's
+        debug log. As under vLLM, NIXL merges blocks that are adjacent in both tables."""
         rows = [self._rows(layout, blocks) for _, layout, blocks in (here, there)]
         with self.lock, nixl_errors(f"NIXL refused the {op}"):
             handle = self._agent.make_prepped_xfer(
                 op.upper(), here[0], rows[0], there[0], rows[1], b"", self._plugins
             )
-        return handle, self._merged_descriptors(*rows)
-
-    def _merged_descriptors(self, local: Any, remote: Any) -> int:
-        """Return the number of descriptors after NIXL's merging, as in NIXL's debug log."""
-        gaps = (self._np.diff(local) != 1) | (self._np.diff(remote) != 1)
-        return int(self._np.count_nonzero(gaps)) + (len(local) > 0)
+        gaps = (self._np.diff(rows[0]) != 1) | (self._np.diff(rows[1]) != 1)
+        return handle, int(self._np.count_nonzero(gaps)) + (len(rows[0]) > 0)
 
     def _rows(self, layout: Layout, blocks: Sequence[int]) -> Any:
         regions = self._np.arange(layout.regions, dtype=self._np.int32)[:, None] * layout.blocks

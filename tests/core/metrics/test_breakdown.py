@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_pages import Server, histogram
 
+from kvbench.core.load.workers import LoadResult
 from kvbench.core.metrics.ttft_breakdown import (
     PART_WORDS,
     PARTS,
@@ -20,7 +21,6 @@ from kvbench.core.metrics.ttft_breakdown import (
 from kvbench.core.records import RequestRecord
 from kvbench.hosts.telemetry import parse_metrics
 from kvbench.sweep.trial.evidence import engine_figures, engine_summary, router_times
-from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 P, D = Phases(0.010, 0.050), Phases(0.004, 0.016, 0.005)
 

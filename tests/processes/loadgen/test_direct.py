@@ -13,7 +13,9 @@ from commands import EASY, invoke, kvbench, the_run
 from taping import taped
 
 from kvbench import transfer
+from kvbench.core.load.workers import LoadResult
 from kvbench.core.records import RequestRecord
+from kvbench.core.search.load_plan import LoadMode
 from kvbench.deployment.deployment import RunningDeployment, with_ports
 from kvbench.hosts.telemetry import Metrics
 from kvbench.launchers.local import LocalLauncher
@@ -22,8 +24,7 @@ from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import dispatch_spec, process_specs
 from kvbench.planning.scenario_files import load_scenario
 from kvbench.sweep.cell import Fixed
-from kvbench.sweep.trial.load_plan import LoadMode
-from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -7,13 +7,13 @@ from typing import cast
 import pytest
 
 from kvbench.core.chaos_soak.fault_plan import FaultTarget, PlannedFault
+from kvbench.core.load.workers import LoadResult
 from kvbench.core.records import RequestRecord
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.sweep.chaos_soak.constant_rate import Holdings, ProcessHoldings
 from kvbench.sweep.chaos_soak.fault_trial import Striker, _Struck
 from kvbench.sweep.chaos_soak.strikes import Strike
-from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 BEGAN_S = 100.0
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from commands import invoke, kvbench
 
+from kvbench.core.load.workers import LoadResult
 from kvbench.core.records import RequestRecord
 from kvbench.errors import InputError, LaunchError
 from kvbench.launchers.local import LocalLauncher
@@ -24,7 +25,6 @@ from kvbench.sweep.selftest import (
     parse_streams,
 )
 from kvbench.sweep.selftest_server import chunks_between, errors_of, exact_server, mean_open
-from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 STARTED = 1000.0
 

@@ -13,7 +13,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from kvbench.core.load.workers import LoadResult
 from kvbench.core.records import Cell, Finding
+from kvbench.core.search.load_plan import TrialPlan
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.launchers.local import LocalLauncher
 from kvbench.planning.overrides import CliOptions, resolve
@@ -23,8 +25,6 @@ from kvbench.sweep.bench import create_store
 from kvbench.sweep.display import Silent
 from kvbench.sweep.selftest_server import RunningExactServer, exact_server
 from kvbench.sweep.trial.idle import BACKLOG, Idleness
-from kvbench.sweep.trial.load_plan import TrialPlan
-from kvbench.sweep.trial.loadgen_driver import LoadResult
 from kvbench.sweep.trial.trial import TrialRunner
 
 pytestmark = pytest.mark.timeout(90)

@@ -13,6 +13,7 @@ from vllm_pages import Server, zeros
 
 from kvbench.core.gates.evidence import EngineFigures, Evidence
 from kvbench.core.gates.gates import judge
+from kvbench.core.load.workers import LoadResult
 from kvbench.core.metrics.metrics import Slo, summarise
 from kvbench.core.records import RequestRecord
 from kvbench.hosts.telemetry import Metrics, parse_metrics
@@ -26,7 +27,6 @@ from kvbench.sweep.trial.kv_counters import (
     moved_requests,
     role_kv,
 )
-from kvbench.sweep.trial.loadgen_driver import LoadResult
 
 N, INPUT = 60, 1024
 MIB = float(2**20)

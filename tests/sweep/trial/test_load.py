@@ -19,6 +19,9 @@ from taping import taped
 from kvbench.core.load.workers import (
     CHUNKS_PER_WORKER,
     REQUESTS_PER_WORKER,
+    LoadResult,
+    Progress,
+    Settled,
     index_of,
     merge_clients,
     merge_records,
@@ -28,7 +31,7 @@ from kvbench.core.load.workers import (
 from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError, ProcessDiedError, StoreError
 from kvbench.launchers.local import LocalLauncher
-from kvbench.sweep.trial.loadgen_driver import LoadGenerator, LoadResult, Progress, Settled, Spare, cause_of
+from kvbench.sweep.trial.loadgen_driver import LoadGenerator, Spare, cause_of
 
 pytestmark = pytest.mark.timeout(90)
 

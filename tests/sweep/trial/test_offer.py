@@ -8,23 +8,18 @@ import numpy as np
 import pytest
 
 from kvbench.core.gates.evidence import Evidence
+from kvbench.core.load.workers import Progress, Settled
 from kvbench.core.metrics.metrics import Window, summarise
 from kvbench.core.records import Cell, RequestRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.ceiling import Flood
 from kvbench.core.search.data import TrialFigures
+from kvbench.core.search.judging import TrialWatch, ceiling_figures
 from kvbench.core.search.live_config import Decision
+from kvbench.core.search.load_plan import Offered, TrialPlan, planned
 from kvbench.core.search.methods import joined_verdict
 from kvbench.core.slo import Slo
 from kvbench.planning.scenario_files import load_scenario
-from kvbench.sweep.trial.load_plan import (
-    Offered,
-    TrialPlan,
-    TrialWatch,
-    ceiling_figures,
-    planned,
-)
-from kvbench.sweep.trial.loadgen_driver import Progress, Settled
 
 SLO = Slo(ttft_ms=250, tpot_ms=15, attainment=0.9)
 CELL = Cell("aggregated", 256, 16)

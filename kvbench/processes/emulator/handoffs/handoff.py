@@ -17,6 +17,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 from kvbench.errors import TransferError
@@ -131,22 +132,22 @@ DEFAULT_LEASE_S: Final = 30.0  # vLLM's kv_lease_duration
 RENEWALS_PER_LEASE: Final = 6  # vLLM: a heartbeat every sixth of the lease
 
 
+@dataclass
 class Handoff(ABC):
     """One role in one handshake, with a subclass for P and D of pull and push."""
 
-    def __init__(
-        self, spec: EngineSpec, config: KvTransferConfig, engine: RunningEngine, transfers: EngineTransfers
-    ) -> None:
-        self.spec = spec
-        self.config = config
-        self.engine = engine
-        self.transfers = transfers
-        self.metrics = engine.metrics
-        self.lease_s = float(config.kv_connector_extra_config.get("kv_lease_duration", DEFAULT_LEASE_S))
+    spec: EngineSpec
+    config: KvTransferConfig
+    engine: RunningEngine
+    transfers: EngineTransfers
+
+    def __post_init__(self) -> None:
+        self.metrics = self.engine.metrics
+        self.lease_s = float(self.config.kv_connector_extra_config.get("kv_lease_duration", DEFAULT_LEASE_S))
         self._tasks: set[asyncio.Task[None]] = set()
-        engine.on_load = self.on_load
-        engine.on_prefilled = self.on_prefilled
-        engine.on_dropped = self.on_dropped
+        self.engine.on_load = self.on_load
+        self.engine.on_prefilled = self.on_prefilled
+        self.engine.on_dropped = self.on_dropped
 
     @abstractmethod
     async def start(self) -> None:
@@ -177,6 +178,10 @@ class Handoff(ABC):
             "regions": self.engine.compute.pool.layout.regions,
             "block_bytes": self.engine.compute.pool.layout.block_bytes,
         }
+
+    async def agent(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Answer how to connect to this engine."""
+        return {**self.status(), "agent": self.transfers.started.agent}
 
     def check_peer(self, theirs: Mapping[str, Any]) -> None:
         ours = self.status()

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvbench.errors import TransferError
-from kvbench.processes.emulator.engine import RunningEngine
 from kvbench.processes.emulator.handoffs.handoff import (
     RENEWALS_PER_LEASE,
-    EngineTransfers,
     Handoff,
     HeldKv,
     consumer_params,
@@ -25,7 +23,6 @@ from kvbench.processes.emulator.handoffs.handoff import (
 from kvbench.processes.emulator.handoffs.rpc import RpcClient, RpcServer
 from kvbench.processes.emulator.protocol import ApiError, Generate
 from kvbench.processes.emulator.running_request import LiveRequest
-from kvbench.processes.emulator.spec import EngineSpec, KvTransferConfig
 
 _REQUIRED: Final = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
@@ -33,13 +30,11 @@ _REQUIRED: Final = ("remote_block_ids", "remote_engine_id", "remote_request_id",
 class PullProducer(Handoff):
     """P: holds blocks, serves the side channel."""
 
-    def __init__(
-        self, spec: EngineSpec, config: KvTransferConfig, engine: RunningEngine, transfers: EngineTransfers
-    ) -> None:
-        super().__init__(spec, config, engine, transfers)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._held: dict[str, HeldKv] = {}
         self._rpc = RpcServer(
-            {"agent": self._agent, "offer": self._offer, "renew": self._renew, "release": self._release}
+            {"agent": self.agent, "offer": self._offer, "renew": self._renew, "release": self._release}
         )
 
     async def start(self) -> None:
@@ -74,9 +69,6 @@ class PullProducer(Handoff):
         self.metrics.transfer.expired += 1
         del self._held[held.live.request.request_id]
         self.engine.release(held.live)
-
-    async def _agent(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**self.status(), "agent": self.transfers.started.agent}
 
     async def _offer(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
         for name in args["ids"]:
@@ -125,20 +117,15 @@ class _Peer:
 class PullConsumer(Handoff):
     """D: reads blocks, then lets P free them."""
 
-    def __init__(
-        self, spec: EngineSpec, config: KvTransferConfig, engine: RunningEngine, transfers: EngineTransfers
-    ) -> None:
-        super().__init__(spec, config, engine, transfers)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._peers: dict[tuple[str, tuple[str, int]], _Peer] = {}
         self._waiting: dict[str, LiveRequest] = {}
-        self._rpc = RpcServer({"agent": self._agent})
+        self._rpc = RpcServer({"agent": self.agent})
 
     async def start(self) -> None:
         await self._rpc.start(self.spec.host, self.spec.side_channel_port or 0)
         self.spawn(self._keep_leases())
-
-    async def _agent(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {**self.status(), "agent": self.transfers.started.agent}
 
     def accept(self, live: LiveRequest, wanted: Generate) -> None:
         params = consumer_params(wanted, _REQUIRED)

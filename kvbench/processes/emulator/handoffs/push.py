@@ -16,10 +16,8 @@ from urllib.parse import urlsplit
 
 from kvbench.errors import InputError, KvbenchError, TransferError
 from kvbench.processes import http1
-from kvbench.processes.emulator.engine import RunningEngine
 from kvbench.processes.emulator.handoffs.handoff import (
     RENEWALS_PER_LEASE,
-    EngineTransfers,
     Handoff,
     HeldKv,
     consumer_params,
@@ -29,17 +27,6 @@ from kvbench.processes.emulator.handoffs.handoff import (
 from kvbench.processes.emulator.handoffs.rpc import RpcClient, RpcServer, RpcSilenceError
 from kvbench.processes.emulator.protocol import ApiError, Generate
 from kvbench.processes.emulator.running_request import LiveRequest
-from kvbench.processes.emulator.spec import EngineSpec, KvTransferConfig
-
-
-def answer_query(
-    request: http1.ReceivedRequest, response: http1.Response, engine_id: str, worker: str
-) -> None:
-    if request.method != "GET" or request.path != "/query":
-        response.send(404, http1.error_body(404, "the bootstrap server answers GET /query"))
-        return
-    answer = {"0": {"engine_id": engine_id, "worker_addr": {"0": {"0": worker}}}}
-    response.send(200, json.dumps(answer).encode())
 
 
 async def worker_address(bootstrap: str, engine_id: str, timeout_s: float) -> tuple[str, int]:
@@ -87,10 +74,8 @@ class _Entry:
 class PushProducer(Handoff):
     """P: serves the bootstrap address and the side channel, writes into D's blocks."""
 
-    def __init__(
-        self, spec: EngineSpec, config: KvTransferConfig, engine: RunningEngine, transfers: EngineTransfers
-    ) -> None:
-        super().__init__(spec, config, engine, transfers)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._entries: dict[str, _Entry] = {}
         self._peers: dict[str, str] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -102,8 +87,12 @@ class PushProducer(Handoff):
         self._bootstrap = await http1.serve(self._query, self.spec.host, self.spec.side_channel_port or 0)
 
     def _query(self, request: http1.ReceivedRequest, response: http1.Response) -> None:
-        worker = f"tcp://{self.spec.host}:{self._rpc.port}"
-        answer_query(request, response, self.config.engine_id, worker)
+        if request.method != "GET" or request.path != "/query":
+            response.send(404, http1.error_body(404, "the bootstrap server answers GET /query"))
+            return
+        worker = {"0": {"0": f"tcp://{self.spec.host}:{self._rpc.port}"}}
+        answer = {"0": {"engine_id": self.config.engine_id, "worker_addr": worker}}
+        response.send(200, json.dumps(answer).encode())
 
     def accept(self, live: LiveRequest, wanted: Generate) -> None:
         params = producer_params(wanted)
@@ -237,10 +226,8 @@ class _Source:
 class PushConsumer(Handoff):
     """D: reserves blocks, has P fill them, waits."""
 
-    def __init__(
-        self, spec: EngineSpec, config: KvTransferConfig, engine: RunningEngine, transfers: EngineTransfers
-    ) -> None:
-        super().__init__(spec, config, engine, transfers)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._clients: dict[tuple[str, str], RpcClient] = {}
         self._waiting: dict[str, LiveRequest] = {}
 

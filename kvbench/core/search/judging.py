@@ -1,38 +1,184 @@
-"""Judge a measured or simulated trial and create its stored record."""
+"""Follow a running trial, judge a measured or simulated one, and create its stored record."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvbench.core.gates.evidence import ClientFigures, Evidence
 from kvbench.core.gates.gates import unseen
 from kvbench.core.load.traces import TracedRequest, expected_hits, shares_prefixes
+from kvbench.core.load.workers import LoadResult, Progress, Settled
 from kvbench.core.metrics.limit import note_limit
 from kvbench.core.metrics.metrics import Window, summarise
-from kvbench.core.records import Finding, TrialRecord, VerdictKind
+from kvbench.core.records import Finding, RequestRecord, TrialRecord, VerdictKind
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.search.live_config import Decision, TurnsLive
+from kvbench.core.search.ceiling import Flood
+from kvbench.core.search.live_config import CriterionTarget, Decision, LiveConfig, Observation, TurnsLive
+from kvbench.core.search.load_plan import Offered, TrialPlan, planned
 from kvbench.core.search.methods import SATURATED, joined_verdict, judged_slo, judged_window
-from kvbench.core.search.trial_requests import TrialRequests
+from kvbench.core.search.sequential_trial import LiveTrial
 from kvbench.core.sessions.session_load import sent_places, session_figures
 from kvbench.core.sessions.session_source import SessionSource
-from kvbench.results.run import requests_to_replay
-from kvbench.results.store import RunStore
-from kvbench.sweep.trial.load_plan import (
-    Offered,
-    PlannedTrial,
-    TrialPlan,
-    ceiling_figures,
-    new_record,
-    rate_of,
-)
-from kvbench.sweep.trial.loadgen_driver import LoadResult
+from kvbench.core.slo import Criterion, Slo, latencies_ms
 
 _OF_A_TIER = ("slo_attainment", "attainment_lower", "attainment_upper", "request_goodput", "missed_by")
+
+
+class TrialWatch:
+    """Follows a trial by sequential tests (``LiveTrial``), one per SLO tier. ``decisions``: decided tiers.
+    The trial ends with the tier it was run for."""
+
+    def __init__(
+        self, scenario: Scenario, plan: TrialPlan, offered: Offered, tiers: Mapping[str, Slo] | None = None
+    ) -> None:
+        tiers = scenario.slo.by_tier() if tiers is None else tiers
+        self._tiers = dict(tiers) if plan.searched and not plan.ceiling else {}
+        self._asked = plan.tier if plan.tier in self._tiers else next(iter(self._tiers), "")
+        self.decisions: dict[str, Decision] = {}
+        self._flood = offered.flood
+        self._flood_ends_s: NDArray[np.float64] = np.empty(0)
+        self._flooded = False
+        self.flooded_s = 0.0
+        """Duration of a ceiling probe without the grace period."""
+        self._trials = {
+            name: LiveTrial(
+                LiveConfig(
+                    offsets_s=offered.offsets_s,
+                    rate=plan.rate,
+                    latency_s=plan.latency_s,
+                    ttft_limit_s=(slo.tightest("ttft_ms") or 0.0) / 1e3,
+                    confidence=scenario.search.confidence,
+                    thorough=plan.thorough,
+                    confirms=plan.confirms,
+                    least_s=plan.least_s,
+                    hopeless_s=_hopeless_s(slo, plan.cell.output_len) if offered.turns is None else math.inf,
+                    turns=offered.turns,
+                ),
+                [_target(criterion) for criterion in slo.all_criteria()],
+            )
+            for name, slo in self._tiers.items()
+        }
+
+    @property
+    def decision(self) -> Decision | None:
+        return self.decisions.get(self._asked)
+
+    @property
+    def main_decision(self) -> Decision | None:
+        """Decision of the strictest tier, which gives the trial's verdict."""
+        return self.decisions.get(next(iter(self._tiers), ""))
+
+    def progressed(self, progress: Progress) -> bool:
+        """Take progress; return True if the trial may end."""
+        for name, live in self._trials.items():
+            seen = [
+                _observation(self._tiers[name], each)
+                for each in progress.settled
+                if each.error != "cancelled"
+            ]
+            decision = live.feed(
+                progress.t_s, seen, progress.waiting_first, progress.sent, progress.offsets_s
+            )
+            if decision is not None:
+                self.decisions.setdefault(name, decision)
+        if self._flood is not None:
+            return self._flood_over(self._flood, progress)
+        # Undecided is a decision, too: the time is over.
+        return self.decision is not None
+
+    def _flood_over(self, flood: Flood, progress: Progress) -> bool:
+        if self._flooded:
+            return True
+        answered = (each for each in progress.settled if not each.error and each.e2el_s is not None)
+        ends = [float(flood.offsets_s[each.index]) + (each.e2el_s or 0.0) for each in answered]
+        self._flood_ends_s = np.append(self._flood_ends_s, ends)
+        self.flooded_s = progress.t_s
+        self._flooded = flood.is_over(self._flood_ends_s, progress.t_s)
+        return self._flooded
+
+
+@dataclass(frozen=True)
+class PlannedTrial:
+    """A trial with its load, stopping rule, and record so far."""
+
+    plan: TrialPlan
+    trace: Sequence[TracedRequest]
+    """Source of its requests; empty if all are alike."""
+    offered: Offered
+    watch: TrialWatch
+    begun: TrialRecord
+
+    @classmethod
+    def of(
+        cls,
+        scenario: Scenario,
+        plan: TrialPlan,
+        trace: Sequence[TracedRequest] = (),
+        source: SessionSource | None = None,
+        labels: Sequence[str] = (),
+        started_at: str = "",
+    ) -> PlannedTrial:
+        """``trace``, ``source``: the scenario's trace or sessions, if any. ``labels``: of the run."""
+        trace = plan.requests or trace
+        offered = planned(scenario, plan, trace, source)
+        watch = TrialWatch(scenario, plan, offered)
+        return cls(plan, trace, offered, watch, new_record(scenario, plan, labels, started_at))
+
+
+def new_record(
+    scenario: Scenario, plan: TrialPlan, labels: Sequence[str] = (), started_at: str = ""
+) -> TrialRecord:
+    return TrialRecord(
+        trial_id=plan.trial_id,
+        cell=plan.cell,
+        request_rate=plan.rate,
+        seed=plan.seed(scenario.seed),
+        verdict="invalid",
+        reason="",
+        purpose=plan.purpose,
+        started_at=started_at,
+        labels=list(labels),
+        method=plan.method,
+    )
+
+
+def _target(criterion: Criterion) -> CriterionTarget:
+    """Criterion with its limit on TTFT, else on the whole latency; both include waiting."""
+    limits = {each.metric: each.limit / 1e3 for each in criterion.limits}
+    waits = [limits[each] for each in ("ttft_ms", "first_ttft_ms", "later_ttft_ms") if each in limits]
+    wait_s = min(waits, default=None)
+    whole = wait_s is None and set(limits) == {"e2el_ms"}
+    return CriterionTarget(criterion.kind, criterion.target, wait_s or limits.get("e2el_ms", 0.0), whole)
+
+
+def _hopeless_s(slo: Slo, output_len: int) -> float:
+    """Age at which an unfinished request has certainly missed a limit; infinite if unknown."""
+    each = {limit.metric for limit in slo.each}
+    certain = len(slo.each) == len(slo.limits) + sum(
+        limit is not None for limit in (slo.ttft_ms, slo.tpot_ms)
+    ) and ({"ttft_ms", "tpot_ms"} <= each or "e2el_ms" in each)
+    return slo.e2el_ms(output_len) / 1e3 if certain else math.inf
+
+
+def _observation(slo: Slo, settled: Settled) -> Observation:
+    ok = settled.error == ""
+    values = latencies_ms(settled.ttft_s, settled.tpot_s, settled.e2el_s, ok, settled.turn, settled.session_s)
+    return settled.index, slo.observe(values, ok), slo.margins(values, ok), settled.ttft_s
+
+
+def ceiling_figures(records: Sequence[RequestRecord], flood: Flood, until_s: float) -> dict[str, Any]:
+    """Completions per second of a ceiling probe, and whether they are its peak, for the summary."""
+    ends = [record.last_token_s for record in records if record.ok and record.last_token_s is not None]
+    found = flood.measured(ends, until_s)
+    if found.completion_rate is None:
+        return {}
+    return {"completion_rate": found.completion_rate, "completion_steady": not found.grows}
 
 
 @dataclass(frozen=True)
@@ -45,48 +191,6 @@ class SiteReadings:
     columns: Mapping[str, Any] = field(default_factory=dict)
     cache_tokens: int | None = None
     found_tokens: float | None = None
-
-
-@dataclass(frozen=True)
-class Trials:
-    scenario: Scenario
-    store: RunStore
-    trace: Sequence[TracedRequest] = ()
-    source: SessionSource | None = None
-
-    @property
-    def trace_rate(self) -> float:
-        """Requests per second of the trace, as recorded and scaled; 0 without one."""
-        return rate_of(self.trace)
-
-    def begin_trial(self, plan: TrialPlan) -> PlannedTrial:
-        return PlannedTrial.of(self.scenario, plan, self.trace, self.source, self._labels)
-
-    def end_trial(self, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> TrialRecord:
-        return self._store(judge(self.scenario, trial, load, seen), load)
-
-    def skip_trial(self, plan: TrialPlan, finding: Finding, columns: Mapping[str, Any]) -> TrialRecord:
-        """Store a trial that sent nothing, with the reason."""
-        nothing = summarise([], judged_slo(plan.method, self.scenario.slo.main()), plan.rate, 0.0, None)
-        record = replace(
-            new_record(self.scenario, plan, self._labels),
-            reason=finding.message,
-            findings=[finding],
-            summary=nothing.to_json(),
-            engine=dict(columns),
-        )
-        return self._store(record, LoadResult([], "", 0.0))
-
-    def _store(self, record: TrialRecord, load: LoadResult) -> TrialRecord:
-        self.store.add_trial(record, load.records)
-        return record
-
-    def requests(self, record: TrialRecord) -> TrialRequests | None:
-        return requests_to_replay(self.store.path, record, self.scenario.workload.burstiness)
-
-    @property
-    def _labels(self) -> list[str]:
-        return list(self.store.manifest.get("labels", ()))
 
 
 def judge(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> TrialRecord:
@@ -124,8 +228,10 @@ def judge(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteR
 def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> Evidence:
     """Evidence for the gates: the load, figures of the steady part, and the site's readings."""
     method, decision = trial.plan.method, trial.watch.main_decision
-    window = judged_window(method, load.records) or _steady_part(decision) or _filled_part(trial)
-    turns = trial.offered.turns
+    turns, end_s = trial.offered.turns, trial.offered.length_s
+    # The steady part of sessions begins when completions match starts, and ends with the last start.
+    filled = None if turns is None else Window(min(turns.filled_s, end_s), end_s)
+    window = judged_window(method, load.records) or _steady_part(decision) or filled
     slo = judged_slo(method, scenario.slo.main())
     evidence = Evidence(
         records=load.records,
@@ -217,12 +323,6 @@ def _offered_reuse(trial: PlannedTrial, load: LoadResult, evidence: Evidence) ->
     (offered,) = sessions.offered_tokens(sent, (None,))
     sizes = [each.block_tokens for each in evidence.engines.values() if each.block_tokens]
     return offered + len(sent) * max(0, sessions.block_tokens - min(sizes, default=1))
-
-
-def _filled_part(trial: PlannedTrial) -> Window | None:
-    """Steady window of a session load: from when completions match starts until the last start."""
-    turns, end_s = trial.offered.turns, trial.offered.length_s
-    return None if turns is None else Window(min(turns.filled_s, end_s), end_s)
 
 
 def _steady_part(decision: Decision | None) -> Window | None:
