@@ -34,7 +34,7 @@ from kvbench.report import report
 from kvbench.report.tables.vllm_bench import serve_values
 from kvbench.results.provenance import SIMULATED, SIMULATED_WHY, Mark, mark_of
 from kvbench.results.run import CellResult, RunFolder, load_run
-from kvbench.sweep.bench import Bench, Site, create_store
+from kvbench.sweep.bench import Bench, CellWork, Site, create_store
 from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.deviation import (
     Account,
@@ -86,7 +86,7 @@ class RowBench:
         return False
 
 
-class RowCells:
+class RowCells(CellWork):
     """Run each cell's rows on a site. ``trial_of``: row key → trial."""
 
     def __init__(
