@@ -35,7 +35,7 @@ from kvbench.sweep.trial.load_plan import TrialPlan
 
 
 @dataclass
-class Budget:
+class TrialBudget:
     """Seconds of trials of a whole sweep. What is left is shared equally among the cells left, so a cell that
     ends early leaves its time to later ones. Only searches are limited; a trial that runs is not cut off.
 
@@ -51,7 +51,7 @@ class Budget:
         self.left_s = self.total_s
 
     @classmethod
-    def of(cls, scenario: Scenario, plan: Plan) -> Budget:
+    def of(cls, scenario: Scenario, plan: Plan) -> TrialBudget:
         if scenario.search.budget_s is None:
             return cls()
         engines = {
@@ -110,7 +110,7 @@ class Knowledge:
     reference_label: str = ""
     """Deployment that gives the reference outputs."""
 
-    budget: Budget = field(default_factory=Budget)
+    budget: TrialBudget = field(default_factory=TrialBudget)
 
     def right_answers(self, cell: Cell) -> CanaryPool | None:
         return pool_of_cell(self.canaries, cell, self.reference_label)

@@ -39,7 +39,7 @@ from kvbench.planning.process_specs import engine_warnings
 from kvbench.report.terminal import print_text
 from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
-from kvbench.sweep.bench import Bench, Budget, CellWork, CellWorkOf, Knowledge, Site, create_store
+from kvbench.sweep.bench import Bench, CellWork, CellWorkOf, Knowledge, Site, TrialBudget, create_store
 from kvbench.sweep.cell import Fixed, searched_cells
 from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.display import Display, TimeLeft, Watcher, next_step
@@ -244,7 +244,7 @@ class Sweep:
         self._bench = bench
         self._work_of = work_of
         self._earlier = store.earlier
-        self._knowledge = Knowledge({}, {}, store.earlier, budget=Budget.of(scenario, plan))
+        self._knowledge = Knowledge({}, {}, store.earlier, budget=TrialBudget.of(scenario, plan))
         self._references: dict[str, dict[int, Outputs]] = {}
         """Deployment label → input length → reference outputs."""
         self._pools: dict[str, dict[tuple[str, int, int], CanaryPool]] = {}

@@ -11,7 +11,7 @@ from kvbench.core.records import Cell
 from kvbench.planning.overrides import CliOptions
 from kvbench.results.run import CellResult, RunFolder, load_run
 from kvbench.sweep import simulate
-from kvbench.sweep.bench import Budget
+from kvbench.sweep.bench import TrialBudget
 from kvbench.sweep.verify.audit import audit
 from tools.random_systems.judge.search import searched
 from tools.random_systems.system import Disturbances, Service, Slo, System, Workload
@@ -27,7 +27,7 @@ def ended(cell: Cell, lower: float | None, upper: float | None) -> CellResult:
 def test_what_a_cell_leaves_goes_to_its_connector_and_then_to_later_ones() -> None:
     long = Cell("a", 512, 16)
     cells = [A, long, B, Cell("b", 512, 16)]
-    budget = Budget(400.0, cells)
+    budget = TrialBudget(400.0, cells)
     assert budget.share_s() == 100
     budget.left_s -= 40
     budget.end(ended(A, 9, 11))
@@ -44,13 +44,13 @@ def test_what_a_cell_leaves_goes_to_its_connector_and_then_to_later_ones() -> No
 
 
 def test_without_a_budget_time_is_not_limited() -> None:
-    assert Budget().share_s() == math.inf
-    assert list(Budget().spare_parts([A])) == []
-    assert Budget().overlaps(A, 1, 2) is None
+    assert TrialBudget().share_s() == math.inf
+    assert list(TrialBudget().spare_parts([A])) == []
+    assert TrialBudget().overlaps(A, 1, 2) is None
 
 
 def test_a_comparison_is_decided_once_every_other_connector_is_known() -> None:
-    budget = Budget(400.0, [A, B, C, Cell("b", 512, 16)], {"c": 2})
+    budget = TrialBudget(400.0, [A, B, C, Cell("b", 512, 16)], {"c": 2})
     budget.end(ended(B, 12, 14))
     assert budget.overlaps(A, 9, 11) is None
     assert budget.overlaps(A, 9, 12.5) is True

@@ -21,7 +21,7 @@ from kvbench.errors import KvbenchError
 from kvbench.results.checksums import Damage
 from kvbench.results.finished_cells import asked_canaries, earlier_sessions
 from kvbench.results.run import CELLS, TRIALS, CellResult, RunFolder, requests_to_replay
-from kvbench.sweep.bench import Alone, Budget, CellWork, Knowledge, Site
+from kvbench.sweep.bench import Alone, CellWork, Knowledge, Site, TrialBudget
 from kvbench.sweep.calibration import measured_run
 from kvbench.sweep.cell import Fixed, searched_cells
 from kvbench.sweep.deployed import INVENTED
@@ -137,7 +137,7 @@ class Searches:
     def damages(self) -> Iterator[Damage]:
         """Find answers and trials that do not follow from the trials before."""
         reference = {n: o for (label, n), o in self._outputs.items() if label == self._plan.reference}
-        knowledge = Knowledge(reference, {}, budget=Budget.of(self._scenario, self._plan))
+        knowledge = Knowledge(reference, {}, budget=TrialBudget.of(self._scenario, self._plan))
         for planned in self._plan.deployments:
             cells = self._plan.cells_of(planned.label)
             repeats = [each for cell in cells if (each := self._repeated(planned, cell, knowledge))]
