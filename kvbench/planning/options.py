@@ -128,7 +128,7 @@ SERVER: Final = (
     *("prefill_metrics_url", "decode_metrics_url", "api_key_env"),
 )
 ONE_LOAD: Final = ("fixed_rate", "concurrency", "num_requests", "duration_s")
-SEARCHED: Final = ("precision", "max_trials", "seed")
+SEARCHED: Final = ("precision", "max_trials", "budget_s", "seed")
 
 
 @dataclass(frozen=True)
@@ -274,6 +274,11 @@ class CliOptions:
         int | None,
         _method("--max-trials", metavar="N", help="Maximum trials of one search."),
         Sets("search.max_trials"),
+    ] = None
+    budget_s: Annotated[
+        float | None,
+        _method("--budget", metavar="S", help="Seconds of trials that all cells share.", min=1),
+        Sets("search.budget_s"),
     ] = None
     seed: Annotated[
         int | None,

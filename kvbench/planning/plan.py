@@ -17,7 +17,7 @@ from kvbench.core.plan.plan import DeploymentPlan, InstancePlan, Plan, make_plan
 from kvbench.core.plan.prospect import prospect_text
 from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.units import estimate_text
+from kvbench.core.units import duration_text, estimate_text
 from kvbench.errors import EXIT_BAD_INPUT, EXIT_OK, InputError, Problem
 from kvbench.hosts.devices import gpus, rdma
 from kvbench.hosts.gpu_affinity import affinity_text, with_affinity
@@ -67,6 +67,10 @@ def command(cli: CliOptions, console: Console, *, as_json: bool) -> int:
     for note in (*plan.notes, *_of_this_machine(plan)):
         console.print(f"note: {note}", markup=False)
     _print_time(plan, skipped, console)
+    if budget_s := scenario.search.budget_s:
+        each = duration_text(budget_s / len(plan.cells))
+        how = "the precision below assumes that all of it is near the result, and falls with its square root"
+        console.print(f"budget: {each} of trials for each of {len(plan.cells)} cells; {how}", markup=False)
     if text := prospect_text(plan.prospects):
         console.print(f"precision: {text}", markup=False)
     console.print("nothing was started", markup=False)

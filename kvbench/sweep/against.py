@@ -35,7 +35,7 @@ from kvbench.report import report
 from kvbench.report.tables.vllm_bench import serve_values
 from kvbench.results.provenance import SIMULATED, SIMULATED_WHY, Mark, mark_of
 from kvbench.results.run import CellResult, RunFolder, load_run
-from kvbench.sweep.bench import Site, create_store
+from kvbench.sweep.bench import CellWork, Site, create_store
 from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.deviation import (
     Account,
@@ -80,7 +80,7 @@ class RowBench(DeployedBench):
 
 
 @dataclass
-class RowCells:
+class RowCells(CellWork):
     """Run each cell's rows on a site. ``trial_of``: row key → trial."""
 
     scenario: Scenario

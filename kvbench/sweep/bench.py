@@ -6,9 +6,10 @@ search for rates (``cell.py``) or repeat another run's loads.
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvbench.core.records import Cell, Outputs, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.load_plan import TrialPlan
 from kvbench.core.search.search import Hint
+from kvbench.core.search.trial_history import SHORTEST_S
 from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.errors import Problem
 from kvbench.hosts import environment
@@ -30,6 +32,67 @@ from kvbench.results.finished_cells import EarlierSessions
 from kvbench.results.provenance import SIMULATED
 from kvbench.results.run import CellResult
 from kvbench.results.store import RunInfo, RunStore
+
+
+@dataclass
+class TrialBudget:
+    """Seconds of trials of a whole sweep. What is left is shared equally among the cells left, so a cell that
+    ends early leaves its time to later ones. Only searches are limited; a trial that runs is not cut off.
+
+    ``engines``: connector → engines (GPUs where their numbers differ), since rates are compared per engine.
+    ``intervals``: ended cell → 90 % interval of its rate per engine; None without a result."""
+
+    total_s: float = math.inf
+    cells: Sequence[Cell] = ()
+    engines: Mapping[str, int] = field(default_factory=dict)
+    intervals: dict[Cell, tuple[float, float] | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.left_s = self.total_s
+
+    @classmethod
+    def of(cls, scenario: Scenario, plan: Plan) -> TrialBudget:
+        if scenario.search.budget_s is None:
+            return cls()
+        engines = {
+            planned.label: sum(each.ranks.gpus if each.ranks else 1 for each in planned.instances) or 1
+            for planned in plan.deployments
+        }
+        return cls(scenario.search.budget_s, plan.cells, engines)
+
+    def share_s(self) -> float:
+        """Return the equal part of each cell left."""
+        return self.left_s / max(1, len(self.cells) - len(self.intervals))
+
+    def spare_parts(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, float]]:
+        """Yield these cells with equal parts of the time beyond the original parts of the cells left."""
+        for number, cell in enumerate(cells if self.cells else ()):
+            reserved_s = self.total_s * (1 - len(self.intervals) / len(self.cells))
+            part_s = (self.left_s - reserved_s) / (len(cells) - number)
+            if part_s >= SHORTEST_S:
+                yield cell, part_s
+
+    def end(self, result: CellResult) -> None:
+        """Note the result of a cell that has ended."""
+        found = result.answer if result.status == "done" else None
+        self.intervals[result.cell] = None
+        if found is not None:
+            bounds = found["lower"] or 0.0, found["upper"] or math.inf
+            self.intervals[result.cell] = self._per_engine(result.cell, *bounds)
+
+    def overlaps(self, cell: Cell, lower: float, upper: float) -> bool | None:
+        """Return whether a cell's interval overlaps another connector's at its lengths; None if none overlaps
+        so far, but some have not ended, or none has a result."""
+        lower, upper = self._per_engine(cell, lower, upper)
+        rivals = [each for each in self.cells if each != cell and each.lengths_key == cell.lengths_key]
+        known = [bounds for each in rivals if (bounds := self.intervals.get(each)) is not None]
+        if any(low <= upper and lower <= high for low, high in known):
+            return True
+        return False if known and all(each in self.intervals for each in rivals) else None
+
+    def _per_engine(self, cell: Cell, lower: float, upper: float) -> tuple[float, float]:
+        count = self.engines.get(cell.connector, 1)
+        return lower / count, upper / count
 
 
 @dataclass
@@ -46,6 +109,8 @@ class Knowledge:
 
     reference_label: str = ""
     """Deployment that gives the reference outputs."""
+
+    budget: TrialBudget = field(default_factory=TrialBudget)
 
     def right_answers(self, cell: Cell) -> CanaryPool | None:
         return pool_of_cell(self.canaries, cell, self.reference_label)
@@ -162,6 +227,10 @@ class Bench(Protocol):
 class CellWork(Protocol):
     def run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
         """Return a cell's results, the main one first. ``is_reference``: others are compared with it."""
+
+    def further(self, cell: Cell, seconds: float) -> list[CellResult]:
+        """Continue a search with this time; return its new results, or none."""
+        return []
 
 
 CellWorkOf: TypeAlias = Callable[[Site, Knowledge], CellWork]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from kvbench import connectors
 from kvbench.core.canaries.answer_kinds import CanaryResult
@@ -19,7 +20,7 @@ from kvbench.core.search.load_plan import ClosedLoad, LoadMode, TrialPlan, fixed
 from kvbench.core.search.search import FORESEEN, Hint, RateSearch, SearchLimits, foreseen_after
 from kvbench.core.search.trial_requests import Objective
 from kvbench.results.run import CellResult
-from kvbench.sweep.bench import CellWorkOf, Knowledge, Site
+from kvbench.sweep.bench import CellWork, CellWorkOf, Knowledge, Site
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.strategies import Burst, OneRate, RateList, Strategy, Tiered
 from kvbench.sweep.trial.output_check import Equality, compare
@@ -30,6 +31,12 @@ START_CONCURRENCY = 4.0
 
 CEILING = True
 """A search without a hint starts with a ceiling probe, which is cheaper than climbing."""
+DECIDED = 2.0
+"""Precision of a cell whose comparison is decided, as a multiple of the requested one, if time is limited."""
+CLOSER = 0.5
+"""Precision of further trials of a converged cell whose comparison is open, as a multiple."""
+FINEST = 0.002
+"""Smallest precision of a search."""
 UNCOMPARED = "outputs were not checked: there is no aggregated server to compare with"
 
 
@@ -40,6 +47,17 @@ class Attempt:
     cell: Cell
     method: Method
     latency_s: float
+
+
+@dataclass
+class _Searched:
+    """A cell's searches so far, which may go on while its deployment runs. ``last``: canaries after it."""
+
+    latency_s: float
+    checked: dict[str, Any] | None
+    note: str
+    searches: dict[Method, tuple[Strategy, list[TrialRecord]]] = field(default_factory=dict)
+    last: CanaryResult | None = None
 
 
 @dataclass(frozen=True)
@@ -82,7 +100,7 @@ def searched_cells(
     return lambda site, knowledge: CellRunner(scenario, site, knowledge, watcher, pairs, fixed)
 
 
-class CellRunner:
+class CellRunner(CellWork):
     """Measures the cells of one deployment. ``disaggregated``: labels of P/D connectors."""
 
     def __init__(
@@ -100,6 +118,7 @@ class CellRunner:
         self._watcher = watcher
         self._disaggregated = disaggregated
         self._fixed = fixed
+        self._searched: dict[Cell, _Searched] = {}
 
     def run(self, cell: Cell, *, is_reference: bool) -> list[CellResult]:
         """Check the outputs, then run trials until each strategy is done. The first result is the main one,
@@ -107,6 +126,27 @@ class CellRunner:
         self._site.prepare()
         try:
             return self._run(cell, is_reference=is_reference)
+        finally:
+            self._site.close()
+
+    def further(self, cell: Cell, seconds: float) -> list[CellResult]:
+        """Continue a search that has not converged, or at a finer precision one whose interval overlaps
+        another connector's."""
+        searched, precision = self._searched.get(cell), self._scenario.search.precision
+        strategy = next((each for each, _ in searched.searches.values()), None) if searched else None
+        answer = next(iter(strategy.answers().values()), None) if strategy else None
+        if searched is None or strategy is None or answer is None:
+            return []
+        bounds = answer["lower"] or 0.0, answer["upper"] or math.inf
+        overlaps, converged = self._knowledge.budget.overlaps(cell, *bounds), answer["status"] == "converged"
+        finer = max(CLOSER * precision, FINEST) if converged else precision
+        strategy.allow(seconds, finer)
+        if overlaps is False or (converged and not overlaps) or strategy.ask() is None:
+            return []
+        self._watcher.note(f"{cell.key}: further trials, since time is left and its comparison is open")
+        self._site.prepare()
+        try:
+            return self._search(cell, searched, seconds, (finer, precision))
         finally:
             self._site.close()
 
@@ -122,22 +162,36 @@ class CellRunner:
             hint = "the KV cache arrived corrupted: look for transfer errors in the logs"
             return [CellResult(cell, "refused", equal_outputs=checked, reason=reason, hint=hint)]
         self._knowledge.learn_answers(self._site.watch_answers(cell, self._knowledge.right_answers(cell)))
-        results, tally = [], Tally()
+        searched = self._searched[cell] = _Searched(latency_s, checked, note)
+        share_s, precision = self._knowledge.budget.share_s(), self._scenario.search.precision
+        return self._search(cell, searched, share_s, (precision,))
+
+    def _search(
+        self, cell: Cell, searched: _Searched, seconds: float, precisions: Sequence[float]
+    ) -> list[CellResult]:
+        """Search by each method with this time, to one precision after the other."""
+        results, tally, again = [], Tally(), bool(searched.searches)
         for method in self._methods():
-            strategy = self._strategy(method, cell, latency_s)
-            records = self._try_rates(Attempt(cell, method, latency_s), strategy)
+            if method not in searched.searches:
+                searched.searches[method] = self._strategy(method, cell, searched.latency_s), []
+            strategy, records = searched.searches[method]
+            attempt = Attempt(cell, method, searched.latency_s)
+            for precision in precisions:
+                seconds = self._try_rates(attempt, strategy, records, seconds, precision)
             tally += Tally.of_trials(records)
             results += self._results(cell, method, strategy, records)
-        last, pool = self._site.last_canaries(cell)
-        self._knowledge.learn_answers(pool)
+        if not again:
+            searched.last, pool = self._site.last_canaries(cell)
+            self._knowledge.learn_answers(pool)
+        last = searched.last
         if last is not None and last.wrong:
             results = [replace(each, status="refused", reason=_wrong_at_end(last)) for each in results]
         tally += Tally.of_result(last, at_end=True)
         return [
             replace(
                 each,
-                equal_outputs=checked,
-                reason=each.reason or note,
+                equal_outputs=searched.checked,
+                reason=each.reason or searched.note,
                 canaries=tally.to_json() or None if each.main else None,
             )
             for each in results
@@ -220,14 +274,22 @@ class CellRunner:
         search = self._scenario.search
         return min(max(rate, search.min_rate), search.max_rate)
 
-    def _try_rates(self, attempt: Attempt, strategy: Strategy) -> list[TrialRecord]:
-        records: list[TrialRecord] = []
-        noted: bool | None = None
-        earlier = self._knowledge.earlier
-        stored = earlier.tried(attempt.cell, attempt.method)
+    def _try_rates(
+        self,
+        attempt: Attempt,
+        strategy: Strategy,
+        records: list[TrialRecord],
+        left_s: float,
+        precision: float,
+    ) -> float:
+        """Run the trials of a search and append them; return the seconds left."""
+        noted = True if records else None
+        earlier, budget = self._knowledge.earlier, self._knowledge.budget
+        stored = earlier.tried(attempt.cell, attempt.method)[len(records) :]
         if stored:
             self._watcher.stage(f"{attempt.cell.key}: {len(stored)} trials are reused from the folder")
         latency_s, search = attempt.latency_s, self._scenario.search
+        self._allow(attempt.cell, strategy, left_s, precision)
         while (ask := strategy.ask()) is not None:
             for mode, twin_of in self._turns():
                 plan = TrialPlan(
@@ -251,7 +313,11 @@ class CellRunner:
                     earlier.check(record, plan.trial_id, plan.rate, plan.purpose)
                 else:
                     record = self._site.run(plan)
+                budget.left_s -= record.duration_s
+                left_s -= record.duration_s
+                strategy.allow(left_s)
                 strategy.tell(record)
+                self._allow(attempt.cell, strategy, left_s, precision)
                 records.append(record)
                 median_ms = (record.summary.get("e2el_ms") or {}).get("p50")
                 if record.verdict in ("met", "undecided") and median_ms:
@@ -262,7 +328,15 @@ class CellRunner:
                     noted = self._foretell(attempt, strategy, records)
                 if not noted and len(records) == foreseen_after(search.max_trials):
                     self._foresee(attempt, strategy)
-        return records
+        return left_s
+
+    def _allow(self, cell: Cell, strategy: Strategy, left_s: float, precision: float) -> None:
+        strategy.allow(left_s, precision * (DECIDED if self._decided(cell, strategy) else 1))
+
+    def _decided(self, cell: Cell, strategy: Strategy) -> bool:
+        """Return whether the cell's interval is clear of those of all other connectors at its lengths."""
+        budget, found = self._knowledge.budget, strategy.standing() if self._knowledge.budget.cells else None
+        return found is not None and budget.overlaps(cell, found.lower, found.upper) is False
 
     def _foretell(self, attempt: Attempt, strategy: Strategy, records: Sequence[TrialRecord]) -> bool | None:
         """Report as soon as known that the time is too short, and return whether it is; None before."""
@@ -328,7 +402,10 @@ class CellRunner:
             ]
         if not answers:
             return [CellResult(cell, "done", method=method, main=main)]
-        results = []
+        results, standing, decided = [], strategy.standing(), ""
+        wide = standing is not None and standing.width > self._scenario.search.precision
+        if standing and wide and len(answers) == 1 and self._decided(cell, strategy):
+            decided = f"ended at ±{100 * standing.width:.2g} %: its comparison is decided"
         for place, (tier, found) in enumerate(answers.items()):
             answer = dict(found)
             if (prospect := self._prospect(method, strategy, tier, records)) is not None:
@@ -341,7 +418,7 @@ class CellRunner:
                     cell,
                     "done",
                     answer=answer,
-                    reason="" if answer["status"] == "converged" else answer["reason"],
+                    reason=decided if answer["status"] == "converged" else answer["reason"],
                     confirmed_by=confirmed_by(records, tier, rate, self._scenario.search.precision),
                     method=method,
                     tier=tier,

@@ -103,16 +103,18 @@ class TimeLeft:
         pace = self._pace(elapsed_s, done_s + in_trial_s)
         if pace is None or not any(each.prospect or each.ended for each in self._known.values()):
             return None
+        most_s = pace * max((self._plan.scenario.search.budget_s or math.inf) - done_s - in_trial_s, 0.0)
         others_s = pace * math.fsum(
             self._cell_left_s(each) for each in self._cells if each != cell and not self._of(each).ended
         )
+        others_s = min(others_s, most_s)
         if cell is None:
             return others_s
         least_s = self._least_s.get(cell, math.inf)
         place = cell, len(self._of(cell).records)
         if self._begun[0] != place:  # a trial starts: count down from here
             whole_s = others_s + pace * self._cell_left_s(cell)
-            self._begun = place, min(whole_s, GROWS_MOST * least_s)
+            self._begun = place, min(whole_s, most_s, GROWS_MOST * least_s)
         # A delayed cell must not consume the time of later cells.
         left_s = max(self._begun[1] - pace * in_trial_s, min(others_s, least_s))
         self._least_s[cell] = min(least_s, left_s)
@@ -391,8 +393,11 @@ def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
     searched = [row for row in rows if row.outcome in ("found", "at_least")]
     if again and searched and search.get("method") == "sustained":
         short = [row.name for row in searched if row.outcome == "found" and not row.answer.sure]
+        names = ", ".join(dict.fromkeys(short))
+        if short and (budget_s := search.get("budget_s")):
+            command = _set_option(again, "--budget", "search.budget_s", f"{2 * float(budget_s):g}")
+            return command, f"searches longer, for {names}"
         if short and (trials := search.get("max_trials")):
-            names = ", ".join(dict.fromkeys(short))
             command = _set_option(again, "--max-trials", "search.max_trials", f"{2 * int(trials)}")
             return command, f"searches longer, for {names}"
         if any(row.outcome == "at_least" for row in searched) and (most := search.get("max_rate")):

@@ -23,6 +23,10 @@ class Strategy(Protocol):
 
     def ask(self) -> Probe | None: ...
     def tell(self, record: TrialRecord) -> None: ...
+    def allow(self, seconds_left: float, precision: float | None = None) -> None:
+        """Set the seconds of trials left of a search, and its precision."""
+        return
+
     def answers(self) -> Mapping[str, Mapping[str, Any]]:
         """Return tier → answer as plain data: key "" without tiers, empty if nothing was searched."""
         ...
@@ -49,7 +53,7 @@ class Standing:
         return f"between {self.lower:.3g} and {self.upper:.3g} req/s"
 
 
-class RateList:
+class RateList(Strategy):
     """Fixed rates, each measured once, without a search."""
 
     searched = False
@@ -77,7 +81,7 @@ class OneRate(RateList):
         super().__init__([rate], "start")
 
 
-class Burst:
+class Burst(Strategy):
     searched = False
 
     def __init__(self, search: BurstSearch) -> None:
@@ -97,7 +101,7 @@ class Burst:
         """A bisection has no posterior."""
 
 
-class Tiered:
+class Tiered(Strategy):
     """One search per SLO tier ("" without tiers); every search gets every trial. The strictest unfinished
     tier chooses the next rate. Another tier uses the trial's verdict only if the trial was long enough to
     decide that tier."""
@@ -133,6 +137,11 @@ class Tiered:
                 verdict = "undecided"
             if own or (verdict in ("met", "missed") and search.ask() is not None):
                 search.tell(record.request_rate, verdict, measured_of(record, tier), requests)
+
+    def allow(self, seconds_left: float, precision: float | None = None) -> None:
+        """A precision counts for a single tier, since each tier has comparisons of its own."""
+        for search in self._searches.values():
+            search.allow(seconds_left, precision if len(self._searches) == 1 else None)
 
     def answers(self) -> Mapping[str, Mapping[str, Any]]:
         return {tier: search.answer().to_json() for tier, search in self._searches.items()}

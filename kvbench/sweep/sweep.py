@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 
@@ -39,12 +40,14 @@ from kvbench.planning.process_specs import engine_warnings
 from kvbench.report.terminal import print_text
 from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunStore
-from kvbench.sweep.bench import Bench, CellWorkOf, Knowledge, Site, create_store
+from kvbench.sweep.bench import Bench, CellWork, CellWorkOf, Knowledge, Site, TrialBudget, create_store
 from kvbench.sweep.cell import Fixed, searched_cells
 from kvbench.sweep.deployed import DeployedBench
 from kvbench.sweep.display import Display, TimeLeft, Watcher, next_step
 from kvbench.sweep.otlp import OtlpWatcher, meter
 from kvbench.sweep.strategies import common_rates
+
+EQUAL: Final = "equal_rate"
 
 
 def command(cli: CliOptions, output: Path, console: Console, otlp: str = "", *, verbose: bool = False) -> int:
@@ -235,7 +238,8 @@ class Sweep:
 
     def __post_init__(self) -> None:
         self._earlier = self.store.earlier
-        self._knowledge = Knowledge({}, {}, self.store.earlier)
+        budget = TrialBudget.of(self.scenario, self.plan)
+        self._knowledge = Knowledge({}, {}, self.store.earlier, budget=budget)
         self._references: dict[str, dict[int, Outputs]] = {}
         """Deployment label → input length → reference outputs."""
         self._pools: dict[str, dict[tuple[str, int, int], CanaryPool]] = {}
@@ -270,7 +274,11 @@ class Sweep:
                 continue
             results = self._earlier.results[cell]
             self._results += results
+            tried = [each for (of, how), each in self._earlier.trials.items() if of == cell and how != EQUAL]
+            self._knowledge.budget.left_s -= sum(record.duration_s for each in tried for record in each)
             for result in results:
+                if result.main:
+                    self._knowledge.budget.end(result)
                 rate = (result.answer or {}).get("max_request_rate")
                 if result.main and result.status == "done" and rate is not None:
                     self._knowledge.rates[cell] = rate
@@ -338,13 +346,24 @@ class Sweep:
             if planned.reference_only or not left:
                 self._learn_reference(planned, site, self._true_outputs(planned))
             known = self._knowledge_of(planned)
-            known = known if self.bench.alike else Knowledge({}, {}, self._earlier)
+            if not self.bench.alike:
+                known = Knowledge({}, {}, self._earlier, budget=known.budget)
             work = self.work_of(site, known)
             while left:
                 self._finish(*work.run(left[0], is_reference=self._is_reference(planned)))
                 left.pop(0)
+            self._search_further(planned, work)
             if planned is self.plan.deployments[-1]:
                 self._at_equal_rates(planned, site)
+
+    def _search_further(self, planned: DeploymentPlan, work: CellWork) -> None:
+        """Give the time that a connector's cells left to those whose comparison is open, while it runs."""
+        own = [each for each in self._results if each.cell.connector == planned.label and each.main]
+        cells = [each.cell for each in own if each.status == "done"]
+        for cell, seconds in self._knowledge.budget.spare_parts(cells):
+            if results := work.further(cell, seconds):
+                self._results = [each for each in self._results if each.cell != cell]
+                self._keep(results)
 
     def _knowledge_of(self, planned: DeploymentPlan) -> Knowledge:
         """Knowledge for a deployment's cells at their start."""
@@ -369,11 +388,15 @@ class Sweep:
                 answers.learn_answers(site.watch_answers(own, None))
 
     def _finish(self, *results: CellResult) -> None:
+        self._keep(results)
+        self.watcher.cell_finished(results[0])
+
+    def _keep(self, results: Sequence[CellResult]) -> None:
         """Store the results of one cell, the main one last: it marks the cell as complete."""
         self._results += results
         for result in reversed(results):
             self.store.put_cell(result)
-        self.watcher.cell_finished(results[0])
+        self._knowledge.budget.end(results[0])
 
     # -- one equal rate ---------------------------------------------------------------------------
 
@@ -403,14 +426,14 @@ class Sweep:
             (cell, rates[cell.input_len, cell.output_len])
             for cell in cells
             if cell in self._knowledge.rates and (cell.input_len, cell.output_len) in rates
-            if not self._earlier.tried(cell, "equal_rate")
+            if not self._earlier.tried(cell, EQUAL)
         ]
 
     def _at_equal_rates(self, planned: DeploymentPlan, site: Site) -> None:
         """Run one full-length trial per cell, with the same requests for every connector."""
         for cell, rate in self._equal_cells(planned):
             key = f"equal-{cell.lengths_key}"
-            plan = TrialPlan(cell, 1, rate, "equal_rate", method="equal_rate", searched=False, seed_key=key)
+            plan = TrialPlan(cell, 1, rate, "equal_rate", method=EQUAL, searched=False, seed_key=key)
             if (answers := self._knowledge_of(planned).right_answers(cell)) is not None:
                 site.watch_answers(cell, answers)
             try:

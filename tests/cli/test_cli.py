@@ -12,6 +12,7 @@ import pytest
 from commands import invoke, kvbench
 
 from kvbench.cli.app import _COMMANDS, FIRST, RENAMED
+from kvbench.core.units import duration_text
 from kvbench.planning.options import CliOptions, Sets, declared
 from kvbench.planning.overrides import resolve
 
@@ -42,13 +43,13 @@ def test_each_command_has_help_and_few_options(command: str) -> None:
     assert done.status == 0
     # About ten, and --help; sweep and bench have more, in panels: load, SLO, method; what resumes a run; a
     # collector. bench takes another run's loads, too.
-    assert done.out.count(" --") <= {"sweep": 35, "bench": 36, "plan": 33}.get(command, 13)
+    assert done.out.count(" --") <= {"sweep": 36, "bench": 36, "plan": 34}.get(command, 13)
 
 
 def test_every_option_that_sets_one_value_sets_it() -> None:
     given = {"input_len": "64,128", "endpoint": "chat", "rates": "1,2", "direct": True}
     given |= {"output_len": 8, "ttft_ms": 90.0, "tpot_ms": 9.0, "attainment": 0.8, "precision": 0.07}
-    given |= {"max_trials": 5, "seed": 3, "workers": 2, "duration_s": 4.0}
+    given |= {"max_trials": 5, "budget_s": 300.0, "seed": 3, "workers": 2, "duration_s": 4.0}
     setting = {name: each for name, declared in declared().items() for each in declared if type(each) is Sets}
     assert setting.keys() - {"time_scale", "api_key_env"} == given.keys()
     scenario, _ = resolve(CliOptions("quickstart", ("search.method=fixed",), **given))
@@ -71,6 +72,13 @@ def test_a_sweep_takes_precision_trials_and_seed_as_options() -> None:
     chosen = ("--precision", "0.2", "--max-trials", "7", "--seed", "5", "--connector", "nixl")
     plan = json.loads(invoke("plan", "quickstart", *chosen, "--json").out)["scenario"]
     assert (plan["search"]["precision"], plan["search"]["max_trials"], plan["seed"]) == (0.2, 7, 5)
+
+
+def test_a_budget_shows_in_the_plan() -> None:
+    said = invoke("plan", "quickstart", "--budget", "60").out
+    cells = int(re.findall(r"of trials for each of (\d+) cells", said)[0])
+    assert f"budget: {duration_text(60 / cells)} of trials for each" in said
+    assert re.search(r"  trials +about 60 s\n", said)
 
 
 def test_bench_does_not_offer_what_only_a_search_has() -> None:

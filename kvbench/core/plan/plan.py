@@ -143,11 +143,14 @@ def time_parts(
             again * min(launch_s[1], limit) + cells * (max(arrivals, search.trial_s) + drain),
             f"{again} deployments once more, {cells} cells × one trial where two connectors found a rate",
         )
+    limit = math.inf if search.budget_s is None else search.budget_s
+    at_most = "" if search.budget_s is None else f", at most {search.budget_s:g} s (search.budget_s)"
     yield TimePart(
         "trials",
-        cells * fewest * min(arrivals, search.trial_s),
-        cells * most * (max(arrivals, search.trial_s) + drain),
-        f"{cells} cells × {fewest} to {most} trials × {arrivals:.3g} s and up to {drain:.1f} s to drain",
+        min(cells * fewest * min(arrivals, search.trial_s), limit),
+        min(cells * most * (max(arrivals, search.trial_s) + drain), limit),
+        f"{cells} cells × {fewest} to {most} trials × {arrivals:.3g} s and up to {drain:.1f} s to drain"
+        + at_most,
     )
 
 

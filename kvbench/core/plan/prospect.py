@@ -137,6 +137,10 @@ def prospect_of(scenario: Scenario, slo: Slo, seen: KnownCell) -> Prospect | Non
         return None
     long_s = trial_s(search, seen.rate, seen.latency_s, max(each.slack_s for each in criteria))
     trials = max(1, search.max_trials - SPENT)
+    if search.budget_s is not None:
+        share_s = search.budget_s / (len(scenario.connectors) * len(scenario.workload.input_len))
+        trials = max(1, min(trials, round(share_s / long_s)))
+        long_s = min(long_s, share_s / trials)
 
     def worst(variation: float) -> float:
         return max(half_width(each, seen, variation, trials * long_s, burstiness) for each in criteria)
@@ -229,7 +233,9 @@ def _helps(search: Search, slo: Slo, prospect: Prospect, seen: KnownCell | None)
     times = (prospect.moderate / (ENOUGH * search.precision)) ** 2
     wanted = SPENT + math.ceil(prospect.trials * times)
     found = []
-    if search.max_trials < wanted <= MOST_TRIALS:
+    if search.budget_s is not None:
+        found.append(f"search.budget_s={math.ceil(search.budget_s * times)}")
+    elif search.max_trials < wanted <= MOST_TRIALS:
         found.append(f"search.max_trials={wanted}")
     if prospect.rate * prospect.trial_s >= 0.99 * search.max_requests and search.max_trial_s is None:
         found.append(f"search.max_requests={math.ceil(search.max_requests * times / 1000) * 1000:d}")

@@ -138,4 +138,11 @@ class Search(Section):
     min_requests: int = Field(60, ge=1, le=10_000_000, description="requests that a trial has at least")
     max_requests: int = Field(5000, ge=1, le=10_000_000, description="requests that a trial has at most")
     max_trials: int = Field(16, ge=1, le=1000, description="trials in one cell at most")
+    budget_s: float | None = Field(
+        None,
+        ge=1,
+        le=10_000_000,
+        description="seconds of the trials of all searches of a sweep: cells share them equally, and a cell "
+        "that ends early leaves its time to later ones",
+    )
     confidence: float = Field(0.95, gt=0.5, lt=1, description="confidence of a trial's verdict")

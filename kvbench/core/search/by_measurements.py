@@ -162,7 +162,7 @@ def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> 
     elif estimate.upper >= limits.max_rate:
         upper = None  # that end was assumed, not measured
     if found is None and tried and history.trials_left <= 0:
-        status, reason = "exhausted", f"max_trials = {limits.max_trials} came before any rate was met"
+        status, reason = "exhausted", f"{history.end_text} came before any rate was met"
     if settled is not None and settled >= limits.max_rate:
         status, reason = "censored", f"not missed at {settled:g}, the highest rate allowed: raise max_rate"
         upper, censored = None, "above"
@@ -198,20 +198,23 @@ def _belief(history: TrialHistory, estimate: RateEstimate, finished: bool) -> di
 def _unsettled(history: TrialHistory, estimate: RateEstimate, finished: bool) -> tuple[Status, str]:
     """Return the status of a search without a confirmed answer, and the reason."""
     rate, limits, replay = history.inside(estimate.median), history.limits, history.trusted_replay
-    if replay is not None and finished and by_replay.too_far(history, replay):
-        return "exhausted", by_replay.too_far_text(history, replay)
+    needed = "" if replay is None else by_replay.needed_text(history, replay)
     if history.trials_left > 0:
+        if replay is not None and finished and by_replay.too_far(history, replay):
+            return "exhausted", f"{needed}: its requests vary too much"
         if not finished:
             return "undecided", "the search was not finished"
         if _bracket(history, estimate)[0] == 0 and any(e.rate <= limits.min_rate for e in history.tried):
             return "undecided", f"still open at {limits.min_rate:g}, the lowest rate allowed: lower min_rate"
         return "undecided", f"trials at and near {history.bracket.unusable or rate:g} were invalid"
+    if needed:
+        return "exhausted", f"stopped after {history.end_text}: {needed}"
     if estimate.within(rate, limits.precision) >= _sure(history):
         return "undecided", (
-            f"max_trials = {limits.max_trials} came before a trial at {rate:g} or up to "
+            f"{history.end_text} came before a trial at {rate:g} or up to "
             f"{limits.precision:.0%} above it was met"
         )
-    return "exhausted", f"stopped after max_trials = {limits.max_trials}; the precision is not reached"
+    return "exhausted", f"stopped after {history.end_text}; the precision is not reached"
 
 
 def _bracket(history: TrialHistory, estimate: RateEstimate) -> tuple[float, float]:

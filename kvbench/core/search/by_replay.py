@@ -10,7 +10,8 @@ from typing import Final
 
 from kvbench.core.search.data import Probe, Purpose, SearchLimits
 from kvbench.core.search.replay.replay import ReplayResult
-from kvbench.core.search.trial_history import TrialHistory, reached_target
+from kvbench.core.search.trial_history import SHORTEST_S, TrialHistory, reached_target
+from kvbench.core.units import estimate_text
 
 BELOW: Final = 0.3
 """Distance of a trial below the answer, as a share of the precision: half of the trials at it miss."""
@@ -51,6 +52,9 @@ TOO_FAR_AFTER: Final = 4
 TOO_FAR: Final = 3.0
 """A search ends after the first number of trials if the precision needs more than the second multiple of the
 requests that the remaining trials can add."""
+TOO_LONG_AFTER: Final = 2
+TOO_LONG: Final = 2.0
+"""The same for the seconds that are left of a budget."""
 
 
 def next_probe(history: TrialHistory, replay: ReplayResult) -> Probe | None:
@@ -93,16 +97,20 @@ def suffices(history: TrialHistory, replay: ReplayResult) -> bool:
 
 
 def too_far(history: TrialHistory, replay: ReplayResult) -> bool:
-    """Return whether the precision takes several times what the remaining trials bring."""
+    """Return whether the precision takes several times what the remaining trials or seconds bring."""
+    limits, trials = history.limits, len(history.tried)
     each = _longest_s(replay.estimate.median) * replay.estimate.median
-    further = replay.further_requests(history.limits.precision)
-    return len(history.tried) >= TOO_FAR_AFTER and further > TOO_FAR * each * max(history.trials_left, 1)
+    further = replay.further_requests(limits.precision)
+    too_long = further > TOO_LONG * max(limits.seconds_left, SHORTEST_S) * replay.estimate.median
+    too_many = further > TOO_FAR * each * max(history.trials_left, 1)
+    return (trials >= TOO_LONG_AFTER and too_long) or (trials >= TOO_FAR_AFTER and too_many)
 
 
-def too_far_text(history: TrialHistory, replay: ReplayResult) -> str:
+def needed_text(history: TrialHistory, replay: ReplayResult) -> str:
     precision = history.limits.precision
-    hours = replay.further_requests(precision) / replay.estimate.median / 3600
-    return f"±{100 * precision:.2g} % would take about {hours:.2g} h more: its requests vary too much"
+    seconds = replay.further_requests(precision) / replay.estimate.median
+    seconds = max(seconds, _watched_s(history.limits) - replay.seconds, LEAST_S)
+    return f"±{100 * precision:.2g} % would take {estimate_text(seconds, seconds)} more"
 
 
 def _tried_above(history: TrialHistory, replay: ReplayResult) -> bool:

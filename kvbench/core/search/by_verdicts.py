@@ -72,7 +72,7 @@ def _status(history: TrialHistory, confirmed: bool, finished: bool) -> tuple[Sta
     if confirmed and lower is None and upper is not None and upper <= limits.min_rate:
         return "slo_unattainable", f"missed at {upper:g} already, the lowest rate allowed"
     if history.trials_left <= 0:
-        return "exhausted", f"stopped after max_trials = {limits.max_trials}; the precision is not reached"
+        return "exhausted", f"stopped after {history.end_text}; the precision is not reached"
     if not finished:
         return "undecided", "the search was not finished"
     if bracket.unusable is not None:

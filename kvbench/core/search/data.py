@@ -22,7 +22,8 @@ class SearchLimits:
 
     ``precision``: relative width of the bracket to reach, 0.05 for 5 %. ``max_trials`` counts every trial,
     also invalid and repeated ones. ``confidence``: of trials' early verdicts and intervals. ``attainment``:
-    the required share of requests, for trials whose ``TrialFigures`` has no target.
+    the required share of requests, for trials whose ``TrialFigures`` has no target. ``seconds_left``: of
+    trials, as a sweep's budget allows (``RateSearch.allow``).
     """
 
     start_rate: float
@@ -33,6 +34,7 @@ class SearchLimits:
     confidence: float = 0.95
     max_retries: int = 2
     attainment: float = 0.95
+    seconds_left: float = math.inf
 
     def __post_init__(self) -> None:
         if not 0 < self.min_rate <= self.start_rate <= self.max_rate < math.inf:
@@ -170,7 +172,7 @@ class SearchAnswer:
 
     ``status``: "converged"; "censored" (met at max_rate); "slo_unattainable" (missed at min_rate);
     "undecided" (invalid or undecided trials left an end open, no trial at the rate was met, or the search was
-    not finished); "exhausted" (stopped by max_trials). The interval is valid, if wide, in the last two too.
+    not finished); "exhausted" (stopped by max_trials or a budget). The interval is valid in the last two too.
     ``censored``: "above" if no miss bounds the rate (read "at least"), "below" if no rate was met (read "less
     than upper"). ``confirmed``: a further, independent trial agreed. ``attainment`` with its 95 % interval
     and ``n`` are those of the highest met trial at or below the rate. ``curve``: rate, verdict, purpose and

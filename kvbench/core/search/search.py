@@ -29,9 +29,10 @@ from kvbench.core.search.data import (
     TrialFigures,
     TrialOutcome,
 )
+from kvbench.core.search.live_config import requests_s
 from kvbench.core.search.posterior.posterior import RateEstimate
 from kvbench.core.search.posterior.rate_points import SATURATED
-from kvbench.core.search.trial_history import TrialHistory
+from kvbench.core.search.trial_history import SHORTEST_S, TrialHistory
 from kvbench.core.search.trial_requests import Objective, TrialRequests
 
 __all__ = ["Hint", "Probe", "RateSearch", "SearchAnswer", "SearchLimits", "TrialFigures", "TrialOutcome"]
@@ -42,6 +43,8 @@ CEILING_MOST: Final = 1000.0
 """Largest rate of the ceiling probe: beyond it, client and router are the bottleneck."""
 CEILING_SHARE: Final = 0.9
 """Rate of the first trial after it, as a share of its completion rate."""
+HALF_FROM_S: Final = 20.0
+"""Trial length in seconds from which a trial takes at most half of a budget: one alone confirms nothing."""
 FORESEEN_AFTER: Final = 3 / 8
 """Share of its trials after which a search forecasts whether it converges; earlier forecasts fail, since the
 system's variation is unknown."""
@@ -89,8 +92,20 @@ class RateSearch:
     def ask(self) -> Probe | None:
         """Return the next trial, the same one until ``tell`` is called, or None to end the search."""
         if self._pending is None:
-            self._pending = self._next()
+            self._pending, left_s = self._next(), self.limits.seconds_left
+            if self._pending is not None and left_s < math.inf:
+                most_s = max(left_s / 2, min(left_s, HALF_FROM_S), SHORTEST_S)
+                usual_s = self._pending.least_s or requests_s(self._pending.rate)
+                self._pending = replace(self._pending, least_s=min(usual_s, most_s))
         return self._pending
+
+    def allow(self, seconds_left: float, precision: float | None = None) -> None:
+        """Set the seconds of trials left, which also end a search, and the precision to reach."""
+        limits = replace(self.limits, seconds_left=seconds_left, precision=precision or self.limits.precision)
+        if limits.precision != self.limits.precision:
+            self._pending = None
+        if limits != self.limits:
+            self._history = replace(self._history, limits=limits)
 
     def tell(
         self,

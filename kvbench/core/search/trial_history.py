@@ -34,6 +34,8 @@ VAGUE: Final = 0.25
 """Largest relative standard error of a replayed rate: beyond it, the other posterior is as precise."""
 ALLOWED: Final = 0.98
 """A replayed rate outside this central share of the other posterior is not used."""
+SHORTEST_S: Final = 5.0
+"""Seconds of a budget below which no further trial starts."""
 _DIGITS: Final = 4
 """Significant digits of rates, so that the printed rate is the offered one."""
 
@@ -75,7 +77,15 @@ class TrialHistory:
 
     @property
     def trials_left(self) -> int:
-        return self.limits.max_trials - len(self.outcomes)
+        """Number of further trials; 0 once the time is used, but a first one always runs."""
+        used = bool(self.tried) and self.limits.seconds_left < SHORTEST_S
+        return 0 if used else self.limits.max_trials - len(self.outcomes)
+
+    @property
+    def end_text(self) -> str:
+        """Limit that ended the search."""
+        by_trials = len(self.outcomes) >= self.limits.max_trials
+        return f"max_trials = {self.limits.max_trials}" if by_trials else "the cell's part of search.budget_s"
 
     @cached_property
     def tried(self) -> list[TrialOutcome]:

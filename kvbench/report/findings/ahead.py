@@ -1,7 +1,9 @@
 """Comparison of searched rates by rule, and a run's answer in a sentence or two.
 
 Two rates are ordered only if the posteriors of two converged searches put one above the other with
-probability AHEAD. With unequal numbers of engines (or GPUs, if known) the rates per engine are compared."""
+probability AHEAD. They count as independent, which is cautious: connectors at one length have the same
+arrivals (``TrialPlan.seed``), so their errors are alike in part. With unequal numbers of engines (or GPUs, if
+known) the rates per engine are compared."""
 
 from __future__ import annotations
 

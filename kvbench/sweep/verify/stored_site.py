@@ -22,7 +22,7 @@ from kvbench.errors import KvbenchError
 from kvbench.results.checksums import Damage
 from kvbench.results.finished_cells import asked_canaries, earlier_sessions
 from kvbench.results.run import CELLS, TRIALS, CellResult, RunFolder, requests_to_replay
-from kvbench.sweep.bench import Alone, Knowledge, Site
+from kvbench.sweep.bench import Alone, CellWork, Knowledge, Site, TrialBudget
 from kvbench.sweep.calibration import measured_run
 from kvbench.sweep.cell import Fixed, searched_cells
 from kvbench.sweep.deployed import INVENTED
@@ -82,6 +82,38 @@ class StoredSite(Site):
         return record
 
 
+@dataclass
+class Repeat:
+    """A cell's search, repeated with its stored trials. ``missing``: first trial that the folder lacks."""
+
+    cell: Cell
+    stored: Sequence[CellResult]
+    site: StoredSite
+    work: CellWork
+    found: list[CellResult] = field(default_factory=list)
+    missing: str = ""
+
+    def run(self, *, is_reference: bool) -> None:
+        try:
+            self.found = self.work.run(self.cell, is_reference=is_reference)
+        except UnansweredError as error:
+            self.missing = error.message
+
+    def go_on(self, seconds: float, knowledge: Knowledge) -> None:
+        """Repeat further trials. An interrupted run may lack some; its answer is then the earlier one."""
+        with suppress(UnansweredError):
+            found = self.work.further(self.cell, seconds)
+            if found and all(_as_long(each, found) for each in self.stored if each.main):
+                self.found = found
+                knowledge.budget.end(found[0])
+
+
+def _as_long(stored: CellResult, found: Sequence[CellResult]) -> bool:
+    """Return whether both answers have equally many trials, or one is missing."""
+    answers = stored.answer, found[0].answer if found else None
+    return answers[0] is None or answers[1] is None or answers[0]["trials"] == answers[1]["trials"]
+
+
 class Searches:
     def __init__(
         self,
@@ -105,56 +137,70 @@ class Searches:
     def damages(self) -> Iterator[Damage]:
         """Find answers and trials that do not follow from the trials before."""
         reference = {n: o for (label, n), o in self._outputs.items() if label == self._plan.reference}
-        knowledge = Knowledge(reference, {})
+        knowledge = Knowledge(reference, {}, budget=TrialBudget.of(self._scenario, self._plan))
         for planned in self._plan.deployments:
-            for cell in self._plan.cells_of(planned.label):
-                stored = [each for each in self._results() if each.cell == cell]
-                yield from self._of_cell(planned, cell, stored, knowledge)
-                for each in stored:
-                    rate = (each.answer or {}).get("max_request_rate")
-                    if each.main and each.status == "done" and rate is not None:
-                        knowledge.rates[cell] = rate
+            cells = self._plan.cells_of(planned.label)
+            repeats = [each for cell in cells if (each := self._repeated(planned, cell, knowledge))]
+            done = {each.cell: each for each in repeats if each.found and each.found[0].status == "done"}
+            for cell, seconds in knowledge.budget.spare_parts(list(done)):
+                done[cell].go_on(seconds, knowledge)
+            for each in repeats:
+                yield from self._of_cell(each)
 
     def _results(self) -> list[CellResult]:
         return [*self._run.cells, *self._run.other_cells]
 
-    def _of_cell(
-        self, planned: DeploymentPlan, cell: Cell, stored: Sequence[CellResult], knowledge: Knowledge
-    ) -> Iterator[Damage]:
+    def _repeated(self, planned: DeploymentPlan, cell: Cell, knowledge: Knowledge) -> Repeat | None:
+        """Repeat a cell's search; None if there is none, or its start is not stored."""
+        stored = [each for each in self._results() if each.cell == cell]
         trials = {
             each.trial_id: each
             for each in self._run.all_trials
             if each.cell == cell and each.method != "equal_rate"
         }
-        finished = [each for each in stored if each.status in ("done", "refused")]
-        if not trials and not finished:
-            return
-        alone = self._alone(planned, cell)
-        if alone is None:
-            self.unknown.append(cell)
-            return
-        pool = pool_of_cell(self._pools, cell, self._plan.reference_of(cell.connector))
+        wanted = bool(trials) or any(each.status in ("done", "refused") for each in stored)
+        alone = self._alone(planned, cell) if wanted else None
+        repeat = None
+        if alone is not None:
+            site = self._site(cell, trials, alone)
+            work = searched_cells(self._scenario, self._plan, Silent(), self._fixed)(site, knowledge)
+            repeat = Repeat(cell, stored, site, work)
+            repeat.run(is_reference=planned.label == self._plan.reference)
+        else:
+            self.unknown += [cell] if wanted else []
+            knowledge.budget.left_s -= math.fsum(each.duration_s for each in trials.values())
+        found = repeat.found if repeat else []
+        for each in stored:
+            rate = (each.answer or {}).get("max_request_rate")
+            if each.main and not found:
+                knowledge.budget.end(each)
+            if each.main and each.status == "done" and rate is not None and _as_long(each, found):
+                knowledge.rates[cell] = rate
+        if found:
+            knowledge.budget.end(found[0])
+        return repeat
+
+    def _site(self, cell: Cell, trials: Mapping[str, TrialRecord], alone: Alone) -> StoredSite:
         burstiness = self._scenario.workload.burstiness
-        site = StoredSite(
+        return StoredSite(
             trials,
             alone,
             self._trace_rate,
-            canaries=pool,
+            canaries=pool_of_cell(self._pools, cell, self._plan.reference_of(cell.connector)),
             asked_last=self._asked_last,
             requests_of=lambda record: requests_to_replay(self._run.path, record, burstiness),
         )
-        work = searched_cells(self._scenario, self._plan, Silent(), self._fixed)(site, knowledge)
-        try:
-            found = work.run(cell, is_reference=planned.label == self._plan.reference)
-        except UnansweredError as error:
-            if finished:
-                yield Damage(
-                    CELLS, f"{cell.key} has an answer, but its search still requests {error.message}"
-                )
-            found = []
+
+    def _of_cell(self, repeat: Repeat) -> Iterator[Damage]:
+        site, found = repeat.site, repeat.found
+        finished = [each for each in repeat.stored if each.status in ("done", "refused")]
+        if repeat.missing and finished:
+            yield Damage(
+                CELLS, f"{repeat.cell.key} has an answer, but its search still requests {repeat.missing}"
+            )
         self.asked |= site.asked
         yield from site.otherwise
-        for name in trials.keys() - site.asked.keys():
+        for name in site.trials.keys() - site.asked.keys():
             if found:
                 yield Damage(TRIALS, f"{name} is not requested by its search")
         for each in finished if found else ():

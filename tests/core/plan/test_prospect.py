@@ -107,6 +107,23 @@ def test_the_worst_criterion_counts() -> None:
     assert prospect_of(scenario, Slo(), alone) is None
 
 
+def test_a_budget_is_shared_and_limits_the_precision() -> None:
+    slo, alone = "{ttft_ms: 400, attainment: 0.9}", KnownCell(10.0, 0.1, 0.1)
+    free, much, little = (
+        prospect_of(scenario, scenario.slo.main(), alone)
+        for scenario in (asked_for(slo), *(asked_for(slo, f"search.budget_s={s}") for s in (10**6, 200)))
+    )
+    assert free is not None
+    assert free == much
+    assert little is not None
+    cells = len(asked_for(slo).connectors) * len(asked_for(slo).workload.input_len)
+    assert little.trials * little.trial_s == pytest.approx(200 / cells)
+    times = free.trials * free.trial_s / (200 / cells)
+    assert little.even == pytest.approx(free.even * math.sqrt(times))
+    scenario = asked_for(slo, "search.budget_s=200", "search.precision=0.01")
+    assert "search.budget_s=" in shortfall_text(scenario.search, scenario.slo.main(), little, alone)
+
+
 # -- what is known of a cell --------------------------------------------------------------------------
 
 
