@@ -26,10 +26,10 @@ PROPERTY: Final = "fault"
 HEAD: Final = """\
 # Faults
 
-What can go wrong in a long run, the message that kvbench prints, how soon it does, and how the run continues. The
-tests with the marker `fault` do each of these to real processes. `make faults` runs them all and writes this page from
-their results (`results/reference/faults.json` has them as data). Each test also fails if processes, sockets or shared
-memory are left.
+What can go wrong in a long run, the message that kvbench prints, how soon it does, and how the run
+continues. The tests with the marker `fault` do each of these to real processes. `make faults` runs them all
+and writes this page from their results (`results/reference/faults.json` has them as data). Each test also
+fails if processes, sockets or shared memory are left.
 """
 
 

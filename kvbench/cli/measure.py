@@ -408,7 +408,7 @@ def soak(
     resume: ResumeOption = None,
     force: ForceOption = False,
 ) -> int:
-    """Run a fixed rate for hours; report drift of latency, memory, descriptors and leases, and wrong outputs."""
+    """Run a fixed rate for hours; report drift of latency, memory, descriptors, leases, and wrong outputs."""
     from kvbench.sweep.chaos_soak import soak as running
 
     shown = console(as_json=json_)

@@ -50,7 +50,10 @@ class Fault:
 _CELL = "the cell fails; the next deployment is started and measured"
 _ROW = "the case becomes an error row; new workers measure the next case"
 _REFUSED = "the trial is refused and counts neither as met nor as missed; the next one is measured"
-_KV_LOST = "the trial is refused if KV was lost, otherwise its failed requests count as misses; the next pair is measured"
+_KV_LOST = (
+    "the trial is refused if KV was lost, otherwise its failed requests count as misses; "
+    "the next pair is measured"
+)
 _NOT_ARRIVED = r"\d+ KV transfers failed|\d+ × \w+"
 _CALL = "the transfer has failed; its process stays usable"
 
