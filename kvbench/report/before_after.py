@@ -1,6 +1,5 @@
-"""What became of each highest rate from the runs before to the runs after, and which settings differ.
-
-A key that an older run does not know has the value that it had by default."""
+"""Change of each highest rate between the runs before and the runs after, and the settings that differ. A key
+that an older run does not know counts as its default."""
 
 from __future__ import annotations
 

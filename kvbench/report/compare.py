@@ -69,7 +69,7 @@ class CompareOptions:
         return bool(self.by or self.sort or self.group)
 
     def check(self) -> None:
-        """Raises InputError for an axis or a format that there is not."""
+        """Raises InputError for an unknown axis or format."""
         for option, value in (
             ("--by", self.by),
             ("--group", self.group),
@@ -123,8 +123,8 @@ def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> i
 @dataclass(frozen=True)
 class ComparisonPage:
     """A comparison in every format. ``heads``: a line per run; ``differing``: why the runs are not
-    comparable; ``said``: conclusions, or what was set otherwise; ``about``: explains the tables;
-    ``document``: its JSON."""
+    comparable; ``said``: conclusions, or differing settings; ``about``: explains the tables; ``document``:
+    its JSON."""
 
     heads: Sequence[str]
     differing: Sequence[str]
@@ -199,10 +199,9 @@ def _held(table: Table, runs: Sequence[RunFolder], asked: CompareOptions) -> Com
 def _before_after(
     runs: Sequence[RunFolder], asked: CompareOptions
 ) -> tuple[ComparisonPage, CiVerdict | None] | None:
-    """Return two sweeps, or repeats of both: what was set otherwise, and what became of each highest rate.
-    With the verdict for a pipeline if requested, whose files are written.
-
-    Raises InputError for runs that are not comparable, unless forced, and for a number that does not fit."""
+    """Compare two sweeps, or repeats of both: differing settings, and the change of each highest rate. If
+    requested, add the verdict for a pipeline and write its files. Raises InputError for runs that are not
+    comparable, unless forced, and for an impossible number of repeats."""
     if asked.rows_asked or not (len(runs) == 2 or asked.before):
         return None
     if not 0 <= asked.before < len(runs):

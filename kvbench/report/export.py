@@ -253,7 +253,7 @@ def command(path: Path, name: str, output: Path | None, console: Console) -> Non
 
 
 def samples(run: RunFolder) -> list[Sample]:
-    """Every figure of the run's summary with its labels: values in base units, only those that are known."""
+    """Return every known figure of the run's summary with its labels, in base units."""
     return [*_about(run), *_rates(run), *_loads(run), *_transfers(run)]
 
 

@@ -1,7 +1,6 @@
-"""Planted lies: ways in which a system under test can deceive a benchmark.
-
-``deployment.engine_options.lie`` selects one; the emulated engine or router then tells it, and the run is
-labelled ``lie: …``. The gate named here must detect each lie."""
+"""Planted faults ("lies") with which a system under test would deceive a benchmark.
+``deployment.engine_options.lie`` selects one; the emulated engine or router then misbehaves in this way, and
+the run is labelled ``lie: …``. The gate named here must detect each lie."""
 
 from __future__ import annotations
 

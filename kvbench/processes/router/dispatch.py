@@ -1,4 +1,4 @@
-"""Shared state of one router's requests: targets, deadlines, counts, client bodies, and planted lies. A
+"""Shared state of one router's requests: targets, deadlines, counts, client bodies, and planted faults. A
 prompt of 32k token ids is 200 kB of JSON, and encoding it again for P and D would add about 10 ms to TTFT. So
 the list is cut out as bytes before decoding (``ClientBody``) and put back after encoding. ``Liar`` plants a
 router's faults (core/gates/lies.py)."""

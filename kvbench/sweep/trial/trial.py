@@ -63,7 +63,7 @@ class TrialRunner:
         self.canaries: dict[Cell, CanarySupply] = {}
         """Cell → canaries with known reference outputs."""
         self._may_expire = 0.0
-        """Cancelled requests of earlier trials whose KV may still expire."""
+        """Number of cancelled requests of earlier trials whose KV may still expire."""
 
     def prepare(self) -> None:
         """Start a load generator for the next trial; ``close`` ends an unused one."""
