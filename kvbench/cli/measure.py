@@ -148,7 +148,7 @@ def simulate(
         typer.Option(
             "--system",
             metavar="COMMAND",
-            help="Search the rate of the external simulator that COMMAND starts; needs no scenario.",
+            help="Find the highest rate of the external simulator that COMMAND starts; needs no scenario.",
         ),
     ] = None,
     like: Annotated[

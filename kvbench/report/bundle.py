@@ -95,7 +95,7 @@ def bundle(path: Path, asked: BundleOptions | None = None) -> Bundled:
     archive = asked.output or Path(f"{name}-bundle.tar.gz")
     if archive.is_dir() or not archive.resolve().parent.is_dir():
         raise StoreError(
-            f"{archive} cannot be written: it is a folder, or its folder is not there",
+            f"{archive} cannot be written: it is a folder, or its folder does not exist",
             hint="give the archive's file name with --output",
         )
     bundled = Bundled(archive, removed=scrubber.removed, counts=scrubber.counts)

@@ -40,7 +40,7 @@ from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption, check_comparable, mark_of, scenario_of
 from kvbench.results.run import RunFolder, load_run
 
-NOT_COMPARABLE: Final = "NOT COMPARABLE, put together by --force"
+NOT_COMPARABLE: Final = "NOT COMPARABLE, combined by --force"
 _STYLES: Final[Mapping[str, str]] = {"invalid": "red", "warning": "yellow"}
 
 
@@ -93,9 +93,7 @@ def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> i
     for_sweeps = asked.ci or asked.before or asked.junit or asked.comment
     if (held := held_comparison(runs)) is not None:
         if for_sweeps or asked.rows_asked:
-            raise InputError(
-                "runs at a held rate are compared as a whole: leave --ci, --before and the axes out"
-            )
+            raise InputError("runs at a fixed rate are compared as a whole: omit --ci, --before and the axes")
         _held(held, runs, asked).write(asked.format, console)
         return EXIT_OK
     micro = are_microbenchmarks(runs)
@@ -108,7 +106,7 @@ def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> i
         return alarm.exit_code if alarm is not None and asked.ci else EXIT_OK
     if for_sweeps:
         raise InputError(
-            "nothing was searched in these runs, so that no highest rate can have changed",
+            "these runs have no search, so there is no highest rate to compare",
             hint="give two sweeps, the one before first, or several with --before N",
         )
     if not micro:

@@ -118,7 +118,7 @@ def _of_run(path: Path, limits: EngineLimits) -> CalibrationInput:
     if scenario.workload.trace is not None:
         raise InputError(
             f"{path} replayed a trace, whose shared prompt prefixes are not in the requests' records",
-            hint="calibrate with a run of drawn prompts",
+            hint="calibrate with a run of random prompts",
         )
     systems = _systems(scenario)
     loads, memories = [], set[int]()

@@ -147,7 +147,7 @@ class CanaryPool:
         if row["proof"] not in get_args(Proof):
             raise ValueError(f"proof is {str(row['proof'])[:40]!r}")
         if places and not len(places) == len(lengths) == len(answers.texts):
-            raise ValueError("places, lengths and answers are not as many")
+            raise ValueError("places, lengths and answers differ in number")
         known = row.get("under_load") or {}
         nats = known.get("nats")
         return cls(

@@ -91,7 +91,7 @@ class Plots:
         draw.__name__, draw.__qualname__ = name, f"Plots.{name}"
         draw.__doc__ = (
             f"{picture.title}. {picture.alt}\n\n"
-            "``theme``: light or dark. ``ax``: the Axes whose place it takes, else a figure of its own.\n"
+            "``theme``: light or dark. ``ax``: the Axes to draw in, by default a new figure.\n"
             "Returns the figure. Raises InputError where the run has no data for it."
         )
         return draw
@@ -360,9 +360,7 @@ class Comparison:
     def _heading(self) -> list[str]:
         lines = [f"{letter}: {caption(run.folder)}" for letter, run in self.members.items()]
         if self.differing:
-            lines.append(
-                "NOT COMPARABLE, put together all the same: they differ in " + "; ".join(self.differing)
-            )
+            lines.append("NOT COMPARABLE, combined nevertheless: they differ in " + "; ".join(self.differing))
         return lines
 
     def __repr__(self) -> str:

@@ -107,7 +107,7 @@ def test_an_override_goes_into_a_number() -> None:
         ),
         (
             {"engine": "emulated", "engine_options": {}, "decode": {"data_parallel_size": 2}},
-            "an instance of the emulated engine has tensor parallel ranks alone",
+            "an instance of the emulated engine supports tensor parallel ranks only",
         ),
         (
             {
