@@ -1,8 +1,8 @@
 """Gates on kvbench's own processes and the machine: was one of them the limit, or busy with other work?
 
 These causes only lengthen latencies. A trial that meets the SLO anyway is met, with a warning. A miss is
-refused if subtracting the delay from every request would turn it into a hit. A gross delay refuses both,
-because the latencies themselves are wrong."""
+refused if subtracting the delay from every request would turn it into a hit. A gross delay refuses met and
+missed trials, because the latencies themselves are wrong."""
 
 from __future__ import annotations
 

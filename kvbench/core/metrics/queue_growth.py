@@ -226,8 +226,8 @@ def dispersion(offsets_s: FloatArray) -> float:
 
 
 def queue_growth(readings: QueueReadings, *, walks: float = WALKS) -> QueueGrowth | None:
-    """Return the growth of the queue, or None if nothing shows any. ``walks``: ``WALKS_AT_EACH_LOOK`` for
-    repeated looks while the trial runs."""
+    """Return the growth of the queue, or None if nothing shows any. ``walks``: threshold,
+    ``WALKS_AT_EACH_LOOK`` for repeated tests while the trial runs."""
     if readings.early_s is None or readings.now_s < FILL * readings.idle_latency_s:
         return None
     slope = _slope(readings, walks)
