@@ -252,7 +252,7 @@ def _system(
         blocks = tokens // _BLOCK_TOKENS
         if blocks * _BLOCK_TOKENS < longest - _BLOCK_TOKENS:
             raise InputError(
-                f"a KV memory of {tokens:,} tokens holds no request of {longest - _BLOCK_TOKENS:,}, and one "
+                f"a KV memory of {tokens:,} tokens cannot hold a request of {longest - _BLOCK_TOKENS:,}, and one "
                 "was served",
                 hint="give the KV memory of one engine, in tokens: --num-kv-tokens",
             )

@@ -87,7 +87,7 @@ class _WaitingRequest:
 
 
 class Liar:
-    """Applies one lie; ``before`` is called once for each request before it is sent to P and D."""
+    """Applies one planted fault; ``before`` is called once for each request before it is sent to P and D."""
 
     def __init__(self, lie: str, connector: Connector, metrics: RouterMetrics) -> None:
         self._lie = lie
