@@ -252,8 +252,8 @@ def _system(
         blocks = tokens // _BLOCK_TOKENS
         if blocks * _BLOCK_TOKENS < longest - _BLOCK_TOKENS:
             raise InputError(
-                f"a KV memory of {tokens:,} tokens cannot hold a request of {longest - _BLOCK_TOKENS:,}, and one "
-                "was served",
+                f"a KV memory of {tokens:,} tokens cannot hold a request of {longest - _BLOCK_TOKENS:,}, "
+                "but one was served",
                 hint="give the KV memory of one engine, in tokens: --num-kv-tokens",
             )
     else:
