@@ -114,7 +114,7 @@ def test_an_override_goes_into_a_number() -> None:
                 "engine_options": {"model": "m", "decode_args": {"data-parallel-size": 2}},
                 "decode": {"data_parallel_size": 2},
             },
-            "the engine's arguments say it, too",
+            "the engine's arguments also set it",
         ),
     ],
 )

@@ -180,7 +180,7 @@ def test_every_format_has_every_cell(copied: Callable[..., Path]) -> None:
 def test_the_number_of_runs_before_has_to_fit(copied: Callable[..., Path]) -> None:
     with pytest.raises(InputError, match="leaves none after"):
         printed([QUICKSTART, copied("b")], before=2)
-    with pytest.raises(InputError, match="nothing was searched"):
+    with pytest.raises(InputError, match="have no search"):
         printed([REFERENCE / "seed-notes"] * 2, ci=True)
 
 
