@@ -131,7 +131,7 @@ def _cli_options(
 
 
 def _kept(make: Callable[[Path], Path], output: Path | str | None) -> Run:
-    """The run that ``make`` writes; without ``output`` in a folder that goes with it."""
+    """Return the run that ``make`` writes; without ``output`` its folder is deleted with it."""
     if output is not None:
         return load(make(Path(output)))
     with ExitStack() as stack:

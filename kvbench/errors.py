@@ -93,7 +93,7 @@ class ProcessDiedError(LaunchError):
 
 
 class ProcessHungError(LaunchError):
-    """A process is there and does nothing: it is stopped, or does not answer any more."""
+    """A process exists but makes no progress: it is stopped, or no longer responds."""
 
 
 class TransferError(KvbenchError):

@@ -24,7 +24,7 @@ from typing import Any, Final, TypeAlias
 from kvbench.errors import StoreError
 
 MOST_BYTES: Final = 2 << 30
-"""Largest JSON file in bytes that is read; a hundred thousand trials take a tenth."""
+"""Largest JSON file that is read, in bytes: ten times the size of a hundred thousand trials."""
 
 
 Announcer: TypeAlias = Callable[[Path], AbstractContextManager[None]]

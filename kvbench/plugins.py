@@ -46,7 +46,7 @@ class OpenList(Generic[Part]):
 
 
 def outside(group: str) -> Mapping[str, EntryPoint]:
-    """Entry points of a group by their names; the first one on the path has a name."""
+    """Entry points of a group by their names; of several with the same name the first on the path."""
     return _found(group, tuple(sys.path))
 
 

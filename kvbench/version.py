@@ -1,3 +1,3 @@
-"""kvbench's version, said here alone."""
+"""kvbench's version, defined only here."""
 
 __version__ = "0.1.0"

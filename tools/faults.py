@@ -26,10 +26,10 @@ PROPERTY: Final = "fault"
 HEAD: Final = """\
 # Faults
 
-What goes wrong in a long run, what kvbench says of it and how soon, and what goes on. The tests with the
-marker `fault` do each of these to real processes; `make faults` runs them all and writes this table from what
-they saw (`results/reference/faults.json` has it as data). After each of them it is looked for processes,
-sockets and shared memory that are left: there are none, or the test has failed.
+What can go wrong in a long run, the message that kvbench prints, how soon it does, and how the run
+continues. The tests with the marker `fault` do each of these to real processes. `make faults` runs them all
+and writes this page from their results (`results/reference/faults.json` has them as data). Each test also
+fails if processes, sockets or shared memory are left.
 """
 
 
@@ -83,8 +83,8 @@ def with_kept(rows: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]]) ->
 
 
 def document(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[str]]) -> str:
-    lines = [HEAD, summary(rows, groups), "Each by itself:", ""]
-    lines.append("| what happens | what is said | after (s) | at most (s) | what goes on |")
+    lines = [HEAD, summary(rows, groups), "Each fault:", ""]
+    lines.append("| what happens | message | after (s) | limit (s) | how the run continues |")
     lines.append("|---|---|---:|---:|---|")
     for row in rows:
         quoted = row["said"].replace("`", "'")
@@ -96,7 +96,7 @@ def document(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[st
 
 def summary(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[str]]) -> str:
     by_key = {row["key"]: row for row in rows}
-    lines = ["| what happens | what is said, for example | after (s), at most |", "|---|---|---:|"]
+    lines = ["| what happens | example of a message | longest time until it (s) |", "|---|---|---:|"]
     for name, keys in groups.items():
         seen = [by_key[key] for key in keys if by_key[key]["outcome"] == "seen"]
         if seen:

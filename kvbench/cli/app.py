@@ -132,7 +132,7 @@ for _name, (_panel, _function, _example) in _COMMANDS.items():
 for _registered in lab.registered_commands:
     _registered.cls = PlainFlags
 app.add_typer(lab, name="lab", rich_help_panel=PROCESSES)
-hosts = typer.Typer(help="The hosts of a scenario: install kvbench there.", no_args_is_help=True)
+hosts = typer.Typer(help="Install kvbench on the hosts of a scenario.", no_args_is_help=True)
 hosts.command("install", cls=PlainFlags, epilog="Example:  kvbench hosts install two-nodes.yaml")(
     with_exit_code(setup.hosts_install)
 )

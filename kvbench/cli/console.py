@@ -41,8 +41,8 @@ def console(*, as_json: bool = False) -> Console:
 
 
 def with_exit_code(function: Callable[..., int | None]) -> Callable[..., None]:
-    """Wrap a command for typer: its return value is the exit code (None: 0); errors are printed and have
-    their own."""
+    """Wrap a command for typer: its return value is the exit code (None: 0); errors are printed and give
+    their own exit code."""
 
     @functools.wraps(function)
     def run(**options: Any) -> None:

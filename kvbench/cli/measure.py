@@ -69,7 +69,7 @@ def sweep(
     resume: ResumeOption = None,
     force: ForceOption = False,
 ) -> int:
-    """Search the highest request rate that meets the SLO, for each connector and input length."""
+    """Find the highest request rate that meets the SLO, for each connector and input length."""
     from kvbench.sweep import sweep as sweeping
 
     if resume is not None:
@@ -148,7 +148,7 @@ def simulate(
         typer.Option(
             "--system",
             metavar="COMMAND",
-            help="Search the rate of the external simulator that COMMAND starts; needs no scenario.",
+            help="Find the highest rate of the external simulator that COMMAND starts; needs no scenario.",
         ),
     ] = None,
     like: Annotated[
@@ -178,7 +178,7 @@ def simulate(
     against: AgainstOption = None,
     output: OutputOption = Path("results"),
 ) -> int:
-    """Predict a sweep on virtual time in seconds: same plan, search and gates, no processes."""
+    """Predict a sweep within seconds, on virtual time: same plan, search and gates, no processes."""
     from kvbench.sweep import simulate_splits as splitting
     from kvbench.sweep.simulate import command as simulate_command
 
@@ -270,7 +270,7 @@ def selftest(
         typer.Option("--output", "-o", metavar="FILE", help="Write the figures as JSON to a file, too."),
     ] = None,
 ) -> int:
-    """Measure this host's own error and ceiling against a server with an exact schedule."""
+    """Measure this host's timing error and maximum load, with a server that has an exact schedule."""
     from kvbench.sweep import selftest as testing
 
     return testing.command(streams, seconds, console(), as_json=json_, output=output)
@@ -408,7 +408,7 @@ def soak(
     resume: ResumeOption = None,
     force: ForceOption = False,
 ) -> int:
-    """Run a fixed rate for hours: drift of latency, memory, descriptors and leases, wrong outputs."""
+    """Run a fixed rate for hours; report drift of latency, memory, descriptors, leases, and wrong outputs."""
     from kvbench.sweep.chaos_soak import soak as running
 
     shown = console(as_json=json_)

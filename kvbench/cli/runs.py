@@ -27,7 +27,7 @@ def report(
     png: Annotated[bool, typer.Option("--png", help="Also draw the figures as PNG, for slides.")] = False,
     json_: JsonOption = False,
 ) -> None:
-    """Rewrite a run's report from its raw files, or compare several runs."""
+    """Rebuild a run's report from its raw files, or compare several runs."""
     from kvbench.report import report as reporting
 
     reporting.command(run, console(), force=force, dark=dark, png=png, as_json=json_)
@@ -100,7 +100,7 @@ def compare(
     ] = None,
     force: ForceComparisonOption = False,
 ) -> int:
-    """Show what changed in each highest rate between runs, or who is ahead within a run."""
+    """Compare the highest rates of several runs, or of the connectors within a run."""
     from kvbench.report import compare as comparing
     from kvbench.report.ci_verdict import share_of
 
@@ -228,7 +228,7 @@ def runs(
     all_: Annotated[bool, typer.Option("--all", help=f"All, not only the latest {FIRST}.")] = False,
     json_: ListJsonOption = False,
 ) -> None:
-    """List runs, the latest first: when, what, how they ended."""
+    """List runs, the latest first, with scenario and outcome."""
     from kvbench.core.fitted_table import FittedColumn, Grid
     from kvbench.report.terminal import print_text
     from kvbench.results.run import REFERENCE, listed_runs, output_folder

@@ -74,7 +74,7 @@ class MooncakeOptions(KvOptions):
     metadata_server: str = Field(
         "",
         description="vLLM up to 0.10.0 only: etcd://, redis:// or http:// address that P and D share; "
-        "host:port alone is etcd's",
+        "host:port alone means etcd",
     )
     kv_buffer_size: float = Field(2e9, gt=0, description="vLLM up to 0.10.0 only: bytes of the lookup buffer")
 

@@ -75,8 +75,8 @@ class MooncakeStore(PlainConnector):
     options_model = MooncakeStoreOptions
     releases = Releases((0, 21))
     history = (
-        "kvbench knows MooncakeStoreConnector from vLLM 0.21 on; what had that name up to 0.10.0 was "
-        "another class, of the V0 engine"
+        "kvbench knows MooncakeStoreConnector from vLLM 0.21 on; the class of that name up to 0.10.0 "
+        "(V0 engine) is a different one"
     )
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:

@@ -43,7 +43,7 @@ class MultiOptions(ConnectorOptions):
 
 
 class Multi(Connector):
-    """The first connector's handshake, ports and environment with all configurations."""
+    """Uses the first connector's handshake, ports and environment, and passes on all configurations."""
 
     name = "multi"
     title = "several connectors (MultiConnector)"

@@ -24,7 +24,9 @@ class OffloadingOptions(KvOptions):
     cpu_bytes_to_use: int = Field(
         2**30, ge=2**20, description="bytes of host memory of the whole server; vLLM 0.14 and newer"
     )
-    num_cpu_blocks: int = Field(1024, ge=1, description="blocks in host memory; vLLM before 0.14 counts so")
+    num_cpu_blocks: int = Field(
+        1024, ge=1, description="number of blocks in host memory; for vLLM before 0.14"
+    )
 
 
 class OffloadingBlocks(LoneConnector):

@@ -308,9 +308,9 @@ def burst_slo(slo: Slo) -> Slo:
 
 
 def by_strictness(tiers: Mapping[str, Slo]) -> list[str]:
-    """The tiers' names, the strictest first: where the search begins, as its rate is the lowest. Tiers need
-    not be ordered in truth (one may have the tighter TTFT, another the tighter TPOT); this order (sum of the
-    limits' logarithms, a limit not given counting as a very wide one) only saves trials."""
+    """The tiers' names, the strictest first: where the search begins, as its rate is the lowest. Tiers may
+    have no clear order (one may have the tighter TTFT, another the tighter TPOT). This order (sum of the
+    limits' logarithms, a missing limit counting as a very wide one) only saves trials."""
 
     def width(name: str) -> tuple[float, float]:
         slo = tiers[name]

@@ -109,9 +109,9 @@ _STANDALONE: Final = re.compile(r"(?<![\w.,])\d+(?:[.,]\d+)*(?![\w])")
 
 
 def joined(sentences: Iterable[str]) -> dict[str, str]:
-    """Each sentence → the one that stands for all that differ from it only in numbers. Where they differ, the
-    smallest and the largest stand there: ``only 9–18 calls``. Numbers are compared as they are written,
-    without thousands separators."""
+    """Map each sentence to one that replaces all sentences with the same words and other numbers. It has the
+    smallest and the largest number: ``only 9–18 calls``. Numbers are compared as written, without thousands
+    separators."""
     alike: dict[str, list[str]] = {}
     for sentence in dict.fromkeys(sentences):
         alike.setdefault(_STANDALONE.sub("#", sentence), []).append(sentence)

@@ -199,7 +199,7 @@ class NicReading:
 
 
 def nic_counters(root: Path = Path("/")) -> dict[str, NicReading]:
-    """Read all interfaces and RDMA devices with byte counters; an RDMA device's ports are added."""
+    """Read all interfaces and RDMA devices with byte counters; an RDMA device's ports are summed."""
     found: dict[str, NicReading] = {}
     for folder in children(root / "sys/class/net"):
         sent, received = (read_int(folder / f"statistics/{way}_bytes") for way in ("tx", "rx"))

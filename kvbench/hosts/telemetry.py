@@ -337,7 +337,7 @@ def _nic_figures(before: NicReading, after: NicReading) -> NicFigures:
 
 
 class TrialSamples:
-    """Starts at once; ``taken`` ends it."""
+    """Sampling during a trial: starts at once; ``taken`` ends it."""
 
     def __init__(
         self,

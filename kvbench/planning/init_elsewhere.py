@@ -193,7 +193,7 @@ def machine_elsewhere() -> FoundMachine:
 
 
 def address_of(host: str) -> str:
-    """Address of a host as resolved here, or its name if that is no use to other hosts."""
+    """Address of a host as resolved here, or its name if other hosts could not use that address."""
     name = host.rpartition("@")[2]
     try:
         address = socket.gethostbyname(name)

@@ -1,6 +1,5 @@
-"""What became of each highest rate from the runs before to the runs after, and which settings differ.
-
-A key that an older run does not know has the value that it had by default."""
+"""Change of each highest rate between the runs before and the runs after, and the settings that differ. A key
+that an older run does not know counts as its default."""
 
 from __future__ import annotations
 
@@ -121,7 +120,7 @@ def _changed(cell: Cell, before: tuple[Row, ...], after: tuple[Row, ...]) -> Cel
     sizes = {row.size for row in (*one, *other)}
     per = next((unit for size in sizes if (unit := unequal(one[0].size, size)) is not None), None)
     if per is not None and not all(row.size.count(per) for row in (*one, *other)):
-        return replace(found, why=f"the numbers of {per}s differ, and are not known of all")
+        return replace(found, why=f"the numbers of {per}s differ, and some are unknown")
     if marks := dict.fromkeys(row.answer.mark for row in (*one, *other) if row.answer.mark):
         return replace(found, per=per, why=f"predictions that are {' and '.join(marks)}")
     converged = [[row for row in rows if row.answer.sure] for rows in (one, other)]

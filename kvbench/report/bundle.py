@@ -37,7 +37,7 @@ MOST_TEXT: Final = 256 * 2**20
 _RECORDS: Final = (TrialRecord, Cell, Finding, CellResult, RunInfo, RequestRecord, Summary)
 _MANIFEST: Final = ("schema", "run_id", "status", "kvbench", "scenario", "started_at", "ended_at", "skipped")
 _FIELDS: Final = frozenset([*(each.name for kind in _RECORDS for each in fields(kind)), *_MANIFEST, "cpu"])
-"""Names that a run folder is read by: they stay, even if a host is called so."""
+"""Names of fields that a reader of run folders needs: they stay, even if a host has such a name."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class BundleOptions:
 
 @dataclass
 class Bundled:
-    """What came of it. ``left_out``: file → why; ``removed``: kind → value → the word that stands for it."""
+    """Result of packing. ``left_out``: file → why; ``removed``: kind → value → its replacement."""
 
     archive: Path
     files: list[str] = field(default_factory=list)
@@ -95,7 +95,7 @@ def bundle(path: Path, asked: BundleOptions | None = None) -> Bundled:
     archive = asked.output or Path(f"{name}-bundle.tar.gz")
     if archive.is_dir() or not archive.resolve().parent.is_dir():
         raise StoreError(
-            f"{archive} cannot be written: it is a folder, or its folder is not there",
+            f"{archive} cannot be written: it is a folder, or its folder does not exist",
             hint="give the archive's file name with --output",
         )
     bundled = Bundled(archive, removed=scrubber.removed, counts=scrubber.counts)
@@ -198,7 +198,7 @@ def _scrubbed(file: Path, text: str, scrubber: Scrubber) -> str:
 
 
 def _json(text: str, scrubber: Scrubber, indent: int | None = None) -> str:
-    """JSON through its values, so that no escape hides anything; what is torn is scrubbed as text."""
+    """Scrub JSON by its decoded values, so that no escape hides a name; invalid JSON is scrubbed as text."""
     try:
         data = json.loads(text)
         libraries = data.pop("libraries", None) if isinstance(data, dict) else None
@@ -297,7 +297,7 @@ def _pack(folder: Path, archive: Path) -> None:
 
 
 def _hidden(value: str) -> str:
-    """Enough of a key to know it again."""
+    """Return the part of a key that identifies it to its owner."""
     return f"{value[:3]}…" if len(value) > 8 else "…"
 
 

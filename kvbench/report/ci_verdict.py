@@ -86,7 +86,7 @@ class CiVerdict:
             counts = counts_text(self.cells)
             return f"inconclusive: a cell may be {more}: {named} ({counts}){self._least_loss()}"
         if not self.worse:
-            return f"ok: no cell is surely {more} ({counts_text(self.cells)})"
+            return f"ok: no cell is significantly {more} ({counts_text(self.cells)})"
         named = "; ".join(f"{each.place()}: {self.reason(each)}" for each in self.worse)
         return f"WORSE: {len(self.worse)} of {len(self.cells)} cells {more}: {named}"
 
@@ -102,7 +102,7 @@ class CiVerdict:
         changes = [each.change for each in self.cells if not each.same]
         known = [change for change in changes if change is not None and change.scatter]
         if not known:
-            return "nothing is known of how answers scatter"
+            return "the scatter of results is unknown"
         change = min(known, key=lambda each: each.seen(ASKED_LOSS, self.worse_than, self.count) or 0.0)
         if change.degrees is None:
             # A search allows for more than most systems do: its posterior is no measure of their scatter.
@@ -176,5 +176,5 @@ def share_of(text: str) -> float:
     except ValueError:
         share = math.nan
     if not 0 <= share < 1:
-        raise InputError(f"--worse-than {text}: is no share below all", hint="write it as 5% or 0.05")
+        raise InputError(f"--worse-than {text}: is not a share below 100 %", hint="write it as 5% or 0.05")
     return share

@@ -40,7 +40,7 @@ from kvbench.report.value import Block, Note, ReportSection
 from kvbench.results.provenance import caption, check_comparable, mark_of, scenario_of
 from kvbench.results.run import RunFolder, load_run
 
-NOT_COMPARABLE: Final = "NOT COMPARABLE, put together by --force"
+NOT_COMPARABLE: Final = "NOT COMPARABLE, combined by --force"
 _STYLES: Final[Mapping[str, str]] = {"invalid": "red", "warning": "yellow"}
 
 
@@ -69,7 +69,7 @@ class CompareOptions:
         return bool(self.by or self.sort or self.group)
 
     def check(self) -> None:
-        """Raises InputError for an axis or a format that there is not."""
+        """Raises InputError for an unknown axis or format."""
         for option, value in (
             ("--by", self.by),
             ("--group", self.group),
@@ -93,9 +93,7 @@ def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> i
     for_sweeps = asked.ci or asked.before or asked.junit or asked.comment
     if (held := held_comparison(runs)) is not None:
         if for_sweeps or asked.rows_asked:
-            raise InputError(
-                "runs at a held rate are compared as a whole: leave --ci, --before and the axes out"
-            )
+            raise InputError("runs at a fixed rate are compared as a whole: omit --ci, --before and the axes")
         _held(held, runs, asked).write(asked.format, console)
         return EXIT_OK
     micro = are_microbenchmarks(runs)
@@ -108,7 +106,7 @@ def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> i
         return alarm.exit_code if alarm is not None and asked.ci else EXIT_OK
     if for_sweeps:
         raise InputError(
-            "nothing was searched in these runs, so that no highest rate can have changed",
+            "these runs have no search, so there is no highest rate to compare",
             hint="give two sweeps, the one before first, or several with --before N",
         )
     if not micro:
@@ -123,8 +121,8 @@ def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> i
 @dataclass(frozen=True)
 class ComparisonPage:
     """A comparison in every format. ``heads``: a line per run; ``differing``: why the runs are not
-    comparable; ``said``: conclusions, or what was set otherwise; ``about``: explains the tables;
-    ``document``: its JSON."""
+    comparable; ``said``: conclusions, or differing settings; ``about``: explains the tables; ``document``:
+    its JSON."""
 
     heads: Sequence[str]
     differing: Sequence[str]
@@ -199,10 +197,9 @@ def _held(table: Table, runs: Sequence[RunFolder], asked: CompareOptions) -> Com
 def _before_after(
     runs: Sequence[RunFolder], asked: CompareOptions
 ) -> tuple[ComparisonPage, CiVerdict | None] | None:
-    """Return two sweeps, or repeats of both: what was set otherwise, and what became of each highest rate.
-    With the verdict for a pipeline if requested, whose files are written.
-
-    Raises InputError for runs that are not comparable, unless forced, and for a number that does not fit."""
+    """Compare two sweeps, or repeats of both: differing settings, and the change of each highest rate. If
+    requested, add the verdict for a pipeline and write its files. Raises InputError for runs that are not
+    comparable, unless forced, and for an impossible number of repeats."""
     if asked.rows_asked or not (len(runs) == 2 or asked.before):
         return None
     if not 0 <= asked.before < len(runs):

@@ -181,20 +181,20 @@ _PLAIN: Final = {
         "max_request_rate_per_engine_per_second", "Highest request rate by engine.", "{request}/s"
     ),
     "max_request_rate_per_gpu": Metric(
-        "max_request_rate_per_gpu_per_second", "Highest request rate by GPU, where known.", "{request}/s"
+        "max_request_rate_per_gpu_per_second", "Highest request rate per GPU, if known.", "{request}/s"
     ),
     "request_goodput_per_gpu": Metric(
         "request_goodput_per_gpu_per_second", "Goodput by GPU, where known.", "{request}/s"
     ),
     "output_tok_per_s_per_gpu": Metric(
-        "output_tokens_per_gpu_per_second", "Output tokens by GPU, where known.", "{token}/s"
+        "output_tokens_per_gpu_per_second", "Output tokens per GPU, if known.", "{token}/s"
     ),
     "cost_per_1k_requests": Metric("cost_per_1k_requests", "Cost by the scenario's price of a GPU hour."),
     "cost_per_1m_output_tokens": Metric(
         "cost_per_1m_output_tokens", "Cost by the scenario's price of a GPU hour."
     ),
-    "watts_per_gpu": Metric("watts_per_gpu", "Mean power of a GPU, where known.", "W"),
-    "joules_per_output_token": Metric("joules_per_output_token", "Energy of all GPUs by token.", "J"),
+    "watts_per_gpu": Metric("watts_per_gpu", "Mean power of a GPU, if known.", "W"),
+    "joules_per_output_token": Metric("joules_per_output_token", "Energy of all GPUs per output token.", "J"),
     "engines": Metric("engines", "Engines that served it.", "{engine}"),
     "gpus": Metric("gpus", "GPUs of these, where known.", "{gpu}"),
     "slo_attainment": Metric("slo_attainment_ratio", "Share of requests that met every limit of the SLO."),
@@ -211,7 +211,7 @@ _PLAIN: Final = {
         "kv_transfer_seconds_per_request", "Time of a request's KV transfer.", "s", 1e-3
     ),
     "trials": Metric("trials", "Trials behind the answer.", "{trial}"),
-    "findings": Metric("findings", "What gates had to say of them.", "{finding}"),
+    "findings": Metric("findings", "Gate findings of the trials.", "{finding}"),
 }
 # Of loads that were offered once, over the whole duration, by the names of ``vllm bench serve``.
 _OFFERED: Final = {
@@ -226,7 +226,7 @@ _OFFERED: Final = {
     "duration_s": Metric("offered_duration_seconds", "From the first send to the last answer.", "s"),
 }
 _RUN_INFO: Final = Metric("run_info", "What was measured; always 1.")
-_COMPLETE: Final = Metric("run_complete", "1 if the run came to its end.")
+_COMPLETE: Final = Metric("run_complete", "1 if the run is complete.")
 _TRANSFER: Final = Metric("transfer_bytes_per_second", "Bytes moved per second.", "By/s", 1e9)
 
 
@@ -253,7 +253,7 @@ def command(path: Path, name: str, output: Path | None, console: Console) -> Non
 
 
 def samples(run: RunFolder) -> list[Sample]:
-    """Every figure of the run's summary with its labels: values in base units, only those that are known."""
+    """Return every known figure of the run's summary with its labels, in base units."""
     return [*_about(run), *_rates(run), *_loads(run), *_transfers(run)]
 
 

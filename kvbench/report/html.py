@@ -1,9 +1,9 @@
 """report.html: a report in one file that loads nothing, for a screen, a phone, or paper.
 
-Tables sort by a click: a cell's value is that of the CSV of the same name, its text what people read.
-Every word of a run folder is escaped; the page's policy forbids any script but its own. A picture is one SVG
-for the light and the dark theme and for paper: its colours become CSS variables, its ids unique in the page,
-and what no page needs is left out."""
+Tables sort by a click: a cell's value is that of the CSV of the same name, its text the displayed one. All
+text from a run folder is escaped; the page's content security policy forbids any other script. A picture is
+one SVG for the light theme, the dark theme and paper: its colours are CSS variables, its ids are unique in
+the page, and unneeded elements are left out."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def numeric_columns(table: Table) -> list[bool]:
 
 
 def series_of(table: Table) -> list[str]:
-    """Whose each row is, for a page that hides connectors (or backends); "" without a column of these."""
+    """Return each row's connector (or backend), so that a page can hide it; "" without such a column."""
     place = next((at for at, column in enumerate(table.columns) if column.title in SERIES), None)
     return ["" if place is None else cells[place] for cells in table.cells]
 

@@ -1,7 +1,7 @@
-"""Taking out of texts what shows whose they are: host names, addresses, keys, user names, paths.
+"""Removal of identifying parts from texts: host names, addresses, keys, user names, paths.
 
-Each value becomes a word such as ``HOST1``, the same one wherever it stands, so that what is left can still
-be read. The words have no sign that HTML, JSON or YAML would mistake.
+Each value becomes a word such as ``HOST1``, the same one everywhere, so that the text stays readable. The
+words have no special characters of HTML, JSON or YAML.
 
 All of it takes time in proportion to the text's length: a pattern that begins with a run of characters begins
 where the run does, and nowhere within it."""
@@ -39,7 +39,7 @@ _ORDINARY: Final = frozenset(
 )
 """Common names that identify no machine or user."""
 _MOST_NAMES: Final = 2000
-"""Learned from texts; each is looked for everywhere."""
+"""Most names learned from texts; each one is searched for in all texts."""
 
 _SECRET_NAME: Final = (
     r"[\w-]*(?:api[_-]?key|apikey|passwd|password|secret|credentials?|(?:auth|access|refresh|hf|session)[_-]?token|"
@@ -88,9 +88,8 @@ _WINDOWS: Final = re.compile(r"\b[A-Za-z]:\\(?:[^\\\s\"']+\\)+")
 
 
 class Scrubber:
-    """Replaces what it knows or recognises. ``removed``: kind → value → its word; ``counts``: kind → places.
-
-    ``hosts`` and ``users`` are names that are known from elsewhere, ``words`` whatever else shall go."""
+    """Replaces known or recognised values. ``removed``: kind → value → its word; ``counts``: kind → number of
+    replacements. ``hosts`` and ``users``: names known from elsewhere; ``words``: further text to remove."""
 
     def __init__(
         self, hosts: Iterable[str] = (), users: Iterable[str] = (), words: Iterable[str] = ()

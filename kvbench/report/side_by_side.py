@@ -1,7 +1,7 @@
 """Runs side by side: one comparison, for ``kvbench compare``, for a notebook, and for microbenchmarks.
 
 Latencies and rates of loads are those of the steady part, as in a run's own tables, if every row has them. An
-imported result has figures of the whole run alone: then the rows are compared by these. Files have both."""
+imported result has only figures of the whole run; rows are then compared by these. Files have both."""
 
 from __future__ import annotations
 
@@ -193,9 +193,8 @@ def are_microbenchmarks(runs: Sequence[RunFolder], hint: str = "") -> bool:
 
 @dataclass(frozen=True)
 class Compared:
-    """Runs of requests: conclusions, rows, and in what runs that were forced together differ.
-
-    ``names`` set the runs apart, empty for a single one; ``by``: the axis that is compared."""
+    """Runs of requests: conclusions, rows, and the differences of runs that were compared with ``force``.
+    ``names`` distinguish the runs, empty for a single one; ``by``: the axis that is compared."""
 
     runs: Sequence[RunFolder]
     names: Sequence[str]

@@ -1,4 +1,4 @@
-"""Prints sections of a report in a terminal, the live line of what is being done, changed files of runs."""
+"""Terminal output: sections of a report, the live progress line, changed files of runs."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def _block(console: Console, block: Block) -> None:
 
 
 def print_table(console: Console, table: Table, *, bare: bool = False) -> None:
-    """Only the brief columns, of these as many as fit; a row's footnotes stand behind it. ``bare``: without
-    words on what the figures are of, and on columns without room."""
+    """Print the brief columns, as many as fit; a row's footnotes follow it. ``bare``: without the text on the
+    figures' window and on left-out columns."""
     places = [place for place, column in enumerate(table.columns) if column.brief]
     grid = Grid(
         [_column(table, place, first=place == places[0]) for place in places],
@@ -167,7 +167,7 @@ _GAP: Final = "  "
 
 @dataclass(frozen=True)
 class LiveLine:
-    """What is being done, as texts for people. ``share``: how much of all is done, of 1; None is unknown."""
+    """Current activity as text. ``share``: finished share of the whole; None is unknown."""
 
     what: str = ""
     count: str = ""
@@ -201,9 +201,8 @@ class LiveLine:
 
 
 class LiveBar:
-    """The live line below what is printed, on a terminal; elsewhere nothing is shown. ``shown`` says which.
-
-    ``path``: a run folder that the line is written into, too, as long as it lasts."""
+    """The live line below the output of a terminal; elsewhere nothing is shown. ``shown``: whether there is
+    one. ``path``: a run folder into which the line is also written while it exists."""
 
     def __init__(self, console: Console, path: Path | None = None) -> None:
         self._console = console
@@ -239,7 +238,7 @@ class LiveBar:
         yield self._line.text(options.max_width, minutes(self.elapsed_s))
 
     def say(self, **parts: Any) -> None:
-        """Changes parts of the line: fields of ``LiveLine``."""
+        """Change parts of the line: fields of ``LiveLine``."""
         self._line = replace(self._line, **parts)
         now = time.monotonic()
         if self._path is not None and now - self._written >= WRITE_S:
@@ -268,9 +267,8 @@ def print_changed_files(runs: Sequence[RunFolder], console: Console | None = Non
 
 
 def changed_files(runs: Sequence[RunFolder]) -> Iterator[str]:
-    """Name what no longer matches the checksums of each run; nothing of a run without checksums.
-
-    Raises StoreError where a file cannot be read."""
+    """Name files that do not match the checksums of each run; none for a run without checksums. Raises
+    StoreError for an unreadable file."""
     for run in runs:
         if not (run.manifest.get("checksums") or (run.path / CHECKSUMS).exists()):
             continue

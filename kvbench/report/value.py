@@ -1,7 +1,8 @@
-"""What a report is before it is written: sections of findings, tables and pictures, built once from a run.
+"""A report before it is written: sections of findings, tables and pictures, built once from a run.
 
-The terminal, report.md, report.html and notebooks are written from this value alone. What only some of them
-show is marked with their names. ``screen`` is what a terminal shows at the end of a sweep: the answer alone.
+The terminal, report.md, report.html and notebooks are written from this value alone. Parts that only some
+writers show are marked with the writers' names. ``screen`` is what a terminal shows at the end of a sweep:
+the answer alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture of one run. ``alt``: what it shows, for those who do not see it."""
+    """A picture of one run. ``alt``: its content as text, for screen readers."""
 
     name: str
     title: str
@@ -74,7 +75,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ReportSection:
-    """``title`` may be empty: then its blocks stand without a heading. ``apart``: after an empty line."""
+    """``title`` may be empty: its blocks then have no heading. ``apart``: printed after an empty line."""
 
     anchor: str
     title: str

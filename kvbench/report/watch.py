@@ -2,8 +2,8 @@
 
 It only reads the folder, so it can be started and stopped at any time, and several may watch; it ends with
 the run. The live page (``--serve``) is three addresses on the loopback device, read-only: ``/``,
-``/state.json``, ``/watch.js``. It takes no input but the request line and answers no host name but that of
-the loopback device, so that a stranger's page in the same browser cannot read it by a name of its own."""
+``/state.json``, ``/watch.js``. It reads only the request line and serves only the host names of loopback, so
+that another website in the same browser cannot read it through its own host name (DNS rebinding)."""
 
 from __future__ import annotations
 

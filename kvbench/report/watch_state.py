@@ -1,4 +1,4 @@
-"""What a run folder says at this moment: how far it is, its latest trials, queues and NICs.
+"""Current state of a run folder: progress, latest trials, queues and NICs.
 
 The same is shown in the terminal and, as JSON, on the live page."""
 
@@ -27,7 +27,7 @@ _FILES: Final = (MANIFEST, TRIALS, CELLS, "plan.json", "transfers.parquet", "tel
 class TrialLine:
     """One trial, or one case of a microbenchmark, as a line of the log.
 
-    ``at``: minutes and seconds since the run's start. ``where`` and ``speed``: as people read them."""
+    ``at``: minutes and seconds since the run's start. ``where`` and ``speed``: display texts."""
 
     at: str
     trial_id: str
@@ -99,7 +99,7 @@ class RunWatch:
 
 
 def _stamp(path: Path) -> object:
-    """Differs as soon as one of the files that are looked at does, or the writer is gone."""
+    """Value that changes when a watched file changes or the writer ends."""
     files = [path / name for name in _FILES]
     stats = [file.stat() if file.exists() else None for file in files]
     return writer_is_alive(path), [(stat.st_mtime_ns, stat.st_size) if stat else None for stat in stats]

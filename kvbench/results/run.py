@@ -62,7 +62,7 @@ MANIFEST: Final = "manifest.json"
 TRIALS: Final = "trials.jsonl"
 CELLS: Final = "cells.jsonl"
 LIVE: Final = ".live.json"
-"""What is being done at this moment; there only while something is measured, and no part of the record."""
+"""File with the current activity; it exists only during a measurement and is not part of the record."""
 OUTPUTS: Final = "outputs.jsonl"
 CANARIES: Final = "canaries.jsonl"
 

@@ -19,9 +19,9 @@
 
 A kill at any moment is harmless: the folder is made under a hidden name and renamed when complete; whole
 files are written to a temporary name, synced and renamed; ``*.jsonl`` grow by one synced write per line; a
-trial's requests are in place before its line is. The writer holds a lock on ``trials.jsonl``: so readers know
-a run that still works, and a second writer is refused. Reserved room (``.reserve``) lets a run on a full disk
-write how it ended."""
+trial's requests are in place before its line is. The writer holds a lock on ``trials.jsonl``: so readers
+recognise an active run, and a second writer is refused. With the reserved space (``.reserve``) a run on a
+full disk can still write how it ended."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _of_run(path: Path, limits: EngineLimits) -> CalibrationInput:
     if scenario.workload.trace is not None:
         raise InputError(
             f"{path} replayed a trace, whose shared prompt prefixes are not in the requests' records",
-            hint="calibrate with a run of drawn prompts",
+            hint="calibrate with a run of random prompts",
         )
     systems = _systems(scenario)
     loads, memories = [], set[int]()
@@ -241,8 +241,8 @@ def _system(
         blocks = tokens // _BLOCK_TOKENS
         if blocks * _BLOCK_TOKENS < longest - _BLOCK_TOKENS:
             raise InputError(
-                f"a KV memory of {tokens:,} tokens holds no request of {longest - _BLOCK_TOKENS:,}, and one "
-                "was served",
+                f"a KV memory of {tokens:,} tokens cannot hold a request of {longest - _BLOCK_TOKENS:,}, "
+                "but one was served",
                 hint="give the KV memory of one engine, in tokens: --num-kv-tokens",
             )
     else:

@@ -399,15 +399,15 @@ def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
             return command, f"searches longer, for {names}"
         if short and (trials := search.get("max_trials")):
             command = _set_option(again, "--max-trials", "search.max_trials", f"{2 * int(trials)}")
-            return command, f"searches longer, for {names}"
+            return command, f"longer search for {names}"
         if any(row.outcome == "at_least" for row in searched) and (most := search.get("max_rate")):
             command = _set_option(again, "", "search.max_rate", f"{10 * float(most):g}")
-            return command, "no rate was too high so far"
+            return command, "higher rates, since none was too high yet"
         alike = parted(rate_pairs(rows)).alike
         if alike and (precision := search.get("precision")):
-            names = f"{alike[0].ahead} from {alike[0].behind}"
+            names = f"{alike[0].ahead} and {alike[0].behind}"
             command = _set_option(again, "--precision", "search.precision", f"{float(precision) / 2:g}")
-            return command, f"separates {names} more closely"
+            return command, f"narrower intervals for {names}"
     if (earlier := _earlier(run)) is not None:
         both = " ".join(shlex.quote(str(path)) for path in (earlier, run.path))
         return f"kvbench compare {both}", "shows what has changed since"

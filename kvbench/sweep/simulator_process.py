@@ -25,7 +25,7 @@ from kvbench.sweep.trial.loadgen_driver import cause_of
 
 NAME: Final = "system"
 MOST_BYTES: Final = 1 << 29
-"""Longest answer; a million requests with all times take a tenth of it."""
+"""Longest answer in bytes: ten times that for a million requests with all times."""
 READ_BYTES: Final = 1 << 20
 END_S: Final = 2.0
 """Longest wait for it to end after its stdin is closed, in seconds."""

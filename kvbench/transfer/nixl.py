@@ -1,4 +1,4 @@
-"""NIXL with the UCX plugin, or with its POSIX plugin to and from a file of the target's.
+"""NIXL with the UCX plugin, or with its POSIX plugin to and from a file that the target owns.
 
 Design for UCX, and its reasons (measured with nixl-cu12 1.5.1 over UCX_TLS=tcp on two cores):
 

@@ -167,7 +167,7 @@ class OmniStore(Store):
 
 
 def _payload(address: int, nbytes: int) -> Any:
-    """Return the bytes as a tensor over them (the fastest way), else as a copy."""
+    """Return the bytes as a tensor that shares their memory (the fastest way), else as a copy."""
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("vllm_omni") is None:
         return ctypes.string_at(address, nbytes)
     torch: Any = importlib.import_module("torch")

@@ -17,7 +17,7 @@ def test_the_layers_are_those_of_the_import_contract() -> None:
     written = re.search(r'name = "Layers: .*?layers = \[(.*?)\]', config, re.S)
     assert written
     contract = [re.findall(r"\w+", layer) for layer in re.findall(r'"(.*?)"', written[1])]
-    table = PAGE.split("## Rooms")[1].split("## ")[0]
+    table = PAGE.split("## Layers")[1].split("## ")[0]
     page = [
         re.findall(r"`(\w+)`", row.split(" | ")[0]) for row in table.splitlines() if row.startswith("| `")
     ]

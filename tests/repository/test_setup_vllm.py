@@ -188,7 +188,7 @@ def test_it_shows_old_mooncake_the_axes_that_it_knows(tmp_path: Path) -> None:
     )
     done = python(code, SHIM, tmp_path)
     assert done.stdout.strip() == "[(2, 9, 128, 2, 32), (2, 9, 128, 2, 32)]", done.stderr
-    assert "heads and tokens exchanged" in done.stderr
+    assert "heads and tokens swapped" in done.stderr
 
 
 def test_it_does_nothing_where_an_accelerator_is(tmp_path: Path) -> None:

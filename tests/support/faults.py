@@ -48,10 +48,11 @@ class Fault:
 
 
 _CELL = "the cell fails; the next deployment is started and measured"
-_ROW = "the case becomes an error row; the next case is measured by fresh workers"
-_REFUSED = "the trial is refused and counts neither way; the next one is measured"
+_ROW = "the case becomes an error row; new workers measure the next case"
+_REFUSED = "the trial is refused and counts neither as met nor as missed; the next one is measured"
 _KV_LOST = (
-    "the trial is refused where KV was lost, else its failed requests are misses; the next pair is measured"
+    "the trial is refused if KV was lost, otherwise its failed requests count as misses; "
+    "the next pair is measured"
 )
 _NOT_ARRIVED = r"\d+ KV transfers failed|\d+ × \w+"
 _CALL = "the transfer has failed; its process stays usable"
@@ -64,11 +65,11 @@ FAULTS = {
         Fault("decode_killed", "decode is killed", r"decode-0 was killed by signal 9", _CELL),
         Fault("prefill_frozen", "prefill is frozen (SIGSTOP)", r"prefill-0 \d+ is frozen", _CELL),
         Fault("decode_frozen", "decode is frozen (SIGSTOP)", r"decode-0 \d+ is frozen", _CELL),
-        Fault("prefill_slow", "prefill stands still again and again", r"prefill engine was behind", _REFUSED),
-        Fault("decode_slow", "decode stands still again and again", r"decode engine was behind", _REFUSED),
+        Fault("prefill_slow", "prefill pauses again and again", r"prefill engine was behind", _REFUSED),
+        Fault("decode_slow", "decode pauses again and again", r"decode engine was behind", _REFUSED),
         Fault(
             "server_hangs",
-            "a server runs and answers nothing any more",
+            "a server runs but no longer responds",
             r"server-0 hangs: no response",
             _CELL,
         ),
@@ -113,7 +114,7 @@ FAULTS = {
         ),
         Fault(
             "out_of_files",
-            "an engine may open no more files",
+            "an engine reaches its limit of open files",
             r"decode-0.*: it may open no more files and sockets",
             _CELL,
         ),
@@ -125,7 +126,7 @@ FAULTS = {
         ),
         Fault(
             "out_of_files_client",
-            "the load generator may open no more connections",
+            "the load generator reaches its limit of open connections",
             r"the load generator could not open \d+ of its connections; the first: .*Too many open files",
             _REFUSED,
         ),
@@ -139,38 +140,43 @@ FAULTS = {
             "shm_full",
             "/dev/shm is full",
             r"MiB free in /dev/shm",
-            "`kvbench doctor` warns before a run; kvbench's own KV pools are not there",
+            "`kvbench doctor` warns before a run; kvbench's own KV pools do not use /dev/shm",
         ),
         Fault(
             "shm_fills_up",
             "/dev/shm fills up while a pair is measured",
             r"60 of 60 requests",
-            "all goes on: nothing of kvbench's own is there",
+            "the measurement continues, since kvbench stores nothing there",
         ),
         Fault(
             "log_flood",
-            "a process writes its log without end",
+            "a process writes an endless log",
             r"\d+ bytes of this log were not kept",
-            "all goes on; the first 16 MiB and the last 48 MiB of the log are kept",
+            "the measurement continues; the first 16 MiB and the last 48 MiB of the log are kept",
         ),
         Fault(
             "clock_stepped",
-            "the clock is set while something is measured",
+            "the system clock is changed during a measurement",
             r"only the monotonic clock",
-            "nothing measured changes: the wall clock is read for dates only",
+            "measurements do not change, since the wall clock is used only for dates",
         ),
         # What a server may answer.
-        Fault("server_silent", "requests are taken, not answered", r"\d+ × (no_answer|timeout)", _REFUSED),
-        Fault("endless_headers", "a server sends headers without end", r"\d+ × bad_stream", _REFUSED),
+        Fault(
+            "server_silent",
+            "a server accepts requests and does not answer",
+            r"\d+ × (no_answer|timeout)",
+            _REFUSED,
+        ),
+        Fault("endless_headers", "a server sends endless headers", r"\d+ × bad_stream", _REFUSED),
         Fault("giant_event", "a server sends one gigantic event", r"\d+ × bad_stream", _REFUSED),
-        Fault("bad_utf8", "a server sends what is no UTF-8", r"\d+ × bad_stream", _REFUSED),
+        Fault("bad_utf8", "a server sends invalid UTF-8", r"\d+ × bad_stream", _REFUSED),
         Fault("wrong_length", "a server sends too few tokens", r"answers had a wrong length", _REFUSED),
         # Transfers by themselves.
         Fault("side_killed", "one side of a transfer is killed", r"was killed by signal 9", _ROW),
         Fault("side_frozen", "one side of a transfer is frozen", r"the \w+ gave no answer", _ROW),
         Fault("library_aborts", "the transfer library crashes", r"killed by signal 11", _ROW),
         Fault("library_hangs", "the transfer library never returns", r"gave no answer to run", _ROW),
-        Fault("library_rubbish", "a worker answers rubbish", r"sent something unreadable", _ROW),
+        Fault("library_rubbish", "a worker sends invalid responses", r"sent something unreadable", _ROW),
         Fault("peer_killed", "the peer's process is killed", r"\w", _CALL),
         Fault("peer_frozen", "the peer's process is frozen", r"did not end within [\d.]+ s", _CALL),
         Fault("master_absent", "there is no Mooncake master", r"no mooncake_master answers at", _CALL),
@@ -196,11 +202,11 @@ FAULTS = {
         Fault("nic_pulled", "a NIC's cable is pulled", r"did not end within|gave no answer", _ROW),
         Fault("nic_partitioned", "a NIC's packets vanish", r"did not end within|gave no answer", _ROW),
         Fault("nic_reset", "a NIC's connections are reset", r"reset|closed|lost|refused", _ROW),
-        Fault("nic_slowed", "a NIC carries less", r"GB/s", "the row shows the lower rate"),
+        Fault("nic_slowed", "a NIC is slowed down", r"GB/s", "the row shows the lower rate"),
         # NICs of a pair whose P and D are on hosts of their own.
         Fault("pair_nic_pulled", "the NIC of D's host is pulled in a trial", _NOT_ARRIVED, _KV_LOST),
         Fault("pair_nic_partitioned", "packets to D's host vanish in a trial", _NOT_ARRIVED, _KV_LOST),
-        Fault("pair_nic_slowed", "the NIC of P's host carries too little", _NOT_ARRIVED, _KV_LOST),
+        Fault("pair_nic_slowed", "the NIC of P's host is too slow for the load", _NOT_ARRIVED, _KV_LOST),
     )
 }
 
@@ -214,9 +220,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "loadgen_frozen",
         "child_hangs",
     ),
-    "a process stands still again and again": ("prefill_slow", "decode_slow"),
-    "a server answers nothing any more": ("server_hangs", "server_silent"),
-    "a server answers rubbish": ("bad_utf8", "endless_headers", "giant_event", "wrong_length"),
+    "a process pauses again and again": ("prefill_slow", "decode_slow"),
+    "a server no longer responds": ("server_hangs", "server_silent"),
+    "a server sends invalid responses": ("bad_utf8", "endless_headers", "giant_event", "wrong_length"),
     "a transfer library crashes": ("child_aborts", "library_aborts", "library_rubbish", "side_killed"),
     "a transfer library hangs": ("library_hangs_in_pair", "library_hangs", "side_frozen"),
     "the peer of a transfer is gone": ("peer_frozen", "peer_killed"),
@@ -236,9 +242,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "pair_nic_slowed",
     ),
     "a port is taken": ("port_taken",),
-    "no more files, sockets or memory": ("out_of_files", "out_of_files_client", "out_of_memory"),
+    "no file descriptors or memory left": ("out_of_files", "out_of_files_client", "out_of_memory"),
     "a disk or /dev/shm is full": ("disk_full", "shm_full", "shm_fills_up"),
-    "a log without end, a clock that is set": ("log_flood", "clock_stepped"),
+    "an endless log, a change of the clock": ("log_flood", "clock_stepped"),
 }
 
 

@@ -240,13 +240,13 @@ ATTACKS: dict[str, tuple[Edit, bool, str, str]] = {
         rows("cells.jsonl", lambda row: row["cell"].update(connector="mooncake"), -1),
         False,
         NOT_SOUND,
-        "is none of the cells of plan.json",
+        "is not a cell of plan.json",
     ),
     "cells of the plan": (
         document("plan.json", lambda plan: plan["cells"].pop()),
         False,
         NOT_SOUND,
-        "is none of the cells of plan.json",
+        "is not a cell of plan.json",
     ),
     "a part of the TTFT": (
         rows("trials.jsonl", moved_ttft, -1),

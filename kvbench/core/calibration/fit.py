@@ -123,13 +123,13 @@ _ROUNDS: Final = 30
 
 
 def guess(served: Sequence[ServedLoad], masks: Sequence[NDArray[np.bool_]]) -> dict[str, float]:
-    """Coefficients in milliseconds; 0 for what the loads do not tell. A hand-off is taken for front end.
+    """Return coefficients in milliseconds; 0 if the loads do not determine one. A hand-off counts as front
+    end.
 
-    What happened while each request was served is counted from the measured times. Between its first and last
-    token lie as many steps as it made tokens. What these steps computed besides is known from the other
-    requests: their tokens, taken as evenly spread from their first to their last, and the prompts whose first
-    tokens fell into that time. So the duration is linear in the coefficients, and they are solved for.
-    Requests that are held out are not looked at, as if they had not been there."""
+    A request of n tokens takes n - 1 steps from its first to its last token. The other work of these steps
+    follows from the other requests: their tokens, assumed to be evenly spaced, and the prompts whose first
+    tokens came in that time. So the duration is linear in the coefficients, which are solved for. Held-out
+    requests are ignored."""
     rows, times = [], []
     for each, mask in zip(served, masks, strict=True):
         for counts, milliseconds in (_decodes(each, mask), _lone_prefills(each, mask)):

@@ -1,11 +1,10 @@
 """Weighted least squares of a model that is computed, not known as a formula, by Levenberg and Marquardt.
 
-The residuals are (observed − predicted) / sigma. Coefficients are kept at 0 or above: a step takes no
-less time for more work. Derivatives are differences; a simulation is a staircase when looked at
-closely, so that their step is a share of the coefficient and not a tiny number.
-
-The covariance is a sandwich over clusters: requests that were served together share what was odd about that
-time, and counting them as independent would make the errors too small (Liang and Zeger, Biometrika 73, 1986).
+The residuals are (observed − predicted) / sigma. Coefficients are kept at 0 or above: a step takes no less
+time for more work. Derivatives are differences. Their step is a share of the coefficient, not a tiny number,
+because a simulation changes in small jumps. The covariance is a sandwich estimator over clusters: requests
+that were served together have correlated deviations, and treating them as independent would make the errors
+too small (Liang and Zeger, Biometrika 73, 1986).
 """
 
 from __future__ import annotations

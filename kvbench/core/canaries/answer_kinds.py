@@ -174,7 +174,7 @@ class CanaryResult:
     proof: Proof = "reference"
     power: float = 1.0
     refused_from: int = 1
-    """Differing answers that are no noise: 1 if each is judged by itself, 0 if no number is enough."""
+    """Number of differing answers that exceeds noise: 1 if each is judged by itself, 0 if no number does."""
     noise_tested: bool = False
     """Whether differences were compared with the reference's own variation."""
     noise: Noise = field(default_factory=Noise)
@@ -183,9 +183,9 @@ class CanaryResult:
     repeated: bool = False
     """Whether the prompts were sent before without emptying the caches."""
     of_reference: bool = False
-    """Whether the reference itself gave them: garbage is then its own noise."""
+    """Whether the reference server itself gave these answers: garbage then counts as its noise."""
     idle: tuple[tuple[int, int], ...] = ()
-    """CRC-32 and length of the idle answers, if those under load are as exact."""
+    """CRC-32 and length of the idle answers, if answers under load must equal them exactly."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -314,7 +314,7 @@ class _Judge:
         return self._judge(asked, None) if known else self._result(asked, "unanswered")
 
     def _has_answer(self, number: int) -> bool:
-        """Return whether a right answer is usable: every text begins with an empty one."""
+        """Return whether a right answer is usable: an empty one would match the beginning of every text."""
         return number < len(self._pool) and bool(self._pool.right(number))
 
     def _judge(self, asked: AskedCanary, record: RequestRecord | None) -> JudgedCanary:

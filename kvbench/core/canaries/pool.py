@@ -23,9 +23,9 @@ COMPARED_TOKENS: Final = 256
 TELLING_CHARS: Final = 12
 """Shorter answers may be equal by chance and identify no prompt."""
 SHARED_SHARE: Final = 0.25
-"""Share of re-sent prompts with both a shared text and another one, from which a server ignores its prompts.
-An honest server whose texts are all shared and vary in one of twenty reaches it in 1 of 250 cells (binomial,
-24 prompts, a third sent twice again)."""
+"""Share of re-sent prompts with both a shared text and another one, from which a server counts as ignoring
+its prompts. An honest server whose texts are all shared and vary in one of twenty reaches it in 1 of 250
+cells (binomial, 24 prompts, a third sent twice again)."""
 LEAST_SHARED: Final = 4
 """Least number of such prompts: a quarter of a few is one or two."""
 _UNFINISHED: Final = "\N{REPLACEMENT CHARACTER}"
@@ -147,7 +147,7 @@ class CanaryPool:
         if row["proof"] not in get_args(Proof):
             raise ValueError(f"proof is {str(row['proof'])[:40]!r}")
         if places and not len(places) == len(lengths) == len(answers.texts):
-            raise ValueError("places, lengths and answers are not as many")
+            raise ValueError("places, lengths and answers differ in number")
         known = row.get("under_load") or {}
         nats = known.get("nats")
         return cls(

@@ -1,15 +1,15 @@
 """Faults of a chaos run: target, time and duration, drawn from a seed before the run.
 
-| kind | what is done | undone |
+| kind | what happens | end |
 |---|---|---|
-| kill | SIGKILL to the process; it stays dead | never |
+| kill | SIGKILL to the process, without a restart | never |
 | restart | SIGKILL; after ``down_s`` the same command is started again on the same ports | started again |
 | freeze | SIGSTOP to the process and its children | SIGCONT |
 | lease | requests are sent to P that D never fetches: P keeps their KV until its lease ends | by the lease |
-| pool | the same until P's KV pool is full; on D requests that generate for long | they end |
-| partition | packets of the process vanish, both ways (the lab alone) | they pass again |
-| pull | the link of a NIC goes down, as when a cable is pulled (the lab alone) | it is up again |
-| slow | a NIC carries less (the lab alone) | its full rate |"""
+| pool | the same until P's KV pool is full; on D long generations | they end |
+| partition | packets of the process are dropped in both directions (only in the lab) | removed |
+| pull | the link of a NIC goes down, as when a cable is pulled (only in the lab) | link up |
+| slow | a NIC's rate is limited (only in the lab) | full rate |"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The conclusions of a table, made from its rows by rule, and the check of conclusions that people wrote.
+"""Conclusions drawn from a table's rows by rules, and a check of conclusions that people wrote.
 
-The rules say what is suspicious, which written conclusions are false, who is ahead and by how much, and
-what cannot be concluded. A written conclusion is a ``Claim``, as an import has it under ``claims``: what is
-said (``text``, on which ``line``), of which figure (``metric``), and the relation or the values::
+The rules report suspicious rows, false written conclusions, who is ahead and by how much, and inconclusive
+comparisons. A written conclusion is a ``Claim``, stored by an import under ``claims``: its ``text`` and
+``line``, the figure (``metric``), and the relation or the values::
 
     {"text": "…", "line": 1020, "metric": "mean_ttft_ms", "input_len": [32768],
      "ahead": "mooncake", "behind": "nixl", "values": {"mooncake": 461, "nixl": 2779}}
@@ -10,8 +10,8 @@ said (``text``, on which ``line``), of which figure (``metric``), and the relati
      "ahead": "nixl", "behind": "mooncake", "by_percent": [2, 5]}
     {"text": "…", "metric": "mean_tpot_ms", "equal": true}
 
-``by_percent`` is the advantage: of the larger over the smaller figure, less one. Without ``input_len`` a
-claim is of all lengths."""
+``by_percent`` is the advantage: larger / smaller figure − 1. Without ``input_len`` a claim applies to all
+lengths."""
 
 from __future__ import annotations
 

@@ -74,10 +74,9 @@ def wrong_answers(evidence: Evidence) -> Finding | None:
 
     evidence: canaries, 2 % of the requests and at least 10, and some asked after failures and at the end; the
     aggregated server's answers, or without one, and weaker, the server's own when idle. Another prompt's
-    answer, a stale or a cut one always counts; any other difference does where the reference does not differ
-    from itself as much under load, by log-probabilities or by how often.
-    limits: the figure names the share of wrong answers that would have been detected; a server that is
-    equally wrong when idle is not detected."""
+    answer, a stale or a cut one always counts. Any other difference counts if it exceeds the reference's own
+    variation under load, in log-probabilities or in frequency. limits: ``power`` is the share of wrong
+    answers that would have been detected; a server that is equally wrong when idle is not detected."""
     found = evidence.canaries
     if found is None or not found.checked:
         return None
@@ -106,9 +105,9 @@ def wrong_answers(evidence: Evidence) -> Finding | None:
 
 
 def same_answers(evidence: Evidence) -> Finding | None:
-    """Different prompts get different answers: what answers is a model, and it reads them. evidence: the
-    texts (a CRC-32 of each) of at least 20 answers of eight tokens and more, 90 % of which are equal. limits:
-    only a warning with dummy weights, which may answer all alike; silent where prompts repeat."""
+    """Different prompts get different answers: a model computes them from the prompts. evidence: the texts (a
+    CRC-32 of each) of at least 20 answers of eight tokens and more, 90 % of which are equal. limits: only a
+    warning with dummy weights, which may give equal answers; not run if prompts repeat."""
     found = [each.text_crc for each in evidence.records if each.ok and each.output_len >= TELLING_TOKENS]
     crcs = [crc for crc in found if crc is not None]
     if len(crcs) < LEAST_ANSWERS or evidence.reuse_expected:
@@ -132,12 +131,11 @@ def same_answers(evidence: Evidence) -> Finding | None:
 def repeated_answers(evidence: Evidence) -> Finding | None:
     """No request gets another user's answer.
 
-    evidence: the texts (a CRC-32 and the length of each) of all answers of 16 tokens and 32 bytes and more.
-    Refused where requests that were under way together, or one after the other, got equal ones more often
-    than requests at other times did, or all of them more often than the idle server's answers; an honest
-    trial by either test in fewer than 1 of 2,000 cases (core/metrics/equal_answers.py).
-    limits: answers that are crossed, so that each is there once, are left to the canaries; silent where
-    prompts share beginnings, only a warning with dummy weights."""
+    evidence: the texts (a CRC-32 and the length of each) of all answers of 16 tokens and 32 bytes and more. A
+    trial is refused if concurrent or successive requests got equal answers more often than other requests, or
+    if answers under load repeat more often than the idle server's. Each test refuses fewer than 1 in 2,000
+    correct trials (core/metrics/equal_answers.py). limits: swapped answers, where each text occurs once, are
+    left to the canaries; not run if prompts share beginnings, only a warning with dummy weights."""
     if evidence.reuse_expected:
         return None
     canaries = evidence.canaries
@@ -198,10 +196,10 @@ def empty_answers(evidence: Evidence) -> Finding | None:
 def prompts_unread(evidence: Evidence) -> Finding | None:
     """Longer prompts take longer to their first text, where lengths differ: they are computed.
 
-    evidence: TTFT (from the send) of the shortest and of the longest quarter of the prompts, of 2,048 tokens
-    and more and eight times as long: their medians are within 10 % of each other. A warning.
-    limits: silent where all prompts are of one length or share beginnings, and where TTFT is of a queue: 90 %
-    of the short ones' within twice the least of them."""
+    evidence: TTFT (from the send) of the shortest and the longest quarter of the prompts, if the long ones
+    have 2,048 tokens or more and eight times the length. A warning if the medians are within 10 % of each
+    other. limits: not run if all prompts have one length or share beginnings, or if requests queue (90 % of
+    the short prompts' TTFTs must be within twice the smallest)."""
     answers = sorted(
         (each for each in evidence.records if each.ok and each.ttft_sent_s is not None and each.stamps),
         key=lambda each: each.input_len,

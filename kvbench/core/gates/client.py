@@ -1,8 +1,8 @@
 """Gates on kvbench's own processes and the machine: was one of them the limit, or busy with other work?
 
 These causes only lengthen latencies. A trial that meets the SLO anyway is met, with a warning. A miss is
-refused if subtracting the delay from every request would turn it into a hit. A gross delay refuses both,
-because the latencies themselves are wrong."""
+refused if subtracting the delay from every request would turn it into a hit. A gross delay refuses met and
+missed trials, because the latencies themselves are wrong."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def machine_disturbed(evidence: Evidence) -> Finding | None:
 
     evidence: CPU time of other processes, stolen by the hypervisor, withheld by the cgroup's limit; thermal
     events of CPUs; slowdowns of GPUs for heat or power; traffic on the data NICs beyond this trial's. A miss
-    is refused where others had the CPU that the engines lacked: the machine was full, processes waited, and
-    others or the hypervisor took more than a tenth. Processes of kvbench and the deployment, and kernel
-    threads, do not count as others.
-    limits: else it warns only. Whether it did harm to kvbench's own parts and to emulated engines, these tell
-    (client_limited, host_starved, emulator_behind). Of a server on this machine that kvbench did not start,
-    the processes that listen and their children are its own; the owner of other CPU time is unknown."""
+    is refused if others used the CPU that the engines lacked: the machine was full, processes waited, and
+    others or the hypervisor used more than a tenth. Processes of kvbench and the deployment, and kernel
+    threads, do not count as others. limits: otherwise only a warning. kvbench's own parts and emulated
+    engines report such delays themselves (client_limited, host_starved, emulator_behind). For a server on
+    this machine that kvbench did not start, the listening processes and their children count as the server;
+    the owner of other CPU time is unknown."""
     parts = [*cpu_taken(evidence.host, evidence.limits), *_heat(evidence), *_traffic(evidence)]
     if not parts:
         return None
@@ -176,9 +176,9 @@ def client_limited(evidence: Evidence) -> Finding | None:
     """The load generator neither sent late nor saw answers late.
 
     evidence: its own lags (P99, and the largest of the trial) against 5 ms or 2 % of the TTFT limit,
-    whichever is larger. Where the kernel stamps what arrives, a late look harms only chunks that were read
-    together with later ones: each may have come as early as the last look that found nothing.
-    limits: a client on another machine than the servers still shares their network."""
+    whichever is larger. If the kernel timestamps received bytes, a late read affects only chunks that were
+    read together with later ones: each may have arrived as early as the previous empty read. limits: a client
+    on another machine than the servers still shares their network."""
     client = evidence.client
     allowed, gross = _allowed_ms(evidence), _gross_ms(evidence)
     lag = max(client.send_ms, client.look_ms)

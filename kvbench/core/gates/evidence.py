@@ -316,17 +316,15 @@ class GateLimits:
 class Evidence:
     """Everything known about one trial. ``engines`` maps a role to its figures.
 
-    Roles are "prefill" and "decode", or "aggregated" alone. ``kv_bytes_per_request`` is what has to move
-    for one request of this cell; None when nothing moves or the size is unknown. ``kv_bytes_slack`` of it may
-    stay behind (a last, partial block). ``kv_bytes_certain``: the size was computed from what runs, not
-    from what the scenario says of it. ``kv_may_expire``: requests that were cancelled so far, whose KV may
-    be given up in this trial. ``transport_asked`` may name several, by commas. ``stopped_as`` is the live
-    verdict that ended the trial early, if one did. ``logged``: what the processes' logs say.
-
-    ``nics_asked``: those that the KV is meant to use. ``engines_here``: all engines run on this machine.
-    ``kv_line_rate``: bytes per second that the NICs of one instance carry at most. ``prefill_work`` and
-    ``prefill_flops``: what a prompt costs, and what all prefill instances together can compute at most per
-    second."""
+    Roles are "prefill" and "decode", or "aggregated" alone. ``kv_bytes_per_request``: bytes to transfer for
+    one request of this cell; None if nothing moves or the size is unknown. ``kv_bytes_slack`` of it need not
+    move (a last, partial block). ``kv_bytes_certain``: the size follows from the running engine, not only
+    from the scenario. ``kv_may_expire``: cancelled requests so far, whose KV may expire in this trial.
+    ``transport_asked``: requested transports, comma-separated. ``stopped_as``: the live verdict that ended
+    the trial early, if any. ``logged``: diagnoses of the processes' logs. ``nics_asked``: NICs requested for
+    the KV. ``engines_here``: all engines run on this machine. ``kv_line_rate``: bytes per second that the
+    NICs of one instance carry at most. ``prefill_work``: FLOP of a prompt; ``prefill_flops``: peak FLOP/s of
+    all prefill instances together."""
 
     records: Sequence[RequestRecord]
     summary: Summary

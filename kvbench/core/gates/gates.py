@@ -3,11 +3,11 @@
 A trial is **met** if the share of requests within the SLO reaches the target by *point estimate* and the
 queue does not grow, else **missed**; **invalid** if a gate refuses it. The interval does not decide: 95 % at
 95 % confidence takes 59 requests without a miss, which would fail most short trials of a system that attains
-97 %. The point estimate errs both ways alike, in a narrow band of rates. The interval is reported for the
-*effective* number of requests, and the search confirms its answer by another trial.
+97 %. The point estimate errs equally in both directions, in a narrow range of rates. The interval is reported
+for the *effective* number of requests, and the search confirms its answer by another trial.
 
 A late client, a late emulated engine or other load makes latencies *longer*: a met trial stands with a
-warning, a missed one is refused if the delay may be the cause. Gross delays refuse both.
+warning, a missed one is refused if the delay may be the cause. Gross delays refuse met and missed trials.
 
 A gate is a function Evidence → Finding | None; unknown figures (None) trigger none. Its docstring states what
 an honest trial shows, with evidence and limits; ``gate_table`` reads it. A gate that needs more than request

@@ -1,7 +1,6 @@
-"""Planted lies: ways in which a system under test can deceive a benchmark.
-
-``deployment.engine_options.lie`` selects one; the emulated engine or router then tells it, and the run is
-labelled ``lie: …``. The gate named here must detect each lie."""
+"""Planted faults ("lies") with which a system under test would deceive a benchmark.
+``deployment.engine_options.lie`` selects one; the emulated engine or router then misbehaves in this way, and
+the run is labelled ``lie: …``. The gate named here must detect it."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 @dataclass(frozen=True)
 class Deceit:
-    """A lie, where it is planted, and the gate that must detect it."""
+    """A planted fault ("lie"), its place, and the gate that must detect it."""
 
     what: str
     gate: str
@@ -91,5 +90,5 @@ def labels_of(lie: str) -> tuple[str, ...]:
 
 
 def lie_of(labels: Iterable[str]) -> str:
-    """Return the name of the lie that a run's labels declare; empty for an honest run."""
+    """Return the name of the planted fault in a run's labels; empty for an honest run."""
     return next((label.removeprefix(LABEL) for label in labels if label.startswith(LABEL)), "")

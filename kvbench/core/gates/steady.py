@@ -26,11 +26,10 @@ _MEDIAN_ERROR: Final = 1.2533 * 1.4826
 
 
 def too_few_requests(evidence: Evidence) -> Finding | None:
-    """Enough requests were judged that no single miss decides.
-
-    evidence: 1 / (1 - share) requests at least for each share that the SLO asks (0.99 of a P99), unless its
-    interval decides as it is, or another is missed for sure.
-    limits: a share near the target still needs many more requests; see its interval."""
+    """There were enough requests that no single miss decides. evidence: at least 1 / (1 - share) requests for
+    each share that the SLO requires (0.99 for a P99), unless its interval is already conclusive or another
+    criterion is certainly missed. limits: a share near the target still needs many more requests; see its
+    interval."""
     shares = [each for each in evidence.summary.criteria if each.kind == "share"]
     if evidence.stopped_as == "missed" or any((each.upper or 0.0) < each.target for each in shares if each.n):
         return None
@@ -175,7 +174,8 @@ def not_steady(evidence: Evidence) -> Finding | None:
 
     The steady window is cut in four: the medians must rise from each quarter to the next, by more than 4
     standard errors from the first to the last, and, continued for as long again, break the limit. For TTFT
-    the rise must also exceed twice what a queue at its capacity wanders by chance, sqrt(1.2 n) services.
+    the rise must also exceed twice the random fluctuation of a queue at its capacity, sqrt(1.2 n) service
+    times.
 
     evidence: latencies by their scheduled sends. limits: drifts slower than the trial is long."""
     judged = [record for record in judged_records(evidence.records, evidence.summary.window) if record.ok]
@@ -257,10 +257,10 @@ def two_populations(evidence: Evidence) -> Finding | None:
 
     evidence: TTFT (without the part that depends on the prompt's length) and TPOT of 60 requests and more.
     They fall into two kinds if on a log scale the middle third between two medians is emptier than a single
-    hill allows: against the same width at the smaller kind, with an error of 1 in a million. Slow ones that
-    come in turn, as each second request does behind two servers, are a warning: prompts do not come in turn.
-    limits: a note where they come in no such order, as caches and preemption may part them, too; silent where
-    they come in stretches, as of a queue, bursts and pauses, and where the kinds overlap."""
+    hill allows: against the same width at the smaller kind, with an error of 1 in a million. If slow ones
+    come in a regular pattern, such as every second request behind two servers, it is a warning, since prompts
+    have no pattern. limits: a note without a pattern, since caches and preemption also cause two kinds; not
+    reported if slow ones come in series, as with queues, bursts and pauses, or if the kinds overlap."""
     if evidence.reuse_expected:
         return None
     judged = judged_records(evidence.records, evidence.summary.window)

@@ -36,12 +36,12 @@ def _socket_requests(evidence: Evidence) -> list[RequestRecord]:
 
 
 def answer_at_once(evidence: Evidence) -> Finding | None:
-    """Answers come token by token while they are made, and are not buffered until they are done.
+    """Answers come token by token while they are generated, not in one piece at the end.
 
     evidence: the time from an answer's first token to its last: at least half of the answers of four tokens
-    and more came within 0.1 ms a token, and 5 % of the time since they were sent. Refused where TTFT or TPOT
-    is judged: the one is the whole latency then, the other none.
-    limits: not judged if the load generator itself read too late, or without a socket."""
+    and more came within 0.1 ms a token, and 5 % of the time since they were sent. Refused if TTFT or TPOT is
+    judged, since TTFT is then the whole latency and TPOT nearly 0. limits: not judged if the load generator
+    itself read too late, or without a socket."""
     answers = _socket_requests(evidence)
     flushed = [each for each in answers if _at_once(each)]
     if not flushed or 2 * len(flushed) < len(answers) or not evidence.client.reads_in_time:
@@ -76,12 +76,11 @@ def _at_once(record: RequestRecord) -> bool:
 
 
 def impossible_answers(evidence: Evidence) -> Finding | None:
-    """No answer came faster than any model can make it.
+    """No answer came faster than a model can generate it.
 
-    evidence: the time from a request's sending to its last text, and where it is a stream from its first, for
-    each token that came in it: in at least half of the answers no less than 0.1 ms.
-    limits: canned answers sent at a model's pace pass; not judged if the load generator itself read too
-    late."""
+    evidence: the time per token from the send to the last text, and in streams from the first text: at least
+    0.1 ms in at least half of the answers. limits: canned answers sent at a model's pace pass; not judged if
+    the load generator itself read too late."""
     answers = _socket_requests(evidence)
     fast = [each for each in answers if _impossible(each)]
     if not fast or 2 * len(fast) < len(answers) or not evidence.client.reads_in_time:
@@ -107,8 +106,8 @@ def _impossible(record: RequestRecord) -> bool:
 
 def tokens_per_event(evidence: Evidence) -> Finding | None:
     """Each event of a stream brings one token. evidence: tokens by the answers' usage against the events.
-    limits: a note, and a warning from two tokens on where TPOT is judged. TPOT is by the tokens of the usage
-    without those that came with the first text, and stays right; ITL is then the time between events."""
+    limits: a note, and a warning from two tokens on where TPOT is judged. TPOT stays right, since it counts
+    the usage's tokens without those of the first text; ITL is then the time between events."""
     streamed = [each for each in evidence.records if each.ok and len(each.itl_s) and each.output_len > 1]
     events, tokens = sum(_events(each) for each in streamed), sum(each.output_len for each in streamed)
     if not events or tokens <= MERGED * events:
@@ -160,9 +159,9 @@ def inflated_usage(evidence: Evidence) -> Finding | None:
 
 
 def empty_first_event(evidence: Evidence) -> Finding | None:
-    """The first event of a stream brings text. evidence: the first event against the first text, at the
-    median of the answers earlier by 10 % of TTFT and 1 ms. limits: a warning; TTFT ends at the first text,
-    and is right."""
+    """The first event of a stream brings text. evidence: in the median of the answers the first event
+    precedes the first text by 10 % of TTFT and 1 ms. limits: a warning; TTFT ends at the first text, and is
+    right."""
     pairs = [
         (each.first_event_s - each.scheduled_s, each.ttft_s)
         for each in evidence.records
@@ -269,9 +268,9 @@ def shedding(evidence: Evidence) -> Finding | None:
 def failed_elsewhere(evidence: Evidence) -> Finding | None:
     """Failed requests failed at the servers under test, not on the way to them.
 
-    evidence: requests that failed at the client and that no server where they enter has counted. A miss that
-    comes from these alone is refused: it is the router's, the network's or a connection limit's.
-    limits: needs the servers' counters; a server that counts no failed requests looks the same."""
+    evidence: requests that failed at the client and that no receiving server counted. A miss due to these
+    alone is refused: router, network or a connection limit caused it. limits: needs the servers' counters; a
+    server that counts no failed requests looks the same."""
     sent = [record for record in evidence.records if record.sent_s is not None]
     failed = [record for record in sent if _failed(record)]
     entry = evidence.engines.get("prefill") or evidence.engines.get("aggregated")

@@ -32,7 +32,7 @@ LEAST_BYTES: Final = 1e6
 
 
 def kv_bytes_wrong(evidence: Evidence) -> Finding | None:
-    """Just the KV of the requests moved: not less, not twice. evidence: bytes that the connector counted
+    """Exactly the KV of the requests moved: not less, not twice. evidence: bytes that the connector counted
     against model shape × blocks × requests (within 1 %). limits: only warns where the engine's block layout
     is not kvbench's own; needs known shapes."""
     per_request, moved = evidence.kv_bytes_per_request, evidence.kv_bytes
@@ -238,8 +238,9 @@ def kv_failures(evidence: Evidence) -> Finding | None:
 
 
 def kv_expired(evidence: Evidence) -> Finding | None:
-    """Prefill released no KV before decode had fetched it, except that of cancelled requests.
-    evidence: the connector's counters against the requests that were cancelled so far. limits: as above."""
+    """Prefill released no KV before decode had fetched it, except that of cancelled requests. evidence: the
+    connector's counters against the requests that were cancelled so far. limits: needs the connector's
+    counters or log lines."""
     expired = _expired_count(evidence)
     if expired <= 0:
         return None
@@ -307,7 +308,8 @@ def impossible_prefill(evidence: Evidence) -> Finding | None:
 
 
 def fastest_interval(times: npt.NDArray[np.float64]) -> tuple[float, float, float]:
-    """Return (FLOP/s, FLOP, seconds) of the fastest interval. Rows: begin, end, FLOP of a request."""
+    """Return (FLOP/s, FLOP, seconds) of the fastest interval. A row per request: begin and end in seconds,
+    FLOP."""
     by_end = times[np.argsort(times[:, 1])]
     starts = np.unique(by_end[:, 0])
     if len(starts) > STARTS:

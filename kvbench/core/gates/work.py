@@ -117,8 +117,8 @@ def work_unproven(evidence: Evidence) -> Finding | None:
 
 def decode_recomputed(evidence: Evidence) -> Finding | None:
     """Decode got the prompts' KV from prefill, and did not compute it again. evidence: decode's prompt tokens
-    by source. limits: a last, partial block may be computed by decode; a connector that hands over whole
-    blocks only, or what is there in time, is not judged."""
+    by source. limits: a last, partial block may be computed by decode; a connector that hands over only whole
+    blocks, or only those ready in time, is not judged."""
     engine = evidence.engines.get("decode")
     if engine is None or not engine.prompt_tokens_by_source or not evidence.whole_prompt:
         return None
@@ -166,10 +166,9 @@ def _local_tokens_allowed(evidence: Evidence, engine: EngineFigures) -> float:
 def unequal_instances(evidence: Evidence) -> Finding | None:
     """Each instance of a role served its part of the requests: none stood idle.
 
-    evidence: requests (or tokens) that each instance counted; one has less than half of an equal share, and 4
-    standard deviations less than if each request were sent to one by lot.
-    limits: a warning, as the rate is correct for the instances that worked; needs each instance's
-    counters."""
+    evidence: requests (or tokens) that each instance counted; reported if one has less than half of an equal
+    share, and 4 standard deviations less than under random assignment. limits: a warning, as the rate is
+    correct for the instances that worked; needs each instance's counters."""
     sent = sum(record.sent_s is not None for record in evidence.records)
     for role, engine in evidence.engines.items():
         total, count = sum(engine.served), len(engine.served)

@@ -107,9 +107,9 @@ def shares_prefixes(requests: Iterable[TracedRequest]) -> bool:
 
 def expected_hits(requests: Sequence[TracedRequest], block_tokens: int = 16) -> list[int]:
     """Prompt tokens of each request that an infinite prefix cache would have, in the order of arrival. A
-    request finds the blocks with which it begins, as far as one and the same earlier request began so too.
-    Engines look up whole blocks of ``block_tokens`` and always compute at least one token (vLLM's rule). An
-    earlier request counts as soon as it has arrived, so real caches hit less."""
+    request finds the blocks of the longest prefix that it shares with a single earlier request. Engines look
+    up whole blocks of ``block_tokens`` and always compute at least one token (vLLM's rule). An earlier
+    request counts as soon as it has arrived, so real caches hit less."""
     tree: dict[tuple[int, int], int] = {}  # (node, block) → the node that it leads to
     covered = [0]  # tokens of a prompt that are known at each node; the root is 0
     found = []
@@ -130,9 +130,9 @@ def expected_hits(requests: Sequence[TracedRequest], block_tokens: int = 16) -> 
 def traced_prompt(
     input_len: int, blocks: Sequence[int] | None, seed: int, index: int, vocab_size: int
 ) -> list[int]:
-    """Token ids of a traced request's prompt, ``input_len`` of them. Each hash id is 512 tokens that are a
-    function of (seed, id) alone, so equal ids give equal tokens in one trial and others in the next. What no
-    id covers is fresh: a function of (seed, index)."""
+    """Token ids of a traced request's prompt, ``input_len`` of them. The 512 tokens of a hash id depend on
+    seed and id only, so equal ids give equal tokens within a trial and other tokens in the next one. Tokens
+    without an id are unique: they depend on seed and index."""
     low = lowest_id(vocab_size)
     if vocab_size - low < 1:
         raise InputError(f"vocab_size must be at least 1, it is {vocab_size}")

@@ -3,11 +3,11 @@
 Honest answers to different prompts may be equal: blank, short, or repeated ones. An answer to the wrong user
 equals that of a request that ran at the same time. Two tests hold for any distribution of honest answers:
 
-1. Time. Each text of two to four requests has a chance of being two neighbours': the share of neighbours
-   among all pairs. The number of texts of neighbours is a sum of such chances; its tail is at most that of a
-   binomial with their mean (Hoeffding 1956).
-2. Idle. Answers of the idle server and answers under load are draws from one distribution, so each answer
-   that another prompt got as well is an idle one with their share of all: hypergeometric.
+1. Time. Each text shared by two to four requests belongs to neighbours with a known probability: the share of
+   neighbours among all pairs. The tail of the number of such texts is at most that of a binomial distribution
+   with the same mean (Hoeffding 1956).
+2. Idle. Answers of the idle server and under load have the same distribution. So among the answers that
+   another prompt also got, the number of idle ones is hypergeometric.
 
 Both together refuse fewer than 1 in 1,000 honest trials: 10 of 82,041 simulated ones (60 to 600 requests,
 steady and bursty, five distributions of texts). Greedy answers to one prompt may differ since sums on GPUs
@@ -69,7 +69,7 @@ class EqualAnswers:
 
 def equal_answers(records: Iterable[RequestRecord], idle: Sequence[Text] = ()) -> EqualAnswers:
     """Compare the long answers of a load with each other and with ``idle``, an idle server's answers.
-    Canaries have the idle answers' prompts, so that they are left out where these are compared."""
+    Canaries have the same prompts as the idle answers, so they are left out of that comparison."""
     long = [each for each in records if is_long(each)]
     chances: list[float] = []
     pairs: list[tuple[str, str]] = []

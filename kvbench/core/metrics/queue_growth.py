@@ -4,17 +4,17 @@ An idle system holds rate × latency requests that wait for their first token, a
 does. So the time in which waiting builds up is left out (twice the wait of the first eighth), and only
 requests that have waited longer than the first ones count. Two questions:
 
-1. **Do they become more?** Their number must have a slope, less what a cluster of arrivals explains, that is
+1. **Does their number grow?** Its slope, minus the part that clustered arrivals explain, must be
    *significant* (above 4 standard errors of the fit, and above 2 or 3 of a random walk of such arrivals),
    adds at least half to all that wait, and is *material* (in ten minutes it adds more waiting than the TTFT
    limit).
 2. **Is more offered than comes out?** While most of them have waited longer than the first ones for two
    latencies, the queue is never empty: the rate of first tokens *is* the capacity.
 
-Where a quarter of the later requests is as fast as the first ones, neither holds: widely varying latencies
-look like growth. Constants found by PERF are of ``python -m tools.perf_search --first-seed 400 --seeds 30
---methods kvbench``: rates that whole searches find on virtual systems. GATE is ``grows`` in
-tests/core/gates/test_queue_growth.py over those systems and 8 seeds."""
+If a quarter of the later requests is as fast as the first ones, the queue does not count as growing, since
+widely varying latencies look like growth. PERF in the docstrings of constants means results of whole searches
+on virtual systems (``python -m tools.perf_search --first-seed 400 --seeds 30 --methods kvbench``). GATE means
+``grows`` in tests/core/gates/test_queue_growth.py on those systems with 8 seeds."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ from kvbench.core.stats import StepSeries, trend
 FloatArray = npt.NDArray[np.float64]
 
 ERRORS: Final = 4.0
-"""Standard errors of the fit. They are too small where a queue wanders, and WALKS decides there: with 2
-instead, PERF (12 seeds of jitter, md1, slots, bursty) finds the same rates, as with ADDED 0 or FILL 1."""
+"""Threshold in standard errors of the fit. These are too small for a fluctuating queue, where WALKS decides.
+With a threshold of 2, with ADDED 0, or with FILL 1, PERF (12 seeds of jitter, md1, slots, bursty) gives the
+same rates."""
 WALKS: Final = 2.0
-"""Threshold for a finished trial. With it, GATE gives no alarm in 408 trials at 0.8, 0.9 and 0.97 of the true
-rate, and at 1.15 of it finds 56 % in ten latencies, 29 % in four. 3 misses a TTFT that climbs by half of the
-gaps between 100 requests (tests/core/gates/test_gates.py)."""
+"""Threshold for a finished trial, in standard deviations of a random walk's slope. GATE: no alarm in 408
+trials at 0.8, 0.9 and 0.97 of the true rate; at 1.15 of it 56 % are detected in trials of ten latencies, 29 %
+in four. A threshold of 3 would miss a TTFT that grows by half of the gaps between 100 requests
+(tests/core/gates/test_gates.py)."""
 WALKS_AT_EACH_LOOK: Final = 3.0
-"""While a trial runs it is looked at again and again, and the worst moment of a walk counts. With 2, PERF
-finds 93 % of the rates of jitter within 5 %, with 3 97 %; the other systems' stay as they are."""
+"""Threshold for a running trial, higher because it is tested repeatedly. With 2, PERF has 93 % of the rates
+of jitter within 5 %, with 3 97 %; the other systems are not affected."""
 HORIZON_S: Final = 600.0
 """Ten minutes: by convention a rate held that long is sustained."""
 ADDED: Final = 0.5
@@ -68,8 +70,9 @@ CAPACITY_ERRORS: Final = 3.0
 CAPACITY_SECTIONS: Final = 8
 """Sections of that part. GATE finds 9 % at 1.05 of the rate in ten latencies."""
 SAMPLES: Final = 4000
-"""Moments at which a finished trial's queue is read. With 400 the first requests' waiting is too coarse: of
-trials that met the SLO above the true rate GATE finds 4.4 % in four latencies instead of 5.2 %."""
+"""Number of times at which a finished trial's queue is read. With 400 the first requests' waits are too
+coarse: GATE then detects 4.4 % instead of 5.2 % of the trials of four latencies that met the SLO above the
+true rate."""
 
 
 @dataclass(frozen=True)
@@ -223,8 +226,8 @@ def dispersion(offsets_s: FloatArray) -> float:
 
 
 def queue_growth(readings: QueueReadings, *, walks: float = WALKS) -> QueueGrowth | None:
-    """Return the growth of the queue, or None if nothing shows any. ``walks``: ``WALKS_AT_EACH_LOOK`` for
-    repeated looks while the trial runs."""
+    """Return the growth of the queue, or None if nothing shows any. ``walks``: threshold,
+    ``WALKS_AT_EACH_LOOK`` for repeated tests while the trial runs."""
     if readings.early_s is None or readings.now_s < FILL * readings.idle_latency_s:
         return None
     slope = _slope(readings, walks)

@@ -15,16 +15,16 @@ MERGED: Final = 1.05
 AT_ONCE_TOKEN_S: Final = 1e-4
 """Time per token below which it was produced earlier: no model decodes one sequence faster."""
 MOST_TEXT: Final = 16
-"""Bytes a token, on average, beyond which a text has more in it than its tokens: random ones of a vocabulary
-of 150,000 have 7. vLLM since February 2026 repeats a whole prompt in the first event where it ends within a
-character (issue 48853), as 1 % of random prompts do."""
+"""Bytes per token, on average, above which a text contains more than its tokens; random tokens of a
+vocabulary of 150,000 have 7. Since February 2026 vLLM repeats the prompt in the first event if the prompt
+ends within a character (issue 48853), as 1 % of random prompts do."""
 
 
 @dataclass(frozen=True)
 class StreamShape:
-    """How a stream's events were filled. Texts in bytes. ``first_text``, ``text``: of the first text event,
-    and of all; 0 where that is not known. ``told``: tokens by the usage in the first event, of a server that
-    tells it all along. ``empty``: events without text, of which ``outside`` came before the first text or
+    """Content of a stream's events. Lengths of texts in bytes: ``first_text`` of the first text event,
+    ``text`` of all; 0 if unknown. ``told``: tokens by the usage in the first event, if the server reports
+    usage in every event. ``empty``: events without text, of which ``outside`` came before the first text or
     after the last."""
 
     first_text: int = 0
@@ -35,16 +35,17 @@ class StreamShape:
 
 
 def untimed_tokens(tokens: int, gaps_s: Sequence[float], shape: StreamShape) -> float:
-    """Return the untimed tokens (at least 1) of an answer whose text events were ``gaps_s`` apart.
+    """Return the untimed tokens (at least 1) of an answer whose text events were ``gaps_s`` apart. Time per
+    token is (last − first) / (tokens − untimed tokens). Untimed are tokens that came with the first text:
 
-    A time per token is (last − first) / (tokens − these). They are those that came with the first text:
-
-    - by the usage there, if reported; else, where events bring several, as large a part of the tokens as of
-      the text, or an even part if the text is not known, or is more than that of the tokens. Events within
-      0.1 ms of each other were sent together, and count as one. Bundles of 16 tokens of 5 ms each come 80 ms
-      apart, and with ``tokens`` − 1 would seem to take 3.8 ms of an answer of 64;
-    - and tokens without text before the first or after the last, as parts of a character and ends of sequence
-      that are ignored: events without text, as far as there are more tokens than events with text."""
+    - by the usage in that event, if reported; otherwise, if events have several tokens, the same share of the
+      tokens as of the text, or an equal share per event if the text is unknown or contains more than the
+      tokens. Events within 0.1 ms of each other were sent together, and count as one. Example: bundles of 16
+      tokens at 5 ms each come 80 ms apart; for an answer of 64 tokens ``tokens`` − 1 would give 3.8 ms per
+      token;
+    - and tokens without text before the first or after the last text, such as parts of a character or ignored
+      end-of-sequence tokens: as many as events without text, if there are more tokens than events with
+      text."""
     events, together = len(gaps_s) + 1, 1
     for gap_s in gaps_s:
         if gap_s > AT_ONCE_TOKEN_S:
@@ -65,9 +66,9 @@ def untimed_tokens(tokens: int, gaps_s: Sequence[float], shape: StreamShape) -> 
 
 
 def peak_output(records: Sequence[RequestRecord]) -> float | None:
-    """Most output tokens of answered requests in one second, the seconds counted from the first send. So does
-    ``vllm bench serve``, which counts events; here an event counts as many tokens as it brought on average.
-    Without times of single events, tokens are spread evenly from the first to the last."""
+    """Most output tokens of answered requests in one second, with seconds counted from the first send, as in
+    ``vllm bench serve``. That tool counts events; here each event counts as the average number of tokens per
+    event. Without times of single events, tokens are spread evenly from the first to the last."""
     done = [record for record in records if record.ok and record.first_token_s is not None]
     if not done:
         return None

@@ -25,14 +25,14 @@ def host_problems(deployment: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ..
         if scheduler != name and deployment.get(name) is not None:
             yield (name,), f"deployment.{name} is for launcher: {name}"
     if scheduler in ("slurm", "ray"):
-        text = f"launcher {scheduler} finds the hosts itself; say in deployment.{scheduler} what they need"
+        text = f"launcher {scheduler} finds the hosts itself; set in deployment.{scheduler} what they need"
         for key, given in (("hosts", hosts), ("roles", any(roles.values()))):
             if given:
                 yield (key,), text
         return
     if deployment.get("launcher", "local") == "local":
         if hosts:
-            yield ("hosts",), "deployment.hosts are for a launcher that reaches them: launcher: ssh"
+            yield ("hosts",), "deployment.hosts need launcher: ssh"
         return
     if not hosts:
         yield ("launcher",), f"launcher {deployment['launcher']} needs deployment.hosts and deployment.roles"
@@ -53,7 +53,7 @@ def host_problems(deployment: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ..
         host = hosts.get(name)
         address = str(host.get("address", "")) if isinstance(host, Mapping) else ""
         if address == "localhost" or address.startswith("127."):
-            text = f"{address} is an address of each host to itself, and there are several hosts"
+            text = f"{address} is a local address on each host, and there are several hosts"
             yield ("hosts", str(name), "address"), f"deployment.hosts.{name}.address: {text}"
 
 
@@ -257,7 +257,7 @@ def _methods(data: Mapping[str, Any]) -> Iterator[DataMistake]:
         yield DataMistake(("search", "compare_burst"), text, ("search", "method"))
     slo = _section(data, "slo")
     if slo.get("tiers") and (method == "burst" or search.get("compare_burst")):
-        text = "the burst method answers one SLO, not tiers"
+        text = "the burst method supports one SLO, not tiers"
         yield DataMistake(("search", "compare_burst" if search.get("compare_burst") else "method"), text)
 
 

@@ -117,7 +117,7 @@ every request."""
 
 
 class CommandPrefix(Section):
-    """Command put before the command of each instance of a role, such as a profiler's; it runs without a
+    """Prefix of the command of each instance of a role, such as a profiler's; it runs without a
     shell.
 
     ``{name}`` stands for the instance's name, ``{logs}`` for the folder of its log."""
@@ -151,16 +151,16 @@ class Deployment(Section):
     )
     aggregated: AggregatedSize | None = Field(
         None,
-        description="engines of a deployment without P/D, behind the router where there are several; by "
-        "default as many as prefill and decode instances together, each with the ranks of the one in whose "
-        "place it stands, so that both have the same hardware",
+        description="engines of a deployment without P/D, behind the router if there are several; by default "
+        "as many as prefill and decode instances together, each with the ranks of the instance that it "
+        "replaces, so that both use equal hardware",
     )
     tensor_parallel_size: TensorParallelSizes = Field(
         (1,),
-        description="tensor-parallel ranks per instance; of a list each size in turn, for every connector",
+        description="tensor-parallel ranks per instance; with a list each connector is measured at each size",
     )
     router_processes: int = Field(
-        1, ge=1, le=64, description="processes of the router on its port; each keeps one core busy at most"
+        1, ge=1, le=64, description="router processes that share its port; each uses at most one core"
     )
     routing: Routing = Field(
         "session",
@@ -177,7 +177,7 @@ class Deployment(Section):
         "", pattern=HOST_OR_NOTHING, description="where decode instances run, if not on host; printed only"
     )
     hardware: str = Field(
-        "", max_length=80, description="GPUs of one instance, such as 8xH200; found by itself where it can be"
+        "", max_length=80, description="GPUs of one instance, such as 8xH200; detected if possible"
     )
     price_per_gpu_hour: float | None = Field(
         None,
@@ -203,7 +203,7 @@ class Deployment(Section):
     )
     prefix: CommandPrefix = Field(
         default_factory=CommandPrefix,
-        description="words before the instances' commands, such as a profiler's",
+        description="command prefix of the instances, such as a profiler",
     )
     engine_options: SerializeAsAny[EngineOptions] = Field(
         default_factory=EngineOptions, validate_default=True, description="options of the engine"
@@ -310,10 +310,10 @@ class Deployment(Section):
                 if key == "tensor_parallel_size":
                     continue
                 if self.engine_options.tensor_parallel_only:
-                    text = f"an instance of the {self.engine} engine has tensor parallel ranks alone"
+                    text = f"an instance of the {self.engine} engine supports tensor parallel ranks only"
                     raise error_at((role, key), text)
                 if key in self.engine_options.ranks_in_args(role):
-                    raise error_at((role, key), "the engine's arguments say it, too: keep one of them")
+                    raise error_at((role, key), "the engine's arguments also set it: keep one of them")
         self._hosts_fit()
         for name in self.engine_options.instances_named:
             role, _, number = name.partition("-")

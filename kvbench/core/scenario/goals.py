@@ -111,7 +111,7 @@ class Search(Section):
 
     method: Method = Field(
         "sustained",
-        description="sustained: the highest rate that holds; burst: n = 5 × rate requests and their means, "
+        description="sustained: the highest sustained rate; burst: n = 5 × rate requests and their means, "
         "as done by hand; fixed: the rates of `rates`, without an SLO; trace: replay of workload.trace",
     )
     compare_burst: bool = Field(False, description="also measure by the burst method, in a separate table")
@@ -125,7 +125,12 @@ class Search(Section):
     )
     start_rate: float | None = Field(None, gt=0, le=1e6, description="first rate; estimated if absent")
     min_rate: float = Field(0.01, gt=0, le=1e6, description="lowest rate that counts as a result")
-    max_rate: float = Field(10_000.0, gt=0, le=1e6, description="reaching it gives a censored result")
+    max_rate: float = Field(
+        10_000.0,
+        gt=0,
+        le=1e6,
+        description="highest rate that is tried; if it is met, the result is a lower bound (censored)",
+    )
     precision: float = Field(0.05, ge=0.001, le=1, description="relative width of the result's interval")
     trial_s: float = Field(20.0, gt=0, le=86_400, description="seconds of arrivals in one trial")
     max_trial_s: float | None = Field(
@@ -133,11 +138,11 @@ class Search(Section):
         gt=0,
         le=86_400,
         description="longest trial of a search, in seconds of arrivals (a trial ends once its verdict is "
-        "certain); by default chosen by its latencies, at least trial_s",
+        "certain); by default derived from its latencies, at least trial_s",
     )
-    min_requests: int = Field(60, ge=1, le=10_000_000, description="requests that a trial has at least")
-    max_requests: int = Field(5000, ge=1, le=10_000_000, description="requests that a trial has at most")
-    max_trials: int = Field(16, ge=1, le=1000, description="trials in one cell at most")
+    min_requests: int = Field(60, ge=1, le=10_000_000, description="fewest requests of a trial")
+    max_requests: int = Field(5000, ge=1, le=10_000_000, description="most requests of a trial")
+    max_trials: int = Field(16, ge=1, le=1000, description="most trials of one cell")
     budget_s: float | None = Field(
         None,
         ge=1,

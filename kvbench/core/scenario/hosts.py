@@ -70,10 +70,12 @@ class Ssh(Section):
         "", max_length=253, pattern=_TEXT, description="name or address; by default the host's own name"
     )
     port: int | None = Field(None, ge=1, le=65_535, description="port of its sshd; by default 22")
-    user: str = Field("", max_length=64, pattern=_TEXT, description="user there; by default the one here")
+    user: str = Field(
+        "", max_length=64, pattern=_TEXT, description="user name there; by default the local one"
+    )
     key: PathText = Field("", description="file of the private key")
     known_hosts: PathText = Field(
-        "", description="file of the hosts' keys, by default ~/.ssh/known_hosts; it is always checked"
+        "", description="file of known host keys, by default ~/.ssh/known_hosts; keys are always verified"
     )
     config: PathText = Field("", description="file to read in place of ~/.ssh/config")
     connect_timeout_s: float = Field(10.0, gt=0, le=600, description="deadline of the connection")
@@ -82,15 +84,15 @@ class Ssh(Section):
 class RemoteHost(Section):
     address: str = Field(
         pattern=ADDRESS,
-        description="address on the data network: its servers listen there and are found there",
+        description="address on the data network: its servers listen there and are reached there",
     )
     ssh: Ssh = Field(default_factory=Ssh, description="how it is reached by ssh")
     python: PathText = Field(
-        "", description="a Python there that has kvbench; by default `kvbench hosts install`'s, else python3"
+        "", description="Python there with kvbench; by default that of `kvbench hosts install`, else python3"
     )
     workdir: PathText = Field("~/.cache/kvbench", description="folder there for files of a run")
     env: dict[EnvName, str] = Field(
-        default_factory=dict, description="environment of all processes there, word for word"
+        default_factory=dict, description="environment of all processes there, passed unchanged"
     )
     nics: Several[str] = Field((), max_length=64, description="NICs for KV, set for UCX, NCCL and gloo")
     devices: Several[int] = Field(
@@ -106,7 +108,9 @@ class Roles(Section):
 
     Prefill, decode and aggregated instances may span hosts; then a list of names replaces a name."""
 
-    prefill: HostGroups = Field((), description="hosts of prefill instances; an inner list: of one instance")
+    prefill: HostGroups = Field(
+        (), description="hosts of prefill instances; an inner list: hosts of one instance"
+    )
     decode: HostGroups = Field((), description="hosts of the decode instances")
     aggregated: HostGroups = Field(
         (), description="hosts of the engines without P/D; by default those of prefill and decode"
@@ -184,7 +188,7 @@ class SlurmNodes(_Equipped):
     cpus_per_task: int | None = Field(None, ge=1, le=4096, description="CPU cores of each node")
     exclusive: bool = Field(False, description="no other job on the same nodes")
     extra: Several[Word] = Field(
-        (), max_length=64, description="further options of salloc, a word each, such as --switches=1"
+        (), max_length=64, description="further options of salloc, one per entry, such as --switches=1"
     )
 
     @field_validator("extra")
@@ -204,12 +208,12 @@ class SlurmOptions(SlurmNodes):
     time: str = Field(
         "02:00:00",
         pattern=r"^[0-9]+(-[0-9]+)?(:[0-9]+){0,2}$",
-        description="the job's time limit: minutes, HH:MM:SS or D-HH; the last owner should all else fail",
+        description="the job's time limit: minutes, HH:MM:SS or D-HH; Slurm then ends it in any case",
     )
     job: str = Field(
         "",
         pattern=r"^[0-9]*$",
-        description="an allocation that exists, and stays; by default SLURM_JOB_ID's, else a new one",
+        description="existing allocation, which is not cancelled; by default SLURM_JOB_ID's, else a new one",
     )
     prefill: SlurmNodes | None = Field(None, description="nodes of the prefill instances, if they differ")
     decode: SlurmNodes | None = Field(None, description="nodes of the decode instances, if they differ")
@@ -224,7 +228,7 @@ class SlurmOptions(SlurmNodes):
     env: Several[Variable] = Field(
         (),
         max_length=200,
-        description="environment variables taken along; no others but PATH and the like are",
+        description="environment variables passed to the nodes, besides PATH and similar ones",
     )
     pending_timeout_s: float = Field(
         3600.0, gt=0, le=7 * 86_400, description="longest wait in the queue; then the job is cancelled"
@@ -241,7 +245,7 @@ class RayNodes(_Equipped):
     """Requirements for a role's Ray node."""
 
     resources: dict[Annotated[str, Field(min_length=1, max_length=200)], float] = Field(
-        default_factory=dict, description="custom resources and how much of each is taken"
+        default_factory=dict, description="custom resources and the amount of each"
     )
     labels: dict[Annotated[str, Field(min_length=1, max_length=200)], str] = Field(
         default_factory=dict, description="labels that the node must have, with their values"
@@ -274,7 +278,9 @@ class RayOptions(Section):
     decode: RayNodes = Field(default_factory=RayNodes, description="nodes of the decode instances")
     router: RayNodes | None = Field(None, description="node of the router; by default the first of prefill's")
     loadgen: RayNodes | None = Field(None, description="nodes of the load generator; by default the router's")
-    spread: bool = Field(True, description="each of these on a node of its own; false: as close as may be")
+    spread: bool = Field(
+        True, description="place each on a separate node; false: as close together as possible"
+    )
     wait_s: float = Field(
         120.0, gt=0, le=7 * 86_400, description="longest wait until the cluster has the requested nodes"
     )

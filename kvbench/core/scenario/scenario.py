@@ -118,10 +118,8 @@ class Scenario(Section):
     )
     workload: Workload = Field(description="what requests look like and how they arrive")
     slo: Slo = Field(default_factory=Slo, description="the limits that must be met")
-    search: Search = Field(default_factory=Search, description="how the highest rate is looked for")
-    checks: Checks = Field(
-        default_factory=Checks, description="what of the answers is checked while the load lasts"
-    )
+    search: Search = Field(default_factory=Search, description="how the highest rate is searched")
+    checks: Checks = Field(default_factory=Checks, description="which answers are checked under load")
     load: Load = Field(default_factory=Load, description="how the load is generated")
     simulate: Simulate = Field(
         default_factory=Simulate, description="figures that only `kvbench simulate` uses"

@@ -27,14 +27,14 @@ class SessionShape(Section):
     shared_prefix_len: int = Field(
         512, ge=0, le=MOST_TOKENS, description="tokens of tools and system prompt, the same in all sessions"
     )
-    first_len: int = Field(512, ge=1, le=MOST_TOKENS, description="tokens of the first prompt behind them")
+    first_len: int = Field(512, ge=1, le=MOST_TOKENS, description="further tokens of the first prompt")
     added_len: int = Field(
         128, ge=1, le=MOST_TOKENS, description="tokens that each later prompt adds to the previous output"
     )
     output_len: int = Field(64, ge=1, le=1_000_000, description="tokens of an answer")
-    think_time_s: float = Field(2.0, ge=0, le=1e6, description="from an answer to the next turn")
+    think_time_s: float = Field(2.0, ge=0, le=1e6, description="time from an answer to the next turn")
     spread: float = Field(
-        0.5, ge=0, le=3, description="standard deviation of the logarithm of each amount but the prefix"
+        0.5, ge=0, le=3, description="standard deviation of the logarithm of each amount except the prefix"
     )
 
 
@@ -43,16 +43,16 @@ class Sessions(Section):
 
     source: Literal["shape", "recorded", "fitted"] = Field(
         "shape",
-        description="shape: made after `shape`; recorded: those of the corpus at `path`, in random order; "
-        "fitted: made after them, no two alike",
+        description="shape: generated from `shape`; recorded: those of the corpus at `path`, in random "
+        "order; fitted: generated from them, all different",
     )
-    path: str = Field("", max_length=4096, description="the corpus, from where kvbench is started")
+    path: str = Field("", max_length=4096, description="path of the corpus, relative to the current folder")
     format: Literal["auto", "agentic", "mooncake", "aiperf", "sharegpt", "lengths"] = Field(
-        "auto", description="of the corpus; docs/sessions.md says what each is"
+        "auto", description="format of the corpus; see docs/sessions.md"
     )
     answers: Literal["own", "recorded"] = Field(
         "own",
-        description="what a prompt has of the answers before it: the server's own, whose KV it may still "
+        description="answers in later prompts: the server's own, whose KV it may still "
         "have, or recorded ones",
     )
     think_scale: float = Field(1.0, ge=0, le=1000, description="think times are multiplied by it")
@@ -60,11 +60,11 @@ class Sessions(Section):
     length_scale: float = Field(
         1.0, gt=0, le=1000, description="lengths are multiplied by it, blocks of prompts by whole tokens"
     )
-    max_turns: int | None = Field(None, ge=1, le=1_000_000, description="what comes after is left out")
+    max_turns: int | None = Field(None, ge=1, le=1_000_000, description="later turns are left out")
     max_input_len: int | None = Field(
         None, ge=1, le=MOST_TOKENS, description="a session ends before its first prompt that is longer"
     )
-    shape: SessionShape | None = Field(None, description="of source shape; its defaults where it is absent")
+    shape: SessionShape | None = Field(None, description="for source shape; defaults if absent")
     longest: int = Field(
         0, ge=0, le=20_000_000, description="tokens of its longest request; found when the source is read"
     )
@@ -95,7 +95,9 @@ _INPUT_LEN_SCHEMA: Final = {
 class Trace(Section):
     """A file of recorded requests, which replaces the workload's lengths and arrivals."""
 
-    path: str = Field(min_length=1, max_length=4096, description="the file, from where kvbench is started")
+    path: str = Field(
+        min_length=1, max_length=4096, description="path of the file, relative to the current folder"
+    )
     format: Literal["auto", "mooncake", "jsonl", "csv"] = Field(
         "auto",
         description="mooncake: JSON lines with timestamp (ms), input_length, output_length, hash_ids; "
@@ -118,7 +120,7 @@ class Workload(Section):
 
     input_len: Annotated[
         tuple[InputLen, ...], BeforeValidator(_one_or_more), WithJsonSchema(_INPUT_LEN_SCHEMA)
-    ] = Field(min_length=1, max_length=64, description="prompt tokens; each length is a cell of its own")
+    ] = Field(min_length=1, max_length=64, description="prompt tokens; each length is a separate cell")
     output_len: int = Field(ge=1, le=1_000_000, description="tokens that each request generates")
     burstiness: float = Field(
         1.0, gt=0, le=1000, description="gamma shape of the arrivals: 1 is Poisson, less is burstier"
@@ -131,11 +133,11 @@ class Workload(Section):
         "one request, if that is more",
     )
     trace: Trace | None = Field(
-        None, description="requests taken from a file instead (method trace); lengths are then its own"
+        None, description="requests from a file instead (method trace), which also sets the lengths"
     )
     sessions: Sessions | None = Field(
         None,
-        description="multi-turn sessions in place of requests; lengths are then theirs",
+        description="multi-turn sessions in place of requests, which also set the lengths",
     )
 
     @property
@@ -173,7 +175,7 @@ class Checks(Section):
         description="share of a trial's requests whose right answers are known beforehand; 0: none",
     )
     min_canaries: int = Field(
-        10, ge=0, le=1000, description="canaries that a trial has at least in its first min_requests"
+        10, ge=0, le=1000, description="fewest canaries among a trial's first min_requests requests"
     )
 
 
@@ -187,7 +189,8 @@ class Load(Section):
         "with a message of as many words as the server counts for that length",
     )
     mode: Literal["router", "direct"] = Field(
-        "router", description="requests go through the router, or the load generator asks P and D itself"
+        "router",
+        description="requests go through the router, or the load generator sends them to P and D directly",
     )
 
 
@@ -202,12 +205,12 @@ class ModelChoice(Section):
     head_dim: int = Field(0, ge=0, le=4096, description="width of one KV head; 0 with MLA")
     kv_dtype: KvDtype = Field("bf16", description="element type of the KV cache")
     mla_dim: int = Field(0, ge=0, le=65536, description="latent width per layer (MLA); 0 with GQA")
-    vocab_size: int = Field(32_000, ge=256, le=10_000_000, description="prompts are drawn from these ids")
+    vocab_size: int = Field(32_000, ge=256, le=10_000_000, description="prompts use token ids below it")
     active_parameters: float | None = Field(
         None,
         gt=0,
         le=1e14,
-        description="parameters that a prompt token meets, without embeddings; known for presets",
+        description="parameters used for a prompt token, without embeddings; known for presets",
     )
     served_model_name: str = Field(
         "",
@@ -276,7 +279,7 @@ class Simulate(KvLink):
     front_end_ms: float | None = Field(None, ge=0, le=1e6, description="HTTP and tokens, in each engine")
     turn_ms: float | None = Field(None, ge=0, le=1e6, description="the router's turn from P's answer to D")
     arrival_ms: float | None = Field(
-        None, ge=0, le=1e6, description="from the KV's arrival to D's scheduler knowing it"
+        None, ge=0, le=1e6, description="time from the KV's arrival until D's scheduler knows it"
     )
     hand_off: Literal["beside", "blocking"] = Field(
         "beside",
@@ -285,8 +288,8 @@ class Simulate(KvLink):
     )
     arrivals: Literal["drawn", "vllm", "vllm-0.6"] = Field(
         "drawn",
-        description="what --against offers: several drawn Poisson arrivals, or the one sequence that `vllm "
-        "bench serve`, or vLLM 0.6's benchmark_serving.py, sends with its default seed",
+        description="arrivals for --against: several random Poisson sequences, or the one sequence that "
+        "`vllm bench serve`, or vLLM 0.6's benchmark_serving.py, sends with its default seed",
     )
     connectors: dict[str, KvLink] = Field(
         default_factory=dict, max_length=32, description="figures of single connectors, by their labels"

@@ -278,7 +278,7 @@ class CorpusFigures:
         return sum(each.found(blocks) for each in self.alone) / every if every else 0.0
 
     def capacities(self, tokens: Sequence[int]) -> list[CapacityRow]:
-        """Return a row per capacity, the unlimited one last. Parts of a block hold nothing."""
+        """Return a row per capacity, the unlimited one last. Partial blocks do not count."""
         rows = []
         for each in (*tokens, None):
             blocks = None if each is None else each // self.corpus.block_tokens
@@ -286,7 +286,8 @@ class CorpusFigures:
         return rows
 
     def usual_capacities(self) -> list[int]:
-        """Tokens to ask for: 1, 2, 5 × 10ⁿ from a hundredth of all distinct ones to where all fit."""
+        """Default cache sizes in tokens: 1, 2, 5 × 10ⁿ from a hundredth of all distinct tokens to the size
+        that holds all."""
         all_of_it = self.together.distinct * self.corpus.block_tokens
         steps = [step * 10**power for power in range(3, 15) for step in (1, 2, 5)]
         inside = [each for each in steps if all_of_it / 100 <= each < all_of_it]

@@ -5,11 +5,11 @@
   ``global``: the corpus's), ``tool_tokens`` and ``system_tokens`` with which its prompts begin, and
   ``requests``: each with ``t`` (s), ``in`` and ``out`` tokens, ``hash_ids`` (one a block of its prompt),
   ``api_time`` (s, until its answer's end) and ``think_time`` (s before it). An entry of type ``subagent`` has
-  requests of its own, on the same clock; the request after it waited for them.
-  Sources: github.com/callanjfox/kv-cache-tester docs/trace_replay_tester.md, and ai-dynamo/aiperf
-  docs/tutorials/weka-trace.md, which replays the same files.
-  ``think_time`` counts from the last answer whose end is known. Where the answer before has no ``api_time``,
-  or sub-agents came between, the time since they were sent is a bound, and the smaller of both is taken.
+  requests of its own, on the same clock; the request after it waited for them. Sources:
+  github.com/callanjfox/kv-cache-tester docs/trace_replay_tester.md, and ai-dynamo/aiperf
+  docs/tutorials/weka-trace.md, which replays the same files. ``think_time`` counts from the last answer with
+  a known end. If the previous answer has no ``api_time``, or after sub-agents, the smaller of ``think_time``
+  and the time since they were sent is used.
 - ``aiperf``: an object a session with ``session_id`` and ``turns``: each with ``text``, ``delay`` (ms)
   and ``output_length``; a leading turn of role ``system`` is part of the first prompt (ai-dynamo/aiperf
   docs/tutorials/custom-dataset.md, multi_turn).
@@ -19,9 +19,9 @@
   where known ``think_time_s``, and ``offset_s`` of a session's first turn. A session's turns are in order.
 - ``mooncake``: each request is a session of one turn (``core/load/traces.py``).
 
-Tokens of texts are estimated: a token for every four bytes of UTF-8. Where only lengths are known, the blocks
-are those of a conversation that grows: a prompt begins with the prompt before it, unless it is too short for
-that prompt and its answer; then it is unrelated."""
+Tokens of texts are estimated: a token for every four bytes of UTF-8. If only lengths are known, blocks are
+made as for a growing conversation: a prompt begins with the previous prompt, unless it is too short for that
+prompt and its answer; then it is unrelated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LATEST_S: Final = 1e12
 
 @dataclass(frozen=True)
 class CorpusRow:
-    """``values`` as they stand at ``where`` (``file:line``, or deeper). Each method raises InputError."""
+    """``values`` as read at ``where`` (``file:line``, or deeper). Each method raises InputError."""
 
     values: Mapping[str, Any]
     where: str
@@ -117,7 +117,8 @@ class _Clock:
 
 
 def agentic_corpus(rows: Sequence[CorpusRow]) -> Corpus:
-    """Sessions that all begin at once: a recording's clock is its own. Raises InputError."""
+    """Return sessions that all begin at once, since each recording has a separate clock. Raises
+    InputError."""
     left = _Left()
     sessions, sizes, scopes = [], set(), set()
     for row in rows:
@@ -263,7 +264,7 @@ BYTES_A_TOKEN: Final = 4
 _ANSWERS: Final = frozenset({"gpt", "assistant", "chatgpt", "bard", "bing"})
 """Senders of answers in ShareGPT's files; all others are users or system prompts."""
 _INSTRUCTIONS: Final = "system"
-"""The role of an AIPerf turn that is no request, but stands before all of its session."""
+"""Role of an AIPerf turn that is not a request but precedes the first prompt of its session."""
 
 _ESTIMATED: Final = f"tokens are estimated from the texts, one per {BYTES_A_TOKEN} bytes"
 _GROWN: Final = (

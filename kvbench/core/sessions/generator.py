@@ -1,12 +1,11 @@
-"""Sessions of any number, made after recorded ones: the same shapes, no two alike. Pure.
+"""Generator of any number of sessions similar to recorded ones, all different. Pure.
 
-A smoothed bootstrap of whole sessions: each follows a recorded one, drawn at random, with its turns in order,
-what each keeps of the context and adds, answers and think times. Each amount and the number of turns is then
-multiplied by a lognormal number (``SPREAD``); further turns repeat some of the later ones. No distribution is
-assumed, so nothing is known beyond the longest and largest recorded sessions.
-
-What a turn keeps is a share of the longest prompt that its session had so far. Sessions are arrays, so that a
-million turns take megabytes."""
+The method is a smoothed bootstrap of whole sessions: each follows a random recorded one, with its turns in
+order, the kept and added parts of the context, answers and think times. Each amount and the number of turns
+is then multiplied by a lognormal factor (``SPREAD``); additional turns repeat some of the later ones. No
+distribution is assumed, so generated sessions are not much longer than the longest recorded one. The kept
+part of a turn is a share of its session's longest prompt so far. Sessions are arrays, so that a million turns
+take megabytes."""
 
 from __future__ import annotations
 
@@ -144,7 +143,7 @@ class SessionModel:
         return found
 
     def _grow(self, kept_share: Floats, unseen: Ints, turns: Ints, first: Ints) -> tuple[Ints, Ints]:
-        """Prompt lengths and what of each was there before, turn by turn over all sessions at once."""
+        """Return prompt lengths and the reused part of each, turn by turn over all sessions at once."""
         size = self.block_tokens
         input_len, kept_len = unseen.copy(), np.zeros(len(unseen), np.int64)
         np.minimum(input_len, self.longest, out=input_len)

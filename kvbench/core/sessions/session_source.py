@@ -1,4 +1,4 @@
-"""Where a load's sessions come from: recorded ones in random order, or made ones, no two alike."""
+"""Source of a load's sessions: recorded ones in random order, or generated ones, all different."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILLED: Final = 0.95
 """Share of a session's sent requests after which a load has filled."""
 SHAPES: Final = 512
 SAMPLE: Final = 1000
-"""Sessions that are made after a shape to draw from, and that the means of a source are taken of."""
+"""Number of sessions generated from a shape, to draw from and to compute a source's means."""
 _STREAM: Final = 6
 """Random stream, separate from all others."""
 SHAPE_BLOCK: Final = 16
@@ -32,7 +32,7 @@ MOST_BLOCKS: Final = 50_000_000
 
 @dataclass(frozen=True, eq=False)
 class SessionSource:
-    """Either ``corpus``, or ``model`` to make sessions after. ``own_answers``: as in ``session_load``."""
+    """Either ``corpus``, or ``model`` to generate sessions from. ``own_answers``: as in ``session_load``."""
 
     corpus: Corpus | None
     model: SessionModel | None

@@ -56,7 +56,7 @@ class System:
     overheads: Overheads = field(default_factory=Overheads)
     block_bytes: float = 0.0
     hand_off: Literal["beside", "blocking"] = "beside"
-    """Whether KV moves during the engines' steps, or between P's and instead of D's."""
+    """Whether KV moves during the engines' steps, or between P's steps and in place of D's steps."""
     routing: Routing = "session"
 
 

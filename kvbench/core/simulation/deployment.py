@@ -56,8 +56,8 @@ class BlockingHandOff:
         return engine in self._taking
 
     def begin(self, engine: StepEngine, now: float) -> float | None:
-        """Lets an engine begin a step, or take KV in place of one; returns when its step ends, or None. What
-        was just filled makes its first tokens before more is taken."""
+        """Lets an engine begin a step, or take KV in place of one; returns when its step ends, or None.
+        Requests whose KV just arrived get their first tokens before D takes more KV."""
         end = engine.begin(now, loads_first=engine not in self._filled)
         self._filled.discard(engine)
         if not engine.loads:
@@ -175,7 +175,7 @@ class SimulatedTrial:
         return self._outcome()
 
     def step(self) -> bool:
-        """Let the next thing happen; False if there is none."""
+        """Process the next event; return False if there is none."""
         if not self._events:
             return False
         self.now, _, _, handler, argument = heapq.heappop(self._events)

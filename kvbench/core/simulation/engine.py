@@ -89,7 +89,7 @@ class StepEngine:
         self.loads: list[EngineRequest] = []
         """Requests whose KV may be fetched; the owner takes them after each ``begin``."""
         self.run = 0
-        """Number of the current run: ends announced for another number are void."""
+        """Number of the current run: ends announced for another number are ignored."""
         self.steps = 0
         self.busy_s = 0.0
         self._plan: StepPlan | None = None
@@ -129,7 +129,7 @@ class StepEngine:
         return end
 
     def cut(self, now: float) -> float | None:
-        """Something happens at ``now``: the run ends with the step under way. Its new end, if it has one."""
+        """End the run with the current step, because of an event at ``now``; return its new end, if any."""
         keep = bisect_left(self._ends, now) + 1
         if keep >= len(self._ends):
             return None

@@ -123,7 +123,7 @@ class Scheduler:
     """Continuous batching over a block pool. One step at a time: ``schedule``, then ``complete``."""
 
     def __init__(self, config: EngineConfig, pool: BlockPool | None = None) -> None:
-        """``pool``: in place of one of the config's size, which takes its time to make."""
+        """``pool``: replaces a new pool of the config's size, which takes time to create."""
         self.config = config
         self.pool = BlockPool(config.num_blocks, config.enable_prefix_caching) if pool is None else pool
         self.stats = SchedulerStats()

@@ -4,8 +4,8 @@
 
 for each backend, protocol, op and number of NICs, from the median call times of the cases with one transfer
 under way at a time. All three are at least 0 (non-negative least squares), and a deviation counts by its
-share of the time, so that a 4 KiB transfer weighs as much as one of 16 MiB. The deviations stand with the
-model: with three figures for few points they are small by nature, and ``points`` says how few."""
+share of the time, so that a 4 KiB transfer weighs as much as one of 16 MiB. The model is stored with its
+deviations and the number of ``points``: three coefficients fit a few points closely in any case."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class TransferModel:
-    """One way of moving bytes. ``gb_per_s`` None: the bytes cost nothing that could be seen."""
+    """One way of moving bytes. ``gb_per_s`` None: the bytes have no measurable cost."""
 
     backend: str
     protocol: str
@@ -48,10 +48,10 @@ class TransferModel:
     worst_error: float = 0.0
     memory: str = "host"
     descriptors_varied: bool = True
-    """Whether the points told the cost of a descriptor apart from those of start and bytes."""
+    """Whether the points separate the cost of a descriptor from start-up and bytes."""
 
     def seconds(self, nbytes: float, descriptors: float = 1.0) -> float:
-        """Seconds of one transfer on an idle way."""
+        """Seconds of one transfer on an idle link."""
         moving = nbytes / (self.gb_per_s * 1e9) if self.gb_per_s else 0.0
         return self.start_s + self.per_descriptor_s * descriptors + moving
 

@@ -76,7 +76,7 @@ class Case:
 
 @dataclass(frozen=True)
 class TransferWarning:
-    """What makes a row weaker than it looks: data, with evidence and advice."""
+    """A reason to distrust a row, as data with evidence and advice."""
 
     kind: str
     message: str

@@ -1,4 +1,4 @@
-"""What a measured transfer's row says, and what makes it weaker than it looks; two runs compared. No I/O.
+"""Figures and warnings of a measured transfer's row, and comparison of two runs. No I/O.
 
 A row has percentiles, bandwidth against limits, CPU cost."""
 
@@ -262,7 +262,7 @@ class CaseConditions:
     memcpy_gb_per_s: float | None = None
     moves_bytes: bool = True
     carried: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Side → NIC → bytes in the window, the asked ones and all others."""
+    """Side → NIC → bytes in the window, for requested and all other NICs."""
     asked: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Side → requested NICs."""
 

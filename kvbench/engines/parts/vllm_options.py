@@ -59,7 +59,7 @@ class VllmOptions(EngineOptions):
     prefill_devices: tuple[str, ...] = Field(
         (),
         description="CUDA_VISIBLE_DEVICES of each prefill instance; engines without P/D take these, then the "
-        "decode instances'. By default this host's GPUs are dealt out in turn",
+        "decode instances'. By default this host's GPUs are assigned in turn",
     )
     decode_devices: tuple[str, ...] = Field((), description="CUDA_VISIBLE_DEVICES of each decode instance")
     max_model_len: int | None = Field(

@@ -136,7 +136,7 @@ def accept_set_device(module: ModuleType) -> None:
         """Do nothing: there is one device."""
 
     platform.set_device = classmethod(set_device)
-    say("vLLM's CPU platform takes set_device for done")
+    say("set_device of vLLM's CPU platform does nothing")
 
 
 def turn_axes(module: ModuleType) -> None:
@@ -152,7 +152,7 @@ def turn_axes(module: ModuleType) -> None:
             if cache.shape[-3] != wanted == cache.shape[-2]
         }
         if turned:
-            say("Mooncake's connector gets to see the KV caches with heads and tokens exchanged")
+            say("Mooncake's connector sees the KV caches with the axes of heads and tokens swapped")
         return original(self, {**kv_caches, **turned})
 
     worker.register_kv_caches = register

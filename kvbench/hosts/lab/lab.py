@@ -3,8 +3,8 @@
     with Lab.up(nics=8, rate="1gbit") as lab:
         subprocess.Popen([*lab.prefix("B"), "iperf3", "-s", "-1"])
 
-It is how NIC scaling is seen without RDMA. NICs are veth pairs with a token bucket on both ends, each in a
-subnet of its own. Rates, bursts and what a machine carries: see ``hosts/lab/layout.py``.
+A lab shows NIC scaling without RDMA. NICs are veth pairs with a token bucket on both ends, each in a separate
+subnet. Rates, bursts and what a machine carries: see ``hosts/lab/layout.py``.
 """
 
 from __future__ import annotations

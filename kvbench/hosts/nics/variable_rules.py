@@ -80,7 +80,7 @@ def _ucx_devices(machine: Machine, environ: Settings) -> Harms:
     absent = [name for name in named if name not in known]
     down = [name for name in named if str(known.get(name, "")).lower() in ("down", "init", "armed")]
     if absent:
-        yield name, "missing", f"{', '.join(absent)} is not here", f"name what is here: {', '.join(known)}"
+        yield name, "missing", f"{', '.join(absent)} is not here", f"use one of these:  {', '.join(known)}"
     elif down:
         yield name, "missing", f"{', '.join(down)} has no link", "name ports that are up"
     name = "UCX_MAX_RMA_RAILS"
@@ -110,7 +110,7 @@ def _interface_names(machine: Machine, environ: Settings) -> Harms:
             if word not in known and (exact or not any(own.startswith(word) for own in known))
         ]
         if absent:
-            there = f"name what is here: {', '.join(known)}" if known else f"unset {name}: there is none here"
+            there = f"use one of these:  {', '.join(known)}" if known else f"unset {name}: there is none here"
             yield name, "missing", f"{', '.join(absent)} is not here", there
 
 

@@ -24,7 +24,7 @@ def command(console: Console, *, as_json: bool = False) -> int:
         console.print(Text(each.name, "bold"))
         for title, words in (("", each.proves), ("evidence: ", each.evidence), ("limits: ", each.limits)):
             _indented(console, title, words)
-    console.print("\nWhat each lie of the emulated engine is detected by.", markup=False)
+    console.print("\nGate that detects each planted fault of the emulated engine.", markup=False)
     for name, lie in LIES.items():
         _indented(console, f"{name} ({lie.where}): ", f"{lie.what}: {lie.gate}")
     return EXIT_OK

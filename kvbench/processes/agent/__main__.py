@@ -16,7 +16,7 @@ STDIN, STDOUT, STDERR = 0, 1, 2
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {AGENT_MODULE}", description=__doc__)
-    parser.add_argument("--tag", default="", help="the run's tag, which all that it starts will carry")
+    parser.add_argument("--tag", default="", help="run tag of all processes that it starts")
     chosen = parser.parse_args(argv)
     # Output of a library must not mix with the frames.
     answers = os.dup(STDOUT)

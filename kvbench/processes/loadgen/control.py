@@ -44,7 +44,7 @@ class Reporter:
 
 
 class Preparation:
-    """Reports how many requests are prepared; each is taken up twice, to be planned and to be encoded."""
+    """Reports how many requests are prepared; each is counted twice: when planned and when encoded."""
 
     def __init__(self, every_s: float = PREPARING_S) -> None:
         self._taken = 0
@@ -52,7 +52,7 @@ class Preparation:
         self._report_at = time.monotonic() + every_s
 
     def watched(self, requests: Iterable[_T]) -> Iterator[_T]:
-        """The same, one by one."""
+        """Yield the items, reporting progress."""
         for request in requests:
             yield request
             self._taken += 1

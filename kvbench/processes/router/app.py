@@ -109,7 +109,7 @@ class RoutedRequest:
             self._lying = asyncio.ensure_future(self._lie(p))
 
     async def _lie(self, p: RouterBackend | None) -> None:
-        """Apply the planted lie, then handle the rest of the request."""
+        """Apply the planted fault, then handle the rest of the request."""
         liar, body = self._dispatch.liar, self._body
         assert liar is not None
         assert body is not None

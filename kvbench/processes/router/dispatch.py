@@ -1,4 +1,4 @@
-"""Shared state of one router's requests: targets, deadlines, counts, client bodies, and planted lies. A
+"""Shared state of one router's requests: targets, deadlines, counts, client bodies, and planted faults. A
 prompt of 32k token ids is 200 kB of JSON, and encoding it again for P and D would add about 10 ms to TTFT. So
 the list is cut out as bytes before decoding (``ClientBody``) and put back after encoding. ``Liar`` plants a
 router's faults (core/gates/lies.py)."""
@@ -87,7 +87,7 @@ class _WaitingRequest:
 
 
 class Liar:
-    """Applies one lie; ``before`` is called once for each request before it is sent to P and D."""
+    """Applies one planted fault; ``before`` is called once for each request before it is sent to P and D."""
 
     def __init__(self, lie: str, connector: Connector, metrics: RouterMetrics) -> None:
         self._lie = lie

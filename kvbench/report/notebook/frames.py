@@ -1,7 +1,7 @@
 """A run folder as tidy pandas DataFrames: one row per thing, one column per quantity, units in the names.
 
 ``kvbench.columns`` says what the columns mean. Of the request files only the needed Parquet columns are read;
-a column that an older folder does not have is there and empty."""
+columns that an older folder lacks are empty."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _TRIAL_KEYS: Final = ("trial_id", "connector", "method", "request_rate", "verdict")
-"""What each request has of its trial; ``input_len`` is the request's own."""
+"""Columns that each request takes from its trial; ``input_len`` is the request's own."""
 REQUEST_COLUMNS: Final = (
     *_TRIAL_KEYS, "request_id", "input_len", "output_len", "requested_output_len", "scheduled_s", "sent_s",
     "first_token_s", "last_token_s", "ttft_ms", "ttft_sent_ms", "tpot_ms", "e2el_ms", "ok", "error", "status",
@@ -131,7 +131,7 @@ def _request_columns(run: RunFolder, trial: TrialRecord, needed: Sequence[str]) 
 
 
 def repeated(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return a value for each row of its part; words as categories, which take one byte or two a row."""
+    """Repeat each part's value for its rows; texts become categories, which take one or two bytes per row."""
     if all(isinstance(value, (int, float)) for value in values):
         return np.repeat(np.asarray(values), sizes)
     distinct = list(dict.fromkeys(values))

@@ -43,10 +43,10 @@ class Draw(Protocol):
 class Plots:
     """The pictures of a run by name, each a function that returns a matplotlib figure.
 
-    The names are those of the files in figures/; ``list(run.plot)`` has those that the run has data for.
-    With ``ax`` a picture takes the place of those Axes, without the words around it, and the figure returned
-    is theirs; one with several panels divides them, for which they must be a subplot. Raises InputError where
-    the run has no data for a picture."""
+    The names are those of the files in figures/; ``list(run.plot)`` has those that the run has data for. With
+    ``ax`` a picture replaces those Axes, without title and notes, and the returned figure is theirs; a
+    picture with several panels divides them, so they must be a subplot. Raises InputError where the run has
+    no data for a picture."""
 
     max_request_rate: Draw
     latency: Draw
@@ -91,7 +91,7 @@ class Plots:
         draw.__name__, draw.__qualname__ = name, f"Plots.{name}"
         draw.__doc__ = (
             f"{picture.title}. {picture.alt}\n\n"
-            "``theme``: light or dark. ``ax``: the Axes whose place it takes, else a figure of its own.\n"
+            "``theme``: light or dark. ``ax``: the Axes to draw in, by default a new figure.\n"
             "Returns the figure. Raises InputError where the run has no data for it."
         )
         return draw
@@ -128,7 +128,7 @@ MOST_NOTES: Final = 8
 
 
 def _head(report: Report) -> tuple[str, str, str]:
-    """Title, caption and mark. Of a simulated run neither the machine nor the day says anything."""
+    """Return title, caption and mark; without machine and day for a simulated run."""
     mark = report.mark
     origin = "" if mark is not None and mark.word.startswith(SIMULATED) else report.caption
     return report.titles["notebook"], origin, "" if mark is None else f"{mark.word}: {mark.why}"
@@ -328,7 +328,8 @@ class Run:
 
 
 def load(path: Path | str | Run) -> Run:
-    """Reads a run folder of any kind and state. Raises StoreError if it is none, or of a newer kvbench."""
+    """Read a run folder of any kind and state. Raises StoreError for another folder, or one of a newer
+    kvbench."""
     return path if isinstance(path, Run) else Run(load_run(path))
 
 
@@ -351,7 +352,7 @@ class Comparison:
 
     @cached_property
     def summary(self) -> pd.DataFrame:
-        """The runs' own summaries under each other; ``run`` is the letter."""
+        """Summaries of all runs, one below the other; ``run`` is the run's letter."""
         parts = [run.summary.assign(run=letter) for letter, run in self.members.items()]
         # An all-empty column of one run says nothing about a column's type.
         return pd.concat([part.dropna(axis="columns", how="all") for part in parts], ignore_index=True)
@@ -359,9 +360,7 @@ class Comparison:
     def _heading(self) -> list[str]:
         lines = [f"{letter}: {caption(run.folder)}" for letter, run in self.members.items()]
         if self.differing:
-            lines.append(
-                "NOT COMPARABLE, put together all the same: they differ in " + "; ".join(self.differing)
-            )
+            lines.append("NOT COMPARABLE, combined nevertheless: they differ in " + "; ".join(self.differing))
         return lines
 
     def __repr__(self) -> str:

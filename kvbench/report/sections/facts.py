@@ -209,7 +209,7 @@ def goal(facts: Facts) -> str:
 
 
 def badge(facts: Facts) -> str:
-    """Return the mark above a page whose numbers are not from real engines on this machine."""
+    """Return the mark above a page whose figures are not from real engines on real hosts."""
     if (mark := mark_of(facts.run)) is not None:
         return mark.badge
     if "lab" in facts.run.labels:

@@ -265,7 +265,7 @@ def planned_faults(
         if each.kind in LAB_KINDS and asked.lab is None:
             raise InputError(
                 f"{each.text}: kvbench may drop packets only in a lab's network",
-                hint="--lab runs the deployment on two hosts of its own (network namespaces)",
+                hint="--lab runs the deployment on two separate hosts (network namespaces)",
             )
     deployment = scenario.deployment
     if deployment.launcher != "local" and any(each.kind == "freeze" for each in wanted):

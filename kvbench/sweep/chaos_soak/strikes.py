@@ -313,7 +313,7 @@ def strike_of(
         if lab is None:
             raise InputError(
                 f"{fault.name}: kvbench may drop packets only in a lab's network",
-                hint="--lab runs the deployment on two hosts of its own (network namespaces)",
+                hint="--lab runs the deployment on two separate hosts (network namespaces)",
             )
         alone = fault.target != "nic"
         nics = list(range(lab.plan.nics)) if alone else [fault.index]

@@ -153,7 +153,7 @@ def _power(checked: int, noise: Noise) -> str:
     """Describe what the judgement rests on, and what it cannot detect."""
     seen = f"a fault that changes {detectable_fault_share(checked):.0%} of outputs is seen with 95 %"
     if noise.exact:
-        return f"the reference is exact with itself ({noise.asked} answers), so outputs must be equal: {seen}"
+        return f"the reference repeats exactly ({noise.asked} answers), so outputs must be equal: {seen}"
     own = f"the reference differs from itself in {noise.differed} of {noise.asked} answers"
     if noise.nats is not None:
         close = f"; {noise.close:.0%} of its tokens are as close" if noise.close is not None else ""

@@ -111,7 +111,7 @@ class TrialRunner:
         self._idle = self.idle or Idleness(self.scenario, self.deployment)
         self._reader = MetricsReader(self.deployment)
         self._may_expire = 0.0
-        """Cancelled requests of earlier trials whose KV may still expire."""
+        """Number of cancelled requests of earlier trials whose KV may still expire."""
 
     def prepare(self) -> None:
         """Start a load generator for the next trial; ``close`` ends an unused one."""

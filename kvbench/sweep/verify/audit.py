@@ -111,8 +111,8 @@ EXIT_CODES: Final[dict[Verdict, int]] = {
     "not verified": EXIT_NOT_VERIFIED,
 }
 READINGS: Final = (
-    "readings of servers and machine in trials.jsonl (counters, transport, parts of the TTFT), as far as "
-    "nothing depends on them"
+    "readings of servers and machine in trials.jsonl (counters, transport, parts of the TTFT), if no result "
+    "depends on them"
 )
 """Parts of a recomputed file that have only a checksum."""
 

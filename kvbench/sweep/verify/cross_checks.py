@@ -137,7 +137,7 @@ def _cells(run: RunFolder) -> Iterator[Damage]:
     ):
         for key in dict.fromkeys(cell.key for cell in cells):
             if key not in known:
-                yield Damage(where, f"{key} is none of the cells of plan.json")
+                yield Damage(where, f"{key} is not a cell of plan.json")
 
 
 def scenario_damages(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:

@@ -79,7 +79,7 @@ def test_a_server_that_is_exact_with_itself_asks_for_equality() -> None:
     equality = compare(reference, Outputs(texts, 0.1))
     assert (equality.equal, equality.within_noise, equality.passed) == (3, 0, False)
     assert equality.power == (
-        "the reference is exact with itself (12 answers), so outputs must be equal: a fault that changes 53% "
+        "the reference repeats exactly (12 answers), so outputs must be equal: a fault that changes 53% "
         "of outputs is seen with 95 %"
     )
 

@@ -107,14 +107,14 @@ def test_an_override_goes_into_a_number() -> None:
         ),
         (
             {"engine": "emulated", "engine_options": {}, "decode": {"data_parallel_size": 2}},
-            "an instance of the emulated engine has tensor parallel ranks alone",
+            "an instance of the emulated engine supports tensor parallel ranks only",
         ),
         (
             {
                 "engine_options": {"model": "m", "decode_args": {"data-parallel-size": 2}},
                 "decode": {"data_parallel_size": 2},
             },
-            "the engine's arguments say it, too",
+            "the engine's arguments also set it",
         ),
     ],
 )

@@ -26,7 +26,8 @@ _TYPICAL, _SPREAD = 1.5, 1.2
 _WEIGHTS: Final = np.exp(-0.5 * (np.log(VARIATION / _TYPICAL) / _SPREAD) ** 2)
 VARIATION_PRIOR: Final = _WEIGHTS / _WEIGHTS.sum()
 STEEPNESS: Final = np.geomspace(0.15, 100.0, 13)
-"""d ln misses / d ln rate at the root of a system without a queue; log-uniform prior."""
+"""Possible steepness of a system without a queue: d ln misses / d ln rate at the wanted rate; log-uniform
+prior."""
 TIMES: Final = (0.12, 0.38, 0.62, 0.88)
 MEAN_TIMES: Final = (0.15, 0.5, 0.85)
 MIDDLE: Final = (0.5,)

@@ -9,7 +9,7 @@ from kvbench.processes.emulator.server import EngineServer
 
 
 def plant(server: EngineServer) -> None:
-    """Plant the spec's lie, if any, in an engine before it starts."""
+    """Plant the spec's fault (``lie``), if any, in an engine before it starts."""
     lie = server.spec.lie
     families = (
         streams.SPEED_PLANTS,

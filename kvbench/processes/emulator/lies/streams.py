@@ -393,4 +393,4 @@ HANDOFF_PLANTS: Final[dict[str, Callable[[EngineServer, Handoff], None]]] = {
     "decode_recomputes": decode_recomputes,
     "unreleased_kv": unreleased_kv,
 }
-"""Lies that need the hand-off object."""
+"""Planted faults that need the hand-off object."""
