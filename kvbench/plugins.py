@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvbench.errors import InputError
 
@@ -51,10 +51,15 @@ def outside(group: str) -> Mapping[str, EntryPoint]:
 
 
 @lru_cache
-def _found(group: str, _path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
-    # A look-up reads the metadata of every installed package: some milliseconds.
+def _installed(_path: tuple[str, ...]) -> Any:
+    """Entry points of every installed package: their metadata takes some milliseconds to read."""
+    return entry_points()
+
+
+@lru_cache
+def _found(group: str, path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
-    for entry in entry_points(group=group):
+    for entry in _installed(path).select(group=group):
         found.setdefault(entry.name, entry)
     return found
 

@@ -105,22 +105,6 @@ def share_interval(successes: float, n: float, confidence: float) -> tuple[float
     return lower_bound(successes, n, one_sided), upper_bound(successes, n, one_sided)
 
 
-def requests_needed(misses: int, attainment: float, confidence: float) -> int:
-    """Fewest requests that prove ``attainment`` at ``confidence`` with that many misses among them. The
-    early-stopping rule of MLPerf's load generator: the least n with P(X ≤ misses | n, 1 - attainment) ≤ 1 -
-    confidence. For example 59 at 95 % / 95 % with no miss."""
-    low, high = misses, 2 * misses + 2
-    while binomial_cdf(misses, high, 1.0 - attainment) > 1.0 - confidence:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        if binomial_cdf(misses, middle, 1.0 - attainment) > 1.0 - confidence:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
 def autocorrelation_time(values: Sequence[float] | FloatArray) -> float:
     """How many neighbours count as one independent value: 1 + 2 × the sum of the lag autocorrelations. Lags
     are summed in pairs until a pair's sum is no longer positive (Geyer's initial positive sequence). 1 for

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -15,10 +15,12 @@ from kvbench.connectors.base import Connector, ConnectorOptions, moves_gpu_memor
 from kvbench.core.gates.lies import LIES, Lie, labels_of
 from kvbench.core.plan.processes import EMULATOR_MODULE, ProcessSpec
 from kvbench.core.simulation.step_time import PROFILE_NAMES
-from kvbench.core.transfers.model import TransferModel, model_for, models_of_json
 from kvbench.engines.base import Engine, EngineOptions, FirstScenario, Installed, Instance, OptionsContext
 from kvbench.engines.parts.timing_files import profile_file
 from kvbench.errors import InputError, Problem
+
+if TYPE_CHECKING:  # it imports numpy, which takes 0.1 s
+    from kvbench.core.transfers.model import TransferModel
 
 MODEL_FILE: Final = Path("tables") / "transfer_model.json"
 """Path in a run folder of ``kvbench microbench``."""
@@ -121,6 +123,10 @@ class EmulatedOptions(EngineOptions):
         return bool(self.transfer_like) or self.transfer_model is not None
 
     def pace(self, backend: str) -> TransferModel | None:
+        if not self.paced:
+            return None
+        from kvbench.core.transfers.model import TransferModel, model_for
+
         if figures := self.transfer_model:
             return TransferModel(
                 "given",
@@ -131,8 +137,6 @@ class EmulatedOptions(EngineOptions):
                 figures.per_descriptor_us / 1e6,
                 figures.gb_per_s,
             )
-        if not self.transfer_like:
-            return None
         models = _models_in(Path(self.transfer_like).expanduser())
         return model_for(models, self.transfer_backend or backend, self.transfer_protocol)
 
@@ -320,6 +324,8 @@ def _models_in(path: Path) -> list[TransferModel]:
     """Transfer models of a microbenchmark's run folder or file. Raises InputError."""
     file = path / MODEL_FILE if path.is_dir() else path
     hint = "transfer_like names a run folder of `kvbench microbench`; `kvbench report` rewrites its tables"
+    from kvbench.core.transfers.model import models_of_json
+
     try:
         return models_of_json(json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:

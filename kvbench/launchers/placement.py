@@ -8,17 +8,19 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.scenario.hosts import RayOptions, RemoteHost, Roles, SlurmOptions
 from kvbench.core.scenario.scenario import Deployment, Scenario
 from kvbench.errors import InputError, KvbenchError, Problem
 from kvbench.hosts.server_access import secret_values, variables
-from kvbench.launchers.agents.channel import Channel
-from kvbench.launchers.agents.remote import Fleet
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.local import LocalLauncher
+
+if TYPE_CHECKING:  # it imports httpx, which takes 0.1 s
+    from kvbench.launchers.agents.channel import Channel
+    from kvbench.launchers.agents.remote import Fleet
 
 Tell = Callable[[str], None]
 
@@ -48,6 +50,8 @@ class Nodes(ChosenNodes, Protocol):
 def allocated(scenario: Scenario, run_tag: str, tell: Tell) -> tuple[Scenario, Fleet]:
     """Return the scenario with its hosts, and their fleet, which releases the nodes when closed. ``tell``:
     reports reasons to wait. Raises LaunchError."""
+    from kvbench.launchers.agents.remote import Fleet
+
     nodes = _nodes(scenario.deployment, run_tag, tell)
     try:
         nodes.open()
@@ -224,6 +228,7 @@ def fleet_with(
 
 def fleet_of(scenario: Scenario, run_tag: str) -> Fleet:
     """Hosts of a scenario, not yet connected."""
+    from kvbench.launchers.agents.remote import Fleet
     from kvbench.launchers.ssh import SshConnections, connector
 
     deployment = scenario.deployment

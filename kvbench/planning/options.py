@@ -339,37 +339,49 @@ def option_name(field: str) -> str:
     return str(declared()[field][0].default)
 
 
+_WITHOUT: Final[dict[Callable[..., Any], Collection[str]]] = {}
+"""Command with ``asks`` → the options that it lacks."""
+
+
 def asks(without: Collection[str] = ()) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Expand a command's parameter ``options`` to the options of its class, except ``without``. The help
+    """Let ``with_options`` expand a command's parameter ``options``."""
+
+    def mark(command: Callable[..., Result]) -> Callable[..., Result]:
+        _WITHOUT[command] = without
+        return command
+
+    return mark
+
+
+def with_options(command: Callable[..., Result]) -> Callable[..., Result]:
+    """Expand the parameter ``options`` of a command with ``asks`` to the options of its class. The help
     shows them at its position. Tuple fields are repeatable options."""
+    if command not in _WITHOUT:
+        return command
+    hints = get_type_hints(command, include_extras=True)
+    kind: type[Any] = hints["options"]
+    kinds = get_type_hints(kind, include_extras=True)
+    asked = [
+        _parameter(field.name, field.default, kinds[field.name])
+        for field in fields(kind)
+        if field.name not in _WITHOUT[command] and hasattr(kinds[field.name], "__metadata__")
+    ]
+    names = {parameter.name for parameter in asked}
+    parameters: list[Parameter] = []
+    for name, own in signature(command).parameters.items():
+        own = own.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
+        parameters += asked if name == "options" else [own]
 
-    def spread(command: Callable[..., Result]) -> Callable[..., Result]:
-        hints = get_type_hints(command, include_extras=True)
-        kind: type[Any] = hints["options"]
-        kinds = get_type_hints(kind, include_extras=True)
-        asked = [
-            _parameter(field.name, field.default, kinds[field.name])
-            for field in fields(kind)
-            if field.name not in without and hasattr(kinds[field.name], "__metadata__")
-        ]
-        names = {parameter.name for parameter in asked}
-        parameters: list[Parameter] = []
-        for name, own in signature(command).parameters.items():
-            own = own.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
-            parameters += asked if name == "options" else [own]
+    @functools.wraps(command)
+    def run(**given: Any) -> Result:
+        values = {name: given.pop(name) for name in names}
+        repeated = {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
+        return command(options=kind(**values | repeated), **given)
 
-        @functools.wraps(command)
-        def run(**given: Any) -> Result:
-            values = {name: given.pop(name) for name in names}
-            repeated = {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
-            return command(options=kind(**values | repeated), **given)
-
-        # Typer reads a command's options from it.
-        run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return run
-
-    return spread
+    # Typer reads a command's options from it.
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
 def _parameter(name: str, default: Any, hint: Any) -> Parameter:

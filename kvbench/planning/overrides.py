@@ -18,7 +18,6 @@ from kvbench.core.scenario.yaml_lines import Plain
 from kvbench.engines.external import header_problem, url_problem
 from kvbench.errors import InputError, KvbenchError, ServerError
 from kvbench.hosts.server_access import access_headers, redact, variables
-from kvbench.planning.load_files import load_trace, require_fitting, session_source, trace_lengths
 from kvbench.planning.options import SERVER, Sets, declared, option_name
 from kvbench.planning.options import CliOptions as CliOptions
 from kvbench.planning.scenario_files import load_draft, plain_name, registry
@@ -111,6 +110,8 @@ def resolve(cli: CliOptions, *, sessions: bool = True) -> tuple[Scenario, bytes]
     if more := merged(_traced(scenario), chosen):
         scenario = draft.put(more).checked(known)
     if scenario.workload.trace:
+        from kvbench.planning.load_files import load_trace, require_fitting
+
         require_fitting(scenario, load_trace(scenario.workload.trace))
     if scenario.search.method not in ("fixed", "trace") and not (scenario.slo.given or _is_one_load(cli)):
         raise InputError("the scenario has no SLO, and a search needs one", hint="add --ttft-ms or --tpot-ms")
@@ -182,6 +183,8 @@ def _traced(scenario: Scenario) -> Overrides:
         return _of_sessions(scenario.workload.sessions)
     if scenario.workload.trace is None:
         return {}
+    from kvbench.planning.load_files import trace_lengths
+
     input_len, output_len, longest, longest_output = trace_lengths(scenario.workload.trace)
     return {
         "workload.input_len": [input_len],
@@ -192,6 +195,8 @@ def _traced(scenario: Scenario) -> Overrides:
 
 
 def _of_sessions(wanted: Sessions) -> Overrides:
+    from kvbench.planning.load_files import session_source
+
     source = session_source(wanted)
     turns = source.turns
     return {

@@ -2,15 +2,15 @@
 
 Tables sort by a click: a cell's value is that of the CSV of the same name, its text the displayed one. All
 text from a run folder is escaped; the page's content security policy forbids any other script. A picture is
-one SVG for the light theme, the dark theme and paper: its colours are CSS variables, its ids are unique in
-the page, and unneeded elements are left out."""
+one SVG for the light theme, the dark theme and paper: its colours are CSS variables, its styles are
+classes of the page, its ids are unique in the page, and unneeded elements are left out."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,7 +22,6 @@ from kvbench.version import __version__
 
 if TYPE_CHECKING:
     from markupsafe import Markup
-    from matplotlib.figure import Figure
 
 
 _COLOUR: Final = re.compile(r"#[0-9a-f]{6}\b")
@@ -30,11 +29,16 @@ _NUMBER: Final = re.compile(r"-?\d+\.\d{2,}")
 _PATH: Final = re.compile(r'(?<= d=")[^"]*')
 _POINT: Final = re.compile(r"[ML] (\S+) (\S+)")
 _CURVED: Final = re.compile(r"[CQA]")
-_STYLE: Final = re.compile(r'(?<= style=")[^"]*')
+_PLACE: Final = re.compile(r'(?<= [xy]=")[^"]*|(?<= transform=")[^"]*')
+_STYLE: Final = re.compile(r' style="([^"]*)"')
 _LEFT_OUT: Final = re.compile(
-    r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", re.DOTALL
+    r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->"
+    r'| transform="rotate\(-?0 [^"]*"',
+    re.DOTALL,
 )
-_ID: Final = re.compile(r'\bid="([^"]*)"')
+_EMPTY: Final = re.compile(r"<defs>\s*</defs>")
+_GROUP: Final = re.compile(r"<g\b([^>]*)>|</g>")
+_ID: Final = re.compile(r'\s?\bid="([^"]*)"')
 _USE: Final = re.compile(r'(href="#|url\(#)([^")]+)')
 
 
@@ -63,28 +67,41 @@ def _variable(colour: str) -> str:
     return f"--k{colour[1:]}"
 
 
-def inline_svg(figure: Figure, name: str, alt: str) -> str:
-    """Return a figure of the light theme as an ``<svg>`` element. ``name``: prefix of its ids."""
-    with style(PALETTES["light"]):
-        return page_svg(svg_of(figure), name, alt)
-
-
-def page_svg(text: str, name: str, alt: str) -> str:
-    """Return an SVG document of kvbench as an element of a page. ``alt`` must be safe in an attribute."""
+def page_svg(text: str, name: str, alt: str, classes: dict[str, str]) -> str:
+    """Return an SVG document of kvbench as an element of a page. ``name``: prefix of its ids; ``alt`` must be
+    safe in an attribute; ``classes``: style → class of the page, extended."""
     text = _LEFT_OUT.sub("", text).strip()
-    used = {match[2] for match in _USE.finditer(text)}
-    text = _ID.sub(lambda match: f'id="{name}-{match[1]}"' if match[1] in used else "", text)
-    text = _USE.sub(lambda match: f"{match[1]}{name}-{match[2]}", text)
+    ids = {each: f"{name}-{place}" for place, each in enumerate(sorted({m[2] for m in _USE.finditer(text)}))}
+    text = _ID.sub(lambda match: f' id="{ids[match[1]]}"' if match[1] in ids else "", text)
+    text = _USE.sub(lambda match: match[1] + ids[match[2]], text)
     text = _PATH.sub(lambda match: _steps(_NUMBER.sub(_short, match[0]).replace("\n", "")), text)
+    text = _PLACE.sub(lambda match: _NUMBER.sub(_short, match[0]), text)
     known = colours()
 
     def themed(match: re.Match[str]) -> str:
         return f"var({_variable(match[0])})" if match[0] in known else match[0]
 
-    text = _STYLE.sub(lambda match: _COLOUR.sub(themed, match[0]), text)
-    head, rest = text.split(">", 1)
+    def classed(match: re.Match[str]) -> str:
+        return f' class="{classes.setdefault(_COLOUR.sub(themed, match[1]), f"s{len(classes)}")}"'
+
+    head, rest = _STYLE.sub(classed, _without_bare_groups(_EMPTY.sub("", text))).split(">", 1)
     head = re.sub(r'\s(?:width|height|version)="[^"]*"', "", head)
     return f'{head} role="img" aria-label="{alt}">' + re.sub(r"\n\s*", "\n", rest)
+
+
+def _without_bare_groups(text: str) -> str:
+    """Remove the groups without attributes, and keep what is in them."""
+    bare: list[bool] = []
+
+    def kept(match: re.Match[str]) -> str:
+        if match[0] != "</g>":
+            if match[0].endswith("/>"):
+                return match[0]
+            bare.append(not match[1].strip())
+            return "" if bare[-1] else match[0]
+        return "" if bare.pop() else match[0]
+
+    return _GROUP.sub(kept, text)
 
 
 def _short(match: re.Match[str]) -> str:
@@ -120,8 +137,8 @@ def report_html(report: Report, drawn: Path | None = None) -> str:
     import jinja2
     from markupsafe import Markup
 
-    pictures = report.pictures("html").values()
-    svgs = {each.name: svg for each in pictures if (svg := _svg(each, drawn)) is not None}
+    pictures, classes = report.pictures("html").values(), dict[str, str]()
+    svgs = {each.name: svg for each in pictures if (svg := _svg(each, drawn, classes)) is not None}
     sections = [section for section in report.shown("html", svgs) if section.blocks]
     tables = [block.table for section in sections for block in section.blocks if block.table]
     script = (TEMPLATES / "report.js").read_text("utf-8").rstrip("\n")
@@ -144,22 +161,30 @@ def report_html(report: Report, drawn: Path | None = None) -> str:
         marked=marked,
         small=small,
         version=__version__,
-        css=Markup((TEMPLATES / "report.css").read_text("utf-8")),
+        css=Markup((TEMPLATES / "report.css").read_text("utf-8") + _rules(classes)),
         colours=Markup(theme_css()),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
     )
 
 
-def _svg(picture: Drawing, drawn: Path | None) -> Markup | None:
+def _rules(classes: Mapping[str, str]) -> str:
+    return "".join(f".plot .{name}{{{style}}}\n" for style, name in classes.items())
+
+
+def _svg(picture: Drawing, drawn: Path | None, classes: dict[str, str]) -> Markup | None:
     """Return a picture as a part of the page, if the run has data for it."""
     from markupsafe import Markup, escape
 
-    alt, file = str(escape(picture.alt)), drawn / f"{picture.name}.svg" if drawn else None
+    file = drawn / f"{picture.name}.svg" if drawn else None
     if file is not None and file.is_file():
-        return Markup(page_svg(file.read_text("utf-8"), picture.name, alt))
-    figure = picture.draw("light")
-    return None if figure is None else Markup(inline_svg(figure, picture.name, alt))
+        text = file.read_text("utf-8")
+    elif (figure := picture.draw("light")) is not None:
+        with style(PALETTES["light"]):
+            text = svg_of(figure)
+    else:
+        return None
+    return Markup(page_svg(text, picture.name, str(escape(picture.alt)), classes))
 
 
 def marked(text: str) -> Markup:

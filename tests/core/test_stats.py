@@ -29,21 +29,6 @@ def test_clopper_pearson_against_tables(k: int, n: int, confidence: float, low: 
     assert stats.share_interval(k, n, confidence) == pytest.approx((low, high), abs=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("attainment", "confidence", "table"),
-    [
-        (0.99, 0.95, {0: 299, 1: 473, 2: 628, 5: 1049, 10: 1693}),
-        (0.99, 0.99, {0: 459}),
-        (0.95, 0.95, {0: 59, 1: 93, 2: 124, 5: 208, 10: 336}),
-        (0.90, 0.95, {0: 29, 1: 46, 2: 61, 5: 103, 10: 167}),
-    ],
-)
-def test_requests_needed_against_the_table(
-    attainment: float, confidence: float, table: dict[int, int]
-) -> None:
-    assert {misses: stats.requests_needed(misses, attainment, confidence) for misses in table} == table
-
-
 @given(st.integers(1, 300), st.floats(0.01, 0.99), st.data())
 def test_binomial_cdf_is_the_sum(n: int, p: float, data: st.DataObject) -> None:
     k = data.draw(st.integers(0, n))

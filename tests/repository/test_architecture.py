@@ -62,6 +62,18 @@ def test_imports_lightly(module: str) -> None:
     assert not set(done.stdout.split()) & HEAVY
 
 
+@pytest.mark.parametrize("words", [["--help"], ["plan", "quickstart"], ["sweep", "--help"]])
+def test_a_command_that_measures_nothing_imports_lightly(words: list[str]) -> None:
+    code = (
+        "import atexit, sys; from kvbench.cli import main\n"
+        "atexit.register(lambda: print(*{name.split('.')[0] for name in sys.modules}, file=sys.stderr))\n"
+        "main()"
+    )
+    argv = [sys.executable, "-c", code, *words]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    assert not set(done.stderr.split()) & {*HEAVY, "httpx", "markdown_it", "pygments"}
+
+
 # --- engines and connectors are asked, not called by name ----------------------------------------------
 
 ENGINES = set(engines.names())

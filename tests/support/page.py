@@ -39,7 +39,7 @@ class Page(HTMLParser):
         self.values: list[str] = []
         self._open: list[str] = []
         self._cell: list[str] | None = None
-        self._value = ""
+        self._value: str | None = None
         self._heading = False
 
     @classmethod
@@ -77,7 +77,7 @@ class Page(HTMLParser):
         if tag == "tr" and "tbody" in self._open:
             self.tables[-1].rows.append([])
         if tag in ("th", "td"):
-            self._cell, self._value = [], given.get("data-v", "")
+            self._cell, self._value = [], given.get("data-v")
             self._heading = given.get("scope") == "col"
             if self._heading:
                 self.tables[-1].keys.append(given.get("data-key", ""))
@@ -94,7 +94,8 @@ class Page(HTMLParser):
             if self._heading:
                 self.tables[-1].headings.append(text)
             else:
-                self.tables[-1].rows[-1].append((text, self._value))
+                plain = "" if text == "–" else text
+                self.tables[-1].rows[-1].append((text, plain if self._value is None else self._value))
             self._cell = None
 
     def handle_data(self, data: str) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 from kvbench.core.findings.load_row import LoadRow, figure_text
 from kvbench.core.gates.transfer import MARGIN
 from kvbench.core.records import Finding
-from kvbench.core.search.burst import BURST_S
+from kvbench.core.search.data import BURST_S
 from kvbench.core.slo import Limit
 
 PERCENTILES: Final = (50, 90, 99)

@@ -18,8 +18,7 @@ from kvbench.core.plan.prospect import Prospect, prospects, shortfall_text
 from kvbench.core.ranks import Ranks
 from kvbench.core.records import Cell
 from kvbench.core.scenario.scenario import AGGREGATED, Scenario, Search
-from kvbench.core.search.burst import BURST_S
-from kvbench.core.stats import requests_needed
+from kvbench.core.search.data import BURST_S
 from kvbench.core.transfers.kv_shape import KvTensors, kv_pieces
 from kvbench.errors import InputError
 
@@ -160,7 +159,8 @@ def notes(scenario: Scenario) -> Iterator[str]:
     if search.method in ("fixed", "burst") or not slo.has_limits:
         return
     share = max(slo.shares)
-    needed = requests_needed(0, share, search.confidence)
+    # The least n with share^n ≤ 1 − confidence (the early-stopping rule of MLPerf's load generator).
+    needed = math.ceil(math.log(1.0 - search.confidence) / math.log(share))
     if search.max_requests < needed:
         yield (
             f"a trial of {search.max_requests} requests can never show an attainment of {share:g} "

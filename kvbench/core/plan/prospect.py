@@ -20,14 +20,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
 from kvbench.core.records import TrialRecord
 from kvbench.core.scenario.goals import Search
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.search.by_measurements import SECONDS, WAITS
-from kvbench.core.search.live_config import LONGEST, TRIAL_LATENCIES, requests_s
-from kvbench.core.search.posterior.queue_model import memory
+from kvbench.core.search.data import LONGEST, MEMORY, SECONDS, TRIAL_LATENCIES, WAITS, requests_s
 from kvbench.core.slo import Criterion, Slo
 
 EVEN: Final = 1.5
@@ -99,8 +95,8 @@ def half_width(
     steepness = 2.0 * asked.slack_s * seen.rate / variation
     moments = seen.rate * seconds / seen.clump
     if steepness:
-        depth = np.array([steepness + allowed])
-        forgets_s = asked.slack_s * float(memory(steepness / depth, depth)[0])
+        depth = steepness + allowed
+        forgets_s = asked.slack_s * MEMORY / (depth * max((1.0 - steepness / depth) ** 2, 1e-6))
         left = max(1.0 - KNOWN / burstiness / variation, LEFT)
         moments = min(moments, seconds / forgets_s / left)
     chance = 1.0 if asked.allowed is None else (1.0 - asked.allowed) / asked.allowed

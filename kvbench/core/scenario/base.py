@@ -32,7 +32,7 @@ class Registry:
 class Section(BaseModel):
     """A mapping of the file; it refuses unknown keys, numbers in quotes and infinities."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
 
 Options = TypeVar("Options", EngineOptions, ConnectorOptions)

@@ -43,7 +43,7 @@ class Simulator:
 class EngineOptions(BaseModel):
     """Engine options of the scenario file; unknown keys are refused. The defaults describe a real engine."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     # -- of the engine, whatever its options
 
@@ -186,7 +186,7 @@ class EngineOptions(BaseModel):
 class ConnectorOptions(BaseModel):
     """Connector options of the scenario file; unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     def settled(self) -> ConnectorOptions:
         """Return the options with open choices made: TCP for an engine with KV in host memory.

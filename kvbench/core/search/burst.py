@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.records import VerdictKind
+from kvbench.core.search.data import BURST_S
 
-BURST_S: Final = 5.0
-"""Seconds of arrivals."""
 RETRIES: Final = 1
 _DIGITS: Final = 4
 

@@ -25,8 +25,16 @@ from statistics import median
 from typing import Any, Final, Literal
 
 from kvbench.core.search import by_replay
-from kvbench.core.search.data import Probe, Purpose, SearchAnswer, Status, TrialOutcome
-from kvbench.core.search.live_config import requests_s
+from kvbench.core.search.data import (
+    SECONDS,
+    WAITS,
+    Probe,
+    Purpose,
+    SearchAnswer,
+    Status,
+    TrialOutcome,
+    requests_s,
+)
 from kvbench.core.search.posterior.posterior import LEVEL, RateEstimate
 from kvbench.core.search.trial_history import (
     DOWN_COLD,
@@ -46,11 +54,6 @@ BELOW_CAPACITY: Final = 0.97
 """Highest rate of a step up, as a share of the capacity."""
 BEYOND: Final = 1.1
 """Largest factor by which the median may exceed the missed rates, or fall below the met ones."""
-WAITS: Final = 25.0
-"""Minimum length of a full-length trial, as a multiple of the TTFT headroom: a queue with 5 % overload
-reaches the limit after 20."""
-SECONDS: Final = 10.0
-"""Minimum length of a full-length trial in seconds, for warm-up and disturbances by other processes."""
 STRETCH_AFTER: Final = 9
 """Number of trials after which full-length trials get longer."""
 STRETCH: Final = 3.0

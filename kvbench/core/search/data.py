@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from kvbench.core.records import VerdictKind
 
@@ -14,6 +14,30 @@ if TYPE_CHECKING:
 
 Purpose = Literal["ceiling", "start", "expand", "bisect", "confirm", "recheck", "retry", "burst", "fixed"]
 Status = Literal["converged", "undecided", "exhausted", "slo_unattainable", "censored"]
+
+TRIAL_LATENCIES: Final = 10.8
+"""Length of a trial, in latencies that it measured itself."""
+TRIAL_REQUESTS: Final = 600
+"""Its minimum number of requests: a queue's memory is counted in requests."""
+QUICK_REQUESTS: Final = 2000
+QUICK_S: Final = 40.0
+"""Minimum number of requests at high rates, or minimum length in seconds, whichever is shorter."""
+LONGEST: Final = 6.0
+"""Longest trial, as a multiple of the usual one."""
+WAITS: Final = 25.0
+"""Minimum length of a full-length trial, as a multiple of the TTFT headroom: a queue with 5 % overload
+reaches the limit after 20."""
+SECONDS: Final = 10.0
+"""Minimum length of a full-length trial in seconds, for warm-up and disturbances by other processes."""
+MEMORY: Final = 2.5
+"""Correlation time of a queue (``queue_model.memory``), in slacks · depth · (1 − load)²."""
+BURST_S: Final = 5.0
+"""Seconds of a burst's arrivals."""
+
+
+def requests_s(rate: float) -> float:
+    """Return the time in seconds for the minimum number of requests of a trial."""
+    return max(TRIAL_REQUESTS / rate, min(QUICK_REQUESTS / rate, QUICK_S))
 
 
 @dataclass(frozen=True)

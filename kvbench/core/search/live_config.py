@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbench.core.search.data import TrialFigures
+from kvbench.core.search.data import LONGEST, TRIAL_LATENCIES, TrialFigures, requests_s
 
 FloatArray = npt.NDArray[np.float64]
 Verdict = Literal["met", "missed", "undecided"]
@@ -23,27 +23,12 @@ Observation = (
 at most 1 where a share criterion's value is 1; inf for a failed request); TTFT in seconds. The last two are
 left out while unknown."""
 
-TRIAL_LATENCIES: Final = 10.8
-"""Length of a trial, in latencies that it measured itself."""
-TRIAL_REQUESTS: Final = 600
-"""Its minimum number of requests: a queue's memory is counted in requests."""
-QUICK_REQUESTS: Final = 2000
-QUICK_S: Final = 40.0
-"""Minimum number of requests at high rates, or minimum length in seconds, whichever is shorter."""
-LONGEST: Final = 6.0
-"""Longest trial, as a multiple of the usual one."""
-
 
 def trial_length_s(rate: float, latency_s: float, least_s: float = 0.0) -> float:
     """Return the planned length of a trial: twice the likely one, in case latencies are longer."""
     latencies_s = 2 * TRIAL_LATENCIES * latency_s
     longest_s = LONGEST * max(latencies_s, requests_s(rate))
     return max(latencies_s, min(least_s or requests_s(rate), longest_s))
-
-
-def requests_s(rate: float) -> float:
-    """Return the time in seconds for the minimum number of requests of a trial."""
-    return max(TRIAL_REQUESTS / rate, min(QUICK_REQUESTS / rate, QUICK_S))
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,13 @@ from kvbench.core.metrics.queue_growth import (
     dispersion,
     queue_growth,
 )
-from kvbench.core.search.data import TrialFigures
+from kvbench.core.search.data import TrialFigures, requests_s
 from kvbench.core.search.live_config import (
     CriterionTarget,
     Decision,
     LiveConfig,
     Observation,
     Verdict,
-    requests_s,
 )
 from kvbench.core.search.looks import LookResult, Strictness, mean_look, share_look
 from kvbench.core.search.posterior.queue_model import queue_rate

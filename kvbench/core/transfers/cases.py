@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Final
 
+from kvbench.core.transfers.kv_shape import MEMORY_SHARE
 from kvbench.core.transfers.records import Case, Layout, Memory, TransferOp
 from kvbench.core.units import KIB, MIB, size_text
 from kvbench.errors import InputError
@@ -96,8 +97,6 @@ LEAST_CALLS: Final = 20
 """Fewest calls of a case."""
 MOST_SECONDS: Final = 5.0
 """Longest window of a case in seconds."""
-MEMORY_SHARE: Final = 0.8
-"""Share of the free memory for buffers; libraries need the rest."""
 
 # Time that a pair of workers takes to start, connect and end, by backend, and what each case takes besides
 # its own window (warm-up, calibration, verification). Medians of runs on two shared cores; an estimate.

@@ -25,8 +25,10 @@ from typing import Final, Literal
 
 from kvbench.core.engine_versions import NEWEST_KNOWN, Release, dotted, release
 from kvbench.core.physics import DTYPE_BYTES, MODELS, ModelShape
-from kvbench.core.transfers.cases import MEMORY_SHARE
 from kvbench.errors import InputError
+
+MEMORY_SHARE: Final = 0.8
+"""Share of the free memory for buffers; libraries need the rest."""
 
 KvTensors = Literal["apart", "halves", "whole"]
 """How a connector sees K and V of a block: in two regions, as two halves of a block, or as one piece."""

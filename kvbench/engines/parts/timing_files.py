@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from kvbench.core.calibration.profile_file import ProfileFile, parse_profile
 from kvbench.core.simulation.step_time import PROFILE_NAMES, TimingProfile, timing_profile
 from kvbench.errors import InputError
+
+if TYPE_CHECKING:  # it imports numpy, which takes 0.1 s
+    from kvbench.core.calibration.profile_file import ProfileFile
 
 BUNDLED: Final = Path(__file__).with_name("timing_profiles")
 _LONGEST: Final = 256 * 1024
@@ -33,6 +35,8 @@ def profile_file(choice: str) -> ProfileFile | None:
 
 
 def read_profile(path: Path) -> ProfileFile:
+    from kvbench.core.calibration.profile_file import parse_profile
+
     hint = "simulate.timing and engine_options.timing take a name or a profile file of `kvbench calibrate`"
     try:
         if path.exists() and not path.is_file():

@@ -186,8 +186,9 @@ def pictures_of(run: RunFolder) -> Mapping[str, Picture]:
 def write_plots(
     run: RunFolder, folder: Path, formats: Sequence[str] = ("svg",), theme: Theme = "light"
 ) -> list[Path]:
-    """Write each plot that has data in each format (svg, png), and return the paths. Files in other formats
-    are rewritten too; outdated plots without data are removed. Dark files end in ``-dark``."""
+    """Write each plot that has data in each format (svg, png), and return the paths. Other existing files are
+    rewritten too, a PNG only if its SVG changed; outdated plots without data are removed. Dark files end in
+    ``-dark``."""
     written = []
     suffix = "" if theme == "light" else f"-{theme}"
     with style(PALETTES[theme]):
@@ -195,11 +196,14 @@ def write_plots(
             if not picture.filed:
                 continue
             figure = picture.draw(run, theme)
-            for kind in PICTURES_AS:
-                path = folder / f"{name}{suffix}.{kind}"
+            png, svg = (folder / f"{name}{suffix}.{kind}" for kind in PICTURES_AS)
+            before = svg.read_bytes() if svg.is_file() else None
+            for path in (svg, png):
                 if figure is None:
                     path.unlink(missing_ok=True)
-                if figure is not None and (kind in formats or path.exists()):
+                elif path.suffix[1:] in formats or (
+                    path.exists() and (path == svg or before is None or before != svg.read_bytes())
+                ):
                     save(figure, path)
                     written.append(path)
     return written

@@ -1,6 +1,9 @@
 (function () {
   "use strict";
-  function value(row, place) { return row.cells[place].getAttribute("data-v"); }
+  function value(row, place) {
+    var cell = row.cells[place], known = cell.getAttribute("data-v"), text = cell.textContent;
+    return known !== null ? known : text === "–" ? "" : text;
+  }
   function compare(a, b) {
     if (a === "" || b === "") { return (a === "") - (b === ""); }
     var x = Number(a), y = Number(b);

@@ -318,20 +318,25 @@ def test_words_stand_out_from_the_paper_in_both_themes(page: Page) -> None:
             assert contrast(named[name], named["soft"]) > 4.5, name
 
 
-def test_ids_that_nothing_uses_are_left_out_and_others_are_named_after_the_picture() -> None:
+def test_a_picture_in_the_page_is_without_what_no_page_needs() -> None:
     svg = (
-        '<svg width="1pt" height="1pt" viewBox="0 0 1 1"><g id="a"/>'
-        '<path id="b" d="M 0.12345 -7.5"/><use xlink:href="#b"/></svg>'
+        '<svg width="1pt" height="1pt" viewBox="0 0 1 1"><defs>\n</defs><g id="a"><g data-series="tcp">'
+        '<g id="c"><path id="b" d="M 0.12345 -7.5" style="fill: #ffffff"/></g>'
+        '<use xlink:href="#b" x="1.234567" style="fill: #ffffff"/>'
+        '<text style="fill: none" transform="rotate(-0 1 2)">t</text></g></g></svg>'
     )
-    assert page_svg(svg, "x", "what it is") == (
-        '<svg viewBox="0 0 1 1" role="img" aria-label="what it is"><g />'
-        '<path id="x-b" d="M 0.1 -7.5"/><use xlink:href="#x-b"/></svg>'
+    classes: dict[str, str] = {}
+    assert page_svg(svg, "x", "what it is", classes) == (
+        '<svg viewBox="0 0 1 1" role="img" aria-label="what it is"><g data-series="tcp">'
+        '<path id="x-0" d="M 0.1 -7.5" class="s0"/><use xlink:href="#x-0" x="1.2" class="s0"/>'
+        '<text class="s1">t</text></g></svg>'
     )
+    assert classes == {"fill: var(--kffffff)": "s0", "fill: none": "s1"}
 
 
 def test_a_step_curve_is_written_with_one_coordinate_a_step() -> None:
     svg = '<svg viewBox="0 0 9 9"><path d="M 1 2 L 5 2 L 5 4 L 7 6 L 7 8.04 z"/></svg>'
-    assert '<path d="M 1 2 H 5 V 4 L 7 6 V 8 z"/>' in page_svg(svg, "x", "what it is")
+    assert '<path d="M 1 2 H 5 V 4 L 7 6 V 8 z"/>' in page_svg(svg, "x", "what it is", {})
 
 
 def test_missing_values_sort_as_missing() -> None:

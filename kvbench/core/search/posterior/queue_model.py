@@ -21,10 +21,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvbench.core.search.data import MEMORY
+
 FloatArray = npt.NDArray[np.float64]
 SingleArray = npt.NDArray[np.float32]
 
-MEMORY: Final = 2.5
 MEAN_NODES: Final = 8
 MEAN_SPAN: Final = 4.0
 LAST_SPAN: Final = 6.0
