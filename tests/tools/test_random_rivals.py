@@ -13,7 +13,16 @@ import pytest
 from tools.random_systems import truth
 from tools.random_systems.family import SEEDS, draw
 from tools.random_systems.judge import __main__ as command
-from tools.random_systems.judge.rivals import RULES, DrawnBench, RivalFound, RivalJob, rule_figures, rules_for
+from tools.random_systems.judge.rivals import (
+    OPEN,
+    RULES,
+    DrawnBench,
+    RivalFound,
+    RivalJob,
+    rival_table,
+    rule_figures,
+    rules_for,
+)
 from tools.random_systems.queues import can_close, closed
 from tools.random_systems.simulate import Jobs, run
 from tools.random_systems.system import Clock, Disturbances, Service, Slo, System, Workload
@@ -62,7 +71,7 @@ def test_which_systems_can_be_closed() -> None:
     tenants = replace(PLAIN, disturbances=Disturbances(tenants=0.2))
     for other in (tenants, replace(PLAIN, slope_s=1e-3), draw(1, 5)):
         assert not can_close(other)
-        assert rules_for(other) == RULES[:2]
+        assert rules_for(other) == tuple(OPEN)
 
 
 def test_a_bench_pays_for_what_it_offers() -> None:
@@ -114,11 +123,18 @@ def test_each_rule_answers(rule: str) -> None:
 
 def test_figures_are_of_what_can_be_found() -> None:
     row = RivalFound("x", "random", "r", True, 10.0, 10.2, 5, 100.0, 50.0, 1.0)
-    rows = [row, replace(row, found=None), replace(row, true=0.0), replace(row, answered=False)]
+    rows = [
+        row,
+        replace(row, found=None),
+        replace(row, found=20.0, converged=False),
+        replace(row, true=0.0),
+        replace(row, answered=False),
+    ]
     figures = rule_figures("r", rows)
-    counts = {"searches": 4, "answered": 3, "possible": 2, "found": 1, "near": 1}
+    counts = {"searches": 5, "answered": 4, "possible": 3, "converged": 1, "found": 2, "near": 1}
     assert {**figures, **counts} == figures
-    assert figures["middle"] == pytest.approx(1.02)
+    assert figures["middle"] == pytest.approx(1.51)
+    assert {"converged", "within 5 %", "seconds"} <= set(rival_table([figures], "").split("  "))
     assert rule_figures("r", [])["middle"] is None
 
 

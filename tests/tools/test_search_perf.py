@@ -7,8 +7,9 @@ import pytest
 
 from tools.known_queues import md1_attainment
 from tools.perf_search import trials, truth
-from tools.perf_search.pipeline import Step, System, offsets, run_closed, run_open
-from tools.perf_search.rivals import RULES, Bench, run_rule
+from tools.perf_search.__main__ import show
+from tools.perf_search.pipeline import Found, Outcomes, Step, System, offsets, run_closed, run_open
+from tools.perf_search.rivals import RULES, Bench, adaptive_rule, mlr_rule, run_rule
 from tools.perf_search.systems import SYSTEMS
 from tools.perf_search.trials import search
 
@@ -95,6 +96,59 @@ def test_the_other_rules_answer(rule: str) -> None:
     ratio = found.rate / trials.truth_of(system).rate
     assert (1.5 < ratio < 10) if rule.startswith("seed") else 0.3 < ratio < 1.4
     assert run_rule(rule, SYSTEMS["always"], 1).rate is None
+
+
+class Limited(Bench):
+    """All requests miss above ``limits``, one for each trial, the last for the rest; below it none does."""
+
+    def __init__(self, *limits: float) -> None:
+        super().__init__(MD1, 1)
+        self.limits, self.rates = limits, list[float]()
+
+    def seconds(self, rate: float, seconds: float) -> Outcomes:
+        self.rates.append(rate)
+        return super().seconds(10.0, seconds)
+
+    def misses(self, outcomes: Outcomes) -> float:
+        limit = self.limits[min(len(self.rates), len(self.limits)) - 1]
+        return 10.0 if self.rates[-1] > limit else 0.0
+
+
+@pytest.mark.parametrize("limit", [0.7, 5.0, 17.4, 31.0])
+def test_mlrsearch_ends_within_its_width(limit: float) -> None:
+    bench = Limited(limit)
+    found = mlr_rule(bench)
+    assert found is not None
+    assert 0.95 * limit <= found <= limit
+    # A load is an upper bound only after two bad trials.
+    assert bench.rates[-1] == bench.rates[-2] > limit
+    assert mlr_rule(Limited(0.0)) is None
+
+
+def test_adaptive_scale_goes_up_until_it_misses_and_sustains_what_passed() -> None:
+    bench = Limited(30.5)
+    assert (adaptive_rule(bench), bench.converged) == (29.0, True)
+    assert bench.rates == [*range(1, 22), 23, 25, 27, 29, 31, 29, 29]
+    assert adaptive_rule(Limited(0.9)) is None
+    assert adaptive_rule(Limited(1e9)) == MD1.max_rate
+
+
+def test_adaptive_scale_goes_down_once_and_then_gives_up() -> None:
+    up = [9.0] * 10
+    bench = Limited(*up, 8.0, 8.0)
+    assert (adaptive_rule(bench), bench.rates[-2:], bench.converged) == (8.0, [9.0, 8.0], True)
+    bench = Limited(*up, 7.0)
+    assert (adaptive_rule(bench), bench.rates[-2:], bench.converged) == (9.0, [9.0, 8.0], False)
+
+
+def test_a_table_has_seconds_and_convergence_beside_what_was_found(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = trials.Job(trials.OURS, MD1, trials.truth_of(MD1), 1)
+    rows = trials.rows_of([job], [Found(17.0, "converged", 5, 90.0, (16.0, None))])
+    assert (rows[0]["seconds"], rows[0]["converged"], rows[0]["held"]) == (90.0, 1.0, 1.0)
+    show(rows)
+    assert "seconds" in capsys.readouterr().out
 
 
 def test_a_bench_counts_what_it_offers() -> None:

@@ -24,8 +24,8 @@ GOALS = "goals: median within ±1 %, 95 % of runs within ±5 %, at most 6 trials
 
 
 def show(rows: Sequence[Row]) -> None:
-    forms = {"low": ".3f", "median": ".3f", "high": ".3f", "within": ".0%", "trials": "g", "latencies": ".0f"}
-    forms |= {"converged": ".0%", "right": ".0%"}
+    forms = {"low": ".3f", "median": ".3f", "high": ".3f", "within": ".0%", "trials": "g", "seconds": ".0f"}
+    forms |= {"latencies": ".0f", "converged": ".0%", "held": ".0%", "right": ".0%"}
     first = [not place or rows[place - 1]["system"] != row["system"] for place, row in enumerate(rows)]
     cells = [
         [
@@ -38,7 +38,7 @@ def show(rows: Sequence[Row]) -> None:
         for row, new in zip(rows, first, strict=True)
     ]
     sections = [place for place, new in enumerate(first) if new and place]
-    titles = "5 %|median|95 %|within 5 %|trials|latencies|converged|right"
+    titles = "5 %|median|95 %|within 5 %|trials|seconds|latencies|converged|truth in interval|right"
     print(table("system|rule", titles, cells, "found / true rate on virtual systems", GOALS, sections))
 
 

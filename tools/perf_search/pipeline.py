@@ -115,6 +115,7 @@ class Found:
     status: str
     trials: int
     measured_s: float
+    bounds: tuple[float | None, float | None] | None = None
 
 
 def arrivals(shape: float, rate: float, seconds: float, rng: np.random.Generator) -> FloatArray:

@@ -1,7 +1,8 @@
-"""Other tools' rules for the same question, written from their descriptions, on the same virtual systems.
+"""Other tools' rules for the same question, on the same virtual systems.
 
 Each is given its best: the right metric (the share of requests within limits, or the percentile that belongs
-to it), no failures of its own, no start-up time. What is left is the rule.
+to it), no failures of its own, no start-up time, an idle server for each point. What is left is the rule,
+written from its description; MLRsearch (RFC 9971) is the controller of the package of that name.
 
 AIPerf's default is a smooth isotonic search: from 1 the users are doubled up to the first miss, at most to
 1000. Three points fill that bracket. The margins of all points are made to ascend (PAVA) and interpolated
@@ -157,17 +158,24 @@ class SmoothIsotonic:
         return min(max(round(root), low + 1), high - 1)
 
 
-PROBE_S = 60.0
+PROBE_S: Final = 60.0
+MILLION: Final = 1_000_000
 Rule = Callable[["Bench"], float | None]
 
 
 class Offers(ABC):
-    """Offers loads to one system and keeps the bill: trials, and seconds from first send to last answer."""
+    """Offers loads to one system and keeps the bill: trials, and seconds from first send to last answer.
+
+    ``allowed``: share of requests that may miss their limits. ``converged``: whether the rule ended by its
+    own criterion; False if it ran out of points, or gave up.
+    """
 
     idle_s: float
     burstiness: float
     min_rate: float
     max_rate: float
+    allowed: float
+    converged = True
 
     def __init__(self, seed: int) -> None:
         self.trials = 0
@@ -183,12 +191,15 @@ class Offers(ABC):
         """Serve a closed loop, by time or by number."""
 
     @abstractmethod
-    def kept(self, outcomes: Outcomes) -> bool:
-        """Return whether the SLO is kept over the whole run."""
+    def misses(self, outcomes: Outcomes) -> float:
+        """Return the misses of the whole run relative to those allowed."""
 
     @abstractmethod
     def margin(self, outcomes: Outcomes) -> float:
         """Return the figure that binds, relative to its limit, less 1: above 0 is a miss."""
+
+    def kept(self, outcomes: Outcomes) -> bool:
+        return self.misses(outcomes) <= 1.0 + 1e-9
 
     def requests(self, rate: float, count: int) -> Outcomes:
         """An open loop of so many requests, whose last arrival falls on count / rate (vLLM's rule)."""
@@ -221,6 +232,7 @@ class Bench(Offers):
         self.system = system
         self.idle_s, self.burstiness = system.idle_s, system.burstiness
         self.min_rate, self.max_rate = system.min_rate, system.max_rate
+        self.allowed = 1.0 - system.attainment
 
     def serve(self, at: FloatArray) -> Outcomes:
         return run_open(self.system, at, self.rng, self.measured_s)
@@ -228,8 +240,8 @@ class Bench(Offers):
     def serve_users(self, concurrency: int, seconds: float, requests: int | None) -> Outcomes:
         return run_closed(self.system, concurrency, seconds, self.rng, requests)
 
-    def kept(self, outcomes: Outcomes) -> bool:
-        return float((outcomes.load(self.system) <= 1.0).mean()) >= self.system.attainment
+    def misses(self, outcomes: Outcomes) -> float:
+        return float((outcomes.load(self.system) > 1.0).mean()) / self.allowed
 
     def margin(self, outcomes: Outcomes) -> float:
         return min(float(np.quantile(outcomes.load(self.system), self.system.attainment)), 1e3) - 1.0
@@ -302,6 +314,8 @@ def vllm_rule(bench: Offers) -> float | None:
         rates = np.array(sorted(seen), dtype=np.float64)
         root = pchip_root(rates, np.array([seen[int(rate)] for rate in rates]), float(lower), float(upper))
         margin(min(max(round(root), lower + 1), upper - 1))
+    else:
+        bench.converged = False
     return float(max(rate for rate in seen if seen[rate] <= 0))
 
 
@@ -314,7 +328,9 @@ def isotonic_rule(bench: Offers) -> float | None:
         outcomes, rates[users] = bench.users(users, requests=REQUESTS)
         return bench.margin(outcomes)
 
-    users = SmoothIsotonic(margin).run()
+    search = SmoothIsotonic(margin)
+    users = search.run()
+    bench.converged = search.points < MOST_POINTS
     return None if users is None else rates[users]
 
 
@@ -348,14 +364,89 @@ def _by_concurrency(bench: Offers, start: int, precision: float, limit: int, mos
             lower = middle
         else:
             upper = middle
+    bench.converged = len(rates) < most
     return rates[lower] if lower else None
+
+
+def mlr_rule(bench: Offers) -> float | None:
+    """MLRsearch with the goal that RFC 9971 takes from ETSI TST009, 5 % wide. A late request is lost.
+
+    A load is a bound after 120 s of trials of 60 s, half of which may be bad, or as soon as no more can
+    change it. The highest load is twice the throughput of 1000 requests that are sent at once.
+    """
+    from MLRsearch import AbstractMeasurer, Config, MeasurementResult, MultipleLossRatioSearch, SearchGoal
+
+    class Measurer(AbstractMeasurer):  # type: ignore[misc]
+        def measure(self, intended_duration: float, intended_load: float) -> MeasurementResult:
+            outcomes = bench.seconds(intended_load, intended_duration)
+            lost = bench.misses(outcomes) * bench.allowed if len(outcomes.end_s) else 0.0
+            counts = {"offered_count": MILLION, "loss_count": round(min(lost, 1.0) * MILLION)}
+            return MeasurementResult(intended_duration, intended_load, **counts)
+
+    flood = bench.requests(65536.0, 1000).end_s
+    highest = min(2 * 1000 / float(flood[flood < NEVER_S].max()), bench.max_rate)
+    goal = SearchGoal(
+        loss_ratio=round(bench.allowed, 6),
+        exceed_ratio=0.5,
+        relative_width=0.05,
+        initial_trial_duration=PROBE_S,
+        final_trial_duration=PROBE_S,
+        duration_sum=2 * PROBE_S,
+        fail_fast=False,
+    )
+    config = Config([goal], min(bench.min_rate, highest / 2), highest, math.inf, None)
+    found = MultipleLossRatioSearch(config).search(Measurer())[goal].relevant_lower_bound
+    return None if found is None else float(found)
+
+
+WINDOW_S: Final = 30.0
+STEP: Final = 0.05
+"""Of the rate: ``step_percent``, 25 % by default; here the precision that other rules end at."""
+
+
+def adaptive_rule(bench: Offers) -> float | None:
+    """AIPerf 0.13's adaptive_scale of the request rate: from 1 by whole steps until a window of 30 s misses.
+
+    The last rate that passed is then sustained for two windows (as in its guide; there is no default). After
+    a miss it goes down by a step, and gives up if the next window misses, too.
+    """
+
+    def passes(rate: float) -> bool:
+        while not len((outcomes := bench.seconds(rate, WINDOW_S)).end_s):
+            pass
+        return bench.kept(outcomes)
+
+    def step(rate: float) -> int:
+        return max(1, math.ceil(rate * STEP))
+
+    rate, passed = 1.0, 0.0
+    while passes(rate):
+        passed = rate
+        if rate >= bench.max_rate:
+            return rate
+        rate = min(rate + step(rate), bench.max_rate)
+    rate, again, windows = passed, False, 0
+    while rate:
+        windows += 1
+        if passes(rate):
+            passed, again = rate, False
+            if windows >= 2:
+                break
+        elif again or rate <= 1.0:
+            bench.converged = False
+            break
+        else:
+            rate, again = max(1.0, rate - step(rate)), True
+    return passed or None
 
 
 RULES: dict[str, Rule] = {
     "vLLM serve_sla": vllm_rule,
     "AIPerf smooth isotonic": isotonic_rule,
+    "AIPerf adaptive_scale": adaptive_rule,
     "AIPerf bisection": aiperf_rule,
     "GuideLLM goodput": guidellm_rule,
+    "MLRsearch": mlr_rule,
     "60 s bisection": plain_rule,
     "seed (5 s burst)": seed_rule,
 }
@@ -364,5 +455,5 @@ RULES: dict[str, Rule] = {
 def run_rule(name: str, system: System, seed: int) -> Found:
     bench = Bench(system, seed)
     rate = RULES[name](bench)
-    status = "slo_unattainable" if rate is None else "converged"
+    status = "slo_unattainable" if rate is None else "converged" if bench.converged else "exhausted"
     return Found(rate, status, bench.trials, bench.measured_s)

@@ -96,7 +96,8 @@ def search(system: System, seed: int, hint: Hint | None = None) -> Found:
         if decision.verdict != "missed" and done.any():
             latency_s = float(np.median(outcomes.e2el_s[done]))
     answer = finder.answer()
-    return Found(answer.max_request_rate, answer.status, answer.trials, clock_s)
+    bounds = (answer.lower, answer.upper)
+    return Found(answer.max_request_rate, answer.status, answer.trials, clock_s, bounds)
 
 
 def _ceiling(system: System, probe: Probe, rng: np.random.Generator, clock_s: float) -> TrialFigures:
@@ -146,12 +147,16 @@ def is_right(job: Job, found: Found) -> bool:
 
 
 def row_of(method: str, name: str, pairs: Sequence[tuple[Job, Found]]) -> Row:
-    """Return one method's figures on one system, or on all. ``converged``: share of runs that called their
-    answer so, where there is a rate; ``right``: share that said rightly that there is none; None: no such.
+    """Return one method's figures on one system, or on all; None where there is nothing to count.
+
+    ``converged``: share of runs that called their answer so, where there is a rate; ``held``: share of
+    intervals with the true rate; ``right``: share that said rightly that there is none.
     """
     numbers = [(job, found) for job, found in pairs if job.system.truth not in NOWHERE]
     others = [is_right(job, found) for job, found in pairs if job.system.truth in NOWHERE]
     ratio = np.array([(found.rate or 0.0) / job.truth.rate for job, found in numbers])
+    bounds = [(*found.bounds, job.truth.rate) for job, found in numbers if found.bounds]
+    held = [(lower or 0.0) <= rate <= (upper or math.inf) for lower, upper, rate in bounds]
     low, median, high = np.percentile(ratio, [5, 50, 95]).tolist() if numbers else [None] * 3
     return {
         "method": method,
@@ -162,10 +167,12 @@ def row_of(method: str, name: str, pairs: Sequence[tuple[Job, Found]]) -> Row:
         "high": high,
         "within": float((np.abs(ratio - 1) <= 0.05).mean()) if numbers else None,
         "trials": float(np.median([found.trials for _, found in pairs])),
+        "seconds": float(np.median([found.measured_s for _, found in pairs])),
         "latencies": float(np.median([found.measured_s / job.truth.latency_s for job, found in pairs])),
         "converged": float(np.mean([found.status == "converged" for _, found in numbers]))
         if numbers
         else None,
+        "held": float(np.mean(held)) if held else None,
         "right": float(np.mean(others)) if others else None,
     }
 

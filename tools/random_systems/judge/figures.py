@@ -86,7 +86,7 @@ _COLUMNS: Final[Columns] = {
     "truth in interval": lambda of: counted(of, "held", "intervals"),
     "± %": lambda of: NOTHING if of["half_width"] is None else f"{of['half_width']:.1%}",
     "found / true": lambda of: ratio_text(of),
-    "virtual s": lambda of: number(of["virtual_s"]),
+    "seconds": lambda of: number(of["virtual_s"]),
     "offered s": lambda of: number(of["offered_s"]),
     "latencies": lambda of: number(of["latencies"]),
     "wrong none": lambda of: str(of["wrong_none"] or NOTHING),

@@ -17,7 +17,15 @@ import numpy as np
 from tools.bench import NEAR
 from tools.jobs import Row
 from tools.perf_search.pipeline import NEVER_S, Outcomes
-from tools.perf_search.rivals import Offers, guidellm_rule, isotonic_rule, plain_rule, vllm_rule
+from tools.perf_search.rivals import (
+    Offers,
+    adaptive_rule,
+    guidellm_rule,
+    isotonic_rule,
+    mlr_rule,
+    plain_rule,
+    vllm_rule,
+)
 
 from ..queues import can_close, closed
 from ..roots import criteria
@@ -29,6 +37,8 @@ from .search import DrawnJob, TooLongError, at_most
 OPEN: Final[Mapping[str, Callable[[Offers], float | None]]] = {
     "vLLM serve_sla": vllm_rule,
     "60 s bisection": plain_rule,
+    "MLRsearch": mlr_rule,
+    "AIPerf adaptive_scale": adaptive_rule,
 }
 CLOSED: Final[Mapping[str, Callable[[Offers], float | None]]] = {
     "AIPerf smooth isotonic": isotonic_rule,
@@ -52,6 +62,8 @@ class DrawnBench(Offers):  # type: ignore[misc]
         self.drawn = drawn
         self.idle_s, self.burstiness = latency_s(drawn), drawn.workload.burstiness
         self.noise: list[tuple[float, float]] = []
+        self.criteria = criteria(drawn.slo)
+        self.allowed = 1.0 - max((each.share for each in self.criteria if each.share), default=0.9)
 
     def serve(self, at: FloatArray) -> Outcomes:
         load, seed = self.drawn.workload, int(self.rng.integers(2**32))
@@ -78,14 +90,13 @@ class DrawnBench(Offers):  # type: ignore[misc]
         first, last = np.where(never, NEVER_S, first), np.where(never, NEVER_S, last)
         return Outcomes(arrived, first, last, never, self.drawn.workload.output_len)
 
-    def kept(self, outcomes: Outcomes) -> bool:
-        limits = criteria(self.drawn.slo)
-        return all(each.value(outcomes.ttft_s, self._tpot(outcomes)) <= 1.0 for each in limits)
+    def misses(self, outcomes: Outcomes) -> float:
+        return max(each.value(outcomes.ttft_s, self._tpot(outcomes)) for each in self.criteria)
 
     def margin(self, outcomes: Outcomes) -> float:
         """Mean or percentile of what binds, relative to its limit, less 1: above 0 is a miss."""
         found, tpot_s = [], self._tpot(outcomes)
-        for each in criteria(self.drawn.slo):
+        for each in self.criteria:
             load: FloatArray = np.zeros(len(tpot_s))
             for values, limit_s in ((outcomes.ttft_s, each.ttft_s), (tpot_s, each.tpot_s)):
                 if limit_s is not None:
@@ -120,13 +131,18 @@ class RivalJob(DrawnJob):
         spent = (bench.trials, bench.measured_s, bench.measured_s / bench.idle_s)
         real_s = round(time.perf_counter() - start, 3)
         about = (system.name, system.kinds[0], self.rule)
-        row: dict[str, Any] = RivalFound(*about, answered, true, found, *spent, real_s).to_json()
+        row: dict[str, Any] = RivalFound(
+            *about, answered, true, found, *spent, real_s, answered and bench.converged
+        ).to_json()
         return row
 
 
 @dataclass(frozen=True)
 class RivalFound(Row):  # type: ignore[misc]
-    """What a rule said; ``found`` None: that no rate meets the SLO. ``answered``: within the real time."""
+    """What a rule said; ``found`` None: that no rate meets the SLO. ``answered``: within the real time.
+
+    ``converged``: by its own criterion.
+    """
 
     name: str
     kind: str
@@ -138,6 +154,7 @@ class RivalFound(Row):  # type: ignore[misc]
     virtual_s: float
     latencies: float
     real_s: float
+    converged: bool = True
 
     def __str__(self) -> str:
         ratio = f"{self.found / self.true:.3f} of the truth" if self.found and self.true else "none"
@@ -145,7 +162,7 @@ class RivalFound(Row):  # type: ignore[misc]
 
 
 def rule_figures(rule: str, rows: Sequence[RivalFound]) -> Figures:
-    """Count a rule's searches, those answered, and of systems with a rate those found, and within 5 %."""
+    """Count a rule's searches, those answered, and where there is a rate those converged, found, and near."""
     answered = [each for each in rows if each.answered]
     possible = [each for each in answered if LEAST_RATE <= each.true <= MOST_RATE]
     ratios = [each.found / each.true for each in possible if each.found]
@@ -153,6 +170,7 @@ def rule_figures(rule: str, rows: Sequence[RivalFound]) -> Figures:
         "rule": rule,
         "searches": len(rows),
         "answered": len(answered),
+        "converged": sum(each.converged and each.found is not None for each in possible),
         "possible": len(possible),
         "found": len(ratios),
         "near": sum(abs(ratio - 1) <= NEAR for ratio in ratios),
@@ -164,10 +182,11 @@ def rule_figures(rule: str, rows: Sequence[RivalFound]) -> Figures:
 _COLUMNS: Final[Columns] = {
     "searches": lambda of: str(of["searches"]),
     "answered": lambda of: counted(of, "answered", "searches"),
+    "converged": lambda of: counted(of, "converged", "possible"),
     "a rate found": lambda of: counted(of, "found", "possible"),
     "within 5 %": lambda of: counted(of, "near", "possible"),
     "found / true": lambda of: ratio_text(of),
-    "virtual s": lambda of: number(of["virtual_s"]),
+    "seconds": lambda of: number(of["virtual_s"]),
     "latencies": lambda of: number(of["latencies"]),
 }
 
