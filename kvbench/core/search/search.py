@@ -28,8 +28,8 @@ from kvbench.core.search.data import (
     SearchLimits,
     TrialFigures,
     TrialOutcome,
+    requests_s,
 )
-from kvbench.core.search.live_config import requests_s
 from kvbench.core.search.posterior.posterior import RateEstimate
 from kvbench.core.search.posterior.rate_points import SATURATED
 from kvbench.core.search.trial_history import SHORTEST_S, TrialHistory
