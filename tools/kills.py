@@ -25,7 +25,7 @@ from typing import Final
 
 import psutil
 
-from kvbench.core.plan.plan import trial_seed
+from kvbench.core.load.arrivals import trial_seed
 from kvbench.core.records import TrialRecord
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET
 from kvbench.launchers.parts.tagged import tagged

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, Literal
 from pydantic import Field, JsonValue, field_validator
 
 from kvbench.core.engine_versions import Release, Releases, is_sglang, release
-from kvbench.core.plan.dispatch import RANK_HEADER, BackendSpec
+from kvbench.core.load.dispatch import RANK_HEADER, BackendSpec
 from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.options import ConnectorOptions as ConnectorOptions

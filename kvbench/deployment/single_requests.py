@@ -12,8 +12,8 @@ from typing import Any, Final
 import httpx
 
 from kvbench.core.foreign_text import visible
+from kvbench.core.load.dispatch import CHATS, COMPLETIONS
 from kvbench.core.load.prompts import ChatLength, messages
-from kvbench.core.plan.dispatch import CHATS, COMPLETIONS
 from kvbench.core.records import TokenChoice, abort_text
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.liveness import beside

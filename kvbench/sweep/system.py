@@ -17,9 +17,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvbench.core.load.arrivals import trial_seed
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.load.workers import LoadResult, Progress, Settled
-from kvbench.core.plan.plan import DeploymentPlan, trial_seed
+from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell, RequestError, RequestRecord, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.judging import PlannedTrial, SiteReadings

@@ -224,7 +224,7 @@ def test_on_cpus_the_buffers_are_in_host_memory_whatever_the_releases_default() 
         ("nccl", "0.9.1", "PyNcclConnector, up to 0.10.0"),
         ("mooncake", "0.10.1", "up to 0.10.0"),
         ("mooncake", "0.12.0", "again from 0.13"),
-        ("mooncake_store", "0.10.0", "of the V0 engine"),
+        ("mooncake_store", "0.10.0", "(V0 engine)"),
         ("mooncake_store", "0.17.1", "from vLLM 0.21"),
         ("tcp", "0.32.0", "emulated engine only"),
         ("multi", "sglang", "mooncake and nixl"),

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from kvbench import connectors, engines
 from kvbench.connectors.base import peer_at
 from kvbench.core.engine_versions import release
-from kvbench.core.plan.dispatch import BackendSpec
+from kvbench.core.load.dispatch import BackendSpec
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.processes import ProcessSpec, shell_script
 from kvbench.core.scenario.scenario import Scenario, parse_scenario

@@ -223,7 +223,7 @@ def test_the_next_command_has_each_option_once() -> None:
     own = ("--set", "search.precision=0.2", "--precision=0.3", "--precision", "0.4", "--max-trials", "4")
     words = next_of(REFERENCE, "kvbench", "sweep", "quickstart", *own, "--slo", "'ttft_ms p90 <= 50'")
     kept = "kvbench sweep quickstart --max-trials 4 --slo 'ttft_ms p90 <= 50'"
-    assert words.startswith(f"next: {kept} --precision 0.1  (separates "), words
+    assert words.startswith(f"next: {kept} --precision 0.1  (narrower intervals for "), words
 
 
 def test_the_next_command_compares_only_what_can_be_compared(tmp_path: Path) -> None:

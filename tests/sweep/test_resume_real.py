@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from commands import EASY, Running, tagged_processes, the_run, wait_until
 
-from kvbench.core.plan.plan import trial_seed
+from kvbench.core.load.arrivals import trial_seed
 from kvbench.results.run import RunFolder
 
 pytestmark = pytest.mark.timeout(230)

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from commands import Finished, invoke, kvbench, not_spoilt, the_run
 
-from kvbench.core.load.arrivals import planned_offsets
+from kvbench.core.load.arrivals import planned_offsets, trial_seed
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.metrics.metrics import Slo, Summary, summarise
 from kvbench.core.plan.engine_count import size_in
-from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.simulation.data import Link, Overheads, SimulatedLoad, System

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, get_args
 
-from kvbench.core.plan.plan import trial_seed
+from kvbench.core.load.arrivals import trial_seed
 from kvbench.errors import InputError
 
 FaultKind = Literal["kill", "restart", "freeze", "lease", "pool", "partition", "pull", "slow"]

@@ -5,6 +5,7 @@ after the last awaited answer; if one of those failed, it and its successors are
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -116,3 +117,9 @@ class Sends:
                     seen.add(later)
                     todo.append(later)
                     yield later
+
+
+def trial_seed(seed: int, cell_key: str, number: int) -> int:
+    """Return the seed of one trial in [0, 2**63): the same in every version and on every machine."""
+    text = f"kvbench trial\n{seed}\n{cell_key}\n{number}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

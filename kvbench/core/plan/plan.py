@@ -7,7 +7,6 @@ number, so that hardware is equal."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -434,12 +433,3 @@ def require_fitting_ports(base_port: int, count: int) -> None:
             f"the plan needs {count} ports from {base_port} on, and the last one there is {LAST_PORT}",
             hint=f"deployment.base_port may be at most {LAST_PORT - count + 1}; 0 takes any free ports",
         )
-
-
-# ---------------------------------------------------------------- randomness
-
-
-def trial_seed(seed: int, cell_key: str, number: int) -> int:
-    """Return the seed of one trial in [0, 2**63): the same in every version and on every machine."""
-    text = f"kvbench trial\n{seed}\n{cell_key}\n{number}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1

@@ -10,9 +10,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbench.core.load.arrivals import planned_offsets
+from kvbench.core.load.arrivals import planned_offsets, trial_seed
 from kvbench.core.load.traces import TracedRequest, request_rate, scaled
-from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Method
 from kvbench.core.scenario.goals import Search
 from kvbench.core.scenario.scenario import Scenario

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from kvbench.core.gates.evidence import EXTERNAL, LOCAL_CACHE_HIT, LOCAL_COMPUTE, EngineFigures
+from kvbench.core.load.dispatch import server_of_session
 from kvbench.core.metrics.limit import Use
 from kvbench.core.metrics.ttft_breakdown import Phases
-from kvbench.core.plan.dispatch import server_of_session
 from kvbench.core.records import RequestRecord
 from kvbench.core.simulation.kv_cache import BlockPool
 from kvbench.core.simulation.scheduler import EngineConfig, EngineRequest, Scheduler, StepPlan

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from kvbench import connectors
 from kvbench.connectors.base import Connector, PrefillPeer, peer_at
-from kvbench.core.plan.dispatch import AroundPrompt, BackendSpec, engine_ids_in, prompt_key, server_of_session
+from kvbench.core.load.dispatch import AroundPrompt, BackendSpec, engine_ids_in, prompt_key, server_of_session
 from kvbench.core.records import RequestRecord, abort_text
 from kvbench.errors import InputError, ServerError
 from kvbench.processes.common.entry import parse_spec

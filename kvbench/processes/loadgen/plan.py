@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from kvbench.core.canaries.pool import AFTER_FAILURE, canary_prompt
 from kvbench.core.load.arrivals import planned_offsets
+from kvbench.core.load.dispatch import SESSION_HEADER, prompt_key
 from kvbench.core.load.prompts import WORDS, PromptShape, messages_json, token_prompts
-from kvbench.core.plan.dispatch import SESSION_HEADER, prompt_key
 from kvbench.errors import InputError
 from kvbench.hosts.server_access import access_headers
 from kvbench.processes.loadgen.sockets.wire import ServerAddress

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbench.core.access import ServerAccess
+from kvbench.core.load.dispatch import CHATS, COMPLETIONS
 from kvbench.core.load.prompts import ChatLength
-from kvbench.core.plan.dispatch import CHATS, COMPLETIONS
 from kvbench.errors import InputError
 from kvbench.processes.common.entry import parse_spec
 

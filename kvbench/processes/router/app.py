@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Iterator
 from typing import Any, Final
 
 from kvbench.connectors.base import PrefillPeer
-from kvbench.core.plan.dispatch import engine_ids_in
+from kvbench.core.load.dispatch import engine_ids_in
 from kvbench.core.records import TIMING_REQUEST_HEADER
 from kvbench.errors import InputError, ServerError
 from kvbench.processes.common.spans import Span, SpanLog

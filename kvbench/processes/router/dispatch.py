@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from kvbench.connectors.base import Connector
-from kvbench.core.plan.dispatch import SESSION_HEADER, server_of_session
+from kvbench.core.load.dispatch import SESSION_HEADER, server_of_session
 from kvbench.errors import InputError
 from kvbench.processes.common.spans import SpanLog
 from kvbench.processes.http1 import ReceivedRequest, Splicing, answer_of, error_body

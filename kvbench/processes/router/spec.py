@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kvbench import connectors
 from kvbench.connectors.base import Connector, PrefillPeer, peer_at
-from kvbench.core.plan.dispatch import BackendSpec, server_of_session
+from kvbench.core.load.dispatch import BackendSpec, server_of_session
 from kvbench.errors import InputError
 from kvbench.processes.common.entry import parse_spec
 from kvbench.processes.http1 import Pool, Splicing

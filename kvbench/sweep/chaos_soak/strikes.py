@@ -22,9 +22,10 @@ import httpx
 
 from kvbench.connectors.base import peer_at
 from kvbench.core.chaos_soak.fault_plan import FaultTarget, PlannedFault
+from kvbench.core.load.arrivals import trial_seed
+from kvbench.core.load.dispatch import COMPLETIONS, BackendSpec
 from kvbench.core.load.prompts import PromptShape, token_prompts
-from kvbench.core.plan.dispatch import COMPLETIONS, BackendSpec
-from kvbench.core.plan.plan import DeploymentPlan, trial_seed
+from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.deployment.single_requests import greedy_body

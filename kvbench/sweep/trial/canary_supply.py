@@ -30,8 +30,8 @@ from kvbench.core.canaries.pool import (
     placed,
     wanted_canaries,
 )
+from kvbench.core.load.arrivals import trial_seed
 from kvbench.core.load.traces import TracedRequest, expected_hits
-from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Outputs, RequestRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.load_plan import Offered

@@ -13,9 +13,9 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, Final, Protocol
 
+from kvbench.core.load.arrivals import trial_seed
 from kvbench.core.load.prompts import PromptShape, token_prompts
 from kvbench.core.load.workers import LoadResult
-from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Cell, Finding
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.slo import TIMES

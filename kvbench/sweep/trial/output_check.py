@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol
 
+from kvbench.core.load.arrivals import trial_seed
 from kvbench.core.load.prompts import PromptShape, token_prompts
 from kvbench.core.metrics.equal_answers import (
     SIGNIFICANCE,
@@ -21,7 +22,6 @@ from kvbench.core.metrics.equal_answers import (
     noise_of,
     refused_from,
 )
-from kvbench.core.plan.plan import trial_seed
 from kvbench.core.records import Outputs
 from kvbench.deployment.single_requests import Completion
 from kvbench.sweep.trial.idle import TrialClock, WallClock

@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from kvbench.core.canaries.answer_kinds import CanaryResult
 from kvbench.core.gates.evidence import EngineFigures, RouterFigures
+from kvbench.core.load.dispatch import CHATS, COMPLETIONS
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.load.workers import LoadResult, Progress, workers_over
 from kvbench.core.metrics.metrics import summarise
-from kvbench.core.plan.dispatch import CHATS, COMPLETIONS
 from kvbench.core.records import TIMING_REQUEST_HEADER, Cell, Finding, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.judging import PlannedTrial, SiteReadings, judge, new_record

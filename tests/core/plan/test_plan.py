@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.core.load.arrivals import trial_seed
 from kvbench.core.physics import MODELS
 from kvbench.core.plan.plan import (
     LAST_PORT,
@@ -20,7 +21,6 @@ from kvbench.core.plan.plan import (
     kv_footprint,
     make_plan,
     trial_requests,
-    trial_seed,
 )
 from kvbench.core.ranks import Ranks
 from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
@@ -180,7 +180,7 @@ def test_json_holds_everything() -> None:
 def test_seeds_are_stable() -> None:
     """A published run must be repeatable by a later version and on another machine."""
     assert trial_seed(0, "nixl-in64-out4", 0) == 4773494262875145691
-    code = "from kvbench.core.plan.plan import trial_seed; print(trial_seed(7, 'a-in1-out1', 3))"
+    code = "from kvbench.core.load.arrivals import trial_seed; print(trial_seed(7, 'a-in1-out1', 3))"
     other = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )

@@ -26,8 +26,8 @@ from hostile import (
     spec_for,
 )
 
+from kvbench.core.load.dispatch import AroundPrompt, engine_ids_in
 from kvbench.core.load.prompts import PromptShape, token_prompts
-from kvbench.core.plan.dispatch import AroundPrompt, engine_ids_in
 from kvbench.core.records import RequestRecord
 from kvbench.errors import KvbenchError
 from kvbench.processes.http1 import ReceivedRequest, Response, serve

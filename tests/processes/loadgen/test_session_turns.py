@@ -10,7 +10,7 @@ from emulated import running, running_pair, spec
 from hostile import spec_for
 from turns import SIZE, prompts_of, sent, turn
 
-from kvbench.core.plan.dispatch import SESSION_HEADER, server_of_session
+from kvbench.core.load.dispatch import SESSION_HEADER, server_of_session
 from kvbench.core.records import RequestRecord
 from kvbench.core.sessions.corpus import Session
 from kvbench.core.sessions.session_load import SessionLoad, session_load

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from processes import lives
 
-from kvbench.core.plan.dispatch import engine_ids_in
+from kvbench.core.load.dispatch import engine_ids_in
 from kvbench.errors import InputError
 from kvbench.processes.http1 import Pool, ReceivedRequest, Reply, Response, Server, fetch, serve
 from kvbench.processes.router.app import Router

@@ -22,7 +22,7 @@ import pytest
 from emulated import free_port
 from processes import still_living
 
-from kvbench.core.plan.dispatch import SESSION_HEADER
+from kvbench.core.load.dispatch import SESSION_HEADER
 from kvbench.errors import PortInUseError
 from kvbench.hosts.telemetry import parse_metrics
 from kvbench.processes.http1 import Pool, ReceivedRequest, Reply, Response, fetch, serve
