@@ -1,6 +1,6 @@
 """``python -m tools.wording``: find phrases that a reader has to read twice, and docstrings without a noun.
 
-Part of ``make lint``, for the folders in ``DONE``; ``--all`` prints counts for every folder.
+Part of ``make lint``, for README, docs and kvbench.
 """
 
 from __future__ import annotations
@@ -10,15 +10,11 @@ import io
 import re
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 ROOT = Path(__file__).resolve().parent.parent
-DONE: Final[tuple[str, ...]] = ("README.md", "docs/", "kvbench/")
-"""Folders and pages that must stay free of finds."""
-
 PHRASES: Final[Mapping[str, str]] = {
     r"can(?:not| not|'t) be told apart|told apart": "no significant difference",
     r"(?:cannot|could not) be told|not told": "unknown, inconclusive",
@@ -95,24 +91,15 @@ def file_finds(path: Path) -> Iterator[tuple[int, str]]:
         yield from ((line, found) for found in finds(re.sub(r"`[^`]+`", "`", part)))
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    paths = {
-        str(path.relative_to(ROOT)): path for path in (*sorted((ROOT / "kvbench").rglob("*.py")), *pages)
-    }
-    if "--all" in arguments:
-        counts: Counter[str] = Counter()
-        for name, path in paths.items():
-            folder = "/".join(name.split("/")[: 2 if name.startswith("kvbench/") else 1])
-            for _, found in file_finds(path):
-                counts[f"{folder}: {'prepositions' if found.startswith('begins') else 'phrases'}"] += 1
-        print(*(f"{count:5} {name}" for name, count in sorted(counts.items())), sep="\n")
-        return 0
-    done = [name for name in paths if name.startswith(DONE)]
-    problems = [f"{name}:{line}: {found}" for name in done for line, found in file_finds(paths[name])]
+    paths = [*pages, *sorted((ROOT / "kvbench").rglob("*.py"))]
+    problems = [
+        f"{path.relative_to(ROOT)}:{line}: {found}" for path in paths for line, found in file_finds(path)
+    ]
     print(*(problems or ["The wording is plain."]), sep="\n")
     return 1 if problems else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.wording import DONE, PHRASES, ROOT, file_finds, finds, main
+from tools.wording import PHRASES, file_finds, finds, main
 
 MODULE = '''"""In units of seconds."""
 
@@ -63,9 +63,6 @@ def test_a_page_is_read_without_its_code(tmp_path: Path) -> None:
     assert list(file_finds(path)) == [(6, "so much")]
 
 
-def test_each_phrase_has_advice_and_what_is_done_exists(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_phrase_has_advice_and_none_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(PHRASES.values())
-    assert all((ROOT / name).exists() for name in DONE)
-    assert main([]) == 0, capsys.readouterr().out
-    assert main(["--all"]) == 0
-    assert "kvbench/" in capsys.readouterr().out
+    assert main() == 0, capsys.readouterr().out
