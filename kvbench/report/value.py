@@ -105,7 +105,7 @@ class Report:
         """Text that explains the mark of a run without a real engine."""
         if self.mark is None:
             return ""
-        return f"{self.mark.why}. These are not figures of a GPU: `per GPU` is by planned rank."
+        return f"{self.mark.why}. These are not GPU results: `per GPU` counts one GPU per planned rank."
 
     def shown(self, writer: Writer, drawn: Collection[str]) -> list[ReportSection]:
         """Return the sections with content, given the names of existing pictures. The answer has the first

@@ -94,7 +94,7 @@ class DeployedSite:
         if not self.deployment.connector.true_outputs or self.scenario.workload.sessions is not None:
             return None  # a canary among turns would have no conversation
         if known is None:
-            self.watcher.stage(f"{cell.connector}: querying reference outputs of canaries")
+            self.watcher.stage(f"{cell.connector}: collecting reference outputs")
             known = self._right_answers(cell)
             if known is None:
                 return None

@@ -257,7 +257,7 @@ def host_starved(evidence: Evidence) -> Finding | None:
         "host_starved",
         "invalid" if refused else "warning",
         f"the host was starved of CPU: the router used {router.cpu_share or 0.0:.0%} of a core, waited for "
-        f"one for {router.wait_share or 0.0:.0%} of the time and was late by {lag_ms:.1f} ms (P99), the load "
+        f"a core {router.wait_share or 0.0:.0%} of the time and was late by {lag_ms:.1f} ms (P99), the load "
         f"generator by {client_ms:.1f} ms; {by}",
         "stop other work on this machine, or reserve cores or a machine for router and load generator; "
         "the router is not the cause",
@@ -334,9 +334,9 @@ def emulator_behind(evidence: Evidence) -> Finding | None:
     return Finding(
         "emulator_behind",
         "invalid" if refused else "warning",
-        f"the emulated {role} engine was behind its own timing model: {lags[worst]:.1f} ms a {what} (P99), "
-        f"{shares[worst]:.0%} of {_LASTS[what]}; {allowed:.0f} ms and {limits.engine_lag_share:.0%} are "
-        "allowed",
+        f"the emulated {role} engine was slower than its timing model: a {what} ended "
+        f"{lags[worst]:.1f} ms late (P99), all delays together are {shares[worst]:.0%} of {_LASTS[what]}; "
+        f"{allowed:.0f} ms and {limits.engine_lag_share:.0%} are allowed",
         advice,
         {
             "role": role,

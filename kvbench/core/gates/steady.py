@@ -110,7 +110,7 @@ def growing_queue(evidence: Evidence) -> Finding | None:
     return Finding(
         "growing_queue",
         "warning",
-        f"the queue grows: by {growth.per_s:.2f} requests a second, {peak} at its peak",
+        f"the queue grows by {growth.per_s:.2f} req/s; it held {peak} requests at its peak",
         "the rate is above what the system sustains",
         {"per_s": growth.per_s, "error": growth.error, "by_chance": growth.by_chance, "peak": peak},
     )
@@ -140,9 +140,10 @@ def slot_capped(evidence: Evidence) -> Finding | None:
         return Finding(
             "slot_capped",
             "warning",
-            f"{role} runs {slots:.0f} sequences at once{seen}; at {residence_s:.2f} s each that holds "
-            f"{holds:.2f} requests a second, and {evidence.summary.offered_rate:.2f} were offered: the slots "
-            "are the limit, not the connector",
+            f"each {role} engine runs {slots:.0f} sequences at once{seen}; at {residence_s:.2f} s per "
+            f"sequence, {max(1, engine.instances)} × {slots:.0f} slots serve at most {holds:.2f} req/s, but "
+            f"{evidence.summary.offered_rate:.2f} req/s were offered: the slots are the limit, not the "
+            "connector",
             "raise max_num_seqs (and KV blocks) of that engine if its memory allows, or offer a lower rate",
             {
                 "role": role,

@@ -255,12 +255,12 @@ def _grows(judged: Sequence[RequestRecord]) -> bool:
 
 def _tpot(late: Sequence[RequestRecord], at: str, limit_ms: float, facts: TrialFacts) -> Binding:
     gaps = [gap for record in late for gap in record.itl_s]
-    words = f"{at}, {len(late)} requests took longer than {limit_ms:g} ms per token"
+    words = f"{at}, {len(late)} requests exceeded a TPOT of {limit_ms:g} ms"
     if not gaps:
         return Binding("tpot", words)
     plain = float(np.percentile(gaps, 10))  # a step that did nothing else
     long_share = sum(gap for gap in gaps if gap > LONG_GAP * plain) / max(sum(gaps), 1e-12)
-    words += f": the gap between tokens was {median(gaps) * 1e3:.3g} ms (median)"
+    words += f"; their median gap between tokens was {median(gaps) * 1e3:.3g} ms"
     use = facts.use.get("decode") or facts.use.get("aggregated")
     if use is not None and use.running_mean is not None:
         words += f" with {use.running_mean:.0f} sequences running on average"

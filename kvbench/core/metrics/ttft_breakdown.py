@@ -39,12 +39,12 @@ PARTS: Final = (
 
 PART_WORDS: Final = {
     "router": "router and client",
-    "prefill_queue": "P: queue",
-    "prefill": "P: prefill",
+    "prefill_queue": "prefill queue",
+    "prefill": "prefill",
     "hand_off": "hand-off",
     "kv_transfer": "KV transfer",
-    "decode_queue": "D: queue",
-    "first_decode_step": "D: first step",
+    "decode_queue": "decode queue",
+    "first_decode_step": "first decode step",
 }
 """Names of the parts in tables and plots."""
 

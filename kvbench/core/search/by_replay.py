@@ -110,7 +110,7 @@ def needed_text(history: TrialHistory, replay: ReplayResult) -> str:
     precision = history.limits.precision
     seconds = replay.further_requests(precision) / replay.estimate.median
     seconds = max(seconds, _watched_s(history.limits) - replay.seconds, LEAST_S)
-    return f"±{100 * precision:.2g} % would take {estimate_text(seconds, seconds)} more"
+    return f"±{100 * precision:.2g} % needs {estimate_text(seconds, seconds)} more"
 
 
 def _tried_above(history: TrialHistory, replay: ReplayResult) -> bool:

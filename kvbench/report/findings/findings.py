@@ -255,7 +255,7 @@ def refused(run: RunFolder) -> Iterable[Statement]:
     by_gate = ", ".join(f"{gate} {count}" for gate, count in causes.most_common())
     if causes.total() > len(invalid):
         by_gate += "; some for several reasons"
-    text = f"{len(invalid)} of {len(run.trials)} trials were refused and count neither as met nor as missed"
+    text = f"{len(invalid)} of {len(run.trials)} trials are invalid and count neither as met nor as missed"
     yield Statement(
         "suspicious", REFUSED, f"{text} ({by_gate})" if by_gate else text, level="warning",
         places=tuple(trial.trial_id for trial in invalid), evidence=dict(causes),
@@ -275,7 +275,7 @@ def disturbed(run: RunFolder) -> Iterable[Statement]:
             continue
         _, worst = max(found, key=lambda each: float((each[1].evidence or {}).get("other_cpu_share") or 0.0))
         where = dict.fromkeys(f"{trial.cell.connector} at {trial.cell.input_len:,}" for trial, _ in found)
-        text = f"{len(found)} of {len(run.trials)} trials were refused by {gate} ({'; '.join(where)})"
+        text = f"{len(found)} of {len(run.trials)} trials are invalid because of {gate} ({'; '.join(where)})"
         yield Statement(
             "suspicious", gate, f"{text}: {worst.message}", worst.advice, "warning",
             tuple(trial.trial_id for trial, _ in found),

@@ -42,7 +42,9 @@ IMPORTED: Final = "imported"
 OFFERED: Final = (IMPORTED, "fixed", "equal_rate", "closed_loop")
 """Methods whose trials are rows by themselves."""
 SECTIONS: Final = 10
-UNCONVERGED_ADVICE: Final = "allow more trials (search.max_trials), and read the search's notes"
+UNCONVERGED_ADVICE: Final = (
+    "allow more trials (search.max_trials), and read in the caveats why the search stopped"
+)
 LEAST_REQUESTS: Final = 100
 """Fewest requests for a standard error: ten sections of ten."""
 _REQUEST_COLUMNS: Final = ("scheduled_s", "first_token_s", "last_token_s", "output_len", "error", "sent_s")

@@ -46,9 +46,9 @@ def unseen_gates(run: RunFolder, rows: Sequence[Row]) -> Iterable[Note]:
         if mine:
             alike.setdefault(tuple((why, tuple(gates)) for why, gates in mine.items()), []).append(name)
     for parts, names in alike.items():
-        listed = "; ".join(f"{why}: {', '.join(gates)}" for why, gates in parts)
+        listed = "; ".join(f"{', '.join(gates)} ({why})" for why, gates in parts)
         yield Note(
-            f"checks not run for {', '.join(names)} (missing data → gates): {listed}",
+            f"checks not run for {', '.join(names)}: {listed}",
             "`kvbench doctor --gates` explains each gate",
         )
 

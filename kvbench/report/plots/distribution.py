@@ -235,7 +235,7 @@ def breakdown_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
             mine = [row for row in rows if _panel(row) == panels[index]]
             _breakdown_draw(axis, mine, COLOURS[theme], palette)
             axis.set_title(f"{panels[index][0]:,} tokens in" + _out(panels[index], panels))
-            axis.set_ylabel("TTFT (ms), whole run" if index % columns == 0 else "")
+            axis.set_ylabel("TTFT (ms), whole trial" if index % columns == 0 else "")
         if len(panels) == 1:
             spare = max(0.0, (_LEAST_BARS - bars) / 2)
             axes[0, 0].set_xlim(-0.6 - spare, bars - 0.4 + spare)

@@ -287,7 +287,7 @@ class Point:
     def text(self) -> str:
         return (
             f"{self.connector}, {number(self.rate)} req/s: {number(self.throughput)} tokens/s, "
-            f"{number(self.interactivity)} for each user"
+            f"{number(self.interactivity)} per user"
         )
 
 

@@ -227,7 +227,7 @@ def drawings(run: RunFolder) -> list[Drawing]:
 def pictures(of: Material) -> Iterator[ReportSection]:
     """Yield one block per plot; the writer checks whether there is data."""
     blocks = [Block(picture=each) for each in drawings(of.one.run)]
-    yield ReportSection("pictures", "Pictures", blocks, ("html",))
+    yield ReportSection("pictures", "Plots", blocks, ("html",))
     yield ReportSection("pictures", "", blocks, ("markdown",))
 
 
@@ -258,8 +258,8 @@ def gates(of: Material) -> Iterator[ReportSection]:
         [finding.level, trial_id, finding.gate, finding.message, finding.advice or MISSING]
         for trial_id, finding in found
     ]
-    words = "An invalid trial counts neither as met nor as missed; a warning is shown with the number."
-    header = ["level", "gate", "findings", "last finding", "what to do"]
+    words = "An invalid trial counts neither as met nor as missed. A trial with a warning counts."
+    header = ["level", "gate", "findings", "latest finding", "what to do"]
     title = f"Every finding ({len(found)})"
     full = of_texts(title, ["level", "trial", "gate", "finding", "what to do"], every, "left")
     short = of_texts(f"{len(trials)} trials, by gate", header, brief, "left")
@@ -368,7 +368,7 @@ def _command(name: str, process: Mapping[str, Any]) -> str:
     line = " ".join([*settings, *(shlex.quote(str(word)) for word in process.get("argv") or ())])
     spec = process.get("spec")
     return f"# {name}\n{line}" + (
-        f"\n# its specification: {json.dumps(spec, ensure_ascii=False)}" if spec else ""
+        f"\n# specification: {json.dumps(spec, ensure_ascii=False)}" if spec else ""
     )
 
 

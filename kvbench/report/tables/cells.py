@@ -173,10 +173,10 @@ def megabytes(row: Row) -> str:
 # --- at the supporting trials ----------------------------------------------------------------------
 
 WHY_AHEAD: Final = (
-    f"Two rates are ordered only if one is higher with a probability of {AHEAD:.0%}, from all "
-    "trials of both searches, and both searches converged. In brackets: 90 % interval of their ratio. "
-    "It does not cover the variation between repeated runs. Rates with unequal numbers of GPUs (engines, "
-    "if GPUs are unknown) are compared per GPU."
+    "A connector is ahead only if both searches converged and its rate is higher with a probability of at "
+    f"least {AHEAD:.0%}, computed from all trials of both searches. Brackets show the 90 % interval of the "
+    "ratio. The interval does not cover the variation between repeated runs. Rates with unequal "
+    "numbers of GPUs (engines, if GPUs are unknown) are compared per GPU."
 )
 WHICH_TRIAL: Final = (
     "Milliseconds in the trial with the highest rate that met the SLO, at or below the result; `rate` is "

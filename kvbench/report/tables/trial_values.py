@@ -125,4 +125,4 @@ def time_line(run: RunFolder) -> str:
     share = None if SIMULATED in run.labels else measuring_share(run.all_trials)
     if share is None:
         return ""
-    return f"{len(run.all_trials)} trials; load was offered in {share:.0%} of the deployments' uptime"
+    return f"{len(run.all_trials)} trials; load was offered for {share:.0%} of the deployments' uptime"

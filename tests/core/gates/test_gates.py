@@ -434,7 +434,9 @@ def test_slots_bound_what_a_trial_can_say() -> None:
     assert fired(evidence(long, slo, engines=engines(decode={"slots": 10}))) == {}
     verdict, reason, _ = judge(evidence(long, slo, engines=engines(decode={"slots": 9})))
     assert verdict == "missed"
-    assert reason.startswith("decode runs 9 sequences at once; at 0.40 s each that holds 22.50 requests")
+    assert reason.startswith(
+        "each decode engine runs 9 sequences at once; at 0.40 s per sequence, 1 × 9 slots serve at most 22.50"
+    )
     assert fired(evidence(long, slo, engines=engines(decode={"slots": 5, "instances": 2}))) == {}
     free = {"running_peak": 4, "queued_samples": 9, "full_samples": 3}  # it wanders below its peak
     assert fired(evidence(long, slo, engines=engines(decode={**free, "slots": 64}))) == {}
@@ -795,7 +797,7 @@ def test_a_growing_queue_is_missed_though_every_request_is_in_time() -> None:
     assert found.attained
     verdict, reason, findings = judge(found)
     assert verdict == "missed"
-    assert reason.startswith("the queue grows: by ")
+    assert reason.startswith("the queue grows by ")
     assert {finding.gate: finding.level for finding in findings} == {
         "growing_queue": "warning",
         "too_short": "warning",
@@ -988,7 +990,7 @@ def test_a_router_that_got_no_core_is_not_the_limit(client: ClientFigures) -> No
     assert verdict == "invalid"
     assert fired(found) == {"host_starved": "invalid", "machine_disturbed": "invalid"}
     assert reason.startswith(
-        "the host was starved of CPU: the router used 2% of a core, waited for one for 45%"
+        "the host was starved of CPU: the router used 2% of a core, waited for a core 45%"
     )
     assert "cc1plus 41%" in reason
 

@@ -398,14 +398,14 @@ def test_slow_steps_are_said_with_what_ran_in_them() -> None:
     told = binding_of(slow([0.02] * 10), SLO, facts)
     assert told.limit == "tpot"
     assert told.evidence == (
-        "at 10 req/s, 100 requests took longer than 15 ms per token: the gap between tokens was 20 ms "
-        "(median) with 8 sequences running on average"
+        "at 10 req/s, 100 requests exceeded a TPOT of 15 ms; their median gap between tokens was 20 ms "
+        "with 8 sequences running on average"
     )
     mixed = [0.01] * 8 + [0.1, 0.1]  # 200 of 280 ms in two steps
     told = binding_of(slow(mixed), SLO, replace(facts, use={"aggregated": Use()}))
     assert told.evidence == (
-        "at 10 req/s, 100 requests took longer than 15 ms per token: the gap between tokens was 10 ms (median"
-        "), and 71% of their decode time was in steps that also computed prompts"
+        "at 10 req/s, 100 requests exceeded a TPOT of 15 ms; their median gap between tokens was 10 ms"
+        ", and 71% of their decode time was in steps that also computed prompts"
     )
     assert told.shares["long_gaps"] == pytest.approx(200 / 280)
     told = binding_of(slow(mixed), SLO, facts)

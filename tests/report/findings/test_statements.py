@@ -112,7 +112,7 @@ def test_refused_trials_and_warnings_are_suspicious_with_their_advice() -> None:
     found = [each for each in statements(load_run(REFERENCE / "vllm-cpu-tiny")) if each.kind == "suspicious"]
     those, late = found
     assert those.text.startswith(
-        "2 of 60 trials were refused and count neither as met nor as missed (client_limited 2)"
+        "2 of 60 trials are invalid and count neither as met nor as missed (client_limited 2)"
     )
     assert late.rule == "client_limited"
     assert late.advice

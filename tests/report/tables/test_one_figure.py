@@ -150,7 +150,7 @@ HOVER = [
         r"(, P50 (?P<middle>[\d.]+|–); (?P<verdict>\w+))?",
         r"(?P<name>.+): (?P<arrived>[\d.]+) req/s arrived, (?P<request_goodput>[\d.]+) req/s completed "
         r"within the SLO",
-        rf"(?P<name>.+), {RATE}: (?P<output_per_gpu>[\d.]+) tokens/s, (?P<each_user>[\d.]+) for each user",
+        rf"(?P<name>.+), {RATE}: (?P<output_per_gpu>[\d.]+) tokens/s, (?P<each_user>[\d.]+) per user",
         r"(?P<trial_id>\S+): at most (?P<peak_in_flight>\d+) in flight",
         r"(?P<trial_id>\S+): at most (?P<peak_waiting>\d+) waiting for the first token",
         r"(?P<name>[^,]+), (?P<part>[^:]+(: \w[\w ]*)?): (?P<part_ms>[\d.]+) ms",
