@@ -141,7 +141,8 @@ def _least_s(history: TrialHistory, rate: float) -> float:
 
 def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> SearchAnswer:
     """Return the best answer so far: the rate that a trial has confirmed, or else the most likely one. A rate
-    needs a met trial at or below it; the lower bound does not exceed the highest met rate."""
+    needs a met trial at or below it; the lower bound does not exceed the highest met rate, unless the search
+    ended by a replay, whose interval needs no verdict."""
     settled = _settled(history, estimate)
     found = settled if settled is not None else _most_likely(history, estimate)
     lower: float | None = None
@@ -157,7 +158,8 @@ def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> 
         met = [
             each.rate for each in tried if each.verdict == "met" and each.rate <= max(estimate.upper, found)
         ]
-        lower, upper = min(estimate.lower, found, max(met)), max(estimate.upper, found)
+        shown = found if settled is not None and history.trusted_replay is not None else max(met)
+        lower, upper = min(estimate.lower, shown, found), max(estimate.upper, found)
         if settled is None and lower < limits.min_rate:
             lower = 0.0  # nothing below it was tried
     elif tried and all(each.verdict == "missed" for each in tried):
