@@ -393,3 +393,19 @@ def test_measured_trials_are_met_again_on_virtual_time(connector: str, ttft_marg
     assert np.median(ttft) == pytest.approx(1.0, abs=ttft_margin)
     assert np.median(tpot) == pytest.approx(1.0, abs=0.1)
     assert np.median(share) <= 0.05
+
+
+def test_a_search_that_replays_explain_ends_with_their_interval(tmp_path: Path) -> None:
+    sets = (
+        "connectors=[aggregated]",
+        "workload.input_len=[256]",
+        "search.precision=0.1",
+        "search.max_trial_s=12",
+    )
+    _, run = simulated(tmp_path, sets=sets)
+    answer = run.cells[0].answer or {}
+    replay = answer["replay"]
+    assert answer["status"] == "converged"
+    assert replay["decides"]
+    assert [answer["lower"], answer["upper"]] == pytest.approx([replay["lower"], replay["upper"]], rel=1e-3)
+    assert replay["upper"] / replay["lower"] < 1.2
