@@ -342,7 +342,7 @@ def test_the_terminal_table_fits_100_columns_and_says_what_matters(special: RunF
     assert "→ kvbench doctor" in text
     assert "refused: corrupt" in text
     assert "no tested rate met the SLO" in text
-    assert "trials were refused" in text
+    assert "trials are invalid" in text
     assert str(special.path) in text
     for each in summary_table(special):
         assert each.answer.text() in table
@@ -380,7 +380,7 @@ def test_gates_that_saw_nothing_are_named_once_for_all_that_lack_the_same(full: 
     rows = summary_table(blind)
     found = [note.text for note in notes(blind, rows) if "checks not run" in note.text]
     assert found
-    assert all("warm_cache (no /metrics)" in text for text in found)
+    assert all(": warm_cache" in text and "(no /metrics)" in text for text in found), found
     assert len(found) <= len({row.name for row in rows})
     for name in ("terminal", "markdown", "html", "notebook"):
         report = build(blind, writers=(name,))  # type: ignore[arg-type]
