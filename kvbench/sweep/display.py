@@ -47,7 +47,7 @@ LONGER: Final = 0.25
 FROM, TO = 2.0, 6.0
 """Trials after which an interval's width begins to predict the remaining number, and predicts it alone."""
 BURSTS: Final = 6
-BURST_S: Final = 12.0
+BURST_TRIAL_S: Final = 12.0
 """Burst trials of a cell and their mean length, in seconds: five of arrivals, and the rest until the last
 answer."""
 _TRIALS: Final = "trials"
@@ -136,7 +136,7 @@ class TimeLeft:
         if not known.records:
             return self._cell_of_others_s(cell)
         bursts = sum(record.method == "burst" for record in known.records)
-        bursts_s = BURST_S * max(BURSTS - bursts, 1) * self._plan.scenario.search.compare_burst
+        bursts_s = BURST_TRIAL_S * max(BURSTS - bursts, 1) * self._plan.scenario.search.compare_burst
         if bursts and bursts_s:
             return bursts_s
         own_s = self._next_trial_s(known) * self._trials_left(known) + bursts_s
