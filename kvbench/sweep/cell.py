@@ -12,7 +12,7 @@ from kvbench.core.canaries.answer_kinds import CanaryResult
 from kvbench.core.canaries.tally import Tally
 from kvbench.core.metrics.limit import limit_of_cell
 from kvbench.core.plan.plan import Plan
-from kvbench.core.plan.prospect import KnownCell, Prospect, may_suffice, prospect_of, seen_of, shortfall_text
+from kvbench.core.plan.prospect import Prospect, prospect_of, seen_of
 from kvbench.core.records import MAIN_METHODS, Cell, Method, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import BurstSearch
@@ -283,7 +283,6 @@ class CellRunner(CellWork):
         precision: float,
     ) -> float:
         """Run the trials of a search and append them; return the seconds left."""
-        noted = True if records else None
         earlier, budget = self._knowledge.earlier, self._knowledge.budget
         stored = earlier.tried(attempt.cell, attempt.method)[len(records) :]
         if stored:
@@ -324,9 +323,7 @@ class CellRunner(CellWork):
                     latency_s = median_ms / 1e3
                 if not again:
                     self._watcher.trial_finished(record, strategy.standing())
-                if noted is None:
-                    noted = self._foretell(attempt, strategy, records)
-                if not noted and len(records) == foreseen_after(search.max_trials):
+                if len(records) == foreseen_after(search.max_trials):
                     self._foresee(attempt, strategy)
         return left_s
 
@@ -337,20 +334,6 @@ class CellRunner(CellWork):
         """Return whether the cell's interval is clear of those of all other connectors at its lengths."""
         budget, found = self._knowledge.budget, strategy.standing() if self._knowledge.budget.cells else None
         return found is not None and budget.overlaps(cell, found.lower, found.upper) is False
-
-    def _foretell(self, attempt: Attempt, strategy: Strategy, records: Sequence[TrialRecord]) -> bool | None:
-        """Report as soon as known that the time is too short, and return whether it is; None before."""
-        found = self._prospect(attempt.method, strategy, "", records)
-        if found is None:
-            return None
-        search = self._scenario.search
-        at_the_end = records[-1].request_rate >= search.max_rate
-        if at_the_end or may_suffice(search, found[1]):
-            return False
-        slo = self._scenario.slo.main()
-        text = shortfall_text(search, slo, found[1], found[0])
-        self._watcher.note(f"{attempt.cell.key}: {text}", caveat=True)
-        return True
 
     def _foresee(self, attempt: Attempt, strategy: Strategy) -> None:
         """Report after some trials if the rest will probably not suffice."""
@@ -367,15 +350,14 @@ class CellRunner(CellWork):
 
     def _prospect(
         self, method: Method, strategy: Strategy, tier: str, records: Sequence[TrialRecord]
-    ) -> tuple[KnownCell, Prospect] | None:
+    ) -> Prospect | None:
         """Estimate what the trials allow, from the first one that bounds the answer."""
         if self._scenario.workload.sessions is not None:
             return None  # the forecast assumes independent requests
         if method not in MAIN_METHODS or not strategy.searched or (seen := seen_of(records)) is None:
             return None
         slos = self._scenario.slo.by_tier()
-        found = prospect_of(self._scenario, slos.get(tier) or next(iter(slos.values())), seen)
-        return None if found is None else (seen, found)
+        return prospect_of(self._scenario, slos.get(tier) or next(iter(slos.values())), seen)
 
     def _turns(self) -> Sequence[tuple[LoadMode | None, int]]:
         """Modes and repeats of one load: once, except with ``Fixed.both_modes``."""
@@ -409,7 +391,7 @@ class CellRunner(CellWork):
         for place, (tier, found) in enumerate(answers.items()):
             answer = dict(found)
             if (prospect := self._prospect(method, strategy, tier, records)) is not None:
-                answer["time_allows"] = round(prospect[1].moderate, 4)
+                answer["time_allows"] = round(prospect.moderate, 4)
             rate = answer["max_request_rate"]
             if main and place == 0 and rate is not None:
                 self._knowledge.rates[cell] = rate

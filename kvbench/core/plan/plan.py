@@ -179,7 +179,7 @@ def notes(scenario: Scenario) -> Iterator[str]:
     expected = prospects(scenario)
     if expected and all(each.even > search.precision for each in expected):
         best = min(expected, key=lambda each: each.even)
-        yield f"the requested precision is out of reach: {shortfall_text(search, slo, best)}"
+        yield f"the requested precision is out of reach: {shortfall_text(search, best)}"
 
 
 Role = Literal["prefill", "decode", "aggregated"]

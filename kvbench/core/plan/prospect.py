@@ -1,48 +1,34 @@
-"""Precision that a search's trials allow, by its time, SLO, rate and the latency of one request alone.
+"""Precision that a search's trials allow, by the number of requests near the result.
 
-Near capacity the waiting time is that of a reflected Brownian motion (``core.search.posterior.queue_model``).
-k² is the sum of the squared coefficients of variation of arrivals and services: 1 for even services at
-Poisson arrivals, 2 for exponential ones, more with heavy tails. *Headroom* (``slack``) is the time that a
-limit leaves for waiting.
-
-1. The share beyond the limit is about load · exp(−depth · (1 − load)).
-2. At the highest rate it changes by 1 + s per cent for each per cent of the rate, s = 2 · slack · rate / k²,
-   and depth = s − ln(share allowed).
-3. The queue forgets its state after ``memory`` slacks. Independent moments M = seconds / (slack · memory), at
-   most the number of requests (a clump of correlated requests counts as one).
-4. A share p is known with the relative error √((1 − p) / (p · M)), a mean with √(1 / M).
-5. That error divided by the steepness is the error of the rate."""
+While replays decide (``core.search.by_replay``), the relative half-width of a 90 % interval falls to a floor:
+√(floor² + z² · variation / requests). Floor and variations are those of 95 searches of random systems of
+known rates, their quartiles."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from kvbench.core.records import TrialRecord
 from kvbench.core.scenario.goals import Search
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.search.data import LONGEST, MEMORY, SECONDS, TRIAL_LATENCIES, WAITS, requests_s
+from kvbench.core.search.data import LONGEST, SECONDS, TRIAL_LATENCIES, WAITS, requests_s
 from kvbench.core.slo import Criterion, Slo
 
-EVEN: Final = 1.5
-"""k² (see above) of a system whose requests take about the same time."""
-MODERATE: Final = 2.5
-UNEVEN: Final = 8.0
-"""k² with heavy tails."""
-KNOWN: Final = 0.8
-"""Share of the arrival variance that is explained, since arrivals are known (``queue_model``)."""
-LEFT: Final = 0.15
-"""Lower bound on the residual share of the variance."""
+FLOOR: Final = 0.03
+"""Half-width that more requests do not reduce: models differ, and so do trials."""
+EVEN: Final = 1.2
+"""Variation (see above) of systems whose requests take about the same time."""
+MODERATE: Final = 7.5
+UNEVEN: Final = 43.0
+"""Variation with heavy tails."""
 Z90: Final = 1.645
 SPENT: Final = 4
 """Trials that a search spends before it is near: a saturation probe and some steps from both sides."""
 LEAST_SLACK: Final = 0.02
 """Smallest TTFT headroom that counts, as a fraction of the limit."""
-ENOUGH: Final = 0.6
-"""Fraction of the requested precision that the trials must allow: a search does not know its system's
-variation, and trials differ among themselves."""
 ROUND_RATES: Final = (1.0, 10.0, 100.0)
 IN_SIGHT: Final = 3.0
 """A mean above this multiple of its limit says nothing about the rate."""
@@ -51,28 +37,17 @@ IN_SIGHT: Final = 3.0
 @dataclass(frozen=True)
 class KnownCell:
     """Known about a cell: a rate near the result (requests/s), the TTFT and the latency of one request alone
-    in seconds, and the number of correlated requests that count as one."""
+    in seconds."""
 
     rate: float
     first_s: float
     latency_s: float
-    clump: float = 1.0
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One criterion: the share that may miss (None for a mean), and the seconds that its limit leaves for
-    waiting (0 if only later tokens are limited)."""
-
-    allowed: float | None
-    slack_s: float
-
-    @classmethod
-    def of(cls, slo: Slo, alone: KnownCell) -> Iterator[Asked]:
-        """Yield each criterion that has limits."""
-        for each in slo.all_criteria():
-            if each.limits:
-                yield cls(1.0 - each.target if each.kind == "share" else None, _slack_s(each, alone))
+def slack_s(slo: Slo, alone: KnownCell) -> float:
+    """Return the longest headroom of the criteria: the seconds that a limit leaves for waiting, 0 if only
+    later tokens are limited."""
+    return max((_slack_s(each, alone) for each in slo.all_criteria()), default=0.0)
 
 
 def _slack_s(criterion: Criterion, alone: KnownCell) -> float:
@@ -85,22 +60,9 @@ def _slack_s(criterion: Criterion, alone: KnownCell) -> float:
     return min(slacks, default=0.0)
 
 
-def half_width(
-    asked: Asked, seen: KnownCell, variation: float, seconds: float, burstiness: float = 1.0
-) -> float:
-    """Return the relative half-width of the 90 % interval of the highest rate after ``seconds`` of trials
-    near it. ``variation``: k²; ``burstiness``: of the arrivals, 1 for Poisson. Without headroom no request
-    waits for others, and the share of misses grows in proportion to the rate."""
-    allowed = 1.0 if asked.allowed is None else -math.log(asked.allowed)
-    steepness = 2.0 * asked.slack_s * seen.rate / variation
-    moments = seen.rate * seconds / seen.clump
-    if steepness:
-        depth = steepness + allowed
-        forgets_s = asked.slack_s * MEMORY / (depth * max((1.0 - steepness / depth) ** 2, 1e-6))
-        left = max(1.0 - KNOWN / burstiness / variation, LEFT)
-        moments = min(moments, seconds / forgets_s / left)
-    chance = 1.0 if asked.allowed is None else (1.0 - asked.allowed) / asked.allowed
-    return Z90 * math.sqrt(chance / moments) / (1.0 + steepness)
+def half_width(requests: float, variation: float) -> float:
+    """Return the relative half-width of the 90 % interval of the highest rate after ``requests`` near it."""
+    return math.hypot(FLOOR, Z90 * math.sqrt(variation / requests))
 
 
 def trial_s(search: Search, rate: float, latency_s: float, slack_s: float) -> float:
@@ -127,21 +89,17 @@ class Prospect:
 
 def prospect_of(scenario: Scenario, slo: Slo, seen: KnownCell) -> Prospect | None:
     """Return the precision that the trials allow at a known rate."""
-    search, burstiness = scenario.search, scenario.workload.burstiness
-    criteria = list(Asked.of(slo, seen))
-    if not criteria:
+    search = scenario.search
+    if not any(each.limits for each in slo.all_criteria()):
         return None
-    long_s = trial_s(search, seen.rate, seen.latency_s, max(each.slack_s for each in criteria))
+    long_s = trial_s(search, seen.rate, seen.latency_s, slack_s(slo, seen))
     trials = max(1, search.max_trials - SPENT)
     if search.budget_s is not None:
         share_s = search.budget_s / (len(scenario.connectors) * len(scenario.workload.input_len))
         trials = max(1, min(trials, round(share_s / long_s)))
         long_s = min(long_s, share_s / trials)
-
-    def worst(variation: float) -> float:
-        return max(half_width(each, seen, variation, trials * long_s, burstiness) for each in criteria)
-
-    return Prospect(seen.rate, trials, long_s, worst(EVEN), worst(MODERATE), worst(UNEVEN))
+    widths = (half_width(seen.rate * trials * long_s, each) for each in (EVEN, MODERATE, UNEVEN))
+    return Prospect(seen.rate, trials, long_s, *widths)
 
 
 def seen_of(records: Sequence[TrialRecord]) -> KnownCell | None:
@@ -156,16 +114,8 @@ def seen_of(records: Sequence[TrialRecord]) -> KnownCell | None:
         first_s.append(first / 1e3)
         latency_s.append(whole / 1e3)
         if all(_in_sight(each) for each in summary.get("criteria") or ()):
-            counted = (summary.get("judged_met") or 0) + (summary.get("judged_missed") or 0)
-            clump = counted / max(summary.get("effective_n") or counted, 1.0)
-            return KnownCell(record.request_rate, min(first_s), min(latency_s), max(clump, 1.0))
+            return KnownCell(record.request_rate, min(first_s), min(latency_s))
     return None
-
-
-def may_suffice(search: Search, prospect: Prospect) -> bool:
-    """Return whether the trials allow the requested precision on a system of moderate variation. The system's
-    own variation is known after some trials only (``RateSearch.foreseen``)."""
-    return prospect.moderate <= ENOUGH * search.precision
 
 
 def prospects(scenario: Scenario) -> tuple[Prospect, ...]:
@@ -191,10 +141,6 @@ def _in_sight(criterion: dict[str, Any]) -> bool:
 
 MOST_TRIALS: Final = 200
 """Largest number of trials that is advised."""
-TAIL: Final = 0.01
-"""A percentile with at most this share of misses counts as the tail."""
-TIGHT: Final = 0.1
-"""Fraction of the limit: with less headroom, a slightly looser limit helps much."""
 SLOW: Final = 1.0
 """Requests per second below which more time is advised."""
 
@@ -215,39 +161,32 @@ def prospect_text(prospects: Sequence[Prospect]) -> str:
     )
 
 
-def shortfall_text(search: Search, slo: Slo, prospect: Prospect, seen: KnownCell | None = None) -> str:
+def shortfall_text(search: Search, prospect: Prospect) -> str:
     """Return which precision the time does not allow, and what would help."""
-    where = f"near {prospect.rate:.3g} req/s {prospect.trials} trials of {prospect.trial_s:.3g} s"
-    allow = f"allow ±{_percent(prospect.even)} % at best"
-    if not prospect.even > search.precision:
-        allow = f"allow ±{_percent(prospect.moderate)} % unless services are even"
-    helps = "; ".join(_helps(search, slo, prospect, seen))
-    return f"{where} {allow}, and ±{_percent(search.precision)} % is requested: {helps}"
+    helps = "; ".join(_helps(search, prospect))
+    return (
+        f"near {prospect.rate:.3g} req/s {prospect.trials} trials of {prospect.trial_s:.3g} s allow "
+        f"±{_percent(prospect.even)} %, and ±{_percent(search.precision)} % is requested: {helps}"
+    )
 
 
-def _helps(search: Search, slo: Slo, prospect: Prospect, seen: KnownCell | None) -> list[str]:
-    times = (prospect.moderate / (ENOUGH * search.precision)) ** 2
-    wanted = SPENT + math.ceil(prospect.trials * times)
+def _helps(search: Search, prospect: Prospect) -> list[str]:
+    least = math.ceil(120 * FLOOR) / 100
+    if search.precision < least:
+        return [f"search.precision={least:g}"]
+    wanted = Z90**2 * EVEN / (search.precision**2 - FLOOR**2)
+    times = wanted / (prospect.rate * prospect.trials * prospect.trial_s)
+    trials = SPENT + math.ceil(prospect.trials * times)
     found = []
     if search.budget_s is not None:
         found.append(f"search.budget_s={math.ceil(search.budget_s * times)}")
-    elif search.max_trials < wanted <= MOST_TRIALS:
-        found.append(f"search.max_trials={wanted}")
+    elif search.max_trials < trials <= MOST_TRIALS:
+        found.append(f"search.max_trials={trials}")
     if prospect.rate * prospect.trial_s >= 0.99 * search.max_requests and search.max_trial_s is None:
         found.append(f"search.max_requests={math.ceil(search.max_requests * times / 1000) * 1000:d}")
-    asked = () if seen is None else tuple(Asked.of(slo, seen))
-    limits = [(each.limits, each) for each in slo.all_criteria() if each.limits]
-    for (own, _), each in zip(limits, asked, strict=False):
-        limit_s = min((x.limit for x in own if x.metric != "tpot_ms"), default=0.0) / 1e3
-        if limit_s and each.slack_s < max(TIGHT, LEAST_SLACK) * limit_s:
-            found.append(
-                f"a looser limit: {each.slack_s * 1e3:.3g} of {limit_s * 1e3:g} ms remain for waiting"
-            )
-    if any(each.kind == "share" and 1.0 - each.target <= TAIL + 1e-9 for _, each in limits):
-        found.append("a percentile that is not in the tail")
     if prospect.rate < SLOW:
         found.append("more time: few requests come at such a rate")
-    return found or [f"search.precision={math.ceil(prospect.moderate * 100) / 100:g}"]
+    return found or [f"search.precision={math.ceil(prospect.even * 100) / 100:g}"]
 
 
 def _percent(share: float) -> str:
