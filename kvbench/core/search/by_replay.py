@@ -18,7 +18,7 @@ BELOW: Final = 0.3
 BELOW_STEP: Final = 0.1
 """Further distance for each trial that did not confirm the answer, as a share of the precision."""
 BELOW_MOST: Final = 0.6
-"""Largest distance, as a share of the precision."""
+"""Largest distance, as a share of the precision; also until a trial is met, since an answer needs one."""
 ABOVE: Final = 1.15
 """A trial above the answer, as a multiple: it can contradict the replay, and shows what limits the system."""
 UP_MOST: Final = 3.0
@@ -64,7 +64,9 @@ def next_probe(history: TrialHistory, replay: ReplayResult) -> Probe | None:
     if too_far(history, replay):
         return None
     failed = sum(each.purpose == "confirm" and not reached_target(each) for each in history.tried)
-    below = min(min(BELOW + BELOW_STEP * failed, BELOW_MOST) * limits.precision, 0.75 * NEAR)
+    some_met = any(each.verdict == "met" for each in history.tried)
+    below = min(BELOW + BELOW_STEP * failed, BELOW_MOST) if some_met else BELOW_MOST
+    below = min(below * limits.precision, 0.75 * NEAR)
     highest = max(each.rate for each in history.tried)
     rate = history.inside(min(replay.highest / (1 + below), highest * UP_MOST))
     unusable = [each for each, tally in history.bracket.tallies.items() if not history.usable(tally)]
