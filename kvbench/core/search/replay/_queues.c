@@ -222,6 +222,29 @@ play_steps(Py_ssize_t n, const double *arrived, const double *tokens, const doub
     }
 }
 
+/* The same by several engines: request i goes to engine[i]. ``spare`` has 5 n doubles. */
+static void
+play_engines(Py_ssize_t n, const double *arrived, const double *tokens, const double *engine, Py_ssize_t engines,
+             const double *parameters, double *first, double *last, struct job *heap, double *spare)
+{
+    double *arrivals = spare, *lengths = spare + n, *begun = spare + 2 * n, *ended = spare + 3 * n;
+    double *own = spare + 4 * n;
+    for (Py_ssize_t number = 0; number < engines; number++) {
+        Py_ssize_t count = 0;
+        for (Py_ssize_t at = 0; at < n; at++)
+            if (engine[at] == (double)number) {
+                arrivals[count] = arrived[at];
+                lengths[count] = tokens[at];
+                own[count++] = (double)at;
+            }
+        play_steps(count, arrivals, lengths, parameters, begun, ended, heap);
+        for (Py_ssize_t at = 0; at < count; at++) {
+            first[(Py_ssize_t)own[at]] = begun[at];
+            last[(Py_ssize_t)own[at]] = ended[at];
+        }
+    }
+}
+
 #define MOST_BUFFERS 6
 
 struct buffers {
@@ -355,33 +378,41 @@ engine(PyObject *module, PyObject *args)
 static PyObject *
 steps(PyObject *module, PyObject *args)
 {
-    PyObject *objects[4];
+    PyObject *objects[5];
     double parameters[5];
+    Py_ssize_t engines;
     struct buffers buffers;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOdddddOO", &objects[0], &objects[1], &parameters[0], &parameters[1],
-                          &parameters[2], &parameters[3], &parameters[4], &objects[2], &objects[3]))
+    if (!PyArg_ParseTuple(args, "OOOndddddOO", &objects[0], &objects[1], &objects[2], &engines, &parameters[0],
+                          &parameters[1], &parameters[2], &parameters[3], &parameters[4], &objects[3], &objects[4]))
         return NULL;
     if (!(parameters[0] > 0) || !(parameters[3] > 1e-6) || !(parameters[4] >= 1)) {
         PyErr_SetString(PyExc_ValueError, "a step must take time and prompts, and there must be a slot");
         return NULL;
     }
-    if (take(&buffers, objects, 4, 2) < 0)
+    if (take(&buffers, objects, 5, 2) < 0)
         return NULL;
     struct job *heap = malloc((size_t)(buffers.n + 1) * sizeof(struct job));
-    if (heap != NULL) {
+    double *spare = malloc((size_t)(5 * buffers.n + 1) * sizeof(double));
+    PyObject *done = heap == NULL || spare == NULL ? PyErr_NoMemory() : Py_NewRef(Py_None);
+    if (done != NULL) {
         Py_BEGIN_ALLOW_THREADS
-        play_steps(buffers.n, ARRAY(0), ARRAY(1), parameters, ARRAY(2), ARRAY(3), heap);
+        if (engines == 1)
+            play_steps(buffers.n, ARRAY(0), ARRAY(1), parameters, ARRAY(3), ARRAY(4), heap);
+        else
+            play_engines(buffers.n, ARRAY(0), ARRAY(1), ARRAY(2), engines, parameters, ARRAY(3), ARRAY(4), heap,
+                         spare);
         Py_END_ALLOW_THREADS
-        free(heap);
     }
+    free(heap);
+    free(spare);
     release(&buffers);
-    return heap == NULL ? PyErr_NoMemory() : Py_NewRef(Py_None);
+    return done;
 }
 
 static PyMethodDef methods[] = {
     {"steps", steps, METH_VARARGS,
-     "steps(arrived, tokens, alone, each, prefill, prompts, slots, first, last): fills first and last."},
+     "steps(arrived, tokens, engine, engines, alone, each, prefill, prompts, slots, first, last): fills the last two."},
     {"fifo", fifo, METH_VARARGS, "fifo(arrived, work, servers, departed): fills departed."},
     {"fifo_work", fifo_work, METH_VARARGS, "fifo_work(arrived, departed, servers, work): fills work."},
     {"shared", shared, METH_VARARGS, "shared(arrived, work, servers, alone, each, departed): fills departed."},

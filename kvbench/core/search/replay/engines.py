@@ -28,16 +28,19 @@ ENGINES: Final = (1, 2, 4)
 PROMPTS: Final = (0.5, 1.0, 2.0, 4.0, 16.0)
 """Numbers of equal engines behind one router, and limits on prompts per step (below 1: chunked prefill), with
 which the fits begin; values near the best ones follow."""
+FEWER: Final = (0, 1, 2)
+"""Limits on sequences to begin with, as differences from the largest number seen, which noise raises."""
 STARTS: Final = ((0.05, 0.9, 0.02), (0.05, 0.4, 0.02), (0.4, 0.2, 0.02), (0.05, 0.1, 0.5))
 """Shares of the lowest TTFT: step, prompt and transfer of a model to begin a fit with."""
 SAMPLE: Final = 800
 """Requests that the structures are compared on."""
-ROUGH: Final = 60
 FINE: Final = 250
-REFIT: Final = 40
-"""Largest number of simulations of a fit: of one structure among many, of the best ones, of a bootstrap."""
-KEPT: Final = 4
-"""Structures that are fitted more closely."""
+REFIT: Final = 12
+"""Largest number of simulations of a fit: of one of the best structures, of a bootstrap."""
+ROUNDS: Final = ((20, 16), (60, 4), (FINE, 1))
+"""The same of a structure in each round of the comparison, and how many structures the next round keeps."""
+HOPELESS: Final = 0.2
+"""Error beyond which no structure near the best one explains the trials: it may halve, not more."""
 WARM_UP: Final = 5
 """First requests of a trial that are not compared: the simulation starts from an empty system."""
 LARGEST: Final = 1.0
@@ -127,12 +130,10 @@ class EngineModel:
         """Return first and last token in seconds. ``turn``: number of each request; selects its engine."""
         step, sequence, prompt, transfer, delay = self.seconds
         lengths = np.zeros(len(tokens)) if self.pair else tokens
-        first_s, last_s = np.empty(len(arrived_s)), np.empty(len(arrived_s))
-        for engine in range(self.engines):
-            own = turn % self.engines == engine if self.engines > 1 else slice(None)
-            first_s[own], last_s[own] = queues.steps(
-                arrived_s[own], lengths[own], max(step, LEAST), sequence, prompt, self.prompts, self.slots
-            )
+        first_s, last_s = queues.steps(
+            *(arrived_s, lengths, max(step, LEAST), sequence, prompt, self.prompts, self.slots),
+            None if self.engines == 1 else queues.doubles(turn % self.engines),
+        )
         if self.pair:
             order = np.argsort(first_s, kind="stable")
             first = queues.fifo(first_s[order], np.full(len(order), transfer), 1)
@@ -193,19 +194,35 @@ def engine_model(trials: tuple[TrialRequests, ...]) -> EngineModel | None:
     if len(load.begun) < FEWEST or not queues.COMPILED:  # Python alone would take minutes
         return None
     sample = JoinedTrials.of(trials, max(SAMPLE // len(trials), 60))
-    rough = [_fitted(start, sample, ROUGH) for start in _starts(float(load.ttft_s.min()), decode)]
-    rough.sort(key=lambda model: model.error)
-    fine = [_fitted(model, sample, FINE) for model in rough[:KEPT]]
-    best = _fitted(min(fine, key=lambda model: model.error), load, FINE)
-    most = max(_most_decoding(trial) for trial in trials)
-    if not best.pair:
-        limited = replace(best, slots=max(float(most // best.engines), 1.0))
-        best = min([best, _fitted(limited, load, FINE)], key=lambda model: model.error)
+    starts = list(_starts(float(load.ttft_s.min()), decode))
+    best, most = _likeliest(starts, sample), max(map(_most_decoding, trials))
+    if best.error > HOPELESS:
+        limits = [max(float(most - fewer), 1.0) for fewer in FEWER]
+        limited = [replace(starts[-1], engines=1, slots=slots) for slots in limits if not starts[-1].pair]
+        best = min([best, *(_fitted(model, sample, FINE) for model in limited)], key=_error)
+    if best.error > HOPELESS:
+        return None
+    best = _fitted(best, load, FINE)
+    if not best.pair and best.slots == math.inf:
+        limited = [replace(best, slots=max(float(most // best.engines), 1.0))]
+        best = min([best, *(_fitted(model, load, FINE) for model in limited)], key=_error)
+    done: set[tuple[float | Times, ...]] = set()
     for near in (_with_other_prompts, _with_other_engines, _with_other_prompts):
-        tried = [_fitted(model, load, FINE) for model in near(best)]
-        best = min([best, *tried], key=lambda model: model.error)
+        others = {(each.engines, each.prompts, each.seconds): each for each in near(best)}
+        tried = [_fitted(other, load, FINE) for key, other in others.items() if key not in done]
+        best = min([best, *tried], key=_error)
+        done.update(others)
     simulated, decoded = load.compared(best)
     return replace(best, noise=(np.sort(1 / simulated), np.sort(1 / decoded) if len(decoded) else np.ones(1)))
+
+
+def _likeliest(models: Sequence[EngineModel], load: JoinedTrials) -> EngineModel:
+    """Return the model with the smallest error, by ``ROUNDS`` of fits; rough ones if all are hopeless."""
+    for simulations, kept in ROUNDS:
+        models = sorted((_fitted(model, load, simulations) for model in models), key=_error)[:kept]
+        if models[0].error > HOPELESS:
+            break
+    return models[0]
 
 
 def engine_objections(trials: Sequence[TrialRequests], model: EngineModel) -> tuple[str, ...]:
@@ -292,6 +309,10 @@ def _smallest(
         if before - least < ENOUGH * before:
             break
     return logs, least
+
+
+def _error(model: EngineModel) -> float:
+    return model.error
 
 
 def _with_other_prompts(model: EngineModel) -> list[EngineModel]:

@@ -150,22 +150,46 @@ def steps(
     prefill: float,
     prompts: float,
     slots: float = math.inf,
+    engine: FloatArray | None = None,
     *,
     compiled: bool = COMPILED,
 ) -> tuple[FloatArray, FloatArray]:
-    """Return first and last tokens of one engine that works in steps, as continuous batching does.
+    """Return first and last tokens of engines that work in steps, as continuous batching does.
 
     A step computes at most ``prompts`` waiting prompts (or a part of one), gives each decoding request a
     token, and lasts ``alone + each × (decoding requests) + prefill × (prompts computed)``. The step that ends
-    a prompt gives its first token. At most ``slots`` requests are present at once.
+    a prompt gives its first token. At most ``slots`` requests are present at once. ``engine``: number of the
+    engine of each request, from 0; None is one engine.
     """
     arrived_s, tokens = doubles(arrived_s), doubles(tokens)
     first_s, last_s = np.empty(len(arrived_s)), np.empty(len(arrived_s))
     if compiled:
-        _queues.steps(arrived_s, tokens, alone, each, prefill, prompts, slots, first_s, last_s)
+        engines = 1 if engine is None else int(engine.max(initial=0)) + 1
+        numbers = arrived_s if engine is None else doubles(engine)
+        _queues.steps(
+            *(arrived_s, tokens, numbers, engines, alone, each, prefill, prompts, slots, first_s, last_s)
+        )
         return first_s, last_s
+    for number in (0.0,) if engine is None else np.unique(engine):
+        own = slice(None) if engine is None else engine == number
+        first_s[own], last_s[own] = _steps(
+            arrived_s[own].tolist(), tokens[own].tolist(), alone, each, prefill, prompts, slots
+        )
+    return first_s, last_s
+
+
+def _steps(
+    arrivals: list[float],
+    lengths: list[float],
+    alone: float,
+    each: float,
+    prefill: float,
+    prompts: float,
+    slots: float,
+) -> tuple[list[float], list[float]]:
+    first_s, last_s = [0.0] * len(arrivals), [0.0] * len(arrivals)
     heap: list[tuple[float, int]] = []
-    arrivals, lengths, count = arrived_s.tolist(), tokens.tolist(), len(arrived_s)
+    count = len(arrivals)
     upcoming, taken, now, clock, left = 0, 0, 0.0, 0.0, 0.0
     while upcoming < count or heap:
         if not heap and taken == upcoming and arrivals[upcoming] > now:

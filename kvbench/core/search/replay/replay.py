@@ -10,7 +10,7 @@ contradicts a model is an objection to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Final
@@ -40,10 +40,18 @@ from kvbench.core.search.trial_requests import FAR, Goal, Latencies, Objective, 
 
 LONG: Final = 100_000
 SHORT: Final = 24_000
-"""Requests of the longest load, and of one that shows how the root moves."""
+SHORTEST: Final = 12_000
+"""Requests of the longest load, of one that shows how the root moves, and of one that finds it roughly."""
 SATURATING: Final = 3000
 """Requests of a load that arrives at once."""
-BISECTIONS: Final = 15
+BISECTIONS: Final = 12
+SECANTS: Final = 12
+"""Largest numbers of trial rates, of the shortest load and of the longest."""
+ROUGHLY: Final = 0.01
+EXACTLY: Final = 2e-4
+"""Relative distance of the first two rates of the longest load, and of two that are near enough."""
+ENOUGH: Final = 5e-5
+"""A score this near 0 is 0."""
 BOOTSTRAPS: Final = 24
 MODELS: Final = 3
 """Largest number of families to average."""
@@ -151,16 +159,47 @@ class UnitLoad:
         return objective.worst(cut)
 
     def root(self, model: Model, objective: Objective) -> float:
-        """Return the rate at which the SLO is just met, by bisection from a hundredth of the capacity."""
-        high = model.capacity(self.tokens[:SATURATING])
-        low = 0.01 * high
+        """Return the rate at which the SLO is just met, from a hundredth of the capacity: by bisection with a
+        short load, then by secants with the longest (Illinois method)."""
+        top = math.log(model.capacity(self.tokens[:SATURATING]))
+        low, high = top - math.log(100), top
         for _ in range(BISECTIONS):
-            middle = math.sqrt(low * high)
-            if self.score(model, objective, middle, model.longest) >= 0:
-                low = middle
-            else:
-                high = middle
-        return math.sqrt(low * high)
+            rate = (low + high) / 2
+            low, high = (
+                (rate, high) if self.score(model, objective, math.exp(rate), SHORTEST) >= 0 else (low, rate)
+            )
+        return math.exp(
+            _zero(
+                lambda rate: self.score(model, objective, math.exp(rate), model.longest),
+                (low + high) / 2,
+                top - math.log(100),
+                top,
+            )
+        )
+
+
+def _zero(score: Callable[[float], float], begin: float, least: float, most: float) -> float:
+    """Return where a decreasing score crosses 0, by secants within a bracket around ``begin``."""
+    here, before = begin, begin
+    by_here = by_before = score(begin)
+    step = math.copysign(ROUGHLY, by_here)
+    while (by_here >= 0) == (by_before >= 0):
+        if here in (least, most):
+            return here
+        before, by_before = here, by_here
+        here, step = min(max(here + step, least), most), 2 * step
+        by_here = score(here)
+    for _ in range(SECANTS):
+        if abs(here - before) < EXACTLY or abs(by_here) < ENOUGH:
+            break
+        last, by_last = here, by_here
+        here -= by_here * (here - before) / (by_here - by_before)
+        by_here = score(here)
+        if (by_here >= 0) != (by_last >= 0):
+            before, by_before = last, by_last
+        else:
+            by_before /= 2
+    return here
 
 
 @lru_cache(maxsize=16)

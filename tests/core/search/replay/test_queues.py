@@ -63,6 +63,14 @@ def test_a_full_engine_lets_requests_wait_for_a_slot() -> None:
     assert last.tolist() == [4.0, 6.0]
 
 
+@pytest.mark.parametrize("compiled", [False, queues.COMPILED])
+def test_engines_in_steps_don_t_wait_for_each_other(compiled: bool) -> None:
+    first, _ = queues.steps(
+        np.zeros(4), np.zeros(4), 1.0, 0.0, 0.5, 1.0, engine=np.array([0.0, 1, 0, 2]), compiled=compiled
+    )
+    assert first.tolist() == [1.5, 1.5, 3.0, 1.5]
+
+
 @pytest.mark.skipif(not queues.COMPILED, reason="installed without a compiler")
 @pytest.mark.parametrize("servers", [1, 3, 17])
 def test_the_compiled_sums_are_those_of_python(servers: int) -> None:
@@ -92,6 +100,9 @@ def _played(
         queues.shared(arrived, work, servers, 1.0, 0.02, compiled=compiled),
         *queues.engine(arrived, 0.5 * work, tokens, 0.01, 0.001, 9, compiled=compiled),
         *queues.steps(arrived, tokens, 0.01, 0.001, 0.05, 1.7, 9.0, compiled=compiled),
+        *queues.steps(
+            arrived, tokens, 0.01, 0.001, 0.05, 1.7, 9.0, np.floor(3 * work) % 4, compiled=compiled
+        ),
     ]
 
 
@@ -127,6 +138,6 @@ def test_the_compiled_module_refuses_what_it_cannot_play() -> None:
     with pytest.raises(ValueError, match="a slot"):
         _queues.engine(good, good, good, 1.0, 0.0, 0, np.zeros(3), np.zeros(3))
     with pytest.raises(ValueError, match="a step must take time"):
-        _queues.steps(good, good, 0.0, 0.0, 0.0, 1.0, 1.0, np.zeros(3), np.zeros(3))
+        _queues.steps(good, good, good, 1, 0.0, 0.0, 0.0, 1.0, 1.0, np.zeros(3), np.zeros(3))
     with pytest.raises((TypeError, BufferError)):
         _queues.fifo([0.0], [0.0], 1, [0.0])
