@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -357,6 +358,25 @@ def test_a_real_engine_is_not_called_emulated(full: RunFolder) -> None:
 def test_what_others_wrote_is_not_read_as_markup(full: RunFolder) -> None:
     run = replace(full, warnings=["a [bold]strange[/nothing] path"])
     assert "a [bold]strange[/nothing] path" in printed(run)
+
+
+def test_the_screen_counts_the_warnings_that_the_page_lists(full: RunFolder, special: RunFolder) -> None:
+    noted = replace(special, warnings=["line 3 of trials.jsonl is cut off"])
+    counts = []
+    for run in (full, special, noted):
+        console = Console(file=io.StringIO(), width=100)
+        render_terminal(run, console, writer="screen")
+        assert isinstance(console.file, io.StringIO)
+        (said,) = re.findall(r"report \((\w+) warnings?\):", console.file.getvalue())
+        blocks = [block for section in build(run, writers=("html",)).sections for block in section.blocks]
+        listed = [block for block in blocks if block.title.startswith("Warnings (")]
+        counts.append(sum(len(block.notes) for block in listed))
+        assert [block.title for block in listed] == ([f"Warnings ({said})"] if said != "no" else [])
+        assert counts[-1] == (int(said) if said != "no" else 0)
+        caveats = [note for block in blocks if block.title.startswith("Caveats (") for note in block.notes]
+        assert not [note for block in listed for note in block.notes if note in caveats]  # none twice
+    assert counts[1] > 1
+    assert counts[2] == counts[1] + 1
 
 
 def test_warnings_of_supporting_trials_stand_beside_the_table(full: RunFolder) -> None:

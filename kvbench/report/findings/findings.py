@@ -308,18 +308,25 @@ def warned(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
         )  # fmt: skip
 
 
+WARNINGS: Final = KIND_WORDS["suspicious"]
 OPEN: Final = (KIND_WORDS["ahead"],)
 """Kinds that the HTML report expands by default, besides invalid findings."""
 _UNTOLD: Final = "inconclusive from this data: "
 
 
-def folded(found: Sequence[Statement], rule: str = "") -> Iterator[Block]:
-    """Yield a block per kind. ``rule``: the ordering rule, shown with comparisons."""
-    for words, mine in by_kind(found).items():
+def folded(found: Sequence[Statement], rule: str = "", warnings: Sequence[Note] = ()) -> Iterator[Block]:
+    """Yield a block per kind. ``rule``: the ordering rule, shown with comparisons. ``warnings``: all warnings
+    of the run, those of its setup included; without them, only the statements' are shown."""
+    kinds = by_kind(found)
+    if warnings:
+        kinds.setdefault(WARNINGS, [])
+    for words, mine in kinds.items():
         tabled = [each for each in mine if _rows(each)]
         rows = [row for each in tabled for row in _rows(each)]
         table = _table(words, rows) if len(rows) > 1 else None
         notes = as_notes(mine if table is None else (each for each in mine if each not in tabled))
+        if words == WARNINGS and warnings:
+            notes = list(warnings)
         advice = dict.fromkeys(each.advice for each in tabled if each.advice and table is not None)
         said = [rule if words in OPEN else "", "; or ".join(advice)]
         count = len(table.cells if table else ()) + len(notes)

@@ -26,7 +26,6 @@ from kvbench.report.findings.notes import (
     notes_of_load,
     run_tally,
     status_lines,
-    warnings,
 )
 from kvbench.report.plots import NO_DATA
 from kvbench.report.sections.facts import Facts, Material, drawings
@@ -155,7 +154,7 @@ def screen(of: Material) -> Iterator[ReportSection]:
     if not blocks:
         blocks.append(Block(words=f"no cell was measured; {NO_DATA}"))
     yield ReportSection("result", "", blocks, apart=True)
-    count = len(warnings(run, facts.rows))
+    count = len(facts.warnings)
     counted = f"{count or 'no'} warning{'s' * (count != 1)}"
     lines = (
         ("; ".join(status_lines(run)), "yellow"),
@@ -325,7 +324,8 @@ def by_input_len(rows: Sequence[Row]) -> Table | None:
 def findings(of: Material) -> Iterator[ReportSection]:
     """Yield all findings by kind; on a page with caveats."""
     facts = of.one
-    blocks = list(folded(facts.statements, cells.WHY_AHEAD if ahead(facts.rows) else ""))
+    rule = cells.WHY_AHEAD if ahead(facts.rows) else ""
+    blocks = list(folded(facts.statements, rule, facts.warnings))
     checked = [Note(line) for line in checked_lines(facts.run)]
     for title, said in (("Outputs checked", checked), (f"Caveats ({len(facts.limits)})", facts.limits)):
         if said:
