@@ -33,7 +33,7 @@ from kvbench.core.findings.setups import CACHE_BLIND, cache_blind
 from kvbench.core.records import Cell, Finding
 from kvbench.errors import InputError, NewerSchemaError
 from kvbench.report.findings.ahead import answer_text, lead_text, rate_pairs
-from kvbench.report.findings.findings import folded
+from kvbench.report.findings.findings import folded, warned
 from kvbench.report.findings.load_rows import searched
 from kvbench.report.findings.notes import ahead, notes
 from kvbench.report.report import FORMATS, command, render_terminal, write_report
@@ -389,6 +389,24 @@ def test_warnings_of_supporting_trials_stand_beside_the_table(full: RunFolder) -
     assert len(text) == 1
     assert "nixl at 512, 2,048" in text[0].text
     assert text[0].advice == "use fewer streams"
+    assert "for example, the client was late" in text[0].text
+
+
+def test_a_warning_counts_the_trials_that_it_does_not_list(full: RunFolder) -> None:
+    behind = {row.trial_id for row in summary_table(full)}
+    others = [trial.trial_id for trial in full.trials if trial.trial_id not in behind][:3]
+    assert len(others) == 3
+    levels = dict.fromkeys(others, "warning") | {others[0]: "invalid", next(iter(behind)): "warning"}
+    trials = [
+        replace(trial, findings=[Finding("send_lag", levels[trial.trial_id], "late")])  # type: ignore[arg-type]
+        if trial.trial_id in levels
+        else trial
+        for trial in full.trials
+    ]
+    warned_run = replace(full, trials=trials)
+    (said,) = (each.text for each in warned(warned_run, summary_table(full)))
+    assert said.endswith("; also 3 other trials, 1 of them invalid): late")
+    assert said.count(" at ") == 1
 
 
 def test_gates_that_saw_nothing_are_named_once_for_all_that_lack_the_same(full: RunFolder) -> None:

@@ -284,7 +284,8 @@ def disturbed(run: RunFolder) -> Iterable[Statement]:
 
 
 def warned(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
-    """Report the warnings of the trials behind the table, one statement per gate."""
+    """Report the warnings of the trials behind the table, one statement per gate, with the number of the
+    other trials in which the gate warned or that it refused."""
     names = {row.trial_id: (row.name, row.cell.input_len) for row in rows if row.trial_id}
     found: dict[str, list[tuple[TrialRecord, Finding]]] = {}
     for trial in run.trials:
@@ -299,6 +300,8 @@ def warned(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
         listed = "; ".join(
             f"{name} at {', '.join(f'{length:,}' for length in lengths)}" for name, lengths in where.items()
         )
+        shown = {trial.trial_id for trial, _ in mine}
+        listed += _others(gate, [trial for trial in run.trials if trial.trial_id not in shown])
         last = "" if len(mine) == 1 else "for example, "
         finding = mine[-1][1]
         yield Statement(
@@ -306,6 +309,16 @@ def warned(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
             tuple(trial.trial_id for trial, _ in mine),
             {trial.trial_id: each.evidence for trial, each in mine},
         )  # fmt: skip
+
+
+def _others(gate: str, trials: Sequence[TrialRecord]) -> str:
+    levels = [{each.level for each in trial.findings if each.gate == gate} for trial in trials]
+    concerned = [found for found in levels if found & {"invalid", "warning"}]
+    if not concerned:
+        return ""
+    refused = sum("invalid" in found for found in concerned)
+    of = f", {refused} of them invalid" if refused else ""
+    return f"; also {len(concerned)} other trial{'s' * (len(concerned) > 1)}{of}"
 
 
 WARNINGS: Final = KIND_WORDS["suspicious"]
