@@ -32,7 +32,7 @@ from kvbench.core.findings.rate_change import AHEAD
 from kvbench.core.findings.setups import CACHE_BLIND, cache_blind
 from kvbench.core.records import Cell, Finding
 from kvbench.errors import InputError, NewerSchemaError
-from kvbench.report.findings.ahead import answer_text, lead_text, rate_pairs
+from kvbench.report.findings.ahead import answer_text, besides_text, lead_text, rate_pairs
 from kvbench.report.findings.findings import folded, warned
 from kvbench.report.findings.load_rows import searched
 from kvbench.report.findings.notes import ahead, notes
@@ -347,6 +347,18 @@ def test_the_terminal_table_fits_100_columns_and_says_what_matters(special: RunF
     assert str(special.path) in text
     for each in summary_table(special):
         assert each.answer.text() in table
+
+
+def test_a_limit_that_depends_on_the_length_is_named_with_its_lengths() -> None:
+    limits = {("nixl", 1024): "prefill", ("mooncake", 1024): "prefill", ("mooncake", 256): "tpot"}
+    rows = [
+        replace(row(name, 9.0, 10.0), cell=Cell(name, length, 16), limit=limit)
+        for (name, length), limit in limits.items()
+    ]
+    assert besides_text(rows) == (
+        "Limited by: prefill queue for nixl and mooncake at 1,024, TPOT (decode steps) for mooncake at 256."
+    )
+    assert besides_text(rows[:2]) == "Limited by: prefill queue for nixl and mooncake."
 
 
 def test_a_real_engine_is_not_called_emulated(full: RunFolder) -> None:
