@@ -6,14 +6,16 @@ from __future__ import annotations
 
 import os
 import re
-import ssl
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvbench.core.access import ServerAccess
 from kvbench.errors import InputError
+
+if TYPE_CHECKING:  # only a sender needs it, and `kvbench plan` sends nothing
+    import ssl
 
 WITHHELD: Final = "(API key)"
 MIN_SHOWN: Final = 4
@@ -100,6 +102,8 @@ def tls_context(access: ServerAccess) -> ssl.SSLContext:
 def _context(ca_file: str, insecure: bool, chosen: tuple[str, str]) -> ssl.SSLContext:
     """Trust ``ca_file`` alone if given; else those of ``SSL_CERT_FILE`` and ``SSL_CERT_DIR`` (``chosen``,
     empty if unset), as in OpenSSL; else this machine's and certifi's."""
+    import ssl
+
     if ca_file:
         try:
             context = ssl.create_default_context(cafile=str(Path(ca_file).expanduser()))

@@ -9,7 +9,6 @@ import resource
 import shlex
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -154,6 +153,8 @@ def _hosts(scenario: Scenario, named: str) -> Iterator[Problem]:
     hosts = {name: host for name, host in scenario.deployment.used_hosts.items() if not host.ssh.config}
     if not hosts:
         return
+    from concurrent.futures import ThreadPoolExecutor  # it imports logging, for hosts over ssh only
+
     with ThreadPoolExecutor(len(hosts)) as together:
         answers = list(together.map(_unreached, hosts, hosts.values()))
     for name, why in zip(hosts, answers, strict=True):

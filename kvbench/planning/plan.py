@@ -16,7 +16,7 @@ from kvbench.core.fitted_table import Grid, columns_of
 from kvbench.core.plan.plan import DeploymentPlan, InstancePlan, Plan, make_plan
 from kvbench.core.plan.prospect import prospect_text
 from kvbench.core.scenario.hosts import NODE
-from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.scenario.scenario import AGGREGATED, Scenario
 from kvbench.core.units import duration_text, estimate_text
 from kvbench.errors import EXIT_BAD_INPUT, EXIT_OK, InputError, Problem
 from kvbench.hosts.devices import gpus, rdma
@@ -29,7 +29,8 @@ from kvbench.planning.process_specs import engine_warnings, placed_specs, profil
 
 def plan_of(scenario: Scenario) -> Plan:
     """Plan a scenario with the installed connectors and its engine's information."""
-    known = {name: connectors.get(name) for name in connectors.names()}
+    named = dict.fromkeys([AGGREGATED, *(choice.name for choice in scenario.connectors)])
+    known = {name: connectors.get(name) for name in named}
     profiles, lacking = {}, []
     for choice in scenario.connectors:
         try:

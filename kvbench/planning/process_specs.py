@@ -25,9 +25,7 @@ from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Deployment, Scenario
 from kvbench.engines.base import Instance, OptionsContext
 from kvbench.errors import InputError, MissingLibraryError, Problem
-from kvbench.launchers.placement import placed_on
 from kvbench.planning.gpu_dealing import far_device_env
-from kvbench.processes.common.spans import SUFFIX
 
 LOGS: Final = "{logs}"
 NAME: Final = "{name}"
@@ -52,6 +50,8 @@ def observed(spec: ProcessSpec, role: str, wanted: Deployment, log_dir: Path | N
     the folder."""
     folder = LOGS if log_dir is None else str(log_dir)
     if wanted.trace and spec.spec is not None:
+        from kvbench.processes.common.spans import SUFFIX  # it imports logging
+
         spec = replace(spec, spec={**spec.spec, "trace_path": f"{folder}/{spec.name}{SUFFIX}"})
     words: Sequence[str] = getattr(wanted.prefix, role, ())
     if not words:
@@ -269,6 +269,8 @@ def with_placeholders(scenario: Scenario) -> tuple[Scenario, tuple[str, ...]]:
         role: tuple(f"{role.upper()}-NODE-{number}" for number in range(count))
         for role, count in counts.items()
     }
+    from kvbench.launchers.placement import placed_on  # it imports ssl
+
     first = nodes["prefill"][:1]
     unknown = _Unknown({**nodes, "router": first, "loadgen": first})
     placed = scenario.model_copy(update={"deployment": placed_on(deployment, unknown)})

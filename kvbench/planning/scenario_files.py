@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from kvbench import connectors, engines
 from kvbench.core.scenario.overrides import typed_overrides
@@ -16,11 +17,35 @@ from kvbench.files import similar_files
 _SUFFIXES = (".yaml", ".yml")
 
 
+Model = TypeVar("Model")
+
+
+class _OnDemand(Mapping[str, Model]):
+    """Option models by name. A model's module is imported when it is looked up: a scenario names few."""
+
+    def __init__(self, names: Sequence[str], model_of: Callable[[str], Model]) -> None:
+        self._names, self._model_of = names, model_of
+
+    def __getitem__(self, name: str) -> Model:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._model_of(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
 def registry() -> Registry:
     """Options of all installed connectors and engines."""
     return Registry(
-        connectors={name: connectors.get(name).options_model for name in connectors.names()},
-        engines={name: engines.options_model(name) for name in engines.names()},
+        connectors=_OnDemand(connectors.names(), lambda name: connectors.get(name).options_model),
+        engines=_OnDemand(engines.names(), engines.options_model),
     )
 
 

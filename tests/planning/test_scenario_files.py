@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from kvbench import connectors
+from kvbench import connectors, engines
 from kvbench.core.plan.plan import make_plan
 from kvbench.core.scenario.scenario import scenario_schema
 from kvbench.errors import InputError, ScenarioError
+from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import bundled_names, find_scenario, load_scenario, registry
 
 GOOD = b"""\
@@ -60,6 +61,25 @@ def test_bundled_scenarios_use_only_keys_of_the_schema(name: str) -> None:
     known(data, schema)
     engine = data["deployment"].get("engine", "emulated")
     known(data["deployment"].get("engine_options", {}), schema["$defs"][f"engine.{engine}"])
+
+
+def test_a_plan_imports_only_the_connectors_and_the_engine_of_its_scenario(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_up = set[str]()
+    for package in (connectors, engines):
+
+        def get(name: str, found: Any = package.get) -> Any:
+            looked_up.add(name)
+            return found(name)
+
+        monkeypatch.setattr(package, "get", get)
+    scenario, _ = load_scenario("quickstart")
+    plan_of(scenario)
+    assert looked_up == {"aggregated", "mooncake", "nixl", "emulated"}
+    assert list(registry().connectors) == list(connectors.names())
+    assert "vllm" in registry().engines
+    assert registry().engines.get("none") is None
 
 
 def test_the_registry_describes_every_option() -> None:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +32,8 @@ from kvbench.core.findings.rate_change import AHEAD
 from kvbench.core.findings.setups import CACHE_BLIND, cache_blind
 from kvbench.core.records import Cell, Finding
 from kvbench.errors import InputError, NewerSchemaError
-from kvbench.report.findings.ahead import answer_text, lead_text, rate_pairs
-from kvbench.report.findings.findings import folded
+from kvbench.report.findings.ahead import answer_text, besides_text, lead_text, rate_pairs
+from kvbench.report.findings.findings import folded, warned
 from kvbench.report.findings.load_rows import searched
 from kvbench.report.findings.notes import ahead, notes
 from kvbench.report.report import FORMATS, command, render_terminal, write_report
@@ -348,6 +349,18 @@ def test_the_terminal_table_fits_100_columns_and_says_what_matters(special: RunF
         assert each.answer.text() in table
 
 
+def test_a_limit_that_depends_on_the_length_is_named_with_its_lengths() -> None:
+    limits = {("nixl", 1024): "prefill", ("mooncake", 1024): "prefill", ("mooncake", 256): "tpot"}
+    rows = [
+        replace(row(name, 9.0, 10.0), cell=Cell(name, length, 16), limit=limit)
+        for (name, length), limit in limits.items()
+    ]
+    assert besides_text(rows) == (
+        "Limited by: prefill queue for nixl and mooncake at 1,024, TPOT (decode steps) for mooncake at 256."
+    )
+    assert besides_text(rows[:2]) == "Limited by: prefill queue for nixl and mooncake."
+
+
 def test_a_real_engine_is_not_called_emulated(full: RunFolder) -> None:
     trials = [replace(trial, labels=[]) for trial in full.trials]
     run = replace(full, manifest=full.manifest | {"labels": []}, trials=trials)
@@ -357,6 +370,25 @@ def test_a_real_engine_is_not_called_emulated(full: RunFolder) -> None:
 def test_what_others_wrote_is_not_read_as_markup(full: RunFolder) -> None:
     run = replace(full, warnings=["a [bold]strange[/nothing] path"])
     assert "a [bold]strange[/nothing] path" in printed(run)
+
+
+def test_the_screen_counts_the_warnings_that_the_page_lists(full: RunFolder, special: RunFolder) -> None:
+    noted = replace(special, warnings=["line 3 of trials.jsonl is cut off"])
+    counts = []
+    for run in (full, special, noted):
+        console = Console(file=io.StringIO(), width=100)
+        render_terminal(run, console, writer="screen")
+        assert isinstance(console.file, io.StringIO)
+        (said,) = re.findall(r"report \((\w+) warnings?\):", console.file.getvalue())
+        blocks = [block for section in build(run, writers=("html",)).sections for block in section.blocks]
+        listed = [block for block in blocks if block.title.startswith("Warnings (")]
+        counts.append(sum(len(block.notes) for block in listed))
+        assert [block.title for block in listed] == ([f"Warnings ({said})"] if said != "no" else [])
+        assert counts[-1] == (int(said) if said != "no" else 0)
+        caveats = [note for block in blocks if block.title.startswith("Caveats (") for note in block.notes]
+        assert not [note for block in listed for note in block.notes if note in caveats]  # none twice
+    assert counts[1] > 1
+    assert counts[2] == counts[1] + 1
 
 
 def test_warnings_of_supporting_trials_stand_beside_the_table(full: RunFolder) -> None:
@@ -369,6 +401,24 @@ def test_warnings_of_supporting_trials_stand_beside_the_table(full: RunFolder) -
     assert len(text) == 1
     assert "nixl at 512, 2,048" in text[0].text
     assert text[0].advice == "use fewer streams"
+    assert "for example, the client was late" in text[0].text
+
+
+def test_a_warning_counts_the_trials_that_it_does_not_list(full: RunFolder) -> None:
+    behind = {row.trial_id for row in summary_table(full)}
+    others = [trial.trial_id for trial in full.trials if trial.trial_id not in behind][:3]
+    assert len(others) == 3
+    levels = dict.fromkeys(others, "warning") | {others[0]: "invalid", next(iter(behind)): "warning"}
+    trials = [
+        replace(trial, findings=[Finding("send_lag", levels[trial.trial_id], "late")])  # type: ignore[arg-type]
+        if trial.trial_id in levels
+        else trial
+        for trial in full.trials
+    ]
+    warned_run = replace(full, trials=trials)
+    (said,) = (each.text for each in warned(warned_run, summary_table(full)))
+    assert said.endswith("; also 3 other trials, 1 of them invalid): late")
+    assert said.count(" at ") == 1
 
 
 def test_gates_that_saw_nothing_are_named_once_for_all_that_lack_the_same(full: RunFolder) -> None:

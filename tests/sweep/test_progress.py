@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,20 @@ def test_the_screen_says_what_is_measured_and_answers_in_one_sentence(quickstart
     assert re.search(r"report \(\d+ warnings?\): \S+/report\.html$", shown)
     for gone in ("client (P99", "gates that saw nothing", "what limits", "emulator_behind"):
         assert gone not in shown, gone
+
+
+def test_a_question_mark_after_a_rate_is_explained(quickstart: Path) -> None:
+    run, shown = load_run(quickstart), console(60)
+    render_terminal(run, shown, writer="screen")
+    assert "?" not in text(shown)
+    first, *rest = run.cells
+    unsure = replace(first, answer={**(first.answer or {}), "status": "exhausted"})
+    for writer in ("screen", "terminal"):
+        shown = console(60)
+        render_terminal(replace(run, cells=[unsure, *rest]), shown, writer=writer)  # type: ignore[arg-type]
+        lines = text(shown).splitlines()
+        assert any("74.0?" in line for line in lines)
+        assert lines.count("? = the search stopped before it converged") == 1
 
 
 def test_a_log_and_verbose_have_a_line_for_each_trial(quickstart: Path) -> None:

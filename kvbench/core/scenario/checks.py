@@ -423,10 +423,10 @@ def _unknown_key(location: Location, keys: Mapping[str, Sequence[str]]) -> str:
     allowed = keys.get(parent, ())
     hint = nearest(key, allowed)
     if not hint.startswith("did"):
-        # Perhaps the right key in the wrong place.
-        elsewhere = [f"{path}.{key}" if path else key for path, names in keys.items() if key in names]
+        elsewhere = [path for path, names in keys.items() if key in names]
         if elsewhere:
-            hint = f"did you mean {quoted(elsewhere[0])}?"
+            place = f"under {quoted(elsewhere[0])}" if elsewhere[0] else "at the top level"
+            hint = f"{quoted(key)} belongs {place}"
     inside = f" in {parent}" if parent else ""
     return f"unknown key {quoted(key)}{inside}; {hint}"
 

@@ -8,6 +8,7 @@ known) the rates per engine are compared."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, groupby
@@ -281,13 +282,23 @@ def _span(rows: Sequence[Row]) -> str:
 
 
 def besides_text(rows: Sequence[Row]) -> str:
-    """Return where no tested rate met the SLO, and what limits the rates that did."""
-    by_limit: dict[str, dict[str, None]] = {}
+    """Return where no tested rate met the SLO, and what limits the rates that did. Input lengths are named
+    only for a connector whose limit depends on them."""
+    by_limit: dict[str, dict[str, list[int]]] = {}
     for row in rows:
         if row.outcome in FOUND and row.limit and row.limit not in ("none", "undetermined"):
-            by_limit.setdefault(LIMIT_WORDS[row.limit], {})[row.name] = None
-    each = [f"{limit} for {_listed(names)}" for limit, names in by_limit.items()]
+            names = by_limit.setdefault(LIMIT_WORDS[row.limit], {})
+            names.setdefault(row.name, []).append(row.cell.input_len)
+    counts = Counter(name for names in by_limit.values() for name in names)
+    each = [
+        f"{limit} for {_listed(_at(name, at) if counts[name] > 1 else name for name, at in names.items())}"
+        for limit, names in by_limit.items()
+    ]
     return " ".join(filter(None, (_none(rows), f"Limited by: {', '.join(each)}." if each else "")))
+
+
+def _at(name: str, input_lens: Iterable[int]) -> str:
+    return f"{name} at {', '.join(f'{length:,}' for length in dict.fromkeys(input_lens))}"
 
 
 def _none(rows: Sequence[Row]) -> str:

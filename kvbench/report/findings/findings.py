@@ -284,7 +284,8 @@ def disturbed(run: RunFolder) -> Iterable[Statement]:
 
 
 def warned(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
-    """Report the warnings of the trials behind the table, one statement per gate."""
+    """Report the warnings of the trials behind the table, one statement per gate, with the number of the
+    other trials in which the gate warned or that it refused."""
     names = {row.trial_id: (row.name, row.cell.input_len) for row in rows if row.trial_id}
     found: dict[str, list[tuple[TrialRecord, Finding]]] = {}
     for trial in run.trials:
@@ -299,6 +300,8 @@ def warned(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
         listed = "; ".join(
             f"{name} at {', '.join(f'{length:,}' for length in lengths)}" for name, lengths in where.items()
         )
+        shown = {trial.trial_id for trial, _ in mine}
+        listed += _others(gate, [trial for trial in run.trials if trial.trial_id not in shown])
         last = "" if len(mine) == 1 else "for example, "
         finding = mine[-1][1]
         yield Statement(
@@ -308,18 +311,35 @@ def warned(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
         )  # fmt: skip
 
 
+def _others(gate: str, trials: Sequence[TrialRecord]) -> str:
+    levels = [{each.level for each in trial.findings if each.gate == gate} for trial in trials]
+    concerned = [found for found in levels if found & {"invalid", "warning"}]
+    if not concerned:
+        return ""
+    refused = sum("invalid" in found for found in concerned)
+    of = f", {refused} of them invalid" if refused else ""
+    return f"; also {len(concerned)} other trial{'s' * (len(concerned) > 1)}{of}"
+
+
+WARNINGS: Final = KIND_WORDS["suspicious"]
 OPEN: Final = (KIND_WORDS["ahead"],)
 """Kinds that the HTML report expands by default, besides invalid findings."""
 _UNTOLD: Final = "inconclusive from this data: "
 
 
-def folded(found: Sequence[Statement], rule: str = "") -> Iterator[Block]:
-    """Yield a block per kind. ``rule``: the ordering rule, shown with comparisons."""
-    for words, mine in by_kind(found).items():
+def folded(found: Sequence[Statement], rule: str = "", warnings: Sequence[Note] = ()) -> Iterator[Block]:
+    """Yield a block per kind. ``rule``: the ordering rule, shown with comparisons. ``warnings``: all warnings
+    of the run, those of its setup included; without them, only the statements' are shown."""
+    kinds = by_kind(found)
+    if warnings:
+        kinds.setdefault(WARNINGS, [])
+    for words, mine in kinds.items():
         tabled = [each for each in mine if _rows(each)]
         rows = [row for each in tabled for row in _rows(each)]
         table = _table(words, rows) if len(rows) > 1 else None
         notes = as_notes(mine if table is None else (each for each in mine if each not in tabled))
+        if words == WARNINGS and warnings:
+            notes = list(warnings)
         advice = dict.fromkeys(each.advice for each in tabled if each.advice and table is not None)
         said = [rule if words in OPEN else "", "; or ".join(advice)]
         count = len(table.cells if table else ()) + len(notes)

@@ -8,6 +8,7 @@ from typing import Any, Final
 from kvbench import engines
 from kvbench.core.canaries.answer_kinds import found_in_any, percent_text, wrong_share_bound
 from kvbench.core.canaries.tally import Tally
+from kvbench.core.findings.findings import Statement
 from kvbench.core.findings.setups import transport_warnings, unequal_ranks
 from kvbench.core.gates.gates import CORRUPT
 from kvbench.core.metrics.limit import LIMIT_WORDS
@@ -74,9 +75,11 @@ def notes(run: RunFolder, rows: Sequence[Row], *, gates: bool = True) -> list[No
     return [*found, *_of_gates(run, rows)] if gates else found
 
 
-def warnings(run: RunFolder, rows: Sequence[Row]) -> list[Note]:
-    """Return the notes that report a problem."""
-    return [*map(Note, run.warnings), *_of_setup(run, rows), *_of_gates(run, rows)]
+def warnings(run: RunFolder, rows: Sequence[Row], found: Sequence[Statement]) -> list[Note]:
+    """Return the notes that report a problem: the warnings among the findings, then those of folder and
+    setup. The terminal counts them, and the report lists them."""
+    suspicious = as_notes(each for each in found if each.kind == "suspicious")
+    return [*suspicious, *map(Note, run.warnings), *_of_setup(run, rows)]
 
 
 def _of_setup(run: RunFolder, rows: Sequence[Row]) -> Iterator[Note]:

@@ -18,7 +18,7 @@ from kvbench.core.transfers.records import TransferRecord
 from kvbench.report.findings.ahead import rate_pairs
 from kvbench.report.findings.findings import statements
 from kvbench.report.findings.load_rows import IMPORTED
-from kvbench.report.findings.notes import notes
+from kvbench.report.findings.notes import notes, warnings
 from kvbench.report.findings.transfers import answers
 from kvbench.report.plots import pictures_of
 from kvbench.report.side_by_side import Changes
@@ -72,9 +72,13 @@ class Facts:
         return statements(self.run, None if self.is_microbench else self.rows)
 
     @cached_property
+    def warnings(self) -> list[Note]:
+        return warnings(self.run, self.rows, self.statements)
+
+    @cached_property
     def limits(self) -> list[Note]:
-        """Return the caveats except the gates' findings."""
-        return notes(self.run, self.rows, gates=False)
+        """Return the caveats that are no warnings."""
+        return [note for note in notes(self.run, self.rows, gates=False) if note not in self.warnings]
 
     @cached_property
     def records(self) -> list[TransferRecord]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -26,7 +26,6 @@ from kvbench.report.findings.notes import (
     notes_of_load,
     run_tally,
     status_lines,
-    warnings,
 )
 from kvbench.report.plots import NO_DATA
 from kvbench.report.sections.facts import Facts, Material, drawings
@@ -110,9 +109,16 @@ def _named(facts: Facts, text: str) -> str:
 def brief_result(of: Material) -> Iterator[ReportSection]:
     shown = [(facts.name, row) for facts, row in of.rows() if row.outcome != "skipped"]
     if shown:
-        yield ReportSection("result", "", [Block(table=cells.brief_result(shown))])
+        blocks = [Block(table=cells.brief_result(shown)), *_unsure(row for _, row in shown)]
+        yield ReportSection("result", "", blocks)
     elif not any(facts.methods for facts in of.runs):
         yield ReportSection("result", "", [Block(words=f"\nno cell was measured; {NO_DATA}")])
+
+
+def _unsure(rows: Iterable[Row]) -> list[Block]:
+    """Return the meaning of a question mark after a rate, if one is shown."""
+    marked = any("?" in row.answer.text() for row in rows)
+    return [Block(words="? = the search stopped before it converged", style="dim")] if marked else []
 
 
 def sessions(of: Material) -> Iterator[ReportSection]:
@@ -152,10 +158,11 @@ def screen(of: Material) -> Iterator[ReportSection]:
     blocks += [Block(each.title, table=each, bare=True) for each in facts.methods]
     if (of_sessions := sessions_table(run, facts.rows)) is not None:
         blocks.append(Block(table=of_sessions, bare=True))
+    blocks += _unsure(facts.rows)
     if not blocks:
         blocks.append(Block(words=f"no cell was measured; {NO_DATA}"))
     yield ReportSection("result", "", blocks, apart=True)
-    count = len(warnings(run, facts.rows))
+    count = len(facts.warnings)
     counted = f"{count or 'no'} warning{'s' * (count != 1)}"
     lines = (
         ("; ".join(status_lines(run)), "yellow"),
@@ -325,7 +332,8 @@ def by_input_len(rows: Sequence[Row]) -> Table | None:
 def findings(of: Material) -> Iterator[ReportSection]:
     """Yield all findings by kind; on a page with caveats."""
     facts = of.one
-    blocks = list(folded(facts.statements, cells.WHY_AHEAD if ahead(facts.rows) else ""))
+    rule = cells.WHY_AHEAD if ahead(facts.rows) else ""
+    blocks = list(folded(facts.statements, rule, facts.warnings))
     checked = [Note(line) for line in checked_lines(facts.run)]
     for title, said in (("Outputs checked", checked), (f"Caveats ({len(facts.limits)})", facts.limits)):
         if said:

@@ -74,6 +74,13 @@ def _goodput(run: RunFolder, trial: TrialRecord) -> float | None:
     return met / duration_s if slo_of(run).main().each and met is not None and duration_s else None
 
 
+def _arrived(trial: TrialRecord) -> float | None:
+    """Return the sent requests per second up to the last arrival; None if no rate was offered. Gaps between
+    arrivals are random, so it differs from the offered rate; no rate of the whole run is above it."""
+    sent, last_s = trial.summary.get("sent"), (trial.summary.get("window") or {}).get("end_s")
+    return sent / last_s if trial.request_rate and sent and last_s else None
+
+
 def _block(found: Sequence[tuple[str, TrialRecord, float | None]], ways: bool) -> Table:
     shown = [(name, trial) for name, trial, _ in found]
     goodput = [each for _, _, each in found]
@@ -100,6 +107,7 @@ def _block(found: Sequence[tuple[str, TrialRecord, float | None]], ways: bool) -
             **about(trial),
             "max_concurrency": trial.engine.get("concurrency"),
             **serve_values(trial),
+            "arrived_request_rate": _arrived(trial),
             "run_request_goodput": good,
             "peak_output_tok_per_s": trial.summary.get("peak_output_tok_per_s"),
             "peak_in_flight": trial.summary.get("peak_in_flight"),
@@ -129,6 +137,7 @@ def _first_lines(trials: Sequence[TrialRecord], goodput: Sequence[float | None])
         ("Requests cancelled at the end", [_count(each["cancelled"] or None) for each in values], False),
         ("Maximum request concurrency", [_count(each.engine.get("concurrency")) for each in trials], False),
         ("Request rate offered (req/s)", [number(each.request_rate or None) for each in trials], False),
+        ("Request rate arrived (req/s)", [number(_arrived(each)) for each in trials], False),
         ("Benchmark duration (s)", [number(each["duration_s"]) for each in values], True),
         ("Total input tokens", [_count(each["total_input_tokens"]) for each in values], True),
         ("Total generated tokens", [_count(each["total_output_tokens"]) for each in values], True),

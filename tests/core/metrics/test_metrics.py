@@ -163,6 +163,15 @@ def test_the_drain_distorts_no_rate() -> None:
     assert summary.peak_in_flight == 100
 
 
+def test_goodput_counts_what_completes_in_the_window_that_divides_it() -> None:
+    # One a second, each takes 4 s; those of 8 s and 9 s miss the SLO.
+    records = [request(float(i), ttft_s=4.0 if i < 8 else 4.5, tokens=1) for i in range(20)]
+    summary = summarise(records[:10], Slo(ttft_ms=4200), 1.0, 13.5, window=Window(4.5, 12.75))
+    assert summary.achieved_rate == pytest.approx(8 / 8.25)  # those of 1 s to 8 s
+    assert summary.request_goodput == pytest.approx(7 / 8.25)
+    assert summary.whole_run.request_throughput == pytest.approx(10 / 13.5)
+
+
 def test_tokens_count_for_the_window_that_they_came_in() -> None:
     window = Window(1.0, 2.0)
     whole = request(1.1, tokens=11, tpot_s=0.05)  # all of its 11 tokens inside

@@ -190,7 +190,7 @@ def test_all_mistakes_at_once_with_their_lines() -> None:
         "mine.yaml:19: the key `output_len` is given twice, first on line 18",
         "mine.yaml:20: slo needs a limit: ttft_ms, tpot_ms, or both",
         "mine.yaml:21: slo.attainment must be less than 1, not 2",
-        "mine.yaml:22: unknown key `ttft_ms`; did you mean `slo.ttft_ms`?",
+        "mine.yaml:22: unknown key `ttft_ms`; `ttft_ms` belongs under `slo`",
         "mine.yaml:23: `010` has a leading zero, which some YAML readers take for octal; "
         "drop the zero, or quote it",
         "mine.yaml:23: search.trial_s must be more than 0, not -1",
@@ -328,7 +328,11 @@ def test_a_file_can_be_completed_by_overrides() -> None:
     [
         ("slo.tfft_ms=3", "--set slo.tfft_ms: unknown key `tfft_ms` in slo; did you mean `ttft_ms`?"),
         ("sloo.ttft_ms=3", "--set sloo.ttft_ms: unknown key `sloo`; did you mean `slo`?"),
-        ("ttft_ms=3", "--set ttft_ms: unknown key `ttft_ms`; did you mean `slo.ttft_ms`?"),
+        ("ttft_ms=3", "--set ttft_ms: unknown key `ttft_ms`; `ttft_ms` belongs under `slo`"),
+        (
+            "workload.load={workers: 1}",
+            "--set workload.load: unknown key `load` in workload; `load` belongs at the top level",
+        ),
         ("slo.ttft_ms=-3", "--set slo.ttft_ms: slo.ttft_ms must be more than 0, not -3"),
         ("slo.ttft_ms", "--set slo.ttft_ms: is not of the form path=value, as in slo.ttft_ms=300"),
         ("slo..ttft_ms=1", "--set slo..ttft_ms: is not of the form path=value, as in slo.ttft_ms=300"),

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from sample_run import ENVIRONMENT, PLAN, SCENARIO, make_requests, make_trial
 
-from kvbench.core.records import Cell, Finding, TrialRecord
+from kvbench.core.records import Cell, Finding, RequestRecord, TrialRecord
 from kvbench.report.compare import CompareOptions, command
 from kvbench.report.plots import write_plots
 from kvbench.report.report import render_terminal, write_report
@@ -69,6 +69,31 @@ def test_one_block_has_the_lines_of_vllm_bench_serve(tmp_path: Path) -> None:
     assert titles == [*latencies, "Mean KV transfer"]
     assert DIFFERENCE.replace("`", "") in text
     assert "max rate" not in text
+
+
+def test_goodput_is_never_above_the_rate_that_arrived(tmp_path: Path) -> None:
+    # 9 requests in 0.9 s, all within the SLO: by chance more than the 8 a second that were offered.
+    requests = [
+        RequestRecord(f"r{n}", n / 10, 512, 2, n / 10, n / 10 + 0.01, n / 10 + 0.02, status=200)
+        for n in range(1, 10)
+    ]
+    for each in requests:
+        each.itl_s, each.output_len = [0.01], 2
+    made = make_trial(PAIR, 8.0, 1, requests)
+    assert made.summary["met"] == 9
+    assert made.summary["window"]["end_s"] == pytest.approx(0.9)
+    folder = bench_run(tmp_path, [replace(made, purpose="start")])
+    write_report(folder, ("csv",))
+    (row,) = csv.DictReader((folder / "tables" / "bench.csv").read_text().splitlines())
+    assert float(row["request_rate"]) == 8.0
+    assert float(row["arrived_request_rate"]) == pytest.approx(9 / 0.9)
+    assert float(row["run_request_goodput"]) == pytest.approx(9 / 0.92)
+    assert float(row["request_throughput"]) == pytest.approx(9 / 0.92)
+
+
+def test_a_closed_loop_has_no_rate_of_arrivals(tmp_path: Path) -> None:
+    text = shown(bench_run(tmp_path, [offered(PAIR, concurrency=4)]))
+    assert "arrived" not in text
 
 
 def test_a_lone_server_has_no_kv_lines_and_a_load_without_slo_no_goodput(
