@@ -206,7 +206,7 @@ def _unsettled(history: TrialHistory, estimate: RateEstimate, finished: bool) ->
     needed = "" if replay is None else by_replay.needed_text(history, replay)
     if history.trials_left > 0:
         if replay is not None and finished and by_replay.too_far(history, replay):
-            return "exhausted", f"{needed}: its requests vary too much"
+            return "exhausted", by_replay.needed_text(history, replay, ": its requests vary too much")
         if not finished:
             return "undecided", "the search was not finished"
         if _bracket(history, estimate)[0] == 0 and any(e.rate <= limits.min_rate for e in history.tried):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final
 
@@ -68,22 +68,37 @@ APART: Final = 0.02
 """Relative difference of two models' rates above which they are different."""
 NORMAL_90: Final = 1.645
 """Half of a normal distribution's 90 % interval, in standard deviations."""
+FINEST: Final = math.expm1(2 * NORMAL_90 * DISCREPANCY) / 2
+"""Half-width of the interval that remains after any number of requests, for that reason."""
 TOLERATED: Final = 0.25
 """Prior standard deviation of a bias of all trials, as a share of the allowed misses."""
 LEAST_ALLOWED: Final = 1e-3
 """Minimum share of misses that counts as allowed."""
+MOST: Final = 1e9
+"""Largest forecast of further requests."""
 REPLAYS: Final = 30
 """Number of replays of each trial, to predict its figures."""
 
 
 @dataclass(frozen=True)
 class Root:
-    """One model's rate in requests per second, its relative standard error, and objections to the model."""
+    """One model's rate in requests per second, its relative standard error, and objections to the model.
+
+    ``bias``: relative standard error by trials near the rate, a part of ``error``; ``known``: by how much a
+    further request near it raises 1 / ``bias``²."""
 
     model: Model
     rate: float
     error: float
     objections: tuple[str, ...]
+    bias: float = 0.0
+    known: float = 0.0
+
+    def error_after(self, growth: float, further: float) -> float:
+        """Forecast the error once all requests are ``growth`` times as many, by ``further`` near the rate."""
+        sampling = max(self.error**2 - self.bias**2 - DISCREPANCY**2, 0.0)
+        bias = self.bias and 1 / (self.bias**-2 + further * self.known)
+        return math.sqrt(sampling / growth + bias + DISCREPANCY**2)
 
 
 @dataclass(frozen=True)
@@ -112,9 +127,25 @@ class ReplayResult:
         return max(rates) if max(rates) > (1 + APART) * min(rates) else math.sqrt(max(rates) * min(rates))
 
     def further_requests(self, precision: float) -> float:
-        """Estimate how many more requests the precision needs, by the square root law."""
-        allowed = max((precision / NORMAL_90) ** 2 - DISCREPANCY**2, 1e-6)
-        return self.requests * max((self.error**2 - DISCREPANCY**2) / allowed - 1.0, 0.0)
+        """Forecast how many more requests near the rate the precision needs; inf if no number is enough,
+        since models differ or may be wrong by more."""
+        low, high = 0.0, 1.0
+        if self._after(low).width <= precision:
+            return low
+        while self._after(high).width > precision:
+            low, high = high, 2 * high
+            if high > MOST:
+                return math.inf
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._after(middle).width <= precision else (middle, high)
+        return high
+
+    def _after(self, further: float) -> RateEstimate:
+        """Forecast the estimate after this many more requests near the rate."""
+        growth = 1 + further / self.requests
+        roots = [replace(each, error=each.error_after(growth, further)) for each in self.roots]
+        return replace(self, roots=tuple(roots)).estimate
 
     def to_json(self) -> dict[str, Any]:
         """Return rate and 90 % interval in requests per second, models and objections."""
@@ -282,10 +313,10 @@ def _root(
     below, above = (load.score(model, objective, rate * factor, SHORT) for factor in (0.96, 1.04))
     slope = max((below - above) / 0.08, 1e-3)
     spread = _bootstrap(trials, objective, model, load, rate, slope)
-    found, bias, bias_error = _checks(trials, objective, model, rate, slope, spread)
+    found, bias, bias_error, known = _checks(trials, objective, model, rate, slope, spread)
     error = math.sqrt((1.2 * spread) ** 2 + DISCREPANCY**2 + (bias_error / slope) ** 2 + between**2)
     moved = rate * math.exp(max(-0.1, min(0.1, bias / slope)))
-    return Root(model, moved, error, (*objections, *found))
+    return Root(model, moved, error, (*objections, *found), bias_error / slope, known * slope**2)
 
 
 def _bootstrap(
@@ -313,12 +344,14 @@ def _checks(
     rate: float,
     slope: float,
     spread: float,
-) -> tuple[list[str], float, float]:
-    """Return (objections, bias of the score near the root, its standard error)."""
+) -> tuple[list[str], float, float, float]:
+    """Return (objections, bias of the score near the root, its standard error, and by how much a further
+    request raises 1 / error²)."""
     objections: list[str] = []
     goal = min(objective.goals, key=lambda goal: goal.target)
     tolerated = TOLERATED * max(1 - goal.target if goal.kind == "share" else 0.2, LEAST_ALLOWED)
-    precision, weighted = 1 / tolerated**2, 0.0
+    precision, weighted, known = 1 / tolerated**2, 0.0, 0.0
+    nearest = math.inf
     rng = np.random.default_rng(21)
     threshold = 3.0 + 0.12 * len(trials)
     for trial in trials:
@@ -336,6 +369,9 @@ def _checks(
             shown.append(_figures(objective, _cut(times, trial), part))
         predicted = np.array(shown)
         mean, deviation = predicted.mean(axis=0), predicted.std(axis=0)
+        variance = deviation[0] ** 2 + 1e-5
+        if (distance := abs(math.log(trial.rate / rate))) <= nearest:
+            nearest, known = distance, 1 / (variance * len(trial))
         if trial.rate > 1.12 * rate:
             if seen[0] > mean[0] + 0.05 + 3 * deviation[0]:
                 objections.append(
@@ -354,10 +390,9 @@ def _checks(
         if abs(seen[1] - mean[1]) / math.hypot(mean_error, 0.03 * mean[1] + 0.004) > threshold:
             objections.append(f"mean / limit at {trial.rate:.3g} req/s: {seen[1]:.3f}, replay {mean[1]:.3f}")
         if 0.8 < trial.rate / rate < 1.1:
-            variance = deviation[0] ** 2 + 1e-5
             precision += 1 / variance
             weighted += (seen[0] - mean[0]) / variance
-    return objections, weighted / precision, precision**-0.5
+    return objections, weighted / precision, precision**-0.5, known
 
 
 def _figures(objective: Objective, times: Latencies, part: BoolArray) -> FloatArray:

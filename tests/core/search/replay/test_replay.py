@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -11,9 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.core.search import by_replay
+from kvbench.core.search.data import SearchLimits, TrialOutcome
 from kvbench.core.search.replay import queues
 from kvbench.core.search.replay.queues import FloatArray
-from kvbench.core.search.replay.replay import ReplayResult, replayed
+from kvbench.core.search.replay.replay import FINEST, ReplayResult, replayed
+from kvbench.core.search.trial_history import TrialHistory
 from kvbench.core.search.trial_requests import Goal, Latencies, Objective, TrialRequests
 from kvbench.core.slo import Limit, Slo
 
@@ -74,6 +79,63 @@ def test_random_work_takes_longer() -> None:
     told = long.to_json()
     assert told["lower"] < told["rate"] < told["upper"]
     assert (told["requests"], told["seconds"]) == (sum(len(each) for each in trials), 800.0)
+
+
+@pytest.mark.parametrize("rates", [(8.5, 8.9), (8.9, 20.0)], ids=["near", "one far above"])
+def test_the_forecast_of_requests_is_about_what_the_precision_then_takes(rates: tuple[float, ...]) -> None:
+    """M/M/1 of 60 ms: the interval after that many more requests near the rate is about as narrow."""
+    trials = [trial(exponential(0.06), rate, 60, 10 + place) for place, rate in enumerate(rates)]
+    short = asked(replayed(tuple(trials), TTFT_300))
+    further = short.further_requests(0.08)
+    assert further > short.requests
+    rate = short.estimate.median
+    longer = asked(replayed((*trials, trial(exponential(0.06), rate, further / rate, 30)), TTFT_300))
+    assert longer.estimate.width == pytest.approx(0.08, rel=0.2)
+
+
+def test_no_more_requests_are_forecast_exactly_once_the_precision_is_reached() -> None:
+    found = asked(replayed((trial(exponential(0.06), 8.5, 60, 1),), TTFT_300))
+    assert found.further_requests(found.estimate.width * 1.001) == 0
+    assert found.further_requests(found.estimate.width / 1.001) > 0
+
+
+def test_no_number_of_requests_is_forecast_where_none_is_enough() -> None:
+    found = asked(replayed((trial(exponential(0.06), 8.5, 60, 1),), TTFT_300))
+    assert found.further_requests(FINEST) == math.inf
+    (root,) = found.roots
+    differ = dataclasses.replace(found, roots=(root, dataclasses.replace(root, rate=1.3 * root.rate)))
+    assert differ.further_requests(0.05) == math.inf
+    assert math.isfinite(found.further_requests(0.05))
+
+
+def history_of(*trials: TrialRequests, seconds_left: float) -> tuple[TrialHistory, ReplayResult]:
+    outcomes = tuple(TrialOutcome(each.rate, "missed", requests=each) for each in trials)
+    limits = SearchLimits(8.0, 0.1, 100.0, seconds_left=seconds_left)
+    history = TrialHistory(limits, outcomes, TTFT_300)
+    return history, asked(history.replay)
+
+
+def test_a_search_gives_up_for_its_time_only_after_a_trial_near_the_answer() -> None:
+    far = [trial(exponential(0.06), rate, 60, seed) for seed, rate in enumerate((14.0, 20.0))]
+    near = trial(exponential(0.06), 8.9, 60, 3)
+    unknown = history_of(*far, seconds_left=100)
+    assert not by_replay.too_far(*unknown)
+    assert by_replay.needed_text(*unknown).startswith("what ±5 % needs is not known before a trial near 9")
+    known = history_of(*far, near, seconds_left=100)
+    assert by_replay.too_far(*known)
+    assert re.fullmatch(r"±5 % needs about \d\d min more: why", by_replay.needed_text(*known, ": why"))
+    assert not by_replay.too_far(*history_of(*far, near, seconds_left=2000))
+    assert not by_replay.too_far(*history_of(near, seconds_left=100))
+
+
+def test_a_precision_that_no_replay_has_ends_a_search_once_trials_gain_nothing() -> None:
+    even_trials = [trial(even(0.1), rate, 60, seed) for seed, rate in enumerate((5.7, 5.8, 5.7, 5.8))]
+    history, replay = history_of(*even_trials, seconds_left=500)
+    finer = dataclasses.replace(history, limits=dataclasses.replace(history.limits, precision=0.025))
+    assert by_replay.too_far(finer, replay)
+    assert by_replay.needed_text(finer, replay) == "±2.5 % is finer than any replay of requests (±3.4 %)"
+    less = dataclasses.replace(finer, outcomes=finer.outcomes[:3])
+    assert not by_replay.too_far(less, asked(less.replay))
 
 
 def test_servers_side_by_side_are_counted() -> None:
