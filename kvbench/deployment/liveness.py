@@ -149,10 +149,7 @@ def beside(call: Callable[[], T], check: Callable[[], None]) -> T:
 
 
 def died(
-    process: Process,
-    status: int,
-    diagnosis: Diagnosis | None = None,
-    others: Sequence[Process] = (),
+    process: Process, status: int, diagnosis: Diagnosis | None = None, others: Sequence[Process] = ()
 ) -> ProcessDiedError:
     """Create the error for an ended process with its last lines, or those of ``others``."""
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

@@ -11,16 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.importers.base import (
-    Imported,
-    LeftOut,
-    Origin,
-    ServingRow,
-    peek,
-    rate,
-    read_lines,
-    whole,
-)
+from kvbench.importers.base import Imported, LeftOut, Origin, ServingRow, peek, rate, read_lines, whole
 from kvbench.importers.parts import vllm_result
 from kvbench.importers.parts.vllm_result import DEFINITIONS
 

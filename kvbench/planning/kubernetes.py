@@ -40,9 +40,7 @@ class K8sOptions(Section):
     engine_image: str = Field("", description="image of the instances, if different, such as vLLM's")
     namespace: str = Field("", pattern=_NAME, description="namespace of everything; by default kubectl's")
     gpu: str = Field(
-        "nvidia.com/gpu",
-        pattern=_RESOURCE,
-        description="GPU resource, one per rank of an instance",
+        "nvidia.com/gpu", pattern=_RESOURCE, description="GPU resource, one per rank of an instance"
     )
     rdma: str = Field(
         "",
@@ -106,12 +104,7 @@ def pod_manifests(
         "kind": "Service",
         "metadata": meta,
         # Headless: the name resolves to the pod's own address, for binding, before it is ready.
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": selector,
-            "ports": ports,
-        },
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": ports},
     }
     files = {file: text for each in members for file, text in _files(each).items()}
     files |= _modules(members[-1])

@@ -158,10 +158,7 @@ def _hosts(scenario: Scenario, named: str) -> Iterator[Problem]:
         answers = list(together.map(_unreached, hosts, hosts.values()))
     for name, why in zip(hosts, answers, strict=True):
         if why:
-            yield Problem(
-                f"host {name} is unreachable: {why}",
-                f"see `kvbench doctor {shlex.quote(named)}`",
-            )
+            yield Problem(f"host {name} is unreachable: {why}", f"see `kvbench doctor {shlex.quote(named)}`")
 
 
 def _unreached(name: str, host: RemoteHost) -> str:

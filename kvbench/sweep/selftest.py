@@ -308,11 +308,7 @@ def _alive(server: RunningExactServer) -> Callable[[], None]:
 
 
 def level_of(
-    streams: int,
-    seconds: float,
-    result: LoadResult,
-    log: dict[str, Any],
-    load: float | None = None,
+    streams: int, seconds: float, result: LoadResult, log: dict[str, Any], load: float | None = None
 ) -> Level:
     """Compute a level from a trial's records and the server's log."""
     window = (DURATION_S, DURATION_S + seconds)

@@ -92,9 +92,7 @@ KINDS: dict[str, Kind] = {
         "tcp (configured)",
     ),
     "YuanrongConnector": Kind(
-        f"{CONNECTORS}.yuanrong_connector:YuanrongConnector",
-        _yuanrong,
-        "tcp (configured)",
+        f"{CONNECTORS}.yuanrong_connector:YuanrongConnector", _yuanrong, "tcp (configured)"
     ),
 }
 

@@ -427,9 +427,5 @@ class TcpEndpoint(Endpoint):
 
 
 BACKEND = Backend(
-    name="tcp",
-    title="plain TCP sockets (reference)",
-    ops=OPS,
-    open=TcpEndpoint,
-    protocols=PROTOCOLS,
+    name="tcp", title="plain TCP sockets (reference)", ops=OPS, open=TcpEndpoint, protocols=PROTOCOLS
 )

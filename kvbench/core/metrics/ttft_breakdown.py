@@ -192,9 +192,7 @@ def parts_of(record: RequestRecord) -> Parts | None:
 
 
 def shares_of(
-    mine: Sequence[tuple[RequestRecord, Parts]],
-    known: Sequence[tuple[RequestRecord, Parts]],
-    kv_s: float,
+    mine: Sequence[tuple[RequestRecord, Parts]], known: Sequence[tuple[RequestRecord, Parts]], kv_s: float
 ) -> dict[str, float]:
     """Return shares of the late requests' TTFT, waiting separate from working; they sum to 1."""
     floor_p = _floors((r, parts.prefill) for r, parts in known)

@@ -144,9 +144,7 @@ def fit_all(records: Iterable[TransferRecord]) -> list[TransferModel]:
     return models
 
 
-def fit(
-    points: Sequence[tuple[float, float, float]],
-) -> tuple[float, float, float, list[float], bool] | None:
+def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float, list[float], bool] | None:
     """(start s, s per descriptor, s per byte, relative errors, varied) of points (descriptors, bytes, s).
     None for fewer than three points, or where no two of them differ in bytes."""
     data = np.asarray(points, np.float64)

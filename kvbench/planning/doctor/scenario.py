@@ -271,11 +271,7 @@ def runs_where(name: str, overrides: Sequence[str]) -> Literal["here", "server",
 
 
 def command(
-    console: Console,
-    scenario: str | None = None,
-    overrides: tuple[str, ...] = (),
-    *,
-    as_json: bool = False,
+    console: Console, scenario: str | None = None, overrides: tuple[str, ...] = (), *, as_json: bool = False
 ) -> int:
     """Print all checks with hints; return 1 if something without alternative fails. A scenario's checks come
     first, then those of its machines. Raises InputError or ScenarioError for its file."""

@@ -182,11 +182,7 @@ def lab_scenario(scenario: Scenario, lab: Lab, alone: frozenset[str]) -> Scenari
 
 @contextmanager
 def running_in_lab(
-    scenario: Scenario,
-    planned: DeploymentPlan,
-    store: RunStore,
-    lab: Lab,
-    fault: PlannedFault,
+    scenario: Scenario, planned: DeploymentPlan, store: RunStore, lab: Lab, fault: PlannedFault
 ) -> Iterator[tuple[Scenario, Launcher, RunningDeployment]]:
     """Run a deployment on the lab's hosts; yields its scenario, launcher and processes."""
     alone = alone_in_lab(fault, planned)
@@ -337,9 +333,7 @@ def fault_text(record: TrialRecord) -> str:
 
 
 def _print_plan(
-    faults: Mapping[str, Sequence[PlannedFault]],
-    rates: Mapping[str, float],
-    console: Console,
+    faults: Mapping[str, Sequence[PlannedFault]], rates: Mapping[str, float], console: Console
 ) -> None:
     if console.stderr:
         rows = {label: [each.to_json() for each in mine] for label, mine in faults.items()}

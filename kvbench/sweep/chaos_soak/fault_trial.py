@@ -293,11 +293,7 @@ class FaultTrial:
         return Striker(fault, deployment, strike, notices.struck, name)
 
     def _record(
-        self,
-        begun: TrialRecord,
-        load: LoadResult,
-        found: dict[str, Any],
-        canaries: CanaryResult | None,
+        self, begun: TrialRecord, load: LoadResult, found: dict[str, Any], canaries: CanaryResult | None
     ) -> TrialRecord:
         slo, rate = self.scenario.slo.main(), self.held.rate
         found["wrong_ids"] = [each.request_id for each in canaries.wrong] if canaries else []

@@ -388,11 +388,7 @@ def _trace_of(scenario: Scenario, found: Audit) -> Sequence[TracedRequest] | Non
 
 
 def _stored_trials(
-    run: RunFolder,
-    scenario: Scenario,
-    asked: dict[str, Any],
-    trace: Sequence[TracedRequest],
-    found: Audit,
+    run: RunFolder, scenario: Scenario, asked: dict[str, Any], trace: Sequence[TracedRequest], found: Audit
 ) -> Iterator[StoredTrial]:
     pools, beside = canary_pools(run.canaries), asked_canaries(run.canaries)
     references = plan_of(scenario) if pools else None
