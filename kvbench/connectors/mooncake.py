@@ -4,8 +4,7 @@ Profiles by vLLM release: 0.25 and newer: concurrent dispatch, joined by the rou
 contacts P's side channel, whose address P's HTTP bootstrap server gives (mooncake_connector_proxy.py). 0.16
 to 0.24: the same without the key ``device_name``. 0.13 to 0.15: sequential; P returns its ZMQ side channel,
 one port per rank. An early request of D is lost, and D decodes unwritten blocks. Up to 0.10.0 (V0): a file
-mooncake.json and a plain proxy.
-"""
+mooncake.json and a plain proxy."""
 
 from __future__ import annotations
 

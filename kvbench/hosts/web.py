@@ -6,8 +6,7 @@ another file, or trust any certificate.
 
 Requests are bounded: ``timeout_s`` is for a whole request, ``limit_bytes`` for an unpacked response. Only
 status, body and media type are used; bodies are decoded as UTF-8. No other module makes an httpx client or
-transport, or uses urllib.request (tests/repository/test_proxies.py).
-"""
+transport, or uses urllib.request (tests/repository/test_proxies.py)."""
 
 from __future__ import annotations
 

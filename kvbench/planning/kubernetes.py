@@ -1,8 +1,7 @@
 """Kubernetes manifests of a deployment.
 
 Each instance, and the router with its helpers, is a StatefulSet of one pod behind a headless Service, whose
-name is its address. Specs and input files are ConfigMaps.
-"""
+name is its address. Specs and input files are ConfigMaps."""
 
 from __future__ import annotations
 

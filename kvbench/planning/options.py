@@ -1,8 +1,7 @@
 """Options shared by several commands, and their shell completion.
 
 A command decorated with ``asks`` whose parameter ``options`` is a ``CliOptions`` shows that class's options
-in its help.
-"""
+in its help."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Each row of the run that matches the scenario (connector, lengths, tensor-parallel size) gives one load.
 ``bench`` sends it at the row's times, stretched by ``time_scale`` for a slower emulated engine; figures are
 scaled back. ``simulate`` uses the row's Poisson arrivals if they are known (``simulate.arrivals``), else
-several random sequences, and reports mean, minimum and maximum.
-"""
+several random sequences, and reports mean, minimum and maximum."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Compare loads of a run with the same loads on another system, figure by figure.
 
 ``reported``: the run's figures. ``reproduced``: simulated (``kvbench simulate --against``) or measured
-(``kvbench bench --against``, perhaps on an engine slower by a known factor).
-"""
+(``kvbench bench --against``, perhaps on an engine slower by a known factor)."""
 
 from __future__ import annotations
 

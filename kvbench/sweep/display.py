@@ -3,8 +3,7 @@
 A terminal also has a live line; a log, and ``-v``, a line per trial. ``TimeLeft`` corrects the plan's
 estimate after each trial: a cell needs the trials that narrow its interval to the precision (square-root
 law), each as long as one near the answer (``core.plan.prospect``); an unmeasured cell takes as long as
-similar ones. Launches, checks and simulation speed form the *pace*: elapsed seconds per second of trials.
-"""
+similar ones. Launches, checks and simulation speed form the *pace*: elapsed seconds per second of trials."""
 
 from __future__ import annotations
 

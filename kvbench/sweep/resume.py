@@ -1,8 +1,7 @@
 """``kvbench sweep --resume RUN``: resume an interrupted run in its own folder, by its plan.
 
 Finished cells are kept. An unfinished cell's trials are replayed to its search in order, so it continues with
-the same next rate; at most the interrupted trial is repeated.
-"""
+the same next rate; at most the interrupted trial is repeated."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 For each number of streams the load generator sends Poisson requests at streams / request duration, and each
 request's times are compared with the server's. Requests count once the first ones have ended. A pass is
-repeated if the machine did other work.
-"""
+repeated if the machine did other work."""
 
 from __future__ import annotations
 

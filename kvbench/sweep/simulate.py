@@ -1,8 +1,7 @@
 """``kvbench simulate``: a sweep with the same plan, search and gates, on virtual time.
 
 ``core.simulation`` replaces the deployment; records are judged, stored and reported as usual, and marked
-*simulated*.
-"""
+*simulated*."""
 
 from __future__ import annotations
 

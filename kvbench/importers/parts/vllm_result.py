@@ -13,8 +13,7 @@ same keys, and prints the same block::
 
 A block ends with the line of equal signs, which may have more text behind it. Anything else where it should
 end (another block, the end of the file, a line that is no figure) means that the log was cut off inside the
-block.
-"""
+block."""
 
 from __future__ import annotations
 

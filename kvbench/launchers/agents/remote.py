@@ -2,8 +2,7 @@
 
 Logs and stdout are streamed, files copied, HTTP requests sent from the remote host. A host without its agent
 is lost with all processes, which the agent kills (``launchers/agents/channel.py``); a ``Fleet`` reconnects
-when the host is needed again.
-"""
+when the host is needed again."""
 
 from __future__ import annotations
 

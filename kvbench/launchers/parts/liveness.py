@@ -2,8 +2,7 @@
 
 A hung process neither ends nor logs, and its requests run into timeouts of minutes. A thread sends each
 server a small request every two seconds on its own connection. Any response counts, even an error. The load
-is negligible for a server with hundreds of requests per second.
-"""
+is negligible for a server with hundreds of requests per second."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 ``server = await serve(handler, "127.0.0.1", 0)``; later ``await server.close()``. ``handler(request,
 response)`` may be a function or a coroutine function. It may pass the response on and return: the response is
-complete after ``send`` or ``end``.
-"""
+complete after ``send`` or ``end``."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A thread without Python's lock forwards the streams, so that a request does not wait behind chunks. A stream
 returns to its connection at anything unusual: its end, an odd read, a slow client. ``ChunkWatch`` follows the
 framing of RFC 9112 §7.1 without decoding a body, and refuses anything else: after the last chunk a response
-is complete and its connection reusable. ``_heads.c`` reads usual heads in one call, httptools all others.
-"""
+is complete and its connection reusable. ``_heads.c`` reads usual heads in one call, httptools all others."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ answer repeats; answers have ``ok`` or ``error``:
 - ``{"n", "cmd": "forget", "peer": id}`` → ``{}``
 - ``{"n", "cmd": "collect" or "offer", "blocks"}`` → ``{}``
 
-The process ends at end of file. Imports are kept light, since each engine waits for it to be ready.
-"""
+The process ends at end of file. Imports are kept light, since each engine waits for it to be ready."""
 
 from __future__ import annotations
 

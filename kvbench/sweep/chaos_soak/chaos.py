@@ -3,8 +3,7 @@
 Each fault is one trial on a fresh deployment, so effects do not overlap. The manifest stores the plan
 (``asked.faults``) before the start, for resume and repeat. ``--lab`` creates two hosts as network namespaces
 and continues in host A as a child process. Only the process to isolate runs in host B, reached via the lab's
-NICs. A partition drops all their packets; other NIC faults affect one NIC.
-"""
+NICs. A partition drops all their packets; other NIC faults affect one NIC."""
 
 from __future__ import annotations
 

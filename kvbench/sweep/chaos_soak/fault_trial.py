@@ -1,8 +1,7 @@
 """One fault on its own deployment: run the load, inject, undo, observe, compute the cost, store.
 
 Detections are recorded with their times: warnings in logs, kvbench's liveness check, the first failed
-request.
-"""
+request."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ it pushes. Figures that are not reported are None, never 0.
 
 vLLM counts one transfer per rank (NIXL), or per rank and batch (Mooncake). Bytes and descriptors are divided
 by requests: for NIXL transfers / parts per request, as aborted requests moved KV too; for Mooncake finished
-requests. The time is one transfer's, as ranks transfer concurrently.
-"""
+requests. The time is one transfer's, as ranks transfer concurrently."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ stored requests, verdicts, searches and answers, by the rules of this kvbench (r
 Cross-check what cannot be recomputed (cross_checks.py). 4. Rebuild the report (stored_trials.py).
 
 A contradiction means *not sound*. An input that could be neither recomputed nor compared means *not
-verified*. Else *sound*; files with only a checksum are listed.
-"""
+verified*. Else *sound*; files with only a checksum are listed."""
 
 from __future__ import annotations
 

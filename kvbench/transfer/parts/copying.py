@@ -3,8 +3,7 @@
 A peer publishes its process id and the descriptor of a memory file, which this process maps through
 ``/proc``; without a name nothing can be left behind. Both need the same user (or root) and process namespace,
 not the same network namespace. One part is copied at once, in ``start``; with ``streams`` above 1 that many
-threads copy, since ``ctypes`` releases the interpreter.
-"""
+threads copy, since ``ctypes`` releases the interpreter."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The initiator sends a request over a control channel per transfer; a thread at the target then receives a
 write, or sends a read, directly to and from the registered memory. A transfer is done when both sides report
 it. Ranks are those of torch.distributed: each target and initiator are a group of two, the target with rank
-0, without torch's default process group.
-"""
+0, without torch's default process group."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ is never silently prefilled again. The bytes really move, and then wait for the 
     end = max(begin, link free) + bytes / bandwidth + start-up + per descriptor · descriptors
 
 An engine has one link, first come, first served; only the side that moves the bytes is paced. A transfer that
-took longer is late, and its lateness is counted (``kvbench:emulator_transfer_lag_seconds``).
-"""
+took longer is late, and its lateness is counted (``kvbench:emulator_transfer_lag_seconds``)."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@
 Every started write has new keys, since a store may keep an old value silently. If a second get may be refused
 or served from a local copy, reads have new keys too: ``offer`` puts each block ``copies`` times, and
 ``Ticket.repeats`` is the number of starts until the next ``offer``. A thread removes objects that a newer
-write replaced, after that call and only when there are many.
-"""
+write replaced, after that call and only when there are many."""
 
 from __future__ import annotations
 
