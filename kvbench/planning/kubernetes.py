@@ -129,8 +129,7 @@ def _pod_spec(
     volumes: list[Manifest] = []
     if any(_files(each) or _modules(each) for each in members):
         volumes.append({"name": "specs", "configMap": {"name": name}})
-    instance = members[-1].name != "router"
-    if instance:
+    if members[-1].name != "router":
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}})
         if options.model_claim:
             volumes.append(

@@ -55,8 +55,7 @@ def open_files_needed(scenario: Scenario, rate: float = 0.0, concurrency: int = 
 
 def require_open_files(scenario: Scenario, rate: float = 0.0, concurrency: int = 0) -> None:
     """Raise LaunchError if ``few_open_files`` finds a problem."""
-    problem = few_open_files(scenario, rate, concurrency)
-    if problem is not None:
+    if (problem := few_open_files(scenario, rate, concurrency)) is not None:
         raise LaunchError(problem.reason, hint=problem.fix)
 
 

@@ -329,8 +329,7 @@ def require_untouched(run: RunFolder) -> None:
             raise StoreError(
                 f"{run.path}/scenario.yaml cannot be read: {error.strerror}", hint=_HINT
             ) from error
-        changed = [name for name, digest in found.items() if asked.get(name) != digest]
-        if changed:
+        if changed := [name for name, digest in found.items() if asked.get(name) != digest]:
             where = " and ".join(changed)
             raise StoreError(
                 f"{run.path}: the scenario was changed since the run began, in {where}", hint=_HINT

@@ -97,8 +97,7 @@ class RowCells(CellWork):
             self.site.close()
         if not records:
             return [CellResult(cell, "skipped", reason=ABSENT, method="fixed", main=False)]
-        refused = [record for record in records if record.verdict == "invalid"]
-        if refused:
+        if refused := [record for record in records if record.verdict == "invalid"]:
             words = f"{len(refused)} of {len(records)} loads were refused: {refused[0].reason}"
             return [CellResult(cell, "refused", reason=words, method="fixed", main=False)]
         return [CellResult(cell, "done", reason=UNCHECKED, method="fixed", main=False)]

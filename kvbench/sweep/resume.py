@@ -189,8 +189,7 @@ def _require_agreement(run: RunFolder, cli: CliOptions) -> None:
     now |= {"the rate": cli.fixed_rate, "router cost": cli.both_modes}
     if cli.fixed_rate is None:
         now["the rate"] = then["the rate"]
-    wrong = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
-    if wrong:
+    if wrong := [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]:
         lines = [
             f"{name}: {then.get(name)} in the folder, {now.get(name)} requested" for name in wrong[:MOST_SAID]
         ]

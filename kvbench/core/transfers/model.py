@@ -122,8 +122,7 @@ def fit_all(records: Iterable[TransferRecord]) -> list[TransferModel]:
             ways.setdefault(way, []).append(point)
     models = []
     for (backend, protocol, op, nics, memory), points in ways.items():
-        fitted = fit(points)
-        if fitted is not None:
+        if (fitted := fit(points)) is not None:
             start, per_descriptor, per_byte, errors, varied = fitted
             models.append(
                 TransferModel(

@@ -232,8 +232,7 @@ def _unusable(row: ServingRow) -> dict[str, list[str]]:
             )
             found[reason] = [f"{each}_{name}_ms" for name in ("ttft", "e2el") for each in by_latency[name]]
             break
-    zeros = [name for name in _POSITIVE if row.figures.get(name) == 0]
-    if zeros:
+    if zeros := [name for name in _POSITIVE if row.figures.get(name) == 0]:
         found[f"{', '.join(zeros)} of 0 with completed requests: not measured"] = zeros
     negative = [name for name, value in row.figures.items() if value < 0 and not _OF_LATENCY.fullmatch(name)]
     if negative:

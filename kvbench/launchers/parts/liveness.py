@@ -13,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Final
 from urllib.parse import urljoin, urlsplit
 
@@ -43,9 +42,7 @@ class Heartbeat:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:

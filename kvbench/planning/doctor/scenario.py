@@ -113,8 +113,7 @@ def weight_bytes(folder: Path) -> int:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     for pattern in _WEIGHT_FILES:
-        total = sum(path.stat().st_size for path in folder.glob(pattern))
-        if total:
+        if total := sum(path.stat().st_size for path in folder.glob(pattern)):
             return total
     return 0
 
@@ -160,14 +159,12 @@ def plan_ports_check(scenario: Scenario, plan: Plan) -> Check:
 def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] | None) -> Iterator[Check]:
     """Check memory for weights and KV, computed from the shape. ``listed``: detected GPUs."""
     deployment = scenario.deployment
-    pools = kv_pools(scenario, plan)
-    if pools:
+    if pools := kv_pools(scenario, plan):
         yield _host_memory(pools, psutil.virtual_memory().available)
     if not deployment.engine_options.uses_gpus or not listed:
         return
     yield gpu_count_check(scenario, plan, listed)
-    known = [gpu["memory_bytes"] for gpu in listed if gpu.get("memory_bytes")]
-    if known:
+    if known := [gpu["memory_bytes"] for gpu in listed if gpu.get("memory_bytes")]:
         yield gpu_memory_check(scenario, min(known))
 
 

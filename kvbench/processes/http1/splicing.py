@@ -168,8 +168,7 @@ class Splicing:
             self._splicer = SPLICE.Splicer()
             loop = asyncio.get_running_loop()
             loop.add_reader(self._splicer.fileno(), self._splicer.collect)
-            backend = getattr(loop, "_get_backend_id", None)
-            if backend is not None:
+            if (backend := getattr(loop, "_get_backend_id", None)) is not None:
                 self._watched = select.epoll.fromfd(os.dup(backend()))
         return self._splicer
 
@@ -262,8 +261,7 @@ class Lane:
         if not self._inside:
             return
         self._inside = False
-        passed = self._splicer.remove(self._fd)
-        if passed is not None:
+        if (passed := self._splicer.remove(self._fd)) is not None:
             self._watch.bypassed(*passed)
         self._source.resume_reading()
 

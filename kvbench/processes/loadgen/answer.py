@@ -105,8 +105,7 @@ class Known:
         if not whole or event[:5] != b"data:" or b"\n" in event or b"\r" in event:
             raise UnusualError
         stream = self._stream
-        text = self._known_text(event)
-        if text is not None:
+        if (text := self._known_text(event)) is not None:
             if not text:
                 stream.add_empty()
                 self._plain = False

@@ -53,8 +53,7 @@ def mark_ranges(endpoint: Endpoint) -> None:
     ranges: dict[int, Any] = {}
 
     def end(ticket: Ticket) -> None:
-        begun = ranges.pop(id(ticket), None)
-        if begun is not None:
+        if (begun := ranges.pop(id(ticket), None)) is not None:
             nvtx.end_range(begun)
 
     def marked_prepare(peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:

@@ -56,9 +56,6 @@ class Notice:
     words: str
     more: int = 0
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass
 class Notices:
@@ -276,7 +273,7 @@ class FaultTrial:
         found = struck.to_json() | {
             "fault": fault.to_json(),
             "name": fault.name,
-            "noticed": [each.to_json() for each in notices.found()],
+            "noticed": [asdict(each) for each in notices.found()],
         }
         return self._record(trial.begun, load, found, None if supply is None else supply.judged(load.records))
 

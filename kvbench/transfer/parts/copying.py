@@ -144,8 +144,7 @@ class CopyEndpoint(Endpoint):
         self._peers[peer["id"]] = _Peer(process, memory, int(peer["offset"]), layout)
 
     def forget(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
-        if known is not None:
+        if (known := self._peers.pop(peer, None)) is not None:
             known.process.close()
 
     def prepare(self, peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:

@@ -138,8 +138,7 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
         self._peers[str(peer["id"])] = known
 
     def forget(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
-        if known is not None:
+        if (known := self._peers.pop(peer, None)) is not None:
             for channel in [known.first, *known.channels.values()]:
                 channel.close()
             known.pair.close()

@@ -267,8 +267,7 @@ class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
             raise TransferError(f"the target said nothing within {deadline_s:g} s")
 
     def forget(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
-        if known is not None:
+        if (known := self._peers.pop(peer, None)) is not None:
             known.channel.close()
             # Its close may wait for a master that is gone.
             threading.Thread(target=known.store.close, name="close", daemon=True).start()
