@@ -47,7 +47,6 @@ SGLANG_QUEUES: Final = 4
 _METADATA_SERVER: Final = re.compile(r"(?:etcd|redis|https?)://\S+|[^\s:/]+:\d{1,5}")
 """Metadata addresses; without a scheme Mooncake assumes etcd (its integration guide with vLLM)."""
 V0_ONLY: Final = dict.fromkeys(("metadata_server", "kv_buffer_size"), "vLLM up to 0.10.0 does")
-HISTORY: Final = "MooncakeConnector is in vLLM up to 0.10.0 (V0 engine), and again from 0.13 on"
 
 
 class MooncakeOptions(KvOptions):
@@ -124,7 +123,7 @@ class _Settings(Connector):
     ignored_env: ClassVar[tuple[str, ...]] = ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE")
     """Variables of Mooncake's store, which this connector never reads."""
     unread: ClassVar[Mapping[str, str]] = V0_ONLY
-    history = HISTORY
+    history = "MooncakeConnector is in vLLM up to 0.10.0 (V0 engine), and again from 0.13 on"
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         forced = _FORCED.get(_options(options).protocol)

@@ -211,7 +211,6 @@ _OF_STATUS: Final = {
     429: "the server has a rate limit: raise it, or connect behind its gateway",
 }
 _SERVER_FAILED: Final = "the server failed, or its proxy has no server: see its log"
-_NOT_HTTP: Final = "what listens there does not speak HTTP: is the port right?"
 
 
 def status_hint(status: int, sent_key: bool = False) -> str:
@@ -250,7 +249,7 @@ def failure_hint(url: str, error: Exception) -> str:
         return "nothing answered in time: is it still loading its model, or does a firewall drop packets?"
     if isinstance(error, (httpx.RemoteProtocolError, httpx.ReadError)):
         tls = f" If the server uses TLS: https://{parts.netloc}" if parts.scheme == "http" else ""
-        return _NOT_HTTP + tls
+        return "what listens there does not speak HTTP: is the port right?" + tls
     if re.search(r"Name or service not known|nodename|Temporary failure|No address", text):
         return f"the host {parts.hostname} is unknown: is it spelt correctly?{_past_the_proxy()}"
     if "refused" in text:

@@ -40,7 +40,6 @@ CHECKSUMS: Final = "checksums.jsonl"
 ALGORITHM: Final = "sha256"
 _GROWING: Final = (TRIALS, CELLS, OUTPUTS, CANARIES)
 _WHOLE: Final = (MANIFEST, "plan.json", "environment.json", "scenario.yaml", TRANSFERS)
-_FOLDERS: Final = ("requests", "telemetry")
 _AFTER_CHARS: Final = 16
 
 
@@ -147,7 +146,7 @@ def _covered(folder: Path) -> Iterator[str]:
     for name in (*_WHOLE, *_GROWING):
         if os.path.lexists(folder / name):
             yield name
-    for inside in _FOLDERS:
+    for inside in ("requests", "telemetry"):
         for path in sorted((folder / inside).glob("*.parquet")):
             if not path.name.startswith("."):
                 yield f"{inside}/{path.name}"

@@ -34,7 +34,6 @@ FIGURES: Final[Mapping[str, tuple[str, Literal["higher", "lower"]]]] = {
     "p99_tpot_ms": ("P99 TPOT", "lower"),
 }
 """Compared figures: label, and which direction is better."""
-BRIEF: Final = ("request_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms")
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Pair:
         seen = [
             f"{words} {_span(shares)}"
             for figure, (words, _) in FIGURES.items()
-            if figure in BRIEF
+            if figure in ("request_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms")
             and (shares := [1 / r.ratio - 1 for pair in alike for r in pair.ratios if r.figure == figure])
         ]
         shown = f". {self.other} against {self.one} in the rows, whole run: {', '.join(seen)}" if seen else ""

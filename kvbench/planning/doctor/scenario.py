@@ -31,7 +31,6 @@ from kvbench.planning.process_specs import instances, transport_findings, unusab
 
 GIB: Final = 2**30
 _WEIGHTS_INDEX: Final = "model.safetensors.index.json"
-_WEIGHT_FILES: Final = ("*.safetensors", "*.bin", "*.gguf")
 
 
 def examine_scenario(name: str, overrides: Sequence[str]) -> list[Check]:
@@ -112,7 +111,7 @@ def weight_bytes(folder: Path) -> int:
         return int(json.loads((folder / _WEIGHTS_INDEX).read_bytes())["metadata"]["total_size"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    for pattern in _WEIGHT_FILES:
+    for pattern in ("*.safetensors", "*.bin", "*.gguf"):
         if total := sum(path.stat().st_size for path in folder.glob(pattern)):
             return total
     return 0

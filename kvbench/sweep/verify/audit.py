@@ -100,7 +100,6 @@ def unproven_files(folder: Path, *, checksums: bool) -> Iterator[str]:
 DAMAGED: Final = "damaged"
 """Label of a run that was resumed or packed in a damaged state."""
 MOST_NOTED: Final = 3
-_CUT_OFF: Final = "cut off"
 
 
 Verdict = Literal["sound", "not sound", "not verified"]
@@ -257,7 +256,7 @@ def damages_before_resume(run: RunFolder) -> Iterator[Damage]:
 
 def _as_read(run: RunFolder, found: Audit) -> Iterator[Damage]:
     for warning in run.warnings:
-        if _CUT_OFF in warning:
+        if "cut off" in warning:
             found.notes.append(warning)
         else:
             name, _, what = warning.partition(" ")

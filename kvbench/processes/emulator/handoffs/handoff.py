@@ -61,7 +61,6 @@ class Pacer:
         return now - began_s
 
 
-_OWN_KEYS: Final = frozenset({"kv_lease_duration"})
 _TRANSFER_NAMES: Final = {"mooncake_protocol": "protocol"}
 """vLLM's name of a key → option of the transfer backends."""
 
@@ -81,7 +80,7 @@ class EngineTransfers:
 
     async def start(self, pool: KvPool, host: str) -> None:
         extra = self._config.kv_connector_extra_config
-        options = {_TRANSFER_NAMES.get(k, k): v for k, v in extra.items() if k not in _OWN_KEYS}
+        options = {_TRANSFER_NAMES.get(k, k): v for k, v in extra.items() if k != "kv_lease_duration"}
         if self.memory != "host":
             options["memory"] = self.memory
         self.process = await TransferProcess.start(self._config.backend, options, pool.fd, pool.layout, host)
