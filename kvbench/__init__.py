@@ -2,8 +2,7 @@
 
 In a notebook: ``run = kvbench.load("results/…")``, then ``run.summary``, ``run.trials``,
 ``run.plot.latency()``; ``kvbench.runs``, ``kvbench.compare``, ``kvbench.simulate``. They are imported from
-``kvbench.api`` on first use, so ``import kvbench`` is fast.
-"""
+``kvbench.api`` on first use, so ``import kvbench`` is fast."""
 
 import importlib
 

@@ -14,8 +14,7 @@
     kvbench.simulate("xpyd")       # a run on virtual time
     kvbench.columns("requests")    # meaning of the columns
 
-Tables are read on first use and cached.
-"""
+Tables are read on first use and cached."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ def simulate(
     ``scenario``: a bundled name or a file. ``overrides``: dotted key → value, ``{"slo.ttft_ms": 300}``.
     ``rate``: only this one (requests/s), no search. ``like``: measured run that gives KV links and overheads.
     ``output``: folder for the run; by default it is deleted with the returned run. Raises InputError if it
-    cannot be simulated.
-    """
+    cannot be simulated."""
     from kvbench.sweep.simulate import simulated
 
     cli = _cli_options(scenario, overrides, connectors, rate)

@@ -14,8 +14,7 @@
     │   └── NewerSchemaError
     └── ServerError              1   the server under test answered something unusable
 
-``EXIT_CODES`` has all exit codes and their meanings, as docs/commands.md and ``--help`` show them.
-"""
+``EXIT_CODES`` has all exit codes and their meanings, as docs/commands.md and ``--help`` show them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Crash-safe files, written atomically or appended as synced lines, and temporary folders.
 
 Readers warn about torn last lines and missing files. A temporary folder's owner holds a lock; ``kvbench runs
-stop`` removes unlocked ones, unless kept.
-"""
+stop`` removes unlocked ones, unless kept."""
 
 from __future__ import annotations
 

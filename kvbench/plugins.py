@@ -1,7 +1,6 @@
 """The parts of an open list, such as connectors: this package's modules, and other packages' entry points.
 
-Both are looked up once for each state of the import path.
-"""
+Both are looked up once for each state of the import path."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A connector is a file in this folder, registered by its module name, with ``CONNECTOR``, an instance of a
 ``Connector`` subclass. Its pure dispatch functions serve router and load generator. Each incompatible range
 of vLLM releases has its own profile: ``CONNECTOR`` is the newest, also used by the emulated engine;
-``CONNECTOR.profile(version)`` returns that of a version.
-"""
+``CONNECTOR.profile(version)`` returns that of a version."""
 
 from __future__ import annotations
 

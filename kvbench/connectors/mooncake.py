@@ -4,8 +4,7 @@ Profiles by vLLM release: 0.25 and newer: concurrent dispatch, joined by the rou
 contacts P's side channel, whose address P's HTTP bootstrap server gives (mooncake_connector_proxy.py). 0.16
 to 0.24: the same without the key ``device_name``. 0.13 to 0.15: sequential; P returns its ZMQ side channel,
 one port per rank. An early request of D is lost, and D decodes unwritten blocks. Up to 0.10.0 (V0): a file
-mooncake.json and a plain proxy.
-"""
+mooncake.json and a plain proxy."""
 
 from __future__ import annotations
 
@@ -48,7 +47,6 @@ SGLANG_QUEUES: Final = 4
 _METADATA_SERVER: Final = re.compile(r"(?:etcd|redis|https?)://\S+|[^\s:/]+:\d{1,5}")
 """Metadata addresses; without a scheme Mooncake assumes etcd (its integration guide with vLLM)."""
 V0_ONLY: Final = dict.fromkeys(("metadata_server", "kv_buffer_size"), "vLLM up to 0.10.0 does")
-HISTORY: Final = "MooncakeConnector is in vLLM up to 0.10.0 (V0 engine), and again from 0.13 on"
 
 
 class MooncakeOptions(KvOptions):
@@ -125,7 +123,7 @@ class _Settings(Connector):
     ignored_env: ClassVar[tuple[str, ...]] = ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE")
     """Variables of Mooncake's store, which this connector never reads."""
     unread: ClassVar[Mapping[str, str]] = V0_ONLY
-    history = HISTORY
+    history = "MooncakeConnector is in vLLM up to 0.10.0 (V0 engine), and again from 0.13 on"
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
         forced = _FORCED.get(_options(options).protocol)

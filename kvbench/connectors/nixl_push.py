@@ -3,8 +3,7 @@ transfer metrics.
 
 Sequential dispatch (default) is the pull connector's handshake with ``transfer_mode`` in P's response.
 Concurrent dispatch follows vLLM's example (disagg_proxy_pushconnector_demo.py): D gets P's address and
-registers blocks while P computes; P joins them by request id. It needs P's fixed engine id and ranks.
-"""
+registers blocks while P computes; P joins them by request id. It needs P's fixed engine id and ranks."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ def release(text: str) -> Release:
 def version_in(output: str) -> str:
     """Return the version in ``vllm --version``'s output: on the last line that has one; or empty."""
     for line in reversed(output.splitlines()):
-        found = re.fullmatch(r"(?:vllm\s+)?v?(\d+(?:\.\d+)+\S*)", line.strip(), re.IGNORECASE)
-        if found:
+        if found := re.fullmatch(r"(?:vllm\s+)?v?(\d+(?:\.\d+)+\S*)", line.strip(), re.IGNORECASE):
             return found[1]
     return ""
 

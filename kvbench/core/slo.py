@@ -106,9 +106,7 @@ class Limit:
 
     def kept(self, value_ms: float | None) -> bool:
         """Return whether one request keeps it; undefined TPOT (one token) does."""
-        if value_ms is None:
-            return self.metric == "tpot_ms"
-        return value_ms <= self.limit
+        return self.metric == "tpot_ms" if value_ms is None else value_ms <= self.limit
 
 
 @dataclass(frozen=True)

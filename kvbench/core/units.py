@@ -83,9 +83,7 @@ def duration_text(seconds: float) -> str:
     if whole < 100:
         return f"{whole} s"
     minutes, rest = divmod(whole, 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def estimate_text(lower_s: float, upper_s: float) -> str:

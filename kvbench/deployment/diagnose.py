@@ -1,8 +1,7 @@
 """Find causes in logs by patterns (log_patterns.yaml) with texts and hints.
 
 ``diagnose(lines)`` explains given lines, also for ``kvbench doctor diagnose``. ``LogWatch`` follows a
-deployment's logs: fatal lines stop the wait with cause and hint, others are findings of their trial.
-"""
+deployment's logs: fatal lines stop the wait with cause and hint, others are findings of their trial."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def _found(fleet: Fleet | dict[str, Any]) -> Iterator[dict[str, Any]]:
     seen = set()
     for each in tagged.tagged(own):
         seen.add(each.pid)
-        yield {"host": HERE, **each.to_json()}
+        yield {"host": HERE, **vars(each)}
     for name, agent in fleet.items():
         # An agent that sees this process is on this machine, and so are all that it lists.
         answer = agent.ask("tagged", but=sorted(own))

@@ -58,8 +58,7 @@ class ProcessWatch:
     def check(self, processes: Sequence[Process]) -> None:
         """Raise ProcessDiedError, ProcessHungError, or LaunchError for a fatal log line."""
         for process in processes:
-            status = process.poll()
-            if status is not None:
+            if (status := process.poll()) is not None:
                 self._logs.drain(process.name)
                 mine = [each for each in self._logs.take() if each.process == process.name]
                 raise died(process, status, mine[0] if mine else None, processes)
@@ -99,8 +98,7 @@ class ProcessWatch:
 
     def explained(self, processes: Sequence[Process]) -> tuple[str, str]:
         """Log diagnosis for a message, and the hint; without a cause the last lines."""
-        found = self.take()
-        if found:
+        if found := self.take():
             return "\n".join(["", *(each.text() for each in found)]), self._hint(found[0])
         words = last_words(processes)
         return words, "no log shows a known cause: see the whole logs" if words else ""
@@ -149,10 +147,7 @@ def beside(call: Callable[[], T], check: Callable[[], None]) -> T:
 
 
 def died(
-    process: Process,
-    status: int,
-    diagnosis: Diagnosis | None = None,
-    others: Sequence[Process] = (),
+    process: Process, status: int, diagnosis: Diagnosis | None = None, others: Sequence[Process] = ()
 ) -> ProcessDiedError:
     """Create the error for an ended process with its last lines, or those of ``others``."""
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

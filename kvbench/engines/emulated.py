@@ -129,13 +129,7 @@ class EmulatedOptions(EngineOptions):
 
         if figures := self.transfer_model:
             return TransferModel(
-                "given",
-                "",
-                "",
-                0,
-                figures.start_ms / 1e3,
-                figures.per_descriptor_us / 1e6,
-                figures.gb_per_s,
+                "given", "", "", 0, figures.start_ms / 1e3, figures.per_descriptor_us / 1e6, figures.gb_per_s
             )
         models = _models_in(Path(self.transfer_like).expanduser())
         return model_for(models, self.transfer_backend or backend, self.transfer_protocol)

@@ -78,8 +78,7 @@ class SglangOptions(EngineOptions):
     @field_validator("engine_args", "prefill_args", "decode_args")
     @classmethod
     def _not_ours(cls, given: dict[str, Any]) -> dict[str, Any]:
-        taken = owned_flags(given, _OURS)
-        if taken:
+        if taken := owned_flags(given, _OURS):
             raise ValueError(f"{', '.join(taken)} follow from the scenario and cannot be given here")
         return given
 

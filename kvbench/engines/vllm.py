@@ -276,10 +276,7 @@ class Vllm(Engine):
 
     @staticmethod
     def _env(
-        instance: Instance,
-        connector: Connector,
-        connector_options: ConnectorOptions,
-        options: VllmOptions,
+        instance: Instance, connector: Connector, connector_options: ConnectorOptions, options: VllmOptions
     ) -> dict[str, str]:
         spans = len(instance.nodes) > 1
         node = node_env(instance.host) if connector.kv_connector or spans else {}

@@ -135,8 +135,7 @@ def cpu_s(pids: Iterable[int]) -> float:
     """Return the total CPU seconds of these processes, without ended ones."""
     ticks = 0
     for pid in pids:
-        fields = stat(pid)
-        if fields:
+        if fields := stat(pid):
             ticks += int(fields[11]) + int(fields[12])  # utime and stime, fields 14 and 15 of proc(5)
     return ticks / _TICKS_PER_S
 

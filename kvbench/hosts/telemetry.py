@@ -113,9 +113,7 @@ def difference(before: Metrics | None, after: Metrics | None, name: str, **label
     if before is None or after is None:
         return None
     end = after.total(name, **labels)
-    if end is None:
-        return None
-    return end - (before.total(name, **labels) or 0.0)
+    return None if end is None else end - (before.total(name, **labels) or 0.0)
 
 
 @dataclass(frozen=True)

@@ -186,8 +186,7 @@ def installed(python: Path | None = None) -> dict[str, str]:
 
 def cuda_major_of(versions: Mapping[str, str]) -> int | None:
     """Return PyTorch's CUDA release: its version's suffix, or its bundled runtime."""
-    suffix = re.search(r"\+cu(\d{2})\d", versions.get("torch", ""))
-    if suffix:
+    if suffix := re.search(r"\+cu(\d{2})\d", versions.get("torch", "")):
         return int(suffix[1])
     for name in ("nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime"):
         if name in versions:

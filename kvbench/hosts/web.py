@@ -6,8 +6,7 @@ another file, or trust any certificate.
 
 Requests are bounded: ``timeout_s`` is for a whole request, ``limit_bytes`` for an unpacked response. Only
 status, body and media type are used; bodies are decoded as UTF-8. No other module makes an httpx client or
-transport, or uses urllib.request (tests/repository/test_proxies.py).
-"""
+transport, or uses urllib.request (tests/repository/test_proxies.py)."""
 
 from __future__ import annotations
 
@@ -212,7 +211,6 @@ _OF_STATUS: Final = {
     429: "the server has a rate limit: raise it, or connect behind its gateway",
 }
 _SERVER_FAILED: Final = "the server failed, or its proxy has no server: see its log"
-_NOT_HTTP: Final = "what listens there does not speak HTTP: is the port right?"
 
 
 def status_hint(status: int, sent_key: bool = False) -> str:
@@ -251,7 +249,7 @@ def failure_hint(url: str, error: Exception) -> str:
         return "nothing answered in time: is it still loading its model, or does a firewall drop packets?"
     if isinstance(error, (httpx.RemoteProtocolError, httpx.ReadError)):
         tls = f" If the server uses TLS: https://{parts.netloc}" if parts.scheme == "http" else ""
-        return _NOT_HTTP + tls
+        return "what listens there does not speak HTTP: is the port right?" + tls
     if re.search(r"Name or service not known|nodename|Temporary failure|No address", text):
         return f"the host {parts.hostname} is unknown: is it spelt correctly?{_past_the_proxy()}"
     if "refused" in text:

@@ -199,8 +199,7 @@ def _figures(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _lengths(row: ServingRow, metrics: Mapping[str, Any]) -> None:
     for name, key in (("input_len", "input_sequence_length"), ("output_len", "output_sequence_length")):
-        mean = number(mapping(metrics.get(key)).get("avg"))
-        if mean is not None:
+        if (mean := number(mapping(metrics.get(key)).get("avg"))) is not None:
             row.take_mean_length(name, mean, key)
 
 
@@ -224,8 +223,7 @@ def _asked(row: ServingRow, config: Any) -> None:
     for dataset in listed(config.get("datasets")):
         prompts = mapping(mapping(dataset).get("prompts"))
         for name, key in (("asked_input_len", "isl"), ("asked_output_len", "osl")):
-            length = number(mapping(prompts.get(key)).get("mean"))
-            if length is not None:
+            if (length := number(mapping(prompts.get(key)).get("mean"))) is not None:
                 row.settings[name] = length
 
 

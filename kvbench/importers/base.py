@@ -203,9 +203,7 @@ def _utf16(data: bytes) -> bool:
 
 
 def _decoded(data: bytes) -> str:
-    if _utf16(data):
-        return data.decode("utf-16", "replace")
-    return data.decode("utf-8-sig", "replace")
+    return data.decode("utf-16", "replace") if _utf16(data) else data.decode("utf-8-sig", "replace")
 
 
 def json_value(text: str) -> Any:

@@ -82,8 +82,7 @@ def _row(benchmark: Mapping[str, Any], metrics: Mapping[str, Any], origin: Origi
         for statistic, value in _statistics(metrics.get(name)).items():
             row.figures[f"{statistic}_{latency}_ms"] = value * scale if scale != 1.0 else value
     for name, figure in _RATES.items():
-        mean = _statistics(metrics.get(name)).get("mean")
-        if mean is not None:
+        if (mean := _statistics(metrics.get(name)).get("mean")) is not None:
             row.figures[figure] = mean
     for statistic, value in _statistics(metrics.get("time_per_output_token_ms")).items():
         row.settings[f"{statistic}_time_per_output_token_with_ttft_ms"] = value
@@ -112,14 +111,12 @@ def _statistics(metric: Any) -> dict[str, float]:
 def _counts(row: ServingRow, benchmark: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
     totals = mapping(metrics.get("request_totals") or benchmark.get("request_totals"))
     for name, key in (("completed", "successful"), ("failed", "errored")):
-        count = whole(totals.get(key))
-        if count is not None:
+        if (count := whole(totals.get(key))) is not None:
             row.figures[name] = count
     if incomplete := whole(totals.get("incomplete")):
         row.settings["incomplete_requests"] = incomplete
     row.num_prompts = whole(totals.get("total"))
-    duration = number(benchmark.get("duration"))
-    if duration is not None:
+    if (duration := number(benchmark.get("duration"))) is not None:
         row.figures["duration_s"] = duration
     for name, key, total in (
         ("input_len", "prompt_token_count", "total_input_tokens"),

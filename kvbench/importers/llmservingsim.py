@@ -34,7 +34,6 @@ DEFINITIONS: Final = {
     "tpot_ms": "(last − first token) / (output tokens − 1), both in the engine",
 }
 _REQUESTS: Final = "requests.jsonl"
-_META: Final = "meta.json"
 _TIMES: Final = ("arrival_time", "queued_ts", "first_token_ts", "last_token_ts")
 
 
@@ -53,7 +52,7 @@ def read(path: Path) -> Imported:
     seen = list(filter(None, (_line(at, text, file, reading) for at, text in enumerate(lines, start=1))))
     if not seen:
         raise InputError(f"{file.name}:1: contains no complete request")
-    about = file.with_name(_META)
+    about = file.with_name("meta.json")
     meta = mapping(parse_json(about)) if about.is_file() else {}
     row = ServingRow(Origin(file.name, 1, len(lines), TOOL, ""), {}, num_prompts=len(seen))
     row.requests = records_of(_on_one_clock(seen))

@@ -2,8 +2,7 @@
 
 The columns changed: up to 0.2 ``Avg Lat. (us)`` precedes three bandwidths (MiB/s, GiB/s, GB/s); later there
 is one bandwidth, and times of preparing, posting and transferring with their P99. ``B/W (GB/Sec)`` is always
-10⁹ bytes per second. The latency is one block's, so it is kept as reported, not as a call's time.
-"""
+10⁹ bytes per second. The latency is one block's, so it is kept as reported, not as a call's time."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ where the sentence is understood also ``metric`` (a figure's name), ``input_len`
 The sentences are in ``claims.yaml``: regular expressions whose named groups are ``at``, or ``low`` and
 ``high`` (thousands of tokens; none: all lengths), ``ahead`` and ``behind`` (connectors), ``least`` and
 ``most`` (per cent), ``first`` and ``second`` (figures of ``one`` and ``other``, else of the one ahead and the
-one behind), and ``latency``, of which a metric's name is made.
-"""
+one behind), and ``latency``, of which a metric's name is made."""
 
 from __future__ import annotations
 

@@ -137,8 +137,7 @@ def _row(table: _Table, row: _Row, file: str) -> ServingRow:
     reported: dict[str, int | None] = {**table.kept, table.axis: row.setting}
     figures: dict[str, float] = {}
     for name, text in zip(COLUMNS.values(), row.figures, strict=True):
-        value = number(text)
-        if value is not None:
+        if (value := number(text)) is not None:
             figures[name] = value if "." in text else int(text)
     settings: dict[str, Any] = {"protocol": "tcp" if row.nics == "TCP" else "rdma", "table": table.title}
     if row.nics != "TCP":

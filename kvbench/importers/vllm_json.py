@@ -15,7 +15,6 @@ from kvbench.importers.parts.vllm_result import DEFINITIONS, is_result, row_of
 FORMAT: Final = "JSON files of `vllm bench serve --save-result`, `--save-detailed` and `--append-result`"
 RANK: Final = 20
 TOOL: Final = "vllm bench serve"
-_SGLANG: Final = "sglang.bench_serving"
 
 
 def recognise(path: Path) -> bool:
@@ -55,7 +54,7 @@ def _lines(path: Path, reading: Imported) -> int:
 
 def _take(result: Any, origin: Origin, reading: Imported) -> None:
     if is_result(result):
-        tool = _SGLANG if "total_output_tokens_retokenized" in result else origin.tool
+        tool = "sglang.bench_serving" if "total_output_tokens_retokenized" in result else origin.tool
         reading.rows.append(row_of(result, replace(origin, tool=tool)))
     else:
         what = "is not a result of a serving benchmark"

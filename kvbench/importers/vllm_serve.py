@@ -11,16 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from kvbench.importers.base import (
-    Imported,
-    LeftOut,
-    Origin,
-    ServingRow,
-    peek,
-    rate,
-    read_lines,
-    whole,
-)
+from kvbench.importers.base import Imported, LeftOut, Origin, ServingRow, peek, rate, read_lines, whole
 from kvbench.importers.parts import vllm_result
 from kvbench.importers.parts.vllm_result import DEFINITIONS
 
@@ -97,8 +88,7 @@ def row_of(block: vllm_result.ResultBlock, lines: Sequence[str], before: int, fi
         unknown=dict(block.unknown),
         command=asked.command,
     )
-    max_concurrency = row.figures.pop("max_concurrency", None)
-    if max_concurrency is not None:
+    if (max_concurrency := row.figures.pop("max_concurrency", None)) is not None:
         row.settings["max_concurrency"] = int(max_concurrency)
     for name, total in (("input_len", "total_input_tokens"), ("output_len", "total_output_tokens")):
         if getattr(row, name) is None:

@@ -1,8 +1,7 @@
 """Interface of a launcher, which starts processes and gives access to them.
 
 Deployment, load generator, trial and sweep use only this. ``LocalLauncher`` starts local processes,
-``RemoteLauncher`` uses agents on other hosts.
-"""
+``RemoteLauncher`` uses agents on other hosts."""
 
 from __future__ import annotations
 

@@ -90,8 +90,7 @@ class LogBound:
 
     Processes write directly to their files. A thread checks all logs twice a second and punches a hole in a
     long one (fallocate(2)); at the process's end it removes the hole and notes the missing bytes. Without
-    hole support the log is cut after its head and continues. The thread ends with the last process.
-    """
+    hole support the log is cut after its head and continues. The thread ends with the last process."""
 
     def __init__(self, head: int = HEAD_BYTES, tail: int = TAIL_BYTES) -> None:
         self._head = head - head % _BLOCK

@@ -7,7 +7,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvbench.core.plan.plan import DeploymentPlan
@@ -206,9 +205,7 @@ class Places:
     def __enter__(self) -> Places:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

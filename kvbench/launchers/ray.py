@@ -2,8 +2,7 @@
 
 kvbench joins the user's cluster and never starts one. Ray ends group and actors with this process, which owns
 them; the agent then reads the end of stdin. Ray is imported inside functions only; requests and missing
-resources are computed without it.
-"""
+resources are computed without it."""
 
 from __future__ import annotations
 

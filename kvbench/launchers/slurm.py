@@ -2,8 +2,7 @@
 
 The job is new, or existing (``deployment.slurm.job``, or kvbench runs inside it). A new job is owned by
 ``launchers/parts/slurm_guard.py``, which cancels it when kvbench is gone; steps end with their agents, which
-end with their stdin.
-"""
+end with their stdin."""
 
 from __future__ import annotations
 

@@ -217,8 +217,7 @@ class CaseRun:
 
     def _verify(self, generation: int) -> None:
         """Compare all blocks at their destination. Raises WorkerError for the first wrong byte."""
-        write = self.case.op == "write"
-        if write:
+        if self.case.op == "write":
             self._to_targets("collect", self._bytes_s + self.settings.connect_s)
         asked = [self._comparison(pair, generation) for pair in self._pairs]
         # Answers arrive in order, so all pairs of all workers can be requested at once.
@@ -369,9 +368,7 @@ class Microbench:
     # --- impossible cases
 
     def _room(self) -> int | None:
-        if all(side.elsewhere for side in self._sides.values()):
-            return None
-        return available_bytes()
+        return None if all(side.elsewhere for side in self._sides.values()) else available_bytes()
 
     def _too_large(self, case: Case, room: int | None) -> str:
         if room is None or case.memory != "host":

@@ -201,8 +201,7 @@ def _axes(options: MicrobenchOptions, work: KvWork | None, places: MicrobenchPla
         "remote": places.remote,
     }
     for name in ("threads", "initiators", "targets"):
-        value = getattr(options, name)
-        if value is not None:
+        if (value := getattr(options, name)) is not None:
             given[name] = parse_counts(value)
     if work is not None:
         if options.all_ranks:

@@ -39,13 +39,11 @@ class MicrobenchOptions:
     nics: Annotated[
         str | None, _matrix("--nics", metavar="N[,N…]", help="NICs to use, in order of affinity.")
     ] = None
-    op: Annotated[
-        str | None,
-        _matrix("--op", metavar="write,read", help="Directions; by default both."),
-    ] = None
+    op: Annotated[str | None, _matrix("--op", metavar="write,read", help="Directions; by default both.")] = (
+        None
+    )
     block_size: Annotated[
-        str | None,
-        _matrix("--block-size", metavar="SIZE[,SIZE…]", help="Bytes of a block."),
+        str | None, _matrix("--block-size", metavar="SIZE[,SIZE…]", help="Bytes of a block.")
     ] = None
     batch_size: Annotated[
         str | None, _matrix("--batch-size", metavar="N[,N…]", help="Blocks per transfer.")
@@ -60,10 +58,9 @@ class MicrobenchOptions:
         str | None, _matrix("--targets", metavar="N[,N…]", help="Processes that are written to or read from.")
     ] = None
     memory: Annotated[str, _matrix("--memory", metavar="host|cuda", help="Memory of the buffers.")] = "host"
-    scattered: Annotated[
-        bool,
-        _matrix("--scattered", help="Blocks that never touch, in shuffled order."),
-    ] = False
+    scattered: Annotated[bool, _matrix("--scattered", help="Blocks that never touch, in shuffled order.")] = (
+        False
+    )
     full: Annotated[bool, _matrix("--full", help="The large matrix, all protocols.")] = False
     model: Annotated[
         str | None,
@@ -87,11 +84,7 @@ class MicrobenchOptions:
     rate: Annotated[str, _where("--rate", metavar="RATE", help="Rate of each NIC of the lab.")] = "1gbit"
     lab_name: Annotated[
         str | None,
-        _where(
-            "--lab-name",
-            metavar="NAME",
-            help="Use the existing lab of this name (kvbench lab up).",
-        ),
+        _where("--lab-name", metavar="NAME", help="Use the existing lab of this name (kvbench lab up)."),
     ] = None
     host: Annotated[
         str | None,
@@ -143,11 +136,7 @@ class MicrobenchOptions:
     ] = None
     pairs: Annotated[
         str | None,
-        _where(
-            "--pairs",
-            metavar="all",
-            help="All pairs of the scenario's hosts, in both directions.",
-        ),
+        _where("--pairs", metavar="all", help="All pairs of the scenario's hosts, in both directions."),
     ] = None
     seconds: Annotated[
         float | None,

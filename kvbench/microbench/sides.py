@@ -120,8 +120,7 @@ class WorkerHandle:
         message = self._answers.pop(number, None)
         if message is None:
             return None
-        cause = message.get("error", message.get("failed"))
-        if cause is not None:
+        if (cause := message.get("error", message.get("failed"))) is not None:
             raise WorkerError(f"{self.name}: {cause}", message.get("log") or self.tail())
         return dict(message.get("ok", message.get("ready", {})))
 

@@ -1,8 +1,7 @@
 """Read session corpora from files or folders, and report them (``kvbench corpus``).
 
 A file has one JSON object per line, one JSON object or list, or Parquet rows; gzip is accepted. The first
-object's keys decide the format; ``core/sessions`` describes formats.
-"""
+object's keys decide the format; ``core/sessions`` describes formats."""
 
 from __future__ import annotations
 

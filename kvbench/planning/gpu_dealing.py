@@ -74,8 +74,7 @@ def far_device_env(
 
     A host's ``devices`` are dealt, even to an engine without need; else the GPUs its agent sees under Slurm
     or Ray (``answers`` to ``gpus``, by host). ``numbered``: unknown GPUs are numbered from 0, for printed
-    commands. Raises InputError with counts if there are too few.
-    """
+    commands. Raises InputError with counts if there are too few."""
     deployment = scenario.deployed(planned.label)
     if not deployment.hosts or not deployment.engine_options.starts_processes:
         return {}

@@ -29,7 +29,6 @@ FETCH_DEADLINE_S: Final = 900.0
 INSTALL_DEADLINE_S: Final = 900.0
 SOURCES: Final = Path(__file__).resolve().parents[2]
 _NOT_BUILT_FROM: Final = ("results", "notebooks", "docs", "tests", "build", "dist")
-_WHEELS_TAR: Final = "kvbench-wheels.tar"
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def prepared(wanted: Install, folder: Path) -> Ready:
     wheels = sorted(house.glob("*.whl"))
     if not wheels:
         raise InputError(f"{house} has no wheels", hint="pip download --dest DIR kvbench-*.whl fills it")
-    packed = folder / _WHEELS_TAR
+    packed = folder / "kvbench-wheels.tar"
     with tarfile.open(packed, "w") as tar:
         for each in wheels:
             tar.add(each, each.name)

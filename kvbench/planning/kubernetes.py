@@ -1,8 +1,7 @@
 """Kubernetes manifests of a deployment.
 
 Each instance, and the router with its helpers, is a StatefulSet of one pod behind a headless Service, whose
-name is its address. Specs and input files are ConfigMaps.
-"""
+name is its address. Specs and input files are ConfigMaps."""
 
 from __future__ import annotations
 
@@ -40,9 +39,7 @@ class K8sOptions(Section):
     engine_image: str = Field("", description="image of the instances, if different, such as vLLM's")
     namespace: str = Field("", pattern=_NAME, description="namespace of everything; by default kubectl's")
     gpu: str = Field(
-        "nvidia.com/gpu",
-        pattern=_RESOURCE,
-        description="GPU resource, one per rank of an instance",
+        "nvidia.com/gpu", pattern=_RESOURCE, description="GPU resource, one per rank of an instance"
     )
     rdma: str = Field(
         "",
@@ -106,12 +103,7 @@ def pod_manifests(
         "kind": "Service",
         "metadata": meta,
         # Headless: the name resolves to the pod's own address, for binding, before it is ready.
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": selector,
-            "ports": ports,
-        },
+        "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": ports},
     }
     files = {file: text for each in members for file, text in _files(each).items()}
     files |= _modules(members[-1])
@@ -137,8 +129,7 @@ def _pod_spec(
     volumes: list[Manifest] = []
     if any(_files(each) or _modules(each) for each in members):
         volumes.append({"name": "specs", "configMap": {"name": name}})
-    instance = members[-1].name != "router"
-    if instance:
+    if members[-1].name != "router":
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}})
         if options.model_claim:
             volumes.append(

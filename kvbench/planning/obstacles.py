@@ -54,8 +54,7 @@ def open_files_needed(scenario: Scenario, rate: float = 0.0, concurrency: int = 
 
 def require_open_files(scenario: Scenario, rate: float = 0.0, concurrency: int = 0) -> None:
     """Raise LaunchError if ``few_open_files`` finds a problem."""
-    problem = few_open_files(scenario, rate, concurrency)
-    if problem is not None:
+    if (problem := few_open_files(scenario, rate, concurrency)) is not None:
         raise LaunchError(problem.reason, hint=problem.fix)
 
 
@@ -159,10 +158,7 @@ def _hosts(scenario: Scenario, named: str) -> Iterator[Problem]:
         answers = list(together.map(_unreached, hosts, hosts.values()))
     for name, why in zip(hosts, answers, strict=True):
         if why:
-            yield Problem(
-                f"host {name} is unreachable: {why}",
-                f"see `kvbench doctor {shlex.quote(named)}`",
-            )
+            yield Problem(f"host {name} is unreachable: {why}", f"see `kvbench doctor {shlex.quote(named)}`")
 
 
 def _unreached(name: str, host: RemoteHost) -> str:

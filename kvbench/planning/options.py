@@ -1,8 +1,7 @@
 """Options shared by several commands, and their shell completion.
 
 A command decorated with ``asks`` whose parameter ``options`` is a ``CliOptions`` shows that class's options
-in its help.
-"""
+in its help."""
 
 from __future__ import annotations
 
@@ -104,8 +103,7 @@ ResumeOption = Annotated[
     ),
 ]
 ForceOption = Annotated[
-    bool,
-    typer.Option("--force", help="Resume although machine or software has changed; marks the run."),
+    bool, typer.Option("--force", help="Resume although machine or software has changed; marks the run.")
 ]
 OutputOption = Annotated[
     Path,
@@ -154,8 +152,7 @@ class CliOptions:
         ),
     ] = None
     model: Annotated[
-        str | None,
-        _server("--model", metavar="NAME", help="Its model; required if it serves several."),
+        str | None, _server("--model", metavar="NAME", help="Its model; required if it serves several.")
     ] = None
     headers: Annotated[
         tuple[str, ...],
@@ -167,8 +164,7 @@ class CliOptions:
         ),
     ] = ()
     ca_file: Annotated[
-        str | None,
-        _server("--ca-file", metavar="FILE", help="Trust only the certificates of this PEM file."),
+        str | None, _server("--ca-file", metavar="FILE", help="Trust only the certificates of this PEM file.")
     ] = None
     insecure: Annotated[bool, _server("--insecure", help="Do not verify the certificate.")] = False
     prefill_metrics_url: Annotated[
@@ -225,14 +221,10 @@ class CliOptions:
         Sets("workload.output_len"),
     ] = None
     ttft_ms: Annotated[
-        float | None,
-        _slo("--ttft-ms", metavar="MS", help="SLO: time to first token."),
-        Sets("slo.ttft_ms"),
+        float | None, _slo("--ttft-ms", metavar="MS", help="SLO: time to first token."), Sets("slo.ttft_ms")
     ] = None
     tpot_ms: Annotated[
-        float | None,
-        _slo("--tpot-ms", metavar="MS", help="SLO: time per output token."),
-        Sets("slo.tpot_ms"),
+        float | None, _slo("--tpot-ms", metavar="MS", help="SLO: time per output token."), Sets("slo.tpot_ms")
     ] = None
     attainment: Annotated[
         float | None,
@@ -281,9 +273,7 @@ class CliOptions:
         Sets("search.budget_s"),
     ] = None
     seed: Annotated[
-        int | None,
-        _method("--seed", metavar="N", help="Seed of all randomness of the run."),
-        Sets("seed"),
+        int | None, _method("--seed", metavar="N", help="Seed of all randomness of the run."), Sets("seed")
     ] = None
     trace: Annotated[
         str | None,

@@ -14,8 +14,6 @@ from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.errors import InputError, ScenarioError
 from kvbench.files import similar_files
 
-_SUFFIXES = (".yaml", ".yml")
-
 
 Model = TypeVar("Model")
 
@@ -69,7 +67,7 @@ def bundled_names() -> tuple[str, ...]:
 def find_scenario(name_or_path: str) -> tuple[bytes, str]:
     """Return a scenario's bytes and source. A name with a slash or YAML suffix is a path; others are bundled
     names, then files in the current folder. Raises InputError with similar names."""
-    is_path = "/" in name_or_path or name_or_path.endswith(_SUFFIXES)
+    is_path = "/" in name_or_path or name_or_path.endswith((".yaml", ".yml"))
     bundled = name_or_path.removesuffix(".yaml")
     path = Path(name_or_path)
     try:

@@ -40,7 +40,6 @@ CHECKSUMS: Final = "checksums.jsonl"
 ALGORITHM: Final = "sha256"
 _GROWING: Final = (TRIALS, CELLS, OUTPUTS, CANARIES)
 _WHOLE: Final = (MANIFEST, "plan.json", "environment.json", "scenario.yaml", TRANSFERS)
-_FOLDERS: Final = ("requests", "telemetry")
 _AFTER_CHARS: Final = 16
 
 
@@ -147,7 +146,7 @@ def _covered(folder: Path) -> Iterator[str]:
     for name in (*_WHOLE, *_GROWING):
         if os.path.lexists(folder / name):
             yield name
-    for inside in _FOLDERS:
+    for inside in ("requests", "telemetry"):
         for path in sorted((folder / inside).glob("*.parquet")):
             if not path.name.startswith("."):
                 yield f"{inside}/{path.name}"
@@ -329,8 +328,7 @@ def require_untouched(run: RunFolder) -> None:
             raise StoreError(
                 f"{run.path}/scenario.yaml cannot be read: {error.strerror}", hint=_HINT
             ) from error
-        changed = [name for name, digest in found.items() if asked.get(name) != digest]
-        if changed:
+        if changed := [name for name, digest in found.items() if asked.get(name) != digest]:
             where = " and ".join(changed)
             raise StoreError(
                 f"{run.path}: the scenario was changed since the run began, in {where}", hint=_HINT

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from kvbench.core.records import Cell, Method, TrialRecord
@@ -131,7 +131,7 @@ def pool_row(pool: CanaryPool) -> dict[str, Any]:
 
 def asked_row(trial_id: str, asked: Sequence[AskedCanary]) -> dict[str, Any]:
     """Return additional canary answers as a line of canaries.jsonl."""
-    return {"trial_id": trial_id, "asked": [each.to_json() for each in asked]}
+    return {"trial_id": trial_id, "asked": [asdict(each) for each in asked]}
 
 
 def _outputs(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, int], Outputs]]:

@@ -421,8 +421,7 @@ def listed_runs(root: Path, *, reference: bool = True) -> list[ListedRun]:
     below it. Raises InputError without the folder."""
     if not root.is_dir():
         raise InputError(
-            f"folder {root} does not exist",
-            hint=f"set the folder of the runs: --output, or {OUTPUT_ENV}",
+            f"folder {root} does not exist", hint=f"set the folder of the runs: --output, or {OUTPUT_ENV}"
         )
     left_out = None if reference else root / REFERENCE
     found = [ListedRun.of(file) for file in sorted(_manifests(root)) if left_out not in file.parents]

@@ -3,8 +3,7 @@
 Each row of the run that matches the scenario (connector, lengths, tensor-parallel size) gives one load.
 ``bench`` sends it at the row's times, stretched by ``time_scale`` for a slower emulated engine; figures are
 scaled back. ``simulate`` uses the row's Poisson arrivals if they are known (``simulate.arrivals``), else
-several random sequences, and reports mean, minimum and maximum.
-"""
+several random sequences, and reports mean, minimum and maximum."""
 
 from __future__ import annotations
 
@@ -98,8 +97,7 @@ class RowCells(CellWork):
             self.site.close()
         if not records:
             return [CellResult(cell, "skipped", reason=ABSENT, method="fixed", main=False)]
-        refused = [record for record in records if record.verdict == "invalid"]
-        if refused:
+        if refused := [record for record in records if record.verdict == "invalid"]:
             words = f"{len(refused)} of {len(records)} loads were refused: {refused[0].reason}"
             return [CellResult(cell, "refused", reason=words, method="fixed", main=False)]
         return [CellResult(cell, "done", reason=UNCHECKED, method="fixed", main=False)]

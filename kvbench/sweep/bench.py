@@ -1,8 +1,7 @@
 """Interface between a sweep and its deployments, which are real, simulated or replayed.
 
 A ``Bench`` starts deployments; a ``Site`` is a running one; ``CellWork`` is what is done with its cells:
-search for rates (``cell.py``) or repeat another run's loads.
-"""
+search for rates (``cell.py``) or repeat another run's loads."""
 
 from __future__ import annotations
 

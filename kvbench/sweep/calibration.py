@@ -4,8 +4,7 @@ Order of precedence: the scenario's section ``simulate``, a measured run (``--li
 fit takes per connector, from trials that met their SLO (short queues): latency and bandwidth from mean time
 and bytes of a transfer, by least squares over input lengths (one length: bandwidth only); overheads from the
 median parts of the TTFT outside any step, without the KV's wait for a step on D (half a token gap), which the
-model adds itself. A ``kvbench microbench`` run gives the link only.
-"""
+model adds itself. A ``kvbench microbench`` run gives the link only."""
 
 from __future__ import annotations
 

@@ -218,13 +218,7 @@ class DeployedBench(Bench):
             progress = self.watcher.trial_progress
             others = [each.label for each in self.plan.deployments if each.label != planned.label]
             trials = TrialRunner(
-                self.scenario,
-                deployment,
-                self.store,
-                launcher,
-                progress,
-                self.trace,
-                source=self._source,
+                self.scenario, deployment, self.store, launcher, progress, self.trace, source=self._source
             )
             yield DeployedSite(
                 self.scenario,

@@ -1,8 +1,7 @@
 """Compare loads of a run with the same loads on another system, figure by figure.
 
 ``reported``: the run's figures. ``reproduced``: simulated (``kvbench simulate --against``) or measured
-(``kvbench bench --against``, perhaps on an engine slower by a known factor).
-"""
+(``kvbench bench --against``, perhaps on an engine slower by a known factor)."""
 
 from __future__ import annotations
 
@@ -40,7 +39,6 @@ FIGURES: Final = (
     "mean_tpot_ms",
 )
 _WORDS: Final = ("duration", "req/s", "TTFT mean", "TTFT P50", "TTFT P90", "TPOT mean")
-_PER_SECOND: Final = frozenset({"request_throughput"})
 _SHORT: Final = {SIMULATED: "sim"}
 
 
@@ -106,7 +104,7 @@ def deviations_of(row: LoadRow, drawn: Sequence[Mapping[str, Any]], scale: float
     the system's slowdown; times are divided by it and rates multiplied."""
     found = []
     for figure in FIGURES:
-        reported, factor = row.get(figure), scale if figure in _PER_SECOND else 1 / scale
+        reported, factor = row.get(figure), scale if figure == "request_throughput" else 1 / scale
         reproduced = [float(each[figure]) * factor for each in drawn if each.get(figure) is not None]
         if reported and reproduced:
             mean = math.fsum(reproduced) / len(reproduced)

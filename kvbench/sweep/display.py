@@ -3,8 +3,7 @@
 A terminal also has a live line; a log, and ``-v``, a line per trial. ``TimeLeft`` corrects the plan's
 estimate after each trial: a cell needs the trials that narrow its interval to the precision (square-root
 law), each as long as one near the answer (``core.plan.prospect``); an unmeasured cell takes as long as
-similar ones. Launches, checks and simulation speed form the *pace*: elapsed seconds per second of trials.
-"""
+similar ones. Launches, checks and simulation speed form the *pace*: elapsed seconds per second of trials."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
-from types import TracebackType
 from typing import Final, Protocol
 
 from rich.console import Console
@@ -281,10 +279,8 @@ class Display:
         self._bar.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._bar.__exit__(*error)
 
     def stage(self, text: str) -> None:
         if self._whole:

@@ -1,8 +1,7 @@
 """``kvbench sweep --resume RUN``: resume an interrupted run in its own folder, by its plan.
 
 Finished cells are kept. An unfinished cell's trials are replayed to its search in order, so it continues with
-the same next rate; at most the interrupted trial is repeated.
-"""
+the same next rate; at most the interrupted trial is repeated."""
 
 from __future__ import annotations
 
@@ -190,8 +189,7 @@ def _require_agreement(run: RunFolder, cli: CliOptions) -> None:
     now |= {"the rate": cli.fixed_rate, "router cost": cli.both_modes}
     if cli.fixed_rate is None:
         now["the rate"] = then["the rate"]
-    wrong = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
-    if wrong:
+    if wrong := [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]:
         lines = [
             f"{name}: {then.get(name)} in the folder, {now.get(name)} requested" for name in wrong[:MOST_SAID]
         ]

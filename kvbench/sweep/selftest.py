@@ -2,8 +2,7 @@
 
 For each number of streams the load generator sends Poisson requests at streams / request duration, and each
 request's times are compared with the server's. Requests count once the first ones have ended. A pass is
-repeated if the machine did other work.
-"""
+repeated if the machine did other work."""
 
 from __future__ import annotations
 
@@ -193,12 +192,10 @@ class Selftest:
             f"{more} {rate:.0f} req/s of {QUOTED_OUTPUT_LEN} output tokens with one worker."
         )
         # The cost per token falls with the load, as each wake-up handles more.
-        ceiling = max((level.chunks_per_core_s or 0 for level in self.levels), default=0)
-        if ceiling:
+        if ceiling := max((level.chunks_per_core_s or 0 for level in self.levels), default=0):
             full = ceiling / QUOTED_OUTPUT_LEN
             said += f" A core would be full at about {ceiling:,.0f} tokens/s ({full:.0f} req/s)."
-        following = self.levels[self.levels.index(best) + 1 :]
-        if following:
+        if following := self.levels[self.levels.index(best) + 1 :]:
             said += f" With {following[0].streams} streams " + "; ".join(following[0].faults()) + " (P99)."
         return said
 
@@ -235,8 +232,7 @@ def measure(
     host, skipped = host_facts(), []
     levels = []
     for wanted in sorted(set(streams)):
-        problem = descriptors_lacking(wanted)
-        if problem:
+        if problem := descriptors_lacking(wanted):
             skipped.append(problem)
             say(problem)
             continue
@@ -308,11 +304,7 @@ def _alive(server: RunningExactServer) -> Callable[[], None]:
 
 
 def level_of(
-    streams: int,
-    seconds: float,
-    result: LoadResult,
-    log: dict[str, Any],
-    load: float | None = None,
+    streams: int, seconds: float, result: LoadResult, log: dict[str, Any], load: float | None = None
 ) -> Level:
     """Compute a level from a trial's records and the server's log."""
     window = (DURATION_S, DURATION_S + seconds)

@@ -2,8 +2,7 @@
 
 The true TTFT runs from the kernel's timestamp of the request to the moment before the first token's
 ``write``, by the server's log. Sending or reading late adds to the client's figure only; a late server is no
-client error.
-"""
+client error."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """``kvbench simulate``: a sweep with the same plan, search and gates, on virtual time.
 
 ``core.simulation`` replaces the deployment; records are judged, stored and reported as usual, and marked
-*simulated*.
-"""
+*simulated*."""
 
 from __future__ import annotations
 
@@ -63,8 +62,7 @@ class SimulatedBench(Bench):
         deployment = SimulatedDeployment.of(self.scenario, planned, label, self.measured)
         self._around[planned.label] = _words(deployment.around, deployment.connector.disaggregated)
         self.store.update(simulated_with=self._around)
-        profile = fitted_profile(self.scenario.at(label or planned.label))
-        if profile is not None:
+        if (profile := fitted_profile(self.scenario.at(label or planned.label))) is not None:
             self._fitted[planned.label] = profile.reach()
             self.store.update(fitted_with=self._fitted)
         return nullcontext(SimulatedSite(self.scenario, deployment, self.store, self.trace, self._source))

@@ -2,8 +2,7 @@
 
 Each split of each P/D connector is a deployment in one simulated run; the aggregated baseline is independent
 servers behind a round-robin router. The best split of an input length has the highest rate per GPU.
-``splits.json`` and ``splits.md`` list all.
-"""
+``splits.json`` and ``splits.md`` list all."""
 
 from __future__ import annotations
 

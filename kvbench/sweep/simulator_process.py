@@ -59,10 +59,7 @@ class SimulatorProcess:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         process, self._process = self._process, None
         assert process is not None
@@ -202,8 +199,7 @@ def read_answer(line: bytes, arrivals_s: Sequence[float]) -> SystemAnswer:
         raise ValueError(f"invalid JSON ({error})") from None
     if not isinstance(data, dict):
         raise ValueError("not a JSON object")
-    unknown = set(data) - {"first_token_s", "last_token_s", "events_s", "error"}
-    if unknown:
+    if unknown := set(data) - {"first_token_s", "last_token_s", "events_s", "error"}:
         raise ValueError(f"unknown keys: {', '.join(sorted(map(repr, unknown)))}")
     count = len(arrivals_s)
     first = [_time(each, "first_token_s", at) for at, each in enumerate(_list(data, "first_token_s", count))]

@@ -120,8 +120,7 @@ class Tiered(Strategy):
 
     def ask(self) -> Probe | None:
         for tier, search in self._searches.items():
-            probe = search.ask()
-            if probe is not None:
+            if (probe := search.ask()) is not None:
                 return replace(probe, tier=tier)
         return None
 

@@ -2,8 +2,7 @@
 
 The simulator acts as a server without /metrics, as with ``--base-url``; only requests and waits advance the
 clock. Answers come from a command's process, line by line, or from code in this process. A trial replays them
-as a load generator would: progress at its intervals, early stop, records.
-"""
+as a load generator would: progress at its intervals, early stop, records."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ Options of all backends, which may ignore them (a backend's other options begin 
 
 A registered buffer is a table of blocks like an engine's paged KV cache: ``regions`` tensors (one per layer
 and key/value) of ``blocks`` blocks of ``block_bytes`` bytes. Block ``b`` of region ``r`` starts at byte ``(r
-· blocks + b) · block_bytes``. A transfer moves every region of pairs of local and remote block ids.
-"""
+· blocks + b) · block_bytes``. A transfer moves every region of pairs of local and remote block ids."""
 
 from __future__ import annotations
 

@@ -95,11 +95,4 @@ class GlooEndpoint(TwoSidedEndpoint):
         return version_of("torch")
 
 
-BACKEND = Backend(
-    name="gloo",
-    title="Gloo (torch)",
-    check=check,
-    open=GlooEndpoint,
-    load=load,
-    optional=True,
-)
+BACKEND = Backend(name="gloo", title="Gloo (torch)", check=check, open=GlooEndpoint, load=load, optional=True)

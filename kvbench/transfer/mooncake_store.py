@@ -106,10 +106,7 @@ def check() -> Problem | None:
         return problem
     binary = master_binary()
     if not os.access(binary, os.X_OK):
-        return Problem(
-            f"the package has no program {binary.name}",
-            f"{native.INSTALL} --force-reinstall",
-        )
+        return Problem(f"the package has no program {binary.name}", f"{native.INSTALL} --force-reinstall")
     return None
 
 

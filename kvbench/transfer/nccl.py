@@ -4,8 +4,7 @@ All sends, or all receives, of a transfer are one group call. NCCL has one order
 after another. The transport is read from the library's log; ``protocol`` forces one: ``p2p`` (NVLink or
 PCIe), ``shm``, ``tcp``, ``rdma``. Two ranks on one GPU need NCCL 2.30 or newer, experimental, by
 NCCL_MULTI_RANK_GPU_ENABLE (NCCL's docs/userguide/source/env.rst); this tests the code path, not a network's
-speed.
-"""
+speed."""
 
 from __future__ import annotations
 

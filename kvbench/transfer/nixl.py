@@ -102,8 +102,7 @@ class FileEndpoint(AgentsEndpoint):
         )
 
     def forget(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
-        if known is not None:
+        if (known := self._peers.pop(peer, None)) is not None:
             self._agents[0].drop_table(known.table)
             known.process.close()
 
@@ -379,8 +378,7 @@ class UcxEndpoint(AgentsEndpoint):
             raise TransferError(f"no answer from the peer within {until - began:.1f} s")
 
     def forget(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
-        if known is not None:
+        if (known := self._peers.pop(peer, None)) is not None:
             for number, name in enumerate(known.agents):
                 self._agents[number].forget(name, known.tables[number : number + 1])
 

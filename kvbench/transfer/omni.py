@@ -6,8 +6,7 @@ The protocols are the connectors of an installed vllm-omni, and ``example``, a s
 write is the initiator's ``put``, a read its ``get`` of what the target has put. With a pulling connector
 (MooncakeTransferEngineConnector) bytes move at ``get``, so its reads are relevant. The contract passes Python
 objects one by one, so a read includes the copy into the registered buffer, and without torch a write includes
-a copy out of it. Some connectors deliver a key only once: each read has fresh keys.
-"""
+a copy out of it. Some connectors deliver a key only once: each read has fresh keys."""
 
 from __future__ import annotations
 
@@ -92,9 +91,7 @@ KINDS: dict[str, Kind] = {
         "tcp (configured)",
     ),
     "YuanrongConnector": Kind(
-        f"{CONNECTORS}.yuanrong_connector:YuanrongConnector",
-        _yuanrong,
-        "tcp (configured)",
+        f"{CONNECTORS}.yuanrong_connector:YuanrongConnector", _yuanrong, "tcp (configured)"
     ),
 }
 

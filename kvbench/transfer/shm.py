@@ -3,8 +3,7 @@
 The caller owns the registered buffer. If it is already a mapped file, such as an emulated engine's KV pool, a
 peer maps that file. Otherwise its pages are replaced by those of a memory file with the same content
 (``mmap`` with ``MAP_FIXED``); the buffer must begin at a page. The address stays, so the owner sees what a
-peer wrote.
-"""
+peer wrote."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ to the peer's address of the same index; a transfer's bytes are split evenly ove
 blocks. Wire format, little-endian: a connection opens with the server's 16-byte key, known from ``describe``;
 the server repeats it. For another key it sends 16 zeros and closes. Then requests follow: ``op`` (u8: 0 read,
 1 write), count of spans (u32), the spans (u64 offset, u64 bytes each, in the server's buffer), and a write's
-payload. The server answers a status byte (0 good, 1 refused) and, for a read, the payload.
-"""
+payload. The server answers a status byte (0 good, 1 refused) and, for a read, the payload."""
 
 from __future__ import annotations
 
@@ -427,9 +426,5 @@ class TcpEndpoint(Endpoint):
 
 
 BACKEND = Backend(
-    name="tcp",
-    title="plain TCP sockets (reference)",
-    ops=OPS,
-    open=TcpEndpoint,
-    protocols=PROTOCOLS,
+    name="tcp", title="plain TCP sockets (reference)", ops=OPS, open=TcpEndpoint, protocols=PROTOCOLS
 )

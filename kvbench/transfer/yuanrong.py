@@ -6,8 +6,7 @@ and one metastore, and give each side the option ``yuanrong_worker`` (host:port)
 fetched, so a second get would not use the network: each read has fresh keys. A get copies from the worker's
 shared memory into the registered buffer, a set the other way. Measured with openyuanrong-datasystem 0.8.1:
 the worker needs 6 s to be ready. It must never share a process with nixl (both bundle UCX, and one of them
-crashes).
-"""
+crashes)."""
 
 from __future__ import annotations
 

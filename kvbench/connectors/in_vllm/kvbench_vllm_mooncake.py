@@ -5,8 +5,7 @@ without a route. This class is vLLM's connector with a list from ``kv_connector_
 It needs no change in vLLM's installation, only this folder on PYTHONPATH:
 
 --kv-transfer-config '{"kv_connector": "KvbenchMooncakeConnector", "kv_connector_module_path":
-"kvbench_vllm_mooncake", ...}'
-"""
+"kvbench_vllm_mooncake", ...}'"""
 
 from __future__ import annotations
 

@@ -91,10 +91,7 @@ def _figures(
 
 
 def _unexplained_loads(
-    served: Sequence[ServedLoad],
-    rest: Sequence[Mask],
-    found: FittedTiming,
-    figures: Mapping[str, Checked],
+    served: Sequence[ServedLoad], rest: Sequence[Mask], found: FittedTiming, figures: Mapping[str, Checked]
 ) -> list[str]:
     said = [
         f"{name} of the held-out requests: predicted / measured is {each.ratio:.2f}, allowed deviation "

@@ -4,8 +4,7 @@ The residuals are (observed − predicted) / sigma. Coefficients are kept at 0 o
 time for more work. Derivatives are differences. Their step is a share of the coefficient, not a tiny number,
 because a simulation changes in small jumps. The covariance is a sandwich estimator over clusters: requests
 that were served together have correlated deviations, and treating them as independent would make the errors
-too small (Liang and Zeger, Biometrika 73, 1986).
-"""
+too small (Liang and Zeger, Biometrika 73, 1986)."""
 
 from __future__ import annotations
 

@@ -232,10 +232,7 @@ def _unsound_covariance(
     fitted = [name for name, each in known.items() if each.error is not None]
     if covariance is None:
         if fitted:
-            yield (
-                (),
-                f"is missing: {fitted[0]} has an error, so the fit's covariance is required",
-            )
+            yield ((), f"is missing: {fitted[0]} has an error, so the fit's covariance is required")
         return
     order, rows = covariance.order, covariance.rows
     if sorted(order) != sorted(fitted):

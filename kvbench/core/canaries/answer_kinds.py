@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 from zlib import crc32
 
@@ -122,9 +122,6 @@ class AskedCanary:
         times = float(row["sent_s"]), float(row["ended_s"])
         return cls(int(row["number"]), str(row["text"]), str(row["request_id"]), *times, row["when"])
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class JudgedCanary:
@@ -143,9 +140,6 @@ class JudgedCanary:
     expected: str = ""
     around: str = ""
     gap_nats: float | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def text(self) -> str:
         what = WORDS[self.kind]
@@ -409,8 +403,7 @@ def around(records: Sequence[RequestRecord], sent_s: float, ended_s: float, own_
         named = ", ".join(f"{count} × {error}" for error, count in counts.most_common(3))
         last = max(failed, key=lambda each: each.last_token_s or each.sent_s or each.scheduled_s)
         parts.append(f"failed in the {AROUND_S:g} s before: {named}, last {last.request_id}")
-    cancelled = sum(each.error == "cancelled" for each in others)
-    if cancelled:
+    if cancelled := sum(each.error == "cancelled" for each in others):
         parts.append(f"{cancelled} of the trial's requests were cancelled")
     return "; ".join(parts)
 

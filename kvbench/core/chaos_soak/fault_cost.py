@@ -136,11 +136,7 @@ def fault_cost(outcomes: Iterable[RequestOutcome], rate: float, target: float, s
 
 
 def cost_of(
-    records: Iterable[RequestRecord],
-    slo: Slo,
-    rate: float,
-    struck_s: float,
-    wrong: Collection[str] = (),
+    records: Iterable[RequestRecord], slo: Slo, rate: float, struck_s: float, wrong: Collection[str] = ()
 ) -> FaultCost:
     """Return the cost of a fault at ``struck_s``. ``wrong``: ids with wrong answers."""
     return fault_cost(outcomes_of(records, slo, wrong), rate, min(slo.shares), struck_s)

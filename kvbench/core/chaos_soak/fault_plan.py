@@ -208,8 +208,7 @@ def _require_target(wanted: WantedFault, counts: Mapping[FaultTarget, int]) -> N
     there = counts.get(wanted.target, 0)
     if not there:
         raise InputError(
-            f"{wanted.text}: this deployment has no {wanted.target}",
-            hint=f"it has {targets_text(counts)}",
+            f"{wanted.text}: this deployment has no {wanted.target}", hint=f"it has {targets_text(counts)}"
         )
     if wanted.index is not None and wanted.index >= there:
         raise InputError(f"{wanted.text}: there are {there}, counted from 0")

@@ -34,7 +34,6 @@ FIGURES: Final[Mapping[str, tuple[str, Literal["higher", "lower"]]]] = {
     "p99_tpot_ms": ("P99 TPOT", "lower"),
 }
 """Compared figures: label, and which direction is better."""
-BRIEF: Final = ("request_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms")
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,7 @@ class Pair:
     def _ahead(self) -> str:
         sides = []
         for first, (name, behind) in ((True, (self.one, self.other)), (False, (self.other, self.one))):
-            mine = [ratio.text() for ratio in self.significant if ratio.first_ahead == first]
-            if mine:
+            if mine := [ratio.text() for ratio in self.significant if ratio.first_ahead == first]:
                 sides.append(f"{name} is ahead of {behind} in {'; '.join(mine)}")
         of = "for these two runs, not for repeated ones" if self.scope == "requests" else "for repeated runs"
         return f"{'; '.join(sides)} (figures of the whole run, intervals {of})"
@@ -108,7 +106,7 @@ class Pair:
         seen = [
             f"{words} {_span(shares)}"
             for figure, (words, _) in FIGURES.items()
-            if figure in BRIEF
+            if figure in ("request_throughput", "mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms")
             and (shares := [1 / r.ratio - 1 for pair in alike for r in pair.ratios if r.figure == figure])
         ]
         shown = f". {self.other} against {self.one} in the rows, whole run: {', '.join(seen)}" if seen else ""
@@ -176,8 +174,7 @@ def _at_rates(
     by: str, one: tuple[str, Sequence[LoadRow]], other: tuple[str, Sequence[LoadRow]], place: str
 ) -> Iterable[Pair]:
     names = one[0], other[0]
-    sizes = first_unequal(row.size for _, rows in (one, other) for row in rows)
-    if sizes is not None:
+    if (sizes := first_unequal(row.size for _, rows in (one, other) for row in rows)) is not None:
         # Latencies at one rate, too: twice the engines have half the load each.
         why = f"they have unequal size, {sizes[0].text()} against {sizes[1].text()}"
         yield Pair(by, *names, place, (), "", (why,), (*one[1], *other[1]), unequal=True)
@@ -216,8 +213,7 @@ def _distinct(rows: Sequence[LoadRow]) -> list[LoadRow]:
 
 
 def _why_not(left: Sequence[LoadRow], right: Sequence[LoadRow], scope: str) -> Iterable[str]:
-    differing = left[0].setting.differing(right[0].setting)
-    if differing:
+    if differing := left[0].setting.differing(right[0].setting):
         yield f"the conditions differ ({'; '.join(differing)})"
     if scope == "":
         counts = len(_distinct(left)), len(_distinct(right))

@@ -94,8 +94,7 @@ def burst(row: LoadRow) -> Finding | None:
     if duration_s is not None:
         drain_s = figure_text(duration_s - arrivals_s)
         drain = f"; the run lasted {figure_text(duration_s)} s, {drain_s} s of it drain"
-    done = row.get("request_throughput")
-    if done:
+    if done := row.get("request_throughput"):
         completed = (
             f"; {figure_text(done)} were completed per second, "
             f"{figure_text(row.request_rate / done)} times fewer than offered"

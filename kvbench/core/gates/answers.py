@@ -5,6 +5,7 @@ They need only the streams, so they work for servers without counters."""
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from statistics import median
 from typing import Final
 
@@ -90,7 +91,7 @@ def wrong_answers(evidence: Evidence) -> Finding | None:
             "answers belong to another prompt, are stale, cut or garbage, and the server reports no "
             "failure: look for "
             "KV blocks freed or reused too early, crossed request ids, and failed transfers",
-            {**found.to_json(), "requests": [each.to_json() for each in found.wrong[:MOST_KEPT]]},
+            {**found.to_json(), "requests": [asdict(each) for each in found.wrong[:MOST_KEPT]]},
         )
     if found.of_reference and found.noisy and not found.noise.differed and not found.noise.nats:
         return Finding(

@@ -376,9 +376,7 @@ class Evidence:
     @property
     def attained(self) -> bool:
         """Return whether all criteria hold by point estimate."""
-        if self.stopped_as:
-            return self.stopped_as == "met"
-        return self.summary.attained
+        return self.stopped_as == "met" if self.stopped_as else self.summary.attained
 
     @cached_property
     def queue_growth(self) -> QueueGrowth | None:

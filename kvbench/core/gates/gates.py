@@ -231,8 +231,7 @@ OUTPUT_COUNTS: Final = Source(COUNTERS, _reported(lambda engine: engine.generati
 HITS: Final = Source(COUNTERS, _reported(lambda engine: engine.hit_rate))
 ANY_COUNTS: Final = Source(COUNTERS, lambda evidence: bool(evidence.engines))
 BY_INSTANCE: Final = Source(
-    "no counters per instance",
-    lambda evidence: any(engine.served for engine in evidence.engines.values()),
+    "no counters per instance", lambda evidence: any(engine.served for engine in evidence.engines.values())
 )
 BY_SOURCE: Final = Source(
     "no counter of D's prompt tokens by source",
@@ -288,8 +287,7 @@ SOCKET: Final = Source(
 )
 IN_TIME: Final = Source("the load generator read late", lambda evidence: evidence.client.reads_in_time)
 MANY_ANSWERS: Final = Source(
-    "too few answers",
-    lambda evidence: sum(each.ok for each in evidence.records) >= steady.LEAST,
+    "too few answers", lambda evidence: sum(each.ok for each in evidence.records) >= steady.LEAST
 )
 LONG_ANSWERS: Final = Source(
     "answers are too short to differ",

@@ -34,8 +34,7 @@ LIES: Final[dict[str, Deceit]] = {
     "silent_tcp": Deceit("the transfer library uses TCP, whatever was requested", "wrong_transport"),
     "claimed_rdma": Deceit("the transfer library uses TCP and the engine reports RDMA", "wrong_transport"),
     "emulated_reads": Deceit(
-        "UCX reads GPU memory by software emulation over TCP; only its log shows it",
-        "wrong_transport",
+        "UCX reads GPU memory by software emulation over TCP; only its log shows it", "wrong_transport"
     ),
     "wrong_nics": Deceit("the transfer library uses loopback, whatever NICs were requested", "wrong_nics"),
     "slot_cap": Deceit("two sequences run at once, whatever max_num_seqs allows", "slot_capped"),

@@ -297,13 +297,7 @@ def impossible_prefill(evidence: Evidence) -> Finding | None:
         f"times the {peak / 1e12:.0f} TFLOP/s of {evidence.hardware or 'its GPUs'}: it did not compute them",
         "prompts come from a cache or are not computed: empty the prefix cache, use new prompts; check "
         "deployment.hardware and model.active_parameters",
-        {
-            "flop_per_s": flops,
-            "peak": peak,
-            "flop": flop,
-            "seconds": seconds,
-            "parameters": work.source,
-        },
+        {"flop_per_s": flops, "peak": peak, "flop": flop, "seconds": seconds, "parameters": work.source},
     )
 
 

@@ -42,15 +42,6 @@ class TracedRequest:
     output_len: int
     blocks: tuple[int, ...] | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a line of the load generator's file."""
-        return {
-            "offset_s": self.offset_s,
-            "input_len": self.input_len,
-            "output_len": self.output_len,
-            "blocks": None if self.blocks is None else list(self.blocks),
-        }
-
 
 @dataclass(frozen=True)
 class TraceFigures:
@@ -243,8 +234,7 @@ def _csv_rows(text: str) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
 
 
 def _header_problem(header: Sequence[str]) -> str:
-    lacking = [names[0] for names in _NAMES.values() if not set(names) & set(header)]
-    if lacking:
+    if lacking := [names[0] for names in _NAMES.values() if not set(names) & set(header)]:
         return f"the header lacks {', '.join(lacking)}; it has: {', '.join(header) or 'nothing'}"
     return (
         f"the header names {max(header, key=header.count)!r} twice" if len(set(header)) < len(header) else ""

@@ -130,9 +130,7 @@ def _neighbours(alike: Sequence[RequestRecord], chances: list[float], pairs: lis
 
 def _tail(seen: int, of: int, expected: float) -> float:
     """Return an upper bound of P(``seen`` or more of ``of``); 1 if the bound does not hold."""
-    if seen < expected + 1:
-        return 1.0
-    return max(0.0, 1.0 - binomial_cdf(seen - 1, of, expected / of))
+    return 1.0 if seen < expected + 1 else max(0.0, 1.0 - binomial_cdf(seen - 1, of, expected / of))
 
 
 def _idle_chance(load: Sequence[Text], idle: Sequence[Text]) -> tuple[int, float]:

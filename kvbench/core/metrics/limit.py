@@ -337,9 +337,7 @@ def _after_prefill(binds: Any, part: str, facts: TrialFacts) -> Binding:
     decode = facts.use.get("decode")
     if decode is None or (decode.slots_full_share is None and decode.kv_full_share is None):
         binding: Binding = binds(
-            "undetermined",
-            part,
-            "waiting for decode; unknown whether for slots, KV blocks or steps",
+            "undetermined", part, "waiting for decode; unknown whether for slots, KV blocks or steps"
         )
     elif _is_full(decode):
         binding = binds("decode_slots", part, f"waiting for a decode slot: {_fullness(decode)}")

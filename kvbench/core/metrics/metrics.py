@@ -391,8 +391,7 @@ class CriterionResult:
 def met(record: RequestRecord, slo: Slo, ended_s: float | None = None) -> bool | None:
     """Return True (met), False (missed) or None (cancelled before a decision). ``ended_s``: end of the trial
     that cancelled it, in seconds since its start."""
-    broken = misses(record, slo, ended_s)
-    if broken:
+    if misses(record, slo, ended_s):
         return False
     return None if record.error == "cancelled" else True
 

@@ -230,8 +230,7 @@ def queue_growth(readings: QueueReadings, *, walks: float = WALKS) -> QueueGrowt
     ``WALKS_AT_EACH_LOOK`` for repeated tests while the trial runs."""
     if readings.early_s is None or readings.now_s < FILL * readings.idle_latency_s:
         return None
-    slope = _slope(readings, walks)
-    if slope is not None:
+    if (slope := _slope(readings, walks)) is not None:
         return slope
     found = capacity_of(readings)
     if found is None:

@@ -138,8 +138,7 @@ def hand_off_parts(
 def _share_concurrent(parts: dict[str, float | None], left: float) -> None:
     """Split the rest with concurrent dispatch: step, transfer, remainder."""
     for name in ("first_decode_step", "kv_transfer"):
-        part = parts[name]
-        if part is not None:
+        if (part := parts[name]) is not None:
             part = parts[name] = min(part, max(0.0, left))
             left -= part
     parts["hand_off"] = left
@@ -192,9 +191,7 @@ def parts_of(record: RequestRecord) -> Parts | None:
 
 
 def shares_of(
-    mine: Sequence[tuple[RequestRecord, Parts]],
-    known: Sequence[tuple[RequestRecord, Parts]],
-    kv_s: float,
+    mine: Sequence[tuple[RequestRecord, Parts]], known: Sequence[tuple[RequestRecord, Parts]], kv_s: float
 ) -> dict[str, float]:
     """Return shares of the late requests' TTFT, waiting separate from working; they sum to 1."""
     floor_p = _floors((r, parts.prefill) for r, parts in known)

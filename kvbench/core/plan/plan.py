@@ -338,8 +338,7 @@ def make_plan(
     port is chosen at launch. ``launch_s``: least and most seconds until a deployment is ready."""
     # Python's sort is stable: within the groups the file's order stays.
     chosen = sorted(
-        scenario.connectors,
-        key=lambda each: (each.name != AGGREGATED, connectors[each.name].disaggregated),
+        scenario.connectors, key=lambda each: (each.name != AGGREGATED, connectors[each.name].disaggregated)
     )
     wanted = [(each.label, each.name) for each in chosen]
     truths = scenario.references

@@ -147,8 +147,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return the end of a sentence that suggests a known word."""
     options = list(known)
     lowered = {each.lower(): each for each in options}
-    close = difflib.get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.6)
-    if close:
+    if close := difflib.get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.6):
         return f"did you mean `{lowered[close[0]]}`?"
     return f"there are: {', '.join(options)}" if options else "there are none"
 

@@ -198,12 +198,10 @@ class Deployment(Section):
         description="deadline for all processes to be ready; by default 600 for engines that load weights",
     )
     trace: bool = Field(
-        False,
-        description="store spans of the first requests of each trial, for `kvbench export timeline`",
+        False, description="store spans of the first requests of each trial, for `kvbench export timeline`"
     )
     prefix: CommandPrefix = Field(
-        default_factory=CommandPrefix,
-        description="command prefix of the instances, such as a profiler",
+        default_factory=CommandPrefix, description="command prefix of the instances, such as a profiler"
     )
     engine_options: SerializeAsAny[EngineOptions] = Field(
         default_factory=EngineOptions, validate_default=True, description="options of the engine"

@@ -50,10 +50,7 @@ def _has_number(key: str) -> dict[str, Any]:
 def _needs_by_method(schema: dict[str, Any], defs: dict[str, Any]) -> None:
     """Require an SLO except for fixed rates and replays, and lengths or a trace."""
     unsearched = {"required": ["method"], "properties": {"method": {"enum": ["fixed", "trace"]}}}
-    schema["anyOf"] = [
-        {"required": ["slo"]},
-        {"required": ["search"], "properties": {"search": unsearched}},
-    ]
+    schema["anyOf"] = [{"required": ["slo"]}, {"required": ["search"], "properties": {"search": unsearched}}]
     lengths = ["input_len", "output_len"]
     workload = defs["Workload"]
     workload["required"] = [key for key in workload["required"] if key not in lengths]

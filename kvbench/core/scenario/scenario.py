@@ -16,23 +16,12 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from kvbench.core.physics import ModelShape
 from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, Several, whole_number
 from kvbench.core.scenario.checks import contradictions, explain, keys_below, placed
-from kvbench.core.scenario.deployment_section import (
-    OWN_KEYS,
-    ConnectorChoice,
-    Deployment,
-)
+from kvbench.core.scenario.deployment_section import OWN_KEYS, ConnectorChoice, Deployment
 from kvbench.core.scenario.goals import Search, Slo, Tier
 from kvbench.core.scenario.json_schema import scenario_schema_of
 from kvbench.core.scenario.options import ConnectorOptions
 from kvbench.core.scenario.overrides import Overrides, apply_overrides, typed_overrides
-from kvbench.core.scenario.sections import (
-    Checks,
-    Load,
-    ModelChoice,
-    Simulate,
-    Trace,
-    Workload,
-)
+from kvbench.core.scenario.sections import Checks, Load, ModelChoice, Simulate, Trace, Workload
 from kvbench.core.scenario.yaml_lines import Mistake, Node, Where, plain, quoted, read_yaml
 from kvbench.core.slo import allowed_s, default_timeout_s
 from kvbench.errors import ScenarioError

@@ -136,8 +136,7 @@ class Workload(Section):
         None, description="requests from a file instead (method trace), which also sets the lengths"
     )
     sessions: Sessions | None = Field(
-        None,
-        description="multi-turn sessions in place of requests, which also set the lengths",
+        None, description="multi-turn sessions in place of requests, which also set the lengths"
     )
 
     @property

@@ -84,10 +84,7 @@ _TRAPS: Final = (
         re.compile(r"[-+]?0[0-9_]+"),
         "has a leading zero, which some YAML readers take for octal; drop the zero, or quote it",
     ),
-    (
-        re.compile(r"[-+]?0[xob][0-9a-fA-F_]+"),
-        "is not a decimal number; write it in decimal, or quote it",
-    ),
+    (re.compile(r"[-+]?0[xob][0-9a-fA-F_]+"), "is not a decimal number; write it in decimal, or quote it"),
     (
         re.compile(r"[-+]?[0-9]+_[0-9_]*(?:\.[0-9_]*)?"),
         "has underscores between its digits; write the digits alone, or quote it",

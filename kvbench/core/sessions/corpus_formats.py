@@ -125,8 +125,7 @@ def agentic_corpus(rows: Sequence[CorpusRow]) -> Corpus:
         block_tokens = row.tokens("block_size")
         sizes.add(block_tokens)
         scopes.add(row.values.get("hash_id_scope", "local"))
-        turns = _turns(row.rows("requests"), 0.0, block_tokens, left)
-        if turns:
+        if turns := _turns(row.rows("requests"), 0.0, block_tokens, left):
             shared = sum(row.tokens(key, least=0) for key in _SHARED if key in row.values)
             sessions.append(Session(row.name("id", otherwise=row.where), 0.0, turns, shared))
     if len(sizes) != 1 or len(scopes) != 1:

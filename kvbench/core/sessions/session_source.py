@@ -128,8 +128,7 @@ def source_of(wanted: Sessions, corpus: Corpus | None) -> SessionSource:
     corpus = limited(corpus, wanted.length_scale, wanted.max_turns, wanted.max_input_len)
     if not corpus.sessions:
         raise InputError(
-            "no session fits within workload.sessions.max_input_len",
-            hint="raise it, or lower length_scale",
+            "no session fits within workload.sessions.max_input_len", hint="raise it, or lower length_scale"
         )
     most = max(turn.output_len for each in corpus.sessions for _, turn in each.requests())
     if wanted.source == "recorded":

@@ -339,8 +339,7 @@ class SimulatedTrial:
                 self._starting.add(engine)
                 self._at(self.now, self._start, engine, last=True)
             return
-        end = engine.cut(self.now)
-        if end is not None:
+        if (end := engine.cut(self.now)) is not None:
             self._at(end, self._step_done, (engine, engine.run))
 
     def _start(self, engine: StepEngine) -> None:

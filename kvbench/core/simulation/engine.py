@@ -145,8 +145,7 @@ class StepEngine:
         self.steps += len(ends)
         self.busy_s += ends[-1] - self._began
         sampled = self.scheduler.complete(plan)
-        more = len(ends) - 1
-        if more:
+        if more := len(ends) - 1:
             pool, block_tokens = self.scheduler.pool, self.config.block_tokens
             for request in sampled:
                 known = request.num_computed

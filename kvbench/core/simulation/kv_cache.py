@@ -129,8 +129,7 @@ class BlockPool:
         return block
 
     def _forget(self, block: int) -> None:
-        block_hash = self._hash_of[block]
-        if block_hash is not None:
+        if (block_hash := self._hash_of[block]) is not None:
             del self._by_hash[block_hash]
             self._hash_of[block] = None
 

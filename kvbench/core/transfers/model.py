@@ -122,8 +122,7 @@ def fit_all(records: Iterable[TransferRecord]) -> list[TransferModel]:
             ways.setdefault(way, []).append(point)
     models = []
     for (backend, protocol, op, nics, memory), points in ways.items():
-        fitted = fit(points)
-        if fitted is not None:
+        if (fitted := fit(points)) is not None:
             start, per_descriptor, per_byte, errors, varied = fitted
             models.append(
                 TransferModel(
@@ -144,9 +143,7 @@ def fit_all(records: Iterable[TransferRecord]) -> list[TransferModel]:
     return models
 
 
-def fit(
-    points: Sequence[tuple[float, float, float]],
-) -> tuple[float, float, float, list[float], bool] | None:
+def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float, list[float], bool] | None:
     """(start s, s per descriptor, s per byte, relative errors, varied) of points (descriptors, bytes, s).
     None for fewer than three points, or where no two of them differ in bytes."""
     data = np.asarray(points, np.float64)

@@ -156,12 +156,7 @@ class Host:
 
     def to_json(self) -> dict[str, Any]:
         holder = None if self.holder is None else [self.holder.pid, self.holder.started]
-        return {
-            "side": self.side,
-            "namespace": self.namespace,
-            "holder": holder,
-            "own_sysfs": self.own_sysfs,
-        }
+        return {"side": self.side, "namespace": self.namespace, "holder": holder, "own_sysfs": self.own_sysfs}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Host:

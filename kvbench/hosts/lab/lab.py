@@ -4,8 +4,7 @@
         subprocess.Popen([*lab.prefix("B"), "iperf3", "-s", "-1"])
 
 A lab shows NIC scaling without RDMA. NICs are veth pairs with a token bucket on both ends, each in a separate
-subnet. Rates, bursts and what a machine carries: see ``hosts/lab/layout.py``.
-"""
+subnet. Rates, bursts and what a machine carries: see ``hosts/lab/layout.py``."""
 
 from __future__ import annotations
 

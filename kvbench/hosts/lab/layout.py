@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv4Address
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from kvbench.errors import InputError
 
@@ -120,9 +120,6 @@ class LabPlan:
             f"{self.describe()} is more than {cores} cores carry: the CPU will be the limit, not the NICs; "
             f"up to {most:g}gbit each is safe"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def route_line(plan: LabPlan, side: Side, nic: int, congestion: str | None) -> str:

@@ -9,7 +9,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,7 +66,7 @@ class LabState:
     def to_json(self) -> dict[str, Any]:
         return {
             "schema": STATE_SCHEMA,
-            "plan": self.plan.to_json(),
+            "plan": asdict(self.plan),
             "rate_bits_per_s": self.plan.bits_per_s,
             "burst_bytes": self.plan.burst_bytes,
             "hosts": {side: host.to_json() for side, host in self.hosts.items()},

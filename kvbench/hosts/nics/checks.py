@@ -248,11 +248,9 @@ def _numa_checks(root: Path) -> list[Check]:
 
 def version_checks(versions: Mapping[str, str]) -> list[Check]:
     checks = []
-    mooncake = [f"{name} {versions[name]}" for name in MOONCAKE if name in versions]
-    if mooncake:
+    if mooncake := [f"{name} {versions[name]}" for name in MOONCAKE if name in versions]:
         checks.append(Check("mooncake", "ok", ", ".join(mooncake)))
-    nixl = [name for name in NIXL if name in versions]
-    if nixl:
+    if nixl := [name for name in NIXL if name in versions]:
         ucx = next((version for name in nixl if (version := bundled_ucx(name))), None)
         detail = ", ".join(f"{name} {versions[name]}" for name in nixl)
         checks.append(Check("nixl", "ok", detail + (f" with UCX {ucx}" if ucx else "")))

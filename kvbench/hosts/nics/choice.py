@@ -19,7 +19,6 @@ Addresses = Mapping[str, Sequence[str]]
 ROOT: Final = Path("/")
 
 _PLACE: Final = re.compile(r"(gpu|numa):(\d+)")
-_ROCE_V2: Final = "RoCE v2"
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def best_gid(port: Mapping[str, Any]) -> dict[str, Any] | None:
     def rank(gid: Mapping[str, Any]) -> tuple[int, int]:
         address = ipaddress.IPv6Address(gid["gid"])
         routable = 0 if address.ipv4_mapped else 2 if address.is_link_local else 1
-        return (routable if gid["type"] == _ROCE_V2 else 3, gid["index"])
+        return (routable if gid["type"] == "RoCE v2" else 3, gid["index"])
 
     # Over InfiniBand the first entry is the port's own; the others are of virtual ports.
     key = rank if port["link_layer"] == "Ethernet" else lambda gid: (0, gid["index"])

@@ -15,13 +15,11 @@ Settings = Mapping[str, str]
 Harms = Iterator[tuple[str, Status, str, str]]
 """Each harmful variable with the check's status, the harm and the fix."""
 
-PREFIXES: Final = ("MC_", "UCX_", "NCCL_", "GLOO_")
 
 # Names that UCX_TLS knows for transports over verbs, with its aliases: `ucx_info -d` and UCX's documentation.
 _RDMA_TLS: Final = re.compile(r"all|ib|(rc|dc|ud)(_(x|v|verbs|mlx5))?|srd|gga(_mlx5)?")
 _GPU_TLS: Final = re.compile(r"all|cuda|cuda_copy|gdr_copy|cuda_ipc|rocm.*|ze_.*")
 _PATTERN: Final = re.compile(r"[*?\[\]]")
-_SLOW_LOGS: Final = ("debug", "trace", "req", "data", "async", "func", "poll")
 NIXL_RAILS: Final = 2
 """NIXL's default for UCX_MAX_RMA_RAILS."""
 MC_LEAST_TIMEOUT_S: Final = 5
@@ -38,7 +36,7 @@ def settings_checks(machine: Machine, environ: Settings) -> list[Check]:
             found.append(Check(f"setting {name}", status, f"{shown}: {harm}", fix))
     if found:
         return found
-    number = sum(1 for name in environ if name.startswith(PREFIXES))
+    number = sum(1 for name in environ if name.startswith(("MC_", "UCX_", "NCCL_", "GLOO_")))
     detail = f"{number} of MC_*, UCX_*, NCCL_*, GLOO_* set" if number else "none of MC_*, UCX_*, NCCL_* set"
     return [Check("settings", "ok", f"{detail}; none is known to be harmful here")]
 
@@ -159,7 +157,7 @@ def _mooncake(machine: Machine, environ: Settings) -> Harms:
 
 def _slow_logs(machine: Machine, environ: Settings) -> Harms:
     for name in ("UCX_LOG_LEVEL", "MC_LOG_LEVEL", "NCCL_DEBUG"):
-        if environ.get(name, "").lower() in _SLOW_LOGS:
+        if environ.get(name, "").lower() in ("debug", "trace", "req", "data", "async", "func", "poll"):
             yield name, "warn", "writes a line for each transfer, which is slow", f"unset {name}"
 
 

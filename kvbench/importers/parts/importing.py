@@ -207,8 +207,7 @@ def _mismatch(path: Path) -> str:
     lines = read_lines(path)
     if _binary("\n".join(lines)[:_LOOKED_AT]):
         return "this is not text; supported are text, JSON, CSV, and folders of them"
-    traces = [line for line, text in enumerate(lines, start=1) if _TRACES.search(text)]
-    if traces:
+    if traces := [line for line, text in enumerate(lines, start=1) if _TRACES.search(text)]:
         places = ", ".join(str(line) for line in traces[:5]) + (", …" if len(traces) > 5 else "")
         return f"no complete result of a known tool in its {len(lines)} lines; similar text at line {places}"
     return f"no result of a known tool in its {len(lines)} lines; line 1 is {lines[0].strip()[:60]!r}"
@@ -336,8 +335,7 @@ def _print(
     fitted = grid.fitted(console.width if console.is_terminal else None)
     console.print(fitted.text(), markup=False, soft_wrap=True)
     missing = Counter(name for row in rows for name in row.missing)
-    everywhere = [name for name, count in missing.items() if count == len(rows)]
-    if everywhere:
+    if everywhere := [name for name, count in missing.items() if count == len(rows)]:
         _line(console, f"not reported in any row: {', '.join(everywhere)}", "dim")
     problems = [problem for source in sources for problem in source.reading.problems]
     for problem in problems[:_SHOWN]:
@@ -359,8 +357,7 @@ def _print(
         _line(console, f"  • {text}")
     if len(qualified) > _SHOWN:
         _line(console, f"  • and {len(qualified) - _SHOWN} more: see the report's notes on the rows")
-    claims = [claim for source in sources for claim in source.reading.about.get("claims", ())]
-    if claims:
+    if claims := [claim for source in sources for claim in source.reading.about.get("claims", ())]:
         _line(
             console,
             f"{len(claims)} claims of the text are kept with the rows: imported.claims in the manifest",

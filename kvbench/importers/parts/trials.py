@@ -7,8 +7,7 @@ both cover all answered requests; the window's rates stay None, and the tool's a
 Two kinds of values are left out, with the reason in the row and in the manifest: 1. unmeasured values written
 as 0 (a TTFT of 0 without streaming, all latencies without completed requests); 2. impossible values (a
 negative latency, a first token after the end). A transfer row has one value, so the whole row is left out.
-The rest keeps its qualifiers.
-"""
+The rest keeps its qualifiers."""
 
 from __future__ import annotations
 
@@ -233,8 +232,7 @@ def _unusable(row: ServingRow) -> dict[str, list[str]]:
             )
             found[reason] = [f"{each}_{name}_ms" for name in ("ttft", "e2el") for each in by_latency[name]]
             break
-    zeros = [name for name in _POSITIVE if row.figures.get(name) == 0]
-    if zeros:
+    if zeros := [name for name in _POSITIVE if row.figures.get(name) == 0]:
         found[f"{', '.join(zeros)} of 0 with completed requests: not measured"] = zeros
     negative = [name for name, value in row.figures.items() if value < 0 and not _OF_LATENCY.fullmatch(name)]
     if negative:

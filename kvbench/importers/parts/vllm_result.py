@@ -13,8 +13,7 @@ same keys, and prints the same block::
 
 A block ends with the line of equal signs, which may have more text behind it. Anything else where it should
 end (another block, the end of the file, a line that is no figure) means that the log was cut off inside the
-block.
-"""
+block."""
 
 from __future__ import annotations
 
@@ -156,7 +155,6 @@ _SECTION: Final = re.compile(r"^(?:---.*---|={3,}[^=]+={3,})$")
 _FIGURE: Final = re.compile(r"^(?P<label>[^:]+?(?:\([^)]*\))?):\s+(?P<value>\S.*?)\s*$")
 _PREFIX: Final = re.compile(r"^(?:\([^()]*pid=\d+[^()]*\)\s*|\[[^\]]*\]\s*|\S+\s+\|\s+)")
 
-_UNSET: Final = ("none", "not set", "n/a")
 # Label of the block, lower case → name of the figure.
 _LABELS: Final = {
     "successful requests": "completed",
@@ -247,7 +245,7 @@ def _take(block: ResultBlock, line: int, label: str, text: str) -> None:
         block.request_rate = rate(text)
         return
     value = number(text)
-    if name is not None and text.lower() in _UNSET:
+    if name is not None and text.lower() in ("none", "not set", "n/a"):
         return
     if name is None:
         block.unknown[label] = text

@@ -255,8 +255,7 @@ class AgentClient:
             now = time.monotonic()
             if line is not None:
                 self._heard = now
-                frame = decode(line)
-                if frame is not None:
+                if (frame := decode(line)) is not None:
                     self._hear(frame)
             elif now - self._heard > SILENT_S:
                 self._lose(f"no frame from it for {SILENT_S:g} s")

@@ -4,8 +4,7 @@ A channel is any program with stdin and stdout: ssh, srun, an actor, a local pro
 frame is a line. Request: ``{"id": 1, "do": "start", …}``; response: ``{"id": 1, "answer": {…}}`` or ``{"id":
 1, "error": {"kind", "message", "hint"}}``. Without id and response: ``{"event": …}`` from the agent (hello,
 beat, exit, log, out), ``{"do": "beat"}`` and ``{"do": "write"}`` to it. Stdin and stdout are latin-1 text,
-files base64.
-"""
+files base64."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Logs and stdout are streamed, files copied, HTTP requests sent from the remote host. A host without its agent
 is lost with all processes, which the agent kills (``launchers/agents/channel.py``); a ``Fleet`` reconnects
-when the host is needed again.
-"""
+when the host is needed again."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import httpx
@@ -362,9 +360,7 @@ class Fleet(Mapping[str, AgentClient]):
     def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

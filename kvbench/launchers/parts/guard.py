@@ -3,8 +3,7 @@
 ``python -I -S guard.py PARENT_PID KIND COMMAND…`` needs no kvbench and starts in milliseconds. It sets
 SIGKILL as the parent-death signal, then executes the command. With the kind ``family`` the command's
 children die, too: vLLM's engine cores outlive an API server that is killed. A watcher in the process group
-kills the group when the parent has ended.
-"""
+kills the group when the parent has ended."""
 
 import contextlib
 import ctypes

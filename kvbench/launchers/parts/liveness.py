@@ -2,8 +2,7 @@
 
 A hung process neither ends nor logs, and its requests run into timeouts of minutes. A thread sends each
 server a small request every two seconds on its own connection. Any response counts, even an error. The load
-is negligible for a server with hundreds of requests per second.
-"""
+is negligible for a server with hundreds of requests per second."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Final
 from urllib.parse import urljoin, urlsplit
 
@@ -44,9 +42,7 @@ class Heartbeat:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:

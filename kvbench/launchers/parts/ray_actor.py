@@ -37,8 +37,7 @@ class ActorChannel:
         except Exception as error:
             ray.kill(actor)
             raise LaunchError(
-                f"the Ray node {host} starts no agent: {first_line(error)}",
-                hint="see `ray list actors`",
+                f"the Ray node {host} starts no agent: {first_line(error)}", hint="see `ray list actors`"
             ) from error
         if failure:
             ray.kill(actor)

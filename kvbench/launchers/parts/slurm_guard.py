@@ -1,8 +1,7 @@
 """Request a Slurm job, and cancel it when the starting process is gone.
 
 ``python -I -S slurm_guard.py JOB_NAME salloc --no-shell …`` needs no kvbench. The job lasts until stdin ends.
-It is cancelled by its unique name, which also covers a job whose number is not yet known.
-"""
+It is cancelled by its unique name, which also covers a job whose number is not yet known."""
 
 import ctypes
 import os

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from kvbench.core.plan.processes import RUN_TAG_ENV
 
@@ -26,9 +26,6 @@ class Tagged:
     tag: str
     command: str
     age_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        return {"pid": self.pid, "tag": self.tag, "command": self.command, "age_s": self.age_s}
 
 
 def tagged(but: Collection[str] = ()) -> list[Tagged]:

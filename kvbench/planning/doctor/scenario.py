@@ -31,7 +31,6 @@ from kvbench.planning.process_specs import instances, transport_findings, unusab
 
 GIB: Final = 2**30
 _WEIGHTS_INDEX: Final = "model.safetensors.index.json"
-_WEIGHT_FILES: Final = ("*.safetensors", "*.bin", "*.gguf")
 
 
 def examine_scenario(name: str, overrides: Sequence[str]) -> list[Check]:
@@ -112,9 +111,8 @@ def weight_bytes(folder: Path) -> int:
         return int(json.loads((folder / _WEIGHTS_INDEX).read_bytes())["metadata"]["total_size"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    for pattern in _WEIGHT_FILES:
-        total = sum(path.stat().st_size for path in folder.glob(pattern))
-        if total:
+    for pattern in ("*.safetensors", "*.bin", "*.gguf"):
+        if total := sum(path.stat().st_size for path in folder.glob(pattern)):
             return total
     return 0
 
@@ -160,14 +158,12 @@ def plan_ports_check(scenario: Scenario, plan: Plan) -> Check:
 def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] | None) -> Iterator[Check]:
     """Check memory for weights and KV, computed from the shape. ``listed``: detected GPUs."""
     deployment = scenario.deployment
-    pools = kv_pools(scenario, plan)
-    if pools:
+    if pools := kv_pools(scenario, plan):
         yield _host_memory(pools, psutil.virtual_memory().available)
     if not deployment.engine_options.uses_gpus or not listed:
         return
     yield gpu_count_check(scenario, plan, listed)
-    known = [gpu["memory_bytes"] for gpu in listed if gpu.get("memory_bytes")]
-    if known:
+    if known := [gpu["memory_bytes"] for gpu in listed if gpu.get("memory_bytes")]:
         yield gpu_memory_check(scenario, min(known))
 
 
@@ -271,11 +267,7 @@ def runs_where(name: str, overrides: Sequence[str]) -> Literal["here", "server",
 
 
 def command(
-    console: Console,
-    scenario: str | None = None,
-    overrides: tuple[str, ...] = (),
-    *,
-    as_json: bool = False,
+    console: Console, scenario: str | None = None, overrides: tuple[str, ...] = (), *, as_json: bool = False
 ) -> int:
     """Print all checks with hints; return 1 if something without alternative fails. A scenario's checks come
     first, then those of its machines. Raises InputError or ScenarioError for its file."""

@@ -158,8 +158,7 @@ class Agent:
             return
         self._heard = time.monotonic()
         for line in self._lines.feed(data):
-            frame = decode(line)
-            if frame is not None:
+            if (frame := decode(line)) is not None:
                 self._obey(frame)
 
     def _obey(self, frame: Frame) -> None:
@@ -200,8 +199,7 @@ class Agent:
     def _open(self, asked: Frame) -> dict[str, Any]:
         """Set the working folder and environment. Must be the first request, once."""
         self._pool.submit(importlib.import_module, "kvbench.hosts.telemetry")  # while engines get ready
-        nics = [str(name) for name in asked.get("nics", ())]
-        if nics:
+        if nics := [str(name) for name in asked.get("nics", ())]:
             from kvbench.hosts.nics.choice import are_rdma
 
             os.environ.update(nic_env(nics, rdma=are_rdma(nics)))
@@ -272,8 +270,7 @@ class Agent:
         self._watches[str(asked["watch"])] = LivenessThread(jobs, self._outbox)
 
     def _unwatch(self, asked: Frame) -> None:
-        watch = self._watches.pop(str(asked["watch"]), None)
-        if watch is not None:
+        if (watch := self._watches.pop(str(asked["watch"]), None)) is not None:
             watch.close()
 
     def _cpu_s(self, asked: Frame) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def _engine_version(root: Path, asked: Frame) -> dict[str, Any]:
 
 def _tagged(root: Path, asked: Frame) -> dict[str, Any]:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return {"found": [each.to_json() for each in tagged.tagged(set(asked["but"]))], "boot_id": boot}
+    return {"found": [vars(each) for each in tagged.tagged(set(asked["but"]))], "boot_id": boot}
 
 
 def _end(root: Path, asked: Frame) -> dict[str, Any]:

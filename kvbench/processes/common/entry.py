@@ -3,8 +3,7 @@
 On a busy core a process that wakes up waits for the end of the other's time slice, 3 ms by default. From
 Linux 6.12 on it may request a shorter slice (``sched_attr.sched_runtime``, 0.1 to 100 ms) and then runs
 first, without privilege or more CPU time. A sleep may end 50 µs late by default. ``KVBENCH_PURE_PYTHON=1``
-disables the compiled parts of hot paths; the Python versions give the same results.
-"""
+disables the compiled parts of hot paths; the Python versions give the same results."""
 
 from __future__ import annotations
 

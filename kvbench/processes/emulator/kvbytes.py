@@ -4,8 +4,7 @@ A token's KV in region r is one vector of 64-bit words, ``mix(H_t) · pattern[r]
 of all tokens up to t. Like real KV it depends on the whole prefix and on the region. Reading combines every
 word of every region into one digest per token, and the digests, weighted by position, into the sequence's
 state, which determines the next token. One flipped bit, a stale block or two swapped blocks therefore change
-the tokens; block ids and the chunking of the prompt do not.
-"""
+the tokens; block ids and the chunking of the prompt do not."""
 
 from __future__ import annotations
 

@@ -79,8 +79,7 @@ class Api:
 
     def _generate(self, request: http1.ReceivedRequest, response: http1.Response, chat: bool) -> None:
         try:
-            problem = self.problem()
-            if problem:
+            if problem := self.problem():
                 raise ApiError(503, f"the engine is not ready: {problem}", "ServiceUnavailableError")
             self._submit(request, response, chat)
         except ApiError as error:

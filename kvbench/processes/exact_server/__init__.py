@@ -6,5 +6,4 @@ With ``queue: "md1"`` requests are served one at a time in ``service_s`` each: u
 queue with a known solution (``tools/known_queues.py``). The log has due and real write times, which separates
 the client's error from the server's lateness. Pure Python, one thread, an epoll loop: one ``send`` per token,
 of bytes made beforehand. GET /log lists the requests, GET /metrics counts them under vLLM's names.
-``trouble`` makes the server misbehave, each kind on a real socket.
-"""
+``trouble`` makes the server misbehave, each kind on a real socket."""

@@ -263,8 +263,7 @@ class ExactServer:
     def _close(self, connection: ExactClient, why: str) -> None:
         if self._connections.pop(connection.fd, None) is None:
             return
-        stream = connection.stream
-        if stream is not None:
+        if (stream := connection.stream) is not None:
             self._end(stream, why)
             self._timetable.drop(stream)
         with contextlib.suppress(OSError):

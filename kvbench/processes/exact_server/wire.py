@@ -83,8 +83,7 @@ class WantedAnswer:
 def parse_body(body: bytes) -> WantedAnswer:
     """Parse a body. Raises BadRequestError. Token ids are counted, not decoded: 200 kB take 20 µs."""
     tokens, prompt = None, 0
-    ids = PROMPT_IDS.search(body)
-    if ids is not None:
+    if (ids := PROMPT_IDS.search(body)) is not None:
         end = body.find(b"]", ids.end())
         tokens, prompt = body.count(b",", ids.end(), end) + 1, crc32(body[ids.end() : end])
         body = body[: ids.end()] + b"0" + body[end:]

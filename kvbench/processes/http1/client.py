@@ -149,8 +149,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        sock = transport.get_extra_info("socket")
-        if sock is not None:
+        if (sock := transport.get_extra_info("socket")) is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if transport.get_extra_info("sslcontext") is None:
                 self._descriptor = sock.fileno()
@@ -180,8 +179,7 @@ class ClientConnection(asyncio.Protocol):
             self.abort()
             return
         if self._parser is None:
-            usual = usual_response(data)
-            if usual is not None:
+            if (usual := usual_response(data)) is not None:
                 self._take_usual(data, usual, stamp)
                 return
             self._parser = httptools.HttpResponseParser(self)

@@ -2,8 +2,7 @@
 
 ``server = await serve(handler, "127.0.0.1", 0)``; later ``await server.close()``. ``handler(request,
 response)`` may be a function or a coroutine function. It may pass the response on and return: the response is
-complete after ``send`` or ``end``.
-"""
+complete after ``send`` or ``end``."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ class Connection(asyncio.Protocol):
                 self._queue[-1] = self._queue[-1]._replace(keep_alive=False)
         except httptools.HttpParserError as error:
             self._refusal = self._refusal or (400, f"malformed request: {error}")
-        partial = self._partial
-        if partial is not None:
+        if (partial := self._partial) is not None:
             if self._half is None:
                 self._half = self._loop.call_later(HALF_REQUEST_S, self.abort)
             if partial.in_headers:

@@ -3,8 +3,7 @@
 A thread without Python's lock forwards the streams, so that a request does not wait behind chunks. A stream
 returns to its connection at anything unusual: its end, an odd read, a slow client. ``ChunkWatch`` follows the
 framing of RFC 9112 §7.1 without decoding a body, and refuses anything else: after the last chunk a response
-is complete and its connection reusable. ``_heads.c`` reads usual heads in one call, httptools all others.
-"""
+is complete and its connection reusable. ``_heads.c`` reads usual heads in one call, httptools all others."""
 
 from __future__ import annotations
 
@@ -169,8 +168,7 @@ class Splicing:
             self._splicer = SPLICE.Splicer()
             loop = asyncio.get_running_loop()
             loop.add_reader(self._splicer.fileno(), self._splicer.collect)
-            backend = getattr(loop, "_get_backend_id", None)
-            if backend is not None:
+            if (backend := getattr(loop, "_get_backend_id", None)) is not None:
                 self._watched = select.epoll.fromfd(os.dup(backend()))
         return self._splicer
 
@@ -263,8 +261,7 @@ class Lane:
         if not self._inside:
             return
         self._inside = False
-        passed = self._splicer.remove(self._fd)
-        if passed is not None:
+        if (passed := self._splicer.remove(self._fd)) is not None:
             self._watch.bypassed(*passed)
         self._source.resume_reading()
 

@@ -117,8 +117,7 @@ def warm(spec: LoadSpec, requests: int, seconds: float, pools: Sequence[Connecti
     each = -(-streams // len(pools))
     count = descriptors_for(each * len(pools)) // len(pools)
     for pool in pools:
-        error = pool.warm(min(each, max(1, count)))
-        if error is not None:
+        if (error := pool.warm(min(each, max(1, count)))) is not None:
             # The trial's requests will meet and record the same error.
             log.warning("cannot open %d connections to %s beforehand: %s", each, pool.server.url, error)
 

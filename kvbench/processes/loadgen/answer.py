@@ -4,8 +4,7 @@ In the usual shape every chunk of a stream holds one whole event, and reads end 
 checks each chunk's size against its length, and decodes an event as JSON only if it differs from an earlier
 one in more than a plain string (``Known``). Everything else, and each answer's head and end, goes through
 httptools and the StreamReader, which can take over and give back at any chunk. Both paths give the same
-result.
-"""
+result."""
 
 from __future__ import annotations
 
@@ -106,8 +105,7 @@ class Known:
         if not whole or event[:5] != b"data:" or b"\n" in event or b"\r" in event:
             raise UnusualError
         stream = self._stream
-        text = self._known_text(event)
-        if text is not None:
+        if (text := self._known_text(event)) is not None:
             if not text:
                 stream.add_empty()
                 self._plain = False
@@ -269,8 +267,7 @@ class ServerAnswer:
 
         A read is its bytes, or its number of chunks if they were as ``expected``; a stamp is an int64. A
         doubt (int32) is how much earlier than its stamp a read's first bytes may have come. ``text`` is
-        ``stream.text_so_far`` up to the last read that is a number.
-        """
+        ``stream.text_so_far`` up to the last read that is a number."""
         if doubts is None:
             doubts = memoryview(bytes(4 * len(reads))).cast("i")
         if text is not None and reads and isinstance(reads[0], int):

@@ -283,11 +283,9 @@ class DirectRequest(InFlightRequest):
             fields = None
         if not isinstance(fields, dict):
             return ("bad_stream", "the answer is not a JSON object: " + clip(body)), {}
-        aborted = abort_text(fields.get("choices"))
-        if aborted:
+        if aborted := abort_text(fields.get("choices")):
             return ("aborted", aborted), {}
-        missing = self._dispatch.connector.missing_in_prefill_response(fields)
-        if missing:
+        if missing := self._dispatch.connector.missing_in_prefill_response(fields):
             error, detail = whole_body_error(body)
             lacks = f"the answer lacks {', '.join(missing)}"
             return (error, detail if error == "error_body" else lacks), {}

@@ -29,11 +29,8 @@ class GeneratorFigures:
         self._first_doubts_ns = array("i")
         self._send_lags_s = array("d")
         self._beat_lags_s = array("d")
-        self._worst_s = self._held_up_s = 0.0
-        self._began = time.monotonic()
-        self._cpu = time.process_time()
-        self._waited = run_queue_wait_s()
-        self._collections = _collections()
+        self._worst_s = 0.0
+        self.begin()
 
     def begin(self) -> None:
         self._held_up_s = 0.0

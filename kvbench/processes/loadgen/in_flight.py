@@ -150,8 +150,7 @@ class InFlightRequest:
             record.last_token_s = relative_s(tokens[-1], start_ns)
             assert isinstance(tokens, array)
             record.itl_s = array("f", gaps(tokens))
-            first = stream.first_event
-            if first is not None:
+            if (first := stream.first_event) is not None:
                 record.first_blank = first.blank
                 outside = first.empty_before + stream.empty_after
                 shape = StreamShape(
@@ -164,8 +163,7 @@ class InFlightRequest:
         """Take the router's times if it used this clock: within this request's first token."""
         times = {}
         for name, header in _TIMING_HEADERS.items():
-            value = headers.get(header)
-            if value is not None:
+            if (value := headers.get(header)) is not None:
                 try:
                     times[name] = float(value)
                 except ValueError:

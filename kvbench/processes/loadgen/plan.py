@@ -59,8 +59,7 @@ class _Wanted:
 
 
 def planned_requests(
-    spec: LoadSpec,
-    watched: Callable[[Iterator[tuple[int, _Wanted]]], Iterator[tuple[int, _Wanted]]] = iter,
+    spec: LoadSpec, watched: Callable[[Iterator[tuple[int, _Wanted]]], Iterator[tuple[int, _Wanted]]] = iter
 ) -> list[PlannedRequest]:
     """Return this worker's requests in scheduled order, a pure function of the spec except the request ids.
     ``watched``: counts them meanwhile. Raises InputError."""

@@ -248,8 +248,7 @@ class LoadRun:
 
     def _arm(self) -> None:
         self._due = self._wake = self._next_beat
-        planned = self._schedule.upcoming(self._made)
-        if planned is not None:
+        if (planned := self._schedule.upcoming(self._made)) is not None:
             scheduled = self._start + planned.offset_s
             if scheduled < self._due:
                 self._due, self._wake = scheduled, scheduled - self._early_s

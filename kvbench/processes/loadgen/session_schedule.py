@@ -3,8 +3,7 @@
 The first turn of a session is due at its planned time, a later one the think time after its answers. A prompt
 consists of blocks, encoded once and kept, and of the server's answers. A block is a node of the tree of a
 trial's prompts (``chained``). Its tokens begin with the digits of its number, scrambled with the trial's
-salt: equal blocks have equal tokens, and no other block of this or another trial has them.
-"""
+salt: equal blocks have equal tokens, and no other block of this or another trial has them."""
 
 from __future__ import annotations
 

@@ -83,8 +83,7 @@ class LoadSpec:
 
     def limits(self) -> LatencyLimits:
         """Return the SLO of the progress lines. Raises InputError."""
-        unknown = set(self.slo) - {"ttft_ms", "tpot_ms"}
-        if unknown:
+        if unknown := set(self.slo) - {"ttft_ms", "tpot_ms"}:
             raise InputError(f"the spec: unknown key 'slo.{min(unknown)}'")
         for key, value in self.slo.items():
             if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):

@@ -157,8 +157,7 @@ class StreamReader:
         if not isinstance(event, dict):
             self._fail("bad_stream", b"not an object: " + data)
             return False
-        problem = error_in(event)
-        if problem:
+        if problem := error_in(event):
             self._fail("error_body", problem)
             return False
         usage = event.get("usage")
@@ -167,8 +166,7 @@ class StreamReader:
         choices = event.get("choices")
         if not choices:
             return False
-        aborted = abort_text(choices)
-        if aborted:
+        if aborted := abort_text(choices):
             self._fail("aborted", aborted)
         if self.token_ids is not None:
             self.token_ids += token_ids_in(choices)
@@ -284,8 +282,7 @@ def _delta_texts(delta: dict[str, Any]) -> Iterator[Any]:
 
 def error_in(event: dict[str, Any]) -> str:
     """Return the error in a JSON answer, in OpenAI's format or vLLM's older one; empty without one."""
-    error = event.get("error")
-    if error:
+    if error := event.get("error"):
         return str(error.get("message") or error) if isinstance(error, dict) else str(error)
     if event.get("object") == "error":
         return str(event.get("message") or event)

@@ -208,8 +208,7 @@ class RoutedRequest:
         connector = self._dispatch.connector
         if connector.dispatch != "sequential":
             return
-        missing = connector.missing_in_prefill_response(answer)
-        if missing:
+        if missing := connector.missing_in_prefill_response(answer):
             raise BackendError.of(
                 request.backend, "bad_answer", 502, f"the answer lacks {', '.join(missing)}"
             )

@@ -45,8 +45,7 @@ class ClientBody:
         """Raises InputError if the body is not a JSON object."""
         self._raw = raw
         self._prompt = b""
-        match = _PROMPT_LIST.search(raw)
-        if match is not None:
+        if (match := _PROMPT_LIST.search(raw)) is not None:
             start, end = match.end() - 1, raw.find(b"]", match.end()) + 1
             if end and all(raw.find(mark, start + 1, end) < 0 for mark in _NO_NUMBERS):
                 self._prompt = raw[start:end]

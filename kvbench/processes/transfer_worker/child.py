@@ -10,8 +10,7 @@ answer repeats; answers have ``ok`` or ``error``:
 - ``{"n", "cmd": "forget", "peer": id}`` → ``{}``
 - ``{"n", "cmd": "collect" or "offer", "blocks"}`` → ``{}``
 
-The process ends at end of file. Imports are kept light, since each engine waits for it to be ready.
-"""
+The process ends at end of file. Imports are kept light, since each engine waits for it to be ready."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def mark_ranges(endpoint: Endpoint) -> None:
     ranges: dict[int, Any] = {}
 
     def end(ticket: Ticket) -> None:
-        begun = ranges.pop(id(ticket), None)
-        if begun is not None:
+        if (begun := ranges.pop(id(ticket), None)) is not None:
             nvtx.end_range(begun)
 
     def marked_prepare(peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:

@@ -8,8 +8,7 @@ Measured with mooncake over loopback on two busy cores, methods alternating: 4 K
 the library's blocking call (median); 389 µs with sleeps of 300 µs. Polling without sleep moves 0.58 (write)
 and 0.82 (read) of the bytes of 8 × 1 MiB for 1.8 times the CPU time. Sleeping until nine tenths of the
 shortest recent call saves a tenth of the CPU time, but moves 0.86 to 0.96 of the bytes at one block of 16
-MiB: not done.
-"""
+MiB: not done."""
 
 from __future__ import annotations
 

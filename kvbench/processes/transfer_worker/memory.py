@@ -155,8 +155,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _called(cuda: ctypes.CDLL, call: str, *arguments: Any) -> None:
-    code = getattr(cuda, call)(*arguments)
-    if code:
+    if code := getattr(cuda, call)(*arguments):
         name = ctypes.c_char_p()
         cuda.cuGetErrorName(code, ctypes.byref(name))
         raise TransferError(f"{call} returned {(name.value or b'an unknown error').decode()} ({code})")

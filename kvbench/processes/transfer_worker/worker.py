@@ -15,8 +15,7 @@ library, transport, open_s, register_s}}`` or ``{"failed": cause, "log": […]}`
 - ``release``; ``run {limits, start_at_ns}`` → ``{started_ns, ended_ns, calls, call_ns, cpu_s, transport}``
 - ``counters`` → ``{clock_ns, cpu_s, nics, load, host_cpu_s, steal_s, cores}``; ``quit``
 
-Between requests the library makes progress; its output never reaches stdout. End of file ends the process.
-"""
+Between requests the library makes progress; its output never reaches stdout. End of file ends the process."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Each fault is one trial on a fresh deployment, so effects do not overlap. The manifest stores the plan
 (``asked.faults``) before the start, for resume and repeat. ``--lab`` creates two hosts as network namespaces
 and continues in host A as a child process. Only the process to isolate runs in host B, reached via the lab's
-NICs. A partition drops all their packets; other NIC faults affect one NIC.
-"""
+NICs. A partition drops all their packets; other NIC faults affect one NIC."""
 
 from __future__ import annotations
 
@@ -182,11 +181,7 @@ def lab_scenario(scenario: Scenario, lab: Lab, alone: frozenset[str]) -> Scenari
 
 @contextmanager
 def running_in_lab(
-    scenario: Scenario,
-    planned: DeploymentPlan,
-    store: RunStore,
-    lab: Lab,
-    fault: PlannedFault,
+    scenario: Scenario, planned: DeploymentPlan, store: RunStore, lab: Lab, fault: PlannedFault
 ) -> Iterator[tuple[Scenario, Launcher, RunningDeployment]]:
     """Run a deployment on the lab's hosts; yields its scenario, launcher and processes."""
     alone = alone_in_lab(fault, planned)
@@ -337,9 +332,7 @@ def fault_text(record: TrialRecord) -> str:
 
 
 def _print_plan(
-    faults: Mapping[str, Sequence[PlannedFault]],
-    rates: Mapping[str, float],
-    console: Console,
+    faults: Mapping[str, Sequence[PlannedFault]], rates: Mapping[str, float], console: Console
 ) -> None:
     if console.stderr:
         rows = {label: [each.to_json() for each in mine] for label, mine in faults.items()}

@@ -168,8 +168,7 @@ def _canary_pool(run: HeldRun, scenario: Scenario, bench: DeployedBench, cell: C
     """Return reference outputs of an aggregated server, queried once per run, or None with a note."""
     plan, store, watcher = run.plan, run.store, run.watcher
     label = plan.reference_of(cell.connector)
-    known = pool_of_cell(store.earlier.canaries, cell, label)
-    if known is not None:
+    if (known := pool_of_cell(store.earlier.canaries, cell, label)) is not None:
         return known
     planned = next((each for each in plan.deployments if each.label == label), None)
     problem = None if planned is None else bench.problem(planned)
@@ -290,9 +289,6 @@ class ProcessHoldings:
     expired: float | None = None
     served: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Holdings:
@@ -301,7 +297,7 @@ class Holdings:
     of: Mapping[str, ProcessHoldings] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {name: each.to_json() for name, each in self.of.items()}
+        return {name: asdict(each) for name, each in self.of.items()}
 
 
 def holdings(deployment: RunningDeployment) -> Holdings:

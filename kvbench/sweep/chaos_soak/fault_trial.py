@@ -1,8 +1,7 @@
 """One fault on its own deployment: run the load, inject, undo, observe, compute the cost, store.
 
 Detections are recorded with their times: warnings in logs, kvbench's liveness check, the first failed
-request.
-"""
+request."""
 
 from __future__ import annotations
 
@@ -56,9 +55,6 @@ class Notice:
     after_s: float
     words: str
     more: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass
@@ -277,7 +273,7 @@ class FaultTrial:
         found = struck.to_json() | {
             "fault": fault.to_json(),
             "name": fault.name,
-            "noticed": [each.to_json() for each in notices.found()],
+            "noticed": [asdict(each) for each in notices.found()],
         }
         return self._record(trial.begun, load, found, None if supply is None else supply.judged(load.records))
 
@@ -293,11 +289,7 @@ class FaultTrial:
         return Striker(fault, deployment, strike, notices.struck, name)
 
     def _record(
-        self,
-        begun: TrialRecord,
-        load: LoadResult,
-        found: dict[str, Any],
-        canaries: CanaryResult | None,
+        self, begun: TrialRecord, load: LoadResult, found: dict[str, Any], canaries: CanaryResult | None
     ) -> TrialRecord:
         slo, rate = self.scenario.slo.main(), self.held.rate
         found["wrong_ids"] = [each.request_id for each in canaries.wrong] if canaries else []

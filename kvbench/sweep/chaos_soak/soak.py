@@ -1,8 +1,7 @@
 """``kvbench soak SCENARIO --hours H``: run a fixed rate for hours, window by window, and report drift.
 
 A window is a trial; its record also has each process's memory, descriptors, threads and KV blocks.
-``--resume`` runs the remaining windows on restarted processes.
-"""
+``--resume`` runs the remaining windows on restarted processes."""
 
 from __future__ import annotations
 

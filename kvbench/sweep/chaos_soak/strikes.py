@@ -1,8 +1,7 @@
 """Inject faults into a running deployment and undo them; only processes that kvbench started are touched.
 
 Beginning and end return at once or by a deadline. ``undo`` leaves no stopped process, no request and no
-network rule at any stage. KV pools are filled with kvbench's own requests, which have a deadline.
-"""
+network rule at any stage. KV pools are filled with kvbench's own requests, which have a deadline."""
 
 from __future__ import annotations
 

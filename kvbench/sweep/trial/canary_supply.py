@@ -1,8 +1,7 @@
 """Canaries of one cell on one deployment: reference outputs, positions in each load, and extra ones.
 
 Each prompt is sent once per cache lifetime, as cached KV proves nothing. When prompts run out the caches are
-emptied; if that is impossible, fewer canaries reuse the same prompts.
-"""
+emptied; if that is impossible, fewer canaries reuse the same prompts."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ def right_answers(
     Sequential requests keep faults of concurrency out of the reference. ``budget_s`` limits the answers for
     the largest trial; the least trial's (``requests``: if known) and a few for failures are queried beyond
     it. ``LONGEST_S`` ends all after ``LEAST_IDLE``. ``scored``: with log-probabilities and repeats. Raises
-    ServerError.
-    """
+    ServerError."""
     checks, search = scenario.checks, scenario.search
     if not checks.canary_share:
         return None

@@ -7,13 +7,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, Final
 
-from kvbench.core.gates.evidence import (
-    EXTERNAL,
-    LOCAL_CACHE_HIT,
-    LOCAL_COMPUTE,
-    EngineFigures,
-    RouterFigures,
-)
+from kvbench.core.gates.evidence import EXTERNAL, LOCAL_CACHE_HIT, LOCAL_COMPUTE, EngineFigures, RouterFigures
 from kvbench.core.load.workers import LoadResult
 from kvbench.core.metrics.ttft_breakdown import Phases, RouterTimes, hand_off_parts, ttft_breakdown
 from kvbench.core.records import RequestRecord
@@ -207,11 +201,7 @@ def engine_summary(
         "prefix_hit_rate_prefill": whole.hit_rate if whole is not None else _hit_rate(figures, "prefill"),
         "prefix_hit_rate_decode": _hit_rate(figures, "decode"),
         "ttft_breakdown_ms": ttft_breakdown(
-            ttft_s,
-            prefill,
-            decode,
-            routed,
-            None if kv_ms is None else kv_ms / 1e3,
+            ttft_s, prefill, decode, routed, None if kv_ms is None else kv_ms / 1e3
         ),
         "hand_off_parts_ms": hand_off_parts(prefill, decode, routed),
         "ttft_ms_mean_of_all": None if ttft_s is None else ttft_s * 1e3,

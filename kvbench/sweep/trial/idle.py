@@ -1,8 +1,7 @@
 """Wait until the system is idle, as leftover work would distort the next trial.
 
 Servers may continue dropped requests for minutes. Their gauges show the end; without gauges a single request
-does: it is as fast as before the first trial. Time is real or virtual.
-"""
+does: it is as fast as before the first trial. Time is real or virtual."""
 
 from __future__ import annotations
 

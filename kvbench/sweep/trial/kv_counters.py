@@ -6,8 +6,7 @@ it pushes. Figures that are not reported are None, never 0.
 
 vLLM counts one transfer per rank (NIXL), or per rank and batch (Mooncake). Bytes and descriptors are divided
 by requests: for NIXL transfers / parts per request, as aborted requests moved KV too; for Mooncake finished
-requests. The time is one transfer's, as ranks transfer concurrently.
-"""
+requests. The time is one transfer's, as ranks transfer concurrently."""
 
 from __future__ import annotations
 
@@ -190,9 +189,7 @@ def logged_kv(lines: Iterable[str], *, whole: bool = True) -> RoleKv:
         sums["descriptors"] += count * pairs.get("Avg number of descriptors", 0.0)
         sums["failures"] += pairs.get("Num failed transfers", 0.0) + pairs.get("Num failed recvs", 0.0)
         sums["expired"] += pairs.get("Num KV expired reqs", 0.0)
-    if not seen:
-        return RoleKv()
-    return replace(RoleKv(LOG_SOURCE, whole=whole), **sums)
+    return RoleKv() if not seen else replace(RoleKv(LOG_SOURCE, whole=whole), **sums)
 
 
 class KvLogs:
@@ -204,8 +201,7 @@ class KvLogs:
     def poll(self) -> int:
         """Read on; return the number of such lines since the last ``take``."""
         for name, reader in self._readers.items():
-            found = [line for line in reader.drain() if _LINE.search(line)]
-            if found:
+            if found := [line for line in reader.drain() if _LINE.search(line)]:
                 self._lines.setdefault(name.split("-")[0], []).extend(found)
         return sum(map(len, self._lines.values()))
 

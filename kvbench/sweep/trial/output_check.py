@@ -1,8 +1,7 @@
 """Compare the pair's greedy outputs with those of an aggregated server before any timing.
 
 Lost, swapped or corrupted KV blocks still give fluent text. Prompts end inside a block and at its border. A
-cell is refused if outputs differ by more than the reference's own noise (core/metrics/equal_answers.py).
-"""
+cell is refused if outputs differ by more than the reference's own noise (core/metrics/equal_answers.py)."""
 
 from __future__ import annotations
 

@@ -122,8 +122,7 @@ class TrialRunner:
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Wait for an idle system, run the load, judge and store it. Raises KvbenchError."""
-        backlog = self._idle.wait(plan.cell)
-        if backlog is not None:
+        if (backlog := self._idle.wait(plan.cell)) is not None:
             return self.trials.skip_trial(plan, backlog, {"load_mode": self._mode(plan)})
         if plan.twin_of:
             self.deployment.reset_caches()

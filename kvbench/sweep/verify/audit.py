@@ -6,8 +6,7 @@ stored requests, verdicts, searches and answers, by the rules of this kvbench (r
 Cross-check what cannot be recomputed (cross_checks.py). 4. Rebuild the report (stored_trials.py).
 
 A contradiction means *not sound*. An input that could be neither recomputed nor compared means *not
-verified*. Else *sound*; files with only a checksum are listed.
-"""
+verified*. Else *sound*; files with only a checksum are listed."""
 
 from __future__ import annotations
 
@@ -101,7 +100,6 @@ def unproven_files(folder: Path, *, checksums: bool) -> Iterator[str]:
 DAMAGED: Final = "damaged"
 """Label of a run that was resumed or packed in a damaged state."""
 MOST_NOTED: Final = 3
-_CUT_OFF: Final = "cut off"
 
 
 Verdict = Literal["sound", "not sound", "not verified"]
@@ -258,7 +256,7 @@ def damages_before_resume(run: RunFolder) -> Iterator[Damage]:
 
 def _as_read(run: RunFolder, found: Audit) -> Iterator[Damage]:
     for warning in run.warnings:
-        if _CUT_OFF in warning:
+        if "cut off" in warning:
             found.notes.append(warning)
         else:
             name, _, what = warning.partition(" ")
@@ -388,11 +386,7 @@ def _trace_of(scenario: Scenario, found: Audit) -> Sequence[TracedRequest] | Non
 
 
 def _stored_trials(
-    run: RunFolder,
-    scenario: Scenario,
-    asked: dict[str, Any],
-    trace: Sequence[TracedRequest],
-    found: Audit,
+    run: RunFolder, scenario: Scenario, asked: dict[str, Any], trace: Sequence[TracedRequest], found: Audit
 ) -> Iterator[StoredTrial]:
     pools, beside = canary_pools(run.canaries), asked_canaries(run.canaries)
     references = plan_of(scenario) if pools else None

@@ -1,8 +1,7 @@
 """Recompute stored results from raw files: trials, chaos plans and costs, transfers, the report.
 
 A trial follows from its requests, a chaos run's faults from seed and requests, a microbenchmark's rows from
-its calls' times, derived files from all of these.
-"""
+its calls' times, derived files from all of these."""
 
 from __future__ import annotations
 

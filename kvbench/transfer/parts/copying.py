@@ -3,8 +3,7 @@
 A peer publishes its process id and the descriptor of a memory file, which this process maps through
 ``/proc``; without a name nothing can be left behind. Both need the same user (or root) and process namespace,
 not the same network namespace. One part is copied at once, in ``start``; with ``streams`` above 1 that many
-threads copy, since ``ctypes`` releases the interpreter.
-"""
+threads copy, since ``ctypes`` releases the interpreter."""
 
 from __future__ import annotations
 
@@ -145,8 +144,7 @@ class CopyEndpoint(Endpoint):
         self._peers[peer["id"]] = _Peer(process, memory, int(peer["offset"]), layout)
 
     def forget(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
-        if known is not None:
+        if (known := self._peers.pop(peer, None)) is not None:
             known.process.close()
 
     def prepare(self, peer: str, op: Op, local: Sequence[int], remote: Sequence[int]) -> Ticket:

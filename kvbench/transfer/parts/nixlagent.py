@@ -20,7 +20,6 @@ from kvbench.transfer.parts.native import import_native, version_of
 MODULES = ("nixl", "nixl_cu12", "nixl_cu13")
 DISTRIBUTIONS = ("nixl", "nixl-cu12", "nixl-cu13")
 INSTALL = "pip install --no-deps nixl-cu12"
-NUMPY_FIX = "pip install numpy"
 
 
 def installed() -> list[str]:
@@ -31,7 +30,7 @@ def installed() -> list[str]:
 def import_api() -> Any:
     """Import NIXL's Python API module from the first variant that loads."""
     problem = MissingLibraryError("nixl is not installed", hint=INSTALL)
-    import_native("numpy", NUMPY_FIX)
+    import_native("numpy", "pip install numpy")
     for name in installed():
         try:
             return import_native(f"{name}._api", INSTALL)

@@ -62,8 +62,7 @@ class TransportReader:
     def found(self) -> list[LoggedTransport]:
         """Return what proves the KV's transport. In order: tables of the connector's operation (GPU memory
         first), lanes of one transport, the transport that the library has started."""
-        tables = [each for each in self._tables.values() if each.operation == self.operation]
-        if tables:
+        if tables := [each for each in self._tables.values() if each.operation == self.operation]:
             on_gpus = [each for each in tables if each.gpu]
             return on_gpus or tables
         lanes = [each for each in self._lanes.values() if len(_families(each.transports)) == 1]

@@ -3,8 +3,7 @@
 The initiator sends a request over a control channel per transfer; a thread at the target then receives a
 write, or sends a read, directly to and from the registered memory. A transfer is done when both sides report
 it. Ranks are those of torch.distributed: each target and initiator are a group of two, the target with rank
-0, without torch's default process group.
-"""
+0, without torch's default process group."""
 
 from __future__ import annotations
 
@@ -139,8 +138,7 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
         self._peers[str(peer["id"])] = known
 
     def forget(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
-        if known is not None:
+        if (known := self._peers.pop(peer, None)) is not None:
             for channel in [known.first, *known.channels.values()]:
                 channel.close()
             known.pair.close()

@@ -7,8 +7,7 @@ is never silently prefilled again. The bytes really move, and then wait for the 
     end = max(begin, link free) + bytes / bandwidth + start-up + per descriptor · descriptors
 
 An engine has one link, first come, first served; only the side that moves the bytes is paced. A transfer that
-took longer is late, and its lateness is counted (``kvbench:emulator_transfer_lag_seconds``).
-"""
+took longer is late, and its lateness is counted (``kvbench:emulator_transfer_lag_seconds``)."""
 
 from __future__ import annotations
 
@@ -62,7 +61,6 @@ class Pacer:
         return now - began_s
 
 
-_OWN_KEYS: Final = frozenset({"kv_lease_duration"})
 _TRANSFER_NAMES: Final = {"mooncake_protocol": "protocol"}
 """vLLM's name of a key → option of the transfer backends."""
 
@@ -82,7 +80,7 @@ class EngineTransfers:
 
     async def start(self, pool: KvPool, host: str) -> None:
         extra = self._config.kv_connector_extra_config
-        options = {_TRANSFER_NAMES.get(k, k): v for k, v in extra.items() if k not in _OWN_KEYS}
+        options = {_TRANSFER_NAMES.get(k, k): v for k, v in extra.items() if k != "kv_lease_duration"}
         if self.memory != "host":
             options["memory"] = self.memory
         self.process = await TransferProcess.start(self._config.backend, options, pool.fd, pool.layout, host)

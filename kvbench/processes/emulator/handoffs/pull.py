@@ -85,8 +85,7 @@ class PullProducer(Handoff):
     async def _release(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
         released: list[str] = []
         for name in args["ids"]:
-            held = self._held.pop(name, None)
-            if held is not None:
+            if (held := self._held.pop(name, None)) is not None:
                 held.stop()
                 self.engine.release(held.live)
                 released.append(name)

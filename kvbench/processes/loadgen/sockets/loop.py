@@ -108,8 +108,7 @@ class SocketLoop:
             self.read(fd)
         for fd, event in others:
             # An earlier callback may have closed it.
-            callback = self._watchers.get(fd)
-            if callback is not None:
+            if (callback := self._watchers.get(fd)) is not None:
                 callback(event)
         if count < EVENTS_AT_ONCE and not self._left:  # all others had nothing to read then
             self._scanned_ns = self._looked_ns

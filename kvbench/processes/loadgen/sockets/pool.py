@@ -126,12 +126,10 @@ class ConnectionPool:
     def _event(self, connection: ServerConnection, event: int) -> None:
         """Handle events outside the hot path: send stamps, room to write, abnormal ends."""
         owner = connection.owner
-        if event & FAILED:
-            sent = connection.transmitted()
-            if sent is not None:
-                if owner is not None:
-                    owner.transmitted(*sent)
-                event &= ~FAILED
+        if event & FAILED and (sent := connection.transmitted()) is not None:
+            if owner is not None:
+                owner.transmitted(*sent)
+            event &= ~FAILED
         if event & WRITABLE and connection.flush():
             self._loop.watch(connection.fd, READABLE, self._watcher(connection))
         if event & ~WRITABLE:
@@ -201,8 +199,7 @@ class _Opening:
         assert connection is not None
         try:
             if not self._connected:
-                number = connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if number:
+                if number := connection.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     raise error_of(number)
                 self._connected = True
                 if self._server.tls is not None:

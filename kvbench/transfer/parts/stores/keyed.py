@@ -8,8 +8,7 @@
 Every started write has new keys, since a store may keep an old value silently. If a second get may be refused
 or served from a local copy, reads have new keys too: ``offer`` puts each block ``copies`` times, and
 ``Ticket.repeats`` is the number of starts until the next ``offer``. A thread removes objects that a newer
-write replaced, after that call and only when there are many.
-"""
+write replaced, after that call and only when there are many."""
 
 from __future__ import annotations
 
@@ -268,8 +267,7 @@ class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
             raise TransferError(f"the target said nothing within {deadline_s:g} s")
 
     def forget(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
-        if known is not None:
+        if (known := self._peers.pop(peer, None)) is not None:
             known.channel.close()
             # Its close may wait for a master that is gone.
             threading.Thread(target=known.store.close, name="close", daemon=True).start()
