@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import statistics
 import subprocess
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +28,7 @@ from kvbench.launchers.parts.sockets import free_ports
 ROOT: Final = Path(__file__).resolve().parent.parent
 HOST: Final = "127.0.0.1"
 MB: Final = 1e6
+COMPILE_DEADLINE_S: Final = 60.0
 NEAR: Final = 0.05
 """Largest relative error of a rate that counts as near."""
 
@@ -161,6 +164,14 @@ def output_of(
     except OSError as error:
         return 127, str(error)
     return done.returncode, done.stdout
+
+
+def compiled(source: Path, target: Path, *flags: str) -> str:
+    """Compile a C file with the compiler that built Python; return the problem, empty if there is none."""
+    compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
+    words = [*compiler, "-O2", "-o", str(target), str(source), *flags]
+    status, output = output_of(words, COMPILE_DEADLINE_S, target.parent)
+    return f"{compiler[0]}: {output.strip()[-200:]}" if status else ""
 
 
 def free_port() -> int:
