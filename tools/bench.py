@@ -84,16 +84,14 @@ class Row:
     at_least: bool = False
 
     def cells(self) -> list[str]:
-        value = "unknown" if self.value is None else f"{self.value:,.4g} {self.unit}"
-        if self.value is not None and self.value >= 1e4:
-            value = f"{self.value:,.0f} {self.unit}"
-        if self.limit is None:
-            return [self.what, self.note, value, "", ""]
-        limit, kept = f"{'≥' if self.at_least else '≤'} {self.limit:,.6g} {self.unit}", ""
+        value, limit, kept = "unknown", "", ""
         if self.value is not None:
-            kept = (
-                "ok" if (self.value >= self.limit if self.at_least else self.value <= self.limit) else "OVER"
-            )
+            value = f"{self.value:{',.0f' if self.value >= 1e4 else ',.4g'}} {self.unit}"
+        if self.limit is not None:
+            limit = f"{'≥' if self.at_least else '≤'} {self.limit:,.6g} {self.unit}"
+        if self.value is not None and self.limit is not None:
+            over = self.value < self.limit if self.at_least else self.value > self.limit
+            kept = "OVER" if over else "ok"
         return [self.what, self.note, value, limit, kept]
 
 

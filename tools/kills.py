@@ -26,7 +26,6 @@ from typing import Final
 import psutil
 
 from kvbench.core.load.arrivals import trial_seed
-from kvbench.core.records import TrialRecord
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET
 from kvbench.launchers.parts.tagged import tagged
 from kvbench.report.report import write_report
@@ -236,19 +235,15 @@ def _invalid(run: RunFolder, before: dict[str, bytes]) -> Iterator[str]:
     for trial in run.all_trials:
         if not len(run.requests(trial.trial_id, ["request_id"])):
             yield f"{run.path}: {trial.trial_id} has no requests"
-        if trial.seed != _seed(run, trial):
+        key = f"in{trial.cell.input_len}-out{trial.cell.output_len}"
+        key = f"equal-{key}" if trial.method == "equal_rate" else key
+        if trial.seed != trial_seed(int(run.manifest["seed"]), key, int(trial.trial_id.rsplit("-", 1)[1])):
             yield f"{run.path}: {trial.trial_id} has another seed than planned"
     for name, content in before.items():
         if not _content(run.path / name).startswith(content[: content.rfind(b"\n") + 1]):
             yield f"{run.path}/{name}: what was stored has changed"
     yield from (f"{run.path}: {warning}" for warning in run.warnings if "cut off" not in warning)
     yield from (f"{run.path} is taken for an edited run: {damage}" for damage in damages(run.path))
-
-
-def _seed(run: RunFolder, trial: TrialRecord) -> int:
-    key = f"in{trial.cell.input_len}-out{trial.cell.output_len}"
-    key = f"equal-{key}" if trial.method == "equal_rate" else key
-    return trial_seed(int(run.manifest["seed"]), key, int(trial.trial_id.rsplit("-", 1)[1]))
 
 
 def _wrong_at_the_end(run: RunFolder) -> Iterator[str]:

@@ -124,10 +124,6 @@ def _pair(row: Row, middle: str, high: str) -> str:
     return f"{row[middle]:.2f} / {row[high]:.2f}" if known else "-"
 
 
-def _range(values: tuple[float, float] | None) -> str:
-    return "" if values is None else f" ({values[0]:.2f}–{values[1]:.2f})"
-
-
 _BOTH: Final[Mapping[str, Callable[[Row], str]]] = {
     "ITL error": lambda row: (
         _pair(row["errors"], "itl_p50_ms", "itl_p99_ms") + " *" * (row.get("gaps_are", "gaps") != "gaps")
@@ -149,7 +145,10 @@ ROUTER_COLUMNS: Final[Mapping[str, Callable[[Row], str]]] = {
     "streams": CLIENT_COLUMNS["streams"],
     "router": lambda row: row["router"],
     "repeats": lambda row: f"{row['repeats']}",
-    "TTFT added": lambda row: _pair(row, "added_p50_ms", "added_p99_ms") + _range(row["added_p50_range_ms"]),
+    "TTFT added": lambda row: (
+        _pair(row, "added_p50_ms", "added_p99_ms")
+        + ("" if (ends := row["added_p50_range_ms"]) is None else f" ({ends[0]:.2f}–{ends[1]:.2f})")
+    ),
     **_BOTH,
     "MB": lambda row: _one(row["memory_mb"], ".0f"),
     "P, D late (p99)": lambda row: _pair(row, "prefill_late_p99_ms", "decode_late_p99_ms"),
