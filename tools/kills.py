@@ -1,10 +1,9 @@
-"""Kills a real sweep a hundred times at random moments, and demands after each that nothing is lost.
+"""Kill a real sweep a hundred times at random moments: ``make kills``. Nothing may be lost.
 
-``python -m tools.kills`` or ``make kills``. A small sweep of emulated engines is started, killed (SIGKILL)
-and resumed until it has come to its end; then another one. After each kill: the folder reads without an
-error, no process, port or shared memory of the run is left within ten seconds, what was stored stays as it
-was, and its checksums hold. After each resume: at most one trial was redone, none that was stored. At its end
-the run verifies. Exit code 1 if any of that failed.
+A small sweep of emulated engines is started, killed (SIGKILL) and resumed until its end; then another one.
+After each kill: the folder reads without an error, no process, port or shared memory of the run is left
+within ten seconds, and what was stored stays as it was, with its checksums. After each resume: at most one
+trial was redone, none that was stored. At its end the run verifies. Exit code 1 if any of that failed.
 """
 
 from __future__ import annotations

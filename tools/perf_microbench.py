@@ -1,9 +1,9 @@
 """Transfers of the backend ``mooncake`` beside the library's own C++ tool: ``make perf-microbench``.
 
-The same transfers go through ``transfer_engine_bench`` of Mooncake's wheel and through kvbench, in turn and
-in changing order; the null backend shows what kvbench costs by itself. The C++ tool never writes to its
-buffers, so it would send the kernel's one page of zeros from the nearest cache, with an eighth less CPU time
-per byte. A preloaded library writes to them once, as kvbench does to its own. It judges nothing.
+The same transfers go through ``transfer_engine_bench`` of Mooncake's wheel and through kvbench, in changing
+order; the null backend shows what kvbench costs by itself. The C++ tool never writes to its buffers, so it
+would send the kernel's one page of zeros from cache. A preloaded library writes to them first, as kvbench
+does to its own. It judges nothing.
 """
 
 from __future__ import annotations
