@@ -259,12 +259,3 @@ def keep(truths: Mapping[str, Truth], path: Path = PATH) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh.write_text(f'{{"version": {VERSION}, "truths": {{\n{rows}\n}}}}\n')
     fresh.replace(path)
-
-
-def truth_of(system: System, path: Path = PATH) -> Truth:
-    kept = known(path)
-    found = kept.get(system.fingerprint)
-    if found is None:
-        found = compute(system)
-        keep({**known(path), system.fingerprint: found}, path)
-    return found
