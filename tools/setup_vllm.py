@@ -278,15 +278,12 @@ def check(lab: Lab) -> None:
         "print(importlib.metadata.version('vllm'))"
     )
     command = [lab.python, "-c", code]
-    output = run(lab, "loading vLLM, NIXL and Mooncake", command, STEP_DEADLINE_S, lab_environment())
+    env = {"PYTHONPATH": str(SHIM), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    output = run(lab, "loading vLLM, NIXL and Mooncake", command, STEP_DEADLINE_S, env)
     version = last_line(output)
     if not version.endswith("+cpu"):
         raise SetupError(f"vLLM takes itself for {version}, not for the CPU build; the log is {lab.log}")
     say(f"vLLM {version}")
-
-
-def lab_environment() -> dict[str, str]:
-    return {"PYTHONPATH": str(SHIM), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def make_model(lab: Lab) -> None:

@@ -15,6 +15,7 @@ from .work import FIRST_TOKEN_S, GAP_S, INPUT_LEN, OUTPUT_LEN, Outcome
 
 SCHEMA = 2
 OVERLOADED_MS = 1e3
+MEAN_GAPS = "\\* each request's mean gap, which hides single ones: the client keeps no others."
 MEDIANS = (
     *("added_p50_ms", "added_p99_ms", "chunks_per_core_s", "cpu_s", "memory_mb"),
     *("prefill_late_p99_ms", "decode_late_p99_ms", "load_average"),
@@ -89,7 +90,8 @@ class Report:
                 f"{1e3 * GAP_S:g} ms. Errors are reported − true in ms, p50 / p99; the server's own lateness "
                 "(p99 of first and further tokens) is in them and is shown beside them. Tokens per "
                 "core-second are those of the load without the start, whose CPU seconds are shown too.\n",
-                *self._client_lines(),
+                *_table(CLIENT_COLUMNS, self.clients),
+                *([] if all(row["gaps_are"] == "gaps" for row in self.clients) else ["", MEAN_GAPS]),
                 "\nThe routers run between kvbench's load generator and two exact servers, P and D, of "
                 f"{1e3 * FIRST_TOKEN_S / 2:g} ms each, with NIXL's dispatch (P first, then D). TTFT added is "
                 "the reported error less the median error of the same load without a router, sent just "
@@ -102,12 +104,6 @@ class Report:
                 "",
             ]
         )
-
-    def _client_lines(self) -> list[str]:
-        if all(row["gaps_are"] == "gaps" for row in self.clients):
-            return _table(CLIENT_COLUMNS, self.clients)
-        note = "\\* each request's mean gap, which hides single ones: the client keeps no others."
-        return [*_table(CLIENT_COLUMNS, self.clients), "", note]
 
 
 def _table(columns: Mapping[str, Callable[[Row], str]], rows: Sequence[Row]) -> list[str]:

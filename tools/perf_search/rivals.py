@@ -110,7 +110,9 @@ class SmoothIsotonic:
             candidate = self._root()
             if candidate is None:
                 return
-            if fits < REFITS and self._too_few():
+            users, levels = self._levels()
+            few = len(users) <= FEWEST_LEVELS or len(set(levels.tolist())) < FEWEST_LEVELS
+            if fits < REFITS and few:
                 queue = self._inside((0.125, 0.625))
                 if queue:
                     continue
@@ -142,10 +144,6 @@ class SmoothIsotonic:
     def _levels(self) -> tuple[list[int], FloatArray]:
         users = sorted(self._margins)
         return users, ascending([float(np.mean(self._margins[each])) for each in users])
-
-    def _too_few(self) -> bool:
-        users, levels = self._levels()
-        return len(users) < FEWEST_LEVELS + 1 or len(set(levels.tolist())) < FEWEST_LEVELS
 
     def _root(self) -> int | None:
         """Where the curve crosses 0 inside the bracket, or its middle; None if there is nothing inside."""
