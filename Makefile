@@ -44,7 +44,7 @@ help:
 	@echo "make fuzz    hostile files and streams for longer, with new examples each time (FUZZ_EXAMPLES=500)"
 	@echo "make hostile servers that answer in 90 hostile ways, with longer deadlines (HOSTILE_S=5)"
 	@echo "make sanitize  the C extensions' tests and fuzz under address, undefined and thread sanitizers (SANITIZE_ARGS=)"
-	@echo "make mutants  mutation testing: 15 minutes of a sample (MUTANTS_ARGS='' tries all, over a night)"
+	@echo "make mutants  mutation testing by mutmut: 15 minutes of modules drawn by a seed (MUTANTS_ARGS=)"
 	@echo "make audit   known vulnerabilities of the pinned packages, by pip-audit (exit code 4: not run here)"
 	@echo "make perf-workers  how the offered load grows with the load generator's workers (PERF_WORKERS_ARGS=)"
 	@echo "make notebooks  set up, then execute the notebooks and write them anew (NOTEBOOKS=)"
@@ -169,7 +169,6 @@ fuzz: setup
 sanitize: setup
 	@$(BIN)/python -m tools.sanitize $(SANITIZE_ARGS)
 
-MUTANTS_ARGS ?= --sample 400 --minutes 15
 mutants: setup
 	@$(BIN)/python -m tools.mutants $(MUTANTS_ARGS)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import statistics
 import subprocess
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +28,7 @@ from kvbench.launchers.parts.sockets import free_ports
 ROOT: Final = Path(__file__).resolve().parent.parent
 HOST: Final = "127.0.0.1"
 MB: Final = 1e6
+COMPILE_DEADLINE_S: Final = 60.0
 NEAR: Final = 0.05
 """Largest relative error of a rate that counts as near."""
 
@@ -81,16 +84,14 @@ class Row:
     at_least: bool = False
 
     def cells(self) -> list[str]:
-        value = "unknown" if self.value is None else f"{self.value:,.4g} {self.unit}"
-        if self.value is not None and self.value >= 1e4:
-            value = f"{self.value:,.0f} {self.unit}"
-        if self.limit is None:
-            return [self.what, self.note, value, "", ""]
-        limit, kept = f"{'≥' if self.at_least else '≤'} {self.limit:,.6g} {self.unit}", ""
+        value, limit, kept = "unknown", "", ""
         if self.value is not None:
-            kept = (
-                "ok" if (self.value >= self.limit if self.at_least else self.value <= self.limit) else "OVER"
-            )
+            value = f"{self.value:{',.0f' if self.value >= 1e4 else ',.4g'}} {self.unit}"
+        if self.limit is not None:
+            limit = f"{'≥' if self.at_least else '≤'} {self.limit:,.6g} {self.unit}"
+        if self.value is not None and self.limit is not None:
+            over = self.value < self.limit if self.at_least else self.value > self.limit
+            kept = "OVER" if over else "ok"
         return [self.what, self.note, value, limit, kept]
 
 
@@ -161,6 +162,14 @@ def output_of(
     except OSError as error:
         return 127, str(error)
     return done.returncode, done.stdout
+
+
+def compiled(source: Path, target: Path, *flags: str) -> str:
+    """Compile a C file with the compiler that built Python; return the problem, empty if there is none."""
+    compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
+    words = [*compiler, "-O2", "-o", str(target), str(source), *flags]
+    status, output = output_of(words, COMPILE_DEADLINE_S, target.parent)
+    return f"{compiler[0]}: {output.strip()[-200:]}" if status else ""
 
 
 def free_port() -> int:

@@ -76,12 +76,6 @@ class Recorder:
         return rows
 
 
-def with_kept(rows: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """After a part of the tests: what was not run now stays as it was."""
-    by_key = {row["key"]: row for row in kept}
-    return [by_key.get(row["key"], row) if row["outcome"] == "not run" else row for row in rows]
-
-
 def document(rows: Sequence[Mapping[str, Any]], groups: Mapping[str, Sequence[str]]) -> str:
     lines = [HEAD, summary(rows, groups), "Each fault:", ""]
     lines.append("| what happens | message | after (s) | limit (s) | how the run continues |")
@@ -131,7 +125,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = importlib.import_module("faults")
     rows = recorder.rows(table.FAULTS)
     if "-k" in {*more, *given.pytest_args} and JSON_PATH.is_file():
-        rows = with_kept(rows, json.loads(JSON_PATH.read_text()))
+        # What was not run now stays as it was.
+        kept = {row["key"]: row for row in json.loads(JSON_PATH.read_text())}
+        rows = [kept.get(row["key"], row) if row["outcome"] == "not run" else row for row in rows]
     # A run that was broken off makes no table.
     whole = status in (0, 1) and "-x" not in {*more, *given.pytest_args}
     if whole and not given.dry:

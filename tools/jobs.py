@@ -38,6 +38,22 @@ class Row:
         return cls(**{name: tuple(each) if isinstance(each, list) else each for name, each in known.items()})
 
 
+def known_rows(path: Path, kind: type[R], version: int) -> dict[str, R]:
+    """Return the rows of a file by key; none if they were computed in another way."""
+    data = json.loads(path.read_text()) if path.exists() else {}
+    same = data.get("version") == version
+    return {key: kind.from_json(row) for key, row in data["truths"].items()} if same else {}
+
+
+def keep_rows(rows: Mapping[str, Row], path: Path, version: int) -> None:
+    """Write rows by key, whole or not at all."""
+    lines = ",\n".join(f'"{key}": {json.dumps(row.to_json())}' for key, row in sorted(rows.items()))
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh.write_text(f'{{"version": {version}, "truths": {{\n{lines}\n}}}}\n')
+    fresh.replace(path)
+
+
 class Job(Protocol):
     """What is done in whichever process, once for its key."""
 

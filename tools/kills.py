@@ -1,10 +1,9 @@
-"""Kills a real sweep a hundred times at random moments, and demands after each that nothing is lost.
+"""Kill a real sweep a hundred times at random moments: ``make kills``. Nothing may be lost.
 
-``python -m tools.kills`` or ``make kills``. A small sweep of emulated engines is started, killed (SIGKILL)
-and resumed until it has come to its end; then another one. After each kill: the folder reads without an
-error, no process, port or shared memory of the run is left within ten seconds, what was stored stays as it
-was, and its checksums hold. After each resume: at most one trial was redone, none that was stored. At its end
-the run verifies. Exit code 1 if any of that failed.
+A small sweep of emulated engines is started, killed (SIGKILL) and resumed until its end; then another one.
+After each kill: the folder reads without an error, no process, port or shared memory of the run is left
+within ten seconds, and what was stored stays as it was, with its checksums. After each resume: at most one
+trial was redone, none that was stored. At its end the run verifies. Exit code 1 if any of that failed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from typing import Final
 import psutil
 
 from kvbench.core.load.arrivals import trial_seed
-from kvbench.core.records import TrialRecord
 from kvbench.errors import EXIT_FAILED, EXIT_OK, EXIT_SLO_NOT_MET
 from kvbench.launchers.parts.tagged import tagged
 from kvbench.report.report import write_report
@@ -236,19 +234,15 @@ def _invalid(run: RunFolder, before: dict[str, bytes]) -> Iterator[str]:
     for trial in run.all_trials:
         if not len(run.requests(trial.trial_id, ["request_id"])):
             yield f"{run.path}: {trial.trial_id} has no requests"
-        if trial.seed != _seed(run, trial):
+        key = f"in{trial.cell.input_len}-out{trial.cell.output_len}"
+        key = f"equal-{key}" if trial.method == "equal_rate" else key
+        if trial.seed != trial_seed(int(run.manifest["seed"]), key, int(trial.trial_id.rsplit("-", 1)[1])):
             yield f"{run.path}: {trial.trial_id} has another seed than planned"
     for name, content in before.items():
         if not _content(run.path / name).startswith(content[: content.rfind(b"\n") + 1]):
             yield f"{run.path}/{name}: what was stored has changed"
     yield from (f"{run.path}: {warning}" for warning in run.warnings if "cut off" not in warning)
     yield from (f"{run.path} is taken for an edited run: {damage}" for damage in damages(run.path))
-
-
-def _seed(run: RunFolder, trial: TrialRecord) -> int:
-    key = f"in{trial.cell.input_len}-out{trial.cell.output_len}"
-    key = f"equal-{key}" if trial.method == "equal_rate" else key
-    return trial_seed(int(run.manifest["seed"]), key, int(trial.trial_id.rsplit("-", 1)[1]))
 
 
 def _wrong_at_the_end(run: RunFolder) -> Iterator[str]:

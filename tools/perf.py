@@ -21,7 +21,9 @@ from pathlib import Path
 
 import psutil
 
+from kvbench import connectors
 from kvbench.hosts import web
+from kvbench.planning.doctor.doctor import connector_checks
 from tools.bench import MB, Row, limit_table, machine_load
 
 KVBENCH = str(Path(sys.executable).with_name("kvbench"))
@@ -51,7 +53,8 @@ class Pair:
 
 def main() -> None:
     rows = [help_row()]
-    for name in usable_connectors():
+    works = [each.name.removeprefix("connector ") for each in connector_checks() if each.status == "ok"]
+    for name in (each for each in works if connectors.get(each).transfer_backend):
         print(f"measuring a pair with {name} …", flush=True)
         try:
             rows += pair_rows(name)
@@ -59,14 +62,6 @@ def main() -> None:
             print(f"{name}: {error}")
     print(limit_table(rows))
     print(machine_load())
-
-
-def usable_connectors() -> list[str]:
-    from kvbench import connectors
-    from kvbench.planning.doctor.doctor import connector_checks
-
-    works = [each.name.removeprefix("connector ") for each in connector_checks() if each.status == "ok"]
-    return [name for name in works if connectors.get(name).transfer_backend]
 
 
 def help_row() -> Row:

@@ -22,7 +22,6 @@ from typing import Any, Final
 import numpy as np
 
 from kvbench.core.findings.rate_change import Searched, rate_change
-from kvbench.core.scenario.scenario import Scenario
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.report.tables.result import read_answer
@@ -83,6 +82,7 @@ def longer(cli: CliOptions, factor: float) -> tuple[str, ...]:
     planned = next(each for each in plan_of(scenario).deployments if each.label in cli.connectors)
     around = SimulatedDeployment.of(scenario, planned).around
     own = scenario.simulate.time_scale or scenario.deployment.engine_options.time_factor
+    slo, search = scenario.slo, scenario.search
     times = {
         "simulate.time_scale": own * factor,
         "simulate.router_ms": around.overheads.router_ms * factor,
@@ -91,21 +91,13 @@ def longer(cli: CliOptions, factor: float) -> tuple[str, ...]:
         "simulate.arrival_ms": around.overheads.arrival_ms * factor,
         "simulate.kv_gb_per_s": around.link.gb_per_s / factor,
         "simulate.kv_latency_ms": around.link.latency_ms * factor,
-        **_goals(scenario, factor),
+        "slo.ttft_ms": slo.ttft_ms and slo.ttft_ms * factor,
+        "slo.tpot_ms": slo.tpot_ms and slo.tpot_ms * factor,
+        "search.trial_s": search.trial_s and search.trial_s * factor,
+        "search.max_trial_s": search.max_trial_s and search.max_trial_s * factor,
+        "search.max_rate": search.max_rate and search.max_rate / factor,
     }
-    return tuple(f"{name}={value:.12g}" for name, value in times.items())
-
-
-def _goals(scenario: Scenario, factor: float) -> dict[str, float]:
-    slo, search = scenario.slo, scenario.search
-    given = {
-        "slo.ttft_ms": slo.ttft_ms,
-        "slo.tpot_ms": slo.tpot_ms,
-        "search.trial_s": search.trial_s,
-        "search.max_trial_s": search.max_trial_s,
-    }
-    found = {name: value * factor for name, value in given.items() if value is not None}
-    return {**found, "search.max_rate": search.max_rate / factor} if search.max_rate else found
+    return tuple(f"{name}={value:.12g}" for name, value in times.items() if value is not None)
 
 
 Figures = dict[str, Any]

@@ -1,10 +1,9 @@
 """What the load generator costs and errs: ``make perf-loadgen``. A benchmark, not a test: it judges nothing.
 
-The levels of streams are those of ``kvbench doctor selftest`` (the exact server). Beside them stand what
-that does not show: CPU time until the generator is ready, how late requests go out whose prompts are long,
-and the memory and the file that a million chunks take. Limits are those of an otherwise idle machine, and
-of the compiled way; ``KVBENCH_PURE_PYTHON=1`` measures the other. Figures are medians of several repeats,
-each of which goes through all levels: a shared machine has slow minutes.
+Levels of streams are those of ``kvbench doctor selftest`` (the exact server). Further figures: CPU time until
+the generator is ready, send lag with long prompts, memory and file of a million chunks. Limits are those of
+an idle machine and the compiled way; ``KVBENCH_PURE_PYTHON=1`` measures the other. Figures are medians of
+repeats, each of which goes through all levels: a shared machine has slow minutes.
 """
 
 from __future__ import annotations

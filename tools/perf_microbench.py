@@ -1,9 +1,9 @@
 """Transfers of the backend ``mooncake`` beside the library's own C++ tool: ``make perf-microbench``.
 
-The same transfers go through ``transfer_engine_bench`` of Mooncake's wheel and through kvbench, in turn and
-in changing order; the null backend shows what kvbench costs by itself. The C++ tool never writes to its
-buffers, so it would send the kernel's one page of zeros from the nearest cache, with an eighth less CPU time
-per byte. A preloaded library writes to them once, as kvbench does to its own. It judges nothing.
+The same transfers go through ``transfer_engine_bench`` of Mooncake's wheel and through kvbench, in changing
+order; the null backend shows what kvbench costs by itself. The C++ tool never writes to its buffers, so it
+would send the kernel's one page of zeros from cache. A preloaded library writes to them first, as kvbench
+does to its own. It judges nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 import statistics
 import sys
 import time
@@ -26,7 +25,7 @@ from kvbench.launchers.local import LocalLauncher, LocalProcess
 from kvbench.microbench.cases import run_cases
 from kvbench.microbench.options import Settings
 from kvbench.transfer.parts.native import unpacked_folder
-from tools.bench import HOST, arguments, machine_load, output_of, table, workplace
+from tools.bench import HOST, arguments, compiled, machine_load, table, workplace
 
 SOURCE: Final = """
 #define _GNU_SOURCE
@@ -57,11 +56,7 @@ def preload(folder: Path) -> Path | None:
     """Compile the library that writes to the C++ tool's buffers; None without a C compiler."""
     source, library = folder / "touched.c", folder / "touched.so"
     source.write_text(SOURCE)
-    compiler = shutil.which("cc") or shutil.which("gcc") or "cc"
-    status, _ = output_of(
-        [compiler, "-O2", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], 60.0, folder
-    )
-    return None if status else library
+    return None if compiled(source, library, "-shared", "-fPIC", "-ldl") else library
 
 
 class TheirTool:

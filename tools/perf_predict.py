@@ -2,17 +2,15 @@
 
 Give a folder with InferenceX's rows (``*.csv``, as aiconfigurator's silicon_sample.csv has them, one a load
 of a configuration) and real vLLM runs that LLMServingSim publishes beside its simulations (folders with a
-``requests.jsonl``), at whatever depth. The runs are predicted from their first requests.
+``requests.jsonl``), at any depth. The runs are predicted from their first requests.
 
-InferenceX keeps so many requests always under way, a closed loop; TPOT and TTFT between two of its loads
-follow from the lowest and the highest one. One request takes TTFT, and TPOT for each of its output tokens, so
-that X = concurrency / (TTFT + output_len × TPOT) requests a second come through (Little), and the decode
-batch is what of them decodes, n = X × output_len × TPOT. A step of the batch takes a + b × n ** BATCH_POWER;
-prefills take the share X × input_len × k of the time, in which nothing is decoded (engines that do both), so
-that TPOT = (a + b × n ** BATCH_POWER) / (1 − X × input_len × k). k is PREFILL_SHARE of what the lowest load's
-TTFT is a token: the rest is the front end, waiting for a step, and prompts that came at the same time. a and
-b follow from the two loads. Where they say that b is negative, it is 0, and k what remains. TTFT between them
-is a straight line over the concurrency: two figures do not show when prompts begin to wait.
+InferenceX is a closed loop. TPOT and TTFT between two of its loads follow from the lowest and the highest:
+1. X = concurrency / (TTFT + output_len × TPOT) requests a second (Little); n = X × output_len × TPOT decode.
+2. A step takes a + b × n ** BATCH_POWER. Prefills stop decoding, in engines that do both, for the share X ×
+   input_len × k of the time, so that TPOT = (a + b × n ** BATCH_POWER) / (1 − X × input_len × k).
+3. k is PREFILL_SHARE of the lowest load's TTFT a token: the rest is the front end, and waiting. a and b
+   follow from the two loads; where b would be negative, it is 0, and k is what remains.
+4. TTFT is a straight line over the concurrency: two figures do not show when prompts begin to wait.
 """
 
 from __future__ import annotations

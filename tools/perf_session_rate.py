@@ -1,10 +1,9 @@
 """Searched rates of sessions beside what long trials show: ``make perf-session-rate``. It judges nothing.
 
-Systems are drawn at random: what sessions are like, how fast the simulated server is, whether P and D are
-apart, and which limit stands in the SLO, at so many times what an idle system needs. `kvbench simulate`
-searches each of them as anyone would. Then trials of tens of thousands of requests at rates around the
-answer, several for each rate, say where the SLO stops holding: interpolated between the rates, with the
-scatter of the trials as its error. Nothing of the search was chosen by systems of this family.
+Systems are drawn at random: sessions, speed, P and D apart or not, and which limit is in the SLO, as a
+multiple of what an idle system needs. `kvbench simulate` searches each of them. Then trials of tens of
+thousands of requests at rates around the answer show where the SLO stops holding: interpolated between the
+rates, with the scatter of the trials as its error. Nothing of the search was chosen by these systems.
 """
 
 from __future__ import annotations

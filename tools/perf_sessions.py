@@ -1,9 +1,8 @@
 """What making sessions costs, and how like recorded ones they are: ``make perf-sessions``. It judges nothing.
 
-A plan of a million turns is made in a process of its own: time and largest memory. Then a corpus is cut in
-halves at random, again and again; sessions are made after one half and compared with the other, which the
-generator has not seen: the quartiles of turns, lengths and reuse. Beside it stands how far the two recorded
-halves differ by themselves, which no generator can be better than. Give a corpus with ``--corpus FILE``.
+A plan of a million turns is made in a separate process: time and largest memory. Then a corpus is cut in
+halves at random, again and again; sessions made after one half are compared with the other by quartiles of
+turns, lengths and reuse. How far the two recorded halves differ is the best that any generator can do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How late turns of sessions are sent, many sessions at once: ``make perf-turns``. It judges nothing.
 
-Sessions begin within ten seconds of each other on the exact server, and each turn is due think time after its
-last token. How late it went out is told of turns that open a session, whose times are planned, and of all
-later ones. On a machine that is not idle look at the waits for a core.
+Sessions begin within ten seconds of each other on the exact server; each turn is due think time after its
+last token. Turns that open a session, whose times are planned, are apart from later ones. On a machine that
+is not idle look at the waits for a core.
 """
 
 from __future__ import annotations

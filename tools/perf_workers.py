@@ -1,8 +1,7 @@
 """How the offered load grows with the load generator's workers: ``make perf-workers``. It judges nothing.
 
-So many workers each offer the same rate, from one plan and one start, to exact servers of their own number.
-First all on this machine; then each through an agent of its own, as on hosts of their own (they still share
-this machine's cores: beyond these the figures are about the sharing, not about the workers).
+Each worker offers the same rate, from one plan and one start, to exact servers. First all on this machine;
+then each through an agent, as on several hosts (beyond this machine's cores the figures are about sharing).
 """
 
 from __future__ import annotations

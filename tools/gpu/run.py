@@ -19,11 +19,10 @@ from typing import Final
 
 import psutil
 
-from tools.bench import arguments
+from tools.bench import ROOT, arguments
 from tools.gpu.checks import CHECKS
 from tools.gpu.result import Check, Result
 
-ROOT: Final = Path(__file__).resolve().parent.parent.parent
 BUDGET_S: Final = 570.0
 """All of it, in a machine's ten minutes."""
 LEAST_S: Final = 5.0

@@ -89,6 +89,11 @@ def _foreign(lie: str, gate: str, *sets: str, servers: int = 1, metrics: bool = 
     return Case(lie, gate, sets=(*lengths, "search.min_requests=40", *sets), servers=(told,) * servers)
 
 
+def _watched(lie: str, gate: str, rate: float = 30.0, **spec: Any) -> Case:
+    """A foreign server's lie in many requests, seen by its own answers when idle."""
+    return replace(_foreign(lie, gate, *_MANY, **spec), watched=True, rate=rate)
+
+
 _ASKED_IDLE: Final = 40
 """No fewer than a bench asks of an idle server, before any load: canaries, each more than once. More would
 spare the trial's own canaries."""
@@ -148,23 +153,12 @@ CASES: Final[tuple[Case, ...]] = (
     _foreign("cut_prompt", "wrong_prompt_length", kind="wrong_prompt", prompt_off=16 - 512),
     _foreign("canned_answers", "same_answers", kind="canned"),
     _foreign("nothing_computed", "impossible_answers", first_token_s=0.0, gap_s=0.0),
-    replace(_foreign("stale_kv", "wrong_answers", *_MANY, kind="stale", spared=_ASKED_IDLE), watched=True),
-    replace(
-        _foreign("some_canned", "wrong_answers", *_MANY, kind="canned", every=2, spared=_ASKED_IDLE),
-        watched=True,
-    ),
-    replace(_foreign("canned_when_idle", "wrong_answers", *_MANY, kind="canned", every=2), watched=True),
+    _watched("stale_kv", "wrong_answers", kind="stale", spared=_ASKED_IDLE),
+    _watched("some_canned", "wrong_answers", kind="canned", every=2, spared=_ASKED_IDLE),
+    _watched("canned_when_idle", "wrong_answers", kind="canned", every=2),
     # Another user's answer in 5 % of cases, once more requests are under way, idle ones included.
-    replace(
-        _foreign("swapped_above_4", "repeated_answers", *_MANY, kind="stale", every=20, in_flight=4),
-        watched=True,
-        rate=60,
-    ),
-    replace(
-        _foreign("swapped_above_9", "repeated_answers", *_MANY, kind="stale", every=20, in_flight=9),
-        watched=True,
-        rate=60,
-    ),
+    _watched("swapped_above_4", "repeated_answers", 60, kind="stale", every=20, in_flight=4),
+    _watched("swapped_above_9", "repeated_answers", 60, kind="stale", every=20, in_flight=9),
     _beside(_foreign("empty_first", "empty_first_event", kind="empty_first", first_token_s=0.6)),
     _foreign("blank_first", "early_first_token", kind="blank_first", first_token_s=0.6),
     _beside(

@@ -186,8 +186,10 @@ def nuisance(word: str, stopped_s: float = 0.15, free_s: float = 0.15) -> Iterat
 
     def disturb() -> None:
         while not over.wait(free_s):
-            for process in _descendants(word):
+            for process in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
+                    if word not in process.cmdline():
+                        continue
                     process.send_signal(signal.SIGSTOP)
                     over.wait(stopped_s)
                     process.send_signal(signal.SIGCONT)
@@ -199,15 +201,6 @@ def nuisance(word: str, stopped_s: float = 0.15, free_s: float = 0.15) -> Iterat
     finally:
         over.set()
         thread.join()
-
-
-def _descendants(word: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if word in process.cmdline():
-                found.append(process)
-    return found
 
 
 PAIRS: Final = ("mooncake", "nixl", "tcp")

@@ -15,6 +15,7 @@ from .work import FIRST_TOKEN_S, GAP_S, INPUT_LEN, OUTPUT_LEN, Outcome
 
 SCHEMA = 2
 OVERLOADED_MS = 1e3
+MEAN_GAPS = "\\* each request's mean gap, which hides single ones: the client keeps no others."
 MEDIANS = (
     *("added_p50_ms", "added_p99_ms", "chunks_per_core_s", "cpu_s", "memory_mb"),
     *("prefill_late_p99_ms", "decode_late_p99_ms", "load_average"),
@@ -89,7 +90,8 @@ class Report:
                 f"{1e3 * GAP_S:g} ms. Errors are reported − true in ms, p50 / p99; the server's own lateness "
                 "(p99 of first and further tokens) is in them and is shown beside them. Tokens per "
                 "core-second are those of the load without the start, whose CPU seconds are shown too.\n",
-                *self._client_lines(),
+                *_table(CLIENT_COLUMNS, self.clients),
+                *([] if all(row["gaps_are"] == "gaps" for row in self.clients) else ["", MEAN_GAPS]),
                 "\nThe routers run between kvbench's load generator and two exact servers, P and D, of "
                 f"{1e3 * FIRST_TOKEN_S / 2:g} ms each, with NIXL's dispatch (P first, then D). TTFT added is "
                 "the reported error less the median error of the same load without a router, sent just "
@@ -102,12 +104,6 @@ class Report:
                 "",
             ]
         )
-
-    def _client_lines(self) -> list[str]:
-        if all(row["gaps_are"] == "gaps" for row in self.clients):
-            return _table(CLIENT_COLUMNS, self.clients)
-        note = "\\* each request's mean gap, which hides single ones: the client keeps no others."
-        return [*_table(CLIENT_COLUMNS, self.clients), "", note]
 
 
 def _table(columns: Mapping[str, Callable[[Row], str]], rows: Sequence[Row]) -> list[str]:
@@ -122,10 +118,6 @@ def _one(value: float | None, form: str) -> str:
 def _pair(row: Row, middle: str, high: str) -> str:
     known = row[middle] is not None and row[high] is not None
     return f"{row[middle]:.2f} / {row[high]:.2f}" if known else "-"
-
-
-def _range(values: tuple[float, float] | None) -> str:
-    return "" if values is None else f" ({values[0]:.2f}–{values[1]:.2f})"
 
 
 _BOTH: Final[Mapping[str, Callable[[Row], str]]] = {
@@ -149,7 +141,10 @@ ROUTER_COLUMNS: Final[Mapping[str, Callable[[Row], str]]] = {
     "streams": CLIENT_COLUMNS["streams"],
     "router": lambda row: row["router"],
     "repeats": lambda row: f"{row['repeats']}",
-    "TTFT added": lambda row: _pair(row, "added_p50_ms", "added_p99_ms") + _range(row["added_p50_range_ms"]),
+    "TTFT added": lambda row: (
+        _pair(row, "added_p50_ms", "added_p99_ms")
+        + ("" if (ends := row["added_p50_range_ms"]) is None else f" ({ends[0]:.2f}–{ends[1]:.2f})")
+    ),
     **_BOTH,
     "MB": lambda row: _one(row["memory_mb"], ".0f"),
     "P, D late (p99)": lambda row: _pair(row, "prefill_late_p99_ms", "decode_late_p99_ms"),

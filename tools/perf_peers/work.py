@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -90,7 +91,7 @@ def run_command(
     folder.mkdir(parents=True, exist_ok=True)
     log_path = folder / "output.log"
     wanted = {**os.environ, **(env or {})}
-    began = time.monotonic()
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     with log_path.open("ab") as log:
         try:
             process = subprocess.Popen(
@@ -105,48 +106,32 @@ def run_command(
             )
         except OSError as error:
             raise PeerError(f"{argv[0]}: {error.strerror}") from error
+    status = None
     try:
-        status, cpu_s = _wait(process, began + deadline_s)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(deadline_s)
     finally:
-        leftover_s = _end_group(process)
-    wall_s = time.monotonic() - began
+        _end_group(process)
+    after, wall_s = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic() - began
     if status is None:
         raise PeerError(f"not done after {deadline_s:.0f} s: {last_words(log_path)}")
     if status != 0:
         raise PeerError(f"it failed (status {status}): {last_words(log_path)}")
-    return Cost(wall_s, cpu_s + leftover_s)
+    return Cost(wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> tuple[int | None, float]:
-    """The exit status, None after the deadline, and CPU seconds."""
-    while time.monotonic() < deadline:
-        pid, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if pid:
-            process.returncode = os.waitstatus_to_exitcode(status)
-            return process.returncode, usage.ru_utime + usage.ru_stime
-        time.sleep(POLL_S)
-    return None, 0.0
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> float:
-    """Ends what is left of the command's own process group; the CPU seconds of those."""
-    cpu_s = 0.0
-    for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of the command's own process group, and wait for it."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
-            try:
-                pid, status, usage = os.wait4(-process.pid, os.WNOHANG)
-            except ChildProcessError:
-                return cpu_s
-            if pid == process.pid:
-                process.returncode = os.waitstatus_to_exitcode(status)
-            if pid:
-                cpu_s += usage.ru_utime + usage.ru_stime
-            else:
-                time.sleep(POLL_S)
-    return cpu_s
+            with contextlib.suppress(ChildProcessError):
+                if process.poll() is None or os.waitpid(-process.pid, os.WNOHANG)[0] == 0:
+                    time.sleep(POLL_S)
+                continue
+            return
 
 
 def last_words(path: Path) -> str:

@@ -1,11 +1,8 @@
 """What the router costs: ``make perf-router``. A benchmark, not a test: it judges nothing.
 
-The same open-loop load goes to the exact server around the router and through it, in turn. What is added to
-the time to the first token is found by the server's log, request by request, so that the server's own
-lateness does not count; what the client is off by itself is taken off as the figure of the direct way.
-
-A third way goes through a plain TCP proxy in C that knows no HTTP (plain_proxy.c): what that adds, this
-machine adds to any proxy, and the router's figures are to be read beside it.
+The same open-loop load goes to the exact server directly, through the router, and through a plain TCP proxy
+in C that knows no HTTP (plain_proxy.c), in turn. What is added to TTFT is found by the server's log, request
+by request, so the server's lateness does not count; the client's error is the figure of the direct way.
 """
 
 from __future__ import annotations
@@ -13,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import socket
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -32,8 +30,10 @@ from kvbench.sweep.selftest import least_disturbed
 from kvbench.sweep.selftest_server import RunningExactServer, errors_of, exact_server
 from kvbench.sweep.trial.loadgen_driver import LoadGenerator
 from tools.bench import (
+    HOST,
     answers,
     arguments,
+    compiled,
     free_port,
     load_spec,
     machine_load,
@@ -43,8 +43,7 @@ from tools.bench import (
     workplace,
 )
 
-from .plain_proxy import compiled, plain_proxy
-
+PROXY = Path(__file__).with_name("plain_proxy.c")
 FIRST_TOKEN_S = 0.05
 GAP_S = 0.01
 OUTPUT_LEN = 128
@@ -91,18 +90,11 @@ def main() -> None:
         python=(False, "all streams go through the router's Python"),
     )
     with workplace("perf-router") as (folder, launcher):
-        proxy = compiled(folder)
-        if isinstance(proxy, str):
-            print(f"no plain proxy to compare with, as it could not be compiled: {proxy}")
-        work = Work(
-            options.streams,
-            options.seconds,
-            options.processes,
-            launcher,
-            folder,
-            not options.python,
-            proxy if isinstance(proxy, Path) else None,
-        )
+        proxy = folder / "plain_proxy"
+        if problem := compiled(PROXY, proxy):
+            print(f"no plain proxy to compare with, as it could not be compiled: {problem}")
+        load = (options.streams, options.seconds, options.processes)
+        work = Work(*load, launcher, folder, not options.python, None if problem else proxy)
         found = [repeat(work, number) for number in repeats(options.repeats)]
     rows = [[cell(one[name]) for name in sorted(one)] for one in found]
     title = "what is reported − what the server did: TTFT in ms"
@@ -139,14 +131,20 @@ def plainly(work: Work, name: str) -> tuple[dict[str, float], Any]:
     """The plain proxy's figure, and the TTFT errors of what goes through it; NaN without one."""
     if work.proxy is None:
         return {"plain_chunks_per_core_s": float("nan")}, [float("nan")]
-    with (
-        exact_server(work.launcher, SERVER, f"exact-{name}") as server,
-        plain_proxy(work.launcher, work.proxy, server.url, free_port(), name) as (url, schedstat),
-    ):
-        before_ns = int(schedstat.read_text().split()[0])
-        errors_ms, _ = send(work, server, url, f"load-{name}")
-        took_s = (int(schedstat.read_text().split()[0]) - before_ns) / 1e9
-        return {"plain_chunks_per_core_s": server.log("?summary")["chunks"] / took_s}, errors_ms
+    with exact_server(work.launcher, SERVER, f"exact-{name}") as server:
+        port = free_port()
+        spec = ProcessSpec(name=name, argv=(str(work.proxy), str(port), server.url.rpartition(":")[2]))
+        with running(work.launcher, spec, lambda: accepts(port), READY_DEADLINE_S) as process:
+            cpu_ns = Path(f"/proc/{process.pid}/schedstat")
+            before_ns = int(cpu_ns.read_text().split()[0])
+            errors_ms, _ = send(work, server, f"http://{HOST}:{port}", f"load-{name}")
+            took_s = (int(cpu_ns.read_text().split()[0]) - before_ns) / 1e9
+            return {"plain_chunks_per_core_s": server.log("?summary")["chunks"] / took_s}, errors_ms
+
+
+def accepts(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((HOST, port)) == 0
 
 
 def through(work: Work, name: str) -> tuple[dict[str, float], Any]:

@@ -60,7 +60,7 @@ def main() -> None:
         if chosen.truth:
             everything = list(SYSTEMS.values())
             found = pool.map(truths.compute, everything, chunksize=1)
-            truths.keep({system.name: (system, true) for system, true in zip(everything, found, strict=True)})
+            truths.keep(dict(zip(map(truths.fingerprint, everything), found, strict=True)))
             return
         true = dict(zip((each.name for each in systems), pool.map(truth_of, systems), strict=True))
         seeds = dict.fromkeys(RULES, chosen.rival_seeds) | {OURS: chosen.seeds, WARM: chosen.warm_seeds}

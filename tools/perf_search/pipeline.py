@@ -101,7 +101,7 @@ class Outcomes:
 
     @property
     def tpot_s(self) -> FloatArray:
-        return (self.end_s - self.first_s) / (self.tokens - 1)
+        return (self.end_s - self.first_s) / max(self.tokens - 1, 1)
 
     def load(self, system: System) -> FloatArray:
         """Each request's worst ratio of a value to its limit: at most 1 keeps the SLO; inf for a failure."""

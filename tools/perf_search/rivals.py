@@ -21,6 +21,8 @@ from typing import Final
 
 import numpy as np
 
+from tools.random_systems.roots import Criterion
+
 from .pipeline import NEVER_S, FloatArray, Found, Outcomes, System, arrivals, run_closed, run_open
 
 
@@ -108,7 +110,9 @@ class SmoothIsotonic:
             candidate = self._root()
             if candidate is None:
                 return
-            if fits < REFITS and self._too_few():
+            users, levels = self._levels()
+            few = len(users) <= FEWEST_LEVELS or len(set(levels.tolist())) < FEWEST_LEVELS
+            if fits < REFITS and few:
                 queue = self._inside((0.125, 0.625))
                 if queue:
                     continue
@@ -141,10 +145,6 @@ class SmoothIsotonic:
         users = sorted(self._margins)
         return users, ascending([float(np.mean(self._margins[each])) for each in users])
 
-    def _too_few(self) -> bool:
-        users, levels = self._levels()
-        return len(users) < FEWEST_LEVELS + 1 or len(set(levels.tolist())) < FEWEST_LEVELS
-
     def _root(self) -> int | None:
         """Where the curve crosses 0 inside the bracket, or its middle; None if there is nothing inside."""
         low, high = self.passed or 0, self.missed or 0
@@ -175,6 +175,7 @@ class Offers(ABC):
     min_rate: float
     max_rate: float
     allowed: float
+    criteria: Sequence[Criterion]
     converged = True
 
     def __init__(self, seed: int) -> None:
@@ -190,13 +191,15 @@ class Offers(ABC):
     def serve_users(self, concurrency: int, seconds: float, requests: int | None) -> Outcomes:
         """Serve a closed loop, by time or by number."""
 
-    @abstractmethod
     def misses(self, outcomes: Outcomes) -> float:
         """Return the misses of the whole run relative to those allowed."""
+        ttft_s = np.where(outcomes.failed, NEVER_S, outcomes.ttft_s)
+        return max(each.value(ttft_s, outcomes.tpot_s) for each in self.criteria)
 
-    @abstractmethod
     def margin(self, outcomes: Outcomes) -> float:
         """Return the figure that binds, relative to its limit, less 1: above 0 is a miss."""
+        ttft_s = np.where(outcomes.failed, NEVER_S, outcomes.ttft_s)
+        return min(max(each.used(ttft_s, outcomes.tpot_s) for each in self.criteria), 1e3) - 1.0
 
     def kept(self, outcomes: Outcomes) -> bool:
         return self.misses(outcomes) <= 1.0 + 1e-9
@@ -233,18 +236,13 @@ class Bench(Offers):
         self.idle_s, self.burstiness = system.idle_s, system.burstiness
         self.min_rate, self.max_rate = system.min_rate, system.max_rate
         self.allowed = 1.0 - system.attainment
+        self.criteria = [Criterion(system.attainment, system.ttft_s, system.tpot_s)]
 
     def serve(self, at: FloatArray) -> Outcomes:
         return run_open(self.system, at, self.rng, self.measured_s)
 
     def serve_users(self, concurrency: int, seconds: float, requests: int | None) -> Outcomes:
         return run_closed(self.system, concurrency, seconds, self.rng, requests)
-
-    def misses(self, outcomes: Outcomes) -> float:
-        return float((outcomes.load(self.system) > 1.0).mean()) / self.allowed
-
-    def margin(self, outcomes: Outcomes) -> float:
-        return min(float(np.quantile(outcomes.load(self.system), self.system.attainment)), 1e3) - 1.0
 
 
 def seed_rule(bench: Bench) -> float | None:

@@ -109,12 +109,6 @@ def _ceiling(system: System, probe: Probe, rng: np.random.Generator, clock_s: fl
     return flood.measured(ends, t_s)
 
 
-def hint_near(system: System, rate: float, seed: int) -> Hint:
-    """A trusted hint that is off by up to 20 %, as a neighbouring cell's would be."""
-    off = math.exp(float(np.random.default_rng([17, seed]).uniform(-0.2, 0.2)))
-    return Hint(min(max(rate * off, system.min_rate), system.max_rate))
-
-
 OURS = "kvbench"
 WARM = "kvbench, warm start"
 METHODS = (OURS, WARM, *RULES)
@@ -133,8 +127,12 @@ class Job:
 def run_job(job: Job) -> Found:
     if job.method in RULES:
         return run_rule(job.method, job.system, job.seed)
-    hint = hint_near(job.system, job.truth.rate, job.seed) if job.method == WARM else None
-    return search(job.system, job.seed, hint)
+    if job.method != WARM:
+        return search(job.system, job.seed)
+    # A trusted hint that is off by up to 20 %, as a neighbouring cell's would be.
+    off = math.exp(float(np.random.default_rng([17, job.seed]).uniform(-0.2, 0.2)))
+    rate = min(max(job.truth.rate * off, job.system.min_rate), job.system.max_rate)
+    return search(job.system, job.seed, Hint(rate))
 
 
 def is_right(job: Job, found: Found) -> bool:

@@ -7,7 +7,6 @@ is computed anew (``python -m tools.perf_search --truth``).
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,14 @@ from typing import Final
 
 import numpy as np
 
+from tools.jobs import Row, keep_rows, known_rows
 from tools.known_queues import md1_max_rate
 
 from .pipeline import System, offsets, run_open
 
 PATH: Final = Path(__file__).with_name("truth.json")
+VERSION: Final = 1
+"""Part of what is kept: another way of computing truths makes all of them again."""
 REQUESTS: Final = 250_000
 SEEDS: Final = 4
 ROUGH_REQUESTS: Final = 40_000
@@ -28,7 +30,7 @@ WIDTHS: Final = (0.04, 0.02, 0.015)
 
 
 @dataclass(frozen=True)
-class Truth:
+class Truth(Row):  # type: ignore[misc]
     """The true rate in requests per second, and the median end-to-end latency there in seconds."""
 
     rate: float
@@ -41,17 +43,13 @@ def fingerprint(system: System) -> str:
 
 
 def known() -> dict[str, Truth]:
-    """The kept truths of systems that have not changed since, by fingerprint."""
-    rows = json.loads(PATH.read_text()) if PATH.exists() else {}
-    return {row["fingerprint"]: Truth(row["rate"], row["latency_s"]) for row in rows.values()}
+    """Return the kept truths by fingerprint."""
+    return known_rows(PATH, Truth, VERSION)
 
 
-def keep(found: dict[str, tuple[System, Truth]]) -> None:
-    rows = {
-        name: {"rate": truth.rate, "latency_s": truth.latency_s, "fingerprint": fingerprint(system)}
-        for name, (system, truth) in found.items()
-    }
-    PATH.write_text(json.dumps(rows, indent=1) + "\n")
+def keep(found: dict[str, Truth]) -> None:
+    """Write truths by fingerprint."""
+    keep_rows(found, PATH, VERSION)
 
 
 def compute(system: System) -> Truth:

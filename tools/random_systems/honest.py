@@ -18,11 +18,10 @@ import numpy as np
 
 from kvbench.core.load.workers import LoadResult
 from kvbench.core.records import Finding, RequestRecord
-from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.judging import PlannedTrial, SiteReadings, judge
 from kvbench.core.search.load_plan import TrialPlan
 from kvbench.core.search.methods import STEADY_GATES
-from kvbench.planning.overrides import CliOptions, resolve
+from kvbench.planning.overrides import resolve
 from kvbench.planning.plan import plan_of
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, simulated_load
 from kvbench.sweep.simulator_process import read_answer
@@ -31,6 +30,7 @@ from kvbench.sweep.trial.trial import stop_grace_s
 from tools.bench import arguments
 
 from .family import draw
+from .judge.search import options_of
 from .serve import Session
 from .simulate import latency_s
 from .system import System
@@ -67,9 +67,10 @@ def honest_trials(count: int, seed: int = SEED) -> Iterator[HonestTrial]:
 
 def honest_trial(system: System, load: float, number: int) -> HonestTrial:
     """An honest system under so much load. Half of the trials end by the live rule, the others whole."""
-    scenario = _scenario(system)
-    (cell,) = plan_of(scenario).cells
     alone_s = latency_s(system)
+    patience = f"workload.request_timeout_s={max(60.0, PATIENCE * alone_s):.0f}"
+    scenario, _ = resolve(options_of(system, 0, (patience,)))
+    (cell,) = plan_of(scenario).cells
     plan = TrialPlan(
         cell, number + 1, load * system.capacity, "refine", searched=number % 2 == 0, latency_s=alone_s
     )
@@ -91,24 +92,6 @@ def honest_trial(system: System, load: float, number: int) -> HonestTrial:
         for steady in (False, True)
     )
     return HonestTrial(system, load, len(records), record.verdict, alarms, others)
-
-
-def _scenario(system: System) -> Scenario:
-    slo, load = system.slo, system.workload
-    cli = CliOptions(
-        system="an honest one",
-        input_len=str(load.input_len),
-        output_len=load.output_len,
-        ttft_ms=slo.ttft_ms,
-        tpot_ms=slo.tpot_ms,
-        attainment=None if slo.limits else slo.attainment,
-        slo=slo.limits,
-        overrides=(
-            f"workload.burstiness={load.burstiness:.12g}",
-            f"workload.request_timeout_s={max(60.0, PATIENCE * latency_s(system)):.0f}",
-        ),
-    )
-    return resolve(cli)[0]
 
 
 def as_streamed(system: System, records: list[RequestRecord], seed: int) -> list[RequestRecord]:

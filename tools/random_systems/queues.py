@@ -1,18 +1,16 @@
 """Queues in work time, in which a server that is slow or pauses does the same in the same order, only later.
 
 ``fifo`` (first come, first served, on parallel servers) and ``shared`` (all share a speed) take arrivals
-(ascending), work, and ``gone`` (when a request leaves unserved if it is still there; inf for never), and
-return when the work of each is done; NaN for those that left.
+(ascending), work, and ``gone`` (when a request leaves unserved; inf for never), and return when the work of
+each is done; NaN for those that left.
 
 ``closed`` has a number of users, each of whom sends the next request when the last one has ended: for servers
-in line or shared ones whose tokens take the same time in any company; not for batching, nor with co-tenants.
+in line, or shared ones whose tokens take the same time in any company; not for batching or co-tenants.
 
-``batching`` is continuous batching: decodes and prompt chunks, slots, KV limit, preemption by recompute. The
-rules are those of vLLM's scheduler with chunked prefill. Each step gives one token to every sequence that
-decodes, and the rest of the token budget to prompts: first to one that is under way, then to those that wait,
-in order, as long as there are slots and the prompt's KV fits. Where the next step's KV does not fit, the
-sequence admitted last is dropped to the front of the queue; prompt and tokens are then computed anew. Steps
-in which nothing can change are done at once.
+``batching`` is continuous batching by the rules of vLLM's scheduler with chunked prefill. Each step gives one
+token to every sequence that decodes, and the rest of the token budget to prompts in order, while there are
+slots and KV. Where the next step's KV does not fit, the sequence admitted last is dropped to the front of the
+queue and computed again. Steps in which nothing can change are done at once.
 """
 
 from __future__ import annotations

@@ -57,11 +57,18 @@ class Criterion:
                 np.mean(ttft / self.ttft_s if self.ttft_s is not None else tpot / (self.tpot_s or 1))
             )
         late = np.zeros(len(ttft), np.bool_)
-        if self.ttft_s is not None:
-            late |= ttft > self.ttft_s
-        if self.tpot_s is not None:
-            late |= tpot > self.tpot_s
+        for values, limit_s in ((ttft, self.ttft_s), (tpot, self.tpot_s)):
+            if limit_s is not None:
+                late |= values > limit_s
         return float(np.mean(late)) / (1.0 - self.share)
+
+    def used(self, ttft: FloatArray, tpot: FloatArray) -> float:
+        """Return the mean or percentile of a request's worst value relative to its limit."""
+        load: FloatArray = np.zeros(len(ttft))
+        for values, limit_s in ((ttft, self.ttft_s), (tpot, self.tpot_s)):
+            if limit_s is not None:
+                load = np.maximum(load, values / limit_s)
+        return float(load.mean() if self.share is None else np.quantile(load, self.share))
 
 
 def criteria(slo: Slo) -> list[Criterion]:

@@ -114,7 +114,8 @@ def trial(
     told = Jobs.join([old, new.pick(back)])
     done_s = np.concatenate([last[: len(old)], last[len(old) :][back]])
     done_s = np.where(np.isnan(done_s), told.gone_s, done_s)
-    done_s[(done_s == math.inf) & _impossible(system, told)] = -math.inf
+    if system.batch is not None:  # one that never fits is never done
+        done_s[(done_s == math.inf) & (told.input_len + told.output_len > system.batch.kv_tokens)] = -math.inf
     return first_s, last_s, State(told, done_s, count, starts_at_s, salt, noise)
 
 
@@ -213,12 +214,6 @@ def _decode(system: System, first: FloatArray, tokens: FloatArray, gone: FloatAr
 
     last[order] = shared(speed, first[order], tokens[order], None if gone is None else gone[order])
     return last
-
-
-def _impossible(system: System, jobs: Jobs) -> BoolArray:
-    if system.batch is None:
-        return np.zeros(len(jobs), np.bool_)
-    return np.asarray(jobs.input_len + jobs.output_len > system.batch.kv_tokens)
 
 
 def _tenants(system: System, begin_s: float, end_s: float, salt: int) -> Jobs:

@@ -18,17 +18,17 @@ that of M/M/c.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
+
+from tools.bench import ROOT
+from tools.jobs import Row, keep_rows, known_rows
 
 from .roots import Criterion, Root, Runs, criteria
 from .system import Disturbances, Service, System
@@ -110,7 +110,6 @@ def highest(used: Callable[[float], float], most: float) -> float:
 
 
 PATH: Final = Path(__file__).with_name("truth.json")
-RESULTS: Final = Path(__file__).resolve().parents[2] / "results"
 COMMITTED: Final = ("develop", "check")
 VERSION: Final = 1
 """Part of what is kept: another way of computing truths makes all of them anew."""
@@ -121,7 +120,7 @@ _ALONE: Final = 1e-9
 
 
 @dataclass(frozen=True)
-class Truth:
+class Truth(Row):  # type: ignore[misc]
     """``rates[i]`` requests per second where the system is ``slowness[i]`` times slower than at first, or 0.
 
     ``error``: relative standard error of the first rate; ``slope``: d ln misses / d ln rate there.
@@ -151,13 +150,6 @@ class Truth:
         # A cubic through the logarithms: the five are known to half a percent, and bend a little.
         x = np.log(self.slowness)
         return float(np.exp(np.polyval(np.polyfit(x, np.log(self.rates), 3), math.log(slow))))
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Truth:
-        return cls(**{**data, "slowness": tuple(data["slowness"]), "rates": tuple(data["rates"])})
 
 
 def compute(system: System) -> Truth:
@@ -241,30 +233,14 @@ def _slope(used: Callable[[float], float], load: float) -> float:
 
 def path_of(seed: str) -> Path:
     """Where the truths of a seed are kept: in the repository only those that one may look at."""
-    return PATH if seed in COMMITTED else RESULTS / f"random-systems-{seed}.json"
+    return PATH if seed in COMMITTED else ROOT / "results" / f"random-systems-{seed}.json"
 
 
 def known(path: Path = PATH) -> dict[str, Truth]:
-    """The kept truths by fingerprint; those that were computed in another way are left out."""
-    data = json.loads(path.read_text()) if path.exists() else {}
-    if data.get("version") != VERSION:
-        return {}
-    return {key: Truth.from_json(row) for key, row in data["truths"].items()}
+    """Return the kept truths by fingerprint."""
+    return known_rows(path, Truth, VERSION)
 
 
 def keep(truths: Mapping[str, Truth], path: Path = PATH) -> None:
-    """Writes truths by fingerprint, whole or not at all."""
-    rows = ",\n".join(f'"{key}": {json.dumps(truth.to_json())}' for key, truth in sorted(truths.items()))
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh.write_text(f'{{"version": {VERSION}, "truths": {{\n{rows}\n}}}}\n')
-    fresh.replace(path)
-
-
-def truth_of(system: System, path: Path = PATH) -> Truth:
-    kept = known(path)
-    found = kept.get(system.fingerprint)
-    if found is None:
-        found = compute(system)
-        keep({**known(path), system.fingerprint: found}, path)
-    return found
+    """Write truths by fingerprint."""
+    keep_rows(truths, path, VERSION)

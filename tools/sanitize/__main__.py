@@ -1,17 +1,15 @@
 """``make sanitize``: the C extensions, their tests and their fuzz under GCC's sanitizers.
 
-``python -m tools.sanitize [address] [thread] [PYTEST_ARGS]``: ``address`` is ASAN and UBSAN in one,
-``thread`` is TSAN. Each has a copy of the sources of its own in ``build/sanitize/``, where the extensions
-are compiled anew; those of this checkout stay. ``FUZZ_EXAMPLES`` (default 100) says how many new examples
-each fuzz test has.
+``python -m tools.sanitize [address] [thread] [PYTEST_ARGS]``: ``address`` is ASAN and UBSAN, ``thread`` is
+TSAN. Each compiles the extensions in its copy of the sources in ``build/sanitize/``. ``FUZZ_EXAMPLES``
+(default 100) is the number of new examples of each fuzz test.
 
-Python itself is the usual one, with the sanitizer loaded before it. ASAN sees all memory of the C library's
-heap, Python's objects among it (PYTHONMALLOC=malloc), and what our C does to it. TSAN sees every lock,
-Python's too, and what our C reads and writes; what Python does to memory without a call to our C it does
-not see. Lost memory is not looked for: Python itself ends with much that is not freed.
+The sanitizer is loaded before the usual Python. ASAN sees all memory of the C library's heap, Python's
+objects among it (PYTHONMALLOC=malloc). TSAN sees every lock and what our C reads and writes, not what Python
+does to memory without a call to our C. Memory leaks are not looked for: Python itself ends with much that is
+not freed.
 
-Exit codes: 0 clean, 1 something was found or a test failed, 4 not run here (no compiler, no sanitizer that
-works).
+Exit codes: 0 clean, 1 a finding or a failed test, 4 not run here (no compiler, no sanitizer that works).
 """
 
 from __future__ import annotations

@@ -13,8 +13,6 @@ from .search import Judged
 
 ALL: Final = "all"
 NOTHING: Final = "–"
-NAMED: Final = ("converged", "undecided", "exhausted", "censored", "slo_unattainable", "refused")
-"""Outcomes as they are; what else there is, is a failure of the judge or of the search."""
 Figures = dict[str, Any]
 """Figures of one kind, as they are written as JSON. None where there is nothing to count."""
 Columns = Mapping[str, Callable[[Figures], str]]
@@ -59,7 +57,7 @@ def figures_of(kind: str, judged: Sequence[Judged]) -> Figures:
         **ratios_of(each.ratio for each in judged),
         "half_width": middle_of(each.half_width for each in judged),
         **{name: middle_of(getattr(each, name) for each in answered) for name in SPENT},
-        "outcomes": dict(Counter(_named(each.outcome) for each in judged)),
+        "outcomes": dict(Counter(each.outcome.partition(":")[0] for each in judged)),
         "replay_width": middle_of((upper / lower - 1) / 2 for lower, upper, _ in replays),
         **{f"{part}_share": share(counts[part], counts[whole]) for part, whole in parts.items()},
     }
@@ -128,10 +126,6 @@ def notes(overall: Figures) -> list[str]:
     if overall["right_none"]:
         found.append(f"where no rate meets the SLO, that was said {overall['right_none']} times")
     return found
-
-
-def _named(outcome: str) -> str:
-    return outcome if outcome in NAMED else outcome.split(":")[0]
 
 
 def counted(of: Figures, part: str, whole: str) -> str:

@@ -90,24 +90,6 @@ class DrawnBench(Offers):  # type: ignore[misc]
         first, last = np.where(never, NEVER_S, first), np.where(never, NEVER_S, last)
         return Outcomes(arrived, first, last, never, self.drawn.workload.output_len)
 
-    def misses(self, outcomes: Outcomes) -> float:
-        return max(each.value(outcomes.ttft_s, self._tpot(outcomes)) for each in self.criteria)
-
-    def margin(self, outcomes: Outcomes) -> float:
-        """Mean or percentile of what binds, relative to its limit, less 1: above 0 is a miss."""
-        found, tpot_s = [], self._tpot(outcomes)
-        for each in self.criteria:
-            load: FloatArray = np.zeros(len(tpot_s))
-            for values, limit_s in ((outcomes.ttft_s, each.ttft_s), (tpot_s, each.tpot_s)):
-                if limit_s is not None:
-                    load = np.maximum(load, values / limit_s)
-            found.append(float(load.mean() if each.share is None else np.quantile(load, each.share)))
-        return min(max(found), 1e3) - 1.0
-
-    def _tpot(self, outcomes: Outcomes) -> FloatArray:
-        decode_s: FloatArray = outcomes.end_s - outcomes.first_s
-        return decode_s / max(self.drawn.workload.output_len - 1, 1)
-
 
 @dataclass(frozen=True)
 class RivalJob(DrawnJob):
