@@ -16,16 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
-from sample_run import (
-    ENVIRONMENT,
-    OUTPUT_LEN,
-    PLAN,
-    SCENARIO,
-    capacity,
-    make_requests,
-    make_run,
-    make_trial,
-)
+from sample_run import ENVIRONMENT, OUTPUT_LEN, PLAN, SCENARIO, capacity, make_requests, make_run, make_trial
 
 from kvbench.core.findings.rate_change import AHEAD
 from kvbench.core.findings.setups import CACHE_BLIND, cache_blind

@@ -33,13 +33,7 @@ from kvbench.results.run import CANARIES, RunFolder, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import simulate
 from kvbench.sweep.cell import Fixed
-from kvbench.sweep.trial.canary_supply import (
-    AT_END,
-    LEAST_IDLE,
-    LONGEST_S,
-    CanarySupply,
-    right_answers,
-)
+from kvbench.sweep.trial.canary_supply import AT_END, LEAST_IDLE, LONGEST_S, CanarySupply, right_answers
 from kvbench.sweep.verify.audit import audit
 from tests.processes.exact_server.test_exact import exact, trouble
 

@@ -64,9 +64,7 @@ def collector() -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
     server.server_close()
 
 
-def test_what_a_sweep_tells_arrives_in_base_units(
-    collector: tuple[str, dict[str, dict[str, Any]]],
-) -> None:
+def test_what_a_sweep_tells_arrives_in_base_units(collector: tuple[str, dict[str, dict[str, Any]]]) -> None:
     url, seen = collector
     summary = {"slo_attainment": 0.95, "ttft_ms": {"p50": 120.0, "p99": None}, "request_goodput": 19.0}
     record = TrialRecord("t1", CELL, 20.0, 1, "met", "", summary=summary)

@@ -38,11 +38,7 @@ QUICK = (
     "search.min_requests=20",
     "search.max_trials=4",
 )
-SUSTAINED = (
-    *QUICK,
-    "workload.input_len=[128,256]",
-    "search.equal_rate=true",
-)
+SUSTAINED = (*QUICK, "workload.input_len=[128,256]", "search.equal_rate=true")
 BESIDE = (*QUICK, "workload.input_len=[128]", "search.equal_rate=false", "search.compare_burst=true")
 TIERS = (
     *QUICK,

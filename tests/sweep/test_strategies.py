@@ -10,15 +10,7 @@ from kvbench.core.records import Cell, TrialRecord, VerdictKind
 from kvbench.core.search.burst import BurstSearch
 from kvbench.core.search.data import Probe
 from kvbench.core.search.search import RateSearch, SearchLimits
-from kvbench.sweep.strategies import (
-    Burst,
-    OneRate,
-    RateList,
-    Strategy,
-    Tiered,
-    common_rates,
-    measured_of,
-)
+from kvbench.sweep.strategies import Burst, OneRate, RateList, Strategy, Tiered, common_rates, measured_of
 
 CELL = Cell("tcp", 64, 4)
 

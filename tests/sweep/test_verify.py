@@ -255,11 +255,7 @@ def _moved(table: pa.Table) -> pa.Table:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        (_faster, "more figures do not follow"),
-        (_forgotten, "summary.planned"),
-        (_moved, "not follow from"),
-    ],
+    [(_faster, "more figures do not follow"), (_forgotten, "summary.planned"), (_moved, "not follow from")],
 )
 def test_edited_requests_are_found(folder: Path, change: Callable[[pa.Table], pa.Table], words: str) -> None:
     trial = with_requests(without_checksums(folder), "missed", change)

@@ -7,13 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.canaries.pool import (
-    AFTER_FAILURE,
-    SPARES,
-    canary_places,
-    placed,
-    wanted_canaries,
-)
+from kvbench.core.canaries.pool import AFTER_FAILURE, SPARES, canary_places, placed, wanted_canaries
 
 
 @given(

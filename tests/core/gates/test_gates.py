@@ -283,11 +283,7 @@ LIES: list[tuple[str, str, Evidence]] = [
     ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(throttled_share=0.3))),
     ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(thermal_events=2))),
     ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(gpu_slowdowns=("GPU 0 (heat)",)))),
-    (
-        "machine_disturbed",
-        "warning",
-        over({"mlx5_0": replace(BUSY_RDMA, sent_bytes=2e8)}, "rdma", "mlx5_0"),
-    ),
+    ("machine_disturbed", "warning", over({"mlx5_0": replace(BUSY_RDMA, sent_bytes=2e8)}, "rdma", "mlx5_0")),
 ]
 
 
@@ -477,8 +473,7 @@ def test_rdma_that_carried_less_than_half_of_the_kv_did_not_carry_it(
 
 
 @pytest.mark.parametrize(
-    ("nvlink", "tcp", "gates"),
-    [(0.4, 0.6, {"wrong_transport": "warning"}), (0.6, 0.6, {}), (0.4, 0.4, {})],
+    ("nvlink", "tcp", "gates"), [(0.4, 0.6, {"wrong_transport": "warning"}), (0.6, 0.6, {}), (0.4, 0.4, {})]
 )
 def test_kv_that_nobody_named_a_way_for_went_where_half_of_it_was_counted(
     nvlink: float, tcp: float, gates: dict[str, str]

@@ -313,13 +313,7 @@ FETCHED = (
     [
         (AT_P, {"prefill": Use(busy_share=0.95)}, None, "prefill", "93% … waiting for prefill (P busy 95%)"),
         (AT_P, {}, None, "prefill", "93% … waiting for prefill"),
-        (
-            AT_P,
-            {"prefill": BLOCKED, "decode": FREE},
-            None,
-            "transfer",
-            f"93% … {FETCHED}",
-        ),
+        (AT_P, {"prefill": BLOCKED, "decode": FREE}, None, "transfer", f"93% … {FETCHED}"),
         (
             AT_P,
             {"prefill": BLOCKED, "decode": replace(FREE, slots_full_share=0.25)},

@@ -134,13 +134,7 @@ FAR = TokenChoice(" sat", {" sat": -0.01, " ran": -5.0, " b": -6.0})
 
 @pytest.mark.parametrize(
     ("said", "gap"),
-    [
-        (" dog runs", 0.02),
-        (" cat ran", 4.99),
-        (" cat flew", 5.99),
-        (" cat sat down", None),
-        (" emu", 2.3),
-    ],
+    [(" dog runs", 0.02), (" cat ran", 4.99), (" cat flew", 5.99), (" cat sat down", None), (" emu", 2.3)],
 )
 def test_the_gap_is_that_of_the_first_other_token(said: str, gap: float | None) -> None:
     found = departure((NEAR, FAR), said)

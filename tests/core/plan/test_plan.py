@@ -238,9 +238,7 @@ def test_each_part_of_the_time_is_what_it_says() -> None:
     assert {part.name: (part.lower_s, part.upper_s) for part in made.time} == {
         "launch": pytest.approx((3 * LAUNCH_S[0], 3 * LAUNCH_S[1])),
         "correctness checks": pytest.approx((cells * 0.1, cells * (1.0 + e2el_s))),
-        "one equal rate": pytest.approx(
-            (2 * LAUNCH_S[0], 2 * LAUNCH_S[1] + cells * (trial_s + e2el_s)),
-        ),
+        "one equal rate": pytest.approx((2 * LAUNCH_S[0], 2 * LAUNCH_S[1] + cells * (trial_s + e2el_s))),
         "trials": pytest.approx((cells * fewest * trial_s, cells * 10 * (trial_s + e2el_s))),
     }
 

@@ -16,13 +16,7 @@ from kvbench.core.physics import MODELS
 from kvbench.core.scenario import yaml_lines
 from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
 from kvbench.core.scenario.overrides import merged, typed_overrides
-from kvbench.core.scenario.scenario import (
-    Registry,
-    Scenario,
-    parse_scenario,
-    read_scenario,
-    scenario_schema,
-)
+from kvbench.core.scenario.scenario import Registry, Scenario, parse_scenario, read_scenario, scenario_schema
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.errors import EXIT_BAD_INPUT, ScenarioError
 
@@ -89,8 +83,7 @@ def test_defaults() -> None:
 
 def test_connectors_with_options_and_labels() -> None:
     text = MINIMAL.replace(
-        "[aggregated, push]",
-        "[push, {name: push, label: push-4, workers: 4, nics: [eth0, eth1]}]",
+        "[aggregated, push]", "[push, {name: push, label: push-4, workers: 4, nics: [eth0, eth1]}]"
     )
     scenario = parse(text)
     assert [(each.name, each.label) for each in scenario.connectors] == [("push", "push"), ("push", "push-4")]

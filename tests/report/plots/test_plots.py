@@ -129,10 +129,7 @@ def test_a_run_without_trials_gives_no_picture_and_old_ones_go(one: RunFolder, t
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("lengths", "long"),
-    [((1024,), False), ((512, 2048, 8192), True)],
-)
+@pytest.mark.parametrize(("lengths", "long"), [((1024,), False), ((512, 2048, 8192), True)])
 def test_no_words_lie_over_others_or_outside(tmp_path: Path, lengths: tuple[int, ...], long: bool) -> None:
     run = load_run(make_run(tmp_path, ("aggregated", "mooncake", "nixl"), lengths))
     if long:

@@ -193,10 +193,7 @@ def test_a_load_of_another_run_has_its_own_rate() -> None:
     assert "does not accept --rate" in done.err
 
 
-@given(
-    st.floats(0.01, 1e4),
-    st.dictionaries(st.sampled_from(FIGURES), st.floats(1e-3, 1e6), min_size=1),
-)
+@given(st.floats(0.01, 1e4), st.dictionaries(st.sampled_from(FIGURES), st.floats(1e-3, 1e6), min_size=1))
 def test_a_slower_system_is_brought_back(scale: float, figures: dict[str, float]) -> None:
     cell = Cell("tcp", 64, 4)
     row = LoadRow("row", "run", cell, 2.0, 10, dict(figures))

@@ -31,12 +31,7 @@ LOAD = ("--input-len", "512", "--output-len", "1", "--ttft-ms", "300", "--attain
 def asked(system: str, *sets: str, service_s: float = 0.1) -> CliOptions:
     """A search for M/D/1's rate: 90 % of first tokens within three service times."""
     return CliOptions(
-        system=system,
-        overrides=sets,
-        input_len="512",
-        output_len=1,
-        ttft_ms=3e3 * service_s,
-        attainment=0.9,
+        system=system, overrides=sets, input_len="512", output_len=1, ttft_ms=3e3 * service_s, attainment=0.9
     )
 
 
