@@ -122,8 +122,7 @@ def test_a_bomb_of_yaml_is_refused_by_scenario_and_by_report(tmp_path: Path, tex
     (folder / "manifest.json").write_text('{"schema": 1, "status": "complete"}')
     (folder / "scenario.yaml").write_text(text)
     run = load_run(folder)
-    assert model_of(run) == ""
-    assert slo_of(run).ttft_ms is None
+    assert (model_of(run), slo_of(run).ttft_ms) == ("", None)
 
 
 @given(data=damaged(TRACES))

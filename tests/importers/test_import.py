@@ -91,16 +91,12 @@ def test_every_importer_has_a_sample_and_a_word_for_its_format() -> None:
 def test_blocks_of_a_log_with_what_was_asked_for() -> None:
     first, second = read("vllm/serve.log").serving
     assert (first.input_len, first.output_len, first.request_rate, first.num_prompts) == (32, 16, 10.0, 12)
-    assert first.figures["completed"] == 12
-    assert first.figures["mean_ttft_ms"] == 102.41
-    assert first.figures["request_goodput"] == 5.99
-    assert first.figures["p99_itl_ms"] == 150.24
+    assert (first.figures["completed"], first.figures["mean_ttft_ms"]) == (12, 102.41)
+    assert (first.figures["request_goodput"], first.figures["p99_itl_ms"]) == (5.99, 150.24)
     assert first.settings["model"] == "exact"
     assert first.command.startswith("vllm bench serve --backend openai")
-    assert second.num_prompts == 4
-    assert second.settings["max_concurrency"] == 2
-    assert first.missing == ["connector"]
-    assert first.derived == {}
+    assert (second.num_prompts, second.settings["max_concurrency"]) == (4, 2)
+    assert (first.missing, first.derived) == (["connector"], {})
 
 
 def test_a_log_and_its_json_say_the_same() -> None:
@@ -138,15 +134,12 @@ def test_old_key_names_unbounded_rates_and_metadata(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
     path.write_text(json.dumps(result))
     (row,) = importers.get("vllm_json").read(path).serving
-    assert row.request_rate == math.inf
-    assert row.figures["request_goodput"] == 1.5
+    assert (row.request_rate, row.figures["request_goodput"]) == (math.inf, 1.5)
     assert (row.connector, row.settings["tp"]) == ("nixl", 4)
     assert row.missing == ["failed", "p99_itl_ms"]
     (trial,) = run_of(tmp_path, path).other_trials
-    assert trial.request_rate == 0.0
-    assert trial.summary["offered_rate"] is None
-    assert trial.summary["failed"] is None
-    assert trial.summary["itl_ms"]["p99"] is None
+    assert (trial.request_rate, trial.summary["offered_rate"]) == (0.0, None)
+    assert (trial.summary["failed"], trial.summary["itl_ms"]["p99"]) == (None, None)
     assert trial.engine["source"]["request_rate"] == "inf"
 
 
@@ -348,8 +341,7 @@ def test_nixlbench_of_two_versions() -> None:
     ]  # fmt: skip
     case = new[1].record.case
     assert (case.op, case.memory, case.threads, case.protocol) == ("read", "cuda", 4, "ucx")
-    assert evidence(new[1])["p99_tx_us"] == 99.0
-    assert new[1].record.prepare_s == pytest.approx(12.5e-6)
+    assert (evidence(new[1])["p99_tx_us"], new[1].record.prepare_s) == (99.0, pytest.approx(12.5e-6))
     assert [r.record.gb_per_s for r in old] == [1.024, 41.94304]
     assert {"op", "threads", "memory", "protocol"} <= set(old[0].missing)
     (problem,) = read("written/nixlbench-0.1.txt").problems
@@ -423,8 +415,7 @@ def test_perftest_units() -> None:
         2,
         "mlx5_0",
     )
-    assert second.record.case.block_bytes == 1048576
-    assert third.record.gb_per_s == pytest.approx(196.25 / 8)
+    assert (second.record.case.block_bytes, third.record.gb_per_s) == (1048576, pytest.approx(196.25 / 8))
     assert (third.record.case.op, evidence(third)["device"], evidence(third)["link_type"]) == (
         "read",
         "mlx5_1",

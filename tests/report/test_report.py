@@ -50,7 +50,6 @@ def special(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 def printed(*runs: RunFolder, width: int = 100, differing: list[str] | None = None) -> str:
     console = Console(file=io.StringIO(), width=width, highlight=False)
     render_terminal(runs, console, differing or [])
-    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
@@ -121,8 +120,7 @@ def test_a_row_shows_the_figures_of_the_trial_that_confirmed_its_rate(full: RunF
         assert each.values["achieved_request_rate"] == trial.summary["achieved_rate"]
         assert each.values["kv_bytes_per_request"] == trial.engine["kv_bytes_per_request"]
         assert each.trials == len(full.trials_of(each.cell))
-        assert each.findings == {"invalid": 1}
-        assert each.labels == ("emulated",)
+        assert (each.findings, each.labels) == ({"invalid": 1}, ("emulated",))
 
 
 def test_every_column_is_filled_by_a_real_trial(full: RunFolder) -> None:
@@ -137,12 +135,9 @@ def test_outcomes_that_are_no_rate_are_said_and_not_invented(special: RunFolder)
     refused, none, censored = rows["mooncake", 512], rows["aggregated", 2048], rows["mooncake", 2048]
     assert refused.outcome == "refused"
     assert refused.rate_text().startswith("refused: corrupt: 1 of 4")
-    assert set(refused.values.values()) == {None}
-    assert none.outcome == "none"
+    assert (set(refused.values.values()), none.outcome) == ({None}, "none")
     assert none.answer.text() == f"none (< {number(none.answer.upper)})"
-    assert none.trial_id is None
-    assert set(none.values.values()) == {None}
-    assert censored.outcome == "at_least"
+    assert (none.trial_id, set(none.values.values()), censored.outcome) == (None, {None}, "at_least")
     assert censored.answer.text().startswith("≥ ")
     assert censored.flat()["censored"] is True
 
@@ -212,8 +207,7 @@ def test_a_share_is_100_only_when_it_is_all(value: float | None, text: str) -> N
 def test_rates_are_ordered_only_where_that_is_almost_sure() -> None:
     rows = [row("a", 10.0, 10.5), row("b", 12.0, 12.6), row("c", 12.3, 12.8)]
     told = {(each.ahead, each.behind): each for each in rate_pairs(rows)}
-    assert told["c", "b"].ratio is None
-    assert told["b", "a"].sure == pytest.approx(1.0, abs=0.001)
+    assert (told["c", "b"].ratio, told["b", "a"].sure) == (None, pytest.approx(1.0, abs=0.001))
     # ln(12.6 · 12 / 10.5 / 10) / 2 ± what √2 log-normals with 90 % in a range of 1.05 spread.
     low, high = (1.2 * 1.05 ** (sign * math.sqrt(2) / 2) for sign in (-1, 1))
     assert (told["b", "a"].ratio, told["b", "a"].low) == (1.2, pytest.approx(low, rel=0.002))
@@ -253,7 +247,6 @@ def test_a_search_that_did_not_converge_takes_no_part() -> None:
     assert ahead(rows) == ["1,024 in: inconclusive: the searches of c and b did not converge"]
     assert all(each.ratio is None for each in rate_pairs(rows))
     table = by_input_len(rows)
-    assert table is not None
     assert table.cells[0][-1].count("inconclusive: the search") == len(rate_pairs(rows))
     assert lead_text(rows) == (
         "At 1,024 tokens in, inconclusive: the searches of c and b did not converge (10.0 to 40.0 req/s)."
@@ -307,8 +300,6 @@ def test_an_order_is_claimed_where_the_rates_are_almost_surely_in_it(
     slack = 0.03  # 41 rates stand for a posterior: one of them is 2.4 %
     if told.ratio is not None:
         assert sure > AHEAD - slack
-        assert told.low is not None
-        assert told.high is not None
         assert 0.99 < told.low <= told.ratio <= told.high
     else:
         assert sure < AHEAD + slack or high[0] == low[0]  # of equal rates none is ahead
@@ -403,8 +394,7 @@ def test_all_derived_files_come_back_the_same(tmp_path: Path) -> None:
     shutil.rmtree(path / "tables")
     shutil.rmtree(path / "figures")
     (path / "report.md").unlink()
-    assert write_report(path) == written
-    assert {file: file.read_bytes() for file in written} == before
+    assert (write_report(path), {file: file.read_bytes() for file in written}) == (written, before)
 
 
 def test_csv_and_json_hold_the_rows(tmp_path: Path) -> None:
@@ -465,7 +455,6 @@ def test_comparable_runs_share_a_table(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / name, ("mooncake",), (512,)) for name in ("a", "b")]
     console = Console(file=io.StringIO(), width=100)
     command(paths, console)
-    assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "no significant difference: mooncake@A and mooncake@B" in text
     assert "NOT COMPARABLE" not in text
@@ -480,7 +469,6 @@ def test_runs_that_differ_are_refused_unless_forced_and_then_marked(tmp_path: Pa
     with pytest.raises(InputError, match=r"differ in model: tiny / other .*--force"):
         command(paths, console)
     command(paths, console, force=True)
-    assert isinstance(console.file, io.StringIO)
     assert "NOT COMPARABLE" in console.file.getvalue()
     assert "model: tiny / other" in console.file.getvalue()
 
@@ -548,14 +536,9 @@ def test_what_the_router_adds_is_told_with_its_interval(tmp_path: Path) -> None:
     run = both_ways(tmp_path)
     (cost,) = router_costs(run)
     request = cost.of("request")
-    assert request is not None
     assert request.added == pytest.approx(3.0, abs=1e-4)
     p50 = cost.of("p50")
-    assert p50 is not None
-    assert p50.with_ is not None
-    assert p50.without is not None
-    assert p50.with_ - p50.without == pytest.approx(3.0, abs=1e-4)
-    assert cost.left_out == 1
+    assert (p50.with_ - p50.without, cost.left_out) == (pytest.approx(3.0, abs=1e-4), 1)
     assert cost.requests > 150
     write_report(run.path, ("md", "csv", "json"))
     text = (run.path / "report.md").read_text()
@@ -607,8 +590,7 @@ def test_no_table_has_a_formula_of_others(tmp_path: Path) -> None:
     with open(store.path / "tables/trials.csv", newline="") as file:
         (row,) = csv.DictReader(file)
     assert row["reason"] == "'" + reason.replace("\n", " ")
-    assert row["labels"] == "'@SUM(1)"
-    assert float(row["request_rate"]) == 10.0
+    assert (row["labels"], float(row["request_rate"])) == ("'@SUM(1)", 10.0)
     for path in store.path.glob("tables/*.csv"):
         lines = csv.reader(io.StringIO(path.read_text("utf-8")))
         assert not [cell for line in lines for cell in line if cell.startswith(("=", "@", "+"))]

@@ -90,8 +90,7 @@ def test_arrows_join_processes_and_only_what_is_in_two() -> None:
         *process_events(TimelineProcess("decode-0", {"a-0": [Span("first step", 2, 3)]}), 2),
     ]
     arrows = list(flows(events))
-    assert [event["ph"] for event in arrows] == ["s", "f"]
-    assert [event["pid"] for event in arrows] == [1, 2]
+    assert ([event["ph"] for event in arrows], [event["pid"] for event in arrows]) == (["s", "f"], [1, 2])
 
 
 def test_one_machine_has_one_clock_and_another_goes_by_the_wall() -> None:
@@ -112,7 +111,6 @@ def test_a_span_log_is_read_back_and_a_torn_line_left_out(tmp_path: Path) -> Non
     with path.open("ab") as file:
         file.write(b'{"request": "kvb-1-2", "na')
     clock, found = read_spans(path)
-    assert clock is not None
     assert clock.host == socket.gethostname()
     assert found == {"kvb-1-0": [Span("prefill call", 1.0, 2.5, {"bytes": 7})]}
 
@@ -217,8 +215,7 @@ def test_the_command_joins_all_processes_of_a_trial(traced: Path) -> None:
     document = json.loads(path.read_text())
     events = document["traceEvents"]
     check_rules(events)
-    assert document["otherData"]["connector"] == "tcp"
-    assert document["otherData"]["labels"] == ["emulated"]
+    assert (document["otherData"]["connector"], document["otherData"]["labels"]) == ("tcp", ["emulated"])
     pids = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
     assert list(pids) == ["client", "router", "prefill-0", "decode-0"]
     assert any(event["ph"] == "s" for event in events)

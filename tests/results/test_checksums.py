@@ -70,8 +70,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def test_a_run_is_as_it_was_written(whole: Path) -> None:
-    assert said(whole) == []
-    assert len(files_of(whole)) == 8 + 12
+    assert (said(whole), len(files_of(whole))) == ([], 8 + 12)
 
 
 def test_every_byte_counts(folder: Path) -> None:
@@ -241,8 +240,7 @@ def test_what_could_not_be_written_is_no_damage(
     with pytest.raises(StoreError, match="No space left"):
         until_it_is_full(store)
     monkeypatch.undo()
-    assert load_run(store.path).manifest["status"] == "failed"
-    assert said(store.path) == []
+    assert (load_run(store.path).manifest["status"], said(store.path)) == ("failed", [])
     with RunStore.reopen(store.path) as again:
         write(again, 1)
     assert said(store.path) == []

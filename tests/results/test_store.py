@@ -92,24 +92,20 @@ def test_a_run_folder_has_the_promised_shape(tmp_path: Path) -> None:
         store.put_cell({"cell": {"connector": "tcp", "input_len": 1024, "output_len": 16}, "status": "done"})
         (store.logs / "router.log").write_text("up\n")
         running = json.loads((store.path / "manifest.json").read_text())
-        assert running["status"] == "running"
-        assert running["ended_at"] is None
+        assert (running["status"], running["ended_at"]) == ("running", None)
     stamp, *name, short = store.path.name.split("-")
-    assert name == ["quick", "start"]
-    assert len(short) == 6
+    assert (name, len(short)) == (["quick", "start"], 6)
     assert time.strptime(stamp, "%Y%m%dT%H%M%SZ")
     assert (store.path / "scenario.yaml").read_bytes() == b"name: quickstart\r\n"
     run = load_run(store.path)
-    assert run.manifest["status"] == "complete"
-    assert run.manifest["schema"] == SCHEMA_VERSION
+    assert (run.manifest["status"], run.manifest["schema"]) == ("complete", SCHEMA_VERSION)
     assert run.manifest["argv"] == ["kvbench", "sweep"]
     assert run.manifest["ended_at"] >= run.manifest["started_at"]
     assert run.skipped == [{"connector": "nixl", "reason": "still not installed", "hint": "make setup"}]
     assert run.labels == ["emulated"]
     assert run.trials == [trial()]
     assert run.request_records("tcp-in1024-001") == [request(0), request(1)]
-    assert list(run.requests("tcp-in1024-001", ["sent_s"]).columns) == ["sent_s"]
-    assert run.warnings == []
+    assert (list(run.requests("tcp-in1024-001", ["sent_s"]).columns), run.warnings) == (["sent_s"], [])
     assert sorted(os.listdir(tmp_path / "results")) == [store.path.name]
 
 
@@ -177,8 +173,7 @@ def test_a_torn_line_and_missing_files_are_warnings(tmp_path: Path) -> None:
     (store.path / "plan.json").unlink()
     (store.path / "environment.json").write_text("[1")
     run = load_run(store.path)
-    assert [entry.trial_id for entry in run.trials] == ["tcp-in1024-001"]
-    assert len(run.warnings) == 4
+    assert ([entry.trial_id for entry in run.trials], len(run.warnings)) == (["tcp-in1024-001"], 4)
     assert "trials.jsonl: the last line is cut off and is left out" in run.warnings
     path.write_bytes(b'{"half\n{"schema": 1}\n' + content)
     run = load_run(store.path)
@@ -286,7 +281,6 @@ while True:
 def test_a_kill_at_any_moment_leaves_readable_folders(tmp_path: Path, delay_ms: int) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
     try:
-        assert writer.stdout is not None
         assert writer.stdout.readline() == b"made\n"
         time.sleep(delay_ms / 1000)
     finally:

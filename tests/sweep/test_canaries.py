@@ -68,7 +68,6 @@ def test_every_trial_has_canaries_and_they_are_right(measured: tuple[str, RunFol
     assert total.checked == sum(Tally.from_json(each.canaries).checked for each in run.cells)
     assert f"answers under load: 0 of {total.checked} wrong: at most" in text
     result = re.search("Successful requests|refused: ", text)
-    assert result is not None
     assert text.index("answers under load") < result.start()
     assert "noise" not in text[text.index("answers under load") :].splitlines()[0]
 
@@ -235,9 +234,7 @@ def test_without_anybody_to_empty_caches_few_are_asked_again_and_again() -> None
 def test_a_server_that_tells_nothing_of_its_noise_is_asked_again_beside_others() -> None:
     pool = supply_of(Server(), scored=True).judged_by
     alone, together = pool.answers.repeats
-    assert len(alone.texts) == 8
-    assert together.texts == pool.answers.texts
-    assert pool.noise.asked == 8 + len(pool)
+    assert (len(alone.texts), together.texts, pool.noise.asked) == (8, pool.answers.texts, 8 + len(pool))
     assert pool.noise.exact
 
 
@@ -327,8 +324,7 @@ def test_a_known_load_has_its_share_of_canaries() -> None:
 
 def test_what_a_fixed_load_sends_is_known() -> None:
     scenario, _ = resolve(CliOptions("quickstart", ("search.trial_s=10", "search.min_requests=60")))
-    assert Fixed(30.0).requests(scenario, 0.1) == 300
-    assert Fixed(1.0).requests(scenario, 0.1) == 60
+    assert (Fixed(30.0).requests(scenario, 0.1), Fixed(1.0).requests(scenario, 0.1)) == (300, 60)
     assert Fixed(0.0, concurrency=700, num_requests=1500).requests(scenario, 0.1) == 1500
 
 
@@ -369,7 +365,6 @@ def test_the_found_rate_is_the_same_on_virtual_time(tmp_path: Path) -> None:
     for share in (0.0, 0.3):
         sets = ("connectors=[tcp]", "workload.input_len=[128]", "seed=2", f"checks.canary_share={share}")
         run = load_run(simulate.simulated(CliOptions("quickstart", sets), tmp_path))
-        assert run.cells[0].answer is not None
         found.append(run.cells[0].answer["max_request_rate"])
     assert found[0] == found[1]
 
@@ -397,7 +392,6 @@ def test_a_trace_keeps_its_lengths_and_canaries_share_no_prompt() -> None:
     pool = right_answers(
         scenario, server, "aggregated", CELL, 60.0, proof="reference", scored=False, trace=trace
     )
-    assert pool is not None
     assert len(pool) == len(pool.places) >= 15
     assert [pool.lengths[n] for n in range(len(pool))] == [
         (trace[place].input_len, trace[place].output_len) for place in pool.places

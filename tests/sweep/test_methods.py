@@ -46,8 +46,7 @@ def test_listed_rates_are_described_and_the_overloaded_one_ends_marked(tmp_path:
         (20.0, "measured"),
     ]
     assert ["saturated" in trial.labels for trial in run.other_trials] == [False, True]
-    assert run.trials == []
-    assert run.cells == []
+    assert (run.trials, run.cells) == ([], [])
     low, high = rows(run, "fixed_by_rate")
     assert (low["saturated"], high["saturated"]) == ("False", "True")
     assert low["completed"] == "2"
@@ -73,8 +72,7 @@ def test_burst_stands_beside_sustained_and_never_in_its_column(tmp_path: Path) -
     assert [each["kind"] for each in trial.summary["criteria"]][-2:] == ["mean", "mean"]
     (row,) = rows(run, "burst")
     held, fitted = float(row["sustained_request_rate"]), float(row["burst_request_rate"])
-    assert fitted == 20
-    assert float(row["ratio"]) == pytest.approx(fitted / held)
+    assert (fitted, float(row["ratio"])) == (20, pytest.approx(fitted / held))
     assert len(rows(run, "summary")) == 1
     assert "(burst)" in done.text
     assert "Burst and sustained" in (run.path / "report.md").read_text()
@@ -85,7 +83,6 @@ def test_burst_alone_gives_no_sustained_rate(tmp_path: Path) -> None:
     assert done.status == 0, done.text
     assert run.cells == []
     (burst,) = run.other_cells
-    assert burst.answer is not None
     assert burst.answer["max_request_rate"] == 20
     assert "not measured" in done.text
 
@@ -119,10 +116,7 @@ def test_tiers_are_answered_from_the_same_trials(tmp_path: Path) -> None:
     )
     (main,), (second,) = run.cells, run.other_cells
     assert (main.tier, second.tier) == ("fast", "batch")
-    assert main.answer is not None
-    assert second.answer is not None
-    assert main.answer["max_request_rate"] is None
-    assert second.answer["max_request_rate"] == 20
+    assert (main.answer["max_request_rate"], second.answer["max_request_rate"]) == (None, 20)
     for trial in run.trials:
         assert set(trial.summary["tiers"]) == {"fast", "batch"}
     assert done.status == 0, done.text  # one of the tiers is met
@@ -138,7 +132,6 @@ def test_listed_limits_take_the_place_of_the_scenarios(tmp_path: Path) -> None:
     assert "TTFT P90 ≤ 20000 ms; TPOT mean ≤ 5000 ms" in done.text
     texts = [each["text"] for each in run.trials[-1].summary["criteria"]]
     assert texts == ["TTFT P90 ≤ 20000 ms", "TPOT mean ≤ 5000 ms"]
-    assert run.cells[0].answer is not None
     assert 10 < run.cells[0].answer["max_request_rate"] <= 20
 
 
@@ -167,8 +160,7 @@ def test_a_trace_is_replayed_with_its_reuse(tmp_path: Path, trace: Path) -> None
         assert set(requests.requested_output_len) == {3, 4, 5}
         assert trial.engine["expected_hit_rate"] == pytest.approx(37 * 512 / (40 * 600))
         assert 0.5 < trial.engine["prefix_hit_rate_prefill"] <= trial.engine["expected_hit_rate"] + 1e-6
-    assert run.manifest["trace"]["requests"] == 40
-    assert len(run.manifest["trace"]["sha256"]) == 64
+    assert (run.manifest["trace"]["requests"], len(run.manifest["trace"]["sha256"])) == (40, 64)
     assert len(rows(run, "trace")) == 2
     assert "prefix hits expected" in (run.path / "report.md").read_text()
 
@@ -180,7 +172,6 @@ def test_a_trace_is_searched_for_the_speed_that_holds(tmp_path: Path, trace: Pat
     assert done.status == 0, done.text
     (result,) = run.cells
     assert result.method == "trace"
-    assert result.answer is not None
     assert 4 < result.answer["max_request_rate"] <= 8
     last = rows(run, "trace")[-1]
     assert float(last["speed_up"]) == pytest.approx(float(last["request_rate"]) / 4)

@@ -75,8 +75,7 @@ def test_what_a_sweep_tells_arrives_in_base_units(collector: tuple[str, dict[str
         watcher.trial_finished(TrialRecord("t2", CELL, 22.0, 1, "missed", ""), None)
         watcher.cell_finished(CellResult(CELL, "done", {"max_request_rate": 20.5}))
     where = "connector=nixl input_len=1024 output_len=16"
-    assert seen["about"]["kvbench.run"] == "run-1"
-    assert seen["kvbench.request_rate"] == {where: 22.0}
+    assert (seen["about"]["kvbench.run"], seen["kvbench.request_rate"]) == ("run-1", {where: 22.0})
     assert seen["kvbench.requests.in_flight.live"] == {where: 10}
     assert seen["kvbench.slo_attainment.live"] == {where: 0.9}
     assert seen["kvbench.ttft"] == {f"{where} statistic=p50": 0.12}

@@ -77,8 +77,7 @@ def test_from_every_cut_the_answer_is_that_of_an_unbroken_run(tmp_path: Path, ki
         kept = len(load_run(broken).all_trials)
         assert kept == sum(name == "trials.jsonl" for name, _ in order[:lines])
         run = sweep.gone_on(broken)
-        assert run.warnings == []
-        assert run.manifest["status"] == "complete"
+        assert (run.warnings, run.manifest["status"]) == ([], "complete")
         assert trials_of(run) == trials_of(expected), lines
         assert run.cells == expected.cells, lines
         key = lambda each: (each.cell.key, each.method, each.tier)  # noqa: E731
@@ -116,8 +115,7 @@ def test_the_command_goes_on_and_says_so_and_a_complete_run_is_left_alone(
     again = kvbench("sweep", "--resume", str(folder))
     assert again.status == 0
     assert "is complete" in again.out
-    assert (folder / "trials.jsonl").read_bytes() == stored
-    assert load_run(folder).manifest == run.manifest
+    assert ((folder / "trials.jsonl").read_bytes(), load_run(folder).manifest) == (stored, run.manifest)
 
 
 def test_options_may_repeat_the_plan_but_not_contradict_it(broken: Path, tmp_path: Path) -> None:

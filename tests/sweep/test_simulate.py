@@ -55,8 +55,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, RunFolder]
 def test_a_simulated_sweep_is_an_ordinary_run_folder_that_is_marked(pair: tuple[Finished, RunFolder]) -> None:
     done, run = pair
     assert done.status == 0, done.text
-    assert run.manifest["status"] == "complete"
-    assert run.manifest["kind"] == "simulate"
+    assert (run.manifest["status"], run.manifest["kind"]) == ("complete", "simulate")
     assert run.labels == ["simulated"]
     assert all("simulated" in trial.labels for trial in run.trials)
     assert {result.cell.connector: result.status for result in run.cells} == {
@@ -119,8 +118,7 @@ def test_a_simulated_trial_has_what_a_measured_one_has(pair: tuple[Finished, Run
     parts = trial.engine["ttft_breakdown_ms"]
     assert None not in parts.values()
     assert sum(parts.values()) == pytest.approx(trial.engine["ttft_ms_mean_of_all"], rel=0.05)
-    assert trial.engine["kv_bytes_per_request"] == 256 * 2048
-    assert trial.engine["transport"] == "simulated"
+    assert (trial.engine["kv_bytes_per_request"], trial.engine["transport"]) == (256 * 2048, "simulated")
     assert set(trial.engine["use"]) == set(trial.engine["roles"]) == {"prefill", "decode"}
     assert 0 < trial.engine["use"]["prefill"]["busy_share"] <= 1
     assert not [finding for finding in trial.findings if finding.level == "invalid"]
@@ -159,8 +157,7 @@ def test_virtual_and_emulated_agree_where_nothing_is_overloaded(emulated: RunFol
     done, run = simulated(tmp_path, *words, sets=SLOW)
     assert done.status == 0, done.text
     (real,), (virtual,) = emulated.trials, run.trials
-    assert real.seed == virtual.seed
-    assert real.summary["planned"] == virtual.summary["planned"]
+    assert (real.seed, real.summary["planned"]) == (virtual.seed, virtual.summary["planned"])
     for figure, margin in (("ttft_ms", 0.6), ("tpot_ms", 0.3), ("e2el_ms", 0.4)):
         measured, predicted = real.summary[figure]["p50"], virtual.summary[figure]["p50"]
         assert predicted == pytest.approx(measured, rel=margin), figure
@@ -214,13 +211,11 @@ def test_a_fit_over_two_lengths_is_a_line(tmp_path: Path) -> None:
 
     run = RunFolder(tmp_path, 1, {"kind": "sweep"}, "", {}, {}, [trial(1000, 3.0), trial(3000, 5.0)], [], [])
     found = fitted(run, "nixl")
-    assert found is not None
     assert found.link.latency_ms == pytest.approx(2.0)
     assert found.link.gb_per_s == pytest.approx(2000 * 2048 / 2e-3 / 1e9, rel=1e-3)
     assert found.overheads == Overheads(2.0, 2.0, 0.5, 3.0)
     odd = RunFolder(tmp_path, 1, {}, "", {}, {}, [trial(1000, 5.0), trial(3000, 3.0)], [], [])
     refit = fitted(odd, "nixl")
-    assert refit is not None
     assert refit.link.latency_ms == 0.0
     assert refit.link.gb_per_s > 0
 
@@ -258,8 +253,7 @@ def test_the_emulated_engines_limits_are_the_simulations() -> None:
 
 def test_a_real_engine_is_simulated_where_its_step_times_are_known() -> None:
     h200 = scenario("qwen3-30b-a3b-h200-nixl")
-    assert timing_of(h200).name == "h200-tp8-qwen3-30b-a3b"
-    assert engine_config(h200).max_num_seqs == 256
+    assert (timing_of(h200).name, engine_config(h200).max_num_seqs) == ("h200-tp8-qwen3-30b-a3b", 256)
     assert surroundings(h200, "nixl", "nixl").link == NETWORK.link
     with pytest.raises(
         InputError, match=r"no timing profile is known for tiny-qwen3.*there are: quick, h200"
@@ -290,8 +284,7 @@ def test_a_simulated_run_is_nothing_to_learn_from(pair: tuple[Finished, RunFolde
 def test_shared_blocks_of_a_trace_hash_alike_as_far_as_they_are_shared() -> None:
     one = prompt_hashes(TracedRequest(0.0, 1200, 4, (7, 8, 9)), 16)
     other = prompt_hashes(TracedRequest(1.0, 1100, 4, (7, 8, 5)), 16)
-    assert len(one) == 75
-    assert one[:64] == other[:64]
+    assert (len(one), one[:64]) == (75, other[:64])
     assert not set(one[64:]) & set(other[64:])
     fresh = [prompt_hashes(TracedRequest(at, 1024, 4), 16) for at in (0.0, 1.0)]
     assert not set(fresh[0]) & set(fresh[1])

@@ -50,7 +50,6 @@ def test_a_rate_of_sessions_is_searched_and_told(tmp_path: Path) -> None:
 def require_drawn(run: RunFolder) -> None:
     """Each turn's median, and each share of reuse."""
     figure = sessions_figure(run)
-    assert figure is not None
     by_turn, reuse = figure.axes
     best = next(row for row in summary_table(run))
     found = next(each for each in run.trials if each.trial_id == best.trial_id).engine["sessions"]

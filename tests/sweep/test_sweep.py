@@ -54,7 +54,6 @@ def test_every_pair_answers_as_the_aggregated_server(finished: tuple[int, str, R
     for result in run.cells:
         if result.cell.connector == "aggregated":
             continue
-        assert result.equal_outputs is not None
         assert result.equal_outputs["equal"] == result.equal_outputs["checked"] > 0
 
 
@@ -119,8 +118,7 @@ def test_reports_come_back_from_raw_files_alone(finished: tuple[int, str, RunFol
     before = (run.path / "report.md").read_bytes()
     (run.path / "report.md").unlink()
     done = kvbench("report", str(run.path))
-    assert done.status == 0
-    assert (run.path / "report.md").read_bytes() == before
+    assert (done.status, (run.path / "report.md").read_bytes()) == (0, before)
 
 
 def test_an_slo_that_nothing_can_meet_is_exit_3(tmp_path: Path) -> None:
@@ -129,7 +127,6 @@ def test_an_slo_that_nothing_can_meet_is_exit_3(tmp_path: Path) -> None:
     status, text, run = sweep(tmp_path, "--connector", "aggregated", sets=(*slow, "search.min_rate=20"))
     assert status == 3, text
     (result,) = run.cells
-    assert result.answer is not None
     assert result.answer["status"] == "slo_unattainable"
     assert "none" in text
 
@@ -148,8 +145,7 @@ def test_bench_measures_one_rate(tmp_path: Path) -> None:
     )
     assert done.status == 0, done.text
     (trial,) = the_run(tmp_path).trials
-    assert trial.request_rate == 5
-    assert trial.summary["completed"] == 20
+    assert (trial.request_rate, trial.summary["completed"]) == (5, 20)
 
 
 def test_a_taken_port_is_refused_with_a_hint_and_leaves_no_folder(tmp_path: Path) -> None:
@@ -332,7 +328,6 @@ class TestBaseUrl:
         )
         server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         try:
-            assert server.stdout is not None
             port = int(server.stdout.readline())
             done = kvbench("sweep", *self.options(f"http://127.0.0.1:{port}", tmp_path))
         finally:

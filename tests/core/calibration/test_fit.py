@@ -168,5 +168,4 @@ def test_what_would_be_negative_is_held_at_0() -> None:
     design = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     observed = np.array([2.0, -1.0, 1.5])
     found = least_squares(lambda values: observed - design @ values, np.ones(2), np.ones(2), np.arange(3))
-    assert found.values == pytest.approx([1.75, 0.0], abs=1e-4)
-    assert found.at_zero == (False, True)
+    assert (found.values, found.at_zero) == (pytest.approx([1.75, 0.0], abs=1e-4), (False, True))

@@ -120,8 +120,7 @@ def test_what_is_asked_beside_the_load_is_judged_as_well() -> None:
     asked = [AskedCanary(2, RIGHT[2], "a"), AskedCanary(3, RIGHT[4], "b", when="end_of_cell")]
     result = judge_canaries(POOL, [], asked)
     assert result.checked == 2
-    assert only(result)[0] == "stale"
-    assert AskedCanary.from_json(asked[1].to_json()) == asked[1]
+    assert (only(result)[0], AskedCanary.from_json(asked[1].to_json())) == ("stale", asked[1])
 
 
 def test_a_server_that_differs_from_itself_is_judged_by_how_often() -> None:
@@ -150,8 +149,7 @@ def test_margins_decide_where_log_probabilities_are_told() -> None:
         )
         pool = replace(POOL, answers=answers)
         result = judge_canaries(pool, [answered(0, "no, not at all", 0)])
-        assert bool(result.wrong) == refused
-        assert result.noisy == (not refused)
+        assert (bool(result.wrong), result.noisy) == (refused, not refused)
 
 
 def test_the_reference_s_own_garbage_is_its_noise_and_its_crossed_answers_are_wrong() -> None:

@@ -55,13 +55,10 @@ def test_each_prompt_has_one_place_and_some_are_kept_for_failures(places: int, n
 
 def test_too_few_prompts_are_spread_over_the_whole_trial() -> None:
     found = placed(range(0, 1000, 10), range(12))
-    assert min(found.at) == 0
-    assert max(found.at) == 990
-    assert len(found.spares) == AFTER_FAILURE
+    assert (min(found.at), max(found.at), len(found.spares)) == (0, 990, AFTER_FAILURE)
 
 
 def test_a_pool_for_one_trial_fills_its_places_and_keeps_what_follows_one_failure() -> None:
     places = canary_places(320, 0.02, 10, 40, 3)
     found = placed(places, range(len(places) + AFTER_FAILURE))
-    assert list(found.at) == places
-    assert len(found.spares) == AFTER_FAILURE
+    assert (list(found.at), len(found.spares)) == (places, AFTER_FAILURE)

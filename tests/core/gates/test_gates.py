@@ -411,8 +411,7 @@ def test_failures_that_no_server_has_seen_are_no_miss_of_the_server() -> None:
     told = evidence(dropped, engines=engines(seen, {**seen, **source}))
     assert fired(told)["failed_elsewhere"] == "invalid"
     both = evidence(dropped, engines=engines())  # the servers counted them all: their own failures
-    assert fired(both) == {"failed_requests": "warning"}
-    assert judge(both)[0] == "missed"
+    assert (fired(both), judge(both)[0]) == ({"failed_requests": "warning"}, "missed")
 
 
 def test_failed_transfers_of_cancelled_requests_are_excused() -> None:
@@ -626,20 +625,15 @@ def test_the_seed_study_s_cached_prompts_are_impossible() -> None:
     finding = next(each for each in judge(found)[2] if each.gate == "impossible_prefill")
     assert finding.evidence["flop_per_s"] > 16e15
     # The same prompts, first tokens as far apart as 40 % of the peak allows.
-    assert work is not None
-    assert peak is not None
     each_s = work.flop(32_768) / (0.4 * peak)
     slow = [replace(r, first_token_s=i * each_s + r.scheduled_s + each_s) for i, r in enumerate(records)]
     assert "impossible_prefill" not in fired(replace(found, records=slow))
 
 
 def test_gpus_by_the_names_that_drivers_give() -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 1979e12
-    assert peak_flops("NVIDIA H100 PCIe") == 1513e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB") == 624e12
-    assert peak_flops("NVIDIA L4") == 242e12
-    assert peak_flops("NVIDIA L40S") == 733e12
-    assert peak_flops("Radeon 9700") is None
+    assert (peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("NVIDIA H100 PCIe")) == (1979e12, 1513e12)
+    assert (peak_flops("NVIDIA A100-SXM4-80GB"), peak_flops("NVIDIA L4")) == (624e12, 242e12)
+    assert (peak_flops("NVIDIA L40S"), peak_flops("Radeon 9700")) == (733e12, None)
     assert hardware_of("8xH200") == Hardware("H200", 8)
     assert hardware_of("L40S") == Hardware("L40S", 1)
     for wrong in ("8x", "0xH200", "8xABACUS"):
@@ -739,8 +733,7 @@ def test_asked_for_reuse_is_no_lie() -> None:
 
 def test_failed_requests_are_misses_and_a_dead_server_is_no_measurement() -> None:
     some = [failed(i) if i in (50, 51) else record for i, record in enumerate(GOOD)]
-    assert fired(evidence(some)) == {"failed_requests": "warning"}
-    assert judge(evidence(some))[0] == "met"
+    assert (fired(evidence(some)), judge(evidence(some))[0]) == ({"failed_requests": "warning"}, "met")
     verdict, reason, _ = judge(evidence([failed(i) for i in range(N)], engines={}))
     assert verdict == "invalid"
     assert reason == "server errors: 100 of 100 requests failed (100 × http_error); the first: boom"
@@ -852,9 +845,8 @@ def test_a_pull_over_tcp_is_refused_by_name_with_the_way_out() -> None:
         "node), 0.5 GB/s by the engine's times: the transfer library found no better transport, and TCP was "
         "not requested"
     )
-    assert "nixl_push" in finding.advice
-    assert "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on" in finding.advice
-    assert "ucx_tls: tcp,cuda" in finding.advice
+    for words in ("nixl_push", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on", "ucx_tls: tcp,cuda"):
+        assert words in finding.advice
 
 
 @pytest.mark.parametrize(
@@ -962,7 +954,6 @@ def test_cpu_time_of_unknown_owner_is_not_blamed_on_others() -> None:
     )
     assert finding.advice.startswith("check whether these processes belong to the server")
     starved = host_starved(replace(found, router=STARVED, client=LATE_CLIENT))
-    assert starved is not None
     assert "other processes" not in starved.message
     throttled = replace(TAKEN, other_cpu_share=0.02, unknown_owner=why, throttled_share=0.3)
     assert why not in judge(disturbed(BAD, throttled, hosts_watched=False))[2][0].message

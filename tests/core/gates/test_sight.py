@@ -80,8 +80,7 @@ N_HALF = len(GOOD) / 2
 )
 def test_an_idle_instance_is_named(served: tuple[float, ...], level: str | None) -> None:
     found = evidence(GOOD, engines=engines(decode={"served": served}))
-    assert fired(found).get("unequal_instances") == level
-    assert judge(found)[0] == "met"
+    assert (fired(found).get("unequal_instances"), judge(found)[0]) == (level, "met")
 
 
 def test_tokens_count_where_requests_do_not() -> None:

@@ -128,8 +128,7 @@ def test_what_is_written_as_mooncake_is_read_back(wanted: list[TracedRequest]) -
     ]
     read = parse_trace("\n".join(lines), "t", "mooncake")
     key = [(r.input_len, r.output_len, r.blocks) for r in sorted(wanted, key=lambda r: r.offset_s)]
-    assert [(r.input_len, r.output_len, r.blocks) for r in read] == key
-    assert read[0].offset_s == 0
+    assert ([(r.input_len, r.output_len, r.blocks) for r in read], read[0].offset_s) == (key, 0)
     assert all(a.offset_s <= b.offset_s for a, b in pairwise(read))
 
 

@@ -215,11 +215,9 @@ def test_use_from_samples() -> None:
     assert set(use) == {"decode"}
     told = use["decode"]
     assert (told.engines, told.running_peak, told.waiting_mean, told.slots) == (1, 8, 1.75, 8)
-    assert told.slots_full_share == 0.5
-    assert told.kv_full_share == 0.25
+    assert (told.slots_full_share, told.kv_full_share) == (0.5, 0.25)
     assert sampled_use(rows, slots=None)["decode"].slots_full_share is None
-    assert Use.from_json(told.to_json()) == told
-    assert sampled_use([], slots=8) == {}
+    assert (Use.from_json(told.to_json()), sampled_use([], slots=8)) == (told, {})
 
 
 # -- what a cell stores -------------------------------------------------------------------------------
@@ -244,17 +242,14 @@ def test_the_lowest_missed_rate_above_the_answer_is_asked() -> None:
     limit = {"limit": "prefill", "evidence": "because", "shares": {}}
     trials = [trial(9, "missed"), trial(10, "met"), trial(14, "missed"), trial(12, "missed", limit=limit)]
     found = limiting_trial(trials, 10.0)
-    assert found is not None
     assert found.request_rate == 12
     told = limit_of_cell(trials, 10.0)
     assert told == {**limit, "trial_id": "t-12"}
     assert Binding.from_json(told).limit == "prefill"
     lowest = limiting_trial(trials, None)
-    assert lowest is not None
     assert lowest.request_rate == 9
     assert limit_of_cell(trials, None) is None  # it was missed, and nobody has noted why
     censored = limit_of_cell([trial(10, "met")], 10.0)
-    assert censored is not None
     assert censored["limit"] == "none"
     assert limit_of_cell([trial(10, "invalid")], None) is None
     near = [trial(10, "met"), trial(9.5, "missed", limit=limit), trial(10.5, "undecided", limit=limit)]

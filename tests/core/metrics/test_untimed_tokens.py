@@ -15,7 +15,6 @@ TOKEN_S = 0.005
 def tpot_ms(tokens: int, gaps_s: list[float], shape: StreamShape) -> float:
     untimed = untimed_tokens(tokens, gaps_s, shape)
     record = RequestRecord("r", 0.0, 8, tokens, 0.0, 0.1, 0.1 + sum(gaps_s), tokens, untimed_tokens=untimed)
-    assert record.tpot_s is not None
     return 1e3 * record.tpot_s
 
 

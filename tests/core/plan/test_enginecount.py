@@ -204,8 +204,7 @@ def test_a_pair_is_compared_by_rates_only_at_equal_numbers(
     if abs(sure - AHEAD) > 0.01:  # the rates that stand for a posterior are 41
         assert (told.ratio is not None) == (sure > AHEAD and ratio > 1)
     if told.ratio is not None:
-        assert told.ratio == pytest.approx(ratio)
-        assert told.sure == pytest.approx(sure, abs=0.01)
+        assert (told.ratio, told.sure) == (pytest.approx(ratio), pytest.approx(sure, abs=0.01))
     assert ("per engine" in told.text()) == (n != m)
 
 
@@ -240,7 +239,6 @@ def uneven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 def test_every_table_has_the_rate_per_engine(uneven: RunFolder) -> None:
     pair = next(each for each in summary_table(uneven) if each.cell.connector == "nixl")
-    assert pair.answer.max_request_rate is not None
     per = pair.answer.max_request_rate / 2
     write_report(uneven.path)
     with (uneven.path / "tables/summary.csv").open(encoding="utf-8") as file:
@@ -328,7 +326,6 @@ def test_a_price_that_is_none_gives_no_costs() -> None:
 def test_the_terminal_has_it_too_within_100_columns(uneven: RunFolder) -> None:
     console = Console(file=io.StringIO(), width=100, highlight=False)
     render_terminal(uneven, console)
-    assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "/eng" in text
     assert max(len(line.rstrip()) for line in text[: text.index("files:")].splitlines()) <= 100
@@ -402,7 +399,6 @@ def test_times_of_an_engine_behind_the_router_are_parts_of_its_ttft() -> None:
     record = RequestRecord("r", 1.0, 64, 4, sent_s=1.1, first_token_s=2.0, last_token_s=3.0)
     record.decode_sent_s, record.decode_first_byte_s = 1.2, 1.9
     parts = parts_of(record)
-    assert parts is not None
     assert (parts.client, parts.router) == (pytest.approx(0.1), pytest.approx(0.2))
     assert (parts.prefill, parts.after) == (pytest.approx(0.7), None)
 
@@ -417,18 +413,15 @@ def test_two_engines_share_the_load_behind_the_router(tmp_path: Path) -> None:
     whole, pair = run.trials
     assert whole.engine["load_mode"] == pair.engine["load_mode"] == "router"
     figures = whole.engine["roles"]["aggregated"]
-    assert figures["instances"] == 2
-    assert figures["requests"] == whole.summary["planned"]
+    assert (figures["instances"], figures["requests"]) == (2, whole.summary["planned"])
     assert figures["prompt_tokens"] == 64 * whole.summary["planned"]
     samples = run.telemetry(whole.trial_id)
     both = {source for source in samples["source"] if source.startswith("aggregated-")}
-    assert both == {"aggregated-0", "aggregated-1"}
-    assert whole.engine["use"]["aggregated"]["engines"] == 2
+    assert (both, whole.engine["use"]["aggregated"]["engines"]) == ({"aggregated-0", "aggregated-1"}, 2)
     requests = run.requests(whole.trial_id)
     assert requests["decode_sent_s"].notna().all()
     assert requests["prefill_sent_s"].isna().all()
     (checked,) = (each.equal_outputs for each in run.cells if each.cell.connector == "tcp")
-    assert checked is not None
     assert checked["equal"] == checked["checked"] > 0
     assert {each.size for each in summary_table(run)} == {Size(2, 2)}
 

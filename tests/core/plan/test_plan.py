@@ -136,8 +136,7 @@ def test_without_an_aggregated_connector_a_reference_is_added() -> None:
 
 def test_port_zero_leaves_all_ports_to_the_launch() -> None:
     made = plan(base_port=0)
-    assert made.ports == ()
-    assert [each.router_port for each in made.deployments] == [0, 0, 0]
+    assert (made.ports, [each.router_port for each in made.deployments]) == ((), [0, 0, 0])
     assert made.deployments[1].instances[0].side_port == 0
 
 
@@ -167,8 +166,7 @@ def test_ports_are_unique_and_plans_repeat(
 
 def test_json_holds_everything() -> None:
     data = json.loads(json.dumps(plan().to_json()))
-    assert data["scenario"]["slo"]["ttft_ms"] == 250
-    assert data["cells"][0]["key"] == "aggregated-in64-out4"
+    assert (data["scenario"]["slo"]["ttft_ms"], data["cells"][0]["key"]) == (250, "aggregated-in64-out4")
     assert data["deployments"][1]["instances"][0]["role"] == "prefill"
     assert data["kv_per_request"][0]["logical_bytes"] == 64 * 2048
     assert 0 < data["time_estimate"]["lower_s"] <= data["time_estimate"]["upper_s"]
@@ -200,9 +198,7 @@ def test_no_two_trials_share_a_seed() -> None:
 def test_kv_footprint() -> None:
     # 2 · 48 layers · 4 heads · 128 · 1 byte = 49152 per token; each head is on two of eight ranks.
     kv = kv_footprint(MODELS["qwen3-30b-a3b"], 1000, tensor_parallel_size=8, block_tokens=16)
-    assert kv.logical_bytes == 1000 * 49_152
-    assert kv.blocks == 63
-    assert kv.wire_bytes == 63 * 16 * 98_304
+    assert (kv.logical_bytes, kv.blocks, kv.wire_bytes) == (1000 * 49_152, 63, 63 * 16 * 98_304)
     # Neighbouring blocks merge, unless K and V are halves of each block.
     for tensors, descriptors in (("apart", 96), ("halves", 96 * 63), ("whole", 48)):
         assert kv_footprint(MODELS["qwen3-30b-a3b"], 1000, 8, 16, tensors).descriptors == descriptors
@@ -252,8 +248,7 @@ def test_listed_rates_cost_what_they_offer() -> None:
     fixed = plan("search.method=fixed", "search.rates=[10, 20]", "search.trial_s=30", "slo={}")
     (trials,) = [part for part in fixed.time if part.name == "trials"]
     assert trials.lower_s == pytest.approx(len(fixed.cells) * 60)
-    assert trials.upper_s == pytest.approx(len(fixed.cells) * 180)
-    assert fixed.notes == ()
+    assert (trials.upper_s, fixed.notes) == (pytest.approx(len(fixed.cells) * 180), ())
 
 
 def test_notes_say_what_can_never_be_shown() -> None:
@@ -261,5 +256,4 @@ def test_notes_say_what_can_never_be_shown() -> None:
     assert "fewer than 59 requests" in plan("search.min_requests=20").notes[0]
     listed = ("slo.ttft_ms=null", "slo.tpot_ms=null", 'slo.limits=["ttft_ms p99 <= 500"]')
     assert "fewer than 299 requests cannot show an attainment of 0.99" in plan(*listed).notes[0]
-    assert len(plan().notes) == 1
-    assert plan("search.start_rate=30").notes == ()
+    assert (len(plan().notes), plan("search.start_rate=30").notes) == (1, ())

@@ -99,7 +99,6 @@ def test_the_worst_criterion_counts() -> None:
         (None, 0.0),
     ]
     found = prospect_of(scenario, slo, alone)
-    assert found is not None
     assert found.trials == scenario.search.max_trials - SPENT
     seconds = found.trials * found.trial_s
     assert found.even == max(half_width(each, alone, EVEN, seconds) for each in Asked.of(slo, alone))
@@ -158,7 +157,6 @@ def test_a_clump_is_at_least_a_request_and_at_most_all_of_them(
     one = trial(40, "expand", 0.4, 120)
     one.summary["effective_n"] = effective_n
     seen = seen_of([one])
-    assert seen is not None
     assert seen.clump == pytest.approx(clump)
 
 

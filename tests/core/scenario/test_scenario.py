@@ -67,18 +67,14 @@ def mistakes(text: str, *overrides: str) -> list[str]:
 
 def test_defaults() -> None:
     scenario = parse(MINIMAL, path="folder/my first.yaml")
-    assert scenario.name == "my-first"
-    assert scenario.seed == 0
-    assert scenario.deployment.base_port == 21000
+    assert (scenario.name, scenario.seed, scenario.deployment.base_port) == ("my-first", 0, 21000)
     assert scenario.deployment.engine_options == Emulated()
-    assert scenario.workload.input_len == (64,)
-    assert scenario.slo.tpot_ms is None
+    assert (scenario.workload.input_len, scenario.slo.tpot_ms) == ((64,), None)
     assert (scenario.load.workers, scenario.load.mode) == ("auto", "router")
     assert scenario.search.start_rate is None
     assert [each.label for each in scenario.connectors] == ["aggregated", "push"]
     assert scenario.connector_options("push") == Push()
-    assert scenario.model.shape == MODELS["tiny"]
-    assert scenario.model.served_model_name == "tiny"
+    assert (scenario.model.shape, scenario.model.served_model_name) == (MODELS["tiny"], "tiny")
 
 
 def test_connectors_with_options_and_labels() -> None:
@@ -276,8 +272,7 @@ def test_aliases_cannot_explode() -> None:
 
 def test_very_many_mistakes_are_cut_short() -> None:
     found = mistakes(MINIMAL + "\n".join(f"wrong{number}: 1" for number in range(500)))
-    assert len(found) == 51
-    assert found[-1] == "… and 450 more mistakes"
+    assert (len(found), found[-1]) == (51, "… and 450 more mistakes")
 
 
 # ---------------------------------------------------------------- overrides
@@ -296,8 +291,7 @@ def test_overrides() -> None:
         "search.start_rate=5",
         "name=other",
     )
-    assert scenario.slo.ttft_ms == 300
-    assert scenario.workload.input_len == (256, 1024)
+    assert (scenario.slo.ttft_ms, scenario.workload.input_len) == (300, (256, 1024))
     assert scenario.connector_options("push") == Push(protocol="rdma", workers=7)
     assert scenario.deployment.engine_options == Emulated(time_scale=0.5)
     assert scenario.model.shape.kv_dtype == "fp16"

@@ -275,8 +275,7 @@ def test_a_server_that_never_ends_is_no_secret() -> None:
     unknown = silent(config)
     assert (unknown.verdict, unknown.measured.n) == ("undecided", 0)
     hopeless = silent(replace(config, hopeless_s=3.0))
-    assert hopeless.verdict == "missed"
-    assert hopeless.measured.score == -1.0
+    assert (hopeless.verdict, hopeless.measured.score) == ("missed", -1.0)
     assert silent(replace(config, max_s=7.0)).at_s == 7.0
 
 
@@ -285,7 +284,6 @@ def test_a_handful_of_requests_is_judged_when_all_are_settled() -> None:
     live = LiveTrial(config, SHARE)
     assert live.feed(0.25, [], 2, 2) is None
     decision = live.feed(0.5, [(index, (1.0,)) for index in range(3)], 0, 3)
-    assert decision is not None
     assert decision.verdict == "undecided"
     assert "too few" in decision.reason
 
@@ -316,9 +314,7 @@ def test_a_light_load_that_no_look_saw_under_way_is_steady_from_its_start() -> N
         # Told as it ends, so that none is under way; but for one of the last.
         behind = i == 55
         decision = trial.feed(float(at) + 0.03, [] if behind else [(i, (1.0,), (0.5,))], 0, i + 1)
-    assert decision is not None
-    assert decision.window_s[0] == pytest.approx(0.03)
-    assert decision.verdict == "met"
+    assert (decision.window_s[0], decision.verdict) == (pytest.approx(0.03), "met")
 
 
 @settings(max_examples=60, deadline=None)
@@ -358,7 +354,6 @@ def test_whatever_is_told_it_ends_and_says_only_numbers(
     assert kept.n == decision.measured.n
     if decision.measured.n:
         measured = decision.measured
-        assert measured.attainment is not None
         assert 0 <= measured.attainment_lower <= measured.attainment <= measured.attainment_upper <= 1
 
 

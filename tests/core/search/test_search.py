@@ -36,8 +36,7 @@ def run(search: RateSearch, trial: Trial) -> SearchAnswer:
         search.tell(probe.rate, trial(probe.rate))
         assert len(search.history) <= limits.max_trials
     answer = search.answer()
-    assert answer.trials == len(search.history)
-    assert answer.max_request_rate == answer.lower
+    assert (answer.trials, answer.max_request_rate) == (len(search.history), answer.lower)
     if answer.lower is not None and answer.upper is not None:
         assert answer.lower < answer.upper
     assert (answer.censored == "above") == (answer.lower is not None and answer.upper is None)
@@ -97,8 +96,6 @@ def test_a_threshold_is_bracketed(
     answer = run(search, threshold(truth))
     assert answer.status == "converged"
     assert answer.confirmed
-    assert answer.lower is not None
-    assert answer.upper is not None
     assert answer.lower <= truth < answer.upper <= answer.lower * (1 + precision) * (1 + 1e-9)
 
 
@@ -163,7 +160,6 @@ def test_refused_trials_are_repeated_and_never_counted_as_missed() -> None:
     assert [purpose for rate, purpose in asked(search) if rate == 32] == ["expand", "retry", "retry"]
     assert answer.upper is None
     assert (answer.status, answer.censored) == ("undecided", "above")
-    assert answer.lower is not None
     assert 19 < answer.lower <= 20
     assert "invalid" in answer.reason
 
@@ -171,7 +167,6 @@ def test_refused_trials_are_repeated_and_never_counted_as_missed() -> None:
 def test_refused_trials_above_a_miss_leave_it_as_the_end() -> None:
     answer = run(RateSearch(LIMITS), lambda rate: "met" if rate < 9 else "invalid" if rate < 14 else "missed")
     assert (answer.upper, answer.status) == (16, "undecided")
-    assert answer.lower is not None
     assert 8 <= answer.lower < 9
 
 
@@ -210,8 +205,6 @@ def test_random_refusals_never_make_a_wrong_claim(
     assert answer.upper is None or answer.upper > truth
     assert answer.status not in ("censored", "slo_unattainable")
     if answer.status == "converged":
-        assert answer.lower is not None
-        assert answer.upper is not None
         assert answer.upper <= answer.lower * 1.05 * (1 + 1e-9)
 
 

@@ -60,8 +60,7 @@ def test_hashes_are_chained(tokens: list[int], data: st.DataObject) -> None:
 
 def test_block_hashes_are_those_of_full_blocks() -> None:
     hashes = np.arange(10, dtype=np.uint64)
-    assert block_hashes(hashes, 4) == [3, 7]
-    assert block_hashes(hashes[:3], 4) == []
+    assert (block_hashes(hashes, 4), block_hashes(hashes[:3], 4)) == ([3, 7], [])
 
 
 # -- block pool -----------------------------------------------------------------------------------
@@ -81,8 +80,7 @@ def test_pool_never_loses_or_doubles_a_block(data: st.DataObject, size: int, cac
             fresh = data.draw(st.integers(0, 5))
             if pool.can_take(cached, fresh):
                 blocks = pool.take(cached, fresh)
-                assert blocks[: len(cached)] == cached
-                assert len(blocks) == len(cached) + fresh
+                assert (blocks[: len(cached)], len(blocks)) == (cached, len(cached) + fresh)
                 owned.append(blocks)
                 for block, name in zip(blocks, chain, strict=False):
                     pool.register(block, name)
@@ -285,8 +283,7 @@ def test_remote_request_waits_outside_the_batch_and_computes_nothing() -> None:
     local = EngineRequest("local", 4, 1)
     scheduler.add(local)
     plan = scheduler.schedule(0.0)
-    assert plan.loads == [remote]
-    assert len(remote.blocks) == 3
+    assert (plan.loads, len(remote.blocks)) == ([remote], 3)
     assert [chunk.request for chunk in plan.chunks] == [local]  # it took no place in the batch
     for done in scheduler.complete(plan):
         scheduler.finish(done)
@@ -335,8 +332,7 @@ def test_the_last_admitted_is_preempted_and_comes_back_first() -> None:
     scheduler.complete(scheduler.schedule(0.0))
     scheduler.add(waiting)
     plan = scheduler.schedule(0.0)  # both need a third block and one is left
-    assert plan.preempted == [young]
-    assert [chunk.request for chunk in plan.chunks] == [old]
+    assert (plan.preempted, [chunk.request for chunk in plan.chunks]) == ([young], [old])
     assert list(scheduler.waiting) == [young, waiting]
     assert young.num_tokens == 5  # what it had made is kept and computed again
     assert scheduler.stats.preemptions == 1

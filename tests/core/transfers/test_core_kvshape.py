@@ -39,8 +39,7 @@ def test_qwen3_30b_a3b_at_32k_over_8_ranks(
 ) -> None:
     work = kv_work("qwen3-30b-a3b", 32768, 8, 16, version=version)
     assert (work.regions, work.region_pieces, work.piece_bytes) == (regions, region_pieces, piece_bytes)
-    assert work.descriptors == descriptors
-    assert work.rank_bytes == 402_653_184
+    assert (work.descriptors, work.rank_bytes) == (descriptors, 402_653_184)
     # 4 KV heads on 8 ranks: each is kept twice.
     assert work.wire_bytes == 32768 * 98_304 == 8 * work.rank_bytes
     assert work.request_bytes == 32768 * 49_152 == work.wire_bytes // 2
@@ -55,9 +54,7 @@ def test_a_logged_transfer_of_nixl() -> None:
     """vllm#34054 logs 40,064 descriptors of 8 KiB, one for each piece (blocks that were not neighbours):
     64 layers, 8 KV heads on 4 ranks, 313 blocks."""
     work = kv_work("qwen3-32b", 313 * 16, 4, 16, version="0.15.0")
-    assert work.pieces == 40_064
-    assert work.piece_bytes == 8192
-    assert work.rank_bytes / 2**20 == 313
+    assert (work.pieces, work.piece_bytes, work.rank_bytes / 2**20) == (40_064, 8192, 313)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +70,7 @@ def test_mla_has_one_tensor_a_layer_and_is_on_every_rank() -> None:
     work = kv_work("deepseek-v3", 1000, 8, 64)
     assert (work.regions, work.region_pieces, work.piece_bytes) == (61, 16, 64 * 576 * 2)
     assert kv_work("deepseek-v3", 1000, 8, 64, version="0.24.0").descriptors == work.descriptors == 61
-    assert work.wire_bytes == 8 * work.rank_bytes
-    assert work.request_bytes == 1000 * 70_272
+    assert (work.wire_bytes, work.request_bytes) == (8 * work.rank_bytes, 1000 * 70_272)
     assert any("each rank keeps all of it" in word for word in work.words())
 
 

@@ -57,16 +57,13 @@ def page(measured: Path) -> Page:
 
 def sound(page: Page) -> None:
     """What holds of every page."""
-    assert page.wrong == []
-    assert page.fetched == []
-    assert page.handlers == []
+    assert (page.wrong, page.fetched, page.handlers) == ([], [], [])
     assert all(link.startswith("#") for link in page.links)
     assert len(page.ids) == len(set(page.ids))
     assert {link[1:] for link in page.links} <= set(page.ids)
     assert "url(http" not in "".join(page.styles)
     assert "@import" not in "".join(page.styles)
-    assert page.headings[0] == 1
-    assert page.headings.count(1) == 1
+    assert (page.headings[0], page.headings.count(1)) == (1, 1)
     assert all(after - before <= 1 for before, after in zip(page.headings, page.headings[1:], strict=False))
     (script,) = page.scripts
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -131,8 +131,7 @@ def test_a_crashed_sweep_gives_what_it_had(copied: Path) -> None:
     manifest = json.loads((copied / "manifest.json").read_text())
     (copied / "manifest.json").write_text(json.dumps(manifest | {"status": "running", "ended_at": None}))
     run = kvbench.load(copied)
-    assert run.status == "interrupted"
-    assert len(run.trials) == 6
+    assert (run.status, len(run.trials)) == ("interrupted", 6)
     assert run.cells.empty
     assert "max_request_rate" in run.cells.columns
     assert set(run.summary.outcome) == {"unfinished"}
@@ -167,8 +166,7 @@ def test_a_run_that_goes_on_is_read_again(copied: Path) -> None:
     run = kvbench.load(copied)
     assert len(run.trials) == 3
     (copied / "trials.jsonl").write_bytes(b"".join(lines[:5]))
-    assert len(run.trials) == 3
-    assert len(run.reload().trials) == 5
+    assert (len(run.trials), len(run.reload().trials)) == (3, 5)
 
 
 def test_runs_lists_what_can_be_read_and_what_cannot(tmp_path: Path, copied: Path) -> None:
@@ -176,8 +174,7 @@ def test_runs_lists_what_can_be_read_and_what_cannot(tmp_path: Path, copied: Pat
     broken.mkdir()
     (broken / "manifest.json").write_text("{")
     listed = kvbench.runs(tmp_path)
-    assert listed.path.tolist() == [str(copied), str(broken)]
-    assert listed.status.tolist()[0] == "complete"
+    assert (listed.path.tolist(), listed.status.tolist()[0]) == ([str(copied), str(broken)], "complete")
     assert "manifest.json" in listed.problem.iloc[1]
     with pytest.raises(InputError, match="does not exist"):
         kvbench.runs(tmp_path / "none")

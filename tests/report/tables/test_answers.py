@@ -109,8 +109,7 @@ def test_a_rate_that_no_trial_met_is_not_printed() -> None:
         refused("two", 120, "machine_disturbed"),
     ]
     row = row_of(records, max_request_rate=120.0, lower=49.4, upper=390.0, status="exhausted")
-    assert row.outcome == "undecided"
-    assert row.answer.text() == "no rate (< 390)"
+    assert (row.outcome, row.answer.text()) == ("undecided", "no rate (< 390)")
     assert row.rate_text() == "no rate (< 390); 2 of 3 trials refused: machine_disturbed"
     run = RunFolder(Path(), 1, {"status": "complete"}, "", {}, {}, records, [], [])
     said = {note.text for note in notes(run, [row])}
@@ -146,5 +145,4 @@ def test_the_share_of_time_that_was_measuring() -> None:
     second = [trial(f"{n}", 1, "met", connector="tcp", at_s=500 + 12 * n) for n in range(3)]
     assert measuring_share(first) == pytest.approx(45 / 49)
     assert measuring_share([*second, *first]) == pytest.approx((45 + 27) / (49 + 33))
-    assert measuring_share(first[:1]) is None
-    assert measuring_share([]) is None
+    assert (measuring_share(first[:1]), measuring_share([])) == (None, None)

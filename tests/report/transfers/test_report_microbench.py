@@ -45,7 +45,6 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 def printed(run: RunFolder, before: RunFolder | None = None) -> str:
     console = Console(file=io.StringIO(), width=100, highlight=False)
     render_terminal(run, console, before=before)
-    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
@@ -203,10 +202,13 @@ def test_tables_for_programs(plain: RunFolder) -> None:
 def test_two_runs_beside_each_other(plain: RunFolder, tmp_path: Path) -> None:
     faster = load_run(make_run(tmp_path, speed=2.0))
     text = printed(faster, plain)
-    assert f"compared with {plain.run_id}" in text
-    assert "tcp, write 4 KiB × 1: 2.0" in text
-    assert "faster" in text
-    assert "failed in the other run" in text
+    for words in (
+        f"compared with {plain.run_id}",
+        "tcp, write 4 KiB × 1: 2.0",
+        "faster",
+        "failed in the other run",
+    ):
+        assert words in text
 
 
 def test_a_simulation_takes_its_links_from_the_fitted_transfers(plain: RunFolder) -> None:

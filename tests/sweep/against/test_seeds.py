@@ -105,8 +105,7 @@ def test_the_arrivals_of_vllms_client() -> None:
     assert early[:2] == pytest.approx(
         [0.0, 0.39794], abs=1e-4
     )  # numpy's first exponential after seed(0), halved
-    assert late[-1] == pytest.approx(100)
-    assert row.get("duration_s") == pytest.approx(early[-1], rel=0.02)
+    assert (late[-1], row.get("duration_s")) == (pytest.approx(100), pytest.approx(early[-1], rel=0.02))
 
 
 def test_rows_that_the_scenario_is_not_about_are_left_out() -> None:
@@ -134,8 +133,7 @@ def test_the_command_leaves_a_comparison_in_the_run(tmp_path: Path) -> None:
     assert all(row["source"] for row in rows)
     assert "sim / told" in (folder / "against.md").read_text("utf-8")
     run = load_run(folder)
-    assert [trial.method for trial in run.other_trials] == ["fixed"]
-    assert run.labels == ["simulated"]
+    assert ([trial.method for trial in run.other_trials], run.labels) == (["fixed"], ["simulated"])
 
 
 # --- offered for real --------------------------------------------------------------------------------

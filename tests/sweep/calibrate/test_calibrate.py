@@ -77,12 +77,10 @@ def test_a_profile_is_fitted_checked_written_and_used(tmp_path: Path) -> None:
     done = invoke(*words, "--json")
     assert done.status == 0, done.text
     profile = read_profile(path)
-    assert ProfileFile.model_validate_json(done.out) == profile
-    assert profile.status == "fit"
+    assert (ProfileFile.model_validate_json(done.out), profile.status) == (profile, "fit")
     assert (profile.name, profile.engine, profile.machine) == ("mine", "vllm 0.19.0", "a test")
     assert profile.value("decode_step_ms") == pytest.approx(TRUTH["decode_step_ms"], rel=0.1)
     assert profile.value("prefill_token_ms") == pytest.approx(TRUTH["prefill_token_ms"], rel=0.1)
-    assert profile.held_out is not None
     assert profile.held_out.requests == 20
     assert profile.held_out.figures["tpot_mean"].ratio == pytest.approx(1.0, abs=0.02)
     assert "KV memory is assumed to suffice" in profile.source
@@ -151,8 +149,7 @@ def test_kv_memory_is_read_from_the_record_or_given(
     folder = recorded(tmp_path / "one")
     (folder / "meta.json").write_text(json.dumps({**META, **meta}))
     found = read_inputs([folder], EngineLimits(num_kv_tokens=given))
-    assert found.loads[0].system.config.num_blocks == blocks
-    assert found.num_kv_tokens == blocks * 16
+    assert (found.loads[0].system.config.num_blocks, found.num_kv_tokens) == (blocks, blocks * 16)
     assert not any("assumed to suffice" in note for note in found.notes)
 
 
@@ -161,12 +158,10 @@ def test_a_kv_memory_that_makes_requests_wait_is_part_of_the_prediction(tmp_path
     folder = recorded(tmp_path / "one", num_kv_tokens=3000)
     known = calibrated_from(folder)
     assert known.num_kv_tokens == 3000
-    assert known.held_out is not None
     assert known.held_out.figures["ttft_mean"].ratio == pytest.approx(1.0, abs=0.15)
     (folder / "meta.json").write_text(json.dumps(META))
     unknown = calibrated_from(folder)
-    assert unknown.num_kv_tokens is None
-    assert unknown.status == "unfit"
+    assert (unknown.num_kv_tokens, unknown.status) == (None, "unfit")
 
 
 def test_a_kv_memory_smaller_than_a_served_request_is_refused(tmp_path: Path) -> None:
@@ -200,7 +195,6 @@ def test_an_emulated_engine_s_step_times_are_found(tmp_path: Path) -> None:
 
     _, scale = not_spoilt(measured, (5, 12))
     profile = calibrated(CalibrateOptions([the_run(tmp_path / f"{runs}").path], Path("emulated.yaml")))
-    assert profile.held_out is not None
     assert profile.held_out.by == "the prompts of 1020 tokens"
     assert profile.scenario_sha256
     # The profile quick: 4 ms a decode step, 0.12 ms a sequence.
@@ -222,8 +216,7 @@ def test_llmservingsim_s_requests_are_on_the_client_s_clock() -> None:
     first = row.requests[0]
     assert (first.scheduled_s, first.input_len, first.output_len) == (0.0, 2358, 531)
     # Queued 2 ms after its arrival by the clocks as they are; scheduled to first token took 169 ms.
-    assert first.ttft_s == pytest.approx(0.1695, abs=0.02)
-    assert row.settings["max_num_seqs"] == 128
+    assert (first.ttft_s, row.settings["max_num_seqs"]) == (pytest.approx(0.1695, abs=0.02), 128)
     assert row.figures["completed"] == 20
 
 

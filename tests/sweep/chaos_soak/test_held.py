@@ -28,8 +28,7 @@ def deadline_s(*sets: str, asked: float | None = None) -> float:
 def test_a_request_hangs_after_ten_seconds_or_three_times_what_it_may_take() -> None:
     assert deadline_s() == 10.0
     assert deadline_s("slo.ttft_ms=8000", "slo.tpot_ms=100") == pytest.approx(3 * (8 + 15 * 0.1))
-    assert deadline_s("workload.request_timeout_s=4") == 4.0
-    assert deadline_s(asked=33.0) == 33.0
+    assert (deadline_s("workload.request_timeout_s=4"), deadline_s(asked=33.0)) == (4.0, 33.0)
     with pytest.raises(
         InputError, match=r"--deadline 7 is shorter than the 9\.5 s that the SLO allows one request"
     ):

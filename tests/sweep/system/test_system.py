@@ -335,6 +335,5 @@ def test_ctrl_c_leaves_nothing_running_and_a_folder_that_can_be_read(tmp_path: P
     assert done.status == 130
     assert "--resume" not in done.text
     time.sleep(0.1)
-    assert tagged_processes(run) == []
-    assert load_run(run.path).manifest["status"] == "interrupted"
+    assert (tagged_processes(run), load_run(run.path).manifest["status"]) == ([], "interrupted")
     assert not psutil.pid_exists(running.pid)

@@ -206,6 +206,5 @@ def test_what_was_not_drained_in_time_is_said() -> None:
     scenario, _ = resolve(CliOptions("quickstart"))
     idle = Idleness(scenario, NeverIdle(), clock=Hurried())
     found = idle.drain(LoadResult([], "", 1.0))
-    assert found is not None
     assert (found.gate, found.level) == ("backlog", "warning")
     assert "3 requests were still running or waiting 30 s after the load" in found.message

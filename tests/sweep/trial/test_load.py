@@ -39,8 +39,7 @@ pytestmark = pytest.mark.timeout(90)
 
 
 def test_a_light_load_takes_one_worker_on_any_machine() -> None:
-    assert workers_for(20, 16, 400, cores=64) == 1
-    assert workers_for(300, 80, 20_000, cores=64) == 1
+    assert (workers_for(20, 16, 400, cores=64), workers_for(300, 80, 20_000, cores=64)) == (1, 1)
 
 
 def test_a_heavy_load_takes_as_many_as_its_chunks_need_and_the_cores_allow() -> None:
@@ -115,12 +114,8 @@ def test_the_worst_lag_counts_and_work_is_added() -> None:
     one = {"send_lag_p99_ms": 0.2, "cpu_share": 0.3, "chunks": 10, "stamps": "kernel", "started_unix_s": 5.0}
     other = {"send_lag_p99_ms": 4.0, "cpu_share": 0.1, "chunks": 5, "stamps": "read", "started_unix_s": 5.1}
     joined = merge_clients([one, other])
-    assert joined["send_lag_p99_ms"] == 4.0
-    assert joined["cpu_share"] == 0.3
-    assert joined["chunks"] == 15
-    assert joined["stamps"] == "mixed"
-    assert joined["started_unix_s"] == 5.0
-    assert joined["workers"] == 2
+    assert (joined["send_lag_p99_ms"], joined["cpu_share"], joined["chunks"]) == (4.0, 0.3, 15)
+    assert (joined["stamps"], joined["started_unix_s"], joined["workers"]) == ("mixed", 5.0, 2)
     assert joined["per_worker"] == [one, other]
     assert merge_clients([one]) == {**one, "workers": 1}
 
@@ -195,9 +190,7 @@ def drive(
 def test_workers_start_together_and_join(launcher: LocalLauncher, workers: int) -> None:
     result = drive(launcher, [{}] * workers)
     assert [each.scheduled_s for each in result.records] == [index / 10 for index in range(6)]
-    assert result.reason == "complete"
-    assert result.duration_s == workers
-    assert result.client["workers"] == workers
+    assert (result.reason, result.duration_s, result.client["workers"]) == ("complete", workers, workers)
 
 
 def test_a_long_preparation_says_how_far_it_is(launcher: LocalLauncher) -> None:
@@ -234,8 +227,7 @@ def test_stopping_reaches_every_worker(launcher: LocalLauncher) -> None:
         {"until_stop": True, "records": [1], "progress": [{}]},
     ]
     result = drive(launcher, scripts, lambda _: True)
-    assert result.reason == "stopped"
-    assert len(result.records) == 3
+    assert (result.reason, len(result.records)) == ("stopped", 3)
 
 
 def test_one_worker_that_ends_early_ends_all_with_a_clear_error(launcher: LocalLauncher) -> None:
@@ -342,11 +334,8 @@ def test_two_workers_send_the_same_plan_as_one(
         prompts = {int(each.request_id.rpartition("-")[2]): each.body["prompt"] for each in tape}
         plan = [(index_of(record), record.scheduled_s, record.error) for record in result.records]
         seen.append((prompts, plan))
-        assert len(tape) == 40
-        assert result.reason == "complete"
-        assert result.client["workers"] == workers
-    assert seen[0] == seen[1]
-    assert len(result.client["per_worker"]) == 2
+        assert (len(tape), result.reason, result.client["workers"]) == (40, "complete", workers)
+    assert (seen[0], len(result.client["per_worker"])) == (seen[1], 2)
     starts = {each["started_monotonic_s"] for each in result.client["per_worker"]}
     assert len(starts) == 1
 
@@ -405,8 +394,7 @@ def test_one_worker_sends_the_whole_plan(
     launcher: LocalLauncher, engine: emulated.EngineProcess, tmp_path: Path
 ) -> None:
     result = offer(launcher, real_spec(engine.url, tmp_path), 1)
-    assert [each.error for each in result.records] == [""] * 40
-    assert result.client["workers"] == 1
+    assert ([each.error for each in result.records], result.client["workers"]) == ([""] * 40, 1)
     assert not list(tmp_path.glob(".records*"))
 
 

@@ -30,8 +30,7 @@ def test_workers_on_several_hosts_share_one_plan_and_their_records_join(tmp_path
             "slo": {"ttft_ms": 1000.0, "tpot_ms": 1000.0},
         }
         load = LoadGenerator(far, spec, workers=3).run(lambda progress: False, lambda: None, 60.0)
-    assert load.reason == "complete"
-    assert [record.error for record in load.records] == [""] * REQUESTS
+    assert (load.reason, [record.error for record in load.records]) == ("complete", [""] * REQUESTS)
     # Dealt out in turn, the sends are those of one generator with the whole plan, to the same moments.
     planned = planned_offsets(RATE, REQUESTS, 1.0, 5)
     began = load.records[0].scheduled_s - planned[0]

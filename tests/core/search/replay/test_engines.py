@@ -40,7 +40,6 @@ def test_the_structure_of_engines_is_found_and_predicts_other_trials(
 ) -> None:
     trials = [trial(model, rate, seed) for seed, rate in enumerate(rates)]
     found = engine_model((*trials,))
-    assert found is not None
     assert (found.pair, found.engines) == (model.pair, model.engines)
     assert found.error < 0.05
     other = trial(model, 0.9 * rates[-1], 9, 100.0)
@@ -54,7 +53,6 @@ def test_a_limit_on_prompts_of_a_step_is_found_where_it_matters() -> None:
     limited = EngineModel(True, 1, 2.0, math.inf, (0.02, 0.0, 0.005, 0.001, 0.01), (0.004, 0.0))
     trials = [trial(limited, rate, seed) for seed, rate in enumerate((40.0, 60.0, 80.0))]
     found = engine_model((*trials,))
-    assert found is not None
     assert found.prompts == 2.0
 
 
@@ -62,7 +60,6 @@ def test_a_limit_on_sequences_shows_in_the_capacity() -> None:
     limited = EngineModel(False, 1, 16.0, 8.0, (0.01, 0.0005, 0.002, 0.0, 0.002))
     trials = [trial(limited, rate, seed, spread=60) for seed, rate in enumerate((5.0, 15.0, 20.0))]
     found = engine_model((*trials,))
-    assert found is not None
     assert found.slots < math.inf
     tokens = np.concatenate([each.tokens for each in trials])
     assert found.capacity(tokens) == pytest.approx(limited.capacity(tokens), rel=0.05)
