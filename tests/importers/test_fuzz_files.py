@@ -70,8 +70,6 @@ def said(error: KvbenchError) -> None:
 
 
 # --- scenarios and traces ----------------------------------------------------------------------------
-
-
 @given(data=damaged(SCENARIOS))
 @stored("scenario", "data")
 @fuzz(60)
@@ -139,8 +137,6 @@ def test_a_trace_is_read_or_refused_in_words(tmp_path_factory: pytest.TempPathFa
 
 
 # --- results of other tools --------------------------------------------------------------------------
-
-
 @given(damaged([path.read_bytes()[:20_000] for path in FILES]))
 @fuzz(50)
 def test_any_file_is_imported_or_refused_in_words(
@@ -177,8 +173,6 @@ def test_folders_pipes_and_huge_files_are_no_results(tmp_path: Path, name: str) 
 
 
 # --- run folders -------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(

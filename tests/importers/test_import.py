@@ -86,8 +86,6 @@ def test_every_importer_has_a_sample_and_a_word_for_its_format() -> None:
 
 
 # --- vllm bench ------------------------------------------------------------------------------------
-
-
 def test_blocks_of_a_log_with_what_was_asked_for() -> None:
     first, second = read("vllm/serve.log").serving
     assert (first.input_len, first.output_len, first.request_rate, first.num_prompts) == (32, 16, 10.0, 12)
@@ -263,8 +261,6 @@ def test_no_order_of_lines_invents_a_figure(lines: list[str]) -> None:
 
 
 # --- aiperf, guidellm ------------------------------------------------------------------------------
-
-
 def test_aiperf_json_and_csv() -> None:
     row, sheet = serving("aiperf"), serving("aiperf/profile_export_aiperf.csv")
     raw = json.loads((RECORDED / "aiperf/profile_export_aiperf.json").read_text())
@@ -328,8 +324,6 @@ def test_single_requests_of_aiperf_and_guidellm_count_from_the_plan(tmp_path: Pa
 
 
 # --- transfers -------------------------------------------------------------------------------------
-
-
 def transfers(name: str) -> list[TransferRow]:
     return read(name).transfers
 
@@ -434,8 +428,6 @@ def test_transfers_become_a_run_that_reads_back(tmp_path: Path) -> None:
 
 
 # --- the run folder --------------------------------------------------------------------------------
-
-
 def test_the_manifest_tells_where_all_comes_from(tmp_path: Path) -> None:
     run = run_of(tmp_path, RECORDED / "vllm/serve.log")
     told = run.manifest["imported"]
@@ -468,8 +460,6 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 # --- trouble ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [

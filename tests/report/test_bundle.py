@@ -171,8 +171,6 @@ def test_a_place_that_cannot_be_written_is_said(planted: Path, tmp_path: Path) -
 
 
 # --- the scrubber ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "text",
     [

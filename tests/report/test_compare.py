@@ -213,8 +213,6 @@ def test_a_refused_trial_is_no_row(tmp_path: Path) -> None:
 
 
 # --- formats ---------------------------------------------------------------------------------------
-
-
 @given(st.text(max_size=40))
 def test_no_text_breaks_a_format(text: str) -> None:
     table = of_values("", [Column("a", "A"), Column("b", "B")], [{"a": text, "b": 1.5}])

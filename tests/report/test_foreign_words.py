@@ -117,8 +117,6 @@ def test_an_error_in_words_commands_no_terminal(tmp_path: Path) -> None:
 
 
 # --- the words themselves ----------------------------------------------------------------------------
-
-
 @given(st.text(st.sampled_from("\x1b[]m;0\x07\x9b\x9c\\ab\n\t\r\x00\u202e"), max_size=60))
 def test_nothing_obeyed_is_left_of_any_text(text: str) -> None:
     assert OBEYED.findall(visible(text)) == []

@@ -61,8 +61,6 @@ def row(name: str, lower: float | None, upper: float | None, outcome: str = "fou
 
 
 # --- no winner ----------------------------------------------------------------------------------
-
-
 def plan_of_sessions(routing: str | None, engines: int = 2, sessions: bool = True) -> dict[str, Any]:
     """plan.json as far as routing goes; without ``routing`` as written before there was a choice."""
     deployment = {} if routing is None else {"routing": routing}
@@ -102,8 +100,6 @@ def test_nothing_names_a_winner_over_a_cache_blind_rate() -> None:
 
 
 # --- rows ---------------------------------------------------------------------------------------
-
-
 def test_a_row_shows_the_figures_of_the_trial_that_confirmed_its_rate(full: RunFolder) -> None:
     rows = summary_table(full)
     assert [(r.cell.input_len, r.cell.connector) for r in rows] == [
@@ -202,8 +198,6 @@ def test_a_share_is_100_only_when_it_is_all(value: float | None, text: str) -> N
 
 
 # --- who is ahead --------------------------------------------------------------------------------
-
-
 def test_rates_are_ordered_only_where_that_is_almost_sure() -> None:
     rows = [row("a", 10.0, 10.5), row("b", 12.0, 12.6), row("c", 12.3, 12.8)]
     told = {(each.ahead, each.behind): each for each in rate_pairs(rows)}
@@ -312,8 +306,6 @@ def log_normal(interval: tuple[float, float]) -> tuple[float, float]:
 
 
 # --- the terminal --------------------------------------------------------------------------------
-
-
 def test_the_terminal_table_fits_100_columns_and_says_what_matters(special: RunFolder) -> None:
     text = printed(special)
     table = text[text.index("connector") : text.index("comparison of max")]
@@ -384,8 +376,6 @@ def test_a_run_with_nothing_in_it_is_reported(tmp_path: Path) -> None:
 
 
 # --- files ---------------------------------------------------------------------------------------
-
-
 def test_all_derived_files_come_back_the_same(tmp_path: Path) -> None:
     path = make_run(tmp_path, input_lens=(512,))
     written = write_report(path)
@@ -449,8 +439,6 @@ def test_text_from_outside_does_not_break_a_markdown_table(full: RunFolder) -> N
 
 
 # --- several runs --------------------------------------------------------------------------------
-
-
 def test_comparable_runs_share_a_table(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / name, ("mooncake",), (512,)) for name in ("a", "b")]
     console = Console(file=io.StringIO(), width=100)
@@ -506,8 +494,6 @@ def test_a_run_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- router overhead
-
-
 def both_ways(
     folder: Path, shift_s: float = 0.003, verdict: str = "met", other_plan: bool = False
 ) -> RunFolder:

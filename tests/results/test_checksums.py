@@ -151,8 +151,6 @@ def test_what_is_damaged_is_said_in_words() -> None:
 
 
 # --- kills -----------------------------------------------------------------------------------------
-
-
 class Killed(BaseException):
     """Nobody catches it."""
 
@@ -256,8 +254,6 @@ def test_a_run_under_way_is_no_edited_one(tmp_path: Path) -> None:
 
 
 # --- older runs ------------------------------------------------------------------------------------
-
-
 def test_what_an_older_kvbench_wrote_is_taken_as_it_is_found(folder: Path) -> None:
     (folder / CHECKSUMS).unlink()
     manifest = json.loads((folder / "manifest.json").read_text())

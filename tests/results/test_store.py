@@ -259,7 +259,6 @@ def test_a_failed_append_leaves_no_half_line(tmp_path: Path) -> None:
 
 
 # --- killed writers ---------------------------------------------------------------------------
-
 WRITER = """
 import sys
 from kvbench.core.records import Cell, RequestRecord, TrialRecord
@@ -300,7 +299,6 @@ def test_a_kill_at_any_moment_leaves_readable_folders(tmp_path: Path, delay_ms: 
 
 
 # --- round trips ------------------------------------------------------------------------------
-
 times = st.none() | st.floats(0, 1e5)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 requests = st.builds(

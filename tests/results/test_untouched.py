@@ -68,8 +68,6 @@ def edited(file: Path, edit: Callable[[dict[str, Any]], None], line: int | None 
 
 
 # --- going on --------------------------------------------------------------------------------------
-
-
 def test_an_edited_scenario_is_not_gone_on_with(broken: Path, tmp_path: Path) -> None:
     folder = copied(broken, tmp_path)
     with (folder / "scenario.yaml").open("a") as file:
@@ -136,8 +134,6 @@ def test_lost_requests_are_said_before_a_run_is_gone_on_with(sample: Path, tmp_p
 
 
 # --- reading ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -173,8 +169,6 @@ def test_a_damaged_time_costs_no_report(sample: Path, tmp_path: Path, text: str)
 
 
 # --- the command to go on --------------------------------------------------------------------------
-
-
 def test_the_command_to_go_on_is_one_line(tmp_path: Path) -> None:
     folder = tmp_path / ("a-long-name-" * 8)
     folder.mkdir()

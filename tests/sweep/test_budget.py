@@ -63,8 +63,6 @@ def test_a_comparison_is_decided_once_every_other_connector_is_known() -> None:
 
 
 # -- one cell ------------------------------------------------------------------------------------------
-
-
 def system(service: Service) -> System:
     """One server with requests of 100 ms on average; 90 % within 300 ms."""
     return System(
@@ -115,7 +113,6 @@ def test_a_search_that_cannot_reach_its_precision_in_time_ends_early(tmp_path: P
 
 
 # -- a whole sweep -------------------------------------------------------------------------------------
-
 SETS = (
     *("connectors=[aggregated,tcp]", "workload.input_len=[256]", "search.precision=0.1", "seed=3"),
     *("deployment.engine_options.time_scale=4", "slo.ttft_ms=800", "slo.tpot_ms=80"),

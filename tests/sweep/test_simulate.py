@@ -126,8 +126,6 @@ def test_a_simulated_trial_has_what_a_measured_one_has(pair: tuple[Finished, Run
 
 
 # -- how close it is -----------------------------------------------------------------------------------
-
-
 # Five times slower than the quickstart, so that a busy machine is behind the model by little.
 SLOW = (
     "workload.input_len=[512]",
@@ -221,8 +219,6 @@ def test_a_fit_over_two_lengths_is_a_line(tmp_path: Path) -> None:
 
 
 # -- what is simulated ---------------------------------------------------------------------------------
-
-
 def scenario(name: str = "quickstart", *sets: str) -> Scenario:
     return resolve(CliOptions(scenario=name, overrides=sets))[0]
 
@@ -292,8 +288,6 @@ def test_shared_blocks_of_a_trace_hash_alike_as_far_as_they_are_shared() -> None
 
 
 # -- splits --------------------------------------------------------------------------------------------
-
-
 def test_splits_are_read_and_refused() -> None:
     assert wanted_splits(Choice("1:1, 2:1,1:1")) == [Split(1, 1), Split(2, 1)]
     assert wanted_splits(Choice(gpus=4)) == [Split(1, 3), Split(2, 2), Split(3, 1)]
@@ -337,7 +331,6 @@ def test_the_best_split_is_found(tmp_path: Path) -> None:
 
 
 # -- against the reference run -------------------------------------------------------------------------
-
 REFERENCE = Path(__file__).parents[2] / "results" / "reference" / "quickstart"
 
 

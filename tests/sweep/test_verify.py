@@ -289,8 +289,6 @@ def test_lines_that_cannot_be_read_are_damage(folder: Path) -> None:
 
 
 # --- other code ------------------------------------------------------------------------------------
-
-
 def judged_by_others(folder: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["sessions"][0]["rules_version"] = UNVERSIONED
@@ -342,8 +340,6 @@ def test_reference_runs_are_as_they_were_written(name: str) -> None:
 
 
 # --- the command -----------------------------------------------------------------------------------
-
-
 def verified(folder: Path, *, as_json: bool = False) -> tuple[int, str]:
     out = io.StringIO()
     status = auditing.command(folder, Console(file=out, width=60), as_json=as_json)
@@ -382,8 +378,6 @@ def test_the_command_line(folder: Path) -> None:
 
 
 # --- before going on, and before sharing -----------------------------------------------------------
-
-
 def test_an_edited_run_is_not_gone_on_with(folder: Path) -> None:
     broken_off(folder)
     name = edit_line(folder / "trials.jsonl", searched("met"), EDITS["a percentile"][2])

@@ -96,8 +96,6 @@ def found(statements: list[Statement], rule: str) -> Statement:
 
 
 # --- the notes -------------------------------------------------------------------------------------
-
-
 def test_the_notes_rows_say_what_is_wrong_with_them(imported: Callable[[str], RunFolder]) -> None:
     told = conclusions([imported("notes")])
     of_burst = found(told, "burst")
@@ -183,8 +181,6 @@ def test_claims_that_are_words_alone_are_left_out(imported: Callable[[str], RunF
 
 
 # --- rules -----------------------------------------------------------------------------------------
-
-
 def test_an_honest_row_is_not_suspicious() -> None:
     assert (suspicions(make_row()), suspicions(replace(make_row(), setting=H200))) == ([], [])
 
@@ -354,8 +350,6 @@ def test_rows_alike_to_the_last_digit_are_one() -> None:
 
 
 # --- claims ----------------------------------------------------------------------------------------
-
-
 def claim(**more: Any) -> Claim:
     return Claim.from_json({"text": "said", "metric": "mean_ttft_ms", **more})
 
@@ -384,8 +378,6 @@ def test_what_is_no_claim_is_left_out(data: dict[str, Any]) -> None:
 
 
 # --- who is ahead ----------------------------------------------------------------------------------
-
-
 def one_pair(*rows: LoadRow, by: str = "connector") -> Pair:
     (pair,) = pairs(rows, by)
     return pair
@@ -447,8 +439,6 @@ def test_equal_settings_are_seldom_told_apart(seed: int) -> None:
 
 
 # --- helpers ---------------------------------------------------------------------------------------
-
-
 def test_models_and_peaks_by_name() -> None:
     assert known_model("/models/Qwen/Qwen3-30B-A3B-Instruct-2507/") == "qwen3-30b-a3b"
     assert known_model("Own-Model") == "own-model"
@@ -469,8 +459,6 @@ def test_figures_in_words() -> None:
 
 
 # --- in the report ---------------------------------------------------------------------------------
-
-
 def test_a_report_of_read_in_results_has_conclusions_rows_and_their_origin(
     imported: Callable[[str], RunFolder],
 ) -> None:

@@ -898,7 +898,6 @@ def test_what_a_server_of_others_lacks_is_its_own_affair() -> None:
 
 
 # --- others on the machine: recorded telemetry decides
-
 REAL = {
     role: replace(figures, step_lag_s=None, steps=None, step_lag_p99_s=None, busy_s=None)
     for role, figures in engines().items()

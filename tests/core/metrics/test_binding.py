@@ -147,8 +147,6 @@ def test_a_trial_that_was_stopped_before_the_late_ones_were_answered_is_still_re
 
 
 # -- degrading honestly -------------------------------------------------------------------------------
-
-
 def late(count: int = 100, **times: float) -> list[RequestRecord]:
     """Requests at 10/s whose first token comes after half a second; ``times`` count from the send."""
     records = []
@@ -221,8 +219,6 @@ def test_use_from_samples() -> None:
 
 
 # -- what a cell stores -------------------------------------------------------------------------------
-
-
 def trial(rate: float, verdict: str, **engine: object) -> TrialRecord:
     summary = {"window": {"start_s": 1.0, "end_s": 9.9}}
     return TrialRecord(
@@ -287,7 +283,6 @@ def test_every_limit_has_words() -> None:
 
 
 # -- in words -----------------------------------------------------------------------------------------
-
 AT_P = {"prefill_sent_s": 0.0, "prefill_answered_s": 0.48, "decode_sent_s": 0.48, "decode_first_byte_s": 0.5}
 AFTER_P = {
     "prefill_sent_s": 0.0,

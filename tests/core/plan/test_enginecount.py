@@ -70,8 +70,6 @@ def row(name: str, lower: float | None, upper: float | None, size: Size, outcome
 
 
 # --- counting ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("deployment", "environment", "sizes"),
     [
@@ -141,8 +139,6 @@ def test_sizes_differ_in_gpus_where_both_are_known_and_else_in_engines(one: Size
 
 
 # --- who is ahead --------------------------------------------------------------------------------
-
-
 def test_twice_the_engines_are_not_ahead() -> None:
     """The README's own case: 69.2 req/s on P and D, 40.2 on one engine: 1.72 by rate, 0.86 per engine."""
     rows = [row("nixl", 69.2, 73.8, Size(2)), row("aggregated", 40.2, 44.5, Size(1))]
@@ -226,8 +222,6 @@ def test_latencies_at_one_rate_are_not_compared_across_unequal_numbers() -> None
 
 
 # --- in the tables -------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def uneven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run of P and D against one engine, none of them on a GPU."""
@@ -343,8 +337,6 @@ def test_the_notebook_calls_the_ratio_what_it_is(uneven: RunFolder) -> None:
 
 
 # --- where they run ------------------------------------------------------------------------------
-
-
 def test_lone_engines_take_the_places_and_devices_of_p_and_d() -> None:
     hosts = {name: {"address": f"10.0.0.{place}", "devices": [0, 1]} for place, name in enumerate("ab", 1)}
     scenario, _ = load_scenario(
@@ -383,8 +375,6 @@ def test_on_one_host_they_take_prefills_devices_and_then_decodes() -> None:
 
 
 # --- an older folder, and a real run -------------------------------------------------------------
-
-
 def test_an_older_run_goes_on_with_the_engines_that_it_had() -> None:
     run = load_run(ROOT / "results/reference/vllm-cpu-tiny")
     assert "aggregated" not in run.plan["scenario"]["deployment"]

@@ -203,8 +203,6 @@ def test_commands_for_a_machine_that_is_not_this_one(node: Path, monkeypatch: py
 
 
 # --- hosts far away
-
-
 def far(hosts: dict[str, dict[str, Any]], roles: dict[str, Any], **deployment: Any) -> Scenario:
     named = {
         name: {"address": f"10.0.0.{number}", **host} for number, (name, host) in enumerate(hosts.items())

@@ -173,8 +173,6 @@ def test_json_holds_everything() -> None:
 
 
 # ---------------------------------------------------------------- seeds
-
-
 def test_seeds_are_stable() -> None:
     """A published run must be repeatable by a later version and on another machine."""
     assert trial_seed(0, "nixl-in64-out4", 0) == 4773494262875145691
@@ -193,8 +191,6 @@ def test_no_two_trials_share_a_seed() -> None:
 
 
 # ---------------------------------------------------------------- estimates
-
-
 def test_kv_footprint() -> None:
     # 2 · 48 layers · 4 heads · 128 · 1 byte = 49152 per token; each head is on two of eight ranks.
     kv = kv_footprint(MODELS["qwen3-30b-a3b"], 1000, tensor_parallel_size=8, block_tokens=16)

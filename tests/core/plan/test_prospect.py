@@ -38,8 +38,6 @@ def asked_for(slo: str = "{ttft_ms: 400, attainment: 0.9}", *sets: str) -> Scena
 
 
 # -- the formula --------------------------------------------------------------------------------------
-
-
 def test_an_md1_queue_is_known_as_well_as_the_formula_says() -> None:
     """M/D/1 of 100 ms, TTFT ≤ 400 ms for 90 %: how widely ln(misses) / steepness of long trials is spread."""
     service_s, slack_s, share, seconds = 0.1, 0.3, 0.1, 2000.0
@@ -124,8 +122,6 @@ def test_a_budget_is_shared_and_limits_the_precision() -> None:
 
 
 # -- what is known of a cell --------------------------------------------------------------------------
-
-
 def trial(rate: float, purpose: str, share: float, ttft_ms: float, verdict: Any = "undecided") -> TrialRecord:
     summary = {
         "ttft_ms": {"p50": ttft_ms},
@@ -169,8 +165,6 @@ def test_a_mean_is_in_sight_up_to_three_times_its_limit() -> None:
 
 
 # -- what is said -------------------------------------------------------------------------------------
-
-
 def test_the_promise_is_kept_for_the_easy_and_not_given_for_the_hard() -> None:
     def suffices(slo: str, rate: float, *sets: str) -> bool:
         scenario = asked_for(slo, *sets)

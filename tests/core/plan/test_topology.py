@@ -61,8 +61,6 @@ def flags(spec: ProcessSpec) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------- as written
-
-
 def test_a_role_is_a_number_or_a_mapping_and_stays_what_it_was() -> None:
     scenario = parsed(**UNEQUAL, aggregated=3)
     deployment = scenario.resolved()["deployment"]
@@ -124,8 +122,6 @@ def test_what_cannot_be_is_refused_in_its_place(given: dict[str, Any], said: str
 
 
 # ---------------------------------------------------------------- ranks, flags, GPUs, ports
-
-
 def test_each_role_asks_for_its_ranks() -> None:
     moe = {"instances": 1, "tensor_parallel_size": 2, "data_parallel_size": 2, "expert_parallel": True}
     scenario = parsed(prefill=moe, decode={"pipeline_parallel_size": 2}, tensor_parallel_size=4)
@@ -188,8 +184,6 @@ def test_a_plan_says_ranks_where_they_differ_and_else_is_as_older_ones() -> None
 
 
 # ---------------------------------------------------------------- a list of sizes
-
-
 def test_of_a_list_of_sizes_each_connector_is_measured_with_each() -> None:
     scenario = parsed(
         "[aggregated, nixl, {name: nixl, label: own, tensor_parallel_size: 8}]", tensor_parallel_size=[1, 4]
@@ -280,7 +274,6 @@ def test_the_same_topology_runs_without_gpus(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- ports of other hosts
-
 ELSEWHERE = "192.0.2.1"
 """Of a net for examples (RFC 5737): no machine's."""
 

@@ -63,8 +63,6 @@ def mistakes(text: str, *overrides: str) -> list[str]:
 
 
 # ---------------------------------------------------------------- values
-
-
 def test_defaults() -> None:
     scenario = parse(MINIMAL, path="folder/my first.yaml")
     assert (scenario.name, scenario.seed, scenario.deployment.base_port) == ("my-first", 0, 21000)
@@ -129,7 +127,6 @@ def test_a_few_aliases_are_fine() -> None:
 
 
 # ---------------------------------------------------------------- mistakes
-
 MANY = """\
 version: 1
 modle: tiny
@@ -276,8 +273,6 @@ def test_very_many_mistakes_are_cut_short() -> None:
 
 
 # ---------------------------------------------------------------- overrides
-
-
 def test_overrides() -> None:
     scenario = parse(
         MINIMAL,
@@ -370,7 +365,6 @@ def test_mistakes_of_file_and_overrides_come_together() -> None:
 
 
 # ---------------------------------------------------------------- whatever anybody writes
-
 _WORDS = st.sampled_from(
     [*"ab-:[]{}&*!|>'\"#%@`,? \n\t", "\n  ", "- ", ": ", "&a ", "*a", "<<: ", "---\n", "...\n", "!!str ",
      "version: 1\n", "model: tiny\n", "connectors: [push]\n", "workload:\n", "  input_len: ", "slo: ", "1e5",
@@ -436,8 +430,6 @@ def test_any_override(overrides: list[tuple[list[str], str]]) -> None:
 
 
 # ---------------------------------------------------------------- JSON Schema
-
-
 def fits(schema: dict[str, Any] | bool, value: Any, root: dict[str, Any]) -> bool:
     """Whether a value fits a JSON Schema, for the keywords that ours uses."""
     if isinstance(schema, bool):

@@ -283,8 +283,6 @@ def test_impossible_words_are_refused() -> None:
 
 
 # --- A queue with a known answer: M/D/1, one server of constant service time, TTFT = wait + service. ---
-
-
 def md1_attainment(rate: float, service_s: float, limit_s: float) -> float:
     """P(wait + service ≤ limit) in the steady state (Erlang's series, summed with enough digits)."""
     wait = limit_s - service_s

@@ -27,9 +27,8 @@ from kvbench.core.simulation.scheduler import EngineConfig, EngineRequest, Sched
 from kvbench.core.simulation.step_time import PROFILE_NAMES, StepLoad, attention_waves, timing_profile
 from kvbench.errors import InputError
 
+
 # -- hashes ---------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20))
 def test_mix64_is_the_same_for_one_and_for_many(values: list[int]) -> None:
     assert mix64_array(np.array(values, dtype=np.uint64)).tolist() == [mix64(value) for value in values]
@@ -64,8 +63,6 @@ def test_block_hashes_are_those_of_full_blocks() -> None:
 
 
 # -- block pool -----------------------------------------------------------------------------------
-
-
 @settings(max_examples=70)
 @given(st.data(), st.integers(1, 12), st.booleans())
 def test_pool_never_loses_or_doubles_a_block(data: st.DataObject, size: int, caching: bool) -> None:
@@ -123,7 +120,6 @@ def test_pool_refuses_a_double_release() -> None:
 
 
 # -- scheduler ------------------------------------------------------------------------------------
-
 CONFIGS = st.builds(
     EngineConfig,
     block_tokens=st.integers(1, 5),
@@ -339,8 +335,6 @@ def test_the_last_admitted_is_preempted_and_comes_back_first() -> None:
 
 
 # -- timing ---------------------------------------------------------------------------------------
-
-
 def decode_ms(profile: str, seqs: int, context: int, tensor_parallel_size: int = 1) -> float:
     load = StepLoad([], seqs, seqs * context)
     return timing_profile(profile, tensor_parallel_size).step_s(load) * 1000
@@ -483,8 +477,6 @@ def test_unknown_timing_is_refused() -> None:
 
 
 # -- virtual time -----------------------------------------------------------------------------------
-
-
 def test_virtual_engine_waits_for_arrivals_and_loads() -> None:
     engine = VirtualEngine(EngineConfig(), timing_profile("quick"), load_s=lambda request: 2.0)
     remote = EngineRequest("remote", 100, 2, arrival_s=1.0, remote_kv=True)

@@ -32,7 +32,6 @@ def poisson(rate: float, n: int, seed: int) -> list[float]:
 
 
 # -- conservation and causality ------------------------------------------------------------------------
-
 systems = st.builds(
     System,
     timing=st.just(QUICK),
@@ -191,8 +190,6 @@ def test_the_same_load_gives_the_same_trial() -> None:
 
 
 # -- formulas ------------------------------------------------------------------------------------------
-
-
 def service(prefill_ms: float) -> TimingProfile:
     """A prompt takes so long, and a decode step next to nothing."""
     return TimingProfile(

@@ -25,7 +25,6 @@ CASE = Case("tcp", "tcp", "write", 4096, 8)
 
 
 # --- which blocks
-
 cases = st.builds(
     Case,
     backend=st.just("tcp"),
@@ -84,7 +83,6 @@ def test_both_sides_scatter_in_orders_of_their_own() -> None:
 
 
 # --- what they hold
-
 layouts = st.builds(
     Layout, regions=st.integers(1, 3), blocks=st.integers(1, 12), block_bytes=st.integers(1, 3000)
 )
@@ -144,8 +142,6 @@ def test_memory_that_is_not_there_is_refused_before_it_is_taken() -> None:
 
 
 # --- how calls are counted
-
-
 class Slow(NullEndpoint):
     """Each transfer is done when it is asked for the third time, the last one not at all."""
 
@@ -202,8 +198,6 @@ def test_a_call_that_does_not_end_is_told_with_its_deadline(count: int) -> None:
 
 
 # --- what makes a row weak
-
-
 def row(calls: int = 1000, call_s: float = 1e-3, **given: object) -> TransferRecord:
     record = TransferRecord(
         replace(CASE, nics=2), calls=calls, window_s=calls * call_s, call_s=[call_s] * calls, verified=True

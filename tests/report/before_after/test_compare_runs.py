@@ -62,8 +62,6 @@ def runs(*paths: Path) -> list[RunFolder]:
 
 
 # --- what differs ----------------------------------------------------------------------------------
-
-
 def test_copies_differ_in_nothing_and_each_cell_is_unchanged_once(copied: Callable[..., Path]) -> None:
     code, text = printed([QUICKSTART, copied("again")])
     assert code == EXIT_OK
@@ -139,8 +137,6 @@ def test_another_model_or_workload_needs_force_and_is_marked(
 
 
 # --- what became of it -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("factor", "became"), [(0.5, "worse"), (2.0, "better"), (0.97, "inconclusive")])
 def test_each_rate_is_told_from_before_to_after(
     factor: float, became: str, copied: Callable[..., Path]
@@ -181,8 +177,6 @@ def test_the_number_of_runs_before_has_to_fit(copied: Callable[..., Path]) -> No
 
 
 # --- for a pipeline --------------------------------------------------------------------------------
-
-
 def test_a_loss_ends_with_an_exit_code_and_a_line(copied: Callable[..., Path], tmp_path: Path) -> None:
     files = {"junit": tmp_path / "j.xml", "comment": tmp_path / "c.md"}
     code, text = printed([QUICKSTART, copied("b", 0.3)], ci=True, **files)

@@ -256,8 +256,6 @@ def test_every_mark_of_a_trial_says_its_value(page: Page, measured: Path) -> Non
 
 
 # --- pictures in the page --------------------------------------------------------------------------
-
-
 def test_every_colour_of_a_picture_has_one_for_the_dark(measured: Path) -> None:
     for path in (measured / "figures").glob("*.svg"):
         styles = " ".join(re.findall(r'style="([^"]*)"', path.read_text()))
@@ -347,7 +345,6 @@ def test_missing_values_sort_as_missing() -> None:
 
 
 # --- in a browser ----------------------------------------------------------------------------------
-
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_a_browser = pytest.mark.skipif(
     not os.environ.get("KVBENCH_BROWSER_TESTS") or CHROMIUM is None,

@@ -41,8 +41,6 @@ def copied(tmp_path: Path) -> Path:
 
 
 # --- tables ----------------------------------------------------------------------------------------
-
-
 def test_every_column_of_every_table_is_explained(run: kvbench.Run, microbench: kvbench.Run) -> None:
     for each in (run, microbench):
         for table in TABLES:
@@ -122,8 +120,6 @@ def test_a_file_of_an_older_kvbench_lacks_columns(copied: Path) -> None:
 
 
 # --- states ----------------------------------------------------------------------------------------
-
-
 def test_a_crashed_sweep_gives_what_it_had(copied: Path) -> None:
     lines = (copied / "trials.jsonl").read_bytes().splitlines(keepends=True)
     (copied / "trials.jsonl").write_bytes(b"".join(lines[:6]) + lines[6][:100])
@@ -181,8 +177,6 @@ def test_runs_lists_what_can_be_read_and_what_cannot(tmp_path: Path, copied: Pat
 
 
 # --- microbenchmarks -------------------------------------------------------------------------------
-
-
 def test_a_microbenchmark_has_cases_and_calls(microbench: kvbench.Run) -> None:
     measured = microbench.transfers[microbench.transfers.status == "ok"]
     assert len(microbench.calls) == measured.calls.sum()
@@ -206,8 +200,6 @@ def test_two_microbenchmarks_are_compared_case_by_case(microbench: kvbench.Run, 
 
 
 # --- imported runs ---------------------------------------------------------------------------------
-
-
 def test_an_imported_run_has_rows_with_their_source_and_conclusions() -> None:
     notes = kvbench.load(ROOT / "results/reference/seed-notes")
     assert notes.kind == "imported"
@@ -225,8 +217,6 @@ def test_an_imported_run_has_rows_with_their_source_and_conclusions() -> None:
 
 
 # --- comparisons -----------------------------------------------------------------------------------
-
-
 def test_connectors_of_one_run_are_ordered_where_posteriors_tell(run: kvbench.Run) -> None:
     compared = kvbench.compare(run)
     told = compared.rows[compared.rows.told]
@@ -252,8 +242,6 @@ def test_runs_that_differ_are_put_together_only_by_force(run: kvbench.Run, tmp_p
 
 
 # --- how it looks ----------------------------------------------------------------------------------
-
-
 class _Elements(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -291,8 +279,6 @@ def test_a_picture_shows_itself_and_is_the_same_twice(run: kvbench.Run) -> None:
 
 
 # --- virtual time ----------------------------------------------------------------------------------
-
-
 def test_a_simulated_run_is_a_run_and_goes_with_it() -> None:
     run = kvbench.simulate("quickstart", {"workload.input_len": [256]}, connectors=["nixl"])
     assert run.mark == "simulated"
@@ -327,8 +313,6 @@ def test_splits_are_compared_by_gpu() -> None:
 
 
 # --- the package -----------------------------------------------------------------------------------
-
-
 def python(code: str) -> str:
     env = {**os.environ, "PYTHONWARNINGS": "error"}
     done = subprocess.run(

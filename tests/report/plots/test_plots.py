@@ -240,8 +240,6 @@ def test_a_burst_is_drawn_beside_the_rate_that_holds_and_only_then(one: RunFolde
 
 
 # --- what the pictures are made of -----------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def quickstart() -> RunFolder:
     return load_run(REFERENCE / "quickstart")

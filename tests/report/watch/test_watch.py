@@ -189,8 +189,6 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 # --- the live page ---------------------------------------------------------------------------------
-
-
 def get(url: str, path: str, host: str = "", method: str = "GET") -> tuple[int, dict[str, str], str]:
     place = urlsplit(url)
     connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=DEADLINE_S)

@@ -137,7 +137,6 @@ def test_the_command_leaves_a_comparison_in_the_run(tmp_path: Path) -> None:
 
 
 # --- offered for real --------------------------------------------------------------------------------
-
 LOAD = ("workload.input_len=[256]", "search.trial_s=4", "search.min_requests=20")
 
 

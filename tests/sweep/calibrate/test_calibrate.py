@@ -205,8 +205,6 @@ def test_an_emulated_engine_s_step_times_are_found(tmp_path: Path) -> None:
 
 
 # -- the importer ------------------------------------------------------------------------------------
-
-
 def test_llmservingsim_s_requests_are_on_the_client_s_clock() -> None:
     folder = RECORDED / "llmservingsim"
     assert recognise(folder)

@@ -40,8 +40,6 @@ def searched(tmp_path: Path, cli: CliOptions) -> RunFolder:
 
 
 # -- the rate that it finds ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("aborts", ["", "abort"])
 @pytest.mark.parametrize(
     "service_s", [0.02, *(pytest.param(each, marks=pytest.mark.heavy) for each in (0.005, 0.1))]
@@ -105,8 +103,6 @@ def test_the_same_run_twice_has_the_same_trials(tmp_path: Path) -> None:
 
 
 # -- what is told, and when ---------------------------------------------------------------------------
-
-
 def test_a_run_as_the_system_hears_it(tmp_path: Path) -> None:
     log = tmp_path / "told.jsonl"
     system = command(tmp_path, ECHO, 0.05, log)
@@ -191,8 +187,6 @@ def test_a_slow_system_is_given_the_time_that_its_slo_allows(tmp_path: Path) -> 
 
 
 # -- the command line ---------------------------------------------------------------------------------
-
-
 def test_the_example_of_the_page_runs_and_tells_the_truth(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "simulate.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -238,7 +232,6 @@ def test_the_scenario_in_the_folder_is_simulated_again_and_nothing_else(tmp_path
 
 
 # -- what goes wrong ----------------------------------------------------------------------------------
-
 ANSWER = 'print(json.dumps({"first_token_s": AT, "last_token_s": AT}), flush=True)'
 WRONG = {
     "no json": ('print("ready", flush=True)', "invalid JSON"),

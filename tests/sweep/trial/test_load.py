@@ -35,9 +35,8 @@ from kvbench.sweep.trial.loadgen_driver import LoadGenerator, Spare, cause_of
 
 pytestmark = pytest.mark.timeout(90)
 
+
 # ---------------------------------------------------------------- how many
-
-
 def test_a_light_load_takes_one_worker_on_any_machine() -> None:
     assert (workers_for(20, 16, 400, cores=64), workers_for(300, 80, 20_000, cores=64)) == (1, 1)
 
@@ -68,8 +67,6 @@ def test_workers_are_enough_and_never_too_many(
 
 
 # ---------------------------------------------------------------- one out of several
-
-
 def record(index: int, scheduled_s: float | None = None) -> RequestRecord:
     return RequestRecord(f"kvb-any-{index}", float(index) if scheduled_s is None else scheduled_s, 8, 4)
 
@@ -128,7 +125,6 @@ def test_workers_without_a_common_start_have_no_common_times() -> None:
 
 
 # ---------------------------------------------------------------- processes that speak the protocol
-
 # A generator that sends nothing: it tells what its spec's "script" says, at once, after "go".
 ACTOR = """
 import json, sys
@@ -294,8 +290,6 @@ def test_a_worker_that_never_ends_meets_the_deadline(launcher: LocalLauncher) ->
 
 
 # ---------------------------------------------------------------- the real generator
-
-
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[emulated.EngineProcess]:
     with emulated.running(tmp_path_factory.mktemp("engine"), emulated.spec()) as running:
