@@ -73,9 +73,7 @@ def said(error: KvbenchError) -> None:
 @given(data=damaged(SCENARIOS))
 @stored("scenario", "data")
 @fuzz(60)
-def test_a_scenario_is_planned_or_refused_in_words(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes
-) -> None:
+def test_a_scenario_is_planned_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
     path.write_bytes(data)
     try:
@@ -139,9 +137,7 @@ def test_a_trace_is_read_or_refused_in_words(tmp_path_factory: pytest.TempPathFa
 # --- results of other tools --------------------------------------------------------------------------
 @given(damaged([path.read_bytes()[:20_000] for path in FILES]))
 @fuzz(50)
-def test_any_file_is_imported_or_refused_in_words(
-    tmp_path_factory: pytest.TempPathFactory, data: bytes
-) -> None:
+def test_any_file_is_imported_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     place = tmp_path_factory.getbasetemp() / "imports" / "results"
     place.mkdir(parents=True, exist_ok=True)
     path = place / "log.txt"

@@ -283,9 +283,7 @@ intervals = st.tuples(st.floats(0.1, 100), st.floats(1, 2)).map(lambda t: (t[0],
 @given(one=intervals, other=intervals)
 @example(one=(2.0, 2.0), other=(1.0, 2.0))  # ends at the other's end, above which lie 5 %
 @example(one=(2.0, 2.0), other=(2.0, 2.0))
-def test_an_order_is_claimed_where_the_rates_are_almost_surely_in_it(
-    one: tuple[float, float], other: tuple[float, float]
-) -> None:
+def test_an_order_is_claimed_where_almost_sure(one: tuple[float, float], other: tuple[float, float]) -> None:
     (told,) = rate_pairs([row("a", *one), row("b", *other)])
     high, low = (one, other) if told.ahead == "a" else (other, one)
     (mine, my_spread), (others, their_spread) = map(log_normal, (high, low))

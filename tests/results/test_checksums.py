@@ -211,7 +211,7 @@ def test_no_kill_looks_like_an_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ["trials.jsonl", "cells.jsonl", "requests/t1.parquet", "plan.json"])
-def test_what_could_not_be_written_is_no_damage(
+def test_what_was_not_written_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A full disk: the line is announced, but never comes; the run says how it ended."""

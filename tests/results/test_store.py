@@ -134,9 +134,7 @@ def test_a_running_run_can_be_read_and_is_not_taken_for_a_dead_one(tmp_path: Pat
         (ValueError(), "failed", "ValueError"),
     ],
 )
-def test_the_context_manager_writes_how_the_run_ended(
-    tmp_path: Path, error: BaseException, status: str, text: str
-) -> None:
+def test_the_store_writes_how_it_ended(tmp_path: Path, error: BaseException, status: str, text: str) -> None:
     with pytest.raises(type(error)), new_store(tmp_path) as store:
         raise error
     manifest = load_run(store.path).manifest
@@ -343,9 +341,7 @@ def test_the_strategies_cover_every_field() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(rows=st.lists(requests, min_size=1, max_size=4))
-def test_requests_survive_parquet(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[RequestRecord]
-) -> None:
+def test_parquet_keeps_requests(tmp_path_factory: pytest.TempPathFactory, rows: list[RequestRecord]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

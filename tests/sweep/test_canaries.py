@@ -116,9 +116,7 @@ def compared(runs: Sequence[RunFolder], format_: str) -> str:
     return shown.getvalue()
 
 
-def test_a_comparison_has_the_counts_of_both_side_by_side(
-    measured: tuple[str, RunFolder], tmp_path: Path
-) -> None:
+def test_a_comparison_has_both_counts_side_by_side(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
     _, run = measured
     folder = without_checksums(Path(shutil.copytree(run.path, tmp_path / run.path.name)))
     rows = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]

@@ -39,9 +39,7 @@ def test_one_other_length_is_a_guess_and_two_are_a_line() -> None:
 
 
 @given(st.floats(0.001, 1), st.floats(1e-6, 1e-2), st.permutations([128, 512, 2048]))
-def test_a_cost_that_is_linear_in_the_length_is_found_again(
-    fixed: float, per_token: float, lengths: list[int]
-) -> None:
+def test_a_cost_linear_in_the_length_is_found(fixed: float, per_token: float, lengths: list[int]) -> None:
     known = [(length, 1 / (fixed + per_token * length)) for length in lengths[:2]]
     true = 1 / (fixed + per_token * lengths[2])
     assert extrapolated(known, lengths[2]) == pytest.approx(true, rel=1e-6)

@@ -98,9 +98,7 @@ def copied(folder: Path, target: Path) -> Path:
     return Path(shutil.copytree(folder, target / folder.name))
 
 
-def test_the_command_goes_on_and_says_so_and_a_complete_run_is_left_alone(
-    broken: Path, tmp_path: Path
-) -> None:
+def test_the_command_goes_on_and_a_complete_run_is_left_alone(broken: Path, tmp_path: Path) -> None:
     folder = copied(broken, tmp_path)
     (folder / ".trials.jsonl.123.abc.tmp").write_bytes(b"half")
     (folder / "requests").mkdir()
@@ -224,9 +222,7 @@ def test_a_cell_that_failed_is_measured_once_more(broken: Path, tmp_path: Path) 
     assert resume.is_complete(run)
 
 
-def test_what_an_earlier_cell_taught_after_it_had_failed_is_no_other_search(
-    broken: Path, tmp_path: Path
-) -> None:
+def test_what_an_earlier_cell_taught_after_failing_is_no_other_search(broken: Path, tmp_path: Path) -> None:
     """It failed, a later cell began without its rate, and it is measured before that one goes on."""
     folder = copied(broken, tmp_path)
     record = load_run(folder).all_trials[0]

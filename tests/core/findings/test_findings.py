@@ -154,9 +154,7 @@ def test_nobody_is_ahead_in_the_notes_and_32k_has_unequal_rates(imported: Callab
     assert "burst" in alike.text
 
 
-def test_pr_10884_repeats_are_found_and_one_of_them_is_no_repeat(
-    imported: Callable[[str], RunFolder],
-) -> None:
+def test_pr_10884_repeats_are_found_and_one_is_no_repeat(imported: Callable[[str], RunFolder]) -> None:
     run = imported("pr10884")
     told = conclusions([run], by="nics")
     assert len(found(told, "same_twice").places) == 2
@@ -459,9 +457,7 @@ def test_figures_in_words() -> None:
 
 
 # --- in the report ---------------------------------------------------------------------------------
-def test_a_report_of_read_in_results_has_conclusions_rows_and_their_origin(
-    imported: Callable[[str], RunFolder],
-) -> None:
+def test_a_report_of_imports_has_conclusions_rows_and_origin(imported: Callable[[str], RunFolder]) -> None:
     run = imported("notes")
     write_report(run.path, ("md", "json", "csv"))
     text = (run.path / "report.md").read_text()

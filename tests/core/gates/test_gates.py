@@ -464,9 +464,7 @@ def test_rdma_that_its_counters_confirm_is_no_lie() -> None:
 
 
 @pytest.mark.parametrize(("share", "gates"), [(0.4, {"wrong_transport": "invalid"}), (0.6, {})])
-def test_rdma_that_carried_less_than_half_of_the_kv_did_not_carry_it(
-    share: float, gates: dict[str, str]
-) -> None:
+def test_rdma_that_carried_under_half_of_the_kv_did_not_carry_it(share: float, gates: dict[str, str]) -> None:
     nics = {"mlx5_0": NicFigures("rdma", share * 5e6, 0), "ens1": NicFigures("ip", 5e6, 0)}
     assert fired(over(nics, "rdma")) == gates
 
@@ -474,9 +472,7 @@ def test_rdma_that_carried_less_than_half_of_the_kv_did_not_carry_it(
 @pytest.mark.parametrize(
     ("nvlink", "tcp", "gates"), [(0.4, 0.6, {"wrong_transport": "warning"}), (0.6, 0.6, {}), (0.4, 0.4, {})]
 )
-def test_kv_that_nobody_named_a_way_for_went_where_half_of_it_was_counted(
-    nvlink: float, tcp: float, gates: dict[str, str]
-) -> None:
+def test_kv_of_unnamed_way_went_where_half_was_seen(nvlink: float, tcp: float, gates: dict[str, str]) -> None:
     nics = {
         "GPU 0 NVLink": NicFigures("nvlink", nvlink * 5e6, 0),
         "lo": NicFigures("ip", tcp * 5e6, 0, None, True),
@@ -503,9 +499,7 @@ def test_a_trial_of_which_a_tenth_failed_was_not_one_batch(failures: int, one_ba
         ((11, 12, 13, 14), True),
     ],
 )
-def test_only_what_climbs_from_quarter_to_quarter_is_not_steady(
-    tpot_ms: tuple[float, ...], steady: bool
-) -> None:
+def test_only_what_climbs_each_quarter_is_not_steady(tpot_ms: tuple[float, ...], steady: bool) -> None:
     records = [request(i) for i in range(10)]  # of the warm-up
     records += [request(10 + i, gap_s=tpot_ms[i * 4 // 90] / 1e3) for i in range(90)]
     assert ("not_steady" not in fired(evidence(records))) == steady
@@ -519,9 +513,7 @@ def test_a_ttft_that_climbs_is_seen_where_no_limit_is_on_tpot() -> None:
 
 
 @pytest.mark.parametrize(("shed_requests", "refused"), [(1, False), (2, True)])
-def test_a_trial_is_refused_once_more_than_half_a_percent_were_turned_away(
-    shed_requests: int, refused: bool
-) -> None:
+def test_a_trial_is_refused_once_over_half_a_percent_were_shed(shed_requests: int, refused: bool) -> None:
     records = [shed(i) if i < shed_requests else request(i) for i in range(200)]
     found = evidence(records, engines={}, kv_bytes_per_request=None)
     assert fired(found)["shedding"] == ("invalid" if refused else "warning")
@@ -933,9 +925,7 @@ def test_a_miss_on_a_machine_that_others_filled_is_no_miss() -> None:
         (BAD, {"host": replace(TAKEN, busy_share=None, pressure_share=None)}),  # not known
     ],
 )
-def test_a_disturbance_that_took_nothing_refuses_nothing(
-    records: list[RequestRecord], changes: dict[str, Any]
-) -> None:
+def test_harmless_disturbance_refuses_nothing(records: list[RequestRecord], changes: dict[str, Any]) -> None:
     found = disturbed(records, **changes)
     assert judge(found)[0] == ("met" if records is GOOD else "missed")
     assert fired(found).get("machine_disturbed") in ("warning", None)
@@ -991,9 +981,7 @@ def test_a_client_that_is_late_by_itself_is_told_beside_a_starved_router(wait_sh
 
 
 @pytest.mark.parametrize(("lag_share", "starved"), [(0.45, False), (0.15, True)])
-def test_a_client_that_was_stopped_is_told_apart_from_one_that_waited(
-    lag_share: float, starved: bool
-) -> None:
+def test_a_client_that_was_stopped_is_told_from_one_that_waited(lag_share: float, starved: bool) -> None:
     """It waited for a core in 12 % of the time; of a delay of 45 % that is no explanation."""
     client = replace(LATE_CLIENT, run_queue_wait_share=0.12, loop_lag_share=lag_share)
     router = replace(STARVED, loop_lag_p99_s=0.2)

@@ -175,9 +175,7 @@ def test_expected_hits_follow_the_prefix() -> None:
 
 @given(requests, st.integers(0, 2**63 - 1), st.sampled_from([1, 16, 128]))
 @settings(max_examples=40, deadline=None)
-def test_expected_hits_are_those_of_the_prompts(
-    asked: list[TracedRequest], seed: int, block_tokens: int
-) -> None:
+def test_expected_hits_are_the_prompts_own(asked: list[TracedRequest], seed: int, block_tokens: int) -> None:
     """Against a cache that keeps every prompt and compares tokens."""
     prompts = [
         traced_prompt(request.input_len, request.blocks, seed, index, 50_000)

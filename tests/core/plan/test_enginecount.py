@@ -250,9 +250,7 @@ def test_every_table_has_the_rate_per_engine(uneven: RunFolder) -> None:
     assert float(told["max_request_rate_per_engine"]) == pytest.approx(per)
 
 
-def test_gpus_of_an_emulated_engine_have_goodput_tokens_and_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emulated_gpus_have_goodput_tokens_and_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned({"engine": "emulated", "tensor_parallel_size": 4, "price_per_gpu_hour": 1.8})
     monkeypatch.setitem(PLAN, "deployments", plan["deployments"])
     monkeypatch.setitem(PLAN, "scenario", {**PLAN["scenario"], **plan["scenario"]})
@@ -284,9 +282,7 @@ def test_gpus_of_an_emulated_engine_have_goodput_tokens_and_costs(
     assert {"cost_per_1k_requests", "interval_level"} <= set(notebook.load(run.path).summary.columns)
 
 
-def test_power_that_is_known_is_told_by_gpu_and_by_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_power_is_told_by_gpu_and_by_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned({"engine": "emulated", "tensor_parallel_size": 4})
     monkeypatch.setitem(PLAN, "deployments", plan["deployments"])
     monkeypatch.setitem(PLAN, "scenario", {**PLAN["scenario"], **plan["scenario"]})

@@ -143,9 +143,7 @@ def test_what_the_scenario_names_stays_and_is_dealt_to_nobody_else(node: Path) -
     ],
 )
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_too_few_are_refused_with_the_count(
-    node: Path, engine: str, deployment: dict[str, Any], said: str
-) -> None:
+def test_too_few_are_refused_by_count(node: Path, engine: str, deployment: dict[str, Any], said: str) -> None:
     hgx.write_smi(node, 4)
     with pytest.raises(InputError) as told:
         require_gpus(plan_of(scenario(engine, **deployment)))

@@ -147,9 +147,7 @@ def test_the_first_trial_with_some_in_time_tells_where_the_answer_is() -> None:
 
 
 @pytest.mark.parametrize(("effective_n", "clump"), [(25.0, 4.0), (400.0, 1.0), (0.5, 100.0), (None, 1.0)])
-def test_a_clump_is_at_least_a_request_and_at_most_all_of_them(
-    effective_n: float | None, clump: float
-) -> None:
+def test_a_clump_is_at_least_a_request_and_at_most_all(effective_n: float | None, clump: float) -> None:
     one = trial(40, "expand", 0.4, 120)
     one.summary["effective_n"] = effective_n
     seen = seen_of([one])

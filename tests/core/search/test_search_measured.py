@@ -417,9 +417,7 @@ measures: st.SearchStrategy[Any] = st.builds(
     st.integers(1, 25),
     st.booleans(),
 )
-def test_whatever_is_told_it_ends_inside_its_limits_and_can_be_resumed(
-    told: list[Outcome], max_trials: int, ceiling: bool
-) -> None:
+def test_whatever_is_told_it_ends_within_limits(told: list[Outcome], max_trials: int, ceiling: bool) -> None:
     limits = SearchLimits(8, 0.5, 512, 0.05, max_trials)
     script = iter(told)
     run(RateSearch(limits, ceiling=ceiling), lambda probe: next(script, ("missed", None)))

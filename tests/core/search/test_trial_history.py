@@ -25,9 +25,7 @@ def outcome(rate: float, verdict: VerdictKind = "met", share: float = 1.0) -> Tr
         ((10.51,), None),  # farther above than the precision
     ],
 )
-def test_a_met_trial_at_an_answer_or_just_above_confirms_it(
-    rates: tuple[float, ...], confirming: float | None
-) -> None:
+def test_a_met_trial_at_or_just_above_confirms_it(rates: tuple[float, ...], confirming: float | None) -> None:
     found = TrialHistory(LIMITS, tuple(outcome(rate) for rate in rates)).confirming(10.0)
     assert (None if found is None else found.rate) == confirming
 

@@ -360,9 +360,7 @@ H200 = "h200-tp8-qwen3-30b-a3b"
         (44, 16384, 11.5, 0.11),
     ],
 )
-def test_h200_decode_matches_the_published_rows(
-    seqs: int, input_len: int, measured_ms: float, tolerance: float
-) -> None:
+def test_h200_decode_is_as_published(seqs: int, input_len: int, measured_ms: float, tolerance: float) -> None:
     assert decode_ms(H200, seqs, input_len + 512) == pytest.approx(measured_ms, rel=tolerance)
 
 

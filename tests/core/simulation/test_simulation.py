@@ -74,9 +74,7 @@ def everything_is_free(trial: SimulatedTrial) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(systems, loads)
-def test_every_request_is_served_once_whole_and_in_order(
-    system: System, requests: list[tuple[float, int, int]]
-) -> None:
+def test_each_request_is_served_once_in_order(system: System, requests: list[tuple[float, int, int]]) -> None:
     load = load_of(requests)
     trial = SimulatedTrial(system, load, None)
     outcome = trial.run()

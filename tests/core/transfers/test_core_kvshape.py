@@ -81,9 +81,7 @@ def test_mla_has_one_tensor_a_layer_and_is_on_every_rank() -> None:
     st.sampled_from((1, 16, 64)),
     st.sampled_from(("0.13", "0.24", "0.33")),
 )
-def test_ranks_together_move_what_the_model_says(
-    name: str, tokens: int, tp: int, block: int, version: str
-) -> None:
+def test_ranks_together_move_the_models_kv(name: str, tokens: int, tp: int, block: int, version: str) -> None:
     model = MODELS[name]
     if not model.mla_dim and max(model.kv_heads, tp) % min(model.kv_heads, tp):
         with pytest.raises(InputError, match="cannot be divided evenly"):

@@ -138,9 +138,7 @@ def test_another_model_or_workload_needs_force_and_is_marked(
 
 # --- what became of it -----------------------------------------------------------------------------
 @pytest.mark.parametrize(("factor", "became"), [(0.5, "worse"), (2.0, "better"), (0.97, "inconclusive")])
-def test_each_rate_is_told_from_before_to_after(
-    factor: float, became: str, copied: Callable[..., Path]
-) -> None:
+def test_each_rate_is_told_before_to_after(factor: float, became: str, copied: Callable[..., Path]) -> None:
     found = cell_changes(*([run] for run in runs(QUICKSTART, copied("b", factor))))
     assert [each.became for each in found] == [became] * 6
     for each in found:
@@ -212,9 +210,7 @@ def test_a_run_beside_itself_is_ok_where_a_cell_has_no_rate(copied: Callable[...
     assert printed([path, other], ci=True)[0] == EXIT_INCONCLUSIVE
 
 
-def test_a_loss_that_is_possible_is_inconclusive_and_it_says_what_it_would_see(
-    copied: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_possible_loss_is_inconclusive_with_its_power(copied: Callable[..., Path], tmp_path: Path) -> None:
     paths = [QUICKSTART, copied("b", 0.97)]
     code, text = printed(paths, ci=True, junit=tmp_path / "j.xml")
     assert code == EXIT_INCONCLUSIVE

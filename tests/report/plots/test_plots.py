@@ -199,9 +199,7 @@ def test_log_ticks_are_few_and_inside(low: float, high: float) -> None:
     assert all(low <= tick <= high for tick in ticks)
 
 
-def test_a_home_that_cannot_be_written_does_no_harm_and_pyplot_is_not_used(
-    one: RunFolder, tmp_path: Path
-) -> None:
+def test_a_home_without_write_does_no_harm_and_pyplot_is_not_used(one: RunFolder, tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from kvbench.results.run import load_run; "
         "from kvbench.report.plots import write_plots; "

@@ -232,9 +232,7 @@ def test_a_simulation_takes_its_links_from_the_fitted_transfers(plain: RunFolder
 @pytest.mark.parametrize(
     ("version", "regions", "merged"), [("0.13.0", 8, True), ("0.24.0", 8, False), ("0.33.0", 4, True)]
 )
-def test_a_link_is_that_of_the_descriptors_of_the_vllm_version(
-    plain: RunFolder, version: str, regions: int, merged: bool
-) -> None:
+def test_a_link_is_of_the_vllm_version(plain: RunFolder, version: str, regions: int, merged: bool) -> None:
     """Halves of blocks don't merge, so that each block costs descriptors: K and V in each of 4 layers."""
     chosen = resolve(CliOptions("quickstart"))[0]
     options = VllmOptions(model="tiny", version=version)

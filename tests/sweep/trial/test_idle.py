@@ -161,9 +161,7 @@ def told(page: str) -> Iterator[str]:
         (("1e1",), 10.0),
     ],
 )
-def test_a_gauge_that_is_no_number_says_nothing(
-    tmp_path: Path, values: tuple[str, ...], known: float | None
-) -> None:
+def test_a_gauge_without_number_is_mute(tmp_path: Path, values: tuple[str, ...], known: float | None) -> None:
     page = "".join(f'vllm:num_requests_running{{engine="{n}"}} {value}\n' for n, value in enumerate(values))
     with told(page) as url:
         scenario, _ = resolve(CliOptions(base_url=url, input_len="16", output_len=1, ttft_ms=300))

@@ -79,9 +79,7 @@ def test_shares_join_to_the_plan_in_its_order(workers: int, planned: int) -> Non
 
 
 @given(st.integers(1, 4), st.integers(2, 40), st.data())
-def test_a_request_that_is_missing_or_double_is_an_error(
-    workers: int, planned: int, data: st.DataObject
-) -> None:
+def test_a_missing_or_double_request_is_an_error(workers: int, planned: int, data: st.DataObject) -> None:
     shares = [[record(index) for index in range(worker, planned, workers)] for worker in range(workers)]
     share = data.draw(st.sampled_from([each for each in shares if each]))
     place = data.draw(st.integers(0, len(share) - 1))

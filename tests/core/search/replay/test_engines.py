@@ -35,9 +35,7 @@ def trial(
 @pytest.mark.parametrize(
     ("model", "rates"), [(TWO, (60.0, 75.0)), (PAIR, (55.0, 66.0, 75.0))], ids=["two", "pair"]
 )
-def test_the_structure_of_engines_is_found_and_predicts_other_trials(
-    model: EngineModel, rates: tuple[float, ...]
-) -> None:
+def test_the_structure_of_engines_predicts_other_trials(model: EngineModel, rates: tuple[float, ...]) -> None:
     trials = [trial(model, rate, seed) for seed, rate in enumerate(rates)]
     found = engine_model((*trials,))
     assert (found.pair, found.engines) == (model.pair, model.engines)
