@@ -90,102 +90,72 @@ def test_a_run_is_sound_and_all_of_it_is_looked_at(whole: Path) -> None:
     assert {trial.verdict for trial in run.all_trials} >= {"met", "missed", "measured"}
 
 
+def at(keys: str = "", **changes: Any) -> Edit:
+    """An edit of the values below these keys; a callable computes its value from what is there."""
+
+    def edit(row: dict[str, Any]) -> None:
+        for key in filter(None, keys.split(".")):
+            row = row[key]
+        row.update({key: each(row, key) if callable(each) else each for key, each in changes.items()})
+
+    return edit
+
+
+def times(factor: float, other: str = "") -> Callable[[dict[str, Any], str], float]:
+    """The value, or another one beside it, multiplied."""
+    return lambda row, key: row[other or key] * factor
+
+
+def main(row: dict[str, Any]) -> bool:
+    return bool(row["main"])
+
+
+def burst(row: dict[str, Any]) -> bool:
+    return bool(row["method"] == "burst")
+
+
+TRIALS, CELLS = "trials.jsonl", "cells.jsonl"
+MET, MISSED = searched("met"), searched("missed")
+GROWS = {"gate": "growing_queue", "level": "warning", "message": "it grows", "advice": "", "evidence": {}}
 EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], bool], Edit, str]] = {
-    "a verdict": ("trials.jsonl", searched("missed"), lambda row: row.update(verdict="met"), "the verdict"),
-    "a reason": (
-        "trials.jsonl",
-        searched("missed"),
-        lambda row: row.update(reason="so be it"),
-        "the verdict",
-    ),
+    "a verdict": (TRIALS, MISSED, at(verdict="met"), "the verdict"),
+    "a reason": (TRIALS, MISSED, at(reason="so be it"), "the verdict"),
     "a decision with its verdict": (
-        "trials.jsonl",
+        TRIALS,
         decided,
         lambda row: [each.update(verdict="met") for each in (row, row["summary"]["live"])],
         "live.verdict",
     ),
-    "a share while it was under way": (
-        "trials.jsonl",
+    "a share under way": (
+        TRIALS,
         decided,
-        lambda row: row["summary"]["live"]["measured"].update(attainment=0.97),
-        "live.measured.attainment",
+        at("summary.live.measured", attainment=0.97),
+        "measured.attainment",
     ),
-    "a percentile": (
-        "trials.jsonl",
-        searched("met"),
-        lambda row: row["summary"]["ttft_ms"].update(p99=1.0),
-        "summary.ttft_ms.p99",
-    ),
-    "a percentile of the gaps": (
-        "trials.jsonl",
-        searched("met"),
-        lambda row: row["summary"]["itl_ms"].update(p50=row["summary"]["itl_ms"]["p50"] * 0.9999),
-        "summary.itl_ms.p50",
-    ),
-    "a count": ("trials.jsonl", searched("met"), lambda row: row["summary"].update(sent=7), "summary.sent"),
-    "goodput": (
-        "trials.jsonl",
-        lambda row: row["method"] == "burst",
-        lambda row: row["summary"].update(request_goodput=99.0),
-        "summary.request_goodput",
-    ),
-    "the steady part": (
-        "trials.jsonl",
-        searched("met"),
-        lambda row: row["summary"]["window"].update(start_s=0.1),
-        "summary.",
-    ),
-    "a finding": (
-        "trials.jsonl",
-        searched("met"),
-        lambda row: row["findings"].append(
-            {"gate": "growing_queue", "level": "warning", "message": "it grows", "advice": "", "evidence": {}}
-        ),
-        "findings",
-    ),
-    "a rate": (
-        "trials.jsonl",
-        searched("met"),
-        lambda row: row.update(request_rate=row["request_rate"] * 1.1),
-        "summary.offered_rate",
-    ),
-    "a seed": ("trials.jsonl", searched("met"), lambda row: row.update(seed=5), "its seed"),
-    "what limits": (
-        "trials.jsonl",
-        searched("missed"),
-        lambda row: row["engine"]["limit"].update(limit="client"),
-        "limit",
-    ),
-    "an answer": (
-        "cells.jsonl",
-        lambda row: row["main"],
-        lambda row: row["answer"].update(max_request_rate=row["answer"]["max_request_rate"] * 1.002),
-        "answer.max_request_rate",
-    ),
+    "a percentile": (TRIALS, MET, at("summary.ttft_ms", p99=1.0), "summary.ttft_ms.p99"),
+    "a percentile of the gaps": (TRIALS, MET, at("summary.itl_ms", p50=times(0.9999)), "summary.itl_ms.p50"),
+    "a count": (TRIALS, MET, at("summary", sent=7), "summary.sent"),
+    "goodput": (TRIALS, burst, at("summary", request_goodput=99.0), "summary.request_goodput"),
+    "the steady part": (TRIALS, MET, at("summary.window", start_s=0.1), "summary."),
+    "a finding": (TRIALS, MET, lambda row: row["findings"].append(GROWS), "findings"),
+    "a rate": (TRIALS, MET, at(request_rate=times(1.1)), "summary.offered_rate"),
+    "a seed": (TRIALS, MET, at(seed=5), "its seed"),
+    "what limits": (TRIALS, MISSED, at("engine.limit", limit="client"), "limit"),
+    "an answer": (CELLS, main, at("answer", max_request_rate=times(1.002)), "answer.max_request_rate"),
     "an answer's end": (
-        "cells.jsonl",
-        lambda row: row["main"],
-        lambda row: row["answer"].update(lower=row["answer"]["max_request_rate"] * 2),
-        "is outside its interval",
+        CELLS,
+        main,
+        at("answer", lower=times(2, "max_request_rate")),
+        "outside its interval",
     ),
-    "a status": (
-        "cells.jsonl",
-        lambda row: row["main"],
-        lambda row: row["answer"].update(status="converged", confirmed=True),
-        "answer.",
-    ),
+    "a status": (CELLS, main, at("answer", status="converged", confirmed=True), "answer."),
     "a burst's answer": (
-        "cells.jsonl",
-        lambda row: row["method"] == "burst",
-        lambda row: row["answer"].update(max_request_rate=row["answer"]["lower"] * 1.01),
+        CELLS,
+        burst,
+        at("answer", max_request_rate=times(1.01, "lower")),
         "answer.max_request_rate",
     ),
-    "a supporting trial": (
-        "cells.jsonl",
-        lambda row: row["main"],
-        lambda row: row.update(confirmed_by="tcp-in128-out16-99"),
-        "which is missing",
-    ),
+    "a supporting trial": (CELLS, main, at(confirmed_by="tcp-in128-out16-99"), "which is missing"),
 }
 
 
