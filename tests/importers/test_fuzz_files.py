@@ -88,24 +88,13 @@ def test_a_scenario_is_planned_or_refused(tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: &d [*c, *c]\ne: [*d, *d]\n" * 1,
-        "a: &a {x: 1}\n" + "".join(f"b{n}: &b{n} {{<<: [*a, *a]}}\n" for n in range(50)),
-        "[" * 50_000,
-        "- " * 100_000,
-        "? " * 100_000,
-        "{a: " * 100_000,
-        "a: " + "9" * 100_000,
-        "a: |\n" + " x\n" * 6_000,
-        '"' + "\\" * 100_000,
-        "!" * 100_000,
-        "&" * 100_000 + " a",
-        "%YAML 9999999999999999999999.1\n---\na: 1",
-        "a: 2001-99-99",
-        "a: 0x" + "f" * 10_000,
-    ],
+    ["a: &a [x, x]\nb: &b [*a, *a]\nc: &c [*b, *b]\nd: &d [*c, *c]\ne: [*d, *d]\n" * 1,
+     "a: &a {x: 1}\n" + "".join(f"b{n}: &b{n} {{<<: [*a, *a]}}\n" for n in range(50)), "[" * 50_000,
+     "- " * 100_000, "? " * 100_000, "{a: " * 100_000, "a: " + "9" * 100_000, "a: |\n" + " x\n" * 6_000,
+     '"' + "\\" * 100_000, "!" * 100_000, "&" * 100_000 + " a", "%YAML 9999999999999999999999.1\n---\na: 1",
+     "a: 2001-99-99", "a: 0x" + "f" * 10_000],
     ids=lambda text: text[:12],
-)
+)  # fmt: skip
 def test_a_bomb_of_yaml_is_refused_by_scenario_and_by_report(tmp_path: Path, text: str) -> None:
     (tmp_path / "bomb.yaml").write_text(text)
     with pytest.raises(InputError):

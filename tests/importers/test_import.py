@@ -26,23 +26,14 @@ from kvbench.results.run import RunFolder, load_run
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 FORMATS = {
-    "llmservingsim": "llmservingsim",
-    "vllm/serve.log": "vllm_serve",
-    "vllm/result.json": "vllm_json",
-    "vllm/detailed.json": "vllm_json",
-    "vllm/sweep": "vllm_sweep",
-    "aiperf": "aiperf",
-    "aiperf/profile_export_aiperf.csv": "aiperf",
-    "guidellm/benchmarks.json": "guidellm",
-    "mooncake/initiator.log": "transfer_engine_bench",
-    "mooncake/target.log": "transfer_engine_bench",
-    "written/nixlbench.txt": "nixlbench",
-    "written/nixlbench-0.1.txt": "nixlbench",
-    "written/sendrecv_perf.txt": "nccl_tests",
-    "written/ib_write_bw.txt": "perftest",
-    "seeds/notes.txt": "notes",
-    "seeds/pr10884.txt": "pr10884",
-}
+    "llmservingsim": "llmservingsim", "vllm/serve.log": "vllm_serve", "vllm/result.json": "vllm_json",
+    "vllm/detailed.json": "vllm_json", "vllm/sweep": "vllm_sweep", "aiperf": "aiperf",
+    "aiperf/profile_export_aiperf.csv": "aiperf", "guidellm/benchmarks.json": "guidellm",
+    "mooncake/initiator.log": "transfer_engine_bench", "mooncake/target.log": "transfer_engine_bench",
+    "written/nixlbench.txt": "nixlbench", "written/nixlbench-0.1.txt": "nixlbench",
+    "written/sendrecv_perf.txt": "nccl_tests", "written/ib_write_bw.txt": "perftest",
+    "seeds/notes.txt": "notes", "seeds/pr10884.txt": "pr10884",
+}  # fmt: skip
 
 
 def evidence(row: TransferRow) -> dict[str, Any]:
@@ -123,11 +114,8 @@ def test_single_requests_of_a_detailed_file(tmp_path: Path) -> None:
 def test_old_key_names_unbounded_rates_and_metadata(tmp_path: Path) -> None:
     result = json.loads((RECORDED / "vllm/result.json").read_text())
     result |= {
-        "request_rate": "inf",
-        "request_goodput:": 1.5,
-        "kv_connector": "nixl",
-        "tensor_parallel_size": 4,
-    }
+        "request_rate": "inf", "request_goodput:": 1.5, "kv_connector": "nixl", "tensor_parallel_size": 4,
+    }  # fmt: skip
     del result["request_goodput"], result["failed"], result["p99_itl_ms"]
     path = tmp_path / "old.json"
     path.write_text(json.dumps(result))
@@ -342,16 +330,10 @@ def test_nixlbench_of_two_versions() -> None:
     assert problem.line == 7
 
 
-@pytest.mark.parametrize(
-    ("words", "gb_per_s"),
-    [
-        ("0.11 GB/s", 0.11),
-        ("0.26", 0.26),
-        ("8.00 Gb/s", 1.0),
-        ("1.00 GiB/s", 1.073741824),
-        ("500.00 MB/s", 0.5),
-    ],
-)
+@pytest.mark.parametrize(("words", "gb_per_s"), [
+    ("0.11 GB/s", 0.11), ("0.26", 0.26), ("8.00 Gb/s", 1.0), ("1.00 GiB/s", 1.073741824),
+    ("500.00 MB/s", 0.5),
+])  # fmt: skip
 def test_transfer_engine_bench_in_any_unit(tmp_path: Path, words: str, gb_per_s: float) -> None:
     text = (
         (RECORDED / "mooncake/initiator.log")
@@ -364,12 +346,8 @@ def test_transfer_engine_bench_in_any_unit(tmp_path: Path, words: str, gb_per_s:
     assert row.record.gb_per_s == pytest.approx(gb_per_s)
     case = row.record.case
     assert (case.op, case.protocol, case.block_bytes, case.batch_size, case.threads) == (
-        "write",
-        "tcp",
-        65536,
-        8,
-        2,
-    )
+        "write", "tcp", 65536, 8, 2,
+    )  # fmt: skip
     assert (row.record.calls, row.record.window_s, row.record.transport) == (624, 3.01, "tcp")
     # what the tool counts is what it says: 624 batches of 8 blocks in 3.01 s
     assert 624 * case.nbytes / 3.01 / 1e9 == pytest.approx(0.11, abs=0.005)
@@ -460,25 +438,17 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 # --- trouble ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "no result of a known tool in its 1 lines"),
-        (b"hello\nworld\n", "line 1 is 'hello'"),
-        (b"\x00\x01\x02\xff" * 100, "this is not text"),
-        (b"nothing\nvllm bench serve --model x\nTraceback\n", "similar text at line 2"),
-        (
-            "你好\n============ Serving Benchmark Result ============\n成功".encode(),
-            "the file ends at line 3",
-        ),
-        (b'{"request_throughput": 1, "total_input_tokens"', "bad.txt:1: is not complete JSON"),
-        (b'{"request_throughput": 1, "total_input_tokens": 2}', "is not a result of a serving benchmark"),
-        (
-            b'{"benchmarks": 3, "x": "time_to_first_token_ms", "time_to_first_token_ms": 1}',
-            "no list of benchmarks",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("content", "said"), [
+    (b"", "no result of a known tool in its 1 lines"),
+    (b"hello\nworld\n", "line 1 is 'hello'"),
+    (b"\x00\x01\x02\xff" * 100, "this is not text"),
+    (b"nothing\nvllm bench serve --model x\nTraceback\n", "similar text at line 2"),
+    ("你好\n============ Serving Benchmark Result ============\n成功".encode(), "the file ends at line 3"),
+    (b'{"request_throughput": 1, "total_input_tokens"', "bad.txt:1: is not complete JSON"),
+    (b'{"request_throughput": 1, "total_input_tokens": 2}', "is not a result of a serving benchmark"),
+    (b'{"benchmarks": 3, "x": "time_to_first_token_ms", "time_to_first_token_ms": 1}',
+     "no list of benchmarks"),
+])  # fmt: skip
 def test_what_is_nothing_is_said_with_its_line(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "bad.txt"
     path.write_bytes(content)

@@ -48,15 +48,11 @@ LABELS: dict[str, tuple[str, ...]] = {
 }
 # The page's sixteen columns after the setting and the NICs.
 COLUMNS: tuple[tuple[str, ...], ...] = (
-    ("whole_run", "successful"),
-    ("whole_run", "duration_s"),
-    ("whole_run", "input_tokens"),
-    ("whole_run", "output_tokens"),
-    ("whole_run", "request_throughput"),
-    ("whole_run", "output_throughput"),
+    ("whole_run", "successful"), ("whole_run", "duration_s"), ("whole_run", "input_tokens"),
+    ("whole_run", "output_tokens"), ("whole_run", "request_throughput"), ("whole_run", "output_throughput"),
     ("whole_run", "total_throughput"),
     *((f"{latency}_ms", figure) for latency in ("ttft", "tpot", "itl") for figure in ("mean", "p50", "p99")),
-)
+)  # fmt: skip
 
 
 def at(summary: Any, place: tuple[str, ...]) -> Any:

@@ -72,15 +72,9 @@ def test_what_may_be_true_stays() -> None:
     """Two decimals round TTFT up to E2EL where one token is answered; chunks of several tokens have gaps
     of 0."""
     figures = {
-        "completed": 10,
-        "failed": 0,
-        "request_goodput": 0.0,
-        "mean_ttft_ms": 50.01,
-        "mean_e2el_ms": 50.0,
-        "std_ttft_ms": 0.0,
-        "mean_itl_ms": 4.0,
-        "median_itl_ms": 0.0,
-    }
+        "completed": 10, "failed": 0, "request_goodput": 0.0, "mean_ttft_ms": 50.01, "mean_e2el_ms": 50.0,
+        "std_ttft_ms": 0.0, "mean_itl_ms": 4.0, "median_itl_ms": 0.0,
+    }  # fmt: skip
     row, said = checked(figures=dict(figures))
     assert (row.figures, said, row.refused) == (figures, "", {})
 
@@ -145,13 +139,10 @@ def test_bandwidths_that_nothing_has_are_left_out(gb_per_s: float, initiators: i
     assert (len(reading.rows), len(reading.problems)) == (kept, 1 - kept)
 
 
-@pytest.mark.parametrize(
-    ("name", "qualifier"),
-    [
-        ("ib_write_bw-both.txt", "both directions together"),
-        ("nixlbench-pairs.txt", "one pair; all together 184 GB/s"),
-    ],
-)
+@pytest.mark.parametrize(("name", "qualifier"), [
+    ("ib_write_bw-both.txt", "both directions together"),
+    ("nixlbench-pairs.txt", "one pair; all together 184 GB/s"),
+])  # fmt: skip
 def test_a_bandwidth_keeps_its_qualifier(tmp_path: Path, name: str, qualifier: str) -> None:
     (row,) = importing.read(WRITTEN / name).reading.transfers
     assert row.qualifiers == [qualifier]

@@ -50,13 +50,9 @@ def read_in(name: str, folder: Path) -> RunFolder:
 def listed_rates(folder: Path, seed: int, connectors: tuple[str, ...] = ("mooncake", "nixl")) -> RunFolder:
     """A run of one listed rate for each connector, with 200 requests each."""
     store = RunStore.create(
-        folder,
-        "listed",
-        SCENARIO.encode(),
-        PLAN,
-        ENVIRONMENT,
+        folder, "listed", SCENARIO.encode(), PLAN, ENVIRONMENT,
         RunInfo(kind="fixed", seed=1, labels=["emulated"]),
-    )
+    )  # fmt: skip
     with store:
         for connector in connectors:
             cell = Cell(connector, 1024, 16)

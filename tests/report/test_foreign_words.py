@@ -30,14 +30,10 @@ PLANTED = (
     " [click](javascript:alert(1)) <http://evil.example/a> <!-- c --> | ``` `code` [x]: http://evil.example"
 )
 WORDS = (
-    *(
-        "needs an NVIDIA driver",
-        "the engine fell behind its model",
-        "use a quieter machine",
-        "kvbench doctor",
-    ),
+    *("needs an NVIDIA driver", "the engine fell behind its model", "use a quieter machine",
+      "kvbench doctor"),
     *("Example CPU 9000", "node-a", "corrupt: 1 of 4", "look into logs", "ucx: tcp"),
-)
+)  # fmt: skip
 FORMULAS = (
     *("=1+1", "@x", "+1", "-x", "-1+cmd|' /C calc'!A0", "\t=1", " =1", "\x1b=1", "\r=1", "＝1", "-1e5x", "-"),
     "\n-a",
@@ -149,24 +145,10 @@ def test_code_does_not_end_its_fence(text: str) -> None:
     assert [each.type for each in fences] == ["fence", "paragraph_open", "paragraph_close"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "=1+1",
-        "@x",
-        "+1",
-        "-x",
-        "-1+cmd|' /C calc'!A0",
-        "\t=1",
-        " =1",
-        "\x1b=1",
-        "\r=1",
-        "＝1",
-        "-1e5x",
-        "-",
-        "\n-a",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "=1+1", "@x", "+1", "-x", "-1+cmd|' /C calc'!A0", "\t=1", " =1", "\x1b=1", "\r=1", "＝1", "-1e5x", "-",
+    "\n-a",
+])  # fmt: skip
 def test_what_a_spreadsheet_would_compute_is_text(text: str) -> None:
     assert str(spreadsheet_cell(text)).startswith("'")
 

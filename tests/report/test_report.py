@@ -172,20 +172,10 @@ def test_one_rate_is_not_called_a_maximum(tmp_path: Path) -> None:
     assert "max_request_rate.svg" not in (store.path / "report.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "–"),
-        (0.0, "0"),
-        (1e-9, "1e-09"),
-        (0.01234, "0.0123"),
-        (1.2345, "1.23"),
-        (12.345, "12.3"),
-        (123.4, "123"),
-        (1234.5, "1234"),
-        (math.inf, "inf"),
-    ],
-)
+@pytest.mark.parametrize(("value", "text"), [
+    (None, "–"), (0.0, "0"), (1e-9, "1e-09"), (0.01234, "0.0123"), (1.2345, "1.23"), (12.345, "12.3"),
+    (123.4, "123"), (1234.5, "1234"), (math.inf, "inf"),
+])  # fmt: skip
 def test_numbers_as_text(value: float | None, text: str) -> None:
     assert number(value) == text
 
@@ -459,15 +449,12 @@ def test_runs_that_differ_are_refused_unless_forced_and_then_marked(tmp_path: Pa
     assert "model: tiny / other" in console.file.getvalue()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"environment": {"cpu": {"model": "Y", "cores": 4}}},
-        {"manifest": {"hosts": ["elsewhere"], "seed": 7, "labels": ["emulated"]}},
-        {"schema": 2},
-        {"plan": {**PLAN, "load": {"mode": "direct"}}},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"environment": {"cpu": {"model": "Y", "cores": 4}}},
+    {"manifest": {"hosts": ["elsewhere"], "seed": 7, "labels": ["emulated"]}},
+    {"schema": 2},
+    {"plan": {**PLAN, "load": {"mode": "direct"}}},
+])  # fmt: skip
 def test_another_machine_seed_or_option_may_share_a_table(full: RunFolder, change: dict[str, object]) -> None:
     from kvbench.results.provenance import differences
 

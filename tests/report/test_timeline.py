@@ -115,16 +115,10 @@ def test_a_span_log_is_read_back_and_a_torn_line_left_out(tmp_path: Path) -> Non
     assert found == {"kvb-1-0": [Span("prefill call", 1.0, 2.5, {"bytes": 7})]}
 
 
-@pytest.mark.parametrize(
-    ("request_id", "wanted"),
-    [
-        ("kvb-0f-0", True),
-        (f"kvb-0f-{TRACED_REQUESTS - 1}", True),
-        (f"kvb-0f-{TRACED_REQUESTS}", False),
-        ("0123456789abcdef", False),
-        ("", False),
-    ],
-)
+@pytest.mark.parametrize(("request_id", "wanted"), [
+    ("kvb-0f-0", True), (f"kvb-0f-{TRACED_REQUESTS - 1}", True), (f"kvb-0f-{TRACED_REQUESTS}", False),
+    ("0123456789abcdef", False), ("", False),
+])  # fmt: skip
 def test_every_process_picks_the_same_requests(request_id: str, wanted: bool) -> None:
     assert SpanLog.wants(request_id) is wanted
 
@@ -157,18 +151,11 @@ def test_a_pair_tells_what_each_side_did(connector: str, tmp_path: Path) -> None
     for request in at_d:
         both = {span.name: span for span in [*at_p[request], *at_d[request]]}
         assert {span.name for span in at_p[request]} >= {
-            "request",
-            "queue",
-            "prefill step",
-            "blocks held for D",
-        }
+            "request", "queue", "prefill step", "blocks held for D",
+        }  # fmt: skip
         assert {span.name for span in at_d[request]} >= {
-            "request",
-            "queue",
-            "wait for KV",
-            "first step",
-            "decode",
-        }
+            "request", "queue", "wait for KV", "first step", "decode",
+        }  # fmt: skip
         mover = at_d if connector != "mooncake" else at_p
         assert "KV transfer" in {span.name for span in mover[request]}
         assert both["KV transfer"].args["bytes"] > 0

@@ -126,14 +126,11 @@ def test_a_running_run_can_be_read_and_is_not_taken_for_a_dead_one(tmp_path: Pat
     assert "cut off" in run.warnings[0]
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "text"),
-    [
-        (KeyboardInterrupt(), "interrupted", "interrupted"),
-        (StoreError("no luck", hint="try again"), "failed", "no luck (try again)"),
-        (ValueError(), "failed", "ValueError"),
-    ],
-)
+@pytest.mark.parametrize(("error", "status", "text"), [
+    (KeyboardInterrupt(), "interrupted", "interrupted"),
+    (StoreError("no luck", hint="try again"), "failed", "no luck (try again)"),
+    (ValueError(), "failed", "ValueError"),
+])  # fmt: skip
 def test_the_store_writes_how_it_ended(tmp_path: Path, error: BaseException, status: str, text: str) -> None:
     with pytest.raises(type(error)), new_store(tmp_path) as store:
         raise error
@@ -300,39 +297,22 @@ def test_a_kill_at_any_moment_leaves_readable_folders(tmp_path: Path, delay_ms: 
 times = st.none() | st.floats(0, 1e5)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 requests = st.builds(
-    RequestRecord,
-    request_id=text,
-    scheduled_s=st.floats(0, 1e5),
-    input_len=st.integers(0, 2**31 - 1),
-    requested_output_len=st.integers(0, 2**31 - 1),
-    sent_s=times,
-    first_token_s=times,
-    last_token_s=times,
-    output_len=st.integers(0, 2**31 - 1),
-    itl_s=st.lists(st.floats(0, 1e5, width=32), max_size=5),
-    status=st.integers(0, 599),
-    error=st.sampled_from(["", "timeout", "cancelled"]),
-    error_detail=text,
-)
+    RequestRecord, request_id=text, scheduled_s=st.floats(0, 1e5), input_len=st.integers(0, 2**31 - 1),
+    requested_output_len=st.integers(0, 2**31 - 1), sent_s=times, first_token_s=times, last_token_s=times,
+    output_len=st.integers(0, 2**31 - 1), itl_s=st.lists(st.floats(0, 1e5, width=32), max_size=5),
+    status=st.integers(0, 599), error=st.sampled_from(["", "timeout", "cancelled"]), error_detail=text,
+)  # fmt: skip
 json_values = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | text
 json_values |= st.floats(allow_nan=False, allow_infinity=False)
 objects = st.dictionaries(text, json_values | st.lists(json_values, max_size=3), max_size=4)
 trials = st.builds(
-    TrialRecord,
-    trial_id=text,
-    cell=st.builds(Cell, text, st.integers(0, 2**40), st.integers(0, 2**40)),
-    request_rate=st.floats(0, 1e9),
-    seed=st.integers(0, 2**63),
-    verdict=st.sampled_from(["met", "missed", "invalid"]),
-    reason=text,
-    purpose=text,
-    started_at=text,
-    duration_s=st.floats(0, 1e9),
-    summary=objects,
-    engine=objects,
+    TrialRecord, trial_id=text, cell=st.builds(Cell, text, st.integers(0, 2**40), st.integers(0, 2**40)),
+    request_rate=st.floats(0, 1e9), seed=st.integers(0, 2**63),
+    verdict=st.sampled_from(["met", "missed", "invalid"]), reason=text, purpose=text, started_at=text,
+    duration_s=st.floats(0, 1e9), summary=objects, engine=objects,
     findings=st.lists(st.builds(Finding, text, st.just("note"), text, text, objects), max_size=2),
     labels=st.lists(text, max_size=2),
-)
+)  # fmt: skip
 
 
 def test_the_strategies_cover_every_field() -> None:
@@ -372,12 +352,9 @@ def test_an_undecodable_error_text_does_not_lose_the_trial(tmp_path: Path) -> No
 
 def test_rows_become_the_columns_that_arrow_would_make_and_need_no_pandas(tmp_path: Path) -> None:
     columns: dict[str, list[object]] = {
-        "mixed": [1.5, None, 2],
-        "whole": [1, None, 3],
-        "text": ["a", None, "ü"],
-        "flag": [True, None, False],
+        "mixed": [1.5, None, 2], "whole": [1, None, 3], "text": ["a", None, "ü"], "flag": [True, None, False],
         "nothing": [None, None, None],
-    }
+    }  # fmt: skip
     rows = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
     code = (
         "import sys, pathlib; from kvbench.results.parquet import write_rows; "

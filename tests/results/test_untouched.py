@@ -27,14 +27,9 @@ from kvbench.sweep.display import next_step
 from kvbench.sweep.sweep import carry_out
 
 LISTED = (
-    "connectors=[aggregated]",
-    "workload.input_len=[128,256]",
-    "search.method=fixed",
-    "search.rates=[5,10]",
-    "search.trial_s=0.5",
-    "search.max_trial_s=0.5",
-    "search.min_requests=20",
-)
+    "connectors=[aggregated]", "workload.input_len=[128,256]", "search.method=fixed", "search.rates=[5,10]",
+    "search.trial_s=0.5", "search.max_trial_s=0.5", "search.min_requests=20",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -134,17 +129,10 @@ def test_lost_requests_are_said_before_a_run_is_gone_on_with(sample: Path, tmp_p
 
 
 # --- reading ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"verdict": "great"},
-        {"request_rate": float("nan")},
-        {"request_rate": -1.0},
-        {"request_rate": float("inf")},
-        {"duration_s": -0.5},
-        {"duration_s": float("nan")},
-    ],
-)
+@pytest.mark.parametrize("damage", [
+    {"verdict": "great"}, {"request_rate": float("nan")}, {"request_rate": -1.0},
+    {"request_rate": float("inf")}, {"duration_s": -0.5}, {"duration_s": float("nan")},
+])  # fmt: skip
 def test_a_damaged_trial_is_left_out_and_said(sample: Path, tmp_path: Path, damage: dict[str, Any]) -> None:
     folder = copied(sample, tmp_path)
     before = len(load_run(folder).all_trials)

@@ -66,20 +66,9 @@ def test_a_comparison_is_decided_once_every_other_connector_is_known() -> None:
 def system(service: Service) -> System:
     """One server with requests of 100 ms on average; 90 % within 300 ms."""
     return System(
-        "queue",
-        ("queue",),
-        "fifo",
-        1,
-        0.1,
-        service,
-        0.0,
-        0.0,
-        None,
-        Disturbances(),
-        True,
-        Workload(128, 1, 1.0),
-        Slo(300.0, None, 0.9),
-    )
+        "queue", ("queue",), "fifo", 1, 0.1, service, 0.0, 0.0, None, Disturbances(), True,
+        Workload(128, 1, 1.0), Slo(300.0, None, 0.9),
+    )  # fmt: skip
 
 
 def one_search(service: Service, budget_s: float, folder: Path) -> tuple[CellResult, float]:

@@ -268,12 +268,9 @@ class SlowServer(Server):
 def idle_answers(server: SlowServer, *, scored: bool, requests: int = 0, budget_s: float = 0.0) -> CanaryPool:
     scenario, _ = resolve(CliOptions("quickstart", EASY))
     pool = right_answers(
-        *(scenario, server, "tcp", CELL, budget_s),
-        proof="own",
-        scored=scored,
-        requests=requests,
+        *(scenario, server, "tcp", CELL, budget_s), proof="own", scored=scored, requests=requests,
         clock=server.clock,
-    )
+    )  # fmt: skip
     assert pool is not None
     return pool
 

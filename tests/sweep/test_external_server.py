@@ -127,18 +127,10 @@ def requests_of(folder: Path) -> Any:
 def test_a_server_is_measured_by_chats_of_the_length_asked_for(tmp_path: Path, reasoning: int) -> None:
     with running(tmp_path, spec(reasoning_tokens=reasoning)) as engine:
         done = kvbench(
-            *(
-                "bench",
-                "--base-url",
-                engine.url,
-                *LOAD,
-                "--endpoint",
-                "chat",
-                "--output",
-                str(tmp_path / "r"),
-            ),
+            *("bench", "--base-url", engine.url, *LOAD, "--endpoint", "chat", "--output",
+              str(tmp_path / "r")),
             sets=SHORT,
-        )
+        )  # fmt: skip
         assert engine.metric("vllm:prompt_tokens_total", engine="0", model_name="tiny") > 0
     run, rows = requests_of(tmp_path / "r")
     assert set(rows["error"]) == {""}, done.text
@@ -175,18 +167,10 @@ def test_of_several_models_one_must_be_named() -> None:
         served_model(url, ServerAccess())
 
 
-@pytest.mark.parametrize(
-    ("status", "said"),
-    [
-        (401, "--api-key-env"),
-        (403, "permissions"),
-        (404, "where /v1 begins"),
-        (429, "rate limit"),
-        (302, "redirects"),
-        (500, "log"),
-        (503, "log"),
-    ],
-)
+@pytest.mark.parametrize(("status", "said"), [
+    (401, "--api-key-env"), (403, "permissions"), (404, "where /v1 begins"), (429, "rate limit"),
+    (302, "redirects"), (500, "log"), (503, "log"),
+])  # fmt: skip
 def test_a_status_has_its_own_hint(status: int, said: str) -> None:
     with served(Foreign(["m"], status)) as url, pytest.raises(ServerError, match=str(status)) as caught:
         served_model(url, ServerAccess())
@@ -256,15 +240,12 @@ def test_headers_reach_the_server_and_their_secrets_stand_nowhere(tmp_path: Path
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--header", "X-Api-Key: plain"), "looks like a secret"),
-        (("--header", "no colon"), "NAME: VALUE"),
-        (("--header", "Host: other"), "kvbench's own"),
-        (("--endpoint", "embeddings"), "endpoint"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (("--header", "X-Api-Key: plain"), "looks like a secret"),
+    (("--header", "no colon"), "NAME: VALUE"),
+    (("--header", "Host: other"), "kvbench's own"),
+    (("--endpoint", "embeddings"), "endpoint"),
+])  # fmt: skip
 def test_what_cannot_be_sent_is_refused_before_anything_runs(words: tuple[str, ...], said: str) -> None:
     with served(Foreign(["m"])) as url:
         done = invoke("bench", "--base-url", url, *LOAD, *words)

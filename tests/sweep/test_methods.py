@@ -177,20 +177,17 @@ def test_a_trace_is_searched_for_the_speed_that_holds(tmp_path: Path, trace: Pat
     assert float(last["speed_up"]) == pytest.approx(float(last["request_rate"]) / 4)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("sweep", "--method", "burst,fixed"), "--method takes one method, or sustained,burst"),
-        (("sweep", "--method", "brust"), "--method brust: must be 'sustained', 'burst', 'fixed' or 'trace'"),
-        (("sweep", "--method", "fixed"), "method fixed needs search.rates"),
-        (("sweep", "--method", "trace"), "method trace needs workload.trace"),
-        (("sweep", "--rates", "1,x"), "must be a number, not 'x'"),
-        (("sweep", "--rates", "1", "--method", "burst"), "--rates 1: are for method fixed"),
-        (("sweep", "--trace", "/nowhere/t.jsonl"), "the trace /nowhere/t.jsonl cannot be read"),
-        (("sweep", "--slo", "ttft p90 => 5"), "is not a limit"),
-        (("bench",), "give a --rate"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (("sweep", "--method", "burst,fixed"), "--method takes one method, or sustained,burst"),
+    (("sweep", "--method", "brust"), "--method brust: must be 'sustained', 'burst', 'fixed' or 'trace'"),
+    (("sweep", "--method", "fixed"), "method fixed needs search.rates"),
+    (("sweep", "--method", "trace"), "method trace needs workload.trace"),
+    (("sweep", "--rates", "1,x"), "must be a number, not 'x'"),
+    (("sweep", "--rates", "1", "--method", "burst"), "--rates 1: are for method fixed"),
+    (("sweep", "--trace", "/nowhere/t.jsonl"), "the trace /nowhere/t.jsonl cannot be read"),
+    (("sweep", "--slo", "ttft p90 => 5"), "is not a limit"),
+    (("bench",), "give a --rate"),
+])  # fmt: skip
 def test_mistakes_are_told_before_anything_starts(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     done = invoke(words[0], "quickstart", "--output", str(tmp_path), *words[1:])
     assert done.status == 2, done.text

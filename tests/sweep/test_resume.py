@@ -31,13 +31,9 @@ from kvbench.sweep import resume
 pytestmark = pytest.mark.timeout(180)
 
 QUICK = (
-    "connectors=[aggregated,tcp]",
-    "search.precision=0.3",
-    "search.trial_s=0.5",
-    "search.max_trial_s=0.5",
-    "search.min_requests=20",
-    "search.max_trials=4",
-)
+    "connectors=[aggregated,tcp]", "search.precision=0.3", "search.trial_s=0.5", "search.max_trial_s=0.5",
+    "search.min_requests=20", "search.max_trials=4",
+)  # fmt: skip
 SUSTAINED = (*QUICK, "workload.input_len=[128,256]", "search.equal_rate=true")
 BESIDE = (*QUICK, "workload.input_len=[128]", "search.equal_rate=false", "search.compare_burst=true")
 TIERS = (
@@ -60,13 +56,10 @@ LONG = ("sustained", "burst beside", "tiers")
 """The default suite tries some of their cuts."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "step"),
-    [
-        *((kind, 8 if kind in LONG else 1) for kind in WISHES),
-        *(pytest.param(kind, 1, marks=pytest.mark.heavy) for kind in LONG),
-    ],
-)
+@pytest.mark.parametrize(("kind", "step"), [
+    *((kind, 8 if kind in LONG else 1) for kind in WISHES),
+    *(pytest.param(kind, 1, marks=pytest.mark.heavy) for kind in LONG),
+])  # fmt: skip
 def test_from_every_cut_the_answer_is_that_of_an_unbroken_run(tmp_path: Path, kind: str, step: int) -> None:
     sweep = Taped(WISHES[kind])
     whole = sweep.unbroken(tmp_path / "whole")

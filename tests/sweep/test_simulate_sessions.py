@@ -77,20 +77,15 @@ def test_one_rate_of_sessions_is_offered(tmp_path: Path) -> None:
     require_sound(the_run(tmp_path).path)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("chaos", "agentic-emulated", "--rate", "4"), "this command sends single requests"),
-        (("bench", "agentic-emulated", "--concurrency", "4"), "sessions start open loop"),
-        (("sweep", "agentic-emulated", "--set", "load.endpoint=chat"), "completions of token ids"),
-        (
-            ("simulate", "--system", "true", "--slo", "ttft_ms p90 <= 9", "--set", "workload.sessions={}"),
-            "accepts single requests",
-        ),
-        (("sweep", "agentic-emulated", "--set", "load.workers=3"), "one load generator"),
-        (("sweep", "agentic-emulated", "--set", "deployment.routing=nearest"), "deployment.routing"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (("chaos", "agentic-emulated", "--rate", "4"), "this command sends single requests"),
+    (("bench", "agentic-emulated", "--concurrency", "4"), "sessions start open loop"),
+    (("sweep", "agentic-emulated", "--set", "load.endpoint=chat"), "completions of token ids"),
+    (("simulate", "--system", "true", "--slo", "ttft_ms p90 <= 9", "--set", "workload.sessions={}"),
+     "accepts single requests"),
+    (("sweep", "agentic-emulated", "--set", "load.workers=3"), "one load generator"),
+    (("sweep", "agentic-emulated", "--set", "deployment.routing=nearest"), "deployment.routing"),
+])  # fmt: skip
 def test_what_cannot_be_asked_of_sessions_is_said(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
     done = invoke(*words, "--output", str(tmp_path))
     assert done.status == 2

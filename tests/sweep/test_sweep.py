@@ -133,16 +133,9 @@ def test_an_slo_that_nothing_can_meet_is_exit_3(tmp_path: Path) -> None:
 
 def test_bench_measures_one_rate(tmp_path: Path) -> None:
     done = kvbench(
-        "bench",
-        "quickstart",
-        "--rate",
-        "5",
-        "--connector",
-        "aggregated",
-        "--output",
-        str(tmp_path),
+        "bench", "quickstart", "--rate", "5", "--connector", "aggregated", "--output", str(tmp_path),
         sets=EASY,
-    )
+    )  # fmt: skip
     assert done.status == 0, done.text
     (trial,) = the_run(tmp_path).trials
     assert (trial.request_rate, trial.summary["completed"]) == (5, 20)
@@ -173,14 +166,9 @@ def test_a_missing_library_skips_its_connector_and_no_other(tmp_path: Path) -> N
         (tmp_path / name / "__init__.py").write_text("raise ImportError('libfancy.so.1: cannot open')\n")
     words = ("--connector", "aggregated", "--connector", "nixl")
     done = kvbench(
-        "sweep",
-        "quickstart",
-        "--output",
-        str(tmp_path / "r"),
-        *words,
-        sets=EASY,
+        "sweep", "quickstart", "--output", str(tmp_path / "r"), *words, sets=EASY,
         env={"PYTHONPATH": str(tmp_path)},
-    )
+    )  # fmt: skip
     run = the_run(tmp_path / "r")
     assert done.status == 0, done.text
     assert cells_of(run) == {"aggregated": "done", "nixl": "skipped"}
@@ -191,15 +179,8 @@ def test_a_missing_library_skips_its_connector_and_no_other(tmp_path: Path) -> N
 def test_a_server_killed_in_a_trial_fails_its_cell_and_no_other(tmp_path: Path) -> None:
     sets = (*EASY, "search.trial_s=5", "workload.input_len=[64,128]")
     words = (
-        "sweep",
-        "quickstart",
-        "--connector",
-        "aggregated",
-        "--connector",
-        "tcp",
-        "--output",
-        str(tmp_path),
-    )
+        "sweep", "quickstart", "--connector", "aggregated", "--connector", "tcp", "--output", str(tmp_path),
+    )  # fmt: skip
     running = Running(*words, sets=sets)
     try:
         running.wait_for("checking outputs at 64 tokens")

@@ -291,8 +291,5 @@ def test_every_file_of_a_run_has_a_class(folder: Path) -> None:
     assert (known["scenario.yaml"], known["environment.json"]) == ("cross-checked", "only checksummed")
     assert [name for name, found in known.items() if found == "not checksummed"] == []
     assert {found for _, found in CLASSES} == {
-        "recomputed",
-        "cross-checked",
-        "only checksummed",
-        "not checksummed",
-    }
+        "recomputed", "cross-checked", "only checksummed", "not checksummed",
+    }  # fmt: skip

@@ -25,19 +25,10 @@ def answered(
     encoded = text.encode()
     sent = float(index) if sent_s is None else sent_s
     return RequestRecord(
-        f"r{index}",
-        sent,
-        64,
-        8,
-        sent_s=sent,
-        first_token_s=sent + 0.1,
-        last_token_s=sent + 0.5,
-        output_len=8,
-        text_crc=crc32(encoded),
-        text_bytes=len(encoded),
-        canary=canary,
+        f"r{index}", sent, 64, 8, sent_s=sent, first_token_s=sent + 0.1, last_token_s=sent + 0.5,
+        output_len=8, text_crc=crc32(encoded), text_bytes=len(encoded), canary=canary,
         text=text if canary is not None else "",
-    )
+    )  # fmt: skip
 
 
 def only(result: CanaryResult) -> tuple[str, str]:

@@ -11,12 +11,9 @@ from kvbench.core.canaries.pool import AFTER_FAILURE, SPARES, canary_places, pla
 
 
 @given(
-    requests=st.integers(1, 3000),
-    share=st.floats(0.001, 0.3),
-    least=st.integers(0, 30),
-    early=st.integers(1, 4000),
-    seed=st.integers(0, 2**63 - 1),
-)
+    requests=st.integers(1, 3000), share=st.floats(0.001, 0.3), least=st.integers(0, 30),
+    early=st.integers(1, 4000), seed=st.integers(0, 2**63 - 1),
+)  # fmt: skip
 def test_places_are_in_the_load_ascending_and_enough_of_them_early(
     requests: int, share: float, least: int, early: int, seed: int
 ) -> None:

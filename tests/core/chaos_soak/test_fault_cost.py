@@ -74,15 +74,9 @@ def test_requests_under_way_when_it_struck_are_its_own():
         RequestOutcome(9.9, None, "lost"),
     ]
     cost = fault_cost(
-        [
-            *even(10, 9.5),
-            *open_ones,
-            *(replace(e, due_s=e.due_s + 10, over_s=(e.over_s or 0) + 10) for e in even(10, 10)),
-        ],
-        10,
-        0.9,
-        10.0,
-    )
+        [*even(10, 9.5), *open_ones,
+         *(replace(e, due_s=e.due_s + 10, over_s=(e.over_s or 0) + 10) for e in even(10, 10))], 10, 0.9, 10.0,
+    )  # fmt: skip
     assert (cost.fates["late"], cost.fates["hung"], cost.fates["lost"]) == (1, 1, 1)
     assert (cost.back_s, cost.goodput_lost) == (0.0, pytest.approx(3))
 
@@ -152,19 +146,12 @@ def record(**more):
     return RequestRecord("r", 1.0, 64, 11, sent_s=1.0, **{**times, **more})
 
 
-@pytest.mark.parametrize(
-    ("of", "fate"),
-    [
-        (record(), "good"),
-        (record(first_token_s=1.5, last_token_s=1.6), "late"),
-        (record(error="http_error", status=502), "lost"),
-        (record(error="http_error", status=504), "hung"),
-        (record(error="no_answer"), "hung"),
-        (record(error="timeout"), "hung"),
-        (record(error="reset"), "lost"),
-        (record(error="wrong_length"), "lost"),
-    ],
-)
+@pytest.mark.parametrize(("of", "fate"), [
+    (record(), "good"), (record(first_token_s=1.5, last_token_s=1.6), "late"),
+    (record(error="http_error", status=502), "lost"), (record(error="http_error", status=504), "hung"),
+    (record(error="no_answer"), "hung"), (record(error="timeout"), "hung"), (record(error="reset"), "lost"),
+    (record(error="wrong_length"), "lost"),
+])  # fmt: skip
 def test_what_became_of_a_request(of, fate):
     assert outcome_of(of, SLO).fate == fate
 

@@ -49,14 +49,10 @@ from kvbench.results.run import RunFolder, load_run
 RECORDED = Path(__file__).parents[2] / "recorded" / "seeds"
 # 8 × H200, Qwen3-30B-A3B: as in the recorded notes.
 H200 = RowConditions(
-    model="Qwen3-30B-A3B",
-    hardware="8xH200",
-    slots=256,
+    model="Qwen3-30B-A3B", hardware="8xH200", slots=256,
     limits=(Limit("ttft_ms", "each", 5000.0), Limit("tpot_ms", "each", 50.0)),
-    work=PrefillWork(2.7e9, 48 * 32 * 128),
-    prefill_flops=8 * 1979e12,
-    prefill_flops_16bit=8 * 990e12,
-)
+    work=PrefillWork(2.7e9, 48 * 32 * 128), prefill_flops=8 * 1979e12, prefill_flops_16bit=8 * 990e12,
+)  # fmt: skip
 
 
 def make_row(connector: str = "a", length: int = 1024, rate: float | None = 10.0, **more: Any) -> LoadRow:

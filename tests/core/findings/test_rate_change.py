@@ -31,16 +31,10 @@ def side(*rates: float, spread: float = 0.1) -> list[Searched]:
     return [searched(rate, spread) for rate in rates]
 
 
-@pytest.mark.parametrize(
-    ("after", "spread", "became"),
-    [
-        (50.0, 0.05, "worse"),
-        (120.0, 0.05, "better"),
-        (100.5, 0.01, "unchanged"),
-        (100.0, 0.2, "inconclusive"),
-        (90.0, 0.1, "inconclusive"),
-    ],
-)
+@pytest.mark.parametrize(("after", "spread", "became"), [
+    (50.0, 0.05, "worse"), (120.0, 0.05, "better"), (100.5, 0.01, "unchanged"), (100.0, 0.2, "inconclusive"),
+    (90.0, 0.1, "inconclusive"),
+])  # fmt: skip
 def test_two_runs_are_judged_by_their_posteriors(after: float, spread: float, became: str) -> None:
     change = rate_change(side(100.0, spread=spread), side(after, spread=spread))
     assert (change.became, change.ratio) == (became, pytest.approx(after / 100))

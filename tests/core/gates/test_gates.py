@@ -56,47 +56,23 @@ def failed(i: int, error: str = "http_error") -> RequestRecord:
 GOOD = [request(i) for i in range(N)]
 BAD = [request(i, ttft_s=0.3 if i % 5 == 0 else 0.1) for i in range(N)]
 PREFILL = EngineFigures(
-    prompt_tokens=N * INPUT,
-    prefix_queries=N * INPUT,
-    prefix_hits=0,
-    requests=N,
-    kv_transfers=N,
-    kv_bytes=N * KV_BYTES,
-    kv_failures=0,
-    step_lag_s=0.01,
-    steps=1000,
-    step_lag_p99_s=0.001,
-    busy_s=3.0,
-)
+    prompt_tokens=N * INPUT, prefix_queries=N * INPUT, prefix_hits=0, requests=N, kv_transfers=N,
+    kv_bytes=N * KV_BYTES, kv_failures=0, step_lag_s=0.01, steps=1000, step_lag_p99_s=0.001, busy_s=3.0,
+)  # fmt: skip
 DECODE = EngineFigures(
-    prompt_tokens=N * INPUT,
-    prompt_tokens_by_source={"local_compute": 0, "external_kv_transfer": N * INPUT},
-    prefix_queries=N * INPUT,
-    prefix_hits=0,
-    requests=N,
-    preemptions=0,
-    generation_tokens=N * 5,
-    slots=64,
-    step_lag_s=0.01,
-    steps=1000,
-    step_lag_p99_s=0.001,
-    busy_s=3.0,
-)
+    prompt_tokens=N * INPUT, prompt_tokens_by_source={"local_compute": 0, "external_kv_transfer": N * INPUT},
+    prefix_queries=N * INPUT, prefix_hits=0, requests=N, preemptions=0, generation_tokens=N * 5, slots=64,
+    step_lag_s=0.01, steps=1000, step_lag_p99_s=0.001, busy_s=3.0,
+)  # fmt: skip
 
 
 def evidence(records: list[RequestRecord], slo: Slo = SLO, **changes: Any) -> Evidence:
     base = Evidence(
-        records=records,
-        summary=summarise(records, slo, 25.0, 4.2),
-        slo=slo,
-        client=ClientFigures(0.1, 1.0, 0.5, 0.1),
-        engines={"prefill": PREFILL, "decode": DECODE},
-        host=HostFigures(0.5, 2, 0.0),
-        router=RouterFigures(cpu_s=1.0, seconds=4.2, loop_lag_p99_s=0.001),
-        kv_bytes_per_request=KV_BYTES,
-        transport_asked="tcp",
-        transport_ran="tcp",
-    )
+        records=records, summary=summarise(records, slo, 25.0, 4.2), slo=slo,
+        client=ClientFigures(0.1, 1.0, 0.5, 0.1), engines={"prefill": PREFILL, "decode": DECODE},
+        host=HostFigures(0.5, 2, 0.0), router=RouterFigures(cpu_s=1.0, seconds=4.2, loop_lag_p99_s=0.001),
+        kv_bytes_per_request=KV_BYTES, transport_asked="tcp", transport_ran="tcp",
+    )  # fmt: skip
     return replace(base, **changes)
 
 
@@ -130,15 +106,9 @@ def shed(i: int) -> RequestRecord:
 IDLE_RDMA = NicFigures("rdma", 1e3, 1e3, 5e10)
 BUSY_RDMA = NicFigures("rdma", 5e6, 5e6, 5e10)
 PULLED = LoggedTransport(
-    "decode-0",
-    ("tcp/eth1",),
-    "read",
-    "intra-node",
-    "cuda",
-    "cuda",
-    EMULATED,
+    "decode-0", ("tcp/eth1",), "read", "intra-node", "cuda", "cuda", EMULATED,
     "| 0..inf | software emulation |",
-)
+)  # fmt: skip
 """What a log proves in the case of vLLM issue 52607."""
 
 
@@ -148,29 +118,18 @@ TCP_BUSY = NicFigures("ip", 5e6, 5e6, None, True)
 def logged(*proven: LoggedTransport, asked: str = "", nics: Mapping[str, NicFigures] = {}) -> Evidence:
     """A trial whose engines' logs prove the KV's way."""
     return evidence(
-        GOOD,
-        transport_asked=asked,
-        transport_ran="",
-        logged_transports=proven,
-        disaggregated=True,
-        host=HostFigures(nics=nics),
-        engines=engines(decode={"kv_bytes": 5e9, "kv_seconds": 10.0}),
+        GOOD, transport_asked=asked, transport_ran="", logged_transports=proven, disaggregated=True,
+        host=HostFigures(nics=nics), engines=engines(decode={"kv_bytes": 5e9, "kv_seconds": 10.0}),
         kv_bytes_per_request=None,
-    )
+    )  # fmt: skip
 
 
 def over(nics: Mapping[str, NicFigures], asked: str, *names: str) -> Evidence:
     """A trial that moved 5 MB of KV, with what the NICs counted of it."""
     return evidence(
-        GOOD,
-        engines=engines({"kv_bytes": 5e6}),
-        kv_bytes_per_request=5e6 / N,
-        host=HostFigures(nics=nics),
-        transport_asked=asked,
-        transport_ran=asked.partition(",")[0],
-        nics_asked=names,
-        engines_here=True,
-    )
+        GOOD, engines=engines({"kv_bytes": 5e6}), kv_bytes_per_request=5e6 / N, host=HostFigures(nics=nics),
+        transport_asked=asked, transport_ran=asked.partition(",")[0], nics_asked=names, engines_here=True,
+    )  # fmt: skip
 
 
 LIES: list[tuple[str, str, Evidence]] = [
@@ -292,22 +251,14 @@ LIES += [
     ("wrong_prompt_length", "invalid", evidence([replace(r, prompt_tokens=INPUT + 50) for r in GOOD])),
     ("wrong_prompt_length", "warning", evidence([replace(r, prompt_tokens=INPUT + 5) for r in GOOD])),
     ("wrong_prompt_length", "note", evidence([replace(r, prompt_tokens=INPUT + 1) for r in GOOD])),
-    (
-        "wrong_prompt_length",
-        "warning",
-        evidence([replace(GOOD[0], prompt_tokens=1), *(replace(r, prompt_tokens=INPUT) for r in GOOD[1:])]),
-    ),
+    ("wrong_prompt_length", "warning",
+     evidence([replace(GOOD[0], prompt_tokens=1), *(replace(r, prompt_tokens=INPUT) for r in GOOD[1:])])),
     ("tokens_per_event", "note", evidence([replace(r, itl_s=[0.02] * 2) for r in GOOD])),
     ("answer_at_once", "invalid", evidence([request(i, gap_s=0.0) for i in range(N)])),
-    (
-        "same_answers",
-        "invalid",
-        evidence(
-            [replace(r, output_len=9, requested_output_len=9, text_crc=7) for r in GOOD],
-            engines=engines(decode={"generation_tokens": 9 * N}),
-        ),
-    ),
-]
+    ("same_answers", "invalid",
+     evidence([replace(r, output_len=9, requested_output_len=9, text_crc=7) for r in GOOD],
+              engines=engines(decode={"generation_tokens": 9 * N}))),
+]  # fmt: skip
 
 
 def of_lengths(token_s: float) -> list[RequestRecord]:
@@ -402,11 +353,8 @@ def test_a_queue_that_a_late_client_may_have_made_is_no_miss() -> None:
 def test_failures_that_no_server_has_seen_are_no_miss_of_the_server() -> None:
     dropped = [failed(i) if i % 5 == 0 else record for i, record in enumerate(GOOD)]
     seen = {
-        "requests": 80,
-        "prompt_tokens": 80 * INPUT,
-        "prefix_queries": 80 * INPUT,
-        "kv_bytes": 80 * KV_BYTES,
-    }
+        "requests": 80, "prompt_tokens": 80 * INPUT, "prefix_queries": 80 * INPUT, "kv_bytes": 80 * KV_BYTES,
+    }  # fmt: skip
     source = {"prompt_tokens_by_source": {"external_kv_transfer": 80 * INPUT}, "generation_tokens": 400}
     told = evidence(dropped, engines=engines(seen, {**seen, **source}))
     assert fired(told)["failed_elsewhere"] == "invalid"
@@ -437,18 +385,11 @@ def test_slots_bound_what_a_trial_can_say() -> None:
     assert fired(evidence(long, slo, engines=engines(decode={**free, "slots": 64}))) == {}
 
 
-@pytest.mark.parametrize(
-    ("asked", "ran"),
-    [
-        ("rc", "ucx:rc_mlx5/mlx5_0:1"),
-        ("rc_x,cuda_copy", "ucx:rc_mlx5/mlx5_0:1"),
-        ("ib", "ucx:dc_mlx5/mlx5_3:1"),
-        ("tcp", "ucx:tcp/lo"),
-        ("sm,tcp", "ucx:posix/memory"),
-        ("rdma", "rdma (configured)"),
-        ("all", "ucx:cma/memory"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "ran"), [
+    ("rc", "ucx:rc_mlx5/mlx5_0:1"), ("rc_x,cuda_copy", "ucx:rc_mlx5/mlx5_0:1"),
+    ("ib", "ucx:dc_mlx5/mlx5_3:1"), ("tcp", "ucx:tcp/lo"), ("sm,tcp", "ucx:posix/memory"),
+    ("rdma", "rdma (configured)"), ("all", "ucx:cma/memory"),
+])  # fmt: skip
 def test_names_that_mean_the_same_transport(asked: str, ran: str) -> None:
     assert fired(evidence(GOOD, transport_asked=asked, transport_ran=ran)) == {}
     assert fired(evidence(GOOD, transport_asked="nvlink", transport_ran=ran)) == {
@@ -488,17 +429,10 @@ def test_a_trial_of_which_a_tenth_failed_was_not_one_batch(failures: int, one_ba
     assert ("one_batch" in fired(evidence(burst))) == one_batch
 
 
-@pytest.mark.parametrize(
-    ("tpot_ms", "steady"),
-    [
-        ((5, 9, 13, 17), False),
-        ((5, 13, 9, 17), True),
-        ((9, 5, 13, 17), True),
-        ((5, 9, 17, 16), True),
-        ((5, 13, 14, 15), False),
-        ((11, 12, 13, 14), True),
-    ],
-)
+@pytest.mark.parametrize(("tpot_ms", "steady"), [
+    ((5, 9, 13, 17), False), ((5, 13, 9, 17), True), ((9, 5, 13, 17), True), ((5, 9, 17, 16), True),
+    ((5, 13, 14, 15), False), ((11, 12, 13, 14), True),
+])  # fmt: skip
 def test_only_what_climbs_each_quarter_is_not_steady(tpot_ms: tuple[float, ...], steady: bool) -> None:
     records = [request(i) for i in range(10)]  # of the warm-up
     records += [request(10 + i, gap_s=tpot_ms[i * 4 // 90] / 1e3) for i in range(90)]
@@ -607,13 +541,9 @@ def test_the_seed_study_s_cached_prompts_are_impossible() -> None:
     ]
     work, peak = prefill_work("qwen3-30b-a3b"), Hardware("H200", 8).peak_flops
     found = Evidence(
-        records,
-        summarise(records, SLO, 45, 6),
-        SLO,
-        prefill_work=work,
-        prefill_flops=peak,
+        records, summarise(records, SLO, 45, 6), SLO, prefill_work=work, prefill_flops=peak,
         hardware="8 × H200",
-    )
+    )  # fmt: skip
     finding = next(each for each in judge(found)[2] if each.gate == "impossible_prefill")
     assert finding.evidence["flop_per_s"] > 16e15
     # The same prompts, first tokens as far apart as 40 % of the peak allows.
@@ -652,55 +582,33 @@ def honest_trials(draw: st.DrawFn) -> Evidence:
     free, records = 0.0, []
     for i, at in enumerate(arrivals.tolist()):
         free = max(free, at) + service_s
-        records.append(
-            RequestRecord(
-                f"h{i}",
-                at,
-                INPUT,
-                tokens,
-                sent_s=at + 1e-4,
-                first_token_s=free + 1e-3,
-                last_token_s=free + 1e-3 + gap_s * (tokens - 1) * float(random.uniform(1.0, 1.2)),
-                output_len=tokens,
-            )
-        )
+        records.append(RequestRecord(
+            f"h{i}", at, INPUT, tokens, sent_s=at + 1e-4, first_token_s=free + 1e-3,
+            last_token_s=free + 1e-3 + gap_s * (tokens - 1) * float(random.uniform(1.0, 1.2)),
+            output_len=tokens,
+        ))  # fmt: skip
     slo = Slo(draw(st.floats(1.5, 40.0)) * service_s * 1e3, gap_s * 1e3 * draw(st.floats(0.9, 5.0)), 0.9)
     work = PrefillWork(1e9, 1e5)
     lost = draw(st.integers(0, 3))  # requests that were cancelled in earlier trials, on their way to D
     prefill = {
-        "prompt_tokens": n * INPUT,
-        "prefix_queries": n * INPUT,
-        "requests": n,
-        "kv_bytes": n * KV_BYTES,
-        "kv_seconds": n * KV_BYTES / 1e9,
-        "kv_expired": lost,
-    }
+        "prompt_tokens": n * INPUT, "prefix_queries": n * INPUT, "requests": n, "kv_bytes": n * KV_BYTES,
+        "kv_seconds": n * KV_BYTES / 1e9, "kv_expired": lost,
+    }  # fmt: skip
     decode = {
-        "prompt_tokens": n * INPUT,
-        "prefix_queries": n * INPUT,
-        "requests": n,
-        "prompt_tokens_by_source": {"external_kv_transfer": n * INPUT},
-        "generation_tokens": n * tokens,
+        "prompt_tokens": n * INPUT, "prefix_queries": n * INPUT, "requests": n,
+        "prompt_tokens_by_source": {"external_kv_transfer": n * INPUT}, "generation_tokens": n * tokens,
         "slots": 4 * n,
-    }
+    }  # fmt: skip
     return Evidence(
-        records,
-        summarise(records, slo, load / service_s, free + 1.0),
-        slo,
+        records, summarise(records, slo, load / service_s, free + 1.0), slo,
         client=ClientFigures(0.1, draw(st.floats(0, 5)), send_lag_max_ms=20, stamps="kernel"),
         router=RouterFigures(draw(st.floats(0, 0.8)), 1.0, loop_lag_p99_s=draw(st.floats(0, 0.005))),
         engines=engines(prefill, decode),
         host=HostFigures(nics={"mlx5_0": replace(BUSY_RDMA, sent_bytes=n * KV_BYTES)}),
-        kv_bytes_per_request=KV_BYTES,
-        kv_may_expire=lost,
-        kv_line_rate=1.1e9,
-        transport_asked="rdma",
-        transport_ran="rdma",
-        nics_asked=("mlx5_0",),
-        engines_here=True,
-        prefill_work=work,
+        kv_bytes_per_request=KV_BYTES, kv_may_expire=lost, kv_line_rate=1.1e9, transport_asked="rdma",
+        transport_ran="rdma", nics_asked=("mlx5_0",), engines_here=True, prefill_work=work,
         prefill_flops=work.flop(INPUT) / service_s * draw(st.floats(1.0, 5.0)),
-    )
+    )  # fmt: skip
 
 
 @settings(max_examples=60, deadline=None)
@@ -808,11 +716,8 @@ def test_a_trial_stopped_early_keeps_its_live_verdict_and_its_counters_fit() -> 
     ]
     stopped = evidence(records, stopped_as="missed", engines=engines())
     partly = {
-        "prompt_tokens": 45 * INPUT,
-        "prefix_queries": 45 * INPUT,
-        "requests": 45,
-        "kv_bytes": 45 * KV_BYTES,
-    }
+        "prompt_tokens": 45 * INPUT, "prefix_queries": 45 * INPUT, "requests": 45, "kv_bytes": 45 * KV_BYTES,
+    }  # fmt: skip
     source = {"prompt_tokens_by_source": {"external_kv_transfer": 45 * INPUT}}
     stopped = replace(stopped, engines=engines(partly, {**partly, **source}))
     verdict, reason, findings = judge(stopped)
@@ -841,17 +746,14 @@ def test_a_pull_over_tcp_is_refused_by_name_with_the_way_out() -> None:
         assert words in finding.advice
 
 
-@pytest.mark.parametrize(
-    ("proven", "asked"),
-    [
-        (PULLED, "tcp"),
-        (PULLED, "tcp,cuda"),
-        (replace(PULLED, transports=("cuda_ipc/cuda",), how="zero-copy"), ""),
-        (replace(PULLED, transports=("cma/memory",), how="zero-copy", local="host", remote="host"), ""),
-        (LoggedTransport("prefill-0", ("tcp",)), ""),
-        (replace(PULLED, transports=("rc_mlx5/mlx5_0:1",), how="zero-copy"), "rc,cuda"),
-    ],
-)
+@pytest.mark.parametrize(("proven", "asked"), [
+    (PULLED, "tcp"),
+    (PULLED, "tcp,cuda"),
+    (replace(PULLED, transports=("cuda_ipc/cuda",), how="zero-copy"), ""),
+    (replace(PULLED, transports=("cma/memory",), how="zero-copy", local="host", remote="host"), ""),
+    (LoggedTransport("prefill-0", ("tcp",)), ""),
+    (replace(PULLED, transports=("rc_mlx5/mlx5_0:1",), how="zero-copy"), "rc,cuda"),
+])  # fmt: skip
 def test_a_way_that_was_meant_is_no_wrong_transport(proven: LoggedTransport, asked: str) -> None:
     assert "wrong_transport" not in fired(logged(proven, asked=asked))
 
@@ -866,15 +768,12 @@ def lacking(error: str, detail: str) -> Evidence:
     return evidence([replace(GOOD[0], error=error, error_detail=detail), *GOOD[1:]])
 
 
-@pytest.mark.parametrize(
-    ("error", "detail", "process"),
-    [
-        ("connect", "[Errno 24] Too many open files", "load generator"),
-        ("connect", "[Errno 12] Cannot allocate memory", "load generator"),
-        ("http_error", "decode-0: cannot be reached: [Errno 24] Too many open files", "router"),
-        ("http_error", "[Errno 28] No space left on device", "emulated engine"),
-    ],
-)
+@pytest.mark.parametrize(("error", "detail", "process"), [
+    ("connect", "[Errno 24] Too many open files", "load generator"),
+    ("connect", "[Errno 12] Cannot allocate memory", "load generator"),
+    ("http_error", "decode-0: cannot be reached: [Errno 24] Too many open files", "router"),
+    ("http_error", "[Errno 28] No space left on device", "emulated engine"),
+])  # fmt: skip
 def test_what_kvbench_itself_lacks_is_no_miss_of_the_system(error: str, detail: str, process: str) -> None:
     verdict, reason, findings = judge(lacking(error, detail))
     assert (verdict, findings[0].gate) == ("invalid", "own_resources")

@@ -78,16 +78,13 @@ def test_all_mistakes_come_with_their_lines() -> None:
     assert "hash_ids" in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "t:1: the file has no request"),
-        ("a,b\n1,2\n", "t:1: the header lacks offset_s, input_len, output_len; it has: a, b"),
-        ("offset_s,input_len,output_len\n1,2\n", "t:2: has 2 columns where the header has 3"),
-        ("offset_s,input_len,output_len\n1,0,x\n", "t:2: input_len must be a whole number from 1"),
-        ("offset_s,input_len,input_len,output_len\n1,1,1,1\n", "t:1: the header names 'input_len' twice"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("", "t:1: the file has no request"),
+    ("a,b\n1,2\n", "t:1: the header lacks offset_s, input_len, output_len; it has: a, b"),
+    ("offset_s,input_len,output_len\n1,2\n", "t:2: has 2 columns where the header has 3"),
+    ("offset_s,input_len,output_len\n1,0,x\n", "t:2: input_len must be a whole number from 1"),
+    ("offset_s,input_len,input_len,output_len\n1,1,1,1\n", "t:1: the header names 'input_len' twice"),
+])  # fmt: skip
 def test_what_is_no_trace_is_refused(text: str, said: str) -> None:
     with pytest.raises(InputError) as caught:
         parse_trace(text, "t")
@@ -194,12 +191,9 @@ def test_expected_hits_are_the_prompts_own(asked: list[TracedRequest], seed: int
 
 
 @given(
-    st.integers(1, 3 * BLOCK_TOKENS),
-    st.none() | st.lists(st.integers(0, 2**63 - 1), max_size=5),
-    st.integers(0, 2**63 - 1),
-    st.integers(0, 10**6),
-    st.integers(1, 200_000),
-)
+    st.integers(1, 3 * BLOCK_TOKENS), st.none() | st.lists(st.integers(0, 2**63 - 1), max_size=5),
+    st.integers(0, 2**63 - 1), st.integers(0, 10**6), st.integers(1, 200_000),
+)  # fmt: skip
 def test_prompts_have_their_length_and_are_functions_of_the_seed(
     input_len: int, blocks: list[int] | None, seed: int, index: int, vocab_size: int
 ) -> None:
@@ -221,10 +215,7 @@ def test_figures() -> None:
     told = traces.figures([TracedRequest(0.0, 1024, 10, (1, 2)), TracedRequest(2.0, 1024, 30, (1, 3))])
     assert (told.requests, told.duration_s, told.request_rate) == (2, 2.0, 0.5)
     assert (told.mean_input_len, told.mean_output_len, told.longest, told.longest_output) == (
-        1024,
-        20,
-        1054,
-        30,
-    )
+        1024, 20, 1054, 30,
+    )  # fmt: skip
     assert told.hit_rate == pytest.approx(0.25)
     assert math.isinf(traces.request_rate([TracedRequest(0.0, 1, 1)] * 2))

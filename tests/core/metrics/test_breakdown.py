@@ -31,17 +31,10 @@ def total(parts: dict[str, float | None]) -> float:
 
 def test_one_after_the_other() -> None:
     parts = ttft_breakdown(0.100, P, D, RouterTimes(0.065, 0.025, 0.002), 0.008)
-    assert parts == pytest.approx(
-        {
-            "router": 8,
-            "prefill_queue": 10,
-            "prefill": 50,
-            "hand_off": 12,
-            "kv_transfer": 8,
-            "decode_queue": 7,
-            "first_decode_step": 5,
-        }
-    )
+    assert parts == pytest.approx({
+        "router": 8, "prefill_queue": 10, "prefill": 50, "hand_off": 12, "kv_transfer": 8, "decode_queue": 7,
+        "first_decode_step": 5,
+    })  # fmt: skip
     assert tuple(PART_WORDS) == PARTS
 
 

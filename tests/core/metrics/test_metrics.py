@@ -22,17 +22,10 @@ def request(
 ) -> RequestRecord:
     first = at_s + ttft_s
     return RequestRecord(
-        f"r{at_s}",
-        at_s,
-        input_len,
-        tokens,
-        sent_s=at_s + 0.001,
-        first_token_s=first,
-        last_token_s=first + tpot_s * (tokens - 1),
-        output_len=tokens,
-        itl_s=[tpot_s] * (tokens - 1),
+        f"r{at_s}", at_s, input_len, tokens, sent_s=at_s + 0.001, first_token_s=first,
+        last_token_s=first + tpot_s * (tokens - 1), output_len=tokens, itl_s=[tpot_s] * (tokens - 1),
         status=200,
-    )
+    )  # fmt: skip
 
 
 def cancelled(at_s: float, first_token_s: float | None = None, tokens: int = 11) -> RequestRecord:

@@ -29,12 +29,9 @@ limits = st.builds(
     st.floats(0.01, 1e6),
 )
 slos = st.builds(
-    Slo,
-    st.none() | st.floats(1, 1e5),
-    st.none() | st.floats(1, 1e4),
-    st.floats(0.01, 1.0),
+    Slo, st.none() | st.floats(1, 1e5), st.none() | st.floats(1, 1e4), st.floats(0.01, 1.0),
     st.lists(limits, max_size=4).map(tuple),
-)
+)  # fmt: skip
 
 
 def request(ttft_s: float, tpot_s: float = 0.01, at_s: float = 0.0, error: str = "") -> RequestRecord:
@@ -44,32 +41,26 @@ def request(ttft_s: float, tpot_s: float = 0.01, at_s: float = 0.0, error: str =
     return record
 
 
-@pytest.mark.parametrize(
-    ("text", "limit"),
-    [
-        ("ttft_ms p90 <= 5000", Limit("ttft_ms", "p90", 5000)),
-        ("TPOT mean ≤ 50 ms", Limit("tpot_ms", "mean", 50)),
-        ("e2el_ms<=1e4", Limit("e2el_ms", "each", 10_000)),
-        ("ttft median < 2.5", Limit("ttft_ms", "p50", 2.5)),
-        ("  tpot_ms  p99.9  <=  7 ", Limit("tpot_ms", "p99.9", 7)),
-    ],
-)
+@pytest.mark.parametrize(("text", "limit"), [
+    ("ttft_ms p90 <= 5000", Limit("ttft_ms", "p90", 5000)),
+    ("TPOT mean ≤ 50 ms", Limit("tpot_ms", "mean", 50)),
+    ("e2el_ms<=1e4", Limit("e2el_ms", "each", 10_000)),
+    ("ttft median < 2.5", Limit("ttft_ms", "p50", 2.5)),
+    ("  tpot_ms  p99.9  <=  7 ", Limit("tpot_ms", "p99.9", 7)),
+])  # fmt: skip
 def test_short_forms(text: str, limit: Limit) -> None:
     assert Limit.parse(text) == limit
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("ttft_ms p90 >= 5000", "is not a limit; expected such as `ttft_ms p90 <= 5000`"),
-        ("itl_ms p90 <= 5", "unknown metric 'itl_ms'"),
-        ("ttft_ms p100 <= 5", "statistic must be"),
-        ("ttft_ms p0 <= 5", "statistic must be"),
-        ("ttft_ms worst <= 5", "statistic must be"),
-        ("ttft_ms <= 0", "must be above 0"),
-        ("", "is not a limit"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("ttft_ms p90 >= 5000", "is not a limit; expected such as `ttft_ms p90 <= 5000`"),
+    ("itl_ms p90 <= 5", "unknown metric 'itl_ms'"),
+    ("ttft_ms p100 <= 5", "statistic must be"),
+    ("ttft_ms p0 <= 5", "statistic must be"),
+    ("ttft_ms worst <= 5", "statistic must be"),
+    ("ttft_ms <= 0", "must be above 0"),
+    ("", "is not a limit"),
+])  # fmt: skip
 def test_what_is_no_limit_is_told(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         Limit.parse(text)
@@ -121,12 +112,9 @@ def test_criteria_of_each_form() -> None:
 
 
 @given(
-    slos,
-    st.none() | st.floats(0, 1e6),
-    st.none() | st.floats(0, 1e6),
-    st.none() | st.floats(0, 1e6),
+    slos, st.none() | st.floats(0, 1e6), st.none() | st.floats(0, 1e6), st.none() | st.floats(0, 1e6),
     st.booleans(),
-)
+)  # fmt: skip
 def test_observations_and_margins_agree(
     slo: Slo, ttft: float | None, tpot: float | None, e2el: float | None, ok: bool
 ) -> None:
@@ -154,12 +142,9 @@ def test_a_failed_request_keeps_nothing_and_counts_in_no_mean() -> None:
 def test_each_criterion_over_a_trial() -> None:
     records = [request(0.1 if number < 95 else 2.0, at_s=number / 10) for number in range(100)]
     records[0] = request(0.1, error="http_error")
-    slo = Slo(
-        1000,
-        None,
-        0.9,
-        (Limit.parse("ttft p99 <= 1000"), Limit.parse("ttft mean <= 190"), Limit.parse("ttft p50 <= 100.1")),
-    )
+    slo = Slo(1000, None, 0.9, (
+        Limit.parse("ttft p99 <= 1000"), Limit.parse("ttft mean <= 190"), Limit.parse("ttft p50 <= 100.1"),
+    ))  # fmt: skip
     joint, p99, p50, mean = judge_criteria(records, slo, None)
     assert joint.met
     assert joint.value == pytest.approx(0.94)
@@ -246,11 +231,8 @@ def test_the_burst_method_looks_at_means() -> None:
 
 def test_tiers_begin_with_the_strictest() -> None:
     tiers = {
-        "batch": Slo(5000, 50),
-        "interactive": Slo(200, 15),
-        "chat": Slo(200, 15, 0.99),
-        "any": Slo(9000),
-    }
+        "batch": Slo(5000, 50), "interactive": Slo(200, 15), "chat": Slo(200, 15, 0.99), "any": Slo(9000),
+    }  # fmt: skip
     assert by_strictness(tiers) == ["chat", "interactive", "batch", "any"]
     assert tiers_text({"a": Slo(1)}) == "a: TTFT ≤ 1 ms for 95 % of requests"
 

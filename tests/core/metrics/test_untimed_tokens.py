@@ -66,14 +66,10 @@ def test_ends_of_sequence_without_text_are_no_part_of_the_text_s_time() -> None:
 
 
 @given(
-    tokens=st.integers(1, 300),
-    gaps=st.lists(st.floats(0, 1), max_size=300),
-    first=st.integers(0, 50),
-    text=st.integers(0, 900),
-    told=st.none() | st.integers(0, 400),
-    empty=st.integers(0, 400),
+    tokens=st.integers(1, 300), gaps=st.lists(st.floats(0, 1), max_size=300), first=st.integers(0, 50),
+    text=st.integers(0, 900), told=st.none() | st.integers(0, 400), empty=st.integers(0, 400),
     outside=st.integers(0, 400),
-)
+)  # fmt: skip
 def test_it_is_never_beyond_the_answer(
     tokens: int, gaps: list[float], first: int, text: int, told: int | None, empty: int, outside: int
 ) -> None:

@@ -70,33 +70,22 @@ def row(name: str, lower: float | None, upper: float | None, size: Size, outcome
 
 
 # --- counting ------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("deployment", "environment", "sizes"),
-    [
-        (
-            {"engine": "emulated", "tensor_parallel_size": 8, "hardware": "8xH200"},
-            {},
-            (Size(2, 16), Size(1, 8)),
-        ),
-        ({"engine": "emulated", "tensor_parallel_size": 4}, {"gpus": []}, (Size(2, 8), Size(1, 4))),
-        ({"engine": "emulated"}, GPUS, (Size(2, 2), Size(1, 1))),
-        (VLLM, GPUS, (Size(2, 8), Size(1, 4))),
-        (VLLM, {"gpus": []}, (Size(2), Size(1))),
-        (VLLM, {"gpus": [], "hosts": {"a": GPUS}}, (Size(2, 8), Size(1, 4))),
-        ({**VLLM, "hardware": "2xH200"}, GPUS, (Size(2, 4), Size(1, 2))),
-        ({**VLLM, "engine_options": {"env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}}, GPUS, (Size(2), Size(1))),
-        (
-            {**VLLM, "engine_options": {"decode_args": {"data_parallel_size": 2}}},
-            GPUS,
-            (Size(2, 12), Size(1, 4)),
-        ),
-        ({"engine": "external"}, GPUS, (Size(), Size())),
-        ({"engine": "external", "engine_options": {"gpus": 8}}, {}, (Size(None, 8), Size(None, 8))),
-        ({"engine": "external", "engine_options": {"gpus": "eight"}}, {}, (Size(), Size())),
-        ({"engine": "system", "engine_options": {"gpus": 4}}, GPUS, (Size(None, 4), Size(None, 4))),
-        ({**VLLM, "tensor_parallel_size": "many"}, GPUS, (Size(2), Size(1))),
-    ],
-)
+@pytest.mark.parametrize(("deployment", "environment", "sizes"), [
+    ({"engine": "emulated", "tensor_parallel_size": 8, "hardware": "8xH200"}, {}, (Size(2, 16), Size(1, 8))),
+    ({"engine": "emulated", "tensor_parallel_size": 4}, {"gpus": []}, (Size(2, 8), Size(1, 4))),
+    ({"engine": "emulated"}, GPUS, (Size(2, 2), Size(1, 1))),
+    (VLLM, GPUS, (Size(2, 8), Size(1, 4))),
+    (VLLM, {"gpus": []}, (Size(2), Size(1))),
+    (VLLM, {"gpus": [], "hosts": {"a": GPUS}}, (Size(2, 8), Size(1, 4))),
+    ({**VLLM, "hardware": "2xH200"}, GPUS, (Size(2, 4), Size(1, 2))),
+    ({**VLLM, "engine_options": {"env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}}, GPUS, (Size(2), Size(1))),
+    ({**VLLM, "engine_options": {"decode_args": {"data_parallel_size": 2}}}, GPUS, (Size(2, 12), Size(1, 4))),
+    ({"engine": "external"}, GPUS, (Size(), Size())),
+    ({"engine": "external", "engine_options": {"gpus": 8}}, {}, (Size(None, 8), Size(None, 8))),
+    ({"engine": "external", "engine_options": {"gpus": "eight"}}, {}, (Size(), Size())),
+    ({"engine": "system", "engine_options": {"gpus": 4}}, GPUS, (Size(None, 4), Size(None, 4))),
+    ({**VLLM, "tensor_parallel_size": "many"}, GPUS, (Size(2), Size(1))),
+])  # fmt: skip
 def test_gpus_are_counted_only_where_they_are_known(
     deployment: dict[str, Any], environment: dict[str, Any], sizes: tuple[Size, Size]
 ) -> None:
@@ -335,29 +324,21 @@ def test_the_notebook_calls_the_ratio_what_it_is(uneven: RunFolder) -> None:
 # --- where they run ------------------------------------------------------------------------------
 def test_lone_engines_take_the_places_and_devices_of_p_and_d() -> None:
     hosts = {name: {"address": f"10.0.0.{place}", "devices": [0, 1]} for place, name in enumerate("ab", 1)}
-    scenario, _ = load_scenario(
-        "quickstart",
-        [
-            "deployment.launcher=ssh",
-            f"deployment.hosts={json.dumps(hosts)}",
-            "deployment.roles={prefill: a, decode: b}",
-            "deployment.decode=2",
-        ],
-    )
+    scenario, _ = load_scenario("quickstart", [
+        "deployment.launcher=ssh", f"deployment.hosts={json.dumps(hosts)}",
+        "deployment.roles={prefill: a, decode: b}", "deployment.decode=2",
+    ])  # fmt: skip
     deployment, whole = scenario.deployment, plan_of(scenario).deployments[0]
     names = [each.name for each in whole.instances]
     assert names == ["aggregated-0", "aggregated-1", "aggregated-2"]
     assert [deployment.host_name(name) for name in names] == ["a", "b", "b"]
     given = [each["CUDA_VISIBLE_DEVICES"] for each in far_device_env(scenario, whole).values()]
     assert given == ["0", "0", "1"]
-    own, _ = load_scenario(
-        "quickstart",
-        [
-            "deployment.launcher=ssh",
-            f"deployment.hosts={json.dumps(hosts)}",
-            "deployment.roles={prefill: a, decode: b, aggregated: b}",
-        ],
-    )
+    own, _ = load_scenario("quickstart", [
+        "deployment.launcher=ssh",
+        f"deployment.hosts={json.dumps(hosts)}",
+        "deployment.roles={prefill: a, decode: b, aggregated: b}",
+    ])  # fmt: skip
     assert [own.deployment.host_name(f"aggregated-{rank}") for rank in range(2)] == ["b", "b"]
 
 
@@ -422,14 +403,10 @@ def test_the_number_is_a_key_of_the_scenario_with_bounds() -> None:
     with pytest.raises(ScenarioError, match="did you mean `aggregated`"):
         load_scenario("quickstart", ["deployment.agregated=2"])
     with pytest.raises(ScenarioError, match="counts engines that kvbench starts, and an external server is"):
-        load_scenario(
-            "quickstart",
-            [
-                "deployment.engine=external",
-                "deployment.engine_options={base_url: 'http://127.0.0.1:1'}",
-                "deployment.aggregated=2",
-            ],
-        )
+        load_scenario("quickstart", [
+            "deployment.engine=external", "deployment.engine_options={base_url: 'http://127.0.0.1:1'}",
+            "deployment.aggregated=2",
+        ])  # fmt: skip
 
 
 def test_the_picture_says_how_many_engines_each_line_has(uneven: RunFolder) -> None:

@@ -64,13 +64,9 @@ def plan(*overrides: str, connectors: str = "[push, aggregated, pull]", base_por
 def test_cells_are_grouped_by_deployment_with_the_aggregated_first() -> None:
     made = plan()
     assert [cell.key for cell in made.cells] == [
-        "aggregated-in64-out4",
-        "aggregated-in16-out4",
-        "push-in64-out4",
-        "push-in16-out4",
-        "pull-in64-out4",
+        "aggregated-in64-out4", "aggregated-in16-out4", "push-in64-out4", "push-in16-out4", "pull-in64-out4",
         "pull-in16-out4",
-    ]
+    ]  # fmt: skip
     assert [each.label for each in made.deployments] == ["aggregated", "push", "pull"]
     assert made.reference == "aggregated"
     assert not any(each.reference_only for each in made.deployments)

@@ -124,13 +124,9 @@ def test_a_budget_is_shared_and_limits_the_precision() -> None:
 # -- what is known of a cell --------------------------------------------------------------------------
 def trial(rate: float, purpose: str, share: float, ttft_ms: float, verdict: Any = "undecided") -> TrialRecord:
     summary = {
-        "ttft_ms": {"p50": ttft_ms},
-        "e2el_ms": {"p50": ttft_ms + 50},
-        "judged_met": 80,
-        "judged_missed": 20,
-        "effective_n": 25.0,
-        "criteria": [{"kind": "share", "target": 0.9, "value": share}],
-    }
+        "ttft_ms": {"p50": ttft_ms}, "e2el_ms": {"p50": ttft_ms + 50}, "judged_met": 80, "judged_missed": 20,
+        "effective_n": 25.0, "criteria": [{"kind": "share", "target": 0.9, "value": share}],
+    }  # fmt: skip
     return TrialRecord(f"{purpose}-{rate:g}", Cell("a", 1, 1), rate, 0, verdict, "", purpose, summary=summary)
 
 

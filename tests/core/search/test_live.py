@@ -146,14 +146,10 @@ def run_servers(
 @pytest.mark.parametrize("rate", [4.0, 40.0, 400.0])
 @pytest.mark.parametrize(
     ("services", "limit_s"),
-    [
-        (constant(2.0), 5.0),
-        (lognormal(2.0, 0.5), 8.0),
-        (lognormal(2.0, 1.0), 30.0),
-        (lognormal(2.0, 1.5), 60.0),
-    ],
+    [(constant(2.0), 5.0), (lognormal(2.0, 0.5), 8.0), (lognormal(2.0, 1.0), 30.0),
+     (lognormal(2.0, 1.5), 60.0)],
     ids=["constant", "narrow", "wide", "very wide"],
-)
+)  # fmt: skip
 def test_waiting_for_a_first_token_is_no_queue(rate: float, services: Services, limit_s: float) -> None:
     """Nobody waits for anybody: each request has a server of its own, and rate × latency of them are busy."""
     for seed in range(4):
@@ -319,14 +315,9 @@ def test_a_light_load_that_no_look_saw_under_way_is_steady_from_its_start() -> N
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(2, 400),
-    st.floats(0.5, 50.0),
-    st.floats(0.0, 3.0),
-    st.floats(0.0, 1.0),
-    st.booleans(),
-    st.booleans(),
-    st.integers(0, 2**31),
-)
+    st.integers(2, 400), st.floats(0.5, 50.0), st.floats(0.0, 3.0), st.floats(0.0, 1.0), st.booleans(),
+    st.booleans(), st.integers(0, 2**31),
+)  # fmt: skip
 def test_whatever_is_told_it_ends_and_says_only_numbers(
     n: int, rate: float, latency_s: float, good: float, margins: bool, thorough: bool, seed: int
 ) -> None:

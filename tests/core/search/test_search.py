@@ -57,13 +57,9 @@ def test_the_way_of_a_cold_start() -> None:
     search = RateSearch(SearchLimits(8, 0.5, 512, 0.2))
     answer = run(search, threshold(20))
     assert asked(search) == [
-        (8, "start"),
-        (16, "expand"),
-        (32, "expand"),
-        (22.63, "bisect"),
-        (19.03, "bisect"),
+        (8, "start"), (16, "expand"), (32, "expand"), (22.63, "bisect"), (19.03, "bisect"),
         (19.03, "confirm"),
-    ]
+    ]  # fmt: skip
     assert (answer.lower, answer.upper, answer.status) == (19.03, 22.63, "converged")
     assert answer.confirmed
 
@@ -81,12 +77,9 @@ def test_a_good_hint_costs_few_trials() -> None:
 
 @settings(deadline=None)
 @given(
-    st.floats(0.5, 512, exclude_max=True),
-    st.floats(0.5, 512),
-    st.sampled_from([0.01, 0.05, 0.1, 0.3]),
-    st.sampled_from([None, 0.3, 0.9, 1.0, 1.1, 5.0]),
-    st.booleans(),
-)
+    st.floats(0.5, 512, exclude_max=True), st.floats(0.5, 512), st.sampled_from([0.01, 0.05, 0.1, 0.3]),
+    st.sampled_from([None, 0.3, 0.9, 1.0, 1.1, 5.0]), st.booleans(),
+)  # fmt: skip
 def test_a_threshold_is_bracketed(
     truth: float, start: float, precision: float, hint: float | None, trusted: bool
 ) -> None:
@@ -186,13 +179,9 @@ def test_a_retry_that_succeeds_goes_on() -> None:
 
 @settings(max_examples=70, deadline=None)
 @given(
-    st.floats(0.6, 500),
-    st.floats(0.5, 512),
-    st.floats(0, 1),
-    st.integers(0, 2**32 - 1),
-    st.integers(1, 30),
+    st.floats(0.6, 500), st.floats(0.5, 512), st.floats(0, 1), st.integers(0, 2**32 - 1), st.integers(1, 30),
     st.integers(0, 2),
-)
+)  # fmt: skip
 def test_random_refusals_never_make_a_wrong_claim(
     truth: float, start: float, refused: float, seed: int, max_trials: int, retries: int
 ) -> None:
@@ -253,19 +242,10 @@ def test_noise_spreads_the_answer_only_a_little() -> None:
     assert np.percentile(found, 95) < 1.1
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"min_rate": 0.0},
-        {"start_rate": 0.1},
-        {"max_rate": 4.0},
-        {"max_rate": math.inf},
-        {"precision": 0.0},
-        {"max_trials": 0},
-        {"max_retries": -1},
-        {"confidence": 1.0},
-    ],
-)
+@pytest.mark.parametrize("values", [
+    {"min_rate": 0.0}, {"start_rate": 0.1}, {"max_rate": 4.0}, {"max_rate": math.inf}, {"precision": 0.0},
+    {"max_trials": 0}, {"max_retries": -1}, {"confidence": 1.0},
+])  # fmt: skip
 def test_impossible_limits_are_refused(values: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must"):
         SearchLimits(**{"start_rate": 8, "min_rate": 0.5, "max_rate": 512, **values})  # type: ignore[arg-type]

@@ -393,19 +393,13 @@ def test_a_mean_is_searched_by_its_score() -> None:
 
 
 measures: st.SearchStrategy[Any] = st.builds(
-    TrialFigures,
-    attainment=st.none() | st.floats(0, 1),
-    n=st.integers(0, 10_000),
-    effective_n=st.floats(0, 1000),
-    target=st.none() | st.sampled_from([0.5, 0.95, 0.999, 1.0]),
-    score=st.none() | st.floats(-1, 20),
-    score_error=st.none() | st.floats(0, 100),
-    offered_rate=st.none() | st.floats(0.1, 1000),
-    capacity=st.none() | st.floats(0.1, 1000),
-    capacity_error=st.none() | st.floats(0, 100),
-    grows=st.booleans(),
+    TrialFigures, attainment=st.none() | st.floats(0, 1), n=st.integers(0, 10_000),
+    effective_n=st.floats(0, 1000), target=st.none() | st.sampled_from([0.5, 0.95, 0.999, 1.0]),
+    score=st.none() | st.floats(-1, 20), score_error=st.none() | st.floats(0, 100),
+    offered_rate=st.none() | st.floats(0.1, 1000), capacity=st.none() | st.floats(0.1, 1000),
+    capacity_error=st.none() | st.floats(0, 100), grows=st.booleans(),
     completion_rate=st.none() | st.floats(0, 1000),
-)
+)  # fmt: skip
 
 
 @settings(max_examples=6, deadline=None)

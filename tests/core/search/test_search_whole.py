@@ -49,13 +49,9 @@ def find(
             continue
         n = round(trial_length_s(probe.rate, alone_s) * probe.rate)
         config = LiveConfig(
-            planned_offsets(probe.rate, n, 1.0, seed),
-            probe.rate,
-            alone_s,
-            ttft_limit_s=limit_s,
-            thorough=probe.thorough,
-            confirms=probe.purpose == "confirm",
-        )
+            planned_offsets(probe.rate, n, 1.0, seed), probe.rate, alone_s, ttft_limit_s=limit_s,
+            thorough=probe.thorough, confirms=probe.purpose == "confirm",
+        )  # fmt: skip
         live = LiveTrial(config, [CriterionTarget("share", target)])
         first = server(np.asarray(config.offsets_s))
         decision = decided(live, first, limit_s, 0.0, BEAT_S)

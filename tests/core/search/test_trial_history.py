@@ -30,15 +30,12 @@ def test_a_met_trial_at_or_just_above_confirms_it(rates: tuple[float, ...], conf
     assert (None if found is None else found.rate) == confirming
 
 
-@pytest.mark.parametrize(
-    ("trials", "supporting"),
-    [
-        (((9.0, "met"), (9.9, "met"), (10.0, "missed"), (10.1, "met")), 9.9),
-        (((9.0, "met"), (10.0, "met"), (9.5, "undecided")), 10.0),
-        (((10.1, "met"),), None),
-        (((9.9, "undecided"), (9.8, "missed"), (9.7, "invalid")), None),
-    ],
-)
+@pytest.mark.parametrize(("trials", "supporting"), [
+    (((9.0, "met"), (9.9, "met"), (10.0, "missed"), (10.1, "met")), 9.9),
+    (((9.0, "met"), (10.0, "met"), (9.5, "undecided")), 10.0),
+    (((10.1, "met"),), None),
+    (((9.9, "undecided"), (9.8, "missed"), (9.7, "invalid")), None),
+])  # fmt: skip
 def test_the_highest_met_trial_at_or_below_an_answer_supports_it(
     trials: tuple[tuple[float, VerdictKind], ...], supporting: float | None
 ) -> None:

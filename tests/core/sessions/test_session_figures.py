@@ -37,22 +37,11 @@ def answered(load: SessionLoad, gap_s: float = 2.0, ttft_s: float = 0.1) -> list
         at_s = begun_s + gap_s * at_turn
         ttft = ttft_s * (1 if at_turn else 2)
         end_s = at_s + 1.0
-        records.append(
-            RequestRecord(
-                f"sim-{place}",
-                at_s,
-                load.input_len[place],
-                4,
-                sent_s=at_s,
-                first_token_s=at_s + ttft,
-                last_token_s=end_s,
-                output_len=4,
-                session=number,
-                turn=at_turn,
-                session_s=end_s - begun_s if at_turn == turns - 1 else None,
-                cached_tokens=SIZE * at_turn,
-            )
-        )
+        records.append(RequestRecord(
+            f"sim-{place}", at_s, load.input_len[place], 4, sent_s=at_s, first_token_s=at_s + ttft,
+            last_token_s=end_s, output_len=4, session=number, turn=at_turn,
+            session_s=end_s - begun_s if at_turn == turns - 1 else None, cached_tokens=SIZE * at_turn,
+        ))  # fmt: skip
     return sorted(records, key=lambda each: each.scheduled_s)
 
 

@@ -30,15 +30,9 @@ def run(load: SessionLoad, *, pair: bool = False, blocks: int = 4096, timeout_s:
     )
     return simulate(
         system,
-        SimulatedLoad(
-            load.offsets_s,
-            load.input_len,
-            load.output_len,
-            timeout_s,
-            PromptHashes(load, SIZE),
-            load.following,
-        ),
-    )
+        SimulatedLoad(load.offsets_s, load.input_len, load.output_len, timeout_s, PromptHashes(load, SIZE),
+                      load.following),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("pair", [False, True])
@@ -78,11 +72,8 @@ def test_a_session_is_given_up_when_a_turn_has_no_answer() -> None:
     load = session_load([session, session], [0.0, 0.1], "session", SIZE, own_answers=True)
     outcome = run(load, timeout_s=0.2)
     assert sorted((each.turn, each.error) for each in outcome.records) == [
-        (0, ""),
-        (0, ""),
-        (1, "timeout"),
-        (1, "timeout"),
-    ]
+        (0, ""), (0, ""), (1, "timeout"), (1, "timeout"),
+    ]  # fmt: skip
 
 
 def test_own_answers_are_found_and_recorded_ones_are_not() -> None:
@@ -109,16 +100,11 @@ def test_copies_of_a_session_share_what_sessions_share_and_nothing_else() -> Non
 
 
 plans = st.lists(
-    st.lists(
-        st.tuples(
-            st.lists(st.integers(0, 2), max_size=6), st.integers(1, 40), st.sampled_from([0.0, 0.01, 5.0])
-        ),
-        min_size=1,
-        max_size=5,
-    ),
+    st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=6), st.integers(1, 40),
+                       st.sampled_from([0.0, 0.01, 5.0])), min_size=1, max_size=5),
     min_size=1,
     max_size=5,
-)
+)  # fmt: skip
 
 
 @settings(deadline=None, max_examples=60)

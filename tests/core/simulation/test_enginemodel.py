@@ -121,14 +121,10 @@ def test_pool_refuses_a_double_release() -> None:
 
 # -- scheduler ------------------------------------------------------------------------------------
 CONFIGS = st.builds(
-    EngineConfig,
-    block_tokens=st.integers(1, 5),
-    num_blocks=st.integers(6, 30),
-    max_num_seqs=st.integers(1, 5),
-    max_num_batched_tokens=st.integers(1, 12),
-    max_model_len=st.just(64),
+    EngineConfig, block_tokens=st.integers(1, 5), num_blocks=st.integers(6, 30),
+    max_num_seqs=st.integers(1, 5), max_num_batched_tokens=st.integers(1, 12), max_model_len=st.just(64),
     enable_prefix_caching=st.booleans(),
-)
+)  # fmt: skip
 
 
 def check_invariants(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -162,17 +158,12 @@ def test_scheduler_serves_everybody_and_keeps_its_limits(data: st.DataObject, co
     requests: list[EngineRequest] = []
     for index in range(data.draw(st.integers(1, 8))):
         prompt_len = data.draw(st.integers(1, longest - 1))
-        requests.append(
-            EngineRequest(
-                str(index),
-                prompt_len,
-                data.draw(st.integers(1, min(12, longest - prompt_len))),
-                arrival_s=float(index),
-                hashes=data.draw(st.sampled_from(chains))[: prompt_len // config.block_tokens],
-                remote_kv=data.draw(st.booleans()),
-                hold_kv=data.draw(st.booleans()),
-            )
-        )
+        requests.append(EngineRequest(
+            str(index), prompt_len, data.draw(st.integers(1, min(12, longest - prompt_len))),
+            arrival_s=float(index),
+            hashes=data.draw(st.sampled_from(chains))[: prompt_len // config.block_tokens],
+            remote_kv=data.draw(st.booleans()), hold_kv=data.draw(st.booleans()),
+        ))  # fmt: skip
         scheduler.add(requests[-1])
     admitted: list[EngineRequest] = []
     first_tokens: set[str] = set()

@@ -75,12 +75,9 @@ def test_mla_has_one_tensor_a_layer_and_is_on_every_rank() -> None:
 
 
 @given(
-    st.sampled_from(MODEL_NAMES),
-    st.integers(1, 200_000),
-    st.sampled_from((1, 2, 4, 8, 16)),
-    st.sampled_from((1, 16, 64)),
-    st.sampled_from(("0.13", "0.24", "0.33")),
-)
+    st.sampled_from(MODEL_NAMES), st.integers(1, 200_000), st.sampled_from((1, 2, 4, 8, 16)),
+    st.sampled_from((1, 16, 64)), st.sampled_from(("0.13", "0.24", "0.33")),
+)  # fmt: skip
 def test_ranks_together_move_the_models_kv(name: str, tokens: int, tp: int, block: int, version: str) -> None:
     model = MODELS[name]
     if not model.mla_dim and max(model.kv_heads, tp) % min(model.kv_heads, tp):
@@ -106,23 +103,17 @@ def test_a_sliding_window_moves_its_last_blocks_only() -> None:
             assert whole.request_bytes == whole.input_len * 73_728
 
 
-@pytest.mark.parametrize(
-    ("options", "bytes_"),
-    [
-        ({"version": "0.33.0"}, (18 * 4096 + 18 * 128) * 2048),
-        ({"version": "0.19.0"}, 36 * 4096 * 2048),
-        ({"version": "0.33.0", "engine_args": {"disable_hybrid_kv_cache_manager": True}}, 36 * 4096 * 2048),
-    ],
-)
+@pytest.mark.parametrize(("options", "bytes_"), [
+    ({"version": "0.33.0"}, (18 * 4096 + 18 * 128) * 2048),
+    ({"version": "0.19.0"}, 36 * 4096 * 2048),
+    ({"version": "0.33.0", "engine_args": {"disable_hybrid_kv_cache_manager": True}}, 36 * 4096 * 2048),
+])  # fmt: skip
 def test_a_plan_counts_windows_as_the_engine_does(options: dict[str, Any], bytes_: int) -> None:
     text = {
-        "version": 1,
-        "model": "gpt-oss-120b",
-        "deployment": {"engine": "vllm", "engine_options": {"model": "m", **options}},
-        "connectors": ["nixl"],
-        "workload": {"input_len": [4096], "output_len": 4},
-        "slo": {"ttft_ms": 200},
-    }
+        "version": 1, "model": "gpt-oss-120b",
+        "deployment": {"engine": "vllm", "engine_options": {"model": "m", **options}}, "connectors": ["nixl"],
+        "workload": {"input_len": [4096], "output_len": 4}, "slo": {"ttft_ms": 200},
+    }  # fmt: skip
     scenario = parse_scenario(json.dumps(text), "x.yaml", registry())
     assert scenario_footprint(scenario, 4096, 1).logical_bytes == bytes_
     engines = {role: EngineFigures(block_tokens=16) for role in ("prefill", "decode")}
@@ -149,15 +140,12 @@ def test_beyond_memory_the_longest_that_fits_is_told_and_does_fit() -> None:
         check_memory(kv_work("llama-3.1-70b", longest + 16, 8), 8 << 30)
 
 
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [
-        (("no-such-model", 10), "unknown model"),
-        (("qwen3-8b", 0), "--input-len must be at least 1"),
-        (("qwen3-8b", 10, 3), "cannot be divided evenly"),
-        (("qwen3-8b", 10, 1, 0), "--block-tokens must be"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "words"), [
+    (("no-such-model", 10), "unknown model"),
+    (("qwen3-8b", 0), "--input-len must be at least 1"),
+    (("qwen3-8b", 10, 3), "cannot be divided evenly"),
+    (("qwen3-8b", 10, 1, 0), "--block-tokens must be"),
+])  # fmt: skip
 def test_bad_input(asked: tuple[str, int], words: str) -> None:
     with pytest.raises(InputError, match=words):
         kv_work(*asked)

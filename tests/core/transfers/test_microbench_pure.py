@@ -26,19 +26,11 @@ CASE = Case("tcp", "tcp", "write", 4096, 8)
 
 # --- which blocks
 cases = st.builds(
-    Case,
-    backend=st.just("tcp"),
-    protocol=st.just("tcp"),
-    op=st.sampled_from(["read", "write"]),
-    block_bytes=st.integers(1, 1 << 20),
-    batch_size=st.integers(1, 20),
-    threads=st.integers(1, 4),
-    initiators=st.integers(1, 3),
-    targets=st.integers(1, 3),
-    scattered=st.booleans(),
-    merged=st.booleans(),
+    Case, backend=st.just("tcp"), protocol=st.just("tcp"), op=st.sampled_from(["read", "write"]),
+    block_bytes=st.integers(1, 1 << 20), batch_size=st.integers(1, 20), threads=st.integers(1, 4),
+    initiators=st.integers(1, 3), targets=st.integers(1, 3), scattered=st.booleans(), merged=st.booleans(),
     regions=st.integers(1, 4),
-)
+)  # fmt: skip
 
 
 @given(cases, st.integers(0, 3))

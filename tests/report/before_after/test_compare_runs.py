@@ -118,14 +118,11 @@ def test_what_an_older_run_does_not_know_it_had_by_default(copied: Callable[...,
     assert change.text() == "deployment.router_processes: 1 → 3"
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("model", lambda plan: plan["scenario"]["model"].update(name="other")),
-        ("SLO", lambda plan: plan["scenario"]["slo"].update(ttft_ms=900.0)),
-        ("workload.burstiness", lambda plan: plan["scenario"]["workload"].update(burstiness=0.5)),
-    ],
-)
+@pytest.mark.parametrize(("name", "change"), [
+    ("model", lambda plan: plan["scenario"]["model"].update(name="other")),
+    ("SLO", lambda plan: plan["scenario"]["slo"].update(ttft_ms=900.0)),
+    ("workload.burstiness", lambda plan: plan["scenario"]["workload"].update(burstiness=0.5)),
+])  # fmt: skip
 def test_another_model_or_workload_needs_force_and_is_marked(
     name: str, change: Callable[[dict[str, Any]], object], copied: Callable[..., Path]
 ) -> None:

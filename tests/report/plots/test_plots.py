@@ -209,11 +209,8 @@ def test_a_home_without_write_does_no_harm_and_pyplot_is_not_used(one: RunFolder
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("XDG_", "MPL"))}
     done = subprocess.run(
         [sys.executable, "-c", code, str(one.path), str(tmp_path / "figures")],
-        env=environment | {"HOME": "/proc/nowhere"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+        env=environment | {"HOME": "/proc/nowhere"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
     assert done.stdout == f"{len(SHOWN)}\nFalse\n", done.stderr
 
 

@@ -38,12 +38,9 @@ def trial(
 
 def test_a_trial_that_was_met_at_an_answer_or_just_above_confirms_it() -> None:
     records = [
-        trial("ceiling", 30, "measured", "ceiling"),
-        trial("above", 31, "met"),
-        trial("far", 40, "missed"),
-        trial("below", 29.9, "met"),
-        trial("at", 30, "undecided"),
-    ]
+        trial("ceiling", 30, "measured", "ceiling"), trial("above", 31, "met"), trial("far", 40, "missed"),
+        trial("below", 29.9, "met"), trial("at", 30, "undecided"),
+    ]  # fmt: skip
     assert confirmed_by(records, "", 30, 0.05) == "above"
     assert confirmed_by([*records, trial("again", 30, "met")], "", 30, 0.05) == "again"
     assert confirmed_by([*records, trial("newer", 31, "met")], "", 30, 0.05) == "newer"
@@ -68,12 +65,9 @@ def row_of(records: Sequence[TrialRecord], **answer: object) -> Row:
 
 def test_a_row_has_the_figures_of_the_highest_met_trial_at_or_below_the_answer() -> None:
     records = [
-        trial("low", 20, "met"),
-        trial("below", 29, "met"),
-        trial("missed", 29.5, "missed"),
-        trial("at", 30, "undecided"),
-        trial("above", 30.2, "met"),
-    ]
+        trial("low", 20, "met"), trial("below", 29, "met"), trial("missed", 29.5, "missed"),
+        trial("at", 30, "undecided"), trial("above", 30.2, "met"),
+    ]  # fmt: skip
     for number, record in enumerate(records):
         record.summary["slo_attainment"] = number / 10
     row = row_of(records, max_request_rate=30.0)
@@ -126,14 +120,10 @@ def test_a_rate_that_no_trial_met_is_not_printed() -> None:
     assert unknown.rate_text() == "no rate; 1 of 2 trials refused: step_lag"
 
 
-@pytest.mark.parametrize(
-    ("status", "text"),
-    [
-        ("converged", "30.0 [28.0, 32.0]"),
-        ("undecided", "30.0? [28.0, 32.0]"),
-        ("exhausted", "30.0? [28.0, 32.0]"),
-    ],
-)
+@pytest.mark.parametrize(("status", "text"), [
+    ("converged", "30.0 [28.0, 32.0]"), ("undecided", "30.0? [28.0, 32.0]"),
+    ("exhausted", "30.0? [28.0, 32.0]"),
+])  # fmt: skip
 def test_a_rate_that_no_trial_held_is_marked(status: str, text: str) -> None:
     answer = {"max_request_rate": 30.0, "lower": 28.0, "upper": 32.0, "status": status}
     assert read_answer(answer).text() == text

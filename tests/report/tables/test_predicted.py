@@ -15,12 +15,8 @@ from kvbench.report.tables.result import Row, summary_table
 from kvbench.results.run import MANIFEST, RunFolder, load_run
 
 FIT: dict[str, Any] = {
-    "name": "mine",
-    "status": "fit",
-    "margin": 0.0,
-    "input_len": [1024, 1024],
-    "output_len": [16, 16],
-}
+    "name": "mine", "status": "fit", "margin": 0.0, "input_len": [1024, 1024], "output_len": [16, 16],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

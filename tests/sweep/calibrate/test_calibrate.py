@@ -21,14 +21,9 @@ from kvbench.sweep.calibrate import CalibrateOptions, EngineLimits, calibrated, 
 
 RECORDED = Path(__file__).parents[2] / "recorded"
 TRUTH = {
-    "front_end_ms": 4.0,
-    "prefill_step_ms": 12.0,
-    "prefill_token_ms": 0.06,
-    "prefill_attention_ms": 4e-6,
-    "decode_step_ms": 18.0,
-    "decode_seq_ms": 0.2,
-    "decode_context_ms": 1e-4,
-}
+    "front_end_ms": 4.0, "prefill_step_ms": 12.0, "prefill_token_ms": 0.06, "prefill_attention_ms": 4e-6,
+    "decode_step_ms": 18.0, "decode_seq_ms": 0.2, "decode_context_ms": 1e-4,
+}  # fmt: skip
 META = {"engine_kwargs": {"max_num_seqs": 32, "max_num_batched_tokens": 1024}, "vllm_version": "0.19.0"}
 
 DETAILED = (RECORDED / "vllm" / "detailed.json", RECORDED / "aiperf")
@@ -56,14 +51,10 @@ def recorded(folder: Path, slower_from: int | None = None, num_kv_tokens: int | 
         slow = 1.5 if slower_from is not None and at >= slower_from else 1.0
         first = arrivals[at] + slow * times.ttft_s[at]
         row = {
-            "request_id": f"r{at}",
-            "input_toks": inputs[at],
-            "output_toks": outputs[at],
-            "arrival_time": 1.7e9 + arrivals[at],
-            "queued_ts": 500.0 + arrivals[at],
-            "first_token_ts": 500.0 + first,
-            "last_token_ts": 500.0 + first + slow * times.decode_s[at],
-        }
+            "request_id": f"r{at}", "input_toks": inputs[at], "output_toks": outputs[at],
+            "arrival_time": 1.7e9 + arrivals[at], "queued_ts": 500.0 + arrivals[at],
+            "first_token_ts": 500.0 + first, "last_token_ts": 500.0 + first + slow * times.decode_s[at],
+        }  # fmt: skip
         lines.append(json.dumps(row))
     (folder / "requests.jsonl").write_text("\n".join(lines) + "\n")
     cache = {"kv_cache": {"num_kv_tokens": num_kv_tokens}} if num_kv_tokens else {}
@@ -134,15 +125,12 @@ def test_limits_are_those_of_the_record_unless_given() -> None:
     assert len(load.load.offsets_s) == 20
 
 
-@pytest.mark.parametrize(
-    ("meta", "given", "blocks"),
-    [
-        ({"kv_cache": {"num_kv_tokens": 4000}}, None, 250),
-        ({"kv_cache": {"num_gpu_blocks": 300, "block_size": 16}}, None, 300),
-        ({"kv_cache": {"num_kv_tokens": 4000}}, 8000, 500),
-        ({}, 8000, 500),
-    ],
-)
+@pytest.mark.parametrize(("meta", "given", "blocks"), [
+    ({"kv_cache": {"num_kv_tokens": 4000}}, None, 250),
+    ({"kv_cache": {"num_gpu_blocks": 300, "block_size": 16}}, None, 300),
+    ({"kv_cache": {"num_kv_tokens": 4000}}, 8000, 500),
+    ({}, 8000, 500),
+])  # fmt: skip
 def test_kv_memory_is_read_from_the_record_or_given(
     tmp_path: Path, meta: dict[str, object], given: int | None, blocks: int
 ) -> None:

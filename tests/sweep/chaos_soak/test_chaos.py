@@ -20,15 +20,9 @@ pytestmark = pytest.mark.timeout(300)
 DEADLINE_S = 240.0
 """Of a run of several faults on a machine with other work: each has a deployment of its own."""
 EASY = (
-    "connectors=[aggregated,tcp]",
-    "workload.input_len=[64]",
-    "workload.output_len=4",
-    "slo.ttft_ms=1500",
-    "slo.tpot_ms=1000",
-    "slo.attainment=0.8",
-    "deployment.base_port=0",
-    "deployment.ready_timeout_s=60",
-)
+    "connectors=[aggregated,tcp]", "workload.input_len=[64]", "workload.output_len=4", "slo.ttft_ms=1500",
+    "slo.tpot_ms=1000", "slo.attainment=0.8", "deployment.base_port=0", "deployment.ready_timeout_s=60",
+)  # fmt: skip
 SHORT = ("--rate", "15", "--before", "2", "--down", "1.5", "--after", "4", "--deadline", "8")
 
 
@@ -181,16 +175,8 @@ def test_an_interrupt_leaves_a_readable_folder_and_nothing_running_and_it_goes_o
 def test_the_same_seed_gives_the_same_plan(tmp_path: Path) -> None:
     def plan(seed: int) -> dict[str, Any]:
         words = (
-            "chaos",
-            "quickstart",
-            *SHORT,
-            "--plan",
-            "--json",
-            "--repeats",
-            "3",
-            "--output",
-            str(tmp_path),
-        )
+            "chaos", "quickstart", *SHORT, "--plan", "--json", "--repeats", "3", "--output", str(tmp_path),
+        )  # fmt: skip
         told: dict[str, Any] = json.loads(kvbench(*words, sets=(*EASY, f"seed={seed}")).out)
         return told
 
@@ -211,16 +197,13 @@ def test_wrong_answers_are_seen(tmp_path: Path) -> None:
     assert f"{told['answers']['wrong']} of {told['answers']['checked']} answers wrong" in finished.out
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--fault", "partition:prefill"), "kvbench may drop packets only in a lab's network"),
-        (("--fault", "kill:metadata"), "this deployment has no metadata"),
-        (("--fault", "melt:decode"), "unknown fault 'melt'"),
-        (("--lab", "many"), "is invalid"),
-        (("--share", "0.5"), "--share scales a measured rate"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (("--fault", "partition:prefill"), "kvbench may drop packets only in a lab's network"),
+    (("--fault", "kill:metadata"), "this deployment has no metadata"),
+    (("--fault", "melt:decode"), "unknown fault 'melt'"),
+    (("--lab", "many"), "is invalid"),
+    (("--share", "0.5"), "--share scales a measured rate"),
+])  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
     refused = invoke("chaos", "quickstart", *SHORT, *words, "--output", str(tmp_path), sets=EASY)
     assert refused.status == 2, refused.text

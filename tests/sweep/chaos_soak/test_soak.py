@@ -15,15 +15,9 @@ from kvbench.results.run import load_run
 
 pytestmark = pytest.mark.timeout(300)
 EASY = (
-    "connectors=[aggregated,tcp]",
-    "workload.input_len=[64]",
-    "workload.output_len=4",
-    "slo.ttft_ms=4000",
-    "slo.tpot_ms=2000",
-    "slo.attainment=0.5",
-    "deployment.base_port=0",
-    "deployment.ready_timeout_s=60",
-)
+    "connectors=[aggregated,tcp]", "workload.input_len=[64]", "workload.output_len=4", "slo.ttft_ms=4000",
+    "slo.tpot_ms=2000", "slo.attainment=0.5", "deployment.base_port=0", "deployment.ready_timeout_s=60",
+)  # fmt: skip
 WORDS = ("soak", "quickstart", "--rate", "15", "--hours", "0.0055", "--window", "2")  # ten windows
 
 

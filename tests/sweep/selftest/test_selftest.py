@@ -33,28 +33,16 @@ def row(number: int, at: float, writes: list[float], late_s: float = 0.0) -> dic
     """A request that arrived at ``at`` seconds after the start; ``writes`` counted from its arrival."""
     arrival = STARTED + at
     return {
-        "request_id": f"r-{number}",
-        "arrival_s": arrival,
-        "first_due_s": arrival + writes[0] - late_s,
-        "gap_s": 0.01,
-        "token_write_s": [arrival + each for each in writes],
-        "ended_s": arrival + writes[-1],
-    }
+        "request_id": f"r-{number}", "arrival_s": arrival, "first_due_s": arrival + writes[0] - late_s,
+        "gap_s": 0.01, "token_write_s": [arrival + each for each in writes], "ended_s": arrival + writes[-1],
+    }  # fmt: skip
 
 
 def record(number: int, at: float, ttft: float, gaps: list[float], **more: Any) -> RequestRecord:
     return RequestRecord(
-        f"r-{number}",
-        at,
-        8,
-        3,
-        sent_s=at,
-        first_token_s=at + ttft,
-        last_token_s=at + ttft + sum(gaps),
-        output_len=len(gaps) + 1,
-        itl_s=gaps,
-        **more,
-    )
+        f"r-{number}", at, 8, 3, sent_s=at, first_token_s=at + ttft, last_token_s=at + ttft + sum(gaps),
+        output_len=len(gaps) + 1, itl_s=gaps, **more,
+    )  # fmt: skip
 
 
 def test_the_servers_own_lateness_is_not_the_clients_error() -> None:
@@ -116,26 +104,13 @@ def test_a_level_comes_from_the_records_and_the_log() -> None:
 
 def level(streams: int, **changes: Any) -> Level:
     values: dict[str, Any] = {
-        "streams": streams,
-        "request_rate": streams / DURATION_S,
-        "requests": 100,
-        "failed": 0,
-        "streams_open": float(streams),
-        "chunks_per_s": 96.0 * streams,
-        "ttft_error_p50_ms": 0.1,
-        "ttft_error_p99_ms": 0.5,
-        "itl_error_p50_ms": 0.1,
-        "itl_error_p99_ms": 0.4,
-        "unmatched": 0,
-        "send_lag_p99_ms": 0.3,
-        "stamps": "kernel",
-        "client_cpu_s": 1.0,
-        "chunks_per_core_s": 1000 * streams,
-        "server_late_first_p99_ms": 0.1,
-        "server_late_further_p99_ms": 0.1,
-        "server_chunks_per_core_s": 200_000,
-        "load_average": 0.1,
-    }
+        "streams": streams, "request_rate": streams / DURATION_S, "requests": 100, "failed": 0,
+        "streams_open": float(streams), "chunks_per_s": 96.0 * streams, "ttft_error_p50_ms": 0.1,
+        "ttft_error_p99_ms": 0.5, "itl_error_p50_ms": 0.1, "itl_error_p99_ms": 0.4, "unmatched": 0,
+        "send_lag_p99_ms": 0.3, "stamps": "kernel", "client_cpu_s": 1.0, "chunks_per_core_s": 1000 * streams,
+        "server_late_first_p99_ms": 0.1, "server_late_further_p99_ms": 0.1,
+        "server_chunks_per_core_s": 200_000, "load_average": 0.1,
+    }  # fmt: skip
     return Level(**{**values, **changes})
 
 
@@ -153,16 +128,13 @@ def test_the_verdict_names_the_most_streams_that_can_be_trusted() -> None:
     assert "With 100 streams gaps between tokens are wrong by 6.0 ms" in late.verdict()
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"ttft_error_p99_ms": 7.0}, "TTFT is wrong by 7.0 ms"),
-        ({"send_lag_p99_ms": 8.0}, "requests are sent late by 8.0 ms"),
-        ({"failed": 3}, "3 requests failed"),
-        ({"failed": 3, "server_late_further_p99_ms": 9.0}, "server was itself late by 9.0 ms"),
-        ({"requests": 0, "ttft_error_p99_ms": None}, "no request ended"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"ttft_error_p99_ms": 7.0}, "TTFT is wrong by 7.0 ms"),
+    ({"send_lag_p99_ms": 8.0}, "requests are sent late by 8.0 ms"),
+    ({"failed": 3}, "3 requests failed"),
+    ({"failed": 3, "server_late_further_p99_ms": 9.0}, "server was itself late by 9.0 ms"),
+    ({"requests": 0, "ttft_error_p99_ms": None}, "no request ended"),
+])  # fmt: skip
 def test_a_host_that_is_off_at_once_cannot_be_trusted(changes: dict[str, Any], said: str) -> None:
     found = Selftest(HOST, (level(10, **changes), level(100)))
     assert found.best is None

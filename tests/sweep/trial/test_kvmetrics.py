@@ -86,13 +86,9 @@ def judged(
     """The verdict, and the level of each finding by gate."""
     offered = requests or records()
     evidence = Evidence(
-        records=offered,
-        summary=summarise(offered, SLO, 20.0, 3.5),
-        slo=SLO,
-        engines=engine_figures(*pages),
-        kv_bytes_per_request=MIB,
-        kv_bytes_certain=False,
-    )
+        records=offered, summary=summarise(offered, SLO, 20.0, 3.5), slo=SLO, engines=engine_figures(*pages),
+        kv_bytes_per_request=MIB, kv_bytes_certain=False,
+    )  # fmt: skip
     verdict, _, findings = judge(replace(evidence, **changes))
     return verdict, {finding.gate: finding.level for finding in findings if finding.gate != "too_short"}
 

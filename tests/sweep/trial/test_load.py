@@ -49,12 +49,9 @@ def test_a_heavy_load_takes_as_many_as_its_chunks_need_and_the_cores_allow() -> 
 
 
 @given(
-    st.floats(1e-3, 1e6),
-    st.integers(1, 100_000),
-    st.integers(1, 10**6),
-    st.integers(1, 512),
+    st.floats(1e-3, 1e6), st.integers(1, 100_000), st.integers(1, 10**6), st.integers(1, 512),
     st.integers(1, 9),
-)
+)  # fmt: skip
 def test_workers_are_enough_and_never_too_many(
     rate: float, output_len: int, requests: int, cores: int, times: int
 ) -> None:
@@ -248,22 +245,15 @@ def test_a_generator_that_fails_is_told_in_one_line(launcher: LocalLauncher) -> 
     assert caught.value.hint == f"the whole log is {launcher.log_dir / 'broken.log'}"
 
 
-@pytest.mark.parametrize(
-    ("lines", "cause"),
-    [
-        ([], ""),
-        (
-            ["Traceback (most recent call last):", '  File "x", line 1', "OSError: [Errno 24] x"],
-            "OSError: [Errno 24] x",
-        ),
-        (["kvbench.errors.InputError: no", "hint: y"], "kvbench.errors.InputError: no"),
-        (
-            ["kvbench.processes.loadgen: the spec: missing key 'seed'", ""],
-            "kvbench.processes.loadgen: the spec: missing key 'seed'",
-        ),
-        (["Killed"], "Killed"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "cause"), [
+    ([], ""),
+    (["Traceback (most recent call last):", '  File "x", line 1', "OSError: [Errno 24] x"],
+     "OSError: [Errno 24] x"),
+    (["kvbench.errors.InputError: no", "hint: y"], "kvbench.errors.InputError: no"),
+    (["kvbench.processes.loadgen: the spec: missing key 'seed'", ""],
+     "kvbench.processes.loadgen: the spec: missing key 'seed'"),
+    (["Killed"], "Killed"),
+])  # fmt: skip
 def test_the_cause_is_the_line_that_says_it(lines: list[str], cause: str) -> None:
     assert cause_of(lines) == cause
 
@@ -296,19 +286,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[emulated.Engine
 
 def real_spec(url: str, folder: Path, **changes: Any) -> dict[str, Any]:
     return {
-        "base_url": url,
-        "model": "tiny",
-        "request_rate": 60.0,
-        "num_requests": 40,
-        "seed": 5,
-        "input_len": 32,
-        "output_len": 4,
-        "vocab_size": 8192,
-        "timeout_s": 20.0,
-        "records_path": str(folder / ".records-real.jsonl"),
-        "slo": {"ttft_ms": 10_000, "tpot_ms": 5_000},
+        "base_url": url, "model": "tiny", "request_rate": 60.0, "num_requests": 40, "seed": 5,
+        "input_len": 32, "output_len": 4, "vocab_size": 8192, "timeout_s": 20.0,
+        "records_path": str(folder / ".records-real.jsonl"), "slo": {"ttft_ms": 10_000, "tpot_ms": 5_000},
         **changes,
-    }
+    }  # fmt: skip
 
 
 def offer(launcher: LocalLauncher, spec: dict[str, Any], workers: int) -> LoadResult:

@@ -79,16 +79,9 @@ def test_the_luck_of_arrivals_is_taken_out() -> None:
 
 def outcome(rate: float, late: float, *, ttft_s: float = 1.0) -> TrialOutcome:
     figures = TrialFigures(
-        1 - late,
-        n=1000,
-        effective_n=50,
-        target=0.95,
-        score=0.0,
-        score_error=0.3,
-        ttft_limit_s=1.0,
-        ttft_s=ttft_s,
-        ttft_fast_s=0.05,
-    )
+        1 - late, n=1000, effective_n=50, target=0.95, score=0.0, score_error=0.3, ttft_limit_s=1.0,
+        ttft_s=ttft_s, ttft_fast_s=0.05,
+    )  # fmt: skip
     return TrialOutcome(rate, "undecided", "bisect", figures)
 
 
