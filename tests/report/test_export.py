@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from run_files import edit_json
 from sample_run import make_run
 
 from kvbench.errors import InputError
@@ -114,8 +115,7 @@ def test_to_a_file_and_unknown_formats(run: RunFolder, tmp_path: Path) -> None:
 
 def test_names_of_others_cannot_break_a_line(tmp_path: Path) -> None:
     folder = make_run(tmp_path, connectors=("mooncake",), input_lens=(512,))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "scenario": 'a"b\\c\nd'}))
+    edit_json(folder / "manifest.json", scenario='a"b\\c\nd')
     lines = [
         line for line in exported(load_run(folder), "prometheus").splitlines() if not line.startswith("#")
     ]

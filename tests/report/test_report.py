@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
+from run_files import edit_json
 from sample_run import ENVIRONMENT, OUTPUT_LEN, PLAN, SCENARIO, capacity, make_requests, make_run, make_trial
 
 from kvbench.core.findings.rate_change import AHEAD
@@ -439,8 +440,7 @@ def test_comparable_runs_share_a_table(tmp_path: Path) -> None:
 
 def test_runs_that_differ_are_refused_unless_forced_and_then_marked(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / str(seed), ("mooncake",), (512,), seed=seed) for seed in (1, 2)]
-    plan = json.loads((paths[1] / "plan.json").read_text())
-    (paths[1] / "plan.json").write_text(json.dumps({**plan, "model": "other"}))
+    edit_json(paths[1] / "plan.json", model="other")
     console = Console(file=io.StringIO(), width=100)
     with pytest.raises(InputError, match=r"differ in model: tiny / other .*--force"):
         command(paths, console)
@@ -472,8 +472,7 @@ def test_emulated_and_real_runs_do_not_share_a_table(full: RunFolder) -> None:
 
 def test_a_run_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
     path = make_run(tmp_path, (), ())
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"schema": 99}))
+    edit_json(path / "manifest.json", schema=99)
     with pytest.raises(NewerSchemaError):
         command([path], Console(file=io.StringIO()))
 

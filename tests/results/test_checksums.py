@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_files import edit_json
 
 from kvbench.core.records import Cell, RequestRecord, TrialRecord
 from kvbench.core.transfers.records import Case, TransferRecord
@@ -256,9 +256,7 @@ def test_a_run_under_way_is_no_edited_one(tmp_path: Path) -> None:
 # --- older runs ------------------------------------------------------------------------------------
 def test_what_an_older_kvbench_wrote_is_taken_as_it_is_found(folder: Path) -> None:
     (folder / CHECKSUMS).unlink()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["checksums"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    edit_json(folder / "manifest.json", lambda manifest: manifest.pop("checksums"))
     with RunStore.reopen(folder) as store:
         assert adopted(store.path)
         write(store, 6)

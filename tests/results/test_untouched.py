@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from resuming import Taped, cut_off, without_checksums
 from rich.console import Console
+from run_files import copied, edit_json
 from sample_run import make_run
 
 from kvbench.core.records import Cell
@@ -42,10 +43,6 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("sample"), connectors=("aggregated", "tcp"), input_lens=(512,))
-
-
-def copied(folder: Path, target: Path) -> Path:
-    return Path(shutil.copytree(folder, target / folder.name))
 
 
 def edited(file: Path, edit: Callable[[dict[str, Any]], None], line: int | None = None) -> None:
@@ -214,9 +211,10 @@ def test_the_next_command_compares_only_what_can_be_compared(tmp_path: Path) -> 
         shutil.copytree(REFERENCE, folder)
     assert next_of(second) == f"next: kvbench compare {first} {second}  (shows what has changed since)"
     assert next_of(first).startswith("next: kvbench export timeline ")
-    plan = json.loads((first / "plan.json").read_text())
-    plan["scenario"]["deployment"]["engine_options"]["base_url"] = "http://another:1"
-    (first / "plan.json").write_text(json.dumps(plan))
+    other = {"base_url": "http://another:1"}
+    edit_json(
+        first / "plan.json", lambda plan: plan["scenario"]["deployment"]["engine_options"].update(other)
+    )
     assert next_of(second).startswith("next: kvbench export timeline "), "another server"
 
 

@@ -144,6 +144,12 @@ class Running:
         rest, _ = self._process.communicate(timeout=DEADLINE_S)
         return Finished(self._process.returncode, "".join(self._printed) + rest, "")
 
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def kill(self) -> None:
         """End it at once, if it still runs. What one that was killed could not remove is removed."""
         if self._process.poll() is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from commands import EASY, kvbench, the_run
 from hostile import spec_for
 from resuming import without_checksums
 from rich.console import Console
+from run_files import copied, edit_rows, rows_in
 
 from kvbench.core.canaries.answer_kinds import found_in_any, judge_canaries, percent_text
 from kvbench.core.canaries.pool import AFTER_FAILURE, CanaryPool
@@ -83,30 +83,31 @@ def test_all_of_it_is_in_the_folder_and_computed_once_more(measured: tuple[str, 
 
 
 def test_an_edited_answer_is_found_without_checksums(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
-    folder = without_checksums(Path(shutil.copytree(measured[1].path, tmp_path / measured[1].path.name)))
+    folder = without_checksums(copied(measured[1].path, tmp_path))
     used = next(
         each.canary for each in measured[1].request_records(measured[1].trials[-1].trial_id) if each.canary
     )
-    rows = [json.loads(line) for line in (folder / CANARIES).read_text().splitlines()]
-    for row in rows:
-        if "texts" in row:
-            row["texts"][used] = "something else"
-    (folder / CANARIES).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    edit_rows(folder / CANARIES, lambda row: "texts" in row and row["texts"].__setitem__(used, "x"))
     assert any("canaries" in str(each) or "findings" in str(each) for each in audit(folder).damages)
 
 
 def test_a_run_without_canaries_reads_and_says_so(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(measured[1].path, tmp_path / measured[1].path.name))
+    folder = copied(measured[1].path, tmp_path)
     (folder / CANARIES).unlink()
     for name in ("trials.jsonl", "cells.jsonl"):
-        rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        for row in rows:
-            row.pop("canaries", None)
-            row.get("engine", {}).pop("canaries", None)
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        edit_rows(
+            folder / name, lambda row: [row.pop("canaries", 0), row.get("engine", {}).pop("canaries", 0)]
+        )
     run = load_run(folder)
     assert not run.warnings
     assert list(checked_lines(run)) == ["answers under load: none checked"]
+
+
+def with_tallies(run: Path, target: Path, **tally: object) -> Path:
+    """A copy of a run in which each trial's canaries had that result."""
+    folder = without_checksums(copied(run, target))
+    edit_rows(folder / "trials.jsonl", lambda row: row["engine"]["canaries"].update(tally))
+    return folder
 
 
 def compared(runs: Sequence[RunFolder], format_: str) -> str:
@@ -118,14 +119,10 @@ def compared(runs: Sequence[RunFolder], format_: str) -> str:
 
 def test_a_comparison_has_both_counts_side_by_side(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
     _, run = measured
-    folder = without_checksums(Path(shutil.copytree(run.path, tmp_path / run.path.name)))
-    rows = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
-    for row in rows:
-        row["engine"]["canaries"] |= {"checked": 20, "wrong": 1}
-    (folder / "trials.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = with_tallies(run.path, tmp_path, checked=20, wrong=1)
     other = load_run(folder)
     total, changed = run_tally(run), run_tally(other)
-    assert changed.wrong == len(rows)
+    assert changed.wrong == len(rows_in(folder / "trials.jsonl"))
     first, *_ = json.loads(compared([run, other], "json"))["answers"]
     assert first["cell"] == "all"
     assert (first["A"]["checked"], first["A"]["wrong"]) == (total.checked, 0)
@@ -140,11 +137,8 @@ def test_a_comparison_has_both_counts_side_by_side(measured: tuple[str, RunFolde
 
 
 def test_the_power_of_a_test_of_noise_is_told(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
-    folder = without_checksums(Path(shutil.copytree(measured[1].path, tmp_path / measured[1].path.name)))
-    rows = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
-    for row in rows:
-        row["engine"]["canaries"] |= {"checked": 100, "noise_test": {"refused_from": 4}}
-    (folder / "trials.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = with_tallies(measured[1].path, tmp_path, checked=100, noise_test={"refused_from": 4})
+    rows = rows_in(folder / "trials.jsonl")
     line = next(checked_lines(load_run(folder)))
     share = found_in_any([(100, 4)] * len(rows))
     assert line.endswith(f"; the noise test detects a share of {percent_text(share)} (95 %)")

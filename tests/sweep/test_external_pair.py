@@ -26,8 +26,7 @@ SETTINGS = ("deployment.base_port=0", "deployment.engine_options.time_scale=3")
 @pytest.fixture(scope="module")
 def pair() -> Iterator[dict[str, str]]:
     """The URLs of an emulated pair: requests, prefill-0, decode-0."""
-    running = Running("launch", "quickstart", "--connector", "tcp", sets=SETTINGS)
-    try:
+    with Running("launch", "quickstart", "--connector", "tcp", sets=SETTINGS) as running:
         urls = {}
         for name in ("requests", "prefill-0", "decode-0"):
             found = re.search(r"http://\S+", running.wait_for(f"  {name}"))
@@ -36,8 +35,6 @@ def pair() -> Iterator[dict[str, str]]:
         yield urls
         running.signal(signal.SIGINT)
         running.finish()
-    finally:
-        running.kill()
 
 
 def measured(pair: dict[str, str], tmp_path: Path, seed: int, *metrics: str) -> tuple[Finished, Path]:

@@ -181,8 +181,7 @@ def test_a_server_killed_in_a_trial_fails_its_cell_and_no_other(tmp_path: Path) 
     words = (
         "sweep", "quickstart", "--connector", "aggregated", "--connector", "tcp", "--output", str(tmp_path),
     )  # fmt: skip
-    running = Running(*words, sets=sets)
-    try:
+    with Running(*words, sets=sets) as running:
         running.wait_for("checking outputs at 64 tokens")
         run = the_run(tmp_path)
         wait_until(lambda: len(the_run(tmp_path).trials) > 0)
@@ -191,8 +190,6 @@ def test_a_server_killed_in_a_trial_fails_its_cell_and_no_other(tmp_path: Path) 
         ]
         engine.kill()
         done = running.finish()
-    finally:
-        running.kill()
     run = the_run(tmp_path)
     assert done.status == 1, done.text
     assert re.search(r"aggregated-[01] was killed by signal 9", done.text)
@@ -203,16 +200,13 @@ def test_a_server_killed_in_a_trial_fails_its_cell_and_no_other(tmp_path: Path) 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_leaves_a_readable_run_and_no_process(tmp_path: Path, number: int) -> None:
     words = ("sweep", "quickstart", "--connector", "tcp", "--output", str(tmp_path))
-    running = Running(*words, sets=(*EASY, "search.trial_s=10", "search.min_requests=100"))
-    try:
+    with Running(*words, sets=(*EASY, "search.trial_s=10", "search.min_requests=100")) as running:
         running.wait_for("tcp: checking outputs")
         wait_until(
             lambda: any("loadgen" in " ".join(p.cmdline()) for p in tagged_processes(the_run(tmp_path)))
         )
         running.signal(number)
         done = running.finish()
-    finally:
-        running.kill()
     assert done.status == 130, done.text
     run = the_run(tmp_path)
     assert run.manifest["status"] == "interrupted"
@@ -222,14 +216,11 @@ def test_an_interrupt_leaves_a_readable_run_and_no_process(tmp_path: Path, numbe
 
 def test_trials_removed_in_mid_run_are_not_lost_unsaid(tmp_path: Path) -> None:
     words = ("sweep", "quickstart", "--connector", "tcp", "--output", str(tmp_path))
-    running = Running(*words, sets=EASY)
-    try:
+    with Running(*words, sets=EASY) as running:
         running.wait_for("tcp: checking outputs")
         run = the_run(tmp_path)
         (run.path / "trials.jsonl").unlink()
         done = running.finish()
-    finally:
-        running.kill()
     assert done.status == 1, done.text
     assert "trials.jsonl was removed or replaced while it was written" in " ".join(done.text.split())
     assert json.loads((run.path / "manifest.json").read_text())["status"] == "failed"
@@ -237,16 +228,13 @@ def test_trials_removed_in_mid_run_are_not_lost_unsaid(tmp_path: Path) -> None:
 
 def test_nothing_survives_a_kill(tmp_path: Path) -> None:
     words = ("sweep", "quickstart", "--connector", "tcp", "--output", str(tmp_path))
-    running = Running(*words, sets=(*EASY, "search.trial_s=10", "search.min_requests=100"))
-    try:
+    with Running(*words, sets=(*EASY, "search.trial_s=10", "search.min_requests=100")) as running:
         running.wait_for("tcp: checking outputs")
         run = the_run(tmp_path)
         assert tagged_processes(run)
         running.signal(signal.SIGKILL)
         wait_until(lambda: list(files.left()))
         assert kvbench("stop", "--run", run.run_id).out.count(" removed") == 1
-    finally:
-        running.kill()
     wait_until(lambda: not tagged_processes(run))
     assert the_run(tmp_path).manifest["status"] == "interrupted"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from commands import invoke
 from resuming import without_checksums
 from rich.console import Console
+from run_files import Edit, copied, edit_json, rows_in
 
 from kvbench.errors import EXIT_FAILED, EXIT_OK, StoreError
 from kvbench.planning.overrides import CliOptions
@@ -41,7 +41,6 @@ TIERS = (
     *("search.equal_rate=true", "seed=4", SLOW),
     "slo={tiers: {strict: {ttft_ms: 600, tpot_ms: 48}, loose: {ttft_ms: 1600, tpot_ms: 100}}}",
 )
-Edit = Callable[[dict[str, Any]], object]
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +51,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / whole.name))
+    return copied(whole, tmp_path)
 
 
 def edit_line(file: Path, which: Callable[[dict[str, Any]], bool], edit: Edit) -> str:
     """Edits the first such line; returns its trial's id, or its cell's connector."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = rows_in(file)
     row = next(row for row in rows if which(row))
     edit(row)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -260,9 +259,7 @@ def test_lines_that_cannot_be_read_are_damage(folder: Path) -> None:
 
 # --- other code ------------------------------------------------------------------------------------
 def judged_by_others(folder: Path) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["sessions"][0]["rules_version"] = UNVERSIONED
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    edit_json(folder / "manifest.json", lambda data: data["sessions"][0].update(rules_version=UNVERSIONED))
 
 
 def test_a_run_of_other_rules_is_not_verified(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 from measured_run import measured_run, with_rebuilt_checksums
+from run_files import copied, edit_json, edit_rows
 from typer.testing import CliRunner
 
 from kvbench.cli.app import app
@@ -33,32 +33,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / whole.name))
+    return copied(whole, tmp_path)
 
 
 def document(name: str, edit: Callable[[dict[str, Any]], object]) -> Edit:
     """Edits a JSON file."""
 
-    def edited(folder: Path) -> None:
-        data = json.loads((folder / name).read_text())
-        edit(data)
-        (folder / name).write_text(json.dumps(data))
-
-    return edited
+    return lambda folder: edit_json(folder / name, edit)
 
 
 def rows(
     name: str, edit: Callable[[dict[str, Any]], object], first: int = 0, last: int | None = None
 ) -> Edit:
     """Edits lines of a file of JSON lines, all by default."""
-
-    def edited(folder: Path) -> None:
-        found = [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        for row in found[first:last]:
-            edit(row)
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in found))
-
-    return edited
+    return lambda folder: edit_rows(folder / name, edit, first, last)
 
 
 def both(*edits: Edit) -> Edit:

@@ -17,6 +17,7 @@ import matplotlib.image
 import pytest
 import sample_transfers
 from page import Page
+from run_files import edit_json, edit_rows
 from sample_run import make_run
 
 from kvbench.core.transfers.cases import Axes
@@ -114,10 +115,8 @@ def test_checked_outputs_gates_and_caveats_are_folded(measured: Path) -> None:
 def test_wrong_outputs_stand_before_the_answer(measured: Path, tmp_path: Path) -> None:
     path = tmp_path / "run"
     shutil.copytree(measured, path)
-    first, *more = (path / "trials.jsonl").read_text().splitlines()
-    trial = json.loads(first)
-    trial["engine"]["canaries"] = {"checked": 5, "wrong": 2}
-    (path / "trials.jsonl").write_text("\n".join([json.dumps(trial), *more, ""]))
+    wrong = {"checked": 5, "wrong": 2}
+    edit_rows(path / "trials.jsonl", lambda row: row["engine"].update(canaries=wrong), 0, 1)
     write_report(path, ("html",))
     text = (path / "report.html").read_text()
     assert text.index('<p class="bad">answers under load: 2 of 5 wrong') < text.index('<p class="lead">')
@@ -168,16 +167,11 @@ PLANTED = "<script>alert('planted')</script> & \"quoted\" $x$ </style>"
 
 def test_no_word_of_a_run_becomes_markup(tmp_path: Path) -> None:
     path = make_run(tmp_path, ("aggregated", "mooncake"), (1024,), special=True)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest |= {"scenario": PLANTED, "argv": ["kvbench", PLANTED], "error": PLANTED, "hosts": [PLANTED]}
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    environment = json.loads((path / "environment.json").read_text())
-    environment["cpu"] = {"model": PLANTED, PLANTED: 1}
-    (path / "environment.json").write_text(json.dumps(environment))
-    lines = [json.loads(line) for line in (path / "trials.jsonl").read_text().splitlines()]
-    lines[0]["reason"] = PLANTED
-    lines[0]["findings"] = [{"gate": PLANTED, "level": "warning", "message": PLANTED, "advice": PLANTED}]
-    (path / "trials.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = {"scenario": PLANTED, "argv": ["kvbench", PLANTED], "error": PLANTED, "hosts": [PLANTED]}
+    edit_json(path / "manifest.json", **words)
+    edit_json(path / "environment.json", cpu={"model": PLANTED, PLANTED: 1})
+    finding = {"gate": PLANTED, "level": "warning", "message": PLANTED, "advice": PLANTED}
+    edit_rows(path / "trials.jsonl", lambda row: row.update(reason=PLANTED, findings=[finding]), 0, 1)
     (path / "scenario.yaml").write_text(f"# {PLANTED}\n" + (path / "scenario.yaml").read_text())
     page = reported(path)
     sound(page)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import sample_run
 import sample_transfers
+from run_files import edit_json
 
 import kvbench
 from kvbench.errors import InputError, NewerSchemaError, StoreError
@@ -124,8 +124,7 @@ def test_a_crashed_sweep_gives_what_it_had(copied: Path) -> None:
     lines = (copied / "trials.jsonl").read_bytes().splitlines(keepends=True)
     (copied / "trials.jsonl").write_bytes(b"".join(lines[:6]) + lines[6][:100])
     (copied / "cells.jsonl").write_bytes(b"")
-    manifest = json.loads((copied / "manifest.json").read_text())
-    (copied / "manifest.json").write_text(json.dumps(manifest | {"status": "running", "ended_at": None}))
+    edit_json(copied / "manifest.json", status="running", ended_at=None)
     run = kvbench.load(copied)
     assert (run.status, len(run.trials)) == ("interrupted", 6)
     assert run.cells.empty
@@ -150,8 +149,7 @@ def test_a_run_without_a_trial_has_tables_without_rows(copied: Path) -> None:
 
 
 def test_a_newer_schema_is_refused(copied: Path) -> None:
-    manifest = json.loads((copied / "manifest.json").read_text())
-    (copied / "manifest.json").write_text(json.dumps(manifest | {"schema": 99}))
+    edit_json(copied / "manifest.json", schema=99)
     with pytest.raises(NewerSchemaError, match="schema 99"):
         kvbench.load(copied)
 
@@ -256,8 +254,7 @@ class _Elements(HTMLParser):
 
 
 def test_words_of_others_are_never_markup(copied: Path) -> None:
-    manifest = json.loads((copied / "manifest.json").read_text())
-    (copied / "manifest.json").write_text(json.dumps(manifest | {"scenario": "<script>alert(1)</script>|x"}))
+    edit_json(copied / "manifest.json", scenario="<script>alert(1)</script>|x")
     run = kvbench.load(copied)
     page = _Elements()
     page.feed(run._repr_html_())

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from commands import Finished, Running, argv, invoke, kvbench, tagged_processes, the_run, wait_until
+from run_files import edit_json, edit_rows, rows_in
 
 from kvbench.results.run import RunFolder, load_run
 
@@ -115,12 +116,14 @@ def test_it_verifies_and_an_edit_does_not(done: tuple[Finished, RunFolder], tmp_
     other = tmp_path / run.run_id
     shutil.copytree(run.path, other)
     (other / "checksums.jsonl").unlink(missing_ok=True)
-    manifest = json.loads((other / "manifest.json").read_text())
-    del manifest["checksums"]
-    (other / "manifest.json").write_text(json.dumps(manifest))
-    lines = [json.loads(line) for line in (other / "trials.jsonl").read_text().splitlines()]
-    lines[0]["summary"]["chaos"]["cost"]["goodput_lost"] += 1
-    (other / "trials.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    edit_json(other / "manifest.json", lambda manifest: manifest.pop("checksums"))
+    lost = rows_in(other / "trials.jsonl")[0]["summary"]["chaos"]["cost"]["goodput_lost"]
+    edit_rows(
+        other / "trials.jsonl",
+        lambda row: row["summary"]["chaos"]["cost"].update(goodput_lost=lost + 1),
+        0,
+        1,
+    )
     edited = invoke("verify", str(other))
     assert edited.status == 1
     assert "cost.goodput_lost does not follow from" in edited.text
@@ -146,15 +149,12 @@ def test_two_runs_are_compared_and_other_kinds_are_refused(done: tuple[Finished,
 def test_an_interrupt_leaves_a_readable_folder_and_nothing_running_and_it_goes_on(tmp_path: Path) -> None:
     asked = ("--fault", "freeze:router", "--fault", "restart:decode", "--fault", "kill:router")
     words = ("chaos", "quickstart", *SHORT, *asked, "--output", str(tmp_path))
-    running = Running(*words, sets=EASY)
-    try:
+    with Running(*words, sets=EASY) as running:
         running.wait_for("goodput lost")  # the first is done; the second is interrupted in its load
         running.wait_for(": ready after")
         time.sleep(3.0)
         running.signal(signal.SIGINT)
         ended = running.finish()
-    finally:
-        running.kill()
     assert ended.status == 130, ended.text
     run = the_run(tmp_path)
     assert (run.manifest["status"], len(run.all_trials)) == ("interrupted", 1)

@@ -314,8 +314,7 @@ def test_ctrl_c_leaves_nothing_running_and_a_folder_that_can_be_read(tmp_path: P
         "    print('asked', file=sys.stderr, flush=True)\n    time.sleep(600)\n"
     )
     system = command(tmp_path, code)
-    running = Running("simulate", "--system", system, *LOAD, "--output", str(tmp_path / "results"))
-    try:
+    with Running("simulate", "--system", system, *LOAD, "--output", str(tmp_path / "results")) as running:
         running.wait_for("run folder")
         run = the_run(tmp_path / "results")
         log = run.path / "logs" / "aggregated" / "system.log"
@@ -323,8 +322,6 @@ def test_ctrl_c_leaves_nothing_running_and_a_folder_that_can_be_read(tmp_path: P
         assert len(tagged_processes(run)) >= 2
         running.signal(signal.SIGINT)
         done = running.finish()
-    finally:
-        running.kill()
     assert done.status == 130
     assert "--resume" not in done.text
     time.sleep(0.1)
