@@ -80,6 +80,16 @@ def engines(prefill: Mapping[str, Any] = {}, decode: Mapping[str, Any] = {}) -> 
     return {"prefill": replace(PREFILL, **prefill), "decode": replace(DECODE, **decode)}
 
 
+def counted(prefill: Mapping[str, Any] = {}, decode: Mapping[str, Any] = {}, **changes: Any) -> Evidence:
+    """A good trial whose engines counted so."""
+    return evidence(GOOD, engines=engines(prefill, decode), **changes)
+
+
+def bare(records: list[RequestRecord], slo: Slo = SLO) -> Evidence:
+    """A trial of which the requests alone are known."""
+    return evidence(records, slo, engines={}, kv_bytes_per_request=None)
+
+
 def fired(found: Evidence) -> dict[str, str]:
     return {finding.gate: finding.level for finding in judge(found)[2]}
 
@@ -94,9 +104,9 @@ def test_an_honest_trial_trips_no_gate() -> None:
 
 
 def test_unknown_figures_trip_no_gate() -> None:
-    bare = Evidence(GOOD, summarise(GOOD, SLO, 25.0, 4.2), SLO)
-    assert judge(bare)[2] == []
-    assert judge(replace(bare, engines={"prefill": EngineFigures(), "decode": EngineFigures()}))[2] == []
+    known = Evidence(GOOD, summarise(GOOD, SLO, 25.0, 4.2), SLO)
+    assert judge(known)[2] == []
+    assert judge(replace(known, engines={"prefill": EngineFigures(), "decode": EngineFigures()}))[2] == []
 
 
 def shed(i: int) -> RequestRecord:
@@ -132,70 +142,47 @@ def over(nics: Mapping[str, NicFigures], asked: str, *names: str) -> Evidence:
     )  # fmt: skip
 
 
+BOTH_SOURCES = {"local_compute": 5 * INPUT, "external_kv_transfer": N * INPUT}
+PREEMPTED = {"prompt_tokens_by_source": BOTH_SOURCES, "preemptions": 5}
+SLOTS_FULL = {"running_peak": 4, "queued_samples": 9, "full_samples": 9}
+LONG = [request(i, gap_s=0.1) for i in range(N)]
+"""0.4 s in a slot each, 25 requests a second: 10 slots."""
 LIES: list[tuple[str, str, Evidence]] = [
-    ("warm_cache", "invalid", evidence(GOOD, engines=engines({"prefix_hits": 0.02 * N * INPUT}))),
-    ("warm_cache", "invalid", evidence(GOOD, engines=engines(decode={"prefix_hits": 0.5 * N * INPUT}))),
+    ("warm_cache", "invalid", counted({"prefix_hits": 0.02 * N * INPUT})),
+    ("warm_cache", "invalid", counted(decode={"prefix_hits": 0.5 * N * INPUT})),
     (
         "warm_cache",  # of sessions: more than their prompts have in common
         "invalid",
-        evidence(
-            GOOD,
-            engines=engines({"prefix_hits": 0.72 * N * INPUT}),
-            reuse_expected=True,
-            reuse_offered=0.7 * N * INPUT,
-        ),
+        counted({"prefix_hits": 0.72 * N * INPUT}, reuse_expected=True, reuse_offered=0.7 * N * INPUT),
     ),
-    ("prefill_skipped", "invalid", evidence(GOOD, engines=engines({"prompt_tokens": 0}))),
-    ("prefill_repeated", "invalid", evidence(GOOD, engines=engines({"prompt_tokens": 2 * N * INPUT}))),
+    ("prefill_skipped", "invalid", counted({"prompt_tokens": 0})),
+    ("prefill_repeated", "invalid", counted({"prompt_tokens": 2 * N * INPUT})),
     (
         "decode_recomputed",
         "invalid",
-        evidence(GOOD, engines=engines(decode={"prompt_tokens_by_source": {"local_compute": N * INPUT}})),
+        counted(decode={"prompt_tokens_by_source": {"local_compute": N * INPUT}}),
     ),
     (
         "decode_recomputed",
         "invalid",
-        evidence(GOOD, engines=engines(decode={"prompt_tokens_by_source": {"external_kv_transfer": 0.0}})),
+        counted(decode={"prompt_tokens_by_source": {"external_kv_transfer": 0.0}}),
     ),
-    (
-        "decode_recomputed",
-        "warning",
-        evidence(
-            GOOD,
-            engines=engines(
-                decode={
-                    "prompt_tokens_by_source": {
-                        "local_compute": 5 * INPUT,
-                        "external_kv_transfer": N * INPUT,
-                    },
-                    "preemptions": 5,
-                }
-            ),
-        ),
-    ),
-    ("kv_bytes_wrong", "invalid", evidence(GOOD, engines=engines({"kv_bytes": 0.5 * N * KV_BYTES}))),
-    ("kv_bytes_wrong", "invalid", evidence(GOOD, engines=engines({"kv_bytes": 2 * N * KV_BYTES}))),
-    ("kv_failures", "invalid", evidence(GOOD, engines=engines(decode={"kv_failures": 1}))),
+    ("decode_recomputed", "warning", counted(decode=PREEMPTED)),
+    ("kv_bytes_wrong", "invalid", counted({"kv_bytes": 0.5 * N * KV_BYTES})),
+    ("kv_bytes_wrong", "invalid", counted({"kv_bytes": 2 * N * KV_BYTES})),
+    ("kv_failures", "invalid", counted(decode={"kv_failures": 1})),
     ("wrong_transport", "invalid", evidence(GOOD, transport_asked="rdma", transport_ran="tcp")),
     ("wrong_transport", "invalid", evidence(GOOD, transport_asked="rdma", transport_ran="ucx:tcp/lo")),
-    ("hidden_retries", "invalid", evidence(GOOD, engines=engines({"requests": N + 1}))),
-    ("lost_requests", "invalid", evidence(GOOD, engines=engines(decode={"requests": N - 1}))),
-    ("server_restarted", "invalid", evidence(GOOD, engines=engines(decode={"requests": -40}))),
-    ("emulator_behind", "warning", evidence(GOOD, engines=engines({"step_lag_s": 1.2}))),
+    ("hidden_retries", "invalid", counted({"requests": N + 1})),
+    ("lost_requests", "invalid", counted(decode={"requests": N - 1})),
+    ("server_restarted", "invalid", counted(decode={"requests": -40})),
+    ("emulator_behind", "warning", counted({"step_lag_s": 1.2})),
     ("emulator_behind", "warning", evidence(BAD, engines=engines({"step_lag_p99_s": 0.006}))),
-    ("emulator_behind", "invalid", evidence(GOOD, engines=engines({"step_lag_s": 2.5}))),
-    ("emulator_behind", "invalid", evidence(GOOD, engines=engines({"step_lag_p99_s": 0.3}))),
-    (
-        "emulator_behind",
-        "warning",
-        evidence(GOOD, engines=engines(decode={"transfer_lag_s": 0.3, "paced_s": 1.0})),
-    ),
-    (
-        "emulator_behind",
-        "invalid",
-        evidence(GOOD, engines=engines(decode={"transfer_lag_s": 2.0, "paced_s": 1.0})),
-    ),
-    ("emulator_behind", "invalid", evidence(GOOD, engines=engines({"transfer_lag_p99_s": 0.3}))),
+    ("emulator_behind", "invalid", counted({"step_lag_s": 2.5})),
+    ("emulator_behind", "invalid", counted({"step_lag_p99_s": 0.3})),
+    ("emulator_behind", "warning", counted(decode={"transfer_lag_s": 0.3, "paced_s": 1.0})),
+    ("emulator_behind", "invalid", counted(decode={"transfer_lag_s": 2.0, "paced_s": 1.0})),
+    ("emulator_behind", "invalid", counted({"transfer_lag_p99_s": 0.3})),
     ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(5.0, 2, 0.0, 0.3))),
     ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(None, None, 0.1))),
     ("client_limited", "warning", evidence(GOOD, client=ClientFigures(send_lag_p99_ms=8))),
@@ -205,18 +192,11 @@ LIES: list[tuple[str, str, Evidence]] = [
     ("router_limited", "warning", evidence(GOOD, router=RouterFigures(cpu_s=4.0, seconds=4.2))),
     ("router_limited", "invalid", evidence(BAD, router=RouterFigures(cpu_s=4.0, seconds=4.2))),
     ("router_limited", "invalid", evidence(GOOD, router=RouterFigures(loop_lag_p99_s=0.1))),
-    ("output_miscounted", "invalid", evidence(GOOD, engines=engines(decode={"generation_tokens": 3 * N}))),
-    ("server_restarted", "invalid", evidence(GOOD, engines=engines({"restarts": 1}))),
+    ("output_miscounted", "invalid", counted(decode={"generation_tokens": 3 * N})),
+    ("server_restarted", "invalid", counted({"restarts": 1})),
     ("shedding", "invalid", evidence([shed(i) if i % 25 == 0 else r for i, r in enumerate(GOOD)])),
     ("shedding", "warning", evidence([shed(i) if i % 5 == 0 else r for i, r in enumerate(GOOD)])),
-    (
-        "slot_capped",
-        "warning",
-        evidence(
-            [request(i, gap_s=0.1) for i in range(N)],
-            engines=engines(decode={"running_peak": 4, "queued_samples": 9, "full_samples": 9}),
-        ),
-    ),
+    ("slot_capped", "warning", evidence(LONG, engines=engines(decode=SLOTS_FULL))),
     ("wrong_transport", "invalid", over({"lo": NicFigures("ip", 5e6, 5e6, None, True)}, "rdma")),
     ("wrong_transport", "invalid", over({"mlx5_0": IDLE_RDMA, "ens1": NicFigures("ip", 5e6, 0)}, "rc,cuda")),
     ("wrong_transport", "warning", over({"mlx5_0": IDLE_RDMA, "ens1": NicFigures("ip", 0, 0)}, "rdma")),
@@ -232,11 +212,7 @@ LIES: list[tuple[str, str, Evidence]] = [
     ("wrong_nics", "invalid", over({"mlx5_0": IDLE_RDMA, "mlx5_1": BUSY_RDMA}, "rdma", "mlx5_0")),
     ("wrong_nics", "warning", over({"mlx5_0": IDLE_RDMA, "mlx5_1": IDLE_RDMA}, "", "mlx5_0", "mlx5_1")),
     ("impossible_prefill", "invalid", evidence(GOOD, prefill_work=PrefillWork(1e9), prefill_flops=1e13)),
-    (
-        "impossible_transfer",
-        "invalid",
-        evidence(GOOD, kv_line_rate=1e9, engines=engines({"kv_seconds": N * KV_BYTES / 2e9})),
-    ),
+    ("impossible_transfer", "invalid", counted({"kv_seconds": N * KV_BYTES / 2e9}, kv_line_rate=1e9)),
     ("one_batch", "invalid", evidence([request(i, 0.1, 1000.0, gap_s=0.01) for i in range(N)])),
     ("not_steady", "invalid", evidence([request(i, gap_s=0.005 + 1.3e-4 * i) for i in range(N)])),
     ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(throttled_share=0.3))),
@@ -267,7 +243,7 @@ def of_lengths(token_s: float) -> list[RequestRecord]:
     return [replace(request(i, 0.01 + token_s * n), input_len=n) for i, n in enumerate(lengths)]
 
 
-LIES += [("prompts_unread", "warning", evidence(of_lengths(0.0), engines={}, kv_bytes_per_request=None))]
+LIES += [("prompts_unread", "warning", bare(of_lengths(0.0)))]
 
 
 def test_prompts_that_take_their_time_by_length_are_read() -> None:
@@ -372,17 +348,16 @@ def test_failed_transfers_of_cancelled_requests_are_excused() -> None:
 
 
 def test_slots_bound_what_a_trial_can_say() -> None:
-    long = [request(i, gap_s=0.1) for i in range(N)]  # 0.4 s in a slot each, 25 requests a second: 10 slots
     slo = Slo(ttft_ms=200, attainment=0.95)
-    assert fired(evidence(long, slo, engines=engines(decode={"slots": 10}))) == {}
-    verdict, reason, _ = judge(evidence(long, slo, engines=engines(decode={"slots": 9})))
+    assert fired(evidence(LONG, slo, engines=engines(decode={"slots": 10}))) == {}
+    verdict, reason, _ = judge(evidence(LONG, slo, engines=engines(decode={"slots": 9})))
     assert verdict == "missed"
     assert reason.startswith(
         "each decode engine runs 9 sequences at once; at 0.40 s per sequence, 1 × 9 slots serve at most 22.50"
     )
-    assert fired(evidence(long, slo, engines=engines(decode={"slots": 5, "instances": 2}))) == {}
-    free = {"running_peak": 4, "queued_samples": 9, "full_samples": 3}  # it wanders below its peak
-    assert fired(evidence(long, slo, engines=engines(decode={**free, "slots": 64}))) == {}
+    assert fired(evidence(LONG, slo, engines=engines(decode={"slots": 5, "instances": 2}))) == {}
+    free = {**SLOTS_FULL, "full_samples": 3, "slots": 64}  # it wanders below its peak
+    assert fired(evidence(LONG, slo, engines=engines(decode=free))) == {}
 
 
 @pytest.mark.parametrize(("asked", "ran"), [
@@ -441,7 +416,7 @@ def test_only_what_climbs_each_quarter_is_not_steady(tpot_ms: tuple[float, ...],
 
 def test_a_ttft_that_climbs_is_seen_where_no_limit_is_on_tpot() -> None:
     records = [request(i, ttft_s=0.01 + 0.02 * i, rate=100.0, gap_s=0.5) for i in range(400)]
-    climbing = evidence(records, Slo(ttft_ms=9000), engines={}, kv_bytes_per_request=None)
+    climbing = bare(records, Slo(ttft_ms=9000))
     findings = {finding.gate: finding for finding in judge(climbing)[2]}
     assert findings["not_steady"].evidence["metric"] == "ttft_ms"
 
@@ -449,7 +424,7 @@ def test_a_ttft_that_climbs_is_seen_where_no_limit_is_on_tpot() -> None:
 @pytest.mark.parametrize(("shed_requests", "refused"), [(1, False), (2, True)])
 def test_a_trial_is_refused_once_over_half_a_percent_were_shed(shed_requests: int, refused: bool) -> None:
     records = [shed(i) if i < shed_requests else request(i) for i in range(200)]
-    found = evidence(records, engines={}, kv_bytes_per_request=None)
+    found = bare(records)
     assert fired(found)["shedding"] == ("invalid" if refused else "warning")
 
 
@@ -462,19 +437,17 @@ def test_tokens_that_are_not_listed_as_computed_were_not() -> None:
     assert EngineFigures(prefix_hits=1, prefix_queries=0).hit_rate is None
 
 
-@pytest.mark.parametrize(("requests", "judged", "enough"), [(23, 19, False), (24, 20, True)])
-def test_an_attainment_of_95_percent_takes_20_requests(requests: int, judged: int, enough: bool) -> None:
-    found = evidence([request(i) for i in range(requests)], engines={}, kv_bytes_per_request=None)
-    assert found.summary.judged == judged
-    assert ("too_few_requests" not in fired(found)) == enough
-
-
-@pytest.mark.parametrize(("requests", "judged", "told"), [(44, 39, False), (45, 40, True)])
-def test_a_drift_takes_40_requests_to_be_seen(requests: int, judged: int, told: bool) -> None:
-    climbing = [request(i, gap_s=0.005 + 3e-4 * i) for i in range(requests)]
-    found = evidence(climbing, engines={}, kv_bytes_per_request=None)
-    assert found.summary.judged == judged
-    assert ("not_steady" in fired(found)) == told
+@pytest.mark.parametrize(("gate", "growth_s", "requests", "judged", "fires"), [
+    pytest.param("too_few_requests", 0, 23, 19, True, id="an attainment of 95 % takes 20: 19"),
+    pytest.param("too_few_requests", 0, 24, 20, False, id="an attainment of 95 % takes 20: 20"),
+    pytest.param("not_steady", 3e-4, 44, 39, False, id="a drift takes 40: 39"),
+    pytest.param("not_steady", 3e-4, 45, 40, True, id="a drift takes 40: 40"),
+])  # fmt: skip
+def test_requests_that_a_gate_takes(
+    gate: str, growth_s: float, requests: int, judged: int, fires: bool
+) -> None:
+    found = bare([request(i, gap_s=0.005 + growth_s * i) for i in range(requests)])
+    assert (found.summary.judged, gate in fired(found)) == (judged, fires)
 
 
 @pytest.mark.parametrize(("requests", "told"), [(19, False), (20, True)])
@@ -486,7 +459,7 @@ def test_one_batch_takes_20_requests_to_be_told(requests: int, told: bool) -> No
 @pytest.mark.parametrize(("tokens", "told"), [(3, False), (4, True)])
 def test_an_answer_of_few_tokens_may_come_at_once(tokens: int, told: bool) -> None:
     short = [replace(request(i, gap_s=0.0), output_len=tokens, itl_s=[0.0] * (tokens - 1)) for i in range(N)]
-    assert ("answer_at_once" in fired(evidence(short, engines={}, kv_bytes_per_request=None))) == told
+    assert ("answer_at_once" in fired(bare(short))) == told
 
 
 def test_answers_faster_than_any_model_are_said_with_their_time() -> None:
@@ -498,7 +471,7 @@ def test_answers_faster_than_any_model_are_said_with_their_time() -> None:
     ]
     for each in quick:
         each.last_token_s = (each.sent_s or 0.0) + 0.0012
-    found = evidence(quick, engines={}, kv_bytes_per_request=None)
+    found = bare(quick)
     (finding,) = [each for each in judge(found)[2] if each.gate == "impossible_answers"]
     assert finding.message == (
         "answers are faster than any model: 100 of 100 took less than 0.1 ms a token, for "
@@ -511,9 +484,9 @@ def test_two_tokens_an_event_are_a_warning_where_tpot_is_judged(events: int, lev
     records = [replace(r, output_len=8, requested_output_len=8, itl_s=[0.02] * (events - 1)) for r in GOOD]
     if events == 4:  # just two, less one token of a single answer
         records[0] = replace(records[0], output_len=7, requested_output_len=7)
-    found = evidence(records, engines={}, kv_bytes_per_request=None)
+    found = bare(records)
     assert fired(found)["tokens_per_event"] == level
-    without = evidence(records, Slo(ttft_ms=200), engines={}, kv_bytes_per_request=None)
+    without = bare(records, Slo(ttft_ms=200))
     assert fired(without)["tokens_per_event"] == "note"
 
 
@@ -525,9 +498,9 @@ def test_the_share_of_an_emulated_engine_s_lag_is_of_its_busy_time() -> None:
 
 
 def test_counts_may_be_off_by_their_tolerance_both_ways() -> None:
-    for counted, wrong in ((0.991, False), (0.989, True), (1.009, False), (1.011, True)):
-        found = fired(evidence(GOOD, engines=engines({"prompt_tokens": counted * N * INPUT})))
-        gate = "prefill_skipped" if counted < 1 else "prefill_repeated"
+    for share, wrong in ((0.991, False), (0.989, True), (1.009, False), (1.011, True)):
+        found = fired(counted({"prompt_tokens": share * N * INPUT}))
+        gate = "prefill_skipped" if share < 1 else "prefill_repeated"
         assert (gate in found) == wrong
 
 
