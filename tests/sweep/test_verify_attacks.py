@@ -109,16 +109,10 @@ CHANGED = "the scenario was changed since the run began, in"
 OTHER_TRANSPORT = "its transport is not the one of plan.json"
 ATTACKS: dict[str, tuple[Edit, str, str]] = {
     # name: (edit, verdict, words that name it)
-    "rules of another version": (
-        sessions(lambda each: each.update(rules_version=0)),
-        NOT_VERIFIED,
-        "rules without a version",
-    ),
-    "rules of a later version": (
-        sessions(lambda each: each.update(rules_version=10**6)),
-        NOT_VERIFIED,
-        "version 1000000 of the rules",
-    ),
+    "rules of another version": (sessions(lambda each: each.update(rules_version=0)), NOT_VERIFIED,
+                                 "rules without a version"),
+    "rules of a later version": (sessions(lambda each: each.update(rules_version=10**6)), NOT_VERIFIED,
+                                 "version 1000000 of the rules"),
     "rules deleted": (NO_RULES, NOT_VERIFIED, "rules"),
     "sessions deleted": (manifest(sessions=[]), NOT_VERIFIED, "rules"),
     "an unknown key in the scenario": (RED, NOT_SOUND, f"{CHANGED} plan.json"),
@@ -130,93 +124,51 @@ ATTACKS: dict[str, tuple[Edit, str, str]] = {
     "kind simulate": (manifest(kind="simulate"), NOT_SOUND, "the label simulated is missing"),
     "kind of nothing": (manifest(kind="x"), NOT_SOUND, "kind 'x' is none of"),
     "all trials imported": (ALL_IMPORTED, NOT_SOUND, "does not fit trials of the method imported"),
-    "all of it imported": (
-        both(ALL_IMPORTED, manifest(kind="imported", labels=["emulated", "imported"])),
-        NOT_VERIFIED,
-        "measured by other tools",
-    ),
+    "all of it imported": (both(ALL_IMPORTED, manifest(kind="imported", labels=["emulated", "imported"])),
+                           NOT_VERIFIED, "measured by other tools"),
     "marked as imported": (manifest(imported={}), NOT_VERIFIED, "measured by other tools"),
-    "no checksums, rules and digests": (
-        both(NO_CHECKSUMS, forgotten("asked_digests"), NO_RULES),
-        NOT_VERIFIED,
-        "it has no checksums",
-    ),
+    "no checksums, rules and digests": (both(NO_CHECKSUMS, forgotten("asked_digests"), NO_RULES),
+                                        NOT_VERIFIED, "it has no checksums"),
     "no checksums": (NO_CHECKSUMS, NOT_VERIFIED, "it has no checksums"),
     "no digests": (forgotten("asked_digests"), NOT_VERIFIED, "no digests of scenario.yaml"),
-    "another schema, and another scenario": (
-        both(OTHER_SLO, manifest(schema=1)),
-        NOT_SOUND,
-        "in scenario.yaml",
-    ),
+    "another schema, and another scenario": (both(OTHER_SLO, manifest(schema=1)), NOT_SOUND,
+                                             "in scenario.yaml"),
     "EMULATED removed": (NO_EMULATED, NOT_SOUND, "the label emulated is missing"),
-    "EMULATED removed from one trial": (
-        rows("trials.jsonl", without_label, 0, 1),
-        NOT_SOUND,
-        "the label emulated is missing",
-    ),
-    "another engine in the plan": (
-        both(NO_EMULATED, plan("scenario.deployment", engine="external")),
-        NOT_SOUND,
-        "in plan.json",
-    ),
+    "EMULATED removed from one trial": (rows("trials.jsonl", without_label, 0, 1), NOT_SOUND,
+                                        "the label emulated is missing"),
+    "another engine in the plan": (both(NO_EMULATED, plan("scenario.deployment", engine="external")),
+                                   NOT_SOUND, "in plan.json"),
     "SIMULATED added": (manifest(labels=["emulated", "simulated"]), NOT_SOUND, "does not fit"),
-    "another transport": (
-        below("trials.jsonl", "engine", -1, transport="ucx:rc_mlx5/mlx5_0:1"),
-        NOT_SOUND,
-        OTHER_TRANSPORT,
-    ),
-    "a transport where none is": (
-        below("trials.jsonl", "engine", 0, 1, transport="rdma"),
-        NOT_SOUND,
-        f"{OTHER_TRANSPORT}: stored rdma, recomputed none",
-    ),
+    "another transport": (below("trials.jsonl", "engine", -1, transport="ucx:rc_mlx5/mlx5_0:1"), NOT_SOUND,
+                          OTHER_TRANSPORT),
+    "a transport where none is": (below("trials.jsonl", "engine", 0, 1, transport="rdma"), NOT_SOUND,
+                                  f"{OTHER_TRANSPORT}: stored rdma, recomputed none"),
     "another SLO in scenario.yaml": (OTHER_SLO, NOT_SOUND, f"{CHANGED} scenario.yaml"),
-    "the list of overridden values deleted": (
-        forgotten("overridden"),
-        NOT_VERIFIED,
-        "values that options changed",
-    ),
+    "the list of overridden values deleted": (forgotten("overridden"), NOT_VERIFIED,
+                                              "values that options changed"),
     "another seed": (manifest(seed=99), NOT_SOUND, "seed is not that of plan.json"),
-    "a cell that nobody planned": (
-        below("cells.jsonl", "cell", -1, connector="mooncake"),
-        NOT_SOUND,
-        "is not a cell of plan.json",
-    ),
-    "cells of the plan": (
-        document("plan.json", lambda plan: plan["cells"].pop()),
-        NOT_SOUND,
-        "is not a cell of plan.json",
-    ),
-    "a part of the TTFT": (
-        rows("trials.jsonl", moved_ttft, -1),
-        NOT_SOUND,
-        "engine.ttft_breakdown_ms does not add up",
-    ),
-    "the mean TTFT beside its parts": (
-        below("trials.jsonl", "engine", -1, ttft_ms_mean_of_all=1.0),
-        NOT_SOUND,
-        "engine.ttft_ms_mean_of_all does not follow",
-    ),
+    "a cell that nobody planned": (below("cells.jsonl", "cell", -1, connector="mooncake"), NOT_SOUND,
+                                   "is not a cell of plan.json"),
+    "cells of the plan": (document("plan.json", lambda plan: plan["cells"].pop()), NOT_SOUND,
+                          "is not a cell of plan.json"),
+    "a part of the TTFT": (rows("trials.jsonl", moved_ttft, -1), NOT_SOUND,
+                           "engine.ttft_breakdown_ms does not add up"),
+    "the mean TTFT beside its parts": (below("trials.jsonl", "engine", -1, ttft_ms_mean_of_all=1.0),
+                                       NOT_SOUND, "engine.ttft_ms_mean_of_all does not follow"),
     "no outputs": (lambda folder: (folder / "outputs.jsonl").unlink(), NOT_VERIFIED, "not stored"),
     "no requests": (lambda folder: next((folder / "requests").glob("*")).unlink(), NOT_SOUND, "is missing"),
-    "another machine": (
-        below("environment.json", gpus=[{"name": "H100"}] * 8),
-        SOUND,
-        "only checksummed: environment.json",
-    ),
+    "another machine": (below("environment.json", gpus=[{"name": "H100"}] * 8), SOUND,
+                        "only checksummed: environment.json"),
     "no telemetry": (lambda folder: shutil.rmtree(folder / "telemetry"), SOUND, "trials without telemetry"),
-}
+}  # fmt: skip
 WITH_DIGESTS: dict[str, tuple[Edit, str, str]] = {
     # Edits of which the digests are rebuilt, too.
     "an unknown key in the scenario and its digest": (RED, NOT_VERIFIED, "cannot be recomputed"),
     "the scenario null": (plan(scenario=None), NOT_VERIFIED, "plan.json has no scenario"),
     "another SLO and its digest": (OTHER_SLO, NOT_SOUND, "slo.ttft_ms is not that of plan.json"),
-    "another SLO in plan.json": (
-        plan("scenario.slo", ttft_ms=300.0),
-        NOT_SOUND,
-        "slo.ttft_ms is not that of plan.json",
-    ),
-}
+    "another SLO in plan.json": (plan("scenario.slo", ttft_ms=300.0), NOT_SOUND,
+                                 "slo.ttft_ms is not that of plan.json"),
+}  # fmt: skip
 
 
 def test_the_folder_is_sound_as_it_is(whole: Path) -> None:

@@ -157,16 +157,10 @@ LIES: list[tuple[str, str, Evidence]] = [
     ),
     ("prefill_skipped", "invalid", counted({"prompt_tokens": 0})),
     ("prefill_repeated", "invalid", counted({"prompt_tokens": 2 * N * INPUT})),
-    (
-        "decode_recomputed",
-        "invalid",
-        counted(decode={"prompt_tokens_by_source": {"local_compute": N * INPUT}}),
-    ),
-    (
-        "decode_recomputed",
-        "invalid",
-        counted(decode={"prompt_tokens_by_source": {"external_kv_transfer": 0.0}}),
-    ),
+    ("decode_recomputed", "invalid",
+     counted(decode={"prompt_tokens_by_source": {"local_compute": N * INPUT}})),
+    ("decode_recomputed", "invalid",
+     counted(decode={"prompt_tokens_by_source": {"external_kv_transfer": 0.0}})),
     ("decode_recomputed", "warning", counted(decode=PREEMPTED)),
     ("kv_bytes_wrong", "invalid", counted({"kv_bytes": 0.5 * N * KV_BYTES})),
     ("kv_bytes_wrong", "invalid", counted({"kv_bytes": 2 * N * KV_BYTES})),
@@ -219,7 +213,7 @@ LIES: list[tuple[str, str, Evidence]] = [
     ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(thermal_events=2))),
     ("machine_disturbed", "warning", evidence(GOOD, host=HostFigures(gpu_slowdowns=("GPU 0 (heat)",)))),
     ("machine_disturbed", "warning", over({"mlx5_0": replace(BUSY_RDMA, sent_bytes=2e8)}, "rdma", "mlx5_0")),
-]
+]  # fmt: skip
 
 
 LIES += [
@@ -785,18 +779,15 @@ def test_a_miss_on_a_machine_that_others_filled_is_no_miss() -> None:
     assert findings[0].advice.startswith("stop other work")
 
 
-@pytest.mark.parametrize(
-    ("records", "changes"),
-    [
-        (GOOD, {}),  # it held all the same
-        (BAD, {"hosts_watched": False}),  # somebody else's server: which processes are its own?
-        (BAD, {"engines": engines()}),  # emulated engines tell their own delay, and were in time
-        (BAD, {"host": replace(TAKEN, other_cpu_share=0.05, busy_share=1.0)}),  # the engines' own work
-        (BAD, {"host": replace(TAKEN, busy_share=0.6)}),  # a large machine with cores to spare
-        (BAD, {"host": replace(TAKEN, pressure_share=0.02)}),  # nobody waited
-        (BAD, {"host": replace(TAKEN, busy_share=None, pressure_share=None)}),  # not known
-    ],
-)
+@pytest.mark.parametrize(("records", "changes"), [
+    (GOOD, {}),  # it held all the same
+    (BAD, {"hosts_watched": False}),  # somebody else's server: which processes are its own?
+    (BAD, {"engines": engines()}),  # emulated engines tell their own delay, and were in time
+    (BAD, {"host": replace(TAKEN, other_cpu_share=0.05, busy_share=1.0)}),  # the engines' own work
+    (BAD, {"host": replace(TAKEN, busy_share=0.6)}),  # a large machine with cores to spare
+    (BAD, {"host": replace(TAKEN, pressure_share=0.02)}),  # nobody waited
+    (BAD, {"host": replace(TAKEN, busy_share=None, pressure_share=None)}),  # not known
+])  # fmt: skip
 def test_harmless_disturbance_refuses_nothing(records: list[RequestRecord], changes: dict[str, Any]) -> None:
     found = disturbed(records, **changes)
     assert judge(found)[0] == ("met" if records is GOOD else "missed")
@@ -868,14 +859,11 @@ def test_engines_that_fill_their_machine_are_named() -> None:
     assert reason.endswith("no other load was seen, so the engines used all cores")
 
 
-@pytest.mark.parametrize(
-    "router",
-    [
-        replace(STARVED, wait_s=0.2),  # stopped, or blocked: it was not even ready
-        replace(STARVED, wait_s=None),  # a router that does not tell
-        replace(STARVED, cpu_s=4.1),  # it had all of a core
-    ],
-)
+@pytest.mark.parametrize("router", [
+    replace(STARVED, wait_s=0.2),  # stopped, or blocked: it was not even ready
+    replace(STARVED, wait_s=None),  # a router that does not tell
+    replace(STARVED, cpu_s=4.1),  # it had all of a core
+])  # fmt: skip
 def test_a_router_that_is_late_by_itself_is_the_limit(router: RouterFigures) -> None:
     found = fired(disturbed(BAD, replace(TAKEN, other_cpu_share=0.0, takers=()), router=router))
     assert found == {"router_limited": "invalid"}

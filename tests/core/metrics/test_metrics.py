@@ -34,19 +34,16 @@ def cancelled(at_s: float, first_token_s: float | None = None, tokens: int = 11)
     )
 
 
-@pytest.mark.parametrize(
-    ("record", "verdict"),
-    [
-        (request(0), True),
-        (request(0, ttft_s=0.3), False),
-        (request(0, tpot_s=0.03), False),
-        (request(0, tokens=1), True),  # TPOT undefined
-        (replace(request(0), error="wrong_length"), False),
-        (replace(request(0), error="http_error"), False),
-        (RequestRecord("x", 0, 1, 1, error="timeout"), False),
-        (RequestRecord("x", 0, 1, 1, sent_s=0.0, last_token_s=0.1), False),  # no first token was ever seen
-    ],
-)
+@pytest.mark.parametrize(("record", "verdict"), [
+    (request(0), True),
+    (request(0, ttft_s=0.3), False),
+    (request(0, tpot_s=0.03), False),
+    (request(0, tokens=1), True),  # TPOT undefined
+    (replace(request(0), error="wrong_length"), False),
+    (replace(request(0), error="http_error"), False),
+    (RequestRecord("x", 0, 1, 1, error="timeout"), False),
+    (RequestRecord("x", 0, 1, 1, sent_s=0.0, last_token_s=0.1), False),  # no first token was ever seen
+])  # fmt: skip
 def test_met(record: RequestRecord, verdict: bool) -> None:
     assert met(record, SLO) is verdict
 
@@ -57,20 +54,17 @@ def test_latency_counts_from_the_scheduled_send() -> None:
     assert met(replace(late, first_token_s=0.25), SLO) is False
 
 
-@pytest.mark.parametrize(
-    ("record", "ended_s", "verdict"),
-    [
-        (cancelled(1.0), 1.1, None),
-        (cancelled(1.0), 1.3, False),  # waited past its TTFT limit
-        (cancelled(1.0), None, None),
-        (cancelled(1.0, first_token_s=1.5), None, False),
-        (cancelled(1.0, first_token_s=1.1), 1.2, None),
-        (cancelled(1.0, first_token_s=1.1), 1.4, False),  # 10 gaps in 0.3 s or more: TPOT above 20 ms
-        (cancelled(1.0, first_token_s=1.1), 1.299, None),  # 10 gaps in 0.199 s or more
-        (cancelled(1.0, first_token_s=1.1), 1.301, False),
-        (cancelled(2.0), 1.0, None),  # not yet due
-    ],
-)
+@pytest.mark.parametrize(("record", "ended_s", "verdict"), [
+    (cancelled(1.0), 1.1, None),
+    (cancelled(1.0), 1.3, False),  # waited past its TTFT limit
+    (cancelled(1.0), None, None),
+    (cancelled(1.0, first_token_s=1.5), None, False),
+    (cancelled(1.0, first_token_s=1.1), 1.2, None),
+    (cancelled(1.0, first_token_s=1.1), 1.4, False),  # 10 gaps in 0.3 s or more: TPOT above 20 ms
+    (cancelled(1.0, first_token_s=1.1), 1.299, None),  # 10 gaps in 0.199 s or more
+    (cancelled(1.0, first_token_s=1.1), 1.301, False),
+    (cancelled(2.0), 1.0, None),  # not yet due
+])  # fmt: skip
 def test_cancelled_requests(record: RequestRecord, ended_s: float | None, verdict: bool | None) -> None:
     assert met(record, SLO, ended_s) is verdict
 

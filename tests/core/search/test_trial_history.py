@@ -15,16 +15,13 @@ def outcome(rate: float, verdict: VerdictKind = "met", share: float = 1.0) -> Tr
     return TrialOutcome(rate, verdict, "bisect", TrialFigures(attainment=share, target=0.95, n=100))
 
 
-@pytest.mark.parametrize(
-    ("rates", "confirming"),
-    [
-        ((9.9, 10.0, 10.3), 10.0),
-        ((9.9, 10.3, 10.2), 10.2),  # the nearest
-        ((9.0, 9.99), None),  # what holds below says nothing of it
-        ((10.5,), 10.5),
-        ((10.51,), None),  # farther above than the precision
-    ],
-)
+@pytest.mark.parametrize(("rates", "confirming"), [
+    ((9.9, 10.0, 10.3), 10.0),
+    ((9.9, 10.3, 10.2), 10.2),  # the nearest
+    ((9.0, 9.99), None),  # what holds below says nothing of it
+    ((10.5,), 10.5),
+    ((10.51,), None),  # farther above than the precision
+])  # fmt: skip
 def test_a_met_trial_at_or_just_above_confirms_it(rates: tuple[float, ...], confirming: float | None) -> None:
     found = TrialHistory(LIMITS, tuple(outcome(rate) for rate in rates)).confirming(10.0)
     assert (None if found is None else found.rate) == confirming

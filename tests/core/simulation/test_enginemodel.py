@@ -334,23 +334,20 @@ def decode_ms(profile: str, seqs: int, context: int, tensor_parallel_size: int =
 H200 = "h200-tp8-qwen3-30b-a3b"
 
 
-@pytest.mark.parametrize(
-    ("seqs", "input_len", "measured_ms", "tolerance"),
-    [
-        # Published median TPOT with all slots busy; context = input + half of 1024 output tokens.
-        (256, 1024, 13.05, 0.04),
-        (256, 4096, 17.13, 0.04),
-        (256, 8192, 21.84, 0.04),
-        (256, 16384, 31.55, 0.04),
-        (225, 32768, 49.38, 0.04),
-        (175, 32768, 47.70, 0.04),
-        # The second, smaller group of each run, inferred from the means.
-        (144, 1024, 11.6, 0.11),
-        (104, 4096, 12.0, 0.11),
-        (69, 8192, 13.2, 0.11),
-        (44, 16384, 11.5, 0.11),
-    ],
-)
+@pytest.mark.parametrize(("seqs", "input_len", "measured_ms", "tolerance"), [
+    # Published median TPOT with all slots busy; context = input + half of 1024 output tokens.
+    (256, 1024, 13.05, 0.04),
+    (256, 4096, 17.13, 0.04),
+    (256, 8192, 21.84, 0.04),
+    (256, 16384, 31.55, 0.04),
+    (225, 32768, 49.38, 0.04),
+    (175, 32768, 47.70, 0.04),
+    # The second, smaller group of each run, inferred from the means.
+    (144, 1024, 11.6, 0.11),
+    (104, 4096, 12.0, 0.11),
+    (69, 8192, 13.2, 0.11),
+    (44, 16384, 11.5, 0.11),
+])  # fmt: skip
 def test_h200_decode_is_as_published(seqs: int, input_len: int, measured_ms: float, tolerance: float) -> None:
     assert decode_ms(H200, seqs, input_len + 512) == pytest.approx(measured_ms, rel=tolerance)
 
@@ -364,14 +361,11 @@ def test_h200_prefill_is_flops_plus_a_floor(tokens: int, compute_ms: float) -> N
     assert first_token_s * 1000 == pytest.approx(40 + compute_ms, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("name", "input_len", "rate", "count", "first_token_s", "seed"),
-    [
-        # (duration s, mean TTFT ms, mean TPOT ms) of the published bursts, see the tolerances below.
-        ("1k", 1024, 80, 400, 0.15, (26.6, 3798, 12.6)),
-        ("32k", 32768, 45, 225, 0.41, (54.8, 413, 49.2)),
-    ],
-)
+@pytest.mark.parametrize(("name", "input_len", "rate", "count", "first_token_s", "seed"), [
+    # (duration s, mean TTFT ms, mean TPOT ms) of the published bursts, see the tolerances below.
+    ("1k", 1024, 80, 400, 0.15, (26.6, 3798, 12.6)),
+    ("32k", 32768, 45, 225, 0.41, (54.8, 413, 49.2)),
+])  # fmt: skip
 def test_virtual_engine_reproduces_published_bursts(
     name: str, input_len: int, rate: float, count: int, first_token_s: float, seed: tuple[float, float, float]
 ) -> None:

@@ -19,21 +19,18 @@ from kvbench.planning.scenario_files import registry
 from kvbench.sweep.trial.readings import kv_bytes_per_request
 
 
-@pytest.mark.parametrize(
-    ("version", "regions", "region_pieces", "piece_bytes", "descriptors"),
-    [
-        # 48 layers × K and V; 32,768 / 16 tokens; 16 tokens × 1 head × 128 × 1 byte (fp8).
-        ("0.13.0", 96, 2048, 2048, 96),
-        ("0.22.0", 96, 2048, 2048, 96),
-        # K and V are halves of a block: their neighbours are V and K.
-        ("0.23.0", 48, 4096, 2048, 196_608),
-        ("0.24.0", 48, 4096, 2048, 196_608),
-        ("0.25.1", 48, 4096, 2048, 196_608),
-        ("0.26.0", 48, 2048, 4096, 48),
-        ("0.33.0", 48, 2048, 4096, 48),
-        ("", 48, 2048, 4096, 48),
-    ],
-)
+@pytest.mark.parametrize(("version", "regions", "region_pieces", "piece_bytes", "descriptors"), [
+    # 48 layers × K and V; 32,768 / 16 tokens; 16 tokens × 1 head × 128 × 1 byte (fp8).
+    ("0.13.0", 96, 2048, 2048, 96),
+    ("0.22.0", 96, 2048, 2048, 96),
+    # K and V are halves of a block: their neighbours are V and K.
+    ("0.23.0", 48, 4096, 2048, 196_608),
+    ("0.24.0", 48, 4096, 2048, 196_608),
+    ("0.25.1", 48, 4096, 2048, 196_608),
+    ("0.26.0", 48, 2048, 4096, 48),
+    ("0.33.0", 48, 2048, 4096, 48),
+    ("", 48, 2048, 4096, 48),
+])  # fmt: skip
 def test_qwen3_30b_a3b_at_32k_over_8_ranks(
     version: str, regions: int, region_pieces: int, piece_bytes: int, descriptors: int
 ) -> None:

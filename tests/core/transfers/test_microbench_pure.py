@@ -251,16 +251,13 @@ def test_a_row_is_weak_from_its_limits_on() -> None:
     assert kinds(row(calls=20, call_s=0.1)) == []
 
 
-@pytest.mark.parametrize(
-    ("carried", "kind"),
-    [
-        ((500, 500), ""),
-        ((945, 49), "idle_nics"),  # no tenth of its half
-        ((945, 51), ""),
-        ((450, 450), ""),
-        ((450, 449), "bytes_elsewhere"),
-    ],
-)
+@pytest.mark.parametrize(("carried", "kind"), [
+    ((500, 500), ""),
+    ((945, 49), "idle_nics"),  # no tenth of its half
+    ((945, 51), ""),
+    ((450, 450), ""),
+    ((450, 449), "bytes_elsewhere"),
+])  # fmt: skip
 def test_nics_share_what_was_moved(carried: tuple[int, int], kind: str) -> None:
     seen = {"target": {"eth0": carried[0] << 20, "eth1": carried[1] << 20}}
     found = kinds(row(), carried=seen, asked={"target": ["eth0", "eth1"]})
