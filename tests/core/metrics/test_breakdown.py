@@ -74,17 +74,9 @@ times = st.floats(0, 2)
 
 @given(times, times, times, times, times, st.floats(0, 0.5), times, times, times, st.booleans())
 def test_the_parts_add_up(
-    outside: float,
-    p_leg: float,
-    turn: float,
-    d_leg: float,
-    kv: float,
-    gap: float,
-    queue: float,
-    prefill: float,
-    residence: float,
-    at_once: bool,
-) -> None:
+    outside: float, p_leg: float, turn: float, d_leg: float, kv: float, gap: float, queue: float,
+    prefill: float, residence: float, at_once: bool,
+) -> None:  # fmt: skip
     """Whatever the engines' histograms say, no part is negative and the sum is the TTFT."""
     if at_once:  # D's answer comes after P's
         d_leg = max(d_leg, p_leg)

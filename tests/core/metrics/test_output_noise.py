@@ -55,14 +55,9 @@ def text(choices: tuple[TokenChoice, ...]) -> str:
 
 
 def served(
-    noise: np.random.Generator | None,
-    sigma: float,
-    *,
-    first: int = 0,
-    repeats: int = 0,
-    fault: float = 0.0,
+    noise: np.random.Generator | None, sigma: float, *, first: int = 0, repeats: int = 0, fault: float = 0.0,
     scored: bool = True,
-) -> Outputs:
+) -> Outputs:  # fmt: skip
     """One server's answers to the prompts, asked again ``repeats`` times."""
     rounds = []
     for _ in range(1 + repeats):

@@ -51,18 +51,10 @@ def told(first: np.ndarray, offsets: np.ndarray, limit_s: float, kind: str) -> l
 
 
 def run_md1(
-    load: float,
-    seed: int,
-    *,
-    service_s: float = 0.05,
-    limit_s: float = 0.6,
-    decode_s: float = 5.0,
-    kind: str = "margin",
-    thorough: bool = False,
-    mean_s: float = 0.15,
-    shuffled: bool = False,
+    load: float, seed: int, *, service_s: float = 0.05, limit_s: float = 0.6, decode_s: float = 5.0,
+    kind: str = "margin", thorough: bool = False, mean_s: float = 0.15, shuffled: bool = False,
     minutes: float = 4.0,
-) -> Decision:
+) -> Decision:  # fmt: skip
     """A trial of an M/D/1 queue at so many times its true rate, with ``decode_s`` of further latency."""
     rate = load * md1_max_rate(service_s, limit_s, 0.95)
     offsets = planned_offsets(rate, max(2, round(minutes * 60 * rate)), 1.0, seed)

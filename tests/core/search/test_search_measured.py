@@ -87,14 +87,9 @@ def search_ceiling(search: RateSearch) -> bool:
 
 
 def queue(
-    root: float,
-    seed: int,
-    *,
-    capacity: float = math.inf,
-    steepness: float = 30.0,
-    effective: int = 60,
+    root: float, seed: int, *, capacity: float = math.inf, steepness: float = 30.0, effective: int = 60,
     refused: float = 0.0,
-) -> Trial:
+) -> Trial:  # fmt: skip
     """A system by the fit's own model: so many independent requests' worth a trial."""
     random = np.random.default_rng(seed)
 

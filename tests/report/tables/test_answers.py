@@ -23,14 +23,9 @@ START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
 def trial(
-    name: str,
-    rate: float,
-    verdict: VerdictKind,
-    purpose: str = "confirm",
-    *,
-    connector: str = "nixl",
+    name: str, rate: float, verdict: VerdictKind, purpose: str = "confirm", *, connector: str = "nixl",
     at_s: float = 0,
-) -> TrialRecord:
+) -> TrialRecord:  # fmt: skip
     started = (START + timedelta(seconds=at_s)).isoformat(timespec="milliseconds")
     cell = Cell(connector, 256, 16)
     return TrialRecord(name, cell, rate, 0, verdict, "", purpose, started_at=started, duration_s=9.0)

@@ -76,14 +76,9 @@ def test_the_compiled_sums_are_those_of_python(servers: int) -> None:
 
 
 def _played(
-    arrived: FloatArray,
-    work: FloatArray,
-    tokens: FloatArray,
-    servers: int,
-    unseen: FloatArray,
-    *,
+    arrived: FloatArray, work: FloatArray, tokens: FloatArray, servers: int, unseen: FloatArray, *,
     compiled: bool,
-) -> list[FloatArray]:
+) -> list[FloatArray]:  # fmt: skip
     return [
         queues.fifo(arrived, work, servers, compiled=compiled),
         queues.fifo_work(arrived, unseen, servers, compiled=compiled),
