@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import time
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from commands import Finished, Running, argv, invoke, kvbench, tagged_processes, the_run, wait_until
-from run_files import edit_json, edit_rows, rows_in
+from run_files import copied, edit_json, edit_rows, rows_in
 
 from kvbench.results.run import RunFolder, load_run
 
@@ -113,17 +112,12 @@ def test_it_verifies_and_an_edit_does_not(done: tuple[Finished, RunFolder], tmp_
     sound = invoke("verify", str(run.path))
     assert sound.status == 0, sound.text
     assert "3 faults" in sound.out
-    other = tmp_path / run.run_id
-    shutil.copytree(run.path, other)
+    other = copied(run.path, tmp_path)
     (other / "checksums.jsonl").unlink(missing_ok=True)
     edit_json(other / "manifest.json", lambda manifest: manifest.pop("checksums"))
-    lost = rows_in(other / "trials.jsonl")[0]["summary"]["chaos"]["cost"]["goodput_lost"]
-    edit_rows(
-        other / "trials.jsonl",
-        lambda row: row["summary"]["chaos"]["cost"].update(goodput_lost=lost + 1),
-        0,
-        1,
-    )
+    cost = rows_in(other / "trials.jsonl")[0]["summary"]["chaos"]["cost"]
+    more = {**cost, "goodput_lost": cost["goodput_lost"] + 1}
+    edit_rows(other / "trials.jsonl", lambda row: row["summary"]["chaos"].update(cost=more), 0, 1)
     edited = invoke("verify", str(other))
     assert edited.status == 1
     assert "cost.goodput_lost does not follow from" in edited.text
