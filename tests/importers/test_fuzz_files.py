@@ -171,15 +171,6 @@ def copied(sample: Path, to: Path) -> Path:
     return Path(shutil.copytree(sample, to / "run"))
 
 
-def samples_of(name: str) -> list[bytes]:
-    """The raw files of that name in the reference runs."""
-    found = [path.read_bytes() for path in sorted(REFERENCE.glob(f"*/{name}"))]
-    return [data[:30_000] for data in found]
-
-
-REFERENCE = bundled_folder().parent / "results" / "reference"
-
-
 @pytest.mark.parametrize("name", RAW)
 @given(data=st.data())
 @fuzz(12)

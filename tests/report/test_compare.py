@@ -26,7 +26,6 @@ from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import CellResult, RunInfo, RunStore
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "seeds"
-FIGURES = ("mean_ttft_ms", "p99_ttft_ms", "request_throughput", "total_token_throughput")
 
 
 @pytest.fixture(scope="module")

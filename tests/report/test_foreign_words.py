@@ -34,10 +34,6 @@ WORDS = (
       "kvbench doctor"),
     *("Example CPU 9000", "node-a", "corrupt: 1 of 4", "look into logs", "ucx: tcp"),
 )  # fmt: skip
-FORMULAS = (
-    *("=1+1", "@x", "+1", "-x", "-1+cmd|' /C calc'!A0", "\t=1", " =1", "\x1b=1", "\r=1", "＝1", "-1e5x", "-"),
-    "\n-a",
-)
 MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable("table")
 
 

@@ -13,8 +13,6 @@ from kvbench.core.gates.steady import populations, two_populations
 from kvbench.core.records import RequestRecord
 from tests.core.gates.test_gates import GOOD, evidence
 
-Values = list[float]
-
 
 def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
