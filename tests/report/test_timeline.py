@@ -195,9 +195,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_joins_all_processes_of_a_trial(traced: Path) -> None:
-    done = invoke("timeline", str(traced))
-    assert done.status == 0, done.text
-    assert "through client, router, prefill-0, decode-0" in done.out
+    assert "through client, router, prefill-0, decode-0" in invoke("timeline", str(traced)).ended(0).out
     (path,) = (traced / "figures").glob("timeline-tcp-*.json")
     document = json.loads(path.read_text())
     events = document["traceEvents"]
@@ -216,12 +214,9 @@ def test_the_command_joins_all_processes_of_a_trial(traced: Path) -> None:
 
 
 def test_another_trial_can_be_named_and_a_wrong_name_is_told(traced: Path) -> None:
-    done = invoke("timeline", str(traced), "aggregated-in64-out4-01")
-    assert done.status == 0, done.text
+    done = invoke("timeline", str(traced), "aggregated-in64-out4-01").ended(0)
     assert "client, router, aggregated-0" in done.out
-    wrong = invoke("timeline", str(traced), "nonsense")
-    assert wrong.status == 2
-    assert "aggregated-in64-out4-01" in wrong.err
+    assert "aggregated-in64-out4-01" in invoke("timeline", str(traced), "nonsense").ended(2).err
 
 
 def test_without_traces_the_client_is_still_drawn(traced: Path, tmp_path: Path) -> None:
@@ -229,8 +224,6 @@ def test_without_traces_the_client_is_still_drawn(traced: Path, tmp_path: Path) 
 
     copy = tmp_path / "run"
     shutil.copytree(traced, copy, ignore=shutil.ignore_patterns(f"*{SUFFIX}"))
-    done = invoke("timeline", str(copy))
-    assert done.status == 0, done.text
-    assert "deployment.trace=true" in done.out
+    assert "deployment.trace=true" in invoke("timeline", str(copy)).ended(0).out
     (path,) = (copy / "figures").glob("timeline-tcp-*.json")
     check_rules(json.loads(path.read_text())["traceEvents"])

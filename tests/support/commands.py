@@ -53,6 +53,11 @@ class Finished:
     def text(self) -> str:
         return self.out + self.err
 
+    def ended(self, status: int) -> Finished:
+        """This, if the command ended with that status; all that it printed otherwise."""
+        assert self.status == status, self.text
+        return self
+
 
 def argv(*words: str, sets: Sequence[str] = ()) -> list[str]:
     """The command line of kvbench in this environment."""

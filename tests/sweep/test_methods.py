@@ -189,8 +189,7 @@ def test_a_trace_is_searched_for_the_speed_that_holds(tmp_path: Path, trace: Pat
     (("bench",), "give a --rate"),
 ])  # fmt: skip
 def test_mistakes_are_told_before_anything_starts(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    done = invoke(words[0], "quickstart", "--output", str(tmp_path), *words[1:])
-    assert done.status == 2, done.text
+    done = invoke(words[0], "quickstart", "--output", str(tmp_path), *words[1:]).ended(2)
     assert said in " ".join(done.text.split())
     assert not list(tmp_path.iterdir())
 

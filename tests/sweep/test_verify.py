@@ -329,15 +329,13 @@ def test_the_command_says_what_is_damaged(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_line(folder: Path) -> None:
-    done = invoke("verify", str(folder), "--json")
-    assert done.status == EXIT_OK
+    done = invoke("verify", str(folder), "--json").ended(EXIT_OK)
     told = json.loads(done.out)
     assert told["sound"]
     assert told["damages"] == []
     assert told["checked"]["trials"] == len(load_run(folder).all_trials)
     (folder / "requests" / f"{load_run(folder).trials[0].trial_id}.parquet").unlink()
-    done = invoke("verify", str(folder), "--json")
-    assert done.status == EXIT_FAILED
+    done = invoke("verify", str(folder), "--json").ended(EXIT_FAILED)
     (damage, *_) = json.loads(done.out)["damages"]
     assert damage["file"].startswith("requests/")
     assert damage["what"] == "is missing"
@@ -377,8 +375,7 @@ def test_nor_is_one_without_checksums(folder: Path) -> None:
 
 def test_an_edited_run_is_not_packed(folder: Path, tmp_path: Path) -> None:
     archive = tmp_path / "x.tar.gz"
-    packed = invoke("bundle", str(folder), "--output", str(archive))
-    assert packed.status == EXIT_OK, packed.text
+    invoke("bundle", str(folder), "--output", str(archive)).ended(EXIT_OK)
     inside = unpacked(archive, tmp_path / "sound")
     found = audit(inside)
     assert found.sound, found.damages
@@ -387,11 +384,9 @@ def test_an_edited_run_is_not_packed(folder: Path, tmp_path: Path) -> None:
     assert any("line" in each for each in found_in(inside))
 
     edit_line(folder / "trials.jsonl", searched("met"), EDITS["a percentile"][2])
-    refused = invoke("bundle", str(folder), "--output", str(archive))
-    assert refused.status == EXIT_FAILED
+    refused = invoke("bundle", str(folder), "--output", str(archive)).ended(EXIT_FAILED)
     assert "has changed since it was written" in refused.text
-    forced = invoke("bundle", str(folder), "--output", str(archive), "--force")
-    assert forced.status == EXIT_OK, forced.text
+    invoke("bundle", str(folder), "--output", str(archive), "--force").ended(EXIT_OK)
     inside = unpacked(archive, tmp_path / "edited")
     assert auditing.DAMAGED in load_run(inside).labels
 

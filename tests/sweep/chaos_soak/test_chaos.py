@@ -109,33 +109,24 @@ def test_its_report_has_the_table_the_picture_and_the_answers(done: tuple[Finish
 
 def test_it_verifies_and_an_edit_does_not(done: tuple[Finished, RunFolder], tmp_path: Path) -> None:
     _, run = done
-    sound = invoke("verify", str(run.path))
-    assert sound.status == 0, sound.text
-    assert "3 faults" in sound.out
+    assert "3 faults" in invoke("verify", str(run.path)).ended(0).out
     other = copied(run.path, tmp_path)
     (other / "checksums.jsonl").unlink(missing_ok=True)
     edit_json(other / "manifest.json", lambda manifest: manifest.pop("checksums"))
     cost = rows_in(other / "trials.jsonl")[0]["summary"]["chaos"]["cost"]
     more = {**cost, "goodput_lost": cost["goodput_lost"] + 1}
     edit_rows(other / "trials.jsonl", lambda row: row["summary"]["chaos"].update(cost=more), 0, 1)
-    edited = invoke("verify", str(other))
-    assert edited.status == 1
-    assert "cost.goodput_lost does not follow from" in edited.text
+    assert "cost.goodput_lost does not follow from" in invoke("verify", str(other)).ended(1).text
 
 
 def test_two_runs_are_compared_and_other_kinds_are_refused(done: tuple[Finished, RunFolder]) -> None:
     path = str(done[1].path)
-    both = invoke("compare", path, path, "--json")
-    assert both.status == 0, both.text
+    both = invoke("compare", path, path, "--json").ended(0)
     rows = {row["fault"]: row for row in json.loads(both.out)["rows"]}
     assert rows["kill decode"]["back_before"] == rows["kill decode"]["back_after"] == "never"
     assert all(row["word"] == "no significant difference" for row in rows.values())
-    refused = invoke("compare", path, path, "--by", "rate")
-    assert refused.status == 2
-    assert "compared as a whole" in refused.text
-    wrong = kvbench("sweep", "--resume", path)
-    assert wrong.status == 2
-    assert f"kvbench chaos --resume {path}" in wrong.text
+    assert "compared as a whole" in invoke("compare", path, path, "--by", "rate").ended(2).text
+    assert f"kvbench chaos --resume {path}" in kvbench("sweep", "--resume", path).ended(2).text
     assert "is complete" in kvbench("chaos", "--resume", path).text
 
 
@@ -157,8 +148,7 @@ def test_an_interrupt_leaves_a_readable_folder_and_nothing_running_and_it_goes_o
     assert (run.path / "report.md").exists()
     before = (run.path / "trials.jsonl").read_bytes()
     plan = run.manifest["asked"]["faults"]
-    again = patient("chaos", "--resume", str(run.path))
-    assert again.status == 0, again.text
+    patient("chaos", "--resume", str(run.path)).ended(0)
     whole = load_run(run.path)
     assert (whole.manifest["status"], whole.manifest["asked"]["faults"]) == ("complete", plan)
     assert (run.path / "trials.jsonl").read_bytes().startswith(before)
@@ -199,14 +189,11 @@ def test_wrong_answers_are_seen(tmp_path: Path) -> None:
     (("--share", "0.5"), "--share scales a measured rate"),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    refused = invoke("chaos", "quickstart", *SHORT, *words, "--output", str(tmp_path), sets=EASY)
-    assert refused.status == 2, refused.text
+    refused = invoke("chaos", "quickstart", *SHORT, *words, "--output", str(tmp_path), sets=EASY).ended(2)
     assert said in refused.text
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["chaos", "soak"])
 def test_a_rate_is_asked_for(command: str) -> None:
-    refused = invoke(command, "quickstart", sets=EASY)
-    assert refused.status == 2
-    assert "give the fixed rate" in refused.text
+    assert "give the fixed rate" in invoke(command, "quickstart", sets=EASY).ended(2).text
