@@ -38,14 +38,10 @@ LABELS: dict[str, tuple[str, ...]] = {
         f"{word} {latency.upper()} (ms)": (f"{latency}_ms", figure)
         for latency in ("ttft", "tpot", "itl", "e2el")
         for word, figure in (
-            ("Mean", "mean"),
-            ("Median", "p50"),
-            ("P50", "p50"),
-            ("P90", "p90"),
-            ("P99", "p99"),
+            ("Mean", "mean"), ("Median", "p50"), ("P50", "p50"), ("P90", "p90"), ("P99", "p99"),
         )
     },
-}
+}  # fmt: skip
 # The page's sixteen columns after the setting and the NICs.
 COLUMNS: tuple[tuple[str, ...], ...] = (
     ("whole_run", "successful"), ("whole_run", "duration_s"), ("whole_run", "input_tokens"),

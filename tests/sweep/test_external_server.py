@@ -285,11 +285,7 @@ def test_requests_longer_than_the_server_accepts_are_refused_before_they_are_sen
         assert "    max_model_len: 256\n" in file.read_text()
         assert "  input_len: [128]\n" in file.read_text(), "as many tokens as fit with the 128 of the answer"
         checked = invoke(
-            "doctor",
-            str(file),
-            "--set",
-            "deployment.engine_options.max_model_len=null",
-            "--set",
+            "doctor", str(file), "--set", "deployment.engine_options.max_model_len=null", "--set",
             "workload.input_len=[200]",
-        ).text
+        ).text  # fmt: skip
         assert "the server's max_model_len is 256" in " ".join(checked.split())

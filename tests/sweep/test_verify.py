@@ -120,16 +120,11 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], bool], Edit, str]] = {
     "a verdict": (TRIALS, MISSED, at(verdict="met"), "the verdict"),
     "a reason": (TRIALS, MISSED, at(reason="so be it"), "the verdict"),
     "a decision with its verdict": (
-        TRIALS,
-        decided,
-        lambda row: [each.update(verdict="met") for each in (row, row["summary"]["live"])],
+        TRIALS, decided, lambda row: [each.update(verdict="met") for each in (row, row["summary"]["live"])],
         "live.verdict",
     ),
     "a share under way": (
-        TRIALS,
-        decided,
-        at("summary.live.measured", attainment=0.97),
-        "measured.attainment",
+        TRIALS, decided, at("summary.live.measured", attainment=0.97), "measured.attainment",
     ),
     "a percentile": (TRIALS, MET, at("summary.ttft_ms", p99=1.0), "summary.ttft_ms.p99"),
     "a percentile of the gaps": (TRIALS, MET, at("summary.itl_ms", p50=times(0.9999)), "summary.itl_ms.p50"),
@@ -142,20 +137,14 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], bool], Edit, str]] = {
     "what limits": (TRIALS, MISSED, at("engine.limit", limit="client"), "limit"),
     "an answer": (CELLS, main, at("answer", max_request_rate=times(1.002)), "answer.max_request_rate"),
     "an answer's end": (
-        CELLS,
-        main,
-        at("answer", lower=times(2, "max_request_rate")),
-        "outside its interval",
+        CELLS, main, at("answer", lower=times(2, "max_request_rate")), "outside its interval",
     ),
     "a status": (CELLS, main, at("answer", status="converged", confirmed=True), "answer."),
     "a burst's answer": (
-        CELLS,
-        burst,
-        at("answer", max_request_rate=times(1.01, "lower")),
-        "answer.max_request_rate",
+        CELLS, burst, at("answer", max_request_rate=times(1.01, "lower")), "answer.max_request_rate",
     ),
     "a supporting trial": (CELLS, main, at(confirmed_by="tcp-in128-out16-99"), "which is missing"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EDITS)

@@ -23,22 +23,17 @@ MOONCAKE = """\
 
 requests = st.lists(
     st.builds(
-        TracedRequest,
-        st.floats(0, 1e6),
-        st.integers(1, 4 * BLOCK_TOKENS),
-        st.integers(1, 100),
+        TracedRequest, st.floats(0, 1e6), st.integers(1, 4 * BLOCK_TOKENS), st.integers(1, 100),
         st.none() | st.lists(st.integers(0, 3), max_size=4).map(tuple),
     ).map(
         lambda r: TracedRequest(
-            r.offset_s,
-            max(r.input_len, BLOCK_TOKENS * (len(r.blocks) - 1) + 1) if r.blocks else r.input_len,
-            r.output_len,
-            r.blocks,
+            r.offset_s, max(r.input_len, BLOCK_TOKENS * (len(r.blocks) - 1) + 1) if r.blocks else r.input_len,
+            r.output_len, r.blocks,
         )
     ),
     min_size=1,
     max_size=20,
-)
+)  # fmt: skip
 
 
 def test_a_mooncake_trace_is_read_in_order_of_time() -> None:

@@ -202,17 +202,12 @@ def test_requests_that_are_slow_by_themselves_may_have_waited_for_nothing() -> N
             "met",
             "bisect",
             TrialFigures(
-                attainment=1.0,
-                n=500,
-                effective_n=400,
-                target=0.99,
-                ttft_limit_s=6.0,
-                ttft_s=own,
+                attainment=1.0, n=500, effective_n=400, target=0.99, ttft_limit_s=6.0, ttft_s=own,
                 ttft_fast_s=0.1,
             ),
         )
         for rate, own in ((8.0, 2.0), (9.0, 2.1), (10.0, 2.05))
-    ]
+    ]  # fmt: skip
     waiting = waiting_of(trials)
     assert waiting_of_slow(trials, waiting) == Waiting(6.0, pytest.approx(4.0))
     usual = [replace(each, measured=replace(each.measured, ttft_s=0.3)) for each in trials if each.measured]
