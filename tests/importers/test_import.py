@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
+from run_files import imported
 from typer.testing import CliRunner
 
 from kvbench import importers
@@ -22,7 +21,6 @@ from kvbench.importers import base
 from kvbench.importers.base import Imported, ImportedRow, ServingRow, TransferRow
 from kvbench.importers.parts import importing, vllm_result
 from kvbench.importers.parts.trials import summary_of
-from kvbench.results.run import RunFolder, load_run
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 FORMATS = {
@@ -58,13 +56,6 @@ def figures_of(row: ImportedRow) -> set[tuple[str, Any]]:
     return {("gb_per_s", row.record.gb_per_s), ("block_bytes", row.record.case.block_bytes)}
 
 
-def run_of(tmp_path: Path, *files: Path, connector: str | None = None) -> RunFolder:
-    wish = importing.ImportOptions(files, connector=connector)
-    assert importing.command(wish, tmp_path / "results", Console(file=io.StringIO(), width=200)) == 0
-    (folder,) = (tmp_path / "results").iterdir()
-    return load_run(folder)
-
-
 @pytest.mark.parametrize(("name", "expected"), FORMATS.items())
 def test_each_sample_is_known_for_what_it_is(name: str, expected: str) -> None:
     assert importers.recognise_format(RECORDED / name) == expected
@@ -97,7 +88,7 @@ def test_a_log_and_its_json_say_the_same() -> None:
 
 
 def test_single_requests_of_a_detailed_file(tmp_path: Path) -> None:
-    run = run_of(tmp_path, RECORDED / "vllm/detailed.json")
+    run = imported(tmp_path / "results", RECORDED / "vllm/detailed.json")
     (trial,) = run.other_trials
     raw = json.loads((RECORDED / "vllm/detailed.json").read_text())
     records = run.request_records(trial.trial_id)
@@ -123,7 +114,7 @@ def test_old_key_names_unbounded_rates_and_metadata(tmp_path: Path) -> None:
     assert (row.request_rate, row.figures["request_goodput"]) == (math.inf, 1.5)
     assert (row.connector, row.settings["tp"]) == ("nixl", 4)
     assert row.missing == ["failed", "p99_itl_ms"]
-    (trial,) = run_of(tmp_path, path).other_trials
+    (trial,) = imported(tmp_path / "results", path).other_trials
     assert (trial.request_rate, trial.summary["offered_rate"]) == (0.0, None)
     assert (trial.summary["failed"], trial.summary["itl_ms"]["p99"]) == (None, None)
     assert trial.engine["source"]["request_rate"] == "inf"
@@ -144,7 +135,7 @@ def test_a_sweep_folder(tmp_path: Path) -> None:
     assert [row.request_rate for row in rows] == [5, 5, 10, 10]
     assert [row.settings["run_number"] for row in rows] == [0, 1, 0, 1]
     assert [row.origin.file.rsplit("/", 1)[1] for row in rows] == ["run=0.json", "run=1.json"] * 2
-    run = run_of(tmp_path, RECORDED / "vllm/sweep", connector="nixl")
+    run = imported(tmp_path / "results", RECORDED / "vllm/sweep", connector="nixl")
     assert len(run.manifest["imported"]["files"]) == 4
     assert {trial.cell.connector for trial in run.other_trials} == {"nixl"}
     assert all("connector" in trial.engine["source"]["derived"] for trial in run.other_trials)
@@ -304,7 +295,7 @@ def test_single_requests_of_aiperf_and_guidellm_count_from_the_plan(tmp_path: Pa
         assert record.ttft_sent_s == pytest.approx(row["time_to_first_token_ms"] / 1e3, abs=1e-6)
         assert record.ttft_s == pytest.approx(ttft_s, abs=1e-6)
         assert record.tpot_s == pytest.approx(row["inter_token_latency_ms"] / 1e3, abs=1e-6)
-    run = run_of(tmp_path, RECORDED / "aiperf")
+    run = imported(tmp_path / "results", RECORDED / "aiperf")
     assert [file["name"] for file in run.manifest["imported"]["files"]] == [
         "profile_export_aiperf.json", "profile_export.jsonl",
     ]  # fmt: skip
@@ -396,7 +387,9 @@ def test_perftest_units() -> None:
 
 
 def test_transfers_become_a_run_that_reads_back(tmp_path: Path) -> None:
-    run = run_of(tmp_path, RECORDED / "written/ib_write_bw.txt", RECORDED / "mooncake/initiator.log")
+    run = imported(
+        tmp_path / "results", RECORDED / "written/ib_write_bw.txt", RECORDED / "mooncake/initiator.log"
+    )
     records = run.transfer_records()
     assert [record.gb_per_s for record in records][2:] == [pytest.approx(24.53125), 0.11]
     assert (run.manifest["kind"], run.labels) == ("microbench", ["imported"])
@@ -407,7 +400,7 @@ def test_transfers_become_a_run_that_reads_back(tmp_path: Path) -> None:
 
 # --- the run folder --------------------------------------------------------------------------------
 def test_the_manifest_tells_where_all_comes_from(tmp_path: Path) -> None:
-    run = run_of(tmp_path, RECORDED / "vllm/serve.log")
+    run = imported(tmp_path / "results", RECORDED / "vllm/serve.log")
     told = run.manifest["imported"]
     (file,) = told["files"]
     assert (file["name"], file["format"], file["tool"]) == ("serve.log", "vllm_serve", "vllm bench serve")
@@ -431,7 +424,7 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         paths.append(tmp_path / name / "result.json")
         paths[-1].write_text((RECORDED / "vllm/result.json").read_text())
-    run = run_of(tmp_path, *paths)
+    run = imported(tmp_path / "results", *paths)
     files = [trial.engine["source"]["file"] for trial in run.other_trials]
     assert files == ["mooncake/result.json", "nixl/result.json"]
     assert len({trial.trial_id for trial in run.other_trials}) == 2
@@ -481,7 +474,7 @@ def test_a_target_log_and_mixed_kinds(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Test completed"):
         importing.read(RECORDED / "mooncake/target.log")
     with pytest.raises(InputError, match="need different tables"):
-        run_of(tmp_path, RECORDED / "vllm/serve.log", RECORDED / "written/nixlbench.txt")
+        imported(tmp_path / "results", RECORDED / "vllm/serve.log", RECORDED / "written/nixlbench.txt")
     with pytest.raises(InputError, match="unknown format"):
         importing.read(RECORDED / "vllm/serve.log", "excel")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from run_files import imported
 from typer.testing import CliRunner
 
 from kvbench.cli.app import app
@@ -38,10 +39,7 @@ def one(name: str) -> tuple[ServingRow, str]:
 
 
 def run_of(tmp_path: Path, name: str) -> Path:
-    options = importing.ImportOptions([WRITTEN / name], connector="nixl")
-    assert importing.command(options, tmp_path / "results", Console(file=io.StringIO(), width=200)) == 0
-    (folder,) = (tmp_path / "results").iterdir()
-    return folder
+    return imported(tmp_path / "results", WRITTEN / name, connector="nixl").path
 
 
 def test_a_first_token_after_0_ms_was_not_measured() -> None:

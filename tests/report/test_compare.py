@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from run_files import imported
 from sample_run import ENVIRONMENT, PLAN, SCENARIO, make_requests, make_trial
 
 from kvbench.core.foreign_text import spreadsheet_cell
 from kvbench.core.metrics.metrics import Slo, summarise
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.errors import InputError
-from kvbench.importers.parts import importing
 from kvbench.report import compare
 from kvbench.report.compare import CompareOptions, compare_runs, rows_page
 from kvbench.report.tables.table import Column, as_csv, as_latex, as_markdown, latex, of_values
@@ -30,20 +30,12 @@ RECORDED = Path(__file__).parents[1] / "recorded" / "seeds"
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    return read_in("notes", tmp_path_factory.mktemp("notes"))
+    return imported(tmp_path_factory.mktemp("notes"), RECORDED / "notes.txt", name="notes")
 
 
 @pytest.fixture(scope="module")
 def pr10884(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    return read_in("pr10884", tmp_path_factory.mktemp("pr10884"))
-
-
-def read_in(name: str, folder: Path) -> RunFolder:
-    importing.command(
-        importing.ImportOptions([RECORDED / f"{name}.txt"], name=name), folder, Console(file=io.StringIO())
-    )
-    (path,) = folder.iterdir()
-    return load_run(path)
+    return imported(tmp_path_factory.mktemp("pr10884"), RECORDED / "pr10884.txt", name="pr10884")
 
 
 def listed_rates(folder: Path, seed: int, connectors: tuple[str, ...] = ("mooncake", "nixl")) -> RunFolder:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from run_files import edit_json
+from run_files import edit_json, imported
 from sample_run import make_run
 
 from kvbench.errors import InputError
-from kvbench.importers.parts import importing
 from kvbench.report.export import FORMATS, command, samples
 from kvbench.report.tables.result import summary_table
 from kvbench.results.run import RunFolder, load_run
@@ -32,9 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    folder = tmp_path_factory.mktemp("notes")
-    importing.command(importing.ImportOptions([RECORDED / "notes.txt"]), folder, Console(file=io.StringIO()))
-    return load_run(next(folder.iterdir()))
+    return imported(tmp_path_factory.mktemp("notes"), RECORDED / "notes.txt")
 
 
 def exported(run: RunFolder, name: str) -> str:
@@ -124,7 +121,6 @@ def test_names_of_others_cannot_break_a_line(tmp_path: Path) -> None:
 
 def test_each_row_of_a_microbenchmark_is_a_series_of_its_own(tmp_path: Path) -> None:
     file = Path(__file__).parents[1] / "recorded" / "written" / "ib_write_bw.txt"
-    importing.command(importing.ImportOptions([file, file]), tmp_path, Console(file=io.StringIO()))
-    lines = exported(load_run(next(tmp_path.iterdir())), "prometheus").splitlines()
+    lines = exported(imported(tmp_path, file, file), "prometheus").splitlines()
     moved = [line for line in lines if line.startswith("kvbench_transfer_bytes_per_second{")]
     assert len({line.rsplit(" ", 1)[0] for line in moved}) == len(moved) > 1

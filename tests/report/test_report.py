@@ -16,7 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
-from run_files import edit_json
+from run_files import edit_json, printed
 from sample_run import ENVIRONMENT, OUTPUT_LEN, PLAN, SCENARIO, capacity, make_requests, make_run, make_trial
 
 from kvbench.core.findings.rate_change import AHEAD
@@ -27,7 +27,7 @@ from kvbench.report.findings.ahead import answer_text, lead_text, rate_pairs
 from kvbench.report.findings.findings import folded
 from kvbench.report.findings.load_rows import searched
 from kvbench.report.findings.notes import ahead, notes
-from kvbench.report.report import FORMATS, command, render_terminal, write_report
+from kvbench.report.report import FORMATS, command, write_report
 from kvbench.report.sections.build import build
 from kvbench.report.sections.requests import by_input_len
 from kvbench.report.tables.result import Answer, Row, interval_word, read_answer, summary_table
@@ -46,12 +46,6 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.fixture(scope="module")
 def special(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return load_run(make_run(tmp_path_factory.mktemp("special"), input_lens=(512, 2048), special=True))
-
-
-def printed(*runs: RunFolder, width: int = 100, differing: list[str] | None = None) -> str:
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    render_terminal(runs, console, differing or [])
-    return console.file.getvalue()
 
 
 def row(name: str, lower: float | None, upper: float | None, outcome: str = "found") -> Row:

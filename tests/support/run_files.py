@@ -1,14 +1,36 @@
-"""Copies of run folders, and edits of the JSON files in them."""
+"""Run folders: imported, copied and edited ones, and what a terminal shows of them."""
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from kvbench.importers.parts import importing
+from kvbench.report.report import render_terminal
+from kvbench.results.run import RunFolder, load_run
+
 Edit = Callable[[dict[str, Any]], object]
+
+
+def imported(results: Path, *files: Path, **options: Any) -> RunFolder:
+    """Import what other tools wrote into a results folder without any run."""
+    console = Console(file=io.StringIO(), width=200)
+    assert importing.command(importing.ImportOptions(files, **options), results, console) == 0
+    (folder,) = (path for path in results.iterdir() if path.is_dir())
+    return load_run(folder)
+
+
+def printed(*runs: RunFolder, width: int = 100, **shown: Any) -> str:
+    """Print the report of runs as on a terminal."""
+    out = io.StringIO()
+    render_terminal(runs, Console(file=out, width=width, highlight=False), **shown)
+    return out.getvalue()
 
 
 def copied(folder: Path, target: Path) -> Path:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import run_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from kvbench.core.findings.ahead import Pair, pairs
 from kvbench.core.findings.findings import Claim, Statement, check_claim, conclude, read_claims, suspicious
@@ -41,7 +41,6 @@ from kvbench.core.findings.suspicions import (
 from kvbench.core.physics import PrefillWork, peak_flops, peak_flops_16bit
 from kvbench.core.records import Cell
 from kvbench.core.slo import Limit
-from kvbench.importers.parts import importing
 from kvbench.report.findings.load_rows import claims_of, conclusions, load_rows
 from kvbench.report.report import write_report
 from kvbench.results.run import RunFolder, load_run
@@ -77,10 +76,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunFol
 
     def of(name: str) -> RunFolder:
         if name not in known:
-            wish = importing.ImportOptions([RECORDED / f"{name}.txt"], name=name)
-            with open("/dev/null", "w") as nowhere:
-                importing.command(wish, folder, Console(file=nowhere))
-            known[name] = load_run(next(path for path in folder.iterdir() if name in path.name))
+            known[name] = run_files.imported(folder / name, RECORDED / f"{name}.txt", name=name)
         return known[name]
 
     return of

@@ -16,7 +16,7 @@ import sample_run
 from commands import EASY, invoke, kvbench, the_run
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
+from run_files import printed
 from sample_run import PLAN, make_run
 
 import kvbench as notebook
@@ -39,7 +39,7 @@ from kvbench.report.findings.ahead import rate_pairs
 from kvbench.report.findings.findings import statements
 from kvbench.report.findings.notes import ahead
 from kvbench.report.plots.rates import max_rate_figure
-from kvbench.report.report import render_terminal, write_report
+from kvbench.report.report import write_report
 from kvbench.report.tables.result import Answer, Row, summary_table
 from kvbench.report.tables.trial_values import VALUE_COLUMNS
 from kvbench.results.run import RunFolder, load_run
@@ -303,9 +303,7 @@ def test_a_price_that_is_none_gives_no_costs() -> None:
 
 
 def test_the_terminal_has_it_too_within_100_columns(uneven: RunFolder) -> None:
-    console = Console(file=io.StringIO(), width=100, highlight=False)
-    render_terminal(uneven, console)
-    text = console.file.getvalue()
+    text = printed(uneven)
     assert "/eng" in text
     assert max(len(line.rstrip()) for line in text[: text.index("files:")].splitlines()) <= 100
     assert "not directly comparable: 2 engines" in " ".join(text.split())

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from run_files import printed
 from sample_run import ENVIRONMENT, PLAN, SCENARIO, make_requests, make_trial
 
 from kvbench.core.records import Cell, Finding, TrialRecord
 from kvbench.report.compare import CompareOptions, command
 from kvbench.report.plots import write_plots
-from kvbench.report.report import render_terminal, write_report
+from kvbench.report.report import write_report
 from kvbench.report.tables.vllm_bench import DIFFERENCE, closed_loop_table
 from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunInfo, RunStore
@@ -48,9 +49,7 @@ def bench_run(folder: Path, trials: Sequence[TrialRecord]) -> Path:
 
 
 def shown(folder: Path) -> str:
-    console = Console(file=io.StringIO(), width=100)
-    render_terminal(load_run(folder), console)
-    return console.file.getvalue()
+    return printed(load_run(folder))
 
 
 def test_one_block_has_the_lines_of_vllm_bench_serve(tmp_path: Path) -> None:

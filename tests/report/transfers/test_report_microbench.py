@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 from commands import invoke
-from rich.console import Console
+from run_files import printed
 from sample_run import make_run as make_sweep
 from sample_transfers import MOVERS, make_record, make_rows, make_run
 
@@ -22,7 +21,7 @@ from kvbench.engines.parts.vllm_options import VllmOptions
 from kvbench.errors import NewerSchemaError, StoreError
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.report.findings.transfers import answers
-from kvbench.report.report import render_terminal, write_report
+from kvbench.report.report import write_report
 from kvbench.report.tables.transfers import HEADER, flat_row, tabled
 from kvbench.results.parquet import TRANSFERS, read_transfers
 from kvbench.results.run import RunFolder, load_run
@@ -40,12 +39,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return load_run(make_run(tmp_path_factory.mktemp("lab"), NICS, lab="8 × 1gbit"))
-
-
-def printed(run: RunFolder, before: RunFolder | None = None) -> str:
-    console = Console(file=io.StringIO(), width=100, highlight=False)
-    render_terminal(run, console, before=before)
-    return console.file.getvalue()
 
 
 def test_rows_come_back_as_they_were_stored(plain: RunFolder) -> None:
@@ -200,7 +193,7 @@ def test_tables_for_programs(plain: RunFolder) -> None:
 
 def test_two_runs_beside_each_other(plain: RunFolder, tmp_path: Path) -> None:
     faster = load_run(make_run(tmp_path, speed=2.0))
-    text = printed(faster, plain)
+    text = printed(faster, before=plain)
     for words in (
         f"compared with {plain.run_id}",
         "tcp, write 4 KiB × 1: 2.0",
