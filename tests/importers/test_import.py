@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
+from run_files import imported
 from typer.testing import CliRunner
 
 from kvbench import importers
@@ -22,27 +21,17 @@ from kvbench.importers import base
 from kvbench.importers.base import Imported, ImportedRow, ServingRow, TransferRow
 from kvbench.importers.parts import importing, vllm_result
 from kvbench.importers.parts.trials import summary_of
-from kvbench.results.run import RunFolder, load_run
 
 RECORDED = Path(__file__).parents[1] / "recorded"
 FORMATS = {
-    "llmservingsim": "llmservingsim",
-    "vllm/serve.log": "vllm_serve",
-    "vllm/result.json": "vllm_json",
-    "vllm/detailed.json": "vllm_json",
-    "vllm/sweep": "vllm_sweep",
-    "aiperf": "aiperf",
-    "aiperf/profile_export_aiperf.csv": "aiperf",
-    "guidellm/benchmarks.json": "guidellm",
-    "mooncake/initiator.log": "transfer_engine_bench",
-    "mooncake/target.log": "transfer_engine_bench",
-    "written/nixlbench.txt": "nixlbench",
-    "written/nixlbench-0.1.txt": "nixlbench",
-    "written/sendrecv_perf.txt": "nccl_tests",
-    "written/ib_write_bw.txt": "perftest",
-    "seeds/notes.txt": "notes",
-    "seeds/pr10884.txt": "pr10884",
-}
+    "llmservingsim": "llmservingsim", "vllm/serve.log": "vllm_serve", "vllm/result.json": "vllm_json",
+    "vllm/detailed.json": "vllm_json", "vllm/sweep": "vllm_sweep", "aiperf": "aiperf",
+    "aiperf/profile_export_aiperf.csv": "aiperf", "guidellm/benchmarks.json": "guidellm",
+    "mooncake/initiator.log": "transfer_engine_bench", "mooncake/target.log": "transfer_engine_bench",
+    "written/nixlbench.txt": "nixlbench", "written/nixlbench-0.1.txt": "nixlbench",
+    "written/sendrecv_perf.txt": "nccl_tests", "written/ib_write_bw.txt": "perftest",
+    "seeds/notes.txt": "notes", "seeds/pr10884.txt": "pr10884",
+}  # fmt: skip
 
 
 def evidence(row: TransferRow) -> dict[str, Any]:
@@ -67,13 +56,6 @@ def figures_of(row: ImportedRow) -> set[tuple[str, Any]]:
     return {("gb_per_s", row.record.gb_per_s), ("block_bytes", row.record.case.block_bytes)}
 
 
-def run_of(tmp_path: Path, *files: Path, connector: str | None = None) -> RunFolder:
-    wish = importing.ImportOptions(files, connector=connector)
-    assert importing.command(wish, tmp_path / "results", Console(file=io.StringIO(), width=200)) == 0
-    (folder,) = (tmp_path / "results").iterdir()
-    return load_run(folder)
-
-
 @pytest.mark.parametrize(("name", "expected"), FORMATS.items())
 def test_each_sample_is_known_for_what_it_is(name: str, expected: str) -> None:
     assert importers.recognise_format(RECORDED / name) == expected
@@ -86,21 +68,15 @@ def test_every_importer_has_a_sample_and_a_word_for_its_format() -> None:
 
 
 # --- vllm bench ------------------------------------------------------------------------------------
-
-
 def test_blocks_of_a_log_with_what_was_asked_for() -> None:
     first, second = read("vllm/serve.log").serving
     assert (first.input_len, first.output_len, first.request_rate, first.num_prompts) == (32, 16, 10.0, 12)
-    assert first.figures["completed"] == 12
-    assert first.figures["mean_ttft_ms"] == 102.41
-    assert first.figures["request_goodput"] == 5.99
-    assert first.figures["p99_itl_ms"] == 150.24
+    assert (first.figures["completed"], first.figures["mean_ttft_ms"]) == (12, 102.41)
+    assert (first.figures["request_goodput"], first.figures["p99_itl_ms"]) == (5.99, 150.24)
     assert first.settings["model"] == "exact"
     assert first.command.startswith("vllm bench serve --backend openai")
-    assert second.num_prompts == 4
-    assert second.settings["max_concurrency"] == 2
-    assert first.missing == ["connector"]
-    assert first.derived == {}
+    assert (second.num_prompts, second.settings["max_concurrency"]) == (4, 2)
+    assert (first.missing, first.derived) == (["connector"], {})
 
 
 def test_a_log_and_its_json_say_the_same() -> None:
@@ -112,7 +88,7 @@ def test_a_log_and_its_json_say_the_same() -> None:
 
 
 def test_single_requests_of_a_detailed_file(tmp_path: Path) -> None:
-    run = run_of(tmp_path, RECORDED / "vllm/detailed.json")
+    run = imported(tmp_path / "results", RECORDED / "vllm/detailed.json")
     (trial,) = run.other_trials
     raw = json.loads((RECORDED / "vllm/detailed.json").read_text())
     records = run.request_records(trial.trial_id)
@@ -129,24 +105,18 @@ def test_single_requests_of_a_detailed_file(tmp_path: Path) -> None:
 def test_old_key_names_unbounded_rates_and_metadata(tmp_path: Path) -> None:
     result = json.loads((RECORDED / "vllm/result.json").read_text())
     result |= {
-        "request_rate": "inf",
-        "request_goodput:": 1.5,
-        "kv_connector": "nixl",
-        "tensor_parallel_size": 4,
-    }
+        "request_rate": "inf", "request_goodput:": 1.5, "kv_connector": "nixl", "tensor_parallel_size": 4,
+    }  # fmt: skip
     del result["request_goodput"], result["failed"], result["p99_itl_ms"]
     path = tmp_path / "old.json"
     path.write_text(json.dumps(result))
     (row,) = importers.get("vllm_json").read(path).serving
-    assert row.request_rate == math.inf
-    assert row.figures["request_goodput"] == 1.5
+    assert (row.request_rate, row.figures["request_goodput"]) == (math.inf, 1.5)
     assert (row.connector, row.settings["tp"]) == ("nixl", 4)
     assert row.missing == ["failed", "p99_itl_ms"]
-    (trial,) = run_of(tmp_path, path).other_trials
-    assert trial.request_rate == 0.0
-    assert trial.summary["offered_rate"] is None
-    assert trial.summary["failed"] is None
-    assert trial.summary["itl_ms"]["p99"] is None
+    (trial,) = imported(tmp_path / "results", path).other_trials
+    assert (trial.request_rate, trial.summary["offered_rate"]) == (0.0, None)
+    assert (trial.summary["failed"], trial.summary["itl_ms"]["p99"]) == (None, None)
     assert trial.engine["source"]["request_rate"] == "inf"
 
 
@@ -165,7 +135,7 @@ def test_a_sweep_folder(tmp_path: Path) -> None:
     assert [row.request_rate for row in rows] == [5, 5, 10, 10]
     assert [row.settings["run_number"] for row in rows] == [0, 1, 0, 1]
     assert [row.origin.file.rsplit("/", 1)[1] for row in rows] == ["run=0.json", "run=1.json"] * 2
-    run = run_of(tmp_path, RECORDED / "vllm/sweep", connector="nixl")
+    run = imported(tmp_path / "results", RECORDED / "vllm/sweep", connector="nixl")
     assert len(run.manifest["imported"]["files"]) == 4
     assert {trial.cell.connector for trial in run.other_trials} == {"nixl"}
     assert all("connector" in trial.engine["source"]["derived"] for trial in run.other_trials)
@@ -270,8 +240,6 @@ def test_no_order_of_lines_invents_a_figure(lines: list[str]) -> None:
 
 
 # --- aiperf, guidellm ------------------------------------------------------------------------------
-
-
 def test_aiperf_json_and_csv() -> None:
     row, sheet = serving("aiperf"), serving("aiperf/profile_export_aiperf.csv")
     raw = json.loads((RECORDED / "aiperf/profile_export_aiperf.json").read_text())
@@ -327,7 +295,7 @@ def test_single_requests_of_aiperf_and_guidellm_count_from_the_plan(tmp_path: Pa
         assert record.ttft_sent_s == pytest.approx(row["time_to_first_token_ms"] / 1e3, abs=1e-6)
         assert record.ttft_s == pytest.approx(ttft_s, abs=1e-6)
         assert record.tpot_s == pytest.approx(row["inter_token_latency_ms"] / 1e3, abs=1e-6)
-    run = run_of(tmp_path, RECORDED / "aiperf")
+    run = imported(tmp_path / "results", RECORDED / "aiperf")
     assert [file["name"] for file in run.manifest["imported"]["files"]] == [
         "profile_export_aiperf.json", "profile_export.jsonl",
     ]  # fmt: skip
@@ -335,8 +303,6 @@ def test_single_requests_of_aiperf_and_guidellm_count_from_the_plan(tmp_path: Pa
 
 
 # --- transfers -------------------------------------------------------------------------------------
-
-
 def transfers(name: str) -> list[TransferRow]:
     return read(name).transfers
 
@@ -348,24 +314,17 @@ def test_nixlbench_of_two_versions() -> None:
     ]  # fmt: skip
     case = new[1].record.case
     assert (case.op, case.memory, case.threads, case.protocol) == ("read", "cuda", 4, "ucx")
-    assert evidence(new[1])["p99_tx_us"] == 99.0
-    assert new[1].record.prepare_s == pytest.approx(12.5e-6)
+    assert (evidence(new[1])["p99_tx_us"], new[1].record.prepare_s) == (99.0, pytest.approx(12.5e-6))
     assert [r.record.gb_per_s for r in old] == [1.024, 41.94304]
     assert {"op", "threads", "memory", "protocol"} <= set(old[0].missing)
     (problem,) = read("written/nixlbench-0.1.txt").problems
     assert problem.line == 7
 
 
-@pytest.mark.parametrize(
-    ("words", "gb_per_s"),
-    [
-        ("0.11 GB/s", 0.11),
-        ("0.26", 0.26),
-        ("8.00 Gb/s", 1.0),
-        ("1.00 GiB/s", 1.073741824),
-        ("500.00 MB/s", 0.5),
-    ],
-)
+@pytest.mark.parametrize(("words", "gb_per_s"), [
+    ("0.11 GB/s", 0.11), ("0.26", 0.26), ("8.00 Gb/s", 1.0), ("1.00 GiB/s", 1.073741824),
+    ("500.00 MB/s", 0.5),
+])  # fmt: skip
 def test_transfer_engine_bench_in_any_unit(tmp_path: Path, words: str, gb_per_s: float) -> None:
     text = (
         (RECORDED / "mooncake/initiator.log")
@@ -378,12 +337,8 @@ def test_transfer_engine_bench_in_any_unit(tmp_path: Path, words: str, gb_per_s:
     assert row.record.gb_per_s == pytest.approx(gb_per_s)
     case = row.record.case
     assert (case.op, case.protocol, case.block_bytes, case.batch_size, case.threads) == (
-        "write",
-        "tcp",
-        65536,
-        8,
-        2,
-    )
+        "write", "tcp", 65536, 8, 2,
+    )  # fmt: skip
     assert (row.record.calls, row.record.window_s, row.record.transport) == (624, 3.01, "tcp")
     # what the tool counts is what it says: 624 batches of 8 blocks in 3.01 s
     assert 624 * case.nbytes / 3.01 / 1e9 == pytest.approx(0.11, abs=0.005)
@@ -423,8 +378,7 @@ def test_perftest_units() -> None:
         2,
         "mlx5_0",
     )
-    assert second.record.case.block_bytes == 1048576
-    assert third.record.gb_per_s == pytest.approx(196.25 / 8)
+    assert (second.record.case.block_bytes, third.record.gb_per_s) == (1048576, pytest.approx(196.25 / 8))
     assert (third.record.case.op, evidence(third)["device"], evidence(third)["link_type"]) == (
         "read",
         "mlx5_1",
@@ -433,7 +387,9 @@ def test_perftest_units() -> None:
 
 
 def test_transfers_become_a_run_that_reads_back(tmp_path: Path) -> None:
-    run = run_of(tmp_path, RECORDED / "written/ib_write_bw.txt", RECORDED / "mooncake/initiator.log")
+    run = imported(
+        tmp_path / "results", RECORDED / "written/ib_write_bw.txt", RECORDED / "mooncake/initiator.log"
+    )
     records = run.transfer_records()
     assert [record.gb_per_s for record in records][2:] == [pytest.approx(24.53125), 0.11]
     assert (run.manifest["kind"], run.labels) == ("microbench", ["imported"])
@@ -443,10 +399,8 @@ def test_transfers_become_a_run_that_reads_back(tmp_path: Path) -> None:
 
 
 # --- the run folder --------------------------------------------------------------------------------
-
-
 def test_the_manifest_tells_where_all_comes_from(tmp_path: Path) -> None:
-    run = run_of(tmp_path, RECORDED / "vllm/serve.log")
+    run = imported(tmp_path / "results", RECORDED / "vllm/serve.log")
     told = run.manifest["imported"]
     (file,) = told["files"]
     assert (file["name"], file["format"], file["tool"]) == ("serve.log", "vllm_serve", "vllm bench serve")
@@ -470,34 +424,24 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         paths.append(tmp_path / name / "result.json")
         paths[-1].write_text((RECORDED / "vllm/result.json").read_text())
-    run = run_of(tmp_path, *paths)
+    run = imported(tmp_path / "results", *paths)
     files = [trial.engine["source"]["file"] for trial in run.other_trials]
     assert files == ["mooncake/result.json", "nixl/result.json"]
     assert len({trial.trial_id for trial in run.other_trials}) == 2
 
 
 # --- trouble ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "no result of a known tool in its 1 lines"),
-        (b"hello\nworld\n", "line 1 is 'hello'"),
-        (b"\x00\x01\x02\xff" * 100, "this is not text"),
-        (b"nothing\nvllm bench serve --model x\nTraceback\n", "similar text at line 2"),
-        (
-            "你好\n============ Serving Benchmark Result ============\n成功".encode(),
-            "the file ends at line 3",
-        ),
-        (b'{"request_throughput": 1, "total_input_tokens"', "bad.txt:1: is not complete JSON"),
-        (b'{"request_throughput": 1, "total_input_tokens": 2}', "is not a result of a serving benchmark"),
-        (
-            b'{"benchmarks": 3, "x": "time_to_first_token_ms", "time_to_first_token_ms": 1}',
-            "no list of benchmarks",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("content", "said"), [
+    (b"", "no result of a known tool in its 1 lines"),
+    (b"hello\nworld\n", "line 1 is 'hello'"),
+    (b"\x00\x01\x02\xff" * 100, "this is not text"),
+    (b"nothing\nvllm bench serve --model x\nTraceback\n", "similar text at line 2"),
+    ("你好\n============ Serving Benchmark Result ============\n成功".encode(), "the file ends at line 3"),
+    (b'{"request_throughput": 1, "total_input_tokens"', "bad.txt:1: is not complete JSON"),
+    (b'{"request_throughput": 1, "total_input_tokens": 2}', "is not a result of a serving benchmark"),
+    (b'{"benchmarks": 3, "x": "time_to_first_token_ms", "time_to_first_token_ms": 1}',
+     "no list of benchmarks"),
+])  # fmt: skip
 def test_what_is_nothing_is_said_with_its_line(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "bad.txt"
     path.write_bytes(content)
@@ -530,7 +474,7 @@ def test_a_target_log_and_mixed_kinds(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="Test completed"):
         importing.read(RECORDED / "mooncake/target.log")
     with pytest.raises(InputError, match="need different tables"):
-        run_of(tmp_path, RECORDED / "vllm/serve.log", RECORDED / "written/nixlbench.txt")
+        imported(tmp_path / "results", RECORDED / "vllm/serve.log", RECORDED / "written/nixlbench.txt")
     with pytest.raises(InputError, match="unknown format"):
         importing.read(RECORDED / "vllm/serve.log", "excel")
 

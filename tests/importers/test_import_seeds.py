@@ -5,17 +5,15 @@ The texts are read here a second time, by the plainest means, and compared with 
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from run_files import imported
 
 from kvbench import importers
 from kvbench.core.records import TrialRecord
-from kvbench.importers.parts import importing
 from kvbench.results.run import RunFolder, load_run
 
 SEEDS = Path(__file__).parents[1] / "recorded" / "seeds"
@@ -38,25 +36,17 @@ LABELS: dict[str, tuple[str, ...]] = {
         f"{word} {latency.upper()} (ms)": (f"{latency}_ms", figure)
         for latency in ("ttft", "tpot", "itl", "e2el")
         for word, figure in (
-            ("Mean", "mean"),
-            ("Median", "p50"),
-            ("P50", "p50"),
-            ("P90", "p90"),
-            ("P99", "p99"),
+            ("Mean", "mean"), ("Median", "p50"), ("P50", "p50"), ("P90", "p90"), ("P99", "p99"),
         )
     },
-}
+}  # fmt: skip
 # The page's sixteen columns after the setting and the NICs.
 COLUMNS: tuple[tuple[str, ...], ...] = (
-    ("whole_run", "successful"),
-    ("whole_run", "duration_s"),
-    ("whole_run", "input_tokens"),
-    ("whole_run", "output_tokens"),
-    ("whole_run", "request_throughput"),
-    ("whole_run", "output_throughput"),
+    ("whole_run", "successful"), ("whole_run", "duration_s"), ("whole_run", "input_tokens"),
+    ("whole_run", "output_tokens"), ("whole_run", "request_throughput"), ("whole_run", "output_throughput"),
     ("whole_run", "total_throughput"),
     *((f"{latency}_ms", figure) for latency in ("ttft", "tpot", "itl") for figure in ("mean", "p50", "p99")),
-)
+)  # fmt: skip
 
 
 def at(summary: Any, place: tuple[str, ...]) -> Any:
@@ -65,11 +55,8 @@ def at(summary: Any, place: tuple[str, ...]) -> Any:
     return summary
 
 
-def imported(tmp_path: Path, name: str) -> RunFolder:
-    console = Console(file=io.StringIO(), width=200)
-    assert importing.command(importing.ImportOptions([SEEDS / name]), tmp_path, console) == 0
-    (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    run = load_run(folder)
+def run_of(tmp_path: Path, name: str) -> RunFolder:
+    run = imported(tmp_path, SEEDS / name)
     assert not run.warnings
     return run
 
@@ -83,10 +70,9 @@ def source(trial: TrialRecord) -> dict[str, Any]:
 @pytest.mark.parametrize("where", ["imported", "reference"])
 def test_every_figure_of_the_notes(tmp_path: Path, where: str) -> None:
     lines = (SEEDS / "notes.txt").read_text(encoding="utf-8").split("\n")
-    run = imported(tmp_path, "notes.txt") if where == "imported" else load_run(REFERENCE / "seed-notes")
+    run = run_of(tmp_path, "notes.txt") if where == "imported" else load_run(REFERENCE / "seed-notes")
     trials = run.other_trials
-    assert len(trials) == 10
-    assert sum("Serving Benchmark Result" in line for line in lines) == 10
+    assert (len(trials), sum("Serving Benchmark Result" in line for line in lines)) == (10, 10)
     compared = 0
     for trial in trials:
         first, last = source(trial)["line"], source(trial)["last_line"]
@@ -101,7 +87,7 @@ def test_every_figure_of_the_notes(tmp_path: Path, where: str) -> None:
 
 
 def test_the_notes_say_who_how_and_on_what(tmp_path: Path) -> None:
-    run = imported(tmp_path, "notes.txt")
+    run = run_of(tmp_path, "notes.txt")
     asked = [
         (t.cell.connector, t.cell.input_len, t.request_rate, t.summary["planned"]) for t in run.other_trials
     ]
@@ -128,7 +114,7 @@ def test_the_notes_say_who_how_and_on_what(tmp_path: Path) -> None:
 
 
 def test_the_notes_claims_are_data(tmp_path: Path) -> None:
-    claims = imported(tmp_path, "notes.txt").manifest["imported"]["claims"]
+    claims = run_of(tmp_path, "notes.txt").manifest["imported"]["claims"]
     lines = (SEEDS / "notes.txt").read_text(encoding="utf-8").split("\n")
     for claim in claims:
         assert claim["text"] in lines[claim["line"] - 1]
@@ -147,7 +133,7 @@ def test_the_notes_claims_are_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["imported", "reference"])
 def test_every_cell_of_the_page(tmp_path: Path, where: str) -> None:
     lines = (SEEDS / "pr10884.txt").read_text(encoding="utf-8").split("\n")
-    run = imported(tmp_path, "pr10884.txt") if where == "imported" else load_run(REFERENCE / "seed-pr10884")
+    run = run_of(tmp_path, "pr10884.txt") if where == "imported" else load_run(REFERENCE / "seed-pr10884")
     held: dict[int, dict[str, int]] = {
         **{line: {"in": 1024, "rate": 2} for line in range(98, 107)},
         **{line: {"in": 1024, "tp": 4} for line in range(111, 123)},
@@ -179,7 +165,7 @@ def test_every_cell_of_the_page(tmp_path: Path, where: str) -> None:
 
 
 def test_the_page_quotes_its_tables_twice_and_one_row_stands_twice(tmp_path: Path) -> None:
-    told = imported(tmp_path, "pr10884.txt").manifest["imported"]
+    told = run_of(tmp_path, "pr10884.txt").manifest["imported"]
     repeated = [(each["line"], each["repeats_line"]) for each in told["about"]["repeated_tables"]]
     assert repeated == [(240, 95), (253, 108), (269, 124), (292, 95), (305, 108), (321, 124)]
     (twice,) = told["left_out"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from run_files import imported
 from typer.testing import CliRunner
 
 from kvbench.cli.app import app
@@ -38,10 +39,7 @@ def one(name: str) -> tuple[ServingRow, str]:
 
 
 def run_of(tmp_path: Path, name: str) -> Path:
-    options = importing.ImportOptions([WRITTEN / name], connector="nixl")
-    assert importing.command(options, tmp_path / "results", Console(file=io.StringIO(), width=200)) == 0
-    (folder,) = (tmp_path / "results").iterdir()
-    return folder
+    return imported(tmp_path / "results", WRITTEN / name, connector="nixl").path
 
 
 def test_a_first_token_after_0_ms_was_not_measured() -> None:
@@ -72,15 +70,9 @@ def test_what_may_be_true_stays() -> None:
     """Two decimals round TTFT up to E2EL where one token is answered; chunks of several tokens have gaps
     of 0."""
     figures = {
-        "completed": 10,
-        "failed": 0,
-        "request_goodput": 0.0,
-        "mean_ttft_ms": 50.01,
-        "mean_e2el_ms": 50.0,
-        "std_ttft_ms": 0.0,
-        "mean_itl_ms": 4.0,
-        "median_itl_ms": 0.0,
-    }
+        "completed": 10, "failed": 0, "request_goodput": 0.0, "mean_ttft_ms": 50.01, "mean_e2el_ms": 50.0,
+        "std_ttft_ms": 0.0, "mean_itl_ms": 4.0, "median_itl_ms": 0.0,
+    }  # fmt: skip
     row, said = checked(figures=dict(figures))
     assert (row.figures, said, row.refused) == (figures, "", {})
 
@@ -142,17 +134,13 @@ def test_bandwidths_that_nothing_has_are_left_out(gb_per_s: float, initiators: i
     case = Case("nccl", "nccl", "write", 4096, 1, initiators=initiators)
     reading = Imported([transfer_row(HERE, ReportedTransfer(case, gb_per_s), [])])
     keep_plausible(reading)
-    assert len(reading.rows) == kept
-    assert len(reading.problems) == 1 - kept
+    assert (len(reading.rows), len(reading.problems)) == (kept, 1 - kept)
 
 
-@pytest.mark.parametrize(
-    ("name", "qualifier"),
-    [
-        ("ib_write_bw-both.txt", "both directions together"),
-        ("nixlbench-pairs.txt", "one pair; all together 184 GB/s"),
-    ],
-)
+@pytest.mark.parametrize(("name", "qualifier"), [
+    ("ib_write_bw-both.txt", "both directions together"),
+    ("nixlbench-pairs.txt", "one pair; all together 184 GB/s"),
+])  # fmt: skip
 def test_a_bandwidth_keeps_its_qualifier(tmp_path: Path, name: str, qualifier: str) -> None:
     (row,) = importing.read(WRITTEN / name).reading.transfers
     assert row.qualifiers == [qualifier]

@@ -29,23 +29,14 @@ from kvbench.results.run import load_run
 
 HOSTS = ("node-a", "gpu07.cluster.example.com", "storage-3")
 PLANTED = {
-    "a host": "gpu07.cluster.example.com",
-    "its short name": "gpu07",
-    "another host": "storage-3",
-    "an IPv4 address": "10.254.12.102",
-    "an IPv6 address": "fe80::0c42:a1ff:fe65:1b2c",
-    "a MAC": "0c:42:a1:65:1b:2c",
-    "a GUID": "0c42:a103:0065:1b2c",
-    "a user": "mlindgren",
-    "a home": "/home/mlindgren/models",
-    "a path": "/inspire/hdd/public_models",
-    "a key": "sk-proj-AbCdEf0123456789abcdef",
-    "a token": "hf_abcdefghijklmnopqrstuvwxyz012345",
-    "a bearer": "eyJhbGciOiJIUzI1NiJ9.secretsecret",
-    "a password": "hunter2hunter2",
-    "a mail": "m.lindgren@example.com",
-    "a GPU": "GPU-5b1f4d3a-12ab-34cd-56ef-0123456789ab",
-}
+    "a host": "gpu07.cluster.example.com", "its short name": "gpu07", "another host": "storage-3",
+    "an IPv4 address": "10.254.12.102", "an IPv6 address": "fe80::0c42:a1ff:fe65:1b2c",
+    "a MAC": "0c:42:a1:65:1b:2c", "a GUID": "0c42:a103:0065:1b2c", "a user": "mlindgren",
+    "a home": "/home/mlindgren/models", "a path": "/inspire/hdd/public_models",
+    "a key": "sk-proj-AbCdEf0123456789abcdef", "a token": "hf_abcdefghijklmnopqrstuvwxyz012345",
+    "a bearer": "eyJhbGciOiJIUzI1NiJ9.secretsecret", "a password": "hunter2hunter2",
+    "a mail": "m.lindgren@example.com", "a GPU": "GPU-5b1f4d3a-12ab-34cd-56ef-0123456789ab",
+}  # fmt: skip
 LINE = (
     "worker on gpu07.cluster.example.com (10.254.12.102, fe80::0c42:a1ff:fe65:1b2c, 0c:42:a1:65:1b:2c) by "
     "mlindgren: loads /home/mlindgren/models/qwen.safetensors from http://storage-3:9000/bucket, gid "
@@ -171,21 +162,16 @@ def test_a_place_that_cannot_be_written_is_said(planted: Path, tmp_path: Path) -
 
 
 # --- the scrubber ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "12.3 req/s, TTFT P50 / P99 8.1/9.2 ms",
-        "2026-11-21T13:30:00.123Z took 00:12:30",
-        "std::vector<Foo>::push_back at 127.0.0.1:8000 and localhost",
-        "GET /v1/chat/completions HTTP/1.1 200",
-        "max_tokens=16 output_tokens: 128 token ids",
-        "0000:00:03.0 virtio 1500 mtu",
-        '<svg xmlns="http://www.w3.org/2000/svg"><path d="M 1 2 L 3/4"/></svg>',
-        "see https://docs.vllm.ai/en/latest/serving.html",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "12.3 req/s, TTFT P50 / P99 8.1/9.2 ms",
+    "2026-11-21T13:30:00.123Z took 00:12:30",
+    "std::vector<Foo>::push_back at 127.0.0.1:8000 and localhost",
+    "GET /v1/chat/completions HTTP/1.1 200",
+    "max_tokens=16 output_tokens: 128 token ids",
+    "0000:00:03.0 virtio 1500 mtu",
+    '<svg xmlns="http://www.w3.org/2000/svg"><path d="M 1 2 L 3/4"/></svg>',
+    "see https://docs.vllm.ai/en/latest/serving.html",
+])  # fmt: skip
 def test_what_tells_nothing_stays(text: str) -> None:
     assert Scrubber().text(text) == text
 
@@ -215,79 +201,15 @@ def test_values_without_secrets_are_as_before(value: Any) -> None:
 
 
 PUMPS = (
-    *(
-        "-",
-        "a-",
-        "a.",
-        "a.-",
-        "_",
-        " ",
-        "\t",
-        "0",
-        "1.",
-        "::",
-        "a:",
-        "=",
-        "@",
-        "a@",
-        "a@a.",
-        "/",
-        "/a",
-        "/a@",
-    ),
-    *(
-        "/a@",
-        "@/a/",
-        "://",
-        "a://",
-        "http://",
-        "//",
-        "\\",
-        "a:\\",
-        "a\\",
-        "secret",
-        "secret-",
-        "secret ",
-    ),
-    *(
-        "--secret ",
-        "--",
-        '--secret"',
-        "api_key",
-        "api_key : ",
-        "Bearer ",
-        "Basic\t",
-        "sk-",
-        "GPU-",
-        "ab:",
-        "ab-",
-    ),
-    *(
-        "GPU-00000000-",
-        "-----BEGIN ",
-        "-----BEGIN PRIVATE KEY-----",
-        "-----END ",
-        "/home/",
-        "/home/a",
-        "token",
-    ),
-    *(
-        "/home/",
-        "/home/a",
-        "token",
-        "--token ",
-        "1.2.3.4 ",
-        "1.2.3.4.",
-        "fe80::1 ",
-        "12:",
-        "'",
-        '"',
-        "\n",
-        "é",
-        "user",
-    ),
-    *("box-a", "box-a."),
-)
+    *("-", "a-", "a.", "a.-", "_", " ", "\t", "0", "1.", "::", "a:", "=", "@", "a@", "a@a.", "/", "/a",
+      "/a@"),
+    *("/a@", "@/a/", "://", "a://", "http://", "//", "\\", "a:\\", "a\\", "secret", "secret-", "secret "),
+    *("--secret ", "--", '--secret"', "api_key", "api_key : ", "Bearer ", "Basic\t", "sk-", "GPU-", "ab:",
+      "ab-"),
+    *("GPU-00000000-", "-----BEGIN ", "-----BEGIN PRIVATE KEY-----", "-----END ", "/home/", "/home/a",
+      "token"),
+    *("--token ", "1.2.3.4 ", "1.2.3.4.", "fe80::1 ", "12:", "'", '"', "\n", "é", "user", "box-a", "box-a."),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("pump", PUMPS)
@@ -315,17 +237,11 @@ def test_a_thousand_different_names_cost_as_much_as_one() -> None:
     assert "10.0." not in clean
 
 
-@pytest.mark.parametrize(
-    ("text", "left"),
-    [
-        ("x-my-api-key: hunter22", "hunter22"),
-        ("run --my-secret hunter22", "hunter22"),
-        ("mail +ann@example.org", "ann@example.org"),
-        ("x.1-http://box9.example/", "box9"),
-        ("9.http://box9.example/", "box9"),
-        ("...ann.b@example.org", "ann.b"),
-    ],
-)
+@pytest.mark.parametrize(("text", "left"), [
+    ("x-my-api-key: hunter22", "hunter22"), ("run --my-secret hunter22", "hunter22"),
+    ("mail +ann@example.org", "ann@example.org"), ("x.1-http://box9.example/", "box9"),
+    ("9.http://box9.example/", "box9"), ("...ann.b@example.org", "ann.b"),
+])  # fmt: skip
 def test_what_begins_within_a_run_of_signs_goes_too(text: str, left: str) -> None:
     assert left not in Scrubber().text(text)
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from run_files import imported
 from sample_run import ENVIRONMENT, PLAN, SCENARIO, make_requests, make_trial
 
 from kvbench.core.foreign_text import spreadsheet_cell
 from kvbench.core.metrics.metrics import Slo, summarise
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.errors import InputError
-from kvbench.importers.parts import importing
 from kvbench.report import compare
 from kvbench.report.compare import CompareOptions, compare_runs, rows_page
 from kvbench.report.tables.table import Column, as_csv, as_latex, as_markdown, latex, of_values
@@ -26,37 +26,24 @@ from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import CellResult, RunInfo, RunStore
 
 RECORDED = Path(__file__).parents[1] / "recorded" / "seeds"
-FIGURES = ("mean_ttft_ms", "p99_ttft_ms", "request_throughput", "total_token_throughput")
 
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    return read_in("notes", tmp_path_factory.mktemp("notes"))
+    return imported(tmp_path_factory.mktemp("notes"), RECORDED / "notes.txt", name="notes")
 
 
 @pytest.fixture(scope="module")
 def pr10884(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    return read_in("pr10884", tmp_path_factory.mktemp("pr10884"))
-
-
-def read_in(name: str, folder: Path) -> RunFolder:
-    importing.command(
-        importing.ImportOptions([RECORDED / f"{name}.txt"], name=name), folder, Console(file=io.StringIO())
-    )
-    (path,) = folder.iterdir()
-    return load_run(path)
+    return imported(tmp_path_factory.mktemp("pr10884"), RECORDED / "pr10884.txt", name="pr10884")
 
 
 def listed_rates(folder: Path, seed: int, connectors: tuple[str, ...] = ("mooncake", "nixl")) -> RunFolder:
     """A run of one listed rate for each connector, with 200 requests each."""
     store = RunStore.create(
-        folder,
-        "listed",
-        SCENARIO.encode(),
-        PLAN,
-        ENVIRONMENT,
+        folder, "listed", SCENARIO.encode(), PLAN, ENVIRONMENT,
         RunInfo(kind="fixed", seed=1, labels=["emulated"]),
-    )
+    )  # fmt: skip
     with store:
         for connector in connectors:
             cell = Cell(connector, 1024, 16)
@@ -213,8 +200,6 @@ def test_a_refused_trial_is_no_row(tmp_path: Path) -> None:
 
 
 # --- formats ---------------------------------------------------------------------------------------
-
-
 @given(st.text(max_size=40))
 def test_no_text_breaks_a_format(text: str) -> None:
     table = of_values("", [Column("a", "A"), Column("b", "B")], [{"a": text, "b": 1.5}])

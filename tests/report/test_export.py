@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from run_files import edit_json, imported
 from sample_run import make_run
 
 from kvbench.errors import InputError
-from kvbench.importers.parts import importing
 from kvbench.report.export import FORMATS, command, samples
 from kvbench.report.tables.result import summary_table
 from kvbench.results.run import RunFolder, load_run
@@ -31,9 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def notes(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    folder = tmp_path_factory.mktemp("notes")
-    importing.command(importing.ImportOptions([RECORDED / "notes.txt"]), folder, Console(file=io.StringIO()))
-    return load_run(next(folder.iterdir()))
+    return imported(tmp_path_factory.mktemp("notes"), RECORDED / "notes.txt")
 
 
 def exported(run: RunFolder, name: str) -> str:
@@ -81,8 +79,7 @@ def test_otlp_has_one_gauge_a_metric_at_the_runs_end(run: RunFolder) -> None:
     assert len(points) == len(samples(run))
     assert all(re.fullmatch(r"\d{19}", point["timeUnixNano"]) for point in points)
     units = {metric["name"]: metric["unit"] for metric in scope["metrics"]}
-    assert units["kvbench.ttft"] == "s"
-    assert units["kvbench.slo_attainment"] == "1"
+    assert (units["kvbench.ttft"], units["kvbench.slo_attainment"]) == ("s", "1")
     names = [metric["name"] for metric in scope["metrics"]]
     assert len(names) == len(set(names))
 
@@ -100,8 +97,7 @@ def test_read_in_rows_are_exported_by_their_trial(notes: RunFolder) -> None:
         for sample in samples(notes)
         if sample.metric.name == "offered_ttft_seconds" and sample.labels["statistic"] == "mean"
     ]
-    assert len(mine) == 10
-    assert mine[0].value == pytest.approx(3.79844)
+    assert (len(mine), mine[0].value) == (10, pytest.approx(3.79844))
     assert mine[0].labels["request_rate"] == "80"
 
 
@@ -116,8 +112,7 @@ def test_to_a_file_and_unknown_formats(run: RunFolder, tmp_path: Path) -> None:
 
 def test_names_of_others_cannot_break_a_line(tmp_path: Path) -> None:
     folder = make_run(tmp_path, connectors=("mooncake",), input_lens=(512,))
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps({**manifest, "scenario": 'a"b\\c\nd'}))
+    edit_json(folder / "manifest.json", scenario='a"b\\c\nd')
     lines = [
         line for line in exported(load_run(folder), "prometheus").splitlines() if not line.startswith("#")
     ]
@@ -126,7 +121,6 @@ def test_names_of_others_cannot_break_a_line(tmp_path: Path) -> None:
 
 def test_each_row_of_a_microbenchmark_is_a_series_of_its_own(tmp_path: Path) -> None:
     file = Path(__file__).parents[1] / "recorded" / "written" / "ib_write_bw.txt"
-    importing.command(importing.ImportOptions([file, file]), tmp_path, Console(file=io.StringIO()))
-    lines = exported(load_run(next(tmp_path.iterdir())), "prometheus").splitlines()
+    lines = exported(imported(tmp_path, file, file), "prometheus").splitlines()
     moved = [line for line in lines if line.startswith("kvbench_transfer_bytes_per_second{")]
     assert len({line.rsplit(" ", 1)[0] for line in moved}) == len(moved) > 1

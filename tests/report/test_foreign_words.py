@@ -30,18 +30,10 @@ PLANTED = (
     " [click](javascript:alert(1)) <http://evil.example/a> <!-- c --> | ``` `code` [x]: http://evil.example"
 )
 WORDS = (
-    *(
-        "needs an NVIDIA driver",
-        "the engine fell behind its model",
-        "use a quieter machine",
-        "kvbench doctor",
-    ),
+    *("needs an NVIDIA driver", "the engine fell behind its model", "use a quieter machine",
+      "kvbench doctor"),
     *("Example CPU 9000", "node-a", "corrupt: 1 of 4", "look into logs", "ucx: tcp"),
-)
-FORMULAS = (
-    *("=1+1", "@x", "+1", "-x", "-1+cmd|' /C calc'!A0", "\t=1", " =1", "\x1b=1", "\r=1", "＝1", "-1e5x", "-"),
-    "\n-a",
-)
+)  # fmt: skip
 MARKDOWN = MarkdownIt("commonmark", {"html": True}).enable("table")
 
 
@@ -117,8 +109,6 @@ def test_an_error_in_words_commands_no_terminal(tmp_path: Path) -> None:
 
 
 # --- the words themselves ----------------------------------------------------------------------------
-
-
 @given(st.text(st.sampled_from("\x1b[]m;0\x07\x9b\x9c\\ab\n\t\r\x00\u202e"), max_size=60))
 def test_nothing_obeyed_is_left_of_any_text(text: str) -> None:
     assert OBEYED.findall(visible(text)) == []
@@ -151,24 +141,10 @@ def test_code_does_not_end_its_fence(text: str) -> None:
     assert [each.type for each in fences] == ["fence", "paragraph_open", "paragraph_close"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "=1+1",
-        "@x",
-        "+1",
-        "-x",
-        "-1+cmd|' /C calc'!A0",
-        "\t=1",
-        " =1",
-        "\x1b=1",
-        "\r=1",
-        "＝1",
-        "-1e5x",
-        "-",
-        "\n-a",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "=1+1", "@x", "+1", "-x", "-1+cmd|' /C calc'!A0", "\t=1", " =1", "\x1b=1", "\r=1", "＝1", "-1e5x", "-",
+    "\n-a",
+])  # fmt: skip
 def test_what_a_spreadsheet_would_compute_is_text(text: str) -> None:
     assert str(spreadsheet_cell(text)).startswith("'")
 

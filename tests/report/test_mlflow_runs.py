@@ -33,8 +33,7 @@ def test_a_run_is_there_with_its_rows_and_trials(tmp_path: Path, monkeypatch: py
     (experiment,) = client.search_experiments(filter_string="name LIKE 'kvbench-%'")
     found = {each.info.run_name: each for each in client.search_runs([experiment.experiment_id])}
     whole = found.pop(run.run_id)
-    assert whole.info.status == "FINISHED"
-    assert whole.data.params["seed"] == str(run.manifest["seed"])
+    assert (whole.info.status, whole.data.params["seed"]) == ("FINISHED", str(run.manifest["seed"]))
     assert "report.html" in {each.path for each in client.list_artifacts(whole.info.run_id)}
     assert {each.data.tags["mlflow.parentRunId"] for each in found.values()} == {whole.info.run_id}
     for row in rows:

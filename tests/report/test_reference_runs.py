@@ -60,9 +60,7 @@ def test_there_are_answers_to_look_at() -> None:
 
 
 @pytest.mark.parametrize(("run", "result"), ANSWERED)
-def test_an_answer_that_is_called_confirmed_rests_on_a_trial_that_was_met(
-    run: RunFolder, result: CellResult
-) -> None:
+def test_a_confirmed_answer_rests_on_a_trial_that_was_met(run: RunFolder, result: CellResult) -> None:
     """A trial at the answer, or up to the search's precision above it: what holds more holds less, too."""
     assert result.answer is not None
     if not claims_a_met_rate(result):
@@ -88,8 +86,6 @@ def test_what_proves_that_a_burst_is_no_rate_is_a_rate_that_was_held() -> None:
         [each for each in [*run.cells, *run.other_cells] if each.method == method]
         for method in ("sustained", "burst")
     )
-    assert sustained.answer is not None
-    assert burst.answer is not None
     assert sustained.answer["status"] == "converged"
     assert claims_a_met_rate(sustained)
     assert burst.answer["max_request_rate"] > 1.5 * sustained.answer["upper"]
@@ -107,9 +103,7 @@ def test_a_rate_below_which_an_answer_lies_was_missed(run: RunFolder, result: Ce
 
 
 @pytest.mark.parametrize(("run", "result"), ANSWERED)
-def test_the_trial_that_an_answer_rests_on_had_the_machine_to_itself(
-    run: RunFolder, result: CellResult
-) -> None:
+def test_the_trial_an_answer_rests_on_had_the_machine_alone(run: RunFolder, result: CellResult) -> None:
     """Within the limits of the gate: what a reference says of a system must not be that of its neighbours."""
     by_id = {trial.trial_id: trial for trial in run.all_trials}
     assert result.confirmed_by is None or disturbances(by_id[result.confirmed_by]) == []

@@ -17,16 +17,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
-from sample_run import (
-    ENVIRONMENT,
-    OUTPUT_LEN,
-    PLAN,
-    SCENARIO,
-    capacity,
-    make_requests,
-    make_run,
-    make_trial,
-)
+from run_files import edit_json, printed
+from sample_run import ENVIRONMENT, OUTPUT_LEN, PLAN, SCENARIO, capacity, make_requests, make_run, make_trial
 
 from kvbench.core.findings.rate_change import AHEAD
 from kvbench.core.findings.setups import CACHE_BLIND, cache_blind
@@ -36,7 +28,7 @@ from kvbench.report.findings.ahead import answer_text, besides_text, lead_text, 
 from kvbench.report.findings.findings import folded, warned
 from kvbench.report.findings.load_rows import searched
 from kvbench.report.findings.notes import ahead, notes
-from kvbench.report.report import FORMATS, command, render_terminal, write_report
+from kvbench.report.report import FORMATS, command, write_report
 from kvbench.report.sections.build import build
 from kvbench.report.sections.requests import by_input_len
 from kvbench.report.tables.result import Answer, Row, interval_word, read_answer, summary_table
@@ -57,13 +49,6 @@ def special(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return load_run(make_run(tmp_path_factory.mktemp("special"), input_lens=(512, 2048), special=True))
 
 
-def printed(*runs: RunFolder, width: int = 100, differing: list[str] | None = None) -> str:
-    console = Console(file=io.StringIO(), width=width, highlight=False)
-    render_terminal(runs, console, differing or [])
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
 def row(name: str, lower: float | None, upper: float | None, outcome: str = "found") -> Row:
     rate = None if outcome == "none" else lower
     ends = None if outcome == "none" else lower, upper
@@ -72,8 +57,6 @@ def row(name: str, lower: float | None, upper: float | None, outcome: str = "fou
 
 
 # --- no winner ----------------------------------------------------------------------------------
-
-
 def plan_of_sessions(routing: str | None, engines: int = 2, sessions: bool = True) -> dict[str, Any]:
     """plan.json as far as routing goes; without ``routing`` as written before there was a choice."""
     deployment = {} if routing is None else {"routing": routing}
@@ -113,8 +96,6 @@ def test_nothing_names_a_winner_over_a_cache_blind_rate() -> None:
 
 
 # --- rows ---------------------------------------------------------------------------------------
-
-
 def test_a_row_shows_the_figures_of_the_trial_that_confirmed_its_rate(full: RunFolder) -> None:
     rows = summary_table(full)
     assert [(r.cell.input_len, r.cell.connector) for r in rows] == [
@@ -131,8 +112,7 @@ def test_a_row_shows_the_figures_of_the_trial_that_confirmed_its_rate(full: RunF
         assert each.values["achieved_request_rate"] == trial.summary["achieved_rate"]
         assert each.values["kv_bytes_per_request"] == trial.engine["kv_bytes_per_request"]
         assert each.trials == len(full.trials_of(each.cell))
-        assert each.findings == {"invalid": 1}
-        assert each.labels == ("emulated",)
+        assert (each.findings, each.labels) == ({"invalid": 1}, ("emulated",))
 
 
 def test_every_column_is_filled_by_a_real_trial(full: RunFolder) -> None:
@@ -147,12 +127,9 @@ def test_outcomes_that_are_no_rate_are_said_and_not_invented(special: RunFolder)
     refused, none, censored = rows["mooncake", 512], rows["aggregated", 2048], rows["mooncake", 2048]
     assert refused.outcome == "refused"
     assert refused.rate_text().startswith("refused: corrupt: 1 of 4")
-    assert set(refused.values.values()) == {None}
-    assert none.outcome == "none"
+    assert (set(refused.values.values()), none.outcome) == ({None}, "none")
     assert none.answer.text() == f"none (< {number(none.answer.upper)})"
-    assert none.trial_id is None
-    assert set(none.values.values()) == {None}
-    assert censored.outcome == "at_least"
+    assert (none.trial_id, set(none.values.values()), censored.outcome) == (None, {None}, "at_least")
     assert censored.answer.text().startswith("≥ ")
     assert censored.flat()["censored"] is True
 
@@ -191,20 +168,10 @@ def test_one_rate_is_not_called_a_maximum(tmp_path: Path) -> None:
     assert "max_request_rate.svg" not in (store.path / "report.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "–"),
-        (0.0, "0"),
-        (1e-9, "1e-09"),
-        (0.01234, "0.0123"),
-        (1.2345, "1.23"),
-        (12.345, "12.3"),
-        (123.4, "123"),
-        (1234.5, "1234"),
-        (math.inf, "inf"),
-    ],
-)
+@pytest.mark.parametrize(("value", "text"), [
+    (None, "–"), (0.0, "0"), (1e-9, "1e-09"), (0.01234, "0.0123"), (1.2345, "1.23"), (12.345, "12.3"),
+    (123.4, "123"), (1234.5, "1234"), (math.inf, "inf"),
+])  # fmt: skip
 def test_numbers_as_text(value: float | None, text: str) -> None:
     assert number(value) == text
 
@@ -217,13 +184,10 @@ def test_a_share_is_100_only_when_it_is_all(value: float | None, text: str) -> N
 
 
 # --- who is ahead --------------------------------------------------------------------------------
-
-
 def test_rates_are_ordered_only_where_that_is_almost_sure() -> None:
     rows = [row("a", 10.0, 10.5), row("b", 12.0, 12.6), row("c", 12.3, 12.8)]
     told = {(each.ahead, each.behind): each for each in rate_pairs(rows)}
-    assert told["c", "b"].ratio is None
-    assert told["b", "a"].sure == pytest.approx(1.0, abs=0.001)
+    assert (told["c", "b"].ratio, told["b", "a"].sure) == (None, pytest.approx(1.0, abs=0.001))
     # ln(12.6 · 12 / 10.5 / 10) / 2 ± what √2 log-normals with 90 % in a range of 1.05 spread.
     low, high = (1.2 * 1.05 ** (sign * math.sqrt(2) / 2) for sign in (-1, 1))
     assert (told["b", "a"].ratio, told["b", "a"].low) == (1.2, pytest.approx(low, rel=0.002))
@@ -263,7 +227,6 @@ def test_a_search_that_did_not_converge_takes_no_part() -> None:
     assert ahead(rows) == ["1,024 in: inconclusive: the searches of c and b did not converge"]
     assert all(each.ratio is None for each in rate_pairs(rows))
     table = by_input_len(rows)
-    assert table is not None
     assert table.cells[0][-1].count("inconclusive: the search") == len(rate_pairs(rows))
     assert lead_text(rows) == (
         "At 1,024 tokens in, inconclusive: the searches of c and b did not converge (10.0 to 40.0 req/s)."
@@ -306,9 +269,7 @@ intervals = st.tuples(st.floats(0.1, 100), st.floats(1, 2)).map(lambda t: (t[0],
 @given(one=intervals, other=intervals)
 @example(one=(2.0, 2.0), other=(1.0, 2.0))  # ends at the other's end, above which lie 5 %
 @example(one=(2.0, 2.0), other=(2.0, 2.0))
-def test_an_order_is_claimed_where_the_rates_are_almost_surely_in_it(
-    one: tuple[float, float], other: tuple[float, float]
-) -> None:
+def test_an_order_is_claimed_where_almost_sure(one: tuple[float, float], other: tuple[float, float]) -> None:
     (told,) = rate_pairs([row("a", *one), row("b", *other)])
     high, low = (one, other) if told.ahead == "a" else (other, one)
     (mine, my_spread), (others, their_spread) = map(log_normal, (high, low))
@@ -317,8 +278,6 @@ def test_an_order_is_claimed_where_the_rates_are_almost_surely_in_it(
     slack = 0.03  # 41 rates stand for a posterior: one of them is 2.4 %
     if told.ratio is not None:
         assert sure > AHEAD - slack
-        assert told.low is not None
-        assert told.high is not None
         assert 0.99 < told.low <= told.ratio <= told.high
     else:
         assert sure < AHEAD + slack or high[0] == low[0]  # of equal rates none is ahead
@@ -331,8 +290,6 @@ def log_normal(interval: tuple[float, float]) -> tuple[float, float]:
 
 
 # --- the terminal --------------------------------------------------------------------------------
-
-
 def test_the_terminal_table_fits_100_columns_and_says_what_matters(special: RunFolder) -> None:
     text = printed(special)
     table = text[text.index("connector") : text.index("comparison of max")]
@@ -452,8 +409,6 @@ def test_a_run_with_nothing_in_it_is_reported(tmp_path: Path) -> None:
 
 
 # --- files ---------------------------------------------------------------------------------------
-
-
 def test_all_derived_files_come_back_the_same(tmp_path: Path) -> None:
     path = make_run(tmp_path, input_lens=(512,))
     written = write_report(path)
@@ -462,8 +417,7 @@ def test_all_derived_files_come_back_the_same(tmp_path: Path) -> None:
     shutil.rmtree(path / "tables")
     shutil.rmtree(path / "figures")
     (path / "report.md").unlink()
-    assert write_report(path) == written
-    assert {file: file.read_bytes() for file in written} == before
+    assert (write_report(path), {file: file.read_bytes() for file in written}) == (written, before)
 
 
 def test_csv_and_json_hold_the_rows(tmp_path: Path) -> None:
@@ -518,13 +472,10 @@ def test_text_from_outside_does_not_break_a_markdown_table(full: RunFolder) -> N
 
 
 # --- several runs --------------------------------------------------------------------------------
-
-
 def test_comparable_runs_share_a_table(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / name, ("mooncake",), (512,)) for name in ("a", "b")]
     console = Console(file=io.StringIO(), width=100)
     command(paths, console)
-    assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "no significant difference: mooncake@A and mooncake@B" in text
     assert "NOT COMPARABLE" not in text
@@ -533,26 +484,21 @@ def test_comparable_runs_share_a_table(tmp_path: Path) -> None:
 
 def test_runs_that_differ_are_refused_unless_forced_and_then_marked(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / str(seed), ("mooncake",), (512,), seed=seed) for seed in (1, 2)]
-    plan = json.loads((paths[1] / "plan.json").read_text())
-    (paths[1] / "plan.json").write_text(json.dumps({**plan, "model": "other"}))
+    edit_json(paths[1] / "plan.json", model="other")
     console = Console(file=io.StringIO(), width=100)
     with pytest.raises(InputError, match=r"differ in model: tiny / other .*--force"):
         command(paths, console)
     command(paths, console, force=True)
-    assert isinstance(console.file, io.StringIO)
     assert "NOT COMPARABLE" in console.file.getvalue()
     assert "model: tiny / other" in console.file.getvalue()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"environment": {"cpu": {"model": "Y", "cores": 4}}},
-        {"manifest": {"hosts": ["elsewhere"], "seed": 7, "labels": ["emulated"]}},
-        {"schema": 2},
-        {"plan": {**PLAN, "load": {"mode": "direct"}}},
-    ],
-)
+@pytest.mark.parametrize("change", [
+    {"environment": {"cpu": {"model": "Y", "cores": 4}}},
+    {"manifest": {"hosts": ["elsewhere"], "seed": 7, "labels": ["emulated"]}},
+    {"schema": 2},
+    {"plan": {**PLAN, "load": {"mode": "direct"}}},
+])  # fmt: skip
 def test_another_machine_seed_or_option_may_share_a_table(full: RunFolder, change: dict[str, object]) -> None:
     from kvbench.results.provenance import differences
 
@@ -570,15 +516,12 @@ def test_emulated_and_real_runs_do_not_share_a_table(full: RunFolder) -> None:
 
 def test_a_run_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
     path = make_run(tmp_path, (), ())
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"schema": 99}))
+    edit_json(path / "manifest.json", schema=99)
     with pytest.raises(NewerSchemaError):
         command([path], Console(file=io.StringIO()))
 
 
 # ---------------------------------------------------------------- router overhead
-
-
 def both_ways(
     folder: Path, shift_s: float = 0.003, verdict: str = "met", other_plan: bool = False
 ) -> RunFolder:
@@ -607,14 +550,9 @@ def test_what_the_router_adds_is_told_with_its_interval(tmp_path: Path) -> None:
     run = both_ways(tmp_path)
     (cost,) = router_costs(run)
     request = cost.of("request")
-    assert request is not None
     assert request.added == pytest.approx(3.0, abs=1e-4)
     p50 = cost.of("p50")
-    assert p50 is not None
-    assert p50.with_ is not None
-    assert p50.without is not None
-    assert p50.with_ - p50.without == pytest.approx(3.0, abs=1e-4)
-    assert cost.left_out == 1
+    assert (p50.with_ - p50.without, cost.left_out) == (pytest.approx(3.0, abs=1e-4), 1)
     assert cost.requests > 150
     write_report(run.path, ("md", "csv", "json"))
     text = (run.path / "report.md").read_text()
@@ -666,8 +604,7 @@ def test_no_table_has_a_formula_of_others(tmp_path: Path) -> None:
     with open(store.path / "tables/trials.csv", newline="") as file:
         (row,) = csv.DictReader(file)
     assert row["reason"] == "'" + reason.replace("\n", " ")
-    assert row["labels"] == "'@SUM(1)"
-    assert float(row["request_rate"]) == 10.0
+    assert (row["labels"], float(row["request_rate"])) == ("'@SUM(1)", 10.0)
     for path in store.path.glob("tables/*.csv"):
         lines = csv.reader(io.StringIO(path.read_text("utf-8")))
         assert not [cell for line in lines for cell in line if cell.startswith(("=", "@", "+"))]

@@ -90,8 +90,7 @@ def test_arrows_join_processes_and_only_what_is_in_two() -> None:
         *process_events(TimelineProcess("decode-0", {"a-0": [Span("first step", 2, 3)]}), 2),
     ]
     arrows = list(flows(events))
-    assert [event["ph"] for event in arrows] == ["s", "f"]
-    assert [event["pid"] for event in arrows] == [1, 2]
+    assert ([event["ph"] for event in arrows], [event["pid"] for event in arrows]) == (["s", "f"], [1, 2])
 
 
 def test_one_machine_has_one_clock_and_another_goes_by_the_wall() -> None:
@@ -112,21 +111,14 @@ def test_a_span_log_is_read_back_and_a_torn_line_left_out(tmp_path: Path) -> Non
     with path.open("ab") as file:
         file.write(b'{"request": "kvb-1-2", "na')
     clock, found = read_spans(path)
-    assert clock is not None
     assert clock.host == socket.gethostname()
     assert found == {"kvb-1-0": [Span("prefill call", 1.0, 2.5, {"bytes": 7})]}
 
 
-@pytest.mark.parametrize(
-    ("request_id", "wanted"),
-    [
-        ("kvb-0f-0", True),
-        (f"kvb-0f-{TRACED_REQUESTS - 1}", True),
-        (f"kvb-0f-{TRACED_REQUESTS}", False),
-        ("0123456789abcdef", False),
-        ("", False),
-    ],
-)
+@pytest.mark.parametrize(("request_id", "wanted"), [
+    ("kvb-0f-0", True), (f"kvb-0f-{TRACED_REQUESTS - 1}", True), (f"kvb-0f-{TRACED_REQUESTS}", False),
+    ("0123456789abcdef", False), ("", False),
+])  # fmt: skip
 def test_every_process_picks_the_same_requests(request_id: str, wanted: bool) -> None:
     assert SpanLog.wants(request_id) is wanted
 
@@ -159,18 +151,11 @@ def test_a_pair_tells_what_each_side_did(connector: str, tmp_path: Path) -> None
     for request in at_d:
         both = {span.name: span for span in [*at_p[request], *at_d[request]]}
         assert {span.name for span in at_p[request]} >= {
-            "request",
-            "queue",
-            "prefill step",
-            "blocks held for D",
-        }
+            "request", "queue", "prefill step", "blocks held for D",
+        }  # fmt: skip
         assert {span.name for span in at_d[request]} >= {
-            "request",
-            "queue",
-            "wait for KV",
-            "first step",
-            "decode",
-        }
+            "request", "queue", "wait for KV", "first step", "decode",
+        }  # fmt: skip
         mover = at_d if connector != "mooncake" else at_p
         assert "KV transfer" in {span.name for span in mover[request]}
         assert both["KV transfer"].args["bytes"] > 0
@@ -210,15 +195,12 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_joins_all_processes_of_a_trial(traced: Path) -> None:
-    done = invoke("timeline", str(traced))
-    assert done.status == 0, done.text
-    assert "through client, router, prefill-0, decode-0" in done.out
+    assert "through client, router, prefill-0, decode-0" in invoke("timeline", str(traced)).ended(0).out
     (path,) = (traced / "figures").glob("timeline-tcp-*.json")
     document = json.loads(path.read_text())
     events = document["traceEvents"]
     check_rules(events)
-    assert document["otherData"]["connector"] == "tcp"
-    assert document["otherData"]["labels"] == ["emulated"]
+    assert (document["otherData"]["connector"], document["otherData"]["labels"]) == ("tcp", ["emulated"])
     pids = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
     assert list(pids) == ["client", "router", "prefill-0", "decode-0"]
     assert any(event["ph"] == "s" for event in events)
@@ -232,12 +214,9 @@ def test_the_command_joins_all_processes_of_a_trial(traced: Path) -> None:
 
 
 def test_another_trial_can_be_named_and_a_wrong_name_is_told(traced: Path) -> None:
-    done = invoke("timeline", str(traced), "aggregated-in64-out4-01")
-    assert done.status == 0, done.text
+    done = invoke("timeline", str(traced), "aggregated-in64-out4-01").ended(0)
     assert "client, router, aggregated-0" in done.out
-    wrong = invoke("timeline", str(traced), "nonsense")
-    assert wrong.status == 2
-    assert "aggregated-in64-out4-01" in wrong.err
+    assert "aggregated-in64-out4-01" in invoke("timeline", str(traced), "nonsense").ended(2).err
 
 
 def test_without_traces_the_client_is_still_drawn(traced: Path, tmp_path: Path) -> None:
@@ -245,8 +224,6 @@ def test_without_traces_the_client_is_still_drawn(traced: Path, tmp_path: Path) 
 
     copy = tmp_path / "run"
     shutil.copytree(traced, copy, ignore=shutil.ignore_patterns(f"*{SUFFIX}"))
-    done = invoke("timeline", str(copy))
-    assert done.status == 0, done.text
-    assert "deployment.trace=true" in done.out
+    assert "deployment.trace=true" in invoke("timeline", str(copy)).ended(0).out
     (path,) = (copy / "figures").glob("timeline-tcp-*.json")
     check_rules(json.loads(path.read_text())["traceEvents"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_files import edit_json
 
 from kvbench.core.records import Cell, RequestRecord, TrialRecord
 from kvbench.core.transfers.records import Case, TransferRecord
@@ -70,8 +70,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def test_a_run_is_as_it_was_written(whole: Path) -> None:
-    assert said(whole) == []
-    assert len(files_of(whole)) == 8 + 12
+    assert (said(whole), len(files_of(whole))) == ([], 8 + 12)
 
 
 def test_every_byte_counts(folder: Path) -> None:
@@ -152,8 +151,6 @@ def test_what_is_damaged_is_said_in_words() -> None:
 
 
 # --- kills -----------------------------------------------------------------------------------------
-
-
 class Killed(BaseException):
     """Nobody catches it."""
 
@@ -214,7 +211,7 @@ def test_no_kill_looks_like_an_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("name", ["trials.jsonl", "cells.jsonl", "requests/t1.parquet", "plan.json"])
-def test_what_could_not_be_written_is_no_damage(
+def test_what_was_not_written_is_no_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """A full disk: the line is announced, but never comes; the run says how it ended."""
@@ -241,8 +238,7 @@ def test_what_could_not_be_written_is_no_damage(
     with pytest.raises(StoreError, match="No space left"):
         until_it_is_full(store)
     monkeypatch.undo()
-    assert load_run(store.path).manifest["status"] == "failed"
-    assert said(store.path) == []
+    assert (load_run(store.path).manifest["status"], said(store.path)) == ("failed", [])
     with RunStore.reopen(store.path) as again:
         write(again, 1)
     assert said(store.path) == []
@@ -258,13 +254,9 @@ def test_a_run_under_way_is_no_edited_one(tmp_path: Path) -> None:
 
 
 # --- older runs ------------------------------------------------------------------------------------
-
-
 def test_what_an_older_kvbench_wrote_is_taken_as_it_is_found(folder: Path) -> None:
     (folder / CHECKSUMS).unlink()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["checksums"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    edit_json(folder / "manifest.json", lambda manifest: manifest.pop("checksums"))
     with RunStore.reopen(folder) as store:
         assert adopted(store.path)
         write(store, 6)

@@ -92,24 +92,20 @@ def test_a_run_folder_has_the_promised_shape(tmp_path: Path) -> None:
         store.put_cell({"cell": {"connector": "tcp", "input_len": 1024, "output_len": 16}, "status": "done"})
         (store.logs / "router.log").write_text("up\n")
         running = json.loads((store.path / "manifest.json").read_text())
-        assert running["status"] == "running"
-        assert running["ended_at"] is None
+        assert (running["status"], running["ended_at"]) == ("running", None)
     stamp, *name, short = store.path.name.split("-")
-    assert name == ["quick", "start"]
-    assert len(short) == 6
+    assert (name, len(short)) == (["quick", "start"], 6)
     assert time.strptime(stamp, "%Y%m%dT%H%M%SZ")
     assert (store.path / "scenario.yaml").read_bytes() == b"name: quickstart\r\n"
     run = load_run(store.path)
-    assert run.manifest["status"] == "complete"
-    assert run.manifest["schema"] == SCHEMA_VERSION
+    assert (run.manifest["status"], run.manifest["schema"]) == ("complete", SCHEMA_VERSION)
     assert run.manifest["argv"] == ["kvbench", "sweep"]
     assert run.manifest["ended_at"] >= run.manifest["started_at"]
     assert run.skipped == [{"connector": "nixl", "reason": "still not installed", "hint": "make setup"}]
     assert run.labels == ["emulated"]
     assert run.trials == [trial()]
     assert run.request_records("tcp-in1024-001") == [request(0), request(1)]
-    assert list(run.requests("tcp-in1024-001", ["sent_s"]).columns) == ["sent_s"]
-    assert run.warnings == []
+    assert (list(run.requests("tcp-in1024-001", ["sent_s"]).columns), run.warnings) == (["sent_s"], [])
     assert sorted(os.listdir(tmp_path / "results")) == [store.path.name]
 
 
@@ -130,17 +126,12 @@ def test_a_running_run_can_be_read_and_is_not_taken_for_a_dead_one(tmp_path: Pat
     assert "cut off" in run.warnings[0]
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "text"),
-    [
-        (KeyboardInterrupt(), "interrupted", "interrupted"),
-        (StoreError("no luck", hint="try again"), "failed", "no luck (try again)"),
-        (ValueError(), "failed", "ValueError"),
-    ],
-)
-def test_the_context_manager_writes_how_the_run_ended(
-    tmp_path: Path, error: BaseException, status: str, text: str
-) -> None:
+@pytest.mark.parametrize(("error", "status", "text"), [
+    (KeyboardInterrupt(), "interrupted", "interrupted"),
+    (StoreError("no luck", hint="try again"), "failed", "no luck (try again)"),
+    (ValueError(), "failed", "ValueError"),
+])  # fmt: skip
+def test_the_store_writes_how_it_ended(tmp_path: Path, error: BaseException, status: str, text: str) -> None:
     with pytest.raises(type(error)), new_store(tmp_path) as store:
         raise error
     manifest = load_run(store.path).manifest
@@ -177,8 +168,7 @@ def test_a_torn_line_and_missing_files_are_warnings(tmp_path: Path) -> None:
     (store.path / "plan.json").unlink()
     (store.path / "environment.json").write_text("[1")
     run = load_run(store.path)
-    assert [entry.trial_id for entry in run.trials] == ["tcp-in1024-001"]
-    assert len(run.warnings) == 4
+    assert ([entry.trial_id for entry in run.trials], len(run.warnings)) == (["tcp-in1024-001"], 4)
     assert "trials.jsonl: the last line is cut off and is left out" in run.warnings
     path.write_bytes(b'{"half\n{"schema": 1}\n' + content)
     run = load_run(store.path)
@@ -264,7 +254,6 @@ def test_a_failed_append_leaves_no_half_line(tmp_path: Path) -> None:
 
 
 # --- killed writers ---------------------------------------------------------------------------
-
 WRITER = """
 import sys
 from kvbench.core.records import Cell, RequestRecord, TrialRecord
@@ -286,7 +275,6 @@ while True:
 def test_a_kill_at_any_moment_leaves_readable_folders(tmp_path: Path, delay_ms: int) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
     try:
-        assert writer.stdout is not None
         assert writer.stdout.readline() == b"made\n"
         time.sleep(delay_ms / 1000)
     finally:
@@ -306,43 +294,25 @@ def test_a_kill_at_any_moment_leaves_readable_folders(tmp_path: Path, delay_ms: 
 
 
 # --- round trips ------------------------------------------------------------------------------
-
 times = st.none() | st.floats(0, 1e5)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 requests = st.builds(
-    RequestRecord,
-    request_id=text,
-    scheduled_s=st.floats(0, 1e5),
-    input_len=st.integers(0, 2**31 - 1),
-    requested_output_len=st.integers(0, 2**31 - 1),
-    sent_s=times,
-    first_token_s=times,
-    last_token_s=times,
-    output_len=st.integers(0, 2**31 - 1),
-    itl_s=st.lists(st.floats(0, 1e5, width=32), max_size=5),
-    status=st.integers(0, 599),
-    error=st.sampled_from(["", "timeout", "cancelled"]),
-    error_detail=text,
-)
+    RequestRecord, request_id=text, scheduled_s=st.floats(0, 1e5), input_len=st.integers(0, 2**31 - 1),
+    requested_output_len=st.integers(0, 2**31 - 1), sent_s=times, first_token_s=times, last_token_s=times,
+    output_len=st.integers(0, 2**31 - 1), itl_s=st.lists(st.floats(0, 1e5, width=32), max_size=5),
+    status=st.integers(0, 599), error=st.sampled_from(["", "timeout", "cancelled"]), error_detail=text,
+)  # fmt: skip
 json_values = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | text
 json_values |= st.floats(allow_nan=False, allow_infinity=False)
 objects = st.dictionaries(text, json_values | st.lists(json_values, max_size=3), max_size=4)
 trials = st.builds(
-    TrialRecord,
-    trial_id=text,
-    cell=st.builds(Cell, text, st.integers(0, 2**40), st.integers(0, 2**40)),
-    request_rate=st.floats(0, 1e9),
-    seed=st.integers(0, 2**63),
-    verdict=st.sampled_from(["met", "missed", "invalid"]),
-    reason=text,
-    purpose=text,
-    started_at=text,
-    duration_s=st.floats(0, 1e9),
-    summary=objects,
-    engine=objects,
+    TrialRecord, trial_id=text, cell=st.builds(Cell, text, st.integers(0, 2**40), st.integers(0, 2**40)),
+    request_rate=st.floats(0, 1e9), seed=st.integers(0, 2**63),
+    verdict=st.sampled_from(["met", "missed", "invalid"]), reason=text, purpose=text, started_at=text,
+    duration_s=st.floats(0, 1e9), summary=objects, engine=objects,
     findings=st.lists(st.builds(Finding, text, st.just("note"), text, text, objects), max_size=2),
     labels=st.lists(text, max_size=2),
-)
+)  # fmt: skip
 
 
 def test_the_strategies_cover_every_field() -> None:
@@ -351,9 +321,7 @@ def test_the_strategies_cover_every_field() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(rows=st.lists(requests, min_size=1, max_size=4))
-def test_requests_survive_parquet(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[RequestRecord]
-) -> None:
+def test_parquet_keeps_requests(tmp_path_factory: pytest.TempPathFactory, rows: list[RequestRecord]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -384,12 +352,9 @@ def test_an_undecodable_error_text_does_not_lose_the_trial(tmp_path: Path) -> No
 
 def test_rows_become_the_columns_that_arrow_would_make_and_need_no_pandas(tmp_path: Path) -> None:
     columns: dict[str, list[object]] = {
-        "mixed": [1.5, None, 2],
-        "whole": [1, None, 3],
-        "text": ["a", None, "ü"],
-        "flag": [True, None, False],
+        "mixed": [1.5, None, 2], "whole": [1, None, 3], "text": ["a", None, "ü"], "flag": [True, None, False],
         "nothing": [None, None, None],
-    }
+    }  # fmt: skip
     rows = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
     code = (
         "import sys, pathlib; from kvbench.results.parquet import write_rows; "

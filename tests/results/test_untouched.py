@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from resuming import Taped, cut_off, without_checksums
 from rich.console import Console
+from run_files import copied, edit_json, edit_rows
 from sample_run import make_run
 
 from kvbench.core.records import Cell
@@ -27,14 +26,9 @@ from kvbench.sweep.display import next_step
 from kvbench.sweep.sweep import carry_out
 
 LISTED = (
-    "connectors=[aggregated]",
-    "workload.input_len=[128,256]",
-    "search.method=fixed",
-    "search.rates=[5,10]",
-    "search.trial_s=0.5",
-    "search.max_trial_s=0.5",
-    "search.min_requests=20",
-)
+    "connectors=[aggregated]", "workload.input_len=[128,256]", "search.method=fixed", "search.rates=[5,10]",
+    "search.trial_s=0.5", "search.max_trial_s=0.5", "search.min_requests=20",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -49,27 +43,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("sample"), connectors=("aggregated", "tcp"), input_lens=(512,))
 
 
-def copied(folder: Path, target: Path) -> Path:
-    return Path(shutil.copytree(folder, target / folder.name))
-
-
-def edited(file: Path, edit: Callable[[dict[str, Any]], None], line: int | None = None) -> None:
-    """Changes a JSON file, or one line of it."""
-    if line is None:
-        data = json.loads(file.read_text())
-        edit(data)
-        file.write_text(json.dumps(data))
-        return
-    lines = file.read_text().splitlines()
-    data = json.loads(lines[line])
-    edit(data)
-    lines[line] = json.dumps(data)
-    file.write_text("\n".join(lines) + "\n")
-
-
 # --- going on --------------------------------------------------------------------------------------
-
-
 def test_an_edited_scenario_is_not_gone_on_with(broken: Path, tmp_path: Path) -> None:
     folder = copied(broken, tmp_path)
     with (folder / "scenario.yaml").open("a") as file:
@@ -83,7 +57,7 @@ def test_an_edited_scenario_is_not_gone_on_with(broken: Path, tmp_path: Path) ->
 
 def test_an_edited_slo_is_not_gone_on_with(broken: Path, tmp_path: Path) -> None:
     folder = copied(broken, tmp_path)
-    edited(folder / "plan.json", lambda plan: plan["scenario"]["slo"].update(ttft_ms=1.0))
+    edit_json(folder / "plan.json", lambda plan: plan["scenario"]["slo"].update(ttft_ms=1.0))
     with pytest.raises(StoreError, match=r"changed since the run began, in plan\.json"):
         resume.resume(folder)
 
@@ -91,14 +65,14 @@ def test_an_edited_slo_is_not_gone_on_with(broken: Path, tmp_path: Path) -> None
 def test_an_untouched_one_is_gone_on_with_and_so_is_one_without_digests(broken: Path, tmp_path: Path) -> None:
     resume.resume(copied(broken, tmp_path / "a"))
     older = without_checksums(copied(broken, tmp_path / "b"))
-    edited(older / "manifest.json", lambda manifest: manifest.pop("asked_digests"))
+    edit_json(older / "manifest.json", lambda manifest: manifest.pop("asked_digests"))
     resume.resume(older)
 
 
 @pytest.mark.parametrize("value", ["a text", 7, {"pid": 1}, ["x"], [None]])
 def test_sessions_of_a_wrong_type_are_left_out_and_said(broken: Path, tmp_path: Path, value: Any) -> None:
     folder = without_checksums(copied(broken, tmp_path))
-    edited(folder / "manifest.json", lambda manifest: manifest.update(sessions=value))
+    edit_json(folder / "manifest.json", lambda manifest: manifest.update(sessions=value))
     assert any("sessions is" in warning for warning in load_run(folder).warnings)
     resume.resume(folder)
     assert load_run(folder).manifest["status"] == "complete"
@@ -107,7 +81,7 @@ def test_sessions_of_a_wrong_type_are_left_out_and_said(broken: Path, tmp_path: 
 @pytest.mark.parametrize("name", ["labels", "hosts", "skipped", "asked", "trace"])
 def test_no_field_of_a_wrong_type_is_unforeseen(sample: Path, tmp_path: Path, name: str) -> None:
     folder = without_checksums(copied(sample, tmp_path))
-    edited(folder / "manifest.json", lambda manifest: manifest.update({name: "great"}))
+    edit_json(folder / "manifest.json", lambda manifest: manifest.update({name: "great"}))
     run = load_run(folder)
     assert any(f"{name} is 'great'" in warning for warning in run.warnings)
     render_terminal(run, Console(file=io.StringIO()))
@@ -122,7 +96,7 @@ def test_lost_requests_are_said_before_a_run_is_gone_on_with(sample: Path, tmp_p
     missing.unlink()
     cut.write_bytes(cut.read_bytes()[:-50])
     told = [trial.trial_id for trial in load_run(folder).trials].index(short.stem)
-    edited(folder / "trials.jsonl", lambda trial: trial["summary"].update(sent=1000), told)
+    edit_rows(folder / "trials.jsonl", lambda trial: trial["summary"].update(sent=1000), told, told + 1)
     said = sorted(lost_requests(load_run(folder)))
     assert said == sorted(
         [
@@ -136,23 +110,14 @@ def test_lost_requests_are_said_before_a_run_is_gone_on_with(sample: Path, tmp_p
 
 
 # --- reading ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"verdict": "great"},
-        {"request_rate": float("nan")},
-        {"request_rate": -1.0},
-        {"request_rate": float("inf")},
-        {"duration_s": -0.5},
-        {"duration_s": float("nan")},
-    ],
-)
+@pytest.mark.parametrize("damage", [
+    {"verdict": "great"}, {"request_rate": float("nan")}, {"request_rate": -1.0},
+    {"request_rate": float("inf")}, {"duration_s": -0.5}, {"duration_s": float("nan")},
+])  # fmt: skip
 def test_a_damaged_trial_is_left_out_and_said(sample: Path, tmp_path: Path, damage: dict[str, Any]) -> None:
     folder = copied(sample, tmp_path)
     before = len(load_run(folder).all_trials)
-    edited(folder / "trials.jsonl", lambda trial: trial.update(damage), 1)
+    edit_rows(folder / "trials.jsonl", lambda trial: trial.update(damage), 1, 2)
     run = load_run(folder)
     assert len(run.all_trials) == before - 1
     (name,) = damage
@@ -165,7 +130,7 @@ def test_a_damaged_trial_is_left_out_and_said(sample: Path, tmp_path: Path, dama
 )
 def test_a_damaged_time_costs_no_report(sample: Path, tmp_path: Path, text: str) -> None:
     folder = copied(sample, tmp_path)
-    edited(folder / "trials.jsonl", lambda trial: trial.update(started_at=text), 1)
+    edit_rows(folder / "trials.jsonl", lambda trial: trial.update(started_at=text), 1, 2)
     run = load_run(folder)
     assert measuring_share(run.all_trials) is not None
     assert list(counters(run, run.trials[1], {})) == []
@@ -173,8 +138,6 @@ def test_a_damaged_time_costs_no_report(sample: Path, tmp_path: Path, text: str)
 
 
 # --- the command to go on --------------------------------------------------------------------------
-
-
 def test_the_command_to_go_on_is_one_line(tmp_path: Path) -> None:
     folder = tmp_path / ("a-long-name-" * 8)
     folder.mkdir()
@@ -232,9 +195,8 @@ def test_the_next_command_compares_only_what_can_be_compared(tmp_path: Path) -> 
         shutil.copytree(REFERENCE, folder)
     assert next_of(second) == f"next: kvbench compare {first} {second}  (shows what has changed since)"
     assert next_of(first).startswith("next: kvbench export timeline ")
-    plan = json.loads((first / "plan.json").read_text())
-    plan["scenario"]["deployment"]["engine_options"]["base_url"] = "http://another:1"
-    (first / "plan.json").write_text(json.dumps(plan))
+    other = {"engine_options": {"base_url": "http://another:1"}}
+    edit_json(first / "plan.json", lambda plan: plan["scenario"]["deployment"].update(other))
     assert next_of(second).startswith("next: kvbench export timeline "), "another server"
 
 

@@ -53,6 +53,11 @@ class Finished:
     def text(self) -> str:
         return self.out + self.err
 
+    def ended(self, status: int) -> Finished:
+        """This, if the command ended with that status; all that it printed otherwise."""
+        assert self.status == status, self.text
+        return self
+
 
 def argv(*words: str, sets: Sequence[str] = ()) -> list[str]:
     """The command line of kvbench in this environment."""
@@ -143,6 +148,12 @@ class Running:
         """Wait for its end."""
         rest, _ = self._process.communicate(timeout=DEADLINE_S)
         return Finished(self._process.returncode, "".join(self._printed) + rest, "")
+
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def kill(self) -> None:
         """End it at once, if it still runs. What one that was killed could not remove is removed."""

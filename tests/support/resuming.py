@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from run_files import edit_json
+
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.core.search.load_plan import TrialPlan
@@ -150,9 +152,7 @@ def cut_off(folder: Path, target: Path, lines: int, *, torn: bool) -> Path:
 def without_checksums(folder: Path) -> Path:
     """The folder as a kvbench wrote it that had none."""
     (folder / CHECKSUMS).unlink()
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["checksums"]
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    edit_json(folder / "manifest.json", lambda manifest: manifest.pop("checksums"))
     return folder
 
 

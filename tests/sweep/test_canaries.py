@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from commands import EASY, kvbench, the_run
 from hostile import spec_for
 from resuming import without_checksums
 from rich.console import Console
+from run_files import copied, edit_rows, rows_in
 
 from kvbench.core.canaries.answer_kinds import found_in_any, judge_canaries, percent_text
 from kvbench.core.canaries.pool import AFTER_FAILURE, CanaryPool
@@ -33,13 +33,7 @@ from kvbench.results.run import CANARIES, RunFolder, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import simulate
 from kvbench.sweep.cell import Fixed
-from kvbench.sweep.trial.canary_supply import (
-    AT_END,
-    LEAST_IDLE,
-    LONGEST_S,
-    CanarySupply,
-    right_answers,
-)
+from kvbench.sweep.trial.canary_supply import AT_END, LEAST_IDLE, LONGEST_S, CanarySupply, right_answers
 from kvbench.sweep.verify.audit import audit
 from tests.processes.exact_server.test_exact import exact, trouble
 
@@ -74,7 +68,6 @@ def test_every_trial_has_canaries_and_they_are_right(measured: tuple[str, RunFol
     assert total.checked == sum(Tally.from_json(each.canaries).checked for each in run.cells)
     assert f"answers under load: 0 of {total.checked} wrong: at most" in text
     result = re.search("Successful requests|refused: ", text)
-    assert result is not None
     assert text.index("answers under load") < result.start()
     assert "noise" not in text[text.index("answers under load") :].splitlines()[0]
 
@@ -90,30 +83,31 @@ def test_all_of_it_is_in_the_folder_and_computed_once_more(measured: tuple[str, 
 
 
 def test_an_edited_answer_is_found_without_checksums(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
-    folder = without_checksums(Path(shutil.copytree(measured[1].path, tmp_path / measured[1].path.name)))
+    folder = without_checksums(copied(measured[1].path, tmp_path))
     used = next(
         each.canary for each in measured[1].request_records(measured[1].trials[-1].trial_id) if each.canary
     )
-    rows = [json.loads(line) for line in (folder / CANARIES).read_text().splitlines()]
-    for row in rows:
-        if "texts" in row:
-            row["texts"][used] = "something else"
-    (folder / CANARIES).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    edit_rows(folder / CANARIES, lambda row: "texts" in row and row["texts"].__setitem__(used, "x"))
     assert any("canaries" in str(each) or "findings" in str(each) for each in audit(folder).damages)
 
 
 def test_a_run_without_canaries_reads_and_says_so(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(measured[1].path, tmp_path / measured[1].path.name))
+    folder = copied(measured[1].path, tmp_path)
     (folder / CANARIES).unlink()
     for name in ("trials.jsonl", "cells.jsonl"):
-        rows = [json.loads(line) for line in (folder / name).read_text().splitlines()]
-        for row in rows:
-            row.pop("canaries", None)
-            row.get("engine", {}).pop("canaries", None)
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        edit_rows(
+            folder / name, lambda row: [row.pop("canaries", 0), row.get("engine", {}).pop("canaries", 0)]
+        )
     run = load_run(folder)
     assert not run.warnings
     assert list(checked_lines(run)) == ["answers under load: none checked"]
+
+
+def with_tallies(run: Path, target: Path, **tally: object) -> Path:
+    """A copy of a run in which each trial's canaries had that result."""
+    folder = without_checksums(copied(run, target))
+    edit_rows(folder / "trials.jsonl", lambda row: row["engine"]["canaries"].update(tally))
+    return folder
 
 
 def compared(runs: Sequence[RunFolder], format_: str) -> str:
@@ -123,18 +117,12 @@ def compared(runs: Sequence[RunFolder], format_: str) -> str:
     return shown.getvalue()
 
 
-def test_a_comparison_has_the_counts_of_both_side_by_side(
-    measured: tuple[str, RunFolder], tmp_path: Path
-) -> None:
+def test_a_comparison_has_both_counts_side_by_side(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
     _, run = measured
-    folder = without_checksums(Path(shutil.copytree(run.path, tmp_path / run.path.name)))
-    rows = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
-    for row in rows:
-        row["engine"]["canaries"] |= {"checked": 20, "wrong": 1}
-    (folder / "trials.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = with_tallies(run.path, tmp_path, checked=20, wrong=1)
     other = load_run(folder)
     total, changed = run_tally(run), run_tally(other)
-    assert changed.wrong == len(rows)
+    assert changed.wrong == len(rows_in(folder / "trials.jsonl"))
     first, *_ = json.loads(compared([run, other], "json"))["answers"]
     assert first["cell"] == "all"
     assert (first["A"]["checked"], first["A"]["wrong"]) == (total.checked, 0)
@@ -149,11 +137,8 @@ def test_a_comparison_has_the_counts_of_both_side_by_side(
 
 
 def test_the_power_of_a_test_of_noise_is_told(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
-    folder = without_checksums(Path(shutil.copytree(measured[1].path, tmp_path / measured[1].path.name)))
-    rows = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
-    for row in rows:
-        row["engine"]["canaries"] |= {"checked": 100, "noise_test": {"refused_from": 4}}
-    (folder / "trials.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = with_tallies(measured[1].path, tmp_path, checked=100, noise_test={"refused_from": 4})
+    rows = rows_in(folder / "trials.jsonl")
     line = next(checked_lines(load_run(folder)))
     share = found_in_any([(100, 4)] * len(rows))
     assert line.endswith(f"; the noise test detects a share of {percent_text(share)} (95 %)")
@@ -241,9 +226,7 @@ def test_without_anybody_to_empty_caches_few_are_asked_again_and_again() -> None
 def test_a_server_that_tells_nothing_of_its_noise_is_asked_again_beside_others() -> None:
     pool = supply_of(Server(), scored=True).judged_by
     alone, together = pool.answers.repeats
-    assert len(alone.texts) == 8
-    assert together.texts == pool.answers.texts
-    assert pool.noise.asked == 8 + len(pool)
+    assert (len(alone.texts), together.texts, pool.noise.asked) == (8, pool.answers.texts, 8 + len(pool))
     assert pool.noise.exact
 
 
@@ -279,12 +262,9 @@ class SlowServer(Server):
 def idle_answers(server: SlowServer, *, scored: bool, requests: int = 0, budget_s: float = 0.0) -> CanaryPool:
     scenario, _ = resolve(CliOptions("quickstart", EASY))
     pool = right_answers(
-        *(scenario, server, "tcp", CELL, budget_s),
-        proof="own",
-        scored=scored,
-        requests=requests,
+        *(scenario, server, "tcp", CELL, budget_s), proof="own", scored=scored, requests=requests,
         clock=server.clock,
-    )
+    )  # fmt: skip
     assert pool is not None
     return pool
 
@@ -333,8 +313,7 @@ def test_a_known_load_has_its_share_of_canaries() -> None:
 
 def test_what_a_fixed_load_sends_is_known() -> None:
     scenario, _ = resolve(CliOptions("quickstart", ("search.trial_s=10", "search.min_requests=60")))
-    assert Fixed(30.0).requests(scenario, 0.1) == 300
-    assert Fixed(1.0).requests(scenario, 0.1) == 60
+    assert (Fixed(30.0).requests(scenario, 0.1), Fixed(1.0).requests(scenario, 0.1)) == (300, 60)
     assert Fixed(0.0, concurrency=700, num_requests=1500).requests(scenario, 0.1) == 1500
 
 
@@ -375,7 +354,6 @@ def test_the_found_rate_is_the_same_on_virtual_time(tmp_path: Path) -> None:
     for share in (0.0, 0.3):
         sets = ("connectors=[tcp]", "workload.input_len=[128]", "seed=2", f"checks.canary_share={share}")
         run = load_run(simulate.simulated(CliOptions("quickstart", sets), tmp_path))
-        assert run.cells[0].answer is not None
         found.append(run.cells[0].answer["max_request_rate"])
     assert found[0] == found[1]
 
@@ -403,7 +381,6 @@ def test_a_trace_keeps_its_lengths_and_canaries_share_no_prompt() -> None:
     pool = right_answers(
         scenario, server, "aggregated", CELL, 60.0, proof="reference", scored=False, trace=trace
     )
-    assert pool is not None
     assert len(pool) == len(pool.places) >= 15
     assert [pool.lengths[n] for n in range(len(pool))] == [
         (trace[place].input_len, trace[place].output_len) for place in pool.places

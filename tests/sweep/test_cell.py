@@ -22,7 +22,6 @@ def knowledge(**rates: float) -> Knowledge:
 
 def test_the_other_pair_at_the_same_length_is_trusted() -> None:
     hint = knowledge(aggregated_256=30, mooncake_256=60).hint(Cell("nixl", 256, 16), PAIRS)
-    assert hint is not None
     assert (hint.rate, hint.trusted) == (60, True)
 
 
@@ -33,8 +32,6 @@ def test_an_aggregated_server_says_little_of_a_pair() -> None:
 def test_one_other_length_is_a_guess_and_two_are_a_line() -> None:
     one = knowledge(aggregated_256=30).hint(Cell("aggregated", 1024, 16), PAIRS)
     two = knowledge(aggregated_256=30, aggregated_1024=12.6).hint(Cell("aggregated", 2048, 16), PAIRS)
-    assert one is not None
-    assert two is not None
     assert not one.trusted
     assert 30 / 4 < one.rate < 30
     assert two.trusted
@@ -42,9 +39,7 @@ def test_one_other_length_is_a_guess_and_two_are_a_line() -> None:
 
 
 @given(st.floats(0.001, 1), st.floats(1e-6, 1e-2), st.permutations([128, 512, 2048]))
-def test_a_cost_that_is_linear_in_the_length_is_found_again(
-    fixed: float, per_token: float, lengths: list[int]
-) -> None:
+def test_a_cost_linear_in_the_length_is_found(fixed: float, per_token: float, lengths: list[int]) -> None:
     known = [(length, 1 / (fixed + per_token * length)) for length in lengths[:2]]
     true = 1 / (fixed + per_token * lengths[2])
     assert extrapolated(known, lengths[2]) == pytest.approx(true, rel=1e-6)

@@ -26,19 +26,15 @@ SETTINGS = ("deployment.base_port=0", "deployment.engine_options.time_scale=3")
 @pytest.fixture(scope="module")
 def pair() -> Iterator[dict[str, str]]:
     """The URLs of an emulated pair: requests, prefill-0, decode-0."""
-    running = Running("launch", "quickstart", "--connector", "tcp", sets=SETTINGS)
-    try:
+    with Running("launch", "quickstart", "--connector", "tcp", sets=SETTINGS) as running:
         urls = {}
         for name in ("requests", "prefill-0", "decode-0"):
             found = re.search(r"http://\S+", running.wait_for(f"  {name}"))
-            assert found is not None
             urls[name] = found.group()
         running.wait_for("Ctrl-C")
         yield urls
         running.signal(signal.SIGINT)
         running.finish()
-    finally:
-        running.kill()
 
 
 def measured(pair: dict[str, str], tmp_path: Path, seed: int, *metrics: str) -> tuple[Finished, Path]:
@@ -106,15 +102,12 @@ def test_metrics_without_a_pair_are_refused() -> None:
         resolve(CliOptions(prefill_metrics_url="http://a:1/metrics"))
 
 
-@pytest.mark.parametrize(
-    ("rate", "cores", "workers"),
-    [
-        (1.0, [8, 8], 2),  # each host that was named gets one
-        (20_000.0, [4, 4], 6),  # and none more than its cores but one
-        (20_000.0, [4, 64], 6),  # they are dealt out in turn, so the smallest host decides
-        (1.0, [8], 1),
-    ],
-)
+@pytest.mark.parametrize(("rate", "cores", "workers"), [
+    (1.0, [8, 8], 2),  # each host that was named gets one
+    (20_000.0, [4, 4], 6),  # and none more than its cores but one
+    (20_000.0, [4, 64], 6),  # they are dealt out in turn, so the smallest host decides
+    (1.0, [8], 1),
+])  # fmt: skip
 def test_workers_over_several_hosts(rate: float, cores: list[int], workers: int) -> None:
     assert workers_over(rate, 128, 10_000, cores) == workers
 

@@ -127,23 +127,14 @@ def requests_of(folder: Path) -> Any:
 def test_a_server_is_measured_by_chats_of_the_length_asked_for(tmp_path: Path, reasoning: int) -> None:
     with running(tmp_path, spec(reasoning_tokens=reasoning)) as engine:
         done = kvbench(
-            *(
-                "bench",
-                "--base-url",
-                engine.url,
-                *LOAD,
-                "--endpoint",
-                "chat",
-                "--output",
-                str(tmp_path / "r"),
-            ),
+            *("bench", "--base-url", engine.url, *LOAD, "--endpoint", "chat", "--output",
+              str(tmp_path / "r")),
             sets=SHORT,
-        )
+        )  # fmt: skip
         assert engine.metric("vllm:prompt_tokens_total", engine="0", model_name="tiny") > 0
     run, rows = requests_of(tmp_path / "r")
     assert set(rows["error"]) == {""}, done.text
-    assert set(rows["prompt_tokens"]) == {64}
-    assert set(rows["output_len"]) == {6}
+    assert (set(rows["prompt_tokens"]), set(rows["output_len"])) == ({64}, {6})
     assert rows["first_token_s"].gt(0).all()
     assert rows["text_bytes"].gt(6 * len(" t1")).all(), "reasoning is text, too"
     assert f"tiny at {engine.url}" in done.out, "model and URL stand in the header"
@@ -176,18 +167,10 @@ def test_of_several_models_one_must_be_named() -> None:
         served_model(url, ServerAccess())
 
 
-@pytest.mark.parametrize(
-    ("status", "said"),
-    [
-        (401, "--api-key-env"),
-        (403, "permissions"),
-        (404, "where /v1 begins"),
-        (429, "rate limit"),
-        (302, "redirects"),
-        (500, "log"),
-        (503, "log"),
-    ],
-)
+@pytest.mark.parametrize(("status", "said"), [
+    (401, "--api-key-env"), (403, "permissions"), (404, "where /v1 begins"), (429, "rate limit"),
+    (302, "redirects"), (500, "log"), (503, "log"),
+])  # fmt: skip
 def test_a_status_has_its_own_hint(status: int, said: str) -> None:
     with served(Foreign(["m"], status)) as url, pytest.raises(ServerError, match=str(status)) as caught:
         served_model(url, ServerAccess())
@@ -257,15 +240,12 @@ def test_headers_reach_the_server_and_their_secrets_stand_nowhere(tmp_path: Path
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--header", "X-Api-Key: plain"), "looks like a secret"),
-        (("--header", "no colon"), "NAME: VALUE"),
-        (("--header", "Host: other"), "kvbench's own"),
-        (("--endpoint", "embeddings"), "endpoint"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (("--header", "X-Api-Key: plain"), "looks like a secret"),
+    (("--header", "no colon"), "NAME: VALUE"),
+    (("--header", "Host: other"), "kvbench's own"),
+    (("--endpoint", "embeddings"), "endpoint"),
+])  # fmt: skip
 def test_what_cannot_be_sent_is_refused_before_anything_runs(words: tuple[str, ...], said: str) -> None:
     with served(Foreign(["m"])) as url:
         done = invoke("bench", "--base-url", url, *LOAD, *words)
@@ -274,8 +254,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_runs(words: tuple[str, .
 
 
 def test_options_for_a_server_need_one() -> None:
-    done = invoke("plan", "quickstart", "--model", "m", "--insecure")
-    assert done.status == 2
+    done = invoke("plan", "quickstart", "--model", "m", "--insecure").ended(2)
     assert "--model, --insecure go with a --base-url" in done.err
 
 
@@ -298,8 +277,7 @@ def test_an_unset_variable_of_a_header_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_requests_longer_than_the_server_accepts_are_refused_before_they_are_sent(tmp_path: Path) -> None:
     load = ("--input-len", "128,300", "--output-len", "16", "--tpot-ms", "50")
     with served(Foreign(["m"], longest=256)) as url:
-        done = invoke("plan", "--base-url", url, *load)
-        assert done.status == 2
+        done = invoke("plan", "--base-url", url, *load).ended(2)
         assert "input_len 300 and output_len 16 together exceed the engine's max_model_len of 256" in done.err
         assert invoke("plan", "--base-url", url, *load, "--input-len", "240").status == 0
         file = tmp_path / "mine.yaml"
@@ -307,11 +285,7 @@ def test_requests_longer_than_the_server_accepts_are_refused_before_they_are_sen
         assert "    max_model_len: 256\n" in file.read_text()
         assert "  input_len: [128]\n" in file.read_text(), "as many tokens as fit with the 128 of the answer"
         checked = invoke(
-            "doctor",
-            str(file),
-            "--set",
-            "deployment.engine_options.max_model_len=null",
-            "--set",
+            "doctor", str(file), "--set", "deployment.engine_options.max_model_len=null", "--set",
             "workload.input_len=[200]",
-        ).text
+        ).text  # fmt: skip
         assert "the server's max_model_len is 256" in " ".join(checked.split())

@@ -64,9 +64,7 @@ def collector() -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
     server.server_close()
 
 
-def test_what_a_sweep_tells_arrives_in_base_units(
-    collector: tuple[str, dict[str, dict[str, Any]]],
-) -> None:
+def test_what_a_sweep_tells_arrives_in_base_units(collector: tuple[str, dict[str, dict[str, Any]]]) -> None:
     url, seen = collector
     summary = {"slo_attainment": 0.95, "ttft_ms": {"p50": 120.0, "p99": None}, "request_goodput": 19.0}
     record = TrialRecord("t1", CELL, 20.0, 1, "met", "", summary=summary)
@@ -77,8 +75,7 @@ def test_what_a_sweep_tells_arrives_in_base_units(
         watcher.trial_finished(TrialRecord("t2", CELL, 22.0, 1, "missed", ""), None)
         watcher.cell_finished(CellResult(CELL, "done", {"max_request_rate": 20.5}))
     where = "connector=nixl input_len=1024 output_len=16"
-    assert seen["about"]["kvbench.run"] == "run-1"
-    assert seen["kvbench.request_rate"] == {where: 22.0}
+    assert (seen["about"]["kvbench.run"], seen["kvbench.request_rate"]) == ("run-1", {where: 22.0})
     assert seen["kvbench.requests.in_flight.live"] == {where: 10}
     assert seen["kvbench.slo_attainment.live"] == {where: 0.9}
     assert seen["kvbench.ttft"] == {f"{where} statistic=p50": 0.12}

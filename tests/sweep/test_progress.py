@@ -172,7 +172,6 @@ def test_a_rate_whose_trials_were_all_refused_is_no_answer(store: RunStore) -> N
 
 
 # --- the live line ---------------------------------------------------------------------------------
-
 LINE = LiveLine("mooncake 1,024 in", "cell 4/6", "trial 3", "28.9 req/s", "about 1:05 left", share=0.5)
 
 
@@ -210,8 +209,6 @@ def test_a_load_that_takes_long_to_prepare_says_how_far_it_is(store: RunStore) -
 
 
 # --- what is said of a trial -----------------------------------------------------------------------
-
-
 def test_a_refused_trial_says_why_and_a_missed_one_what() -> None:
     assert why(trial("invalid")) == "the client was late"
     assert why(trial("missed")) == "1 missed TPOT, 7 missed TTFT"

@@ -8,11 +8,13 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import kvbench
 from resuming import Taped, cut_off, trials_of, without_checksums, write_order
 from rich.console import Console
+from run_files import copied, edit_json, edit_rows
 
 import kvbench as api
 from kvbench.errors import InputError, StoreError
@@ -31,18 +33,10 @@ from kvbench.sweep import resume
 pytestmark = pytest.mark.timeout(180)
 
 QUICK = (
-    "connectors=[aggregated,tcp]",
-    "search.precision=0.3",
-    "search.trial_s=0.5",
-    "search.max_trial_s=0.5",
-    "search.min_requests=20",
-    "search.max_trials=4",
-)
-SUSTAINED = (
-    *QUICK,
-    "workload.input_len=[128,256]",
-    "search.equal_rate=true",
-)
+    "connectors=[aggregated,tcp]", "search.precision=0.3", "search.trial_s=0.5", "search.max_trial_s=0.5",
+    "search.min_requests=20", "search.max_trials=4",
+)  # fmt: skip
+SUSTAINED = (*QUICK, "workload.input_len=[128,256]", "search.equal_rate=true")
 BESIDE = (*QUICK, "workload.input_len=[128]", "search.equal_rate=false", "search.compare_burst=true")
 TIERS = (
     *QUICK,
@@ -64,13 +58,10 @@ LONG = ("sustained", "burst beside", "tiers")
 """The default suite tries some of their cuts."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "step"),
-    [
-        *((kind, 8 if kind in LONG else 1) for kind in WISHES),
-        *(pytest.param(kind, 1, marks=pytest.mark.heavy) for kind in LONG),
-    ],
-)
+@pytest.mark.parametrize(("kind", "step"), [
+    *((kind, 8 if kind in LONG else 1) for kind in WISHES),
+    *(pytest.param(kind, 1, marks=pytest.mark.heavy) for kind in LONG),
+])  # fmt: skip
 def test_from_every_cut_the_answer_is_that_of_an_unbroken_run(tmp_path: Path, kind: str, step: int) -> None:
     sweep = Taped(WISHES[kind])
     whole = sweep.unbroken(tmp_path / "whole")
@@ -81,8 +72,7 @@ def test_from_every_cut_the_answer_is_that_of_an_unbroken_run(tmp_path: Path, ki
         kept = len(load_run(broken).all_trials)
         assert kept == sum(name == "trials.jsonl" for name, _ in order[:lines])
         run = sweep.gone_on(broken)
-        assert run.warnings == []
-        assert run.manifest["status"] == "complete"
+        assert (run.warnings, run.manifest["status"]) == ([], "complete")
         assert trials_of(run) == trials_of(expected), lines
         assert run.cells == expected.cells, lines
         key = lambda each: (each.cell.key, each.method, each.tier)  # noqa: E731
@@ -99,13 +89,12 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cut_off(whole, base / "cut" / whole.name, 5, torn=True)
 
 
-def copied(folder: Path, target: Path) -> Path:
-    return Path(shutil.copytree(folder, target / folder.name))
+def second_cell(folder: Path) -> dict[str, Any]:
+    cell = load_run(folder).plan["cells"][1]
+    return {key: cell[key] for key in ("connector", "input_len", "output_len")}
 
 
-def test_the_command_goes_on_and_says_so_and_a_complete_run_is_left_alone(
-    broken: Path, tmp_path: Path
-) -> None:
+def test_the_command_goes_on_and_a_complete_run_is_left_alone(broken: Path, tmp_path: Path) -> None:
     folder = copied(broken, tmp_path)
     (folder / ".trials.jsonl.123.abc.tmp").write_bytes(b"half")
     (folder / "requests").mkdir()
@@ -117,11 +106,8 @@ def test_the_command_goes_on_and_says_so_and_a_complete_run_is_left_alone(
     run = load_run(folder)
     assert len(run.all_trials) == 6
     stored = (folder / "trials.jsonl").read_bytes()
-    again = kvbench("sweep", "--resume", str(folder))
-    assert again.status == 0
-    assert "is complete" in again.out
-    assert (folder / "trials.jsonl").read_bytes() == stored
-    assert load_run(folder).manifest == run.manifest
+    assert "is complete" in kvbench("sweep", "--resume", str(folder)).ended(0).out
+    assert ((folder / "trials.jsonl").read_bytes(), load_run(folder).manifest) == (stored, run.manifest)
 
 
 def test_options_may_repeat_the_plan_but_not_contradict_it(broken: Path, tmp_path: Path) -> None:
@@ -145,9 +131,8 @@ def test_a_second_process_is_refused_and_told_who_works_there(broken: Path, tmp_
 
 def test_other_conditions_are_refused_unless_forced_and_then_marked(broken: Path, tmp_path: Path) -> None:
     folder = without_checksums(copied(broken, tmp_path))
-    machine = json.loads((folder / "environment.json").read_text())
-    machine["hostname"], machine["libraries"]["numpy"] = "elsewhere", "0.0.1"
-    (folder / "environment.json").write_text(json.dumps(machine))
+    numpy = {"numpy": "0.0.1"}
+    edit_json(folder / "environment.json", lambda each: each["libraries"].update(numpy), hostname="elsewhere")
     with pytest.raises(StoreError, match=r"hostname: elsewhere then, .*\n  numpy: 0\.0\.1 then") as refused:
         resume.resume(folder)
     assert "--force" in refused.value.hint
@@ -197,31 +182,24 @@ def test_true_outputs_that_change_from_session_to_session_are_noted(broken: Path
 
 def test_another_plan_or_another_search_is_not_gone_on_with(broken: Path, tmp_path: Path) -> None:
     changed = without_checksums(copied(broken, tmp_path / "plan"))
-    plan = json.loads((changed / "plan.json").read_text())
-    plan["cells"].pop()
-    (changed / "plan.json").write_text(json.dumps(plan))
+    edit_json(changed / "plan.json", lambda plan: plan["cells"].pop())
     with pytest.raises(StoreError, match="plans other cells"):
         resume.resume(changed)
     other = without_checksums(copied(broken, tmp_path / "trials"))
     shutil.rmtree(other / "requests")  # they would contradict the edit
-    lines = (other / "trials.jsonl").read_text().splitlines()
-    lines[3] = json.dumps({**json.loads(lines[3]), "request_rate": 7.5})
-    (other / "trials.jsonl").write_text("\n".join(lines) + "\n")
+    edit_rows(other / "trials.jsonl", lambda row: row.update(request_rate=7.5), 3, 4)
     with pytest.raises(StoreError, match=r"at 7\.5 req/s .* is not the trial that the search requests"):
         resume.resume(other)
     assert load_run(other).manifest["status"] == "failed"
     older = without_checksums(copied(broken, tmp_path / "older"))
-    manifest = json.loads((older / "manifest.json").read_text())
-    del manifest["asked"]
-    (older / "manifest.json").write_text(json.dumps(manifest))
+    edit_json(older / "manifest.json", lambda manifest: manifest.pop("asked"))
     with pytest.raises(StoreError, match="cannot be resumed"):
         resume.resume(older)
 
 
 def test_a_cell_that_failed_is_measured_once_more(broken: Path, tmp_path: Path) -> None:
     folder = copied(broken, tmp_path)
-    cell = load_run(folder).plan["cells"][1]
-    lost = {key: cell[key] for key in ("connector", "input_len", "output_len")}
+    lost = second_cell(folder)
     with RunStore.reopen(folder) as store:
         store.put_cell({"cell": lost, "status": "failed", "reason": "decode-0 has ended"})
     assert not resume.is_complete(load_run(folder))
@@ -230,17 +208,14 @@ def test_a_cell_that_failed_is_measured_once_more(broken: Path, tmp_path: Path) 
     assert resume.is_complete(run)
 
 
-def test_what_an_earlier_cell_taught_after_it_had_failed_is_no_other_search(
-    broken: Path, tmp_path: Path
-) -> None:
+def test_what_an_earlier_cell_taught_after_failing_is_no_other_search(broken: Path, tmp_path: Path) -> None:
     """It failed, a later cell began without its rate, and it is measured before that one goes on."""
     folder = copied(broken, tmp_path)
     record = load_run(folder).all_trials[0]
     asked = (record.trial_id, record.request_rate * 2, record.purpose)
     with pytest.raises(StoreError, match="is not the trial that the search requests"):
         earlier_sessions(load_run(folder), "fixed").check(record, *asked)
-    cell = load_run(folder).plan["cells"][1]
-    lost = {key: cell[key] for key in ("connector", "input_len", "output_len")}
+    lost = second_cell(folder)
     with RunStore.reopen(folder) as store:
         store.put_cell({"cell": lost, "status": "failed", "reason": "decode-0 has ended"})
         store.put_cell({"cell": lost, "status": "done"})
@@ -251,8 +226,7 @@ def test_what_an_earlier_cell_taught_after_it_had_failed_is_no_other_search(
 
 def test_a_reasons_lines_of_a_log_stay_lines_of_their_own(broken: Path, tmp_path: Path) -> None:
     folder = copied(broken, tmp_path)
-    cell = load_run(folder).plan["cells"][1]
-    lost = {key: cell[key] for key in ("connector", "input_len", "output_len")}
+    lost = second_cell(folder)
     long = " ".join(f"word{number}" for number in range(40))
     reason = (
         f"decode-0 was killed by signal 9\nlast lines of the logs:\n  router: INFO up\n  prefill-0: {long}"

@@ -130,12 +130,9 @@ def test_a_full_disk_is_said_and_the_run_goes_on_once_there_is_room(tmp_path: Pa
     if subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
         pytest.skip("user namespaces are not allowed here")
     done = subprocess.run(
-        [*inside, sys.executable, "-c", FULL, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=90,
+        [*inside, sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=90,
         check=False,
-    )
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said, ended, again, whole, equal = done.stdout.splitlines()
     assert said.startswith(f"cannot write {tmp_path}/")

@@ -55,8 +55,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, RunFolder]
 def test_a_simulated_sweep_is_an_ordinary_run_folder_that_is_marked(pair: tuple[Finished, RunFolder]) -> None:
     done, run = pair
     assert done.status == 0, done.text
-    assert run.manifest["status"] == "complete"
-    assert run.manifest["kind"] == "simulate"
+    assert (run.manifest["status"], run.manifest["kind"]) == ("complete", "simulate")
     assert run.labels == ["simulated"]
     assert all("simulated" in trial.labels for trial in run.trials)
     assert {result.cell.connector: result.status for result in run.cells} == {
@@ -69,9 +68,7 @@ def test_a_simulated_sweep_is_an_ordinary_run_folder_that_is_marked(pair: tuple[
     assert "> **Simulated**: nothing ran" in report
     assert "was simulated with 0.95 GB/s" in report
     assert list((run.path / "figures").glob("*.svg"))
-    again = invoke("report", str(run.path))
-    assert again.status == 0
-    assert "SIMULATED" in again.out
+    assert "SIMULATED" in invoke("report", str(run.path)).ended(0).out
 
 
 def test_a_pair_stands_against_two_servers_and_the_limit_is_named(pair: tuple[Finished, RunFolder]) -> None:
@@ -119,8 +116,7 @@ def test_a_simulated_trial_has_what_a_measured_one_has(pair: tuple[Finished, Run
     parts = trial.engine["ttft_breakdown_ms"]
     assert None not in parts.values()
     assert sum(parts.values()) == pytest.approx(trial.engine["ttft_ms_mean_of_all"], rel=0.05)
-    assert trial.engine["kv_bytes_per_request"] == 256 * 2048
-    assert trial.engine["transport"] == "simulated"
+    assert (trial.engine["kv_bytes_per_request"], trial.engine["transport"]) == (256 * 2048, "simulated")
     assert set(trial.engine["use"]) == set(trial.engine["roles"]) == {"prefill", "decode"}
     assert 0 < trial.engine["use"]["prefill"]["busy_share"] <= 1
     assert not [finding for finding in trial.findings if finding.level == "invalid"]
@@ -128,19 +124,12 @@ def test_a_simulated_trial_has_what_a_measured_one_has(pair: tuple[Finished, Run
 
 
 # -- how close it is -----------------------------------------------------------------------------------
-
-
 # Five times slower than the quickstart, so that a busy machine is behind the model by little.
 SLOW = (
-    "workload.input_len=[512]",
-    "deployment.base_port=0",
-    "deployment.ready_timeout_s=60",
-    "deployment.engine_options.time_scale=5",
-    "search.min_requests=40",
-    "search.trial_s=4",
-    "slo.ttft_ms=2500",
-    "slo.tpot_ms=200",
-)
+    "workload.input_len=[512]", "deployment.base_port=0", "deployment.ready_timeout_s=60",
+    "deployment.engine_options.time_scale=5", "search.min_requests=40", "search.trial_s=4",
+    "slo.ttft_ms=2500", "slo.tpot_ms=200",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +137,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A real emulated pair at a rate that it holds with ease."""
     results = tmp_path_factory.mktemp("measured")
     words = ("--rate", "5", "--connector", "tcp", "--output", str(results))
-    done = kvbench("bench", "quickstart", *words, sets=SLOW)
-    assert done.status == 0, done.text
+    kvbench("bench", "quickstart", *words, sets=SLOW).ended(0)
     return the_run(results)
 
 
@@ -159,8 +147,7 @@ def test_virtual_and_emulated_agree_where_nothing_is_overloaded(emulated: RunFol
     done, run = simulated(tmp_path, *words, sets=SLOW)
     assert done.status == 0, done.text
     (real,), (virtual,) = emulated.trials, run.trials
-    assert real.seed == virtual.seed
-    assert real.summary["planned"] == virtual.summary["planned"]
+    assert (real.seed, real.summary["planned"]) == (virtual.seed, virtual.summary["planned"])
     for figure, margin in (("ttft_ms", 0.6), ("tpot_ms", 0.3), ("e2el_ms", 0.4)):
         measured, predicted = real.summary[figure]["p50"], virtual.summary[figure]["p50"]
         assert predicted == pytest.approx(measured, rel=margin), figure
@@ -214,20 +201,16 @@ def test_a_fit_over_two_lengths_is_a_line(tmp_path: Path) -> None:
 
     run = RunFolder(tmp_path, 1, {"kind": "sweep"}, "", {}, {}, [trial(1000, 3.0), trial(3000, 5.0)], [], [])
     found = fitted(run, "nixl")
-    assert found is not None
     assert found.link.latency_ms == pytest.approx(2.0)
     assert found.link.gb_per_s == pytest.approx(2000 * 2048 / 2e-3 / 1e9, rel=1e-3)
     assert found.overheads == Overheads(2.0, 2.0, 0.5, 3.0)
     odd = RunFolder(tmp_path, 1, {}, "", {}, {}, [trial(1000, 5.0), trial(3000, 3.0)], [], [])
     refit = fitted(odd, "nixl")
-    assert refit is not None
     assert refit.link.latency_ms == 0.0
     assert refit.link.gb_per_s > 0
 
 
 # -- what is simulated ---------------------------------------------------------------------------------
-
-
 def scenario(name: str = "quickstart", *sets: str) -> Scenario:
     return resolve(CliOptions(scenario=name, overrides=sets))[0]
 
@@ -258,8 +241,7 @@ def test_the_emulated_engines_limits_are_the_simulations() -> None:
 
 def test_a_real_engine_is_simulated_where_its_step_times_are_known() -> None:
     h200 = scenario("qwen3-30b-a3b-h200-nixl")
-    assert timing_of(h200).name == "h200-tp8-qwen3-30b-a3b"
-    assert engine_config(h200).max_num_seqs == 256
+    assert (timing_of(h200).name, engine_config(h200).max_num_seqs) == ("h200-tp8-qwen3-30b-a3b", 256)
     assert surroundings(h200, "nixl", "nixl").link == NETWORK.link
     with pytest.raises(
         InputError, match=r"no timing profile is known for tiny-qwen3.*there are: quick, h200"
@@ -269,20 +251,17 @@ def test_a_real_engine_is_simulated_where_its_step_times_are_known() -> None:
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:
-    done = invoke("simulate", "vllm-cpu-tiny")
-    assert done.status == 2
+    done = invoke("simulate", "vllm-cpu-tiny").ended(2)
     assert "no timing profile is known" in done.err
     assert "simulate.timing=NAME" in done.err
     with pytest.raises(InputError, match="behind a URL"):
         simulable(CliOptions(base_url="http://127.0.0.1:1"))
-    done = invoke("simulate", "quickstart", sets=("simulate.connectors.nixl.kv_gbs=1",))
-    assert done.status == 2
+    done = invoke("simulate", "quickstart", sets=("simulate.connectors.nixl.kv_gbs=1",)).ended(2)
     assert "did you mean `kv_gb_per_s`?" in done.err
 
 
 def test_a_simulated_run_is_nothing_to_learn_from(pair: tuple[Finished, RunFolder], tmp_path: Path) -> None:
-    done = invoke("simulate", "quickstart", "--like", str(pair[1].path), "--output", str(tmp_path))
-    assert done.status == 2
+    done = invoke("simulate", "quickstart", "--like", str(pair[1].path), "--output", str(tmp_path)).ended(2)
     assert "without measurements" in done.err
     assert not list(tmp_path.iterdir())
 
@@ -290,8 +269,7 @@ def test_a_simulated_run_is_nothing_to_learn_from(pair: tuple[Finished, RunFolde
 def test_shared_blocks_of_a_trace_hash_alike_as_far_as_they_are_shared() -> None:
     one = prompt_hashes(TracedRequest(0.0, 1200, 4, (7, 8, 9)), 16)
     other = prompt_hashes(TracedRequest(1.0, 1100, 4, (7, 8, 5)), 16)
-    assert len(one) == 75
-    assert one[:64] == other[:64]
+    assert (len(one), one[:64]) == (75, other[:64])
     assert not set(one[64:]) & set(other[64:])
     fresh = [prompt_hashes(TracedRequest(at, 1024, 4), 16) for at in (0.0, 1.0)]
     assert not set(fresh[0]) & set(fresh[1])
@@ -299,8 +277,6 @@ def test_shared_blocks_of_a_trace_hash_alike_as_far_as_they_are_shared() -> None
 
 
 # -- splits --------------------------------------------------------------------------------------------
-
-
 def test_splits_are_read_and_refused() -> None:
     assert wanted_splits(Choice("1:1, 2:1,1:1")) == [Split(1, 1), Split(2, 1)]
     assert wanted_splits(Choice(gpus=4)) == [Split(1, 3), Split(2, 2), Split(3, 1)]
@@ -319,8 +295,7 @@ def test_the_best_split_is_found(tmp_path: Path) -> None:
         *("deployment.engine_options.time_scale=4", "slo.ttft_ms=1000", "slo.tpot_ms=60"),
     )
     words = ("--gpus", "3", "--connector", "nixl", "--connector", "aggregated", "--json")
-    done = invoke("simulate", "xpyd", "--output", str(tmp_path), *words, sets=sets)
-    assert done.status == 0, done.text
+    done = invoke("simulate", "xpyd", "--output", str(tmp_path), *words, sets=sets).ended(0)
     told = json.loads(done.out)
     splits = {each["split"]: each for each in told["splits"]}
     assert set(splits) == {"1P2D", "2P1D", "3 servers"}
@@ -344,7 +319,6 @@ def test_the_best_split_is_found(tmp_path: Path) -> None:
 
 
 # -- against the reference run -------------------------------------------------------------------------
-
 REFERENCE = Path(__file__).parents[2] / "results" / "reference" / "quickstart"
 
 

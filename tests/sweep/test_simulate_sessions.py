@@ -24,8 +24,7 @@ SETS = (
 
 def test_a_rate_of_sessions_is_searched_and_told(tmp_path: Path) -> None:
     words = ("simulate", "agentic-simulated", "--connector", "aggregated", "--output", str(tmp_path))
-    done = invoke(*words, sets=SETS)
-    assert done.status == 0, done.text
+    done = invoke(*words, sets=SETS).ended(0)
     run = the_run(tmp_path)
     assert run.manifest["status"] == "complete"
     assert "sessions/s" in done.text
@@ -39,8 +38,7 @@ def test_a_rate_of_sessions_is_searched_and_told(tmp_path: Path) -> None:
     assert (run.path / "figures" / "sessions.svg").exists()
     require_drawn(run)
     # A search of sessions is not resumed, so its run does not say what it began with. All else is verified.
-    done = invoke("verify", str(run.path))
-    assert done.status == EXIT_NOT_VERIFIED, done.text
+    done = invoke("verify", str(run.path)).ended(EXIT_NOT_VERIFIED)
     assert done.out.splitlines()[0] == (
         "not verified: answers: its searches cannot be repeated, as their start is unknown"
     )
@@ -50,7 +48,6 @@ def test_a_rate_of_sessions_is_searched_and_told(tmp_path: Path) -> None:
 def require_drawn(run: RunFolder) -> None:
     """Each turn's median, and each share of reuse."""
     figure = sessions_figure(run)
-    assert figure is not None
     by_turn, reuse = figure.axes
     best = next(row for row in summary_table(run))
     found = next(each for each in run.trials if each.trial_id == best.trial_id).engine["sessions"]
@@ -64,36 +61,26 @@ def require_drawn(run: RunFolder) -> None:
 
 
 def require_sound(path: Path) -> None:
-    done = invoke("verify", str(path))
-    assert done.status == 0, done.text
-    assert "sound" in done.text
+    assert "sound" in invoke("verify", str(path)).ended(0).text
 
 
 def test_one_rate_of_sessions_is_offered(tmp_path: Path) -> None:
     words = ("simulate", "agentic-simulated", "--connector", "nixl", "--rate", "4", "--output", str(tmp_path))
-    done = invoke(*words, sets=SETS)
-    assert done.status == 0, done.text
+    invoke(*words, sets=SETS).ended(0)
     (trial,) = the_run(tmp_path).trials
     assert trial.engine["sessions"]["ended"] > 0
     require_sound(the_run(tmp_path).path)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("chaos", "agentic-emulated", "--rate", "4"), "this command sends single requests"),
-        (("bench", "agentic-emulated", "--concurrency", "4"), "sessions start open loop"),
-        (("sweep", "agentic-emulated", "--set", "load.endpoint=chat"), "completions of token ids"),
-        (
-            ("simulate", "--system", "true", "--slo", "ttft_ms p90 <= 9", "--set", "workload.sessions={}"),
-            "accepts single requests",
-        ),
-        (("sweep", "agentic-emulated", "--set", "load.workers=3"), "one load generator"),
-        (("sweep", "agentic-emulated", "--set", "deployment.routing=nearest"), "deployment.routing"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (("chaos", "agentic-emulated", "--rate", "4"), "this command sends single requests"),
+    (("bench", "agentic-emulated", "--concurrency", "4"), "sessions start open loop"),
+    (("sweep", "agentic-emulated", "--set", "load.endpoint=chat"), "completions of token ids"),
+    (("simulate", "--system", "true", "--slo", "ttft_ms p90 <= 9", "--set", "workload.sessions={}"),
+     "accepts single requests"),
+    (("sweep", "agentic-emulated", "--set", "load.workers=3"), "one load generator"),
+    (("sweep", "agentic-emulated", "--set", "deployment.routing=nearest"), "deployment.routing"),
+])  # fmt: skip
 def test_what_cannot_be_asked_of_sessions_is_said(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = invoke(*words, "--output", str(tmp_path))
-    assert done.status == 2
-    assert said in done.err
+    assert said in invoke(*words, "--output", str(tmp_path)).ended(2).err
     assert not any(tmp_path.iterdir())

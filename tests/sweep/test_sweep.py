@@ -54,7 +54,6 @@ def test_every_pair_answers_as_the_aggregated_server(finished: tuple[int, str, R
     for result in run.cells:
         if result.cell.connector == "aggregated":
             continue
-        assert result.equal_outputs is not None
         assert result.equal_outputs["equal"] == result.equal_outputs["checked"] > 0
 
 
@@ -119,8 +118,7 @@ def test_reports_come_back_from_raw_files_alone(finished: tuple[int, str, RunFol
     before = (run.path / "report.md").read_bytes()
     (run.path / "report.md").unlink()
     done = kvbench("report", str(run.path))
-    assert done.status == 0
-    assert (run.path / "report.md").read_bytes() == before
+    assert (done.status, (run.path / "report.md").read_bytes()) == (0, before)
 
 
 def test_an_slo_that_nothing_can_meet_is_exit_3(tmp_path: Path) -> None:
@@ -129,27 +127,18 @@ def test_an_slo_that_nothing_can_meet_is_exit_3(tmp_path: Path) -> None:
     status, text, run = sweep(tmp_path, "--connector", "aggregated", sets=(*slow, "search.min_rate=20"))
     assert status == 3, text
     (result,) = run.cells
-    assert result.answer is not None
     assert result.answer["status"] == "slo_unattainable"
     assert "none" in text
 
 
 def test_bench_measures_one_rate(tmp_path: Path) -> None:
     done = kvbench(
-        "bench",
-        "quickstart",
-        "--rate",
-        "5",
-        "--connector",
-        "aggregated",
-        "--output",
-        str(tmp_path),
+        "bench", "quickstart", "--rate", "5", "--connector", "aggregated", "--output", str(tmp_path),
         sets=EASY,
-    )
+    )  # fmt: skip
     assert done.status == 0, done.text
     (trial,) = the_run(tmp_path).trials
-    assert trial.request_rate == 5
-    assert trial.summary["completed"] == 20
+    assert (trial.request_rate, trial.summary["completed"]) == (5, 20)
 
 
 def test_a_taken_port_is_refused_with_a_hint_and_leaves_no_folder(tmp_path: Path) -> None:
@@ -177,14 +166,9 @@ def test_a_missing_library_skips_its_connector_and_no_other(tmp_path: Path) -> N
         (tmp_path / name / "__init__.py").write_text("raise ImportError('libfancy.so.1: cannot open')\n")
     words = ("--connector", "aggregated", "--connector", "nixl")
     done = kvbench(
-        "sweep",
-        "quickstart",
-        "--output",
-        str(tmp_path / "r"),
-        *words,
-        sets=EASY,
+        "sweep", "quickstart", "--output", str(tmp_path / "r"), *words, sets=EASY,
         env={"PYTHONPATH": str(tmp_path)},
-    )
+    )  # fmt: skip
     run = the_run(tmp_path / "r")
     assert done.status == 0, done.text
     assert cells_of(run) == {"aggregated": "done", "nixl": "skipped"}
@@ -195,17 +179,9 @@ def test_a_missing_library_skips_its_connector_and_no_other(tmp_path: Path) -> N
 def test_a_server_killed_in_a_trial_fails_its_cell_and_no_other(tmp_path: Path) -> None:
     sets = (*EASY, "search.trial_s=5", "workload.input_len=[64,128]")
     words = (
-        "sweep",
-        "quickstart",
-        "--connector",
-        "aggregated",
-        "--connector",
-        "tcp",
-        "--output",
-        str(tmp_path),
-    )
-    running = Running(*words, sets=sets)
-    try:
+        "sweep", "quickstart", "--connector", "aggregated", "--connector", "tcp", "--output", str(tmp_path),
+    )  # fmt: skip
+    with Running(*words, sets=sets) as running:
         running.wait_for("checking outputs at 64 tokens")
         run = the_run(tmp_path)
         wait_until(lambda: len(the_run(tmp_path).trials) > 0)
@@ -214,8 +190,6 @@ def test_a_server_killed_in_a_trial_fails_its_cell_and_no_other(tmp_path: Path) 
         ]
         engine.kill()
         done = running.finish()
-    finally:
-        running.kill()
     run = the_run(tmp_path)
     assert done.status == 1, done.text
     assert re.search(r"aggregated-[01] was killed by signal 9", done.text)
@@ -226,16 +200,13 @@ def test_a_server_killed_in_a_trial_fails_its_cell_and_no_other(tmp_path: Path) 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_leaves_a_readable_run_and_no_process(tmp_path: Path, number: int) -> None:
     words = ("sweep", "quickstart", "--connector", "tcp", "--output", str(tmp_path))
-    running = Running(*words, sets=(*EASY, "search.trial_s=10", "search.min_requests=100"))
-    try:
+    with Running(*words, sets=(*EASY, "search.trial_s=10", "search.min_requests=100")) as running:
         running.wait_for("tcp: checking outputs")
         wait_until(
             lambda: any("loadgen" in " ".join(p.cmdline()) for p in tagged_processes(the_run(tmp_path)))
         )
         running.signal(number)
         done = running.finish()
-    finally:
-        running.kill()
     assert done.status == 130, done.text
     run = the_run(tmp_path)
     assert run.manifest["status"] == "interrupted"
@@ -245,14 +216,11 @@ def test_an_interrupt_leaves_a_readable_run_and_no_process(tmp_path: Path, numbe
 
 def test_trials_removed_in_mid_run_are_not_lost_unsaid(tmp_path: Path) -> None:
     words = ("sweep", "quickstart", "--connector", "tcp", "--output", str(tmp_path))
-    running = Running(*words, sets=EASY)
-    try:
+    with Running(*words, sets=EASY) as running:
         running.wait_for("tcp: checking outputs")
         run = the_run(tmp_path)
         (run.path / "trials.jsonl").unlink()
         done = running.finish()
-    finally:
-        running.kill()
     assert done.status == 1, done.text
     assert "trials.jsonl was removed or replaced while it was written" in " ".join(done.text.split())
     assert json.loads((run.path / "manifest.json").read_text())["status"] == "failed"
@@ -260,16 +228,13 @@ def test_trials_removed_in_mid_run_are_not_lost_unsaid(tmp_path: Path) -> None:
 
 def test_nothing_survives_a_kill(tmp_path: Path) -> None:
     words = ("sweep", "quickstart", "--connector", "tcp", "--output", str(tmp_path))
-    running = Running(*words, sets=(*EASY, "search.trial_s=10", "search.min_requests=100"))
-    try:
+    with Running(*words, sets=(*EASY, "search.trial_s=10", "search.min_requests=100")) as running:
         running.wait_for("tcp: checking outputs")
         run = the_run(tmp_path)
         assert tagged_processes(run)
         running.signal(signal.SIGKILL)
         wait_until(lambda: list(files.left()))
         assert kvbench("stop", "--run", run.run_id).out.count(" removed") == 1
-    finally:
-        running.kill()
     wait_until(lambda: not tagged_processes(run))
     assert the_run(tmp_path).manifest["status"] == "interrupted"
 
@@ -308,8 +273,7 @@ class TestBaseUrl:
         assert "EMULATED" not in done.text
 
     def test_a_server_that_is_not_there(self, tmp_path: Path) -> None:
-        done = kvbench("sweep", *self.options("http://127.0.0.1:9", tmp_path))
-        assert done.status == 1
+        done = kvbench("sweep", *self.options("http://127.0.0.1:9", tmp_path)).ended(1)
         assert "GET http://127.0.0.1:9/v1/models failed" in done.err
         assert "hint: nothing listens on port 9 there: is it up?" in done.err
 
@@ -332,7 +296,6 @@ class TestBaseUrl:
         )
         server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         try:
-            assert server.stdout is not None
             port = int(server.stdout.readline())
             done = kvbench("sweep", *self.options(f"http://127.0.0.1:{port}", tmp_path))
         finally:
@@ -343,8 +306,7 @@ class TestBaseUrl:
         assert cells_of(the_run(tmp_path)) == {"m": "failed"}
 
     def test_what_is_missing_is_named(self) -> None:
-        done = invoke("sweep", "--base-url", "http://127.0.0.1:9")
-        assert done.status == 2
+        done = invoke("sweep", "--base-url", "http://127.0.0.1:9").ended(2)
         assert "--input-len" in done.err
         assert "--ttft-ms, --tpot-ms or --slo" in done.err
 

@@ -14,13 +14,9 @@ pytestmark = pytest.mark.timeout(240)
 
 SHAPE = "{turns: 4, shared_prefix_len: 64, first_len: 128, added_len: 32, output_len: 8, think_time_s: 0.05}"
 SETS = (
-    f"workload.sessions.shape={SHAPE}",
-    "deployment.base_port=0",
-    "deployment.engine_options.time_scale=0.5",
-    "search.trial_s=3",
-    "search.max_trial_s=3",
-    "search.min_requests=20",
-)
+    f"workload.sessions.shape={SHAPE}", "deployment.base_port=0", "deployment.engine_options.time_scale=0.5",
+    "search.trial_s=3", "search.max_trial_s=3", "search.min_requests=20",
+)  # fmt: skip
 
 
 def benched(folder: Path, *words: str, sets: tuple[str, ...] = ()) -> RunFolder:

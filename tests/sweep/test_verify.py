@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 from commands import invoke
 from resuming import without_checksums
 from rich.console import Console
+from run_files import Edit, copied, edit_json, rows_in
 
 from kvbench.errors import EXIT_FAILED, EXIT_OK, StoreError
 from kvbench.planning.overrides import CliOptions
@@ -41,7 +41,6 @@ TIERS = (
     *("search.equal_rate=true", "seed=4", SLOW),
     "slo={tiers: {strict: {ttft_ms: 600, tpot_ms: 48}, loose: {ttft_ms: 1600, tpot_ms: 100}}}",
 )
-Edit = Callable[[dict[str, Any]], object]
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +51,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(whole: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(whole, tmp_path / whole.name))
+    return copied(whole, tmp_path)
 
 
 def edit_line(file: Path, which: Callable[[dict[str, Any]], bool], edit: Edit) -> str:
     """Edits the first such line; returns its trial's id, or its cell's connector."""
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = rows_in(file)
     row = next(row for row in rows if which(row))
     edit(row)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -90,103 +89,62 @@ def test_a_run_is_sound_and_all_of_it_is_looked_at(whole: Path) -> None:
     assert {trial.verdict for trial in run.all_trials} >= {"met", "missed", "measured"}
 
 
+def at(keys: str = "", **changes: Any) -> Edit:
+    """An edit of the values below these keys; a callable computes its value from what is there."""
+
+    def edit(row: dict[str, Any]) -> None:
+        for key in filter(None, keys.split(".")):
+            row = row[key]
+        row.update({key: each(row, key) if callable(each) else each for key, each in changes.items()})
+
+    return edit
+
+
+def times(factor: float, other: str = "") -> Callable[[dict[str, Any], str], float]:
+    """The value, or another one beside it, multiplied."""
+    return lambda row, key: row[other or key] * factor
+
+
+def main(row: dict[str, Any]) -> bool:
+    return bool(row["main"])
+
+
+def burst(row: dict[str, Any]) -> bool:
+    return bool(row["method"] == "burst")
+
+
+TRIALS, CELLS = "trials.jsonl", "cells.jsonl"
+MET, MISSED = searched("met"), searched("missed")
+GROWS = {"gate": "growing_queue", "level": "warning", "message": "it grows", "advice": "", "evidence": {}}
 EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], bool], Edit, str]] = {
-    "a verdict": ("trials.jsonl", searched("missed"), lambda row: row.update(verdict="met"), "the verdict"),
-    "a reason": (
-        "trials.jsonl",
-        searched("missed"),
-        lambda row: row.update(reason="so be it"),
-        "the verdict",
-    ),
+    "a verdict": (TRIALS, MISSED, at(verdict="met"), "the verdict"),
+    "a reason": (TRIALS, MISSED, at(reason="so be it"), "the verdict"),
     "a decision with its verdict": (
-        "trials.jsonl",
-        decided,
-        lambda row: [each.update(verdict="met") for each in (row, row["summary"]["live"])],
+        TRIALS, decided, lambda row: [each.update(verdict="met") for each in (row, row["summary"]["live"])],
         "live.verdict",
     ),
-    "a share while it was under way": (
-        "trials.jsonl",
-        decided,
-        lambda row: row["summary"]["live"]["measured"].update(attainment=0.97),
-        "live.measured.attainment",
+    "a share under way": (
+        TRIALS, decided, at("summary.live.measured", attainment=0.97), "measured.attainment",
     ),
-    "a percentile": (
-        "trials.jsonl",
-        searched("met"),
-        lambda row: row["summary"]["ttft_ms"].update(p99=1.0),
-        "summary.ttft_ms.p99",
-    ),
-    "a percentile of the gaps": (
-        "trials.jsonl",
-        searched("met"),
-        lambda row: row["summary"]["itl_ms"].update(p50=row["summary"]["itl_ms"]["p50"] * 0.9999),
-        "summary.itl_ms.p50",
-    ),
-    "a count": ("trials.jsonl", searched("met"), lambda row: row["summary"].update(sent=7), "summary.sent"),
-    "goodput": (
-        "trials.jsonl",
-        lambda row: row["method"] == "burst",
-        lambda row: row["summary"].update(request_goodput=99.0),
-        "summary.request_goodput",
-    ),
-    "the steady part": (
-        "trials.jsonl",
-        searched("met"),
-        lambda row: row["summary"]["window"].update(start_s=0.1),
-        "summary.",
-    ),
-    "a finding": (
-        "trials.jsonl",
-        searched("met"),
-        lambda row: row["findings"].append(
-            {"gate": "growing_queue", "level": "warning", "message": "it grows", "advice": "", "evidence": {}}
-        ),
-        "findings",
-    ),
-    "a rate": (
-        "trials.jsonl",
-        searched("met"),
-        lambda row: row.update(request_rate=row["request_rate"] * 1.1),
-        "summary.offered_rate",
-    ),
-    "a seed": ("trials.jsonl", searched("met"), lambda row: row.update(seed=5), "its seed"),
-    "what limits": (
-        "trials.jsonl",
-        searched("missed"),
-        lambda row: row["engine"]["limit"].update(limit="client"),
-        "limit",
-    ),
-    "an answer": (
-        "cells.jsonl",
-        lambda row: row["main"],
-        lambda row: row["answer"].update(max_request_rate=row["answer"]["max_request_rate"] * 1.002),
-        "answer.max_request_rate",
-    ),
+    "a percentile": (TRIALS, MET, at("summary.ttft_ms", p99=1.0), "summary.ttft_ms.p99"),
+    "a percentile of the gaps": (TRIALS, MET, at("summary.itl_ms", p50=times(0.9999)), "summary.itl_ms.p50"),
+    "a count": (TRIALS, MET, at("summary", sent=7), "summary.sent"),
+    "goodput": (TRIALS, burst, at("summary", request_goodput=99.0), "summary.request_goodput"),
+    "the steady part": (TRIALS, MET, at("summary.window", start_s=0.1), "summary."),
+    "a finding": (TRIALS, MET, lambda row: row["findings"].append(GROWS), "findings"),
+    "a rate": (TRIALS, MET, at(request_rate=times(1.1)), "summary.offered_rate"),
+    "a seed": (TRIALS, MET, at(seed=5), "its seed"),
+    "what limits": (TRIALS, MISSED, at("engine.limit", limit="client"), "limit"),
+    "an answer": (CELLS, main, at("answer", max_request_rate=times(1.002)), "answer.max_request_rate"),
     "an answer's end": (
-        "cells.jsonl",
-        lambda row: row["main"],
-        lambda row: row["answer"].update(lower=row["answer"]["max_request_rate"] * 2),
-        "is outside its interval",
+        CELLS, main, at("answer", lower=times(2, "max_request_rate")), "outside its interval",
     ),
-    "a status": (
-        "cells.jsonl",
-        lambda row: row["main"],
-        lambda row: row["answer"].update(status="converged", confirmed=True),
-        "answer.",
-    ),
+    "a status": (CELLS, main, at("answer", status="converged", confirmed=True), "answer."),
     "a burst's answer": (
-        "cells.jsonl",
-        lambda row: row["method"] == "burst",
-        lambda row: row["answer"].update(max_request_rate=row["answer"]["lower"] * 1.01),
-        "answer.max_request_rate",
+        CELLS, burst, at("answer", max_request_rate=times(1.01, "lower")), "answer.max_request_rate",
     ),
-    "a supporting trial": (
-        "cells.jsonl",
-        lambda row: row["main"],
-        lambda row: row.update(confirmed_by="tcp-in128-out16-99"),
-        "which is missing",
-    ),
-}
+    "a supporting trial": (CELLS, main, at(confirmed_by="tcp-in128-out16-99"), "which is missing"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -255,11 +213,7 @@ def _moved(table: pa.Table) -> pa.Table:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        (_faster, "more figures do not follow"),
-        (_forgotten, "summary.planned"),
-        (_moved, "not follow from"),
-    ],
+    [(_faster, "more figures do not follow"), (_forgotten, "summary.planned"), (_moved, "not follow from")],
 )
 def test_edited_requests_are_found(folder: Path, change: Callable[[pa.Table], pa.Table], words: str) -> None:
     trial = with_requests(without_checksums(folder), "missed", change)
@@ -293,12 +247,8 @@ def test_lines_that_cannot_be_read_are_damage(folder: Path) -> None:
 
 
 # --- other code ------------------------------------------------------------------------------------
-
-
 def judged_by_others(folder: Path) -> None:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["sessions"][0]["rules_version"] = UNVERSIONED
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    edit_json(folder / "manifest.json", lambda data: data["sessions"][0].update(rules_version=UNVERSIONED))
 
 
 def test_a_run_of_other_rules_is_not_verified(folder: Path) -> None:
@@ -346,8 +296,6 @@ def test_reference_runs_are_as_they_were_written(name: str) -> None:
 
 
 # --- the command -----------------------------------------------------------------------------------
-
-
 def verified(folder: Path, *, as_json: bool = False) -> tuple[int, str]:
     out = io.StringIO()
     status = auditing.command(folder, Console(file=out, width=60), as_json=as_json)
@@ -370,15 +318,13 @@ def test_the_command_says_what_is_damaged(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_line(folder: Path) -> None:
-    done = invoke("verify", str(folder), "--json")
-    assert done.status == EXIT_OK
+    done = invoke("verify", str(folder), "--json").ended(EXIT_OK)
     told = json.loads(done.out)
     assert told["sound"]
     assert told["damages"] == []
     assert told["checked"]["trials"] == len(load_run(folder).all_trials)
     (folder / "requests" / f"{load_run(folder).trials[0].trial_id}.parquet").unlink()
-    done = invoke("verify", str(folder), "--json")
-    assert done.status == EXIT_FAILED
+    done = invoke("verify", str(folder), "--json").ended(EXIT_FAILED)
     (damage, *_) = json.loads(done.out)["damages"]
     assert damage["file"].startswith("requests/")
     assert damage["what"] == "is missing"
@@ -386,8 +332,6 @@ def test_the_command_line(folder: Path) -> None:
 
 
 # --- before going on, and before sharing -----------------------------------------------------------
-
-
 def test_an_edited_run_is_not_gone_on_with(folder: Path) -> None:
     broken_off(folder)
     name = edit_line(folder / "trials.jsonl", searched("met"), EDITS["a percentile"][2])
@@ -420,8 +364,7 @@ def test_nor_is_one_without_checksums(folder: Path) -> None:
 
 def test_an_edited_run_is_not_packed(folder: Path, tmp_path: Path) -> None:
     archive = tmp_path / "x.tar.gz"
-    packed = invoke("bundle", str(folder), "--output", str(archive))
-    assert packed.status == EXIT_OK, packed.text
+    invoke("bundle", str(folder), "--output", str(archive)).ended(EXIT_OK)
     inside = unpacked(archive, tmp_path / "sound")
     found = audit(inside)
     assert found.sound, found.damages
@@ -430,11 +373,9 @@ def test_an_edited_run_is_not_packed(folder: Path, tmp_path: Path) -> None:
     assert any("line" in each for each in found_in(inside))
 
     edit_line(folder / "trials.jsonl", searched("met"), EDITS["a percentile"][2])
-    refused = invoke("bundle", str(folder), "--output", str(archive))
-    assert refused.status == EXIT_FAILED
+    refused = invoke("bundle", str(folder), "--output", str(archive)).ended(EXIT_FAILED)
     assert "has changed since it was written" in refused.text
-    forced = invoke("bundle", str(folder), "--output", str(archive), "--force")
-    assert forced.status == EXIT_OK, forced.text
+    invoke("bundle", str(folder), "--output", str(archive), "--force").ended(EXIT_OK)
     inside = unpacked(archive, tmp_path / "edited")
     assert auditing.DAMAGED in load_run(inside).labels
 

@@ -61,12 +61,9 @@ def test_a_profile_gives_step_times() -> None:
 
 def test_every_mistake_is_said_at_once_with_its_line() -> None:
     lines = said(
-        ("date: 2026", "dat: 2026"),
-        ("value: 16,", "value: -1,"),
-        ("unchecked", "fit"),
-        ("version: 1", "version: 2"),
-        ("source: data sheet", "sauce: data sheet"),
-    )
+        ("date: 2026", "dat: 2026"), ("value: 16,", "value: -1,"), ("unchecked", "fit"),
+        ("version: 1", "version: 2"), ("source: data sheet", "sauce: data sheet"),
+    )  # fmt: skip
     assert [line.split(":")[1] for line in lines] == ["1", "1", "1", "4", "11", "12"]
     assert "p.yaml:1: version: this kvbench reads version 1, not 2" in lines
     assert "p.yaml:4: unknown key `dat`; did you mean `date`?" in lines
@@ -74,24 +71,21 @@ def test_every_mistake_is_said_at_once_with_its_line() -> None:
     assert any(line.startswith("p.yaml:12: unknown key `sauce`") for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("decode_context_ms", "decode_contex_ms", "did you mean `decode_context_ms`"),
-        ("  prefill_token_ms: {value: 0.03, error: 0.001}\n", "", "needs `prefill_token_ms`"),
-        (", source: data sheet", "", "needs a `source`"),
-        ("[0, 0.01]", "[0, 0.02]", "variance of decode_step_ms is 0.02"),
-        ("[0, 0.01]", "[1.0e-5, 0.01]", "not symmetric"),
-        ("[[1.0e-6, 0], [0, 0.01]]", "[[1.0e-6, 2.0e-4], [2.0e-4, 0.01]]", "negative eigenvalue"),
-        ("[[1.0e-6, 0], [0, 0.01]]", "[[1.0e-6, 0]]", "2 rows of 2 numbers"),
-        ("order: [prefill_token_ms, ", "order: [prefill_step_ms, ", "each coefficient that has an error"),
-        ("status: unchecked", "status: unfit\n" + HELD.strip(), "`cannot_explain` is empty"),
-        ("status: unchecked", "status: fit\n" + HELD.strip(), "ttft_mean is outside"),
-        (GOOD[GOOD.index("covariance:") :], "", "covariance is required"),
-        ("name: some-gpu", "name: some gpu", "name"),
-        ("value: 0.03", "value: '0.03'", "prefill_token_ms.value"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "expected"), [
+    ("decode_context_ms", "decode_contex_ms", "did you mean `decode_context_ms`"),
+    ("  prefill_token_ms: {value: 0.03, error: 0.001}\n", "", "needs `prefill_token_ms`"),
+    (", source: data sheet", "", "needs a `source`"),
+    ("[0, 0.01]", "[0, 0.02]", "variance of decode_step_ms is 0.02"),
+    ("[0, 0.01]", "[1.0e-5, 0.01]", "not symmetric"),
+    ("[[1.0e-6, 0], [0, 0.01]]", "[[1.0e-6, 2.0e-4], [2.0e-4, 0.01]]", "negative eigenvalue"),
+    ("[[1.0e-6, 0], [0, 0.01]]", "[[1.0e-6, 0]]", "2 rows of 2 numbers"),
+    ("order: [prefill_token_ms, ", "order: [prefill_step_ms, ", "each coefficient that has an error"),
+    ("status: unchecked", "status: unfit\n" + HELD.strip(), "`cannot_explain` is empty"),
+    ("status: unchecked", "status: fit\n" + HELD.strip(), "ttft_mean is outside"),
+    (GOOD[GOOD.index("covariance:") :], "", "covariance is required"),
+    ("name: some-gpu", "name: some gpu", "name"),
+    ("value: 0.03", "value: '0.03'", "prefill_token_ms.value"),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused(old: str, new: str, expected: str) -> None:
     lines = said((old, new))
     assert len(lines) == 1, lines

@@ -25,19 +25,10 @@ def answered(
     encoded = text.encode()
     sent = float(index) if sent_s is None else sent_s
     return RequestRecord(
-        f"r{index}",
-        sent,
-        64,
-        8,
-        sent_s=sent,
-        first_token_s=sent + 0.1,
-        last_token_s=sent + 0.5,
-        output_len=8,
-        text_crc=crc32(encoded),
-        text_bytes=len(encoded),
-        canary=canary,
+        f"r{index}", sent, 64, 8, sent_s=sent, first_token_s=sent + 0.1, last_token_s=sent + 0.5,
+        output_len=8, text_crc=crc32(encoded), text_bytes=len(encoded), canary=canary,
         text=text if canary is not None else "",
-    )
+    )  # fmt: skip
 
 
 def only(result: CanaryResult) -> tuple[str, str]:
@@ -150,8 +141,7 @@ def test_margins_decide_where_log_probabilities_are_told() -> None:
         )
         pool = replace(POOL, answers=answers)
         result = judge_canaries(pool, [answered(0, "no, not at all", 0)])
-        assert bool(result.wrong) == refused
-        assert result.noisy == (not refused)
+        assert (bool(result.wrong), result.noisy) == (refused, not refused)
 
 
 def test_the_reference_s_own_garbage_is_its_noise_and_its_crossed_answers_are_wrong() -> None:

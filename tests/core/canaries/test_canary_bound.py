@@ -43,7 +43,6 @@ def test_rounding_never_claims_more_than_is_known(share: float) -> None:
 def test_noise_costs_power_and_says_so() -> None:
     exact, noisy = Noise(100, 0), Noise(100, 20)
     least = refused_from(50, noisy, DOUBTED_BELOW)
-    assert least is not None
     assert least > 10
     assert chance(least, 50, noisy) < DOUBTED_BELOW <= chance(least - 1, 50, noisy)
     assert detectable_share(50, exact, singly=True) == pytest.approx(1 - 0.05 ** (1 / 50))

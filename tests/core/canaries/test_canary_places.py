@@ -7,22 +7,13 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.canaries.pool import (
-    AFTER_FAILURE,
-    SPARES,
-    canary_places,
-    placed,
-    wanted_canaries,
-)
+from kvbench.core.canaries.pool import AFTER_FAILURE, SPARES, canary_places, placed, wanted_canaries
 
 
 @given(
-    requests=st.integers(1, 3000),
-    share=st.floats(0.001, 0.3),
-    least=st.integers(0, 30),
-    early=st.integers(1, 4000),
-    seed=st.integers(0, 2**63 - 1),
-)
+    requests=st.integers(1, 3000), share=st.floats(0.001, 0.3), least=st.integers(0, 30),
+    early=st.integers(1, 4000), seed=st.integers(0, 2**63 - 1),
+)  # fmt: skip
 def test_places_are_in_the_load_ascending_and_enough_of_them_early(
     requests: int, share: float, least: int, early: int, seed: int
 ) -> None:
@@ -61,13 +52,10 @@ def test_each_prompt_has_one_place_and_some_are_kept_for_failures(places: int, n
 
 def test_too_few_prompts_are_spread_over_the_whole_trial() -> None:
     found = placed(range(0, 1000, 10), range(12))
-    assert min(found.at) == 0
-    assert max(found.at) == 990
-    assert len(found.spares) == AFTER_FAILURE
+    assert (min(found.at), max(found.at), len(found.spares)) == (0, 990, AFTER_FAILURE)
 
 
 def test_a_pool_for_one_trial_fills_its_places_and_keeps_what_follows_one_failure() -> None:
     places = canary_places(320, 0.02, 10, 40, 3)
     found = placed(places, range(len(places) + AFTER_FAILURE))
-    assert list(found.at) == places
-    assert len(found.spares) == AFTER_FAILURE
+    assert (list(found.at), len(found.spares)) == (places, AFTER_FAILURE)

@@ -40,16 +40,14 @@ def test_a_fault_of_three_seconds_costs_three_seconds_of_the_rate():
     assert cost.was_held
     assert cost.held_before == 1.0
     assert cost.fates == {"good": 341, "late": 0, "lost": 60, "hung": 0, "wrong": 0}
-    assert cost.goodput_lost == pytest.approx(60, abs=1)
-    assert cost.lost_s == pytest.approx(3.0, abs=0.05)
+    assert (cost.goodput_lost, cost.lost_s) == (pytest.approx(60, abs=1), pytest.approx(3.0, abs=0.05))
     # By 90 % of 40 requests in a row, four of the lost may be in the first window that holds.
     assert 2.7 <= cost.back_s <= 3.0
 
 
 def test_what_never_comes_back_is_said_and_costs_all_that_was_watched():
     cost = fault_cost(even(10, 20, [(5, 99)]), 10, 0.9, 5.0)
-    assert cost.back_s is None
-    assert cost.goodput_lost == pytest.approx(150)
+    assert (cost.back_s, cost.goodput_lost) == (None, pytest.approx(150))
     assert cost.watched_s == pytest.approx(14.9)
 
 
@@ -76,18 +74,11 @@ def test_requests_under_way_when_it_struck_are_its_own():
         RequestOutcome(9.9, None, "lost"),
     ]
     cost = fault_cost(
-        [
-            *even(10, 9.5),
-            *open_ones,
-            *(replace(e, due_s=e.due_s + 10, over_s=(e.over_s or 0) + 10) for e in even(10, 10)),
-        ],
-        10,
-        0.9,
-        10.0,
-    )
+        [*even(10, 9.5), *open_ones,
+         *(replace(e, due_s=e.due_s + 10, over_s=(e.over_s or 0) + 10) for e in even(10, 10))], 10, 0.9, 10.0,
+    )  # fmt: skip
     assert (cost.fates["late"], cost.fates["hung"], cost.fates["lost"]) == (1, 1, 1)
-    assert cost.back_s == 0.0
-    assert cost.goodput_lost == pytest.approx(3)
+    assert (cost.back_s, cost.goodput_lost) == (0.0, pytest.approx(3))
 
 
 def test_a_rate_that_was_not_held_before_says_nothing_of_the_fault():
@@ -147,8 +138,7 @@ def test_one_more_good_request_never_makes_it_worse(good, data):
 def test_the_level_is_what_was_held_and_no_more_than_the_slo():
     assert level_of(0.9, 1.0, 40) == 0.9
     assert level_of(0.95, 0.96, 40) == pytest.approx(0.96 - 2 * (0.96 * 0.04 / 40) ** 0.5)
-    assert level_of(0.9, None, 40) == 0.9
-    assert level_of(0.9, 0.0, 5) == 0.0
+    assert (level_of(0.9, None, 40), level_of(0.9, 0.0, 5)) == (0.9, 0.0)
 
 
 def record(**more):
@@ -156,19 +146,12 @@ def record(**more):
     return RequestRecord("r", 1.0, 64, 11, sent_s=1.0, **{**times, **more})
 
 
-@pytest.mark.parametrize(
-    ("of", "fate"),
-    [
-        (record(), "good"),
-        (record(first_token_s=1.5, last_token_s=1.6), "late"),
-        (record(error="http_error", status=502), "lost"),
-        (record(error="http_error", status=504), "hung"),
-        (record(error="no_answer"), "hung"),
-        (record(error="timeout"), "hung"),
-        (record(error="reset"), "lost"),
-        (record(error="wrong_length"), "lost"),
-    ],
-)
+@pytest.mark.parametrize(("of", "fate"), [
+    (record(), "good"), (record(first_token_s=1.5, last_token_s=1.6), "late"),
+    (record(error="http_error", status=502), "lost"), (record(error="http_error", status=504), "hung"),
+    (record(error="no_answer"), "hung"), (record(error="timeout"), "hung"), (record(error="reset"), "lost"),
+    (record(error="wrong_length"), "lost"),
+])  # fmt: skip
 def test_what_became_of_a_request(of, fate):
     assert outcome_of(of, SLO).fate == fate
 
@@ -196,8 +179,7 @@ def test_repeats_together_and_those_that_never_came_back():
     unheld = fault_cost(even(10, 30, [(0, 9)], fate="late"), 10, 0.9, 10.0)
     row = fault_row([one, worse, never, unheld])
     assert (row.repeats, row.held, row.never) == (4, 3, 1)
-    assert row.back_worst_s == worse.back_s
-    assert row.goodput_lost == worse.goodput_lost
+    assert (row.back_worst_s, row.goodput_lost) == (worse.back_s, worse.goodput_lost)
     assert row.goodput_lost_worst == never.goodput_lost
     assert row.fates["lost"] == one.fates["lost"] + worse.fates["lost"] + never.fates["lost"]
     assert fault_row([unheld]).back_s is None

@@ -86,29 +86,22 @@ def test_names_of_faults_and_of_whom_they_are_done_to():
     assert PlannedFault(1, 1, "kill", "prefill", 3, 5, 0, 12, 17).process == "prefill-3"
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("melt:prefill", "unknown fault 'melt'"),
-        ("pull:prefill", "pull is not possible for 'prefill'"),
-        ("lease:decode", "lease is not possible for 'decode'"),
-        ("kill", "is not a fault"),
-        ("kill:prefill@soon", "is not a fault"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("melt:prefill", "unknown fault 'melt'"),
+    ("pull:prefill", "pull is not possible for 'prefill'"),
+    ("lease:decode", "lease is not possible for 'decode'"),
+    ("kill", "is not a fault"),
+    ("kill:prefill@soon", "is not a fault"),
+])  # fmt: skip
 def test_what_is_no_fault_is_refused(text, said):
     with pytest.raises(InputError, match=said):
         WantedFault.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("kill:metadata", "has no metadata"),
-        ("kill:decode-1", "there are 1, counted from 0"),
-        ("slow:nic", "has no nic"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("kill:metadata", "has no metadata"), ("kill:decode-1", "there are 1, counted from 0"),
+    ("slow:nic", "has no nic"),
+])  # fmt: skip
 def test_a_target_that_is_not_there_is_refused(text, said):
     with pytest.raises(InputError, match=said):
         plan_faults([WantedFault.parse(text)], ONE_PAIR, FaultTimes(), 1, 1)

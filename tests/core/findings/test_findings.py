@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import run_files
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from kvbench.core.findings.ahead import Pair, pairs
 from kvbench.core.findings.findings import Claim, Statement, check_claim, conclude, read_claims, suspicious
@@ -41,7 +41,6 @@ from kvbench.core.findings.suspicions import (
 from kvbench.core.physics import PrefillWork, peak_flops, peak_flops_16bit
 from kvbench.core.records import Cell
 from kvbench.core.slo import Limit
-from kvbench.importers.parts import importing
 from kvbench.report.findings.load_rows import claims_of, conclusions, load_rows
 from kvbench.report.report import write_report
 from kvbench.results.run import RunFolder, load_run
@@ -49,14 +48,10 @@ from kvbench.results.run import RunFolder, load_run
 RECORDED = Path(__file__).parents[2] / "recorded" / "seeds"
 # 8 × H200, Qwen3-30B-A3B: as in the recorded notes.
 H200 = RowConditions(
-    model="Qwen3-30B-A3B",
-    hardware="8xH200",
-    slots=256,
+    model="Qwen3-30B-A3B", hardware="8xH200", slots=256,
     limits=(Limit("ttft_ms", "each", 5000.0), Limit("tpot_ms", "each", 50.0)),
-    work=PrefillWork(2.7e9, 48 * 32 * 128),
-    prefill_flops=8 * 1979e12,
-    prefill_flops_16bit=8 * 990e12,
-)
+    work=PrefillWork(2.7e9, 48 * 32 * 128), prefill_flops=8 * 1979e12, prefill_flops_16bit=8 * 990e12,
+)  # fmt: skip
 
 
 def make_row(connector: str = "a", length: int = 1024, rate: float | None = 10.0, **more: Any) -> LoadRow:
@@ -81,10 +76,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunFol
 
     def of(name: str) -> RunFolder:
         if name not in known:
-            wish = importing.ImportOptions([RECORDED / f"{name}.txt"], name=name)
-            with open("/dev/null", "w") as nowhere:
-                importing.command(wish, folder, Console(file=nowhere))
-            known[name] = load_run(next(path for path in folder.iterdir() if name in path.name))
+            known[name] = run_files.imported(folder / name, RECORDED / f"{name}.txt", name=name)
         return known[name]
 
     return of
@@ -96,8 +88,6 @@ def found(statements: list[Statement], rule: str) -> Statement:
 
 
 # --- the notes -------------------------------------------------------------------------------------
-
-
 def test_the_notes_rows_say_what_is_wrong_with_them(imported: Callable[[str], RunFolder]) -> None:
     told = conclusions([imported("notes")])
     of_burst = found(told, "burst")
@@ -156,9 +146,7 @@ def test_nobody_is_ahead_in_the_notes_and_32k_has_unequal_rates(imported: Callab
     assert "burst" in alike.text
 
 
-def test_pr_10884_repeats_are_found_and_one_of_them_is_no_repeat(
-    imported: Callable[[str], RunFolder],
-) -> None:
+def test_pr_10884_repeats_are_found_and_one_is_no_repeat(imported: Callable[[str], RunFolder]) -> None:
     run = imported("pr10884")
     told = conclusions([run], by="nics")
     assert len(found(told, "same_twice").places) == 2
@@ -183,11 +171,8 @@ def test_claims_that_are_words_alone_are_left_out(imported: Callable[[str], RunF
 
 
 # --- rules -----------------------------------------------------------------------------------------
-
-
 def test_an_honest_row_is_not_suspicious() -> None:
-    assert suspicions(make_row()) == []
-    assert suspicions(replace(make_row(), setting=H200)) == []
+    assert (suspicions(make_row()), suspicions(replace(make_row(), setting=H200))) == ([], [])
 
 
 @given(rate=st.floats(0.1, 1000), n=st.integers(2, 10_000), e2el_s=st.floats(0.01, 100))
@@ -200,8 +185,6 @@ def test_a_burst_is_a_load_shorter_than_half_a_request(rate: float, n: int, e2el
 def test_no_server_at_60_percent_of_the_peak_is_called_impossible(seed: int, overload: float, n: int) -> None:
     """Served in their order at a share of the peak that no prefill reaches, at any overload."""
     rng = np.random.default_rng(seed)
-    assert H200.work is not None
-    assert H200.prefill_flops is not None
     one_s = H200.work.flop(8192) / (0.6 * H200.prefill_flops)
     rate = overload / one_s
     sends = np.cumsum(rng.exponential(1 / rate, n))
@@ -218,7 +201,6 @@ def test_no_server_at_60_percent_of_the_peak_is_called_impossible(seed: int, ove
 def test_prompts_from_a_cache_are_found_and_unknown_hardware_is_not_judged() -> None:
     row = make_row(length=32768, rate=45.0, setting=H200, requests=225, figures={"median_ttft_ms": 430.0})
     finding = impossible_prefill(row)
-    assert finding is not None
     assert finding.evidence["percentile"] == 50
     assert impossible_prefill(replace(row, setting=RowConditions(work=H200.work))) is None
     assert impossible_prefill(replace(row, setting=replace(H200, work=None))) is None
@@ -228,7 +210,6 @@ def test_prompts_from_a_cache_are_found_and_unknown_hardware_is_not_judged() -> 
 def test_mean_only_needs_a_mean_within_and_a_percentile_beyond() -> None:
     beyond = make_row(setting=H200, figures={"p90_ttft_ms": 6000.0, "p99_ttft_ms": 9000.0})
     finding = mean_only_slo(beyond)
-    assert finding is not None
     assert "more than 10 %" in finding.message
     assert (
         mean_only_slo(make_row(setting=H200, figures={"mean_ttft_ms": 7000.0, "p99_ttft_ms": 9000.0})) is None
@@ -241,12 +222,10 @@ def test_mean_only_needs_a_mean_within_and_a_percentile_beyond() -> None:
 def test_slots_are_told_or_seen_in_the_table_itself() -> None:
     figures = {"peak_concurrent_requests": 400.0, "p90_ttft_ms": 11270.0, "median_ttft_ms": 170.0}
     told = slot_cap(make_row(requests=400, setting=H200, figures=figures))
-    assert told is not None
     assert told.evidence["waited"] == 144
     assert slot_cap(make_row(requests=400, figures=figures)) is None
     seen = figures | {"peak_output_throughput": 19567.0, "median_itl_ms": 12.75}
     itself = slot_cap(make_row(requests=400, figures=seen))
-    assert itself is not None
     assert itself.evidence["slots"] == 249
     few = {"peak_concurrent_requests": 256.0}
     assert slot_cap(make_row(requests=256, setting=H200, figures=few)) is None
@@ -258,7 +237,6 @@ def test_keeping_up_does_not_mind_the_last_requests_drain() -> None:
     assert not_kept_up(make_row(requests=100, figures=short)) is None
     behind = make_row(figures={"duration_s": 160.0, "request_throughput": 6.25, "median_e2el_ms": 30_000.0})
     finding = not_kept_up(behind)
-    assert finding is not None
     assert "6.25 of 10 req/s" in finding.message
 
 
@@ -272,7 +250,6 @@ def test_what_did_not_arrive_need_not_be_completed() -> None:
     assert not_kept_up(arrived) is None
     behind = replace(arrived, figures={**arrived.figures, "duration_s": 60.0, "request_throughput": 513 / 60})
     finding = not_kept_up(behind)
-    assert finding is not None
     assert "8.55 of 17.1 req/s completed" in finding.message
 
 
@@ -334,17 +311,14 @@ def test_a_queue_that_grows_is_always_seen(rate: float, capacity: float, e2el_s:
 
 def test_figures_that_contradict_each_other() -> None:
     finding = contradictory(make_row(figures={"request_throughput": 12.0, "p99_tpot_ms": 8.0}))
-    assert finding is not None
     assert len(finding.evidence["contradictions"]) == 2
     assert contradictory(make_row(figures={"request_throughput": 9.9})) is None  # as a table rounds
 
 
 def test_failures_and_small_numbers() -> None:
     failed = failures(make_row(figures={"failed": 30.0, "completed": 970.0}))
-    assert failed is not None
     assert "30 of 1,000" in failed.message
     few = few_requests(make_row(requests=40, figures={"completed": 40.0}))
-    assert few is not None
     assert few.level == "note"
 
 
@@ -366,8 +340,6 @@ def test_rows_alike_to_the_last_digit_are_one() -> None:
 
 
 # --- claims ----------------------------------------------------------------------------------------
-
-
 def claim(**more: Any) -> Claim:
     return Claim.from_json({"text": "said", "metric": "mean_ttft_ms", **more})
 
@@ -375,16 +347,12 @@ def claim(**more: Any) -> Claim:
 def test_claims_are_borne_out_contradicted_or_silent() -> None:
     rows = [make_row("a", figures={"mean_ttft_ms": 100.0}), make_row("b", figures={"mean_ttft_ms": 150.0})]
     ahead = check_claim(claim(ahead="a", behind="b", by_percent=[40, 60]), rows)
-    assert ahead is not None
     assert ahead.level == "note"
     behind = check_claim(claim(ahead="b", behind="a"), rows)
-    assert behind is not None
     assert "b is not ahead" in behind.message
     equal = check_claim(claim(equal=True, input_len=[1024]), rows)
-    assert equal is not None
     assert "differ by 50.0%" in equal.message
     value = check_claim(claim(values={"a": 100.4}), rows)
-    assert value is not None
     assert value.level == "note"
     assert check_claim(claim(values={"c": 1.0}), rows) is None
     assert check_claim(claim(ahead="a", behind="b", input_len=[9]), rows) is None
@@ -400,8 +368,6 @@ def test_what_is_no_claim_is_left_out(data: dict[str, Any]) -> None:
 
 
 # --- who is ahead ----------------------------------------------------------------------------------
-
-
 def one_pair(*rows: LoadRow, by: str = "connector") -> Pair:
     (pair,) = pairs(rows, by)
     return pair
@@ -417,8 +383,7 @@ def test_repeated_runs_tell_who_is_ahead() -> None:
         for each in range(4)
     ]
     pair = one_pair(*rows)
-    assert pair.scope == "runs"
-    assert [ratio.figure for ratio in pair.significant] == ["mean_ttft_ms"]
+    assert (pair.scope, [ratio.figure for ratio in pair.significant]) == ("runs", ["mean_ttft_ms"])
     assert pair.text().startswith("1,024 in, 10 req/s: a is ahead of b in mean TTFT 33.0% lower [30.9, 35.1]")
     (ahead,) = [each for each in conclude(rows) if each.kind == "ahead"]
     assert "for repeated runs" in ahead.text
@@ -464,8 +429,6 @@ def test_equal_settings_are_seldom_told_apart(seed: int) -> None:
 
 
 # --- helpers ---------------------------------------------------------------------------------------
-
-
 def test_models_and_peaks_by_name() -> None:
     assert known_model("/models/Qwen/Qwen3-30B-A3B-Instruct-2507/") == "qwen3-30b-a3b"
     assert known_model("Own-Model") == "own-model"
@@ -486,11 +449,7 @@ def test_figures_in_words() -> None:
 
 
 # --- in the report ---------------------------------------------------------------------------------
-
-
-def test_a_report_of_read_in_results_has_conclusions_rows_and_their_origin(
-    imported: Callable[[str], RunFolder],
-) -> None:
+def test_a_report_of_imports_has_conclusions_rows_and_origin(imported: Callable[[str], RunFolder]) -> None:
     run = imported("notes")
     write_report(run.path, ("md", "json", "csv"))
     text = (run.path / "report.md").read_text()

@@ -13,8 +13,6 @@ from kvbench.core.gates.steady import populations, two_populations
 from kvbench.core.records import RequestRecord
 from tests.core.gates.test_gates import GOOD, evidence
 
-Values = list[float]
-
 
 def rng(seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
@@ -30,9 +28,7 @@ def test_servers_taken_in_turn_are_found(seed: int, n: int, every: int, factor: 
     values = lognormal(seed, n, 0.05, 0.05)
     values[::every] *= factor
     found = populations(values.tolist())
-    assert found is not None
-    assert found.turn == every
-    assert found.share == pytest.approx(1 / every, abs=0.05)
+    assert (found.turn, found.share) == (every, pytest.approx(1 / every, abs=0.05))
     assert found.medians == pytest.approx((0.05, 0.05 * factor), rel=0.1)
 
 
@@ -97,7 +93,6 @@ def records(slow: float, gap: float = 1.0) -> list[RequestRecord]:
 
 def test_the_gate_names_both_by_share_and_median() -> None:
     finding = two_populations(evidence(records(3.0)))
-    assert finding is not None
     assert finding.level == "warning"
     assert (
         "TTFT has two populations: 50 ms at the median of 50% of the requests, 150 ms of the other 50%"
@@ -105,7 +100,6 @@ def test_the_gate_names_both_by_share_and_median() -> None:
     )
     assert "repeats every 2 requests" in finding.message
     finding = two_populations(evidence(records(1.0, gap=1.8)))
-    assert finding is not None
     assert finding.evidence["metric"] == "TPOT"
     assert two_populations(evidence(records(1.1))) is None
     assert two_populations(evidence(records(3.0), reuse_expected=True)) is None

@@ -27,17 +27,11 @@ def grows(system: System, load: float, latencies: float, seed: int) -> bool:
     times = zip(outcomes.arrived_s.tolist(), outcomes.first_s.tolist(), outcomes.end_s.tolist(), strict=True)
     records = [
         RequestRecord(
-            str(i),
-            at,
-            1,
-            system.tokens,
-            sent_s=at,
-            first_token_s=first,
-            last_token_s=last,
+            str(i), at, 1, system.tokens, sent_s=at, first_token_s=first, last_token_s=last,
             output_len=system.tokens,
         )
         for i, (at, first, last) in enumerate(times)
-    ]
+    ]  # fmt: skip
     slo = Slo(ttft_ms=1e3 * system.ttft_s, attainment=system.attainment)
     summary = summarise(records, slo, rate, float(outcomes.end_s.max()))
     return growing_queue(Evidence(records, summary, slo)) is not None

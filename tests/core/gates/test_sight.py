@@ -35,16 +35,13 @@ def test_a_foreign_server_s_trial_names_what_its_counters_would_have_shown() -> 
     assert "same_answers" in blind(bare)  # five tokens are too few
 
 
-@pytest.mark.parametrize(
-    ("changes", "gates"),
-    [
-        ({"prompt_tokens": None}, {"wrong_prompt_length"}),
-        ({"text_crc": None}, {"empty_answers", "inflated_usage"}),
-        ({"itl_s": []}, {"early_first_token", "tokens_per_event", "inflated_usage"}),
-        ({"first_event_s": None}, {"empty_first_event"}),
-        ({"stamps": ""}, {"answer_at_once", "impossible_answers"}),
-    ],
-)
+@pytest.mark.parametrize(("changes", "gates"), [
+    ({"prompt_tokens": None}, {"wrong_prompt_length"}),
+    ({"text_crc": None}, {"empty_answers", "inflated_usage"}),
+    ({"itl_s": []}, {"early_first_token", "tokens_per_event", "inflated_usage"}),
+    ({"first_event_s": None}, {"empty_first_event"}),
+    ({"stamps": ""}, {"answer_at_once", "impossible_answers"}),
+])  # fmt: skip
 def test_what_answers_do_not_tell_blinds_its_gates(changes: dict[str, object], gates: set[str]) -> None:
     seen = blind(evidence(STREAMED))
     lacking = blind(evidence([replace(r, **changes) for r in STREAMED]))  # type: ignore[arg-type]
@@ -68,20 +65,12 @@ def test_a_pair_s_counters_open_the_eyes() -> None:
 N_HALF = len(GOOD) / 2
 
 
-@pytest.mark.parametrize(
-    ("served", "level"),
-    [
-        ((100.0, 0.0), "warning"),
-        ((85.0, 15.0), "warning"),
-        ((60.0, 40.0), None),
-        ((100.0,), None),
-        ((), None),
-    ],
-)
+@pytest.mark.parametrize(("served", "level"), [
+    ((100.0, 0.0), "warning"), ((85.0, 15.0), "warning"), ((60.0, 40.0), None), ((100.0,), None), ((), None),
+])  # fmt: skip
 def test_an_idle_instance_is_named(served: tuple[float, ...], level: str | None) -> None:
     found = evidence(GOOD, engines=engines(decode={"served": served}))
-    assert fired(found).get("unequal_instances") == level
-    assert judge(found)[0] == "met"
+    assert (fired(found).get("unequal_instances"), judge(found)[0]) == (level, "met")
 
 
 def test_tokens_count_where_requests_do_not() -> None:

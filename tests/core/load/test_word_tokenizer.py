@@ -38,8 +38,7 @@ def decoded(ids: list[int]) -> str:
 
 @given(st.lists(st.integers(1, VOCAB - 1), max_size=20))
 def test_the_engines_tokens_are_its_tokens(tokens: list[int]) -> None:
-    assert encoded(protocol.decode(tokens)) == tokens
-    assert protocol.encode(decoded(tokens), VOCAB) == tokens
+    assert (encoded(protocol.decode(tokens)), protocol.encode(decoded(tokens), VOCAB)) == (tokens, tokens)
 
 
 @given(TEXTS)
@@ -47,8 +46,7 @@ def test_of_any_other_text_the_engine_reads_as_many_tokens(words: str) -> None:
     """A foreign client makes tokens of a text, cuts them to a length, and sends what they decode to."""
     ids = encoded(words)
     sent = decoded(ids)
-    assert encoded(sent) == ids
-    assert len(protocol.encode(sent, VOCAB)) == len(ids)
+    assert (encoded(sent), len(protocol.encode(sent, VOCAB))) == (ids, len(ids))
 
 
 def test_hugging_faces_library_reads_it_the_same_way(tmp_path: Path) -> None:
@@ -61,14 +59,12 @@ def test_hugging_faces_library_reads_it_the_same_way(tmp_path: Path) -> None:
 
 
 def test_launch_writes_it_for_the_emulated_engine_only(tmp_path: Path) -> None:
-    done = invoke("launch", "quickstart", "--print", "--tokenizer", str(tmp_path / "words"))
-    assert done.status == 0, done.text
+    invoke("launch", "quickstart", "--print", "--tokenizer", str(tmp_path / "words")).ended(0)
     made = json.loads((tmp_path / "words" / "tokenizer.json").read_text())
     vocab = made["model"]["vocab"]
     assert all(vocab[f"t{number}"] == number for number in range(1, 8192))
     config = json.loads((tmp_path / "words" / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
-    real = invoke("launch", "vllm-cpu-tiny", "--print", "--tokenizer", str(tmp_path / "none"))
-    assert real.status == 2
+    real = invoke("launch", "vllm-cpu-tiny", "--print", "--tokenizer", str(tmp_path / "none")).ended(2)
     assert "has its model's tokenizer" in real.err
     assert not (tmp_path / "none").exists()

@@ -57,16 +57,13 @@ SMALL_DECODE = replace(PAIR, decode_config=replace(CONFIG, num_blocks=400))
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("dispatch", ["sequential", "concurrent"])
-@pytest.mark.parametrize(
-    ("limit", "system", "rate", "lengths"),
-    [
-        pytest.param("prefill", PAIR, 40.0, (1024, 16), id="prefill"),
-        pytest.param("transfer", SLOW_LINK, 27.0, (1024, 16), id="slow link"),
-        pytest.param("transfer", SMALL_POOL, 27.0, (1024, 16), id="slow link holds up P"),
-        pytest.param("decode_slots", FEW_SLOTS, 20.0, (512, 64), id="slots"),
-        pytest.param("decode_slots", SMALL_DECODE, 40.0, (512, 64), id="decode's KV pool"),
-    ],
-)
+@pytest.mark.parametrize(("limit", "system", "rate", "lengths"), [
+    pytest.param("prefill", PAIR, 40.0, (1024, 16), id="prefill"),
+    pytest.param("transfer", SLOW_LINK, 27.0, (1024, 16), id="slow link"),
+    pytest.param("transfer", SMALL_POOL, 27.0, (1024, 16), id="slow link holds up P"),
+    pytest.param("decode_slots", FEW_SLOTS, 20.0, (512, 64), id="slots"),
+    pytest.param("decode_slots", SMALL_DECODE, 40.0, (512, 64), id="decode's KV pool"),
+])  # fmt: skip
 def test_a_pair_that_is_bound_by_one_thing_is_named_so(
     limit: str, system: System, rate: float, lengths: tuple[int, int], dispatch: str, seed: int
 ) -> None:
@@ -147,8 +144,6 @@ def test_a_trial_that_was_stopped_before_the_late_ones_were_answered_is_still_re
 
 
 # -- degrading honestly -------------------------------------------------------------------------------
-
-
 def late(count: int = 100, **times: float) -> list[RequestRecord]:
     """Requests at 10/s whose first token comes after half a second; ``times`` count from the send."""
     records = []
@@ -175,11 +170,8 @@ def test_without_router_times_and_gauges_it_is_undetermined() -> None:
 
 def test_waiting_on_a_decode_that_tells_nothing_is_undetermined() -> None:
     times = {
-        "prefill_sent_s": 0.0,
-        "prefill_answered_s": 0.02,
-        "decode_sent_s": 0.02,
-        "decode_first_byte_s": 0.5,
-    }
+        "prefill_sent_s": 0.0, "prefill_answered_s": 0.02, "decode_sent_s": 0.02, "decode_first_byte_s": 0.5,
+    }  # fmt: skip
     records = late(**times)
     records[0].decode_first_byte_s = 0.03  # somebody did not wait
     told = binding_of(records, SLO, window_facts())
@@ -215,16 +207,12 @@ def test_use_from_samples() -> None:
     assert set(use) == {"decode"}
     told = use["decode"]
     assert (told.engines, told.running_peak, told.waiting_mean, told.slots) == (1, 8, 1.75, 8)
-    assert told.slots_full_share == 0.5
-    assert told.kv_full_share == 0.25
+    assert (told.slots_full_share, told.kv_full_share) == (0.5, 0.25)
     assert sampled_use(rows, slots=None)["decode"].slots_full_share is None
-    assert Use.from_json(told.to_json()) == told
-    assert sampled_use([], slots=8) == {}
+    assert (Use.from_json(told.to_json()), sampled_use([], slots=8)) == (told, {})
 
 
 # -- what a cell stores -------------------------------------------------------------------------------
-
-
 def trial(rate: float, verdict: str, **engine: object) -> TrialRecord:
     summary = {"window": {"start_s": 1.0, "end_s": 9.9}}
     return TrialRecord(
@@ -244,17 +232,14 @@ def test_the_lowest_missed_rate_above_the_answer_is_asked() -> None:
     limit = {"limit": "prefill", "evidence": "because", "shares": {}}
     trials = [trial(9, "missed"), trial(10, "met"), trial(14, "missed"), trial(12, "missed", limit=limit)]
     found = limiting_trial(trials, 10.0)
-    assert found is not None
     assert found.request_rate == 12
     told = limit_of_cell(trials, 10.0)
     assert told == {**limit, "trial_id": "t-12"}
     assert Binding.from_json(told).limit == "prefill"
     lowest = limiting_trial(trials, None)
-    assert lowest is not None
     assert lowest.request_rate == 9
     assert limit_of_cell(trials, None) is None  # it was missed, and nobody has noted why
     censored = limit_of_cell([trial(10, "met")], 10.0)
-    assert censored is not None
     assert censored["limit"] == "none"
     assert limit_of_cell([trial(10, "invalid")], None) is None
     near = [trial(10, "met"), trial(9.5, "missed", limit=limit), trial(10.5, "undecided", limit=limit)]
@@ -265,11 +250,8 @@ def test_the_lowest_missed_rate_above_the_answer_is_asked() -> None:
 
 def test_a_measured_trial_gets_its_limit() -> None:
     times = {
-        "prefill_sent_s": 0.0,
-        "prefill_answered_s": 0.4,
-        "decode_sent_s": 0.4,
-        "decode_first_byte_s": 0.5,
-    }
+        "prefill_sent_s": 0.0, "prefill_answered_s": 0.4, "decode_sent_s": 0.4, "decode_first_byte_s": 0.5,
+    }  # fmt: skip
     records = late(**times)
     records[0].prefill_answered_s = 0.1
     records[0].decode_sent_s = 0.1
@@ -292,14 +274,10 @@ def test_every_limit_has_words() -> None:
 
 
 # -- in words -----------------------------------------------------------------------------------------
-
 AT_P = {"prefill_sent_s": 0.0, "prefill_answered_s": 0.48, "decode_sent_s": 0.48, "decode_first_byte_s": 0.5}
 AFTER_P = {
-    "prefill_sent_s": 0.0,
-    "prefill_answered_s": 0.02,
-    "decode_sent_s": 0.02,
-    "decode_first_byte_s": 0.5,
-}
+    "prefill_sent_s": 0.0, "prefill_answered_s": 0.02, "decode_sent_s": 0.02, "decode_first_byte_s": 0.5,
+}  # fmt: skip
 FREE = Use(slots=8, slots_full_share=0.0, kv_full_share=0.2)
 BLOCKED = Use(busy_share=0.5, kv_full_share=0.4)
 FETCHED = (
@@ -308,70 +286,25 @@ FETCHED = (
 )
 
 
-@pytest.mark.parametrize(
-    ("times", "use", "kv_ms", "limit", "words"),
-    [
-        (AT_P, {"prefill": Use(busy_share=0.95)}, None, "prefill", "93% … waiting for prefill (P busy 95%)"),
-        (AT_P, {}, None, "prefill", "93% … waiting for prefill"),
-        (
-            AT_P,
-            {"prefill": BLOCKED, "decode": FREE},
-            None,
-            "transfer",
-            f"93% … {FETCHED}",
-        ),
-        (
-            AT_P,
-            {"prefill": BLOCKED, "decode": replace(FREE, slots_full_share=0.25)},
-            None,
-            "decode_slots",
-            f"93% … {FETCHED}",
-        ),
-        (
-            AT_P,
-            {"prefill": replace(BLOCKED, kv_full_share=0.24)},
-            None,
-            "prefill",
-            "93% … waiting for prefill (P busy 50%)",
-        ),
-        (
-            AFTER_P,
-            {"decode": replace(FREE, slots_full_share=0.9)},
-            None,
-            "decode_slots",
-            "93% … waiting for a decode slot: all 8 slots were in use 90% of the time",
-        ),
-        (
-            AFTER_P,
-            {"decode": Use(slots_full_share=0.9, kv_full_share=0.9)},
-            None,
-            "decode_slots",
-            "93% … waiting for a decode slot: all slots were in use 90% of the time",
-        ),
-        (
-            AFTER_P,
-            {"decode": replace(FREE, kv_full_share=0.95)},
-            None,
-            "decode_slots",
-            "93% … waiting for a decode slot: its KV pool was full 95% of the time",
-        ),
-        (
-            AFTER_P,
-            {"decode": FREE},
-            None,
-            "transfer",
-            "93% … between prefill and decode, while decode had free slots",
-        ),
-        (
-            AFTER_P,
-            {"decode": FREE},
-            3.0,
-            "undetermined",
-            "92% … waiting on decode, although it had free slots",
-        ),
-        (AFTER_P, {"decode": FREE}, 400.0, "transfer", "80% … the KV transfer (400 ms on average)"),
-    ],
-)
+@pytest.mark.parametrize(("times", "use", "kv_ms", "limit", "words"), [
+    (AT_P, {"prefill": Use(busy_share=0.95)}, None, "prefill", "93% … waiting for prefill (P busy 95%)"),
+    (AT_P, {}, None, "prefill", "93% … waiting for prefill"),
+    (AT_P, {"prefill": BLOCKED, "decode": FREE}, None, "transfer", f"93% … {FETCHED}"),
+    (AT_P, {"prefill": BLOCKED, "decode": replace(FREE, slots_full_share=0.25)}, None, "decode_slots",
+     f"93% … {FETCHED}"),
+    (AT_P, {"prefill": replace(BLOCKED, kv_full_share=0.24)}, None, "prefill",
+     "93% … waiting for prefill (P busy 50%)"),
+    (AFTER_P, {"decode": replace(FREE, slots_full_share=0.9)}, None, "decode_slots",
+     "93% … waiting for a decode slot: all 8 slots were in use 90% of the time"),
+    (AFTER_P, {"decode": Use(slots_full_share=0.9, kv_full_share=0.9)}, None, "decode_slots",
+     "93% … waiting for a decode slot: all slots were in use 90% of the time"),
+    (AFTER_P, {"decode": replace(FREE, kv_full_share=0.95)}, None, "decode_slots",
+     "93% … waiting for a decode slot: its KV pool was full 95% of the time"),
+    (AFTER_P, {"decode": FREE}, None, "transfer",
+     "93% … between prefill and decode, while decode had free slots"),
+    (AFTER_P, {"decode": FREE}, 3.0, "undetermined", "92% … waiting on decode, although it had free slots"),
+    (AFTER_P, {"decode": FREE}, 400.0, "transfer", "80% … the KV transfer (400 ms on average)"),
+])  # fmt: skip
 def test_what_late_requests_waited_for_is_said(
     times: dict[str, float], use: dict[str, Use], kv_ms: float | None, limit: str, words: str
 ) -> None:

@@ -54,9 +54,7 @@ def idle(*texts: int) -> CanaryResult:
 @pytest.mark.parametrize(("n", "every"), [(1800, 20), (180, 20), (600, 100)])
 def test_five_per_cent_and_less_of_other_users_answers_are_found(n: int, every: int) -> None:
     finding = found(load(swapped(n, every)))
-    assert finding is not None
-    assert finding.level == "invalid"
-    assert finding.evidence["at_the_same_time"] == n // every
+    assert (finding.level, finding.evidence["at_the_same_time"]) == ("invalid", n // every)
     assert finding.evidence["pairs"][0] == [f"r{every - 4}", f"r{every - 1}"]
     assert f"r{every - 4} and r{every - 1} got the same" in finding.message
 
@@ -71,7 +69,6 @@ def test_answers_from_any_time_are_found_by_the_idle_ones() -> None:
     texts = [place % 40 if place % 2 else 1000 + place for place in range(400)]
     assert found(load(texts)) is None
     finding = found(load(texts), canaries=idle(*range(10_000, 10_018)))
-    assert finding is not None
     assert "200 of 400 answers under load repeat another one's text, of 18 idle ones 0" in finding.message
     # An idle server that gives them as often is an honest one.
     assert found(load(texts), canaries=idle(*range(10), *range(20_000, 20_008))) is None
@@ -117,7 +114,6 @@ def test_short_answers_are_not_compared() -> None:
 def test_prompts_with_equal_beginnings_and_dummy_weights_refuse_nothing() -> None:
     assert found(load(swapped(1800, 20)), reuse_expected=True) is None
     finding = found(load(swapped(1800, 20)), dummy_weights=True)
-    assert finding is not None
     assert finding.level == "warning"
 
 

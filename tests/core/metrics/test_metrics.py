@@ -22,17 +22,10 @@ def request(
 ) -> RequestRecord:
     first = at_s + ttft_s
     return RequestRecord(
-        f"r{at_s}",
-        at_s,
-        input_len,
-        tokens,
-        sent_s=at_s + 0.001,
-        first_token_s=first,
-        last_token_s=first + tpot_s * (tokens - 1),
-        output_len=tokens,
-        itl_s=[tpot_s] * (tokens - 1),
+        f"r{at_s}", at_s, input_len, tokens, sent_s=at_s + 0.001, first_token_s=first,
+        last_token_s=first + tpot_s * (tokens - 1), output_len=tokens, itl_s=[tpot_s] * (tokens - 1),
         status=200,
-    )
+    )  # fmt: skip
 
 
 def cancelled(at_s: float, first_token_s: float | None = None, tokens: int = 11) -> RequestRecord:
@@ -41,19 +34,16 @@ def cancelled(at_s: float, first_token_s: float | None = None, tokens: int = 11)
     )
 
 
-@pytest.mark.parametrize(
-    ("record", "verdict"),
-    [
-        (request(0), True),
-        (request(0, ttft_s=0.3), False),
-        (request(0, tpot_s=0.03), False),
-        (request(0, tokens=1), True),  # TPOT undefined
-        (replace(request(0), error="wrong_length"), False),
-        (replace(request(0), error="http_error"), False),
-        (RequestRecord("x", 0, 1, 1, error="timeout"), False),
-        (RequestRecord("x", 0, 1, 1, sent_s=0.0, last_token_s=0.1), False),  # no first token was ever seen
-    ],
-)
+@pytest.mark.parametrize(("record", "verdict"), [
+    (request(0), True),
+    (request(0, ttft_s=0.3), False),
+    (request(0, tpot_s=0.03), False),
+    (request(0, tokens=1), True),  # TPOT undefined
+    (replace(request(0), error="wrong_length"), False),
+    (replace(request(0), error="http_error"), False),
+    (RequestRecord("x", 0, 1, 1, error="timeout"), False),
+    (RequestRecord("x", 0, 1, 1, sent_s=0.0, last_token_s=0.1), False),  # no first token was ever seen
+])  # fmt: skip
 def test_met(record: RequestRecord, verdict: bool) -> None:
     assert met(record, SLO) is verdict
 
@@ -64,20 +54,17 @@ def test_latency_counts_from_the_scheduled_send() -> None:
     assert met(replace(late, first_token_s=0.25), SLO) is False
 
 
-@pytest.mark.parametrize(
-    ("record", "ended_s", "verdict"),
-    [
-        (cancelled(1.0), 1.1, None),
-        (cancelled(1.0), 1.3, False),  # waited past its TTFT limit
-        (cancelled(1.0), None, None),
-        (cancelled(1.0, first_token_s=1.5), None, False),
-        (cancelled(1.0, first_token_s=1.1), 1.2, None),
-        (cancelled(1.0, first_token_s=1.1), 1.4, False),  # 10 gaps in 0.3 s or more: TPOT above 20 ms
-        (cancelled(1.0, first_token_s=1.1), 1.299, None),  # 10 gaps in 0.199 s or more
-        (cancelled(1.0, first_token_s=1.1), 1.301, False),
-        (cancelled(2.0), 1.0, None),  # not yet due
-    ],
-)
+@pytest.mark.parametrize(("record", "ended_s", "verdict"), [
+    (cancelled(1.0), 1.1, None),
+    (cancelled(1.0), 1.3, False),  # waited past its TTFT limit
+    (cancelled(1.0), None, None),
+    (cancelled(1.0, first_token_s=1.5), None, False),
+    (cancelled(1.0, first_token_s=1.1), 1.2, None),
+    (cancelled(1.0, first_token_s=1.1), 1.4, False),  # 10 gaps in 0.3 s or more: TPOT above 20 ms
+    (cancelled(1.0, first_token_s=1.1), 1.299, None),  # 10 gaps in 0.199 s or more
+    (cancelled(1.0, first_token_s=1.1), 1.301, False),
+    (cancelled(2.0), 1.0, None),  # not yet due
+])  # fmt: skip
 def test_cancelled_requests(record: RequestRecord, ended_s: float | None, verdict: bool | None) -> None:
     assert met(record, SLO, ended_s) is verdict
 
@@ -116,8 +103,7 @@ def test_small_trials_keep_every_request() -> None:
     few = [request(t) for t in (0.5, 0.7, 0.9)]
     summary = summarise(few, SLO, 5.0, 1.2)
     assert (summary.judged_met, summary.judged_missed) == (3, 0)
-    assert summary.ttft_ms.p50 == pytest.approx(100)
-    assert summary.ttft_ms.p90 is None
+    assert (summary.ttft_ms.p50, summary.ttft_ms.p90) == (pytest.approx(100), None)
     one = summarise(few[:1], SLO, 5.0, 1.2)
     assert (one.judged, one.slo_attainment, one.achieved_rate) == (1, 1.0, None)
 
@@ -158,8 +144,7 @@ def test_the_drain_distorts_no_rate() -> None:
     assert summary.output_tok_per_s == pytest.approx(110.0, rel=0.03)
     assert summary.total_tok_per_s == pytest.approx(1110.0, rel=0.03)
     assert summary.run_request_rate == pytest.approx(200 / 30)
-    assert summary.run_total_tok_per_s == pytest.approx(200 * 111 / 30)
-    assert summary.peak_waiting == 50
+    assert (summary.run_total_tok_per_s, summary.peak_waiting) == (pytest.approx(200 * 111 / 30), 50)
     assert summary.peak_in_flight == 100
 
 

@@ -55,14 +55,9 @@ def text(choices: tuple[TokenChoice, ...]) -> str:
 
 
 def served(
-    noise: np.random.Generator | None,
-    sigma: float,
-    *,
-    first: int = 0,
-    repeats: int = 0,
-    fault: float = 0.0,
+    noise: np.random.Generator | None, sigma: float, *, first: int = 0, repeats: int = 0, fault: float = 0.0,
     scored: bool = True,
-) -> Outputs:
+) -> Outputs:  # fmt: skip
     """One server's answers to the prompts, asked again ``repeats`` times."""
     rounds = []
     for _ in range(1 + repeats):
@@ -134,13 +129,7 @@ FAR = TokenChoice(" sat", {" sat": -0.01, " ran": -5.0, " b": -6.0})
 
 @pytest.mark.parametrize(
     ("said", "gap"),
-    [
-        (" dog runs", 0.02),
-        (" cat ran", 4.99),
-        (" cat flew", 5.99),
-        (" cat sat down", None),
-        (" emu", 2.3),
-    ],
+    [(" dog runs", 0.02), (" cat ran", 4.99), (" cat flew", 5.99), (" cat sat down", None), (" emu", 2.3)],
 )
 def test_the_gap_is_that_of_the_first_other_token(said: str, gap: float | None) -> None:
     found = departure((NEAR, FAR), said)
@@ -166,8 +155,7 @@ def test_chances_are_chances(of: int, asked: int, differed: int) -> None:
 
 def test_the_power_of_a_few_prompts_is_known() -> None:
     assert detectable_fault_share(4) == pytest.approx(1 - 0.05**0.25)
-    assert refused_from(4, Noise(12, 0)) == 3
-    assert refused_from(4, Noise(12, 12)) is None
+    assert (refused_from(4, Noise(12, 0)), refused_from(4, Noise(12, 12))) == (3, None)
     assert Noise(12, 1, nats=0.1).allowed_nats == pytest.approx(MARGIN * 0.1)
 
 

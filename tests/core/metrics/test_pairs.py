@@ -59,8 +59,7 @@ def test_the_figures_are_those_of_all_pairs_together() -> None:
     found = by_name(added(trials))
     for name, figure in {"p50": 50, "p90": 90, "p99": 99}.items():
         a, b = np.percentile(with_, figure), np.percentile(without, figure)
-        assert found[name].with_ == pytest.approx(a)
-        assert found[name].without == pytest.approx(b)
+        assert (found[name].with_, found[name].without) == (pytest.approx(a), pytest.approx(b))
         assert found[name].added == pytest.approx(a - b)
     assert found["mean"].added == pytest.approx(with_.mean() - without.mean())
     assert found["request"].added == pytest.approx(np.median(with_ - without))
@@ -78,9 +77,7 @@ def test_no_difference_is_not_told_from_zero() -> None:
 
 def test_nothing_is_said_of_a_few() -> None:
     few = np.ones(LEAST_PAIRS - 1)
-    assert added([(few, few)]) == []
-    assert added([]) == []
-    assert added([(np.array([]), np.array([]))]) == []
+    assert (added([(few, few)]), added([]), added([(np.array([]), np.array([]))])) == ([], [], [])
     with pytest.raises(ValueError, match="pair"):
         added([(few, few[1:])])
 

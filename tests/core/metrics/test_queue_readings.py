@@ -23,11 +23,9 @@ def test_a_load_that_began_later_is_read_as_one_that_began_then() -> None:
     end_s, begin_s = float(offsets[-1]), 50.0
     how = {"rate": 10.0, "latency_s": 0.3, "ttft_limit_s": 1.0}
     whole = QueueReadings.of_records(records, end_s, end_s + 1, **how)
-    assert whole is not None
     late = whole.since(begin_s)
     alone = [each for each in records if each.scheduled_s >= begin_s]
-    assert len(late.offsets_s) == len(alone)
-    assert late.offsets_s[0] == alone[0].scheduled_s - begin_s
+    assert (len(late.offsets_s), late.offsets_s[0]) == (len(alone), alone[0].scheduled_s - begin_s)
     assert np.all(late.times_s > 0)
     assert np.all(np.diff(late.firsts) >= 0)
     # Requests sent since, and first tokens of these: at most two were under way when the reading began.
@@ -52,7 +50,6 @@ def test_a_queue_is_seen_to_grow_in_what_came_after_the_filling(per_s: float, gr
     whole = QueueReadings.of_records(
         records, end_s, float(firsts[-1]) + 1, rate=10.0, latency_s=0.5, ttft_limit_s=5.0
     )
-    assert whole is not None
     found = queue_growth(whole.since(begin_s))
     assert (found is not None) is grows
     if found is not None:

@@ -16,7 +16,7 @@ import sample_run
 from commands import EASY, invoke, kvbench, the_run
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
+from run_files import printed
 from sample_run import PLAN, make_run
 
 import kvbench as notebook
@@ -39,7 +39,7 @@ from kvbench.report.findings.ahead import rate_pairs
 from kvbench.report.findings.findings import statements
 from kvbench.report.findings.notes import ahead
 from kvbench.report.plots.rates import max_rate_figure
-from kvbench.report.report import render_terminal, write_report
+from kvbench.report.report import write_report
 from kvbench.report.tables.result import Answer, Row, summary_table
 from kvbench.report.tables.trial_values import VALUE_COLUMNS
 from kvbench.results.run import RunFolder, load_run
@@ -70,35 +70,22 @@ def row(name: str, lower: float | None, upper: float | None, size: Size, outcome
 
 
 # --- counting ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("deployment", "environment", "sizes"),
-    [
-        (
-            {"engine": "emulated", "tensor_parallel_size": 8, "hardware": "8xH200"},
-            {},
-            (Size(2, 16), Size(1, 8)),
-        ),
-        ({"engine": "emulated", "tensor_parallel_size": 4}, {"gpus": []}, (Size(2, 8), Size(1, 4))),
-        ({"engine": "emulated"}, GPUS, (Size(2, 2), Size(1, 1))),
-        (VLLM, GPUS, (Size(2, 8), Size(1, 4))),
-        (VLLM, {"gpus": []}, (Size(2), Size(1))),
-        (VLLM, {"gpus": [], "hosts": {"a": GPUS}}, (Size(2, 8), Size(1, 4))),
-        ({**VLLM, "hardware": "2xH200"}, GPUS, (Size(2, 4), Size(1, 2))),
-        ({**VLLM, "engine_options": {"env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}}, GPUS, (Size(2), Size(1))),
-        (
-            {**VLLM, "engine_options": {"decode_args": {"data_parallel_size": 2}}},
-            GPUS,
-            (Size(2, 12), Size(1, 4)),
-        ),
-        ({"engine": "external"}, GPUS, (Size(), Size())),
-        ({"engine": "external", "engine_options": {"gpus": 8}}, {}, (Size(None, 8), Size(None, 8))),
-        ({"engine": "external", "engine_options": {"gpus": "eight"}}, {}, (Size(), Size())),
-        ({"engine": "system", "engine_options": {"gpus": 4}}, GPUS, (Size(None, 4), Size(None, 4))),
-        ({**VLLM, "tensor_parallel_size": "many"}, GPUS, (Size(2), Size(1))),
-    ],
-)
+@pytest.mark.parametrize(("deployment", "environment", "sizes"), [
+    ({"engine": "emulated", "tensor_parallel_size": 8, "hardware": "8xH200"}, {}, (Size(2, 16), Size(1, 8))),
+    ({"engine": "emulated", "tensor_parallel_size": 4}, {"gpus": []}, (Size(2, 8), Size(1, 4))),
+    ({"engine": "emulated"}, GPUS, (Size(2, 2), Size(1, 1))),
+    (VLLM, GPUS, (Size(2, 8), Size(1, 4))),
+    (VLLM, {"gpus": []}, (Size(2), Size(1))),
+    (VLLM, {"gpus": [], "hosts": {"a": GPUS}}, (Size(2, 8), Size(1, 4))),
+    ({**VLLM, "hardware": "2xH200"}, GPUS, (Size(2, 4), Size(1, 2))),
+    ({**VLLM, "engine_options": {"env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}}, GPUS, (Size(2), Size(1))),
+    ({**VLLM, "engine_options": {"decode_args": {"data_parallel_size": 2}}}, GPUS, (Size(2, 12), Size(1, 4))),
+    ({"engine": "external"}, GPUS, (Size(), Size())),
+    ({"engine": "external", "engine_options": {"gpus": 8}}, {}, (Size(None, 8), Size(None, 8))),
+    ({"engine": "external", "engine_options": {"gpus": "eight"}}, {}, (Size(), Size())),
+    ({"engine": "system", "engine_options": {"gpus": 4}}, GPUS, (Size(None, 4), Size(None, 4))),
+    ({**VLLM, "tensor_parallel_size": "many"}, GPUS, (Size(2), Size(1))),
+])  # fmt: skip
 def test_gpus_are_counted_only_where_they_are_known(
     deployment: dict[str, Any], environment: dict[str, Any], sizes: tuple[Size, Size]
 ) -> None:
@@ -141,8 +128,6 @@ def test_sizes_differ_in_gpus_where_both_are_known_and_else_in_engines(one: Size
 
 
 # --- who is ahead --------------------------------------------------------------------------------
-
-
 def test_twice_the_engines_are_not_ahead() -> None:
     """The README's own case: 69.2 req/s on P and D, 40.2 on one engine: 1.72 by rate, 0.86 per engine."""
     rows = [row("nixl", 69.2, 73.8, Size(2)), row("aggregated", 40.2, 44.5, Size(1))]
@@ -204,8 +189,7 @@ def test_a_pair_is_compared_by_rates_only_at_equal_numbers(
     if abs(sure - AHEAD) > 0.01:  # the rates that stand for a posterior are 41
         assert (told.ratio is not None) == (sure > AHEAD and ratio > 1)
     if told.ratio is not None:
-        assert told.ratio == pytest.approx(ratio)
-        assert told.sure == pytest.approx(sure, abs=0.01)
+        assert (told.ratio, told.sure) == (pytest.approx(ratio), pytest.approx(sure, abs=0.01))
     assert ("per engine" in told.text()) == (n != m)
 
 
@@ -227,8 +211,6 @@ def test_latencies_at_one_rate_are_not_compared_across_unequal_numbers() -> None
 
 
 # --- in the tables -------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def uneven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run of P and D against one engine, none of them on a GPU."""
@@ -240,7 +222,6 @@ def uneven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 def test_every_table_has_the_rate_per_engine(uneven: RunFolder) -> None:
     pair = next(each for each in summary_table(uneven) if each.cell.connector == "nixl")
-    assert pair.answer.max_request_rate is not None
     per = pair.answer.max_request_rate / 2
     write_report(uneven.path)
     with (uneven.path / "tables/summary.csv").open(encoding="utf-8") as file:
@@ -258,9 +239,7 @@ def test_every_table_has_the_rate_per_engine(uneven: RunFolder) -> None:
     assert float(told["max_request_rate_per_engine"]) == pytest.approx(per)
 
 
-def test_gpus_of_an_emulated_engine_have_goodput_tokens_and_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_emulated_gpus_have_goodput_tokens_and_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned({"engine": "emulated", "tensor_parallel_size": 4, "price_per_gpu_hour": 1.8})
     monkeypatch.setitem(PLAN, "deployments", plan["deployments"])
     monkeypatch.setitem(PLAN, "scenario", {**PLAN["scenario"], **plan["scenario"]})
@@ -292,9 +271,7 @@ def test_gpus_of_an_emulated_engine_have_goodput_tokens_and_costs(
     assert {"cost_per_1k_requests", "interval_level"} <= set(notebook.load(run.path).summary.columns)
 
 
-def test_power_that_is_known_is_told_by_gpu_and_by_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_power_is_told_by_gpu_and_by_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = planned({"engine": "emulated", "tensor_parallel_size": 4})
     monkeypatch.setitem(PLAN, "deployments", plan["deployments"])
     monkeypatch.setitem(PLAN, "scenario", {**PLAN["scenario"], **plan["scenario"]})
@@ -326,10 +303,7 @@ def test_a_price_that_is_none_gives_no_costs() -> None:
 
 
 def test_the_terminal_has_it_too_within_100_columns(uneven: RunFolder) -> None:
-    console = Console(file=io.StringIO(), width=100, highlight=False)
-    render_terminal(uneven, console)
-    assert isinstance(console.file, io.StringIO)
-    text = console.file.getvalue()
+    text = printed(uneven)
     assert "/eng" in text
     assert max(len(line.rstrip()) for line in text[: text.index("files:")].splitlines()) <= 100
     assert "not directly comparable: 2 engines" in " ".join(text.split())
@@ -346,33 +320,23 @@ def test_the_notebook_calls_the_ratio_what_it_is(uneven: RunFolder) -> None:
 
 
 # --- where they run ------------------------------------------------------------------------------
-
-
 def test_lone_engines_take_the_places_and_devices_of_p_and_d() -> None:
     hosts = {name: {"address": f"10.0.0.{place}", "devices": [0, 1]} for place, name in enumerate("ab", 1)}
-    scenario, _ = load_scenario(
-        "quickstart",
-        [
-            "deployment.launcher=ssh",
-            f"deployment.hosts={json.dumps(hosts)}",
-            "deployment.roles={prefill: a, decode: b}",
-            "deployment.decode=2",
-        ],
-    )
+    scenario, _ = load_scenario("quickstart", [
+        "deployment.launcher=ssh", f"deployment.hosts={json.dumps(hosts)}",
+        "deployment.roles={prefill: a, decode: b}", "deployment.decode=2",
+    ])  # fmt: skip
     deployment, whole = scenario.deployment, plan_of(scenario).deployments[0]
     names = [each.name for each in whole.instances]
     assert names == ["aggregated-0", "aggregated-1", "aggregated-2"]
     assert [deployment.host_name(name) for name in names] == ["a", "b", "b"]
     given = [each["CUDA_VISIBLE_DEVICES"] for each in far_device_env(scenario, whole).values()]
     assert given == ["0", "0", "1"]
-    own, _ = load_scenario(
-        "quickstart",
-        [
-            "deployment.launcher=ssh",
-            f"deployment.hosts={json.dumps(hosts)}",
-            "deployment.roles={prefill: a, decode: b, aggregated: b}",
-        ],
-    )
+    own, _ = load_scenario("quickstart", [
+        "deployment.launcher=ssh",
+        f"deployment.hosts={json.dumps(hosts)}",
+        "deployment.roles={prefill: a, decode: b, aggregated: b}",
+    ])  # fmt: skip
     assert [own.deployment.host_name(f"aggregated-{rank}") for rank in range(2)] == ["b", "b"]
 
 
@@ -386,8 +350,6 @@ def test_on_one_host_they_take_prefills_devices_and_then_decodes() -> None:
 
 
 # --- an older folder, and a real run -------------------------------------------------------------
-
-
 def test_an_older_run_goes_on_with_the_engines_that_it_had() -> None:
     run = load_run(ROOT / "results/reference/vllm-cpu-tiny")
     assert "aggregated" not in run.plan["scenario"]["deployment"]
@@ -402,7 +364,6 @@ def test_times_of_an_engine_behind_the_router_are_parts_of_its_ttft() -> None:
     record = RequestRecord("r", 1.0, 64, 4, sent_s=1.1, first_token_s=2.0, last_token_s=3.0)
     record.decode_sent_s, record.decode_first_byte_s = 1.2, 1.9
     parts = parts_of(record)
-    assert parts is not None
     assert (parts.client, parts.router) == (pytest.approx(0.1), pytest.approx(0.2))
     assert (parts.prefill, parts.after) == (pytest.approx(0.7), None)
 
@@ -417,18 +378,15 @@ def test_two_engines_share_the_load_behind_the_router(tmp_path: Path) -> None:
     whole, pair = run.trials
     assert whole.engine["load_mode"] == pair.engine["load_mode"] == "router"
     figures = whole.engine["roles"]["aggregated"]
-    assert figures["instances"] == 2
-    assert figures["requests"] == whole.summary["planned"]
+    assert (figures["instances"], figures["requests"]) == (2, whole.summary["planned"])
     assert figures["prompt_tokens"] == 64 * whole.summary["planned"]
     samples = run.telemetry(whole.trial_id)
     both = {source for source in samples["source"] if source.startswith("aggregated-")}
-    assert both == {"aggregated-0", "aggregated-1"}
-    assert whole.engine["use"]["aggregated"]["engines"] == 2
+    assert (both, whole.engine["use"]["aggregated"]["engines"]) == ({"aggregated-0", "aggregated-1"}, 2)
     requests = run.requests(whole.trial_id)
     assert requests["decode_sent_s"].notna().all()
     assert requests["prefill_sent_s"].isna().all()
     (checked,) = (each.equal_outputs for each in run.cells if each.cell.connector == "tcp")
-    assert checked is not None
     assert checked["equal"] == checked["checked"] > 0
     assert {each.size for each in summary_table(run)} == {Size(2, 2)}
 
@@ -443,14 +401,10 @@ def test_the_number_is_a_key_of_the_scenario_with_bounds() -> None:
     with pytest.raises(ScenarioError, match="did you mean `aggregated`"):
         load_scenario("quickstart", ["deployment.agregated=2"])
     with pytest.raises(ScenarioError, match="counts engines that kvbench starts, and an external server is"):
-        load_scenario(
-            "quickstart",
-            [
-                "deployment.engine=external",
-                "deployment.engine_options={base_url: 'http://127.0.0.1:1'}",
-                "deployment.aggregated=2",
-            ],
-        )
+        load_scenario("quickstart", [
+            "deployment.engine=external", "deployment.engine_options={base_url: 'http://127.0.0.1:1'}",
+            "deployment.aggregated=2",
+        ])  # fmt: skip
 
 
 def test_the_picture_says_how_many_engines_each_line_has(uneven: RunFolder) -> None:

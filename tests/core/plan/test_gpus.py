@@ -59,11 +59,8 @@ def scenario(
 ) -> Scenario:
     base = {"vllm": VLLM, "sglang": SGLANG}.get(engine, {})
     chosen = {
-        "engine": engine,
-        "base_port": 30000,
-        "engine_options": {**base, **(options or {})},
-        **deployment,
-    }
+        "engine": engine, "base_port": 30000, "engine_options": {**base, **(options or {})}, **deployment,
+    }  # fmt: skip
     text = (
         f"version: 1\nmodel: tiny\ndeployment: {json.dumps(chosen)}\nconnectors: {listed}\n"
         "workload: {input_len: 64, output_len: 11}\nslo: {ttft_ms: 1000, tpot_ms: 100}\n"
@@ -132,20 +129,13 @@ def test_what_the_scenario_names_stays_and_is_dealt_to_nobody_else(node: Path) -
     assert list(seen(chosen).values()) == [None, "0"]
 
 
-@pytest.mark.parametrize(
-    ("deployment", "said"),
-    [
-        ({"prefill": 4, "decode": 4}, "nixl needs 8 GPUs (prefill 4 × 1, decode 4 × 1), and this host has 4"),
-        (
-            {"prefill": 1, "decode": 2, "tensor_parallel_size": 2},
-            "needs 6 GPUs (prefill 1 × 2, decode 2 × 2), and ",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("deployment", "said"), [
+    ({"prefill": 4, "decode": 4}, "nixl needs 8 GPUs (prefill 4 × 1, decode 4 × 1), and this host has 4"),
+    ({"prefill": 1, "decode": 2, "tensor_parallel_size": 2},
+     "needs 6 GPUs (prefill 1 × 2, decode 2 × 2), and "),
+])  # fmt: skip
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_too_few_are_refused_with_the_count(
-    node: Path, engine: str, deployment: dict[str, Any], said: str
-) -> None:
+def test_too_few_are_refused_by_count(node: Path, engine: str, deployment: dict[str, Any], said: str) -> None:
     hgx.write_smi(node, 4)
     with pytest.raises(InputError) as told:
         require_gpus(plan_of(scenario(engine, **deployment)))
@@ -153,19 +143,12 @@ def test_too_few_are_refused_with_the_count(
     assert "prefill_devices" in told.value.hint
 
 
-@pytest.mark.parametrize(
-    ("engine", "arguments", "count"),
-    [
-        ("vllm", {}, 2),
-        ("vllm", {"pipeline_parallel_size": 2}, 4),
-        ("vllm", {"data-parallel-size": 4}, 8),
-        ("vllm", {"data-parallel-size": 4, "data-parallel-size-local": 1}, 2),
-        ("sglang", {"dp-size": 2}, 4),
-        ("sglang", {"dp-size": 2, "enable-dp-attention": True}, 2),
-        ("sglang", {"pp_size": 3}, 6),
-        ("sglang", {"device": "cpu"}, 0),
-    ],
-)
+@pytest.mark.parametrize(("engine", "arguments", "count"), [
+    ("vllm", {}, 2), ("vllm", {"pipeline_parallel_size": 2}, 4), ("vllm", {"data-parallel-size": 4}, 8),
+    ("vllm", {"data-parallel-size": 4, "data-parallel-size-local": 1}, 2), ("sglang", {"dp-size": 2}, 4),
+    ("sglang", {"dp-size": 2, "enable-dp-attention": True}, 2), ("sglang", {"pp_size": 3}, 6),
+    ("sglang", {"device": "cpu"}, 0),
+])  # fmt: skip
 def test_an_instance_takes_all_its_ranks(engine: str, arguments: dict[str, Any], count: int) -> None:
     from kvbench import engines
 
@@ -203,8 +186,6 @@ def test_commands_for_a_machine_that_is_not_this_one(node: Path, monkeypatch: py
 
 
 # --- hosts far away
-
-
 def far(hosts: dict[str, dict[str, Any]], roles: dict[str, Any], **deployment: Any) -> Scenario:
     named = {
         name: {"address": f"10.0.0.{number}", **host} for number, (name, host) in enumerate(hosts.items())
@@ -291,22 +272,13 @@ def test_tcp_beside_active_rdma_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     assert "UCX_TLS=tcp)" in inherited.detail
 
 
-@pytest.mark.parametrize(
-    ("env", "argv", "told"),
-    [
-        ({"UCX_TLS": "tcp,cuda_copy,cuda_ipc"}, [], True),
-        ({"UCX_TLS": "rc,tcp"}, [], False),
-        ({"UCX_TLS": "all"}, [], False),
-        ({"UCX_TLS": "^ib"}, [], True),
-        ({"UCX_TLS": "^cma"}, [], False),
-        ({"UCX_TLS": "cuda_ipc,sm"}, [], False),
-        ({"MC_FORCE_TCP": "0"}, [], True),
-        ({"MC_FORCE_HCA": "1"}, [], False),
-        ({"NCCL_IB_DISABLE": "1"}, [], True),
-        ({}, ["--disaggregation-transfer-backend", "mooncake_tcp"], True),
-        ({}, [], False),
-    ],
-)
+@pytest.mark.parametrize(("env", "argv", "told"), [
+    ({"UCX_TLS": "tcp,cuda_copy,cuda_ipc"}, [], True), ({"UCX_TLS": "rc,tcp"}, [], False),
+    ({"UCX_TLS": "all"}, [], False), ({"UCX_TLS": "^ib"}, [], True), ({"UCX_TLS": "^cma"}, [], False),
+    ({"UCX_TLS": "cuda_ipc,sm"}, [], False), ({"MC_FORCE_TCP": "0"}, [], True),
+    ({"MC_FORCE_HCA": "1"}, [], False), ({"NCCL_IB_DISABLE": "1"}, [], True),
+    ({}, ["--disaggregation-transfer-backend", "mooncake_tcp"], True), ({}, [], False),
+])  # fmt: skip
 def test_what_forces_tcp(env: dict[str, str], argv: list[str], told: bool) -> None:
     assert bool(forced_tcp(argv, env)) == told
 

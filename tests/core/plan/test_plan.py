@@ -64,13 +64,9 @@ def plan(*overrides: str, connectors: str = "[push, aggregated, pull]", base_por
 def test_cells_are_grouped_by_deployment_with_the_aggregated_first() -> None:
     made = plan()
     assert [cell.key for cell in made.cells] == [
-        "aggregated-in64-out4",
-        "aggregated-in16-out4",
-        "push-in64-out4",
-        "push-in16-out4",
-        "pull-in64-out4",
+        "aggregated-in64-out4", "aggregated-in16-out4", "push-in64-out4", "push-in16-out4", "pull-in64-out4",
         "pull-in16-out4",
-    ]
+    ]  # fmt: skip
     assert [each.label for each in made.deployments] == ["aggregated", "push", "pull"]
     assert made.reference == "aggregated"
     assert not any(each.reference_only for each in made.deployments)
@@ -89,9 +85,7 @@ def test_processes_and_ports() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.none() | st.integers(1, 12))
-def test_engines_without_pd_are_as_many_as_p_and_d_unless_it_is_said(
-    prefill: int, decode: int, said: int | None
-) -> None:
+def test_engines_without_pd_are_as_many_unless_said(prefill: int, decode: int, said: int | None) -> None:
     sets = (f"deployment.prefill={prefill}", f"deployment.decode={decode}")
     sets += () if said is None else (f"deployment.aggregated={said}",)
     whole, *pairs = plan(*sets).deployments
@@ -136,8 +130,7 @@ def test_without_an_aggregated_connector_a_reference_is_added() -> None:
 
 def test_port_zero_leaves_all_ports_to_the_launch() -> None:
     made = plan(base_port=0)
-    assert made.ports == ()
-    assert [each.router_port for each in made.deployments] == [0, 0, 0]
+    assert (made.ports, [each.router_port for each in made.deployments]) == ((), [0, 0, 0])
     assert made.deployments[1].instances[0].side_port == 0
 
 
@@ -153,9 +146,7 @@ _CONNECTORS = st.lists(st.sampled_from(list(INFOS)), min_size=1, max_size=6)
 
 @settings(deadline=None, max_examples=60)
 @given(_CONNECTORS, st.integers(1, 5), st.integers(1, 5), st.integers(1024, 60_000))
-def test_ports_are_unique_and_plans_repeat(
-    names: list[str], prefill: int, decode: int, base_port: int
-) -> None:
+def test_ports_are_unique_plans_repeat(names: list[str], prefill: int, decode: int, base_port: int) -> None:
     listed = [{"name": name, "label": f"{name}-{number}"} for number, name in enumerate(names)]
     overrides = (f"deployment.prefill={prefill}", f"deployment.decode={decode}")
     made = plan(*overrides, connectors=json.dumps(listed), base_port=base_port)
@@ -167,16 +158,13 @@ def test_ports_are_unique_and_plans_repeat(
 
 def test_json_holds_everything() -> None:
     data = json.loads(json.dumps(plan().to_json()))
-    assert data["scenario"]["slo"]["ttft_ms"] == 250
-    assert data["cells"][0]["key"] == "aggregated-in64-out4"
+    assert (data["scenario"]["slo"]["ttft_ms"], data["cells"][0]["key"]) == (250, "aggregated-in64-out4")
     assert data["deployments"][1]["instances"][0]["role"] == "prefill"
     assert data["kv_per_request"][0]["logical_bytes"] == 64 * 2048
     assert 0 < data["time_estimate"]["lower_s"] <= data["time_estimate"]["upper_s"]
 
 
 # ---------------------------------------------------------------- seeds
-
-
 def test_seeds_are_stable() -> None:
     """A published run must be repeatable by a later version and on another machine."""
     assert trial_seed(0, "nixl-in64-out4", 0) == 4773494262875145691
@@ -195,14 +183,10 @@ def test_no_two_trials_share_a_seed() -> None:
 
 
 # ---------------------------------------------------------------- estimates
-
-
 def test_kv_footprint() -> None:
     # 2 · 48 layers · 4 heads · 128 · 1 byte = 49152 per token; each head is on two of eight ranks.
     kv = kv_footprint(MODELS["qwen3-30b-a3b"], 1000, tensor_parallel_size=8, block_tokens=16)
-    assert kv.logical_bytes == 1000 * 49_152
-    assert kv.blocks == 63
-    assert kv.wire_bytes == 63 * 16 * 98_304
+    assert (kv.logical_bytes, kv.blocks, kv.wire_bytes) == (1000 * 49_152, 63, 63 * 16 * 98_304)
     # Neighbouring blocks merge, unless K and V are halves of each block.
     for tensors, descriptors in (("apart", 96), ("halves", 96 * 63), ("whole", 48)):
         assert kv_footprint(MODELS["qwen3-30b-a3b"], 1000, 8, 16, tensors).descriptors == descriptors
@@ -238,9 +222,7 @@ def test_each_part_of_the_time_is_what_it_says() -> None:
     assert {part.name: (part.lower_s, part.upper_s) for part in made.time} == {
         "launch": pytest.approx((3 * LAUNCH_S[0], 3 * LAUNCH_S[1])),
         "correctness checks": pytest.approx((cells * 0.1, cells * (1.0 + e2el_s))),
-        "one equal rate": pytest.approx(
-            (2 * LAUNCH_S[0], 2 * LAUNCH_S[1] + cells * (trial_s + e2el_s)),
-        ),
+        "one equal rate": pytest.approx((2 * LAUNCH_S[0], 2 * LAUNCH_S[1] + cells * (trial_s + e2el_s))),
         "trials": pytest.approx((cells * fewest * trial_s, cells * 10 * (trial_s + e2el_s))),
     }
 
@@ -254,8 +236,7 @@ def test_listed_rates_cost_what_they_offer() -> None:
     fixed = plan("search.method=fixed", "search.rates=[10, 20]", "search.trial_s=30", "slo={}")
     (trials,) = [part for part in fixed.time if part.name == "trials"]
     assert trials.lower_s == pytest.approx(len(fixed.cells) * 60)
-    assert trials.upper_s == pytest.approx(len(fixed.cells) * 180)
-    assert fixed.notes == ()
+    assert (trials.upper_s, fixed.notes) == (pytest.approx(len(fixed.cells) * 180), ())
 
 
 def test_notes_say_what_can_never_be_shown() -> None:
@@ -263,5 +244,4 @@ def test_notes_say_what_can_never_be_shown() -> None:
     assert "fewer than 59 requests" in plan("search.min_requests=20").notes[0]
     listed = ("slo.ttft_ms=null", "slo.tpot_ms=null", 'slo.limits=["ttft_ms p99 <= 500"]')
     assert "fewer than 299 requests cannot show an attainment of 0.99" in plan(*listed).notes[0]
-    assert len(plan().notes) == 1
-    assert plan("search.start_rate=30").notes == ()
+    assert (len(plan().notes), plan("search.start_rate=30").notes) == (1, ())

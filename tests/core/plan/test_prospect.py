@@ -91,8 +91,6 @@ def test_a_budget_is_shared_and_limits_the_precision() -> None:
 
 
 # -- what is known of a cell --------------------------------------------------------------------------
-
-
 def trial(rate: float, purpose: str, share: float, ttft_ms: float, verdict: Any = "undecided") -> TrialRecord:
     summary = {
         "ttft_ms": {"p50": ttft_ms},

@@ -32,13 +32,10 @@ def written(listed: str = "[aggregated, nixl]", **deployment: Any) -> dict[str, 
     """A scenario file's content; ``deployment`` for vLLM unless it names another engine."""
     own = {"engine": "vllm", "engine_options": {"model": "m", "version": "0.33.0"}}
     return {
-        "version": 1,
-        "model": "qwen3-30b-a3b",
-        "deployment": {"base_port": 23000, **own, **deployment},
-        "connectors": yaml.safe_load(listed),
-        "workload": {"input_len": [64], "output_len": 4},
+        "version": 1, "model": "qwen3-30b-a3b", "deployment": {"base_port": 23000, **own, **deployment},
+        "connectors": yaml.safe_load(listed), "workload": {"input_len": [64], "output_len": 4},
         "slo": {"ttft_ms": 200},
-    }
+    }  # fmt: skip
 
 
 def parsed(listed: str = "[aggregated, nixl]", *overrides: str, **deployment: Any) -> Scenario:
@@ -61,8 +58,6 @@ def flags(spec: ProcessSpec) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------- as written
-
-
 def test_a_role_is_a_number_or_a_mapping_and_stays_what_it_was() -> None:
     scenario = parsed(**UNEQUAL, aggregated=3)
     deployment = scenario.resolved()["deployment"]
@@ -92,40 +87,25 @@ def test_an_override_goes_into_a_number() -> None:
     assert scenario.deployment.ranks_of("decode-0") == Ranks(1)
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"prefill": {"instances": 0}}, r"deployment\.prefill\.instances must be at least 1, not 0"),
-        ({"prefill": {"instnces": 1}}, "did you mean `instances`"),
-        ({"prefill": True}, r"deployment\.prefill: must be a whole number, or a mapping"),
-        ({"tensor_parallel_size": 0}, r"deployment\.tensor_parallel_size: must be 1 to 64, not 0"),
-        ({"tensor_parallel_size": [2, 2]}, "a list of different ones"),
-        ({**UNEQUAL, "tensor_parallel_size": [1, 2]}, "no effect if prefill and decode set their own sizes"),
-        (
-            {**UNEQUAL, "aggregated": {"tensor_parallel_size": 3}},
-            "do not make up the 8 of prefill and decode",
-        ),
-        (
-            {"engine": "emulated", "engine_options": {}, "decode": {"data_parallel_size": 2}},
-            "an instance of the emulated engine supports tensor parallel ranks only",
-        ),
-        (
-            {
-                "engine_options": {"model": "m", "decode_args": {"data-parallel-size": 2}},
-                "decode": {"data_parallel_size": 2},
-            },
-            "the engine's arguments also set it",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ({"prefill": {"instances": 0}}, r"deployment\.prefill\.instances must be at least 1, not 0"),
+    ({"prefill": {"instnces": 1}}, "did you mean `instances`"),
+    ({"prefill": True}, r"deployment\.prefill: must be a whole number, or a mapping"),
+    ({"tensor_parallel_size": 0}, r"deployment\.tensor_parallel_size: must be 1 to 64, not 0"),
+    ({"tensor_parallel_size": [2, 2]}, "a list of different ones"),
+    ({**UNEQUAL, "tensor_parallel_size": [1, 2]}, "no effect if prefill and decode set their own sizes"),
+    ({**UNEQUAL, "aggregated": {"tensor_parallel_size": 3}}, "do not make up the 8 of prefill and decode"),
+    ({"engine": "emulated", "engine_options": {}, "decode": {"data_parallel_size": 2}},
+     "an instance of the emulated engine supports tensor parallel ranks only"),
+    ({"engine_options": {"model": "m", "decode_args": {"data-parallel-size": 2}},
+      "decode": {"data_parallel_size": 2}}, "the engine's arguments also set it"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_in_its_place(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ScenarioError, match=said):
         parsed(**given)
 
 
 # ---------------------------------------------------------------- ranks, flags, GPUs, ports
-
-
 def test_each_role_asks_for_its_ranks() -> None:
     moe = {"instances": 1, "tensor_parallel_size": 2, "data_parallel_size": 2, "expert_parallel": True}
     scenario = parsed(prefill=moe, decode={"pipeline_parallel_size": 2}, tensor_parallel_size=4)
@@ -143,8 +123,7 @@ def test_each_role_asks_for_its_ranks() -> None:
 
 def test_an_engine_without_pd_may_have_its_own_ranks_on_the_same_gpus() -> None:
     deployment = parsed(**UNEQUAL, aggregated={"tensor_parallel_size": 4}).deployment
-    assert deployment.pair_gpus == 8
-    assert deployment.aggregated_engines == 2
+    assert (deployment.pair_gpus, deployment.aggregated_engines) == (8, 2)
     assert {deployment.ranks_of(f"aggregated-{rank}") for rank in (0, 1)} == {Ranks(4)}
     assert parsed(**UNEQUAL).deployment.aggregated_engines == 3
 
@@ -158,17 +137,10 @@ def test_gpus_are_dealt_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert devices == [("0", "1"), ("2", "3"), ("4", "5", "6", "7")]
 
 
-@pytest.mark.parametrize(
-    ("version", "listed", "counts"),
-    [
-        ("0.11.0", "[nixl]", [4, 4]),
-        ("0.11.1", "[nixl]", [2, 1]),
-        ("0.24.0", "[nixl_push]", [2, 1]),
-        ("0.13.0", "[mooncake]", [4, 0]),
-        ("0.33.0", "[mooncake]", [1, 0]),
-        ("0.13.0", "[nccl]", [8, 4]),
-    ],
-)
+@pytest.mark.parametrize(("version", "listed", "counts"), [
+    ("0.11.0", "[nixl]", [4, 4]), ("0.11.1", "[nixl]", [2, 1]), ("0.24.0", "[nixl_push]", [2, 1]),
+    ("0.13.0", "[mooncake]", [4, 0]), ("0.33.0", "[mooncake]", [1, 0]), ("0.13.0", "[nccl]", [8, 4]),
+])  # fmt: skip
 def test_every_port_that_a_rank_binds_is_planned(version: str, listed: str, counts: list[int]) -> None:
     prefill = {"tensor_parallel_size": 2, "data_parallel_size": 2}
     if listed == "[nccl]":
@@ -189,8 +161,6 @@ def test_a_plan_says_ranks_where_they_differ_and_else_is_as_older_ones() -> None
 
 
 # ---------------------------------------------------------------- a list of sizes
-
-
 def test_of_a_list_of_sizes_each_connector_is_measured_with_each() -> None:
     scenario = parsed(
         "[aggregated, nixl, {name: nixl, label: own, tensor_parallel_size: 8}]", tensor_parallel_size=[1, 4]
@@ -225,24 +195,16 @@ def test_each_size_has_a_reference_of_its_own() -> None:
     assert "references" not in one.to_json()
 
 
-@pytest.mark.parametrize(
-    ("listed", "deployment", "said"),
-    [
-        ("[aggregated, nixl]", {"tensor_parallel_size": 4}, []),
-        ("[aggregated, nixl]", UNEQUAL, ["nixl: prefill has TP 2 and decode TP 4"]),
-        ("[nixl, mooncake]", UNEQUAL, ["nixl, mooncake: prefill has TP 2 and decode TP 4"]),
-        (
-            "[nixl]",
-            {"tensor_parallel_size": [2, 1]},
-            ["unequal tensor parallel sizes (TP 1: nixl-tp1; TP 2: nixl-tp2)"],
-        ),
-        (
-            "[aggregated, nixl]",
-            {"prefill": {"tensor_parallel_size": 2}, "aggregated": {"tensor_parallel_size": 1}},
-            ["prefill has TP 2 and decode TP 1", "(TP 1: aggregated; TP 1 and 2: nixl)"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("listed", "deployment", "said"), [
+    ("[aggregated, nixl]", {"tensor_parallel_size": 4}, []),
+    ("[aggregated, nixl]", UNEQUAL, ["nixl: prefill has TP 2 and decode TP 4"]),
+    ("[nixl, mooncake]", UNEQUAL, ["nixl, mooncake: prefill has TP 2 and decode TP 4"]),
+    ("[nixl]", {"tensor_parallel_size": [2, 1]},
+     ["unequal tensor parallel sizes (TP 1: nixl-tp1; TP 2: nixl-tp2)"]),
+    ("[aggregated, nixl]",
+     {"prefill": {"tensor_parallel_size": 2}, "aggregated": {"tensor_parallel_size": 1}},
+     ["prefill has TP 2 and decode TP 1", "(TP 1: aggregated; TP 1 and 2: nixl)"]),
+])  # fmt: skip
 def test_unequal_sizes_are_warned_of(listed: str, deployment: dict[str, Any], said: list[str]) -> None:
     plan = plan_of(parsed(listed, **deployment)).to_json()
     labels = [each["label"] for each in plan["deployments"] if not each["reference_only"]]
@@ -257,14 +219,10 @@ def test_unequal_sizes_are_warned_of(listed: str, deployment: dict[str, Any], sa
 def test_the_same_topology_runs_without_gpus(tmp_path: Path) -> None:
     """P with two ranks, D with one and with eight, of a model with two KV heads."""
     sets = (
-        "model={preset: tiny, kv_heads: 2}",
-        "deployment.tensor_parallel_size=[1, 8]",
-        "deployment.prefill.tensor_parallel_size=2",
-        "workload.input_len=[64]",
-        "search.trial_s=2",
-        "search.min_requests=10",
-        "search.max_requests=40",
-    )
+        "model={preset: tiny, kv_heads: 2}", "deployment.tensor_parallel_size=[1, 8]",
+        "deployment.prefill.tensor_parallel_size=2", "workload.input_len=[64]", "search.trial_s=2",
+        "search.min_requests=10", "search.max_requests=40",
+    )  # fmt: skip
     words = ("bench", "quickstart", "--rate", "10", "--connector", "tcp", "--output", str(tmp_path))
     done = kvbench(*words, sets=sets)
     assert done.status in (0, 1), done.text  # on a busy machine trials are refused, and tell the same
@@ -274,7 +232,6 @@ def test_the_same_topology_runs_without_gpus(tmp_path: Path) -> None:
     assert eight.engine["kv_bytes_per_request"] == 4 * one.engine["kv_bytes_per_request"]
     for each in run.cells:
         checked = each.equal_outputs
-        assert checked is not None
         assert checked["equal"] == checked["checked"] > 0
     assert ranks_in(run.plan, "tcp-tp8") == {"prefill-0": 2, "decode-0": 8}
     assert {each["label"] for each in run.outputs} == {"reference-tp1", "reference-tp8", "tcp-tp1", "tcp-tp8"}
@@ -282,7 +239,6 @@ def test_the_same_topology_runs_without_gpus(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- ports of other hosts
-
 ELSEWHERE = "192.0.2.1"
 """Of a net for examples (RFC 5737): no machine's."""
 

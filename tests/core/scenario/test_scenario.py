@@ -16,13 +16,7 @@ from kvbench.core.physics import MODELS
 from kvbench.core.scenario import yaml_lines
 from kvbench.core.scenario.options import ConnectorOptions, EngineOptions
 from kvbench.core.scenario.overrides import merged, typed_overrides
-from kvbench.core.scenario.scenario import (
-    Registry,
-    Scenario,
-    parse_scenario,
-    read_scenario,
-    scenario_schema,
-)
+from kvbench.core.scenario.scenario import Registry, Scenario, parse_scenario, read_scenario, scenario_schema
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.errors import EXIT_BAD_INPUT, ScenarioError
 
@@ -69,43 +63,33 @@ def mistakes(text: str, *overrides: str) -> list[str]:
 
 
 # ---------------------------------------------------------------- values
-
-
 def test_defaults() -> None:
     scenario = parse(MINIMAL, path="folder/my first.yaml")
-    assert scenario.name == "my-first"
-    assert scenario.seed == 0
-    assert scenario.deployment.base_port == 21000
+    assert (scenario.name, scenario.seed, scenario.deployment.base_port) == ("my-first", 0, 21000)
     assert scenario.deployment.engine_options == Emulated()
-    assert scenario.workload.input_len == (64,)
-    assert scenario.slo.tpot_ms is None
+    assert (scenario.workload.input_len, scenario.slo.tpot_ms) == ((64,), None)
     assert (scenario.load.workers, scenario.load.mode) == ("auto", "router")
     assert scenario.search.start_rate is None
     assert [each.label for each in scenario.connectors] == ["aggregated", "push"]
     assert scenario.connector_options("push") == Push()
-    assert scenario.model.shape == MODELS["tiny"]
-    assert scenario.model.served_model_name == "tiny"
+    assert (scenario.model.shape, scenario.model.served_model_name) == (MODELS["tiny"], "tiny")
 
 
 def test_connectors_with_options_and_labels() -> None:
     text = MINIMAL.replace(
-        "[aggregated, push]",
-        "[push, {name: push, label: push-4, workers: 4, nics: [eth0, eth1]}]",
+        "[aggregated, push]", "[push, {name: push, label: push-4, workers: 4, nics: [eth0, eth1]}]"
     )
     scenario = parse(text)
     assert [(each.name, each.label) for each in scenario.connectors] == [("push", "push"), ("push", "push-4")]
     assert scenario.connector_options("push-4") == Push(workers=4, nics=("eth0", "eth1"))
 
 
-@pytest.mark.parametrize(
-    ("model", "kv_dtype", "layers", "served"),
-    [
-        ("{preset: tiny, kv_dtype: fp16}", "fp16", 4, "tiny"),
-        ("{preset: qwen3-8b, served_model_name: Qwen/Qwen3-8B}", "bf16", 36, "Qwen/Qwen3-8B"),
-        ("{name: mine, layers: 3, kv_heads: 2, head_dim: 8}", "bf16", 3, "mine"),
-        ("{name: latent, layers: 2, mla_dim: 576, vocab_size: 1000}", "bf16", 2, "latent"),
-    ],
-)
+@pytest.mark.parametrize(("model", "kv_dtype", "layers", "served"), [
+    ("{preset: tiny, kv_dtype: fp16}", "fp16", 4, "tiny"),
+    ("{preset: qwen3-8b, served_model_name: Qwen/Qwen3-8B}", "bf16", 36, "Qwen/Qwen3-8B"),
+    ("{name: mine, layers: 3, kv_heads: 2, head_dim: 8}", "bf16", 3, "mine"),
+    ("{name: latent, layers: 2, mla_dim: 576, vocab_size: 1000}", "bf16", 2, "latent"),
+])  # fmt: skip
 def test_models(model: str, kv_dtype: str, layers: int, served: str) -> None:
     choice = parse(MINIMAL.replace("tiny", model)).model
     assert (choice.shape.kv_dtype, choice.shape.layers, choice.served_model_name) == (
@@ -140,7 +124,6 @@ def test_a_few_aliases_are_fine() -> None:
 
 
 # ---------------------------------------------------------------- mistakes
-
 MANY = """\
 version: 1
 modle: tiny
@@ -208,39 +191,36 @@ def test_missing_keys_are_told_at_their_mapping() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "line", "said"),
-    [
-        ("version: 1", "version: 2", 1, "version must be 1, not 2"),
-        ("version: 1", "version: true", 1, "whole number, not true"),
-        ("version: 1", "version: 1.0", 1, "whole number, not 1.0"),
-        ("tiny", "{preset: tiny, layers: 0}", 2, "needs the model's shape"),
-        ("tiny", "{name: x, layers: 3}", 2, "needs kv_heads and head_dim (GQA), or mla_dim (MLA)"),
-        ("tiny", "[1]", 2, "model must be a mapping"),
-        ("[aggregated, push]", "push", 3, "connectors must be a list, not 'push'"),
-        ("[aggregated, push]", "[]", 3, "connectors must have at least 1 entries, not 0"),
-        ("[aggregated, push]", "[{label: x}]", 3, "connectors.0 needs the key `name`"),
-        ("[aggregated, push]", "[{name: push, label: a/b}]", 3, "unlike 'a/b'"),
-        ("[aggregated, push]", "[push, 3]", 3, "connectors.1 must be a mapping"),
-        ("64", "[]", 4, "workload.input_len must have at least 1 entries"),
-        ("64", "64.5", 4, "must be a whole number, not 64.5"),
-        ("64", "true", 4, "must be a whole number, not true"),
-        ("250", "off", 5, "`off` is true or false"),
-        ("250", "1:30", 5, "`1:30` is a base-60 number"),
-        ("250", "0x10", 5, "`0x10` is not a decimal number"),
-        ("250", "1_000", 5, "`1_000` has underscores"),
-        ("250", ".inf", 5, "`.inf` is not a number"),
-        ("250", "1e999", 5, "too large a number"),
-        ("250", "!!int 3", 5, "the tag `!!int` is not used here"),
-        ("250", "", 5, "slo needs a limit"),
-        ("250}", "250, tpot_ms: 'x'}", 5, "slo.tpot_ms must be a number, not 'x'"),
-        ("output_len: 4}", "output_len: 1}", 5, ""),
-        ("slo: {", "deployment: {engine: remote}\nslo: {", 5, "engine_options needs the key `base_url`"),
-        ("slo: {", "deployment: {engine: emulatd}\nslo: {", 5, "did you mean `emulated`?"),
-        ("slo: {", "deployment: {engine_options: {max_model_len: 67}}\nslo: {", 4, "max_model_len of 67"),
-        ("slo: {", "name: ../x\nslo: {", 5, "name is '../x', which does not fit"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "line", "said"), [
+    ("version: 1", "version: 2", 1, "version must be 1, not 2"),
+    ("version: 1", "version: true", 1, "whole number, not true"),
+    ("version: 1", "version: 1.0", 1, "whole number, not 1.0"),
+    ("tiny", "{preset: tiny, layers: 0}", 2, "needs the model's shape"),
+    ("tiny", "{name: x, layers: 3}", 2, "needs kv_heads and head_dim (GQA), or mla_dim (MLA)"),
+    ("tiny", "[1]", 2, "model must be a mapping"),
+    ("[aggregated, push]", "push", 3, "connectors must be a list, not 'push'"),
+    ("[aggregated, push]", "[]", 3, "connectors must have at least 1 entries, not 0"),
+    ("[aggregated, push]", "[{label: x}]", 3, "connectors.0 needs the key `name`"),
+    ("[aggregated, push]", "[{name: push, label: a/b}]", 3, "unlike 'a/b'"),
+    ("[aggregated, push]", "[push, 3]", 3, "connectors.1 must be a mapping"),
+    ("64", "[]", 4, "workload.input_len must have at least 1 entries"),
+    ("64", "64.5", 4, "must be a whole number, not 64.5"),
+    ("64", "true", 4, "must be a whole number, not true"),
+    ("250", "off", 5, "`off` is true or false"),
+    ("250", "1:30", 5, "`1:30` is a base-60 number"),
+    ("250", "0x10", 5, "`0x10` is not a decimal number"),
+    ("250", "1_000", 5, "`1_000` has underscores"),
+    ("250", ".inf", 5, "`.inf` is not a number"),
+    ("250", "1e999", 5, "too large a number"),
+    ("250", "!!int 3", 5, "the tag `!!int` is not used here"),
+    ("250", "", 5, "slo needs a limit"),
+    ("250}", "250, tpot_ms: 'x'}", 5, "slo.tpot_ms must be a number, not 'x'"),
+    ("output_len: 4}", "output_len: 1}", 5, ""),
+    ("slo: {", "deployment: {engine: remote}\nslo: {", 5, "engine_options needs the key `base_url`"),
+    ("slo: {", "deployment: {engine: emulatd}\nslo: {", 5, "did you mean `emulated`?"),
+    ("slo: {", "deployment: {engine_options: {max_model_len: 67}}\nslo: {", 4, "max_model_len of 67"),
+    ("slo: {", "name: ../x\nslo: {", 5, "name is '../x', which does not fit"),
+])  # fmt: skip
 def test_single_mistakes(old: str, new: str, line: int, said: str) -> None:
     text = MINIMAL.replace(old, new)
     if new == "output_len: 1}":
@@ -250,24 +230,21 @@ def test_single_mistakes(old: str, new: str, line: int, said: str) -> None:
     assert said in found[0]
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "mine.yaml:1: the file is empty"),
-        ("# only a comment\n", "mine.yaml:1: the file is empty"),
-        ("- a\n", "mine.yaml:1: must be a mapping of `key: value` lines"),
-        ("a: [1\n", "mine.yaml:2: YAML syntax, column 1: expected ',' or ']'"),
-        ("a: 1\nb: 'x\n", "mine.yaml:3: YAML syntax, column 1: found unexpected end of stream"),
-        ("a: 1\n---\nb: 2\n", "mine.yaml:2: a second document begins here"),
-        ("a:\n\t- b\n", "mine.yaml:2: YAML syntax, column 1: a tab is used to indent; YAML wants spaces"),
-        ("a: &a [*a]\n", "mine.yaml:1: the alias *a names no block that ended above it"),
-        ("a: 1\nb: \x07\n", "mine.yaml:2: YAML syntax: the character U+0007 is not allowed"),
-        ('a: "\\UFFFFFFFF"\n', "mine.yaml:1: YAML syntax: an escape or a version number is out of range"),
-        ("? [a]\n: b\n", "mine.yaml:1: a key must be a word"),
-        ("[" * 5000, "mine.yaml:1: is nested more than 16 levels deep"),
-        ("#" * (MAX_CHARS + 1), "mine.yaml:1: is longer than 256 KiB"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("", "mine.yaml:1: the file is empty"),
+    ("# only a comment\n", "mine.yaml:1: the file is empty"),
+    ("- a\n", "mine.yaml:1: must be a mapping of `key: value` lines"),
+    ("a: [1\n", "mine.yaml:2: YAML syntax, column 1: expected ',' or ']'"),
+    ("a: 1\nb: 'x\n", "mine.yaml:3: YAML syntax, column 1: found unexpected end of stream"),
+    ("a: 1\n---\nb: 2\n", "mine.yaml:2: a second document begins here"),
+    ("a:\n\t- b\n", "mine.yaml:2: YAML syntax, column 1: a tab is used to indent; YAML wants spaces"),
+    ("a: &a [*a]\n", "mine.yaml:1: the alias *a names no block that ended above it"),
+    ("a: 1\nb: \x07\n", "mine.yaml:2: YAML syntax: the character U+0007 is not allowed"),
+    ('a: "\\UFFFFFFFF"\n', "mine.yaml:1: YAML syntax: an escape or a version number is out of range"),
+    ("? [a]\n: b\n", "mine.yaml:1: a key must be a word"),
+    ("[" * 5000, "mine.yaml:1: is nested more than 16 levels deep"),
+    ("#" * (MAX_CHARS + 1), "mine.yaml:1: is longer than 256 KiB"),
+])  # fmt: skip
 def test_unreadable_text(text: str, said: str) -> None:
     found = mistakes(text)
     assert found[0].startswith(said)
@@ -283,28 +260,17 @@ def test_aliases_cannot_explode() -> None:
 
 def test_very_many_mistakes_are_cut_short() -> None:
     found = mistakes(MINIMAL + "\n".join(f"wrong{number}: 1" for number in range(500)))
-    assert len(found) == 51
-    assert found[-1] == "… and 450 more mistakes"
+    assert (len(found), found[-1]) == (51, "… and 450 more mistakes")
 
 
 # ---------------------------------------------------------------- overrides
-
-
 def test_overrides() -> None:
     scenario = parse(
-        MINIMAL,
-        "slo.ttft_ms=300",
-        "workload.input_len=[256, 512]",
-        "workload.input_len.1=1024",
-        "connectors.1.protocol=rdma",
-        "connectors.push.workers=7",
-        "deployment.engine_options.time_scale=0.5",
-        "model.kv_dtype=fp16",
-        "search.start_rate=5",
-        "name=other",
-    )
-    assert scenario.slo.ttft_ms == 300
-    assert scenario.workload.input_len == (256, 1024)
+        MINIMAL, "slo.ttft_ms=300", "workload.input_len=[256, 512]", "workload.input_len.1=1024",
+        "connectors.1.protocol=rdma", "connectors.push.workers=7", "deployment.engine_options.time_scale=0.5",
+        "model.kv_dtype=fp16", "search.start_rate=5", "name=other",
+    )  # fmt: skip
+    assert (scenario.slo.ttft_ms, scenario.workload.input_len) == (300, (256, 1024))
     assert scenario.connector_options("push") == Push(protocol="rdma", workers=7)
     assert scenario.deployment.engine_options == Emulated(time_scale=0.5)
     assert scenario.model.shape.kv_dtype == "fp16"
@@ -387,7 +353,6 @@ def test_mistakes_of_file_and_overrides_come_together() -> None:
 
 
 # ---------------------------------------------------------------- whatever anybody writes
-
 _WORDS = st.sampled_from(
     [*"ab-:[]{}&*!|>'\"#%@`,? \n\t", "\n  ", "- ", ": ", "&a ", "*a", "<<: ", "---\n", "...\n", "!!str ",
      "version: 1\n", "model: tiny\n", "connectors: [push]\n", "workload:\n", "  input_len: ", "slo: ", "1e5",
@@ -453,8 +418,6 @@ def test_any_override(overrides: list[tuple[list[str], str]]) -> None:
 
 
 # ---------------------------------------------------------------- JSON Schema
-
-
 def fits(schema: dict[str, Any] | bool, value: Any, root: dict[str, Any]) -> bool:
     """Whether a value fits a JSON Schema, for the keywords that ours uses."""
     if isinstance(schema, bool):
@@ -463,14 +426,10 @@ def fits(schema: dict[str, Any] | bool, value: Any, root: dict[str, Any]) -> boo
         return False
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     kinds = {
-        "object": isinstance(value, dict),
-        "array": isinstance(value, list),
-        "string": isinstance(value, str),
-        "boolean": isinstance(value, bool),
-        "null": value is None,
-        "number": number,
+        "object": isinstance(value, dict), "array": isinstance(value, list), "string": isinstance(value, str),
+        "boolean": isinstance(value, bool), "null": value is None, "number": number,
         "integer": number and value == int(value),
-    }
+    }  # fmt: skip
     checks = [
         "type" not in schema or kinds[schema["type"]],
         "const" not in schema or (value == schema["const"] and type(value) is type(schema["const"])),
@@ -516,27 +475,15 @@ def test_schema_accepts_what_the_parser_accepts() -> None:
         assert in_schema(text)
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("version: 1", "version: 2"),
-        ("version: 1", "version: 1\nx: 1"),
-        ("tiny", "tinny"),
-        ("push]", "pusch]"),
-        ("push]", "{name: push, workers: 0}]"),
-        ("push]", "{name: aggregated, workers: 1}]"),
-        ("64", "[]"),
-        ("250", "-1"),
-        ("ttft_ms: 250", "attainment: 0.9"),
-        ("slo:", "deployment: {engine_options: {time_scal: 1}}\nslo:"),
-        ("slo:", "deployment: {engine: remote}\nslo:"),
-        ("slo:", "search: {precison: 1}\nslo:"),
-        ("slo:", "load: {workers: 0}\nslo:"),
-        ("slo:", "load: {workers: many}\nslo:"),
-        ("slo:", "load: {workers: true}\nslo:"),
-        ("slo:", "load: {mode: straight}\nslo:"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), [
+    ("version: 1", "version: 2"), ("version: 1", "version: 1\nx: 1"), ("tiny", "tinny"), ("push]", "pusch]"),
+    ("push]", "{name: push, workers: 0}]"), ("push]", "{name: aggregated, workers: 1}]"), ("64", "[]"),
+    ("250", "-1"), ("ttft_ms: 250", "attainment: 0.9"),
+    ("slo:", "deployment: {engine_options: {time_scal: 1}}\nslo:"),
+    ("slo:", "deployment: {engine: remote}\nslo:"), ("slo:", "search: {precison: 1}\nslo:"),
+    ("slo:", "load: {workers: 0}\nslo:"), ("slo:", "load: {workers: many}\nslo:"),
+    ("slo:", "load: {workers: true}\nslo:"), ("slo:", "load: {mode: straight}\nslo:"),
+])  # fmt: skip
 def test_schema_refuses_what_the_parser_refuses(old: str, new: str) -> None:
     text = MINIMAL.replace(old, new)
     mistakes(text)

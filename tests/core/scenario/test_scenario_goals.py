@@ -16,18 +16,15 @@ SCHEMA = scenario_schema(REGISTRY)
 OLD = "slo: {ttft_ms: 250}"
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (OLD, 'slo: {limits: ["ttft_ms p90 <= 5000", {metric: tpot_ms, statistic: mean, limit: 50}]}'),
-        (OLD, "slo: {ttft_ms: 250, limits: [tpot p99 <= 20]}"),
-        (OLD, "slo: {tiers: {fast: {ttft_ms: 100}, slow: {limits: [ttft p50 <= 5000]}}, attainment: 0.9}"),
-        (OLD, f"{OLD}\nsearch: {{method: burst}}"),
-        (OLD, f"{OLD}\nsearch: {{compare_burst: true, equal_rate: false, max_trial_s: 40}}"),
-        (OLD, "search: {method: fixed, rates: [1, 2.5, 4]}"),
-        (OLD, "search: {method: trace}"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), [
+    (OLD, 'slo: {limits: ["ttft_ms p90 <= 5000", {metric: tpot_ms, statistic: mean, limit: 50}]}'),
+    (OLD, "slo: {ttft_ms: 250, limits: [tpot p99 <= 20]}"),
+    (OLD, "slo: {tiers: {fast: {ttft_ms: 100}, slow: {limits: [ttft p50 <= 5000]}}, attainment: 0.9}"),
+    (OLD, f"{OLD}\nsearch: {{method: burst}}"),
+    (OLD, f"{OLD}\nsearch: {{compare_burst: true, equal_rate: false, max_trial_s: 40}}"),
+    (OLD, "search: {method: fixed, rates: [1, 2.5, 4]}"),
+    (OLD, "search: {method: trace}"),
+])  # fmt: skip
 def test_goals_that_are_accepted(old: str, new: str) -> None:
     text = MINIMAL.replace(old, new)
     if "method: trace" in text:
@@ -37,24 +34,21 @@ def test_goals_that_are_accepted(old: str, new: str) -> None:
     assert parse(json.dumps(scenario.resolved())) == scenario
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        (OLD, "slo: {limits: [ttft p90 >= 5]}", "is not a limit; expected such as"),
-        (OLD, "slo: {limits: [{metric: ttft_ms, limit: 5, unit: s}]}", "but no `unit`"),
-        (OLD, "slo: {limits: [ttft p90 <= 5, ttft p90 <= 6]}", "repeats the metric and the statistic"),
-        (OLD, "slo: {ttft_ms: 5, tiers: {a: {ttft_ms: 9}}}", "slo.ttft_ms conflicts with slo.tiers"),
-        (OLD, "slo: {tiers: {a: {attainment: 0.9}}}", "slo.tiers.a needs a limit"),
-        (OLD, "slo: {tiers: {a: {ttft: 9}}}", "unknown key `ttft` in slo.tiers.a; did you mean `ttft_ms`?"),
-        (OLD, f"{OLD}\nsearch: {{method: fixed}}", "method fixed needs search.rates"),
-        (OLD, f"{OLD}\nsearch: {{rates: [1]}}", "search.rates are for method fixed"),
-        (OLD, f"{OLD}\nsearch: {{method: trace}}", "method trace needs workload.trace"),
-        (OLD, f"{OLD}\nsearch: {{method: burst, compare_burst: true}}", "needs method sustained"),
-        (OLD, "slo: {tiers: {a: {ttft_ms: 9}}}\nsearch: {method: burst}", "one SLO, not tiers"),
-        ("input_len: 64", "trace: {path: t}, input_len: 64", "workload.trace is for method trace"),
-        (OLD, "search: {method: sustained}", "the scenario needs the key `slo`"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "said"), [
+    (OLD, "slo: {limits: [ttft p90 >= 5]}", "is not a limit; expected such as"),
+    (OLD, "slo: {limits: [{metric: ttft_ms, limit: 5, unit: s}]}", "but no `unit`"),
+    (OLD, "slo: {limits: [ttft p90 <= 5, ttft p90 <= 6]}", "repeats the metric and the statistic"),
+    (OLD, "slo: {ttft_ms: 5, tiers: {a: {ttft_ms: 9}}}", "slo.ttft_ms conflicts with slo.tiers"),
+    (OLD, "slo: {tiers: {a: {attainment: 0.9}}}", "slo.tiers.a needs a limit"),
+    (OLD, "slo: {tiers: {a: {ttft: 9}}}", "unknown key `ttft` in slo.tiers.a; did you mean `ttft_ms`?"),
+    (OLD, f"{OLD}\nsearch: {{method: fixed}}", "method fixed needs search.rates"),
+    (OLD, f"{OLD}\nsearch: {{rates: [1]}}", "search.rates are for method fixed"),
+    (OLD, f"{OLD}\nsearch: {{method: trace}}", "method trace needs workload.trace"),
+    (OLD, f"{OLD}\nsearch: {{method: burst, compare_burst: true}}", "needs method sustained"),
+    (OLD, "slo: {tiers: {a: {ttft_ms: 9}}}\nsearch: {method: burst}", "one SLO, not tiers"),
+    ("input_len: 64", "trace: {path: t}, input_len: 64", "workload.trace is for method trace"),
+    (OLD, "search: {method: sustained}", "the scenario needs the key `slo`"),
+])  # fmt: skip
 def test_goals_that_contradict_themselves(old: str, new: str, said: str) -> None:
     assert old in MINIMAL
     assert any(said in each for each in mistakes(MINIMAL.replace(old, new)))

@@ -51,18 +51,10 @@ def told(first: np.ndarray, offsets: np.ndarray, limit_s: float, kind: str) -> l
 
 
 def run_md1(
-    load: float,
-    seed: int,
-    *,
-    service_s: float = 0.05,
-    limit_s: float = 0.6,
-    decode_s: float = 5.0,
-    kind: str = "margin",
-    thorough: bool = False,
-    mean_s: float = 0.15,
-    shuffled: bool = False,
+    load: float, seed: int, *, service_s: float = 0.05, limit_s: float = 0.6, decode_s: float = 5.0,
+    kind: str = "margin", thorough: bool = False, mean_s: float = 0.15, shuffled: bool = False,
     minutes: float = 4.0,
-) -> Decision:
+) -> Decision:  # fmt: skip
     """A trial of an M/D/1 queue at so many times its true rate, with ``decode_s`` of further latency."""
     rate = load * md1_max_rate(service_s, limit_s, 0.95)
     offsets = planned_offsets(rate, max(2, round(minutes * 60 * rate)), 1.0, seed)
@@ -146,14 +138,10 @@ def run_servers(
 @pytest.mark.parametrize("rate", [4.0, 40.0, 400.0])
 @pytest.mark.parametrize(
     ("services", "limit_s"),
-    [
-        (constant(2.0), 5.0),
-        (lognormal(2.0, 0.5), 8.0),
-        (lognormal(2.0, 1.0), 30.0),
-        (lognormal(2.0, 1.5), 60.0),
-    ],
+    [(constant(2.0), 5.0), (lognormal(2.0, 0.5), 8.0), (lognormal(2.0, 1.0), 30.0),
+     (lognormal(2.0, 1.5), 60.0)],
     ids=["constant", "narrow", "wide", "very wide"],
-)
+)  # fmt: skip
 def test_waiting_for_a_first_token_is_no_queue(rate: float, services: Services, limit_s: float) -> None:
     """Nobody waits for anybody: each request has a server of its own, and rate × latency of them are busy."""
     for seed in range(4):
@@ -275,8 +263,7 @@ def test_a_server_that_never_ends_is_no_secret() -> None:
     unknown = silent(config)
     assert (unknown.verdict, unknown.measured.n) == ("undecided", 0)
     hopeless = silent(replace(config, hopeless_s=3.0))
-    assert hopeless.verdict == "missed"
-    assert hopeless.measured.score == -1.0
+    assert (hopeless.verdict, hopeless.measured.score) == ("missed", -1.0)
     assert silent(replace(config, max_s=7.0)).at_s == 7.0
 
 
@@ -285,7 +272,6 @@ def test_a_handful_of_requests_is_judged_when_all_are_settled() -> None:
     live = LiveTrial(config, SHARE)
     assert live.feed(0.25, [], 2, 2) is None
     decision = live.feed(0.5, [(index, (1.0,)) for index in range(3)], 0, 3)
-    assert decision is not None
     assert decision.verdict == "undecided"
     assert "too few" in decision.reason
 
@@ -316,21 +302,14 @@ def test_a_light_load_that_no_look_saw_under_way_is_steady_from_its_start() -> N
         # Told as it ends, so that none is under way; but for one of the last.
         behind = i == 55
         decision = trial.feed(float(at) + 0.03, [] if behind else [(i, (1.0,), (0.5,))], 0, i + 1)
-    assert decision is not None
-    assert decision.window_s[0] == pytest.approx(0.03)
-    assert decision.verdict == "met"
+    assert (decision.window_s[0], decision.verdict) == (pytest.approx(0.03), "met")
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.integers(2, 400),
-    st.floats(0.5, 50.0),
-    st.floats(0.0, 3.0),
-    st.floats(0.0, 1.0),
-    st.booleans(),
-    st.booleans(),
-    st.integers(0, 2**31),
-)
+    st.integers(2, 400), st.floats(0.5, 50.0), st.floats(0.0, 3.0), st.floats(0.0, 1.0), st.booleans(),
+    st.booleans(), st.integers(0, 2**31),
+)  # fmt: skip
 def test_whatever_is_told_it_ends_and_says_only_numbers(
     n: int, rate: float, latency_s: float, good: float, margins: bool, thorough: bool, seed: int
 ) -> None:
@@ -358,7 +337,6 @@ def test_whatever_is_told_it_ends_and_says_only_numbers(
     assert kept.n == decision.measured.n
     if decision.measured.n:
         measured = decision.measured
-        assert measured.attainment is not None
         assert 0 <= measured.attainment_lower <= measured.attainment <= measured.attainment_upper <= 1
 
 

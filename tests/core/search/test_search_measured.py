@@ -52,7 +52,6 @@ def run(search: RateSearch, trial: Trial) -> SearchAnswer:
     rate, lower, upper = answer.max_request_rate, answer.lower, answer.upper
     if rate is not None:
         assert limits.min_rate <= rate <= limits.max_rate
-        assert lower is not None
         assert lower <= rate
         met = [told.rate for told in search.history if told.verdict == "met"]
         assert min(met) <= rate * (1 + 1e-9)
@@ -68,15 +67,13 @@ def run(search: RateSearch, trial: Trial) -> SearchAnswer:
     again = RateSearch(limits, None, ceiling=search_ceiling(search))
     for told_before in search.history:
         question = again.ask()
-        assert question is not None
         assert (question.rate, question.purpose) == (told_before.rate, told_before.purpose)
         measured = told_before.measured
         kept = (
             None if measured is None else TrialFigures.from_json(json.loads(json.dumps(measured.to_json())))
         )
         again.tell(told_before.rate, told_before.verdict, kept)
-    assert again.ask() is None
-    assert again.answer() == answer
+    assert (again.ask(), again.answer()) == (None, answer)
     return answer
 
 
@@ -90,14 +87,9 @@ def search_ceiling(search: RateSearch) -> bool:
 
 
 def queue(
-    root: float,
-    seed: int,
-    *,
-    capacity: float = math.inf,
-    steepness: float = 30.0,
-    effective: int = 60,
+    root: float, seed: int, *, capacity: float = math.inf, steepness: float = 30.0, effective: int = 60,
     refused: float = 0.0,
-) -> Trial:
+) -> Trial:  # fmt: skip
     """A system by the fit's own model: so many independent requests' worth a trial."""
     random = np.random.default_rng(seed)
 
@@ -219,7 +211,6 @@ def test_a_step_down_is_no_leap_where_requests_were_in_time() -> None:
     rates = []
     for share in (0.3, 0.4, 0.5, 0.6):
         probe = search.ask()
-        assert probe is not None
         rates.append(probe.rate)
         search.tell(
             probe.rate, "missed", TrialFigures(share, share - 0.1, share + 0.1, 100, 50, 0.95, -0.3, 0.2)
@@ -234,7 +225,6 @@ def test_a_step_down_from_nothing_in_time_is_bounded_too() -> None:
         search, rates = RateSearch(SearchLimits(40, 0.01, 400)), []
         for _ in range(5):
             probe = search.ask()
-            assert probe is not None
             rates.append(probe.rate)
             search.tell(probe.rate, "missed", told)
         assert all(before / after <= 4.01 for before, after in pairwise(rates))
@@ -258,12 +248,8 @@ def test_a_ceiling_that_says_nothing_leaves_the_start() -> None:
 
 def test_the_answer_tells_what_it_rests_on() -> None:
     answer = run(RateSearch(LIMITS, ceiling=True), queue(30, 1, capacity=33))
-    assert answer.attainment is not None
-    assert answer.attainment_lower is not None
-    assert answer.attainment_upper is not None
     assert answer.attainment_lower <= answer.attainment <= answer.attainment_upper
-    assert answer.n == 600
-    assert answer.curve[0]["purpose"] == "ceiling"
+    assert (answer.n, answer.curve[0]["purpose"]) == (600, "ceiling")
     assert {"rate", "verdict", "purpose", "attainment", "n"} <= set(answer.curve[-1])
 
 
@@ -282,11 +268,9 @@ def test_trials_that_cannot_tell_are_tried_once_more_and_then_left() -> None:
     assert search.ask() == Probe(16, "retry")
     search.tell(16, "undecided")
     probe = search.ask()
-    assert probe is not None
     assert 8 < probe.rate < 16
     answer = run_on(search, lambda probe: ("met" if probe.rate <= 12 else "undecided", None))
     assert (answer.status, answer.upper) == ("undecided", None)
-    assert answer.lower is not None
     assert 8 <= answer.lower <= 12
 
 
@@ -317,7 +301,6 @@ def test_a_rate_that_no_trial_met_is_no_answer() -> None:
     answer = search.answer()
     assert (answer.max_request_rate, answer.lower, answer.attainment) == (None, None, None)
     assert (answer.status, answer.censored) == ("exhausted", "")
-    assert answer.upper is not None
     assert 8 < answer.upper < 512
     assert "before any rate was met" in answer.reason
 
@@ -329,7 +312,6 @@ def test_an_answer_is_not_below_all_rates_that_were_met() -> None:
     for rate in (10.5, 10.2):
         search.tell(rate, "missed", TrialFigures(0.6, 0.5, 0.7, 600, 60, 0.95, -0.4, 0.02))
     estimate, answer = search.estimate(), search.answer()
-    assert estimate is not None
     assert estimate.median < 10
     assert answer.max_request_rate in (10, None)
     assert answer.status != "converged"
@@ -341,7 +323,6 @@ def test_the_lower_end_is_not_above_all_rates_that_were_met() -> None:
     for rate in (9.9, 10.0, 10.1):
         search.tell(rate, "undecided", figures((10 - rate) / 5))
     answer = search.answer()
-    assert answer.max_request_rate is not None
     assert answer.max_request_rate > 9
     assert answer.lower == 5
 
@@ -354,7 +335,6 @@ def test_above_a_refused_rate_nothing_is_claimed() -> None:
 
     answer = run_on(RateSearch(LIMITS), trial)
     assert answer.status in ("undecided", "exhausted")
-    assert answer.max_request_rate is not None
     assert answer.max_request_rate <= 512
 
 
@@ -371,20 +351,17 @@ def test_a_contradiction_widens_the_interval() -> None:
 def test_a_point_is_no_more_than_its_trial() -> None:
     measured = TrialFigures(0.9, n=100, effective_n=20, target=0.9, score=-0.1, offered_rate=10.4)
     point = point_of(TrialOutcome(10, "undecided", "bisect", measured), 0.95)
-    assert point is not None
     assert (point.n, point.clump, point.attainment) == (100, 5, 0.9)
     assert point.misses == pytest.approx(10)
     assert 10 < point.rate < 10.4
     mean = point_of(
         TrialOutcome(10, "met", "bisect", TrialFigures(0.9, n=100, score=0.1, score_error=0.02)), 0.95
     )
-    assert mean is not None
     assert (mean.n, mean.mean) == (0, pytest.approx(1 / 1.1))
     assert mean.mean_error == pytest.approx(0.02 / 1.1**2)
     assert point_of(TrialOutcome(10, "invalid", "bisect", measured), 0.95) is None
     assert point_of(TrialOutcome(10, "undecided", "bisect"), 0.95) is None
     grows = point_of(TrialOutcome(10, "missed", "expand", TrialFigures(grows=True, capacity=9.0)), 0.95)
-    assert grows is not None
     assert (grows.bound, grows.capacity) == ("above", 9.0)
     with pytest.raises(ValueError, match="at least one"):
         fit([], 1, 2)
@@ -411,19 +388,13 @@ def test_a_mean_is_searched_by_its_score() -> None:
 
 
 measures: st.SearchStrategy[Any] = st.builds(
-    TrialFigures,
-    attainment=st.none() | st.floats(0, 1),
-    n=st.integers(0, 10_000),
-    effective_n=st.floats(0, 1000),
-    target=st.none() | st.sampled_from([0.5, 0.95, 0.999, 1.0]),
-    score=st.none() | st.floats(-1, 20),
-    score_error=st.none() | st.floats(0, 100),
-    offered_rate=st.none() | st.floats(0.1, 1000),
-    capacity=st.none() | st.floats(0.1, 1000),
-    capacity_error=st.none() | st.floats(0, 100),
-    grows=st.booleans(),
+    TrialFigures, attainment=st.none() | st.floats(0, 1), n=st.integers(0, 10_000),
+    effective_n=st.floats(0, 1000), target=st.none() | st.sampled_from([0.5, 0.95, 0.999, 1.0]),
+    score=st.none() | st.floats(-1, 20), score_error=st.none() | st.floats(0, 100),
+    offered_rate=st.none() | st.floats(0.1, 1000), capacity=st.none() | st.floats(0.1, 1000),
+    capacity_error=st.none() | st.floats(0, 100), grows=st.booleans(),
     completion_rate=st.none() | st.floats(0, 1000),
-)
+)  # fmt: skip
 
 
 @settings(max_examples=6, deadline=None)
@@ -435,9 +406,7 @@ measures: st.SearchStrategy[Any] = st.builds(
     st.integers(1, 25),
     st.booleans(),
 )
-def test_whatever_is_told_it_ends_inside_its_limits_and_can_be_resumed(
-    told: list[Outcome], max_trials: int, ceiling: bool
-) -> None:
+def test_whatever_is_told_it_ends_within_limits(told: list[Outcome], max_trials: int, ceiling: bool) -> None:
     limits = SearchLimits(8, 0.5, 512, 0.05, max_trials)
     script = iter(told)
     run(RateSearch(limits, ceiling=ceiling), lambda probe: next(script, ("missed", None)))
@@ -450,7 +419,6 @@ def test_any_root_is_found(root: float, steepness: float, ceiling: bool, seed: i
     search = RateSearch(LIMITS, ceiling=ceiling)
     answer = run(search, trial)
     if answer.max_request_rate is None:  # no rate is printed that no trial met
-        assert answer.upper is not None
         assert all(each.rate > answer.upper for each in search.history if each.verdict == "met")
         assert answer.upper >= root
     else:
@@ -469,7 +437,6 @@ def test_trials_that_are_all_kept_lead_further_up() -> None:
     asked = []
     for _ in range(6):
         probe = search.ask()
-        assert probe is not None
         asked.append(probe.rate)
         search.tell(probe.rate, "met", calm)
     assert asked[-1] > 1.1 * asked[1]
@@ -496,7 +463,6 @@ def test_a_fast_system_has_trials_of_seconds() -> None:
     search.tell(400, "missed", replace(known, attainment=0.7, score=-0.3))
     search.tell(300, "met", replace(known, attainment=1.0, score=1.0))
     probe = search.ask()
-    assert probe is not None
     assert probe.thorough
     assert probe.least_s == 10.0
 
@@ -507,11 +473,9 @@ def test_a_trial_of_which_nothing_came_back_leads_down() -> None:
     calm = TrialFigures(1.0, n=400, effective_n=300, target=0.9, score=0.8, score_error=0.1, duration_s=60)
     search.tell(10, "met", calm)
     first = search.ask()
-    assert first is not None
     assert first.rate > 10
     search.tell(first.rate, "undecided", TrialFigures(duration_s=200))
     for _ in range(3):
         probe = search.ask()
-        assert probe is not None
         assert 10 <= probe.rate < first.rate
         search.tell(probe.rate, "undecided", TrialFigures(duration_s=200))

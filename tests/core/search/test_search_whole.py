@@ -49,13 +49,9 @@ def find(
             continue
         n = round(trial_length_s(probe.rate, alone_s) * probe.rate)
         config = LiveConfig(
-            planned_offsets(probe.rate, n, 1.0, seed),
-            probe.rate,
-            alone_s,
-            ttft_limit_s=limit_s,
-            thorough=probe.thorough,
-            confirms=probe.purpose == "confirm",
-        )
+            planned_offsets(probe.rate, n, 1.0, seed), probe.rate, alone_s, ttft_limit_s=limit_s,
+            thorough=probe.thorough, confirms=probe.purpose == "confirm",
+        )  # fmt: skip
         live = LiveTrial(config, [CriterionTarget("share", target)])
         first = server(np.asarray(config.offsets_s))
         decision = decided(live, first, limit_s, 0.0, BEAT_S)
@@ -80,7 +76,6 @@ def test_a_queue_is_neither_buried_nor_misjudged(service_s: float, limit_s: floa
     server = servers_in_parallel(service_s, 1)
     answers = [find(server, service_s, limit_s, 400.0, 100 * seed) for seed in range(seeds)]
     rates = [each.max_request_rate for each in answers if each.max_request_rate is not None]
-    assert len(rates) == len(answers)
-    assert np.median(rates) == pytest.approx(true, rel=0.08)
+    assert (len(rates), np.median(rates)) == (len(answers), pytest.approx(true, rel=0.08))
     assert all(0.8 * true <= rate <= 1.2 * true for rate in rates)
     assert flood(server, 320 / service_s, service_s, 1)[1] * service_s <= 32.0

@@ -15,32 +15,24 @@ def outcome(rate: float, verdict: VerdictKind = "met", share: float = 1.0) -> Tr
     return TrialOutcome(rate, verdict, "bisect", TrialFigures(attainment=share, target=0.95, n=100))
 
 
-@pytest.mark.parametrize(
-    ("rates", "confirming"),
-    [
-        ((9.9, 10.0, 10.3), 10.0),
-        ((9.9, 10.3, 10.2), 10.2),  # the nearest
-        ((9.0, 9.99), None),  # what holds below says nothing of it
-        ((10.5,), 10.5),
-        ((10.51,), None),  # farther above than the precision
-    ],
-)
-def test_a_met_trial_at_an_answer_or_just_above_confirms_it(
-    rates: tuple[float, ...], confirming: float | None
-) -> None:
+@pytest.mark.parametrize(("rates", "confirming"), [
+    ((9.9, 10.0, 10.3), 10.0),
+    ((9.9, 10.3, 10.2), 10.2),  # the nearest
+    ((9.0, 9.99), None),  # what holds below says nothing of it
+    ((10.5,), 10.5),
+    ((10.51,), None),  # farther above than the precision
+])  # fmt: skip
+def test_a_met_trial_at_or_just_above_confirms_it(rates: tuple[float, ...], confirming: float | None) -> None:
     found = TrialHistory(LIMITS, tuple(outcome(rate) for rate in rates)).confirming(10.0)
     assert (None if found is None else found.rate) == confirming
 
 
-@pytest.mark.parametrize(
-    ("trials", "supporting"),
-    [
-        (((9.0, "met"), (9.9, "met"), (10.0, "missed"), (10.1, "met")), 9.9),
-        (((9.0, "met"), (10.0, "met"), (9.5, "undecided")), 10.0),
-        (((10.1, "met"),), None),
-        (((9.9, "undecided"), (9.8, "missed"), (9.7, "invalid")), None),
-    ],
-)
+@pytest.mark.parametrize(("trials", "supporting"), [
+    (((9.0, "met"), (9.9, "met"), (10.0, "missed"), (10.1, "met")), 9.9),
+    (((9.0, "met"), (10.0, "met"), (9.5, "undecided")), 10.0),
+    (((10.1, "met"),), None),
+    (((9.9, "undecided"), (9.8, "missed"), (9.7, "invalid")), None),
+])  # fmt: skip
 def test_the_highest_met_trial_at_or_below_an_answer_supports_it(
     trials: tuple[tuple[float, VerdictKind], ...], supporting: float | None
 ) -> None:

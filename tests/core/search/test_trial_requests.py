@@ -24,8 +24,7 @@ def of(*rows: tuple[float, float, float, float, float, float, str], stopped_s: f
 
 def test_requests_come_in_order_of_arrival_with_their_further_tokens() -> None:
     found = of((1.0, 1.5, 3.0, 8, 8, 1, ""), (0.0, 0.5, 2.0, 8, 8, 2, ""))
-    assert found.arrived_s.tolist() == [0.0, 1.0]
-    assert found.tokens.tolist() == [6.0, 7.0]
+    assert (found.arrived_s.tolist(), found.tokens.tolist()) == ([0.0, 1.0], [6.0, 7.0])
     assert (found.end_s, found.failed, len(found)) == (10.0, 0, 2)
 
 

@@ -78,8 +78,7 @@ def test_sessions_share_what_the_recording_says_they_share() -> None:
     one = session_of([(320, 5, 0.0), (400, 5, 1.0)], 160)
     made = fitted_model(Corpus((one,), SIZE, "session")).generate(9, 0).corpus()
     firsts = [each.turns[0].blocks.tolist() for each in made.sessions]
-    assert len({tuple(each[:10]) for each in firsts}) == 1
-    assert len({each[10] for each in firsts}) == 9
+    assert (len({tuple(each[:10]) for each in firsts}), len({each[10] for each in firsts})) == (1, 9)
 
 
 def test_quartiles_are_the_recorded_ones() -> None:

@@ -63,27 +63,17 @@ def reuse_by_routing(routing: Routing, prefill: int, decode: int) -> float:
         Turn(SIZE * (4 + place) + 5, 1, 0.5, 0.0, np.arange(4 + place, dtype=np.int64)) for place in range(6)
     )
     load = session_load(
-        [Session(f"s{number}", 0.0, turns) for number in range(40)],
-        [0.03 * number for number in range(40)],
-        "session",
-        SIZE,
-        own_answers=False,
-    )
+        [Session(f"s{number}", 0.0, turns) for number in range(40)], [0.03 * number for number in range(40)],
+        "session", SIZE, own_answers=False,
+    )  # fmt: skip
     system = System(
-        timing=timing_profile("quick"),
-        config=EngineConfig(block_tokens=SIZE, num_blocks=8192),
-        prefill=prefill,
-        decode=decode,
-        routing=routing,
-    )
+        timing=timing_profile("quick"), config=EngineConfig(block_tokens=SIZE, num_blocks=8192),
+        prefill=prefill, decode=decode, routing=routing,
+    )  # fmt: skip
     asked = SimulatedLoad(
-        load.offsets_s,
-        load.input_len,
-        load.output_len,
-        1e9,
-        hashes=PromptHashes(load, SIZE),
+        load.offsets_s, load.input_len, load.output_len, 1e9, hashes=PromptHashes(load, SIZE),
         following=load.following,
-    )
+    )  # fmt: skip
     outcome = simulate(system, asked)
     assert all(not each.error for each in outcome.records)
     found = outcome.figures["prefill" if prefill else "aggregated"].prefix_hits / SIZE

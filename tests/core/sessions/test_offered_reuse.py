@@ -90,10 +90,8 @@ def test_whether_sessions_share_is_the_scope_s(scope: str, together: int) -> Non
     sessions = (Session("a", 0.0, (turn(0, 1), turn(5, 1, 2))), Session("b", 1.0, (turn(0, 1, 2),)))
     corpus = Corpus(sessions, 64, "session" if scope == "session" else "corpus")
     figures = CorpusFigures(corpus)
-    assert figures.together.found() == together
-    assert sum(each.found() for each in figures.alone) == 1
-    assert figures.share_alone() == 1 / 5
-    assert prompts_by_time(corpus).session == [0, 1, 0]
+    assert (figures.together.found(), sum(each.found() for each in figures.alone)) == (together, 1)
+    assert (figures.share_alone(), prompts_by_time(corpus).session) == (1 / 5, [0, 1, 0])
 
 
 def test_what_is_unseen_counts_a_session_s_own_prompts_alone() -> None:

@@ -37,22 +37,11 @@ def answered(load: SessionLoad, gap_s: float = 2.0, ttft_s: float = 0.1) -> list
         at_s = begun_s + gap_s * at_turn
         ttft = ttft_s * (1 if at_turn else 2)
         end_s = at_s + 1.0
-        records.append(
-            RequestRecord(
-                f"sim-{place}",
-                at_s,
-                load.input_len[place],
-                4,
-                sent_s=at_s,
-                first_token_s=at_s + ttft,
-                last_token_s=end_s,
-                output_len=4,
-                session=number,
-                turn=at_turn,
-                session_s=end_s - begun_s if at_turn == turns - 1 else None,
-                cached_tokens=SIZE * at_turn,
-            )
-        )
+        records.append(RequestRecord(
+            f"sim-{place}", at_s, load.input_len[place], 4, sent_s=at_s, first_token_s=at_s + ttft,
+            last_token_s=end_s, output_len=4, session=number, turn=at_turn,
+            session_s=end_s - begun_s if at_turn == turns - 1 else None, cached_tokens=SIZE * at_turn,
+        ))  # fmt: skip
     return sorted(records, key=lambda each: each.scheduled_s)
 
 
@@ -69,19 +58,16 @@ def test_figures_of_a_whole_trial() -> None:
     assert found["at_once"] == pytest.approx(4 * 5 / 40)
     # Prompts have 1, 2 and 3 whole blocks, of which 0, 1 and 2 were there before.
     assert found["offered_reuse"] == pytest.approx(3 / 6)
-    assert found["achieved_reuse"] == pytest.approx(3 / 6)
-    assert found["pool_tokens"] == POOL
+    assert (found["achieved_reuse"], found["pool_tokens"]) == (pytest.approx(3 / 6), POOL)
 
 
 def test_only_what_is_sent_in_the_window_counts_for_times() -> None:
     load = load_of(4)
     found = session_figures(answered(load), load, (9.0, 21.0), POOL)
     # Two sessions whole, and the first turn of none but these and the third's at 20 s.
-    assert found["ended"] == 1
-    assert [n for _, n, _ in found["ttft_ms_by_turn"]] == [2, 1, 1]
+    assert (found["ended"], [n for _, n, _ in found["ttft_ms_by_turn"]]) == (1, [2, 1, 1])
     # The second from 10 to 15, the third from 20 to 21, of 12 s.
-    assert found["at_once"] == pytest.approx(6 / 12)
-    assert found["begun"] == 4
+    assert (found["at_once"], found["begun"]) == (pytest.approx(6 / 12), 4)
 
 
 def test_a_session_that_failed_is_over_and_one_that_was_cut_is_under_way() -> None:

@@ -30,15 +30,9 @@ def run(load: SessionLoad, *, pair: bool = False, blocks: int = 4096, timeout_s:
     )
     return simulate(
         system,
-        SimulatedLoad(
-            load.offsets_s,
-            load.input_len,
-            load.output_len,
-            timeout_s,
-            PromptHashes(load, SIZE),
-            load.following,
-        ),
-    )
+        SimulatedLoad(load.offsets_s, load.input_len, load.output_len, timeout_s, PromptHashes(load, SIZE),
+                      load.following),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("pair", [False, True])
@@ -50,12 +44,9 @@ def test_a_turn_is_sent_think_time_after_the_answer_before_it(pair: bool) -> Non
     assert [each.scheduled_s for each in records] == sorted(each.scheduled_s for each in records)
     for number, begun_s in enumerate([0.5, 0.51, 7.0]):
         mine = [each for each in records if each.session == number]
-        assert [each.turn for each in mine] == [0, 1, 2]
-        assert mine[0].scheduled_s == begun_s
+        assert ([each.turn for each in mine], mine[0].scheduled_s) == ([0, 1, 2], begun_s)
         for before, after, think_s in zip(mine, mine[1:], [0.25, 3.0], strict=False):
-            assert before.last_token_s is not None
             assert after.scheduled_s == pytest.approx(before.last_token_s + think_s, abs=1e-9)
-        assert mine[-1].last_token_s is not None
         assert mine[-1].session_s == pytest.approx(mine[-1].last_token_s - begun_s)
         assert [each.session_s for each in mine[:-1]] == [None, None]
 
@@ -73,8 +64,7 @@ def test_sub_agents_run_beside_each_other_and_the_next_turn_waits_for_the_last()
     assert ended.scheduled_s == pytest.approx((begun.last_token_s or 0.0) + 9.0)
     assert joined.scheduled_s == pytest.approx((ended.last_token_s or 0.0) + 2.0)
     assert [each.turn for each in (main, fast, begun, ended, joined)] == [0, 0, 0, 1, 1]
-    assert len(records) == 5
-    assert {each.session for each in records} == {0}
+    assert (len(records), {each.session for each in records}) == (5, {0})
 
 
 def test_a_session_is_given_up_when_a_turn_has_no_answer() -> None:
@@ -82,11 +72,8 @@ def test_a_session_is_given_up_when_a_turn_has_no_answer() -> None:
     load = session_load([session, session], [0.0, 0.1], "session", SIZE, own_answers=True)
     outcome = run(load, timeout_s=0.2)
     assert sorted((each.turn, each.error) for each in outcome.records) == [
-        (0, ""),
-        (0, ""),
-        (1, "timeout"),
-        (1, "timeout"),
-    ]
+        (0, ""), (0, ""), (1, "timeout"), (1, "timeout"),
+    ]  # fmt: skip
 
 
 def test_own_answers_are_found_and_recorded_ones_are_not() -> None:
@@ -113,16 +100,11 @@ def test_copies_of_a_session_share_what_sessions_share_and_nothing_else() -> Non
 
 
 plans = st.lists(
-    st.lists(
-        st.tuples(
-            st.lists(st.integers(0, 2), max_size=6), st.integers(1, 40), st.sampled_from([0.0, 0.01, 5.0])
-        ),
-        min_size=1,
-        max_size=5,
-    ),
+    st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=6), st.integers(1, 40),
+                       st.sampled_from([0.0, 0.01, 5.0])), min_size=1, max_size=5),
     min_size=1,
     max_size=5,
-)
+)  # fmt: skip
 
 
 @settings(deadline=None, max_examples=60)

@@ -44,17 +44,14 @@ def test_turns_are_due_after_answers_and_sub_agents() -> None:
     assert list(due_times(session, 0.1)) == pytest.approx([0.0, 0.6, 2.7, 3.8])
 
 
-@pytest.mark.parametrize(
-    ("data", "place"),
-    [
-        ({"workload": {"sessions": {"source": "recorded"}}}, ("workload", "sessions", "source")),
-        ({"workload": {"sessions": {"path": "x"}}}, ("workload", "sessions", "path")),
-        ({"workload": {"sessions": {}, "trace": {"path": "x"}}}, ("workload", "sessions")),
-        ({"workload": {"sessions": {}}, "search": {"method": "burst"}}, ("search", "method")),
-        ({"workload": {"sessions": {}}, "search": {"compare_burst": True}}, ("search", "compare_burst")),
-        ({"slo": {"limits": ["session_ms p90 <= 9"]}}, ("slo", "limits")),
-    ],
-)
+@pytest.mark.parametrize(("data", "place"), [
+    ({"workload": {"sessions": {"source": "recorded"}}}, ("workload", "sessions", "source")),
+    ({"workload": {"sessions": {"path": "x"}}}, ("workload", "sessions", "path")),
+    ({"workload": {"sessions": {}, "trace": {"path": "x"}}}, ("workload", "sessions")),
+    ({"workload": {"sessions": {}}, "search": {"method": "burst"}}, ("search", "method")),
+    ({"workload": {"sessions": {}}, "search": {"compare_burst": True}}, ("search", "compare_burst")),
+    ({"slo": {"limits": ["session_ms p90 <= 9"]}}, ("slo", "limits")),
+])  # fmt: skip
 def test_what_contradicts_is_named(data: dict[str, object], place: tuple[str, ...]) -> None:
     assert [where for where, _ in session_problems(data)] == [place]
 

@@ -27,9 +27,8 @@ from kvbench.core.simulation.scheduler import EngineConfig, EngineRequest, Sched
 from kvbench.core.simulation.step_time import PROFILE_NAMES, StepLoad, attention_waves, timing_profile
 from kvbench.errors import InputError
 
+
 # -- hashes ---------------------------------------------------------------------------------------
-
-
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=20))
 def test_mix64_is_the_same_for_one_and_for_many(values: list[int]) -> None:
     assert mix64_array(np.array(values, dtype=np.uint64)).tolist() == [mix64(value) for value in values]
@@ -60,13 +59,10 @@ def test_hashes_are_chained(tokens: list[int], data: st.DataObject) -> None:
 
 def test_block_hashes_are_those_of_full_blocks() -> None:
     hashes = np.arange(10, dtype=np.uint64)
-    assert block_hashes(hashes, 4) == [3, 7]
-    assert block_hashes(hashes[:3], 4) == []
+    assert (block_hashes(hashes, 4), block_hashes(hashes[:3], 4)) == ([3, 7], [])
 
 
 # -- block pool -----------------------------------------------------------------------------------
-
-
 @settings(max_examples=70)
 @given(st.data(), st.integers(1, 12), st.booleans())
 def test_pool_never_loses_or_doubles_a_block(data: st.DataObject, size: int, caching: bool) -> None:
@@ -81,8 +77,7 @@ def test_pool_never_loses_or_doubles_a_block(data: st.DataObject, size: int, cac
             fresh = data.draw(st.integers(0, 5))
             if pool.can_take(cached, fresh):
                 blocks = pool.take(cached, fresh)
-                assert blocks[: len(cached)] == cached
-                assert len(blocks) == len(cached) + fresh
+                assert (blocks[: len(cached)], len(blocks)) == (cached, len(cached) + fresh)
                 owned.append(blocks)
                 for block, name in zip(blocks, chain, strict=False):
                     pool.register(block, name)
@@ -125,16 +120,11 @@ def test_pool_refuses_a_double_release() -> None:
 
 
 # -- scheduler ------------------------------------------------------------------------------------
-
 CONFIGS = st.builds(
-    EngineConfig,
-    block_tokens=st.integers(1, 5),
-    num_blocks=st.integers(6, 30),
-    max_num_seqs=st.integers(1, 5),
-    max_num_batched_tokens=st.integers(1, 12),
-    max_model_len=st.just(64),
+    EngineConfig, block_tokens=st.integers(1, 5), num_blocks=st.integers(6, 30),
+    max_num_seqs=st.integers(1, 5), max_num_batched_tokens=st.integers(1, 12), max_model_len=st.just(64),
     enable_prefix_caching=st.booleans(),
-)
+)  # fmt: skip
 
 
 def check_invariants(scheduler: Scheduler, plan: StepPlan) -> None:
@@ -168,17 +158,12 @@ def test_scheduler_serves_everybody_and_keeps_its_limits(data: st.DataObject, co
     requests: list[EngineRequest] = []
     for index in range(data.draw(st.integers(1, 8))):
         prompt_len = data.draw(st.integers(1, longest - 1))
-        requests.append(
-            EngineRequest(
-                str(index),
-                prompt_len,
-                data.draw(st.integers(1, min(12, longest - prompt_len))),
-                arrival_s=float(index),
-                hashes=data.draw(st.sampled_from(chains))[: prompt_len // config.block_tokens],
-                remote_kv=data.draw(st.booleans()),
-                hold_kv=data.draw(st.booleans()),
-            )
-        )
+        requests.append(EngineRequest(
+            str(index), prompt_len, data.draw(st.integers(1, min(12, longest - prompt_len))),
+            arrival_s=float(index),
+            hashes=data.draw(st.sampled_from(chains))[: prompt_len // config.block_tokens],
+            remote_kv=data.draw(st.booleans()), hold_kv=data.draw(st.booleans()),
+        ))  # fmt: skip
         scheduler.add(requests[-1])
     admitted: list[EngineRequest] = []
     first_tokens: set[str] = set()
@@ -285,8 +270,7 @@ def test_remote_request_waits_outside_the_batch_and_computes_nothing() -> None:
     local = EngineRequest("local", 4, 1)
     scheduler.add(local)
     plan = scheduler.schedule(0.0)
-    assert plan.loads == [remote]
-    assert len(remote.blocks) == 3
+    assert (plan.loads, len(remote.blocks)) == ([remote], 3)
     assert [chunk.request for chunk in plan.chunks] == [local]  # it took no place in the batch
     for done in scheduler.complete(plan):
         scheduler.finish(done)
@@ -335,16 +319,13 @@ def test_the_last_admitted_is_preempted_and_comes_back_first() -> None:
     scheduler.complete(scheduler.schedule(0.0))
     scheduler.add(waiting)
     plan = scheduler.schedule(0.0)  # both need a third block and one is left
-    assert plan.preempted == [young]
-    assert [chunk.request for chunk in plan.chunks] == [old]
+    assert (plan.preempted, [chunk.request for chunk in plan.chunks]) == ([young], [old])
     assert list(scheduler.waiting) == [young, waiting]
     assert young.num_tokens == 5  # what it had made is kept and computed again
     assert scheduler.stats.preemptions == 1
 
 
 # -- timing ---------------------------------------------------------------------------------------
-
-
 def decode_ms(profile: str, seqs: int, context: int, tensor_parallel_size: int = 1) -> float:
     load = StepLoad([], seqs, seqs * context)
     return timing_profile(profile, tensor_parallel_size).step_s(load) * 1000
@@ -353,26 +334,21 @@ def decode_ms(profile: str, seqs: int, context: int, tensor_parallel_size: int =
 H200 = "h200-tp8-qwen3-30b-a3b"
 
 
-@pytest.mark.parametrize(
-    ("seqs", "input_len", "measured_ms", "tolerance"),
-    [
-        # Published median TPOT with all slots busy; context = input + half of 1024 output tokens.
-        (256, 1024, 13.05, 0.04),
-        (256, 4096, 17.13, 0.04),
-        (256, 8192, 21.84, 0.04),
-        (256, 16384, 31.55, 0.04),
-        (225, 32768, 49.38, 0.04),
-        (175, 32768, 47.70, 0.04),
-        # The second, smaller group of each run, inferred from the means.
-        (144, 1024, 11.6, 0.11),
-        (104, 4096, 12.0, 0.11),
-        (69, 8192, 13.2, 0.11),
-        (44, 16384, 11.5, 0.11),
-    ],
-)
-def test_h200_decode_matches_the_published_rows(
-    seqs: int, input_len: int, measured_ms: float, tolerance: float
-) -> None:
+@pytest.mark.parametrize(("seqs", "input_len", "measured_ms", "tolerance"), [
+    # Published median TPOT with all slots busy; context = input + half of 1024 output tokens.
+    (256, 1024, 13.05, 0.04),
+    (256, 4096, 17.13, 0.04),
+    (256, 8192, 21.84, 0.04),
+    (256, 16384, 31.55, 0.04),
+    (225, 32768, 49.38, 0.04),
+    (175, 32768, 47.70, 0.04),
+    # The second, smaller group of each run, inferred from the means.
+    (144, 1024, 11.6, 0.11),
+    (104, 4096, 12.0, 0.11),
+    (69, 8192, 13.2, 0.11),
+    (44, 16384, 11.5, 0.11),
+])  # fmt: skip
+def test_h200_decode_is_as_published(seqs: int, input_len: int, measured_ms: float, tolerance: float) -> None:
     assert decode_ms(H200, seqs, input_len + 512) == pytest.approx(measured_ms, rel=tolerance)
 
 
@@ -385,14 +361,11 @@ def test_h200_prefill_is_flops_plus_a_floor(tokens: int, compute_ms: float) -> N
     assert first_token_s * 1000 == pytest.approx(40 + compute_ms, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("name", "input_len", "rate", "count", "first_token_s", "seed"),
-    [
-        # (duration s, mean TTFT ms, mean TPOT ms) of the published bursts, see the tolerances below.
-        ("1k", 1024, 80, 400, 0.15, (26.6, 3798, 12.6)),
-        ("32k", 32768, 45, 225, 0.41, (54.8, 413, 49.2)),
-    ],
-)
+@pytest.mark.parametrize(("name", "input_len", "rate", "count", "first_token_s", "seed"), [
+    # (duration s, mean TTFT ms, mean TPOT ms) of the published bursts, see the tolerances below.
+    ("1k", 1024, 80, 400, 0.15, (26.6, 3798, 12.6)),
+    ("32k", 32768, 45, 225, 0.41, (54.8, 413, 49.2)),
+])  # fmt: skip
 def test_virtual_engine_reproduces_published_bursts(
     name: str, input_len: int, rate: float, count: int, first_token_s: float, seed: tuple[float, float, float]
 ) -> None:
@@ -487,8 +460,6 @@ def test_unknown_timing_is_refused() -> None:
 
 
 # -- virtual time -----------------------------------------------------------------------------------
-
-
 def test_virtual_engine_waits_for_arrivals_and_loads() -> None:
     engine = VirtualEngine(EngineConfig(), timing_profile("quick"), load_s=lambda request: 2.0)
     remote = EngineRequest("remote", 100, 2, arrival_s=1.0, remote_kv=True)

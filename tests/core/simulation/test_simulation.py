@@ -32,7 +32,6 @@ def poisson(rate: float, n: int, seed: int) -> list[float]:
 
 
 # -- conservation and causality ------------------------------------------------------------------------
-
 systems = st.builds(
     System,
     timing=st.just(QUICK),
@@ -75,9 +74,7 @@ def everything_is_free(trial: SimulatedTrial) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(systems, loads)
-def test_every_request_is_served_once_whole_and_in_order(
-    system: System, requests: list[tuple[float, int, int]]
-) -> None:
+def test_each_request_is_served_once_in_order(system: System, requests: list[tuple[float, int, int]]) -> None:
     load = load_of(requests)
     trial = SimulatedTrial(system, load, None)
     outcome = trial.run()
@@ -151,8 +148,7 @@ def test_a_stopped_trial_keeps_what_it_knows(
     assert len(settled) == len(set(settled))
     assert [tick.t_s for tick in seen] == pytest.approx([TICK_S * (n + 1) for n in range(len(seen))])
     if outcome.stopped:
-        assert len(seen) == ticks + 1
-        assert outcome.duration_s == seen[-1].t_s
+        assert (len(seen), outcome.duration_s) == (ticks + 1, seen[-1].t_s)
         sent = [record for record in outcome.records if record.error == "cancelled"]
         assert len(sent) == seen[-1].in_flight
         assert all(record.scheduled_s <= outcome.duration_s for record in outcome.records)
@@ -192,8 +188,6 @@ def test_the_same_load_gives_the_same_trial() -> None:
 
 
 # -- formulas ------------------------------------------------------------------------------------------
-
-
 def service(prefill_ms: float) -> TimingProfile:
     """A prompt takes so long, and a decode step next to nothing."""
     return TimingProfile(
@@ -282,8 +276,7 @@ def test_shared_prompts_are_found_in_the_prefix_cache() -> None:
     hashes = [[1, 2, 3, 4], [1, 2, 3, 5], [9, 8, 7, 6]]
     load = SimulatedLoad([0.0, 1.0, 2.0], [70] * 3, [2] * 3, hashes=hashes)
     outcome = simulate(PAIR, load)
-    assert outcome.figures["prefill"].prefix_hits == 48
-    assert outcome.figures["decode"].prefix_hits == 48
+    assert (outcome.figures["prefill"].prefix_hits, outcome.figures["decode"].prefix_hits) == (48, 48)
     assert outcome.transfer_bytes == (5 + 2 + 5) * PAIR.block_bytes
 
 
@@ -294,15 +287,13 @@ def test_a_request_that_never_fits_is_refused() -> None:
 
 def test_no_requests_are_no_trouble() -> None:
     outcome = simulate(PAIR, SimulatedLoad.alike([], 512, 16))
-    assert outcome.records == []
-    assert outcome.duration_s == 0.0
+    assert (outcome.records, outcome.duration_s) == ([], 0.0)
 
 
 def test_use_tells_full_slots_and_full_pools() -> None:
     few = replace(PAIR, decode_config=replace(CONFIG, max_num_seqs=2))
     outcome = simulate(few, SimulatedLoad.alike(poisson(40, 200, 1), 256, 64))
-    assert outcome.use["decode"].slots == 2
-    assert outcome.use["decode"].running_peak == 2
+    assert (outcome.use["decode"].slots, outcome.use["decode"].running_peak) == (2, 2)
     assert (outcome.use["decode"].slots_full_share or 0.0) > 0.8
     small = replace(PAIR, decode_config=replace(CONFIG, num_blocks=40))
     outcome = simulate(small, SimulatedLoad.alike(poisson(40, 200, 1), 256, 64))
@@ -320,14 +311,12 @@ def test_a_run_of_steps_is_cut_at_the_step_under_way() -> None:
     engine.end()
     start = 1.0
     end = engine.begin(start)
-    assert end is not None
     step = (end - start) / 49
     assert engine.cut(end + 1) is None
     cut = engine.cut(start + 2.5 * step)
     assert cut == pytest.approx(start + 3 * step, rel=1e-3)
     sampled, ends = engine.end()
-    assert [request.request_id for request in sampled] == ["a"]
-    assert len(ends) == 3
+    assert ([request.request_id for request in sampled], len(ends)) == (["a"], 3)
     assert sampled[0].output_len == 1 + 3
 
 

@@ -23,18 +23,10 @@ from kvbench.core.units import duration_text, estimate_text, parse_counts, parse
 from kvbench.errors import InputError
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("4096", 4096),
-        ("4K", 4096),
-        ("4k", 4096),
-        ("64KiB", 65536),
-        ("1M", 1 << 20),
-        ("2 GiB", 2 << 30),
-        ("1.5K", 1536),
-    ],
-)
+@pytest.mark.parametrize(("text", "size"), [
+    ("4096", 4096), ("4K", 4096), ("4k", 4096), ("64KiB", 65536), ("1M", 1 << 20), ("2 GiB", 2 << 30),
+    ("1.5K", 1536),
+])  # fmt: skip
 def test_sizes_are_read_as_powers_of_1024(text: str, size: int) -> None:
     assert parse_size(text) == size
 
@@ -77,16 +69,10 @@ def test_durations_are_rounded_up(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
 
 
-@pytest.mark.parametrize(
-    ("times", "text"),
-    [
-        ((7186.0, 7186.0), "about 2 h"),
-        ((1906.0, 7186.0), "32 min to 2 h"),
-        ((194.0, 216.0), "3 to 4 min"),
-        ((0.0, 7.2), "0 to 7 s"),
-        ((6000.0, 20000.0), "1.7 to 5.6 h"),
-    ],
-)
+@pytest.mark.parametrize(("times", "text"), [
+    ((7186.0, 7186.0), "about 2 h"), ((1906.0, 7186.0), "32 min to 2 h"), ((194.0, 216.0), "3 to 4 min"),
+    ((0.0, 7.2), "0 to 7 s"), ((6000.0, 20000.0), "1.7 to 5.6 h"),
+])  # fmt: skip
 def test_an_estimate_has_two_digits(times: tuple[float, float], text: str) -> None:
     assert estimate_text(*times) == text
 
@@ -97,8 +83,7 @@ def test_the_default_matrix_is_small_and_ends_in_time() -> None:
     assert len(found.cases) == len(usable) * 2 * len(DEFAULT_SIZES)
     assert found.estimate_s(matrices.DEFAULT_SECONDS) < 90
     absent = {left.what: left.reason for left in found.left if left.absent}
-    assert absent["nccl"] == "no GPU"
-    assert absent["nixl over rdma"] == "no RDMA device"
+    assert (absent["nccl"], absent["nixl over rdma"]) == ("no GPU", "no RDMA device")
 
 
 def test_yardsticks_come_first_and_groups_stay_together() -> None:
@@ -189,15 +174,12 @@ def test_memory_counts_every_side() -> None:
     assert memory_needed(case) == 4 * 2048 + 4 * 2048
 
 
-@pytest.mark.parametrize(
-    ("axes", "words"),
-    [
-        (Axes(backends=("carrier_pigeon",)), "unknown transfer backend 'carrier_pigeon'"),
-        (Axes(backends=("tcp",), protocols=("cma",)), "tcp does not support it"),
-        (Axes(backends=("memcpy",), remote=True), "within one host"),
-        (Axes(backends=("tcp",), memory="cuda"), "host memory"),
-    ],
-)
+@pytest.mark.parametrize(("axes", "words"), [
+    (Axes(backends=("carrier_pigeon",)), "unknown transfer backend 'carrier_pigeon'"),
+    (Axes(backends=("tcp",), protocols=("cma",)), "tcp does not support it"),
+    (Axes(backends=("memcpy",), remote=True), "within one host"),
+    (Axes(backends=("tcp",), memory="cuda"), "host memory"),
+])  # fmt: skip
 def test_nothing_left_is_an_error_with_the_reason(axes: Axes, words: str) -> None:
     with pytest.raises(InputError, match=words):
         build(axes, MOVERS)
@@ -226,8 +208,7 @@ def test_every_combination_is_there_once(
     found = build(axes, MOVERS)
     wanted = set(product(nics, threads, sizes, ("read", "write")))
     told = [(case.nics, case.threads, (case.block_bytes, case.batch_size), case.op) for case in found.cases]
-    assert len(told) == len(wanted)
-    assert set(told) == wanted
+    assert (len(told), set(told)) == (len(wanted), wanted)
     assert len({case.key for case in found.cases}) == len(told)
     assert found.estimate_s(1.0) >= len(told)
 

@@ -21,7 +21,6 @@ RATE = st.floats(0.05, 50.0)
 def test_planted_figures_come_back(start: float, per_descriptor: float, rate: float) -> None:
     points = [(d, float(n), start + per_descriptor * d + n / rate / 1e9) for d, n in SHAPES]
     found = fit(points)
-    assert found is not None
     assert found[0] == pytest.approx(start, rel=1e-3, abs=1e-9)
     assert found[1] == pytest.approx(per_descriptor, rel=1e-2, abs=1e-9)
     assert 1e-9 / found[2] == pytest.approx(rate, rel=1e-3)
@@ -60,15 +59,13 @@ def test_no_other_point_without_negatives_is_better(rows: list[list[float]], wan
 
 def test_descriptors_that_never_vary_are_not_given_a_cost() -> None:
     found = fit([(1.0, n, 1e-5 + n / 1e9) for n in (4e3, 1e6, 1.6e7)])
-    assert found is not None
     assert found[1] == 0
     assert not found[4]
     assert found[0] == pytest.approx(1e-5)
 
 
 def test_too_little_says_nothing() -> None:
-    assert fit([(1.0, 4e3, 1e-5), (1.0, 8e3, 2e-5)]) is None
-    assert fit([(1.0, 4e3, 1e-5)] * 5) is None
+    assert (fit([(1.0, 4e3, 1e-5), (1.0, 8e3, 2e-5)]), fit([(1.0, 4e3, 1e-5)] * 5)) == (None, None)
 
 
 def test_models_of_a_run() -> None:
@@ -78,8 +75,7 @@ def test_models_of_a_run() -> None:
     for model in models:
         start, _, rate = SPEED[model.backend]
         assert model.start_s == pytest.approx(start, rel=0.2)
-        assert model.gb_per_s == pytest.approx(rate, rel=0.1)
-        assert model.points == 4
+        assert (model.gb_per_s, model.points) == (pytest.approx(rate, rel=0.1), 4)
         assert 0 <= model.median_error <= model.worst_error < 0.1
         record = next(r for r in rows if r.case.backend == model.backend and r.case.op == model.op)
         assert model.seconds(record.nbytes, record.descriptors) == pytest.approx(

@@ -17,6 +17,7 @@ import matplotlib.image
 import pytest
 import sample_transfers
 from page import Page
+from run_files import edit_json, edit_rows
 from sample_run import make_run
 
 from kvbench.core.transfers.cases import Axes
@@ -57,16 +58,13 @@ def page(measured: Path) -> Page:
 
 def sound(page: Page) -> None:
     """What holds of every page."""
-    assert page.wrong == []
-    assert page.fetched == []
-    assert page.handlers == []
+    assert (page.wrong, page.fetched, page.handlers) == ([], [], [])
     assert all(link.startswith("#") for link in page.links)
     assert len(page.ids) == len(set(page.ids))
     assert {link[1:] for link in page.links} <= set(page.ids)
     assert "url(http" not in "".join(page.styles)
     assert "@import" not in "".join(page.styles)
-    assert page.headings[0] == 1
-    assert page.headings.count(1) == 1
+    assert (page.headings[0], page.headings.count(1)) == (1, 1)
     assert all(after - before <= 1 for before, after in zip(page.headings, page.headings[1:], strict=False))
     (script,) = page.scripts
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -117,10 +115,8 @@ def test_checked_outputs_gates_and_caveats_are_folded(measured: Path) -> None:
 def test_wrong_outputs_stand_before_the_answer(measured: Path, tmp_path: Path) -> None:
     path = tmp_path / "run"
     shutil.copytree(measured, path)
-    first, *more = (path / "trials.jsonl").read_text().splitlines()
-    trial = json.loads(first)
-    trial["engine"]["canaries"] = {"checked": 5, "wrong": 2}
-    (path / "trials.jsonl").write_text("\n".join([json.dumps(trial), *more, ""]))
+    wrong = {"checked": 5, "wrong": 2}
+    edit_rows(path / "trials.jsonl", lambda row: row["engine"].update(canaries=wrong), 0, 1)
     write_report(path, ("html",))
     text = (path / "report.html").read_text()
     assert text.index('<p class="bad">answers under load: 2 of 5 wrong') < text.index('<p class="lead">')
@@ -171,16 +167,11 @@ PLANTED = "<script>alert('planted')</script> & \"quoted\" $x$ </style>"
 
 def test_no_word_of_a_run_becomes_markup(tmp_path: Path) -> None:
     path = make_run(tmp_path, ("aggregated", "mooncake"), (1024,), special=True)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest |= {"scenario": PLANTED, "argv": ["kvbench", PLANTED], "error": PLANTED, "hosts": [PLANTED]}
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    environment = json.loads((path / "environment.json").read_text())
-    environment["cpu"] = {"model": PLANTED, PLANTED: 1}
-    (path / "environment.json").write_text(json.dumps(environment))
-    lines = [json.loads(line) for line in (path / "trials.jsonl").read_text().splitlines()]
-    lines[0]["reason"] = PLANTED
-    lines[0]["findings"] = [{"gate": PLANTED, "level": "warning", "message": PLANTED, "advice": PLANTED}]
-    (path / "trials.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = {"scenario": PLANTED, "argv": ["kvbench", PLANTED], "error": PLANTED, "hosts": [PLANTED]}
+    edit_json(path / "manifest.json", **words)
+    edit_json(path / "environment.json", cpu={"model": PLANTED, PLANTED: 1})
+    finding = {"gate": PLANTED, "level": "warning", "message": PLANTED, "advice": PLANTED}
+    edit_rows(path / "trials.jsonl", lambda row: row.update(reason=PLANTED, findings=[finding]), 0, 1)
     (path / "scenario.yaml").write_text(f"# {PLANTED}\n" + (path / "scenario.yaml").read_text())
     page = reported(path)
     sound(page)
@@ -259,8 +250,6 @@ def test_every_mark_of_a_trial_says_its_value(page: Page, measured: Path) -> Non
 
 
 # --- pictures in the page --------------------------------------------------------------------------
-
-
 def test_every_colour_of_a_picture_has_one_for_the_dark(measured: Path) -> None:
     for path in (measured / "figures").glob("*.svg"):
         styles = " ".join(re.findall(r'style="([^"]*)"', path.read_text()))
@@ -350,7 +339,6 @@ def test_missing_values_sort_as_missing() -> None:
 
 
 # --- in a browser ----------------------------------------------------------------------------------
-
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 in_a_browser = pytest.mark.skipif(
     not os.environ.get("KVBENCH_BROWSER_TESTS") or CHROMIUM is None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import sample_run
 import sample_transfers
+from run_files import edit_json
 
 import kvbench
 from kvbench.errors import InputError, NewerSchemaError, StoreError
@@ -41,8 +41,6 @@ def copied(tmp_path: Path) -> Path:
 
 
 # --- tables ----------------------------------------------------------------------------------------
-
-
 def test_every_column_of_every_table_is_explained(run: kvbench.Run, microbench: kvbench.Run) -> None:
     for each in (run, microbench):
         for table in TABLES:
@@ -122,17 +120,13 @@ def test_a_file_of_an_older_kvbench_lacks_columns(copied: Path) -> None:
 
 
 # --- states ----------------------------------------------------------------------------------------
-
-
 def test_a_crashed_sweep_gives_what_it_had(copied: Path) -> None:
     lines = (copied / "trials.jsonl").read_bytes().splitlines(keepends=True)
     (copied / "trials.jsonl").write_bytes(b"".join(lines[:6]) + lines[6][:100])
     (copied / "cells.jsonl").write_bytes(b"")
-    manifest = json.loads((copied / "manifest.json").read_text())
-    (copied / "manifest.json").write_text(json.dumps(manifest | {"status": "running", "ended_at": None}))
+    edit_json(copied / "manifest.json", status="running", ended_at=None)
     run = kvbench.load(copied)
-    assert run.status == "interrupted"
-    assert len(run.trials) == 6
+    assert (run.status, len(run.trials)) == ("interrupted", 6)
     assert run.cells.empty
     assert "max_request_rate" in run.cells.columns
     assert set(run.summary.outcome) == {"unfinished"}
@@ -155,8 +149,7 @@ def test_a_run_without_a_trial_has_tables_without_rows(copied: Path) -> None:
 
 
 def test_a_newer_schema_is_refused(copied: Path) -> None:
-    manifest = json.loads((copied / "manifest.json").read_text())
-    (copied / "manifest.json").write_text(json.dumps(manifest | {"schema": 99}))
+    edit_json(copied / "manifest.json", schema=99)
     with pytest.raises(NewerSchemaError, match="schema 99"):
         kvbench.load(copied)
 
@@ -167,8 +160,7 @@ def test_a_run_that_goes_on_is_read_again(copied: Path) -> None:
     run = kvbench.load(copied)
     assert len(run.trials) == 3
     (copied / "trials.jsonl").write_bytes(b"".join(lines[:5]))
-    assert len(run.trials) == 3
-    assert len(run.reload().trials) == 5
+    assert (len(run.trials), len(run.reload().trials)) == (3, 5)
 
 
 def test_runs_lists_what_can_be_read_and_what_cannot(tmp_path: Path, copied: Path) -> None:
@@ -176,16 +168,13 @@ def test_runs_lists_what_can_be_read_and_what_cannot(tmp_path: Path, copied: Pat
     broken.mkdir()
     (broken / "manifest.json").write_text("{")
     listed = kvbench.runs(tmp_path)
-    assert listed.path.tolist() == [str(copied), str(broken)]
-    assert listed.status.tolist()[0] == "complete"
+    assert (listed.path.tolist(), listed.status.tolist()[0]) == ([str(copied), str(broken)], "complete")
     assert "manifest.json" in listed.problem.iloc[1]
     with pytest.raises(InputError, match="does not exist"):
         kvbench.runs(tmp_path / "none")
 
 
 # --- microbenchmarks -------------------------------------------------------------------------------
-
-
 def test_a_microbenchmark_has_cases_and_calls(microbench: kvbench.Run) -> None:
     measured = microbench.transfers[microbench.transfers.status == "ok"]
     assert len(microbench.calls) == measured.calls.sum()
@@ -209,8 +198,6 @@ def test_two_microbenchmarks_are_compared_case_by_case(microbench: kvbench.Run, 
 
 
 # --- imported runs ---------------------------------------------------------------------------------
-
-
 def test_an_imported_run_has_rows_with_their_source_and_conclusions() -> None:
     notes = kvbench.load(ROOT / "results/reference/seed-notes")
     assert notes.kind == "imported"
@@ -228,8 +215,6 @@ def test_an_imported_run_has_rows_with_their_source_and_conclusions() -> None:
 
 
 # --- comparisons -----------------------------------------------------------------------------------
-
-
 def test_connectors_of_one_run_are_ordered_where_posteriors_tell(run: kvbench.Run) -> None:
     compared = kvbench.compare(run)
     told = compared.rows[compared.rows.told]
@@ -255,8 +240,6 @@ def test_runs_that_differ_are_put_together_only_by_force(run: kvbench.Run, tmp_p
 
 
 # --- how it looks ----------------------------------------------------------------------------------
-
-
 class _Elements(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -271,8 +254,7 @@ class _Elements(HTMLParser):
 
 
 def test_words_of_others_are_never_markup(copied: Path) -> None:
-    manifest = json.loads((copied / "manifest.json").read_text())
-    (copied / "manifest.json").write_text(json.dumps(manifest | {"scenario": "<script>alert(1)</script>|x"}))
+    edit_json(copied / "manifest.json", scenario="<script>alert(1)</script>|x")
     run = kvbench.load(copied)
     page = _Elements()
     page.feed(run._repr_html_())
@@ -294,8 +276,6 @@ def test_a_picture_shows_itself_and_is_the_same_twice(run: kvbench.Run) -> None:
 
 
 # --- virtual time ----------------------------------------------------------------------------------
-
-
 def test_a_simulated_run_is_a_run_and_goes_with_it() -> None:
     run = kvbench.simulate("quickstart", {"workload.input_len": [256]}, connectors=["nixl"])
     assert run.mark == "simulated"
@@ -330,8 +310,6 @@ def test_splits_are_compared_by_gpu() -> None:
 
 
 # --- the package -----------------------------------------------------------------------------------
-
-
 def python(code: str) -> str:
     env = {**os.environ, "PYTHONWARNINGS": "error"}
     done = subprocess.run(

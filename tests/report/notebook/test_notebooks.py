@@ -30,13 +30,9 @@ def test_a_notebook_runs_to_its_end(path: Path) -> None:
     # Whoever runs the tests may have made any warning an error; the kernel is a process of its own.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     done = subprocess.run(
-        [sys.executable, "-m", "tools.notebooks", "--check", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        cwd=ROOT,
-        env=env,
-    )
+        [sys.executable, "-m", "tools.notebooks", "--check", str(path)], capture_output=True, text=True,
+        timeout=110, cwd=ROOT, env=env,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert path.name in done.stdout
     assert path.read_bytes() == before
@@ -54,25 +50,19 @@ figure.savefig(io.BytesIO(), format="png")
 
 @pytest.mark.parametrize(
     ("source", "said"),
-    [
-        ("1 / 0", "ZeroDivisionError"),
-        (EMPTY_FRAME, "a table has no rows"),
-        (EMPTY_AXES, "a picture has axes without a mark"),
-    ],
+    [("1 / 0", "ZeroDivisionError"), (EMPTY_FRAME, "a table has no rows"),
+     (EMPTY_AXES, "a picture has axes without a mark")],
     ids=["fails", "empty frame", "empty axes"],
-)
+)  # fmt: skip
 def test_a_notebook_that_fails_or_shows_nothing_is_named(tmp_path: Path, source: str, said: str) -> None:
     path = tmp_path / "broken.ipynb"
     cell = {"cell_type": "code", "id": "a", "metadata": {}, "execution_count": None, "outputs": []}
     notebook = {"cells": [{**cell, "source": source}], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
     path.write_text(json.dumps(notebook))
     done = subprocess.run(
-        [sys.executable, "-m", "tools.notebooks", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=110,
+        [sys.executable, "-m", "tools.notebooks", str(path)], capture_output=True, text=True, timeout=110,
         cwd=ROOT,
-    )
+    )  # fmt: skip
     assert done.returncode == 1
     assert "broken.ipynb" in done.stderr
     assert said in done.stderr

@@ -23,14 +23,9 @@ START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
 def trial(
-    name: str,
-    rate: float,
-    verdict: VerdictKind,
-    purpose: str = "confirm",
-    *,
-    connector: str = "nixl",
+    name: str, rate: float, verdict: VerdictKind, purpose: str = "confirm", *, connector: str = "nixl",
     at_s: float = 0,
-) -> TrialRecord:
+) -> TrialRecord:  # fmt: skip
     started = (START + timedelta(seconds=at_s)).isoformat(timespec="milliseconds")
     cell = Cell(connector, 256, 16)
     return TrialRecord(name, cell, rate, 0, verdict, "", purpose, started_at=started, duration_s=9.0)
@@ -38,12 +33,9 @@ def trial(
 
 def test_a_trial_that_was_met_at_an_answer_or_just_above_confirms_it() -> None:
     records = [
-        trial("ceiling", 30, "measured", "ceiling"),
-        trial("above", 31, "met"),
-        trial("far", 40, "missed"),
-        trial("below", 29.9, "met"),
-        trial("at", 30, "undecided"),
-    ]
+        trial("ceiling", 30, "measured", "ceiling"), trial("above", 31, "met"), trial("far", 40, "missed"),
+        trial("below", 29.9, "met"), trial("at", 30, "undecided"),
+    ]  # fmt: skip
     assert confirmed_by(records, "", 30, 0.05) == "above"
     assert confirmed_by([*records, trial("again", 30, "met")], "", 30, 0.05) == "again"
     assert confirmed_by([*records, trial("newer", 31, "met")], "", 30, 0.05) == "newer"
@@ -68,12 +60,9 @@ def row_of(records: Sequence[TrialRecord], **answer: object) -> Row:
 
 def test_a_row_has_the_figures_of_the_highest_met_trial_at_or_below_the_answer() -> None:
     records = [
-        trial("low", 20, "met"),
-        trial("below", 29, "met"),
-        trial("missed", 29.5, "missed"),
-        trial("at", 30, "undecided"),
-        trial("above", 30.2, "met"),
-    ]
+        trial("low", 20, "met"), trial("below", 29, "met"), trial("missed", 29.5, "missed"),
+        trial("at", 30, "undecided"), trial("above", 30.2, "met"),
+    ]  # fmt: skip
     for number, record in enumerate(records):
         record.summary["slo_attainment"] = number / 10
     row = row_of(records, max_request_rate=30.0)
@@ -109,8 +98,7 @@ def test_a_rate_that_no_trial_met_is_not_printed() -> None:
         refused("two", 120, "machine_disturbed"),
     ]
     row = row_of(records, max_request_rate=120.0, lower=49.4, upper=390.0, status="exhausted")
-    assert row.outcome == "undecided"
-    assert row.answer.text() == "no rate (< 390)"
+    assert (row.outcome, row.answer.text()) == ("undecided", "no rate (< 390)")
     assert row.rate_text() == "no rate (< 390); 2 of 3 trials refused: machine_disturbed"
     run = RunFolder(Path(), 1, {"status": "complete"}, "", {}, {}, records, [], [])
     said = {note.text for note in notes(run, [row])}
@@ -127,14 +115,10 @@ def test_a_rate_that_no_trial_met_is_not_printed() -> None:
     assert unknown.rate_text() == "no rate; 1 of 2 trials refused: step_lag"
 
 
-@pytest.mark.parametrize(
-    ("status", "text"),
-    [
-        ("converged", "30.0 [28.0, 32.0]"),
-        ("undecided", "30.0? [28.0, 32.0]"),
-        ("exhausted", "30.0? [28.0, 32.0]"),
-    ],
-)
+@pytest.mark.parametrize(("status", "text"), [
+    ("converged", "30.0 [28.0, 32.0]"), ("undecided", "30.0? [28.0, 32.0]"),
+    ("exhausted", "30.0? [28.0, 32.0]"),
+])  # fmt: skip
 def test_a_rate_that_no_trial_held_is_marked(status: str, text: str) -> None:
     answer = {"max_request_rate": 30.0, "lower": 28.0, "upper": 32.0, "status": status}
     assert read_answer(answer).text() == text
@@ -146,5 +130,4 @@ def test_the_share_of_time_that_was_measuring() -> None:
     second = [trial(f"{n}", 1, "met", connector="tcp", at_s=500 + 12 * n) for n in range(3)]
     assert measuring_share(first) == pytest.approx(45 / 49)
     assert measuring_share([*second, *first]) == pytest.approx((45 + 27) / (49 + 33))
-    assert measuring_share(first[:1]) is None
-    assert measuring_share([]) is None
+    assert (measuring_share(first[:1]), measuring_share([])) == (None, None)

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from run_files import printed
 from sample_run import ENVIRONMENT, PLAN, SCENARIO, make_requests, make_trial
 
 from kvbench.core.records import Cell, Finding, RequestRecord, TrialRecord
 from kvbench.report.compare import CompareOptions, command
 from kvbench.report.plots import write_plots
-from kvbench.report.report import render_terminal, write_report
+from kvbench.report.report import write_report
 from kvbench.report.tables.vllm_bench import DIFFERENCE, closed_loop_table
 from kvbench.results.run import CellResult, load_run
 from kvbench.results.store import RunInfo, RunStore
@@ -48,10 +49,7 @@ def bench_run(folder: Path, trials: Sequence[TrialRecord]) -> Path:
 
 
 def shown(folder: Path) -> str:
-    console = Console(file=io.StringIO(), width=100)
-    render_terminal(load_run(folder), console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return printed(load_run(folder))
 
 
 def test_one_block_has_the_lines_of_vllm_bench_serve(tmp_path: Path) -> None:
@@ -142,12 +140,10 @@ def test_closed_loops_are_compared_where_as_many_are_under_way(tmp_path: Path) -
     runs = [bench_run(tmp_path / name, [offered(PAIR, concurrency=8)]) for name in ("a", "b")]
     console = Console(file=io.StringIO(), width=160)
     assert command(runs, CompareOptions(), console) == 0
-    assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert "A or B" in text
     assert "0 req/s" not in text
     console = Console(file=io.StringIO(), width=160)
     more = bench_run(tmp_path / "c", [offered(PAIR, concurrency=16)])
     command([runs[0], more], CompareOptions(by="concurrency", format="md"), console)
-    assert isinstance(console.file, io.StringIO)
     assert "max concurrency" in console.file.getvalue()

@@ -112,9 +112,5 @@ def test_titles_end_on_one_line_and_words_fold_at_blanks() -> None:
     assert [line.text for line in grid.fitted(None).lines][-1] == "x  12.5  the time was up at last"
     lines = [line.text for line in grid.fitted(25).lines]
     assert lines == [
-        "    max",
-        "a  rate  why",
-        "─────────────────────",
-        "x  12.5  the time was",
-        "         up at last",
-    ]
+        "    max", "a  rate  why", "─────────────────────", "x  12.5  the time was", "         up at last",
+    ]  # fmt: skip

@@ -64,14 +64,12 @@ def test_progress_curve_and_nics_follow_the_folder(store: RunStore) -> None:
     add_trial(store, CELLS[0], 9.0, 2)
     store.put_cell(CellResult(CELLS[0], "done"))
     seen = watch.look()
-    assert seen.cells_done == 1
-    assert [line.request_rate for line in seen.curve] == [5.0, 9.0]
+    assert (seen.cells_done, [line.request_rate for line in seen.curve]) == (1, [5.0, 9.0])
     assert seen.nics == (("eth0", "2.00 / 0.500"),)
     add_trial(store, CELLS[1], 7.0)
     seen = watch.look()
     assert seen.cell.startswith("nixl, 1,024 in")
-    assert [line.connector for line in seen.curve] == ["nixl"]
-    assert len(seen.log) == 3
+    assert ([line.connector for line in seen.curve], len(seen.log)) == (["nixl"], 3)
     assert json.loads(json.dumps(seen.to_json()))["status"] == "running"
     store.finish("complete")
     assert not watch.look().running
@@ -104,7 +102,6 @@ def test_it_prints_each_trial_once_and_ends_with_the_run(store: RunStore) -> Non
 
 
 def text(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
@@ -163,7 +160,6 @@ def test_a_run_whose_process_is_gone_ends_the_watch(tmp_path: Path) -> None:
         text=True,
         env=environment,
     ) as writer:
-        assert writer.stdout is not None
         watch = RunWatch(Path(writer.stdout.readline().strip()))
         assert watch.look().running
         writer.send_signal(signal.SIGKILL)
@@ -193,8 +189,6 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 # --- the live page ---------------------------------------------------------------------------------
-
-
 def get(url: str, path: str, host: str = "", method: str = "GET") -> tuple[int, dict[str, str], str]:
     place = urlsplit(url)
     connection = http.client.HTTPConnection(str(place.hostname), place.port, timeout=DEADLINE_S)

@@ -105,8 +105,7 @@ def test_the_arrivals_of_vllms_client() -> None:
     assert early[:2] == pytest.approx(
         [0.0, 0.39794], abs=1e-4
     )  # numpy's first exponential after seed(0), halved
-    assert late[-1] == pytest.approx(100)
-    assert row.get("duration_s") == pytest.approx(early[-1], rel=0.02)
+    assert (late[-1], row.get("duration_s")) == (pytest.approx(100), pytest.approx(early[-1], rel=0.02))
 
 
 def test_rows_that_the_scenario_is_not_about_are_left_out() -> None:
@@ -134,12 +133,10 @@ def test_the_command_leaves_a_comparison_in_the_run(tmp_path: Path) -> None:
     assert all(row["source"] for row in rows)
     assert "sim / told" in (folder / "against.md").read_text("utf-8")
     run = load_run(folder)
-    assert [trial.method for trial in run.other_trials] == ["fixed"]
-    assert run.labels == ["simulated"]
+    assert ([trial.method for trial in run.other_trials], run.labels) == (["fixed"], ["simulated"])
 
 
 # --- offered for real --------------------------------------------------------------------------------
-
 LOAD = ("workload.input_len=[256]", "search.trial_s=4", "search.min_requests=20")
 
 
@@ -151,8 +148,7 @@ def test_a_run_is_offered_for_real_and_told_at_the_speed_that_is_meant(tmp_path:
     """Listed rates on virtual time are the run; a real server that is half as fast gets them, too."""
     server, told, made = ("--connector", "aggregated"), tmp_path / "told", tmp_path / "made"
     listed = (*LOAD, "search.method=fixed", "search.rates=[8]")
-    done = invoke("simulate", "quickstart", *server, "--output", str(told), sets=listed)
-    assert done.status == 0, done.text
+    invoke("simulate", "quickstart", *server, "--output", str(told), sets=listed).ended(0)
     (measured,) = told.iterdir()
 
     def offered(scale: int) -> TrialRecord:
@@ -188,15 +184,11 @@ def test_a_run_is_offered_for_real_and_told_at_the_speed_that_is_meant(tmp_path:
 
 
 def test_a_load_of_another_run_has_its_own_rate() -> None:
-    done = invoke("bench", "quickstart", "--against", str(NOTES), "--rate", "3")
-    assert done.status == 2
+    done = invoke("bench", "quickstart", "--against", str(NOTES), "--rate", "3").ended(2)
     assert "does not accept --rate" in done.err
 
 
-@given(
-    st.floats(0.01, 1e4),
-    st.dictionaries(st.sampled_from(FIGURES), st.floats(1e-3, 1e6), min_size=1),
-)
+@given(st.floats(0.01, 1e4), st.dictionaries(st.sampled_from(FIGURES), st.floats(1e-3, 1e6), min_size=1))
 def test_a_slower_system_is_brought_back(scale: float, figures: dict[str, float]) -> None:
     cell = Cell("tcp", 64, 4)
     row = LoadRow("row", "run", cell, 2.0, 10, dict(figures))

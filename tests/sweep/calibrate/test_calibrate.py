@@ -21,14 +21,9 @@ from kvbench.sweep.calibrate import CalibrateOptions, EngineLimits, calibrated, 
 
 RECORDED = Path(__file__).parents[2] / "recorded"
 TRUTH = {
-    "front_end_ms": 4.0,
-    "prefill_step_ms": 12.0,
-    "prefill_token_ms": 0.06,
-    "prefill_attention_ms": 4e-6,
-    "decode_step_ms": 18.0,
-    "decode_seq_ms": 0.2,
-    "decode_context_ms": 1e-4,
-}
+    "front_end_ms": 4.0, "prefill_step_ms": 12.0, "prefill_token_ms": 0.06, "prefill_attention_ms": 4e-6,
+    "decode_step_ms": 18.0, "decode_seq_ms": 0.2, "decode_context_ms": 1e-4,
+}  # fmt: skip
 META = {"engine_kwargs": {"max_num_seqs": 32, "max_num_batched_tokens": 1024}, "vllm_version": "0.19.0"}
 
 DETAILED = (RECORDED / "vllm" / "detailed.json", RECORDED / "aiperf")
@@ -56,14 +51,10 @@ def recorded(folder: Path, slower_from: int | None = None, num_kv_tokens: int | 
         slow = 1.5 if slower_from is not None and at >= slower_from else 1.0
         first = arrivals[at] + slow * times.ttft_s[at]
         row = {
-            "request_id": f"r{at}",
-            "input_toks": inputs[at],
-            "output_toks": outputs[at],
-            "arrival_time": 1.7e9 + arrivals[at],
-            "queued_ts": 500.0 + arrivals[at],
-            "first_token_ts": 500.0 + first,
-            "last_token_ts": 500.0 + first + slow * times.decode_s[at],
-        }
+            "request_id": f"r{at}", "input_toks": inputs[at], "output_toks": outputs[at],
+            "arrival_time": 1.7e9 + arrivals[at], "queued_ts": 500.0 + arrivals[at],
+            "first_token_ts": 500.0 + first, "last_token_ts": 500.0 + first + slow * times.decode_s[at],
+        }  # fmt: skip
         lines.append(json.dumps(row))
     (folder / "requests.jsonl").write_text("\n".join(lines) + "\n")
     cache = {"kv_cache": {"num_kv_tokens": num_kv_tokens}} if num_kv_tokens else {}
@@ -74,23 +65,18 @@ def recorded(folder: Path, slower_from: int | None = None, num_kv_tokens: int | 
 def test_a_profile_is_fitted_checked_written_and_used(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     words = ("calibrate", "--from", str(recorded(tmp_path / "one")), "--machine", "a test", "-o", str(path))
-    done = invoke(*words, "--json")
-    assert done.status == 0, done.text
+    done = invoke(*words, "--json").ended(0)
     profile = read_profile(path)
-    assert ProfileFile.model_validate_json(done.out) == profile
-    assert profile.status == "fit"
+    assert (ProfileFile.model_validate_json(done.out), profile.status) == (profile, "fit")
     assert (profile.name, profile.engine, profile.machine) == ("mine", "vllm 0.19.0", "a test")
     assert profile.value("decode_step_ms") == pytest.approx(TRUTH["decode_step_ms"], rel=0.1)
     assert profile.value("prefill_token_ms") == pytest.approx(TRUTH["prefill_token_ms"], rel=0.1)
-    assert profile.held_out is not None
     assert profile.held_out.requests == 20
     assert profile.held_out.figures["tpot_mean"].ratio == pytest.approx(1.0, abs=0.02)
     assert "KV memory is assumed to suffice" in profile.source
     for said in ("decode_step_ms", "held out: the last 33% of each load", "FIT"):
         assert said in done.text
-    again = invoke(*words)
-    assert again.status == 2
-    assert "already exists" in again.text
+    assert "already exists" in invoke(*words).ended(2).text
     sets = (f"simulate.timing={path}", "workload.input_len=[256]", "slo.tpot_ms=60", "search.max_trials=2")
     used = invoke("simulate", "quickstart", "--connector", "aggregated", "-o", str(tmp_path / "r"), sets=sets)
     assert used.status in (0, 3), used.text
@@ -100,8 +86,7 @@ def test_a_profile_is_fitted_checked_written_and_used(tmp_path: Path) -> None:
 def test_what_is_not_predicted_makes_it_unfit(tmp_path: Path) -> None:
     path = tmp_path / "odd.yaml"
     source = recorded(tmp_path / "odd", slower_from=40)
-    done = invoke("calibrate", "--from", str(source), "-o", str(path))
-    assert done.status == 1, done.text
+    done = invoke("calibrate", "--from", str(source), "-o", str(path)).ended(1)
     profile = read_profile(path)
     assert profile.status == "unfit"
     assert any(each.startswith("tpot_mean of the held-out requests") for each in profile.cannot_explain)
@@ -136,23 +121,19 @@ def test_limits_are_those_of_the_record_unless_given() -> None:
     assert len(load.load.offsets_s) == 20
 
 
-@pytest.mark.parametrize(
-    ("meta", "given", "blocks"),
-    [
-        ({"kv_cache": {"num_kv_tokens": 4000}}, None, 250),
-        ({"kv_cache": {"num_gpu_blocks": 300, "block_size": 16}}, None, 300),
-        ({"kv_cache": {"num_kv_tokens": 4000}}, 8000, 500),
-        ({}, 8000, 500),
-    ],
-)
+@pytest.mark.parametrize(("meta", "given", "blocks"), [
+    ({"kv_cache": {"num_kv_tokens": 4000}}, None, 250),
+    ({"kv_cache": {"num_gpu_blocks": 300, "block_size": 16}}, None, 300),
+    ({"kv_cache": {"num_kv_tokens": 4000}}, 8000, 500),
+    ({}, 8000, 500),
+])  # fmt: skip
 def test_kv_memory_is_read_from_the_record_or_given(
     tmp_path: Path, meta: dict[str, object], given: int | None, blocks: int
 ) -> None:
     folder = recorded(tmp_path / "one")
     (folder / "meta.json").write_text(json.dumps({**META, **meta}))
     found = read_inputs([folder], EngineLimits(num_kv_tokens=given))
-    assert found.loads[0].system.config.num_blocks == blocks
-    assert found.num_kv_tokens == blocks * 16
+    assert (found.loads[0].system.config.num_blocks, found.num_kv_tokens) == (blocks, blocks * 16)
     assert not any("assumed to suffice" in note for note in found.notes)
 
 
@@ -161,12 +142,10 @@ def test_a_kv_memory_that_makes_requests_wait_is_part_of_the_prediction(tmp_path
     folder = recorded(tmp_path / "one", num_kv_tokens=3000)
     known = calibrated_from(folder)
     assert known.num_kv_tokens == 3000
-    assert known.held_out is not None
     assert known.held_out.figures["ttft_mean"].ratio == pytest.approx(1.0, abs=0.15)
     (folder / "meta.json").write_text(json.dumps(META))
     unknown = calibrated_from(folder)
-    assert unknown.num_kv_tokens is None
-    assert unknown.status == "unfit"
+    assert (unknown.num_kv_tokens, unknown.status) == (None, "unfit")
 
 
 def test_a_kv_memory_smaller_than_a_served_request_is_refused(tmp_path: Path) -> None:
@@ -200,7 +179,6 @@ def test_an_emulated_engine_s_step_times_are_found(tmp_path: Path) -> None:
 
     _, scale = not_spoilt(measured, (5, 12))
     profile = calibrated(CalibrateOptions([the_run(tmp_path / f"{runs}").path], Path("emulated.yaml")))
-    assert profile.held_out is not None
     assert profile.held_out.by == "the prompts of 1020 tokens"
     assert profile.scenario_sha256
     # The profile quick: 4 ms a decode step, 0.12 ms a sequence.
@@ -211,8 +189,6 @@ def test_an_emulated_engine_s_step_times_are_found(tmp_path: Path) -> None:
 
 
 # -- the importer ------------------------------------------------------------------------------------
-
-
 def test_llmservingsim_s_requests_are_on_the_client_s_clock() -> None:
     folder = RECORDED / "llmservingsim"
     assert recognise(folder)
@@ -222,8 +198,7 @@ def test_llmservingsim_s_requests_are_on_the_client_s_clock() -> None:
     first = row.requests[0]
     assert (first.scheduled_s, first.input_len, first.output_len) == (0.0, 2358, 531)
     # Queued 2 ms after its arrival by the clocks as they are; scheduled to first token took 169 ms.
-    assert first.ttft_s == pytest.approx(0.1695, abs=0.02)
-    assert row.settings["max_num_seqs"] == 128
+    assert (first.ttft_s, row.settings["max_num_seqs"]) == (pytest.approx(0.1695, abs=0.02), 128)
     assert row.figures["completed"] == 20
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 from commands import Finished, Running, argv, invoke, kvbench, tagged_processes, the_run, wait_until
+from run_files import copied, edit_json, edit_rows, rows_in
 
 from kvbench.results.run import RunFolder, load_run
 
@@ -20,15 +20,9 @@ pytestmark = pytest.mark.timeout(300)
 DEADLINE_S = 240.0
 """Of a run of several faults on a machine with other work: each has a deployment of its own."""
 EASY = (
-    "connectors=[aggregated,tcp]",
-    "workload.input_len=[64]",
-    "workload.output_len=4",
-    "slo.ttft_ms=1500",
-    "slo.tpot_ms=1000",
-    "slo.attainment=0.8",
-    "deployment.base_port=0",
-    "deployment.ready_timeout_s=60",
-)
+    "connectors=[aggregated,tcp]", "workload.input_len=[64]", "workload.output_len=4", "slo.ttft_ms=1500",
+    "slo.tpot_ms=1000", "slo.attainment=0.8", "deployment.base_port=0", "deployment.ready_timeout_s=60",
+)  # fmt: skip
 SHORT = ("--rate", "15", "--before", "2", "--down", "1.5", "--after", "4", "--deadline", "8")
 
 
@@ -115,36 +109,24 @@ def test_its_report_has_the_table_the_picture_and_the_answers(done: tuple[Finish
 
 def test_it_verifies_and_an_edit_does_not(done: tuple[Finished, RunFolder], tmp_path: Path) -> None:
     _, run = done
-    sound = invoke("verify", str(run.path))
-    assert sound.status == 0, sound.text
-    assert "3 faults" in sound.out
-    other = tmp_path / run.run_id
-    shutil.copytree(run.path, other)
+    assert "3 faults" in invoke("verify", str(run.path)).ended(0).out
+    other = copied(run.path, tmp_path)
     (other / "checksums.jsonl").unlink(missing_ok=True)
-    manifest = json.loads((other / "manifest.json").read_text())
-    del manifest["checksums"]
-    (other / "manifest.json").write_text(json.dumps(manifest))
-    lines = [json.loads(line) for line in (other / "trials.jsonl").read_text().splitlines()]
-    lines[0]["summary"]["chaos"]["cost"]["goodput_lost"] += 1
-    (other / "trials.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    edited = invoke("verify", str(other))
-    assert edited.status == 1
-    assert "cost.goodput_lost does not follow from" in edited.text
+    edit_json(other / "manifest.json", lambda manifest: manifest.pop("checksums"))
+    cost = rows_in(other / "trials.jsonl")[0]["summary"]["chaos"]["cost"]
+    more = {**cost, "goodput_lost": cost["goodput_lost"] + 1}
+    edit_rows(other / "trials.jsonl", lambda row: row["summary"]["chaos"].update(cost=more), 0, 1)
+    assert "cost.goodput_lost does not follow from" in invoke("verify", str(other)).ended(1).text
 
 
 def test_two_runs_are_compared_and_other_kinds_are_refused(done: tuple[Finished, RunFolder]) -> None:
     path = str(done[1].path)
-    both = invoke("compare", path, path, "--json")
-    assert both.status == 0, both.text
+    both = invoke("compare", path, path, "--json").ended(0)
     rows = {row["fault"]: row for row in json.loads(both.out)["rows"]}
     assert rows["kill decode"]["back_before"] == rows["kill decode"]["back_after"] == "never"
     assert all(row["word"] == "no significant difference" for row in rows.values())
-    refused = invoke("compare", path, path, "--by", "rate")
-    assert refused.status == 2
-    assert "compared as a whole" in refused.text
-    wrong = kvbench("sweep", "--resume", path)
-    assert wrong.status == 2
-    assert f"kvbench chaos --resume {path}" in wrong.text
+    assert "compared as a whole" in invoke("compare", path, path, "--by", "rate").ended(2).text
+    assert f"kvbench chaos --resume {path}" in kvbench("sweep", "--resume", path).ended(2).text
     assert "is complete" in kvbench("chaos", "--resume", path).text
 
 
@@ -152,29 +134,23 @@ def test_two_runs_are_compared_and_other_kinds_are_refused(done: tuple[Finished,
 def test_an_interrupt_leaves_a_readable_folder_and_nothing_running_and_it_goes_on(tmp_path: Path) -> None:
     asked = ("--fault", "freeze:router", "--fault", "restart:decode", "--fault", "kill:router")
     words = ("chaos", "quickstart", *SHORT, *asked, "--output", str(tmp_path))
-    running = Running(*words, sets=EASY)
-    try:
+    with Running(*words, sets=EASY) as running:
         running.wait_for("goodput lost")  # the first is done; the second is interrupted in its load
         running.wait_for(": ready after")
         time.sleep(3.0)
         running.signal(signal.SIGINT)
         ended = running.finish()
-    finally:
-        running.kill()
     assert ended.status == 130, ended.text
     run = the_run(tmp_path)
-    assert run.manifest["status"] == "interrupted"
-    assert len(run.all_trials) == 1
+    assert (run.manifest["status"], len(run.all_trials)) == ("interrupted", 1)
     assert "to resume it: kvbench chaos --resume" in ended.text
     wait_until(lambda: not tagged_processes(run))
     assert (run.path / "report.md").exists()
     before = (run.path / "trials.jsonl").read_bytes()
     plan = run.manifest["asked"]["faults"]
-    again = patient("chaos", "--resume", str(run.path))
-    assert again.status == 0, again.text
+    patient("chaos", "--resume", str(run.path)).ended(0)
     whole = load_run(run.path)
-    assert whole.manifest["status"] == "complete"
-    assert whole.manifest["asked"]["faults"] == plan
+    assert (whole.manifest["status"], whole.manifest["asked"]["faults"]) == ("complete", plan)
     assert (run.path / "trials.jsonl").read_bytes().startswith(before)
     assert [each.summary["chaos"]["fault"]["number"] for each in whole.all_trials] == [1, 2, 3]
     assert invoke("verify", str(run.path)).status == 0
@@ -183,16 +159,8 @@ def test_an_interrupt_leaves_a_readable_folder_and_nothing_running_and_it_goes_o
 def test_the_same_seed_gives_the_same_plan(tmp_path: Path) -> None:
     def plan(seed: int) -> dict[str, Any]:
         words = (
-            "chaos",
-            "quickstart",
-            *SHORT,
-            "--plan",
-            "--json",
-            "--repeats",
-            "3",
-            "--output",
-            str(tmp_path),
-        )
+            "chaos", "quickstart", *SHORT, "--plan", "--json", "--repeats", "3", "--output", str(tmp_path),
+        )  # fmt: skip
         told: dict[str, Any] = json.loads(kvbench(*words, sets=(*EASY, f"seed={seed}")).out)
         return told
 
@@ -213,25 +181,19 @@ def test_wrong_answers_are_seen(tmp_path: Path) -> None:
     assert f"{told['answers']['wrong']} of {told['answers']['checked']} answers wrong" in finished.out
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--fault", "partition:prefill"), "kvbench may drop packets only in a lab's network"),
-        (("--fault", "kill:metadata"), "this deployment has no metadata"),
-        (("--fault", "melt:decode"), "unknown fault 'melt'"),
-        (("--lab", "many"), "is invalid"),
-        (("--share", "0.5"), "--share scales a measured rate"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (("--fault", "partition:prefill"), "kvbench may drop packets only in a lab's network"),
+    (("--fault", "kill:metadata"), "this deployment has no metadata"),
+    (("--fault", "melt:decode"), "unknown fault 'melt'"),
+    (("--lab", "many"), "is invalid"),
+    (("--share", "0.5"), "--share scales a measured rate"),
+])  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    refused = invoke("chaos", "quickstart", *SHORT, *words, "--output", str(tmp_path), sets=EASY)
-    assert refused.status == 2, refused.text
+    refused = invoke("chaos", "quickstart", *SHORT, *words, "--output", str(tmp_path), sets=EASY).ended(2)
     assert said in refused.text
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["chaos", "soak"])
 def test_a_rate_is_asked_for(command: str) -> None:
-    refused = invoke(command, "quickstart", sets=EASY)
-    assert refused.status == 2
-    assert "give the fixed rate" in refused.text
+    assert "give the fixed rate" in invoke(command, "quickstart", sets=EASY).ended(2).text

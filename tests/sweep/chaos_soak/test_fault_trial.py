@@ -50,9 +50,7 @@ def told(target: FaultTarget, name: str, ready_at: float | None, served: float |
 
 
 @pytest.mark.parametrize(("target", "name"), [("metadata", "mooncake-master"), ("router", "router")])
-def test_who_counts_no_requests_serves_again_if_the_load_was_answered_since(
-    target: FaultTarget, name: str
-) -> None:
+def test_who_counts_no_requests_serves_again_once_load_was_answered(target: FaultTarget, name: str) -> None:
     assert told(target, name, BEGAN_S + 6.0, None) == {"ready_s": 6.0, "served": 1}
     assert told(target, name, BEGAN_S + 9.0, None)["served"] == 0
     assert told(target, name, None, None) == {"ready_s": None, "served": 0}

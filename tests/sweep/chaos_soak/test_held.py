@@ -28,8 +28,7 @@ def deadline_s(*sets: str, asked: float | None = None) -> float:
 def test_a_request_hangs_after_ten_seconds_or_three_times_what_it_may_take() -> None:
     assert deadline_s() == 10.0
     assert deadline_s("slo.ttft_ms=8000", "slo.tpot_ms=100") == pytest.approx(3 * (8 + 15 * 0.1))
-    assert deadline_s("workload.request_timeout_s=4") == 4.0
-    assert deadline_s(asked=33.0) == 33.0
+    assert (deadline_s("workload.request_timeout_s=4"), deadline_s(asked=33.0)) == (4.0, 33.0)
     with pytest.raises(
         InputError, match=r"--deadline 7 is shorter than the 9\.5 s that the SLO allows one request"
     ):
@@ -54,15 +53,12 @@ def test_a_share_of_what_a_run_has_found() -> None:
         rates_of(HeldOptions(found=REFERENCE), [Cell("tcp", 64, 4)])
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({}, "give the fixed rate"),
-        ({"rate": 1.0, "found": REFERENCE}, "give the fixed rate"),
-        ({"rate": 1.0, "share": 0.5}, "--share scales a measured rate"),
-        ({"found": REFERENCE, "share": 7.0}, "--share is a share"),
-    ],
-)
+@pytest.mark.parametrize(("given", "said"), [
+    ({}, "give the fixed rate"),
+    ({"rate": 1.0, "found": REFERENCE}, "give the fixed rate"),
+    ({"rate": 1.0, "share": 0.5}, "--share scales a measured rate"),
+    ({"found": REFERENCE, "share": 7.0}, "--share is a share"),
+])  # fmt: skip
 def test_what_is_no_rate_is_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=said):
         HeldOptions(**given)  # type: ignore[arg-type]
@@ -71,13 +67,8 @@ def test_what_is_no_rate_is_refused(given: dict[str, object], said: str) -> None
 def test_servers_of_others_and_traces_are_refused() -> None:
     with pytest.raises(InputError, match="kvbench did not start those"):
         fixed_rate_scenario(
-            CliOptions(
-                "quickstart",
-                (
-                    "deployment.engine=external",
-                    "deployment.engine_options={base_url: 'http://127.0.0.1:1'}",
-                    "connectors=[custom]",
-                ),
-            ),
+            CliOptions("quickstart",
+                       ("deployment.engine=external",
+                        "deployment.engine_options={base_url: 'http://127.0.0.1:1'}", "connectors=[custom]")),
             HeldOptions(rate=1.0),
-        )
+        )  # fmt: skip

@@ -15,23 +15,16 @@ from kvbench.results.run import load_run
 
 pytestmark = pytest.mark.timeout(300)
 EASY = (
-    "connectors=[aggregated,tcp]",
-    "workload.input_len=[64]",
-    "workload.output_len=4",
-    "slo.ttft_ms=4000",
-    "slo.tpot_ms=2000",
-    "slo.attainment=0.5",
-    "deployment.base_port=0",
-    "deployment.ready_timeout_s=60",
-)
+    "connectors=[aggregated,tcp]", "workload.input_len=[64]", "workload.output_len=4", "slo.ttft_ms=4000",
+    "slo.tpot_ms=2000", "slo.attainment=0.5", "deployment.base_port=0", "deployment.ready_timeout_s=60",
+)  # fmt: skip
 WORDS = ("soak", "quickstart", "--rate", "15", "--hours", "0.0055", "--window", "2")  # ten windows
 
 
 def test_windows_are_stored_and_a_verdict_is_given(tmp_path: Path) -> None:
     done = kvbench(*WORDS, "--output", str(tmp_path), sets=EASY)
     run = the_run(tmp_path)
-    assert len(run.all_trials) == 10
-    assert {each.method for each in run.all_trials} == {"soak"}
+    assert (len(run.all_trials), {each.method for each in run.all_trials}) == (10, {"soak"})
     told = [each.engine["soak"] for each in run.all_trials]
     answers = [each.engine["canaries"] for each in run.all_trials]
     assert all(each["checked"] >= 10 for each in answers)
@@ -54,14 +47,11 @@ def test_windows_are_stored_and_a_verdict_is_given(tmp_path: Path) -> None:
 
 @pytest.mark.heavy
 def test_an_interrupt_keeps_the_windows_and_it_goes_on_in_a_new_session(tmp_path: Path) -> None:
-    running = Running(*WORDS, "--output", str(tmp_path), sets=EASY)
-    try:
+    with Running(*WORDS, "--output", str(tmp_path), sets=EASY) as running:
         for _ in range(3):
             running.wait_for("req/s")
         running.signal(signal.SIGINT)
         ended = running.finish()
-    finally:
-        running.kill()
     assert ended.status == 130, ended.text
     run = the_run(tmp_path)
     kept = len(run.all_trials)
@@ -79,8 +69,7 @@ def test_an_interrupt_keeps_the_windows_and_it_goes_on_in_a_new_session(tmp_path
 
 
 def test_a_process_that_dies_ends_it_with_what_was_measured(tmp_path: Path) -> None:
-    running = Running(*WORDS, "--output", str(tmp_path), sets=EASY)
-    try:
+    with Running(*WORDS, "--output", str(tmp_path), sets=EASY) as running:
         for _ in range(2):
             running.wait_for("req/s")
         run = the_run(tmp_path)
@@ -89,8 +78,6 @@ def test_a_process_that_dies_ends_it_with_what_was_measured(tmp_path: Path) -> N
         ]
         decode.kill()
         done = running.finish()
-    finally:
-        running.kill()
     assert done.status == 1, done.text
     run = the_run(tmp_path)
     (problem,) = [each for each in soak_problems(run) if "ended after" in each]

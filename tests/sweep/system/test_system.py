@@ -31,12 +31,7 @@ LOAD = ("--input-len", "512", "--output-len", "1", "--ttft-ms", "300", "--attain
 def asked(system: str, *sets: str, service_s: float = 0.1) -> CliOptions:
     """A search for M/D/1's rate: 90 % of first tokens within three service times."""
     return CliOptions(
-        system=system,
-        overrides=sets,
-        input_len="512",
-        output_len=1,
-        ttft_ms=3e3 * service_s,
-        attainment=0.9,
+        system=system, overrides=sets, input_len="512", output_len=1, ttft_ms=3e3 * service_s, attainment=0.9
     )
 
 
@@ -45,8 +40,6 @@ def searched(tmp_path: Path, cli: CliOptions) -> RunFolder:
 
 
 # -- the rate that it finds ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("aborts", ["", "abort"])
 @pytest.mark.parametrize(
     "service_s", [0.02, *(pytest.param(each, marks=pytest.mark.heavy) for each in (0.005, 0.1))]
@@ -110,8 +103,6 @@ def test_the_same_run_twice_has_the_same_trials(tmp_path: Path) -> None:
 
 
 # -- what is told, and when ---------------------------------------------------------------------------
-
-
 def test_a_run_as_the_system_hears_it(tmp_path: Path) -> None:
     log = tmp_path / "told.jsonl"
     system = command(tmp_path, ECHO, 0.05, log)
@@ -196,8 +187,6 @@ def test_a_slow_system_is_given_the_time_that_its_slo_allows(tmp_path: Path) -> 
 
 
 # -- the command line ---------------------------------------------------------------------------------
-
-
 def test_the_example_of_the_page_runs_and_tells_the_truth(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "simulate.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -209,8 +198,7 @@ def test_the_example_of_the_page_runs_and_tells_the_truth(tmp_path: Path) -> Non
         word.replace("python3 my_sim.py", shlex.join([sys.executable, str(path)]))
         for word in shlex.split(line)
     ]
-    done = kvbench(*words, "--output", str(tmp_path / "results"))
-    assert done.status == 0, done.text
+    kvbench(*words, "--output", str(tmp_path / "results")).ended(0)
     run = the_run(tmp_path / "results")
     assert "external simulator" in (run.path / "report.md").read_text()
     found = float((run.cells[0].answer or {})["max_request_rate"])
@@ -232,18 +220,14 @@ def test_the_scenario_in_the_folder_is_simulated_again_and_nothing_else(tmp_path
     assert [trial.request_rate for trial in again.all_trials] == [2.0]
     assert again.all_trials[0].summary == load_run(first).all_trials[0].summary
     for words in (["sweep", scenario], ["bench", scenario, "--rate", "2"]):
-        done = kvbench(*words)
-        assert done.status == 2, done.text
+        done = kvbench(*words).ended(2)
         assert "kvbench simulate" in done.err
-    planned = kvbench("plan", scenario)
-    assert planned.status == 0, planned.text
-    assert "simulator.py" in planned.out
+    assert "simulator.py" in kvbench("plan", scenario).ended(0).out
     with pytest.raises(StoreError, match="an external simulator"):
         reopen(first)
 
 
 # -- what goes wrong ----------------------------------------------------------------------------------
-
 ANSWER = 'print(json.dumps({"first_token_s": AT, "last_token_s": AT}), flush=True)'
 WRONG = {
     "no json": ('print("ready", flush=True)', "invalid JSON"),
@@ -326,8 +310,7 @@ def test_ctrl_c_leaves_nothing_running_and_a_folder_that_can_be_read(tmp_path: P
         "    print('asked', file=sys.stderr, flush=True)\n    time.sleep(600)\n"
     )
     system = command(tmp_path, code)
-    running = Running("simulate", "--system", system, *LOAD, "--output", str(tmp_path / "results"))
-    try:
+    with Running("simulate", "--system", system, *LOAD, "--output", str(tmp_path / "results")) as running:
         running.wait_for("run folder")
         run = the_run(tmp_path / "results")
         log = run.path / "logs" / "aggregated" / "system.log"
@@ -335,11 +318,8 @@ def test_ctrl_c_leaves_nothing_running_and_a_folder_that_can_be_read(tmp_path: P
         assert len(tagged_processes(run)) >= 2
         running.signal(signal.SIGINT)
         done = running.finish()
-    finally:
-        running.kill()
     assert done.status == 130
     assert "--resume" not in done.text
     time.sleep(0.1)
-    assert tagged_processes(run) == []
-    assert load_run(run.path).manifest["status"] == "interrupted"
+    assert (tagged_processes(run), load_run(run.path).manifest["status"]) == ([], "interrupted")
     assert not psutil.pid_exists(running.pid)

@@ -149,21 +149,11 @@ def told(page: str) -> Iterator[str]:
         server.server_close()
 
 
-@pytest.mark.parametrize(
-    ("values", "known"),
-    [
-        (("NaN", "NaN"), None),
-        (("NaN", "2"), 2.0),
-        (("+Inf", "0"), 0.0),
-        (("1e999", "-Inf"), None),
-        (("1.2.3", "e", "+", "3"), 3.0),
-        (("0", "0.0"), 0.0),
-        (("1e1",), 10.0),
-    ],
-)
-def test_a_gauge_that_is_no_number_says_nothing(
-    tmp_path: Path, values: tuple[str, ...], known: float | None
-) -> None:
+@pytest.mark.parametrize(("values", "known"), [
+    (("NaN", "NaN"), None), (("NaN", "2"), 2.0), (("+Inf", "0"), 0.0), (("1e999", "-Inf"), None),
+    (("1.2.3", "e", "+", "3"), 3.0), (("0", "0.0"), 0.0), (("1e1",), 10.0),
+])  # fmt: skip
+def test_a_gauge_without_number_is_mute(tmp_path: Path, values: tuple[str, ...], known: float | None) -> None:
     page = "".join(f'vllm:num_requests_running{{engine="{n}"}} {value}\n' for n, value in enumerate(values))
     with told(page) as url:
         scenario, _ = resolve(CliOptions(base_url=url, input_len="16", output_len=1, ttft_ms=300))
@@ -206,6 +196,5 @@ def test_what_was_not_drained_in_time_is_said() -> None:
     scenario, _ = resolve(CliOptions("quickstart"))
     idle = Idleness(scenario, NeverIdle(), clock=Hurried())
     found = idle.drain(LoadResult([], "", 1.0))
-    assert found is not None
     assert (found.gate, found.level) == ("backlog", "warning")
     assert "3 requests were still running or waiting 30 s after the load" in found.message

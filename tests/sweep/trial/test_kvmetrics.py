@@ -86,13 +86,9 @@ def judged(
     """The verdict, and the level of each finding by gate."""
     offered = requests or records()
     evidence = Evidence(
-        records=offered,
-        summary=summarise(offered, SLO, 20.0, 3.5),
-        slo=SLO,
-        engines=engine_figures(*pages),
-        kv_bytes_per_request=MIB,
-        kv_bytes_certain=False,
-    )
+        records=offered, summary=summarise(offered, SLO, 20.0, 3.5), slo=SLO, engines=engine_figures(*pages),
+        kv_bytes_per_request=MIB, kv_bytes_certain=False,
+    )  # fmt: skip
     verdict, _, findings = judge(replace(evidence, **changes))
     return verdict, {finding.gate: finding.level for finding in findings if finding.gate != "too_short"}
 
@@ -167,8 +163,7 @@ class TestLogLines:
     def test_mooncakes_line(self) -> None:
         kv = logged_kv(["noise", MOONCAKE_LINE, MOONCAKE_LINE.replace("failed recvs=0", "failed recvs=2")])
         assert (kv.transfers, kv.failures, kv.expired) == (80, 2, 0)
-        assert kv.seconds == pytest.approx(0.64)
-        assert kv.nbytes == pytest.approx(80 * 1.5 * MIB)
+        assert (kv.seconds, kv.nbytes) == (pytest.approx(0.64), pytest.approx(80 * 1.5 * MIB))
         told = kv_columns({"prefill": kv}, Served(120))
         assert told["kv_source"] == "log line 'KV Transfer metrics' of prefill"
         assert told["kv_transfer_ms_per_request"] == pytest.approx(8.0)
@@ -177,8 +172,7 @@ class TestLogLines:
 
     def test_nixls_line(self) -> None:
         kv = logged_kv([NIXL_LINE])
-        assert kv.transfers == 37
-        assert kv.descriptors == pytest.approx(37 * 2.3)
+        assert (kv.transfers, kv.descriptors) == (37, pytest.approx(37 * 2.3))
 
     def test_lines_that_may_lack_transfers_give_means_only(self) -> None:
         told = kv_columns({"prefill": logged_kv([MOONCAKE_LINE], whole=False)}, Served(60))
@@ -204,16 +198,14 @@ class TestLogLines:
             assert logs.poll() == 1
             file.write(f"{MOONCAKE_LINE[80:]}\n")
         taken = logs.take()
-        assert list(taken) == ["prefill"]
-        assert taken["prefill"].transfers == 80
+        assert (list(taken), taken["prefill"].transfers) == (["prefill"], 80)
         assert logs.take() == {}
 
     def test_failures_in_the_log_count_and_byte_counts_prove_nothing(self) -> None:
         pages = pair(Server(N, INPUT, "prefill"), Server(N, INPUT))
         failing = logged_kv([MOONCAKE_LINE.replace("failed transfers=0", "failed transfers=3")])
         figures = engine_figures(*pages, {"prefill": failing})
-        assert figures["prefill"].kv_failures == 3
-        assert figures["prefill"].kv_bytes is None
+        assert (figures["prefill"].kv_failures, figures["prefill"].kv_bytes) == (3, None)
         told = engine_summary(*pages, figures, LoadResult(records(), "complete", 3.5), {"prefill": failing})
         assert told["kv_bytes_per_request"] == pytest.approx(MIB)
 
@@ -226,8 +218,7 @@ class TestProof:
 
     def test_decode_that_computes_by_itself(self) -> None:
         verdict, gates = judged(honest(local=N * INPUT, transfers=NONE_MOVED))
-        assert verdict == "invalid"
-        assert gates["decode_recomputed"] == "invalid"
+        assert (verdict, gates["decode_recomputed"]) == ("invalid", "invalid")
 
     @pytest.mark.parametrize(("input_len", "local"), [(1024, 1), (1000, 1000 % 128), (300, 45)])
     def test_the_last_token_or_partial_block_may_be_decodes_own(self, input_len: int, local: int) -> None:

@@ -35,12 +35,10 @@ from kvbench.sweep.trial.loadgen_driver import LoadGenerator, Spare, cause_of
 
 pytestmark = pytest.mark.timeout(90)
 
+
 # ---------------------------------------------------------------- how many
-
-
 def test_a_light_load_takes_one_worker_on_any_machine() -> None:
-    assert workers_for(20, 16, 400, cores=64) == 1
-    assert workers_for(300, 80, 20_000, cores=64) == 1
+    assert (workers_for(20, 16, 400, cores=64), workers_for(300, 80, 20_000, cores=64)) == (1, 1)
 
 
 def test_a_heavy_load_takes_as_many_as_its_chunks_need_and_the_cores_allow() -> None:
@@ -51,12 +49,9 @@ def test_a_heavy_load_takes_as_many_as_its_chunks_need_and_the_cores_allow() -> 
 
 
 @given(
-    st.floats(1e-3, 1e6),
-    st.integers(1, 100_000),
-    st.integers(1, 10**6),
-    st.integers(1, 512),
+    st.floats(1e-3, 1e6), st.integers(1, 100_000), st.integers(1, 10**6), st.integers(1, 512),
     st.integers(1, 9),
-)
+)  # fmt: skip
 def test_workers_are_enough_and_never_too_many(
     rate: float, output_len: int, requests: int, cores: int, times: int
 ) -> None:
@@ -69,8 +64,6 @@ def test_workers_are_enough_and_never_too_many(
 
 
 # ---------------------------------------------------------------- one out of several
-
-
 def record(index: int, scheduled_s: float | None = None) -> RequestRecord:
     return RequestRecord(f"kvb-any-{index}", float(index) if scheduled_s is None else scheduled_s, 8, 4)
 
@@ -83,9 +76,7 @@ def test_shares_join_to_the_plan_in_its_order(workers: int, planned: int) -> Non
 
 
 @given(st.integers(1, 4), st.integers(2, 40), st.data())
-def test_a_request_that_is_missing_or_double_is_an_error(
-    workers: int, planned: int, data: st.DataObject
-) -> None:
+def test_a_missing_or_double_request_is_an_error(workers: int, planned: int, data: st.DataObject) -> None:
     shares = [[record(index) for index in range(worker, planned, workers)] for worker in range(workers)]
     share = data.draw(st.sampled_from([each for each in shares if each]))
     place = data.draw(st.integers(0, len(share) - 1))
@@ -115,12 +106,8 @@ def test_the_worst_lag_counts_and_work_is_added() -> None:
     one = {"send_lag_p99_ms": 0.2, "cpu_share": 0.3, "chunks": 10, "stamps": "kernel", "started_unix_s": 5.0}
     other = {"send_lag_p99_ms": 4.0, "cpu_share": 0.1, "chunks": 5, "stamps": "read", "started_unix_s": 5.1}
     joined = merge_clients([one, other])
-    assert joined["send_lag_p99_ms"] == 4.0
-    assert joined["cpu_share"] == 0.3
-    assert joined["chunks"] == 15
-    assert joined["stamps"] == "mixed"
-    assert joined["started_unix_s"] == 5.0
-    assert joined["workers"] == 2
+    assert (joined["send_lag_p99_ms"], joined["cpu_share"], joined["chunks"]) == (4.0, 0.3, 15)
+    assert (joined["stamps"], joined["started_unix_s"], joined["workers"]) == ("mixed", 5.0, 2)
     assert joined["per_worker"] == [one, other]
     assert merge_clients([one]) == {**one, "workers": 1}
 
@@ -133,7 +120,6 @@ def test_workers_without_a_common_start_have_no_common_times() -> None:
 
 
 # ---------------------------------------------------------------- processes that speak the protocol
-
 # A generator that sends nothing: it tells what its spec's "script" says, at once, after "go".
 ACTOR = """
 import json, sys
@@ -195,9 +181,7 @@ def drive(
 def test_workers_start_together_and_join(launcher: LocalLauncher, workers: int) -> None:
     result = drive(launcher, [{}] * workers)
     assert [each.scheduled_s for each in result.records] == [index / 10 for index in range(6)]
-    assert result.reason == "complete"
-    assert result.duration_s == workers
-    assert result.client["workers"] == workers
+    assert (result.reason, result.duration_s, result.client["workers"]) == ("complete", workers, workers)
 
 
 def test_a_long_preparation_says_how_far_it_is(launcher: LocalLauncher) -> None:
@@ -234,8 +218,7 @@ def test_stopping_reaches_every_worker(launcher: LocalLauncher) -> None:
         {"until_stop": True, "records": [1], "progress": [{}]},
     ]
     result = drive(launcher, scripts, lambda _: True)
-    assert result.reason == "stopped"
-    assert len(result.records) == 3
+    assert (result.reason, len(result.records)) == ("stopped", 3)
 
 
 def test_one_worker_that_ends_early_ends_all_with_a_clear_error(launcher: LocalLauncher) -> None:
@@ -262,22 +245,15 @@ def test_a_generator_that_fails_is_told_in_one_line(launcher: LocalLauncher) -> 
     assert caught.value.hint == f"the whole log is {launcher.log_dir / 'broken.log'}"
 
 
-@pytest.mark.parametrize(
-    ("lines", "cause"),
-    [
-        ([], ""),
-        (
-            ["Traceback (most recent call last):", '  File "x", line 1', "OSError: [Errno 24] x"],
-            "OSError: [Errno 24] x",
-        ),
-        (["kvbench.errors.InputError: no", "hint: y"], "kvbench.errors.InputError: no"),
-        (
-            ["kvbench.processes.loadgen: the spec: missing key 'seed'", ""],
-            "kvbench.processes.loadgen: the spec: missing key 'seed'",
-        ),
-        (["Killed"], "Killed"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "cause"), [
+    ([], ""),
+    (["Traceback (most recent call last):", '  File "x", line 1', "OSError: [Errno 24] x"],
+     "OSError: [Errno 24] x"),
+    (["kvbench.errors.InputError: no", "hint: y"], "kvbench.errors.InputError: no"),
+    (["kvbench.processes.loadgen: the spec: missing key 'seed'", ""],
+     "kvbench.processes.loadgen: the spec: missing key 'seed'"),
+    (["Killed"], "Killed"),
+])  # fmt: skip
 def test_the_cause_is_the_line_that_says_it(lines: list[str], cause: str) -> None:
     assert cause_of(lines) == cause
 
@@ -302,8 +278,6 @@ def test_a_worker_that_never_ends_meets_the_deadline(launcher: LocalLauncher) ->
 
 
 # ---------------------------------------------------------------- the real generator
-
-
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[emulated.EngineProcess]:
     with emulated.running(tmp_path_factory.mktemp("engine"), emulated.spec()) as running:
@@ -312,19 +286,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[emulated.Engine
 
 def real_spec(url: str, folder: Path, **changes: Any) -> dict[str, Any]:
     return {
-        "base_url": url,
-        "model": "tiny",
-        "request_rate": 60.0,
-        "num_requests": 40,
-        "seed": 5,
-        "input_len": 32,
-        "output_len": 4,
-        "vocab_size": 8192,
-        "timeout_s": 20.0,
-        "records_path": str(folder / ".records-real.jsonl"),
-        "slo": {"ttft_ms": 10_000, "tpot_ms": 5_000},
+        "base_url": url, "model": "tiny", "request_rate": 60.0, "num_requests": 40, "seed": 5,
+        "input_len": 32, "output_len": 4, "vocab_size": 8192, "timeout_s": 20.0,
+        "records_path": str(folder / ".records-real.jsonl"), "slo": {"ttft_ms": 10_000, "tpot_ms": 5_000},
         **changes,
-    }
+    }  # fmt: skip
 
 
 def offer(launcher: LocalLauncher, spec: dict[str, Any], workers: int) -> LoadResult:
@@ -342,11 +308,8 @@ def test_two_workers_send_the_same_plan_as_one(
         prompts = {int(each.request_id.rpartition("-")[2]): each.body["prompt"] for each in tape}
         plan = [(index_of(record), record.scheduled_s, record.error) for record in result.records]
         seen.append((prompts, plan))
-        assert len(tape) == 40
-        assert result.reason == "complete"
-        assert result.client["workers"] == workers
-    assert seen[0] == seen[1]
-    assert len(result.client["per_worker"]) == 2
+        assert (len(tape), result.reason, result.client["workers"]) == (40, "complete", workers)
+    assert (seen[0], len(result.client["per_worker"])) == (seen[1], 2)
     starts = {each["started_monotonic_s"] for each in result.client["per_worker"]}
     assert len(starts) == 1
 
@@ -405,8 +368,7 @@ def test_one_worker_sends_the_whole_plan(
     launcher: LocalLauncher, engine: emulated.EngineProcess, tmp_path: Path
 ) -> None:
     result = offer(launcher, real_spec(engine.url, tmp_path), 1)
-    assert [each.error for each in result.records] == [""] * 40
-    assert result.client["workers"] == 1
+    assert ([each.error for each in result.records], result.client["workers"]) == ([""] * 40, 1)
     assert not list(tmp_path.glob(".records*"))
 
 

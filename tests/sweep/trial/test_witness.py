@@ -27,8 +27,7 @@ def test_the_emulated_hardware_is_what_its_timing_stands_for() -> None:
         "deployment.prefill=2",
     )
     known = surroundings(scenario(*sets), tcp, tcp.options_model())
-    assert known["prefill_flops"] == 2 * 8 * 1979e12
-    assert known["hardware"] == "2 × 8 × H200"
+    assert (known["prefill_flops"], known["hardware"]) == (2 * 8 * 1979e12, "2 × 8 × H200")
     assert known["prefill_work"].parameters == 2.7e9
     fast = surroundings(scenario(*sets, "deployment.engine_options.time_scale=0.1"), tcp, tcp.options_model())
     assert fast["prefill_flops"] == pytest.approx(10 * known["prefill_flops"])
@@ -45,8 +44,7 @@ def test_hardware_and_links_may_be_stated() -> None:
     assert (
         surroundings(lone, connectors.get("aggregated"), ConnectorOptions())["prefill_flops"] == 8 * 1979e12
     )
-    assert known["prefill_work"].flop(10) == 2 * 7e9 * 10
-    assert known["kv_line_rate"] == 50e9
+    assert (known["prefill_work"].flop(10), known["kv_line_rate"]) == (2 * 7e9 * 10, 50e9)
     with pytest.raises(InputError, match="not a known GPU"):
         scenario("deployment.hardware=8xAbacus")
 
@@ -55,8 +53,7 @@ def test_nics_by_the_options_that_name_them() -> None:
     assert MooncakeOptions(device_name="mlx5_0,mlx5_1").nics_asked == ("mlx5_0", "mlx5_1")
     assert NixlPushOptions(ucx_net_devices="mlx5_0:1, mlx5_0:2,lo").nics_asked == ("mlx5_0", "lo")
     assert NixlPushOptions(ucx_net_devices="all").nics_asked == ()
-    assert MooncakeStoreOptions(device_name="").nics_asked == ()
-    assert ConnectorOptions().nics_asked == ()
+    assert (MooncakeStoreOptions(device_name="").nics_asked, ConnectorOptions().nics_asked) == ((), ())
 
 
 def test_slots_by_the_engine_s_options() -> None:

@@ -35,12 +35,9 @@ def trial(
 @pytest.mark.parametrize(
     ("model", "rates"), [(TWO, (60.0, 75.0)), (PAIR, (55.0, 66.0, 75.0))], ids=["two", "pair"]
 )
-def test_the_structure_of_engines_is_found_and_predicts_other_trials(
-    model: EngineModel, rates: tuple[float, ...]
-) -> None:
+def test_the_structure_of_engines_predicts_other_trials(model: EngineModel, rates: tuple[float, ...]) -> None:
     trials = [trial(model, rate, seed) for seed, rate in enumerate(rates)]
     found = engine_model((*trials,))
-    assert found is not None
     assert (found.pair, found.engines) == (model.pair, model.engines)
     assert found.error < 0.05
     other = trial(model, 0.9 * rates[-1], 9, 100.0)
@@ -54,7 +51,6 @@ def test_a_limit_on_prompts_of_a_step_is_found_where_it_matters() -> None:
     limited = EngineModel(True, 1, 2.0, math.inf, (0.02, 0.0, 0.005, 0.001, 0.01), (0.004, 0.0))
     trials = [trial(limited, rate, seed) for seed, rate in enumerate((40.0, 60.0, 80.0))]
     found = engine_model((*trials,))
-    assert found is not None
     assert found.prompts == 2.0
 
 

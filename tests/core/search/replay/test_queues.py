@@ -48,8 +48,7 @@ def test_nobody_decodes_while_a_prompt_is_computed() -> None:
 def test_a_step_computes_prompts_and_gives_everybody_a_token() -> None:
     """Steps of 1 s and 0.5 s for each prompt, two prompts at most: the third waits for the second step."""
     first, last = queues.steps(np.zeros(3), np.array([2.0, 2.0, 0.0]), 1.0, 0.0, 0.5, 2.0)
-    assert first.tolist() == [2.0, 2.0, 3.5]
-    assert last.tolist() == [4.5, 4.5, 3.5]
+    assert (first.tolist(), last.tolist()) == ([2.0, 2.0, 3.5], [4.5, 4.5, 3.5])
 
 
 def test_a_long_prompt_takes_several_steps() -> None:
@@ -59,8 +58,7 @@ def test_a_long_prompt_takes_several_steps() -> None:
 
 def test_a_full_engine_lets_requests_wait_for_a_slot() -> None:
     first, last = queues.steps(np.zeros(2), np.array([3.0, 1.0]), 1.0, 0.0, 0.0, 9.0, slots=1)
-    assert first.tolist() == [1.0, 5.0]
-    assert last.tolist() == [4.0, 6.0]
+    assert (first.tolist(), last.tolist()) == ([1.0, 5.0], [4.0, 6.0])
 
 
 @pytest.mark.parametrize("compiled", [False, queues.COMPILED])
@@ -86,14 +84,9 @@ def test_the_compiled_sums_are_those_of_python(servers: int) -> None:
 
 
 def _played(
-    arrived: FloatArray,
-    work: FloatArray,
-    tokens: FloatArray,
-    servers: int,
-    unseen: FloatArray,
-    *,
+    arrived: FloatArray, work: FloatArray, tokens: FloatArray, servers: int, unseen: FloatArray, *,
     compiled: bool,
-) -> list[FloatArray]:
+) -> list[FloatArray]:  # fmt: skip
     return [
         queues.fifo(arrived, work, servers, compiled=compiled),
         queues.fifo_work(arrived, unseen, servers, compiled=compiled),

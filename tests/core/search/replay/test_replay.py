@@ -176,15 +176,7 @@ def test_a_trial_that_was_stopped_tells_as_much_as_it_has() -> None:
     ids=["drifts", "turns"],
 )
 def test_a_server_that_no_queue_explains_is_refuted(server: Server, objection: str) -> None:
-    found = asked(
-        replayed(
-            (
-                trial(server, 6.0, 80, 7),
-                trial(server, 9.0, 80, 8),
-            ),
-            TTFT_300,
-        )
-    )
+    found = asked(replayed((trial(server, 6.0, 80, 7), trial(server, 9.0, 80, 8)), TTFT_300))
     assert found.objections
     assert any(objection in each for each in found.objections)
 
@@ -214,16 +206,7 @@ def test_steps_of_an_engine_are_found_from_its_tokens() -> None:
         long = served(rate, 99, 2000.0)
         return objective.worst(Latencies.of(long.arrived_s, long.first_s, long.last_s, long.tokens))
 
-    found = asked(
-        replayed(
-            (
-                served(10.0, 1),
-                served(20.0, 2),
-                served(28.0, 3),
-            ),
-            objective,
-        )
-    )
+    found = asked(replayed((served(10.0, 1), served(20.0, 2), served(28.0, 3)), objective))
     assert not found.objections
     assert score(found.estimate.lower * 0.97) > 0 > score(found.estimate.upper * 1.03)
 
@@ -235,7 +218,6 @@ def test_too_few_requests_are_not_replayed() -> None:
 def test_what_an_slo_asks_is_judged_by_times() -> None:
     slo = Slo(300.0, 20.0, 0.9, (Limit.parse("e2el_ms mean <= 2000"),))
     objective = Objective.of(slo.all_criteria())
-    assert objective is not None
     assert objective.needs_last
     times = Latencies.of(
         np.zeros(4),
