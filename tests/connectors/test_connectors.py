@@ -115,10 +115,7 @@ def test_mooncake_forces_its_transport_by_presence_alone(protocol: str, present:
 def test_what_is_not_asked_is_left_to_nixl_and_its_engine(name: str) -> None:
     connector = connectors.get(name)
     plain = connector.options_model()
-    assert set(connector.env("decode", plain, 5600)) == {
-        "VLLM_NIXL_SIDE_CHANNEL_PORT",
-        *TELLING,
-    }
+    assert set(connector.env("decode", plain, 5600)) == {"VLLM_NIXL_SIDE_CHANNEL_PORT", *TELLING}
     assert connector.extra_config("decode", plain) == {"backends": ["UCX"]}
     assert connector.transport_asked(plain) == ""
     asked = connector.options_model(ucx_tls="rc,cuda", num_threads=0)

@@ -193,9 +193,7 @@ print(json.dumps(answers))
 """
 
 
-def test_one_server_answers_as_the_model_does_without_vllm(
-    expected: list[list[int]],
-) -> None:
+def test_one_server_answers_as_the_model_does_without_vllm(expected: list[list[int]]) -> None:
     """Else a pair that answers as the server does may well be as wrong as it is."""
     done = subprocess.run(
         [str(ROOT / LAB / "bin/python"), "-c", TRANSFORMERS, str(ROOT / LAB / "tiny-model")],

@@ -311,10 +311,7 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_the_coordinator(number: signal.Signals) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", ENDLESSLY],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        [sys.executable, "-c", ENDLESSLY], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdout is not None
     with process:

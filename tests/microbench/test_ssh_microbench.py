@@ -42,11 +42,7 @@ def written(folder: Path, hosts: dict[str, Any]) -> Path:
     text = {
         "version": 1,
         "model": "tiny",
-        "deployment": {
-            "launcher": "ssh",
-            "hosts": hosts,
-            "roles": {"prefill": names[0], "decode": names[1]},
-        },
+        "deployment": {"launcher": "ssh", "hosts": hosts, "roles": {"prefill": names[0], "decode": names[1]}},
         "connectors": ["tcp"],
         "workload": {"input_len": [64], "output_len": 4},
         "slo": {"ttft_ms": 200},
@@ -139,11 +135,7 @@ def test_a_cable_that_is_pulled_costs_the_rest_of_its_pairs(hosts: Hosts, tmp_pa
 def row(one: str, other: str, rate: float | None, op: Any = "write", backend: str = "tcp") -> TransferRecord:
     status: Any = "ok" if rate else "error"
     return TransferRecord(
-        Case(backend, "tcp", op, 4096, 4),
-        status,
-        gb_per_s=rate,
-        initiator_host=one,
-        target_host=other,
+        Case(backend, "tcp", op, 4096, 4), status, gb_per_s=rate, initiator_host=one, target_host=other
     )
 
 

@@ -75,11 +75,7 @@ def test_a_host_without_a_registry_gets_all_it_needs(tmp_path: Path) -> None:
         text = {
             "version": 1,
             "model": "tiny",
-            "deployment": {
-                "launcher": "ssh",
-                "hosts": sections,
-                "roles": {"prefill": "a", "decode": "b"},
-            },
+            "deployment": {"launcher": "ssh", "hosts": sections, "roles": {"prefill": "a", "decode": "b"}},
             "connectors": ["tcp"],
             "workload": {"input_len": [64], "output_len": 4},
             "slo": {"ttft_ms": 200},

@@ -63,13 +63,7 @@ def spec(**changes: Any) -> dict[str, Any]:
 
 def greedy(prompt: Any, max_tokens: int, **more: Any) -> dict[str, Any]:
     """The body of a request for so many tokens, to be answered with their ids."""
-    return {
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **more,
-    }
+    return {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True, **more}
 
 
 @dataclass

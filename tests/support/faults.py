@@ -67,12 +67,7 @@ FAULTS = {
         Fault("decode_frozen", "decode is frozen (SIGSTOP)", r"decode-0 \d+ is frozen", _CELL),
         Fault("prefill_slow", "prefill pauses again and again", r"prefill engine was behind", _REFUSED),
         Fault("decode_slow", "decode pauses again and again", r"decode engine was behind", _REFUSED),
-        Fault(
-            "server_hangs",
-            "a server runs but no longer responds",
-            r"server-0 hangs: no response",
-            _CELL,
-        ),
+        Fault("server_hangs", "a server runs but no longer responds", r"server-0 hangs: no response", _CELL),
         Fault("router_killed", "the router is killed", r"router was killed by signal 9", _CELL),
         Fault("router_frozen", "the router is frozen (SIGSTOP)", r"router \d+ is frozen", _CELL),
         Fault(

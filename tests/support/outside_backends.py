@@ -111,13 +111,7 @@ def _backend(
     moves_bytes: bool = True,
     problem: Problem | None = None,
 ) -> Backend:
-    return Backend(
-        name=name,
-        title=name,
-        check=lambda: problem,
-        open=open_it,
-        moves_bytes=moves_bytes,
-    )
+    return Backend(name=name, title=name, check=lambda: problem, open=open_it, moves_bytes=moves_bytes)
 
 
 LAZY = _backend("lazy", Lazy)

@@ -138,9 +138,7 @@ def standing(folder: Path, names: Sequence[str] = ("a", "b", "c")) -> Iterator[H
             ):
                 outer = f"{bridge[:3]}{os.getpid() % 100_000}n{index}"
                 outers.append(outer)
-                run(
-                    [ip, "link", "add", outer, "type", "veth", "peer", "name", kind, "netns", inside],
-                )
+                run([ip, "link", "add", outer, "type", "veth", "peer", "name", kind, "netns", inside])
                 run([ip, "link", "set", outer, "master", bridge, "up"])
                 run([ip, "-n", inside, "addr", "add", f"{address}/24", "dev", kind])
                 run([ip, "-n", inside, "link", "set", kind, "up"])

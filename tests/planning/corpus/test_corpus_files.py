@@ -184,10 +184,7 @@ def test_mooncake_requests_share_by_their_ids(tmp_path: Path) -> None:
         ('{"block_size": 64, "requests": []}', "it has no request"),
         ('{"block_size": 64, "requests": [{"t": 0, "in": 1, "out": 1.5}]}', "out must be a whole number"),
         ('{"block_size": 64, "requests": [{"t": -1, "in": 1, "out": 1}]}', "t must be a time of at least 0"),
-        (
-            '{"block_size": 4, "requests": [{"t": 0, "in": 4, "out": 1, "hash_ids": [1, 2]}]}',
-            "cover more",
-        ),
+        ('{"block_size": 4, "requests": [{"t": 0, "in": 4, "out": 1, "hash_ids": [1, 2]}]}', "cover more"),
         ('{"block_size": 4, "hash_id_scope": "x", "requests": []}', "must be local or global"),
         ('{"turns": 5}', "turns must be a list"),
         ('{"conversations": [{"from": "gpt"}]}', "value must be a text, not missing"),

@@ -25,10 +25,7 @@ def prompt_of(length: int) -> list[int]:
 def test_a_pair_with_its_kv_on_the_gpu_says_what_one_server_says(tmp_path: Path) -> None:
     env = fake_cuda(tmp_path)
     prefill, decode, _ = pair_specs("tcp", memory="cuda")
-    with (
-        running(tmp_path, prefill, decode, env=env) as (p, d),
-        running(tmp_path, spec()) as aggregated,
-    ):
+    with running(tmp_path, prefill, decode, env=env) as (p, d), running(tmp_path, spec()) as aggregated:
         pair = Pair("tcp", p, d)
         for length in (1, 16, 40, 100):
             assert pair.tokens(prompt_of(length), 12) == aggregated.tokens(prompt_of(length), 12)

@@ -271,10 +271,7 @@ def test_early_close_before_any_token(tmp_path: Path) -> None:
 
 
 def test_reset(tmp_path: Path) -> None:
-    with (
-        exact(tmp_path, **trouble("reset", after_tokens=1)) as server,
-        server.connect() as sock,
-    ):
+    with exact(tmp_path, **trouble("reset", after_tokens=1)) as server, server.connect() as sock:
         sock.sendall(completion(max_tokens=5))
         with pytest.raises(ConnectionResetError):
             read_all(sock)

@@ -10,12 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.processes.http1.splicing import (
-    LAST_CHUNK,
-    MAX_SIZE_LINE_BYTES,
-    ChunkWatch,
-    FramingError,
-)
+from kvbench.processes.http1.splicing import LAST_CHUNK, MAX_SIZE_LINE_BYTES, ChunkWatch, FramingError
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 

@@ -138,10 +138,7 @@ def assert_in_order(record: RequestRecord, at_once: bool) -> None:
     assert record.ok, record
     prefill, decode = (
         (record.prefill_sent_s, record.prefill_answered_s),
-        (
-            record.decode_sent_s,
-            record.decode_first_byte_s,
-        ),
+        (record.decode_sent_s, record.decode_first_byte_s),
     )
     assert None not in (*prefill, *decode)
     asked, answered, sent, first = (float(time or 0.0) for time in (*prefill, *decode))

@@ -274,11 +274,7 @@ def at(i: int, first_s: float, last_s: float, tokens: int, itl_s: Sequence[float
     )
 
 
-@given(
-    first_s=st.floats(0.001, 5.0),
-    gap_s=st.floats(2e-4, 0.2),
-    tokens=st.integers(1, 200),
-)
+@given(first_s=st.floats(0.001, 5.0), gap_s=st.floats(2e-4, 0.2), tokens=st.integers(1, 200))
 def test_a_stream_that_a_model_may_have_made_is_not_at_once(
     first_s: float, gap_s: float, tokens: int
 ) -> None:

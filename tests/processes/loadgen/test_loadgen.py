@@ -95,13 +95,7 @@ def test_every_way_to_stream_is_understood(name: str, steps: list[Step]) -> None
     [
         ("closes before the head", ["close"], "early_close", 0, ""),
         ("closes in the stream", [HEAD, chunk(TOKEN), "close"], "early_close", 200, ""),
-        (
-            "half an event, then closes",
-            [HEAD, chunk(TOKEN + b'data: {"cho'), "close"],
-            "half_event",
-            200,
-            "",
-        ),
+        ("half an event, then closes", [HEAD, chunk(TOKEN + b'data: {"cho'), "close"], "half_event", 200, ""),
         (
             "half an event, well framed",
             [HEAD, chunk(TOKEN + b'data: {"cho'), LAST],

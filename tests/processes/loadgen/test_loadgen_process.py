@@ -339,12 +339,7 @@ def test_records_that_cannot_be_written_are_reported_on_stdout(tmp_path: Path) -
         path = write_spec(tmp_path, url, num_requests=5, request_rate=1000.0)
         command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
         done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            preexec_fn=small,
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, preexec_fn=small
         )
     assert done.returncode == 1
     assert json.loads(done.stdout.splitlines()[-1]) == {"event": "unwritten", "why": "File too large"}

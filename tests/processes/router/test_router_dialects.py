@@ -44,12 +44,7 @@ async def one_request(p: Engine, d: Engine, known: dict[str, Any] | None = None,
         RouterSpec(
             port=0,
             prefill=[
-                {
-                    "url": prefill,
-                    "side_address": "10.0.0.1:8998",
-                    "bootstrap_url": bootstrap,
-                    **(known or {}),
-                }
+                {"url": prefill, "side_address": "10.0.0.1:8998", "bootstrap_url": bootstrap, **(known or {})}
             ],
             decode=[{"url": decode, "side_address": "10.0.0.2:22001"}],
             **spec,
