@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
 import os
 import subprocess
@@ -13,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loops import on_asyncio
 
 from kvbench import transfer
-from kvbench.errors import Problem, TransferError
+from kvbench.errors import TransferError
 from kvbench.hosts import devices
 from kvbench.processes.transfer_worker.remote import TransferProcess
 from kvbench.transfer.base import Layout
+from tests.transfer.test_transfer import _problem
 
 DRIVER = Path(__file__).parents[1] / "support" / "tickets.py"
 TRANSPORTS = {
@@ -32,11 +32,7 @@ TRANSPORTS = {
     ("shm", "shm"): "shm",
 }
 LOOPBACKS = [{"name": "lo", "address": "127.0.0.1"}, {"name": "lo", "address": "127.0.0.2"}]
-
-
-@functools.cache
-def _problem(name: str) -> Problem | None:
-    return transfer.check(name)
+on_loop = on_asyncio
 
 
 def ways() -> Iterator[tuple[str, str]]:
@@ -117,38 +113,32 @@ def test_bytes_are_split_over_nics(backend: str, op: str) -> None:
 
 @pytest.mark.native
 @pytest.mark.parametrize("backend", sorted({name for name, _ in ways()}))
-def test_an_unknown_protocol_is_refused(backend: str) -> None:
+async def test_an_unknown_protocol_is_refused(backend: str) -> None:
     if (problem := _problem(backend)) is not None:
         pytest.skip(f"{backend}: {problem.reason}")
     known = transfer.get(backend).protocols[0]
 
-    async def start() -> None:
-        fd = os.memfd_create("kvbench-test")
-        try:
-            os.ftruncate(fd, 4096)
-            with pytest.raises(TransferError, match=f"no protocol 'pigeon'.*there are: {known}"):
-                await TransferProcess.start(backend, {"protocol": "pigeon"}, fd, Layout(1, 1, 4096))
-        finally:
-            os.close(fd)
-
-    asyncio.run(start())
+    fd = os.memfd_create("kvbench-test")
+    try:
+        os.ftruncate(fd, 4096)
+        with pytest.raises(TransferError, match=f"no protocol 'pigeon'.*there are: {known}"):
+            await TransferProcess.start(backend, {"protocol": "pigeon"}, fd, Layout(1, 1, 4096))
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.native
 @pytest.mark.parametrize("backend", ["mooncake", "nixl"])
-def test_rdma_without_a_device_fails_instead_of_running_over_something_else(backend: str) -> None:
+async def test_rdma_without_a_device_fails_instead_of_running_over_something_else(backend: str) -> None:
     if (problem := _problem(backend)) is not None:
         pytest.skip(f"{backend}: {problem.reason}")
     if devices.rdma():
         pytest.skip("this machine has RDMA")
 
-    async def start() -> None:
-        fd = os.memfd_create("kvbench-test")
-        try:
-            os.ftruncate(fd, 4096)
-            with pytest.raises(TransferError, match="does not start"):
-                await TransferProcess.start(backend, {"protocol": "rdma"}, fd, Layout(1, 1, 4096))
-        finally:
-            os.close(fd)
-
-    asyncio.run(start())
+    fd = os.memfd_create("kvbench-test")
+    try:
+        os.ftruncate(fd, 4096)
+        with pytest.raises(TransferError, match="does not start"):
+            await TransferProcess.start(backend, {"protocol": "rdma"}, fd, Layout(1, 1, 4096))
+    finally:
+        os.close(fd)

@@ -9,7 +9,6 @@ import socket
 import ssl
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hostile import (
@@ -26,13 +25,11 @@ from hostile import (
     against,
     chunk,
     hostile,
-    on_loop,
     plain,
     run_trial,
     sse,
 )
 
-from kvbench.core.records import RequestRecord
 from kvbench.processes.http1 import ReceivedRequest, Response, serve
 from kvbench.processes.loadgen.control import PREPARED_EACH, Preparation
 
@@ -197,38 +194,29 @@ def test_what_comes_after_the_answer_does_not_spoil_the_next_request() -> None:
         assert record.ok, record
 
 
-def test_ends_are_noticed_at_once() -> None:
-    """No trial may wait for a deadline when the server has ended its answer."""
-    records, end, _ = on_loop(lambda: _against_one([HEAD + chunk(STREAM), 0.01, b"0\r\n", 0.01, b"\r\n"]))
+async def test_no_trial_waits_for_a_deadline_when_the_server_has_ended_its_answer() -> None:
+    server, url = await hostile([HEAD + chunk(STREAM), 0.01, b"0\r\n", 0.01, b"\r\n"])
+    records, end, _ = await run_trial(url, timeout_s=15.0)
+    server.close()
     assert all(record.ok for record in records)
     assert end["duration_s"] < 5
 
 
-async def _against_one(steps: list[Step]) -> tuple[list[RequestRecord], dict[str, Any], list[dict[str, Any]]]:
-    server, url = await hostile(steps)
-    outcome = await run_trial(url, timeout_s=15.0)
-    server.close()
-    return outcome
-
-
-def test_a_refused_connection_is_a_class_of_its_own() -> None:
+async def test_a_refused_connection_is_a_class_of_its_own() -> None:
     with socket.socket() as taken:
         taken.bind((HOST, 0))  # bound, not listening: connections are refused
         url = f"http://{HOST}:{taken.getsockname()[1]}"
-        records, end, _ = on_loop(lambda: run_trial(url, warm=0))
+        records, end, _ = await run_trial(url, warm=0)
     assert [record.error for record in records] == ["connect"] * 4
     assert all(record.sent_s is None for record in records)
     assert end["reason"] == "complete"
 
 
-def test_connections_refused_from_some_stream_on_do_not_spoil_the_others() -> None:
-    async def main() -> list[RequestRecord]:
-        server, url = await hostile(["hang"])
-        asyncio.get_running_loop().call_later(0.1, server.close)  # what is open stays open
-        records, _, _ = await run_trial(url, request_rate=200.0, num_requests=60, timeout_s=0.8)
-        return records
-
-    errors = [record.error for record in on_loop(main)]
+async def test_connections_refused_from_some_stream_on_do_not_spoil_the_others() -> None:
+    server, url = await hostile(["hang"])
+    asyncio.get_running_loop().call_later(0.1, server.close)  # what is open stays open
+    records, _, _ = await run_trial(url, request_rate=200.0, num_requests=60, timeout_s=0.8)
+    errors = [record.error for record in records]
     # What the closed listener had not accepted yet is reset, on a busy machine.
     assert {"no_answer", "connect"} <= set(errors) <= {"no_answer", "connect", "reset"}
     assert len(errors) == 60
@@ -242,74 +230,55 @@ def test_one_token_needs_no_second_event() -> None:
         assert record.tpot_s is None
 
 
-def test_waiting_past_the_ttft_limit_counts_as_missed_while_it_goes_on() -> None:
-    async def main() -> list[dict[str, Any]]:
-        server, url = await hostile(["hang"])
-        _, end, progress = await run_trial(
-            url,
-            stop_after_s=0.4,
-            timeout_s=5.0,
-            slo={"ttft_ms": 50, "tpot_ms": None},
-            progress_interval_s=0.02,
-        )
-        server.close()
-        assert end["reason"] == "stopped"
-        return progress
-
-    progress = on_loop(main)
+async def test_waiting_past_the_ttft_limit_counts_as_missed_while_it_goes_on() -> None:
+    server, url = await hostile(["hang"])
+    _, end, progress = await run_trial(
+        url, stop_after_s=0.4, timeout_s=5.0, slo={"ttft_ms": 50, "tpot_ms": None}, progress_interval_s=0.02
+    )
+    server.close()
+    assert end["reason"] == "stopped"
     assert any(line["missed"] == line["waiting_first"] == 4 for line in progress)
     assert progress[-1]["missed"] == 0  # they were cancelled: neither met nor missed
     assert all(line["met"] == 0 for line in progress)
 
 
 @pytest.mark.parametrize(("grace_s", "ended"), [(0.0, "cancelled"), (10.0, "")])
-def test_a_stopped_trial_may_let_its_requests_end(grace_s: float, ended: str) -> None:
-    async def main() -> list[str]:
-        server, url = await hostile([2.0, *GOOD])
-        records, end, _ = await run_trial(url, stop_after_s=0.3, timeout_s=15.0, stop_grace_s=grace_s)
-        server.close()
-        assert end["reason"] == "stopped"
-        return [record.error for record in records]
-
-    errors = on_loop(main)
-    assert errors
-    assert set(errors) == {ended}
+async def test_a_stopped_trial_may_let_its_requests_end(grace_s: float, ended: str) -> None:
+    server, url = await hostile([2.0, *GOOD])
+    records, end, _ = await run_trial(url, stop_after_s=0.3, timeout_s=15.0, stop_grace_s=grace_s)
+    server.close()
+    assert end["reason"] == "stopped"
+    assert {record.error for record in records} == {ended}
 
 
-def test_limits_are_applied_to_finished_requests() -> None:
-    async def main() -> list[int]:
-        server, url = await hostile([0.05, *GOOD])
-        met = []
-        for slo in ({"ttft_ms": 5000, "tpot_ms": 5000}, {"ttft_ms": 20}, {"tpot_ms": 0.01}, {}):
-            _, _, progress = await run_trial(url, slo=slo)
-            met.append(progress[-1]["met"])
-            assert progress[-1]["missed"] == 4 - met[-1]
-        server.close()
-        return met
-
-    assert on_loop(main) == [4, 0, 0, 4]
+async def test_limits_are_applied_to_finished_requests() -> None:
+    server, url = await hostile([0.05, *GOOD])
+    met = []
+    for slo in ({"ttft_ms": 5000, "tpot_ms": 5000}, {"ttft_ms": 20}, {"tpot_ms": 0.01}, {}):
+        _, _, progress = await run_trial(url, slo=slo)
+        met.append(progress[-1]["met"])
+        assert progress[-1]["missed"] == 4 - met[-1]
+    server.close()
+    assert met == [4, 0, 0, 4]
 
 
-def test_an_exact_schedule_is_seen_as_it_is() -> None:
+async def test_an_exact_schedule_is_seen_as_it_is() -> None:
     delay, gap = 0.03, 0.01
 
-    async def main() -> list[RequestRecord]:
-        async def handler(request: ReceivedRequest, response: Response) -> None:
-            response.start_stream()
-            await asyncio.sleep(delay)
-            for index in range(OUTPUT_LEN):
-                response.write(TOKEN)
-                if index < OUTPUT_LEN - 1:
-                    await asyncio.sleep(gap)
-            response.write(USAGE + DONE)
-            response.end()
+    async def handler(request: ReceivedRequest, response: Response) -> None:
+        response.start_stream()
+        await asyncio.sleep(delay)
+        for index in range(OUTPUT_LEN):
+            response.write(TOKEN)
+            if index < OUTPUT_LEN - 1:
+                await asyncio.sleep(gap)
+        response.write(USAGE + DONE)
+        response.end()
 
-        server = await serve(handler, HOST, 0)
-        records, _, _ = await run_trial(f"http://{HOST}:{server.port}", num_requests=20, timeout_s=10.0)
-        await server.close()
-        return records
-
-    for record in on_loop(main):
+    server = await serve(handler, HOST, 0)
+    records, _, _ = await run_trial(f"http://{HOST}:{server.port}", num_requests=20, timeout_s=10.0)
+    await server.close()
+    for record in records:
         assert record.ok
         assert record.ttft_s is not None
         assert record.ttft_s >= delay - 0.002  # uvloop's timers are rounded to milliseconds
@@ -344,7 +313,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     ],
 )
 @pytest.mark.parametrize("input_len", [8, 40_000])
-def test_tls_is_read_at_the_read(
+async def test_tls_is_read_at_the_read(
     monkeypatch: pytest.MonkeyPatch,
     certificate: tuple[str, str],
     steps: list[Step],
@@ -356,13 +325,9 @@ def test_tls_is_read_at_the_read(
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
 
-    async def main() -> tuple[list[RequestRecord], dict[str, Any], list[dict[str, Any]]]:
-        server, url = await hostile(steps, context)
-        outcome = await run_trial(url, timeout_s=1.0, input_len=input_len, request_rate=50.0)
-        server.close()
-        return outcome
-
-    records, end, _ = on_loop(main)
+    server, url = await hostile(steps, context)
+    records, end, _ = await run_trial(url, timeout_s=1.0, input_len=input_len, request_rate=50.0)
+    server.close()
     assert [record.error for record in records] == [error] * 4, records
     assert end["client"]["stamps"] == ("read" if error != "no_answer" else "kernel")
     for record in records:
@@ -370,17 +335,14 @@ def test_tls_is_read_at_the_read(
         assert record.sent_kernel_s is None
 
 
-def test_a_certificate_that_is_not_trusted_is_a_failure_to_connect(certificate: tuple[str, str]) -> None:
+async def test_a_certificate_that_is_not_trusted_fails_to_connect(certificate: tuple[str, str]) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate[1], certificate[0])
 
-    async def main() -> list[RequestRecord]:
-        server, url = await hostile(GOOD, context)
-        records, _, _ = await run_trial(url, timeout_s=5.0)
-        server.close()
-        return records
-
-    for record in on_loop(main):
+    server, url = await hostile(GOOD, context)
+    records, _, _ = await run_trial(url, timeout_s=5.0)
+    server.close()
+    for record in records:
         assert record.error == "connect"
         assert "certificate" in record.error_detail
 
