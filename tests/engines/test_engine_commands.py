@@ -206,7 +206,6 @@ def test_side_channel_ports_of_all_ranks_are_planned() -> None:
     assert [len(each.all_side_ports) for each in plan.instances] == [4, 4]
     assert len(set(plan.ports)) == len(plan.ports) == 1 + 2 * 5
     router = specs(asked, "nccl")["router"].spec
-    assert router is not None
     assert router["version"] == "0.13.0"
     assert router["decode"][0]["side_address"].endswith(str(plan.instances[1].side_port))
 
@@ -214,7 +213,6 @@ def test_side_channel_ports_of_all_ranks_are_planned() -> None:
 def test_a_bootstrap_server_of_the_users_is_the_one_that_is_asked() -> None:
     listed = "[{name: mooncake, extra_config: {bootstrap_server_address: '10.0.0.9:8998'}}]"
     router = specs(scenario(listed=listed), "mooncake")["router"].spec
-    assert router is not None
     assert router["prefill"][0]["bootstrap_url"] == "http://10.0.0.9:8998"
 
 
@@ -249,7 +247,6 @@ def test_helper_processes_come_first() -> None:
 def test_why_it_cannot_run(options: dict[str, Any], listed: str, said: str) -> None:
     asked = scenario(listed=f"[{listed}]", options=options)
     problem = unusable(asked, deployment_of(asked, listed))
-    assert problem is not None
     assert said in problem.reason
     assert problem.fix or "GPU" in said
 
@@ -276,7 +273,6 @@ def test_unequal_ranks_that_cannot_work_are_refused(
     if not said:
         assert (problem, noted) == (None, [])
         return
-    assert problem is not None
     assert said in problem.reason
     assert said in noted[0]
     with pytest.raises(InputError, match=r"fewer ranks|equal ranks of P and D"):
@@ -311,14 +307,12 @@ def test_an_emulated_engine_says_which_connectors_it_cannot_run() -> None:
     asked = scenario("emulated", "[nixl_push, offloading]", {"timing": "quick"})
     for label in ("nixl_push", "offloading"):
         problem = unusable(asked, deployment_of(asked, label))
-        assert problem is not None
         assert "emulated engine cannot move KV" in problem.reason
 
 
 def test_hosts_elsewhere_are_printed_only() -> None:
     asked = scenario(decode_host="10.0.0.2")
     problem = unusable(asked, deployment_of(asked, "nixl"))
-    assert problem is not None
     assert "launch --print" in problem.fix
 
 
@@ -412,7 +406,6 @@ def test_the_installed_version_is_asked_and_chooses_the_profile(tmp_path: Path) 
     command = fake_vllm(tmp_path, 'echo "noise" >&2; echo asked >> "$0.log"; echo "0.13.0+cu128"')
     asked = scenario(listed="[mooncake]", options={"model": "m", "command": list(command)})
     router = specs(asked, "mooncake")["router"].spec
-    assert router is not None
     assert router["version"] == "0.13.0+cu128"
     assert unusable(asked, deployment_of(asked, "mooncake")) is None
     assert (tmp_path / "vllm.log").read_text() == "asked\n"  # once in a process's life
@@ -454,7 +447,6 @@ def test_sglang_commands() -> None:
     plain = specs(scenario("sglang", "[mooncake]", {"model": "m"}), "mooncake")
     assert flags(plain["prefill-0"])["--disaggregation-transfer-backend"] == "mooncake"
     router = specs(asked, "nixl")["router"].spec
-    assert router is not None
     assert router["version"] == "sglang"
 
 
@@ -516,7 +508,6 @@ def test_sglang_warns_of_variables_that_override_options() -> None:
 def test_sglang_is_not_passed_off_as_tried() -> None:
     asked = scenario("sglang", options={"model": "m"})
     problem = unusable(asked, deployment_of(asked, "nixl"))
-    assert problem is not None
     assert "is untested with it" in problem.reason
 
 

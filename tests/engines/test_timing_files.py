@@ -53,7 +53,6 @@ def test_a_name_is_a_profile_of_the_model_and_a_path_is_a_file(mine: Path) -> No
 def test_bundled_profiles_are_whole_and_name_their_sources() -> None:
     for name in bundled_names():
         profile = profile_file(name)
-        assert profile is not None
         assert profile.name == name
         assert profile.status in ("fit", "unfit")
         assert name not in PROFILE_NAMES

@@ -26,7 +26,6 @@ def test_sysfs_alone(node: Path) -> None:
 
 def test_nvidia_smi_alone_as_in_a_container_that_hides_the_tree(tmp_path: Path) -> None:
     cards = with_affinity(hgx.CARDS, tmp_path, hgx.topology())
-    assert cards is not None
     assert [card["numa_node"] for card in cards] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [card["nearest_nics"] for card in cards] == [[name] for name in hgx.NAMES]
     assert affinity_text(cards[0]) == "NUMA node 0; nearest RDMA mlx5_0 (PXB); NVLink to 7 GPUs (NV18)"
@@ -51,7 +50,6 @@ def test_both_agree_of_that_machine(node: Path) -> None:
 def test_gpus_without_nvlink_or_nics_and_texts_of_another_form(tmp_path: Path) -> None:
     plain = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \tPIX\t0-47\t0\t\tN/A\n"
     cards = with_affinity(hgx.CARDS[:2], tmp_path, plain)
-    assert cards is not None
     assert affinity_text(cards[0]) == "NUMA node 0"
     assert affinity_text(cards[1]) == "NUMA node unknown"
     assert topologies("nvidia-smi: command failed") == topologies("") == {}

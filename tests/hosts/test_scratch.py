@@ -57,7 +57,6 @@ def test_stop_removes_those_of_dead_runs_and_no_others(temporary: Path) -> None:
     with scratch("kvbench-alive-", "a-run") as alive:
         for _ in range(2):
             with subprocess.Popen([sys.executable, "-c", MAKING], stdout=subprocess.PIPE, text=True) as maker:
-                assert maker.stdout is not None
                 made.append(Path(maker.stdout.readline().strip()))
                 assert list(left()) == [(folder, "a-run") for folder in sorted(made[:-1])]
                 maker.kill()

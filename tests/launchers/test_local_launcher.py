@@ -129,7 +129,6 @@ def test_nothing_survives_a_kill_of_the_starter(tmp_path: Path) -> None:
         "time.sleep(60)\n"
     )
     starter = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert starter.stdout is not None
     pid = int(starter.stdout.readline())
     wait_for(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text().endswith("\n"))
     pids = [pid, int((tmp_path / "pids").read_text())]

@@ -73,7 +73,6 @@ def test_a_family_its_state_and_its_time() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
         child = int(process.stdout.readline())
         try:
             assert family(process.pid) == [process.pid, child]

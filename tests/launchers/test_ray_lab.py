@@ -158,7 +158,6 @@ def test_what_is_in_use_is_waited_for(lab: RayLab) -> None:
     holding = [sys.executable, "-c", OWNER, lab.address, "holds"]
     with subprocess.Popen(holding, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdin is not None
-        assert holder.stdout is not None
         assert holder.stdout.readline() == b"up\n"
         with pytest.raises(LaunchError, match="in use"):
             RayNodesOf(options(lab, wait_s=3), "waits", told.append).__enter__()
@@ -206,7 +205,6 @@ def test_nothing_remains_after_kill_9(lab: RayLab) -> None:
         [sys.executable, "-c", OWNER, lab.address, "orphan"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert owner.stdin is not None
-    assert owner.stdout is not None
     with owner.stdin, owner.stdout:
         assert owner.stdout.readline() == b"up\n"
         assert len(tagged("orphan")) >= 2

@@ -212,7 +212,6 @@ def test_nothing_remains_after_kill_9(lab: SlurmLab) -> None:
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
     assert owner.stdin is not None
-    assert owner.stdout is not None
     with owner.stdin, owner.stdout:
         assert owner.stdout.readline() == b"up\n"
         assert len(tagged("orphan")) >= 2

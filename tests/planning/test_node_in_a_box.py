@@ -287,7 +287,6 @@ def test_all_servers_of_a_scenario_stand_beside_each_other_on_two_hosts(
                 started.append(process)
                 places += [f"{given['--host']}:{port}" for port in bound_ports(given, spec.env, version)]
             for process in started:
-                assert process.stdout is not None
                 assert process.stdout.readline().startswith("ready"), _said(process)
             for namespace in two_hosts.values():
                 look = [tool("ip"), "netns", "exec", namespace, sys.executable, "-c", LOOK, *places]

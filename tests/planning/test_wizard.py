@@ -213,7 +213,6 @@ def test_a_shape_from_config_json(tmp_path: Path, changes: dict[str, object], pe
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     shape = shape_of(str(folder))
-    assert shape is not None
     assert shape.name == "My-Model"
     assert shape.kv_bytes_per_token() == per_token
     scenario = parsed(replace(ANSWERS, engine="emulated", shape=shape), FoundMachine())

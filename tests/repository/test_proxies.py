@@ -118,7 +118,6 @@ def test_a_launched_server_is_found_ready_and_measured_by_its_url(trap: Trap, tm
     server = Running("launch", "quickstart", "--connector", "aggregated", sets=free)
     try:
         found = re.search(r"http://[^/\s]+", server.wait_for("  requests"))
-        assert found is not None
         words = ["bench", "--base-url", found.group(), "--rate", "15", "--output", str(tmp_path / "out")]
         words += ["--input-len", "64", "--output-len", "4", "--ttft-ms", "20000", "--tpot-ms", "5000"]
         few = ("search.trial_s=2", "search.max_trial_s=2", "search.min_requests=30")

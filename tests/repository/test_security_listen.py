@@ -68,7 +68,6 @@ def test_the_look_sees_who_listens_everywhere() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         assert list(listeners(process.pid))
         process.communicate(b"\n")

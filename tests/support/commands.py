@@ -129,7 +129,6 @@ class Running:
 
     def wait_for(self, word: str) -> str:
         """Read lines until one contains the word; returns that line."""
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             self._printed.append(line)
             if word in line:

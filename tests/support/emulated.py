@@ -208,7 +208,6 @@ def pair_specs(connector: str, **changes: Any) -> tuple[dict[str, Any], dict[str
     env: dict[str, str] = {}
     for role, engine_id in (("prefill", "engine-p"), ("decode", "engine-d")):
         config = chosen.kv_transfer_config(role, engine_id, options)  # type: ignore[arg-type]
-        assert config is not None
         config["kv_connector_extra_config"].update(extra)
         side = free_port() if role in chosen.side_port_roles else None
         result.append(spec(kv_transfer_config=config, side_channel_port=side, **changes))

@@ -371,7 +371,6 @@ class Siege:
         return EASY
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.append((time.monotonic(), line))
 

@@ -424,7 +424,6 @@ def test_connectors_that_cannot_run_say_why() -> None:
         if protocol == "example":
             assert problem is None
         elif protocol == "YuanrongTransferEngineConnector":
-            assert problem is not None
             assert "NPU" in problem.reason
     with pytest.raises(TransferError, match=r"package\.module:Class"):
         omni.connector_class("nonsense")

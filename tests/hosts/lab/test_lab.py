@@ -128,7 +128,6 @@ def output(process: subprocess.Popen[str]) -> str:
 
 
 def listening(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 
@@ -309,7 +308,6 @@ def test_taking_down_ends_what_runs_inside() -> None:
         process = listening(python(lab, "B", deaf))
         assert lab.host("B").processes() == [process.pid]
     assert process.wait(DEADLINE_S) == -signal.SIGKILL
-    assert process.stdout is not None
     process.stdout.close()
 
 

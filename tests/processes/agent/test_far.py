@@ -332,7 +332,6 @@ def test_a_stopped_agent_is_lost_and_a_stopped_client_is_left(tmp_path: Path) ->
     client = subprocess.Popen(
         [sys.executable, "-c", CLIENT, str(tmp_path / "other"), f"{TAG}-client"], stdout=subprocess.PIPE
     )
-    assert client.stdout is not None
     assert client.stdout.readline() == b"started\n"
     os.kill(client.pid, signal.SIGSTOP)
     os.kill(site.channel.pid, signal.SIGSTOP)

@@ -121,7 +121,6 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
         text=True,
     ) as parent:
-        assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         engine = psutil.Process(pid)
         end = time.monotonic() + 30

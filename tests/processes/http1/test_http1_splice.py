@@ -336,7 +336,6 @@ def test_its_thread_ends_with_it_and_hears_no_signal() -> None:
         until(lambda: len(threads()) > len(before))  # it is named when it has begun
         [task] = set(threads()) - before
         blocked = re.search(r"SigBlk:\s*([0-9a-f]+)", (task / "status").read_text())
-        assert blocked is not None
         assert int(blocked[1], 16) & (1 << (signal.SIGTERM - 1))
         for _ in range(2):
             x.splicer.close()

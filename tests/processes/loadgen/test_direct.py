@@ -86,8 +86,6 @@ def test_the_router_and_the_generator_get_the_same_dispatch() -> None:
         direct = dispatch_spec(scenario, planned)
         routers = [spec.spec for spec in process_specs(scenario, planned) if spec.name == "router"]
         (router,) = routers
-        assert direct is not None
-        assert router is not None
         assert set(direct) == {"connector", "version", "options", "prefill", "decode"}
         assert direct.items() <= router.items()
         lone = planned.connector == "aggregated"
@@ -104,7 +102,6 @@ def test_a_single_engine_has_no_router_and_no_dispatch() -> None:
 def test_lone_engines_are_asked_in_turn_without_the_router(tmp_path: Path) -> None:
     with deployed(tmp_path, "aggregated", SLOW) as (deployment, launcher):
         direct = deployment.endpoints.direct
-        assert direct is not None
         assert direct["prefill"] == []
         result = offer(deployment, launcher, direct)
         assert [record.error for record in result.records] == [""] * 8
@@ -120,7 +117,6 @@ def test_lone_engines_are_asked_in_turn_without_the_router(tmp_path: Path) -> No
 def test_direct_answers_are_those_of_the_router(tmp_path: Path, connector: str) -> None:
     with deployed(tmp_path, connector) as (deployment, launcher):
         direct = deployment.endpoints.direct
-        assert direct is not None
         with taped(direct["decode"][0]["url"]) as (url, tape):
             result = offer(deployment, launcher, {**direct, "decode": [{**direct["decode"][0], "url": url}]})
         assert [record.error_detail for record in result.records] == [""] * 8
@@ -142,7 +138,6 @@ def assert_in_order(record: RequestRecord, at_once: bool) -> None:
     )
     assert None not in (*prefill, *decode)
     asked, answered, sent, first = (float(time or 0.0) for time in (*prefill, *decode))
-    assert record.first_token_s is not None
     assert record.scheduled_s - 1e-3 <= asked <= answered
     assert sent <= first <= record.first_token_s + 1e-3
     if not at_once:

@@ -97,7 +97,6 @@ def test_an_event_without_text_does_not_end_ttft(tmp_path: Path, way: str) -> No
     evidence = loaded(tmp_path, way, spec=trouble("empty_first"))
     assert all(record.ok for record in evidence.records)
     for record in evidence.records:
-        assert record.ttft_s is not None
         assert record.ttft_s > FIRST_S - 1e-4  # the empty event came within a millisecond
         assert len(record.itl_s) == TOKENS - 1
     assert evidence.client.chunks == TOKENS * len(evidence.records)
@@ -112,8 +111,6 @@ def test_the_last_event_without_text_is_no_token(tmp_path: Path) -> None:
         assert record.ok, record
         assert (len(record.itl_s), record.prompt_tokens) == (2, 8)
         assert record.e2el_s is not None
-        assert record.last_token_s is not None
-        assert record.first_token_s is not None
         assert record.last_token_s - record.first_token_s < 0.05
         assert record.tpot_s is None or record.tpot_s < 0.05  # none if the three came in one instant
 
@@ -136,7 +133,6 @@ def test_one_token_without_text_came_no_later_than_the_end() -> None:
     steps: list[Any] = [HEAD, chunk(EMPTY), 0.05, chunk(usage_of(1)), chunk(DONE), LAST]
     for record in against(steps, output_len=1):
         assert record.ok, record
-        assert record.ttft_s is not None
         assert record.ttft_s >= 0.05 - 1e-3
 
 
@@ -191,7 +187,6 @@ def test_each_oddity_is_named(
     tmp_path: Path, way: str, spec: dict[str, Any], gate: str, level: str, words: str
 ) -> None:
     finding = found(loaded(tmp_path, way, spec=spec), gate)
-    assert finding is not None
     assert (finding.level, words in finding.message) == (level, True), finding.message
     assert finding.advice
 
@@ -230,7 +225,6 @@ def test_a_late_reader_is_a_late_client(tmp_path: Path, way: str) -> None:
     if evidence.client.stamps != "kernel":
         pytest.skip("this kernel takes no stamps")
     client = evidence.client
-    assert client.token_error_p99_ms is not None
     assert client.token_error_p99_ms > 20  # of the 30 ms that it was stopped at a time
     only_reads = ClientFigures(
         token_error_p99_ms=client.token_error_p99_ms,
@@ -241,7 +235,6 @@ def test_a_late_reader_is_a_late_client(tmp_path: Path, way: str) -> None:
     for each in (client, only_reads):
         strict = Slo(ttft_ms=200, tpot_ms=500, attainment=0.5)
         finding = found(Evidence(evidence.records, evidence.summary, strict, client=each), "client_limited")
-        assert finding is not None
         assert "reads by up to" in finding.message
 
 
@@ -289,7 +282,6 @@ def test_at_once_is_refused_only_where_it_is_judged_and_the_client_could_see_it(
     records = [at(i, 0.5, 0.5, 20) for i in range(30)]
     evidence = Evidence(records, summarise(records, SLO, 10, 10), SLO)
     finding = found(evidence, "answer_at_once")
-    assert finding is not None
     assert finding.level == "invalid"
     late = ClientFigures(token_error_p50_ms=30.0, stamps="kernel")
     assert found(Evidence(records, evidence.summary, SLO, client=late), "answer_at_once") is None

@@ -80,9 +80,6 @@ def test_every_way_to_stream_is_understood(name: str, steps: list[Step]) -> None
         assert record.ok, record
         assert record.output_len == OUTPUT_LEN
         assert record.status == 200
-        assert record.sent_s is not None
-        assert record.first_token_s is not None
-        assert record.last_token_s is not None
         assert record.scheduled_s <= record.sent_s <= record.first_token_s <= record.last_token_s
         assert sum(record.itl_s) == pytest.approx(record.last_token_s - record.first_token_s, abs=1e-5)
 
@@ -280,7 +277,6 @@ async def test_an_exact_schedule_is_seen_as_it_is() -> None:
     await server.close()
     for record in records:
         assert record.ok
-        assert record.ttft_s is not None
         assert record.ttft_s >= delay - 0.002  # uvloop's timers are rounded to milliseconds
         assert len(record.itl_s) == OUTPUT_LEN - 1
 

@@ -133,7 +133,6 @@ async def test_p_and_d_are_asked_one_after_the_other_and_in_turn() -> None:
         assert None not in times
         assert sorted(times) == list(times)
         assert record.sent_s == record.prefill_sent_s
-        assert record.decode_first_byte_s is not None
         assert record.decode_first_byte_s <= record.first_token_s
         slow = int(record.request_id.rpartition("-")[2]) % 2 == 0
         assert not slow or record.prefill_answered_s - record.prefill_sent_s >= 0.019

@@ -36,13 +36,11 @@ def start(path: Path) -> subprocess.Popen[str]:
 
 
 def say(process: subprocess.Popen[str], words: str) -> None:
-    assert process.stdin is not None
     process.stdin.write(words + "\n")
     process.stdin.flush()
 
 
 def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
     line: dict[str, Any] = json.loads(process.stdout.readline())
     return line
 

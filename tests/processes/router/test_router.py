@@ -64,7 +64,6 @@ class Backend:
 
     @property
     def url(self) -> str:
-        assert self.server is not None
         return f"http://{HOST}:{self.server.port}"
 
     def _handle(self, request: ReceivedRequest, response: Response) -> Awaitable[None] | None:
@@ -144,7 +143,6 @@ class Lab:
         await self.server.close()
         await self.router.close()
         for backend in (*self.prefills, *self.decodes):
-            assert backend.server is not None
             await backend.server.close()
 
 
@@ -392,7 +390,6 @@ async def test_d_closing_in_its_stream_breaks_the_client_s() -> None:
 async def test_a_backend_that_is_not_there_is_a_502(which: str) -> None:
     x = await lab("nixl")
     gone = x.p if which == "prefill" else x.d
-    assert gone.server is not None
     url = gone.url
     await gone.server.close()
     reply = await x.complete()
@@ -688,11 +685,9 @@ async def test_a_process_serves_until_sigterm(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     code = await asyncio.to_thread(process.wait, 5)
     assert code == 0, process.stderr.read() if process.stderr else ""
-    assert process.stderr is not None
     process.stderr.close()
     await pool.close()
     for backend in (p, d):
-        assert backend.server is not None
         await backend.server.close()
 
 
@@ -743,7 +738,6 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
     )
     pipe = subprocess.PIPE
     parent = subprocess.Popen([sys.executable, "-c", middle, str(path)], stdin=pipe, stdout=pipe, text=True)
-    assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     deadline = time.monotonic() + 10
     while _refused(port):

@@ -96,7 +96,6 @@ class RawEngine:
                 await writer.wait_closed()
 
     async def close(self) -> None:
-        assert self._server is not None
         self._server.close()
         for task in self._tasks:
             task.cancel()
@@ -471,7 +470,6 @@ async def test_a_client_that_leaves_never_gets_its_stream_into_another_s_connect
     async def endless(peer: Peer) -> None:
         request = await peer.request()
         who = re.search(rb"x-request-id: (\S+)", request)
-        assert who is not None
         await peer.send(CHUNKED)
         watching = asyncio.ensure_future(peer.until_gone())
         with contextlib.suppress(OSError):

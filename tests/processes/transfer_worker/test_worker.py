@@ -37,12 +37,10 @@ class Talk:
         self.hello = self.hear()
 
     def say(self, message: Any) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(message).encode() + b"\n")
         self.process.stdin.flush()
 
     def hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
         assert select.select([self.process.stdout], [], [], DEADLINE_S)[0], "no answer"
         found: dict[str, Any] = json.loads(self.process.stdout.readline())
         return found
@@ -59,8 +57,6 @@ class Talk:
 
     def close(self) -> int:
         """Ends its stdin and waits."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.process.stdin.close()
         code = self.process.wait(DEADLINE_S)
         self.process.stdout.close()
