@@ -22,8 +22,7 @@ def test_help_begins_with_three_examples_and_nine_commands() -> None:
     assert done.status == 0
     begin = [line.strip() for line in done.out.splitlines() if line.strip().startswith("kvbench ")]
     assert [line.split()[1] for line in begin] == ["sweep", "init", "bench"]
-    listed = re.findall(r"(?m)^. ([a-z]+(?: [a-z]+)?)  +[A-Z]", done.out)
-    assert listed == [*FIRST]
+    assert re.findall(r"(?m)^. ([a-z]+(?: [a-z]+)?)  +[A-Z]", done.out) == [*FIRST]
     every = invoke("--help", "--all").out
     assert re.findall(r"(?m)^. ([a-z]+(?: [a-z]+)?)  +[A-Z]", every) == [*_COMMANDS, "lab", "hosts"]
 

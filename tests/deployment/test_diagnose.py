@@ -70,8 +70,7 @@ def test_a_pattern_is_looked_for_only_where_it_belongs() -> None:
     silent = [LINES["mooncake_silent_tcp"]]
     assert not diagnose(silent, MOONCAKE)
     assert diagnose(silent, LogSource("prefill-0", "vllm", "MooncakeConnector", "prefill", "rdma"))
-    inside = LogSource("prefill-0", "vllm", "MultiConnector", "prefill")
-    assert diagnose(race, inside)
+    assert diagnose(race, LogSource("prefill-0", "vllm", "MultiConnector", "prefill"))
     assert not diagnose([LINES["model_not_found"]], LogSource("prefill-0", "emulated", "NixlConnector"))
 
 
@@ -228,8 +227,7 @@ def test_a_watch_keeps_what_it_found_until_it_is_taken(tmp_path: Path) -> None:
         file.flush()
         assert watch.poll() is None
         file.write((LINES["qp_rtr"] + "\n") * 3)
-    fatal = watch.poll()
-    assert fatal.count == 8
+    assert watch.poll().count == 8
 
 
 @pytest.fixture

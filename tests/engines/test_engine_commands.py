@@ -312,8 +312,7 @@ def test_an_emulated_engine_says_which_connectors_it_cannot_run() -> None:
 
 def test_hosts_elsewhere_are_printed_only() -> None:
     asked = scenario(decode_host="10.0.0.2")
-    problem = unusable(asked, deployment_of(asked, "nixl"))
-    assert "launch --print" in problem.fix
+    assert "launch --print" in unusable(asked, deployment_of(asked, "nixl")).fix
 
 
 @pytest.mark.parametrize(
@@ -405,8 +404,7 @@ def fake_vllm(tmp_path: Path, body: str) -> tuple[str, ...]:
 def test_the_installed_version_is_asked_and_chooses_the_profile(tmp_path: Path) -> None:
     command = fake_vllm(tmp_path, 'echo "noise" >&2; echo asked >> "$0.log"; echo "0.13.0+cu128"')
     asked = scenario(listed="[mooncake]", options={"model": "m", "command": list(command)})
-    router = specs(asked, "mooncake")["router"].spec
-    assert router["version"] == "0.13.0+cu128"
+    assert specs(asked, "mooncake")["router"].spec["version"] == "0.13.0+cu128"
     assert unusable(asked, deployment_of(asked, "mooncake")) is None
     assert (tmp_path / "vllm.log").read_text() == "asked\n"  # once in a process's life
 
@@ -446,8 +444,7 @@ def test_sglang_commands() -> None:
     assert flags(tcp["prefill-0"])["--disaggregation-transfer-backend"] == "mooncake_tcp"
     plain = specs(scenario("sglang", "[mooncake]", {"model": "m"}), "mooncake")
     assert flags(plain["prefill-0"])["--disaggregation-transfer-backend"] == "mooncake"
-    router = specs(asked, "nixl")["router"].spec
-    assert router["version"] == "sglang"
+    assert specs(asked, "nixl")["router"].spec["version"] == "sglang"
 
 
 @pytest.mark.parametrize(
@@ -507,8 +504,7 @@ def test_sglang_warns_of_variables_that_override_options() -> None:
 
 def test_sglang_is_not_passed_off_as_tried() -> None:
     asked = scenario("sglang", options={"model": "m"})
-    problem = unusable(asked, deployment_of(asked, "nixl"))
-    assert "is untested with it" in problem.reason
+    assert "is untested with it" in unusable(asked, deployment_of(asked, "nixl")).reason
 
 
 # ---------------------------------------------------------------- printing
@@ -534,8 +530,7 @@ def test_printed_files_are_those_that_a_launch_writes(tmp_path: Path) -> None:
     done = subprocess.run(
         ["sh", "-c", shell_script(spec)], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
     )
-    launcher = LocalLauncher("test", tmp_path / "logs", tmp_path / "specs")
-    process = launcher.start(spec)
+    process = LocalLauncher("test", tmp_path / "logs", tmp_path / "specs").start(spec)
     deadline = time.monotonic() + 30
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -147,8 +147,7 @@ def test_an_outside_server_is_never_started(monkeypatch: pytest.MonkeyPatch) -> 
     assert rented.deployment.used_hosts == {}
     assert not [note for note in engine_warnings(rented) if "listen on" in note]
     with Places(rented, "tag") as places:
-        launcher = places.launcher(Path("logs"), Path("specs"))
-        deployment = RunningDeployment(rented, lone, launcher)
+        deployment = RunningDeployment(rented, lone, places.launcher(Path("logs"), Path("specs")))
     assert deployment.external
     assert deployment.endpoints.access.api_key_env == "RENT_KEY"
     assert deployment.endpoints.base_url == "http://10.0.0.2:80"

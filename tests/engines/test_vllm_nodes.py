@@ -163,8 +163,7 @@ def test_data_parallel_ranks_are_spread_over_the_hosts() -> None:
 def test_a_data_parallel_rank_may_span_hosts() -> None:
     roles = {"prefill": [["a", "b", "c", "d"]], "decode": ["e"]}
     found = specs(parsed(roles, prefill={"instances": 1, "data_parallel_size": 2}))
-    starts = [dp(found[name]).get("start-rank") for name in list(found)[:4]]
-    assert starts == [None, None, "1", "1"]
+    assert [dp(found[name]).get("start-rank") for name in list(found)[:4]] == [None, None, "1", "1"]
     ids = [json.loads(after(spec, "--kv-transfer-config"))["engine_id"] for spec in list(found.values())[:4]]
     assert ids[0] == ids[1] != ids[2] == ids[3]  # the workers of a rank know its scheduler by it
 

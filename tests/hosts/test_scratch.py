@@ -63,8 +63,7 @@ def test_stop_removes_those_of_dead_runs_and_no_others(temporary: Path) -> None:
         environment = {**os.environ, "TMPDIR": str(temporary)}
         assert kvbench("stop", "--run", "another", env=environment).status == 0
         assert all(folder.is_dir() for folder in made)
-        done = kvbench("stop", "--run", "a-run", env=environment)
-        assert done.out.count(" removed") == 2
+        assert kvbench("stop", "--run", "a-run", env=environment).out.count(" removed") == 2
         assert not any(folder.exists() for folder in made)
         assert alive.is_dir()
     left_there = sorted(each.name for each in temporary.iterdir())

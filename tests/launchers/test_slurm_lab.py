@@ -275,8 +275,7 @@ load: {workers: 1}
 
 def test_a_whole_run_puts_p_and_d_on_their_nodes(lab: SlurmLab, tmp_path: Path) -> None:
     folder = run(lab, tmp_path)
-    hosts = json.loads((folder / "environment.json").read_text())["hosts"]
-    assert set(hosts) == {"pre0", "dec0"}
+    assert set(json.loads((folder / "environment.json").read_text())["hosts"]) == {"pre0", "dec0"}
     logs = {path.name for path in (folder / "logs" / "tcp").iterdir()}
     assert {"prefill-0.log", "decode-0.log", "router.log"} <= logs
     (trial,) = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]

@@ -191,8 +191,7 @@ class TestReaching:
         bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
         bare.chmod(0o755)
         assert "kvbench is not installed there" in reach.error(python=str(bare)).message
-        error = reach.error(python="/no/such/python")
-        assert "deployment.hosts.NAME.python" in error.hint
+        assert "deployment.hosts.NAME.python" in reach.error(python="/no/such/python").hint
 
     def test_a_folder_that_cannot_be_made(self, reach: Reach) -> None:
         assert "a: cannot work in /proc/none" in reach.error(workdir="/proc/none").message
@@ -330,8 +329,7 @@ def another_host_is_not_gone_on_with(run: RunFolder) -> None:
     machine["hosts"]["b"]["hostname"] = "elsewhere"
     (run.path / "environment.json").write_text(json.dumps(machine))
     kept = {key: value for key, value in run.manifest.items() if key != "checksums"}
-    older = {**kept, "status": "interrupted"}
-    (run.path / "manifest.json").write_text(json.dumps(older))
+    (run.path / "manifest.json").write_text(json.dumps({**kept, "status": "interrupted"}))
     (run.path / "checksums.jsonl").unlink()  # as of a kvbench that had none
     with pytest.raises(StoreError, match=r"started on other hosts:\n  host b, hostname: elsewhere then, "):
         resume.resume(run.path)

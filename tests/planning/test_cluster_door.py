@@ -115,8 +115,7 @@ def test_one_scenario_compares_all_on_equal_gpus() -> None:
     gpus = {}
     for planned in plan_of(scenario).deployments:
         deployed = scenario.deployed(planned.label)
-        on = {deployed.host_name(each.name) for each in planned.instances}
-        assert on == {"p", "d"}
+        assert {deployed.host_name(each.name) for each in planned.instances} == {"p", "d"}
         gpus[planned.label] = sum(deployed.ranks_of(each.name).gpus for each in planned.instances)
     names = ("aggregated", "nixl", "mooncake")
     assert gpus == {f"{name}-tp{size}": 2 * size for name in names for size in (4, 8)}

@@ -56,8 +56,7 @@ def _addresses(pid: int) -> Iterator[str]:
 def _is_own(address: str) -> bool:
     """Whether an address of /proc/net/tcp{,6} is one of the loopback device."""
     digits = bytes.fromhex(address.partition(":")[0])
-    raw = b"".join(digits[at : at + 4][::-1] for at in range(0, len(digits), 4))
-    number = ip_address(raw)
+    number = ip_address(b"".join(digits[at : at + 4][::-1] for at in range(0, len(digits), 4)))
     if isinstance(number, IPv6Address) and number.ipv4_mapped:
         number = number.ipv4_mapped
     return number.is_loopback

@@ -298,8 +298,7 @@ def _excerpt(words: str, match: re.Match[str], most: int = 170) -> str:
 @pytest.fixture
 def fault(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Iterator[Seen]:
     """For tests with the marker ``fault``."""
-    marker = request.node.get_closest_marker("fault")
-    seen = Seen(FAULTS[marker.args[0]])
+    seen = Seen(FAULTS[request.node.get_closest_marker("fault").args[0]])
     yield seen
     assert seen.record, "the test saw nothing"
     record_property(PROPERTY, seen.record)

@@ -185,8 +185,7 @@ async def test_moves_exactly_the_named_blocks(mover: str) -> None:
         assert here.process.transport
         assert "configured" not in here.process.transport, "the transport is not proven"
         assert here.process.library["version"]
-        again = await here.process.transfer(peer, "write", [], [], DEADLINE_S)
-        assert again.nbytes == 0
+        assert (await here.process.transfer(peer, "write", [], [], DEADLINE_S)).nbytes == 0
 
 
 async def test_both_sides_may_initiate(mover: str) -> None:

@@ -41,8 +41,7 @@ def test_runs_cover_each_pair_once(ids: tuple[list[int], list[int]]) -> None:
 @given(pairs())
 def test_runs_are_the_fewest(ids: tuple[list[int], list[int]]) -> None:
     wanted = set(zip(*ids, strict=True))
-    starts = {(a, b) for a, b in wanted if (a - 1, b - 1) not in wanted}
-    assert len(merge_runs(*ids)) == len(starts)
+    assert len(merge_runs(*ids)) == len({(a, b) for a, b in wanted if (a - 1, b - 1) not in wanted})
 
 
 def test_blocks_handed_out_backwards_are_one_run() -> None:

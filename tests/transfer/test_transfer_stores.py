@@ -430,8 +430,7 @@ def test_connectors_that_cannot_run_say_why() -> None:
 
 
 def test_a_connector_that_is_not_installed_is_a_skipped_row() -> None:
-    protocol = "YuanrongTransferEngineConnector"
-    (record,) = run_cases([Case("omni", protocol, "write", 4096, 1)])
+    (record,) = run_cases([Case("omni", "YuanrongTransferEngineConnector", "write", 4096, 1)])
     assert record.status == "skipped"
     assert "NPU" in record.error
 
@@ -524,8 +523,7 @@ def test_nccl_transport_is_read_from_its_log() -> None:
 
 def test_nccl_is_forced_to_the_asked_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
-    nics = [{"name": "mlx5_0"}, {"name": "mlx5_1"}]
-    rdma = nccl.env({"protocol": "rdma", "nics": nics})
+    rdma = nccl.env({"protocol": "rdma", "nics": [{"name": "mlx5_0"}, {"name": "mlx5_1"}]})
     assert rdma["NCCL_NET"] == "IB"
     assert rdma["NCCL_IB_HCA"] == "=mlx5_0,mlx5_1"
     tcp = nccl.env({"protocol": "tcp", "nics": [{"name": "eth0"}]})

@@ -197,8 +197,7 @@ def needs_nft() -> None:
 
 @needs_lab
 def test_pull(lab: Lab) -> None:
-    placed = labfaults.place(lab, "pull", 1)
-    assert placed.words() == "pull on nic1: A has no carrier"
+    assert labfaults.place(lab, "pull", 1).words() == "pull on nic1: A has no carrier"
     assert connecting(lab, 1) in ("TimeoutError", "OSError")
     assert connecting(lab, 0) == "ConnectionRefusedError"  # nobody listens, but the packets arrive
     assert labfaults.heal(lab, "pull", 1).words() == "pull on nic1, healed: A had no carrier"
@@ -212,8 +211,7 @@ def test_partition(lab: Lab) -> None:
     assert labfaults.place(lab, "partition", 1).words() == "partition on nic1: no packet met it yet"
     assert connecting(lab, 1) == "TimeoutError"
     assert connecting(lab, 2) == "ConnectionRefusedError"
-    report = labfaults.report(lab, lab.state.faults[0])
-    assert report.packets > 0
+    assert labfaults.report(lab, lab.state.faults[0]).packets > 0
     labfaults.heal(lab, "partition", 1)
     assert connecting(lab, 1, DEADLINE_S) == "ConnectionRefusedError"
     assert lab.state.faults == []
@@ -288,8 +286,7 @@ def test_faults_that_cannot_be(lab: Lab, kind: str, nic: int, amount: str, said:
 @needs_lab
 def test_a_lab_in_use_is_found_by_name_and_left_alone(lab: Lab) -> None:
     name = lab.plan.name
-    other = Lab.standing(name)
-    assert other.prefix("A") == lab.prefix("A")
+    assert Lab.standing(name).prefix("A") == lab.prefix("A")
     with pytest.raises(InputError, match=f"in use by process {os.getpid()}"):
         Lab.up(name=name)
     with pytest.raises(LabError, match="is using the lab"):

@@ -147,8 +147,7 @@ def test_a_machine_with_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_pcie_link_carries(speed: float | None, width: int, gbit: float | None) -> None:
-    carried = pcie_gbit(speed, width)
-    assert carried == (None if gbit is None else pytest.approx(gbit, abs=0.1))
+    assert pcie_gbit(speed, width) == (None if gbit is None else pytest.approx(gbit, abs=0.1))
 
 
 def test_versions_are_told_where_they_are_installed() -> None:

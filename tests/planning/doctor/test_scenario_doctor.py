@@ -86,8 +86,7 @@ def model(tmp_path: Path) -> Path:
 def test_model_folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert model_check(real(str(model))).status == "ok"
     assert model_check(real(str(model / "absent"))).status == "missing"
-    empty = tmp_path_factory.mktemp("empty")
-    assert "config.json" in model_check(real(str(empty))).detail
+    assert "config.json" in model_check(real(str(tmp_path_factory.mktemp("empty")))).detail
     assert "cache or downloads" in model_check(real("Qwen/Qwen3-8B")).detail
     assert "needs no files" in model_check(scenario()).detail
 

@@ -58,8 +58,7 @@ def test_only_what_moves_gpu_memory_is_taken() -> None:
     emulated = engines.get("emulated")
     assert emulated.labels_of(GPU) == ("emulated", ON_GPU)
     for name, there in (("tcp", False), ("mooncake", False), ("nixl", True)):
-        backend = transfer.get(connectors.get(name).transfer_backend)
-        assert ("cuda" in backend.memories) == there
+        assert ("cuda" in transfer.get(connectors.get(name).transfer_backend).memories) == there
         problem = emulated.check(connectors.get(name), GPU)
         assert there or (problem is not None and "moves no cuda memory" in problem.reason)
 

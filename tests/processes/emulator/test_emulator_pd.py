@@ -264,8 +264,7 @@ def test_engines_that_do_not_match_are_refused(tmp_path: Path) -> None:
     decode["block_tokens"] = 32
     decode["num_blocks"] = 100
     with running(tmp_path, prefill, decode, env=env) as (p, d):
-        pair = Pair("tcp", p, d)
-        reply = pair.post({"prompt": prompt_of(10), "max_tokens": 2})
+        reply = Pair("tcp", p, d).post({"prompt": prompt_of(10), "max_tokens": 2})
         assert reply.status_code == 500
         assert "block_tokens is 32 here, 16 at the peer" in reply.json()["error"]["message"]
 

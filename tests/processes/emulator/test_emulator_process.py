@@ -121,8 +121,7 @@ def test_it_ends_with_its_parent(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
         text=True,
     ) as parent:
-        pid = int(parent.stdout.readline())
-        engine = psutil.Process(pid)
+        engine = psutil.Process(int(parent.stdout.readline()))
         end = time.monotonic() + 30
         while time.monotonic() < end:
             try:

@@ -332,8 +332,7 @@ def test_never_answer_only_where_asked(tmp_path: Path) -> None:
         sock.settimeout(0.2)
         with pytest.raises(TimeoutError):
             sock.recv(1)
-        outcomes = [row["outcome"] for row in server.log()["requests"]]
-        assert outcomes == ["open", "complete"]
+        assert [row["outcome"] for row in server.log()["requests"]] == ["open", "complete"]
         assert server.metric("vllm:num_requests_running") == 1
 
 

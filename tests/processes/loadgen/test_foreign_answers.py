@@ -281,7 +281,6 @@ def test_a_stream_that_a_model_may_have_made_is_not_at_once(
 def test_at_once_is_refused_only_where_it_is_judged_and_the_client_could_see_it() -> None:
     records = [at(i, 0.5, 0.5, 20) for i in range(30)]
     evidence = Evidence(records, summarise(records, SLO, 10, 10), SLO)
-    finding = found(evidence, "answer_at_once")
-    assert finding.level == "invalid"
+    assert found(evidence, "answer_at_once").level == "invalid"
     late = ClientFigures(token_error_p50_ms=30.0, stamps="kernel")
     assert found(Evidence(records, evidence.summary, SLO, client=late), "answer_at_once") is None

@@ -202,8 +202,7 @@ async def test_no_trial_waits_for_a_deadline_when_the_server_has_ended_its_answe
 async def test_a_refused_connection_is_a_class_of_its_own() -> None:
     with socket.socket() as taken:
         taken.bind((HOST, 0))  # bound, not listening: connections are refused
-        url = f"http://{HOST}:{taken.getsockname()[1]}"
-        records, end, _ = await run_trial(url, warm=0)
+        records, end, _ = await run_trial(f"http://{HOST}:{taken.getsockname()[1]}", warm=0)
     assert [record.error for record in records] == ["connect"] * 4
     assert all(record.sent_s is None for record in records)
     assert end["reason"] == "complete"

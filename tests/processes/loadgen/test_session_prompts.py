@@ -108,8 +108,7 @@ def test_blocks_differ_by_their_first_tokens(vocab: int, size: int, seed: int, b
     assert made.min() >= lowest_id(vocab)
     assert made.max() < vocab
     assert len({tuple(row) for row in made.tolist()}) == blocks
-    again = BlockTokens(vocab, size, blocks, seed).of(np.arange(blocks), size)
-    assert (again == made).all()
+    assert (BlockTokens(vocab, size, blocks, seed).of(np.arange(blocks), size) == made).all()
 
 
 def test_what_cannot_be_told_apart_is_refused() -> None:

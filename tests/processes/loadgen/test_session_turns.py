@@ -80,8 +80,7 @@ def test_every_turn_names_its_session_and_no_other_trial_has_that_name() -> None
         first = schedule.upcoming(())
         assert first is not None
         schedule.take(first)
-        second = schedule.upcoming(())
-        names.append((first.session_id, second.session_id))
+        names.append((first.session_id, schedule.upcoming(()).session_id))
         head = request_headers(spec_for("http://127.0.0.1:9"), first.request_id, first.session_id)
         assert head[SESSION_HEADER] == first.session_id
     assert len({name for trial in names for name in trial}) == 4

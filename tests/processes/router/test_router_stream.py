@@ -226,8 +226,7 @@ async def test_each_chunk_is_passed_on_when_it_comes(run: Any, timed: bool) -> N
     async with bench(script) as x:
         reader, writer = await asyncio.open_connection(HOST, x.port)
         writer.write(x.request({"x-kvbench-timing": "1"} if timed else None))
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert (b"x-kvbench-decode-first-byte" in head) == timed
+        assert (b"x-kvbench-decode-first-byte" in (await reader.readuntil(b"\r\n\r\n"))) == timed
         for event in EVENTS:
             assert await reader.readexactly(len(chunk(event))) == chunk(event)
             seen.set()
@@ -305,8 +304,7 @@ async def test_a_stream_that_ends_with_a_reset_ends_so_for_the_client(run: Any) 
 
 async def test_a_client_of_http_1_0_gets_the_stream_without_chunks(run: Any) -> None:
     async with bench(after_the_request(CHUNKED, STREAM, b"0\r\n\r\n", then=Peer.until_gone)) as x:
-        received = await x.raw(x.request(version=b"1.0"))
-        assert received.endswith(b"\r\n\r\n" + b"".join(EVENTS))
+        assert (await x.raw(x.request(version=b"1.0"))).endswith(b"\r\n\r\n" + b"".join(EVENTS))
 
 
 async def test_a_cut_stream_is_a_reset_for_a_client_of_http_1_0(run: Any) -> None:
@@ -388,8 +386,7 @@ async def test_a_thousand_streams_at_once_arrive_whole_and_apart() -> None:
 
     async def script(peer: Peer) -> None:
         nonlocal arrived
-        request = await peer.request()
-        who = re.search(rb"x-request-id: (\S+)", request)
+        who = re.search(rb"x-request-id: (\S+)", await peer.request())
         assert who is not None
         arrived += 1
         if arrived == count:
@@ -468,8 +465,7 @@ async def test_a_client_that_leaves_never_gets_its_stream_into_another_s_connect
     rounds = 30
 
     async def endless(peer: Peer) -> None:
-        request = await peer.request()
-        who = re.search(rb"x-request-id: (\S+)", request)
+        who = re.search(rb"x-request-id: (\S+)", await peer.request())
         await peer.send(CHUNKED)
         watching = asyncio.ensure_future(peer.until_gone())
         with contextlib.suppress(OSError):
@@ -505,20 +501,16 @@ async def test_a_server_may_stream_before_it_has_read_the_whole_request(run: Any
     size = 6_000_000  # more than the sockets take
 
     async def script(peer: Peer) -> None:
-        head = await peer.reader.readuntil(b"\r\n\r\n")
-        assert b"content-length: %d" % size in head
+        assert b"content-length: %d" % size in (await peer.reader.readuntil(b"\r\n\r\n"))
         await peer.send(CHUNKED, *(chunk(event) for event in EVENTS))
         await peer.reader.readexactly(size)
         await peer.send(*(chunk(event) for event in EVENTS), b"0\r\n\r\n")
         await peer.until_gone()
 
     async with bench(script) as x:
-        body = b" " * size
-        request = x.pool.request("POST", "/v1/completions", {"connection": "close"}, body)
-        received = await x.raw(request)
-        assert received.partition(b"\r\n\r\n")[2] == 2 * STREAM + b"0\r\n\r\n"
-        compiled = await x.metric("kvbench:router_stream_compiled_reads_total")
-        assert bool(compiled) == COMPILED.get()
+        request = x.pool.request("POST", "/v1/completions", {"connection": "close"}, b" " * size)
+        assert (await x.raw(request)).partition(b"\r\n\r\n")[2] == 2 * STREAM + b"0\r\n\r\n"
+        assert bool(await x.metric("kvbench:router_stream_compiled_reads_total")) == COMPILED.get()
 
 
 async def test_json_bodies_of_d_are_not_touched_by_the_fast_lane(run: Any) -> None:
@@ -526,6 +518,5 @@ async def test_json_bodies_of_d_are_not_touched_by_the_fast_lane(run: Any) -> No
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(answer)
 
     async with bench(after_the_request(head + answer[:3], answer[3:], then=Peer.until_gone)) as x:
-        received = await x.raw(x.request({"connection": "close"}))
-        assert received.endswith(b"\r\n\r\n" + answer)
+        assert (await x.raw(x.request({"connection": "close"}))).endswith(b"\r\n\r\n" + answer)
         assert await x.metric("kvbench:router_streams_total") == 0
