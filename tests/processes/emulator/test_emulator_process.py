@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,43 +12,7 @@ import httpx
 import psutil
 import pytest
 from emulated import free_port, launch, pair_specs, running, spec, wait_ready
-from processes import lives, still_living
-
-
-def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
-    path = folder / "spec.json"
-    path.write_text(text)
-    return subprocess.run(
-        [sys.executable, "-m", "kvbench.processes.emulator", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-
-
-def test_a_bad_spec_is_exit_code_2(tmp_path: Path) -> None:
-    done = run(tmp_path, json.dumps(spec(prot=1)))
-    assert done.returncode == 2
-    assert "prot: Extra inputs are not permitted" in done.stderr
-    assert run(tmp_path, "{").returncode == 2
-    missing = subprocess.run(
-        [sys.executable, "-m", "kvbench.processes.emulator", str(tmp_path / "no.json")],
-        capture_output=True,
-        timeout=30,
-    )
-    assert missing.returncode == 2
-
-
-def test_a_busy_port_is_exit_code_98(tmp_path: Path) -> None:
-    with running(tmp_path, spec()) as engine:
-        port = engine.spec["port"]
-        done = run(tmp_path, json.dumps(spec(port=port)))
-        assert done.returncode == 98
-        assert f"port 127.0.0.1:{port} is in use" in done.stderr
-        prefill, _, _ = pair_specs("tcp")
-        done = run(tmp_path, json.dumps({**prefill, "side_channel_port": port}))
-        assert done.returncode == 98
-        assert f"port 127.0.0.1:{port} is in use" in done.stderr
+from processes import lives
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -103,35 +64,6 @@ def open_sockets(pid: int) -> list[str]:
     except psutil.Error:
         return ["http"]
     return ["http"] if listening else []
-
-
-def test_it_ends_with_its_parent(tmp_path: Path) -> None:
-    prefill, _, _ = pair_specs("tcp")
-    path = tmp_path / "spec.json"
-    path.write_text(json.dumps(prefill))
-    starter = (
-        "import subprocess, sys, time\n"
-        "words = [sys.executable, '-m', 'kvbench.processes.emulator', sys.argv[1]]\n"
-        "print(subprocess.Popen(words).pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", starter, str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as parent:
-        engine = psutil.Process(int(parent.stdout.readline()))
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            try:
-                if httpx.get(f"http://127.0.0.1:{prefill['port']}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.05)
-        children = engine.children()
-        parent.kill()
-    assert not still_living([engine, *children])
 
 
 def test_it_stays_small_and_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:

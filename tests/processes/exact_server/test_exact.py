@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -423,41 +421,6 @@ def test_what_it_tells(tmp_path: Path) -> None:
 # the process
 
 
-def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
-    path = folder / "bad.json"
-    path.write_text(text)
-    command = [sys.executable, "-m", "kvbench.processes.exact_server", str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30)
-
-
-@pytest.mark.parametrize(
-    ("spec", "said"),
-    [
-        ({"prot": 1}, "did you mean 'port'?"),
-        ({"queue": "mm1"}, "queue 'mm1' is unknown"),
-        ({"queue": "md1"}, "queue md1 needs service_s"),
-        ({"gap_s": -1}, "gap_s must be 0 or more"),
-        ({"output_len": 0}, "output_len must be at least 1"),
-        ({"port": 70_000}, "port must be 0 to 65535"),
-        ({"trouble": {"kind": "rest"}}, "trouble 'rest' is unknown"),
-        ({"trouble": {"kind": "reset", "every": 0}}, "trouble.every must be at least 1"),
-        ({"trouble": {}, "host": "256.1.1.1"}, "cannot listen on 256.1.1.1:0"),
-    ],
-)
-def test_a_bad_spec_is_exit_code_2(tmp_path: Path, spec: dict[str, Any], said: str) -> None:
-    done = run(tmp_path, json.dumps(spec))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_busy_port_is_exit_code_98(tmp_path: Path) -> None:
-    with exact(tmp_path) as server:
-        done = run(tmp_path, json.dumps({"port": server.port}))
-        assert done.returncode == 98
-        assert f"port {HOST}:{server.port} is in use" in done.stderr
-
-
 def test_the_log_is_written_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     with exact(tmp_path, log_path=str(path), log_tokens=False) as server:
@@ -470,38 +433,6 @@ def test_the_log_is_written_at_the_end(tmp_path: Path) -> None:
     assert head["summary"]["lateness"]["first"]["n"] == 2
     assert [(row["request_id"], row["outcome"]) for row in rows] == [("one", "complete"), ("cut", "open")]
     assert rows[0]["first_write_s"] >= rows[0]["first_due_s"] - DIGIT_S
-
-
-def test_it_ends_with_its_parent(tmp_path: Path) -> None:
-    path = tmp_path / "exact.json"
-    path.write_text("{}")
-    code = (
-        "import subprocess, sys\n"
-        f"command = [sys.executable, '-m', 'kvbench.processes.exact_server', {str(path)!r}]\n"
-        "child = subprocess.Popen(command, stdout=subprocess.PIPE)\n"
-        "child.stdout.readline()\n"
-        "print(child.pid, flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdin is not None
-    pid = int(parent.stdout.readline())
-    parent.send_signal(signal.SIGKILL)
-    parent.wait(DEADLINE_S)
-    parent.stdin.close()
-    parent.stdout.close()
-    end = time.monotonic() + DEADLINE_S
-    while _alive(pid):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def _alive(pid: int) -> bool:
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)  # an orphan comes to this process, see conftest
-    return Path(f"/proc/{pid}").exists()
 
 
 def test_the_load_generator_and_the_server_say_the_same(tmp_path: Path) -> None:

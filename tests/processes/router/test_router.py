@@ -19,7 +19,6 @@ from emulated import free_port
 from hypothesis import given
 from hypothesis import strategies as st
 from loops import close_at_end
-from processes import lives
 
 from kvbench.core.load.dispatch import engine_ids_in
 from kvbench.errors import InputError
@@ -688,66 +687,3 @@ async def test_a_process_serves_until_sigterm(tmp_path: Path) -> None:
     await pool.close()
     for backend in (p, d):
         await backend.server.close()
-
-
-def test_a_busy_port_is_exit_code_98(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        spec = {"port": port, "connector": "aggregated", "decode": [{"url": f"http://{HOST}:1"}]}
-        process = start(tmp_path, spec)
-        _, err = process.communicate(timeout=20)
-    assert process.returncode == 98
-    assert f"port {HOST}:{port} is in use" in err
-    assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"connectr": "nixl"}, "did you mean 'connector'"),
-        ({"connector": "nope"}, "no connector is called 'nope'"),
-        ({"decode": []}, "at least one decode"),
-        ({"connector": "nixl"}, "at least one prefill"),
-        ({"connector": "mooncake", "prefill": [{"url": "http://x:1"}]}, "bootstrap_url"),
-        ({"decode": [{"ulr": "http://x:1"}]}, "did you mean 'url'"),
-        ({"decode": [{"url": "x"}]}, "no http"),
-        ({"port": "high"}, "'port'"),
-    ],
-)
-def test_a_wrong_spec_is_exit_code_2(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    spec = {"port": 0, "connector": "aggregated", "decode": [{"url": "http://x:1"}], **changes}
-    process = start(tmp_path, spec)
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 2, err
-    assert words in err
-    assert "Traceback" not in err
-
-
-def test_it_ends_with_its_parent(tmp_path: Path) -> None:
-    port = free_port()
-    path = tmp_path / "spec.json"
-    spec = {"port": port, "connector": "aggregated", "decode": [{"url": f"http://{HOST}:1"}]}
-    path.write_text(json.dumps(spec))
-    middle = (
-        "import subprocess, sys;"
-        "p = subprocess.Popen([sys.executable, '-m', 'kvbench.processes.router', sys.argv[1]], stderr=-3);"
-        "print(p.pid, flush=True); sys.stdin.read()"
-    )
-    pipe = subprocess.PIPE
-    parent = subprocess.Popen([sys.executable, "-c", middle, str(path)], stdin=pipe, stdout=pipe, text=True)
-    pid = int(parent.stdout.readline())
-    deadline = time.monotonic() + 10
-    while _refused(port):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    parent.communicate(timeout=10)
-    while lives(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def _refused(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((HOST, port)) != 0
