@@ -96,8 +96,7 @@ def require_one_document(name: str, tmp_path: Path, run: Callable[..., Finished]
         (folder,) = tmp_path.iterdir()
         assert document["run"] == folder.name
         assert document["rows"] or any(document["methods"].values())
-        again = invoke("report", str(folder), "--json")
-        assert again.status == 0, again.text
+        again = invoke("report", str(folder), "--json").succeeded()
         assert document in json.loads(again.out)["runs"]
         assert "files: " in done.err or "report (" in done.err  # people are told beside it
 
@@ -106,6 +105,5 @@ def test_a_run_that_is_complete_is_told_again(tmp_path: Path) -> None:
     words = ("bench", "quickstart", "--rate", "20", "--connector", "aggregated")
     assert kvbench(*words, "--output", str(tmp_path), sets=EASY).status == 0
     (folder,) = tmp_path.iterdir()
-    again = kvbench("bench", "--resume", str(folder), "--json")
-    assert again.status == 0, again.text
+    again = kvbench("bench", "--resume", str(folder), "--json").succeeded()
     assert json.loads(again.out)["runs"][0]["run"] == folder.name

@@ -114,8 +114,7 @@ class TestCommand:
     def test_it_says_what_where_and_what_to_do(self, tmp_path: Path) -> None:
         log = tmp_path / "decode.log"
         log.write_text("\n".join([*HONEST[:3], LINES["nixl_vram_as_host"], LINES["kv_expired"]]) + "\n")
-        done = invoke("diagnose", str(log))
-        assert done.status == 1
+        done = invoke("diagnose", str(log)).failed(1)
         assert f"fatal {log}:4: UCX may not use CUDA" in done.out
         assert f"warning {log}:5" in done.out
         assert "hint  leave UCX_TLS out" in done.out
@@ -125,9 +124,7 @@ class TestCommand:
         (tmp_path / "a").mkdir()
         (tmp_path / "a" / "p.log").write_text(f"{LINES['kv_expired']}\n" * 3)
         (tmp_path / "a" / "notes.txt").write_text(LINES["engine_dead"])
-        done = invoke("diagnose", str(tmp_path))
-        assert done.status == 0  # a warning spoils no measurement
-        assert f"{tmp_path}/a/p.log:1, 3 times" in done.out
+        invoke("diagnose", str(tmp_path)).succeeded(f"{tmp_path}/a/p.log:1, 3 times")
 
     def test_some_lines_mean_trouble_only_for_what_was_asked(self, tmp_path: Path) -> None:
         (tmp_path / "p.log").write_text(LINES["mooncake_silent_tcp"] + "\n")

@@ -429,8 +429,7 @@ def test_mooncake_and_nixl_move_kv_between_the_hosts(hosts: Hosts, tmp_path: Pat
 @needs_hosts
 def test_what_runs_is_listed_and_stopped_and_hosts_are_looked_at(hosts: Hosts, tmp_path: Path) -> None:
     path = written(hosts, tmp_path, ["tcp"])
-    looked = kvbench("doctor", "--hosts", str(path))
-    assert looked.status == 0, looked.text
+    looked = kvbench("doctor", "--hosts", str(path)).succeeded()
     assert "the same on all hosts" in looked.text
     assert looked.text.count("GB/s") == 6
     running = Running("launch", str(path))

@@ -135,16 +135,14 @@ def test_a_run_of_requests_is_no_run_to_compare_with(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints_the_matrix_and_the_time_and_starts_nothing(tmp_path: Path) -> None:
-    done = invoke("microbench", *QUICK, "--dry-run", "--output", str(tmp_path))
-    assert done.status == 0
+    done = invoke("microbench", *QUICK, "--dry-run", "--output", str(tmp_path)).succeeded()
     assert "8 cases, 2 pairs of workers, 0.05 s each: about" in done.out
     assert "tcp             tcp     read   64 KiB × 4" in done.out
     assert not list(tmp_path.iterdir())
 
 
 def test_a_run_is_measured_stored_reported_and_compared(tmp_path: Path) -> None:
-    done = kvbench("microbench", *QUICK, "--output", str(tmp_path))
-    assert done.status == 0, done.text
+    kvbench("microbench", *QUICK, "--output", str(tmp_path)).succeeded()
     run = the_run(tmp_path)
     rows = run.transfer_records()
     assert run.manifest["status"] == "complete"
@@ -187,8 +185,7 @@ def test_the_targets_may_stand_behind_a_prefix(tmp_path: Path) -> None:
         "127.0.0.1",
     )
     quick = ("--backend", "tcp", "--block-size", "64K", "--op", "read", "--seconds", "0.05")
-    done = kvbench("microbench", *quick, *elsewhere, "--output", str(tmp_path))
-    assert done.status == 0, done.text
+    done = kvbench("microbench", *quick, *elsewhere, "--output", str(tmp_path)).succeeded()
     (row,) = the_run(tmp_path).transfer_records()
     assert row.verified
     assert "targets at 127.0.0.1 (env KVBENCH_ELSEWHERE=1)" in done.out

@@ -33,8 +33,7 @@ def test_what_init_writes_for_a_cluster_is_planned(
     tmp_path: Path, options: tuple[str, ...], launcher: str, decodes: int
 ) -> None:
     file = tmp_path / "cluster.yaml"
-    done = invoke("init", str(file), "--yes", *options)
-    assert done.status == 0, done.text
+    done = invoke("init", str(file), "--yes", *options).succeeded()
     assert (f"next:\n  kvbench hosts install {file}\n" in done.out) == (launcher == "ssh")
     scenario, _ = load_scenario(str(file))
     assert (scenario.deployment.launcher, scenario.deployment.engine) == (launcher, "vllm")
@@ -59,8 +58,7 @@ def test_what_init_writes_for_a_cluster_is_planned(
 def test_doctor_says_nothing_of_this_machine_where_nothing_runs_on_it(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     invoke("init", str(file), "--yes", "--hosts", "node1.invalid,node2.invalid")
-    done = invoke("doctor", str(file))
-    assert done.status == 1
+    done = invoke("doctor", str(file)).failed(1)
     assert "node1.invalid" in done.out
     for here in ("unknown command 'vllm'", "open files", "shared memory", "does not exist"):
         assert here not in done.out
@@ -73,15 +71,13 @@ def test_doctor_says_nothing_of_this_machine_where_nothing_runs_on_it(tmp_path: 
 def test_a_server_that_is_up_is_written_planned_and_examined(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     with running(tmp_path, spec()) as engine:
-        done = invoke("init", str(file), "--yes", "--base-url", f"{engine.url}/v1/")
-        assert done.status == 0, done.text
+        invoke("init", str(file), "--yes", "--base-url", f"{engine.url}/v1/").succeeded()
         done = invoke("plan", str(file))
         assert f"tiny at {engine.url}" in done.out, done.text
         done = invoke("doctor", str(file))
         assert f"{engine.url} serves tiny" in " ".join(done.out.split()), done.text
         assert "connector nixl" not in done.out
-    done = invoke("doctor", str(file))
-    assert done.status == 1
+    done = invoke("doctor", str(file)).failed(1)
     assert "nothing listens" in " ".join(done.out.split())
     assert invoke("init", str(tmp_path / "x.yaml"), "--yes", "--base-url", engine.url).status != 0
 

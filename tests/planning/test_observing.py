@@ -87,14 +87,12 @@ def test_nvtx_is_on_in_vllm_under_nsys() -> None:
 
 
 def test_a_wrong_prefix_is_told_with_its_place() -> None:
-    done = invoke("plan", "quickstart", sets=("deployment.prefix.prefill=nsys profile",))
-    assert done.status == 2
+    done = invoke("plan", "quickstart", sets=("deployment.prefix.prefill=nsys profile",)).failed(2)
     assert "deployment.prefix.prefill must be a list" in done.err
 
 
 def test_without_nsys_launch_says_so(tmp_path: Path) -> None:
-    done = invoke("launch", "quickstart", "--nsys", env={"PATH": str(tmp_path)})
-    assert done.status == 1
+    done = invoke("launch", "quickstart", "--nsys", env={"PATH": str(tmp_path)}).failed(1)
     assert "nsys is not installed" in done.err
 
 

@@ -66,8 +66,7 @@ ADDED_BY = {
 def printed(name: str, connector: str | None = None) -> dict[str, list[str]]:
     """The words of each printed command, by process."""
     chosen = ["--connector", connector] if connector else []
-    done = invoke("launch", name, *chosen, "--print")
-    assert done.status == 0, done.text
+    done = invoke("launch", name, *chosen, "--print").succeeded()
     found = {}
     for block in done.out.split("\n\n"):
         title = block.split("\n")[0].removeprefix("# ").split(",")[0]

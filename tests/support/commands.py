@@ -53,6 +53,20 @@ class Finished:
     def text(self) -> str:
         return self.out + self.err
 
+    def succeeded(self, *printed: str) -> Finished:
+        """Require that it did, and printed this."""
+        assert self.status == 0, self.text
+        for words in printed:
+            assert words in self.out
+        return self
+
+    def failed(self, status: int, *said: str) -> Finished:
+        """Require that it ended with this status, and said this on stderr."""
+        assert self.status == status, self.text
+        for words in said:
+            assert words in self.err
+        return self
+
 
 def argv(*words: str, sets: Sequence[str] = ()) -> list[str]:
     """The command line of kvbench in this environment."""

@@ -213,8 +213,7 @@ def test_no_file_does_more_than_be_refused(
 def test_the_excerpt_as_json_and_as_a_picture(tmp_path: Path) -> None:
     picture = tmp_path / "reuse.png"
     gb = ("--model", "tiny", "--gb", "0.1", "--tokens", "50000")
-    done = invoke("corpus", str(EXCERPT), "--json", "--plot", str(picture), *gb)
-    assert done.status == 0, done.err
+    done = invoke("corpus", str(EXCERPT), "--json", "--plot", str(picture), *gb).succeeded()
     told = json.loads(done.out)
     assert (told["sessions"], told["requests"], told["found_blocks"], told["blocks"]) == (3, 24, 16543, 19753)
     assert [row["tokens"] for row in told["capacities"]] == [48828, 50000, None]
@@ -224,9 +223,7 @@ def test_the_excerpt_as_json_and_as_a_picture(tmp_path: Path) -> None:
 
 
 def test_the_excerpt_on_a_terminal() -> None:
-    done = kvbench("corpus", str(EXCERPT))
-    assert done.status == 0
-    assert "16,543 of 19,753 blocks of 64 tokens, 83.7 %" in done.out
+    done = kvbench("corpus", str(EXCERPT)).succeeded("16,543 of 19,753 blocks of 64 tokens, 83.7 %")
     assert "unlimited" in done.out
 
 
@@ -258,9 +255,7 @@ def test_sessions_that_are_made_are_written_and_read_again(tmp_path: Path) -> No
     ],
 )
 def test_bad_options_are_exit_2(options: tuple[str, ...], said: str) -> None:
-    done = invoke("corpus", str(EXCERPT), *options)
-    assert done.status == 2
-    assert said in done.err
+    invoke("corpus", str(EXCERPT), *options).failed(2, said)
 
 
 @pytest.mark.heavy

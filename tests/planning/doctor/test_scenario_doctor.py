@@ -126,8 +126,7 @@ def test_gpus_are_counted(model: Path) -> None:
 
 
 def test_the_command_puts_the_scenario_first() -> None:
-    done = invoke("doctor", "quickstart", sets=(FREE, "deployment.host=192.0.2.1"))
-    assert done.status == 1
+    done = invoke("doctor", "quickstart", sets=(FREE, "deployment.host=192.0.2.1")).failed(1)
     lines = done.out.splitlines()
     assert "scenario quickstart" in lines[1]
     assert any("launcher local" in line and "192.0.2.1" in line for line in lines)
@@ -137,13 +136,10 @@ def test_the_command_puts_the_scenario_first() -> None:
 def test_a_vllm_that_is_not_there_is_named() -> None:
     options = json.dumps({"model": "/absent/model", "command": ["/absent/vllm"], "version": "0.32.0"})
     sets = ("deployment.engine=vllm", f"deployment.engine_options={options}", FREE)
-    done = invoke("doctor", "quickstart", sets=sets)
-    assert done.status == 1
+    done = invoke("doctor", "quickstart", sets=sets).failed(1)
     assert "unknown command '/absent/vllm'" in done.out
     assert "/absent/model does not exist" in done.out
 
 
 def test_a_wrong_scenario_is_told_as_everywhere() -> None:
-    done = invoke("doctor", "quickstrt")
-    assert done.status == 2
-    assert "did you mean quickstart?" in done.err
+    invoke("doctor", "quickstrt").failed(2, "did you mean quickstart?")

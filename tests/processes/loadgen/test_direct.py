@@ -193,8 +193,7 @@ def test_a_bench_tells_what_the_router_adds(tmp_path: Path) -> None:
 
 def test_direct_mode_with_several_workers_by_the_short_options(tmp_path: Path) -> None:
     words = ("bench", "quickstart", "--rate", "20", "--connector", "tcp", "--direct", "--workers", "2")
-    done = kvbench(*words, "--output", str(tmp_path), sets=(*EASY, SLOW))
-    assert done.status == 0, done.text
+    done = kvbench(*words, "--output", str(tmp_path), sets=(*EASY, SLOW)).succeeded()
     run = the_run(tmp_path)
     (trial,) = run.trials
     assert trial.engine["load_mode"] == "direct"
@@ -214,8 +213,7 @@ def test_the_short_options_reach_the_scenario_and_the_plan() -> None:
     scenario, _ = resolve(CliOptions(workers=3, direct=True))
     assert (scenario.load.workers, scenario.load.mode) == (3, "direct")
     sets = ("load.workers=3", "load.mode=direct", "deployment.base_port=0")
-    done = invoke("plan", "quickstart", "--json", sets=sets)
-    assert done.status == 0, done.text
+    done = invoke("plan", "quickstart", "--json", sets=sets).succeeded()
     assert json.loads(done.out)["scenario"]["load"] == {
         "workers": 3,
         "mode": "direct",
