@@ -16,20 +16,9 @@ from kvbench.cli.app import app
 RECORDED = Path(__file__).parents[1] / "recorded"
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 NO_TABLE = {
-    "bundle",
-    "export",
-    "export timeline",
-    "hosts install",
-    "init",
-    "lab down",
-    "lab exec",
-    "lab fault",
-    "lab up",
-    "launch",
-    "runs stop",
-    "scenarios schema",
-    "watch",
-}
+    "bundle", "export", "export timeline", "hosts install", "init", "lab down", "lab exec", "lab fault",
+    "lab up", "launch", "runs stop", "scenarios schema", "watch",
+}  # fmt: skip
 """They start, stop or write something, print a document that is none of figures, or show what goes on."""
 ELSEWHERE = ("chaos", "lab status", "report", "soak", "calibrate", "doctor selftest", "verify")
 """Other tests read their JSON: of runs that they make, as `report` writes into a run."""

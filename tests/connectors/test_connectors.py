@@ -14,13 +14,9 @@ from kvbench.core.ranks import Ranks
 from kvbench.errors import InputError
 
 CLIENT_BODY = {
-    "model": "tiny",
-    "prompt": [1, 2, 3],
-    "max_tokens": 16,
-    "min_tokens": 16,
-    "stream": True,
+    "model": "tiny", "prompt": [1, 2, 3], "max_tokens": 16, "min_tokens": 16, "stream": True,
     "stream_options": {"include_usage": True},
-}
+}  # fmt: skip
 PEER = PrefillPeer("http://127.0.0.1:1", "http://127.0.0.1:8998", "engine-1")
 PAIRS = [name for name in connectors.names() if connectors.get(name).disaggregated]
 WITH_PARAMETERS = ("mooncake", "multi", "nixl", "nixl_push", "tcp")

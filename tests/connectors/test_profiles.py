@@ -78,19 +78,9 @@ def config_of(name: str, version: str, role: Role = "prefill", **given: Any) -> 
     options = options_for(known, **given)
     engine_role: Role = role if known.profile(version, options).disaggregated else "aggregated"
     instance = Instance(
-        "x-0",
-        engine_role,
-        0,
-        "10.0.0.1",
-        8100,
-        8998,
-        "engine-x",
-        MODELS["tiny"],
-        "m",
-        Ranks(),
-        100,
+        "x-0", engine_role, 0, "10.0.0.1", 8100, 8998, "engine-x", MODELS["tiny"], "m", Ranks(), 100,
         NEIGHBOURS,
-    )
+    )  # fmt: skip
     config = ENGINE.kv_transfer_config(
         instance, known.profile(version, options), options, VllmOptions(model="m", version=version)
     )
@@ -273,12 +263,9 @@ def test_mooncake_over_a_bootstrap_server_is_concurrent(version: str) -> None:
     assert profile.side_ports("prefill", Ranks(8)) == 1
     params = profile.decode_request(BODY, None, "id-1", PEER)["kv_transfer_params"]
     assert params == {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "transfer_id": "id-1",
-        "remote_bootstrap_addr": "http://10.0.0.1:8998",
-        "remote_engine_id": "engine-p",
-    }
+        "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "id-1",
+        "remote_bootstrap_addr": "http://10.0.0.1:8998", "remote_engine_id": "engine-p",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("version", ["0.13.0", "0.24.0"])
@@ -334,12 +321,9 @@ def test_the_class_that_vllm_loads_puts_the_devices_in_and_nothing_else(tmp_path
     package.mkdir(parents=True)
     (package / "mooncake_connector.py").write_text(_STAND_IN)
     done = subprocess.run(
-        [sys.executable, "-c", _USE],
-        env={"PYTHONPATH": f"{IN_VLLM}:{tmp_path}"},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+        [sys.executable, "-c", _USE], env={"PYTHONPATH": f"{IN_VLLM}:{tmp_path}"}, capture_output=True,
+        text=True, timeout=30,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n") == ["initialize rdma mlx5_3", "initialize rdma ", ""]
 
@@ -354,20 +338,14 @@ def v0_file(**given: Any) -> dict[str, Any]:
 
 def test_v0_file_and_configuration() -> None:
     assert v0_file() == {
-        "prefill_url": "10.0.0.1:13003",
-        "decode_url": "10.0.0.2:13053",
-        "metadata_server": "etcd://10.0.0.1:2379",
-        "protocol": "tcp",
-        "device_name": "",
-    }
+        "prefill_url": "10.0.0.1:13003", "decode_url": "10.0.0.2:13053",
+        "metadata_server": "etcd://10.0.0.1:2379", "protocol": "tcp", "device_name": "",
+    }  # fmt: skip
     for rank, role in enumerate(ROLES):
         assert config_of("mooncake", "0.6.4.post1", role) == {
-            "kv_connector": "MooncakeConnector",
-            "kv_role": ("kv_producer", "kv_consumer")[rank],
-            "kv_rank": rank,
-            "kv_parallel_size": 2,
-            "kv_buffer_size": 2e9,
-        }
+            "kv_connector": "MooncakeConnector", "kv_role": ("kv_producer", "kv_consumer")[rank],
+            "kv_rank": rank, "kv_parallel_size": 2, "kv_buffer_size": 2e9,
+        }  # fmt: skip
 
 
 def test_v0_ports_stay_fifty_apart() -> None:

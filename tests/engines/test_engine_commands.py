@@ -426,13 +426,10 @@ def test_sglang_commands() -> None:
     prefill = specs(asked, "mooncake")["prefill-0"]
     assert prefill.argv[:3] == ("python3", "-m", "sglang.launch_server")
     expected = {
-        "--model-path": "m",
-        "--disaggregation-mode": "prefill",
-        "--disaggregation-transfer-backend": "mooncake",
-        "--disaggregation-ib-device": "mlx5_0,mlx5_1",
-        "--tp-size": "8",
-        "--enable-metrics": None,
-    }
+        "--model-path": "m", "--disaggregation-mode": "prefill",
+        "--disaggregation-transfer-backend": "mooncake", "--disaggregation-ib-device": "mlx5_0,mlx5_1",
+        "--tp-size": "8", "--enable-metrics": None,
+    }  # fmt: skip
     assert expected.items() <= flags(prefill).items()
     assert "--disaggregation-bootstrap-port" in flags(prefill)
     decode = specs(asked, "nixl")["decode-0"]

@@ -97,13 +97,9 @@ class Launched:
     def complete(self, prompt: Sequence[int]) -> list[int]:
         """Tokens: in its text vLLM repeats a prompt that ends within a character (issue 48853)."""
         body = {
-            "model": "tiny-qwen3",
-            "prompt": list(prompt),
-            "max_tokens": OUTPUT_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
+            "model": "tiny-qwen3", "prompt": list(prompt), "max_tokens": OUTPUT_TOKENS, "temperature": 0,
+            "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
         response = httpx.post(self.url, json=body, timeout=120)
         assert response.status_code == 200, response.text
         tokens = response.json()["choices"][0]["token_ids"]
@@ -290,15 +286,9 @@ def _keep_sending(url: str, over: threading.Event) -> None:
 
 # Ends after two trials a cell, whatever the speed: the rate is one that anything holds.
 SHORT = (
-    *LAUNCH,
-    "slo.ttft_ms=20000",
-    "slo.tpot_ms=500",
-    "slo.attainment=0.5",
-    "search.start_rate=5",
-    "search.max_rate=5",
-    "search.trial_s=2",
-    "search.min_requests=20",
-)
+    *LAUNCH, "slo.ttft_ms=20000", "slo.tpot_ms=500", "slo.attainment=0.5", "search.start_rate=5",
+    "search.max_rate=5", "search.trial_s=2", "search.min_requests=20",
+)  # fmt: skip
 
 
 WANTED = [word for name in ("aggregated", *PAIRS) for word in ("--connector", name)]
@@ -332,10 +322,7 @@ def test_a_short_sweep_over_all_lengths_and_connectors(tmp_path: Path) -> None:
 
 def _sweep(results: Path) -> Finished:
     done = subprocess.run(
-        argv("sweep", SCENARIO, *WANTED, "--output", str(results), sets=SHORT),
-        capture_output=True,
-        text=True,
-        timeout=SWEEP_DEADLINE_S,
-        check=False,
-    )
+        argv("sweep", SCENARIO, *WANTED, "--output", str(results), sets=SHORT), capture_output=True,
+        text=True, timeout=SWEEP_DEADLINE_S, check=False,
+    )  # fmt: skip
     return Finished(done.returncode, done.stdout, done.stderr)

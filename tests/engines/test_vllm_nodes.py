@@ -41,26 +41,16 @@ def text(roles: dict[str, Any] | None = None, **more: Any) -> str:
     connectors = more.pop("connectors", ["nixl"])
     options = {"model": "/models/m", "version": more.pop("version", "0.32.0"), **more.pop("options", {})}
     deployment = {
-        "engine": "vllm",
-        "engine_options": options,
-        "launcher": "ssh",
-        "hosts": hosts,
-        "roles": ROLES if roles is None else roles,
-        "prefill": 2,
-        "tensor_parallel_size": 8,
-        **more,
-    }
+        "engine": "vllm", "engine_options": options, "launcher": "ssh", "hosts": hosts,
+        "roles": ROLES if roles is None else roles, "prefill": 2, "tensor_parallel_size": 8, **more,
+    }  # fmt: skip
     return yaml.safe_dump(
         {
-            "version": 1,
-            "model": "tiny",
-            "deployment": deployment,
-            "connectors": connectors,
-            "workload": {"input_len": [64], "output_len": 4},
-            "slo": {"ttft_ms": 200},
+            "version": 1, "model": "tiny", "deployment": deployment, "connectors": connectors,
+            "workload": {"input_len": [64], "output_len": 4}, "slo": {"ttft_ms": 200},
         },
         sort_keys=False,
-    )
+    )  # fmt: skip
 
 
 def parsed(roles: dict[str, Any] | None = None, **more: Any) -> Scenario:
@@ -83,17 +73,10 @@ def after(spec: ProcessSpec, flag: str) -> str:
 def test_each_process_is_on_its_host() -> None:
     roles = parsed().deployment.roles
     where = {
-        "prefill-0": "a",
-        "prefill-0-node1": "b",
-        "prefill-1": "c",
-        "prefill-1-node1": "d",
-        "decode-0": "e",
-        "router": "a",
-        "aggregated-0": "a",
-        "aggregated-0-node1": "b",
-        "loadgen-cell-01-w1": "b",
+        "prefill-0": "a", "prefill-0-node1": "b", "prefill-1": "c", "prefill-1-node1": "d", "decode-0": "e",
+        "router": "a", "aggregated-0": "a", "aggregated-0-node1": "b", "loadgen-cell-01-w1": "b",
         "loadgen-spare": "c",
-    }
+    }  # fmt: skip
     assert {name: roles.host_of(name) for name in where} == where
     assert roles.of("prefill") == ("a", "b", "c", "d")
     assert list(parsed().deployment.used_hosts) == ["a", "b", "c", "d", "e"]
@@ -105,12 +88,8 @@ def test_each_process_is_on_its_host() -> None:
 def test_one_answers_and_the_others_are_headless() -> None:
     found = specs(parsed())
     assert [name for name in found if name != "router"] == [
-        "prefill-0",
-        "prefill-0-node1",
-        "prefill-1",
-        "prefill-1-node1",
-        "decode-0",
-    ]
+        "prefill-0", "prefill-0-node1", "prefill-1", "prefill-1-node1", "decode-0",
+    ]  # fmt: skip
     first, second = found["prefill-0"], found["prefill-0-node1"]
     for number, spec in enumerate((first, second)):
         assert after(spec, "--tensor-parallel-size") == "8"
@@ -185,12 +164,9 @@ def test_arguments_of_one_instance() -> None:
 def test_each_host_gives_its_share_of_the_gpus() -> None:
     env = far_device_env(parsed(), nixl(parsed()))
     assert {name: each["CUDA_VISIBLE_DEVICES"] for name, each in env.items()} == {
-        "prefill-0": "0,1,2,3",
-        "prefill-0-node1": "0,1,2,3",
-        "prefill-1": "0,1,2,3",
-        "prefill-1-node1": "0,1,2,3",
-        "decode-0": "0,1,2,3,4,5,6,7",
-    }
+        "prefill-0": "0,1,2,3", "prefill-0-node1": "0,1,2,3", "prefill-1": "0,1,2,3",
+        "prefill-1-node1": "0,1,2,3", "decode-0": "0,1,2,3,4,5,6,7",
+    }  # fmt: skip
     wide = parsed(tensor_parallel_size=32)
     with pytest.raises(InputError, match=r"nixl needs 16 GPUs \(prefill 1 × 16\), and the devices of host a"):
         far_device_env(wide, nixl(wide))
@@ -317,13 +293,10 @@ def test_what_is_printed_is_what_an_agent_runs(tmp_path: Path) -> None:
         finally:
             agent.close()
         by_hand = subprocess.run(
-            ["bash", "-c", blocks[name]],
-            cwd=tmp_path,
+            ["bash", "-c", blocks[name]], cwd=tmp_path,
             env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
         assert told(by_hand.stdout) == ran
         _, env = ran
         assert env["NCCL_DEBUG"] == f"of {host}"
@@ -400,21 +373,13 @@ for argv in json.load(sys.stdin):
     found = specs(parsed(version=version, connectors=[{"name": "nixl", "extra_config": extra}]))
     commands = [list(spec.argv[2:]) for name, spec in found.items() if name != "router"]
     done = subprocess.run(
-        [str(VLLM_PYTHON), "-c", code],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+        [str(VLLM_PYTHON), "-c", code], input=json.dumps(commands), capture_output=True, text=True,
+        timeout=500, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [each[:3] for each in told] == [
-        [2, 0, "10.0.0.1"],
-        [2, 1, "10.0.0.1"],
-        [2, 0, "10.0.0.3"],
-        [2, 1, "10.0.0.3"],
-        [1, 0, "127.0.0.1"],
-    ]
+        [2, 0, "10.0.0.1"], [2, 1, "10.0.0.1"], [2, 0, "10.0.0.3"], [2, 1, "10.0.0.3"], [1, 0, "127.0.0.1"],
+    ]  # fmt: skip
     assert [each[3] for each in told] == [False, True, False, True, False]
     assert all(each[4].items() >= extra.items() for each in told)

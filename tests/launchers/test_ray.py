@@ -60,13 +60,10 @@ def test_a_load_generator_alone_asks_for_its_nodes_only() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"prefill": {"resources": {"CPU": 1}}},
-        {"prefill": {"resources": {"x": 0}}},
-        {"decode": {"nodes": 0}},
-        {"address": "two words"},
-        {"env": {"A-B": "x"}},
+        {"prefill": {"resources": {"CPU": 1}}}, {"prefill": {"resources": {"x": 0}}},
+        {"decode": {"nodes": 0}}, {"address": "two words"}, {"env": {"A-B": "x"}},
     ],
-)
+)  # fmt: skip
 def test_what_ray_could_not_place_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="validation error"):
         options(**wrong)

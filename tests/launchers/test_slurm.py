@@ -53,23 +53,13 @@ def test_one_component_for_each_role_that_has_nodes_of_its_own() -> None:
     cut = command.index(":")
     common = ["--job-name=kvbench-x", "--time=30"]
     assert command[2:cut] == [
-        *common,
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        "--partition=gpu",
-        "--constraint=a&b",
-        "--gres=gpu:8",
+        *common, "--nodes=2", "--ntasks-per-node=1", "--partition=gpu", "--constraint=a&b", "--gres=gpu:8",
         "--switches=1",
-    ]
+    ]  # fmt: skip
     assert command[cut + 1 :] == [
-        *common,
-        "--nodes=1",
-        "--ntasks-per-node=1",
-        "--partition=big",
-        "--exclusive",
-        "--switches=1",
+        *common, "--nodes=1", "--ntasks-per-node=1", "--partition=big", "--exclusive", "--switches=1",
         "--licenses=l",
-    ]
+    ]  # fmt: skip
 
 
 def test_without_roles_there_is_one_pool_of_two_nodes() -> None:
@@ -88,18 +78,11 @@ def test_a_load_generator_alone_asks_for_its_nodes_only() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"extra": ["--job-name=mine"]},
-        {"extra": ["sleep"]},
-        {"extra": ["--"]},
-        {"extra": [":"]},
-        {"time": "soon"},
-        {"prefill": {}},
-        {"partition": "two words"},
-        {"job": "x"},
-        {"env": ["A=B"]},
+        {"extra": ["--job-name=mine"]}, {"extra": ["sleep"]}, {"extra": ["--"]}, {"extra": [":"]},
+        {"time": "soon"}, {"prefill": {}}, {"partition": "two words"}, {"job": "x"}, {"env": ["A=B"]},
         {"unknown": 1},
     ],
-)
+)  # fmt: skip
 def test_what_would_break_the_command_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="validation error"):
         options(**wrong)

@@ -55,12 +55,9 @@ def test_a_model_makes_the_descriptors_of_its_cache(
 ) -> None:
     """NIXL and Mooncake get the same ones; a store gets whole blocks in every version."""
     given = MicrobenchOptions(
-        backend="nixl,mooncake,mooncake_store",
-        model="qwen3-30b-a3b",
-        input_len=1024,
-        tp=8,
+        backend="nixl,mooncake,mooncake_store", model="qwen3-30b-a3b", input_len=1024, tp=8,
         vllm_version=version,
-    )
+    )  # fmt: skip
     cases = ask(given, lambda: MOVERS, MicrobenchPlaces.of(given)).matrix.cases
     for case in cases:
         found = (case.regions, case.batch_size, case.block_bytes, case.merged)
@@ -177,13 +174,8 @@ def test_a_run_is_measured_stored_reported_and_compared(tmp_path: Path) -> None:
 
 def test_the_targets_may_stand_behind_a_prefix(tmp_path: Path) -> None:
     elsewhere = (
-        "--host",
-        "127.0.0.1",
-        "--peer-prefix",
-        "env KVBENCH_ELSEWHERE=1",
-        "--peer-host",
-        "127.0.0.1",
-    )
+        "--host", "127.0.0.1", "--peer-prefix", "env KVBENCH_ELSEWHERE=1", "--peer-host", "127.0.0.1",
+    )  # fmt: skip
     quick = ("--backend", "tcp", "--block-size", "64K", "--op", "read", "--seconds", "0.05")
     done = kvbench("microbench", *quick, *elsewhere, "--output", str(tmp_path)).succeeded()
     (row,) = the_run(tmp_path).transfer_records()

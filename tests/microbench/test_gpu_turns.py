@@ -54,13 +54,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_driver(folder: Path, gpus: int, code: str) -> str:
     env = {**os.environ, "LD_LIBRARY_PATH": str(folder), "FAKE_GPUS": str(gpus)}
     done = subprocess.run(
-        [sys.executable, "-c", f"from kvbench.processes.transfer_worker import memory\n{code}"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+        [sys.executable, "-c", f"from kvbench.processes.transfer_worker import memory\n{code}"], env=env,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
     return done.stdout + done.stderr
 
 

@@ -155,13 +155,10 @@ def test_bytes_that_went_elsewhere_are_told() -> None:
 def test_what_cannot_be_is_said_and_the_matrix_goes_on() -> None:
     started: list[int] = []
     rows = rows_of(
-        replace(WRITE, block_bytes=1 << 45),
-        replace(WRITE, protocol="pigeon"),
-        replace(WRITE, backend="nothing"),
-        replace(WRITE, nics=2),
-        replace(WRITE, memory="cuda"),
+        replace(WRITE, block_bytes=1 << 45), replace(WRITE, protocol="pigeon"),
+        replace(WRITE, backend="nothing"), replace(WRITE, nics=2), replace(WRITE, memory="cuda"),
         on_stage=lambda index, case, stage: started.append(len(workers())),
-    )
+    )  # fmt: skip
     assert [row.status for row in rows] == ["error"] * 5
     for row, words in zip(rows, ("of memory are free", "pigeon", "nothing", "2 NICs", "cuda"), strict=True):
         assert words in row.error
@@ -371,11 +368,8 @@ def test_every_nic_of_a_lab_is_seen_to_carry_its_share() -> None:
 
 # A fault → what the lab calls it.
 NIC_FAULTS = {
-    "nic_pulled": "pull",
-    "nic_partitioned": "partition",
-    "nic_reset": "reset",
-    "nic_slowed": "slow",
-}
+    "nic_pulled": "pull", "nic_partitioned": "partition", "nic_reset": "reset", "nic_slowed": "slow",
+}  # fmt: skip
 
 
 @pytest.mark.heavy

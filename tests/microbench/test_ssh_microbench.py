@@ -141,12 +141,9 @@ def row(one: str, other: str, rate: float | None, op: Any = "write", backend: st
 
 def test_a_matrix_says_who_sends_to_whom() -> None:
     rows = [
-        row("a", "b", 1.5),
-        row("a", "b", 2.5),
-        row("b", "a", None),
-        row("a", "b", 3.5, op="read"),
+        row("a", "b", 1.5), row("a", "b", 2.5), row("b", "a", None), row("a", "b", 3.5, op="read"),
         row("a", "b", 9.0, backend="null"),
-    ]
+    ]  # fmt: skip
     write, read = pair_matrices(rows)
     assert write.title == "tcp write"
     assert write.cells == [["a", "–", "2.50"], ["b", "FAILED", "–"]]

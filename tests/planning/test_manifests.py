@@ -157,21 +157,15 @@ def three_hosts(folder: Path) -> list[dict[str, Any]]:
     deployment = {
         "engine": "vllm",
         "engine_options": {"model": "m", "version": "0.16.0", "env": {"PYTHONPATH": "/mine"}},
-        "launcher": "ssh",
-        "hosts": hosts,
-        "roles": {"prefill": [["a", "b"]], "decode": ["c"]},
-        "tensor_parallel_size": 4,
-        "decode": {"data_parallel_size": 2},
+        "launcher": "ssh", "hosts": hosts, "roles": {"prefill": [["a", "b"]], "decode": ["c"]},
+        "tensor_parallel_size": 4, "decode": {"data_parallel_size": 2},
         "prefill": {"data_parallel_size": 2},
-    }
+    }  # fmt: skip
     text = {
-        "version": 1,
-        "model": "tiny",
-        "deployment": deployment,
+        "version": 1, "model": "tiny", "deployment": deployment,
         "connectors": [{"name": "mooncake", "device_name": "mlx5_0"}],
-        "workload": {"input_len": 64, "output_len": 4},
-        "slo": {"ttft_ms": 100},
-    }
+        "workload": {"input_len": 64, "output_len": 4}, "slo": {"ttft_ms": 100},
+    }  # fmt: skip
     path = folder / "s.yaml"
     path.write_text(yaml.safe_dump(text))
     return manifests(scenario_of(str(path)), [f"rdma={RDMA}", "engine-image=vllm:1"])

@@ -218,21 +218,10 @@ def two_hosts() -> Iterator[dict[str, str]]:
             first, second = names.values()
             run(
                 [
-                    ip,
-                    "-n",
-                    first,
-                    "link",
-                    "add",
-                    "kv0",
-                    "type",
-                    "veth",
-                    "peer",
-                    "name",
-                    "kv0",
-                    "netns",
+                    ip, "-n", first, "link", "add", "kv0", "type", "veth", "peer", "name", "kv0", "netns",
                     second,
                 ]
-            )
+            )  # fmt: skip
             for address, name in names.items():
                 run([ip, "-n", name, "address", "add", f"{address}/24", "dev", "kv0"])
                 run([ip, "-n", name, "link", "set", "kv0", "up"])

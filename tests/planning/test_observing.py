@@ -108,11 +108,8 @@ def test_the_override_is_a_prefix_for_every_role(
 def test_launch_under_a_profiler_leaves_a_report_per_instance(with_nsys: dict[str, str]) -> None:
     process = subprocess.Popen(
         argv("launch", "quickstart", "--connector", "tcp", "--nsys", sets=("deployment.base_port=0",)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **with_nsys},
-    )
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **with_nsys},
+    )  # fmt: skip
     try:
         lines = []
         for line in process.stdout:

@@ -20,33 +20,22 @@ NICS = ",".join(f"mlx5_{number}" for number in range(8))
 P, D = "10.0.0.1", "10.0.0.2"
 
 FLAGS = {
-    "--tensor-parallel-size": "8",
-    "--seed": "1024",
-    "--max-model-len": "66560",
-    "--max-num-batched-tokens": "65536",
-    "--max-num-seqs": "256",
-    "--trust-remote-code": "",
-    "--kv-cache-dtype": "fp8",
-    "--gpu-memory-utilization": "0.8",
-}
+    "--tensor-parallel-size": "8", "--seed": "1024", "--max-model-len": "66560",
+    "--max-num-batched-tokens": "65536", "--max-num-seqs": "256", "--trust-remote-code": "",
+    "--kv-cache-dtype": "fp8", "--gpu-memory-utilization": "0.8",
+}  # fmt: skip
 """Of both roles and all connectors."""
 PLACE_FLAGS = {"--host", "--port", "--served-model-name"}
 """The set-up has them with other values: addresses and ports are the plan's, here and there."""
 
 ENV = {
     "mooncake": {
-        "NCCL_SOCKET_IFNAME": "bond0",
-        "GLOO_SOCKET_IFNAME": "bond0",
-        "NCCL_DEBUG": "version",
-        "NCCL_IB_HCA": f"={NICS}",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_IB_GID_INDEX": "3",
-        "VLLM_RPC_TIMEOUT": "600000",
-        "VLLM_ENGINE_ITERATION_TIMEOUT_S": "600",
-        "VLLM_PLUGINS": "",
+        "NCCL_SOCKET_IFNAME": "bond0", "GLOO_SOCKET_IFNAME": "bond0", "NCCL_DEBUG": "version",
+        "NCCL_IB_HCA": f"={NICS}", "NCCL_NVLS_ENABLE": "0", "NCCL_IB_GID_INDEX": "3",
+        "VLLM_RPC_TIMEOUT": "600000", "VLLM_ENGINE_ITERATION_TIMEOUT_S": "600", "VLLM_PLUGINS": "",
     },
     "nixl": {"NCCL_SOCKET_IFNAME": "bond0", "GLOO_SOCKET_IFNAME": "bond0", "UCX_NET_DEVICES": "all"},
-}
+}  # fmt: skip
 ENV["nccl"] = ENV["mooncake"]
 GIVEN_UP = {"VLLM_RPC_TIMEOUT", "VLLM_ENGINE_ITERATION_TIMEOUT_S"}
 """In the set-up, and read by its vLLM 0.13; 0.33 does nothing with them."""

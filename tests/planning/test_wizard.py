@@ -27,13 +27,9 @@ CARD = {"index": "0", "name": "NVIDIA H200", "memory_bytes": 141 * 2**30}
 ANSWERS = Answers("vllm", "Qwen/Qwen3-8B", MODELS["qwen3-8b"], ("aggregated",), (1024,), 128, 1000.0, 50.0)
 CTRL_C = "Ctrl-C"
 CONFIG = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 128,
-    "vocab_size": 4096,
-    "torch_dtype": "float32",
-}
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128,
+    "vocab_size": 4096, "torch_dtype": "float32",
+}  # fmt: skip
 
 
 def asked(folder: Path, answers: list[str], *words: str) -> tuple[int, str]:

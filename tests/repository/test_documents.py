@@ -55,13 +55,9 @@ def bare(command: str, cwd: Path = ROOT, *variables: str) -> subprocess.Complete
     """A command in a shell that knows kvbench's folder and the system's, and nothing else."""
     env = [f"PATH={BIN}:/usr/bin:/bin", f"HOME={cwd}", *variables]
     return subprocess.run(
-        ["env", "-i", *env, "bash", "-euc", command],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+        ["env", "-i", *env, "bash", "-euc", command], cwd=cwd, capture_output=True, text=True,
+        timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
 
 
 @cache
@@ -151,11 +147,7 @@ def test_kvbench_is_found_as_readme_says(tmp_path: Path) -> None:
     exported = next(line for line in commands("README.md") if line.startswith("export PATH="))
     (tmp_path / ".venv").symlink_to(Path(BIN).parent)
     done = subprocess.run(
-        ["env", "-i", "PATH=/usr/bin:/bin", "bash", "-euc", f"{exported}\nkvbench --version"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+        ["env", "-i", "PATH=/usr/bin:/bin", "bash", "-euc", f"{exported}\nkvbench --version"], cwd=tmp_path,
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
     assert done.stdout.startswith("kvbench "), done.stderr

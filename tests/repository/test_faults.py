@@ -191,17 +191,12 @@ def test_a_flood_of_a_log_does_not_fill_the_disk(launcher: LocalLauncher, fault:
 # which are of that clock, on the monotonic one (processes/loadgen/sockets/clock.py and
 # processes/exact_server/server.py see when it is set).
 _DATES = {
-    "processes/emulator/answers.py": 1,
-    "processes/emulator/lies/answers.py": 1,
-    "processes/emulator/metrics.py": 1,
-    "processes/emulator/handoffs/pull.py": 1,
-    "processes/emulator/server.py": 1,
-    "processes/exact_server/server.py": 1,
-    "processes/loadgen/sockets/clock.py": 1,
-    "processes/loadgen/run.py": 1,
-    "microbench/cases.py": 1,
+    "processes/emulator/answers.py": 1, "processes/emulator/lies/answers.py": 1,
+    "processes/emulator/metrics.py": 1, "processes/emulator/handoffs/pull.py": 1,
+    "processes/emulator/server.py": 1, "processes/exact_server/server.py": 1,
+    "processes/loadgen/sockets/clock.py": 1, "processes/loadgen/run.py": 1, "microbench/cases.py": 1,
     "sweep/trial/trial.py": 1,
-}
+}  # fmt: skip
 _MEASURING = (
     *(
         f"processes/{name}"
@@ -334,14 +329,9 @@ deployment: {{engine: external, engine_options: {{base_url: '{url}'}}}}
 connectors: [aggregated]
 """
 HOSTILE_SETS = (
-    *(f"workload.input_len={list(LENGTHS)}",),
-    "workload.output_len=3",
-    "workload.request_timeout_s=3",
-    "slo.ttft_ms=2000",
-    "slo.attainment=0.5",
-    "search.trial_s=1",
-    "search.min_requests=10",
-)
+    *(f"workload.input_len={list(LENGTHS)}",), "workload.output_len=3", "workload.request_timeout_s=3",
+    "slo.ttft_ms=2000", "slo.attainment=0.5", "search.trial_s=1", "search.min_requests=10",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -529,13 +519,9 @@ def test_a_load_generator_without_descriptors_is_no_miss_of_the_server(tmp_path:
         )
         words = ["sh", "-c", 'ulimit -n 90; exec "$@"', "sh", *command]
         done = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
+            words, capture_output=True, text=True, timeout=90, check=False,
             env={**os.environ, "COLUMNS": "4000"},
-        )
+        )  # fmt: skip
     (trial,) = the_run(tmp_path / "r").trials
     assert trial.verdict == "invalid"
     assert re.search(FAULTS["out_of_files_client"].said, " ".join((done.stdout + done.stderr).split()))

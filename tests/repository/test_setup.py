@@ -298,13 +298,9 @@ def copy(tmp_path: Path) -> Path:
 
 def python_in(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+        [sys.executable, *arguments], cwd=folder, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **env},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
 
 
 def key_in(folder: Path) -> str:
@@ -340,12 +336,9 @@ def test_without_ensurepip_and_registry_it_names_the_package(copy: Path, tmp_pat
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "ensurepip.py").write_text("raise ImportError('taken out')")
     env = {
-        "PYTHONPATH": str(tmp_path / "hidden"),
-        "KVBENCH_NO_APT_INSTALL": "1",
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": "",
-        "PIP_CONFIG_FILE": os.devnull,
-    }
+        "PYTHONPATH": str(tmp_path / "hidden"), "KVBENCH_NO_APT_INSTALL": "1", "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull,
+    }  # fmt: skip
     done = python_in(copy, "tools/setup.py", **env)
     assert done.returncode == 1
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -360,13 +353,9 @@ def test_without_ensurepip_and_registry_it_names_the_package(copy: Path, tmp_pat
 def test_make_sweep_and_make_test_set_up_first_and_pytest_comes_last() -> None:
     def steps(target: str) -> list[str]:
         done = subprocess.run(
-            ["make", "-n", "--no-print-directory", target],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=30,
-        )
+            ["make", "-n", "--no-print-directory", target], cwd=ROOT, capture_output=True, text=True,
+            check=True, timeout=30,
+        )  # fmt: skip
         return done.stdout.splitlines()
 
     sweep, test = steps("sweep"), steps("test")

@@ -22,13 +22,9 @@ def python(code: str, *paths: Path, **env: str) -> subprocess.CompletedProcess[s
     """Code in a new Python that starts with the lab's start-up file, or with another folder's."""
     folders = ":".join(map(str, paths or (SHIM,)))
     return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": folders, **env},
-        check=False,
-    )
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": folders, **env}, check=False,
+    )  # fmt: skip
 
 
 # What is installed

@@ -28,17 +28,10 @@ DEADLINE_S = 150.0
 # A sweep whose outcome does not depend on how fast this machine is: rates that anything holds, and limits
 # wide enough for a busy machine. It ends at max_rate, censored, after two trials a cell.
 EASY = (
-    "workload.input_len=[64]",
-    "workload.output_len=4",
-    "slo.ttft_ms=20000",
-    "slo.tpot_ms=5000",
-    "slo.attainment=0.5",
-    "search.start_rate=20",
-    "search.max_rate=20",
-    "search.trial_s=1",
-    "search.min_requests=20",
-    "deployment.base_port=0",
-)
+    "workload.input_len=[64]", "workload.output_len=4", "slo.ttft_ms=20000", "slo.tpot_ms=5000",
+    "slo.attainment=0.5", "search.start_rate=20", "search.max_rate=20", "search.trial_s=1",
+    "search.min_requests=20", "deployment.base_port=0",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,13 +73,9 @@ def _with_sets(words: Sequence[str], sets: Sequence[str]) -> list[str]:
 def kvbench(*words: str, sets: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Finished:
     """Run a command to its end."""
     done = subprocess.run(
-        argv(*words, sets=sets),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, **(env or {})},
-        check=False,
-    )
+        argv(*words, sets=sets), capture_output=True, text=True, timeout=DEADLINE_S,
+        env={**os.environ, **(env or {})}, check=False,
+    )  # fmt: skip
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
@@ -129,12 +118,9 @@ class Running:
 
     def __init__(self, *words: str, sets: Sequence[str] = ()) -> None:
         self._process = subprocess.Popen(
-            argv(*words, sets=sets),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            argv(*words, sets=sets), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,
-        )
+        )  # fmt: skip
         self._printed: list[str] = []
 
     @property

@@ -47,17 +47,10 @@ def free_port() -> int:
 def spec(**changes: Any) -> dict[str, Any]:
     """A small, fast engine's spec."""
     base = {
-        "served_model_name": "tiny",
-        "port": free_port(),
-        "model": MODEL,
-        "num_blocks": 512,
-        "max_num_seqs": 32,
-        "max_num_batched_tokens": 512,
-        "max_model_len": 4096,
-        "timing": "quick",
-        "time_scale": 0.1,
-        "transfer_timeout_s": 8.0,
-    }
+        "served_model_name": "tiny", "port": free_port(), "model": MODEL, "num_blocks": 512,
+        "max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 4096, "timing": "quick",
+        "time_scale": 0.1, "transfer_timeout_s": 8.0,
+    }  # fmt: skip
     return {**base, **changes}
 
 
@@ -156,12 +149,9 @@ def launch(
     path.write_text(json.dumps(engine_spec))
     with log.open("ab") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvbench.processes.emulator", str(path)],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            env={**os.environ, **(env or {})},
-        )
+            [sys.executable, "-m", "kvbench.processes.emulator", str(path)], stdin=subprocess.DEVNULL,
+            stdout=stream, stderr=stream, env={**os.environ, **(env or {})},
+        )  # fmt: skip
     return EngineProcess(process, dict(engine_spec), log)
 
 

@@ -53,27 +53,9 @@ PLANTS: Final = (
     b"=" * 60,
 )
 ODD: Final[tuple[Any, ...]] = (
-    None,
-    True,
-    -1,
-    0,
-    10**400,
-    2**63,
-    1e308,
-    float("nan"),
-    float("-inf"),
-    "",
-    "../../escaped",
-    "\0",
-    "\ud800",
-    "💥" * 50,
-    "x" * 10_000,
-    [],
-    [[]],
-    {},
-    {"": {}},
-    [1, "2", None],
-)
+    None, True, -1, 0, 10**400, 2**63, 1e308, float("nan"), float("-inf"), "", "../../escaped", "\0",
+    "\ud800", "💥" * 50, "x" * 10_000, [], [[]], {}, {"": {}}, [1, "2", None],
+)  # fmt: skip
 
 
 def fuzz(examples: int) -> Callable[[Any], Any]:

@@ -18,12 +18,9 @@ from typing import Any
 
 TABLE = Path(__file__).resolve().parents[1] / "recorded" / "vllm" / "flags.json"
 MODULES = {
-    "NixlConnector": "nixl",
-    "NixlPushConnector": "nixl",
-    "MooncakeConnector": "mooncake",
-    "KvbenchMooncakeConnector": "mooncake",
-    "P2pNcclConnector": "p2p",
-}
+    "NixlConnector": "nixl", "NixlPushConnector": "nixl", "MooncakeConnector": "mooncake",
+    "KvbenchMooncakeConnector": "mooncake", "P2pNcclConnector": "p2p",
+}  # fmt: skip
 OWN_KEYS = {"KvbenchMooncakeConnector": {"rdma_devices"}}
 """Keys that a class of kvbench's own reads beside vLLM's (connectors/in_vllm)."""
 

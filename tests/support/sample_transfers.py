@@ -52,29 +52,16 @@ def make_record(
     window = sum(times) / case.threads
     moves = case.backend != "null"
     return TransferRecord(
-        case,
-        transport={"nixl": "tcp/lo", "mooncake": "tcp"}.get(case.backend, case.protocol),
+        case, transport={"nixl": "tcp/lo", "mooncake": "tcp"}.get(case.backend, case.protocol),
         library={"nixl": "nixl-cu12 1.5.1", "mooncake": "mooncake 0.3.13"}.get(case.backend, "kvbench 0.1.0"),
-        started_at="2026-11-21T13:30:00.000Z",
-        nbytes=case.nbytes,
-        logical_bytes=case.nbytes,
-        descriptors=descriptors,
-        calls=calls,
-        window_s=window,
-        gb_per_s=calls * case.nbytes / window / 1e9 if moves else None,
-        call_s=times,
-        open_s=0.05,
-        register_s=0.01,
-        connect_s=0.02,
-        prepare_s=1e-5,
-        initiator_cpu_s=window * 0.9 if moves else window,
-        target_cpu_s=window * 0.5,
-        verified=True if moves else None,
+        started_at="2026-11-21T13:30:00.000Z", nbytes=case.nbytes, logical_bytes=case.nbytes,
+        descriptors=descriptors, calls=calls, window_s=window,
+        gb_per_s=calls * case.nbytes / window / 1e9 if moves else None, call_s=times, open_s=0.05,
+        register_s=0.01, connect_s=0.02, prepare_s=1e-5, initiator_cpu_s=window * 0.9 if moves else window,
+        target_cpu_s=window * 0.5, verified=True if moves else None,
         nic_bytes={f"initiator:kv{nic}": calls * case.nbytes // case.nics for nic in range(case.nics)},
-        line_rate_gb_per_s=LINE_GB_PER_S * case.nics if case.nics else None,
-        load_average=1.2,
-        lab=lab,
-    )
+        line_rate_gb_per_s=LINE_GB_PER_S * case.nics if case.nics else None, load_average=1.2, lab=lab,
+    )  # fmt: skip
 
 
 def make_rows(matrix: Matrix, speed: float = 1.0, lab: str = "", seed: int = 1) -> list[TransferRecord]:

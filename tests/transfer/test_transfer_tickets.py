@@ -22,15 +22,10 @@ from tests.transfer.test_transfer import _problem
 
 DRIVER = Path(__file__).parents[1] / "support" / "tickets.py"
 TRANSPORTS = {
-    ("tcp", "tcp"): "tcp",
-    ("mooncake", "tcp"): "tcp",
-    ("nixl", "tcp"): "ucx:tcp/lo",
-    ("nixl", "cma"): "ucx:cma/memory",
-    ("nixl", "shm"): "ucx:posix/memory",
-    ("nixl", "posix"): "posix (file)",
-    ("memcpy", "memcpy"): "memcpy",
-    ("shm", "shm"): "shm",
-}
+    ("tcp", "tcp"): "tcp", ("mooncake", "tcp"): "tcp", ("nixl", "tcp"): "ucx:tcp/lo",
+    ("nixl", "cma"): "ucx:cma/memory", ("nixl", "shm"): "ucx:posix/memory",
+    ("nixl", "posix"): "posix (file)", ("memcpy", "memcpy"): "memcpy", ("shm", "shm"): "shm",
+}  # fmt: skip
 LOOPBACKS = [{"name": "lo", "address": "127.0.0.1"}, {"name": "lo", "address": "127.0.0.2"}]
 on_loop = on_asyncio
 

@@ -151,12 +151,9 @@ def test_two_hosts_with_their_nics(kind: str) -> None:
         for side in ("A", "B"):
             look = "ls /sys/class/net; cat /sys/class/net/nic7/mtu; pwd"
             seen = subprocess.run(
-                [*lab.prefix(side), "sh", "-c", look],
-                capture_output=True,
-                text=True,
-                timeout=DEADLINE_S,
+                [*lab.prefix(side), "sh", "-c", look], capture_output=True, text=True, timeout=DEADLINE_S,
                 check=True,
-            ).stdout.split()
+            ).stdout.split()  # fmt: skip
             assert seen == ["lo", *(f"nic{nic}" for nic in range(8)), "9000", os.getcwd()]
         size = 1_000_000
         before = interface_counters(lab.host("A"))
@@ -327,13 +324,9 @@ def test_a_failure_in_the_middle_leaves_nothing(
 
 def start(words: Sequence[str], path: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        argv("lab", *words),
-        env={**os.environ, "PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        argv("lab", *words), env={**os.environ, "PATH": path}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -400,13 +393,9 @@ def kvbench_lab(
     *words: str, prefix: Sequence[str] = (), env: dict[str, str] | None = None
 ) -> tuple[int, str]:
     done = subprocess.run(
-        [*prefix, *argv("lab", *words)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, **(env or {})},
-        check=False,
-    )
+        [*prefix, *argv("lab", *words)], capture_output=True, text=True, timeout=DEADLINE_S,
+        env={**os.environ, **(env or {})}, check=False,
+    )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
 

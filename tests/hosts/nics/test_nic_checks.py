@@ -92,14 +92,11 @@ def other_cable(root: Path) -> None:
         (without("sys/module/nvidia_peermem"), "peer memory", "missing", "nvidia_peermem", "modprobe"),
         (file("proc/sys/kernel/numa_balancing", "1"), "numa balancing", "warn", "2 nodes", "sysctl"),
         (
-            file("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]"),
-            "huge pages",
-            "warn",
-            "transparent: never",
-            "madvise",
+            file("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]"), "huge pages",
+            "warn", "transparent: never", "madvise",
         ),
     ],
-)
+)  # fmt: skip
 def test_each_trouble_is_named_with_its_mend_and_alone(
     root: Path, plant: Callable[[Path], object], name: str, status: str, said: str, fix: str
 ) -> None:
@@ -167,20 +164,11 @@ def told(root: Path, environ: Mapping[str, str], gpus: int = 8) -> dict[str, Che
 
 
 GOOD = {
-    "UCX_TLS": "rc,cuda_copy,cuda_ipc,sm",
-    "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:1",
-    "UCX_MAX_RMA_RAILS": "2",
-    "NCCL_IB_HCA": "=mlx5_0,mlx5_1",
-    "NCCL_SOCKET_IFNAME": "bond",
-    "GLOO_SOCKET_IFNAME": "bond0",
-    "MC_GID_INDEX": "3",
-    "NCCL_IB_GID_INDEX": "3",
-    "MC_FORCE_HCA": "1",
-    "MC_TRANSFER_TIMEOUT": "30",
-    "MC_TCP_BIND_ADDRESS": "10.0.0.1",
-    "MC_MTU": "4096",
-    "UCX_LOG_LEVEL": "warn",
-}
+    "UCX_TLS": "rc,cuda_copy,cuda_ipc,sm", "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:1", "UCX_MAX_RMA_RAILS": "2",
+    "NCCL_IB_HCA": "=mlx5_0,mlx5_1", "NCCL_SOCKET_IFNAME": "bond", "GLOO_SOCKET_IFNAME": "bond0",
+    "MC_GID_INDEX": "3", "NCCL_IB_GID_INDEX": "3", "MC_FORCE_HCA": "1", "MC_TRANSFER_TIMEOUT": "30",
+    "MC_TCP_BIND_ADDRESS": "10.0.0.1", "MC_MTU": "4096", "UCX_LOG_LEVEL": "warn",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -44,16 +44,9 @@ def test_the_storage_ports_are_left_out_and_said_why(root: Path) -> None:
 def test_what_is_known_of_a_nic(root: Path) -> None:
     nic = rdma_nics(root).usable[5]
     assert nic == Nic(
-        name="mlx5_6",
-        kind="rdma",
-        address="10.0.5.1",
-        gbit_per_s=400.0,
-        gid_index=3,
-        link_layer="Ethernet",
-        interface="rail5",
-        pci_address=hgx.nic_address(5),
-        numa_node=1,
-    )
+        name="mlx5_6", kind="rdma", address="10.0.5.1", gbit_per_s=400.0, gid_index=3,
+        link_layer="Ethernet", interface="rail5", pci_address=hgx.nic_address(5), numa_node=1,
+    )  # fmt: skip
     assert nic.to_json()["address"] == "10.0.5.1"
     assert str(nic) == "mlx5_6 (400 Gbit/s, NUMA node 1)"
 
@@ -63,11 +56,8 @@ def test_readings_of_a_device(root: Path) -> None:
     assert device["interfaces"] == ["rail0"]
     assert device["virtual_function"] is False
     assert device["pcie"] == {
-        "current_gt_per_s": 32.0,
-        "current_width": 16,
-        "max_gt_per_s": 32.0,
-        "max_width": 16,
-    }
+        "current_gt_per_s": 32.0, "current_width": 16, "max_gt_per_s": 32.0, "max_width": 16,
+    }  # fmt: skip
     assert device["ports"][0]["phys_state"] == "LinkUp"
 
 
@@ -147,14 +137,11 @@ def test_interfaces_for_tcp(root: Path) -> None:
     assert (usable["rail3"].address, usable["rail3"].gbit_per_s) == ("10.0.3.1", 400.0)
     assert names(in_order(found.usable, root=root))[-1] == "bond0"
     assert found.left_out == {
-        "lo": "the loopback",
-        "docker0": "a bridge of containers or virtual machines",
+        "lo": "the loopback", "docker0": "a bridge of containers or virtual machines",
         "veth12ab": "one end of a virtual pair (veth)",
-        "dummy0": "a virtual interface with no hardware below",
-        "tun0": "a tunnel",
-        "storage0": "its link is down",
-        "storage1": "its link is down",
-    }
+        "dummy0": "a virtual interface with no hardware below", "tun0": "a tunnel",
+        "storage0": "its link is down", "storage1": "its link is down",
+    }  # fmt: skip
 
 
 def test_an_interface_without_address_or_in_a_bond_is_left_out(root: Path) -> None:

@@ -187,16 +187,9 @@ def test_a_load_generator_runs_over_there(site: Site, tmp_path: Path) -> None:
     """What it says, its records and its end, with a process that waited for its spec."""
     records = tmp_path / "records.jsonl"
     spec = {
-        "base_url": "http://127.0.0.1:9",
-        "model": "m",
-        "request_rate": 50.0,
-        "num_requests": 5,
-        "input_len": 4,
-        "output_len": 2,
-        "records_path": str(records),
-        "seed": 1,
-        "vocab_size": 1000,
-    }
+        "base_url": "http://127.0.0.1:9", "model": "m", "request_rate": 50.0, "num_requests": 5,
+        "input_len": 4, "output_len": 2, "records_path": str(records), "seed": 1, "vocab_size": 1000,
+    }  # fmt: skip
     spare = Spare(site.launcher)
     spare.prepare()
     generator = LoadGenerator(site.launcher, spec, "loadgen-1", spare=spare)
@@ -262,17 +255,11 @@ def test_a_key_goes_to_the_generator_and_nowhere_else(site: Site, tmp_path: Path
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         spec = {
-            "base_url": f"http://127.0.0.1:{server.server_port}",
-            "model": "m",
-            "request_rate": 50.0,
-            "num_requests": 5,
-            "input_len": 4,
-            "output_len": 2,
-            "records_path": str(tmp_path / "records.jsonl"),
-            "seed": 1,
-            "vocab_size": 1000,
+            "base_url": f"http://127.0.0.1:{server.server_port}", "model": "m", "request_rate": 50.0,
+            "num_requests": 5, "input_len": 4, "output_len": 2,
+            "records_path": str(tmp_path / "records.jsonl"), "seed": 1, "vocab_size": 1000,
             "api_key_env": "FAR_TEST_KEY",
-        }
+        }  # fmt: skip
         seen: list[bytes] = []
 
         def look() -> None:

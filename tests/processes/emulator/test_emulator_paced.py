@@ -27,13 +27,10 @@ LATE = ("emulator_transfer_lag_seconds_sum", "emulator_paced_transfer_seconds_to
 OPTIONS = "deployment.engine_options"
 READ = TransferModel("nixl", "tcp", "read", 0, 1e-4, 2e-6, 1.5, 4)
 MODELS = [
-    replace(READ, op="write", start_s=1.0),
-    READ,
-    replace(READ, protocol="cma", start_s=3.0),
-    replace(READ, nics=2, start_s=2e-4),
-    replace(READ, backend="mooncake", op="read"),
+    replace(READ, op="write", start_s=1.0), READ, replace(READ, protocol="cma", start_s=3.0),
+    replace(READ, nics=2, start_s=2e-4), replace(READ, backend="mooncake", op="read"),
     replace(READ, backend="mooncake", op="write", gb_per_s=None),
-]
+]  # fmt: skip
 
 
 def test_the_model_of_a_connector_is_of_its_own_op_and_of_most_nics() -> None:

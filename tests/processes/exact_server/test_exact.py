@@ -439,16 +439,9 @@ def test_the_load_generator_and_the_server_say_the_same(tmp_path: Path) -> None:
     launcher = LocalLauncher("exact-test", tmp_path / "logs", tmp_path / "specs")
     with exact(tmp_path) as server:
         load = {
-            "base_url": server.url,
-            "model": "exact",
-            "request_rate": 100.0,
-            "num_requests": 30,
-            "seed": 1,
-            "input_len": 16,
-            "output_len": 4,
-            "vocab_size": 1000,
-            "records_path": str(tmp_path / "records"),
-        }
+            "base_url": server.url, "model": "exact", "request_rate": 100.0, "num_requests": 30, "seed": 1,
+            "input_len": 16, "output_len": 4, "vocab_size": 1000, "records_path": str(tmp_path / "records"),
+        }  # fmt: skip
         result = LoadGenerator(launcher, load).run(lambda progress: False, lambda: None, DEADLINE_S)
         log = server.log()
     rows = {row["request_id"]: row for row in log["requests"]}

@@ -419,14 +419,10 @@ def test_python_does_it_where_compiled_code_is_refused() -> None:
     code = "from kvbench.processes.http1.splicing import SPLICE; print(SPLICE)"
     found = [
         subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "KVBENCH_PURE_PYTHON": value},
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
+            [sys.executable, "-c", code], env={**os.environ, "KVBENCH_PURE_PYTHON": value},
+            capture_output=True, text=True, timeout=30, check=True,
         ).stdout.strip()
         for value in ("1", "0")
-    ]
+    ]  # fmt: skip
     assert found[0] == "None"
     assert found[1] != "None"

@@ -44,11 +44,8 @@ def test_a_prompt_that_is_sent_back_is_not_decoded() -> None:
     first = event([5], prompt_token_ids=prompt)
     assert len(first) > MAX_EVENT_BYTES
     assert json.loads(without_prompt_ids(first[6:]))["choices"][0] == {
-        "index": 0,
-        "text": " a",
-        "token_ids": [5],
-        "prompt_token_ids": None,
-    }
+        "index": 0, "text": " a", "token_ids": [5], "prompt_token_ids": None,
+    }  # fmt: skip
     reader = StreamReader(token_ids=[], event_bytes=MAX_EVENT_BYTES + 12 * len(prompt))
     for begin in range(0, len(first), 65_536):
         reader.feed(first[begin : begin + 65_536], 1)

@@ -58,19 +58,11 @@ def offer(
     workers: int = 1,
 ) -> LoadResult:
     spec = {
-        "base_url": deployment.endpoints.base_url,
-        "direct": direct,
-        "model": "tiny",
-        "request_rate": 20.0,
-        "num_requests": n,
-        "seed": 3,
-        "input_len": 64,
-        "output_len": 4,
-        "vocab_size": 8192,
-        "timeout_s": 20.0,
-        "records_path": str(launcher.log_dir / ".records.jsonl"),
+        "base_url": deployment.endpoints.base_url, "direct": direct, "model": "tiny", "request_rate": 20.0,
+        "num_requests": n, "seed": 3, "input_len": 64, "output_len": 4, "vocab_size": 8192,
+        "timeout_s": 20.0, "records_path": str(launcher.log_dir / ".records.jsonl"),
         "slo": {"ttft_ms": 10_000, "tpot_ms": 5_000},
-    }
+    }  # fmt: skip
     generator = LoadGenerator(launcher, spec, f"loadgen-{workers}", workers)
     return generator.run(lambda _: False, deployment.check_alive, 60.0)
 

@@ -157,22 +157,16 @@ def test_a_usage_is_a_number_of_tokens_or_an_error(count: int, name: str) -> Non
     ("spec", "gate", "level", "words"),
     [
         (
-            trouble("wrong_prompt", prompt_off=-4),
-            "wrong_prompt_length",
-            "invalid",
+            trouble("wrong_prompt", prompt_off=-4), "wrong_prompt_length", "invalid",
             "mostly 4 prompt tokens where 8 were sent",
         ),
         (trouble("wrong_prompt", prompt_off=1), "wrong_prompt_length", "note", "mostly 9 prompt tokens"),
         (
-            {"text": " a" * 4, **trouble("merged", per_event=4)},
-            "tokens_per_event",
-            "warning",
+            {"text": " a" * 4, **trouble("merged", per_event=4)}, "tokens_per_event", "warning",
             "4.0 tokens an event",
         ),
         (
-            trouble("inflated", per_event=8),
-            "inflated_usage",
-            "invalid",
+            trouble("inflated", per_event=8), "inflated_usage", "invalid",
             "more tokens than were sent: 30 of 30",
         ),
         (trouble("at_once"), "answer_at_once", "invalid", "arrived whole at their end"),
@@ -182,7 +176,7 @@ def test_a_usage_is_a_number_of_tokens_or_an_error(count: int, name: str) -> Non
         (trouble("blank_first"), "early_first_token", "invalid", "the first text is sent early: in 30 of 30"),
         ({"first_token_s": 0.0, "gap_s": 0.0}, "impossible_answers", "invalid", "faster than any model"),
     ],
-)
+)  # fmt: skip
 def test_each_oddity_is_named(
     tmp_path: Path, way: str, spec: dict[str, Any], gate: str, level: str, words: str
 ) -> None:
@@ -254,17 +248,9 @@ def test_who_reads_in_time_is_not_late_whatever_the_server_sends_together(tmp_pa
 
 def at(i: int, first_s: float, last_s: float, tokens: int, itl_s: Sequence[float] = ()) -> RequestRecord:
     return RequestRecord(
-        f"r-{i}",
-        i / 10,
-        8,
-        tokens,
-        i / 10,
-        i / 10 + first_s,
-        i / 10 + last_s,
-        tokens,
-        itl_s=itl_s,
+        f"r-{i}", i / 10, 8, tokens, i / 10, i / 10 + first_s, i / 10 + last_s, tokens, itl_s=itl_s,
         stamps="kernel",
-    )
+    )  # fmt: skip
 
 
 @given(first_s=st.floats(0.001, 5.0), gap_s=st.floats(2e-4, 0.2), tokens=st.integers(1, 200))

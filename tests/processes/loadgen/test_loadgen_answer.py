@@ -69,21 +69,14 @@ def said_by(answer: ServerAnswer) -> dict[str, Any]:
     stream = answer.stream
     stream.finish(whole=answer.complete)
     return {
-        "status": answer.status,
-        "complete": answer.complete,
-        "reusable": answer.keep_alive and not answer.surplus,
-        "malformed": bool(answer.malformed),
+        "status": answer.status, "complete": answer.complete,
+        "reusable": answer.keep_alive and not answer.surplus, "malformed": bool(answer.malformed),
         "tokens": list(stream.token_stamps),
-        "text": (stream.text_so_far, stream.first_event, stream.empty_after),
-        "empty": stream.empty_events,
-        "usage": stream.completion_tokens,
-        "prompt": stream.prompt_tokens,
-        "done": stream.done,
-        "half": stream.half,
-        "error": (stream.error, stream.detail),
-        "first": answer.first_body_ns,
+        "text": (stream.text_so_far, stream.first_event, stream.empty_after), "empty": stream.empty_events,
+        "usage": stream.completion_tokens, "prompt": stream.prompt_tokens, "done": stream.done,
+        "half": stream.half, "error": (stream.error, stream.detail), "first": answer.first_body_ns,
         "body": b"" if stream.token_stamps else bytes(answer.body),
-    }
+    }  # fmt: skip
 
 
 def event(text: str, **changes: Any) -> bytes:
@@ -111,55 +104,37 @@ CHATS = st.one_of(
     st.sampled_from(["{", "12", ""]).map(lambda text: called(arguments=text)),
     st.sampled_from(
         [
-            chat({"role": "assistant", "content": ""}),
-            called(name="f", arguments=""),
-            called(name="f", arguments="f"),
-            chat({"content": " a"}, metadata={"content": " a"}),
+            chat({"role": "assistant", "content": ""}), called(name="f", arguments=""),
+            called(name="f", arguments="f"), chat({"content": " a"}, metadata={"content": " a"}),
             chat({"reasoning": " a"}, metadata={"content": " a"}),
             chat({"reasoning": " a"}, metadata={"content": " b"}),
-            chat({"content": " a", "reasoning": " a"}),
-            chat({"content": " a", "tool_calls": None}),
+            chat({"content": " a", "reasoning": " a"}), chat({"content": " a", "tool_calls": None}),
             chat({"content": None, "tool_calls": [None, {"function": None}]}),
         ]
     ),
-)
+)  # fmt: skip
 EVENTS = st.one_of(
     CHATS,
     st.sampled_from([" a", " token", "", "x" * 300]).map(event),
     st.text(max_size=6).map(event),
     st.sampled_from(
         [
-            TOKEN,
-            USAGE,
-            DONE,
-            event("é漢"),
-            event('"text":"'),
-            event("\\"),
+            TOKEN, USAGE, DONE, event("é漢"), event('"text":"'), event("\\"),
             event("", usage={"completion_tokens": 2}),
-            event("x", usage={"completion_tokens": 3, "text": ""}),
-            event("x", error={"message": "no"}),
-            event("x", object="error", message="old"),
-            event("x", choices=[]),
+            event("x", usage={"completion_tokens": 3, "text": ""}), event("x", error={"message": "no"}),
+            event("x", object="error", message="old"), event("x", choices=[]),
             event("", choices=[{"index": 0, "text": "", "finish_reason": "abort"}]),
             event("", choices=[{"index": 0, "text": " a", "finish_reason": "abort"}]),
-            event("", choices=[{"finish_reason": "error", "index": 0, "text": " a"}]),
-            b": comment\n\n",
-            b"event: a\ndata: {}\n\n",
-            b"data: {nope\n\n",
-            b"data: [1]\n\n",
+            event("", choices=[{"finish_reason": "error", "index": 0, "text": " a"}]), b": comment\n\n",
+            b"event: a\ndata: {}\n\n", b"data: {nope\n\n", b"data: [1]\n\n",
             b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"a\xff","finish_reason":null}]}\n\n',
             b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"a\x07","finish_reason":null}]}\n\n',
             b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"","finish_reason":null}]},"text":""}]}\n\n',
-            b'data: {"\\"text":"b","choices":[1],"x":"y"}\n\n',
-            b"data: half",
-            b"\n",
-            b"\n\n\r\n",
-            TOKEN + TOKEN,
-            sse(TOKEN, newline=b"\r\n"),
-            sse(TOKEN, newline=b"\r"),
+            b'data: {"\\"text":"b","choices":[1],"x":"y"}\n\n', b"data: half", b"\n", b"\n\n\r\n",
+            TOKEN + TOKEN, sse(TOKEN, newline=b"\r\n"), sse(TOKEN, newline=b"\r"),
         ]
     ),
-)
+)  # fmt: skip
 PIECES = st.one_of(
     EVENTS.map(chunk),
     EVENTS.map(chunk),
@@ -279,12 +254,9 @@ PIECE = st.lists(st.sampled_from([b"a", b"b ", b'"', b"\\", b"\n", b"\x7f", b"\x
     READS is None, reason="kvbench.processes.loadgen.sockets._reads was not compiled, or is refused"
 )
 @given(
-    st.lists(st.lists(PIECE, min_size=1, max_size=4), max_size=8),
-    st.lists(PIECE, max_size=2),
-    PIECE,
-    st.integers(0, 9),
-    st.sampled_from([b"%x\r\n", b"%X\r\n", b"0%x\r\n", b"%x\n"]),
-)
+    st.lists(st.lists(PIECE, min_size=1, max_size=4), max_size=8), st.lists(PIECE, max_size=2), PIECE,
+    st.integers(0, 9), st.sampled_from([b"%x\r\n", b"%X\r\n", b"0%x\r\n", b"%x\n"]),
+)  # fmt: skip
 def test_compiled_or_not_the_same_chunks_are_usual(
     texts: list[list[bytes]], begins: list[bytes], after: bytes, start: int, line: bytes
 ) -> None:
@@ -394,15 +366,12 @@ def test_a_stamp_that_cannot_be_gives_way_to_the_time_of_the_read() -> None:
 
 def test_a_chat_counts_reasoning_once_and_a_tools_call_as_text() -> None:
     events = [
-        chat({"role": "assistant", "content": ""}),
-        chat({"reasoning": "ab", "reasoning_content": "ab"}),
-        chat({"content": "cd", "reasoning_content": None}),
-        called(name="f", arguments=""),
-        called(arguments="{}"),
-        chat({"content": ""}),
+        chat({"role": "assistant", "content": ""}), chat({"reasoning": "ab", "reasoning_content": "ab"}),
+        chat({"content": "cd", "reasoning_content": None}), called(name="f", arguments=""),
+        called(arguments="{}"), chat({"content": ""}),
         b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":4,"total_tokens":13}}\n\n',
         DONE,
-    ]
+    ]  # fmt: skip
     stream = StreamReader()
     for stamp, each in enumerate(events):
         stream.feed(each, stamp)

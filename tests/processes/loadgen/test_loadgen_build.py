@@ -37,13 +37,9 @@ def wheel_of(folder: Path, compiler: str) -> set[str]:
         shutil.copy(ROOT / name, folder)
     code = "import setuptools.build_meta as build; print(build.build_wheel('.'))"
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env={**os.environ, "CC": compiler},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+        [sys.executable, "-c", code], cwd=folder, env={**os.environ, "CC": compiler}, capture_output=True,
+        text=True, timeout=100,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     with zipfile.ZipFile(folder / done.stdout.splitlines()[-1]) as wheel:
         return set(wheel.namelist())

@@ -35,13 +35,9 @@ from kvbench.processes.loadgen.direct import DirectDispatch
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
 
 PARAMS = {
-    "remote_engine_id": "p-0",
-    "remote_block_ids": [[1, 2]],
-    "remote_host": "127.0.0.1",
-    "remote_port": 1,
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-}
+    "remote_engine_id": "p-0", "remote_block_ids": [[1, 2]], "remote_host": "127.0.0.1", "remote_port": 1,
+    "do_remote_prefill": True, "do_remote_decode": False,
+}  # fmt: skip
 ANSWER = {"choices": [{"text": "x"}], "kv_transfer_params": PARAMS}
 PREFILLED: list[Step] = [plain("200 OK", json.dumps(ANSWER).encode())]
 
@@ -290,11 +286,8 @@ def test_a_prompt_is_put_in_its_place_unchanged() -> None:
     around = AroundPrompt({"model": "m", "max_tokens": 3})
     before, after = around.encode({**around.fields, "kv_transfer_params": {"a": [1]}})
     assert json.loads(before + b"[1,2]" + after) == {
-        "model": "m",
-        "max_tokens": 3,
-        "prompt": [1, 2],
-        "kv_transfer_params": {"a": [1]},
-    }
+        "model": "m", "max_tokens": 3, "prompt": [1, 2], "kv_transfer_params": {"a": [1]},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"a":{}}', b'{"0":{}}', b'{"0":1}', b"\xff"])

@@ -224,11 +224,8 @@ def test_without_a_stamp_there_are_zeros(sockets: Sockets) -> None:
         ours.setblocking(False)
         connection = ServerConnection.__new__(ServerConnection)
         connection.sock, connection.fd, connection.read, connection._tls = (
-            ours,
-            ours.fileno(),
-            ours.recvmsg_into,
-            None,
-        )
+            ours, ours.fileno(), ours.recvmsg_into, None,
+        )  # fmt: skip
         sockets.loop.watch(connection.fd, READABLE, lambda _event: None)
         sockets.loop.stream(connection, owner)
         theirs.sendall(USUAL)

@@ -63,14 +63,9 @@ def test_a_process_runs_its_spec_and_writes_records_in_order(tmp_path: Path) -> 
     assert events[-1]["reason"] == "complete"
     lags = {f"{kind}_{what}_ms" for kind in ("send_lag", "chunk_lag") for what in ("p50", "p99", "max")}
     shares = {
-        "loop_lag_p99_ms",
-        "loop_lag_max_ms",
-        "loop_stalls",
-        "loop_lag_share",
-        "cpu_share",
-        "run_queue_wait_share",
-        "cpu_s",
-    }
+        "loop_lag_p99_ms", "loop_lag_max_ms", "loop_stalls", "loop_lag_share", "cpu_share",
+        "run_queue_wait_share", "cpu_s",
+    }  # fmt: skip
     counts = {"cpu_s", "chunks", "reads", "streams_peak", "connections"}
     client = events[-1]["client"]
     assert lags | shares | counts | {"started_monotonic_s", "started_unix_s"} <= set(client)
@@ -208,15 +203,9 @@ def test_the_plan_is_a_function_of_the_spec() -> None:
         assert f"content-length: {len(data)}".encode() in head
         assert len(set(body.pop("prompt"))) == 8
         assert body == {
-            "model": "tiny",
-            "max_tokens": 3,
-            "min_tokens": 3,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "top_p": 0.5,
-        }
+            "model": "tiny", "max_tokens": 3, "min_tokens": 3, "ignore_eos": True, "temperature": 0,
+            "stream": True, "stream_options": {"include_usage": True}, "top_p": 0.5,
+        }  # fmt: skip
         assert f"x-request-id: {item.request_id}\r\n".encode() in head + b"\r\n"
         assert b"authorization: Bearer x\r\n" in head
 

@@ -43,19 +43,15 @@ REQUESTS = [
 ]
 STREAM = HEAD + b"".join(chunk(each) for each in (TOKEN, TOKEN, TOKEN, USAGE, DONE)) + LAST
 ANSWERS = [
-    STREAM,
-    plain("200 OK", b'{"choices": [{"text": ""}], "usage": {"completion_tokens": 3}}'),
-    plain("500 Oops", b"not \xff JSON"),
-    plain("302 Found", b"", "location: http://elsewhere/\r\n"),
-    plain("200 OK", b"[" * 4000),
-    b"HTTP/1.1 100 Continue\r\n\r\n" + STREAM,
+    STREAM, plain("200 OK", b'{"choices": [{"text": ""}], "usage": {"completion_tokens": 3}}'),
+    plain("500 Oops", b"not \xff JSON"), plain("302 Found", b"", "location: http://elsewhere/\r\n"),
+    plain("200 OK", b"[" * 4000), b"HTTP/1.1 100 Continue\r\n\r\n" + STREAM,
     b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
     b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\n",
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFF\r\n",
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n-1\r\n\r\n",
-    b"HTTP/1.1 200 OK\ncontent-length: 2\n\n{}",
-    b"\x16\x03\x01\x02\x00",
-]
+    b"HTTP/1.1 200 OK\ncontent-length: 2\n\n{}", b"\x16\x03\x01\x02\x00",
+]  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -29,14 +29,9 @@ from kvbench.processes.router.spec import RouterSpec
 
 HOST = "127.0.0.1"
 PARAMS = {
-    "do_remote_prefill": True,
-    "remote_block_ids": [[1, 2]],
-    "remote_engine_id": "engine",
-    "remote_host": HOST,
-    "remote_port": 1,
-    "tp_size": 1,
-    "a_field_of_the_future": {"x": None},
-}
+    "do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "engine",
+    "remote_host": HOST, "remote_port": 1, "tp_size": 1, "a_field_of_the_future": {"x": None},
+}  # fmt: skip
 STREAM = [
     b'data: {"choices":[{"text":"a"}]}\n\n',
     b"data: half",

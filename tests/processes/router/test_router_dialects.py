@@ -133,29 +133,15 @@ def test_what_a_router_cannot_speak(spec: dict[str, Any], said: str) -> None:
 
 
 PARAMS = {
-    "do_remote_prefill": True,
-    "remote_block_ids": [[1]],
-    "remote_engine_id": "engine",
-    "remote_request_id": "theirs",
-    "remote_host": HOST,
-    "remote_port": 1,
-    "tp_size": 1,
-}
+    "do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "engine",
+    "remote_request_id": "theirs", "remote_host": HOST, "remote_port": 1, "tp_size": 1,
+}  # fmt: skip
 MODES = {
-    "aggregated": "none",
-    "custom": "sequential",
-    "decode_bench": "none",
-    "example": "sequential",
-    "lmcache": "sequential",
-    "mooncake": "concurrent",
-    "mooncake_store": "sequential",
-    "multi": "sequential",
-    "nccl": "sequential",
-    "nixl": "sequential",
-    "nixl_push": "sequential",
-    "offloading": "none",
-    "tcp": "sequential",
-}
+    "aggregated": "none", "custom": "sequential", "decode_bench": "none", "example": "sequential",
+    "lmcache": "sequential", "mooncake": "concurrent", "mooncake_store": "sequential",
+    "multi": "sequential", "nccl": "sequential", "nixl": "sequential", "nixl_push": "sequential",
+    "offloading": "none", "tcp": "sequential",
+}  # fmt: skip
 """How each connector's newest profile is dispatched, as vLLM's own proxies do it."""
 
 
@@ -204,15 +190,10 @@ def test_nixl_push_sends_to_both_at_once_if_asked() -> None:
     assert first["max_tokens"] == 1
     assert second["prompt"] == [1, 2]
     assert second["kv_transfer_params"] == {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": "push-prefill-0",
-        "remote_request_id": "mine",
-        "remote_host": "10.0.0.1",
-        "remote_port": 8998,
-        "tp_size": 2,
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "push-prefill-0",
+        "remote_request_id": "mine", "remote_host": "10.0.0.1", "remote_port": 8998, "tp_size": 2,
         "pp_size": 1,
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -224,12 +205,9 @@ def test_nixl_push_sends_to_both_at_once_if_asked() -> None:
 )
 def test_to_send_at_once_p_s_engine_id_must_be_known(connector: str, options: dict[str, Any]) -> None:
     spec = RouterSpec(
-        port=0,
-        connector=connector,
-        prefill=[{"url": "http://a"}],
-        decode=[{"url": "http://b"}],
+        port=0, connector=connector, prefill=[{"url": "http://a"}], decode=[{"url": "http://b"}],
         options=options,
-    )
+    )  # fmt: skip
     assert spec.profile().dispatch == "concurrent"
     with pytest.raises(InputError, match="needs engine_ids for each prefill"):
         Router(spec)
