@@ -39,8 +39,7 @@ def test_unknown_connector_is_refused_with_what_there_is() -> None:
 def test_contract(name: str) -> None:
     connector = connectors.get(name)
     options = connector.options_model()
-    assert connector.name == name
-    assert connector.disaggregated == (connector.dispatch != "none")
+    assert (connector.name, connector.disaggregated) == (name, connector.dispatch != "none")
     config = connector.kv_transfer_config("prefill", "e", options)
     assert (config is not None) == bool(connector.kv_connector)
     assert not connector.disaggregated or config is not None

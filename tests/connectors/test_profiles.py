@@ -500,8 +500,7 @@ def test_custom_takes_any_class_and_handshake() -> None:
         "extra_config": {"a": 1},
     }
     config = config_of("custom", "0.32.0", handshake="answer", **given)
-    assert config["kv_connector"] == "Mine"
-    assert config["kv_connector_module_path"] == "my.module"
+    assert (config["kv_connector"], config["kv_connector_module_path"]) == ("Mine", "my.module")
     assert config["kv_connector_extra_config"] == {"a": 1}
     modes = [
         connector.profile("0.32.0", connector.options_model(handshake=kind, **given)).dispatch

@@ -97,8 +97,7 @@ def test_a_vllm_pair() -> None:
     assert flags(prefill)["--served-model-name"] == "tiny"
     assert prefill.ready_url == f"http://127.0.0.1:{flags(prefill)['--port']}/health"
     config = json.loads(flags(decode)["--kv-transfer-config"] or "")
-    assert config["kv_role"] == "kv_consumer"
-    assert config["kv_load_failure_policy"] == "fail"
+    assert (config["kv_role"], config["kv_load_failure_policy"]) == ("kv_consumer", "fail")
     assert decode.env["VLLM_SERVER_DEV_MODE"] == "1"  # without it there is no cache reset
     assert prefill.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] != decode.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]
     assert not prefill.one_thread
@@ -116,8 +115,7 @@ def test_a_router_that_sends_to_both_at_once_knows_p_s_engine_id() -> None:
     told = parse_spec(RouterSpec, made["router"].spec).prefill
     for number, each in enumerate(told):
         config = json.loads(flags(made[f"prefill-{number}"])["--kv-transfer-config"] or "")
-        assert each["engine_ids"] == [config["engine_id"]]
-        assert each["tensor_parallel_size"] == 2
+        assert (each["engine_ids"], each["tensor_parallel_size"]) == ([config["engine_id"]], 2)
     assert len({each["engine_ids"][0] for each in told}) == 2
 
 
@@ -571,8 +569,7 @@ def test_variables_that_this_vllm_lacks_are_named() -> None:
         notes = engine_warnings(scenario("vllm", options={**given, "version": version}))
         return [note.split()[0] for note in notes if "has no effect" in note]
 
-    assert said("0.13.0") == []
-    assert said("0.15.1") == ["VLLM_ATTENTION_BACKEND"]
+    assert (said("0.13.0"), said("0.15.1")) == ([], ["VLLM_ATTENTION_BACKEND"])
     assert said("0.33.0+cu130") == ["VLLM_ATTENTION_BACKEND", "VLLM_RPC_TIMEOUT"]
     (flag,) = given_up(given["decode_env"], "0.33.0")
     assert "removed it in 0.15.1" in flag

@@ -75,8 +75,7 @@ def test_the_simulator_takes_step_times_and_hand_offs_from_it(mine: Path) -> Non
     for planned in plan_of(scenario).deployments:
         deployment = SimulatedDeployment.of(scenario, planned)
         system = system_of(scenario, deployment)
-        assert system.timing.step_s(LOAD) == pytest.approx(0.075)
-        assert system.overheads.router_ms == 0
+        assert (system.timing.step_s(LOAD), system.overheads.router_ms) == (pytest.approx(0.075), 0)
         if deployment.connector.disaggregated:
             tokens = scenario.deployment.engine_options.kv_block_tokens
             assert system.link.busy_s(system.block_bytes / tokens * 1000) == pytest.approx(0.01)

@@ -92,8 +92,7 @@ def test_one_answers_and_the_others_are_headless() -> None:
     ]  # fmt: skip
     first, second = found["prefill-0"], found["prefill-0-node1"]
     for number, spec in enumerate((first, second)):
-        assert after(spec, "--tensor-parallel-size") == "8"
-        assert after(spec, "--nnodes") == "2"
+        assert (after(spec, "--tensor-parallel-size"), after(spec, "--nnodes")) == ("8", "2")
         assert after(spec, "--node-rank") == str(number)
         assert after(spec, "--master-addr") == "10.0.0.1"
         assert spec.env["VLLM_HOST_IP"] == f"10.0.0.{number + 1}"

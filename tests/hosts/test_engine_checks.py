@@ -133,8 +133,7 @@ def test_what_is_installed_is_the_same_asked_from_outside() -> None:
 
 
 def test_an_interpreter_that_does_not_answer_has_nothing(tmp_path: Path) -> None:
-    assert installed(tmp_path / "python") == {}
-    assert installed(Path("/bin/false")) == {}
+    assert (installed(tmp_path / "python"), installed(Path("/bin/false"))) == ({}, {})
 
 
 @pytest.mark.parametrize(

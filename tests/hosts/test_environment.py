@@ -105,8 +105,7 @@ def test_a_nic_without_link_has_no_speed(server: Path) -> None:
 
 def test_rdma_devices(server: Path) -> None:
     (device,) = rdma(server)
-    assert device["name"] == "mlx5_0"
-    assert device["firmware"] == "28.39.1002"
+    assert (device["name"], device["firmware"]) == ("mlx5_0", "28.39.1002")
     assert device["pci_address"] == "0000:18:00.0"
     (port,) = device["ports"]
     assert (port["port"], port["state"], port["link_layer"]) == (1, "ACTIVE", "Ethernet")

@@ -122,8 +122,7 @@ def test_a_heterogeneous_job_is_read_in_the_order_of_its_parts() -> None:
 
 def test_a_job_that_ended_is_told_with_the_reason() -> None:
     (job,) = parse_job("JobId=9 JobState=NODE_FAIL Reason=NodeDown NodeList=(null)")
-    assert job.words() == "Slurm job 9 is NODE_FAIL, reason NodeDown"
-    assert job.node_list == ""
+    assert (job.words(), job.node_list) == ("Slurm job 9 is NODE_FAIL, reason NodeDown", "")
 
 
 names = st.lists(st.from_regex(r"n[0-9]{1,3}", fullmatch=True), min_size=1, max_size=12, unique=True)

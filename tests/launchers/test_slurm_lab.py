@@ -60,8 +60,7 @@ def agent(tag: str) -> str:
 def test_each_role_gets_the_node_that_its_constraint_names(lab: SlurmLab) -> None:
     told: list[str] = []
     with SlurmJob(options(**BY_ROLE), (1, 1), "roles", told.append) as job:
-        assert job.hosts == HOSTS
-        assert job.address("pre0") == "127.0.0.1"
+        assert (job.hosts, job.address("pre0")) == (HOSTS, "127.0.0.1")
         for node in ("pre0", "dec0"):
             channel = job.channel(node, 'echo "$SLURMD_NODENAME"; exec cat')
             assert received(channel) == node.encode()

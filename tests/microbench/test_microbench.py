@@ -82,8 +82,7 @@ def test_rows_of_every_usual_backend_are_whole_and_verified(name: str) -> None:
     for row in rows:
         assert row.verified is (True if moves else None)
         assert row.calls == len(row.call_s) >= QUICK.min_calls
-        assert row.nbytes == row.case.nbytes
-        assert row.descriptors == row.case.batch_size
+        assert (row.nbytes, row.descriptors) == (row.case.nbytes, row.case.batch_size)
         assert 0 < row.window_s < 5
         assert sum(row.call_s) <= row.window_s * 1.001
         assert row.warmup_calls > 0
@@ -120,8 +119,7 @@ def test_cases_of_one_kind_share_their_workers_and_others_do_not() -> None:
 
     rows_of(WRITE, replace(READ, block_bytes=65536), replace(WRITE, initiators=2), on_stage=told)
     assert seen[0] == seen[1]
-    assert len(seen[0]) == 2
-    assert len(seen[2]) == 3
+    assert (len(seen[0]), len(seen[2])) == (2, 3)
     assert not seen[2] & seen[0]
 
 

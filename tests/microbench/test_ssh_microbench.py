@@ -145,8 +145,7 @@ def test_a_matrix_says_who_sends_to_whom() -> None:
         row("a", "b", 9.0, backend="null"),
     ]  # fmt: skip
     write, read = pair_matrices(rows)
-    assert write.title == "tcp write"
-    assert write.cells == [["a", "–", "2.50"], ["b", "FAILED", "–"]]
+    assert (write.title, write.cells) == ("tcp write", [["a", "–", "2.50"], ["b", "FAILED", "–"]])
     assert read.cells == [["a", "–", "–"], ["b", "3.50", "–"]]  # a reads what b has
     assert pair_matrices(rows[:2]) == []
     assert pair_matrices([TransferRecord(Case("tcp", "tcp", "write", 1, 1))] * 2) == []
@@ -188,6 +187,5 @@ def test_what_one_host_lacks_is_not_tried_on_any() -> None:
     fine = {name.name: {"problem": "", "lacking": {}} for name in MOVERS}
     lacks = {**fine, "nixl": {"problem": "no wheel", "lacking": {"rdma": "no RDMA device"}}}
     found = {mover.name: mover for mover in movers_on({"a": fine, "b": lacks})}
-    assert found["tcp"].problem == ""
-    assert found["nixl"].problem == "b: no wheel"
+    assert (found["tcp"].problem, found["nixl"].problem) == ("", "b: no wheel")
     assert found["nixl"].lacking == {"rdma": "b: no RDMA device"}

@@ -102,8 +102,7 @@ def test_flags_and_environment(case: str) -> None:
     for role, host in (("prefill", P), ("decode", D)):
         env, command, flags = made[role]
         assert command == ["vllm", "serve", "Qwen/Qwen3-30B-A3B-Instruct-2507"]
-        assert flags["--host"] == host
-        assert flags["--served-model-name"] == "base_model"
+        assert (flags["--host"], flags["--served-model-name"]) == (host, "base_model")
         rest = {key: value for key, value in flags.items() if key not in PLACE_FLAGS}
         del rest["--kv-transfer-config"]
         assert rest == FLAGS
@@ -168,8 +167,7 @@ def test_nixl_has_the_side_channel_of_each_host() -> None:
             "kv_connector_extra_config": {"backends": ["UCX"], "num_threads": 4},
         }
         env = made[role][0]
-        assert env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == host
-        assert env["UCX_TLS"] == "all"
+        assert (env["VLLM_NIXL_SIDE_CHANNEL_HOST"], env["UCX_TLS"]) == (host, "all")
     ports = {made[role][0]["VLLM_NIXL_SIDE_CHANNEL_PORT"] for role in ("prefill", "decode")}
     assert len(ports) == 2
 

@@ -92,8 +92,7 @@ def test_with_yes_the_file_is_for_this_machine_and_can_be_planned(tmp_path: Path
     done = invoke("init", str(path), "--yes", env={"PATH": "/usr/bin:/bin"}).succeeded()
     assert f"kvbench sweep {path}" in done.out
     scenario = scenario_of(path)
-    assert scenario.name == "mine"
-    assert scenario.deployment.engine == "emulated"
+    assert (scenario.name, scenario.deployment.engine) == ("mine", "emulated")
     assert {"aggregated", "tcp"} <= {each.name for each in scenario.connectors}
     assert path.read_text().count("#") > 10
     assert invoke("plan", str(path), sets=("deployment.base_port=0",)).status == 0
@@ -206,8 +205,7 @@ def test_a_shape_from_config_json(tmp_path: Path, changes: dict[str, object], pe
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     shape = shape_of(str(folder))
-    assert shape.name == "My-Model"
-    assert shape.kv_bytes_per_token() == per_token
+    assert (shape.name, shape.kv_bytes_per_token()) == ("My-Model", per_token)
     scenario = parsed(replace(ANSWERS, engine="emulated", shape=shape), FoundMachine())
     assert scenario.model.shape.kv_bytes_per_token() == per_token
 

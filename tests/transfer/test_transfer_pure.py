@@ -89,16 +89,14 @@ def test_streams_share_all_bytes_about_equally(sizes: list[int], parts: int) -> 
 def test_mooncake_names_its_transport_in_its_log() -> None:
     tcp = ["I1121 13:45:15.71 1 tcp_transport.cpp:391] TcpTransport: listen on port 16382"]
     rdma = ["I0814 10:00:00.0 1 multi_transport.cpp:90] installTransport, type=rdma"]
-    assert mooncake.transport_in_log(tcp) == "tcp"
-    assert mooncake.transport_in_log(rdma) == "rdma"
+    assert (mooncake.transport_in_log(tcp), mooncake.transport_in_log(rdma)) == ("tcp", "rdma")
     assert mooncake.transport_in_log(["nothing of that kind"]) == ""
 
 
 def test_ucx_names_the_lane_of_a_peer_in_its_log() -> None:
     own = "UCX  INFO    agent self cfg#0 rma_am(tcp/lo)  amo_am(tcp/lo)  am(tcp/lo)  ka(tcp/lo)"
     peer = "UCX  INFO    agent intra-node cfg#1 rma(cma/memory)  amo_am(tcp/lo)  am(tcp/lo)"
-    assert nixl.transport_in_log([own]) == ""
-    assert nixl.transport_in_log([own, peer]) == "cma/memory"
+    assert (nixl.transport_in_log([own]), nixl.transport_in_log([own, peer])) == ("", "cma/memory")
     assert nixl.transport_in_log([own.replace("self cfg#0", "inter-node cfg#2")]) == "tcp/lo"
     beside = "UCX  INFO    agent intra-node cfg#1 rma_am(tcp/lo)  am(tcp/lo cma/memory)  ka(tcp/lo)"
     assert nixl.transport_in_log([own, beside]) == "cma/memory"

@@ -196,8 +196,7 @@ def test_measured_end_to_end(store: str) -> None:
     assert [(record.status, record.error) for record in records] == [("ok", "")] * len(cases)
     for record in records:
         assert record.verified is True
-        assert record.transport == "tcp"
-        assert record.descriptors == 4
+        assert (record.transport, record.descriptors) == ("tcp", 4)
         assert record.calls >= 8
 
 
@@ -514,8 +513,7 @@ def test_nccl_transport_is_read_from_its_log() -> None:
         "host:11:42 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] via P2P/IPC",
         "host:11:42 [0] NCCL INFO Channel 01/0 : 1[1] -> 0[0] [send] via NET/Socket/0",
     ]
-    assert nccl.transport_in_log([]) == ""
-    assert nccl.transport_in_log(lines[:1]) == "p2p"
+    assert (nccl.transport_in_log([]), nccl.transport_in_log(lines[:1])) == ("", "p2p")
     assert nccl.transport_in_log(lines) == "tcp"
     assert nccl.transport_in_log(["… Channel 00 : 0[0] -> 1[1] via SHM/direct/direct"]) == "shm"
     assert nccl.transport_in_log(["… Channel 00/0 : 0[0] -> 1[1] [receive] via NET/IB/0/GDRDMA"]) == "rdma"
@@ -524,8 +522,7 @@ def test_nccl_transport_is_read_from_its_log() -> None:
 def test_nccl_is_forced_to_the_asked_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
     rdma = nccl.env({"protocol": "rdma", "nics": [{"name": "mlx5_0"}, {"name": "mlx5_1"}]})
-    assert rdma["NCCL_NET"] == "IB"
-    assert rdma["NCCL_IB_HCA"] == "=mlx5_0,mlx5_1"
+    assert (rdma["NCCL_NET"], rdma["NCCL_IB_HCA"]) == ("IB", "=mlx5_0,mlx5_1")
     tcp = nccl.env({"protocol": "tcp", "nics": [{"name": "eth0"}]})
     assert (tcp["NCCL_SOCKET_IFNAME"], tcp["NCCL_IB_DISABLE"], tcp["NCCL_DEBUG"]) == ("=eth0", "1", "INFO")
 

@@ -206,8 +206,7 @@ def test_pull(lab: Lab) -> None:
 @pytest.mark.usefixtures("needs_nft")
 def test_partition(lab: Lab) -> None:
     assert labfaults.place(lab, "partition", 1).words() == "partition on nic1: no packet met it yet"
-    assert connecting(lab, 1) == "TimeoutError"
-    assert connecting(lab, 2) == "ConnectionRefusedError"
+    assert (connecting(lab, 1), connecting(lab, 2)) == ("TimeoutError", "ConnectionRefusedError")
     assert labfaults.report(lab, lab.state.faults[0]).packets > 0
     labfaults.heal(lab, "partition", 1)
     assert connecting(lab, 1, DEADLINE_S) == "ConnectionRefusedError"
@@ -382,8 +381,7 @@ def test_namespaces_without_a_file_are_found(nothing_left: Path) -> None:
     assert TAG in labstate.unrecorded()
     with pytest.raises(InputError, match="but not its file"):
         Lab.up(name=TAG)
-    assert take_down("other", everything=True) == []
-    assert take_down(TAG) == [TAG]
+    assert (take_down("other", everything=True), take_down(TAG)) == ([], [TAG])
 
 
 # The command

@@ -43,8 +43,7 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 def test_a_scenario_that_can_run() -> None:
     found = by_name(examine_scenario("quickstart", [FREE]))
     assert found["scenario quickstart"].status == "ok"
-    assert found["aggregated on emulated"].status == "ok"
-    assert found["launcher local"].status == "ok"
+    assert (found["aggregated on emulated"].status, found["launcher local"].status) == ("ok", "ok")
     assert found["host memory"].status == "ok"
     assert "chosen at launch" in found["ports of the plan"].detail
     assert all(check.fix for check in found.values() if check.status != "ok")

@@ -71,8 +71,7 @@ def python(code: str, name: str = "p", **more: Any) -> ProcessSpec:
 
 def test_lines_come_whole_however_they_are_cut() -> None:
     lines = Lines()
-    assert lines.feed(b"on") == []
-    assert lines.feed(b"e\n\ntwo\nthr") == [b"one", b"", b"two"]
+    assert (lines.feed(b"on"), lines.feed(b"e\n\ntwo\nthr")) == ([], [b"one", b"", b"two"])
     assert lines.feed(b"ee\n") == [b"three"]
     assert decode(b"Welcome to this machine!") is None
     assert decode(encode({"event": "beat"})) == {"event": "beat"}

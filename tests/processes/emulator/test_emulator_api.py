@@ -52,11 +52,9 @@ def test_plain_pages(engine: EngineProcess) -> None:
 def test_completion_answers_as_openai_does(engine: EngineProcess) -> None:
     body = {"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 5, "ignore_eos": True}
     reply = engine.post("/v1/completions", body, {"X-Request-Id": "abc"}).json()
-    assert reply["id"] == "cmpl-abc"
-    assert reply["object"] == "text_completion"
+    assert (reply["id"], reply["object"]) == ("cmpl-abc", "text_completion")
     choice = reply["choices"][0]
-    assert choice["finish_reason"] == "length"
-    assert choice["text"].count(" t") == 5
+    assert (choice["finish_reason"], choice["text"].count(" t")) == ("length", 5)
     assert (reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]) == (4, 5)
     assert reply["usage"]["total_tokens"] == 9
 
@@ -92,8 +90,7 @@ def test_chat(engine: EngineProcess) -> None:
 def test_eos_ends_a_request_unless_it_must_go_on(engine: EngineProcess) -> None:
     body = {"prompt": "please end", "max_tokens": 3000, "return_token_ids": True}
     choice = engine.post("/v1/completions", body).json()["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert choice["token_ids"][-1] == 0
+    assert (choice["finish_reason"], choice["token_ids"][-1]) == ("stop", 0)
     assert 0 not in choice["token_ids"][:-1]
     length = len(choice["token_ids"])
     forced = engine.post("/v1/completions", {**body, "min_tokens": length, "max_tokens": length + 1})

@@ -222,8 +222,7 @@ def test_a_request_waiting_on_d_keeps_its_lease(tmp_path: Path) -> None:
             long = threads.submit(pair.tokens, prompt_of(30), 400)  # 1.6 s at least, and the only slot
             d.wait_metric("vllm:num_requests_running", 1)
             short = threads.submit(pair.tokens, prompt_of(40), 2)
-            assert len(short.result()) == 2
-            assert len(long.result()) == 400
+            assert (len(short.result()), len(long.result())) == (2, 400)
         assert p.metric("kvbench:kv_xfer_num_kv_expired_reqs_total") == 0
 
 

@@ -211,8 +211,7 @@ def test_a_connection_serves_again_and_again_also_what_comes_at_once(tmp_path: P
         both = completion("a", max_tokens=2) + completion("b", close=True, max_tokens=3)
         answer = ask(server, both)
         log = server.log("?tokens=0")
-        assert answer.count(b"HTTP/1.1 200 OK") == 2
-        assert answer.count(b"[DONE]") == 2
+        assert (answer.count(b"HTTP/1.1 200 OK"), answer.count(b"[DONE]")) == (2, 2)
         assert [row["request_id"] for row in log["requests"]] == ["a", "b"]
         assert "token_write_s" not in log["requests"][0]
         assert server.log("?summary=1")["requests"] == []
@@ -411,8 +410,7 @@ def test_what_it_tells(tmp_path: Path) -> None:
         assert server.metric("vllm:prompt_tokens_total") == 6
         assert server.metric("vllm:request_success_total") == 2
         assert server.metric("vllm:num_requests_running") == 0
-        assert server.metric("exact_requests_total") == 2
-        assert server.log()["chunks"] == 5
+        assert (server.metric("exact_requests_total"), server.log()["chunks"]) == (2, 5)
         with server.connect() as sock:
             sock.sendall(b"GET /nowhere HTTP/1.1\r\nconnection: close\r\n\r\n")
             assert read_all(sock).startswith(b"HTTP/1.1 404 ")

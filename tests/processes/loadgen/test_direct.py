@@ -188,8 +188,7 @@ def test_direct_mode_with_several_workers_by_the_short_options(tmp_path: Path) -
     done = kvbench(*words, "--output", str(tmp_path), sets=(*EASY, SLOW)).succeeded()
     run = the_run(tmp_path)
     (trial,) = run.trials
-    assert trial.engine["load_mode"] == "direct"
-    assert trial.engine["client"]["workers"] == 2
+    assert (trial.engine["load_mode"], trial.engine["client"]["workers"]) == ("direct", 2)
     assert "2 processes" in done.text
     assert not list(run.path.glob(".records*"))
 

@@ -78,8 +78,7 @@ ABORTED_CHAT = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"error"
 def test_every_way_to_stream_is_understood(name: str, steps: list[Step]) -> None:
     for record in against(steps):
         assert record.ok, record
-        assert record.output_len == OUTPUT_LEN
-        assert record.status == 200
+        assert (record.output_len, record.status) == (OUTPUT_LEN, 200)
         assert record.scheduled_s <= record.sent_s <= record.first_token_s <= record.last_token_s
         assert sum(record.itl_s) == pytest.approx(record.last_token_s - record.first_token_s, abs=1e-5)
 

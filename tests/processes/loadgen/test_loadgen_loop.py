@@ -251,8 +251,7 @@ def test_the_end_is_told_after_what_came_before_it(sockets: Sockets) -> None:
     theirs.sendall(USUAL)
     theirs.close()
     sockets.turn_until(lambda: bool(owner.told))
-    assert owner.log.reads == [USUAL]
-    assert owner.told == [b""]
+    assert (owner.log.reads, owner.told) == ([USUAL], [b""])
 
 
 def test_a_reset_is_told_as_an_error(sockets: Sockets) -> None:

@@ -58,9 +58,7 @@ def test_a_process_runs_its_spec_and_writes_records_in_order(tmp_path: Path) -> 
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events[0] == {"event": "ready"}
     assert {event["event"] for event in events[1:-1]} == {"progress"}
-    assert events[-2]["met"] == 20
-    assert events[-1]["event"] == "end"
-    assert events[-1]["reason"] == "complete"
+    assert (events[-2]["met"], events[-1]["event"], events[-1]["reason"]) == (20, "end", "complete")
     lags = {f"{kind}_{what}_ms" for kind in ("send_lag", "chunk_lag") for what in ("p50", "p99", "max")}
     shares = {
         "loop_lag_p99_ms", "loop_lag_max_ms", "loop_stalls", "loop_lag_share", "cpu_share",

@@ -124,8 +124,7 @@ def test_a_load_is_the_same_from_its_arrays(sessions: list[Session]) -> None:
     load = session_load(sessions, [0.5] * len(sessions), "session", SIZE, own_answers=True)
     again = load_of_arrays(load_arrays(load))
     assert (again.input_len, again.output_len) == (load.input_len, load.output_len)
-    assert again.following == load.following
-    assert again.goes_on == load.goes_on
+    assert (again.following, again.goes_on) == (load.following, load.goes_on)
     assert prompts_in_order(again) == prompts_in_order(load)
 
 

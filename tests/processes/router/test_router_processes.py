@@ -273,8 +273,7 @@ def test_a_mistake_is_told_once(tmp_path: Path, spec: dict[str, Any], code: int,
     path.write_text(json.dumps({"port": 0, "connector": "aggregated", **spec}))
     command = [sys.executable, "-m", "kvbench.processes.router", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == code
-    assert done.stderr.count(words) == 1
+    assert (done.returncode, done.stderr.count(words)) == (code, 1)
     assert "Traceback" not in done.stderr
 
 

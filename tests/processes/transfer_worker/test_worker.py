@@ -179,5 +179,4 @@ def test_it_ends_with_its_input_even_while_it_measures(pair: tuple[Talk, Talk]) 
 
 def test_quit_is_answered() -> None:
     talk = Talk(backend="null")
-    assert talk.ask("quit") == {}
-    assert talk.close() == 0
+    assert (talk.ask("quit"), talk.close()) == ({}, 0)
