@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import resource
 import socket
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,9 +14,9 @@ import pytest
 from commands import invoke
 from emulated import running, spec
 
-from kvbench.errors import InputError
+from kvbench.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError
 from kvbench.planning.init_elsewhere import Elsewhere, address_of
-from kvbench.planning.obstacles import left_out, obstacles
+from kvbench.planning.obstacles import left_out, obstacles, open_files_needed
 from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import bundled_names, load_scenario
 
@@ -143,3 +146,27 @@ def test_the_time_of_what_is_left_out_is_not_counted() -> None:
     )
     assert set(told["left_out"]) == {"lmcache"}
     assert told["obstacles"] == []
+
+
+def test_the_busiest_process_has_each_stream_on_both_sides() -> None:
+    scenario, _ = load_scenario("quickstart")
+    assert open_files_needed(scenario) == 2 * 64 + 64
+    assert open_files_needed(scenario, concurrency=700) == 2 * 700 + 64
+    rate = 1000 / scenario.allowed_s
+    assert 2 * 1000 + 64 <= open_files_needed(scenario, rate) <= 2 * 1001 + 64
+
+
+def test_a_hard_limit_that_is_too_low_is_refused_before_the_start(tmp_path: Path) -> None:
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+    command = [sys.executable, "-m", "kvbench"]
+    for words, status in (
+        (("sweep", "quickstart", "--connector", "tcp", "--output", str(tmp_path / "runs")), EXIT_FAILED),
+        (("plan", "quickstart", "--connector", "tcp"), EXIT_BAD_INPUT),
+    ):
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120, preexec_fn=few)
+        text = " ".join((done.stdout + done.stderr).split())
+        assert done.returncode == status, text
+        assert "may open 64 files and sockets (ulimit -Hn), the planned load needs 192" in text
+    assert not (tmp_path / "runs").exists()
