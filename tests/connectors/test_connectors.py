@@ -149,16 +149,10 @@ def test_the_emulated_engine_is_told_what_real_ones_choose(
 @pytest.mark.parametrize(
     ("tls", "moves"),
     [
-        ("", True),
-        ("all", True),
-        ("rc,cuda", True),
-        ("rc,cuda_copy,cuda_ipc", True),
-        ("^tcp", True),
-        ("tcp", False),
-        ("rc,sm", False),
-        ("^cuda_ipc,cuda", False),
+        ("", True), ("all", True), ("rc,cuda", True), ("rc,cuda_copy,cuda_ipc", True), ("^tcp", True),
+        ("tcp", False), ("rc,sm", False), ("^cuda_ipc,cuda", False),
     ],
-)
+)  # fmt: skip
 def test_which_transports_leave_gpu_memory_out(tls: str, moves: bool) -> None:
     assert moves_gpu_memory(tls) is moves
 

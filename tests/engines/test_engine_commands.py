@@ -363,13 +363,10 @@ def test_nothing_is_warned_about_without_need() -> None:
 @pytest.mark.parametrize(
     ("version", "on_cpus"),
     [
-        ("0.11.2+cpu", False),
-        ("0.12.0+cpu", True),
-        ("0.13.0+cpu", True),
-        ("0.13.0", False),
+        ("0.11.2+cpu", False), ("0.12.0+cpu", True), ("0.13.0+cpu", True), ("0.13.0", False),
         ("0.14.0+cpu", False),
     ],
-)
+)  # fmt: skip
 def test_on_cpus_releases_whose_own_norm_is_wrong_take_torchs(version: str, on_cpus: bool) -> None:
     def told(**given: Any) -> str | None:
         asked = scenario(options=without(version=version, engine_args=given))

@@ -98,17 +98,12 @@ def test_every_rule_names_only_what_is_looked_up() -> None:
 @pytest.mark.parametrize(
     ("version", "condition", "expected"),
     [
-        ("0.3.3.post2", "<=0.3.3.post2", True),
-        ("0.3.3.post3", ">0.3.3.post2", True),
-        ("0.3.3", ">0.3.3.post2", False),
-        ("0.3.13", ">0.3.3.post2", True),
-        ("1.1.0rc1", "<1.1", True),
-        ("1.1.0", "<1.1", False),
-        ("1.5.0rc1.dev721", ">=1.1", True),
-        ("0.32.0+cpu", ">=0.32", True),
+        ("0.3.3.post2", "<=0.3.3.post2", True), ("0.3.3.post3", ">0.3.3.post2", True),
+        ("0.3.3", ">0.3.3.post2", False), ("0.3.13", ">0.3.3.post2", True), ("1.1.0rc1", "<1.1", True),
+        ("1.1.0", "<1.1", False), ("1.5.0rc1.dev721", ">=1.1", True), ("0.32.0+cpu", ">=0.32", True),
         ("anything", "", True),
     ],
-)
+)  # fmt: skip
 def test_versions_are_compared_as_releases(version: str, condition: str, expected: bool) -> None:
     assert holds("x", condition, {"x": version}) is expected
 
@@ -116,14 +111,10 @@ def test_versions_are_compared_as_releases(version: str, condition: str, expecte
 @pytest.mark.parametrize(
     ("versions", "major"),
     [
-        ({"torch": "2.13.0+cu130"}, 13),
-        ({"torch": "2.9.1+cu128"}, 12),
-        ({"torch": "2.13.0+cpu"}, None),
-        (SEED, 12),
-        ({"nvidia-cuda-runtime": "13.0.96"}, 13),
-        ({}, None),
+        ({"torch": "2.13.0+cu130"}, 13), ({"torch": "2.9.1+cu128"}, 12), ({"torch": "2.13.0+cpu"}, None),
+        (SEED, 12), ({"nvidia-cuda-runtime": "13.0.96"}, 13), ({}, None),
     ],
-)
+)  # fmt: skip
 def test_the_cuda_that_pytorch_is_built_for(versions: dict[str, str], major: int | None) -> None:
     assert cuda_major_of(versions) == major
 

@@ -85,11 +85,8 @@ def test_what_the_cluster_never_has_is_told_and_what_is_in_use_is_not() -> None:
 def test_roles_get_the_nodes_that_their_bundles_landed_on() -> None:
     bundles = [Bundle("prefill"), Bundle("prefill"), Bundle("decode"), Bundle("loadgen")]
     assert placed(bundles, ["a", "b", "a", "c"]) == {
-        "prefill": ("a", "b"),
-        "decode": ("a",),
-        "router": ("a",),
-        "loadgen": ("c",),
-    }
+        "prefill": ("a", "b"), "decode": ("a",), "router": ("a",), "loadgen": ("c",),
+    }  # fmt: skip
 
 
 @given(

@@ -237,11 +237,8 @@ def test_each_nic_reaches_the_one_of_its_place(hosts: Hosts) -> None:
         fleet.require()
         told = nics_reached(scenario, fleet)
     assert list(told) == [
-        ("a/data0", "b/data0"),
-        ("a/ssh0", "b/ssh0"),
-        ("b/data0", "a/data0"),
-        ("b/ssh0", "a/ssh0"),
-    ]
+        ("a/data0", "b/data0"), ("a/ssh0", "b/ssh0"), ("b/data0", "a/data0"), ("b/ssh0", "a/ssh0"),
+    ]  # fmt: skip
     assert all(each["bytes_per_s"] > 0 and each["rtt_s"] > 0 for each in told.values()), told
 
 

@@ -75,15 +75,11 @@ def container(documents: Sequence[dict[str, Any]], end: str, index: int = 0) -> 
 @pytest.mark.parametrize(
     ("name", "connector"),
     [
-        ("quickstart", "aggregated"),
-        ("quickstart", "mooncake"),
-        ("quickstart", "nixl"),
-        ("xpyd", ""),
-        ("qwen3-30b-a3b-h200-mooncake", "mooncake"),
-        ("qwen3-30b-a3b-h200-nixl", "nixl"),
+        ("quickstart", "aggregated"), ("quickstart", "mooncake"), ("quickstart", "nixl"), ("xpyd", ""),
+        ("qwen3-30b-a3b-h200-mooncake", "mooncake"), ("qwen3-30b-a3b-h200-nixl", "nixl"),
         ("qwen3-30b-a3b-h200-nccl-0.13", "nccl"),
     ],
-)
+)  # fmt: skip
 def test_every_manifest_is_valid_by_the_schemas_of_kubernetes(name: str, connector: str) -> None:
     scenario = scenario_of(name, "deployment.base_port=21000", connector=connector)
     if not connector:

@@ -45,11 +45,8 @@ def topology() -> str:
 
 
 ADDRESSES = {f"rail{number}": [f"10.0.{number}.1"] for number in range(8)} | {
-    "lo": ["127.0.0.1"],
-    "bond0": ["10.1.0.1"],
-    "docker0": ["172.17.0.1"],
-    "veth12ab": [],
-}
+    "lo": ["127.0.0.1"], "bond0": ["10.1.0.1"], "docker0": ["172.17.0.1"], "veth12ab": [],
+}  # fmt: skip
 
 
 MIB_H200 = 143_771

@@ -27,14 +27,10 @@ MOVERS = (
 )
 # start-up s, s per descriptor, GB/s without NICs
 SPEED: dict[str, tuple[float, float, float]] = {
-    "null": (2e-6, 0.0, 1e6),
-    "memcpy": (3e-6, 1e-7, 9.0),
-    "shm": (4e-6, 1e-7, 8.0),
-    "tcp": (40e-6, 2e-6, 1.9),
-    "mooncake": (90e-6, 4e-6, 1.4),
-    "nixl": (55e-6, 1.5e-6, 1.7),
+    "null": (2e-6, 0.0, 1e6), "memcpy": (3e-6, 1e-7, 9.0), "shm": (4e-6, 1e-7, 8.0),
+    "tcp": (40e-6, 2e-6, 1.9), "mooncake": (90e-6, 4e-6, 1.4), "nixl": (55e-6, 1.5e-6, 1.7),
     "mooncake_store": (400e-6, 10e-6, 0.9),
-}
+}  # fmt: skip
 LINE_GB_PER_S = 0.125
 
 

@@ -78,19 +78,13 @@ class Hosts:
     def section(self, name: str, **more: Any) -> dict[str, Any]:
         """The host in a scenario's ``deployment.hosts``."""
         ssh = {
-            "host": self.address(name),
-            "port": PORT,
-            "user": getpass.getuser(),
-            "key": str(self.key),
+            "host": self.address(name), "port": PORT, "user": getpass.getuser(), "key": str(self.key),
             "known_hosts": str(self.known_hosts),
-        }
+        }  # fmt: skip
         return {
-            "address": self.data_address(name),
-            "python": sys.executable,
-            "workdir": str(self.folder / "work" / name),
-            "ssh": {**ssh, **more.pop("ssh", {})},
-            **more,
-        }
+            "address": self.data_address(name), "python": sys.executable,
+            "workdir": str(self.folder / "work" / name), "ssh": {**ssh, **more.pop("ssh", {})}, **more,
+        }  # fmt: skip
 
     def inside(self, name: str, *words: str) -> str:
         """The output of a command run in a host."""

@@ -129,14 +129,10 @@ def test_nvidia_gpus_are_counted_on_the_pci_bus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tls", "gpus", "set_to"),
     [
-        ("tcp", 0, "tcp"),
-        ("tcp", 1, "tcp,cuda_copy"),
-        ("cma,tcp", 8, "cma,tcp,cuda_copy"),
-        ("tcp,cuda", 1, "tcp,cuda"),
-        ("all", 1, "all"),
-        ("^rc", 1, "^rc"),
+        ("tcp", 0, "tcp"), ("tcp", 1, "tcp,cuda_copy"), ("cma,tcp", 8, "cma,tcp,cuda_copy"),
+        ("tcp,cuda", 1, "tcp,cuda"), ("all", 1, "all"), ("^rc", 1, "^rc"),
     ],
-)
+)  # fmt: skip
 def test_host_memory_beside_a_gpu_needs_cuda_copy(tls: str, gpus: int, set_to: str) -> None:
     """NIXL 1.5 refused UCX_TLS=tcp on an H200 even for host memory: `tests/recorded/gpu/h200.jsonl`."""
     assert nixl.with_cuda_copy(tls, gpus) == set_to

@@ -259,15 +259,12 @@ def test_slow(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("kind", "nic", "amount", "said"),
     [
-        ("fire", 0, "", "unknown fault"),
-        ("pull", 3, "", "has no NIC 3"),
-        ("pull", -1, "", "has no NIC -1"),
-        ("pull", 0, "1%", "takes no amount"),
-        ("loss", 0, "300mbit", "no share"),
-        ("slow", 0, "1%", "no rate"),
+        ("fire", 0, "", "unknown fault"), ("pull", 3, "", "has no NIC 3"),
+        ("pull", -1, "", "has no NIC -1"), ("pull", 0, "1%", "takes no amount"),
+        ("loss", 0, "300mbit", "no share"), ("slow", 0, "1%", "no rate"),
         ("slow", 0, "2gbit", "not slower"),
     ],
-)
+)  # fmt: skip
 def test_faults_that_cannot_be(lab: Lab, kind: str, nic: int, amount: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         labfaults.place(lab, kind, nic, amount)

@@ -135,14 +135,10 @@ def test_a_machine_with_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("speed", "width", "gbit"),
     [
-        (2.5, 1, 2.0),
-        (8.0, 8, 63.0),
-        (16.0, 16, 252.1),
-        (32.0, 16, 504.1),
-        (64.0, 16, 968.0),
+        (2.5, 1, 2.0), (8.0, 8, 63.0), (16.0, 16, 252.1), (32.0, 16, 504.1), (64.0, 16, 968.0),
         (None, 16, None),
     ],
-)
+)  # fmt: skip
 def test_what_a_pcie_link_carries(speed: float | None, width: int, gbit: float | None) -> None:
     assert pcie_gbit(speed, width) == (None if gbit is None else pytest.approx(gbit, abs=0.1))
 
