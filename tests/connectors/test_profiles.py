@@ -235,9 +235,7 @@ def test_an_unknown_newer_version_takes_the_newest_profile() -> None:
     assert not is_newer_than_known("sglang")
 
 
-# ---------------------------------------------------------------- mooncake
-
-
+# Mooncake
 @pytest.mark.parametrize("version", ["0.13.0", "0.15.1"])
 def test_mooncake_over_zmq_is_sequential_and_takes_a_port_for_each_rank(version: str) -> None:
     profile = connectors.get("mooncake").profile(version)
@@ -328,9 +326,7 @@ def test_the_class_that_vllm_loads_puts_the_devices_in_and_nothing_else(tmp_path
     assert done.stdout.split("\n") == ["initialize rdma mlx5_3", "initialize rdma ", ""]
 
 
-# ---------------------------------------------------------------- mooncake in V0
-
-
+# Mooncake in V0
 def v0_file(**given: Any) -> dict[str, Any]:
     profile = connectors.get("mooncake").profile("0.8.5")
     return profile.files(options_for(profile, **given), seat(neighbours=NEIGHBOURS))["MOONCAKE_CONFIG_PATH"]
@@ -435,9 +431,7 @@ def test_nccl_tells_what_memory_it_takes(given: dict[str, Any], said: list[str])
         assert words in told
 
 
-# ---------------------------------------------------------------- nixl
-
-
+# Nixl
 @pytest.mark.parametrize(("version", "said"), [("0.11.0", "vLLM 0.11.1 and newer"), ("0.11.1", "")])
 def test_threads_that_an_old_nixl_connector_does_not_ask_for_are_told(version: str, said: str) -> None:
     profile = connectors.get("nixl").profile(version)
@@ -446,9 +440,7 @@ def test_threads_that_an_old_nixl_connector_does_not_ask_for_are_told(version: s
     assert said in told
 
 
-# ---------------------------------------------------------------- the others
-
-
+# The others
 def test_store_starts_its_master_and_tells_the_engines_where() -> None:
     connector = connectors.get("mooncake_store")
     options = connector.options_model()
@@ -537,9 +529,7 @@ def test_sglang_joins_its_requests_in_a_room(name: str) -> None:
     assert profile.kv_transfer_config("prefill", "e", profile.options_model()) is None
 
 
-# ---------------------------------------------------------------- versions
-
-
+# Versions
 @pytest.mark.parametrize(
     ("text", "numbers"),
     [

@@ -77,9 +77,7 @@ def without(**changes: Any) -> dict[str, Any]:
     return GIVEN | changes
 
 
-# ---------------------------------------------------------------- arguments
-
-
+# Arguments
 def test_arguments_by_kind() -> None:
     given = {"a_b": 1, "on": True, "off": False, "none": None, "list": [1, "x"], "map": {"k": [1]}, "f": 0.5}
     assert argv_of(given) == [
@@ -230,9 +228,7 @@ def test_helper_processes_come_first() -> None:
     assert file["master_server_address"] == f"127.0.0.1:{plan.service_ports[0]}"
 
 
-# ---------------------------------------------------------------- what cannot run, and warnings
-
-
+# What cannot run, and warnings
 @pytest.mark.parametrize(
     ("options", "listed", "said"),
     [
@@ -386,9 +382,7 @@ def test_a_plan_says_what_nccl_takes_and_which_connector_the_release_lacks() -> 
     assert [each for each in lacking if "nccl cannot run: vLLM 0.24.0 has no P2pNcclConnector" in each]
 
 
-# ---------------------------------------------------------------- the version asked
-
-
+# The version asked
 def fake_vllm(tmp_path: Path, body: str) -> tuple[str, ...]:
     path = tmp_path / "vllm"
     path.write_text(f"#!/bin/sh\n{body}\n")
@@ -412,9 +406,7 @@ def test_a_vllm_that_tells_no_version(tmp_path: Path) -> None:
         asked_version((str(tmp_path / "none"),), {})
 
 
-# ---------------------------------------------------------------- sglang
-
-
+# Sglang
 def test_sglang_commands() -> None:
     listed = "[{name: mooncake, protocol: rdma, device_name: 'mlx5_0,mlx5_1'}, nixl, aggregated]"
     asked = scenario("sglang", listed, {"model": "m"}, tensor_parallel_size=8)
@@ -499,9 +491,7 @@ def test_sglang_is_not_passed_off_as_tried() -> None:
     assert "is untested with it" in unusable(asked, deployment_of(asked, "nixl")).reason
 
 
-# ---------------------------------------------------------------- printing
-
-
+# Printing
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12), max_size=5),

@@ -1,8 +1,4 @@
-"""The CPU lab: real vLLM as a P/D pair over NIXL and Mooncake, run and judged by kvbench itself.
-
-Skipped unless `make test-vllm` runs it: it needs the lab's environment of 3 GB, and some eight minutes. Of
-another release with `make test-vllm VLLM=0.13.0`, and with the connectors that this release has.
-"""
+"""The CPU lab: real vLLM as a P/D pair over NIXL and Mooncake (`make test-vllm`, or with VLLM=0.13.0)."""
 
 from __future__ import annotations
 

@@ -170,7 +170,6 @@ def test_attempt_costs_nothing_but_the_answer() -> None:
 
 
 # Settings
-
 names = st.builds(
     lambda prefix, rest: prefix + rest,
     st.sampled_from([*ENV_PREFIXES, "", "HOME_", "AWS_"]),
@@ -192,8 +191,6 @@ def test_logins_in_addresses_are_cut_out() -> None:
 
 
 # Programs that are asked
-
-
 def script(folder: Path, text: str) -> str:
     path = folder / "nvidia-smi"
     path.write_text(f"#!/bin/sh\n{text}\n")

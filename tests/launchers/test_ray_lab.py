@@ -1,7 +1,4 @@
-"""kvbench on a real Ray cluster of this machine, two nodes: ``make test-ray``. Not among the default tests.
-
-Runs in .venv-ray, beside the other test modules' environment.
-"""
+"""kvbench on a real Ray cluster of this machine, two nodes: ``make test-ray``, in .venv-ray."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`--memory cuda` spreads its workers over the GPUs: whose turn is whose, and that a worker takes its own.
-
-The driver is a small library with the CUDA driver API's names and signatures, whose memory is the host's and
-whose GPUs are as many as FAKE_GPUS says. That CUDA itself behaves so is not shown here.
-"""
+"""`--memory cuda` spreads its workers over the GPUs; the CUDA driver is a stand-in with FAKE_GPUS GPUs."""
 
 from __future__ import annotations
 

@@ -61,9 +61,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).parents[1] / 'support'}")
 
 
-# --- rows
-
-
+# Rows
 @pytest.mark.parametrize(
     "name",
     [
@@ -147,9 +145,7 @@ def test_bytes_that_went_elsewhere_are_told() -> None:
     assert "lo" in told["bytes_elsewhere"].message
 
 
-# --- what cannot be, and what goes wrong: an error row, and the next case goes on
-
-
+# What cannot be, and what goes wrong: an error row, and the next case goes on
 def test_what_cannot_be_is_said_and_the_matrix_goes_on() -> None:
     started: list[int] = []
     rows = rows_of(
@@ -287,8 +283,7 @@ def test_what_a_worker_said_before_it_ended_is_heard(tmp_path: Path) -> None:
         launcher.stop([process])
 
 
-# --- the end
-
+# The end
 ENDLESSLY = """
 from kvbench.core.transfers.records import Case
 from kvbench.microbench.options import Settings

@@ -1,8 +1,4 @@
-"""A node in a box: every bundled scenario on a recorded node of eight H200, for every release on record.
-
-What is rendered is held against what that release's own sources take: flags, keys of the connectors'
-configuration, environment, and the ports that its ranks bind. Then it is started for a look, on two hosts.
-"""
+"""Every bundled scenario on a recorded node of eight H200, against what each vLLM release's sources take."""
 
 from __future__ import annotations
 
@@ -200,9 +196,7 @@ slo: {ttft_ms: 2000}
 """
 
 
-# ---------------------------------------------------------------- two hosts
-
-
+# Two hosts
 @pytest.fixture
 def two_hosts() -> Iterator[dict[str, str]]:
     """Address → network namespace: the scenarios' two nodes, with a cable between them."""

@@ -1,8 +1,4 @@
-"""The two-node scenarios render the commands of a set-up that has run on sixteen H200, flag by flag.
-
-What that set-up gave to `vllm serve` 0.13 stands here as data; what kvbench adds to it or leaves out
-is listed with its reason, so that nothing differs unsaid.
-"""
+"""The two-node scenarios render the commands of a set-up that has run on sixteen H200, flag by flag."""
 
 from __future__ import annotations
 

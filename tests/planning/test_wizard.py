@@ -131,8 +131,6 @@ def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
 
 
 # What is written for other machines
-
-
 def vllm_at(command: str) -> dict[str, Installed]:
     return {"vllm": Installed(command, "0.33.0")}
 

@@ -1,8 +1,4 @@
-"""Every command of README and docs, in a bare shell: it is there, and takes the options that it is given.
-
-What looks or prints is run as it stands, in the checkout. What measures, installs or needs hosts is run as
-`--help`, which must name each of its options, and as a plan where it names a scenario that is there.
-"""
+"""Every command and file that README and docs name is there; what looks or prints is run as it stands."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Every fault of the table is seen, named in time, and the others go on. The heavy half: ``make faults``.
-
-Faults of single parts stand in the tests of these parts, with the same marker.
-"""
+"""Every fault of the table is seen, named in time, and the others go on. The heavy half: ``make faults``."""
 
 from __future__ import annotations
 
@@ -95,8 +92,7 @@ def test_the_longer_siege(key: str, long_siege: Outcome, fault: Seen) -> None:
     _judge(long_siege, key, fault)
 
 
-# -- a server that hangs ---------------------------------------------------------------------------------
-
+# A server that hangs
 HANGS = """
 import http.server, sys, threading, time
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -154,8 +150,7 @@ def _check_until(watch: ProcessWatch, process: object, after: Callable[[], None]
         time.sleep(0.05)
 
 
-# -- what is needed of the machine -----------------------------------------------------------------------
-
+# What is needed of the machine
 FLOOD = """
 import os
 os.write(2, b"the first line\\n")
@@ -261,8 +256,7 @@ def test_a_clock_that_is_set_moves_no_figure(step_s: int, read_ns: list[int], fa
     fault.told("nothing, as only the monotonic clock is measured with")
 
 
-# -- what a server may answer ----------------------------------------------------------------------------
-
+# What a server may answer
 BEHAVIOURS: dict[str, list[Step]] = {
     "server_silent": ["hang"],
     "endless_headers": [b"HTTP/1.1 200 OK\r\n", *([b"x-more: " + b"y" * 1000 + b"\r\n"] * 3000)],
@@ -364,8 +358,7 @@ def test_what_a_server_answers_is_told_in_the_trial_s_line(
     fault.told(f"{trial.verdict}: {trial.reason}", trial.duration_s)
 
 
-# -- file systems that are full, in a mount namespace of their own ---------------------------------------
-
+# File systems that are full, in a mount namespace of their own
 SMALL = 'mount -t tmpfs -o size={size} none "$0" && exec "$@"'
 
 
@@ -446,8 +439,7 @@ def test_shared_memory_that_fills_up_in_a_trial_harms_nothing(tmp_path: Path, fa
     fault.told(f"{trial.summary['completed']} of {trial.summary['sent']} requests completed", 0.0)
 
 
-# -- NICs between P and D --------------------------------------------------------------------------------
-
+# NICs between P and D
 PAIR_NIC_FAULTS = {"pair_nic_pulled": "pull", "pair_nic_partitioned": "partition", "pair_nic_slowed": "slow"}
 
 
@@ -504,9 +496,7 @@ def test_a_nic_between_prefill_and_decode_that_fails_in_a_trial(
     fault.told("; ".join(dict.fromkeys([*(each.message for each in findings), trial.reason])), first)
 
 
-# -- a load generator without descriptors ----------------------------------------------------------------
-
-
+# A load generator without descriptors
 @pytest.mark.heavy
 @pytest.mark.fault("out_of_files_client")
 def test_a_load_generator_without_descriptors_is_no_miss_of_the_server(tmp_path: Path, fault: Seen) -> None:
@@ -528,9 +518,7 @@ def test_a_load_generator_without_descriptors_is_no_miss_of_the_server(tmp_path:
     fault.told(f"{trial.verdict}: {trial.reason}", trial.duration_s)
 
 
-# -- the table -------------------------------------------------------------------------------------------
-
-
+# The table
 def test_the_table_is_made_of_what_the_tests_saw() -> None:
     rows = json.loads(JSON_PATH.read_text())
     assert [row["key"] for row in rows] == list(FAULTS)

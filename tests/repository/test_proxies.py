@@ -165,9 +165,7 @@ def test_who_needs_a_proxy_is_told_that_there_is_none(trap: Trap, monkeypatch: p
     assert trap.heard == []
 
 
-# --- whom our client believes ---------------------------------------------------------------------------
-
-
+# Whom our client believes
 class _Told(BaseHTTPRequestHandler):
     """Answers what login it was sent."""
 
@@ -233,9 +231,7 @@ def test_a_certificate_authority_of_one_s_own_is_believed(
             assert client.get(url).text == "none"
 
 
-# --- what we start --------------------------------------------------------------------------------------
-
-
+# What we start
 @pytest.mark.parametrize(
     ("environment", "excepted"),
     [
@@ -284,9 +280,7 @@ def test_every_host_of_a_deployment_is_excepted() -> None:
     assert all(hosts <= set(spec.beside) for spec in made)
 
 
-# --- the source -----------------------------------------------------------------------------------------
-
-
+# The source
 def breaches(tree: ast.AST) -> Iterator[str]:
     """Where a module makes a client of its own."""
     for node in ast.walk(tree):

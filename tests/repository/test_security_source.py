@@ -127,8 +127,7 @@ def test_a_fixed_name_in_tmp_is_only_that_of_a_folder_of_one_s_own() -> None:
     assert {Path(name).name for name in guilty} <= {"state.py", "ray.py"}
 
 
-# --- values of a scenario never reach a shell --------------------------------------------------------
-
+# Values of a scenario never reach a shell
 HOSTILE = (
     "$(touch escaped)", "`touch escaped`", "; touch escaped #", "a\nb", "'; touch escaped; '", '"$HOME"',
     "*", "-n", "--flag=$(touch escaped)", "é💥", "\\",

@@ -28,8 +28,6 @@ def python(code: str, *paths: Path, **env: str) -> subprocess.CompletedProcess[s
 
 
 # What is installed
-
-
 LABS = [setup_vllm.Lab(version) for version in setup_vllm.known()]
 
 
@@ -99,8 +97,6 @@ def test_what_is_not_there_is_not_done(lab: setup_vllm.Lab) -> None:
 
 
 # The start-up file
-
-
 def test_it_pins_nothing_and_says_so() -> None:
     code = (
         "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); print(os.sched_getaffinity(0))"

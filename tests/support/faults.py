@@ -254,8 +254,7 @@ def fault(request: pytest.FixtureRequest, record_property: Callable[[str, object
     record_property(PROPERTY, seen.record)
 
 
-# -- the siege -----------------------------------------------------------------------------------------
-
+# The siege
 HANG = "hang"
 """Once this file lies beside the logs, the outside package's library of that pair never returns."""
 SHIM = str(Path(__file__).with_name("fault_shim.py"))

@@ -1,8 +1,4 @@
-"""A recorded kind of machine: eight GPUs, a RoCE NIC of 400 Gbit/s beside each, two storage ports unlinked.
-
-The files are those of the kernel's ABI documentation (sysfs-class-infiniband, sysfs-class-net,
-sysfs-bus-pci); the tree is that of an eight-GPU HGX board: a PCIe switch for each GPU, four on each socket.
-"""
+"""A recorded machine of eight GPUs, each with a NIC beside it; files as in the kernel's ABI documentation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Damage for fuzz tests: bytes cut, flipped, doubled and planted; JSON with values of another shape.
-
-What is done is drawn by hypothesis, so a failing example is made small and can be played again.
-"""
+"""Damage for fuzz tests, drawn by hypothesis: bytes cut, flipped, doubled, planted; JSON of another shape."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""vLLM releases by what is on record of them (recorded/vllm/flags.json): their command lines and ports.
-
-Run as a program it is a `vllm serve` of the release named in VLLM_VERSION: it takes what that takes, binds
-every port that its ranks would, and answers /health.
-"""
+"""vLLM releases by recorded/vllm/flags.json; run as a program, a `vllm serve` of the release VLLM_VERSION."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Hosts for tests: network namespaces with a real sshd each, on a net for ssh and a data net of their own.
-
-This machine is on the first net only, as a login node may be: what is asked of a server on the data net has
-to be asked over there. Namespaces share files and processes, so one kvbench serves all of them.
-"""
+"""Hosts as network namespaces: a real sshd each, a net for ssh and a data net that this machine is not on."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Stores, two-sided libraries and connectors of other houses behind the transfer contract.
-
-Gloo and openYuanrong run where KVBENCH_OPT_IN=1 is set and they are installed; whatever else is not there is
-skipped with the reason that check() gives.
-"""
+"""Stores, two-sided libraries and foreign connectors behind the transfer contract, where installed."""
 
 from __future__ import annotations
 
@@ -103,9 +99,7 @@ class Two:
         await self._there.__aexit__(*error)
 
 
-# --- through a store
-
-
+# Through a store
 async def test_writes_are_collected_and_offers_are_read(store: str) -> None:
     async with Two(store) as (here, there, peer):
         for seed in (1, 2):
@@ -200,9 +194,7 @@ def test_measured_end_to_end(store: str) -> None:
         assert record.calls >= 8
 
 
-# --- Mooncake Store
-
-
+# Mooncake Store
 async def test_thousands_of_objects_at_once(mooncake: str) -> None:
     layout = Layout(regions=16, blocks=256, block_bytes=512)
 
@@ -366,9 +358,7 @@ def test_codes_have_names() -> None:
     assert mooncake_store.describe_code(-5) == "unknown code (-5)"
 
 
-# --- vLLM-Omni's contract
-
-
+# VLLM-Omni's contract
 class Folder:
     """A connector of another house: pickles nothing, keeps files, gives them away as often as asked."""
 
@@ -451,9 +441,7 @@ def test_example_connector_gives_a_key_away_once() -> None:
         serving.close()
 
 
-# --- those that run where they are wanted
-
-
+# Those that run where they are wanted
 async def test_optional_libraries_move_bytes(optional: str) -> None:
     async with Two(optional) as (here, there, peer):
         for blocks in (1, 20):
@@ -497,9 +485,7 @@ async def test_gloo_deals_blocks_over_addresses() -> None:
         assert any("127.0.0.2" in (end.laddr.ip, end.raddr.ip) for end in ends if end.status == "ESTABLISHED")
 
 
-# --- NCCL, as far as it goes without a GPU
-
-
+# NCCL, as far as it goes without a GPU
 def test_nccl_names_what_it_lacks() -> None:
     problem = transfer.check("nccl")
     if not os.path.exists("/dev/nvidiactl"):
@@ -527,9 +513,7 @@ def test_nccl_is_forced_to_the_asked_way(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (tcp["NCCL_SOCKET_IFNAME"], tcp["NCCL_IB_DISABLE"], tcp["NCCL_DEBUG"]) == ("=eth0", "1", "INFO")
 
 
-# --- the parts they share
-
-
+# The parts they share
 def test_threads_keep_errors_and_never_wait() -> None:
     threads = Threads(2)
     try:

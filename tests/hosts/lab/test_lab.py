@@ -182,8 +182,6 @@ def test_a_slow_lab_is_slow(tmp_path: Path) -> None:
 
 
 # Faults
-
-
 @pytest.fixture
 def needs_nft() -> None:
     try:
@@ -274,8 +272,6 @@ def test_faults_that_cannot_be(lab: Lab, kind: str, nic: int, amount: str, said:
 
 
 # Names, owners, and what is left over
-
-
 @needs_lab
 def test_a_lab_in_use_is_found_by_name_and_left_alone(lab: Lab) -> None:
     name = lab.plan.name
@@ -382,8 +378,6 @@ def test_namespaces_without_a_file_are_found(nothing_left: Path) -> None:
 
 
 # The command
-
-
 def kvbench_lab(
     *words: str, prefix: Sequence[str] = (), env: dict[str, str] | None = None
 ) -> tuple[int, str]:

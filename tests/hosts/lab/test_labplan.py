@@ -104,8 +104,6 @@ def test_the_lines_of_ip_and_tc() -> None:
 
 
 # Files and processes
-
-
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

@@ -151,8 +151,6 @@ def test_versions_are_told_where_they_are_installed() -> None:
 
 
 # Settings
-
-
 def told(root: Path, environ: Mapping[str, str], gpus: int = 8) -> dict[str, Check]:
     found = settings_checks(Machine.at(root, gpus, hgx.ADDRESSES), environ)
     assert all(check.fix for check in found if check.status != "ok")

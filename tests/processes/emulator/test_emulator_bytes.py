@@ -125,9 +125,7 @@ def test_eos_is_rare_but_comes() -> None:
     assert 0.003 < wants_eos(np.arange(100_000, dtype=np.uint64)).mean() < 0.005
 
 
-# -- text -------------------------------------------------------------------------------------------
-
-
+# Text
 @given(st.lists(st.integers(1, 8191), max_size=30))
 def test_what_the_engine_writes_can_be_read_back(tokens: list[int]) -> None:
     assert protocol.encode(protocol.decode(tokens), 8192) == tokens
@@ -141,9 +139,7 @@ def test_any_text_has_tokens_in_the_vocabulary(prompt: str) -> None:
     assert bool(tokens) == bool(prompt)
 
 
-# -- requests ---------------------------------------------------------------------------------------
-
-
+# Requests
 def body(**fields: object) -> bytes:
     return json.dumps(fields).encode()
 
@@ -194,8 +190,7 @@ def test_chat_content_may_be_parts() -> None:
             parse(body(messages=messages), True, "tiny", 8192)
 
 
-# -- spec -------------------------------------------------------------------------------------------
-
+# Spec
 SPEC = {
     "served_model_name": "tiny",
     "port": 1,

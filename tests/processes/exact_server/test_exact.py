@@ -246,9 +246,7 @@ def test_an_md1_queue_serves_one_at_a_time_in_order_of_arrival(tmp_path: Path) -
         assert row["token_write_s"][2] >= free_at + 2 * FAST["gap_s"] - DIGIT_S
 
 
-# troubles
-
-
+# Troubles
 def trouble(kind: str, **more: Any) -> dict[str, Any]:
     return {"trouble": {"kind": kind, **more}}
 
@@ -358,9 +356,7 @@ def test_refuse_after_some_connections(tmp_path: Path) -> None:
         second.close()
 
 
-# clients that misbehave
-
-
+# Clients that misbehave
 def test_a_client_that_goes_is_let_go(tmp_path: Path) -> None:
     with exact(tmp_path, gap_s=0.01) as server:
         with server.connect() as sock:
@@ -416,9 +412,7 @@ def test_what_it_tells(tmp_path: Path) -> None:
             assert read_all(sock).startswith(b"HTTP/1.1 404 ")
 
 
-# the process
-
-
+# The process
 def test_the_log_is_written_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     with exact(tmp_path, log_path=str(path), log_tokens=False) as server:
@@ -454,9 +448,7 @@ def test_the_load_generator_and_the_server_say_the_same(tmp_path: Path) -> None:
         assert row["arrival_s"] >= started + record.scheduled_s - CLOCK_S
 
 
-# pure parts
-
-
+# Pure parts
 @given(
     data=st.lists(st.integers(0, 200_000), min_size=1, max_size=50),
     max_tokens=st.one_of(st.none(), st.integers(1, 5000)),

@@ -34,10 +34,20 @@ def write_spec(folder: Path, url: str, **changes: Any) -> Path:
     return path
 
 
+def command(path: Path) -> list[str]:
+    return [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
+
+
+def run(path: Path, timeout: float = 30, **more: Any) -> subprocess.CompletedProcess[str]:
+    silent = subprocess.DEVNULL
+    return subprocess.run(
+        command(path), stdin=silent, capture_output=True, text=True, timeout=timeout, **more
+    )
+
+
 def start(path: Path) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command(path), stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def say(process: subprocess.Popen[str], words: str) -> None:
@@ -57,8 +67,7 @@ def records_in(folder: Path) -> list[RequestRecord]:
 def test_a_process_runs_its_spec_and_writes_records_in_order(tmp_path: Path) -> None:
     with in_background(GOOD) as url:
         path = write_spec(tmp_path, url, num_requests=20, slo={"ttft_ms": 900, "tpot_ms": 900})
-        command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+        done = run(path)
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events[0] == {"event": "ready"}
@@ -134,8 +143,7 @@ def test_nobody_left_to_say_go_ends_it(tmp_path: Path) -> None:
 def test_a_wrong_spec_is_exit_code_2(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     path = write_spec(tmp_path, f"http://{HOST}:1")
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    done = run(path)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -239,8 +247,7 @@ def trace(folder: Path, rows: list[dict[str, Any]]) -> str:
 def test_a_trace_takes_the_place_of_the_rate(tmp_path: Path) -> None:
     with in_background(GOOD) as url:
         path = write_spec(tmp_path, url, requests_path=trace(tmp_path, TRACE), timeout_s=15.0)
-        command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+        done = run(path)
     assert done.returncode == 0, done.stderr
     records = records_in(tmp_path)
     assert [record.scheduled_s for record in records] == [0.0, 0.0, 0.05]
@@ -277,8 +284,7 @@ def test_traced_prompts_share_their_blocks(tmp_path: Path) -> None:
 )
 def test_a_wrong_trace_is_refused(tmp_path: Path, row: Any, words: str) -> None:
     path = write_spec(tmp_path, f"http://{HOST}:1", requests_path=trace(tmp_path, [TRACE[0], row]))
-    command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    done = run(path)
     assert done.returncode == 2
     assert words in done.stderr
 
@@ -327,10 +333,7 @@ def test_records_that_cannot_be_written_are_reported_on_stdout(tmp_path: Path) -
 
     with in_background([0.01, *GOOD]) as url:
         path = write_spec(tmp_path, url, num_requests=5, request_rate=1000.0)
-        command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, preexec_fn=small
-        )
+        done = run(path, timeout=60, preexec_fn=small)
     assert done.returncode == 1
     assert json.loads(done.stdout.splitlines()[-1]) == {"event": "unwritten", "why": "File too large"}
 
@@ -341,11 +344,7 @@ def test_too_few_descriptors_are_told_before_the_trial(tmp_path: Path) -> None:
 
     with in_background([0.5, *GOOD]) as url:
         path = write_spec(tmp_path, url, num_requests=150, request_rate=1000.0, timeout_s=20.0)
-        command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
-        stdin = subprocess.DEVNULL
-        done = subprocess.run(
-            command, stdin=stdin, capture_output=True, text=True, timeout=60, preexec_fn=few
-        )
+        done = run(path, timeout=60, preexec_fn=few)
     assert done.returncode == 0, done.stderr
     assert "only 100 file descriptors are allowed" in done.stderr
     errors = [record.error for record in records_in(tmp_path)]

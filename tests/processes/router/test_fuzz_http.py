@@ -1,7 +1,4 @@
-"""Bytes from anywhere on the wire: to our server, from a server to the router and to the load generator.
-
-``make fuzz`` runs these tests for longer, with new examples each time.
-"""
+"""Bytes from anywhere on the wire: to our server, the router and the load generator (also ``make fuzz``)."""
 
 from __future__ import annotations
 
@@ -104,9 +101,7 @@ CUTS = st.lists(st.integers(1, 200), max_size=4)
 GOOD = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
-# --- our server --------------------------------------------------------------------------------------
-
-
+# Our server
 @pytest.fixture(scope="module")
 def echo() -> Iterator[tuple[int, list[str]]]:
     """A server on a thread: its port, and the handler's own failures."""
@@ -139,9 +134,7 @@ def test_any_request_is_answered_or_refused(
     assert not failures
 
 
-# --- the router --------------------------------------------------------------------------------------
-
-
+# The router
 class Backends:
     """P and D that answer every request by the bytes that are told, and then close."""
 
@@ -219,8 +212,7 @@ def test_any_body_of_a_client_is_routed_or_refused(
     assert not failures
 
 
-# --- the load generator ------------------------------------------------------------------------------
-
+# The load generator
 KNOWN = set(RequestError.__args__)  # type: ignore[attr-defined]
 
 
@@ -253,9 +245,7 @@ def test_reads_of_any_answer_are_taken(data: bytes, sizes: list[int]) -> None:
     answer.release()
 
 
-# --- bounded, however long it goes on ----------------------------------------------------------------
-
-
+# Bounded, however long it goes on
 def endless(piece: bytes, first: bytes, most: int) -> tuple[int, str]:
     """Bytes that a client takes of an answer that never ends, of at most ``most``, and what it says then."""
 

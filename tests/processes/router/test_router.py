@@ -647,8 +647,6 @@ def test_a_long_prompt_of_token_ids_is_not_decoded() -> None:
 
 
 # The process
-
-
 def start(folder: Path, spec: dict[str, Any]) -> subprocess.Popen[str]:
     path = folder / "spec.json"
     path.write_text(json.dumps(spec))
