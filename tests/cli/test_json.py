@@ -85,8 +85,7 @@ def require_one_document(name: str, tmp_path: Path, run: Callable[..., Finished]
         (folder,) = tmp_path.iterdir()
         assert document["run"] == folder.name
         assert document["rows"] or any(document["methods"].values())
-        again = invoke("report", str(folder), "--json").succeeded()
-        assert document in json.loads(again.out)["runs"]
+        assert document in json.loads(invoke("report", str(folder), "--json").succeeded().out)["runs"]
         assert "files: " in done.err or "report (" in done.err  # people are told beside it
 
 

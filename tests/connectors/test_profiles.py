@@ -259,8 +259,7 @@ def test_mooncake_over_a_bootstrap_server_is_concurrent(version: str) -> None:
     assert profile.dispatch == "concurrent"
     assert profile.needs_bootstrap
     assert profile.side_ports("prefill", Ranks(8)) == 1
-    params = profile.decode_request(BODY, None, "id-1", PEER)["kv_transfer_params"]
-    assert params == {
+    assert profile.decode_request(BODY, None, "id-1", PEER)["kv_transfer_params"] == {
         "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "id-1",
         "remote_bootstrap_addr": "http://10.0.0.1:8998", "remote_engine_id": "engine-p",
     }  # fmt: skip

@@ -119,8 +119,7 @@ def test_every_engine_keeps_the_contract(name: str) -> None:
     assert bool(options.timing_profile) == options.models_compute
     if options.asks_version:
         assert not options.with_version("1.2.3").asks_version
-    first = engines.get(name).first_scenario
-    if first is not None:
+    if engines.get(name).first_scenario is not None:
         found = able_connectors(name, FoundMachine(engines={name: Installed("/bin/e", "0.32.0")}))
         assert "aggregated" in {each.name for each in found}
 

@@ -36,7 +36,21 @@ def names(versions: dict[str, str], gpu: bool | None) -> list[str]:
     return [each.name for each in clashes(EngineEnvironment(versions, cuda_major_of(versions), gpu))]
 
 
-@pytest.mark.parametrize(("versions", "gpu"), [(CPU_LAB, False), (H200, True), (SEED, True), ({}, None)])
+@pytest.mark.parametrize(
+    ("versions", "gpu"),
+    [
+        pytest.param(CPU_LAB, False, id="the CPU lab"),
+        pytest.param(H200, True, id="H200"),
+        pytest.param(SEED, True, id="the seed"),
+        pytest.param({}, None, id="nothing"),
+        pytest.param({"vllm": "0.8.4", "mooncake-transfer-engine": "0.3.3.post2"}, True, id="last of V0"),
+        pytest.param({"vllm": "0.8.5", "mooncake-transfer-engine": "0.3.5"}, True, id="first after V0"),
+        pytest.param({"nixl": "0.10.0", "nixl-cu12": "0.10.0"}, False, id="NIXL 0.10 without a driver"),
+        pytest.param({"nixl": "0.9.0", "nixl-cu12": "0.9.0"}, True, id="NIXL 0.9 with a driver"),
+        pytest.param({"mooncake-transfer-engine": "0.3.13"}, None, id="Mooncake, no driver known"),
+        pytest.param({"nixl-cu12": "1.5.1"}, None, id="NIXL, no driver known"),
+    ],
+)
 def test_sets_that_are_known_to_work_are_left_alone(versions: dict[str, str], gpu: bool | None) -> None:
     assert names(versions, gpu) == []
 
@@ -72,22 +86,6 @@ def test_a_clash_is_found_with_its_mend(versions: dict[str, str], gpu: bool | No
     assert expected in found
     assert found[expected].fix
     assert found[expected].status in ("warn", "missing")
-
-
-def test_the_last_good_pair_of_v0_is_no_clash() -> None:
-    versions = {"vllm": "0.8.4", "mooncake-transfer-engine": "0.3.3.post2"}
-    assert names(versions, True) == []
-    assert names({**versions, "vllm": "0.8.5", "mooncake-transfer-engine": "0.3.5"}, True) == []
-
-
-def test_nixl_from_0_10_on_needs_no_driver() -> None:
-    assert names({"nixl": "0.10.0", "nixl-cu12": "0.10.0"}, False) == []
-    assert names({"nixl": "0.9.0", "nixl-cu12": "0.9.0"}, True) == []
-
-
-def test_what_is_not_known_trips_no_rule() -> None:
-    assert names({"mooncake-transfer-engine": "0.3.13"}, None) == []
-    assert names({"nixl-cu12": "1.5.1"}, None) == []
 
 
 def test_every_rule_names_only_what_is_looked_up() -> None:

@@ -149,8 +149,7 @@ def test_a_run_is_measured_stored_reported_and_compared(tmp_path: Path) -> None:
         assert row.logical_bytes == row.nbytes == 4 * row.case.block_bytes
         assert row.calls == len(row.call_s) >= 20
     assert (run.path / "report.md").is_file()
-    model = json.loads((run.path / "tables" / "transfer_model.json").read_text())
-    assert model["run"] == run.run_id
+    assert json.loads((run.path / "tables" / "transfer_model.json").read_text())["run"] == run.run_id
     again = kvbench("microbench", *QUICK, "--compare", str(run.path), "--output", str(tmp_path / "second"))
     assert again.status == 0, again.text
     assert f"compared with {run.run_id}" in again.out

@@ -98,8 +98,7 @@ def turns_of(key: Case, one: Side, other: Side) -> list[tuple[str, int]]:
 def test_on_one_host_every_worker_has_its_own_turn() -> None:
     here = Side()
     assert turns_of(case(), here, here) == [("initiator", 0), ("target", 1)]
-    several = turns_of(case(initiators=3), here, here)
-    assert [turn for _, turn in several] == [0, 1, 2, 3]
+    assert [turn for _, turn in turns_of(case(initiators=3), here, here)] == [0, 1, 2, 3]
     named = Side(name="a", elsewhere=True), Side(name="a", elsewhere=True)
     assert [turn for _, turn in turns_of(case(targets=2), *named)] == [0, 1, 2]
 

@@ -218,8 +218,7 @@ def test_a_transfer_that_never_ends_has_a_deadline(fault: Seen) -> None:
 @pytest.mark.usefixtures("outside")
 def test_wrong_bytes_are_an_error_also_where_only_the_repeats_are_wrong() -> None:
     liar, lazy = (replace(WRITE, backend=name) for name in ("liar", "lazy"))
-    rows = rows_of(liar, replace(liar, op="read"), lazy, replace(lazy, op="read"))
-    for row in rows:
+    for row in rows_of(liar, replace(liar, op="read"), lazy, replace(lazy, op="read")):
         assert (row.status, row.verified, row.gb_per_s) == ("error", False, None)
         side = "target" if row.case.op == "write" else "initiator"
         assert f"wrong bytes arrived at the {side}: region 0, block" in row.error
@@ -242,8 +241,7 @@ def test_a_library_that_crashes_hangs_or_is_missing(fault: Seen) -> None:
     names = ("crashing", "lacking", "absent")
     cases = [*(replace(WRITE, backend=name) for name in names), WRITE]
     rows = timed(run_cases(cases, settings=QUICK), fault)
-    hanging = replace(WRITE, backend="hanging")
-    rows += rows_of(hanging, settings=replace(QUICK, open_s=1.0))
+    rows += rows_of(replace(WRITE, backend="hanging"), settings=replace(QUICK, open_s=1.0))
     by_name = {row.case.backend: row for row in rows}
     assert "killed by signal 11" in by_name["crashing"].error
     assert any(outside_backends.LAST_WORDS in line for line in by_name["crashing"].log)

@@ -123,8 +123,7 @@ def test_what_binds_to_an_address_gets_the_pods_own() -> None:
     assert env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "$(POD_IP)"
     assert prefill["env"][0] == {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     # Of its neighbours it knows the names.
-    router = container(documents, "router")
-    assert not [word for word in router["command"] if "POD_IP" in word]
+    assert not [word for word in container(documents, "router")["command"] if "POD_IP" in word]
 
 
 def test_instances_ask_for_their_gpus_and_rdma_devices() -> None:
@@ -239,8 +238,7 @@ def test_each_mistake_of_a_pod_is_seen(wrong: str, value: str | None, tmp_path: 
 
 def test_everything_carries_the_run_tag() -> None:
     scenario = scenario_of("quickstart", connector="nixl")
-    plan = plan_of(scenario)
-    (planned,) = [each for each in plan.deployments if not each.reference_only]
+    (planned,) = [each for each in plan_of(scenario).deployments if not each.reference_only]
     tag = run_tag(scenario, planned)
     documents = manifests(scenario)
     assert {each["metadata"]["labels"]["kvbench/run-tag"] for each in documents} == {tag}

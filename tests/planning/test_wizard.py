@@ -182,8 +182,7 @@ def test_a_vllm_without_the_library_cannot_run_its_connector() -> None:
 
 
 def test_what_was_found_is_told() -> None:
-    machine = FoundMachine(gpus=(CARD,), nics=("mlx5_0",), engines=vllm_at("/opt/vllm"))
-    assert described(machine) == [
+    assert described(FoundMachine(gpus=(CARD,), nics=("mlx5_0",), engines=vllm_at("/opt/vllm"))) == [
         "GPUs      NVIDIA H200",
         "RDMA      mlx5_0",
         "vLLM      0.33.0 at /opt/vllm",

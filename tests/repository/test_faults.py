@@ -335,8 +335,7 @@ def hostile_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, RunFolde
     with Hostile() as url:
         path.write_text(EXTERNAL.format(url=url))
         words = ("bench", str(path), "--rate", "10", "--output", str(folder / "r"))
-        done = kvbench(*words, sets=HOSTILE_SETS, env={"COLUMNS": "4000"})
-        return done.text, the_run(folder / "r")
+        return kvbench(*words, sets=HOSTILE_SETS, env={"COLUMNS": "4000"}).text, the_run(folder / "r")
 
 
 @pytest.mark.heavy

@@ -100,8 +100,7 @@ def test_connections_of_multiprocessing_carry_bytes_only() -> None:
     """Its ``send`` and ``recv`` pickle; ``send_bytes`` and ``recv_bytes`` do not."""
     found = 0
     for path in SOURCES:
-        text = path.read_text()
-        if "multiprocessing.connection" not in text:
+        if "multiprocessing.connection" not in path.read_text():
             continue
         found += 1
         calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]

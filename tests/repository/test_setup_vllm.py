@@ -20,10 +20,9 @@ import setup_vllm  # noqa: E402
 
 def python(code: str, *paths: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Code in a new Python that starts with the lab's start-up file, or with another folder's."""
-    folders = ":".join(map(str, paths or (SHIM,)))
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
-        env={**os.environ, "PYTHONPATH": folders, **env}, check=False,
+        env={**os.environ, "PYTHONPATH": ":".join(map(str, paths or (SHIM,))), **env}, check=False,
     )  # fmt: skip
 
 

@@ -111,8 +111,7 @@ class EngineProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample of /metrics."""
-        text = httpx.get(self.url + "/metrics", timeout=10).text
-        for line in text.splitlines():
+        for line in httpx.get(self.url + "/metrics", timeout=10).text.splitlines():
             match = re.fullmatch(r"([^{\s]+)\{(.*)\} (\S+)", line)
             if (
                 match

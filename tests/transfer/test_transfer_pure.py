@@ -36,8 +36,7 @@ def pairs(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 @given(pairs())
 def test_runs_cover_each_pair_once(ids: tuple[list[int], list[int]]) -> None:
-    runs = merge_runs(*ids)
-    covered = [(run.local + k, run.remote + k) for run in runs for k in range(run.blocks)]
+    covered = [(run.local + k, run.remote + k) for run in merge_runs(*ids) for k in range(run.blocks)]
     assert sorted(covered) == sorted(zip(*ids, strict=True))
     assert len(set(covered)) == len(covered)
 
@@ -320,8 +319,7 @@ def test_lanes_of_the_passive_side_say_nothing_of_the_kv(tmp_path: Path) -> None
         "decode-0": [lanes("inter-node cfg#1 rma(rc_mlx5/mlx5_0:1)  am(rc_mlx5/mlx5_0:1)")],
     }
     for name in said:
-        role = name.partition("-")[0]
-        source = LogSource(name, "vllm", "NixlConnector", role, kv_operation="read")
+        source = LogSource(name, "vllm", "NixlConnector", name.partition("-")[0], kv_operation="read")
         watch.follow(tmp_path / name, source)
     for name, text in said.items():
         (tmp_path / name).write_text("\n".join([*text, ""]), "utf-8")

@@ -454,8 +454,7 @@ async def test_optional_libraries_move_bytes(optional: str) -> None:
 
 
 def test_optional_libraries_are_measured(optional: str) -> None:
-    ops = transfer.get(optional).ops
-    cases = [Case(optional, "tcp", op, 65536, 4, threads=2) for op in ops]
+    cases = [Case(optional, "tcp", op, 65536, 4, threads=2) for op in transfer.get(optional).ops]
     for record in run_cases(cases, settings=Settings(seconds=0.1, min_calls=8, open_s=30.0)):
         assert (record.status, record.error, record.verified) == ("ok", "", True)
 

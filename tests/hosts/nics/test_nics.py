@@ -91,8 +91,7 @@ def test_a_place_may_be_a_numa_node_or_a_pci_address(root: Path) -> None:
 
 def test_a_slower_nic_comes_last_however_near(root: Path) -> None:
     (hgx.device(root, "mlx5_0") / "rate").write_text("100 Gb/sec (4X EDR)\n")
-    place = place_of("gpu:0", root, hgx.CARDS)
-    assert names(choose(8, rdma_nics(root), place, root))[-1] == "mlx5_0"
+    assert names(choose(8, rdma_nics(root), place_of("gpu:0", root, hgx.CARDS), root))[-1] == "mlx5_0"
 
 
 @pytest.mark.parametrize("count", [9, 0, -1])

@@ -115,8 +115,7 @@ def test_a_start_up_of_50_ms_is_in_every_request_and_marked(tmp_path: Path) -> N
 
 
 def test_a_pace_that_the_bytes_cannot_keep_is_counted_as_late(tmp_path: Path) -> None:
-    pace = {"gb_per_s": 1e4, "start_s": 0.0}
-    with running_pair(tmp_path, "tcp", kv_pace=pace) as pair:
+    with running_pair(tmp_path, "tcp", kv_pace={"gb_per_s": 1e4, "start_s": 0.0}) as pair:
         began = {name: pair.decode.metric(f"kvbench:{name}") for name in (*LATE, "kv_transfer_seconds_sum")}
         pair.tokens(list(range(1, 1025)), 2)
         late, paced, moved = (pair.decode.metric(f"kvbench:{name}") - began[name] for name in began)

@@ -76,8 +76,7 @@ def test_the_router_and_the_generator_get_the_same_dispatch() -> None:
     scenario, _ = load_scenario("quickstart", ["deployment.prefill=2"])
     for planned in plan_of(scenario).deployments:
         direct = dispatch_spec(scenario, planned)
-        routers = [spec.spec for spec in process_specs(scenario, planned) if spec.name == "router"]
-        (router,) = routers
+        (router,) = [spec.spec for spec in process_specs(scenario, planned) if spec.name == "router"]
         assert set(direct) == {"connector", "version", "options", "prefill", "decode"}
         assert direct.items() <= router.items()
         lone = planned.connector == "aggregated"
@@ -95,8 +94,7 @@ def test_lone_engines_are_asked_in_turn_without_the_router(tmp_path: Path) -> No
     with deployed(tmp_path, "aggregated", SLOW) as (deployment, launcher):
         direct = deployment.endpoints.direct
         assert direct["prefill"] == []
-        result = offer(deployment, launcher, direct)
-        assert [record.error for record in result.records] == [""] * 8
+        assert [record.error for record in offer(deployment, launcher, direct).records] == [""] * 8
         pages = deployment.metrics()
         served = {
             name: page.total("vllm:request_success_total") for name, page in pages.items() if page is not None

@@ -308,9 +308,8 @@ def test_the_usual_stream_is_decoded_once(kind: type[ServerAnswer], monkeypatch:
 def test_an_event_has_the_stamp_of_the_read_that_completed_it() -> None:
     first, second = chunk(TOKEN), chunk(event(" later"))
     sizes = [len(HEAD), len(first) - 2, 2 + 5, len(second) - 5 - 3, 3]
-    data = HEAD + first + second + chunk(USAGE) + chunk(DONE) + LAST
     # The last read but one ends before the second line feed, the first one after it.
-    assert taken(data, sizes)["tokens"] == [1, 4]
+    assert taken(HEAD + first + second + chunk(USAGE) + chunk(DONE) + LAST, sizes)["tokens"] == [1, 4]
 
 
 @given(st.lists(st.integers(1, 40), max_size=60), st.sampled_from([b"\n", b"\r\n", b"\r"]))
@@ -408,9 +407,8 @@ def ids_event(ids: list[int] | None, **more: object) -> bytes:
 
 @given(st.lists(st.lists(st.integers(0, 2**31 - 2), max_size=4), min_size=1, max_size=5), st.data())
 def test_ids_are_kept_however_the_reads_are_cut(answer: list[list[int]], data: st.DataObject) -> None:
-    prompt = data.draw(st.lists(st.integers(0, 9), max_size=30))
     body = (
-        ids_event(answer[0], prompt_token_ids=prompt)
+        ids_event(answer[0], prompt_token_ids=data.draw(st.lists(st.integers(0, 9), max_size=30)))
         + b"".join(map(ids_event, answer[1:]))
         + b"data: [DONE]\n\n"
     )

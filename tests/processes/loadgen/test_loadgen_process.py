@@ -66,8 +66,7 @@ def records_in(folder: Path) -> list[RequestRecord]:
 
 def test_a_process_runs_its_spec_and_writes_records_in_order(tmp_path: Path) -> None:
     with in_background(GOOD) as url:
-        path = write_spec(tmp_path, url, num_requests=20, slo={"ttft_ms": 900, "tpot_ms": 900})
-        done = run(path)
+        done = run(write_spec(tmp_path, url, num_requests=20, slo={"ttft_ms": 900, "tpot_ms": 900}))
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events[0] == {"event": "ready"}
@@ -246,8 +245,7 @@ def trace(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 def test_a_trace_takes_the_place_of_the_rate(tmp_path: Path) -> None:
     with in_background(GOOD) as url:
-        path = write_spec(tmp_path, url, requests_path=trace(tmp_path, TRACE), timeout_s=15.0)
-        done = run(path)
+        done = run(write_spec(tmp_path, url, requests_path=trace(tmp_path, TRACE), timeout_s=15.0))
     assert done.returncode == 0, done.stderr
     records = records_in(tmp_path)
     assert [record.scheduled_s for record in records] == [0.0, 0.0, 0.05]

@@ -77,8 +77,7 @@ def test_prompts_have_in_common_what_their_blocks_say(
         assert len(tokens) == load.input_len[place]
         assert all(7 <= token < 2 * VOCAB for token in tokens)
         for other in range(place):
-            blocks = alike(own[place], own[other])
-            assert alike(tokens, made[other]) // SIZE == blocks, (place, other)
+            assert alike(tokens, made[other]) // SIZE == alike(own[place], own[other]), (place, other)
         earlier = load.goes_on[place] if load.goes_on else -1
         if earlier >= 0:
             whole = [*made[earlier], *answers[earlier]]
@@ -100,8 +99,7 @@ def test_another_trial_and_another_copy_share_nothing() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(3, 200_000), st.integers(1, 70), st.integers(0, 2**63), st.integers(1, 400))
 def test_blocks_differ_by_their_first_tokens(vocab: int, size: int, seed: int, blocks: int) -> None:
-    choices = vocab - lowest_id(vocab)
-    if choices**size < 2 * blocks:
+    if (vocab - lowest_id(vocab)) ** size < 2 * blocks:
         return
     made = BlockTokens(vocab, size, blocks, seed).of(np.arange(blocks), size)
     assert made.shape == (blocks, size)

@@ -451,8 +451,7 @@ async def test_a_slow_client_holds_d_back_and_loses_nothing() -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"prompt":[1,2'])
 async def test_a_body_that_is_no_json_object_is_a_400(body: bytes) -> None:
     x = await lab("nixl")
-    reply = await fetch(x.pool, x.pool.request("POST", "/v1/completions", None, body))
-    assert reply.status == 400
+    assert (await fetch(x.pool, x.pool.request("POST", "/v1/completions", None, body))).status == 400
     assert x.p.requests == []
 
 
