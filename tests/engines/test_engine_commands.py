@@ -6,13 +6,12 @@ import json
 import shlex
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import invoke
+from commands import invoke, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -513,9 +512,7 @@ def test_printed_files_are_those_that_a_launch_writes(tmp_path: Path) -> None:
         ["sh", "-c", shell_script(spec)], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
     )
     process = LocalLauncher("test", tmp_path / "logs", tmp_path / "specs").start(spec)
-    deadline = time.monotonic() + 30
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: process.poll() is not None, 30)
     assert process.poll() == 0
     assert done.stdout.split() == (tmp_path / "logs/p.log").read_text().split()
     assert json.loads((tmp_path / "p-f.json").read_text()) == {"b": [1, "EOF"]}

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import EASY, argv, kvbench, the_run
+from commands import EASY, argv, kvbench, the_run, wait_until
 from faults import FAULTS, GROUPS, STRIKES, FarSiege, Seen, Siege, Struck
 from hostile import DONE, GOOD, HEAD, HOST, LAST, TOKEN, USAGE, Step, chunk, follow, plain
 from hypothesis import HealthCheck, given, settings
@@ -165,10 +165,7 @@ os.write(2, b"the last line\\n")
 def test_a_flood_of_a_log_does_not_fill_the_disk(launcher: LocalLauncher, fault: Seen) -> None:
     process = launcher.start(ProcessSpec("flood", (sys.executable, "-c", FLOOD)))
     fault.struck()
-    deadline = time.monotonic() + 60
-    while process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: process.poll() is not None, 60)
     size = process.log_path.stat().st_size
     assert size < 65 * 2**20, "head, tail and one line"
     data = process.log_path.read_bytes()

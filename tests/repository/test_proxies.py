@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from commands import EASY, Finished, Running, kvbench, the_run
+from commands import EASY, Finished, Running, kvbench, the_run, wait_until
 from emulated import running, spec
 
 from kvbench.core.access import ServerAccess
@@ -263,10 +263,7 @@ def test_a_started_process_reaches_its_deployment_without_the_proxy(trap: Trap, 
     with told() as url:
         asking = ProcessSpec("asking", (sys.executable, "-c", TRUSTING, url), beside=made[0].beside)
         process = launcher.start(asking)
-        deadline = time.monotonic() + 20
-        while process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: process.poll() is not None, 20)
     assert process.tail() == ["none"]
     assert trap.heard == []
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import shlex
 import subprocess
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from commands import wait_until
 
 from kvbench.core.plan.processes import ProcessSpec, shell_script
 from kvbench.launchers.local import LocalLauncher
@@ -141,10 +141,7 @@ def test_a_started_process_gets_its_words_as_they_are(tmp_path: Path) -> None:
 
     spec = ProcessSpec("words", (sys.executable, "-c", code, *HOSTILE), env={"HOSTILE": "$(touch escaped)"})
     process = launcher.start(spec)
-    deadline = time.monotonic() + 20
-    while process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: process.poll() is not None, 20)
     assert json.loads(process.log_path.read_text()) == [list(HOSTILE), "$(touch escaped)"]
 
 

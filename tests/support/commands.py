@@ -210,4 +210,4 @@ def wait_until(condition: Callable[[], bool], deadline_s: float = 15.0) -> None:
     deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+        time.sleep(0.02)
