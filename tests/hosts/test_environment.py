@@ -246,7 +246,6 @@ def node(tmp_path: Path) -> Path:
 
 def test_sysfs_alone(node: Path) -> None:
     cards = with_affinity(hgx.CARDS, node, "")
-    assert cards is not None
     assert [card["numa_node"] for card in cards] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [card["nearest_nics"] for card in cards] == [[name] for name in hgx.NAMES]
     assert {card["nic_way"] for card in cards} == {"PIX/PXB"}

@@ -124,7 +124,6 @@ def test_what_is_in_use_is_waited_for(lab: RayLab) -> None:
     told: list[str] = []
     holding = [sys.executable, "-c", OWNER, lab.address, "holds"]
     with subprocess.Popen(holding, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdin is not None
         assert holder.stdout.readline() == b"up\n"
         with pytest.raises(LaunchError, match="in use"):
             RayNodesOf(options(lab, wait_s=3), "waits", told.append).__enter__()

@@ -82,7 +82,6 @@ def exact(folder: Path, **spec: Any) -> Iterator[Running]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
     )
-    assert process.stdout is not None
     try:
         ready = json.loads(process.stdout.readline())
         assert ready["event"] == "ready"

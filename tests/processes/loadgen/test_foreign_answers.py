@@ -47,7 +47,6 @@ def load(folder: Path, port: int, *, python: bool = False, disturb: bool = False
         env={**os.environ, "KVBENCH_PURE_PYTHON": "1" if python else "0"},
         text=True,
     ) as process:
-        assert process.stdout is not None
         disturber = threading.Thread(target=_disturb, args=(process, over))
         try:
             assert json.loads(process.stdout.readline()) == {"event": "ready"}

@@ -84,7 +84,6 @@ class RawEngine:
         peer = Peer(reader, writer)
         self.peers.append(peer)
         task = asyncio.current_task()
-        assert task is not None
         self._tasks.add(task)
         try:
             # Cancelled when the test ends; start_server would make an error of it.
@@ -387,7 +386,6 @@ async def test_a_thousand_streams_at_once_arrive_whole_and_apart() -> None:
     async def script(peer: Peer) -> None:
         nonlocal arrived
         who = re.search(rb"x-request-id: (\S+)", await peer.request())
-        assert who is not None
         arrived += 1
         if arrived == count:
             all_here.set()
