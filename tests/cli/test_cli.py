@@ -1,7 +1,5 @@
 """The command line: help, bad input, plan, schema, doctor."""
 
-from __future__ import annotations
-
 import json
 import re
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """``kvbench --help`` shows every exit code."""
 
-from __future__ import annotations
-
 import re
 
 from typer.testing import CliRunner

@@ -1,7 +1,5 @@
 """What one expects of any command line: lists, `latest`, completion, examples, any locale."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

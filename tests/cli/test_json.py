@@ -1,7 +1,5 @@
 """``--json``: every command that prints a table has it, and stdout is then one JSON document and no more."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

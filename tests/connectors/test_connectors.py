@@ -1,7 +1,5 @@
 """Connectors: configuration, environment, and the pure handshake functions."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Connector profiles by engine version: configuration against recorded schemas, and the dialects."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

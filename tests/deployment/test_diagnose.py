@@ -1,7 +1,5 @@
 """Log lines and their causes: each pattern on a line as it is written, honest logs, live watching."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Single requests to a server that answers late: what it compiles first, it may take its time for."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Commands of real engines: arguments, environment, warnings, the version asked, printing."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """What an engine's options tell the rest of kvbench, also those of an engine of an outside package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Timing profiles by name and by file, in the simulator and in an emulated engine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

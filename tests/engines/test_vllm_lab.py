@@ -1,7 +1,5 @@
 """The CPU lab: real vLLM as a P/D pair over NIXL and Mooncake (`make test-vllm`, or with VLLM=0.13.0)."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """A vLLM instance that spans hosts: its processes, where each is, and whether vLLM's parser takes them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Version clashes, on recorded sets of what is installed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

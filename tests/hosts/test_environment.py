@@ -1,7 +1,5 @@
 """The description of a machine: recorded trees of other machines, and this one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Temporary folders go with their maker, or are found once it is dead."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Metrics pages: parsing, growth, and what is missing."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Whose CPU time it was: this run's, the system's under test, or that of others."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

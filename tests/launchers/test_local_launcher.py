@@ -1,7 +1,5 @@
 """The local launcher with real processes: logs, stop order, force, orphans."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What is asked of Ray, node by node, and what a cluster lacks. The real thing: test_ray_lab.py."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """kvbench on a real Ray cluster of this machine, two nodes: ``make test-ray``, in .venv-ray."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

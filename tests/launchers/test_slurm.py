@@ -1,7 +1,5 @@
 """Slurm's command lines and answers, and which node serves which role. For real: test_slurm_lab.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """kvbench on a real Slurm of this machine, two nodes: ``make test-slurm``. Not among the default tests."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

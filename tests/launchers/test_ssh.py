@@ -1,7 +1,5 @@
 """Hosts reached by ssh: network namespaces with a real sshd each, and what stands between us and them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

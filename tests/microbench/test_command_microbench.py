@@ -1,7 +1,5 @@
 """``kvbench microbench`` as a user runs it: matrix told first, rows kept, reports, bad input, Ctrl-C."""
 
-from __future__ import annotations
-
 import io
 import json
 import signal

@@ -1,7 +1,5 @@
 """`--memory cuda` spreads its workers over the GPUs; the CUDA driver is a stand-in with FAKE_GPUS GPUs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The coordinator of raw transfers, with real workers: rows, reuse, verification, all kinds of trouble."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

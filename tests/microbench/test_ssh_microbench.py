@@ -1,7 +1,5 @@
 """Raw transfers between hosts: namespaces with a real sshd each, whose agents start both sides."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

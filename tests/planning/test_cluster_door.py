@@ -1,7 +1,5 @@
 """The way in on a cluster: `plan` and `doctor` take what `init` writes, and look where it runs."""
 
-from __future__ import annotations
-
 import json
 import resource
 import socket

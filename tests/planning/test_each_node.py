@@ -1,7 +1,5 @@
 """What each node's processes get: addresses, NICs, GPUs and environment. Each mistake is planted once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace

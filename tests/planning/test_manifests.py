@@ -1,7 +1,5 @@
 """The Kubernetes manifests of a plan: valid by Kubernetes' own schemas, and pods that find each other."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Every bundled scenario on a recorded node of eight H200, against what each vLLM release's sources take."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Profilers before an engine's command, and NVTX ranges in the transfer process."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

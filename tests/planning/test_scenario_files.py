@@ -1,7 +1,5 @@
 """Scenario files on disk, and the bundled ones."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``kvbench hosts install``: what is copied and run, and once for real on a host that reaches no registry."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The two-node scenarios render the commands of a set-up that has run on sixteen H200, flag by flag."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

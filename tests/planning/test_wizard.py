@@ -1,7 +1,5 @@
 """`kvbench init`: asked at a real terminal, and the file that comes of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """Import rules that import-linter cannot express; its own contracts are in pyproject.toml."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Every command and file that README and docs name is there; what looks or prints is run as it stands."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """Every fault of the table is seen, named in time, and the others go on. The heavy half: ``make faults``."""
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """No regular expression of the package takes exponential or cubic time for a text of somebody else."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import pkgutil

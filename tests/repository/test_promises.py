@@ -1,7 +1,5 @@
 """docs/promises.md: each promise names tests that exist; and the tests that are not about something else."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

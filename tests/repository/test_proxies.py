@@ -1,7 +1,5 @@
 """No client of kvbench's takes a proxy from the environment, nor a login from ``.netrc``."""
 
-from __future__ import annotations
-
 import ast
 import re
 import signal

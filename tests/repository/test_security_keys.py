@@ -1,7 +1,5 @@
 """API keys and passwords: they come from the environment, reach the server, and stand nowhere else."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Everything listens on the loopback device alone unless told otherwise, and says so when it does not."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the source never does: unpickle, make objects of YAML, evaluate text, call a shell, guess names."""
 
-from __future__ import annotations
-
 import ast
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Set-up: what it decides, what it says when a step fails, and what the constraints file promises."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re

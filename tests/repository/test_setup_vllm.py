@@ -1,7 +1,5 @@
 """The CPU lab's set-up and its start-up file, as far as they can be tried without the lab itself."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

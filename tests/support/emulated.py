@@ -1,7 +1,5 @@
 """Starts emulated engines as real processes for the tests, and takes every one of them down again."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

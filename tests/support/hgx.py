@@ -1,7 +1,5 @@
 """A recorded machine of eight GPUs, each with a NIC beside it; files as in the kernel's ABI documentation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Hostile servers, and trials of the load generator against them inside the test's process."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import socket

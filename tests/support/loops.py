@@ -1,7 +1,5 @@
 """Let a test be a coroutine: its fixture ``run``, its module's ``on_loop``, or uvloop runs it."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable

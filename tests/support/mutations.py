@@ -1,7 +1,5 @@
 """Damage for fuzz tests, drawn by hypothesis: bytes cut, flipped, doubled, planted; JSON of another shape."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What the tests on a real Ray cluster and on a real Slurm share: waiting, channels, a run on two nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Transfer backends of an outside package, each wrong in its own way. Tests install them as entry points."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Processes that may end while they are looked at; a zombie is a process that is gone."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

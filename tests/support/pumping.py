@@ -1,7 +1,5 @@
 """Strings that a backtracking regular expression may take long for, made from the expression itself."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """vLLM releases by recorded/vllm/flags.json; run as a program, a `vllm serve` of the release VLLM_VERSION."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Run folders as a kill leaves them, and virtual sweeps in which no trial is simulated twice."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Makes run folders that look like real ones, from a small queue model: for tests of tables and plots."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

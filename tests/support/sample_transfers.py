@@ -1,7 +1,5 @@
 """Makes run folders of a microbenchmark that look like real ones, from a formula: for tests of its report."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hosts as network namespaces: a real sshd each, a net for ssh and a data net that this machine is not on."""
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import json

@@ -1,7 +1,5 @@
 """The contract of a transfer backend, for every backend that this machine can load."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

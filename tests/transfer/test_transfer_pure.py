@@ -1,7 +1,5 @@
 """The pure parts of the transfer backends: runs, spans, packing, what logs say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

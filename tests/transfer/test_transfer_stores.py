@@ -1,7 +1,5 @@
 """Stores, two-sided libraries and foreign connectors behind the transfer contract, where installed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Tickets started again, merging, NICs and protocols, for every backend and protocol that runs here."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

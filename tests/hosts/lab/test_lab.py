@@ -1,7 +1,5 @@
 """Labs really made here, as root and without: what is in them, their faults, and that none is ever left."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

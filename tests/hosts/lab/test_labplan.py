@@ -1,7 +1,5 @@
 """A lab's shape, without making one: rates, bursts, names, and what is left over or not allowed."""
 
-from __future__ import annotations
-
 import os
 import stat
 from dataclasses import replace

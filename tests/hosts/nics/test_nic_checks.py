@@ -1,7 +1,5 @@
 """What doctor finds at NICs and in settings: a sound machine is let alone, each planted trouble is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

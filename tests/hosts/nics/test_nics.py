@@ -1,7 +1,5 @@
 """Which NICs are taken, in which order, and what each library is told: on a tree of a large machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import hgx

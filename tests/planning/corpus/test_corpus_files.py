@@ -1,7 +1,5 @@
 """Corpora of all formats are read as their sources describe them, and what is wrong in them is said."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """`kvbench doctor SCENARIO`: what it finds before anything is started."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The agent over a plain pipe: what it starts, tells and brings, and that it leaves nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

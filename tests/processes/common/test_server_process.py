@@ -1,7 +1,5 @@
 """What kvbench's servers have in common as processes: refusals of a spec or port, and their parent's end."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

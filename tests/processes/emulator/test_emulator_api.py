@@ -1,7 +1,5 @@
 """One emulated engine as a real process: its HTTP API, its metrics, its prefix cache, its limits."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

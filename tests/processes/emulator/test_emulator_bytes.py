@@ -1,7 +1,5 @@
 """The KV pool's bytes: what is written is what is read, and every bit counts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

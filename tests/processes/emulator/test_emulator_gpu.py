@@ -1,7 +1,5 @@
 """``memory: cuda``: KV goes from GPU to GPU. The GPU is a fake, whose memory is none that the engines see."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

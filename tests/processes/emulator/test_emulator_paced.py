@@ -1,7 +1,5 @@
 """A transfer model paces the emulated engine's hand-over: what the options mean, what a pair then does."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """P/D pairs of emulated engines over every transfer backend that works here."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time

@@ -1,7 +1,5 @@
 """The emulated engine as a process: start, exit codes, signals, children, memory."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

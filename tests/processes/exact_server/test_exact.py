@@ -1,7 +1,5 @@
 """The exact server: its schedule is what it says, each trouble is on a real socket, and it tells no lies."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The HTTP layer against raw sockets: framing, order, limits, disconnects, the pool."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

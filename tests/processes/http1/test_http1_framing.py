@@ -1,7 +1,5 @@
 """The watcher of chunked framing: it passes on what came, knows the end, and is never fooled."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

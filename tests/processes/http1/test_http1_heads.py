@@ -1,7 +1,5 @@
 """Usual heads, read in C, against httptools: what is taken is taken the same, all else is left."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httptools

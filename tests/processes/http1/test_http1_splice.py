@@ -1,7 +1,5 @@
 """The compiled way of a stream against the Python one, read by read, over real sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """Direct mode: the load generator asks P and D itself, and sees what the router would have seen."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What servers of others do to a stream, each done by a real one, and what is said of it without /metrics."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

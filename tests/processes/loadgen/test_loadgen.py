@@ -1,7 +1,5 @@
 """The load generator against real, mostly hostile servers: each trouble is a class, and none is lost."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

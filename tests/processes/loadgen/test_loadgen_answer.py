@@ -1,7 +1,5 @@
 """From bytes to events: the fast way and the general one, however the bytes are cut into reads."""
 
-from __future__ import annotations
-
 import json
 import select
 import socket

@@ -1,7 +1,5 @@
 """Direct mode against real, partly hostile servers: P and D get what the connector wants."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

@@ -1,7 +1,5 @@
 """The loop's two ways to read, compiled and in Python: the same contract, over real sockets."""
 
-from __future__ import annotations
-
 import os
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """The load generator's process: spec, orders, progress, records, workers, traces."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

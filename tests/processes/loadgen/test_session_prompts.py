@@ -1,7 +1,5 @@
 """Prompts of sessions: equal blocks are equal tokens and nothing else is, answers are the server's own."""
 
-from __future__ import annotations
-
 from itertools import count
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Turns of sessions on real servers: sent think time after their answers, given up where one fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

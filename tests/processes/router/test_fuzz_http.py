@@ -1,7 +1,5 @@
 """Bytes from anywhere on the wire: to our server, the router and the load generator (also ``make fuzz``)."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

@@ -1,7 +1,5 @@
 """The router with older engines and with SGLang: what P and D really get over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

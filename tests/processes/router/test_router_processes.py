@@ -1,7 +1,5 @@
 """The router in several processes: one port, one sum, one end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

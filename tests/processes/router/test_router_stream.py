@@ -1,7 +1,5 @@
 """What the router does with a stream, byte by byte: a scripted D, a raw client, real sockets."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

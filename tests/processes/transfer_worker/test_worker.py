@@ -1,7 +1,5 @@
 """A worker by itself, over its stdin and stdout as a prefix command would have it."""
 
-from __future__ import annotations
-
 import json
 import select
 import subprocess
