@@ -74,6 +74,12 @@ class EngineProcess:
     ) -> httpx.Response:
         return httpx.post(self.url + path, json=dict(body), headers=headers, timeout=60)
 
+    def refused(self, body: Mapping[str, Any], status: int, words: str) -> None:
+        """Ask for a completion; require this status, and the words in its error."""
+        reply = self.post("/v1/completions", body)
+        assert reply.status_code == status, reply.text
+        assert words in reply.json()["error"]["message"]
+
     def complete(self, prompt: Any, max_tokens: int = 8, **more: Any) -> dict[str, Any]:
         """A greedy completion with token ids; asserts success."""
         reply = self.post("/v1/completions", greedy(prompt, max_tokens, **more))
@@ -217,6 +223,11 @@ class Pair:
         bootstrap = f"http://127.0.0.1:{self.prefill.spec['side_channel_port']}"
         engine_id = httpx.get(bootstrap + "/query", timeout=5).json()["0"]["engine_id"]
         return PrefillPeer(self.prefill.url, bootstrap, engine_id)
+
+    def refused(self, body: Mapping[str, Any], answer: Any, name: str, words: str) -> None:
+        """Ask D for what P answered; it must fail with these words."""
+        asked = self.connector.decode_request(body, answer, name, self.peer())
+        self.decode.refused(asked, 500, words)
 
     def post(self, body: Mapping[str, Any]) -> httpx.Response:
         """One request through both."""

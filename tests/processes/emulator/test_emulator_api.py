@@ -224,6 +224,6 @@ def test_a_tiny_pool_preempts_and_says_the_same(engine: EngineProcess, tmp_path:
         assert tiny.tokens_together(prompts, 60) == expected
         assert tiny.metric("vllm:num_preemptions_total") > 0
         assert tiny.metric("vllm:kv_cache_usage_perc") == 0
-        reply = tiny.post("/v1/completions", {"prompt": prompt_of(400), "max_tokens": 10})
-        assert reply.status_code == 400
-        assert "needs 26 KV blocks and this engine has 20" in reply.json()["error"]["message"]
+        tiny.refused(
+            {"prompt": prompt_of(400), "max_tokens": 10}, 400, "needs 26 KV blocks and this engine has 20"
+        )

@@ -32,6 +32,12 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         yield started
 
 
+@pytest.fixture
+def mooncake() -> None:
+    if problem := transfer.check("mooncake"):
+        pytest.skip(f"mooncake: {problem.reason}")
+
+
 @pytest.fixture(scope="module")
 def aggregated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     with running(tmp_path_factory.mktemp("aggregated"), spec()) as started:
@@ -118,9 +124,7 @@ def test_wrong_roles_and_missing_fields_are_refused(pair: Pair) -> None:
         (pair.decode, {**base, "kv_transfer_params": to_decode}, "lacks"),
     ]
     for engine, body, message in cases:
-        reply = engine.post("/v1/completions", body)
-        assert reply.status_code == 400
-        assert message in reply.json()["error"]["message"]
+        engine.refused(body, 400, message)
 
 
 def test_dead_peer_is_an_error_in_time(tmp_path: Path) -> None:
@@ -133,34 +137,26 @@ def test_dead_peer_is_an_error_in_time(tmp_path: Path) -> None:
         p.process.kill()
         p.process.wait()
         begin = time.monotonic()
-        reply = d.post("/v1/completions", pair.connector.decode_request(body, answer, "x", pair.peer()))
-        assert reply.status_code == 500
-        assert "KV transfer from engine engine-p failed" in reply.json()["error"]["message"]
+        pair.refused(body, answer, "x", "KV transfer from engine engine-p failed")
         assert time.monotonic() - begin < 20
         assert d.metric("kvbench:kv_transfer_failures_total") == 1
         assert d.metric("vllm:request_success_total", finished_reason="error") == 1
         d.wait_metric("vllm:kv_cache_usage_perc", 0)
 
 
+@pytest.mark.usefixtures("mooncake")
 def test_push_from_a_dead_or_ignorant_peer_is_an_error(tmp_path: Path) -> None:
-    problem = transfer.check("mooncake")
-    if problem is not None:
-        pytest.skip(f"mooncake: {problem.reason}")
     prefill, decode, env = pair_specs("mooncake", transfer_timeout_s=1.0)
     with running(tmp_path, prefill, decode, env=env) as (p, d):
         pair = Pair("mooncake", p, d)
         body = {"prompt": prompt_of(30), "max_tokens": 4}
         # P never gets the request.
         peer = pair.peer()
-        reply = d.post("/v1/completions", pair.connector.decode_request(body, None, "lonely", peer))
-        assert reply.status_code == 500
-        assert "P got no request with transfer_id 'lonely'" in reply.json()["error"]["message"]
+        pair.refused(body, None, "lonely", "P got no request with transfer_id 'lonely'")
         d.wait_metric("vllm:kv_cache_usage_perc", 0)
         # P is there but does not answer any more.
         p.process.send_signal(signal.SIGSTOP)
-        reply = d.post("/v1/completions", pair.connector.decode_request(body, None, "frozen", peer))
-        assert reply.status_code == 500
-        assert "within 1 s" in reply.json()["error"]["message"]
+        pair.refused(body, None, "frozen", "within 1 s")
         assert d.metric("vllm:kv_cache_usage_perc") > 0  # P may yet write: these blocks are not given away
         d.wait_metric("vllm:kv_cache_usage_perc", 0)
         p.process.kill()
@@ -169,10 +165,8 @@ def test_push_from_a_dead_or_ignorant_peer_is_an_error(tmp_path: Path) -> None:
         assert reply.status_code == 500
 
 
+@pytest.mark.usefixtures("mooncake")
 def test_d_may_ask_before_p_has_the_request(tmp_path: Path, aggregated: EngineProcess) -> None:
-    problem = transfer.check("mooncake")
-    if problem is not None:
-        pytest.skip(f"mooncake: {problem.reason}")
     with running_pair(tmp_path, "mooncake") as pair, ThreadPoolExecutor(1) as threads:
         prompt, peer = prompt_of(100), pair.peer()
         body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
@@ -207,9 +201,7 @@ def test_lease_ends_and_a_late_reader_is_told(tmp_path: Path) -> None:
         answer = p.post("/v1/completions", pair.connector.prefill_request(body, "x", pair.peer())).json()
         p.wait_metric("kvbench:kv_xfer_num_kv_expired_reqs_total", 1)
         assert p.metric("vllm:kv_cache_usage_perc") == 0
-        reply = d.post("/v1/completions", pair.connector.decode_request(body, answer, "x", pair.peer()))
-        assert reply.status_code == 500
-        assert "the lease had ended" in reply.json()["error"]["message"]
+        pair.refused(body, answer, "x", "the lease had ended")
 
 
 def test_a_request_waiting_on_d_keeps_its_lease(tmp_path: Path) -> None:
@@ -286,11 +278,9 @@ def test_a_client_that_leaves_while_waiting_frees_both_sides(tmp_path: Path) -> 
         d.wait_metric("vllm:kv_cache_usage_perc", 0)
 
 
+@pytest.mark.usefixtures("mooncake")
 def test_a_client_that_leaves_while_d_asks_for_kv_frees_d_at_once(tmp_path: Path) -> None:
     """P never gets the request; without a word from D, both would wait for the transfer's own deadline."""
-    problem = transfer.check("mooncake")
-    if problem is not None:
-        pytest.skip(f"mooncake: {problem.reason}")
     with running_pair(tmp_path, "mooncake", transfer_timeout_s=120.0) as pair:
         body = {"prompt": prompt_of(40), "max_tokens": 4}
         with pytest.raises(httpx.ReadTimeout):

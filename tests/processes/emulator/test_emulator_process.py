@@ -87,9 +87,8 @@ def test_a_dead_transfer_process_is_told(tmp_path: Path) -> None:
         body = {"prompt": [1] * 20, "max_tokens": 1}
         params = {"do_remote_decode": True, "do_remote_prefill": False}
         answer = p.post("/v1/completions", {**body, "kv_transfer_params": params}).json()
-        reply = d.post("/v1/completions", {**body, "kv_transfer_params": answer["kv_transfer_params"]})
-        assert reply.status_code == 500
-        assert "the transfer process has ended" in reply.json()["error"]["message"]
+        body["kv_transfer_params"] = answer["kv_transfer_params"]
+        d.refused(body, 500, "the transfer process has ended")
 
 
 def test_a_side_channel_of_another_engine_is_refused(tmp_path: Path) -> None:
@@ -104,14 +103,10 @@ def test_a_side_channel_of_another_engine_is_refused(tmp_path: Path) -> None:
             ({"remote_engine_id": "other"}, "is engine engine-p"),
             ({"remote_port": free_port()}, "no connection to"),
         ):
-            reply = d.post("/v1/completions", {**body, "kv_transfer_params": {**answer, **changes}})
-            assert reply.status_code == 500
-            assert message in reply.json()["error"]["message"]
+            d.refused({**body, "kv_transfer_params": {**answer, **changes}}, 500, message)
         for changes, message in (
             ({"remote_block_ids": [[1]]}, "names 1 blocks, the prompt has 2"),
             ({"remote_num_tokens": 21}, "P computed 21 prompt tokens and D got 20"),
             ({"remote_block_ids": "x"}, "list of lists"),
         ):
-            reply = d.post("/v1/completions", {**body, "kv_transfer_params": {**answer, **changes}})
-            assert reply.status_code == 400
-            assert message in reply.json()["error"]["message"]
+            d.refused({**body, "kv_transfer_params": {**answer, **changes}}, 400, message)
