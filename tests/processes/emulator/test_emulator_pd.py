@@ -152,11 +152,12 @@ def test_push_from_a_dead_or_ignorant_peer_is_an_error(tmp_path: Path) -> None:
         body = {"prompt": prompt_of(30), "max_tokens": 4}
         # P never gets the request.
         peer = pair.peer()
-        pair.refused(body, None, "lonely", "P got no request with transfer_id 'lonely'")
+        to_decode = pair.connector.decode_request(body, None, "lonely", peer)
+        d.refused(to_decode, 500, "P got no request with transfer_id 'lonely'")
         d.wait_metric("vllm:kv_cache_usage_perc", 0)
         # P is there but does not answer any more.
         p.process.send_signal(signal.SIGSTOP)
-        pair.refused(body, None, "frozen", "within 1 s")
+        d.refused(pair.connector.decode_request(body, None, "frozen", peer), 500, "within 1 s")
         assert d.metric("vllm:kv_cache_usage_perc") > 0  # P may yet write: these blocks are not given away
         d.wait_metric("vllm:kv_cache_usage_perc", 0)
         p.process.kill()
