@@ -30,6 +30,7 @@ import pytest
 import suites
 from faults import fault  # noqa: F401 - a fixture of all
 from hypothesis import HealthCheck, settings
+from loops import pytest_pyfunc_call  # noqa: F401 - runs tests that are coroutines
 
 from kvbench import files
 from kvbench.core.plan.processes import unproxied

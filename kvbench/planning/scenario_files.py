@@ -14,7 +14,6 @@ from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.errors import InputError, ScenarioError
 from kvbench.files import similar_files
 
-
 Model = TypeVar("Model")
 
 

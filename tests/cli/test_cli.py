@@ -1,7 +1,5 @@
 """The command line: help, bad input, plan, schema, doctor."""
 
-from __future__ import annotations
-
 import json
 import re
 from operator import attrgetter
@@ -18,29 +16,24 @@ from kvbench.planning.overrides import resolve
 
 
 def test_help_begins_with_three_examples_and_nine_commands() -> None:
-    done = invoke("--help")
-    assert done.status == 0
+    done = invoke("--help").succeeded()
     begin = [line.strip() for line in done.out.splitlines() if line.strip().startswith("kvbench ")]
     assert [line.split()[1] for line in begin] == ["sweep", "init", "bench"]
-    listed = re.findall(r"(?m)^. ([a-z]+(?: [a-z]+)?)  +[A-Z]", done.out)
-    assert listed == [*FIRST]
+    assert re.findall(r"(?m)^. ([a-z]+(?: [a-z]+)?)  +[A-Z]", done.out) == [*FIRST]
     every = invoke("--help", "--all").out
     assert re.findall(r"(?m)^. ([a-z]+(?: [a-z]+)?)  +[A-Z]", every) == [*_COMMANDS, "lab", "hosts"]
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_an_old_name_works_and_names_the_new_one(old: str, new: str) -> None:
-    done = invoke(old, "--help")
-    assert done.status == 0
-    assert f"Usage: kvbench {new} " in done.out
+    done = invoke(old, "--help").succeeded(f"Usage: kvbench {new} ")
     assert done.err == f"kvbench {old} is now: kvbench {new}\n"
     assert invoke(*new.split(), "--help").err == ""
 
 
 @pytest.mark.parametrize("command", FIRST)
 def test_each_command_has_help_and_few_options(command: str) -> None:
-    done = invoke(command, "--help")
-    assert done.status == 0
+    done = invoke(command, "--help").succeeded()
     # About ten, and --help; sweep and bench have more, in panels: load, SLO, method; what resumes a run; a
     # collector. bench takes another run's loads, too.
     assert done.out.count(" --") <= {"sweep": 36, "bench": 36, "plan": 34}.get(command, 13)
@@ -83,9 +76,7 @@ def test_a_budget_shows_in_the_plan() -> None:
 
 def test_bench_does_not_offer_what_only_a_search_has() -> None:
     assert " --method " in invoke("sweep", "--help").out
-    done = invoke("bench", "quickstart", "--rate", "1", "--method", "burst")
-    assert done.status == 2
-    assert "No such option" in done.err
+    invoke("bench", "quickstart", "--rate", "1", "--method", "burst").failed(2, "No such option")
 
 
 def test_version() -> None:
@@ -98,9 +89,7 @@ def test_all_mistakes_of_a_scenario_at_once(tmp_path: Path) -> None:
         "version: 1\nmodel: tiny\nconnectors: [agregated]\n"
         "workload: {input_len: 0, output_len: 4}\nslo: {tftt_ms: 100}\n"
     )
-    done = invoke("sweep", str(path), "--output", str(tmp_path / "results"))
-    assert done.status == 2
-    assert f"{path}:3: " in done.err
+    done = invoke("sweep", str(path), "--output", str(tmp_path / "results")).failed(2, f"{path}:3: ")
     assert "aggregated" in done.err
     assert f"{path}:4: " in done.err
     assert f"{path}:5: " in done.err
@@ -110,9 +99,7 @@ def test_all_mistakes_of_a_scenario_at_once(tmp_path: Path) -> None:
 
 
 def test_an_unknown_scenario_names_the_nearest() -> None:
-    done = invoke("plan", "quickstrt")
-    assert done.status == 2
-    assert "did you mean quickstart" in done.err
+    invoke("plan", "quickstrt").failed(2, "did you mean quickstart")
 
 
 def test_plan_starts_nothing_and_prints_ports_and_time() -> None:
@@ -138,9 +125,7 @@ def test_schema_is_json_schema() -> None:
 
 
 def test_report_of_no_run_folder(tmp_path: Path) -> None:
-    done = invoke("report", str(tmp_path))
-    assert done.status == 1
-    assert "is not a run folder" in done.err
+    invoke("report", str(tmp_path)).failed(1, "is not a run folder")
 
 
 def test_doctor_names_every_connector() -> None:

@@ -1,7 +1,5 @@
 """``kvbench --help`` shows every exit code."""
 
-from __future__ import annotations
-
 import re
 
 from typer.testing import CliRunner
@@ -13,7 +11,6 @@ from kvbench.cli.app import app
 def test_help_has_every_exit_code() -> None:
     named = {value for name, value in vars(errors).items() if re.fullmatch(r"EXIT_(?!CODES)\w+", name)}
     assert set(errors.EXIT_CODES) == named
-    done = CliRunner().invoke(app, ["--help"])
-    shown = " ".join(done.output.split())
+    shown = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
     for code, meaning in errors.EXIT_CODES.items():
         assert f"{code} {meaning}" in shown

@@ -1,7 +1,5 @@
 """What one expects of any command line: lists, `latest`, completion, examples, any locale."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -30,14 +28,9 @@ GROUP: Any = typer.main.get_command(app)
 
 def run_command(*words: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "kvbench", *words],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        env={**os.environ, **(env or {})},
-        encoding="latin-1",
-    )
+        [sys.executable, "-m", "kvbench", *words], capture_output=True, text=True, timeout=90, check=False,
+        env={**os.environ, **(env or {})}, encoding="latin-1",
+    )  # fmt: skip
 
 
 @pytest.fixture

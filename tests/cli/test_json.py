@@ -1,7 +1,5 @@
 """``--json``: every command that prints a table has it, and stdout is then one JSON document and no more."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,20 +14,9 @@ from kvbench.cli.app import app
 RECORDED = Path(__file__).parents[1] / "recorded"
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 NO_TABLE = {
-    "bundle",
-    "export",
-    "export timeline",
-    "hosts install",
-    "init",
-    "lab down",
-    "lab exec",
-    "lab fault",
-    "lab up",
-    "launch",
-    "runs stop",
-    "scenarios schema",
-    "watch",
-}
+    "bundle", "export", "export timeline", "hosts install", "init", "lab down", "lab exec", "lab fault",
+    "lab up", "launch", "runs stop", "scenarios schema", "watch",
+}  # fmt: skip
 """They start, stop or write something, print a document that is none of figures, or show what goes on."""
 ELSEWHERE = ("chaos", "lab status", "report", "soak", "calibrate", "doctor selftest", "verify")
 """Other tests read their JSON: of runs that they make, as `report` writes into a run."""
@@ -96,9 +83,7 @@ def require_one_document(name: str, tmp_path: Path, run: Callable[..., Finished]
         (folder,) = tmp_path.iterdir()
         assert document["run"] == folder.name
         assert document["rows"] or any(document["methods"].values())
-        again = invoke("report", str(folder), "--json")
-        assert again.status == 0, again.text
-        assert document in json.loads(again.out)["runs"]
+        assert document in json.loads(invoke("report", str(folder), "--json").succeeded().out)["runs"]
         assert "files: " in done.err or "report (" in done.err  # people are told beside it
 
 
@@ -106,6 +91,5 @@ def test_a_run_that_is_complete_is_told_again(tmp_path: Path) -> None:
     words = ("bench", "quickstart", "--rate", "20", "--connector", "aggregated")
     assert kvbench(*words, "--output", str(tmp_path), sets=EASY).status == 0
     (folder,) = tmp_path.iterdir()
-    again = kvbench("bench", "--resume", str(folder), "--json")
-    assert again.status == 0, again.text
+    again = kvbench("bench", "--resume", str(folder), "--json").succeeded()
     assert json.loads(again.out)["runs"][0]["run"] == folder.name

@@ -1,7 +1,5 @@
 """Connectors: configuration, environment, and the pure handshake functions."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -14,13 +12,9 @@ from kvbench.core.ranks import Ranks
 from kvbench.errors import InputError
 
 CLIENT_BODY = {
-    "model": "tiny",
-    "prompt": [1, 2, 3],
-    "max_tokens": 16,
-    "min_tokens": 16,
-    "stream": True,
+    "model": "tiny", "prompt": [1, 2, 3], "max_tokens": 16, "min_tokens": 16, "stream": True,
     "stream_options": {"include_usage": True},
-}
+}  # fmt: skip
 PEER = PrefillPeer("http://127.0.0.1:1", "http://127.0.0.1:8998", "engine-1")
 PAIRS = [name for name in connectors.names() if connectors.get(name).disaggregated]
 WITH_PARAMETERS = ("mooncake", "multi", "nixl", "nixl_push", "tcp")
@@ -43,8 +37,7 @@ def test_unknown_connector_is_refused_with_what_there_is() -> None:
 def test_contract(name: str) -> None:
     connector = connectors.get(name)
     options = connector.options_model()
-    assert connector.name == name
-    assert connector.disaggregated == (connector.dispatch != "none")
+    assert (connector.name, connector.disaggregated) == (name, connector.dispatch != "none")
     config = connector.kv_transfer_config("prefill", "e", options)
     assert (config is not None) == bool(connector.kv_connector)
     assert not connector.disaggregated or config is not None
@@ -115,10 +108,7 @@ def test_mooncake_forces_its_transport_by_presence_alone(protocol: str, present:
 def test_what_is_not_asked_is_left_to_nixl_and_its_engine(name: str) -> None:
     connector = connectors.get(name)
     plain = connector.options_model()
-    assert set(connector.env("decode", plain, 5600)) == {
-        "VLLM_NIXL_SIDE_CHANNEL_PORT",
-        *TELLING,
-    }
+    assert set(connector.env("decode", plain, 5600)) == {"VLLM_NIXL_SIDE_CHANNEL_PORT", *TELLING}
     assert connector.extra_config("decode", plain) == {"backends": ["UCX"]}
     assert connector.transport_asked(plain) == ""
     asked = connector.options_model(ucx_tls="rc,cuda", num_threads=0)
@@ -157,16 +147,10 @@ def test_the_emulated_engine_is_told_what_real_ones_choose(
 @pytest.mark.parametrize(
     ("tls", "moves"),
     [
-        ("", True),
-        ("all", True),
-        ("rc,cuda", True),
-        ("rc,cuda_copy,cuda_ipc", True),
-        ("^tcp", True),
-        ("tcp", False),
-        ("rc,sm", False),
-        ("^cuda_ipc,cuda", False),
+        ("", True), ("all", True), ("rc,cuda", True), ("rc,cuda_copy,cuda_ipc", True), ("^tcp", True),
+        ("tcp", False), ("rc,sm", False), ("^cuda_ipc,cuda", False),
     ],
-)
+)  # fmt: skip
 def test_which_transports_leave_gpu_memory_out(tls: str, moves: bool) -> None:
     assert moves_gpu_memory(tls) is moves
 

@@ -1,7 +1,5 @@
 """Connector profiles by engine version: configuration against recorded schemas, and the dialects."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -78,19 +76,9 @@ def config_of(name: str, version: str, role: Role = "prefill", **given: Any) -> 
     options = options_for(known, **given)
     engine_role: Role = role if known.profile(version, options).disaggregated else "aggregated"
     instance = Instance(
-        "x-0",
-        engine_role,
-        0,
-        "10.0.0.1",
-        8100,
-        8998,
-        "engine-x",
-        MODELS["tiny"],
-        "m",
-        Ranks(),
-        100,
+        "x-0", engine_role, 0, "10.0.0.1", 8100, 8998, "engine-x", MODELS["tiny"], "m", Ranks(), 100,
         NEIGHBOURS,
-    )
+    )  # fmt: skip
     config = ENGINE.kv_transfer_config(
         instance, known.profile(version, options), options, VllmOptions(model="m", version=version)
     )
@@ -245,9 +233,7 @@ def test_an_unknown_newer_version_takes_the_newest_profile() -> None:
     assert not is_newer_than_known("sglang")
 
 
-# ---------------------------------------------------------------- mooncake
-
-
+# Mooncake
 @pytest.mark.parametrize("version", ["0.13.0", "0.15.1"])
 def test_mooncake_over_zmq_is_sequential_and_takes_a_port_for_each_rank(version: str) -> None:
     profile = connectors.get("mooncake").profile(version)
@@ -271,14 +257,10 @@ def test_mooncake_over_a_bootstrap_server_is_concurrent(version: str) -> None:
     assert profile.dispatch == "concurrent"
     assert profile.needs_bootstrap
     assert profile.side_ports("prefill", Ranks(8)) == 1
-    params = profile.decode_request(BODY, None, "id-1", PEER)["kv_transfer_params"]
-    assert params == {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "transfer_id": "id-1",
-        "remote_bootstrap_addr": "http://10.0.0.1:8998",
-        "remote_engine_id": "engine-p",
-    }
+    assert profile.decode_request(BODY, None, "id-1", PEER)["kv_transfer_params"] == {
+        "do_remote_prefill": True, "do_remote_decode": False, "transfer_id": "id-1",
+        "remote_bootstrap_addr": "http://10.0.0.1:8998", "remote_engine_id": "engine-p",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("version", ["0.13.0", "0.24.0"])
@@ -334,19 +316,14 @@ def test_the_class_that_vllm_loads_puts_the_devices_in_and_nothing_else(tmp_path
     package.mkdir(parents=True)
     (package / "mooncake_connector.py").write_text(_STAND_IN)
     done = subprocess.run(
-        [sys.executable, "-c", _USE],
-        env={"PYTHONPATH": f"{IN_VLLM}:{tmp_path}"},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+        [sys.executable, "-c", _USE], env={"PYTHONPATH": f"{IN_VLLM}:{tmp_path}"}, capture_output=True,
+        text=True, timeout=30,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n") == ["initialize rdma mlx5_3", "initialize rdma ", ""]
 
 
-# ---------------------------------------------------------------- mooncake in V0
-
-
+# Mooncake in V0
 def v0_file(**given: Any) -> dict[str, Any]:
     profile = connectors.get("mooncake").profile("0.8.5")
     return profile.files(options_for(profile, **given), seat(neighbours=NEIGHBOURS))["MOONCAKE_CONFIG_PATH"]
@@ -354,20 +331,14 @@ def v0_file(**given: Any) -> dict[str, Any]:
 
 def test_v0_file_and_configuration() -> None:
     assert v0_file() == {
-        "prefill_url": "10.0.0.1:13003",
-        "decode_url": "10.0.0.2:13053",
-        "metadata_server": "etcd://10.0.0.1:2379",
-        "protocol": "tcp",
-        "device_name": "",
-    }
+        "prefill_url": "10.0.0.1:13003", "decode_url": "10.0.0.2:13053",
+        "metadata_server": "etcd://10.0.0.1:2379", "protocol": "tcp", "device_name": "",
+    }  # fmt: skip
     for rank, role in enumerate(ROLES):
         assert config_of("mooncake", "0.6.4.post1", role) == {
-            "kv_connector": "MooncakeConnector",
-            "kv_role": ("kv_producer", "kv_consumer")[rank],
-            "kv_rank": rank,
-            "kv_parallel_size": 2,
-            "kv_buffer_size": 2e9,
-        }
+            "kv_connector": "MooncakeConnector", "kv_role": ("kv_producer", "kv_consumer")[rank],
+            "kv_rank": rank, "kv_parallel_size": 2, "kv_buffer_size": 2e9,
+        }  # fmt: skip
 
 
 def test_v0_ports_stay_fifty_apart() -> None:
@@ -423,9 +394,7 @@ def test_nccl_addresses_are_found_in_the_request_id(own: str) -> None:
     made = connectors.get("nccl").profile("0.13.0").backend_request_id(own, PEER, "10.0.0.2:22001")
     for text in (made, f"cmpl-{made}-0"):
         to_decode, to_prefill = re.search(_TO_DECODE, text), re.search(_TO_PREFILL, text)
-        assert to_decode is not None
         assert to_decode.groups() == ("10.0.0.2", "22001")
-        assert to_prefill is not None
         assert to_prefill.groups() == ("10.0.0.1", "14579")
 
 
@@ -459,9 +428,7 @@ def test_nccl_tells_what_memory_it_takes(given: dict[str, Any], said: list[str])
         assert words in told
 
 
-# ---------------------------------------------------------------- nixl
-
-
+# Nixl
 @pytest.mark.parametrize(("version", "said"), [("0.11.0", "vLLM 0.11.1 and newer"), ("0.11.1", "")])
 def test_threads_that_an_old_nixl_connector_does_not_ask_for_are_told(version: str, said: str) -> None:
     profile = connectors.get("nixl").profile(version)
@@ -470,9 +437,7 @@ def test_threads_that_an_old_nixl_connector_does_not_ask_for_are_told(version: s
     assert said in told
 
 
-# ---------------------------------------------------------------- the others
-
-
+# The others
 def test_store_starts_its_master_and_tells_the_engines_where() -> None:
     connector = connectors.get("mooncake_store")
     options = connector.options_model()
@@ -524,8 +489,7 @@ def test_custom_takes_any_class_and_handshake() -> None:
         "extra_config": {"a": 1},
     }
     config = config_of("custom", "0.32.0", handshake="answer", **given)
-    assert config["kv_connector"] == "Mine"
-    assert config["kv_connector_module_path"] == "my.module"
+    assert (config["kv_connector"], config["kv_connector_module_path"]) == ("Mine", "my.module")
     assert config["kv_connector_extra_config"] == {"a": 1}
     modes = [
         connector.profile("0.32.0", connector.options_model(handshake=kind, **given)).dispatch
@@ -562,9 +526,7 @@ def test_sglang_joins_its_requests_in_a_room(name: str) -> None:
     assert profile.kv_transfer_config("prefill", "e", profile.options_model()) is None
 
 
-# ---------------------------------------------------------------- versions
-
-
+# Versions
 @pytest.mark.parametrize(
     ("text", "numbers"),
     [
@@ -595,7 +557,6 @@ def test_ranges_do_not_overlap() -> None:
         connector = connectors.get(name)
         profiles = [connector.releases, *(each.releases for each in connector.older)]
         for later, earlier in pairwise(profiles):
-            assert earlier.until is not None
             assert earlier.until <= later.first
     assert (0, 23, 9) in Releases((0, 10), (0, 24))
     assert (0, 24) not in Releases((0, 10), (0, 24))

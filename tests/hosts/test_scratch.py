@@ -1,7 +1,5 @@
 """Temporary folders go with their maker, or are found once it is dead."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -57,15 +55,13 @@ def test_stop_removes_those_of_dead_runs_and_no_others(temporary: Path) -> None:
     with scratch("kvbench-alive-", "a-run") as alive:
         for _ in range(2):
             with subprocess.Popen([sys.executable, "-c", MAKING], stdout=subprocess.PIPE, text=True) as maker:
-                assert maker.stdout is not None
                 made.append(Path(maker.stdout.readline().strip()))
                 assert list(left()) == [(folder, "a-run") for folder in sorted(made[:-1])]
                 maker.kill()
         environment = {**os.environ, "TMPDIR": str(temporary)}
         assert kvbench("stop", "--run", "another", env=environment).status == 0
         assert all(folder.is_dir() for folder in made)
-        done = kvbench("stop", "--run", "a-run", env=environment)
-        assert done.out.count(" removed") == 2
+        assert kvbench("stop", "--run", "a-run", env=environment).out.count(" removed") == 2
         assert not any(folder.exists() for folder in made)
         assert alive.is_dir()
     left_there = sorted(each.name for each in temporary.iterdir())

@@ -1,7 +1,5 @@
 """Metrics pages: parsing, growth, and what is missing."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -135,20 +133,13 @@ def written(root: Path, files: Mapping[str, str]) -> Path:
 
 PORT = "sys/class/infiniband/mlx5_0/ports"
 COUNTERS = {
-    "sys/class/net/ens1/statistics/tx_bytes": "1000\n",
-    "sys/class/net/ens1/statistics/rx_bytes": "2000\n",
-    "sys/class/net/ens1/speed": "400000\n",
-    "sys/class/net/lo/statistics/tx_bytes": "5\n",
-    "sys/class/net/lo/statistics/rx_bytes": "5\n",
-    "sys/class/net/lo/type": "772\n",
-    "sys/class/net/down0/operstate": "down\n",
-    f"{PORT}/1/counters/port_xmit_data": "250\n",
-    f"{PORT}/1/counters/port_rcv_data": "500\n",
-    f"{PORT}/1/rate": "400 Gb/sec (4X NDR)\n",
-    f"{PORT}/2/counters/port_xmit_data": "1\n",
-    f"{PORT}/2/counters/port_rcv_data": "2\n",
-    f"{PORT}/2/rate": "100 Gb/sec (4X EDR)\n",
-    "sys/class/infiniband/odd/ports/1/rate": "?\n",
+    "sys/class/net/ens1/statistics/tx_bytes": "1000\n", "sys/class/net/ens1/statistics/rx_bytes": "2000\n",
+    "sys/class/net/ens1/speed": "400000\n", "sys/class/net/lo/statistics/tx_bytes": "5\n",
+    "sys/class/net/lo/statistics/rx_bytes": "5\n", "sys/class/net/lo/type": "772\n",
+    "sys/class/net/down0/operstate": "down\n", f"{PORT}/1/counters/port_xmit_data": "250\n",
+    f"{PORT}/1/counters/port_rcv_data": "500\n", f"{PORT}/1/rate": "400 Gb/sec (4X NDR)\n",
+    f"{PORT}/2/counters/port_xmit_data": "1\n", f"{PORT}/2/counters/port_rcv_data": "2\n",
+    f"{PORT}/2/rate": "100 Gb/sec (4X EDR)\n", "sys/class/infiniband/odd/ports/1/rate": "?\n",
     "sys/class/infiniband/rdmap0s6/ports/1/hw_counters/tx_bytes": "7000\n",
     "sys/class/infiniband/rdmap0s6/ports/1/hw_counters/rx_bytes": "9000\n",
     "sys/class/infiniband/rdmap0s6/ports/1/hw_counters/rdma_read_bytes": "6000\n",
@@ -159,7 +150,7 @@ COUNTERS = {
     "proc/self/cgroup": "0::/pods/one\n",
     "sys/fs/cgroup/pods/one/cpu.stat": "usage_usec 9\nthrottled_usec 1500000\n",
     "sys/fs/cgroup/pods/cpu.stat": "throttled_usec 2500000\n",
-}
+}  # fmt: skip
 
 
 def test_counters_of_another_machine(tmp_path: Path) -> None:

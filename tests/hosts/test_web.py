@@ -1,7 +1,5 @@
 """A server that does what it likes costs a question its deadline and little memory, and nothing else."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

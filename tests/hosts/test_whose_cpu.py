@@ -1,7 +1,5 @@
 """Whose CPU time it was: this run's, the system's under test, or that of others."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -115,8 +113,7 @@ def test_the_owner_of_cpu_time_beside_a_server_of_others_on_this_machine_is_unkn
         found = procfs.listening([url])
     assert (found.pids, found.unseen) == ((), (url,))
     assert f"the process that listens at {url} cannot be seen" in unknown_owner(found)
-    seen = procfs.Listeners((7,), (url,))
-    assert "its workers need not be children" in unknown_owner(seen)
+    assert "its workers need not be children" in unknown_owner(procfs.Listeners((7,), (url,)))
     assert unknown_owner(procfs.Listeners()) == ""  # on another machine, or started by kvbench
 
 

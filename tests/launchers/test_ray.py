@@ -1,7 +1,5 @@
 """What is asked of Ray, node by node, and what a cluster lacks. The real thing: test_ray_lab.py."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,13 +58,10 @@ def test_a_load_generator_alone_asks_for_its_nodes_only() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"prefill": {"resources": {"CPU": 1}}},
-        {"prefill": {"resources": {"x": 0}}},
-        {"decode": {"nodes": 0}},
-        {"address": "two words"},
-        {"env": {"A-B": "x"}},
+        {"prefill": {"resources": {"CPU": 1}}}, {"prefill": {"resources": {"x": 0}}},
+        {"decode": {"nodes": 0}}, {"address": "two words"}, {"env": {"A-B": "x"}},
     ],
-)
+)  # fmt: skip
 def test_what_ray_could_not_place_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="validation error"):
         options(**wrong)
@@ -88,11 +83,8 @@ def test_what_the_cluster_never_has_is_told_and_what_is_in_use_is_not() -> None:
 def test_roles_get_the_nodes_that_their_bundles_landed_on() -> None:
     bundles = [Bundle("prefill"), Bundle("prefill"), Bundle("decode"), Bundle("loadgen")]
     assert placed(bundles, ["a", "b", "a", "c"]) == {
-        "prefill": ("a", "b"),
-        "decode": ("a",),
-        "router": ("a",),
-        "loadgen": ("c",),
-    }
+        "prefill": ("a", "b"), "decode": ("a",), "router": ("a",), "loadgen": ("c",),
+    }  # fmt: skip
 
 
 @given(

@@ -1,11 +1,5 @@
-"""kvbench on a real Ray cluster of this machine, two nodes: ``make test-ray``. Not among the default tests.
+"""kvbench on a real Ray cluster of this machine, two nodes: ``make test-ray``, in .venv-ray."""
 
-Runs in .venv-ray, beside the other test modules' environment.
-"""
-
-from __future__ import annotations
-
-import contextlib
 import importlib.util
 import json
 import os
@@ -13,16 +7,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from node_labs import (
+    GONE_S,
+    HOSTS,
+    ended,
+    received,
+    require_nothing_after_a_kill,
+    run,
+    tagged,
+    until,
+    whole_trial,
+)
 
 from kvbench.core.scenario.hosts import RayOptions
 from kvbench.errors import LaunchError
 from kvbench.launchers.agents.agent_client import AgentClient
-from kvbench.launchers.agents.channel import Channel, ChannelClosedError
 from kvbench.launchers.ray import RayNodesOf
 from tools.labs import RayLab
 
@@ -33,7 +37,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),
 ]
 BY_ROLE = {"prefill": {"resources": {"prefill_node": 1}}, "decode": {"resources": {"decode_node": 1}}}
-GONE_S = 10.0
 
 
 @pytest.fixture(autouse=True)
@@ -59,55 +62,17 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayLab]:
         yield lab
 
 
+def on(lab: RayLab) -> str:
+    return f"launcher: ray\n  ray: {json.dumps({'address': lab.address, **BY_ROLE})}"
+
+
 def options(lab: RayLab, **given: Any) -> RayOptions:
     return RayOptions.model_validate({"address": lab.address, **BY_ROLE, **given})
 
 
-def until(done: Callable[[], bool], deadline_s: float) -> bool:
-    deadline = time.monotonic() + deadline_s
-    while not done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def tagged(tag: str) -> list[int]:
-    """The running processes that a tag was given to."""
-    found = []
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError):
-                if f"KVBENCH_RUN_TAG={tag}\0".encode() in (path / "environ").read_bytes():
-                    found.append(int(path.name))
-    return found
-
-
-def received(channel: Channel, deadline_s: float = 60.0) -> bytes:
-    line = channel.receive(deadline_s)
-    assert line is not None
-    return line
-
-
-def ended(channel: Channel, deadline_s: float) -> str:
-    """Why a channel ended, once it has."""
-    deadline = time.monotonic() + deadline_s
-    while time.monotonic() < deadline:
-        try:
-            channel.receive(1.0)
-        except ChannelClosedError as error:
-            return error.message
-    pytest.fail(f"the channel to {channel.host} has not ended in {deadline_s:g} s")
-
-
 def test_each_role_gets_the_node_that_its_resource_names(lab: RayLab) -> None:
     with RayNodesOf(options(lab), "roles") as nodes:
-        assert nodes.hosts == {
-            "prefill": ("pre0",),
-            "decode": ("dec0",),
-            "router": ("pre0",),
-            "loadgen": ("pre0",),
-        }
+        assert nodes.hosts == HOSTS
         assert (nodes.address("pre0"), nodes.address("dec0")) == ("127.0.0.2", "127.0.0.3")
         agents = [AgentClient(nodes.channel(name, agent("roles"))) for name in ("pre0", "dec0")]
         assert all(abs(each.clock_ahead_s()) < 0.1 for each in agents)  # one machine: one clock
@@ -157,8 +122,6 @@ def test_what_is_in_use_is_waited_for(lab: RayLab) -> None:
     told: list[str] = []
     holding = [sys.executable, "-c", OWNER, lab.address, "holds"]
     with subprocess.Popen(holding, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdin is not None
-        assert holder.stdout is not None
         assert holder.stdout.readline() == b"up\n"
         with pytest.raises(LaunchError, match="in use"):
             RayNodesOf(options(lab, wait_s=3), "waits", told.append).__enter__()
@@ -202,67 +165,16 @@ with RayNodesOf(options, sys.argv[2]) as nodes:
 
 
 def test_nothing_remains_after_kill_9(lab: RayLab) -> None:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, lab.address, "orphan"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert owner.stdin is not None
-    assert owner.stdout is not None
-    with owner.stdin, owner.stdout:
-        assert owner.stdout.readline() == b"up\n"
-        assert len(tagged("orphan")) >= 2
-        owner.kill()
-        owner.wait(10)
-        assert until(lambda: not tagged("orphan"), GONE_S)
-
-
-def run(lab: RayLab, tmp_path: Path, *words: str) -> Path:
-    """One ``kvbench bench`` on the lab; returns its run folder."""
-    scenario = tmp_path / "two-nodes.yaml"
-    scenario.write_text(
-        f"""
-version: 1
-model: tiny
-deployment:
-  launcher: ray
-  base_port: 0
-  engine_options: {{timing: quick, time_scale: 5}}
-  ray:
-    address: {lab.address}
-    prefill: {{resources: {{prefill_node: 1}}}}
-    decode: {{resources: {{decode_node: 1}}}}
-connectors: [tcp]
-workload: {{input_len: 64, output_len: 4}}
-slo: {{ttft_ms: 5000, tpot_ms: 1000}}
-search: {{trial_s: 3, max_trial_s: 3, min_requests: 10}}
-load: {{workers: 1}}
-"""
-    )
-    command = [
-        sys.executable,
-        "-c",
-        "from kvbench.cli import main; main()",
-        "bench",
-        str(scenario),
-        "--rate",
-        "4",
-    ]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path / "results"), *words], capture_output=True, text=True, timeout=240
-    )
-    (folder,) = (tmp_path / "results").iterdir()
-    assert (folder / "trials.jsonl").exists(), done.stdout + done.stderr
-    return folder
+    require_nothing_after_a_kill(OWNER, lab.address, "orphan")
 
 
 def test_a_whole_run_puts_p_and_d_on_their_nodes(lab: RayLab, tmp_path: Path) -> None:
-    folder = run(lab, tmp_path)
-    hosts = json.loads((folder / "environment.json").read_text())["hosts"]
-    assert set(hosts) == {"pre0", "dec0"}
+    folder = run(tmp_path, on(lab))
+    assert set(json.loads((folder / "environment.json").read_text())["hosts"]) == {"pre0", "dec0"}
     plan = json.loads((folder / "plan.json").read_text())["processes"]["tcp"]
     assert plan["prefill-0"]["spec"]["host"] == "127.0.0.2"
     assert plan["decode-0"]["spec"]["host"] == "127.0.0.3"
-    (trial,) = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
-    assert trial["summary"]["completed"] == trial["summary"]["sent"] > 0
+    whole_trial(folder)
 
 
 @pytest.mark.native
@@ -276,12 +188,8 @@ def test_kv_moves_between_the_nodes_by_the_real_libraries(
     said = subprocess.run([python, "-c", asking], capture_output=True, text=True, timeout=60, check=True)
     if said.stdout.strip():
         pytest.skip(said.stdout.strip())
-    folder = run(
-        lab, tmp_path, "--set", f"connectors=[{connector}]", "--set", f"deployment.ray.python={python}"
-    )
-    (trial,) = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
-    assert trial["summary"]["completed"] == trial["summary"]["sent"] > 0
-    assert "tcp" in trial["engine"]["transport"]
+    sets = ("--set", f"connectors=[{connector}]", "--set", f"deployment.ray.python={python}")
+    assert "tcp" in whole_trial(run(tmp_path, on(lab), *sets))["engine"]["transport"]
 
 
 def test_a_node_that_fails_ends_its_channel_with_the_reason(lab: RayLab) -> None:

@@ -1,7 +1,5 @@
 """Slurm's command lines and answers, and which node serves which role. For real: test_slurm_lab.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -53,23 +51,13 @@ def test_one_component_for_each_role_that_has_nodes_of_its_own() -> None:
     cut = command.index(":")
     common = ["--job-name=kvbench-x", "--time=30"]
     assert command[2:cut] == [
-        *common,
-        "--nodes=2",
-        "--ntasks-per-node=1",
-        "--partition=gpu",
-        "--constraint=a&b",
-        "--gres=gpu:8",
+        *common, "--nodes=2", "--ntasks-per-node=1", "--partition=gpu", "--constraint=a&b", "--gres=gpu:8",
         "--switches=1",
-    ]
+    ]  # fmt: skip
     assert command[cut + 1 :] == [
-        *common,
-        "--nodes=1",
-        "--ntasks-per-node=1",
-        "--partition=big",
-        "--exclusive",
-        "--switches=1",
+        *common, "--nodes=1", "--ntasks-per-node=1", "--partition=big", "--exclusive", "--switches=1",
         "--licenses=l",
-    ]
+    ]  # fmt: skip
 
 
 def test_without_roles_there_is_one_pool_of_two_nodes() -> None:
@@ -88,18 +76,11 @@ def test_a_load_generator_alone_asks_for_its_nodes_only() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"extra": ["--job-name=mine"]},
-        {"extra": ["sleep"]},
-        {"extra": ["--"]},
-        {"extra": [":"]},
-        {"time": "soon"},
-        {"prefill": {}},
-        {"partition": "two words"},
-        {"job": "x"},
-        {"env": ["A=B"]},
+        {"extra": ["--job-name=mine"]}, {"extra": ["sleep"]}, {"extra": ["--"]}, {"extra": [":"]},
+        {"time": "soon"}, {"prefill": {}}, {"partition": "two words"}, {"job": "x"}, {"env": ["A=B"]},
         {"unknown": 1},
     ],
-)
+)  # fmt: skip
 def test_what_would_break_the_command_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="validation error"):
         options(**wrong)
@@ -139,8 +120,7 @@ def test_a_heterogeneous_job_is_read_in_the_order_of_its_parts() -> None:
 
 def test_a_job_that_ended_is_told_with_the_reason() -> None:
     (job,) = parse_job("JobId=9 JobState=NODE_FAIL Reason=NodeDown NodeList=(null)")
-    assert job.words() == "Slurm job 9 is NODE_FAIL, reason NodeDown"
-    assert job.node_list == ""
+    assert (job.words(), job.node_list) == ("Slurm job 9 is NODE_FAIL, reason NodeDown", "")
 
 
 names = st.lists(st.from_regex(r"n[0-9]{1,3}", fullmatch=True), min_size=1, max_size=12, unique=True)
@@ -172,7 +152,6 @@ SLURM = "deployment.launcher=slurm"
 
 def test_a_scenario_names_its_launcher_and_what_it_needs() -> None:
     scenario, _ = resolve(CliOptions(overrides=(SLURM, 'deployment.slurm={"prefill": {}, "decode": {}}')))
-    assert scenario.deployment.slurm is not None
     assert scenario.deployment.slurm.prefill is not None
     resolve(CliOptions(overrides=("deployment.launcher=ray",)))
 

@@ -1,24 +1,29 @@
 """kvbench on a real Slurm of this machine, two nodes: ``make test-slurm``. Not among the default tests."""
 
-from __future__ import annotations
-
-import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from node_labs import (
+    GONE_S,
+    HOSTS,
+    ended,
+    received,
+    require_nothing_after_a_kill,
+    run,
+    tagged,
+    until,
+    whole_trial,
+)
 
 from kvbench.core.scenario.hosts import SlurmOptions
 from kvbench.errors import LaunchError
 from kvbench.launchers.agents.agent_client import AgentClient
-from kvbench.launchers.agents.channel import Channel, ChannelClosedError
 from kvbench.launchers.slurm import SlurmJob
 from tools.labs import SlurmLab, problem, step_daemons
 
@@ -28,8 +33,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).resolve().parents[2]
 BY_ROLE = {"prefill": {"constraint": "prefill"}, "decode": {"constraint": "decode"}}
-GONE_S = 10.0
-"""What may remain after any end, and for how long."""
+DEPLOYMENT = f"launcher: slurm\n  slurm: {json.dumps({'time': '10', **BY_ROLE})}"
 
 
 @pytest.fixture(scope="module")
@@ -47,57 +51,14 @@ def options(**given: Any) -> SlurmOptions:
     return SlurmOptions.model_validate({"time": "10", **given})
 
 
-def until(done: Callable[[], bool], deadline_s: float) -> bool:
-    deadline = time.monotonic() + deadline_s
-    while not done():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def tagged(tag: str) -> list[int]:
-    """The running processes that a tag was given to."""
-    found = []
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError):
-                if f"KVBENCH_RUN_TAG={tag}\0".encode() in (path / "environ").read_bytes():
-                    found.append(int(path.name))
-    return found
-
-
 def agent(tag: str) -> str:
     return f"exec {sys.executable} -m kvbench.processes.agent --tag {tag}"
-
-
-def received(channel: Channel, deadline_s: float = 60.0) -> bytes:
-    line = channel.receive(deadline_s)
-    assert line is not None
-    return line
-
-
-def ended(channel: Channel, deadline_s: float) -> str:
-    """Why a channel ended, once it has."""
-    deadline = time.monotonic() + deadline_s
-    while time.monotonic() < deadline:
-        try:
-            channel.receive(1.0)
-        except ChannelClosedError as error:
-            return error.message
-    pytest.fail(f"the channel to {channel.host} has not ended in {deadline_s:g} s")
 
 
 def test_each_role_gets_the_node_that_its_constraint_names(lab: SlurmLab) -> None:
     told: list[str] = []
     with SlurmJob(options(**BY_ROLE), (1, 1), "roles", told.append) as job:
-        assert job.hosts == {
-            "prefill": ("pre0",),
-            "decode": ("dec0",),
-            "router": ("pre0",),
-            "loadgen": ("pre0",),
-        }
-        assert job.address("pre0") == "127.0.0.1"
+        assert (job.hosts, job.address("pre0")) == (HOSTS, "127.0.0.1")
         for node in ("pre0", "dec0"):
             channel = job.channel(node, 'echo "$SLURMD_NODENAME"; exec cat')
             assert received(channel) == node.encode()
@@ -208,18 +169,8 @@ with SlurmJob(SlurmOptions(time="10"), (1, 1), "orphan") as job:
 
 
 def test_nothing_remains_after_kill_9(lab: SlurmLab) -> None:
-    owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
-    assert owner.stdin is not None
-    assert owner.stdout is not None
-    with owner.stdin, owner.stdout:
-        assert owner.stdout.readline() == b"up\n"
-        assert len(tagged("orphan")) >= 2
-        owner.kill()
-        owner.wait(10)
-        assert until(lambda: not tagged("orphan"), GONE_S)
-        assert until(lambda: lab.call("squeue", "--noheader") == "", GONE_S)
+    require_nothing_after_a_kill(OWNER)
+    assert until(lambda: lab.call("squeue", "--noheader") == "", GONE_S)
 
 
 def test_an_agent_ends_when_its_srun_is_killed(lab: SlurmLab) -> None:
@@ -234,54 +185,12 @@ def test_an_agent_ends_when_its_srun_is_killed(lab: SlurmLab) -> None:
     assert until(lambda: not step_daemons(), GONE_S)
 
 
-def run(lab: SlurmLab, tmp_path: Path, *words: str) -> Path:
-    """One ``kvbench bench`` on the lab; returns its run folder."""
-    scenario = tmp_path / "two-nodes.yaml"
-    scenario.write_text(
-        """
-version: 1
-model: tiny
-deployment:
-  launcher: slurm
-  base_port: 0
-  engine_options: {timing: quick, time_scale: 5}
-  slurm: {time: "10", prefill: {constraint: prefill}, decode: {constraint: decode}}
-connectors: [tcp]
-workload: {input_len: 64, output_len: 4}
-slo: {ttft_ms: 5000, tpot_ms: 1000}
-search: {trial_s: 3, max_trial_s: 3, min_requests: 10}
-load: {workers: 1}
-"""
-    )
-    command = [
-        sys.executable,
-        "-c",
-        "from kvbench.cli import main; main()",
-        "bench",
-        str(scenario),
-        "--rate",
-        "4",
-    ]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path / "results"), *words],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    (folder,) = (tmp_path / "results").iterdir()
-    assert (folder / "trials.jsonl").exists(), done.stdout + done.stderr
-    return folder
-
-
 def test_a_whole_run_puts_p_and_d_on_their_nodes(lab: SlurmLab, tmp_path: Path) -> None:
-    folder = run(lab, tmp_path)
-    hosts = json.loads((folder / "environment.json").read_text())["hosts"]
-    assert set(hosts) == {"pre0", "dec0"}
+    folder = run(tmp_path, DEPLOYMENT)
+    assert set(json.loads((folder / "environment.json").read_text())["hosts"]) == {"pre0", "dec0"}
     logs = {path.name for path in (folder / "logs" / "tcp").iterdir()}
     assert {"prefill-0.log", "decode-0.log", "router.log"} <= logs
-    (trial,) = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
-    assert trial["summary"]["completed"] == trial["summary"]["sent"] > 0
+    whole_trial(folder)
     tag = json.loads((folder / "manifest.json").read_text()).get("run_tag", folder.name)
     assert until(lambda: lab.call("squeue", "--noheader") == "" and not tagged(str(tag)), GONE_S)
 
@@ -295,10 +204,8 @@ def test_kv_moves_between_the_nodes_by_the_real_libraries(
 
     if missing := transfer.get(connector).check():
         pytest.skip(str(missing))
-    folder = run(lab, tmp_path, "--set", f"connectors=[{connector}]")
-    (trial,) = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
-    assert trial["summary"]["completed"] == trial["summary"]["sent"] > 0
-    assert "tcp" in trial["engine"]["transport"]
+    folder = run(tmp_path, DEPLOYMENT, "--set", f"connectors=[{connector}]")
+    assert "tcp" in whole_trial(folder)["engine"]["transport"]
 
 
 def test_a_node_that_fails_ends_its_channel_with_the_reason(lab: SlurmLab) -> None:

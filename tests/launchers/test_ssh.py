@@ -1,7 +1,5 @@
 """Hosts reached by ssh: network namespaces with a real sshd each, and what stands between us and them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -191,8 +189,7 @@ class TestReaching:
         bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
         bare.chmod(0o755)
         assert "kvbench is not installed there" in reach.error(python=str(bare)).message
-        error = reach.error(python="/no/such/python")
-        assert "deployment.hosts.NAME.python" in error.hint
+        assert "deployment.hosts.NAME.python" in reach.error(python="/no/such/python").hint
 
     def test_a_folder_that_cannot_be_made(self, reach: Reach) -> None:
         assert "a: cannot work in /proc/none" in reach.error(workdir="/proc/none").message
@@ -238,11 +235,8 @@ def test_each_nic_reaches_the_one_of_its_place(hosts: Hosts) -> None:
         fleet.require()
         told = nics_reached(scenario, fleet)
     assert list(told) == [
-        ("a/data0", "b/data0"),
-        ("a/ssh0", "b/ssh0"),
-        ("b/data0", "a/data0"),
-        ("b/ssh0", "a/ssh0"),
-    ]
+        ("a/data0", "b/data0"), ("a/ssh0", "b/ssh0"), ("b/data0", "a/data0"), ("b/ssh0", "a/ssh0"),
+    ]  # fmt: skip
     assert all(each["bytes_per_s"] > 0 and each["rtt_s"] > 0 for each in told.values()), told
 
 
@@ -330,8 +324,7 @@ def another_host_is_not_gone_on_with(run: RunFolder) -> None:
     machine["hosts"]["b"]["hostname"] = "elsewhere"
     (run.path / "environment.json").write_text(json.dumps(machine))
     kept = {key: value for key, value in run.manifest.items() if key != "checksums"}
-    older = {**kept, "status": "interrupted"}
-    (run.path / "manifest.json").write_text(json.dumps(older))
+    (run.path / "manifest.json").write_text(json.dumps({**kept, "status": "interrupted"}))
     (run.path / "checksums.jsonl").unlink()  # as of a kvbench that had none
     with pytest.raises(StoreError, match=r"started on other hosts:\n  host b, hostname: elsewhere then, "):
         resume.resume(run.path)
@@ -431,8 +424,7 @@ def test_mooncake_and_nixl_move_kv_between_the_hosts(hosts: Hosts, tmp_path: Pat
 @needs_hosts
 def test_what_runs_is_listed_and_stopped_and_hosts_are_looked_at(hosts: Hosts, tmp_path: Path) -> None:
     path = written(hosts, tmp_path, ["tcp"])
-    looked = kvbench("doctor", "--hosts", str(path))
-    assert looked.status == 0, looked.text
+    looked = kvbench("doctor", "--hosts", str(path)).succeeded()
     assert "the same on all hosts" in looked.text
     assert looked.text.count("GB/s") == 6
     running = Running("launch", str(path))

@@ -1,7 +1,5 @@
 """``kvbench microbench`` as a user runs it: matrix told first, rows kept, reports, bad input, Ctrl-C."""
 
-from __future__ import annotations
-
 import io
 import json
 import signal
@@ -55,12 +53,9 @@ def test_a_model_makes_the_descriptors_of_its_cache(
 ) -> None:
     """NIXL and Mooncake get the same ones; a store gets whole blocks in every version."""
     given = MicrobenchOptions(
-        backend="nixl,mooncake,mooncake_store",
-        model="qwen3-30b-a3b",
-        input_len=1024,
-        tp=8,
+        backend="nixl,mooncake,mooncake_store", model="qwen3-30b-a3b", input_len=1024, tp=8,
         vllm_version=version,
-    )
+    )  # fmt: skip
     cases = ask(given, lambda: MOVERS, MicrobenchPlaces.of(given)).matrix.cases
     for case in cases:
         found = (case.regions, case.batch_size, case.block_bytes, case.merged)
@@ -135,16 +130,14 @@ def test_a_run_of_requests_is_no_run_to_compare_with(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_prints_the_matrix_and_the_time_and_starts_nothing(tmp_path: Path) -> None:
-    done = invoke("microbench", *QUICK, "--dry-run", "--output", str(tmp_path))
-    assert done.status == 0
+    done = invoke("microbench", *QUICK, "--dry-run", "--output", str(tmp_path)).succeeded()
     assert "8 cases, 2 pairs of workers, 0.05 s each: about" in done.out
     assert "tcp             tcp     read   64 KiB × 4" in done.out
     assert not list(tmp_path.iterdir())
 
 
 def test_a_run_is_measured_stored_reported_and_compared(tmp_path: Path) -> None:
-    done = kvbench("microbench", *QUICK, "--output", str(tmp_path))
-    assert done.status == 0, done.text
+    kvbench("microbench", *QUICK, "--output", str(tmp_path)).succeeded()
     run = the_run(tmp_path)
     rows = run.transfer_records()
     assert run.manifest["status"] == "complete"
@@ -154,8 +147,7 @@ def test_a_run_is_measured_stored_reported_and_compared(tmp_path: Path) -> None:
         assert row.logical_bytes == row.nbytes == 4 * row.case.block_bytes
         assert row.calls == len(row.call_s) >= 20
     assert (run.path / "report.md").is_file()
-    model = json.loads((run.path / "tables" / "transfer_model.json").read_text())
-    assert model["run"] == run.run_id
+    assert json.loads((run.path / "tables" / "transfer_model.json").read_text())["run"] == run.run_id
     again = kvbench("microbench", *QUICK, "--compare", str(run.path), "--output", str(tmp_path / "second"))
     assert again.status == 0, again.text
     assert f"compared with {run.run_id}" in again.out
@@ -179,16 +171,10 @@ def test_a_run_is_measured_stored_reported_and_compared(tmp_path: Path) -> None:
 
 def test_the_targets_may_stand_behind_a_prefix(tmp_path: Path) -> None:
     elsewhere = (
-        "--host",
-        "127.0.0.1",
-        "--peer-prefix",
-        "env KVBENCH_ELSEWHERE=1",
-        "--peer-host",
-        "127.0.0.1",
-    )
+        "--host", "127.0.0.1", "--peer-prefix", "env KVBENCH_ELSEWHERE=1", "--peer-host", "127.0.0.1",
+    )  # fmt: skip
     quick = ("--backend", "tcp", "--block-size", "64K", "--op", "read", "--seconds", "0.05")
-    done = kvbench("microbench", *quick, *elsewhere, "--output", str(tmp_path))
-    assert done.status == 0, done.text
+    done = kvbench("microbench", *quick, *elsewhere, "--output", str(tmp_path)).succeeded()
     (row,) = the_run(tmp_path).transfer_records()
     assert row.verified
     assert "targets at 127.0.0.1 (env KVBENCH_ELSEWHERE=1)" in done.out

@@ -1,10 +1,4 @@
-"""`--memory cuda` spreads its workers over the GPUs: whose turn is whose, and that a worker takes its own.
-
-The driver is a small library with the CUDA driver API's names and signatures, whose memory is the host's and
-whose GPUs are as many as FAKE_GPUS says. That CUDA itself behaves so is not shown here.
-"""
-
-from __future__ import annotations
+"""`--memory cuda` spreads its workers over the GPUs; the CUDA driver is a stand-in with FAKE_GPUS GPUs."""
 
 import os
 import shutil
@@ -54,13 +48,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_driver(folder: Path, gpus: int, code: str) -> str:
     env = {**os.environ, "LD_LIBRARY_PATH": str(folder), "FAKE_GPUS": str(gpus)}
     done = subprocess.run(
-        [sys.executable, "-c", f"from kvbench.processes.transfer_worker import memory\n{code}"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+        [sys.executable, "-c", f"from kvbench.processes.transfer_worker import memory\n{code}"], env=env,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
     return done.stdout + done.stderr
 
 
@@ -106,8 +96,7 @@ def turns_of(key: Case, one: Side, other: Side) -> list[tuple[str, int]]:
 def test_on_one_host_every_worker_has_its_own_turn() -> None:
     here = Side()
     assert turns_of(case(), here, here) == [("initiator", 0), ("target", 1)]
-    several = turns_of(case(initiators=3), here, here)
-    assert [turn for _, turn in several] == [0, 1, 2, 3]
+    assert [turn for _, turn in turns_of(case(initiators=3), here, here)] == [0, 1, 2, 3]
     named = Side(name="a", elsewhere=True), Side(name="a", elsewhere=True)
     assert [turn for _, turn in turns_of(case(targets=2), *named)] == [0, 1, 2]
 

@@ -1,7 +1,5 @@
 """The coordinator of raw transfers, with real workers: rows, reuse, verification, all kinds of trouble."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -61,9 +59,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).parents[1] / 'support'}")
 
 
-# --- rows
-
-
+# Rows
 @pytest.mark.parametrize(
     "name",
     [
@@ -82,8 +78,7 @@ def test_rows_of_every_usual_backend_are_whole_and_verified(name: str) -> None:
     for row in rows:
         assert row.verified is (True if moves else None)
         assert row.calls == len(row.call_s) >= QUICK.min_calls
-        assert row.nbytes == row.case.nbytes
-        assert row.descriptors == row.case.batch_size
+        assert (row.nbytes, row.descriptors) == (row.case.nbytes, row.case.batch_size)
         assert 0 < row.window_s < 5
         assert sum(row.call_s) <= row.window_s * 1.001
         assert row.warmup_calls > 0
@@ -120,8 +115,7 @@ def test_cases_of_one_kind_share_their_workers_and_others_do_not() -> None:
 
     rows_of(WRITE, replace(READ, block_bytes=65536), replace(WRITE, initiators=2), on_stage=told)
     assert seen[0] == seen[1]
-    assert len(seen[0]) == 2
-    assert len(seen[2]) == 3
+    assert (len(seen[0]), len(seen[2])) == (2, 3)
     assert not seen[2] & seen[0]
 
 
@@ -149,19 +143,14 @@ def test_bytes_that_went_elsewhere_are_told() -> None:
     assert "lo" in told["bytes_elsewhere"].message
 
 
-# --- what cannot be, and what goes wrong: an error row, and the next case goes on
-
-
+# What cannot be, and what goes wrong: an error row, and the next case goes on
 def test_what_cannot_be_is_said_and_the_matrix_goes_on() -> None:
     started: list[int] = []
     rows = rows_of(
-        replace(WRITE, block_bytes=1 << 45),
-        replace(WRITE, protocol="pigeon"),
-        replace(WRITE, backend="nothing"),
-        replace(WRITE, nics=2),
-        replace(WRITE, memory="cuda"),
+        replace(WRITE, block_bytes=1 << 45), replace(WRITE, protocol="pigeon"),
+        replace(WRITE, backend="nothing"), replace(WRITE, nics=2), replace(WRITE, memory="cuda"),
         on_stage=lambda index, case, stage: started.append(len(workers())),
-    )
+    )  # fmt: skip
     assert [row.status for row in rows] == ["error"] * 5
     for row, words in zip(rows, ("of memory are free", "pigeon", "nothing", "2 NICs", "cuda"), strict=True):
         assert words in row.error
@@ -227,8 +216,7 @@ def test_a_transfer_that_never_ends_has_a_deadline(fault: Seen) -> None:
 @pytest.mark.usefixtures("outside")
 def test_wrong_bytes_are_an_error_also_where_only_the_repeats_are_wrong() -> None:
     liar, lazy = (replace(WRITE, backend=name) for name in ("liar", "lazy"))
-    rows = rows_of(liar, replace(liar, op="read"), lazy, replace(lazy, op="read"))
-    for row in rows:
+    for row in rows_of(liar, replace(liar, op="read"), lazy, replace(lazy, op="read")):
         assert (row.status, row.verified, row.gb_per_s) == ("error", False, None)
         side = "target" if row.case.op == "write" else "initiator"
         assert f"wrong bytes arrived at the {side}: region 0, block" in row.error
@@ -251,8 +239,7 @@ def test_a_library_that_crashes_hangs_or_is_missing(fault: Seen) -> None:
     names = ("crashing", "lacking", "absent")
     cases = [*(replace(WRITE, backend=name) for name in names), WRITE]
     rows = timed(run_cases(cases, settings=QUICK), fault)
-    hanging = replace(WRITE, backend="hanging")
-    rows += rows_of(hanging, settings=replace(QUICK, open_s=1.0))
+    rows += rows_of(replace(WRITE, backend="hanging"), settings=replace(QUICK, open_s=1.0))
     by_name = {row.case.backend: row for row in rows}
     assert "killed by signal 11" in by_name["crashing"].error
     assert any(outside_backends.LAST_WORDS in line for line in by_name["crashing"].log)
@@ -292,8 +279,7 @@ def test_what_a_worker_said_before_it_ended_is_heard(tmp_path: Path) -> None:
         launcher.stop([process])
 
 
-# --- the end
-
+# The end
 ENDLESSLY = """
 from kvbench.core.transfers.records import Case
 from kvbench.microbench.options import Settings
@@ -311,12 +297,8 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_the_coordinator(number: signal.Signals) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", ENDLESSLY],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+        [sys.executable, "-c", ENDLESSLY], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    assert process.stdout is not None
     with process:
         for line in process.stdout:
             if line.strip() == "measuring":
@@ -375,11 +357,8 @@ def test_every_nic_of_a_lab_is_seen_to_carry_its_share() -> None:
 
 # A fault → what the lab calls it.
 NIC_FAULTS = {
-    "nic_pulled": "pull",
-    "nic_partitioned": "partition",
-    "nic_reset": "reset",
-    "nic_slowed": "slow",
-}
+    "nic_pulled": "pull", "nic_partitioned": "partition", "nic_reset": "reset", "nic_slowed": "slow",
+}  # fmt: skip
 
 
 @pytest.mark.heavy
@@ -408,8 +387,6 @@ def test_a_nic_that_fails_while_it_is_measured(key: str, fault: Seen) -> None:
             rows.append(row)
     if kind == "slow":
         assert rows[0].verified, rows[0].error
-        assert rows[0].gb_per_s is not None
-        assert rows[1].gb_per_s is not None
         assert rows[0].gb_per_s < rows[1].gb_per_s / 3
         fault.told(f"{rows[0].gb_per_s:.4f} GB/s", after_s)
     else:

@@ -1,7 +1,5 @@
 """Raw transfers between hosts: namespaces with a real sshd each, whose agents start both sides."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,11 +40,7 @@ def written(folder: Path, hosts: dict[str, Any]) -> Path:
     text = {
         "version": 1,
         "model": "tiny",
-        "deployment": {
-            "launcher": "ssh",
-            "hosts": hosts,
-            "roles": {"prefill": names[0], "decode": names[1]},
-        },
+        "deployment": {"launcher": "ssh", "hosts": hosts, "roles": {"prefill": names[0], "decode": names[1]}},
         "connectors": ["tcp"],
         "workload": {"input_len": [64], "output_len": 4},
         "slo": {"ttft_ms": 200},
@@ -139,25 +133,17 @@ def test_a_cable_that_is_pulled_costs_the_rest_of_its_pairs(hosts: Hosts, tmp_pa
 def row(one: str, other: str, rate: float | None, op: Any = "write", backend: str = "tcp") -> TransferRecord:
     status: Any = "ok" if rate else "error"
     return TransferRecord(
-        Case(backend, "tcp", op, 4096, 4),
-        status,
-        gb_per_s=rate,
-        initiator_host=one,
-        target_host=other,
+        Case(backend, "tcp", op, 4096, 4), status, gb_per_s=rate, initiator_host=one, target_host=other
     )
 
 
 def test_a_matrix_says_who_sends_to_whom() -> None:
     rows = [
-        row("a", "b", 1.5),
-        row("a", "b", 2.5),
-        row("b", "a", None),
-        row("a", "b", 3.5, op="read"),
+        row("a", "b", 1.5), row("a", "b", 2.5), row("b", "a", None), row("a", "b", 3.5, op="read"),
         row("a", "b", 9.0, backend="null"),
-    ]
+    ]  # fmt: skip
     write, read = pair_matrices(rows)
-    assert write.title == "tcp write"
-    assert write.cells == [["a", "–", "2.50"], ["b", "FAILED", "–"]]
+    assert (write.title, write.cells) == ("tcp write", [["a", "–", "2.50"], ["b", "FAILED", "–"]])
     assert read.cells == [["a", "–", "–"], ["b", "3.50", "–"]]  # a reads what b has
     assert pair_matrices(rows[:2]) == []
     assert pair_matrices([TransferRecord(Case("tcp", "tcp", "write", 1, 1))] * 2) == []
@@ -199,6 +185,5 @@ def test_what_one_host_lacks_is_not_tried_on_any() -> None:
     fine = {name.name: {"problem": "", "lacking": {}} for name in MOVERS}
     lacks = {**fine, "nixl": {"problem": "no wheel", "lacking": {"rdma": "no RDMA device"}}}
     found = {mover.name: mover for mover in movers_on({"a": fine, "b": lacks})}
-    assert found["tcp"].problem == ""
-    assert found["nixl"].problem == "b: no wheel"
+    assert (found["tcp"].problem, found["nixl"].problem) == ("", "b: no wheel")
     assert found["nixl"].lacking == {"rdma": "b: no RDMA device"}

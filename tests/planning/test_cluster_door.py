@@ -1,9 +1,10 @@
 """The way in on a cluster: `plan` and `doctor` take what `init` writes, and look where it runs."""
 
-from __future__ import annotations
-
 import json
+import resource
 import socket
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import pytest
 from commands import invoke
 from emulated import running, spec
 
-from kvbench.errors import InputError
+from kvbench.errors import EXIT_BAD_INPUT, EXIT_FAILED, InputError
 from kvbench.planning.init_elsewhere import Elsewhere, address_of
-from kvbench.planning.obstacles import left_out, obstacles
+from kvbench.planning.obstacles import left_out, obstacles, open_files_needed
 from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import bundled_names, load_scenario
 
@@ -33,8 +34,7 @@ def test_what_init_writes_for_a_cluster_is_planned(
     tmp_path: Path, options: tuple[str, ...], launcher: str, decodes: int
 ) -> None:
     file = tmp_path / "cluster.yaml"
-    done = invoke("init", str(file), "--yes", *options)
-    assert done.status == 0, done.text
+    done = invoke("init", str(file), "--yes", *options).succeeded()
     assert (f"next:\n  kvbench hosts install {file}\n" in done.out) == (launcher == "ssh")
     scenario, _ = load_scenario(str(file))
     assert (scenario.deployment.launcher, scenario.deployment.engine) == (launcher, "vllm")
@@ -59,8 +59,7 @@ def test_what_init_writes_for_a_cluster_is_planned(
 def test_doctor_says_nothing_of_this_machine_where_nothing_runs_on_it(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     invoke("init", str(file), "--yes", "--hosts", "node1.invalid,node2.invalid")
-    done = invoke("doctor", str(file))
-    assert done.status == 1
+    done = invoke("doctor", str(file)).failed(1)
     assert "node1.invalid" in done.out
     for here in ("unknown command 'vllm'", "open files", "shared memory", "does not exist"):
         assert here not in done.out
@@ -73,15 +72,13 @@ def test_doctor_says_nothing_of_this_machine_where_nothing_runs_on_it(tmp_path: 
 def test_a_server_that_is_up_is_written_planned_and_examined(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     with running(tmp_path, spec()) as engine:
-        done = invoke("init", str(file), "--yes", "--base-url", f"{engine.url}/v1/")
-        assert done.status == 0, done.text
+        invoke("init", str(file), "--yes", "--base-url", f"{engine.url}/v1/").succeeded()
         done = invoke("plan", str(file))
         assert f"tiny at {engine.url}" in done.out, done.text
         done = invoke("doctor", str(file))
         assert f"{engine.url} serves tiny" in " ".join(done.out.split()), done.text
         assert "connector nixl" not in done.out
-    done = invoke("doctor", str(file))
-    assert done.status == 1
+    done = invoke("doctor", str(file)).failed(1)
     assert "nothing listens" in " ".join(done.out.split())
     assert invoke("init", str(tmp_path / "x.yaml"), "--yes", "--base-url", engine.url).status != 0
 
@@ -115,8 +112,7 @@ def test_one_scenario_compares_all_on_equal_gpus() -> None:
     gpus = {}
     for planned in plan_of(scenario).deployments:
         deployed = scenario.deployed(planned.label)
-        on = {deployed.host_name(each.name) for each in planned.instances}
-        assert on == {"p", "d"}
+        assert {deployed.host_name(each.name) for each in planned.instances} == {"p", "d"}
         gpus[planned.label] = sum(deployed.ranks_of(each.name).gpus for each in planned.instances)
     names = ("aggregated", "nixl", "mooncake")
     assert gpus == {f"{name}-tp{size}": 2 * size for name in names for size in (4, 8)}
@@ -148,3 +144,27 @@ def test_the_time_of_what_is_left_out_is_not_counted() -> None:
     )
     assert set(told["left_out"]) == {"lmcache"}
     assert told["obstacles"] == []
+
+
+def test_the_busiest_process_has_each_stream_on_both_sides() -> None:
+    scenario, _ = load_scenario("quickstart")
+    assert open_files_needed(scenario) == 2 * 64 + 64
+    assert open_files_needed(scenario, concurrency=700) == 2 * 700 + 64
+    rate = 1000 / scenario.allowed_s
+    assert 2 * 1000 + 64 <= open_files_needed(scenario, rate) <= 2 * 1001 + 64
+
+
+def test_a_hard_limit_that_is_too_low_is_refused_before_the_start(tmp_path: Path) -> None:
+    def few() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+    command = [sys.executable, "-m", "kvbench"]
+    for words, status in (
+        (("sweep", "quickstart", "--connector", "tcp", "--output", str(tmp_path / "runs")), EXIT_FAILED),
+        (("plan", "quickstart", "--connector", "tcp"), EXIT_BAD_INPUT),
+    ):
+        done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120, preexec_fn=few)
+        text = " ".join((done.stdout + done.stderr).split())
+        assert done.returncode == status, text
+        assert "may open 64 files and sockets (ulimit -Hn), the planned load needs 192" in text
+    assert not (tmp_path / "runs").exists()

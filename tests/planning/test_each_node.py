@@ -1,7 +1,5 @@
 """What each node's processes get: addresses, NICs, GPUs and environment. Each mistake is planted once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -40,18 +38,14 @@ def placed(engine: str, version: str, connector: str) -> dict[str, ProcessSpec]:
         "version": 1,
         "model": "tiny",
         "deployment": {
-            "engine": engine,
-            "engine_options": {"model": "m", **({"version": version} if version else {})},
-            "launcher": "ssh",
-            "hosts": HOSTS,
-            "roles": {"prefill": [["a", "b"]], "decode": "c"},
-            "tensor_parallel_size": 4,
-            "decode": 2,
+            "engine": engine, "engine_options": {"model": "m", **({"version": version} if version else {})},
+            "launcher": "ssh", "hosts": HOSTS, "roles": {"prefill": [["a", "b"]], "decode": "c"},
+            "tensor_parallel_size": 4, "decode": 2,
         },
         "connectors": [connector],
         "workload": {"input_len": 64, "output_len": 4},
         "slo": {"ttft_ms": 100},
-    }
+    }  # fmt: skip
     scenario = parse_scenario(yaml.safe_dump(text), "nodes.yaml", registry())
     specs, _ = placed_specs(scenario, plan_of(scenario).deployments[-1])
     return {spec.name: spec for spec in specs if spec.name.startswith(("prefill", "decode"))}

@@ -1,7 +1,5 @@
 """The Kubernetes manifests of a plan: valid by Kubernetes' own schemas, and pods that find each other."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -75,15 +73,11 @@ def container(documents: Sequence[dict[str, Any]], end: str, index: int = 0) -> 
 @pytest.mark.parametrize(
     ("name", "connector"),
     [
-        ("quickstart", "aggregated"),
-        ("quickstart", "mooncake"),
-        ("quickstart", "nixl"),
-        ("xpyd", ""),
-        ("qwen3-30b-a3b-h200-mooncake", "mooncake"),
-        ("qwen3-30b-a3b-h200-nixl", "nixl"),
+        ("quickstart", "aggregated"), ("quickstart", "mooncake"), ("quickstart", "nixl"), ("xpyd", ""),
+        ("qwen3-30b-a3b-h200-mooncake", "mooncake"), ("qwen3-30b-a3b-h200-nixl", "nixl"),
         ("qwen3-30b-a3b-h200-nccl-0.13", "nccl"),
     ],
-)
+)  # fmt: skip
 def test_every_manifest_is_valid_by_the_schemas_of_kubernetes(name: str, connector: str) -> None:
     scenario = scenario_of(name, "deployment.base_port=21000", connector=connector)
     if not connector:
@@ -127,8 +121,7 @@ def test_what_binds_to_an_address_gets_the_pods_own() -> None:
     assert env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "$(POD_IP)"
     assert prefill["env"][0] == {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     # Of its neighbours it knows the names.
-    router = container(documents, "router")
-    assert not [word for word in router["command"] if "POD_IP" in word]
+    assert not [word for word in container(documents, "router")["command"] if "POD_IP" in word]
 
 
 def test_instances_ask_for_their_gpus_and_rdma_devices() -> None:
@@ -157,21 +150,15 @@ def three_hosts(folder: Path) -> list[dict[str, Any]]:
     deployment = {
         "engine": "vllm",
         "engine_options": {"model": "m", "version": "0.16.0", "env": {"PYTHONPATH": "/mine"}},
-        "launcher": "ssh",
-        "hosts": hosts,
-        "roles": {"prefill": [["a", "b"]], "decode": ["c"]},
-        "tensor_parallel_size": 4,
-        "decode": {"data_parallel_size": 2},
+        "launcher": "ssh", "hosts": hosts, "roles": {"prefill": [["a", "b"]], "decode": ["c"]},
+        "tensor_parallel_size": 4, "decode": {"data_parallel_size": 2},
         "prefill": {"data_parallel_size": 2},
-    }
+    }  # fmt: skip
     text = {
-        "version": 1,
-        "model": "tiny",
-        "deployment": deployment,
+        "version": 1, "model": "tiny", "deployment": deployment,
         "connectors": [{"name": "mooncake", "device_name": "mlx5_0"}],
-        "workload": {"input_len": 64, "output_len": 4},
-        "slo": {"ttft_ms": 100},
-    }
+        "workload": {"input_len": 64, "output_len": 4}, "slo": {"ttft_ms": 100},
+    }  # fmt: skip
     path = folder / "s.yaml"
     path.write_text(yaml.safe_dump(text))
     return manifests(scenario_of(str(path)), [f"rdma={RDMA}", "engine-image=vllm:1"])
@@ -249,8 +236,7 @@ def test_each_mistake_of_a_pod_is_seen(wrong: str, value: str | None, tmp_path: 
 
 def test_everything_carries_the_run_tag() -> None:
     scenario = scenario_of("quickstart", connector="nixl")
-    plan = plan_of(scenario)
-    (planned,) = [each for each in plan.deployments if not each.reference_only]
+    (planned,) = [each for each in plan_of(scenario).deployments if not each.reference_only]
     tag = run_tag(scenario, planned)
     documents = manifests(scenario)
     assert {each["metadata"]["labels"]["kvbench/run-tag"] for each in documents} == {tag}

@@ -1,10 +1,4 @@
-"""A node in a box: every bundled scenario on a recorded node of eight H200, for every release on record.
-
-What is rendered is held against what that release's own sources take: flags, keys of the connectors'
-configuration, environment, and the ports that its ranks bind. Then it is started for a look, on two hosts.
-"""
-
-from __future__ import annotations
+"""Every bundled scenario on a recorded node of eight H200, against what each vLLM release's sources take."""
 
 import json
 import os
@@ -175,8 +169,7 @@ def test_what_no_release_takes_is_seen() -> None:
 def test_commands_for_two_other_hosts_are_printed_here(ports: str, node: Path) -> None:
     """Nothing is looked for at addresses that are not this machine's, whatever the ports."""
     options = ["--connector", "nixl", "--set", f"deployment.base_port={ports}"]
-    done = invoke("launch", "qwen3-30b-a3b-h200-nixl", "--print", *options)
-    assert done.status == 0, done.text
+    done = invoke("launch", "qwen3-30b-a3b-h200-nixl", "--print", *options).succeeded()
     assert "--host 10.0.0.2" in done.out.replace("\\\n    ", "")
 
 
@@ -186,9 +179,7 @@ def test_printed_commands_that_want_more_gpus_than_are_here_say_so(gpus: int, to
     hgx.write_smi(node, gpus)
     path = node / "pair.yaml"
     path.write_text(PAIR)
-    done = invoke("launch", str(path), "--print")
-    assert done.status == 0, done.text
-    assert "CUDA_VISIBLE_DEVICES=1" in done.out
+    done = invoke("launch", str(path), "--print").succeeded("CUDA_VISIBLE_DEVICES=1")
     note = "# note: nixl needs 2 GPUs (prefill 1 × 1, decode 1 × 1), and this host has 1: "
     assert (note in done.out) == told, done.out
 
@@ -203,9 +194,7 @@ slo: {ttft_ms: 2000}
 """
 
 
-# ---------------------------------------------------------------- two hosts
-
-
+# Two hosts
 @pytest.fixture
 def two_hosts() -> Iterator[dict[str, str]]:
     """Address → network namespace: the scenarios' two nodes, with a cable between them."""
@@ -221,21 +210,10 @@ def two_hosts() -> Iterator[dict[str, str]]:
             first, second = names.values()
             run(
                 [
-                    ip,
-                    "-n",
-                    first,
-                    "link",
-                    "add",
-                    "kv0",
-                    "type",
-                    "veth",
-                    "peer",
-                    "name",
-                    "kv0",
-                    "netns",
+                    ip, "-n", first, "link", "add", "kv0", "type", "veth", "peer", "name", "kv0", "netns",
                     second,
                 ]
-            )
+            )  # fmt: skip
             for address, name in names.items():
                 run([ip, "-n", name, "address", "add", f"{address}/24", "dev", "kv0"])
                 run([ip, "-n", name, "link", "set", "kv0", "up"])
@@ -287,7 +265,6 @@ def test_all_servers_of_a_scenario_stand_beside_each_other_on_two_hosts(
                 started.append(process)
                 places += [f"{given['--host']}:{port}" for port in bound_ports(given, spec.env, version)]
             for process in started:
-                assert process.stdout is not None
                 assert process.stdout.readline().startswith("ready"), _said(process)
             for namespace in two_hosts.values():
                 look = [tool("ip"), "netns", "exec", namespace, sys.executable, "-c", LOOK, *places]

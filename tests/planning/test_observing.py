@@ -1,7 +1,5 @@
 """Profilers before an engine's command, and NVTX ranges in the transfer process."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal
@@ -87,14 +85,12 @@ def test_nvtx_is_on_in_vllm_under_nsys() -> None:
 
 
 def test_a_wrong_prefix_is_told_with_its_place() -> None:
-    done = invoke("plan", "quickstart", sets=("deployment.prefix.prefill=nsys profile",))
-    assert done.status == 2
+    done = invoke("plan", "quickstart", sets=("deployment.prefix.prefill=nsys profile",)).failed(2)
     assert "deployment.prefix.prefill must be a list" in done.err
 
 
 def test_without_nsys_launch_says_so(tmp_path: Path) -> None:
-    done = invoke("launch", "quickstart", "--nsys", env={"PATH": str(tmp_path)})
-    assert done.status == 1
+    done = invoke("launch", "quickstart", "--nsys", env={"PATH": str(tmp_path)}).failed(1)
     assert "nsys is not installed" in done.err
 
 
@@ -110,13 +106,9 @@ def test_the_override_is_a_prefix_for_every_role(
 def test_launch_under_a_profiler_leaves_a_report_per_instance(with_nsys: dict[str, str]) -> None:
     process = subprocess.Popen(
         argv("launch", "quickstart", "--connector", "tcp", "--nsys", sets=("deployment.base_port=0",)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **with_nsys},
-    )
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **with_nsys},
+    )  # fmt: skip
     try:
-        assert process.stdout is not None
         lines = []
         for line in process.stdout:
             lines.append(line)

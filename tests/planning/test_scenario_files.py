@@ -1,7 +1,5 @@
 """Scenario files on disk, and the bundled ones."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -35,8 +33,7 @@ def test_bundled_scenarios_are_right(name: str) -> None:
     assert scenario.name == name
     assert data == find_scenario(name)[0]
     assert scenario.description
-    infos = {each: connectors.get(each) for each in connectors.names()}
-    assert make_plan(scenario, infos).cells
+    assert make_plan(scenario, {each: connectors.get(each) for each in connectors.names()}).cells
 
 
 def test_quickstart_is_quick() -> None:

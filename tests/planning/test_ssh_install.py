@@ -1,7 +1,5 @@
 """``kvbench hosts install``: what is copied and run, and once for real on a host that reaches no registry."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -27,8 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_commands_on_a_host_do_what_they_say(tmp_path: Path) -> None:
     host = RemoteHost(address="10.0.0.1", workdir=str(tmp_path / "a folder"), python="python3")
-    plain = install_commands(host, "/w/kvbench.whl")
-    assert "--no-index" not in plain
+    assert "--no-index" not in install_commands(host, "/w/kvbench.whl")
     words = install_commands(host, "/w/kvbench.whl", ("mooncake", "ssh"), "/w/wheels.tar")
     assert (
         f"--no-index --find-links '{tmp_path}/a folder/wheels' --upgrade /w/kvbench.whl'[mooncake,ssh]'"
@@ -56,8 +53,7 @@ def test_wheels_are_packed_as_they_are(tmp_path: Path) -> None:
 @asked
 def test_a_build_leaves_nothing_beside_the_sources(tmp_path: Path) -> None:
     before = sorted(path.name for path in ROOT.iterdir())
-    wheel = built(tmp_path)
-    assert wheel.name.startswith(f"kvbench-{__version__}-")
+    assert built(tmp_path).name.startswith(f"kvbench-{__version__}-")
     assert sorted(path.name for path in ROOT.iterdir()) == before
     assert not (ROOT / "build").exists()
 
@@ -75,11 +71,7 @@ def test_a_host_without_a_registry_gets_all_it_needs(tmp_path: Path) -> None:
         text = {
             "version": 1,
             "model": "tiny",
-            "deployment": {
-                "launcher": "ssh",
-                "hosts": sections,
-                "roles": {"prefill": "a", "decode": "b"},
-            },
+            "deployment": {"launcher": "ssh", "hosts": sections, "roles": {"prefill": "a", "decode": "b"}},
             "connectors": ["tcp"],
             "workload": {"input_len": [64], "output_len": 4},
             "slo": {"ttft_ms": 200},
@@ -95,6 +87,5 @@ def test_a_host_without_a_registry_gets_all_it_needs(tmp_path: Path) -> None:
             where = [f"{work}/venv/bin/python", "-I", "-c", "import kvbench, numpy; print(kvbench.__file__)"]
             told = subprocess.run(where, cwd="/", capture_output=True, text=True, check=True)
             assert told.stdout.startswith(str(work))
-        looked = kvbench("doctor", "--hosts", str(path))
-        assert looked.status == 0, looked.text
+        looked = kvbench("doctor", "--hosts", str(path)).succeeded()
         assert looked.out.count(f"kvbench {__version__}, Python {sys.version.split()[0]}") == 2

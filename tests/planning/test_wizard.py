@@ -1,7 +1,5 @@
 """`kvbench init`: asked at a real terminal, and the file that comes of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -27,13 +25,9 @@ CARD = {"index": "0", "name": "NVIDIA H200", "memory_bytes": 141 * 2**30}
 ANSWERS = Answers("vllm", "Qwen/Qwen3-8B", MODELS["qwen3-8b"], ("aggregated",), (1024,), 128, 1000.0, 50.0)
 CTRL_C = "Ctrl-C"
 CONFIG = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 128,
-    "vocab_size": 4096,
-    "torch_dtype": "float32",
-}
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128,
+    "vocab_size": 4096, "torch_dtype": "float32",
+}  # fmt: skip
 
 
 def asked(folder: Path, answers: list[str], *words: str) -> tuple[int, str]:
@@ -93,12 +87,10 @@ def test_without_a_terminal_it_asks_for_yes(tmp_path: Path) -> None:
 
 def test_with_yes_the_file_is_for_this_machine_and_can_be_planned(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "mine.yaml"
-    done = invoke("init", str(path), "--yes", env={"PATH": "/usr/bin:/bin"})
-    assert done.status == 0, done.text
+    done = invoke("init", str(path), "--yes", env={"PATH": "/usr/bin:/bin"}).succeeded()
     assert f"kvbench sweep {path}" in done.out
     scenario = scenario_of(path)
-    assert scenario.name == "mine"
-    assert scenario.deployment.engine == "emulated"
+    assert (scenario.name, scenario.deployment.engine) == ("mine", "emulated")
     assert {"aggregated", "tcp"} <= {each.name for each in scenario.connectors}
     assert path.read_text().count("#") > 10
     assert invoke("plan", str(path), sets=("deployment.base_port=0",)).status == 0
@@ -107,9 +99,7 @@ def test_with_yes_the_file_is_for_this_machine_and_can_be_planned(tmp_path: Path
 def test_a_file_is_replaced_only_with_force(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("mine\n")
-    done = invoke("init", str(path), "--yes")
-    assert done.status == 2
-    assert "--force" in done.err
+    invoke("init", str(path), "--yes").failed(2, "--force")
     assert path.read_text() == "mine\n"
     assert invoke("init", str(path), "--yes", "--force").status == 0
     assert scenario_of(path).slo.ttft_ms
@@ -139,8 +129,6 @@ def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
 
 
 # What is written for other machines
-
-
 def vllm_at(command: str) -> dict[str, Installed]:
     return {"vllm": Installed(command, "0.33.0")}
 
@@ -192,8 +180,7 @@ def test_a_vllm_without_the_library_cannot_run_its_connector() -> None:
 
 
 def test_what_was_found_is_told() -> None:
-    machine = FoundMachine(gpus=(CARD,), nics=("mlx5_0",), engines=vllm_at("/opt/vllm"))
-    assert described(machine) == [
+    assert described(FoundMachine(gpus=(CARD,), nics=("mlx5_0",), engines=vllm_at("/opt/vllm"))) == [
         "GPUs      NVIDIA H200",
         "RDMA      mlx5_0",
         "vLLM      0.33.0 at /opt/vllm",
@@ -213,9 +200,7 @@ def test_a_shape_from_config_json(tmp_path: Path, changes: dict[str, object], pe
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     shape = shape_of(str(folder))
-    assert shape is not None
-    assert shape.name == "My-Model"
-    assert shape.kv_bytes_per_token() == per_token
+    assert (shape.name, shape.kv_bytes_per_token()) == ("My-Model", per_token)
     scenario = parsed(replace(ANSWERS, engine="emulated", shape=shape), FoundMachine())
     assert scenario.model.shape.kv_bytes_per_token() == per_token
 

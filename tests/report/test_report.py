@@ -28,7 +28,7 @@ from kvbench.report.findings.ahead import answer_text, besides_text, lead_text, 
 from kvbench.report.findings.findings import folded, warned
 from kvbench.report.findings.load_rows import searched
 from kvbench.report.findings.notes import ahead, notes
-from kvbench.report.report import FORMATS, command, write_report
+from kvbench.report.report import FORMATS, command, render_terminal, write_report
 from kvbench.report.sections.build import build
 from kvbench.report.sections.requests import by_input_len
 from kvbench.report.tables.result import Answer, Row, interval_word, read_answer, summary_table

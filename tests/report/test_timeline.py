@@ -195,7 +195,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_command_joins_all_processes_of_a_trial(traced: Path) -> None:
-    assert "through client, router, prefill-0, decode-0" in invoke("timeline", str(traced)).ended(0).out
+    assert "through client, router, prefill-0, decode-0" in invoke("timeline", str(traced)).succeeded().out
     (path,) = (traced / "figures").glob("timeline-tcp-*.json")
     document = json.loads(path.read_text())
     events = document["traceEvents"]
@@ -214,9 +214,9 @@ def test_the_command_joins_all_processes_of_a_trial(traced: Path) -> None:
 
 
 def test_another_trial_can_be_named_and_a_wrong_name_is_told(traced: Path) -> None:
-    done = invoke("timeline", str(traced), "aggregated-in64-out4-01").ended(0)
+    done = invoke("timeline", str(traced), "aggregated-in64-out4-01").succeeded()
     assert "client, router, aggregated-0" in done.out
-    assert "aggregated-in64-out4-01" in invoke("timeline", str(traced), "nonsense").ended(2).err
+    assert "aggregated-in64-out4-01" in invoke("timeline", str(traced), "nonsense").failed(2).err
 
 
 def test_without_traces_the_client_is_still_drawn(traced: Path, tmp_path: Path) -> None:
@@ -224,6 +224,6 @@ def test_without_traces_the_client_is_still_drawn(traced: Path, tmp_path: Path) 
 
     copy = tmp_path / "run"
     shutil.copytree(traced, copy, ignore=shutil.ignore_patterns(f"*{SUFFIX}"))
-    assert "deployment.trace=true" in invoke("timeline", str(copy)).ended(0).out
+    assert "deployment.trace=true" in invoke("timeline", str(copy)).succeeded().out
     (path,) = (copy / "figures").glob("timeline-tcp-*.json")
     check_rules(json.loads(path.read_text())["traceEvents"])

@@ -1,8 +1,7 @@
 """Import rules that import-linter cannot express; its own contracts are in pyproject.toml."""
 
-from __future__ import annotations
-
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -74,8 +73,7 @@ def test_a_command_that_measures_nothing_imports_lightly(words: list[str]) -> No
     assert not set(done.stderr.split()) & {*HEAVY, "httpx", "markdown_it", "pygments"}
 
 
-# --- engines and connectors are asked, not called by name ----------------------------------------------
-
+# Engines and connectors are asked, not called by name
 ENGINES = set(engines.names())
 OF_ENGINES = {f"kvbench.engines.{name}" for name in ENGINES}
 # A folder's own files may; and the scenario's own checks look at what is written, before it has a type.
@@ -158,8 +156,7 @@ def test_the_rule_sees_names(code: str, count: int) -> None:
     assert len(list(by_name(ast.parse(code)))) == count
 
 
-# ------------------------------------------------------------------ no circle, not even for types
-
+# No circle, not even for types
 Graph = Mapping[str, set[str]]
 
 
@@ -275,3 +272,28 @@ def test_circles_are_seen() -> None:
     assert circle(graph) == []  # an __init__ may import what is in its package
     assert set(circle(rooms_of("p", graph))) == {"a", "b"}
     assert set(circle({**graph, "p.b.c": {"p"}})) == {"p", "p.a", "p.b.c"}
+
+
+ROOT = Path(kvbench.__file__).parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def test_the_layers_are_those_of_the_import_contract() -> None:
+    config = (ROOT / "pyproject.toml").read_text()
+    written = re.search(r'name = "Layers: .*?layers = \[(.*?)\]', config, re.S)
+    assert written
+    contract = [re.findall(r"\w+", layer) for layer in re.findall(r'"(.*?)"', written[1])]
+    table = PAGE.split("## Layers")[1].split("## ")[0]
+    page = [
+        re.findall(r"`(\w+)`", row.split(" | ")[0]) for row in table.splitlines() if row.startswith("| `")
+    ]
+    assert page == contract
+
+
+def test_every_room_is_on_the_page_and_every_place_on_the_page_is_there() -> None:
+    named = set(re.findall(r"`([\w/]+/|[\w/]+\.py)`", PAGE))
+    rooms = {each.name for each in PACKAGE.iterdir() if (each / "__init__.py").exists()}
+    assert rooms <= set(re.findall(r"`(\w+)`", PAGE))
+    below = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if ".venv" not in path.parts}
+    missing = [name for name in named if not any(each.endswith(name.rstrip("/")) for each in below)]
+    assert missing == []

@@ -1,9 +1,4 @@
-"""Every fault of the table is seen, named in time, and the others go on. The heavy half: ``make faults``.
-
-Faults of single parts stand in the tests of these parts, with the same marker.
-"""
-
-from __future__ import annotations
+"""Every fault of the table is seen, named in time, and the others go on. The heavy half: ``make faults``."""
 
 import ast
 import asyncio
@@ -21,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from commands import EASY, argv, kvbench, the_run
+from commands import EASY, argv, kvbench, the_run, wait_until
 from faults import FAULTS, GROUPS, STRIKES, FarSiege, Seen, Siege, Struck
 from hostile import DONE, GOOD, HEAD, HOST, LAST, TOKEN, USAGE, Step, chunk, follow, plain
 from hypothesis import HealthCheck, given, settings
@@ -62,7 +57,6 @@ def _judge(outcome: Outcome, key: str, fault: Seen) -> None:
     status, struck = outcome
     one = struck[key]
     refused = key.endswith("_slow")
-    assert one.result is not None
     assert one.result.status == ("refused" if refused else "failed")
     assert one.result.hint
     if refused:
@@ -96,8 +90,7 @@ def test_the_longer_siege(key: str, long_siege: Outcome, fault: Seen) -> None:
     _judge(long_siege, key, fault)
 
 
-# -- a server that hangs ---------------------------------------------------------------------------------
-
+# A server that hangs
 HANGS = """
 import http.server, sys, threading, time
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -155,8 +148,7 @@ def _check_until(watch: ProcessWatch, process: object, after: Callable[[], None]
         time.sleep(0.05)
 
 
-# -- what is needed of the machine -----------------------------------------------------------------------
-
+# What is needed of the machine
 FLOOD = """
 import os
 os.write(2, b"the first line\\n")
@@ -171,10 +163,7 @@ os.write(2, b"the last line\\n")
 def test_a_flood_of_a_log_does_not_fill_the_disk(launcher: LocalLauncher, fault: Seen) -> None:
     process = launcher.start(ProcessSpec("flood", (sys.executable, "-c", FLOOD)))
     fault.struck()
-    deadline = time.monotonic() + 60
-    while process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: process.poll() is not None, 60)
     size = process.log_path.stat().st_size
     assert size < 65 * 2**20, "head, tail and one line"
     data = process.log_path.read_bytes()
@@ -192,17 +181,12 @@ def test_a_flood_of_a_log_does_not_fill_the_disk(launcher: LocalLauncher, fault:
 # which are of that clock, on the monotonic one (processes/loadgen/sockets/clock.py and
 # processes/exact_server/server.py see when it is set).
 _DATES = {
-    "processes/emulator/answers.py": 1,
-    "processes/emulator/lies/answers.py": 1,
-    "processes/emulator/metrics.py": 1,
-    "processes/emulator/handoffs/pull.py": 1,
-    "processes/emulator/server.py": 1,
-    "processes/exact_server/server.py": 1,
-    "processes/loadgen/sockets/clock.py": 1,
-    "processes/loadgen/run.py": 1,
-    "microbench/cases.py": 1,
+    "processes/emulator/answers.py": 1, "processes/emulator/lies/answers.py": 1,
+    "processes/emulator/metrics.py": 1, "processes/emulator/handoffs/pull.py": 1,
+    "processes/emulator/server.py": 1, "processes/exact_server/server.py": 1,
+    "processes/loadgen/sockets/clock.py": 1, "processes/loadgen/run.py": 1, "microbench/cases.py": 1,
     "sweep/trial/trial.py": 1,
-}
+}  # fmt: skip
 _MEASURING = (
     *(
         f"processes/{name}"
@@ -267,8 +251,7 @@ def test_a_clock_that_is_set_moves_no_figure(step_s: int, read_ns: list[int], fa
     fault.told("nothing, as only the monotonic clock is measured with")
 
 
-# -- what a server may answer ----------------------------------------------------------------------------
-
+# What a server may answer
 BEHAVIOURS: dict[str, list[Step]] = {
     "server_silent": ["hang"],
     "endless_headers": [b"HTTP/1.1 200 OK\r\n", *([b"x-more: " + b"y" * 1000 + b"\r\n"] * 3000)],
@@ -335,14 +318,9 @@ deployment: {{engine: external, engine_options: {{base_url: '{url}'}}}}
 connectors: [aggregated]
 """
 HOSTILE_SETS = (
-    *(f"workload.input_len={list(LENGTHS)}",),
-    "workload.output_len=3",
-    "workload.request_timeout_s=3",
-    "slo.ttft_ms=2000",
-    "slo.attainment=0.5",
-    "search.trial_s=1",
-    "search.min_requests=10",
-)
+    *(f"workload.input_len={list(LENGTHS)}",), "workload.output_len=3", "workload.request_timeout_s=3",
+    "slo.ttft_ms=2000", "slo.attainment=0.5", "search.trial_s=1", "search.min_requests=10",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -352,8 +330,7 @@ def hostile_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, RunFolde
     with Hostile() as url:
         path.write_text(EXTERNAL.format(url=url))
         words = ("bench", str(path), "--rate", "10", "--output", str(folder / "r"))
-        done = kvbench(*words, sets=HOSTILE_SETS, env={"COLUMNS": "4000"})
-        return done.text, the_run(folder / "r")
+        return kvbench(*words, sets=HOSTILE_SETS, env={"COLUMNS": "4000"}).text, the_run(folder / "r")
 
 
 @pytest.mark.heavy
@@ -375,8 +352,7 @@ def test_what_a_server_answers_is_told_in_the_trial_s_line(
     fault.told(f"{trial.verdict}: {trial.reason}", trial.duration_s)
 
 
-# -- file systems that are full, in a mount namespace of their own ---------------------------------------
-
+# File systems that are full, in a mount namespace of their own
 SMALL = 'mount -t tmpfs -o size={size} none "$0" && exec "$@"'
 
 
@@ -457,8 +433,7 @@ def test_shared_memory_that_fills_up_in_a_trial_harms_nothing(tmp_path: Path, fa
     fault.told(f"{trial.summary['completed']} of {trial.summary['sent']} requests completed", 0.0)
 
 
-# -- NICs between P and D --------------------------------------------------------------------------------
-
+# NICs between P and D
 PAIR_NIC_FAULTS = {"pair_nic_pulled": "pull", "pair_nic_partitioned": "partition", "pair_nic_slowed": "slow"}
 
 
@@ -515,9 +490,7 @@ def test_a_nic_between_prefill_and_decode_that_fails_in_a_trial(
     fault.told("; ".join(dict.fromkeys([*(each.message for each in findings), trial.reason])), first)
 
 
-# -- a load generator without descriptors ----------------------------------------------------------------
-
-
+# A load generator without descriptors
 @pytest.mark.heavy
 @pytest.mark.fault("out_of_files_client")
 def test_a_load_generator_without_descriptors_is_no_miss_of_the_server(tmp_path: Path, fault: Seen) -> None:
@@ -530,22 +503,16 @@ def test_a_load_generator_without_descriptors_is_no_miss_of_the_server(tmp_path:
         )
         words = ["sh", "-c", 'ulimit -n 90; exec "$@"', "sh", *command]
         done = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            timeout=90,
-            check=False,
+            words, capture_output=True, text=True, timeout=90, check=False,
             env={**os.environ, "COLUMNS": "4000"},
-        )
+        )  # fmt: skip
     (trial,) = the_run(tmp_path / "r").trials
     assert trial.verdict == "invalid"
     assert re.search(FAULTS["out_of_files_client"].said, " ".join((done.stdout + done.stderr).split()))
     fault.told(f"{trial.verdict}: {trial.reason}", trial.duration_s)
 
 
-# -- the table -------------------------------------------------------------------------------------------
-
-
+# The table
 def test_the_table_is_made_of_what_the_tests_saw() -> None:
     rows = json.loads(JSON_PATH.read_text())
     assert [row["key"] for row in rows] == list(FAULTS)

@@ -1,10 +1,4 @@
-"""No regular expression of the package takes exponential or cubic time for a text that somebody else wrote.
-
-Square time is let pass, since lines are read to a limit. More is wanted of the scrubber, which reads whole
-files (``tests/report/test_bundle.py``).
-"""
-
-from __future__ import annotations
+"""No regular expression of the package takes exponential or cubic time for a text of somebody else."""
 
 import ast
 import importlib
@@ -87,9 +81,7 @@ def used(pattern: re.Pattern[Any], method: str, text: Any) -> None:
         getattr(pattern, method)(text)
 
 
-# --- those of the package --------------------------------------------------------------------------------
-
-
+# Those of the package
 def inside(value: Any) -> Iterator[re.Pattern[Any]]:
     """The patterns in a value of a module."""
     if isinstance(value, re.Pattern):

@@ -1,7 +1,5 @@
 """docs/promises.md: each promise names tests that exist; and the tests that are not about something else."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -53,17 +51,13 @@ def test_the_readme_leads_to_the_promises() -> None:
     assert "docs/promises.md" in (ROOT / "README.md").read_text()
 
 
-# --- files -------------------------------------------------------------------------------------------
-
-
+# Files
 @pytest.mark.parametrize("schema", range(FIRST_SCHEMA, SCHEMA_VERSION + 1))
 def test_a_recorded_folder_of_every_schema_reads_as_it_was_written(schema: int) -> None:
     """``recorded/runs/schema-N``: a folder as a release with that schema wrote it. Never written anew."""
     folder = RECORDED / "runs" / f"schema-{schema}"
     run = load_run(folder)
-    assert run.schema == schema
-    assert run.warnings == []
-    assert run.manifest["status"] == "complete"
+    assert (run.schema, run.warnings, run.manifest["status"]) == (schema, [], "complete")
     (cell,) = run.cells
     (row,) = summary_table(run)
     assert (cell.cell.connector, cell.cell.input_len, cell.cell.output_len) == ("nixl", 512, 16)
@@ -74,9 +68,7 @@ def test_a_recorded_folder_of_every_schema_reads_as_it_was_written(schema: int) 
     assert len(run.requests(first)) == len(run.request_records(first)) == 120
 
 
-# --- commands, scenarios, Python ---------------------------------------------------------------------
-
-
+# Commands, scenarios, Python
 def offered() -> dict[str, Any]:
     """What this kvbench offers, in the shape of ``recorded/promised/VERSION.json``."""
     commands: dict[str, list[str]] = {}
@@ -170,8 +162,7 @@ def test_the_package_offers_what_its_interface_lists() -> None:
     assert set(api.__all__) - {"Plots"} <= set(dir(kvbench))
 
 
-# --- safety ------------------------------------------------------------------------------------------
-
+# Safety
 TALKS = re.compile(r"https?://([A-Za-z0-9.-]+\.[a-z]{2,})")
 NAMES_ONLY = {"www.w3.org", "json-schema.org", "github.com", "docs.vllm.ai", "semver.org", "arxiv.org"}
 """Names of formats and pages that a text leads to; nothing is asked there."""

@@ -1,7 +1,5 @@
 """No client of kvbench's takes a proxy from the environment, nor a login from ``.netrc``."""
 
-from __future__ import annotations
-
 import ast
 import re
 import signal
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from commands import EASY, Finished, Running, kvbench, the_run
+from commands import EASY, Finished, Running, kvbench, the_run, wait_until
 from emulated import running, spec
 
 from kvbench.core.access import ServerAccess
@@ -118,7 +116,6 @@ def test_a_launched_server_is_found_ready_and_measured_by_its_url(trap: Trap, tm
     server = Running("launch", "quickstart", "--connector", "aggregated", sets=free)
     try:
         found = re.search(r"http://[^/\s]+", server.wait_for("  requests"))
-        assert found is not None
         words = ["bench", "--base-url", found.group(), "--rate", "15", "--output", str(tmp_path / "out")]
         words += ["--input-len", "64", "--output-len", "4", "--ttft-ms", "20000", "--tpot-ms", "5000"]
         few = ("search.trial_s=2", "search.max_trial_s=2", "search.min_requests=30")
@@ -166,9 +163,7 @@ def test_who_needs_a_proxy_is_told_that_there_is_none(trap: Trap, monkeypatch: p
     assert trap.heard == []
 
 
-# --- whom our client believes ---------------------------------------------------------------------------
-
-
+# Whom our client believes
 class _Told(BaseHTTPRequestHandler):
     """Answers what login it was sent."""
 
@@ -234,9 +229,7 @@ def test_a_certificate_authority_of_one_s_own_is_believed(
             assert client.get(url).text == "none"
 
 
-# --- what we start --------------------------------------------------------------------------------------
-
-
+# What we start
 @pytest.mark.parametrize(
     ("environment", "excepted"),
     [
@@ -268,10 +261,7 @@ def test_a_started_process_reaches_its_deployment_without_the_proxy(trap: Trap, 
     with told() as url:
         asking = ProcessSpec("asking", (sys.executable, "-c", TRUSTING, url), beside=made[0].beside)
         process = launcher.start(asking)
-        deadline = time.monotonic() + 20
-        while process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: process.poll() is not None, 20)
     assert process.tail() == ["none"]
     assert trap.heard == []
 
@@ -285,9 +275,7 @@ def test_every_host_of_a_deployment_is_excepted() -> None:
     assert all(hosts <= set(spec.beside) for spec in made)
 
 
-# --- the source -----------------------------------------------------------------------------------------
-
-
+# The source
 def breaches(tree: ast.AST) -> Iterator[str]:
     """Where a module makes a client of its own."""
     for node in ast.walk(tree):
@@ -320,19 +308,12 @@ def test_one_module_alone_makes_clients() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import urllib.request",
-        "import http.client",
-        "from urllib import request",
-        "from urllib.request import urlopen",
-        "import requests",
-        "import aiohttp.client",
-        "from httpx import Client",
-        "httpx.Client(timeout=3)",
-        "def f():\n  return httpx.get(url)",
-        "httpx.AsyncClient(trust_env=False)",
-        "httpx.HTTPTransport()",
+        "import urllib.request", "import http.client", "from urllib import request",
+        "from urllib.request import urlopen", "import requests", "import aiohttp.client",
+        "from httpx import Client", "httpx.Client(timeout=3)", "def f():\n  return httpx.get(url)",
+        "httpx.AsyncClient(trust_env=False)", "httpx.HTTPTransport()",
     ],
-)
+)  # fmt: skip
 def test_the_rule_sees_what_it_forbids(code: str) -> None:
     assert list(breaches(ast.parse(code)))
 

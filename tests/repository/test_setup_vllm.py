@@ -1,7 +1,5 @@
 """The CPU lab's set-up and its start-up file, as far as they can be tried without the lab itself."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -20,20 +18,13 @@ import setup_vllm  # noqa: E402
 
 def python(code: str, *paths: Path, **env: str) -> subprocess.CompletedProcess[str]:
     """Code in a new Python that starts with the lab's start-up file, or with another folder's."""
-    folders = ":".join(map(str, paths or (SHIM,)))
     return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": folders, **env},
-        check=False,
-    )
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": ":".join(map(str, paths or (SHIM,))), **env}, check=False,
+    )  # fmt: skip
 
 
 # What is installed
-
-
 LABS = [setup_vllm.Lab(version) for version in setup_vllm.known()]
 
 
@@ -103,8 +94,6 @@ def test_what_is_not_there_is_not_done(lab: setup_vllm.Lab) -> None:
 
 
 # The start-up file
-
-
 def test_it_pins_nothing_and_says_so() -> None:
     code = (
         "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); print(os.sched_getaffinity(0))"

@@ -28,17 +28,10 @@ DEADLINE_S = 150.0
 # A sweep whose outcome does not depend on how fast this machine is: rates that anything holds, and limits
 # wide enough for a busy machine. It ends at max_rate, censored, after two trials a cell.
 EASY = (
-    "workload.input_len=[64]",
-    "workload.output_len=4",
-    "slo.ttft_ms=20000",
-    "slo.tpot_ms=5000",
-    "slo.attainment=0.5",
-    "search.start_rate=20",
-    "search.max_rate=20",
-    "search.trial_s=1",
-    "search.min_requests=20",
-    "deployment.base_port=0",
-)
+    "workload.input_len=[64]", "workload.output_len=4", "slo.ttft_ms=20000", "slo.tpot_ms=5000",
+    "slo.attainment=0.5", "search.start_rate=20", "search.max_rate=20", "search.trial_s=1",
+    "search.min_requests=20", "deployment.base_port=0",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,9 +46,18 @@ class Finished:
     def text(self) -> str:
         return self.out + self.err
 
-    def ended(self, status: int) -> Finished:
-        """This, if the command ended with that status; all that it printed otherwise."""
+    def succeeded(self, *printed: str) -> Finished:
+        """Require that it did, and printed this."""
+        assert self.status == 0, self.text
+        for words in printed:
+            assert words in self.out
+        return self
+
+    def failed(self, status: int, *said: str) -> Finished:
+        """Require that it ended with this status, and said this on stderr."""
         assert self.status == status, self.text
+        for words in said:
+            assert words in self.err
         return self
 
 
@@ -71,13 +73,9 @@ def _with_sets(words: Sequence[str], sets: Sequence[str]) -> list[str]:
 def kvbench(*words: str, sets: Sequence[str] = (), env: Mapping[str, str] | None = None) -> Finished:
     """Run a command to its end."""
     done = subprocess.run(
-        argv(*words, sets=sets),
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, **(env or {})},
-        check=False,
-    )
+        argv(*words, sets=sets), capture_output=True, text=True, timeout=DEADLINE_S,
+        env={**os.environ, **(env or {})}, check=False,
+    )  # fmt: skip
     return Finished(done.returncode, done.stdout, done.stderr)
 
 
@@ -120,12 +118,9 @@ class Running:
 
     def __init__(self, *words: str, sets: Sequence[str] = ()) -> None:
         self._process = subprocess.Popen(
-            argv(*words, sets=sets),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            argv(*words, sets=sets), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             start_new_session=True,
-        )
+        )  # fmt: skip
         self._printed: list[str] = []
 
     @property
@@ -134,7 +129,6 @@ class Running:
 
     def wait_for(self, word: str) -> str:
         """Read lines until one contains the word; returns that line."""
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             self._printed.append(line)
             if word in line:
@@ -222,4 +216,4 @@ def wait_until(condition: Callable[[], bool], deadline_s: float = 15.0) -> None:
     deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+        time.sleep(0.02)

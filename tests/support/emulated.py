@@ -1,7 +1,5 @@
 """Starts emulated engines as real processes for the tests, and takes every one of them down again."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -47,29 +45,16 @@ def free_port() -> int:
 def spec(**changes: Any) -> dict[str, Any]:
     """A small, fast engine's spec."""
     base = {
-        "served_model_name": "tiny",
-        "port": free_port(),
-        "model": MODEL,
-        "num_blocks": 512,
-        "max_num_seqs": 32,
-        "max_num_batched_tokens": 512,
-        "max_model_len": 4096,
-        "timing": "quick",
-        "time_scale": 0.1,
-        "transfer_timeout_s": 8.0,
-    }
+        "served_model_name": "tiny", "port": free_port(), "model": MODEL, "num_blocks": 512,
+        "max_num_seqs": 32, "max_num_batched_tokens": 512, "max_model_len": 4096, "timing": "quick",
+        "time_scale": 0.1, "transfer_timeout_s": 8.0,
+    }  # fmt: skip
     return {**base, **changes}
 
 
 def greedy(prompt: Any, max_tokens: int, **more: Any) -> dict[str, Any]:
     """The body of a request for so many tokens, to be answered with their ids."""
-    return {
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        **more,
-    }
+    return {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True, **more}
 
 
 @dataclass
@@ -88,6 +73,12 @@ class EngineProcess:
         self, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> httpx.Response:
         return httpx.post(self.url + path, json=dict(body), headers=headers, timeout=60)
+
+    def refused(self, body: Mapping[str, Any], status: int, words: str) -> None:
+        """Ask for a completion; require this status, and the words in its error."""
+        reply = self.post("/v1/completions", body)
+        assert reply.status_code == status, reply.text
+        assert words in reply.json()["error"]["message"]
 
     def complete(self, prompt: Any, max_tokens: int = 8, **more: Any) -> dict[str, Any]:
         """A greedy completion with token ids; asserts success."""
@@ -124,8 +115,7 @@ class EngineProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of one sample of /metrics."""
-        text = httpx.get(self.url + "/metrics", timeout=10).text
-        for line in text.splitlines():
+        for line in httpx.get(self.url + "/metrics", timeout=10).text.splitlines():
             match = re.fullmatch(r"([^{\s]+)\{(.*)\} (\S+)", line)
             if (
                 match
@@ -162,12 +152,9 @@ def launch(
     path.write_text(json.dumps(engine_spec))
     with log.open("ab") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvbench.processes.emulator", str(path)],
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            env={**os.environ, **(env or {})},
-        )
+            [sys.executable, "-m", "kvbench.processes.emulator", str(path)], stdin=subprocess.DEVNULL,
+            stdout=stream, stderr=stream, env={**os.environ, **(env or {})},
+        )  # fmt: skip
     return EngineProcess(process, dict(engine_spec), log)
 
 
@@ -214,7 +201,6 @@ def pair_specs(connector: str, **changes: Any) -> tuple[dict[str, Any], dict[str
     env: dict[str, str] = {}
     for role, engine_id in (("prefill", "engine-p"), ("decode", "engine-d")):
         config = chosen.kv_transfer_config(role, engine_id, options)  # type: ignore[arg-type]
-        assert config is not None
         config["kv_connector_extra_config"].update(extra)
         side = free_port() if role in chosen.side_port_roles else None
         result.append(spec(kv_transfer_config=config, side_channel_port=side, **changes))
@@ -237,6 +223,11 @@ class Pair:
         bootstrap = f"http://127.0.0.1:{self.prefill.spec['side_channel_port']}"
         engine_id = httpx.get(bootstrap + "/query", timeout=5).json()["0"]["engine_id"]
         return PrefillPeer(self.prefill.url, bootstrap, engine_id)
+
+    def refused(self, body: Mapping[str, Any], answer: Any, name: str, words: str) -> None:
+        """Ask D for what P answered; it must fail with these words."""
+        asked = self.connector.decode_request(body, answer, name, self.peer())
+        self.decode.refused(asked, 500, words)
 
     def post(self, body: Mapping[str, Any]) -> httpx.Response:
         """One request through both."""

@@ -1,7 +1,5 @@
 """NVIDIA's driver library as far as kvbench calls it, compiled for tests: its GPU memory is host memory."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -3,8 +3,6 @@
 The label of the deployment, which is the name of its folder of logs, says how. Then it becomes the command.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

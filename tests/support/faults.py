@@ -67,104 +67,72 @@ FAULTS = {
         Fault("decode_frozen", "decode is frozen (SIGSTOP)", r"decode-0 \d+ is frozen", _CELL),
         Fault("prefill_slow", "prefill pauses again and again", r"prefill engine was behind", _REFUSED),
         Fault("decode_slow", "decode pauses again and again", r"decode engine was behind", _REFUSED),
-        Fault(
-            "server_hangs",
-            "a server runs but no longer responds",
-            r"server-0 hangs: no response",
-            _CELL,
-        ),
+        Fault("server_hangs", "a server runs but no longer responds", r"server-0 hangs: no response", _CELL),
         Fault("router_killed", "the router is killed", r"router was killed by signal 9", _CELL),
         Fault("router_frozen", "the router is frozen (SIGSTOP)", r"router \d+ is frozen", _CELL),
         Fault(
-            "loadgen_killed",
-            "the load generator is killed",
-            r"the load generator \S+ ended early \(status -9\)",
-            _CELL,
+            "loadgen_killed", "the load generator is killed",
+            r"the load generator \S+ ended early \(status -9\)", _CELL,
         ),
         Fault(
-            "loadgen_frozen",
-            "the load generator is frozen (SIGSTOP)",
-            r"the load generator \S+ hangs: no report for \d+ s",
-            _CELL,
+            "loadgen_frozen", "the load generator is frozen (SIGSTOP)",
+            r"the load generator \S+ hangs: no report for \d+ s", _CELL,
         ),
         Fault(
-            "child_aborts",
-            "the process of an engine's transfer library aborts",
-            r"the process of its transfer library has died",
-            _CELL,
+            "child_aborts", "the process of an engine's transfer library aborts",
+            r"the process of its transfer library has died", _CELL,
         ),
         Fault(
-            "child_hangs",
-            "the process of an engine's transfer library is frozen",
-            r"decode-0's child process \d+ is frozen",
-            _CELL,
+            "child_hangs", "the process of an engine's transfer library is frozen",
+            r"decode-0's child process \d+ is frozen", _CELL,
         ),
         Fault(
             "library_hangs_in_pair",
             "an engine's transfer library never returns, although its process runs",
-            r"decode-0.*the process of its transfer library hangs",
-            _CELL,
+            r"decode-0.*the process of its transfer library hangs", _CELL,
         ),
         # What a deployment needs of its machine.
         Fault(
-            "port_taken",
-            "a port is taken between planning and binding",
-            r"decode-0.*: a port that it needs is taken",
-            _CELL,
+            "port_taken", "a port is taken between planning and binding",
+            r"decode-0.*: a port that it needs is taken", _CELL,
         ),
         Fault(
-            "out_of_files",
-            "an engine reaches its limit of open files",
-            r"decode-0.*: it may open no more files and sockets",
-            _CELL,
+            "out_of_files", "an engine reaches its limit of open files",
+            r"decode-0.*: it may open no more files and sockets", _CELL,
         ),
         Fault(
-            "out_of_memory",
-            "there is no memory for the KV pool",
-            r"decode-0.*: it gets no more memory of this machine",
-            _CELL,
+            "out_of_memory", "there is no memory for the KV pool",
+            r"decode-0.*: it gets no more memory of this machine", _CELL,
         ),
         Fault(
-            "out_of_files_client",
-            "the load generator reaches its limit of open connections",
+            "out_of_files_client", "the load generator reaches its limit of open connections",
             r"the load generator could not open \d+ of its connections; the first: .*Too many open files",
             _REFUSED,
         ),
         Fault(
-            "disk_full",
-            "the disk with the run folder is full",
-            r"[Nn]o space left|is full",
+            "disk_full", "the disk with the run folder is full", r"[Nn]o space left|is full",
             "the run ends; what was measured stays, and `--resume` continues",
         ),
         Fault(
-            "shm_full",
-            "/dev/shm is full",
-            r"MiB free in /dev/shm",
+            "shm_full", "/dev/shm is full", r"MiB free in /dev/shm",
             "`kvbench doctor` warns before a run; kvbench's own KV pools do not use /dev/shm",
         ),
         Fault(
-            "shm_fills_up",
-            "/dev/shm fills up while a pair is measured",
-            r"60 of 60 requests",
+            "shm_fills_up", "/dev/shm fills up while a pair is measured", r"60 of 60 requests",
             "the measurement continues, since kvbench stores nothing there",
         ),
         Fault(
-            "log_flood",
-            "a process writes an endless log",
-            r"\d+ bytes of this log were not kept",
+            "log_flood", "a process writes an endless log", r"\d+ bytes of this log were not kept",
             "the measurement continues; the first 16 MiB and the last 48 MiB of the log are kept",
         ),
         Fault(
-            "clock_stepped",
-            "the system clock is changed during a measurement",
+            "clock_stepped", "the system clock is changed during a measurement",
             r"only the monotonic clock",
             "measurements do not change, since the wall clock is used only for dates",
         ),
         # What a server may answer.
         Fault(
-            "server_silent",
-            "a server accepts requests and does not answer",
-            r"\d+ × (no_answer|timeout)",
+            "server_silent", "a server accepts requests and does not answer", r"\d+ × (no_answer|timeout)",
             _REFUSED,
         ),
         Fault("endless_headers", "a server sends endless headers", r"\d+ × bad_stream", _REFUSED),
@@ -181,22 +149,16 @@ FAULTS = {
         Fault("peer_frozen", "the peer's process is frozen", r"did not end within [\d.]+ s", _CALL),
         Fault("master_absent", "there is no Mooncake master", r"no mooncake_master answers at", _CALL),
         Fault(
-            "master_killed",
-            "the Mooncake master is killed",
-            r"RPC_FAIL|did not end within|connect again",
+            "master_killed", "the Mooncake master is killed", r"RPC_FAIL|did not end within|connect again",
             _CALL,
         ),
         Fault(
-            "metadata_absent",
-            "there is no Mooncake metadata server (http)",
-            r"no metadata server answers at",
-            _CALL,
+            "metadata_absent", "there is no Mooncake metadata server (http)",
+            r"no metadata server answers at", _CALL,
         ),
         Fault(
-            "metadata_killed",
-            "the Mooncake metadata server (http) is killed",
-            r"no metadata server answers at",
-            "connected engines continue; later ones get the error",
+            "metadata_killed", "the Mooncake metadata server (http) is killed",
+            r"no metadata server answers at", "connected engines continue; later ones get the error",
         ),
         # NICs, in the lab.
         Fault("nic_pulled", "a NIC's cable is pulled", r"did not end within|gave no answer", _ROW),
@@ -208,17 +170,13 @@ FAULTS = {
         Fault("pair_nic_partitioned", "packets to D's host vanish in a trial", _NOT_ARRIVED, _KV_LOST),
         Fault("pair_nic_slowed", "the NIC of P's host is too slow for the load", _NOT_ARRIVED, _KV_LOST),
     )
-}
+}  # fmt: skip
 
 # Class of faults, in a word or two → its rows. docs/faults.md has a row for each, with their longest time.
 GROUPS: dict[str, tuple[str, ...]] = {
     "a process is killed": ("decode_killed", "prefill_killed", "router_killed", "loadgen_killed"),
     "a process is frozen (SIGSTOP)": (
-        "decode_frozen",
-        "prefill_frozen",
-        "router_frozen",
-        "loadgen_frozen",
-        "child_hangs",
+        "decode_frozen", "prefill_frozen", "router_frozen", "loadgen_frozen", "child_hangs",
     ),
     "a process pauses again and again": ("prefill_slow", "decode_slow"),
     "a server no longer responds": ("server_hangs", "server_silent"),
@@ -227,25 +185,17 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "a transfer library hangs": ("library_hangs_in_pair", "library_hangs", "side_frozen"),
     "the peer of a transfer is gone": ("peer_frozen", "peer_killed"),
     "Mooncake's master or metadata server is gone": (
-        "master_absent",
-        "master_killed",
-        "metadata_absent",
-        "metadata_killed",
+        "master_absent", "master_killed", "metadata_absent", "metadata_killed",
     ),
     "a NIC is pulled, partitioned, reset, slowed": (
-        "nic_pulled",
-        "nic_partitioned",
-        "nic_reset",
-        "nic_slowed",
-        "pair_nic_pulled",
-        "pair_nic_partitioned",
-        "pair_nic_slowed",
+        "nic_pulled", "nic_partitioned", "nic_reset", "nic_slowed", "pair_nic_pulled",
+        "pair_nic_partitioned", "pair_nic_slowed",
     ),
     "a port is taken": ("port_taken",),
     "no file descriptors or memory left": ("out_of_files", "out_of_files_client", "out_of_memory"),
     "a disk or /dev/shm is full": ("disk_full", "shm_full", "shm_fills_up"),
     "an endless log, a change of the clock": ("log_flood", "clock_stepped"),
-}
+}  # fmt: skip
 
 
 class Seen:
@@ -277,14 +227,9 @@ class Seen:
 
 _BEGINS = ("; ", ": ", "kvbench: ", "invalid ")
 _ENDS = (
-    "; its last lines",
-    " last lines of the logs",
-    " (the whole log",
-    " (see ",
-    " (look ",
-    " (free ",
+    "; its last lines", " last lines of the logs", " (the whole log", " (see ", " (look ", " (free ",
     "; the first",
-)
+)  # fmt: skip
 
 
 def _excerpt(words: str, match: re.Match[str], most: int = 170) -> str:
@@ -303,15 +248,13 @@ def _excerpt(words: str, match: re.Match[str], most: int = 170) -> str:
 @pytest.fixture
 def fault(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Iterator[Seen]:
     """For tests with the marker ``fault``."""
-    marker = request.node.get_closest_marker("fault")
-    seen = Seen(FAULTS[marker.args[0]])
+    seen = Seen(FAULTS[request.node.get_closest_marker("fault").args[0]])
     yield seen
     assert seen.record, "the test saw nothing"
     record_property(PROPERTY, seen.record)
 
 
-# -- the siege -----------------------------------------------------------------------------------------
-
+# The siege
 HANG = "hang"
 """Once this file lies beside the logs, the outside package's library of that pair never returns."""
 SHIM = str(Path(__file__).with_name("fault_shim.py"))
@@ -358,13 +301,9 @@ class Siege:
         path.write_text(self.scenario(self.labels))
         words = ("bench", str(path), "--rate", str(RATE), "--output", str(self.results))
         self._process = subprocess.Popen(
-            argv(*words, sets=self.sets()),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "COLUMNS": "4000"},
-        )
+            argv(*words, sets=self.sets()), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True, env={**os.environ, "COLUMNS": "4000"},
+        )  # fmt: skip
         self._lines: list[tuple[float, str]] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -376,7 +315,6 @@ class Siege:
         return EASY
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
         for line in self._process.stdout:
             self._lines.append((time.monotonic(), line))
 
@@ -533,12 +471,8 @@ class FarSiege(Siege):
         sections = {name: self._hosts.section(name) for name in self._hosts.names}
         roles = {"prefill": "a", "decode": "b", "router": "c"}
         deployment = {
-            "engine": "emulated",
-            "base_port": 0,
-            "launcher": "ssh",
-            "hosts": sections,
-            "roles": roles,
-        }
+            "engine": "emulated", "base_port": 0, "launcher": "ssh", "hosts": sections, "roles": roles,
+        }  # fmt: skip
         pairs = [{"name": "tcp", "label": label} for label in [*labels, "well"]]
         return json.dumps({"version": 1, "model": "tiny", "deployment": deployment, "connectors": pairs})
 

@@ -1,7 +1,5 @@
 """``python -m tests.support.gpu_checks NAME RESULT FOLDER``: checks that behave badly, as libraries can."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,10 +1,4 @@
-"""A recorded kind of machine: eight GPUs, a RoCE NIC of 400 Gbit/s beside each, two storage ports unlinked.
-
-The files are those of the kernel's ABI documentation (sysfs-class-infiniband, sysfs-class-net,
-sysfs-bus-pci); the tree is that of an eight-GPU HGX board: a PCIe switch for each GPU, four on each socket.
-"""
-
-from __future__ import annotations
+"""A recorded machine of eight GPUs, each with a NIC beside it; files as in the kernel's ABI documentation."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,11 +39,8 @@ def topology() -> str:
 
 
 ADDRESSES = {f"rail{number}": [f"10.0.{number}.1"] for number in range(8)} | {
-    "lo": ["127.0.0.1"],
-    "bond0": ["10.1.0.1"],
-    "docker0": ["172.17.0.1"],
-    "veth12ab": [],
-}
+    "lo": ["127.0.0.1"], "bond0": ["10.1.0.1"], "docker0": ["172.17.0.1"], "veth12ab": [],
+}  # fmt: skip
 
 
 MIB_H200 = 143_771
@@ -125,14 +116,11 @@ def add_pci(root: Path, place: str, node: int) -> None:
     write(
         root,
         {
-            f"{folder}/numa_node": str(node),
-            f"{folder}/current_link_speed": "32.0 GT/s PCIe",
-            f"{folder}/current_link_width": "16",
-            f"{folder}/max_link_speed": "32.0 GT/s PCIe",
-            f"{folder}/max_link_width": "16",
-            f"{folder}/iommu_group/type": "identity",
+            f"{folder}/numa_node": str(node), f"{folder}/current_link_speed": "32.0 GT/s PCIe",
+            f"{folder}/current_link_width": "16", f"{folder}/max_link_speed": "32.0 GT/s PCIe",
+            f"{folder}/max_link_width": "16", f"{folder}/iommu_group/type": "identity",
         },
-    )
+    )  # fmt: skip
     link(root / "sys/bus/pci/devices" / Path(place).name, root / folder)
 
 
@@ -152,14 +140,11 @@ def add_nic(root: Path, place: str, name: str, interface: str, rail: int | None)
             f"{port}/state": "4: ACTIVE" if up else "1: DOWN",
             f"{port}/phys_state": "5: LinkUp" if up else "3: Disabled",
             f"{port}/rate": "400 Gb/sec (4X NDR)" if up else "40 Gb/sec (4X QDR)",
-            f"{port}/link_layer": "Ethernet",
-            f"{port}/gids/4": zero,
-            f"{net}/operstate": "up" if up else "down",
-            f"{net}/speed": "400000" if up else "-1",
-            f"{net}/mtu": "9000" if up else "1500",
-            f"{net}/type": "1",
+            f"{port}/link_layer": "Ethernet", f"{port}/gids/4": zero,
+            f"{net}/operstate": "up" if up else "down", f"{net}/speed": "400000" if up else "-1",
+            f"{net}/mtu": "9000" if up else "1500", f"{net}/type": "1",
         },
-    )
+    )  # fmt: skip
     for index, (gid, kind) in enumerate(gids if up else []):
         write(
             root,
@@ -179,23 +164,14 @@ def _virtual_interfaces(root: Path) -> None:
     write(
         root,
         {
-            f"{net}/lo/operstate": "unknown",
-            f"{net}/lo/type": "772",
-            f"{net}/docker0/operstate": "up",
-            f"{net}/docker0/bridge/bridge_id": "8000",
-            f"{net}/veth12ab/operstate": "up",
-            f"{net}/veth12ab/ifindex": "20",
-            f"{net}/veth12ab/iflink": "19",
-            f"{net}/dummy0/operstate": "up",
-            f"{net}/dummy0/ifindex": "21",
-            f"{net}/dummy0/iflink": "21",
-            f"{net}/tun0/operstate": "up",
-            f"{net}/tun0/tun_flags": "0x1001",
-            f"{net}/bond0/operstate": "up",
-            f"{net}/bond0/speed": "50000",
-            f"{net}/bond0/mtu": "9000",
+            f"{net}/lo/operstate": "unknown", f"{net}/lo/type": "772", f"{net}/docker0/operstate": "up",
+            f"{net}/docker0/bridge/bridge_id": "8000", f"{net}/veth12ab/operstate": "up",
+            f"{net}/veth12ab/ifindex": "20", f"{net}/veth12ab/iflink": "19",
+            f"{net}/dummy0/operstate": "up", f"{net}/dummy0/ifindex": "21", f"{net}/dummy0/iflink": "21",
+            f"{net}/tun0/operstate": "up", f"{net}/tun0/tun_flags": "0x1001",
+            f"{net}/bond0/operstate": "up", f"{net}/bond0/speed": "50000", f"{net}/bond0/mtu": "9000",
             f"{net}/bond0/bonding/mode": "802.3ad 4",
         },
-    )
+    )  # fmt: skip
     for folder in (root / net).iterdir():
         link(root / "sys/class/net" / folder.name, folder)

@@ -1,7 +1,5 @@
 """Hostile servers, and trials of the load generator against them inside the test's process."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import socket
@@ -44,16 +42,8 @@ Step = bytes | float | str
 """What a hostile server does: send bytes, wait seconds, "close", "reset", or "hang"."""
 
 GOOD: list[Step] = [
-    HEAD,
-    chunk(TOKEN),
-    0.01,
-    chunk(TOKEN),
-    0.01,
-    chunk(TOKEN),
-    chunk(USAGE),
-    chunk(DONE),
-    LAST,
-]
+    HEAD, chunk(TOKEN), 0.01, chunk(TOKEN), 0.01, chunk(TOKEN), chunk(USAGE), chunk(DONE), LAST,
+]  # fmt: skip
 
 
 async def follow(steps: list[Step], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
@@ -99,18 +89,10 @@ async def hostile(steps: list[Step], tls: ssl.SSLContext | None = None) -> tuple
 
 def spec_for(url: str, **changes: Any) -> LoadSpec:
     values: dict[str, Any] = {
-        "base_url": url,
-        "model": "tiny",
-        "request_rate": 200.0,
-        "num_requests": 4,
-        "seed": 7,
-        "input_len": 8,
-        "output_len": OUTPUT_LEN,
-        "vocab_size": 1000,
-        "records_path": "unused",
-        "timeout_s": 1.0,
-        **changes,
-    }
+        "base_url": url, "model": "tiny", "request_rate": 200.0, "num_requests": 4, "seed": 7,
+        "input_len": 8, "output_len": OUTPUT_LEN, "vocab_size": 1000, "records_path": "unused",
+        "timeout_s": 1.0, **changes,
+    }  # fmt: skip
     return LoadSpec(**values)
 
 

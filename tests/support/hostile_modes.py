@@ -1,7 +1,5 @@
 """A server that answers in every way that costs its client time or memory."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A run folder as a sweep of emulated engines leaves it, made on virtual time: for tests that edit it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,9 +1,4 @@
-"""Damage for fuzz tests: bytes cut, flipped, doubled and planted; JSON with values of another shape.
-
-What is done is drawn by hypothesis, so a failing example is made small and can be played again.
-"""
-
-from __future__ import annotations
+"""Damage for fuzz tests, drawn by hypothesis: bytes cut, flipped, doubled, planted; JSON of another shape."""
 
 import json
 import os
@@ -53,27 +48,9 @@ PLANTS: Final = (
     b"=" * 60,
 )
 ODD: Final[tuple[Any, ...]] = (
-    None,
-    True,
-    -1,
-    0,
-    10**400,
-    2**63,
-    1e308,
-    float("nan"),
-    float("-inf"),
-    "",
-    "../../escaped",
-    "\0",
-    "\ud800",
-    "💥" * 50,
-    "x" * 10_000,
-    [],
-    [[]],
-    {},
-    {"": {}},
-    [1, "2", None],
-)
+    None, True, -1, 0, 10**400, 2**63, 1e308, float("nan"), float("-inf"), "", "../../escaped", "\0",
+    "\ud800", "💥" * 50, "x" * 10_000, [], [[]], {}, {"": {}}, [1, "2", None],
+)  # fmt: skip
 
 
 def fuzz(examples: int) -> Callable[[Any], Any]:

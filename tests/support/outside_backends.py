@@ -1,7 +1,5 @@
 """Transfer backends of an outside package, each wrong in its own way. Tests install them as entry points."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -111,13 +109,7 @@ def _backend(
     moves_bytes: bool = True,
     problem: Problem | None = None,
 ) -> Backend:
-    return Backend(
-        name=name,
-        title=name,
-        check=lambda: problem,
-        open=open_it,
-        moves_bytes=moves_bytes,
-    )
+    return Backend(name=name, title=name, check=lambda: problem, open=open_it, moves_bytes=moves_bytes)
 
 
 LAZY = _backend("lazy", Lazy)

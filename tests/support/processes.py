@@ -1,10 +1,4 @@
-"""Processes that may end while they are looked at.
-
-One that has ended stays a zombie until its parent asks how it ended; an orphan's new parent may ask late, or
-be this process (see conftest.py). Everything here takes a zombie for what it is: a process that is gone.
-"""
-
-from __future__ import annotations
+"""Processes that may end while they are looked at; a zombie is a process that is gone."""
 
 import time
 from collections.abc import Sequence

@@ -1,10 +1,4 @@
-"""Strings that a backtracking regular expression may take long for, made from the expression itself.
-
-For each part of it that may be repeated without end: what leads there, that part many times over, and an end
-that does not fit.
-"""
-
-from __future__ import annotations
+"""Strings that a backtracking regular expression may take long for, made from the expression itself."""
 
 import re
 import sys

@@ -1,10 +1,4 @@
-"""vLLM releases by what is on record of them (recorded/vllm/flags.json): their command lines and ports.
-
-Run as a program it is a `vllm serve` of the release named in VLLM_VERSION: it takes what that takes, binds
-every port that its ranks would, and answers /health.
-"""
-
-from __future__ import annotations
+"""vLLM releases by recorded/vllm/flags.json; run as a program, a `vllm serve` of the release VLLM_VERSION."""
 
 import json
 import os
@@ -18,12 +12,9 @@ from typing import Any
 
 TABLE = Path(__file__).resolve().parents[1] / "recorded" / "vllm" / "flags.json"
 MODULES = {
-    "NixlConnector": "nixl",
-    "NixlPushConnector": "nixl",
-    "MooncakeConnector": "mooncake",
-    "KvbenchMooncakeConnector": "mooncake",
-    "P2pNcclConnector": "p2p",
-}
+    "NixlConnector": "nixl", "NixlPushConnector": "nixl", "MooncakeConnector": "mooncake",
+    "KvbenchMooncakeConnector": "mooncake", "P2pNcclConnector": "p2p",
+}  # fmt: skip
 OWN_KEYS = {"KvbenchMooncakeConnector": {"rdma_devices"}}
 """Keys that a class of kvbench's own reads beside vLLM's (connectors/in_vllm)."""
 

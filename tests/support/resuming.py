@@ -1,7 +1,5 @@
 """Run folders as a kill leaves them, and virtual sweeps in which no trial is simulated twice."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -36,11 +34,8 @@ class TapedSite:
     def __init__(self, site: Site, tape: Tape, store: RunStore) -> None:
         self.trace_rate, self.has_direct = site.trace_rate, site.has_direct
         self.prepare, self.close, self.alone, self.outputs = (
-            site.prepare,
-            site.close,
-            site.alone,
-            site.outputs,
-        )
+            site.prepare, site.close, site.alone, site.outputs,
+        )  # fmt: skip
         self.watch_answers, self.last_canaries = site.watch_answers, site.last_canaries
         self.requests = site.requests
         self._run = site.run

@@ -1,7 +1,5 @@
 """Makes run folders that look like real ones, from a small queue model: for tests of tables and plots."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,16 +25,9 @@ ENVIRONMENT: dict[str, Any] = {
 }
 OUTPUT_LEN = 16
 CLIENT: dict[str, Any] = {
-    "send_lag_p50_ms": 0.05,
-    "send_lag_p99_ms": 0.31,
-    "chunk_lag_p99_ms": 0.42,
-    "first_error_p99_ms": 0.0,
-    "token_error_p99_ms": 0.21,
-    "loop_lag_p99_ms": 0.4,
-    "cpu_share": 0.21,
-    "workers": 1,
-    "stamps": "kernel",
-}
+    "send_lag_p50_ms": 0.05, "send_lag_p99_ms": 0.31, "chunk_lag_p99_ms": 0.42, "first_error_p99_ms": 0.0,
+    "token_error_p99_ms": 0.21, "loop_lag_p99_ms": 0.4, "cpu_share": 0.21, "workers": 1, "stamps": "kernel",
+}  # fmt: skip
 # Requests per second at 1,024 tokens that each connector carries in the model.
 SPEED = {"aggregated": 21.0, "mooncake": 30.0, "nixl": 28.5, "tcp": 24.0}
 
@@ -75,14 +66,10 @@ def breakdown(cell: Cell, ttft_ms: float) -> dict[str, float | None]:
     left = max(2.0, ttft_ms - prefill - step - transfer - 1.0)
     at_once = cell.connector == "mooncake"
     return {
-        "router": 1.0,
-        "prefill_queue": 0.6 * left,
-        "prefill": prefill,
-        "hand_off": 0.4 * left if at_once else 0.1 * left,
-        "kv_transfer": transfer,
-        "decode_queue": None if at_once else 0.3 * left,
-        "first_decode_step": step,
-    }
+        "router": 1.0, "prefill_queue": 0.6 * left, "prefill": prefill,
+        "hand_off": 0.4 * left if at_once else 0.1 * left, "kv_transfer": transfer,
+        "decode_queue": None if at_once else 0.3 * left, "first_decode_step": step,
+    }  # fmt: skip
 
 
 def make_trial(cell: Cell, rate: float, number: int, requests: Sequence[RequestRecord]) -> TrialRecord:

@@ -1,7 +1,5 @@
 """Makes run folders of a microbenchmark that look like real ones, from a formula: for tests of its report."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,14 +25,10 @@ MOVERS = (
 )
 # start-up s, s per descriptor, GB/s without NICs
 SPEED: dict[str, tuple[float, float, float]] = {
-    "null": (2e-6, 0.0, 1e6),
-    "memcpy": (3e-6, 1e-7, 9.0),
-    "shm": (4e-6, 1e-7, 8.0),
-    "tcp": (40e-6, 2e-6, 1.9),
-    "mooncake": (90e-6, 4e-6, 1.4),
-    "nixl": (55e-6, 1.5e-6, 1.7),
+    "null": (2e-6, 0.0, 1e6), "memcpy": (3e-6, 1e-7, 9.0), "shm": (4e-6, 1e-7, 8.0),
+    "tcp": (40e-6, 2e-6, 1.9), "mooncake": (90e-6, 4e-6, 1.4), "nixl": (55e-6, 1.5e-6, 1.7),
     "mooncake_store": (400e-6, 10e-6, 0.9),
-}
+}  # fmt: skip
 LINE_GB_PER_S = 0.125
 
 
@@ -52,29 +46,16 @@ def make_record(
     window = sum(times) / case.threads
     moves = case.backend != "null"
     return TransferRecord(
-        case,
-        transport={"nixl": "tcp/lo", "mooncake": "tcp"}.get(case.backend, case.protocol),
+        case, transport={"nixl": "tcp/lo", "mooncake": "tcp"}.get(case.backend, case.protocol),
         library={"nixl": "nixl-cu12 1.5.1", "mooncake": "mooncake 0.3.13"}.get(case.backend, "kvbench 0.1.0"),
-        started_at="2026-11-21T13:30:00.000Z",
-        nbytes=case.nbytes,
-        logical_bytes=case.nbytes,
-        descriptors=descriptors,
-        calls=calls,
-        window_s=window,
-        gb_per_s=calls * case.nbytes / window / 1e9 if moves else None,
-        call_s=times,
-        open_s=0.05,
-        register_s=0.01,
-        connect_s=0.02,
-        prepare_s=1e-5,
-        initiator_cpu_s=window * 0.9 if moves else window,
-        target_cpu_s=window * 0.5,
-        verified=True if moves else None,
+        started_at="2026-11-21T13:30:00.000Z", nbytes=case.nbytes, logical_bytes=case.nbytes,
+        descriptors=descriptors, calls=calls, window_s=window,
+        gb_per_s=calls * case.nbytes / window / 1e9 if moves else None, call_s=times, open_s=0.05,
+        register_s=0.01, connect_s=0.02, prepare_s=1e-5, initiator_cpu_s=window * 0.9 if moves else window,
+        target_cpu_s=window * 0.5, verified=True if moves else None,
         nic_bytes={f"initiator:kv{nic}": calls * case.nbytes // case.nics for nic in range(case.nics)},
-        line_rate_gb_per_s=LINE_GB_PER_S * case.nics if case.nics else None,
-        load_average=1.2,
-        lab=lab,
-    )
+        line_rate_gb_per_s=LINE_GB_PER_S * case.nics if case.nics else None, load_average=1.2, lab=lab,
+    )  # fmt: skip
 
 
 def make_rows(matrix: Matrix, speed: float = 1.0, lab: str = "", seed: int = 1) -> list[TransferRecord]:

@@ -1,7 +1,5 @@
 """Servers side by side on virtual time, and the live rule fed with what comes of them, as by a generator."""
 
-from __future__ import annotations
-
 import heapq
 
 import numpy as np

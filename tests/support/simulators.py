@@ -1,7 +1,5 @@
 """Simulators of somebody else's, as `kvbench simulate --system` asks them: small, and of known truth."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import sys

@@ -1,10 +1,4 @@
-"""Hosts for tests: network namespaces with a real sshd each, on a net for ssh and a data net of their own.
-
-This machine is on the first net only, as a login node may be: what is asked of a server on the data net has
-to be asked over there. Namespaces share files and processes, so one kvbench serves all of them.
-"""
-
-from __future__ import annotations
+"""Hosts as network namespaces: a real sshd each, a net for ssh and a data net that this machine is not on."""
 
 import contextlib
 import getpass
@@ -78,19 +72,13 @@ class Hosts:
     def section(self, name: str, **more: Any) -> dict[str, Any]:
         """The host in a scenario's ``deployment.hosts``."""
         ssh = {
-            "host": self.address(name),
-            "port": PORT,
-            "user": getpass.getuser(),
-            "key": str(self.key),
+            "host": self.address(name), "port": PORT, "user": getpass.getuser(), "key": str(self.key),
             "known_hosts": str(self.known_hosts),
-        }
+        }  # fmt: skip
         return {
-            "address": self.data_address(name),
-            "python": sys.executable,
-            "workdir": str(self.folder / "work" / name),
-            "ssh": {**ssh, **more.pop("ssh", {})},
-            **more,
-        }
+            "address": self.data_address(name), "python": sys.executable,
+            "workdir": str(self.folder / "work" / name), "ssh": {**ssh, **more.pop("ssh", {})}, **more,
+        }  # fmt: skip
 
     def inside(self, name: str, *words: str) -> str:
         """The output of a command run in a host."""
@@ -138,9 +126,7 @@ def standing(folder: Path, names: Sequence[str] = ("a", "b", "c")) -> Iterator[H
             ):
                 outer = f"{bridge[:3]}{os.getpid() % 100_000}n{index}"
                 outers.append(outer)
-                run(
-                    [ip, "link", "add", outer, "type", "veth", "peer", "name", kind, "netns", inside],
-                )
+                run([ip, "link", "add", outer, "type", "veth", "peer", "name", kind, "netns", inside])
                 run([ip, "link", "set", outer, "master", bridge, "up"])
                 run([ip, "-n", inside, "addr", "add", f"{address}/24", "dev", kind])
                 run([ip, "-n", inside, "link", "set", kind, "up"])

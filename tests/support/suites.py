@@ -5,8 +5,6 @@ search reads their code when tests are collected, so nobody writes the marker by
 kvbench: ``STARTERS`` lists what starts processes there. An audit hook sees each start that the search missed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence

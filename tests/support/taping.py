@@ -1,7 +1,5 @@
 """A server before another one that notes what passes: who asked what, and what was answered."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

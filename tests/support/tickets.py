@@ -7,8 +7,6 @@ Printed is JSON: ``descriptors`` of each ticket, ``transport``, ``addresses`` of
 must. It is a process of its own, since native libraries are loaded here.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import mmap

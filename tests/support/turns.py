@@ -1,7 +1,5 @@
 """Loads of sessions that are really sent, from this thread, and what comes of them."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

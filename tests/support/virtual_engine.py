@@ -1,7 +1,5 @@
 """One engine on virtual time that runs step by step: the simplest loop around the scheduler."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Sequence
 

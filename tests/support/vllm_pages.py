@@ -1,7 +1,5 @@
 """/metrics pages as the vLLM servers of a P/D pair write them (0.32, Mooncake 0.33), with chosen counts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -96,4 +96,4 @@ def test_an_open_loop_takes_a_number_or_a_time(tmp_path: Path, options: tuple[st
 
 
 def test_a_closed_loop_offers_no_rate() -> None:
-    assert "has no rate" in invoke("bench", "quickstart", "--concurrency", "4", "--rate", "3").ended(2).err
+    assert "has no rate" in invoke("bench", "quickstart", "--concurrency", "4", "--rate", "3").failed(2).err

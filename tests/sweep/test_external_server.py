@@ -254,7 +254,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_runs(words: tuple[str, .
 
 
 def test_options_for_a_server_need_one() -> None:
-    done = invoke("plan", "quickstart", "--model", "m", "--insecure").ended(2)
+    done = invoke("plan", "quickstart", "--model", "m", "--insecure").failed(2)
     assert "--model, --insecure go with a --base-url" in done.err
 
 
@@ -277,7 +277,7 @@ def test_an_unset_variable_of_a_header_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_requests_longer_than_the_server_accepts_are_refused_before_they_are_sent(tmp_path: Path) -> None:
     load = ("--input-len", "128,300", "--output-len", "16", "--tpot-ms", "50")
     with served(Foreign(["m"], longest=256)) as url:
-        done = invoke("plan", "--base-url", url, *load).ended(2)
+        done = invoke("plan", "--base-url", url, *load).failed(2)
         assert "input_len 300 and output_len 16 together exceed the engine's max_model_len of 256" in done.err
         assert invoke("plan", "--base-url", url, *load, "--input-len", "240").status == 0
         file = tmp_path / "mine.yaml"

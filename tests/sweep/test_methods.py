@@ -20,13 +20,13 @@ LONG_STEPS = "deployment.engine_options.time_scale=6"
 
 def sweep(results: Path, *words: str, sets: tuple[str, ...] = QUICK) -> tuple[Finished, RunFolder]:
     done = kvbench("sweep", "quickstart", "--output", str(results), *words, sets=sets)
-    return done.ended(0), the_run(results)
+    return done.succeeded(), the_run(results)
 
 
 def simulated(results: Path, *words: str, sets: tuple[str, ...] = QUICK) -> tuple[Finished, RunFolder]:
     """The same rules on virtual time, in this process."""
     done = invoke("simulate", "quickstart", "--output", str(results), *words, sets=sets)
-    return done.ended(0), the_run(results)
+    return done.succeeded(), the_run(results)
 
 
 def rows(run: RunFolder, name: str) -> list[dict[str, str]]:
@@ -182,7 +182,7 @@ def test_a_trace_is_searched_for_the_speed_that_holds(tmp_path: Path, trace: Pat
     (("bench",), "give a --rate"),
 ])  # fmt: skip
 def test_mistakes_are_told_before_anything_starts(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    done = invoke(words[0], "quickstart", "--output", str(tmp_path), *words[1:]).ended(2)
+    done = invoke(words[0], "quickstart", "--output", str(tmp_path), *words[1:]).failed(2)
     assert said in " ".join(done.text.split())
     assert not list(tmp_path.iterdir())
 

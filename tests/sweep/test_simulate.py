@@ -68,7 +68,7 @@ def test_a_simulated_sweep_is_an_ordinary_run_folder_that_is_marked(pair: tuple[
     assert "> **Simulated**: nothing ran" in report
     assert "was simulated with 0.95 GB/s" in report
     assert list((run.path / "figures").glob("*.svg"))
-    assert "SIMULATED" in invoke("report", str(run.path)).ended(0).out
+    assert "SIMULATED" in invoke("report", str(run.path)).succeeded().out
 
 
 def test_a_pair_stands_against_two_servers_and_the_limit_is_named(pair: tuple[Finished, RunFolder]) -> None:
@@ -137,7 +137,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A real emulated pair at a rate that it holds with ease."""
     results = tmp_path_factory.mktemp("measured")
     words = ("--rate", "5", "--connector", "tcp", "--output", str(results))
-    kvbench("bench", "quickstart", *words, sets=SLOW).ended(0)
+    kvbench("bench", "quickstart", *words, sets=SLOW).succeeded()
     return the_run(results)
 
 
@@ -251,17 +251,17 @@ def test_a_real_engine_is_simulated_where_its_step_times_are_known() -> None:
 
 
 def test_what_cannot_be_simulated_is_refused() -> None:
-    done = invoke("simulate", "vllm-cpu-tiny").ended(2)
+    done = invoke("simulate", "vllm-cpu-tiny").failed(2)
     assert "no timing profile is known" in done.err
     assert "simulate.timing=NAME" in done.err
     with pytest.raises(InputError, match="behind a URL"):
         simulable(CliOptions(base_url="http://127.0.0.1:1"))
-    done = invoke("simulate", "quickstart", sets=("simulate.connectors.nixl.kv_gbs=1",)).ended(2)
+    done = invoke("simulate", "quickstart", sets=("simulate.connectors.nixl.kv_gbs=1",)).failed(2)
     assert "did you mean `kv_gb_per_s`?" in done.err
 
 
 def test_a_simulated_run_is_nothing_to_learn_from(pair: tuple[Finished, RunFolder], tmp_path: Path) -> None:
-    done = invoke("simulate", "quickstart", "--like", str(pair[1].path), "--output", str(tmp_path)).ended(2)
+    done = invoke("simulate", "quickstart", "--like", str(pair[1].path), "--output", str(tmp_path)).failed(2)
     assert "without measurements" in done.err
     assert not list(tmp_path.iterdir())
 
@@ -295,7 +295,7 @@ def test_the_best_split_is_found(tmp_path: Path) -> None:
         *("deployment.engine_options.time_scale=4", "slo.ttft_ms=1000", "slo.tpot_ms=60"),
     )
     words = ("--gpus", "3", "--connector", "nixl", "--connector", "aggregated", "--json")
-    done = invoke("simulate", "xpyd", "--output", str(tmp_path), *words, sets=sets).ended(0)
+    done = invoke("simulate", "xpyd", "--output", str(tmp_path), *words, sets=sets).succeeded()
     told = json.loads(done.out)
     splits = {each["split"]: each for each in told["splits"]}
     assert set(splits) == {"1P2D", "2P1D", "3 servers"}

@@ -24,7 +24,7 @@ SETS = (
 
 def test_a_rate_of_sessions_is_searched_and_told(tmp_path: Path) -> None:
     words = ("simulate", "agentic-simulated", "--connector", "aggregated", "--output", str(tmp_path))
-    done = invoke(*words, sets=SETS).ended(0)
+    done = invoke(*words, sets=SETS).succeeded()
     run = the_run(tmp_path)
     assert run.manifest["status"] == "complete"
     assert "sessions/s" in done.text
@@ -38,7 +38,7 @@ def test_a_rate_of_sessions_is_searched_and_told(tmp_path: Path) -> None:
     assert (run.path / "figures" / "sessions.svg").exists()
     require_drawn(run)
     # A search of sessions is not resumed, so its run does not say what it began with. All else is verified.
-    done = invoke("verify", str(run.path)).ended(EXIT_NOT_VERIFIED)
+    done = invoke("verify", str(run.path)).failed(EXIT_NOT_VERIFIED)
     assert done.out.splitlines()[0] == (
         "not verified: answers: its searches cannot be repeated, as their start is unknown"
     )
@@ -61,12 +61,12 @@ def require_drawn(run: RunFolder) -> None:
 
 
 def require_sound(path: Path) -> None:
-    assert "sound" in invoke("verify", str(path)).ended(0).text
+    assert "sound" in invoke("verify", str(path)).succeeded().text
 
 
 def test_one_rate_of_sessions_is_offered(tmp_path: Path) -> None:
     words = ("simulate", "agentic-simulated", "--connector", "nixl", "--rate", "4", "--output", str(tmp_path))
-    invoke(*words, sets=SETS).ended(0)
+    invoke(*words, sets=SETS).succeeded()
     (trial,) = the_run(tmp_path).trials
     assert trial.engine["sessions"]["ended"] > 0
     require_sound(the_run(tmp_path).path)
@@ -82,5 +82,5 @@ def test_one_rate_of_sessions_is_offered(tmp_path: Path) -> None:
     (("sweep", "agentic-emulated", "--set", "deployment.routing=nearest"), "deployment.routing"),
 ])  # fmt: skip
 def test_what_cannot_be_asked_of_sessions_is_said(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    assert said in invoke(*words, "--output", str(tmp_path)).ended(2).err
+    assert said in invoke(*words, "--output", str(tmp_path)).failed(2).err
     assert not any(tmp_path.iterdir())

@@ -273,7 +273,7 @@ class TestBaseUrl:
         assert "EMULATED" not in done.text
 
     def test_a_server_that_is_not_there(self, tmp_path: Path) -> None:
-        done = kvbench("sweep", *self.options("http://127.0.0.1:9", tmp_path)).ended(1)
+        done = kvbench("sweep", *self.options("http://127.0.0.1:9", tmp_path)).failed(1)
         assert "GET http://127.0.0.1:9/v1/models failed" in done.err
         assert "hint: nothing listens on port 9 there: is it up?" in done.err
 
@@ -306,7 +306,7 @@ class TestBaseUrl:
         assert cells_of(the_run(tmp_path)) == {"m": "failed"}
 
     def test_what_is_missing_is_named(self) -> None:
-        done = invoke("sweep", "--base-url", "http://127.0.0.1:9").ended(2)
+        done = invoke("sweep", "--base-url", "http://127.0.0.1:9").failed(2)
         assert "--input-len" in done.err
         assert "--ttft-ms, --tpot-ms or --slo" in done.err
 

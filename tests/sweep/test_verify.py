@@ -318,13 +318,13 @@ def test_the_command_says_what_is_damaged(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_command_line(folder: Path) -> None:
-    done = invoke("verify", str(folder), "--json").ended(EXIT_OK)
+    done = invoke("verify", str(folder), "--json").succeeded()
     told = json.loads(done.out)
     assert told["sound"]
     assert told["damages"] == []
     assert told["checked"]["trials"] == len(load_run(folder).all_trials)
     (folder / "requests" / f"{load_run(folder).trials[0].trial_id}.parquet").unlink()
-    done = invoke("verify", str(folder), "--json").ended(EXIT_FAILED)
+    done = invoke("verify", str(folder), "--json").failed(EXIT_FAILED)
     (damage, *_) = json.loads(done.out)["damages"]
     assert damage["file"].startswith("requests/")
     assert damage["what"] == "is missing"
@@ -364,7 +364,7 @@ def test_nor_is_one_without_checksums(folder: Path) -> None:
 
 def test_an_edited_run_is_not_packed(folder: Path, tmp_path: Path) -> None:
     archive = tmp_path / "x.tar.gz"
-    invoke("bundle", str(folder), "--output", str(archive)).ended(EXIT_OK)
+    invoke("bundle", str(folder), "--output", str(archive)).succeeded()
     inside = unpacked(archive, tmp_path / "sound")
     found = audit(inside)
     assert found.sound, found.damages
@@ -373,9 +373,9 @@ def test_an_edited_run_is_not_packed(folder: Path, tmp_path: Path) -> None:
     assert any("line" in each for each in found_in(inside))
 
     edit_line(folder / "trials.jsonl", searched("met"), EDITS["a percentile"][2])
-    refused = invoke("bundle", str(folder), "--output", str(archive)).ended(EXIT_FAILED)
+    refused = invoke("bundle", str(folder), "--output", str(archive)).failed(EXIT_FAILED)
     assert "has changed since it was written" in refused.text
-    invoke("bundle", str(folder), "--output", str(archive), "--force").ended(EXIT_OK)
+    invoke("bundle", str(folder), "--output", str(archive), "--force").succeeded()
     inside = unpacked(archive, tmp_path / "edited")
     assert auditing.DAMAGED in load_run(inside).labels
 

@@ -1,10 +1,4 @@
-"""Stores, two-sided libraries and connectors of other houses behind the transfer contract.
-
-Gloo and openYuanrong run where KVBENCH_OPT_IN=1 is set and they are installed; whatever else is not there is
-skipped with the reason that check() gives.
-"""
-
-from __future__ import annotations
+"""Stores, two-sided libraries and foreign connectors behind the transfer contract, where installed."""
 
 import asyncio
 import json
@@ -24,6 +18,7 @@ import psutil
 import pytest
 from emulated import free_port
 from faults import Seen
+from loops import on_asyncio
 from processes import below, lives
 
 from kvbench import transfer
@@ -35,12 +30,13 @@ from kvbench.transfer import mooncake_store, nccl, omni, yuanrong
 from kvbench.transfer.base import Layout
 from kvbench.transfer.parts.control import ControlChannel, Door, Threads, dial
 from kvbench.transfer.parts.stores.omniexample import ExampleConnector
-from tests.transfer.test_transfer import DEADLINE_S, Side, _problem, freeze, move_and_verify, run, side
+from tests.transfer.test_transfer import DEADLINE_S, Side, _problem, freeze, move_and_verify, side
 
 LAYOUT = Layout(regions=2, blocks=48, block_bytes=4096)
 SLOW_S = 20.0
 OPT_IN = os.environ.get("KVBENCH_OPT_IN") == "1"
 OPTIONAL = {"gloo", "yuanrong"}
+on_loop = on_asyncio
 
 
 @pytest.fixture(params=[pytest.param(name, marks=pytest.mark.native) for name in ("mooncake_store", "omni")])
@@ -101,20 +97,15 @@ class Two:
         await self._there.__aexit__(*error)
 
 
-# --- through a store
-
-
-def test_writes_are_collected_and_offers_are_read(store: str) -> None:
-    async def work() -> None:
-        async with Two(store) as (here, there, peer):
-            for seed in (1, 2):
-                await move_and_verify(here, there, peer, "write", 20, seed=seed)
-                await move_and_verify(here, there, peer, "read", 20, seed=seed)
-            await the_newest_write_counts(here, there, peer)
-            await a_new_offer_replaces_the_old_one(here, there, peer)
-            await an_initiator_is_no_target(here, there)
-
-    run(work())
+# Through a store
+async def test_writes_are_collected_and_offers_are_read(store: str) -> None:
+    async with Two(store) as (here, there, peer):
+        for seed in (1, 2):
+            await move_and_verify(here, there, peer, "write", 20, seed=seed)
+            await move_and_verify(here, there, peer, "read", 20, seed=seed)
+        await the_newest_write_counts(here, there, peer)
+        await a_new_offer_replaces_the_old_one(here, there, peer)
+        await an_initiator_is_no_target(here, there)
 
 
 async def the_newest_write_counts(here: Side, there: Side, peer: str) -> None:
@@ -141,63 +132,51 @@ async def an_initiator_is_no_target(here: Side, there: Side) -> None:
         await here.process.offer([0], DEADLINE_S)
 
 
-def test_what_was_not_offered_cannot_be_read(store: str) -> None:
-    async def work() -> None:
-        async with Two(store) as (here, there, peer):
-            await there.process.offer([1], DEADLINE_S)
-            before = here.pool[:]
-            with pytest.raises(TransferError, match="block 2 of region 0 cannot be read"):
-                await here.process.transfer(peer, "read", [0, 1], [1, 2], DEADLINE_S)
-            assert here.pool[:] == before
-
-    run(work())
+async def test_what_was_not_offered_cannot_be_read(store: str) -> None:
+    async with Two(store) as (here, there, peer):
+        await there.process.offer([1], DEADLINE_S)
+        before = here.pool[:]
+        with pytest.raises(TransferError, match="block 2 of region 0 cannot be read"):
+            await here.process.transfer(peer, "read", [0, 1], [1, 2], DEADLINE_S)
+        assert here.pool[:] == before
 
 
-def test_several_initiators_write_to_one_target(store: str) -> None:
-    async def work() -> None:
-        async with Two(store) as (here, there, peer), side(store, LAYOUT, {"role": "initiator"}) as other:
-            also = await other.process.connect(there.process.agent, DEADLINE_S)
-            other.pool[:] = os.urandom(LAYOUT.nbytes)
-            mine, theirs = list(range(24)), list(range(24, 48))
-            await asyncio.gather(
-                here.process.transfer(peer, "write", mine, mine, DEADLINE_S),
-                other.process.transfer(also, "write", theirs, theirs, DEADLINE_S),
-            )
-            await there.process.collect(range(LAYOUT.blocks), DEADLINE_S)
-            for region in range(LAYOUT.regions):
-                assert all(there.block(region, b) == here.block(region, b) for b in mine)
-                assert all(there.block(region, b) == other.block(region, b) for b in theirs)
-
-    run(work())
+async def test_several_initiators_write_to_one_target(store: str) -> None:
+    async with Two(store) as (here, there, peer), side(store, LAYOUT, {"role": "initiator"}) as other:
+        also = await other.process.connect(there.process.agent, DEADLINE_S)
+        other.pool[:] = os.urandom(LAYOUT.nbytes)
+        mine, theirs = list(range(24)), list(range(24, 48))
+        await asyncio.gather(
+            here.process.transfer(peer, "write", mine, mine, DEADLINE_S),
+            other.process.transfer(also, "write", theirs, theirs, DEADLINE_S),
+        )
+        await there.process.collect(range(LAYOUT.blocks), DEADLINE_S)
+        for region in range(LAYOUT.regions):
+            assert all(there.block(region, b) == here.block(region, b) for b in mine)
+            assert all(there.block(region, b) == other.block(region, b) for b in theirs)
 
 
-def test_killed_target_is_an_error(store: str) -> None:
-    async def work() -> None:
-        async with Two(store) as (here, there, peer):
-            await there.process.offer([0], DEADLINE_S)
-            os.kill(there.process.pid, signal.SIGKILL)
-            began = time.monotonic()
-            with pytest.raises(TransferError):
-                await here.process.transfer(peer, "read", [0], [0], 2.0)
-            assert time.monotonic() - began < 2.0 + DEADLINE_S
-            with pytest.raises(TransferError, match="cannot reach"):
-                await here.process.connect(there.process.agent, DEADLINE_S)
-
-    run(work())
+async def test_killed_target_is_an_error(store: str) -> None:
+    async with Two(store) as (here, there, peer):
+        await there.process.offer([0], DEADLINE_S)
+        os.kill(there.process.pid, signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(TransferError):
+            await here.process.transfer(peer, "read", [0], [0], 2.0)
+        assert time.monotonic() - began < 2.0 + DEADLINE_S
+        with pytest.raises(TransferError, match="cannot reach"):
+            await here.process.connect(there.process.agent, DEADLINE_S)
 
 
-def test_frozen_target_ends_at_our_deadline(store: str) -> None:
-    async def work() -> None:
-        async with Two(store) as (here, there, peer):
-            blocks = list(range(LAYOUT.blocks))
-            await there.process.offer(blocks, DEADLINE_S)
-            freeze(there.process.pid)
-            with pytest.raises(TransferError, match=r"did not end within 0\.4 s"):
-                await here.process.transfer(peer, "read", blocks, blocks, 0.4)
-            with pytest.raises(TransferError, match=r"within 0\.4 s"):
-                await here.process.connect(there.process.agent, 0.4)
-
-    run(work())
+async def test_frozen_target_ends_at_our_deadline(store: str) -> None:
+    async with Two(store) as (here, there, peer):
+        blocks = list(range(LAYOUT.blocks))
+        await there.process.offer(blocks, DEADLINE_S)
+        freeze(there.process.pid)
+        with pytest.raises(TransferError, match=r"did not end within 0\.4 s"):
+            await here.process.transfer(peer, "read", blocks, blocks, 0.4)
+        with pytest.raises(TransferError, match=r"within 0\.4 s"):
+            await here.process.connect(there.process.agent, 0.4)
 
 
 def test_measured_end_to_end(store: str) -> None:
@@ -209,121 +188,90 @@ def test_measured_end_to_end(store: str) -> None:
     assert [(record.status, record.error) for record in records] == [("ok", "")] * len(cases)
     for record in records:
         assert record.verified is True
-        assert record.transport == "tcp"
-        assert record.descriptors == 4
+        assert (record.transport, record.descriptors) == ("tcp", 4)
         assert record.calls >= 8
 
 
-# --- Mooncake Store
-
-
-def test_thousands_of_objects_at_once(mooncake: str) -> None:
+# Mooncake Store
+async def test_thousands_of_objects_at_once(mooncake: str) -> None:
     layout = Layout(regions=16, blocks=256, block_bytes=512)
 
-    async def work() -> None:
-        async with Two(mooncake, layout=layout) as (here, there, peer):
-            orders = [list(range(first, 256, 4)) for first in range(4)]
-            await asyncio.gather(
-                *(here.process.transfer(peer, "write", order, order, SLOW_S) for order in orders)
-            )
-            await there.process.collect(range(256), SLOW_S)
-            assert there.pool[:] == here.pool[:]
-
-    run(work())
+    async with Two(mooncake, layout=layout) as (here, there, peer):
+        orders = [list(range(first, 256, 4)) for first in range(4)]
+        await asyncio.gather(
+            *(here.process.transfer(peer, "write", order, order, SLOW_S) for order in orders)
+        )
+        await there.process.collect(range(256), SLOW_S)
+        assert there.pool[:] == here.pool[:]
 
 
-def test_replaced_objects_make_room(mooncake: str) -> None:
+async def test_replaced_objects_make_room(mooncake: str) -> None:
     """Many times the segment is written through it."""
     layout = Layout(regions=1, blocks=8, block_bytes=1 << 20)
 
-    async def work() -> None:
-        async with Two(mooncake, {"segment_bytes": 32 << 20}, layout) as (here, there, peer):
-            blocks = list(range(8))
-            for fill in range(16):
-                here.pool[:] = bytes([fill]) * layout.nbytes
-                await here.process.transfer(peer, "write", blocks, blocks, DEADLINE_S)
-            await there.process.collect(blocks, DEADLINE_S)
-            assert there.pool[:] == here.pool[:]
-
-    run(work())
+    async with Two(mooncake, {"segment_bytes": 32 << 20}, layout) as (here, there, peer):
+        blocks = list(range(8))
+        for fill in range(16):
+            here.pool[:] = bytes([fill]) * layout.nbytes
+            await here.process.transfer(peer, "write", blocks, blocks, DEADLINE_S)
+        await there.process.collect(blocks, DEADLINE_S)
+        assert there.pool[:] == here.pool[:]
 
 
-def test_a_segment_that_is_too_small_is_said_before(mooncake: str) -> None:
+async def test_a_segment_that_is_too_small_is_said_before(mooncake: str) -> None:
     layout = Layout(regions=1, blocks=8, block_bytes=4 << 20)
 
-    async def work() -> None:
-        async with Two(mooncake, {"segment_bytes": 32 << 20}, layout) as (here, _, peer):
-            blocks = list(range(8))
-            with pytest.raises(TransferError, match=r"segment of 33554432 bytes is too small: 67108864"):
-                await here.process.transfer(peer, "write", blocks, blocks, DEADLINE_S)
-
-    run(work())
+    async with Two(mooncake, {"segment_bytes": 32 << 20}, layout) as (here, _, peer):
+        blocks = list(range(8))
+        with pytest.raises(TransferError, match=r"segment of 33554432 bytes is too small: 67108864"):
+            await here.process.transfer(peer, "write", blocks, blocks, DEADLINE_S)
 
 
-def test_a_segment_beyond_memory_is_refused(mooncake: str) -> None:
-    async def work() -> None:
-        with pytest.raises(TransferError, match="does not fit into"):
-            async with side(mooncake, LAYOUT, {"role": "target", "segment_bytes": 1 << 50}):
-                pass
-
-    run(work())
+async def test_a_segment_beyond_memory_is_refused(mooncake: str) -> None:
+    with pytest.raises(TransferError, match="does not fit into"):
+        async with side(mooncake, LAYOUT, {"role": "target", "segment_bytes": 1 << 50}):
+            pass
 
 
-def test_redis_is_refused_before_the_library_sees_it(mooncake: str) -> None:
-    async def work() -> None:
-        server = {"mooncake_store_metadata_server": "redis://127.0.0.1:6379"}
-        with pytest.raises(TransferError, match="redis"):
-            async with side(mooncake, LAYOUT, server):
-                pass
-
-    run(work())
+async def test_redis_is_refused_before_the_library_sees_it(mooncake: str) -> None:
+    server = {"mooncake_store_metadata_server": "redis://127.0.0.1:6379"}
+    with pytest.raises(TransferError, match="redis"):
+        async with side(mooncake, LAYOUT, server):
+            pass
 
 
-def test_master_ends_with_its_owner_however_that_ends(mooncake: str) -> None:
-    async def work() -> None:
-        async with side(mooncake, LAYOUT, {"role": "target"}) as there:
-            (master,) = masters_of(there.process.pid)
-            os.kill(there.process.pid, signal.SIGKILL)
-            until(lambda: not lives(master), "the master outlived its owner")
-
-    run(work())
+async def test_master_ends_with_its_owner_however_that_ends(mooncake: str) -> None:
+    async with side(mooncake, LAYOUT, {"role": "target"}) as there:
+        (master,) = masters_of(there.process.pid)
+        os.kill(there.process.pid, signal.SIGKILL)
+        until(lambda: not lives(master), "the master outlived its owner")
 
 
 @pytest.mark.fault("master_killed")
-def test_killed_master_is_an_error_within_our_deadline(mooncake: str, fault: Seen) -> None:
-    async def work() -> None:
-        async with Two(mooncake) as (here, there, peer):
-            (master,) = masters_of(there.process.pid)
-            master.kill()
-            fault.struck()
-            began = time.monotonic()
-            for op in ("write", "write"):
-                with pytest.raises(
-                    TransferError, match=r"RPC_FAIL|did not end within 1 s|connect again"
-                ) as told:
-                    await here.process.transfer(peer, op, [0], [0], 1.0)  # type: ignore[arg-type]
-                fault.told(told.value.message)
-            assert time.monotonic() - began < DEADLINE_S
-
-    run(work())
+async def test_killed_master_is_an_error_within_our_deadline(mooncake: str, fault: Seen) -> None:
+    async with Two(mooncake) as (here, there, peer):
+        (master,) = masters_of(there.process.pid)
+        master.kill()
+        fault.struck()
+        began = time.monotonic()
+        for op in ("write", "write"):
+            with pytest.raises(TransferError, match=r"RPC_FAIL|did not end within 1 s|connect again") as told:
+                await here.process.transfer(peer, op, [0], [0], 1.0)  # type: ignore[arg-type]
+            fault.told(told.value.message)
+        assert time.monotonic() - began < DEADLINE_S
 
 
 @pytest.mark.fault("master_absent")
-def test_absent_master_is_known_at_once(mooncake: str, fault: Seen) -> None:
-    async def work() -> None:
-        async with Two(mooncake) as (here, there, _):
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
-            agent = there.process.agent
-            lie = {**agent, "id": "lie", "store": {**agent["store"], "master": f"127.0.0.1:{port}"}}
-            fault.struck()
-            with pytest.raises(
-                TransferError, match=f"no mooncake_master answers at 127.0.0.1:{port}"
-            ) as told:
-                await here.process.connect(lie, 1.0)
-            fault.told(told.value.message)
-
-    run(work())
+async def test_absent_master_is_known_at_once(mooncake: str, fault: Seen) -> None:
+    async with Two(mooncake) as (here, there, _):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        agent = there.process.agent
+        lie = {**agent, "id": "lie", "store": {**agent["store"], "master": f"127.0.0.1:{port}"}}
+        fault.struck()
+        with pytest.raises(TransferError, match=f"no mooncake_master answers at 127.0.0.1:{port}") as told:
+            await here.process.connect(lie, 1.0)
+        fault.told(told.value.message)
 
 
 def metadata_at(port: int) -> dict[str, str]:
@@ -354,18 +302,15 @@ def answers(port: int) -> bool:
 
 
 @pytest.mark.fault("metadata_absent")
-def test_absent_metadata_server_is_known_at_once(mooncake: str, fault: Seen) -> None:
-    async def work() -> None:
-        fault.struck()
-        with pytest.raises(TransferError, match="mooncake_http_metadata_server --host") as told:
-            async with side(mooncake, LAYOUT, {"role": "target", **metadata_at(free_port())}):
-                pass
-        fault.told(told.value.message)
-
-    run(work())
+async def test_absent_metadata_server_is_known_at_once(mooncake: str, fault: Seen) -> None:
+    fault.struck()
+    with pytest.raises(TransferError, match="mooncake_http_metadata_server --host") as told:
+        async with side(mooncake, LAYOUT, {"role": "target", **metadata_at(free_port())}):
+            pass
+    fault.told(told.value.message)
 
 
-def test_a_metadata_server_is_asked_without_the_proxy_of_the_environment(
+async def test_a_metadata_server_is_asked_without_the_proxy_of_the_environment(
     mooncake: str, metadata_server: tuple[subprocess.Popen[bytes], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """libcurl, by which Mooncake asks, would take one. Nobody listens at this."""
@@ -374,34 +319,28 @@ def test_a_metadata_server_is_asked_without_the_proxy_of_the_environment(
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
-    async def work() -> None:
-        async with Two(mooncake, metadata_at(metadata_server[1])) as (here, there, peer):
-            await move_and_verify(here, there, peer, "write", 8, seed=1)
-
-    run(work())
+    async with Two(mooncake, metadata_at(metadata_server[1])) as (here, there, peer):
+        await move_and_verify(here, there, peer, "write", 8, seed=1)
 
 
 @pytest.mark.fault("metadata_killed")
-def test_killed_metadata_server_is_told_who_comes_later(
+async def test_killed_metadata_server_is_told_who_comes_later(
     mooncake: str, metadata_server: tuple[subprocess.Popen[bytes], int], fault: Seen
 ) -> None:
     process, port = metadata_server
 
-    async def work() -> None:
-        async with Two(mooncake, metadata_at(port)) as (here, there, peer):
-            await move_and_verify(here, there, peer, "write", 8, seed=1)
-            process.kill()
-            process.wait()
-            fault.struck()
-            async with side(mooncake, LAYOUT, {"role": "initiator", **metadata_at(port)}) as late:
-                with pytest.raises(TransferError) as told:
-                    await late.process.connect(there.process.agent, DEADLINE_S)
-            fault.told(told.value.message)
-            # Those who know each other need it no more.
-            await move_and_verify(here, there, peer, "write", 8, seed=2)
-            await move_and_verify(here, there, peer, "read", 8, seed=3)
-
-    run(work())
+    async with Two(mooncake, metadata_at(port)) as (here, there, peer):
+        await move_and_verify(here, there, peer, "write", 8, seed=1)
+        process.kill()
+        process.wait()
+        fault.struck()
+        async with side(mooncake, LAYOUT, {"role": "initiator", **metadata_at(port)}) as late:
+            with pytest.raises(TransferError) as told:
+                await late.process.connect(there.process.agent, DEADLINE_S)
+        fault.told(told.value.message)
+        # Those who know each other need it no more.
+        await move_and_verify(here, there, peer, "write", 8, seed=2)
+        await move_and_verify(here, there, peer, "read", 8, seed=3)
 
 
 def test_over_tcp_there_is_one_nic() -> None:
@@ -417,9 +356,7 @@ def test_codes_have_names() -> None:
     assert mooncake_store.describe_code(-5) == "unknown code (-5)"
 
 
-# --- vLLM-Omni's contract
-
-
+# VLLM-Omni's contract
 class Folder:
     """A connector of another house: pickles nothing, keeps files, gives them away as often as asked."""
 
@@ -446,7 +383,7 @@ class Folder:
         pass
 
 
-def test_any_class_that_fulfils_the_contract(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+async def test_any_class_that_fulfils_the_contract(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(
         "PYTHONPATH",
         os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1] / "support"), *sys.path]),
@@ -457,18 +394,15 @@ def test_any_class_that_fulfils_the_contract(monkeypatch: pytest.MonkeyPatch, tm
         "copies": 2,
     }
 
-    async def work() -> None:
-        async with Two("omni", options) as (here, there, peer):
-            await move_and_verify(here, there, peer, "write", 8, seed=1)
-            assert list(tmp_path.iterdir()) == []
-            await move_and_verify(here, there, peer, "read", 8, seed=2)
-            await there.process.offer([0], DEADLINE_S)
-            for _ in range(2):
-                await here.process.transfer(peer, "read", [5], [0], DEADLINE_S)
-            with pytest.raises(TransferError, match="all 2 copies of it have been read"):
-                await here.process.transfer(peer, "read", [5], [0], DEADLINE_S)
-
-    run(work())
+    async with Two("omni", options) as (here, there, peer):
+        await move_and_verify(here, there, peer, "write", 8, seed=1)
+        assert list(tmp_path.iterdir()) == []
+        await move_and_verify(here, there, peer, "read", 8, seed=2)
+        await there.process.offer([0], DEADLINE_S)
+        for _ in range(2):
+            await here.process.transfer(peer, "read", [5], [0], DEADLINE_S)
+        with pytest.raises(TransferError, match="all 2 copies of it have been read"):
+            await here.process.transfer(peer, "read", [5], [0], DEADLINE_S)
 
 
 def test_connectors_that_cannot_run_say_why() -> None:
@@ -477,15 +411,13 @@ def test_connectors_that_cannot_run_say_why() -> None:
         if protocol == "example":
             assert problem is None
         elif protocol == "YuanrongTransferEngineConnector":
-            assert problem is not None
             assert "NPU" in problem.reason
     with pytest.raises(TransferError, match=r"package\.module:Class"):
         omni.connector_class("nonsense")
 
 
 def test_a_connector_that_is_not_installed_is_a_skipped_row() -> None:
-    protocol = "YuanrongTransferEngineConnector"
-    (record,) = run_cases([Case("omni", protocol, "write", 4096, 1)])
+    (record,) = run_cases([Case("omni", "YuanrongTransferEngineConnector", "write", 4096, 1)])
     assert record.status == "skipped"
     assert "NPU" in record.error
 
@@ -507,39 +439,30 @@ def test_example_connector_gives_a_key_away_once() -> None:
         serving.close()
 
 
-# --- those that run where they are wanted
-
-
-def test_optional_libraries_move_bytes(optional: str) -> None:
-    async def work() -> None:
-        async with Two(optional) as (here, there, peer):
-            for blocks in (1, 20):
-                await move_and_verify(here, there, peer, "write", blocks, seed=blocks)
-                await move_and_verify(here, there, peer, "read", blocks, seed=blocks)
-            many = [here.process.transfer(peer, "write", [b], [b], DEADLINE_S) for b in range(LAYOUT.blocks)]
-            await asyncio.gather(*many)
-            await there.process.collect(range(LAYOUT.blocks), DEADLINE_S)
-            assert there.pool[:] == here.pool[:]
-
-    run(work())
+# Those that run where they are wanted
+async def test_optional_libraries_move_bytes(optional: str) -> None:
+    async with Two(optional) as (here, there, peer):
+        for blocks in (1, 20):
+            await move_and_verify(here, there, peer, "write", blocks, seed=blocks)
+            await move_and_verify(here, there, peer, "read", blocks, seed=blocks)
+        many = [here.process.transfer(peer, "write", [b], [b], DEADLINE_S) for b in range(LAYOUT.blocks)]
+        await asyncio.gather(*many)
+        await there.process.collect(range(LAYOUT.blocks), DEADLINE_S)
+        assert there.pool[:] == here.pool[:]
 
 
 def test_optional_libraries_are_measured(optional: str) -> None:
-    ops = transfer.get(optional).ops
-    cases = [Case(optional, "tcp", op, 65536, 4, threads=2) for op in ops]
+    cases = [Case(optional, "tcp", op, 65536, 4, threads=2) for op in transfer.get(optional).ops]
     for record in run_cases(cases, settings=Settings(seconds=0.1, min_calls=8, open_s=30.0)):
         assert (record.status, record.error, record.verified) == ("ok", "", True)
 
 
-def test_optional_target_killed(optional: str) -> None:
-    async def work() -> None:
-        async with Two(optional) as (here, there, peer):
-            await move_and_verify(here, there, peer, "write", 4, seed=1)
-            os.kill(there.process.pid, signal.SIGKILL)
-            with pytest.raises(TransferError):
-                await here.process.transfer(peer, "write", [0], [0], 2.0)
-
-    run(work())
+async def test_optional_target_killed(optional: str) -> None:
+    async with Two(optional) as (here, there, peer):
+        await move_and_verify(here, there, peer, "write", 4, seed=1)
+        os.kill(there.process.pid, signal.SIGKILL)
+        with pytest.raises(TransferError):
+            await here.process.transfer(peer, "write", [0], [0], 2.0)
     if optional == "yuanrong":
         left = list(Path(tempfile.gettempdir()).glob("kvbench-yuanrong-*"))
         assert left, "the killed owner had no time to remove its worker's folder"
@@ -547,26 +470,19 @@ def test_optional_target_killed(optional: str) -> None:
         assert not [path for path in left if path.exists()]
 
 
-def test_gloo_deals_blocks_over_addresses() -> None:
+async def test_gloo_deals_blocks_over_addresses() -> None:
     if not OPT_IN:
         pytest.skip("runs with KVBENCH_OPT_IN=1 only")
     _needed("gloo")
     nics = [{"name": "lo", "address": "127.0.0.1"}, {"name": "lo", "address": "127.0.0.2"}]
 
-    async def work() -> None:
-        async with Two("gloo", {"nics": nics}) as (here, there, peer):
-            await move_and_verify(here, there, peer, "write", 20, seed=1)
-            ends = psutil.Process(here.process.pid).net_connections("tcp")
-            assert any(
-                "127.0.0.2" in (end.laddr.ip, end.raddr.ip) for end in ends if end.status == "ESTABLISHED"
-            )
-
-    run(work())
+    async with Two("gloo", {"nics": nics}) as (here, there, peer):
+        await move_and_verify(here, there, peer, "write", 20, seed=1)
+        ends = psutil.Process(here.process.pid).net_connections("tcp")
+        assert any("127.0.0.2" in (end.laddr.ip, end.raddr.ip) for end in ends if end.status == "ESTABLISHED")
 
 
-# --- NCCL, as far as it goes without a GPU
-
-
+# NCCL, as far as it goes without a GPU
 def test_nccl_names_what_it_lacks() -> None:
     problem = transfer.check("nccl")
     if not os.path.exists("/dev/nvidiactl"):
@@ -580,8 +496,7 @@ def test_nccl_transport_is_read_from_its_log() -> None:
         "host:11:42 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] via P2P/IPC",
         "host:11:42 [0] NCCL INFO Channel 01/0 : 1[1] -> 0[0] [send] via NET/Socket/0",
     ]
-    assert nccl.transport_in_log([]) == ""
-    assert nccl.transport_in_log(lines[:1]) == "p2p"
+    assert (nccl.transport_in_log([]), nccl.transport_in_log(lines[:1])) == ("", "p2p")
     assert nccl.transport_in_log(lines) == "tcp"
     assert nccl.transport_in_log(["… Channel 00 : 0[0] -> 1[1] via SHM/direct/direct"]) == "shm"
     assert nccl.transport_in_log(["… Channel 00/0 : 0[0] -> 1[1] [receive] via NET/IB/0/GDRDMA"]) == "rdma"
@@ -589,17 +504,13 @@ def test_nccl_transport_is_read_from_its_log() -> None:
 
 def test_nccl_is_forced_to_the_asked_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
-    nics = [{"name": "mlx5_0"}, {"name": "mlx5_1"}]
-    rdma = nccl.env({"protocol": "rdma", "nics": nics})
-    assert rdma["NCCL_NET"] == "IB"
-    assert rdma["NCCL_IB_HCA"] == "=mlx5_0,mlx5_1"
+    rdma = nccl.env({"protocol": "rdma", "nics": [{"name": "mlx5_0"}, {"name": "mlx5_1"}]})
+    assert (rdma["NCCL_NET"], rdma["NCCL_IB_HCA"]) == ("IB", "=mlx5_0,mlx5_1")
     tcp = nccl.env({"protocol": "tcp", "nics": [{"name": "eth0"}]})
     assert (tcp["NCCL_SOCKET_IFNAME"], tcp["NCCL_IB_DISABLE"], tcp["NCCL_DEBUG"]) == ("=eth0", "1", "INFO")
 
 
-# --- the parts they share
-
-
+# The parts they share
 def test_threads_keep_errors_and_never_wait() -> None:
     threads = Threads(2)
     try:

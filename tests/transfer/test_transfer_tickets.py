@@ -1,9 +1,5 @@
 """Tickets started again, merging, NICs and protocols, for every backend and protocol that runs here."""
 
-from __future__ import annotations
-
-import asyncio
-import functools
 import json
 import os
 import subprocess
@@ -13,30 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loops import on_asyncio
 
 from kvbench import transfer
-from kvbench.errors import Problem, TransferError
+from kvbench.errors import TransferError
 from kvbench.hosts import devices
 from kvbench.processes.transfer_worker.remote import TransferProcess
 from kvbench.transfer.base import Layout
+from tests.transfer.test_transfer import _problem
 
 DRIVER = Path(__file__).parents[1] / "support" / "tickets.py"
 TRANSPORTS = {
-    ("tcp", "tcp"): "tcp",
-    ("mooncake", "tcp"): "tcp",
-    ("nixl", "tcp"): "ucx:tcp/lo",
-    ("nixl", "cma"): "ucx:cma/memory",
-    ("nixl", "shm"): "ucx:posix/memory",
-    ("nixl", "posix"): "posix (file)",
-    ("memcpy", "memcpy"): "memcpy",
-    ("shm", "shm"): "shm",
-}
+    ("tcp", "tcp"): "tcp", ("mooncake", "tcp"): "tcp", ("nixl", "tcp"): "ucx:tcp/lo",
+    ("nixl", "cma"): "ucx:cma/memory", ("nixl", "shm"): "ucx:posix/memory",
+    ("nixl", "posix"): "posix (file)", ("memcpy", "memcpy"): "memcpy", ("shm", "shm"): "shm",
+}  # fmt: skip
 LOOPBACKS = [{"name": "lo", "address": "127.0.0.1"}, {"name": "lo", "address": "127.0.0.2"}]
-
-
-@functools.cache
-def _problem(name: str) -> Problem | None:
-    return transfer.check(name)
+on_loop = on_asyncio
 
 
 def ways() -> Iterator[tuple[str, str]]:
@@ -73,8 +62,7 @@ def test_a_ticket_is_started_again_and_several_are_under_way(way: tuple[str, str
     backend, protocol = way
     run, apart, one = ([4, 5, 6, 7], [0, 1, 2, 3]), ([20, 9, 13], [8, 30, 11]), ([31], [31])
     told = drive(backend, op, [run, apart, one], protocol=protocol)
-    assert told["descriptors"] == [2, 6, 2]
-    assert told["nbytes"] == [8 * 4096, 6 * 4096, 2 * 4096]
+    assert (told["descriptors"], told["nbytes"]) == ([2, 6, 2], [8 * 4096, 6 * 4096, 2 * 4096])
     assert told["transport"] == TRANSPORTS[way]
 
 
@@ -117,38 +105,32 @@ def test_bytes_are_split_over_nics(backend: str, op: str) -> None:
 
 @pytest.mark.native
 @pytest.mark.parametrize("backend", sorted({name for name, _ in ways()}))
-def test_an_unknown_protocol_is_refused(backend: str) -> None:
+async def test_an_unknown_protocol_is_refused(backend: str) -> None:
     if (problem := _problem(backend)) is not None:
         pytest.skip(f"{backend}: {problem.reason}")
     known = transfer.get(backend).protocols[0]
 
-    async def start() -> None:
-        fd = os.memfd_create("kvbench-test")
-        try:
-            os.ftruncate(fd, 4096)
-            with pytest.raises(TransferError, match=f"no protocol 'pigeon'.*there are: {known}"):
-                await TransferProcess.start(backend, {"protocol": "pigeon"}, fd, Layout(1, 1, 4096))
-        finally:
-            os.close(fd)
-
-    asyncio.run(start())
+    fd = os.memfd_create("kvbench-test")
+    try:
+        os.ftruncate(fd, 4096)
+        with pytest.raises(TransferError, match=f"no protocol 'pigeon'.*there are: {known}"):
+            await TransferProcess.start(backend, {"protocol": "pigeon"}, fd, Layout(1, 1, 4096))
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.native
 @pytest.mark.parametrize("backend", ["mooncake", "nixl"])
-def test_rdma_without_a_device_fails_instead_of_running_over_something_else(backend: str) -> None:
+async def test_rdma_without_a_device_fails_instead_of_running_over_something_else(backend: str) -> None:
     if (problem := _problem(backend)) is not None:
         pytest.skip(f"{backend}: {problem.reason}")
     if devices.rdma():
         pytest.skip("this machine has RDMA")
 
-    async def start() -> None:
-        fd = os.memfd_create("kvbench-test")
-        try:
-            os.ftruncate(fd, 4096)
-            with pytest.raises(TransferError, match="does not start"):
-                await TransferProcess.start(backend, {"protocol": "rdma"}, fd, Layout(1, 1, 4096))
-        finally:
-            os.close(fd)
-
-    asyncio.run(start())
+    fd = os.memfd_create("kvbench-test")
+    try:
+        os.ftruncate(fd, 4096)
+        with pytest.raises(TransferError, match="does not start"):
+            await TransferProcess.start(backend, {"protocol": "rdma"}, fd, Layout(1, 1, 4096))
+    finally:
+        os.close(fd)

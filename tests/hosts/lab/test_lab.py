@@ -1,7 +1,5 @@
 """Labs really made here, as root and without: what is in them, their faults, and that none is ever left."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -128,7 +126,6 @@ def output(process: subprocess.Popen[str]) -> str:
 
 
 def listening(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
-    assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
 
@@ -152,12 +149,9 @@ def test_two_hosts_with_their_nics(kind: str) -> None:
         for side in ("A", "B"):
             look = "ls /sys/class/net; cat /sys/class/net/nic7/mtu; pwd"
             seen = subprocess.run(
-                [*lab.prefix(side), "sh", "-c", look],
-                capture_output=True,
-                text=True,
-                timeout=DEADLINE_S,
+                [*lab.prefix(side), "sh", "-c", look], capture_output=True, text=True, timeout=DEADLINE_S,
                 check=True,
-            ).stdout.split()
+            ).stdout.split()  # fmt: skip
             assert seen == ["lo", *(f"nic{nic}" for nic in range(8)), "9000", os.getcwd()]
         size = 1_000_000
         before = interface_counters(lab.host("A"))
@@ -186,8 +180,6 @@ def test_a_slow_lab_is_slow(tmp_path: Path) -> None:
 
 
 # Faults
-
-
 @pytest.fixture
 def needs_nft() -> None:
     try:
@@ -198,8 +190,7 @@ def needs_nft() -> None:
 
 @needs_lab
 def test_pull(lab: Lab) -> None:
-    placed = labfaults.place(lab, "pull", 1)
-    assert placed.words() == "pull on nic1: A has no carrier"
+    assert labfaults.place(lab, "pull", 1).words() == "pull on nic1: A has no carrier"
     assert connecting(lab, 1) in ("TimeoutError", "OSError")
     assert connecting(lab, 0) == "ConnectionRefusedError"  # nobody listens, but the packets arrive
     assert labfaults.heal(lab, "pull", 1).words() == "pull on nic1, healed: A had no carrier"
@@ -211,10 +202,8 @@ def test_pull(lab: Lab) -> None:
 @pytest.mark.usefixtures("needs_nft")
 def test_partition(lab: Lab) -> None:
     assert labfaults.place(lab, "partition", 1).words() == "partition on nic1: no packet met it yet"
-    assert connecting(lab, 1) == "TimeoutError"
-    assert connecting(lab, 2) == "ConnectionRefusedError"
-    report = labfaults.report(lab, lab.state.faults[0])
-    assert report.packets > 0
+    assert (connecting(lab, 1), connecting(lab, 2)) == ("TimeoutError", "ConnectionRefusedError")
+    assert labfaults.report(lab, lab.state.faults[0]).packets > 0
     labfaults.heal(lab, "partition", 1)
     assert connecting(lab, 1, DEADLINE_S) == "ConnectionRefusedError"
     assert lab.state.faults == []
@@ -266,15 +255,12 @@ def test_slow(lab: Lab) -> None:
 @pytest.mark.parametrize(
     ("kind", "nic", "amount", "said"),
     [
-        ("fire", 0, "", "unknown fault"),
-        ("pull", 3, "", "has no NIC 3"),
-        ("pull", -1, "", "has no NIC -1"),
-        ("pull", 0, "1%", "takes no amount"),
-        ("loss", 0, "300mbit", "no share"),
-        ("slow", 0, "1%", "no rate"),
+        ("fire", 0, "", "unknown fault"), ("pull", 3, "", "has no NIC 3"),
+        ("pull", -1, "", "has no NIC -1"), ("pull", 0, "1%", "takes no amount"),
+        ("loss", 0, "300mbit", "no share"), ("slow", 0, "1%", "no rate"),
         ("slow", 0, "2gbit", "not slower"),
     ],
-)
+)  # fmt: skip
 def test_faults_that_cannot_be(lab: Lab, kind: str, nic: int, amount: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         labfaults.place(lab, kind, nic, amount)
@@ -284,13 +270,10 @@ def test_faults_that_cannot_be(lab: Lab, kind: str, nic: int, amount: str, said:
 
 
 # Names, owners, and what is left over
-
-
 @needs_lab
 def test_a_lab_in_use_is_found_by_name_and_left_alone(lab: Lab) -> None:
     name = lab.plan.name
-    other = Lab.standing(name)
-    assert other.prefix("A") == lab.prefix("A")
+    assert Lab.standing(name).prefix("A") == lab.prefix("A")
     with pytest.raises(InputError, match=f"in use by process {os.getpid()}"):
         Lab.up(name=name)
     with pytest.raises(LabError, match="is using the lab"):
@@ -309,7 +292,6 @@ def test_taking_down_ends_what_runs_inside() -> None:
         process = listening(python(lab, "B", deaf))
         assert lab.host("B").processes() == [process.pid]
     assert process.wait(DEADLINE_S) == -signal.SIGKILL
-    assert process.stdout is not None
     process.stdout.close()
 
 
@@ -332,13 +314,9 @@ def test_a_failure_in_the_middle_leaves_nothing(
 
 def start(words: Sequence[str], path: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        argv("lab", *words),
-        env={**os.environ, "PATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+        argv("lab", *words), env={**os.environ, "PATH": path}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -394,24 +372,17 @@ def test_namespaces_without_a_file_are_found(nothing_left: Path) -> None:
     assert TAG in labstate.unrecorded()
     with pytest.raises(InputError, match="but not its file"):
         Lab.up(name=TAG)
-    assert take_down("other", everything=True) == []
-    assert take_down(TAG) == [TAG]
+    assert (take_down("other", everything=True), take_down(TAG)) == ([], [TAG])
 
 
 # The command
-
-
 def kvbench_lab(
     *words: str, prefix: Sequence[str] = (), env: dict[str, str] | None = None
 ) -> tuple[int, str]:
     done = subprocess.run(
-        [*prefix, *argv("lab", *words)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        env={**os.environ, **(env or {})},
-        check=False,
-    )
+        [*prefix, *argv("lab", *words)], capture_output=True, text=True, timeout=DEADLINE_S,
+        env={**os.environ, **(env or {})}, check=False,
+    )  # fmt: skip
     return done.returncode, done.stdout + done.stderr
 
 

@@ -1,7 +1,5 @@
 """A lab's shape, without making one: rates, bursts, names, and what is left over or not allowed."""
 
-from __future__ import annotations
-
 import os
 import stat
 from dataclasses import replace
@@ -104,8 +102,6 @@ def test_the_lines_of_ip_and_tc() -> None:
 
 
 # Files and processes
-
-
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -118,8 +114,7 @@ def test_a_state_comes_back_as_it_was(runtime: Path) -> None:
     faults = [Fault("loss", 1, "1%", 7)]
     state = LabState(LabPlan("x", 3), hosts, me, True, "cubic", "6.1", "now", ["slow"], faults)
     state.save()
-    assert labstate.load("x") == state
-    assert labstate.all_states() == [state]
+    assert (labstate.load("x"), labstate.all_states()) == (state, [state])
     assert state.standing
     assert not state.left_over
 

@@ -1,7 +1,5 @@
 """What doctor finds at NICs and in settings: a sound machine is let alone, each planted trouble is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -92,14 +90,11 @@ def other_cable(root: Path) -> None:
         (without("sys/module/nvidia_peermem"), "peer memory", "missing", "nvidia_peermem", "modprobe"),
         (file("proc/sys/kernel/numa_balancing", "1"), "numa balancing", "warn", "2 nodes", "sysctl"),
         (
-            file("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]"),
-            "huge pages",
-            "warn",
-            "transparent: never",
-            "madvise",
+            file("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]"), "huge pages",
+            "warn", "transparent: never", "madvise",
         ),
     ],
-)
+)  # fmt: skip
 def test_each_trouble_is_named_with_its_mend_and_alone(
     root: Path, plant: Callable[[Path], object], name: str, status: str, said: str, fix: str
 ) -> None:
@@ -138,17 +133,12 @@ def test_a_machine_with_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("speed", "width", "gbit"),
     [
-        (2.5, 1, 2.0),
-        (8.0, 8, 63.0),
-        (16.0, 16, 252.1),
-        (32.0, 16, 504.1),
-        (64.0, 16, 968.0),
+        (2.5, 1, 2.0), (8.0, 8, 63.0), (16.0, 16, 252.1), (32.0, 16, 504.1), (64.0, 16, 968.0),
         (None, 16, None),
     ],
-)
+)  # fmt: skip
 def test_what_a_pcie_link_carries(speed: float | None, width: int, gbit: float | None) -> None:
-    carried = pcie_gbit(speed, width)
-    assert carried == (None if gbit is None else pytest.approx(gbit, abs=0.1))
+    assert pcie_gbit(speed, width) == (None if gbit is None else pytest.approx(gbit, abs=0.1))
 
 
 def test_versions_are_told_where_they_are_installed() -> None:
@@ -159,8 +149,6 @@ def test_versions_are_told_where_they_are_installed() -> None:
 
 
 # Settings
-
-
 def told(root: Path, environ: Mapping[str, str], gpus: int = 8) -> dict[str, Check]:
     found = settings_checks(Machine.at(root, gpus, hgx.ADDRESSES), environ)
     assert all(check.fix for check in found if check.status != "ok")
@@ -168,20 +156,11 @@ def told(root: Path, environ: Mapping[str, str], gpus: int = 8) -> dict[str, Che
 
 
 GOOD = {
-    "UCX_TLS": "rc,cuda_copy,cuda_ipc,sm",
-    "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:1",
-    "UCX_MAX_RMA_RAILS": "2",
-    "NCCL_IB_HCA": "=mlx5_0,mlx5_1",
-    "NCCL_SOCKET_IFNAME": "bond",
-    "GLOO_SOCKET_IFNAME": "bond0",
-    "MC_GID_INDEX": "3",
-    "NCCL_IB_GID_INDEX": "3",
-    "MC_FORCE_HCA": "1",
-    "MC_TRANSFER_TIMEOUT": "30",
-    "MC_TCP_BIND_ADDRESS": "10.0.0.1",
-    "MC_MTU": "4096",
-    "UCX_LOG_LEVEL": "warn",
-}
+    "UCX_TLS": "rc,cuda_copy,cuda_ipc,sm", "UCX_NET_DEVICES": "mlx5_0:1,mlx5_1:1", "UCX_MAX_RMA_RAILS": "2",
+    "NCCL_IB_HCA": "=mlx5_0,mlx5_1", "NCCL_SOCKET_IFNAME": "bond", "GLOO_SOCKET_IFNAME": "bond0",
+    "MC_GID_INDEX": "3", "NCCL_IB_GID_INDEX": "3", "MC_FORCE_HCA": "1", "MC_TRANSFER_TIMEOUT": "30",
+    "MC_TCP_BIND_ADDRESS": "10.0.0.1", "MC_MTU": "4096", "UCX_LOG_LEVEL": "warn",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Which NICs are taken, in which order, and what each library is told: on a tree of a large machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import hgx
@@ -44,16 +42,9 @@ def test_the_storage_ports_are_left_out_and_said_why(root: Path) -> None:
 def test_what_is_known_of_a_nic(root: Path) -> None:
     nic = rdma_nics(root).usable[5]
     assert nic == Nic(
-        name="mlx5_6",
-        kind="rdma",
-        address="10.0.5.1",
-        gbit_per_s=400.0,
-        gid_index=3,
-        link_layer="Ethernet",
-        interface="rail5",
-        pci_address=hgx.nic_address(5),
-        numa_node=1,
-    )
+        name="mlx5_6", kind="rdma", address="10.0.5.1", gbit_per_s=400.0, gid_index=3,
+        link_layer="Ethernet", interface="rail5", pci_address=hgx.nic_address(5), numa_node=1,
+    )  # fmt: skip
     assert nic.to_json()["address"] == "10.0.5.1"
     assert str(nic) == "mlx5_6 (400 Gbit/s, NUMA node 1)"
 
@@ -63,11 +54,8 @@ def test_readings_of_a_device(root: Path) -> None:
     assert device["interfaces"] == ["rail0"]
     assert device["virtual_function"] is False
     assert device["pcie"] == {
-        "current_gt_per_s": 32.0,
-        "current_width": 16,
-        "max_gt_per_s": 32.0,
-        "max_width": 16,
-    }
+        "current_gt_per_s": 32.0, "current_width": 16, "max_gt_per_s": 32.0, "max_width": 16,
+    }  # fmt: skip
     assert device["ports"][0]["phys_state"] == "LinkUp"
 
 
@@ -101,8 +89,7 @@ def test_a_place_may_be_a_numa_node_or_a_pci_address(root: Path) -> None:
 
 def test_a_slower_nic_comes_last_however_near(root: Path) -> None:
     (hgx.device(root, "mlx5_0") / "rate").write_text("100 Gb/sec (4X EDR)\n")
-    place = place_of("gpu:0", root, hgx.CARDS)
-    assert names(choose(8, rdma_nics(root), place, root))[-1] == "mlx5_0"
+    assert names(choose(8, rdma_nics(root), place_of("gpu:0", root, hgx.CARDS), root))[-1] == "mlx5_0"
 
 
 @pytest.mark.parametrize("count", [9, 0, -1])
@@ -147,22 +134,18 @@ def test_interfaces_for_tcp(root: Path) -> None:
     assert (usable["rail3"].address, usable["rail3"].gbit_per_s) == ("10.0.3.1", 400.0)
     assert names(in_order(found.usable, root=root))[-1] == "bond0"
     assert found.left_out == {
-        "lo": "the loopback",
-        "docker0": "a bridge of containers or virtual machines",
+        "lo": "the loopback", "docker0": "a bridge of containers or virtual machines",
         "veth12ab": "one end of a virtual pair (veth)",
-        "dummy0": "a virtual interface with no hardware below",
-        "tun0": "a tunnel",
-        "storage0": "its link is down",
-        "storage1": "its link is down",
-    }
+        "dummy0": "a virtual interface with no hardware below", "tun0": "a tunnel",
+        "storage0": "its link is down", "storage1": "its link is down",
+    }  # fmt: skip
 
 
 def test_an_interface_without_address_or_in_a_bond_is_left_out(root: Path) -> None:
     hgx.link(root / "sys/class/net/rail2/master", root / "sys/devices/virtual/net/bond0")
     (hgx.pci(root, "mlx5_1") / "net/rail1/device/physfn").mkdir()
     left_out = find("tcp", root, {**hgx.ADDRESSES, "rail0": []}).left_out
-    assert left_out["rail0"] == "it has no IP address"
-    assert left_out["rail1"] == "a virtual function"
+    assert (left_out["rail0"], left_out["rail1"]) == ("it has no IP address", "a virtual function")
     assert left_out["rail2"] == "part of bond0"
 
 

@@ -1,7 +1,5 @@
 """Corpora of all formats are read as their sources describe them, and what is wrong in them is said."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import OrderedDict
@@ -184,10 +182,7 @@ def test_mooncake_requests_share_by_their_ids(tmp_path: Path) -> None:
         ('{"block_size": 64, "requests": []}', "it has no request"),
         ('{"block_size": 64, "requests": [{"t": 0, "in": 1, "out": 1.5}]}', "out must be a whole number"),
         ('{"block_size": 64, "requests": [{"t": -1, "in": 1, "out": 1}]}', "t must be a time of at least 0"),
-        (
-            '{"block_size": 4, "requests": [{"t": 0, "in": 4, "out": 1, "hash_ids": [1, 2]}]}',
-            "cover more",
-        ),
+        ('{"block_size": 4, "requests": [{"t": 0, "in": 4, "out": 1, "hash_ids": [1, 2]}]}', "cover more"),
         ('{"block_size": 4, "hash_id_scope": "x", "requests": []}', "must be local or global"),
         ('{"turns": 5}', "turns must be a list"),
         ('{"conversations": [{"from": "gpt"}]}', "value must be a text, not missing"),
@@ -216,8 +211,7 @@ def test_no_file_does_more_than_be_refused(
 def test_the_excerpt_as_json_and_as_a_picture(tmp_path: Path) -> None:
     picture = tmp_path / "reuse.png"
     gb = ("--model", "tiny", "--gb", "0.1", "--tokens", "50000")
-    done = invoke("corpus", str(EXCERPT), "--json", "--plot", str(picture), *gb)
-    assert done.status == 0, done.err
+    done = invoke("corpus", str(EXCERPT), "--json", "--plot", str(picture), *gb).succeeded()
     told = json.loads(done.out)
     assert (told["sessions"], told["requests"], told["found_blocks"], told["blocks"]) == (3, 24, 16543, 19753)
     assert [row["tokens"] for row in told["capacities"]] == [48828, 50000, None]
@@ -227,9 +221,7 @@ def test_the_excerpt_as_json_and_as_a_picture(tmp_path: Path) -> None:
 
 
 def test_the_excerpt_on_a_terminal() -> None:
-    done = kvbench("corpus", str(EXCERPT))
-    assert done.status == 0
-    assert "16,543 of 19,753 blocks of 64 tokens, 83.7 %" in done.out
+    done = kvbench("corpus", str(EXCERPT)).succeeded("16,543 of 19,753 blocks of 64 tokens, 83.7 %")
     assert "unlimited" in done.out
 
 
@@ -261,9 +253,7 @@ def test_sessions_that_are_made_are_written_and_read_again(tmp_path: Path) -> No
     ],
 )
 def test_bad_options_are_exit_2(options: tuple[str, ...], said: str) -> None:
-    done = invoke("corpus", str(EXCERPT), *options)
-    assert done.status == 2
-    assert said in done.err
+    invoke("corpus", str(EXCERPT), *options).failed(2, said)
 
 
 @pytest.mark.heavy

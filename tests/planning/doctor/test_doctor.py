@@ -1,7 +1,5 @@
 """What doctor finds: on this machine, and on recorded ones that lack something."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """`kvbench doctor SCENARIO`: what it finds before anything is started."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path
@@ -43,8 +41,7 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 def test_a_scenario_that_can_run() -> None:
     found = by_name(examine_scenario("quickstart", [FREE]))
     assert found["scenario quickstart"].status == "ok"
-    assert found["aggregated on emulated"].status == "ok"
-    assert found["launcher local"].status == "ok"
+    assert (found["aggregated on emulated"].status, found["launcher local"].status) == ("ok", "ok")
     assert found["host memory"].status == "ok"
     assert "chosen at launch" in found["ports of the plan"].detail
     assert all(check.fix for check in found.values() if check.status != "ok")
@@ -86,8 +83,7 @@ def model(tmp_path: Path) -> Path:
 def test_model_folders(model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     assert model_check(real(str(model))).status == "ok"
     assert model_check(real(str(model / "absent"))).status == "missing"
-    empty = tmp_path_factory.mktemp("empty")
-    assert "config.json" in model_check(real(str(empty))).detail
+    assert "config.json" in model_check(real(str(tmp_path_factory.mktemp("empty")))).detail
     assert "cache or downloads" in model_check(real("Qwen/Qwen3-8B")).detail
     assert "needs no files" in model_check(scenario()).detail
 
@@ -127,8 +123,7 @@ def test_gpus_are_counted(model: Path) -> None:
 
 
 def test_the_command_puts_the_scenario_first() -> None:
-    done = invoke("doctor", "quickstart", sets=(FREE, "deployment.host=192.0.2.1"))
-    assert done.status == 1
+    done = invoke("doctor", "quickstart", sets=(FREE, "deployment.host=192.0.2.1")).failed(1)
     lines = done.out.splitlines()
     assert "scenario quickstart" in lines[1]
     assert any("launcher local" in line and "192.0.2.1" in line for line in lines)
@@ -138,13 +133,10 @@ def test_the_command_puts_the_scenario_first() -> None:
 def test_a_vllm_that_is_not_there_is_named() -> None:
     options = json.dumps({"model": "/absent/model", "command": ["/absent/vllm"], "version": "0.32.0"})
     sets = ("deployment.engine=vllm", f"deployment.engine_options={options}", FREE)
-    done = invoke("doctor", "quickstart", sets=sets)
-    assert done.status == 1
+    done = invoke("doctor", "quickstart", sets=sets).failed(1)
     assert "unknown command '/absent/vllm'" in done.out
     assert "/absent/model does not exist" in done.out
 
 
 def test_a_wrong_scenario_is_told_as_everywhere() -> None:
-    done = invoke("doctor", "quickstrt")
-    assert done.status == 2
-    assert "did you mean quickstart?" in done.err
+    invoke("doctor", "quickstrt").failed(2, "did you mean quickstart?")

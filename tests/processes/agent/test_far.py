@@ -1,7 +1,5 @@
 """The agent over a plain pipe: what it starts, tells and brings, and that it leaves nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -71,8 +69,7 @@ def python(code: str, name: str = "p", **more: Any) -> ProcessSpec:
 
 def test_lines_come_whole_however_they_are_cut() -> None:
     lines = Lines()
-    assert lines.feed(b"on") == []
-    assert lines.feed(b"e\n\ntwo\nthr") == [b"one", b"", b"two"]
+    assert (lines.feed(b"on"), lines.feed(b"e\n\ntwo\nthr")) == ([], [b"one", b"", b"two"])
     assert lines.feed(b"ee\n") == [b"three"]
     assert decode(b"Welcome to this machine!") is None
     assert decode(encode({"event": "beat"})) == {"event": "beat"}
@@ -180,24 +177,16 @@ def test_errors_over_there_are_errors_here(site: Site) -> None:
         site.agent.ask("engine_version", engine="steam", options="{}")
     with pytest.raises(LaunchError, match="PermissionError"):
         site.agent.ask("read", path="/etc/passwd", offset=0)
-    told = site.agent.ask("environment")
-    assert told["kvbench"] == __version__
+    assert site.agent.ask("environment")["kvbench"] == __version__
 
 
 def test_a_load_generator_runs_over_there(site: Site, tmp_path: Path) -> None:
     """What it says, its records and its end, with a process that waited for its spec."""
     records = tmp_path / "records.jsonl"
     spec = {
-        "base_url": "http://127.0.0.1:9",
-        "model": "m",
-        "request_rate": 50.0,
-        "num_requests": 5,
-        "input_len": 4,
-        "output_len": 2,
-        "records_path": str(records),
-        "seed": 1,
-        "vocab_size": 1000,
-    }
+        "base_url": "http://127.0.0.1:9", "model": "m", "request_rate": 50.0, "num_requests": 5,
+        "input_len": 4, "output_len": 2, "records_path": str(records), "seed": 1, "vocab_size": 1000,
+    }  # fmt: skip
     spare = Spare(site.launcher)
     spare.prepare()
     generator = LoadGenerator(site.launcher, spec, "loadgen-1", spare=spare)
@@ -263,17 +252,11 @@ def test_a_key_goes_to_the_generator_and_nowhere_else(site: Site, tmp_path: Path
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         spec = {
-            "base_url": f"http://127.0.0.1:{server.server_port}",
-            "model": "m",
-            "request_rate": 50.0,
-            "num_requests": 5,
-            "input_len": 4,
-            "output_len": 2,
-            "records_path": str(tmp_path / "records.jsonl"),
-            "seed": 1,
-            "vocab_size": 1000,
+            "base_url": f"http://127.0.0.1:{server.server_port}", "model": "m", "request_rate": 50.0,
+            "num_requests": 5, "input_len": 4, "output_len": 2,
+            "records_path": str(tmp_path / "records.jsonl"), "seed": 1, "vocab_size": 1000,
             "api_key_env": "FAR_TEST_KEY",
-        }
+        }  # fmt: skip
         seen: list[bytes] = []
 
         def look() -> None:
@@ -332,7 +315,6 @@ def test_a_stopped_agent_is_lost_and_a_stopped_client_is_left(tmp_path: Path) ->
     client = subprocess.Popen(
         [sys.executable, "-c", CLIENT, str(tmp_path / "other"), f"{TAG}-client"], stdout=subprocess.PIPE
     )
-    assert client.stdout is not None
     assert client.stdout.readline() == b"started\n"
     os.kill(client.pid, signal.SIGSTOP)
     os.kill(site.channel.pid, signal.SIGSTOP)

@@ -1,7 +1,5 @@
 """A shorter time slice: asked of the real kernel, in a process of its own."""
 
-from __future__ import annotations
-
 import platform
 import subprocess
 import sys

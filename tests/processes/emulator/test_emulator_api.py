@@ -1,7 +1,5 @@
 """One emulated engine as a real process: its HTTP API, its metrics, its prefix cache, its limits."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket
@@ -52,11 +50,9 @@ def test_plain_pages(engine: EngineProcess) -> None:
 def test_completion_answers_as_openai_does(engine: EngineProcess) -> None:
     body = {"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 5, "ignore_eos": True}
     reply = engine.post("/v1/completions", body, {"X-Request-Id": "abc"}).json()
-    assert reply["id"] == "cmpl-abc"
-    assert reply["object"] == "text_completion"
+    assert (reply["id"], reply["object"]) == ("cmpl-abc", "text_completion")
     choice = reply["choices"][0]
-    assert choice["finish_reason"] == "length"
-    assert choice["text"].count(" t") == 5
+    assert (choice["finish_reason"], choice["text"].count(" t")) == ("length", 5)
     assert (reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]) == (4, 5)
     assert reply["usage"]["total_tokens"] == 9
 
@@ -92,8 +88,7 @@ def test_chat(engine: EngineProcess) -> None:
 def test_eos_ends_a_request_unless_it_must_go_on(engine: EngineProcess) -> None:
     body = {"prompt": "please end", "max_tokens": 3000, "return_token_ids": True}
     choice = engine.post("/v1/completions", body).json()["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert choice["token_ids"][-1] == 0
+    assert (choice["finish_reason"], choice["token_ids"][-1]) == ("stop", 0)
     assert 0 not in choice["token_ids"][:-1]
     length = len(choice["token_ids"])
     forced = engine.post("/v1/completions", {**body, "min_tokens": length, "max_tokens": length + 1})
@@ -229,6 +224,6 @@ def test_a_tiny_pool_preempts_and_says_the_same(engine: EngineProcess, tmp_path:
         assert tiny.tokens_together(prompts, 60) == expected
         assert tiny.metric("vllm:num_preemptions_total") > 0
         assert tiny.metric("vllm:kv_cache_usage_perc") == 0
-        reply = tiny.post("/v1/completions", {"prompt": prompt_of(400), "max_tokens": 10})
-        assert reply.status_code == 400
-        assert "needs 26 KV blocks and this engine has 20" in reply.json()["error"]["message"]
+        tiny.refused(
+            {"prompt": prompt_of(400), "max_tokens": 10}, 400, "needs 26 KV blocks and this engine has 20"
+        )

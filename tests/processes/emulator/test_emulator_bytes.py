@@ -1,7 +1,5 @@
 """The KV pool's bytes: what is written is what is read, and every bit counts."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator
@@ -94,8 +92,7 @@ def test_every_byte_of_a_prompt_counts(pool: KvPool) -> None:
 def test_swapped_blocks_regions_and_stale_blocks_are_noticed(pool: KvPool) -> None:
     pool.write(BLOCKS, 0, hashes_of(TOKENS))
     state = state_of(pool, BLOCKS, len(TOKENS))
-    swapped = [BLOCKS[1], BLOCKS[0], *BLOCKS[2:]]
-    assert state_of(pool, swapped, len(TOKENS)) != state
+    assert state_of(pool, [BLOCKS[1], BLOCKS[0], *BLOCKS[2:]], len(TOKENS)) != state
     pool.words[[0, 1]] = pool.words[[1, 0]]
     assert state_of(pool, BLOCKS, len(TOKENS)) != state
     pool.words[[0, 1]] = pool.words[[1, 0]]
@@ -123,13 +120,10 @@ def test_tokens_are_in_the_vocabulary_and_not_eos(states: list[int], vocab_size:
 
 
 def test_eos_is_rare_but_comes() -> None:
-    ends = wants_eos(np.arange(100_000, dtype=np.uint64))
-    assert 0.003 < ends.mean() < 0.005
+    assert 0.003 < wants_eos(np.arange(100_000, dtype=np.uint64)).mean() < 0.005
 
 
-# -- text -------------------------------------------------------------------------------------------
-
-
+# Text
 @given(st.lists(st.integers(1, 8191), max_size=30))
 def test_what_the_engine_writes_can_be_read_back(tokens: list[int]) -> None:
     assert protocol.encode(protocol.decode(tokens), 8192) == tokens
@@ -143,9 +137,7 @@ def test_any_text_has_tokens_in_the_vocabulary(prompt: str) -> None:
     assert bool(tokens) == bool(prompt)
 
 
-# -- requests ---------------------------------------------------------------------------------------
-
-
+# Requests
 def body(**fields: object) -> bytes:
     return json.dumps(fields).encode()
 
@@ -196,8 +188,7 @@ def test_chat_content_may_be_parts() -> None:
             parse(body(messages=messages), True, "tiny", 8192)
 
 
-# -- spec -------------------------------------------------------------------------------------------
-
+# Spec
 SPEC = {
     "served_model_name": "tiny",
     "port": 1,

@@ -1,7 +1,5 @@
 """``memory: cuda``: KV goes from GPU to GPU. The GPU is a fake, whose memory is none that the engines see."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -25,10 +23,7 @@ def prompt_of(length: int) -> list[int]:
 def test_a_pair_with_its_kv_on_the_gpu_says_what_one_server_says(tmp_path: Path) -> None:
     env = fake_cuda(tmp_path)
     prefill, decode, _ = pair_specs("tcp", memory="cuda")
-    with (
-        running(tmp_path, prefill, decode, env=env) as (p, d),
-        running(tmp_path, spec()) as aggregated,
-    ):
+    with running(tmp_path, prefill, decode, env=env) as (p, d), running(tmp_path, spec()) as aggregated:
         pair = Pair("tcp", p, d)
         for length in (1, 16, 40, 100):
             assert pair.tokens(prompt_of(length), 12) == aggregated.tokens(prompt_of(length), 12)
@@ -61,8 +56,7 @@ def test_only_what_moves_gpu_memory_is_taken() -> None:
     emulated = engines.get("emulated")
     assert emulated.labels_of(GPU) == ("emulated", ON_GPU)
     for name, there in (("tcp", False), ("mooncake", False), ("nixl", True)):
-        backend = transfer.get(connectors.get(name).transfer_backend)
-        assert ("cuda" in backend.memories) == there
+        assert ("cuda" in transfer.get(connectors.get(name).transfer_backend).memories) == there
         problem = emulated.check(connectors.get(name), GPU)
         assert there or (problem is not None and "moves no cuda memory" in problem.reason)
 

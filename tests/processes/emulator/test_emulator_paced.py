@@ -1,25 +1,28 @@
 """A transfer model paces the emulated engine's hand-over: what the options mean, what a pair then does."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import EASY, kvbench, the_run
 from emulated import running_pair
 from pydantic import ValidationError
 
+from kvbench.core.simulation.scheduler import EngineRequest
 from kvbench.core.transfers.model import TransferModel, model_for, models_json, models_of_json
 from kvbench.engines.emulated import PACED, EmulatedOptions
 from kvbench.errors import InputError
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.processes.emulator.handoffs.handoff import Pacer
+from kvbench.processes.emulator.kvbytes import KvCompute, KvPool
 from kvbench.processes.emulator.metrics import EngineMetrics
+from kvbench.processes.emulator.running_request import LiveRequest
 from kvbench.processes.emulator.spec import KvPace
 from kvbench.sweep.calibration import surroundings
+from kvbench.transfer.base import Layout
 
 CLOCK_S = 1e-8
 """The last digit of a monotonic clock after a year is 4e-9 s."""
@@ -27,13 +30,10 @@ LATE = ("emulator_transfer_lag_seconds_sum", "emulator_paced_transfer_seconds_to
 OPTIONS = "deployment.engine_options"
 READ = TransferModel("nixl", "tcp", "read", 0, 1e-4, 2e-6, 1.5, 4)
 MODELS = [
-    replace(READ, op="write", start_s=1.0),
-    READ,
-    replace(READ, protocol="cma", start_s=3.0),
-    replace(READ, nics=2, start_s=2e-4),
-    replace(READ, backend="mooncake", op="read"),
+    replace(READ, op="write", start_s=1.0), READ, replace(READ, protocol="cma", start_s=3.0),
+    replace(READ, nics=2, start_s=2e-4), replace(READ, backend="mooncake", op="read"),
     replace(READ, backend="mooncake", op="write", gb_per_s=None),
-]
+]  # fmt: skip
 
 
 def test_the_model_of_a_connector_is_of_its_own_op_and_of_most_nics() -> None:
@@ -113,8 +113,7 @@ def test_a_start_up_of_50_ms_is_in_every_request_and_marked(tmp_path: Path) -> N
 
 
 def test_a_pace_that_the_bytes_cannot_keep_is_counted_as_late(tmp_path: Path) -> None:
-    pace = {"gb_per_s": 1e4, "start_s": 0.0}
-    with running_pair(tmp_path, "tcp", kv_pace=pace) as pair:
+    with running_pair(tmp_path, "tcp", kv_pace={"gb_per_s": 1e4, "start_s": 0.0}) as pair:
         began = {name: pair.decode.metric(f"kvbench:{name}") for name in (*LATE, "kv_transfer_seconds_sum")}
         pair.tokens(list(range(1, 1025)), 2)
         late, paced, moved = (pair.decode.metric(f"kvbench:{name}") - began[name] for name in began)
@@ -129,3 +128,48 @@ def test_the_link_is_one_and_takes_transfers_in_turn() -> None:
     assert pacer.begin(10.0, 10**9) == pytest.approx(10.1)
     assert pacer.begin(10.05, 10**9) == pytest.approx(10.2)
     assert pacer.begin(11.0, 10**9) == pytest.approx(11.1)
+
+
+class Nobody:
+    """Where tokens go that nobody waits for."""
+
+    def on_token(self, token: int, finish_reason: str | None) -> None:
+        return None
+
+    def on_error(self, status: int, message: str) -> None:
+        return None
+
+
+def drawn(noise: float, batch: int, rounds: int) -> list[list[int]]:
+    """The tokens of each round, of sequences whose states are the same each time."""
+    pool = KvPool(Layout(1, 4, 128), 16)
+    try:
+        compute = KvCompute(pool, 1000, 64, noise)
+        lives = [
+            LiveRequest(EngineRequest(f"r{n}", 4, 8), np.zeros(4, np.uint64), Nobody(), ignore_eos=True)
+            for n in range(batch)
+        ]
+        for number, live in enumerate(lives):
+            live.state = 977 * number + 5
+        found = []
+        for _ in range(rounds):
+            compute.draw(lives)
+            found.append([live.drawn for live in lives])
+        return found
+    finally:
+        pool.close()
+
+
+def test_without_noise_the_same_states_give_the_same_tokens() -> None:
+    assert len({tuple(tokens) for tokens in drawn(0.0, 8, 20)}) == 1
+
+
+def test_alone_nothing_differs() -> None:
+    assert len({tuple(tokens) for tokens in drawn(0.5, 1, 20)}) == 1
+
+
+def test_in_a_batch_about_the_share_asked_for_differs() -> None:
+    (right,) = {tuple(tokens) for tokens in drawn(0.0, 16, 1)}
+    found = drawn(0.1, 16, 400)
+    share = np.mean([[one != other for one, other in zip(tokens, right, strict=True)] for tokens in found])
+    assert 0.07 < share < 0.13

@@ -1,7 +1,5 @@
 """P/D pairs of emulated engines over every transfer backend that works here."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time
@@ -32,6 +30,12 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         pytest.skip(f"{request.param}: {problem.reason}")
     with running_pair(tmp_path_factory.mktemp(request.param), request.param) as started:
         yield started
+
+
+@pytest.fixture
+def mooncake() -> None:
+    if problem := transfer.check("mooncake"):
+        pytest.skip(f"mooncake: {problem.reason}")
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +124,7 @@ def test_wrong_roles_and_missing_fields_are_refused(pair: Pair) -> None:
         (pair.decode, {**base, "kv_transfer_params": to_decode}, "lacks"),
     ]
     for engine, body, message in cases:
-        reply = engine.post("/v1/completions", body)
-        assert reply.status_code == 400
-        assert message in reply.json()["error"]["message"]
+        engine.refused(body, 400, message)
 
 
 def test_dead_peer_is_an_error_in_time(tmp_path: Path) -> None:
@@ -135,34 +137,27 @@ def test_dead_peer_is_an_error_in_time(tmp_path: Path) -> None:
         p.process.kill()
         p.process.wait()
         begin = time.monotonic()
-        reply = d.post("/v1/completions", pair.connector.decode_request(body, answer, "x", pair.peer()))
-        assert reply.status_code == 500
-        assert "KV transfer from engine engine-p failed" in reply.json()["error"]["message"]
+        pair.refused(body, answer, "x", "KV transfer from engine engine-p failed")
         assert time.monotonic() - begin < 20
         assert d.metric("kvbench:kv_transfer_failures_total") == 1
         assert d.metric("vllm:request_success_total", finished_reason="error") == 1
         d.wait_metric("vllm:kv_cache_usage_perc", 0)
 
 
+@pytest.mark.usefixtures("mooncake")
 def test_push_from_a_dead_or_ignorant_peer_is_an_error(tmp_path: Path) -> None:
-    problem = transfer.check("mooncake")
-    if problem is not None:
-        pytest.skip(f"mooncake: {problem.reason}")
     prefill, decode, env = pair_specs("mooncake", transfer_timeout_s=1.0)
     with running(tmp_path, prefill, decode, env=env) as (p, d):
         pair = Pair("mooncake", p, d)
         body = {"prompt": prompt_of(30), "max_tokens": 4}
         # P never gets the request.
         peer = pair.peer()
-        reply = d.post("/v1/completions", pair.connector.decode_request(body, None, "lonely", peer))
-        assert reply.status_code == 500
-        assert "P got no request with transfer_id 'lonely'" in reply.json()["error"]["message"]
+        to_decode = pair.connector.decode_request(body, None, "lonely", peer)
+        d.refused(to_decode, 500, "P got no request with transfer_id 'lonely'")
         d.wait_metric("vllm:kv_cache_usage_perc", 0)
         # P is there but does not answer any more.
         p.process.send_signal(signal.SIGSTOP)
-        reply = d.post("/v1/completions", pair.connector.decode_request(body, None, "frozen", peer))
-        assert reply.status_code == 500
-        assert "within 1 s" in reply.json()["error"]["message"]
+        d.refused(pair.connector.decode_request(body, None, "frozen", peer), 500, "within 1 s")
         assert d.metric("vllm:kv_cache_usage_perc") > 0  # P may yet write: these blocks are not given away
         d.wait_metric("vllm:kv_cache_usage_perc", 0)
         p.process.kill()
@@ -171,10 +166,8 @@ def test_push_from_a_dead_or_ignorant_peer_is_an_error(tmp_path: Path) -> None:
         assert reply.status_code == 500
 
 
+@pytest.mark.usefixtures("mooncake")
 def test_d_may_ask_before_p_has_the_request(tmp_path: Path, aggregated: EngineProcess) -> None:
-    problem = transfer.check("mooncake")
-    if problem is not None:
-        pytest.skip(f"mooncake: {problem.reason}")
     with running_pair(tmp_path, "mooncake") as pair, ThreadPoolExecutor(1) as threads:
         prompt, peer = prompt_of(100), pair.peer()
         body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
@@ -209,9 +202,7 @@ def test_lease_ends_and_a_late_reader_is_told(tmp_path: Path) -> None:
         answer = p.post("/v1/completions", pair.connector.prefill_request(body, "x", pair.peer())).json()
         p.wait_metric("kvbench:kv_xfer_num_kv_expired_reqs_total", 1)
         assert p.metric("vllm:kv_cache_usage_perc") == 0
-        reply = d.post("/v1/completions", pair.connector.decode_request(body, answer, "x", pair.peer()))
-        assert reply.status_code == 500
-        assert "the lease had ended" in reply.json()["error"]["message"]
+        pair.refused(body, answer, "x", "the lease had ended")
 
 
 def test_a_request_waiting_on_d_keeps_its_lease(tmp_path: Path) -> None:
@@ -222,8 +213,7 @@ def test_a_request_waiting_on_d_keeps_its_lease(tmp_path: Path) -> None:
             long = threads.submit(pair.tokens, prompt_of(30), 400)  # 1.6 s at least, and the only slot
             d.wait_metric("vllm:num_requests_running", 1)
             short = threads.submit(pair.tokens, prompt_of(40), 2)
-            assert len(short.result()) == 2
-            assert len(long.result()) == 400
+            assert (len(short.result()), len(long.result())) == (2, 400)
         assert p.metric("kvbench:kv_xfer_num_kv_expired_reqs_total") == 0
 
 
@@ -264,8 +254,7 @@ def test_engines_that_do_not_match_are_refused(tmp_path: Path) -> None:
     decode["block_tokens"] = 32
     decode["num_blocks"] = 100
     with running(tmp_path, prefill, decode, env=env) as (p, d):
-        pair = Pair("tcp", p, d)
-        reply = pair.post({"prompt": prompt_of(10), "max_tokens": 2})
+        reply = Pair("tcp", p, d).post({"prompt": prompt_of(10), "max_tokens": 2})
         assert reply.status_code == 500
         assert "block_tokens is 32 here, 16 at the peer" in reply.json()["error"]["message"]
 
@@ -290,11 +279,9 @@ def test_a_client_that_leaves_while_waiting_frees_both_sides(tmp_path: Path) -> 
         d.wait_metric("vllm:kv_cache_usage_perc", 0)
 
 
+@pytest.mark.usefixtures("mooncake")
 def test_a_client_that_leaves_while_d_asks_for_kv_frees_d_at_once(tmp_path: Path) -> None:
     """P never gets the request; without a word from D, both would wait for the transfer's own deadline."""
-    problem = transfer.check("mooncake")
-    if problem is not None:
-        pytest.skip(f"mooncake: {problem.reason}")
     with running_pair(tmp_path, "mooncake", transfer_timeout_s=120.0) as pair:
         body = {"prompt": prompt_of(40), "max_tokens": 4}
         with pytest.raises(httpx.ReadTimeout):

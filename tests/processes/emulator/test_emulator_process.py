@@ -1,13 +1,8 @@
 """The emulated engine as a process: start, exit codes, signals, children, memory."""
 
-from __future__ import annotations
-
-import json
 import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,43 +10,7 @@ import httpx
 import psutil
 import pytest
 from emulated import free_port, launch, pair_specs, running, spec, wait_ready
-from processes import lives, still_living
-
-
-def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
-    path = folder / "spec.json"
-    path.write_text(text)
-    return subprocess.run(
-        [sys.executable, "-m", "kvbench.processes.emulator", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-
-
-def test_a_bad_spec_is_exit_code_2(tmp_path: Path) -> None:
-    done = run(tmp_path, json.dumps(spec(prot=1)))
-    assert done.returncode == 2
-    assert "prot: Extra inputs are not permitted" in done.stderr
-    assert run(tmp_path, "{").returncode == 2
-    missing = subprocess.run(
-        [sys.executable, "-m", "kvbench.processes.emulator", str(tmp_path / "no.json")],
-        capture_output=True,
-        timeout=30,
-    )
-    assert missing.returncode == 2
-
-
-def test_a_busy_port_is_exit_code_98(tmp_path: Path) -> None:
-    with running(tmp_path, spec()) as engine:
-        port = engine.spec["port"]
-        done = run(tmp_path, json.dumps(spec(port=port)))
-        assert done.returncode == 98
-        assert f"port 127.0.0.1:{port} is in use" in done.stderr
-        prefill, _, _ = pair_specs("tcp")
-        done = run(tmp_path, json.dumps({**prefill, "side_channel_port": port}))
-        assert done.returncode == 98
-        assert f"port 127.0.0.1:{port} is in use" in done.stderr
+from processes import lives
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -105,37 +64,6 @@ def open_sockets(pid: int) -> list[str]:
     return ["http"] if listening else []
 
 
-def test_it_ends_with_its_parent(tmp_path: Path) -> None:
-    prefill, _, _ = pair_specs("tcp")
-    path = tmp_path / "spec.json"
-    path.write_text(json.dumps(prefill))
-    starter = (
-        "import subprocess, sys, time\n"
-        "words = [sys.executable, '-m', 'kvbench.processes.emulator', sys.argv[1]]\n"
-        "print(subprocess.Popen(words).pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", starter, str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        engine = psutil.Process(pid)
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            try:
-                if httpx.get(f"http://127.0.0.1:{prefill['port']}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.05)
-        children = engine.children()
-        parent.kill()
-    assert not still_living([engine, *children])
-
-
 def test_it_stays_small_and_leaves_nothing_in_shared_memory(tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     with running(tmp_path, spec(num_blocks=2048)) as engine:
@@ -159,9 +87,8 @@ def test_a_dead_transfer_process_is_told(tmp_path: Path) -> None:
         body = {"prompt": [1] * 20, "max_tokens": 1}
         params = {"do_remote_decode": True, "do_remote_prefill": False}
         answer = p.post("/v1/completions", {**body, "kv_transfer_params": params}).json()
-        reply = d.post("/v1/completions", {**body, "kv_transfer_params": answer["kv_transfer_params"]})
-        assert reply.status_code == 500
-        assert "the transfer process has ended" in reply.json()["error"]["message"]
+        body["kv_transfer_params"] = answer["kv_transfer_params"]
+        d.refused(body, 500, "the transfer process has ended")
 
 
 def test_a_side_channel_of_another_engine_is_refused(tmp_path: Path) -> None:
@@ -176,14 +103,10 @@ def test_a_side_channel_of_another_engine_is_refused(tmp_path: Path) -> None:
             ({"remote_engine_id": "other"}, "is engine engine-p"),
             ({"remote_port": free_port()}, "no connection to"),
         ):
-            reply = d.post("/v1/completions", {**body, "kv_transfer_params": {**answer, **changes}})
-            assert reply.status_code == 500
-            assert message in reply.json()["error"]["message"]
+            d.refused({**body, "kv_transfer_params": {**answer, **changes}}, 500, message)
         for changes, message in (
             ({"remote_block_ids": [[1]]}, "names 1 blocks, the prompt has 2"),
             ({"remote_num_tokens": 21}, "P computed 21 prompt tokens and D got 20"),
             ({"remote_block_ids": "x"}, "list of lists"),
         ):
-            reply = d.post("/v1/completions", {**body, "kv_transfer_params": {**answer, **changes}})
-            assert reply.status_code == 400
-            assert message in reply.json()["error"]["message"]
+            d.refused({**body, "kv_transfer_params": {**answer, **changes}}, 400, message)

@@ -1,7 +1,5 @@
 """The HTTP layer against raw sockets: framing, order, limits, disconnects, the pool."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from loops import close_at_end
 
 from kvbench.errors import InputError, PortInUseError
 from kvbench.processes.http1 import (
@@ -18,6 +17,7 @@ from kvbench.processes.http1 import (
     ReceivedRequest,
     ReplyCollector,
     Response,
+    Server,
     fetch,
     request_bytes,
     serve,
@@ -53,6 +53,15 @@ def three_chunks(request: ReceivedRequest, response: Response) -> None:
     response.end()
 
 
+async def served(handler: Any) -> tuple[Server, Pool]:
+    """A server, and a pool of connections to it; both are closed at the end of the test."""
+    server = await serve(handler, HOST, 0)
+    pool = Pool(f"http://{HOST}:{server.port}")
+    close_at_end(server.close)
+    close_at_end(pool.close)
+    return server, pool
+
+
 async def talk(port: int, data: bytes, *, eof: bool = True) -> bytes:
     """Everything a raw socket gets for these bytes until the server closes or falls silent."""
     reader, writer = await asyncio.open_connection(HOST, port)
@@ -69,86 +78,60 @@ async def talk(port: int, data: bytes, *, eof: bool = True) -> bytes:
     return received
 
 
-def test_a_body_is_echoed_over_a_connection_that_is_kept(run: Any) -> None:
-    async def main() -> None:
-        server = await serve(echo, HOST, 0)
-        pool = Pool(f"http://{HOST}:{server.port}")
-        for size in (0, 10, 1_000_000):
-            request = pool.request("POST", "/a/b?c=1", {"X-Name": "me"}, b"x" * size)
-            reply = await fetch(pool, request)
-            assert reply.json() == {"method": "POST", "path": "/a/b", "query": "c=1", "n": size}
-            assert reply.headers["x-seen"] == "me"
-        assert pool.size == pool.idle == 1
-        await pool.close()
-        await server.close()
-
-    run(main)
+async def test_a_body_is_echoed_over_a_connection_that_is_kept(run: Any) -> None:
+    _, pool = await served(echo)
+    for size in (0, 10, 1_000_000):
+        reply = await fetch(pool, pool.request("POST", "/a/b?c=1", {"X-Name": "me"}, b"x" * size))
+        assert reply.json() == {"method": "POST", "path": "/a/b", "query": "c=1", "n": size}
+        assert reply.headers["x-seen"] == "me"
+    assert pool.size == pool.idle == 1
 
 
-def test_a_stream_arrives_whole_and_the_connection_serves_again(run: Any) -> None:
-    async def main() -> None:
-        server = await serve(three_chunks, HOST, 0)
-        pool = Pool(f"http://{HOST}:{server.port}")
-        for _ in range(3):
-            assert (await fetch(pool, pool.request("GET", "/"))).body == b"onetwothree"
-        assert pool.size == 1
-        await pool.close()
-        await server.close()
-
-    run(main)
+async def test_a_stream_arrives_whole_and_the_connection_serves_again(run: Any) -> None:
+    _, pool = await served(three_chunks)
+    for _ in range(3):
+        assert (await fetch(pool, pool.request("GET", "/"))).body == b"onetwothree"
+    assert pool.size == 1
 
 
-def test_pipelined_requests_are_answered_in_order_one_at_a_time(run: Any) -> None:
-    async def main() -> None:
-        active, most = 0, 0
+async def test_pipelined_requests_are_answered_in_order_one_at_a_time(run: Any) -> None:
+    active, most = 0, 0
 
-        async def handler(request: ReceivedRequest, response: Response) -> None:
-            nonlocal active, most
-            active += 1
-            most = max(most, active)
-            await asyncio.sleep(0.01 if request.path == "/0" else 0)
-            active -= 1
-            response.send(200, request.path.encode())
+    async def handler(request: ReceivedRequest, response: Response) -> None:
+        nonlocal active, most
+        active += 1
+        most = max(most, active)
+        await asyncio.sleep(0.01 if request.path == "/0" else 0)
+        active -= 1
+        response.send(200, request.path.encode())
 
-        server = await serve(handler, HOST, 0)
-        requests = b"".join(request_bytes("POST", f"/{i}", "x", body=b"b" * i) for i in range(40))
-        received = await talk(server.port, requests)
-        positions = [received.index(b"\r\n\r\n/%d" % i) for i in range(40)]
-        assert positions == sorted(positions)
-        assert most == 1
-        await server.close()
-
-    run(main)
+    server, _ = await served(handler)
+    requests = b"".join(request_bytes("POST", f"/{i}", "x", body=b"b" * i) for i in range(40))
+    received = await talk(server.port, requests)
+    positions = [received.index(b"\r\n\r\n/%d" % i) for i in range(40)]
+    assert positions == sorted(positions)
+    assert most == 1
 
 
-def test_a_request_split_into_single_bytes_is_understood(run: Any) -> None:
-    async def main() -> None:
-        server = await serve(echo, HOST, 0)
-        reader, writer = await asyncio.open_connection(HOST, server.port)
-        for byte in request_bytes("POST", "/split", "x", body=b"abc"):
-            writer.write(bytes([byte]))
-            await writer.drain()
-            await asyncio.sleep(0)
-        head = await reader.readuntil(b"\r\n\r\n")
-        assert b"200 OK" in head
-        writer.close()
-        await server.close()
-
-    run(main)
+async def test_a_request_split_into_single_bytes_is_understood(run: Any) -> None:
+    server, _ = await served(echo)
+    reader, writer = await asyncio.open_connection(HOST, server.port)
+    for byte in request_bytes("POST", "/split", "x", body=b"abc"):
+        writer.write(bytes([byte]))
+        await writer.drain()
+        await asyncio.sleep(0)
+    assert b"200 OK" in (await reader.readuntil(b"\r\n\r\n"))
+    writer.close()
 
 
-def test_expect_100_continue_is_answered_before_the_body(run: Any) -> None:
-    async def main() -> None:
-        server = await serve(echo, HOST, 0)
-        reader, writer = await asyncio.open_connection(HOST, server.port)
-        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\nexpect: 100-continue\r\n\r\n")
-        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-        writer.write(b"abc")
-        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
-        writer.close()
-        await server.close()
-
-    run(main)
+async def test_expect_100_continue_is_answered_before_the_body(run: Any) -> None:
+    server, _ = await served(echo)
+    reader, writer = await asyncio.open_connection(HOST, server.port)
+    writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\nexpect: 100-continue\r\n\r\n")
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(b"abc")
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 OK")
+    writer.close()
 
 
 @pytest.mark.parametrize(
@@ -162,30 +145,22 @@ def test_expect_100_continue_is_answered_before_the_body(run: Any) -> None:
         (b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n", b"200"),
     ],
 )
-def test_what_cannot_be_served_is_refused_and_closed(run: Any, data: bytes, status: bytes) -> None:
-    async def main() -> None:
-        server = await serve(echo, HOST, 0)
-        received = await talk(server.port, data)
-        assert received.startswith(b"HTTP/1.1 " + status), received[:80]
-        assert b"connection: close" in received
-        await server.close()
-
-    run(main)
+async def test_what_cannot_be_served_is_refused_and_closed(run: Any, data: bytes, status: bytes) -> None:
+    server, _ = await served(echo)
+    received = await talk(server.port, data)
+    assert received.startswith(b"HTTP/1.1 " + status), received[:80]
+    assert b"connection: close" in received
 
 
-def test_http_1_0_gets_no_chunks_and_a_closed_connection(run: Any) -> None:
-    async def main() -> None:
-        server = await serve(three_chunks, HOST, 0)
-        received = await talk(server.port, b"GET / HTTP/1.0\r\n\r\n")
-        assert received.endswith(b"\r\n\r\nonetwothree")
-        assert b"chunked" not in received
-        await server.close()
-
-    run(main)
+async def test_http_1_0_gets_no_chunks_and_a_closed_connection(run: Any) -> None:
+    server, _ = await served(three_chunks)
+    received = await talk(server.port, b"GET / HTTP/1.0\r\n\r\n")
+    assert received.endswith(b"\r\n\r\nonetwothree")
+    assert b"chunked" not in received
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_failing_handler_is_a_500_and_a_log_line(
+async def test_a_failing_handler_is_a_500_and_a_log_line(
     run: Any, asynchronous: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def plain(request: ReceivedRequest, response: Response) -> None:
@@ -194,132 +169,99 @@ def test_a_failing_handler_is_a_500_and_a_log_line(
     async def coroutine(request: ReceivedRequest, response: Response) -> None:
         raise ValueError("broken inside")
 
-    async def main() -> None:
-        server = await serve(coroutine if asynchronous else plain, HOST, 0)
-        pool = Pool(f"http://{HOST}:{server.port}")
-        reply = await fetch(pool, pool.request("GET", "/x"))
-        assert reply.status == 500
-        assert "broken" not in reply.body.decode()
-        await pool.close()
-        await server.close()
-
-    run(main)
+    _, pool = await served(coroutine if asynchronous else plain)
+    reply = await fetch(pool, pool.request("GET", "/x"))
+    assert reply.status == 500
+    assert "broken" not in reply.body.decode()
     assert "broken inside" in caplog.text
 
 
-def test_a_handler_that_fails_in_its_stream_cuts_it_short(run: Any) -> None:
+async def test_a_handler_that_fails_in_its_stream_cuts_it_short(run: Any) -> None:
     async def handler(request: ReceivedRequest, response: Response) -> None:
         response.start_stream()
         response.write(b"half")
         raise ValueError("broken")
 
-    async def main() -> None:
-        server = await serve(handler, HOST, 0)
-        pool = Pool(f"http://{HOST}:{server.port}")
-        with pytest.raises(ConnectionError):
-            await fetch(pool, pool.request("GET", "/"))
-        await pool.close()
-        await server.close()
-
-    run(main)
+    _, pool = await served(handler)
+    with pytest.raises(ConnectionError):
+        await fetch(pool, pool.request("GET", "/"))
 
 
-def test_a_busy_port_has_its_own_error(run: Any) -> None:
-    async def main() -> None:
-        server = await serve(echo, HOST, 0)
-        with pytest.raises(PortInUseError, match=f"port {HOST}:{server.port} is in use"):
-            await serve(echo, HOST, server.port)
-        await server.close()
-
-    run(main)
+async def test_a_busy_port_has_its_own_error(run: Any) -> None:
+    server, _ = await served(echo)
+    with pytest.raises(PortInUseError, match=f"port {HOST}:{server.port} is in use"):
+        await serve(echo, HOST, server.port)
 
 
-def test_a_client_that_leaves_is_told_to_the_handler(run: Any) -> None:
-    async def main() -> None:
-        gone: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+async def test_a_client_that_leaves_is_told_to_the_handler(run: Any) -> None:
+    gone: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-        def handler(request: ReceivedRequest, response: Response) -> None:
-            response.on_disconnect(lambda: gone.set_result(response.closed))
-            response.start_stream()
+    def handler(request: ReceivedRequest, response: Response) -> None:
+        response.on_disconnect(lambda: gone.set_result(response.closed))
+        response.start_stream()
 
-        server = await serve(handler, HOST, 0)
-        _, writer = await asyncio.open_connection(HOST, server.port)
-        writer.write(request_bytes("GET", "/", "x"))
-        await asyncio.sleep(0.05)
-        writer.close()
-        assert await gone is True
-        await server.close()
-
-    run(main)
+    server, _ = await served(handler)
+    _, writer = await asyncio.open_connection(HOST, server.port)
+    writer.write(request_bytes("GET", "/", "x"))
+    await asyncio.sleep(0.05)
+    writer.close()
+    assert await gone is True
 
 
-def test_a_client_that_never_reads_is_dropped(run: Any) -> None:
-    async def main() -> None:
-        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        congestion: list[str] = []
+async def test_a_client_that_never_reads_is_dropped(run: Any) -> None:
+    gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    congestion: list[str] = []
 
-        async def handler(request: ReceivedRequest, response: Response) -> None:
-            response.on_disconnect(lambda: gone.set_result(None))
-            response.on_congestion(lambda: congestion.append("pause"), lambda: congestion.append("resume"))
-            response.start_stream()
-            while not response.closed:
-                response.write(b"x" * 65536)
-                await asyncio.sleep(0)
+    async def handler(request: ReceivedRequest, response: Response) -> None:
+        response.on_disconnect(lambda: gone.set_result(None))
+        response.on_congestion(lambda: congestion.append("pause"), lambda: congestion.append("resume"))
+        response.start_stream()
+        while not response.closed:
+            response.write(b"x" * 65536)
+            await asyncio.sleep(0)
 
-        server = await serve(handler, HOST, 0)
-        reader, writer = await asyncio.open_connection(HOST, server.port, limit=1024)
-        writer.write(request_bytes("GET", "/", "x"))
-        await gone
-        assert congestion[0] == "pause"
-        writer.transport.abort()
-        await server.close()
-        del reader
-
-    run(main)
+    server, _ = await served(handler)
+    reader, writer = await asyncio.open_connection(HOST, server.port, limit=1024)
+    writer.write(request_bytes("GET", "/", "x"))
+    await gone
+    assert congestion[0] == "pause"
+    writer.transport.abort()
+    del reader
 
 
-def test_a_response_is_begun_once_and_its_headers_hold_no_line_break(run: Any) -> None:
-    async def main() -> None:
-        seen: list[type[Exception]] = []
+async def test_a_response_is_begun_once_and_its_headers_hold_no_line_break(run: Any) -> None:
+    seen: list[type[Exception]] = []
 
-        def handler(request: ReceivedRequest, response: Response) -> None:
-            if request.path == "/break":
-                response.send(200, headers={"x": "a\r\nset-cookie: b"})
+    def handler(request: ReceivedRequest, response: Response) -> None:
+        if request.path == "/break":
+            response.send(200, headers={"x": "a\r\nset-cookie: b"})
+        response.send(200)
+        try:
             response.send(200)
-            try:
-                response.send(200)
-            except RuntimeError as error:
-                seen.append(type(error))
+        except RuntimeError as error:
+            seen.append(type(error))
 
-        server = await serve(handler, HOST, 0)
-        pool = Pool(f"http://{HOST}:{server.port}")
-        assert (await fetch(pool, pool.request("GET", "/"))).status == 200
-        assert seen == [RuntimeError]
-        with pytest.raises(ConnectionError):  # it was begun, so a broken connection is all that is left
-            await fetch(pool, pool.request("GET", "/break"))
-        await pool.close()
-        await server.close()
-
-    run(main)
+    _, pool = await served(handler)
+    assert (await fetch(pool, pool.request("GET", "/"))).status == 200
+    assert seen == [RuntimeError]
+    with pytest.raises(ConnectionError):  # it was begun, so a broken connection is all that is left
+        await fetch(pool, pool.request("GET", "/break"))
 
 
-def test_closing_the_server_lets_a_short_answer_finish(run: Any) -> None:
-    async def main() -> None:
-        async def handler(request: ReceivedRequest, response: Response) -> None:
-            await asyncio.sleep(0.05)
-            response.send(200, b"done")
+async def test_closing_the_server_lets_a_short_answer_finish(run: Any) -> None:
+    async def handler(request: ReceivedRequest, response: Response) -> None:
+        await asyncio.sleep(0.05)
+        response.send(200, b"done")
 
-        server = await serve(handler, HOST, 0)
-        pool = Pool(f"http://{HOST}:{server.port}")
-        reply = asyncio.ensure_future(fetch(pool, pool.request("GET", "/")))
-        await asyncio.sleep(0.02)
-        await server.close()
-        assert (await reply).body == b"done"
-        with pytest.raises(OSError, match=r".*"):
-            await pool.connect()
-        await pool.close()
-
-    run(main)
+    server = await serve(handler, HOST, 0)
+    pool = Pool(f"http://{HOST}:{server.port}")
+    reply = asyncio.ensure_future(fetch(pool, pool.request("GET", "/")))
+    await asyncio.sleep(0.02)
+    await server.close()
+    assert (await reply).body == b"done"
+    with pytest.raises(OSError, match=r".*"):
+        await pool.connect()
+    await pool.close()
 
 
 class Events:
@@ -402,116 +344,88 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
         ([], [("closed", True)]),
     ],
 )
-def test_the_client_tells_what_came(run: Any, pieces: list[bytes], expected: list[Any]) -> None:
-    async def main() -> None:
-        events, pool = await answer_with(pieces)
-        assert events.seen == expected
-        assert pool.size == 0
-
-    run(main)
+async def test_the_client_tells_what_came(run: Any, pieces: list[bytes], expected: list[Any]) -> None:
+    events, pool = await answer_with(pieces)
+    assert events.seen == expected
+    assert pool.size == 0
 
 
-def test_a_connection_with_bytes_nobody_asked_for_is_not_used_again(run: Any) -> None:
-    async def main() -> None:
-        _, pool = await answer_with(
-            [b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b"HTTP/1.1 500 Late\r\n\r\n"], close=False
-        )
-        assert pool.idle == 0
-
-    run(main)
+async def test_a_connection_with_bytes_nobody_asked_for_is_not_used_again(run: Any) -> None:
+    _, pool = await answer_with(
+        [b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n", b"HTTP/1.1 500 Late\r\n\r\n"], close=False
+    )
+    assert pool.idle == 0
 
 
-def test_the_pool_opens_keeps_and_drops(run: Any) -> None:
-    async def main() -> None:
-        server = await serve(echo, HOST, 0)
-        pool = Pool(f"http://{HOST}:{server.port}", max_idle_s=0.05)
-        await pool.warm(5)
-        assert pool.idle == 5
-        await asyncio.sleep(0.1)
-        connection = pool.take()
-        assert isinstance(connection, ClientConnection)  # never used, so not stale
-        pool.release(connection)
-        await fetch(pool, pool.request("GET", "/"))
-        await asyncio.sleep(0.1)
-        assert pool.take() is not None  # the used one was stale: this is another
-        assert pool.idle == 3
-        await pool.close()
-        assert pool.size == 0
-        await server.close()
-
-    run(main)
+async def test_the_pool_opens_keeps_and_drops(run: Any) -> None:
+    server, _ = await served(echo)
+    pool = Pool(f"http://{HOST}:{server.port}", max_idle_s=0.05)
+    await pool.warm(5)
+    assert pool.idle == 5
+    await asyncio.sleep(0.1)
+    connection = pool.take()
+    assert isinstance(connection, ClientConnection)  # never used, so not stale
+    pool.release(connection)
+    await fetch(pool, pool.request("GET", "/"))
+    await asyncio.sleep(0.1)
+    assert pool.take() is not None  # the used one was stale: this is another
+    assert pool.idle == 3
+    await pool.close()
+    assert pool.size == 0
 
 
-def test_idle_connections_that_the_server_closes_leave_the_pool(run: Any) -> None:
-    async def main() -> None:
-        server = await serve(echo, HOST, 0)
-        pool = Pool(f"http://{HOST}:{server.port}")
-        await pool.warm(3)
-        await server.close()
-        while pool.size:
-            await asyncio.sleep(0.01)
-        assert pool.idle == 0
-        assert pool.take() is None
-
-    run(main)
+async def test_idle_connections_that_the_server_closes_leave_the_pool(run: Any) -> None:
+    server = await serve(echo, HOST, 0)
+    pool = Pool(f"http://{HOST}:{server.port}")
+    await pool.warm(3)
+    await server.close()
+    while pool.size:
+        await asyncio.sleep(0.01)
+    assert pool.idle == 0
+    assert pool.take() is None
 
 
-def test_a_connection_that_is_dropped_at_once_is_an_error_and_is_not_kept(run: Any) -> None:
-    async def main() -> None:
-        def drop(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.transport.abort()
+async def test_a_connection_that_is_dropped_at_once_is_an_error_and_is_not_kept(run: Any) -> None:
+    def drop(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
 
-        server = await asyncio.start_server(drop, HOST, 0)
-        pool = Pool(f"http://{HOST}:{server.sockets[0].getsockname()[1]}")
-        for _ in range(20):
-            with pytest.raises(OSError, match=r".*"):
-                await fetch(pool, pool.request("GET", "/"))
-        await pool.close()
-        assert pool.size == 0
-        server.close()
-        await server.wait_closed()
-
-    run(main)
+    server = await asyncio.start_server(drop, HOST, 0)
+    pool = Pool(f"http://{HOST}:{server.sockets[0].getsockname()[1]}")
+    for _ in range(20):
+        with pytest.raises(OSError, match=r".*"):
+            await fetch(pool, pool.request("GET", "/"))
+    await pool.close()
+    assert pool.size == 0
+    server.close()
+    await server.wait_closed()
 
 
-def test_a_lost_connection_refuses_a_request(run: Any) -> None:
-    async def main() -> None:
-        server = await serve(echo, HOST, 0)
-        pool = Pool(f"http://{HOST}:{server.port}")
-        connection = await pool.acquire()
-        connection.abort()
-        with pytest.raises(ConnectionResetError, match="before the request was sent"):
-            connection.send(pool.request("GET", "/"), Events())
-        await pool.close()
-        await server.close()
-
-    run(main)
+async def test_a_lost_connection_refuses_a_request(run: Any) -> None:
+    _, pool = await served(echo)
+    connection = await pool.acquire()
+    connection.abort()
+    with pytest.raises(ConnectionResetError, match="before the request was sent"):
+        connection.send(pool.request("GET", "/"), Events())
 
 
-def test_bytes_that_carry_their_framing_keep_their_place_among_the_others(run: Any) -> None:
+async def test_bytes_that_carry_their_framing_keep_their_place_among_the_others(run: Any) -> None:
     big = b"y" * 400_000  # more than the socket takes at once
 
-    async def main() -> None:
-        def handler(request: ReceivedRequest, response: Response) -> None:
-            response.start_stream(first=b"1\r\na\r\n")
-            for data in (b"b", big, b"c"):
-                response.pass_on(b"%x\r\n%b\r\n" % (len(data), data))
-            response.write(b"d")
-            response.pass_on(b"1\r\ne\r\n")
-            response.end()
+    def handler(request: ReceivedRequest, response: Response) -> None:
+        response.start_stream(first=b"1\r\na\r\n")
+        for data in (b"b", big, b"c"):
+            response.pass_on(b"%x\r\n%b\r\n" % (len(data), data))
+        response.write(b"d")
+        response.pass_on(b"1\r\ne\r\n")
+        response.end()
 
-        server = await serve(handler, HOST, 0)
-        pool = Pool(f"http://{HOST}:{server.port}")
-        for _ in range(3):
-            assert (await fetch(pool, pool.request("GET", "/"))).body == b"ab" + big + b"cde"
-        assert pool.size == 1
-        await pool.close()
-        await server.close()
-
-    run(main)
+    _, pool = await served(handler)
+    for _ in range(3):
+        assert (await fetch(pool, pool.request("GET", "/"))).body == b"ab" + big + b"cde"
+    assert pool.size == 1
 
 
-def test_a_connection_that_was_paused_by_the_last_bytes_of_an_answer_serves_again(run: Any) -> None:
+async def test_a_connection_that_was_paused_by_the_last_bytes_of_an_answer_serves_again(run: Any) -> None:
     """They may be too many for whoever they are passed on to."""
 
     class PassingOn(ReplyCollector):
@@ -519,68 +433,43 @@ def test_a_connection_that_was_paused_by_the_last_bytes_of_an_answer_serves_agai
             super().on_head(status, headers, stamp)
             connection.pass_on(lambda data: connection.pause_reading())
 
-    connection: ClientConnection
-
-    async def main() -> None:
-        nonlocal connection
-        server = await serve(three_chunks, HOST, 0)
-        pool = Pool(f"http://{HOST}:{server.port}")
-        connection = await pool.connect()
-        sink = PassingOn()
-        whole = request_bytes("GET", "/", HOST)
-        connection.send(whole, sink)
-        await asyncio.wait({sink.result}, timeout=0.1)
-        while not sink.result.done():  # it came in several reads
-            connection.resume_reading()
-            await asyncio.sleep(0.01)
-        assert (await fetch(pool, whole)).body == b"onetwothree"
-        assert pool.size == 1
-        await pool.close()
-        await server.close()
-
-    run(main)
+    _, pool = await served(three_chunks)
+    connection = await pool.connect()
+    sink = PassingOn()
+    whole = request_bytes("GET", "/", HOST)
+    connection.send(whole, sink)
+    await asyncio.wait({sink.result}, timeout=0.1)
+    while not sink.result.done():  # it came in several reads
+        connection.resume_reading()
+        await asyncio.sleep(0.01)
+    assert (await fetch(pool, whole)).body == b"onetwothree"
+    assert pool.size == 1
 
 
-def test_cancelling_a_fetch_drops_the_connection(run: Any) -> None:
-    async def main() -> None:
-        gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        server = await serve(lambda _, r: r.on_disconnect(lambda: gone.set_result(None)), HOST, 0)
-        pool = Pool(f"http://{HOST}:{server.port}")
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(fetch(pool, pool.request("GET", "/")), 0.05)
-        await gone
-        await pool.close()
-        await server.close()
-
-    run(main)
+async def test_cancelling_a_fetch_drops_the_connection(run: Any) -> None:
+    gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    _, pool = await served(lambda _, r: r.on_disconnect(lambda: gone.set_result(None)))
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(fetch(pool, pool.request("GET", "/")), 0.05)
+    await gone
 
 
-def test_nobody_listening_is_an_oserror(run: Any) -> None:
-    async def main() -> None:
-        server = await serve(echo, HOST, 0)
-        await server.close()
-        pool = Pool(f"http://{HOST}:{server.port}")
-        with pytest.raises(OSError, match=r".*"):
-            await fetch(pool, pool.request("GET", "/"))
-
-    run(main)
+async def test_nobody_listening_is_an_oserror(run: Any) -> None:
+    server, pool = await served(echo)
+    await server.close()
+    with pytest.raises(OSError, match=r".*"):
+        await fetch(pool, pool.request("GET", "/"))
 
 
 @pytest.mark.parametrize("url", ["", "localhost:80", "ftp://x/", "http://"])
-def test_a_url_that_is_none_is_refused(run: Any, url: str) -> None:
-    async def main() -> None:
-        with pytest.raises(InputError):
-            Pool(url)
-
-    run(main)
+async def test_a_url_that_is_none_is_refused(run: Any, url: str) -> None:
+    with pytest.raises(InputError):
+        Pool(url)
 
 
-def test_a_base_path_and_the_host_header_are_kept() -> None:
-    async def main() -> None:
-        pool = Pool("http://user@example.test:8080/openai/")
-        data = pool.request("GET", "/v1/models", {"A": "b"})
-        assert data == b"GET /openai/v1/models HTTP/1.1\r\nhost: example.test:8080\r\nA: b\r\n\r\n"
-        with pytest.raises(InputError, match="line break"):
-            pool.request("GET", "/", {"A": "b\r\nc: d"})
-
-    asyncio.run(main())
+async def test_a_base_path_and_the_host_header_are_kept() -> None:
+    pool = Pool("http://user@example.test:8080/openai/")
+    data = pool.request("GET", "/v1/models", {"A": "b"})
+    assert data == b"GET /openai/v1/models HTTP/1.1\r\nhost: example.test:8080\r\nA: b\r\n\r\n"
+    with pytest.raises(InputError, match="line break"):
+        pool.request("GET", "/", {"A": "b\r\nc: d"})

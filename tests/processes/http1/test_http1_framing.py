@@ -1,7 +1,5 @@
 """The watcher of chunked framing: it passes on what came, knows the end, and is never fooled."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
@@ -10,12 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.processes.http1.splicing import (
-    LAST_CHUNK,
-    MAX_SIZE_LINE_BYTES,
-    ChunkWatch,
-    FramingError,
-)
+from kvbench.processes.http1.splicing import LAST_CHUNK, MAX_SIZE_LINE_BYTES, ChunkWatch, FramingError
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -117,29 +110,14 @@ def test_garbled_bytes_are_refused_or_a_parser_reads_the_same(
 @pytest.mark.parametrize(
     "reads",
     [
-        [b"zz\r\n"],
-        [b"\r\n"],
-        [b" 3\r\nabc\r\n"],
-        [b"+3\r\nabc\r\n"],
-        [b"0x3\r\nabc\r\n"],
-        [b"1_0\r\n"],
-        [b"-1\r\n"],
-        [b"3\nabc\n"],
-        [b"3\r\nabcd\r\n"],
-        [b"3\r\nabc", b"d\r\n"],
-        [b"3\r\nabc\r", b"d"],
-        [b"3\r\nabc", b"\rx"],
-        [b"3\r\nab", b"cd"],
-        [b"fffffffffffffffff\r\n"],
-        [b"3;" + b"a" * MAX_SIZE_LINE_BYTES],
-        [b"data: {}\n\n"],
-        [b"HTTP/1.1 200 OK\r\n"],
-        [b"0\r\n\r\nmore"],
-        [b"0\r\n", b"\r\n", b"more"],
-        [b"0\r\nno trailer\r\n\r\n"],
+        [b"zz\r\n"], [b"\r\n"], [b" 3\r\nabc\r\n"], [b"+3\r\nabc\r\n"], [b"0x3\r\nabc\r\n"], [b"1_0\r\n"],
+        [b"-1\r\n"], [b"3\nabc\n"], [b"3\r\nabcd\r\n"], [b"3\r\nabc", b"d\r\n"], [b"3\r\nabc\r", b"d"],
+        [b"3\r\nabc", b"\rx"], [b"3\r\nab", b"cd"], [b"fffffffffffffffff\r\n"],
+        [b"3;" + b"a" * MAX_SIZE_LINE_BYTES], [b"data: {}\n\n"], [b"HTTP/1.1 200 OK\r\n"],
+        [b"0\r\n\r\nmore"], [b"0\r\n", b"\r\n", b"more"], [b"0\r\nno trailer\r\n\r\n"],
         [b"0\r\na: " + b"b" * 70_000],
     ],
-)
+)  # fmt: skip
 def test_no_chunks(reads: list[bytes]) -> None:
     with pytest.raises(FramingError):
         watched(reads)

@@ -1,7 +1,5 @@
 """Usual heads, read in C, against httptools: what is taken is taken the same, all else is left."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httptools
@@ -135,25 +133,17 @@ def test_what_clients_and_servers_send_is_usual(headers: dict[str, str], body: b
 @pytest.mark.parametrize(
     "data",
     [
-        REQUEST[:-1],
-        REQUEST + b"d",
-        REQUEST * 2,
-        REQUEST.replace(b"POST", b"PUT"),
-        REQUEST.replace(b"HTTP/1.1", b"HTTP/1.0"),
-        REQUEST.replace(b"Host: x", b"Host: x\r\nhost: y"),
-        REQUEST.replace(b"Host: x", b"Host:"),
-        REQUEST.replace(b"Host: x", b"Host: x "),
-        REQUEST.replace(b"Host: x", b"Host: \xc3\xa9"),
-        REQUEST.replace(b"Host", b"H" * 70),
+        REQUEST[:-1], REQUEST + b"d", REQUEST * 2, REQUEST.replace(b"POST", b"PUT"),
+        REQUEST.replace(b"HTTP/1.1", b"HTTP/1.0"), REQUEST.replace(b"Host: x", b"Host: x\r\nhost: y"),
+        REQUEST.replace(b"Host: x", b"Host:"), REQUEST.replace(b"Host: x", b"Host: x "),
+        REQUEST.replace(b"Host: x", b"Host: \xc3\xa9"), REQUEST.replace(b"Host", b"H" * 70),
         REQUEST.replace(b"Host: x", b"Host: " + b"x" * 20_000),
         REQUEST.replace(b"Host: x", b"Connection: keep-alive"),
         REQUEST.replace(b"Host: x", b"Expect: 100-continue"),
         REQUEST.replace(b"Host: x", b"Transfer-Encoding: chunked"),
-        REQUEST.replace(b"length: 3", b"length: 0x3"),
-        b"",
-        b"POST /",
+        REQUEST.replace(b"length: 3", b"length: 0x3"), b"", b"POST /",
     ],
-)
+)  # fmt: skip
 def test_what_is_not_usual_is_left_to_httptools(data: bytes) -> None:
     assert usual_request(REQUEST) is not None
     assert usual_request(data) is None
@@ -162,18 +152,14 @@ def test_what_is_not_usual_is_left_to_httptools(data: bytes) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        ANSWER.replace(b"chunked", b"gzip, chunked"),
-        ANSWER.replace(b"200", b"100"),
-        ANSWER.replace(b"200", b"304"),
-        ANSWER.replace(b"200", b"2000"),
+        ANSWER.replace(b"chunked", b"gzip, chunked"), ANSWER.replace(b"200", b"100"),
+        ANSWER.replace(b"200", b"304"), ANSWER.replace(b"200", b"2000"),
         ANSWER.replace(b"server: x", b"content-length: 3"),
         ANSWER.replace(b"server: x", b"connection: close"),
         ANSWER.replace(b"Transfer-Encoding: chunked", b"x: y"),
-        ANSWER.replace(b"Transfer-Encoding: chunked", b"content-length: 3"),
-        ANSWER[:40],
-        b"HTTP/1.1 200",
+        ANSWER.replace(b"Transfer-Encoding: chunked", b"content-length: 3"), ANSWER[:40], b"HTTP/1.1 200",
     ],
-)
+)  # fmt: skip
 def test_an_answer_s_head_that_is_not_usual_is_left_to_httptools(data: bytes) -> None:
     assert usual_response(ANSWER) is not None
     assert usual_response(data) is None

@@ -1,7 +1,5 @@
 """The compiled way of a stream against the Python one, read by read, over real sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -336,7 +334,6 @@ def test_its_thread_ends_with_it_and_hears_no_signal() -> None:
         until(lambda: len(threads()) > len(before))  # it is named when it has begun
         [task] = set(threads()) - before
         blocked = re.search(r"SigBlk:\s*([0-9a-f]+)", (task / "status").read_text())
-        assert blocked is not None
         assert int(blocked[1], 16) & (1 << (signal.SIGTERM - 1))
         for _ in range(2):
             x.splicer.close()
@@ -420,14 +417,10 @@ def test_python_does_it_where_compiled_code_is_refused() -> None:
     code = "from kvbench.processes.http1.splicing import SPLICE; print(SPLICE)"
     found = [
         subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "KVBENCH_PURE_PYTHON": value},
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
+            [sys.executable, "-c", code], env={**os.environ, "KVBENCH_PURE_PYTHON": value},
+            capture_output=True, text=True, timeout=30, check=True,
         ).stdout.strip()
         for value in ("1", "0")
-    ]
+    ]  # fmt: skip
     assert found[0] == "None"
     assert found[1] != "None"

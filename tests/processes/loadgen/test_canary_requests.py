@@ -1,7 +1,5 @@
 """Canaries in a load: their prompts are the pool's, their text is kept, and they follow what has failed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

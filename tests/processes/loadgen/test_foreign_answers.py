@@ -1,7 +1,5 @@
 """What servers of others do to a stream, each done by a real one, and what is said of it without /metrics."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -47,7 +45,6 @@ def load(folder: Path, port: int, *, python: bool = False, disturb: bool = False
         env={**os.environ, "KVBENCH_PURE_PYTHON": "1" if python else "0"},
         text=True,
     ) as process:
-        assert process.stdout is not None
         disturber = threading.Thread(target=_disturb, args=(process, over))
         try:
             assert json.loads(process.stdout.readline()) == {"event": "ready"}
@@ -97,7 +94,6 @@ def test_an_event_without_text_does_not_end_ttft(tmp_path: Path, way: str) -> No
     evidence = loaded(tmp_path, way, spec=trouble("empty_first"))
     assert all(record.ok for record in evidence.records)
     for record in evidence.records:
-        assert record.ttft_s is not None
         assert record.ttft_s > FIRST_S - 1e-4  # the empty event came within a millisecond
         assert len(record.itl_s) == TOKENS - 1
     assert evidence.client.chunks == TOKENS * len(evidence.records)
@@ -112,8 +108,6 @@ def test_the_last_event_without_text_is_no_token(tmp_path: Path) -> None:
         assert record.ok, record
         assert (len(record.itl_s), record.prompt_tokens) == (2, 8)
         assert record.e2el_s is not None
-        assert record.last_token_s is not None
-        assert record.first_token_s is not None
         assert record.last_token_s - record.first_token_s < 0.05
         assert record.tpot_s is None or record.tpot_s < 0.05  # none if the three came in one instant
 
@@ -136,7 +130,6 @@ def test_one_token_without_text_came_no_later_than_the_end() -> None:
     steps: list[Any] = [HEAD, chunk(EMPTY), 0.05, chunk(usage_of(1)), chunk(DONE), LAST]
     for record in against(steps, output_len=1):
         assert record.ok, record
-        assert record.ttft_s is not None
         assert record.ttft_s >= 0.05 - 1e-3
 
 
@@ -161,22 +154,16 @@ def test_a_usage_is_a_number_of_tokens_or_an_error(count: int, name: str) -> Non
     ("spec", "gate", "level", "words"),
     [
         (
-            trouble("wrong_prompt", prompt_off=-4),
-            "wrong_prompt_length",
-            "invalid",
+            trouble("wrong_prompt", prompt_off=-4), "wrong_prompt_length", "invalid",
             "mostly 4 prompt tokens where 8 were sent",
         ),
         (trouble("wrong_prompt", prompt_off=1), "wrong_prompt_length", "note", "mostly 9 prompt tokens"),
         (
-            {"text": " a" * 4, **trouble("merged", per_event=4)},
-            "tokens_per_event",
-            "warning",
+            {"text": " a" * 4, **trouble("merged", per_event=4)}, "tokens_per_event", "warning",
             "4.0 tokens an event",
         ),
         (
-            trouble("inflated", per_event=8),
-            "inflated_usage",
-            "invalid",
+            trouble("inflated", per_event=8), "inflated_usage", "invalid",
             "more tokens than were sent: 30 of 30",
         ),
         (trouble("at_once"), "answer_at_once", "invalid", "arrived whole at their end"),
@@ -186,12 +173,11 @@ def test_a_usage_is_a_number_of_tokens_or_an_error(count: int, name: str) -> Non
         (trouble("blank_first"), "early_first_token", "invalid", "the first text is sent early: in 30 of 30"),
         ({"first_token_s": 0.0, "gap_s": 0.0}, "impossible_answers", "invalid", "faster than any model"),
     ],
-)
+)  # fmt: skip
 def test_each_oddity_is_named(
     tmp_path: Path, way: str, spec: dict[str, Any], gate: str, level: str, words: str
 ) -> None:
     finding = found(loaded(tmp_path, way, spec=spec), gate)
-    assert finding is not None
     assert (finding.level, words in finding.message) == (level, True), finding.message
     assert finding.advice
 
@@ -230,7 +216,6 @@ def test_a_late_reader_is_a_late_client(tmp_path: Path, way: str) -> None:
     if evidence.client.stamps != "kernel":
         pytest.skip("this kernel takes no stamps")
     client = evidence.client
-    assert client.token_error_p99_ms is not None
     assert client.token_error_p99_ms > 20  # of the 30 ms that it was stopped at a time
     only_reads = ClientFigures(
         token_error_p99_ms=client.token_error_p99_ms,
@@ -241,7 +226,6 @@ def test_a_late_reader_is_a_late_client(tmp_path: Path, way: str) -> None:
     for each in (client, only_reads):
         strict = Slo(ttft_ms=200, tpot_ms=500, attainment=0.5)
         finding = found(Evidence(evidence.records, evidence.summary, strict, client=each), "client_limited")
-        assert finding is not None
         assert "reads by up to" in finding.message
 
 
@@ -261,24 +245,12 @@ def test_who_reads_in_time_is_not_late_whatever_the_server_sends_together(tmp_pa
 
 def at(i: int, first_s: float, last_s: float, tokens: int, itl_s: Sequence[float] = ()) -> RequestRecord:
     return RequestRecord(
-        f"r-{i}",
-        i / 10,
-        8,
-        tokens,
-        i / 10,
-        i / 10 + first_s,
-        i / 10 + last_s,
-        tokens,
-        itl_s=itl_s,
+        f"r-{i}", i / 10, 8, tokens, i / 10, i / 10 + first_s, i / 10 + last_s, tokens, itl_s=itl_s,
         stamps="kernel",
-    )
+    )  # fmt: skip
 
 
-@given(
-    first_s=st.floats(0.001, 5.0),
-    gap_s=st.floats(2e-4, 0.2),
-    tokens=st.integers(1, 200),
-)
+@given(first_s=st.floats(0.001, 5.0), gap_s=st.floats(2e-4, 0.2), tokens=st.integers(1, 200))
 def test_a_stream_that_a_model_may_have_made_is_not_at_once(
     first_s: float, gap_s: float, tokens: int
 ) -> None:
@@ -292,8 +264,6 @@ def test_a_stream_that_a_model_may_have_made_is_not_at_once(
 def test_at_once_is_refused_only_where_it_is_judged_and_the_client_could_see_it() -> None:
     records = [at(i, 0.5, 0.5, 20) for i in range(30)]
     evidence = Evidence(records, summarise(records, SLO, 10, 10), SLO)
-    finding = found(evidence, "answer_at_once")
-    assert finding is not None
-    assert finding.level == "invalid"
+    assert found(evidence, "answer_at_once").level == "invalid"
     late = ClientFigures(token_error_p50_ms=30.0, stamps="kernel")
     assert found(Evidence(records, evidence.summary, SLO, client=late), "answer_at_once") is None

@@ -1,7 +1,5 @@
 """A server under test that does what it likes costs a load generator its deadline and little memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

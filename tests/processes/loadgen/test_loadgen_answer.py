@@ -1,7 +1,5 @@
 """From bytes to events: the fast way and the general one, however the bytes are cut into reads."""
 
-from __future__ import annotations
-
 import json
 import select
 import socket
@@ -17,11 +15,18 @@ from hostile import DONE, HEAD, LAST, TOKEN, USAGE, chunk, sse
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from kvbench.connectors.base import one_token_prefill
 from kvbench.processes.loadgen.answer import Known, ServerAnswer, usual_in_python
 from kvbench.processes.loadgen.sockets.clock import READS, TIMES, arrivals
 from kvbench.processes.loadgen.sockets.loop import NEVER_NS
 from kvbench.processes.loadgen.sockets.wire import NO_STAMP
-from kvbench.processes.loadgen.stream import EVENTS_A_TOKEN, SPARE_EVENTS, StreamReader
+from kvbench.processes.loadgen.stream import (
+    EVENTS_A_TOKEN,
+    MAX_EVENT_BYTES,
+    SPARE_EVENTS,
+    StreamReader,
+    without_prompt_ids,
+)
 
 
 class GeneralAnswer(ServerAnswer):
@@ -69,21 +74,14 @@ def said_by(answer: ServerAnswer) -> dict[str, Any]:
     stream = answer.stream
     stream.finish(whole=answer.complete)
     return {
-        "status": answer.status,
-        "complete": answer.complete,
-        "reusable": answer.keep_alive and not answer.surplus,
-        "malformed": bool(answer.malformed),
+        "status": answer.status, "complete": answer.complete,
+        "reusable": answer.keep_alive and not answer.surplus, "malformed": bool(answer.malformed),
         "tokens": list(stream.token_stamps),
-        "text": (stream.text_so_far, stream.first_event, stream.empty_after),
-        "empty": stream.empty_events,
-        "usage": stream.completion_tokens,
-        "prompt": stream.prompt_tokens,
-        "done": stream.done,
-        "half": stream.half,
-        "error": (stream.error, stream.detail),
-        "first": answer.first_body_ns,
+        "text": (stream.text_so_far, stream.first_event, stream.empty_after), "empty": stream.empty_events,
+        "usage": stream.completion_tokens, "prompt": stream.prompt_tokens, "done": stream.done,
+        "half": stream.half, "error": (stream.error, stream.detail), "first": answer.first_body_ns,
         "body": b"" if stream.token_stamps else bytes(answer.body),
-    }
+    }  # fmt: skip
 
 
 def event(text: str, **changes: Any) -> bytes:
@@ -111,55 +109,37 @@ CHATS = st.one_of(
     st.sampled_from(["{", "12", ""]).map(lambda text: called(arguments=text)),
     st.sampled_from(
         [
-            chat({"role": "assistant", "content": ""}),
-            called(name="f", arguments=""),
-            called(name="f", arguments="f"),
-            chat({"content": " a"}, metadata={"content": " a"}),
+            chat({"role": "assistant", "content": ""}), called(name="f", arguments=""),
+            called(name="f", arguments="f"), chat({"content": " a"}, metadata={"content": " a"}),
             chat({"reasoning": " a"}, metadata={"content": " a"}),
             chat({"reasoning": " a"}, metadata={"content": " b"}),
-            chat({"content": " a", "reasoning": " a"}),
-            chat({"content": " a", "tool_calls": None}),
+            chat({"content": " a", "reasoning": " a"}), chat({"content": " a", "tool_calls": None}),
             chat({"content": None, "tool_calls": [None, {"function": None}]}),
         ]
     ),
-)
+)  # fmt: skip
 EVENTS = st.one_of(
     CHATS,
     st.sampled_from([" a", " token", "", "x" * 300]).map(event),
     st.text(max_size=6).map(event),
     st.sampled_from(
         [
-            TOKEN,
-            USAGE,
-            DONE,
-            event("é漢"),
-            event('"text":"'),
-            event("\\"),
+            TOKEN, USAGE, DONE, event("é漢"), event('"text":"'), event("\\"),
             event("", usage={"completion_tokens": 2}),
-            event("x", usage={"completion_tokens": 3, "text": ""}),
-            event("x", error={"message": "no"}),
-            event("x", object="error", message="old"),
-            event("x", choices=[]),
+            event("x", usage={"completion_tokens": 3, "text": ""}), event("x", error={"message": "no"}),
+            event("x", object="error", message="old"), event("x", choices=[]),
             event("", choices=[{"index": 0, "text": "", "finish_reason": "abort"}]),
             event("", choices=[{"index": 0, "text": " a", "finish_reason": "abort"}]),
-            event("", choices=[{"finish_reason": "error", "index": 0, "text": " a"}]),
-            b": comment\n\n",
-            b"event: a\ndata: {}\n\n",
-            b"data: {nope\n\n",
-            b"data: [1]\n\n",
+            event("", choices=[{"finish_reason": "error", "index": 0, "text": " a"}]), b": comment\n\n",
+            b"event: a\ndata: {}\n\n", b"data: {nope\n\n", b"data: [1]\n\n",
             b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"a\xff","finish_reason":null}]}\n\n',
             b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"a\x07","finish_reason":null}]}\n\n',
             b'data: {"id":"cmpl-1","choices":[{"index":0,"text":"","finish_reason":null}]},"text":""}]}\n\n',
-            b'data: {"\\"text":"b","choices":[1],"x":"y"}\n\n',
-            b"data: half",
-            b"\n",
-            b"\n\n\r\n",
-            TOKEN + TOKEN,
-            sse(TOKEN, newline=b"\r\n"),
-            sse(TOKEN, newline=b"\r"),
+            b'data: {"\\"text":"b","choices":[1],"x":"y"}\n\n', b"data: half", b"\n", b"\n\n\r\n",
+            TOKEN + TOKEN, sse(TOKEN, newline=b"\r\n"), sse(TOKEN, newline=b"\r"),
         ]
     ),
-)
+)  # fmt: skip
 PIECES = st.one_of(
     EVENTS.map(chunk),
     EVENTS.map(chunk),
@@ -279,12 +259,9 @@ PIECE = st.lists(st.sampled_from([b"a", b"b ", b'"', b"\\", b"\n", b"\x7f", b"\x
     READS is None, reason="kvbench.processes.loadgen.sockets._reads was not compiled, or is refused"
 )
 @given(
-    st.lists(st.lists(PIECE, min_size=1, max_size=4), max_size=8),
-    st.lists(PIECE, max_size=2),
-    PIECE,
-    st.integers(0, 9),
-    st.sampled_from([b"%x\r\n", b"%X\r\n", b"0%x\r\n", b"%x\n"]),
-)
+    st.lists(st.lists(PIECE, min_size=1, max_size=4), max_size=8), st.lists(PIECE, max_size=2), PIECE,
+    st.integers(0, 9), st.sampled_from([b"%x\r\n", b"%X\r\n", b"0%x\r\n", b"%x\n"]),
+)  # fmt: skip
 def test_compiled_or_not_the_same_chunks_are_usual(
     texts: list[list[bytes]], begins: list[bytes], after: bytes, start: int, line: bytes
 ) -> None:
@@ -329,9 +306,8 @@ def test_the_usual_stream_is_decoded_once(kind: type[ServerAnswer], monkeypatch:
 def test_an_event_has_the_stamp_of_the_read_that_completed_it() -> None:
     first, second = chunk(TOKEN), chunk(event(" later"))
     sizes = [len(HEAD), len(first) - 2, 2 + 5, len(second) - 5 - 3, 3]
-    data = HEAD + first + second + chunk(USAGE) + chunk(DONE) + LAST
     # The last read but one ends before the second line feed, the first one after it.
-    assert taken(data, sizes)["tokens"] == [1, 4]
+    assert taken(HEAD + first + second + chunk(USAGE) + chunk(DONE) + LAST, sizes)["tokens"] == [1, 4]
 
 
 @given(st.lists(st.integers(1, 40), max_size=60), st.sampled_from([b"\n", b"\r\n", b"\r"]))
@@ -394,15 +370,12 @@ def test_a_stamp_that_cannot_be_gives_way_to_the_time_of_the_read() -> None:
 
 def test_a_chat_counts_reasoning_once_and_a_tools_call_as_text() -> None:
     events = [
-        chat({"role": "assistant", "content": ""}),
-        chat({"reasoning": "ab", "reasoning_content": "ab"}),
-        chat({"content": "cd", "reasoning_content": None}),
-        called(name="f", arguments=""),
-        called(arguments="{}"),
-        chat({"content": ""}),
+        chat({"role": "assistant", "content": ""}), chat({"reasoning": "ab", "reasoning_content": "ab"}),
+        chat({"content": "cd", "reasoning_content": None}), called(name="f", arguments=""),
+        called(arguments="{}"), chat({"content": ""}),
         b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":4,"total_tokens":13}}\n\n',
         DONE,
-    ]
+    ]  # fmt: skip
     stream = StreamReader()
     for stamp, each in enumerate(events):
         stream.feed(each, stamp)
@@ -423,3 +396,58 @@ def test_a_chats_usual_chunks_are_known_by_their_delta(name: str) -> None:
     counts: list[int] = []
     assert ServerAnswer.usual(reads, 1, known, counts) == 2
     assert counts == [1, 1]
+
+
+def ids_event(ids: list[int] | None, **more: object) -> bytes:
+    choice = {"index": 0, "text": " a", "token_ids": ids, **more}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+@given(st.lists(st.lists(st.integers(0, 2**31 - 2), max_size=4), min_size=1, max_size=5), st.data())
+def test_ids_are_kept_however_the_reads_are_cut(answer: list[list[int]], data: st.DataObject) -> None:
+    body = (
+        ids_event(answer[0], prompt_token_ids=data.draw(st.lists(st.integers(0, 9), max_size=30)))
+        + b"".join(map(ids_event, answer[1:]))
+        + b"data: [DONE]\n\n"
+    )
+    reader, cuts = (
+        StreamReader(token_ids=[]),
+        sorted(data.draw(st.sets(st.integers(1, len(body)), max_size=6))),
+    )
+    for begin, end in zip([0, *cuts], [*cuts, len(body)], strict=True):
+        reader.feed(body[begin:end], 1)
+    reader.finish()
+    assert reader.token_ids == [each for ids in answer for each in ids]
+    assert (reader.error, reader.done, len(reader.token_stamps)) == ("", True, len(answer))
+
+
+@pytest.mark.parametrize("ids", [None, "12", [1.5], [True], [-1], [2**40], {"a": 1}])
+def test_what_is_no_list_of_ids_gives_none(ids: object) -> None:
+    reader = StreamReader(token_ids=[])
+    reader.feed(ids_event(ids), 1)  # type: ignore[arg-type]
+    assert (reader.token_ids, reader.error, len(reader.token_stamps)) == ([], "", 1)
+
+
+def test_a_prompt_that_is_sent_back_is_not_decoded() -> None:
+    prompt = list(range(200_000))
+    first = ids_event([5], prompt_token_ids=prompt)
+    assert len(first) > MAX_EVENT_BYTES
+    assert json.loads(without_prompt_ids(first[6:]))["choices"][0] == {
+        "index": 0, "text": " a", "token_ids": [5], "prompt_token_ids": None,
+    }  # fmt: skip
+    reader = StreamReader(token_ids=[], event_bytes=MAX_EVENT_BYTES + 12 * len(prompt))
+    for begin in range(0, len(first), 65_536):
+        reader.feed(first[begin : begin + 65_536], 1)
+    assert (reader.token_ids, reader.error) == ([5], "")
+    for text in (
+        b"{}",
+        b'{"prompt_token_ids": null}',
+        b'{"prompt_token_ids": [1',
+        b'{"a":"prompt_token_ids"}',
+    ):
+        assert without_prompt_ids(text) == text
+
+
+def test_p_is_not_asked_for_ids() -> None:
+    asked = one_token_prefill({"prompt": [1], "return_token_ids": True, "stream_options": {}})
+    assert "return_token_ids" not in asked

@@ -1,7 +1,5 @@
 """Direct mode against real, partly hostile servers: P and D get what the connector wants."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator
@@ -35,13 +33,9 @@ from kvbench.processes.loadgen.direct import DirectDispatch
 from kvbench.processes.loadgen.sockets.loop import SocketLoop
 
 PARAMS = {
-    "remote_engine_id": "p-0",
-    "remote_block_ids": [[1, 2]],
-    "remote_host": "127.0.0.1",
-    "remote_port": 1,
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-}
+    "remote_engine_id": "p-0", "remote_block_ids": [[1, 2]], "remote_host": "127.0.0.1", "remote_port": 1,
+    "do_remote_prefill": True, "do_remote_decode": False,
+}  # fmt: skip
 ANSWER = {"choices": [{"text": "x"}], "kv_transfer_params": PARAMS}
 PREFILLED: list[Step] = [plain("200 OK", json.dumps(ANSWER).encode())]
 
@@ -107,103 +101,75 @@ def failing(
     return records
 
 
-def test_p_and_d_are_asked_one_after_the_other_and_in_turn() -> None:
-    async def main() -> None:
-        answer = json.dumps(ANSWER).encode()
-        async with (
-            noting(answer, 0.02) as (p0, at_p0),
-            noting(answer) as (p1, at_p1),
-            noting(None) as (d, at_d),
-        ):
-            spec = direct("tcp", [p0, p1], [d])
-            headers = {"authorization": "Bearer x"}
-            records, _, _ = await run_trial("http://unused", timeout_s=10.0, direct=spec, headers=headers)
-        assert (len(at_p0), len(at_p1), len(at_d)) == (2, 2, 4)
-        assert [record.error_detail for record in records] == [""] * 4
-        prompts = token_prompts(4, PromptShape(8, 1000), 7).tolist()
-        asked = {
-            int(request.headers["x-request-id"].rpartition("-")[2]): request for request in at_p0 + at_p1
-        }
-        assert {index % 2 for index in asked if asked[index] in at_p0} == {0}
-        for request in at_d:
-            index = index_of(request)
-            body, before = json.loads(request.body), json.loads(asked[index].body)
-            assert body["prompt"] == before["prompt"] == prompts[index]
-            assert (body["max_tokens"], body["stream"]) == (3, True)
-            assert body["kv_transfer_params"] == PARAMS
-            assert (before["max_tokens"], before["stream"]) == (1, False)
-            assert before["kv_transfer_params"]["do_remote_decode"] is True
-            assert request.headers["authorization"] == "Bearer x"
-        for record in records:
-            assert record.router_received_s is None
-            times = (
-                record.prefill_sent_s,
-                record.prefill_answered_s,
-                record.decode_sent_s,
-                record.first_token_s,
-            )
-            assert None not in times
-            assert sorted(times) == list(times)
-            assert record.sent_s == record.prefill_sent_s
-            assert record.decode_first_byte_s is not None
-            assert record.decode_first_byte_s <= record.first_token_s
-            slow = int(record.request_id.rpartition("-")[2]) % 2 == 0
-            assert not slow or record.prefill_answered_s - record.prefill_sent_s >= 0.019
-
-    on_loop(main)
+async def test_p_and_d_are_asked_one_after_the_other_and_in_turn() -> None:
+    answer = json.dumps(ANSWER).encode()
+    async with noting(answer, 0.02) as (p0, at_p0), noting(answer) as (p1, at_p1), noting(None) as (d, at_d):
+        spec = direct("tcp", [p0, p1], [d])
+        headers = {"authorization": "Bearer x"}
+        records, _, _ = await run_trial("http://unused", timeout_s=10.0, direct=spec, headers=headers)
+    assert (len(at_p0), len(at_p1), len(at_d)) == (2, 2, 4)
+    assert [record.error_detail for record in records] == [""] * 4
+    prompts = token_prompts(4, PromptShape(8, 1000), 7).tolist()
+    asked = {int(request.headers["x-request-id"].rpartition("-")[2]): request for request in at_p0 + at_p1}
+    assert {index % 2 for index in asked if asked[index] in at_p0} == {0}
+    for request in at_d:
+        index = index_of(request)
+        body, before = json.loads(request.body), json.loads(asked[index].body)
+        assert body["prompt"] == before["prompt"] == prompts[index]
+        assert (body["max_tokens"], body["stream"]) == (3, True)
+        assert body["kv_transfer_params"] == PARAMS
+        assert (before["max_tokens"], before["stream"]) == (1, False)
+        assert before["kv_transfer_params"]["do_remote_decode"] is True
+        assert request.headers["authorization"] == "Bearer x"
+    for record in records:
+        assert record.router_received_s is None
+        times = (record.prefill_sent_s, record.prefill_answered_s, record.decode_sent_s, record.first_token_s)
+        assert None not in times
+        assert sorted(times) == list(times)
+        assert record.sent_s == record.prefill_sent_s
+        assert record.decode_first_byte_s <= record.first_token_s
+        slow = int(record.request_id.rpartition("-")[2]) % 2 == 0
+        assert not slow or record.prefill_answered_s - record.prefill_sent_s >= 0.019
 
 
-def test_concurrent_dispatch_asks_both_at_once_after_the_bootstrap() -> None:
-    async def main() -> None:
-        ranks = json.dumps({"1": {"engine_id": "other"}, "0": {"engine_id": "p-rank-0"}}).encode()
-        async with noting(ranks) as (boot, _), noting(b"{}", 0.1) as (p, at_p), noting(None) as (d, at_d):
-            spec = direct("mooncake", [p], [d], bootstrap_url=boot)
-            records, _, _ = await run_trial("http://unused", timeout_s=10.0, direct=spec)
-        assert [record.error_detail for record in records] == [""] * 4
-        ids = {json.loads(request.body)["kv_transfer_params"]["transfer_id"] for request in at_p}
-        assert ids == {record.request_id for record in records}
-        # P's rank, and the engine id that D asks for, are those of one and the same in turn.
-        turns = {
-            json.loads(request.body)["kv_transfer_params"]["transfer_id"]: request.headers[
-                "x-data-parallel-rank"
-            ]
-            for request in at_p
-        }
-        assert sorted(turns.values()) == ["0", "0", "1", "1"]
-        for request in at_d:
-            params = json.loads(request.body)["kv_transfer_params"]
-            assert params["remote_engine_id"] == {"0": "p-rank-0", "1": "other"}[turns[params["transfer_id"]]]
-            assert "x-data-parallel-rank" not in request.headers
-        for record in records:
-            assert record.decode_sent_s < record.prefill_answered_s
-            assert record.prefill_answered_s - record.prefill_sent_s >= 0.099
-
-    on_loop(main)
+async def test_concurrent_dispatch_asks_both_at_once_after_the_bootstrap() -> None:
+    ranks = json.dumps({"1": {"engine_id": "other"}, "0": {"engine_id": "p-rank-0"}}).encode()
+    async with noting(ranks) as (boot, _), noting(b"{}", 0.1) as (p, at_p), noting(None) as (d, at_d):
+        spec = direct("mooncake", [p], [d], bootstrap_url=boot)
+        records, _, _ = await run_trial("http://unused", timeout_s=10.0, direct=spec)
+    assert [record.error_detail for record in records] == [""] * 4
+    ids = {json.loads(request.body)["kv_transfer_params"]["transfer_id"] for request in at_p}
+    assert ids == {record.request_id for record in records}
+    # P's rank, and the engine id that D asks for, are those of one and the same in turn.
+    turns = {
+        json.loads(request.body)["kv_transfer_params"]["transfer_id"]: request.headers["x-data-parallel-rank"]
+        for request in at_p
+    }
+    assert sorted(turns.values()) == ["0", "0", "1", "1"]
+    for request in at_d:
+        params = json.loads(request.body)["kv_transfer_params"]
+        assert params["remote_engine_id"] == {"0": "p-rank-0", "1": "other"}[turns[params["transfer_id"]]]
+        assert "x-data-parallel-rank" not in request.headers
+    for record in records:
+        assert record.decode_sent_s < record.prefill_answered_s
+        assert record.prefill_answered_s - record.prefill_sent_s >= 0.099
 
 
-def test_addresses_travel_in_the_request_id() -> None:
-    async def main() -> None:
-        async with noting(b"{}") as (p, at_p), noting(None) as (d, at_d):
-            spec = direct("nccl", [p], [d], side_address="p:1")
-            records, _, _ = await run_trial("http://unused", timeout_s=10.0, direct=spec)
-        assert all(record.ok for record in records)
-        names = sorted(request.headers["x-request-id"] for request in at_p)
-        assert names == sorted(request.headers["x-request-id"] for request in at_d)
-        assert all(name.startswith("___prefill_addr_p:1___decode_addr_d:2_kvb") for name in names)
-
-    on_loop(main)
+async def test_addresses_travel_in_the_request_id() -> None:
+    async with noting(b"{}") as (p, at_p), noting(None) as (d, at_d):
+        spec = direct("nccl", [p], [d], side_address="p:1")
+        records, _, _ = await run_trial("http://unused", timeout_s=10.0, direct=spec)
+    assert all(record.ok for record in records)
+    names = sorted(request.headers["x-request-id"] for request in at_p)
+    assert names == sorted(request.headers["x-request-id"] for request in at_d)
+    assert all(name.startswith("___prefill_addr_p:1___decode_addr_d:2_kvb") for name in names)
 
 
-def test_one_server_needs_no_prefill() -> None:
-    async def main() -> None:
-        async with noting(None) as (d, at_d):
-            records, _, _ = await run_trial(
-                "http://unused", timeout_s=10.0, direct=direct("aggregated", [], [d])
-            )
-        assert len(at_d) == len(records) == 4
-        assert all(record.ok and record.prefill_sent_s is None for record in records)
-
-    on_loop(main)
+async def test_one_server_needs_no_prefill() -> None:
+    async with noting(None) as (d, at_d):
+        records, _, _ = await run_trial("http://unused", timeout_s=10.0, direct=direct("aggregated", [], [d]))
+    assert len(at_d) == len(records) == 4
+    assert all(record.ok and record.prefill_sent_s is None for record in records)
 
 
 @pytest.mark.parametrize(
@@ -263,35 +229,29 @@ def test_a_failure_of_d_is_told_as_without_p(steps: list[Step], error: str, stat
         assert record.decode_sent_s is not None
 
 
-def test_with_concurrent_dispatch_d_is_dropped_when_p_fails() -> None:
-    async def main() -> list[RequestRecord]:
-        async with noting(b'{"0":{"engine_id":"e"}}') as (boot, _):
-            p, p_url = await hostile([0.05, plain("500 No", b"boom")])
-            d, d_url = await hostile([HEAD, chunk(STREAM[: len(TOKEN)]), "hang"])
-            spec = direct("mooncake", [p_url], [d_url], bootstrap_url=boot)
-            records, end, _ = await run_trial("http://unused", timeout_s=15.0, direct=spec)
-            p.close()
-            d.close()
-            assert end["duration_s"] < 10
-        return records
-
-    for record in on_loop(main):
+async def test_with_concurrent_dispatch_d_is_dropped_when_p_fails() -> None:
+    async with noting(b'{"0":{"engine_id":"e"}}') as (boot, _):
+        p, p_url = await hostile([0.05, plain("500 No", b"boom")])
+        d, d_url = await hostile([HEAD, chunk(STREAM[: len(TOKEN)]), "hang"])
+        spec = direct("mooncake", [p_url], [d_url], bootstrap_url=boot)
+        records, end, _ = await run_trial("http://unused", timeout_s=15.0, direct=spec)
+        p.close()
+        d.close()
+        assert end["duration_s"] < 10
+    for record in records:
         assert (record.error, record.status) == ("http_error", 500)
         assert record.error_detail.startswith("prefill ")
 
 
-def test_with_concurrent_dispatch_an_early_answer_of_d_waits_for_p() -> None:
-    async def main() -> list[RequestRecord]:
-        async with noting(b'{"0":{"engine_id":"e"}}') as (boot, _):
-            p, p_url = await hostile([0.15, "close"])
-            d, d_url = await hostile(GOOD)
-            spec = direct("mooncake", [p_url], [d_url], bootstrap_url=boot)
-            records, _, _ = await run_trial("http://unused", timeout_s=15.0, direct=spec)
-            p.close()
-            d.close()
-        return records
-
-    for record in on_loop(main):
+async def test_with_concurrent_dispatch_an_early_answer_of_d_waits_for_p() -> None:
+    async with noting(b'{"0":{"engine_id":"e"}}') as (boot, _):
+        p, p_url = await hostile([0.15, "close"])
+        d, d_url = await hostile(GOOD)
+        spec = direct("mooncake", [p_url], [d_url], bootstrap_url=boot)
+        records, _, _ = await run_trial("http://unused", timeout_s=15.0, direct=spec)
+        p.close()
+        d.close()
+    for record in records:
         assert record.error == "early_close"
         assert record.error_detail.startswith("prefill ")
 
@@ -324,11 +284,8 @@ def test_a_prompt_is_put_in_its_place_unchanged() -> None:
     around = AroundPrompt({"model": "m", "max_tokens": 3})
     before, after = around.encode({**around.fields, "kv_transfer_params": {"a": [1]}})
     assert json.loads(before + b"[1,2]" + after) == {
-        "model": "m",
-        "max_tokens": 3,
-        "prompt": [1, 2],
-        "kv_transfer_params": {"a": [1]},
-    }
+        "model": "m", "max_tokens": 3, "prompt": [1, 2], "kv_transfer_params": {"a": [1]},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"a":{}}', b'{"0":{}}', b'{"0":1}', b"\xff"])

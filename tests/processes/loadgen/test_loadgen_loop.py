@@ -1,7 +1,5 @@
 """The loop's two ways to read, compiled and in Python: the same contract, over real sockets."""
 
-from __future__ import annotations
-
 import os
 import socket
 import ssl
@@ -224,11 +222,8 @@ def test_without_a_stamp_there_are_zeros(sockets: Sockets) -> None:
         ours.setblocking(False)
         connection = ServerConnection.__new__(ServerConnection)
         connection.sock, connection.fd, connection.read, connection._tls = (
-            ours,
-            ours.fileno(),
-            ours.recvmsg_into,
-            None,
-        )
+            ours, ours.fileno(), ours.recvmsg_into, None,
+        )  # fmt: skip
         sockets.loop.watch(connection.fd, READABLE, lambda _event: None)
         sockets.loop.stream(connection, owner)
         theirs.sendall(USUAL)
@@ -254,8 +249,7 @@ def test_the_end_is_told_after_what_came_before_it(sockets: Sockets) -> None:
     theirs.sendall(USUAL)
     theirs.close()
     sockets.turn_until(lambda: bool(owner.told))
-    assert owner.log.reads == [USUAL]
-    assert owner.told == [b""]
+    assert (owner.log.reads, owner.told) == ([USUAL], [b""])
 
 
 def test_a_reset_is_told_as_an_error(sockets: Sockets) -> None:

@@ -1,13 +1,16 @@
 """The load generator's process: spec, orders, progress, records, workers, traces."""
 
-from __future__ import annotations
-
 import json
+import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
+import zipfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +32,28 @@ def write_spec(folder: Path, url: str, **changes: Any) -> Path:
     return path
 
 
+def command(path: Path) -> list[str]:
+    return [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
+
+
+def run(path: Path, timeout: float = 30, **more: Any) -> subprocess.CompletedProcess[str]:
+    silent = subprocess.DEVNULL
+    return subprocess.run(
+        command(path), stdin=silent, capture_output=True, text=True, timeout=timeout, **more
+    )
+
+
 def start(path: Path) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
-    command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command(path), stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def say(process: subprocess.Popen[str], words: str) -> None:
-    assert process.stdin is not None
     process.stdin.write(words + "\n")
     process.stdin.flush()
 
 
 def heard(process: subprocess.Popen[str]) -> dict[str, Any]:
-    assert process.stdout is not None
     line: dict[str, Any] = json.loads(process.stdout.readline())
     return line
 
@@ -53,26 +64,17 @@ def records_in(folder: Path) -> list[RequestRecord]:
 
 def test_a_process_runs_its_spec_and_writes_records_in_order(tmp_path: Path) -> None:
     with in_background(GOOD) as url:
-        path = write_spec(tmp_path, url, num_requests=20, slo={"ttft_ms": 900, "tpot_ms": 900})
-        command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+        done = run(write_spec(tmp_path, url, num_requests=20, slo={"ttft_ms": 900, "tpot_ms": 900}))
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert events[0] == {"event": "ready"}
     assert {event["event"] for event in events[1:-1]} == {"progress"}
-    assert events[-2]["met"] == 20
-    assert events[-1]["event"] == "end"
-    assert events[-1]["reason"] == "complete"
+    assert (events[-2]["met"], events[-1]["event"], events[-1]["reason"]) == (20, "end", "complete")
     lags = {f"{kind}_{what}_ms" for kind in ("send_lag", "chunk_lag") for what in ("p50", "p99", "max")}
     shares = {
-        "loop_lag_p99_ms",
-        "loop_lag_max_ms",
-        "loop_stalls",
-        "loop_lag_share",
-        "cpu_share",
-        "run_queue_wait_share",
-        "cpu_s",
-    }
+        "loop_lag_p99_ms", "loop_lag_max_ms", "loop_stalls", "loop_lag_share", "cpu_share",
+        "run_queue_wait_share", "cpu_s",
+    }  # fmt: skip
     counts = {"cpu_s", "chunks", "reads", "streams_peak", "connections"}
     client = events[-1]["client"]
     assert lags | shares | counts | {"started_monotonic_s", "started_unix_s"} <= set(client)
@@ -138,8 +140,7 @@ def test_nobody_left_to_say_go_ends_it(tmp_path: Path) -> None:
 def test_a_wrong_spec_is_exit_code_2(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     path = write_spec(tmp_path, f"http://{HOST}:1")
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    done = run(path)
     assert done.returncode == 2
     assert words in done.stderr
     assert "Traceback" not in done.stderr
@@ -210,15 +211,9 @@ def test_the_plan_is_a_function_of_the_spec() -> None:
         assert f"content-length: {len(data)}".encode() in head
         assert len(set(body.pop("prompt"))) == 8
         assert body == {
-            "model": "tiny",
-            "max_tokens": 3,
-            "min_tokens": 3,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "top_p": 0.5,
-        }
+            "model": "tiny", "max_tokens": 3, "min_tokens": 3, "ignore_eos": True, "temperature": 0,
+            "stream": True, "stream_options": {"include_usage": True}, "top_p": 0.5,
+        }  # fmt: skip
         assert f"x-request-id: {item.request_id}\r\n".encode() in head + b"\r\n"
         assert b"authorization: Bearer x\r\n" in head
 
@@ -248,9 +243,7 @@ def trace(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 def test_a_trace_takes_the_place_of_the_rate(tmp_path: Path) -> None:
     with in_background(GOOD) as url:
-        path = write_spec(tmp_path, url, requests_path=trace(tmp_path, TRACE), timeout_s=15.0)
-        command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+        done = run(write_spec(tmp_path, url, requests_path=trace(tmp_path, TRACE), timeout_s=15.0))
     assert done.returncode == 0, done.stderr
     records = records_in(tmp_path)
     assert [record.scheduled_s for record in records] == [0.0, 0.0, 0.05]
@@ -287,8 +280,7 @@ def test_traced_prompts_share_their_blocks(tmp_path: Path) -> None:
 )
 def test_a_wrong_trace_is_refused(tmp_path: Path, row: Any, words: str) -> None:
     path = write_spec(tmp_path, f"http://{HOST}:1", requests_path=trace(tmp_path, [TRACE[0], row]))
-    command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30)
+    done = run(path)
     assert done.returncode == 2
     assert words in done.stderr
 
@@ -337,15 +329,7 @@ def test_records_that_cannot_be_written_are_reported_on_stdout(tmp_path: Path) -
 
     with in_background([0.01, *GOOD]) as url:
         path = write_spec(tmp_path, url, num_requests=5, request_rate=1000.0)
-        command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            preexec_fn=small,
-        )
+        done = run(path, timeout=60, preexec_fn=small)
     assert done.returncode == 1
     assert json.loads(done.stdout.splitlines()[-1]) == {"event": "unwritten", "why": "File too large"}
 
@@ -356,14 +340,70 @@ def test_too_few_descriptors_are_told_before_the_trial(tmp_path: Path) -> None:
 
     with in_background([0.5, *GOOD]) as url:
         path = write_spec(tmp_path, url, num_requests=150, request_rate=1000.0, timeout_s=20.0)
-        command = [sys.executable, "-m", "kvbench.processes.loadgen", str(path)]
-        stdin = subprocess.DEVNULL
-        done = subprocess.run(
-            command, stdin=stdin, capture_output=True, text=True, timeout=60, preexec_fn=few
-        )
+        done = run(path, timeout=60, preexec_fn=few)
     assert done.returncode == 0, done.stderr
     assert "only 100 file descriptors are allowed" in done.stderr
     errors = [record.error for record in records_in(tmp_path)]
     assert len(errors) == 150
     assert set(errors) == {"", "connect"}
     assert any("Too many open files" in record.error_detail for record in records_in(tmp_path))
+
+
+ROOT = Path(__file__).resolve().parents[3]
+EXTENSIONS = {
+    name + sysconfig.get_config_var("EXT_SUFFIX")
+    for name in (
+        "kvbench/processes/loadgen/sockets/_reads",
+        "kvbench/processes/http1/_heads",
+        "kvbench/processes/http1/_splice",
+    )
+}
+
+needs_setuptools = pytest.mark.skipif(
+    int(version("setuptools").partition(".")[0]) < 77, reason="the build needs setuptools 77 (make setup)"
+)
+
+
+def wheel_of(folder: Path, compiler: str) -> set[str]:
+    """The files in a wheel that is built from a copy of this checkout, with that C compiler."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("kvbench", "scenarios", "tools"):
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    code = "import setuptools.build_meta as build; print(build.build_wheel('.'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env={**os.environ, "CC": compiler}, capture_output=True,
+        text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    with zipfile.ZipFile(folder / done.stdout.splitlines()[-1]) as wheel:
+        return set(wheel.namelist())
+
+
+def wanted() -> set[str]:
+    """All of the package with its templates, and the bundled scenarios within it."""
+    files = [
+        path for path in (ROOT / "kvbench").rglob("*") if path.suffix in (".py", ".pyi", ".typed", ".yaml")
+    ]
+    files += (ROOT / "kvbench" / "report" / "templates").iterdir()
+    scenarios = [f"kvbench/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "scenarios").iterdir()]
+    return {path.relative_to(ROOT).as_posix() for path in files} | set(scenarios)
+
+
+def packaged(names: set[str]) -> set[str]:
+    return {name for name in names if ".dist-info/" not in name}
+
+
+@needs_setuptools
+def test_without_a_compiler_everything_else_is_installed(tmp_path: Path) -> None:
+    assert packaged(wheel_of(tmp_path, "/nonexistent/cc")) == wanted()
+
+
+@needs_setuptools
+@pytest.mark.skipif(
+    shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="there is no C compiler, or no header of Python's",
+)
+def test_with_a_compiler_the_hot_paths_are_compiled(tmp_path: Path) -> None:
+    assert packaged(wheel_of(tmp_path, "cc")) == wanted() | EXTENSIONS

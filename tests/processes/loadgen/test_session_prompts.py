@@ -1,7 +1,5 @@
 """Prompts of sessions: equal blocks are equal tokens and nothing else is, answers are the server's own."""
 
-from __future__ import annotations
-
 from itertools import count
 from pathlib import Path
 
@@ -77,8 +75,7 @@ def test_prompts_have_in_common_what_their_blocks_say(
         assert len(tokens) == load.input_len[place]
         assert all(7 <= token < 2 * VOCAB for token in tokens)
         for other in range(place):
-            blocks = alike(own[place], own[other])
-            assert alike(tokens, made[other]) // SIZE == blocks, (place, other)
+            assert alike(tokens, made[other]) // SIZE == alike(own[place], own[other]), (place, other)
         earlier = load.goes_on[place] if load.goes_on else -1
         if earlier >= 0:
             whole = [*made[earlier], *answers[earlier]]
@@ -100,16 +97,14 @@ def test_another_trial_and_another_copy_share_nothing() -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(3, 200_000), st.integers(1, 70), st.integers(0, 2**63), st.integers(1, 400))
 def test_blocks_differ_by_their_first_tokens(vocab: int, size: int, seed: int, blocks: int) -> None:
-    choices = vocab - lowest_id(vocab)
-    if choices**size < 2 * blocks:
+    if (vocab - lowest_id(vocab)) ** size < 2 * blocks:
         return
     made = BlockTokens(vocab, size, blocks, seed).of(np.arange(blocks), size)
     assert made.shape == (blocks, size)
     assert made.min() >= lowest_id(vocab)
     assert made.max() < vocab
     assert len({tuple(row) for row in made.tolist()}) == blocks
-    again = BlockTokens(vocab, size, blocks, seed).of(np.arange(blocks), size)
-    assert (again == made).all()
+    assert (BlockTokens(vocab, size, blocks, seed).of(np.arange(blocks), size) == made).all()
 
 
 def test_what_cannot_be_told_apart_is_refused() -> None:
@@ -125,8 +120,7 @@ def test_a_load_is_the_same_from_its_arrays(sessions: list[Session]) -> None:
     load = session_load(sessions, [0.5] * len(sessions), "session", SIZE, own_answers=True)
     again = load_of_arrays(load_arrays(load))
     assert (again.input_len, again.output_len) == (load.input_len, load.output_len)
-    assert again.following == load.following
-    assert again.goes_on == load.goes_on
+    assert (again.following, again.goes_on) == (load.following, load.goes_on)
     assert prompts_in_order(again) == prompts_in_order(load)
 
 

@@ -1,7 +1,5 @@
 """Turns of sessions on real servers: sent think time after their answers, given up where one fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +42,6 @@ def require_due(load: SessionLoad, records: list[RequestRecord]) -> None:
     placed, following = by_place(records), load.following
     for place, record in placed.items():
         assert (record.session, record.turn) == (following.session[place], following.turn[place])
-        assert record.sent_s is not None
         assert record.sent_s >= record.scheduled_s
         if not following.after[place]:
             assert record.scheduled_s == pytest.approx(load.offsets_s[place], abs=DECIMALS)
@@ -69,7 +66,6 @@ def test_turns_are_due_think_time_after_answers(launcher: LocalLauncher, tmp_pat
         assert [each.turn for each in mine] == [0, 1, 2, 3]
         assert [each.session_s is not None for each in mine] == [False, False, False, True]
         last = mine[-1].last_token_s
-        assert last is not None
         assert mine[-1].session_s == pytest.approx(last - load.offsets_s[4 * number], abs=DECIMALS)
     require_told(records, progress)
 
@@ -82,9 +78,7 @@ def test_every_turn_names_its_session_and_no_other_trial_has_that_name() -> None
         first = schedule.upcoming(())
         assert first is not None
         schedule.take(first)
-        second = schedule.upcoming(())
-        assert second is not None
-        names.append((first.session_id, second.session_id))
+        names.append((first.session_id, schedule.upcoming(()).session_id))
         head = request_headers(spec_for("http://127.0.0.1:9"), first.request_id, first.session_id)
         assert head[SESSION_HEADER] == first.session_id
     assert len({name for trial in names for name in trial}) == 4

@@ -1,9 +1,4 @@
-"""Bytes from anywhere on the wire: to our server, from a server to the router and to the load generator.
-
-``make fuzz`` runs these tests for longer, with new examples each time.
-"""
-
-from __future__ import annotations
+"""Bytes from anywhere on the wire: to our server, the router and the load generator (also ``make fuzz``)."""
 
 import asyncio
 import contextlib
@@ -43,19 +38,15 @@ REQUESTS = [
 ]
 STREAM = HEAD + b"".join(chunk(each) for each in (TOKEN, TOKEN, TOKEN, USAGE, DONE)) + LAST
 ANSWERS = [
-    STREAM,
-    plain("200 OK", b'{"choices": [{"text": ""}], "usage": {"completion_tokens": 3}}'),
-    plain("500 Oops", b"not \xff JSON"),
-    plain("302 Found", b"", "location: http://elsewhere/\r\n"),
-    plain("200 OK", b"[" * 4000),
-    b"HTTP/1.1 100 Continue\r\n\r\n" + STREAM,
+    STREAM, plain("200 OK", b'{"choices": [{"text": ""}], "usage": {"completion_tokens": 3}}'),
+    plain("500 Oops", b"not \xff JSON"), plain("302 Found", b"", "location: http://elsewhere/\r\n"),
+    plain("200 OK", b"[" * 4000), b"HTTP/1.1 100 Continue\r\n\r\n" + STREAM,
     b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
     b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\n",
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFF\r\n",
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n-1\r\n\r\n",
-    b"HTTP/1.1 200 OK\ncontent-length: 2\n\n{}",
-    b"\x16\x03\x01\x02\x00",
-]
+    b"HTTP/1.1 200 OK\ncontent-length: 2\n\n{}", b"\x16\x03\x01\x02\x00",
+]  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -108,9 +99,7 @@ CUTS = st.lists(st.integers(1, 200), max_size=4)
 GOOD = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
-# --- our server --------------------------------------------------------------------------------------
-
-
+# Our server
 @pytest.fixture(scope="module")
 def echo() -> Iterator[tuple[int, list[str]]]:
     """A server on a thread: its port, and the handler's own failures."""
@@ -143,9 +132,7 @@ def test_any_request_is_answered_or_refused(
     assert not failures
 
 
-# --- the router --------------------------------------------------------------------------------------
-
-
+# The router
 class Backends:
     """P and D that answer every request by the bytes that are told, and then close."""
 
@@ -223,8 +210,7 @@ def test_any_body_of_a_client_is_routed_or_refused(
     assert not failures
 
 
-# --- the load generator ------------------------------------------------------------------------------
-
+# The load generator
 KNOWN = set(RequestError.__args__)  # type: ignore[attr-defined]
 
 
@@ -257,9 +243,7 @@ def test_reads_of_any_answer_are_taken(data: bytes, sizes: list[int]) -> None:
     answer.release()
 
 
-# --- bounded, however long it goes on ----------------------------------------------------------------
-
-
+# Bounded, however long it goes on
 def endless(piece: bytes, first: bytes, most: int) -> tuple[int, str]:
     """Bytes that a client takes of an answer that never ends, of at most ``most``, and what it says then."""
 

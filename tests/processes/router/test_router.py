@@ -18,7 +18,7 @@ import uvloop
 from emulated import free_port
 from hypothesis import given
 from hypothesis import strategies as st
-from processes import lives
+from loops import close_at_end
 
 from kvbench.core.load.dispatch import engine_ids_in
 from kvbench.errors import InputError
@@ -29,14 +29,9 @@ from kvbench.processes.router.spec import RouterSpec
 
 HOST = "127.0.0.1"
 PARAMS = {
-    "do_remote_prefill": True,
-    "remote_block_ids": [[1, 2]],
-    "remote_engine_id": "engine",
-    "remote_host": HOST,
-    "remote_port": 1,
-    "tp_size": 1,
-    "a_field_of_the_future": {"x": None},
-}
+    "do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "engine",
+    "remote_host": HOST, "remote_port": 1, "tp_size": 1, "a_field_of_the_future": {"x": None},
+}  # fmt: skip
 STREAM = [
     b'data: {"choices":[{"text":"a"}]}\n\n',
     b"data: half",
@@ -63,7 +58,6 @@ class Backend:
 
     @property
     def url(self) -> str:
-        assert self.server is not None
         return f"http://{HOST}:{self.server.port}"
 
     def _handle(self, request: ReceivedRequest, response: Response) -> Awaitable[None] | None:
@@ -143,7 +137,6 @@ class Lab:
         await self.server.close()
         await self.router.close()
         for backend in (*self.prefills, *self.decodes):
-            assert backend.server is not None
             await backend.server.close()
 
 
@@ -171,7 +164,9 @@ async def lab(
         )
     )
     await router.bootstrap()
-    return Lab(router, await serve(router.handle, HOST, 0), prefills, decodes)
+    made = Lab(router, await serve(router.handle, HOST, 0), prefills, decodes)
+    close_at_end(made.close)
+    return made
 
 
 def on_loop(main: Callable[[], Awaitable[Any]]) -> Any:
@@ -183,87 +178,70 @@ def on_loop(main: Callable[[], Awaitable[Any]]) -> Any:
     return uvloop.run(bounded())
 
 
-def test_sequential_passes_p_s_params_to_d_untouched_and_streams_bytes_as_they_are() -> None:
-    async def main() -> None:
-        x = await lab("nixl")
-        reply = await x.complete(
-            {"X-Request-Id": "mine", "Authorization": "Bearer t"}, stream_options={"a": 1}
-        )
-        assert reply.status == 200
-        assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
-        assert reply.headers["x-request-id"] == "mine"
-        assert reply.body == b"".join(STREAM)
-        assert x.p.body["stream"] is False
-        assert x.p.body["max_tokens"] == x.p.body["min_tokens"] == 1
-        assert "stream_options" not in x.p.body
-        assert x.p.body["kv_transfer_params"]["do_remote_decode"] is True
-        assert x.d.body["kv_transfer_params"] == PARAMS
-        assert x.d.body["stream_options"] == {"a": 1}
-        assert x.d.body["max_tokens"] == 4
-        assert x.p.body["prompt"] == x.d.body["prompt"] == [1, 2, 3]
-        for backend in (x.p, x.d):
-            path, headers, _ = backend.requests[-1]
-            assert path == "/v1/completions"
-            assert headers["x-request-id"] == "mine"
-            assert headers["authorization"] == "Bearer t"
-        assert await x.metric("kvbench:router_requests_total") == 1
-        assert await x.metric("kvbench:router_prefill_seconds_count") == 1
-        assert await x.metric("kvbench:router_handoff_seconds_count") == 1
-        assert await x.metric("kvbench:router_decode_first_byte_seconds_count") == 1
-        assert await x.metric("kvbench:router_errors_total") == 0
-        await x.close()
-
-    on_loop(main)
+async def test_sequential_passes_p_s_params_to_d_untouched_and_streams_bytes_as_they_are() -> None:
+    x = await lab("nixl")
+    reply = await x.complete({"X-Request-Id": "mine", "Authorization": "Bearer t"}, stream_options={"a": 1})
+    assert reply.status == 200
+    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert (reply.headers["x-request-id"], reply.body) == ("mine", b"".join(STREAM))
+    assert x.p.body["stream"] is False
+    assert x.p.body["max_tokens"] == x.p.body["min_tokens"] == 1
+    assert "stream_options" not in x.p.body
+    assert x.p.body["kv_transfer_params"]["do_remote_decode"] is True
+    assert (x.d.body["kv_transfer_params"], x.d.body["stream_options"]) == (PARAMS, {"a": 1})
+    assert x.d.body["max_tokens"] == 4
+    assert x.p.body["prompt"] == x.d.body["prompt"] == [1, 2, 3]
+    for backend in (x.p, x.d):
+        path, headers, _ = backend.requests[-1]
+        assert path == "/v1/completions"
+        assert (headers["x-request-id"], headers["authorization"]) == ("mine", "Bearer t")
+    assert await x.metric("kvbench:router_requests_total") == 1
+    assert await x.metric("kvbench:router_prefill_seconds_count") == 1
+    assert await x.metric("kvbench:router_handoff_seconds_count") == 1
+    assert await x.metric("kvbench:router_decode_first_byte_seconds_count") == 1
+    assert await x.metric("kvbench:router_errors_total") == 0
 
 
-def test_concurrent_sends_to_both_before_either_has_answered() -> None:
-    async def main() -> None:
-        order: list[str] = []
-        both = asyncio.Event()
+async def test_concurrent_sends_to_both_before_either_has_answered() -> None:
+    order: list[str] = []
+    both = asyncio.Event()
 
-        def meeting(name: str, then: Answer) -> Answer:
-            async def answer(request: ReceivedRequest, response: Response) -> None:
-                order.append(name)
-                if len(order) == 2:
-                    both.set()
-                await both.wait()  # a router that waits for one of them would wait for ever
-                result = then(request, response)
-                if result is not None:
-                    await result
+    def meeting(name: str, then: Answer) -> Answer:
+        async def answer(request: ReceivedRequest, response: Response) -> None:
+            order.append(name)
+            if len(order) == 2:
+                both.set()
+            await both.wait()  # a router that waits for one of them would wait for ever
+            result = then(request, response)
+            if result is not None:
+                await result
 
-            return answer
+        return answer
 
-        x = await lab("mooncake", meeting("p", as_json({"choices": []})), meeting("d", streamed))
-        reply = await x.complete()
-        assert reply.body == b"".join(STREAM)
-        assert sorted(order) == ["d", "p"]
-        ids = {backend.requests[-1][1]["x-request-id"] for backend in (x.p, x.d)}
-        assert ids == {reply.headers["x-request-id"]}
-        params = x.d.body["kv_transfer_params"]
-        assert params["transfer_id"] == x.p.body["kv_transfer_params"]["transfer_id"]
-        assert params["remote_bootstrap_addr"] == x.p.url
-        assert params["remote_engine_id"] == f"id-of-{x.p.url}"
-        # P has two data-parallel ranks: the next request is for the other one, by header and id alike.
-        for rank, engine_id in ((1, "second"), (0, f"id-of-{x.p.url}")):
-            order.clear()
-            await x.complete()
-            assert x.p.requests[-1][1]["x-data-parallel-rank"] == str(rank)
-            assert "x-data-parallel-rank" not in x.d.requests[-1][1]
-            assert x.d.body["kv_transfer_params"]["remote_engine_id"] == engine_id
-        await x.close()
-
-    on_loop(main)
+    x = await lab("mooncake", meeting("p", as_json({"choices": []})), meeting("d", streamed))
+    reply = await x.complete()
+    assert reply.body == b"".join(STREAM)
+    assert sorted(order) == ["d", "p"]
+    ids = {backend.requests[-1][1]["x-request-id"] for backend in (x.p, x.d)}
+    assert ids == {reply.headers["x-request-id"]}
+    params = x.d.body["kv_transfer_params"]
+    assert params["transfer_id"] == x.p.body["kv_transfer_params"]["transfer_id"]
+    assert params["remote_bootstrap_addr"] == x.p.url
+    assert params["remote_engine_id"] == f"id-of-{x.p.url}"
+    # P has two data-parallel ranks: the next request is for the other one, by header and id alike.
+    for rank, engine_id in ((1, "second"), (0, f"id-of-{x.p.url}")):
+        order.clear()
+        await x.complete()
+        assert x.p.requests[-1][1]["x-data-parallel-rank"] == str(rank)
+        assert "x-data-parallel-rank" not in x.d.requests[-1][1]
+        assert x.d.body["kv_transfer_params"]["remote_engine_id"] == engine_id
 
 
-def test_an_answer_that_is_no_stream_keeps_its_body_and_type() -> None:
-    async def main() -> None:
-        x = await lab("nixl", d=as_json({"choices": [{"text": "hi"}]}))
-        reply = await x.complete(stream=False)
-        assert reply.json() == {"choices": [{"text": "hi"}]}
-        assert reply.headers["content-type"] == "application/json"
-        await x.close()
-
-    on_loop(main)
+async def test_an_answer_that_is_no_stream_keeps_its_body_and_type() -> None:
+    x = await lab("nixl", d=as_json({"choices": [{"text": "hi"}]}))
+    reply = await x.complete(stream=False)
+    assert reply.json() == {"choices": [{"text": "hi"}]}
+    assert reply.headers["content-type"] == "application/json"
 
 
 TIMES = ("router-received", "prefill-sent", "prefill-answered", "decode-sent", "decode-first-byte")
@@ -277,108 +255,82 @@ def told(reply: Reply) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_asks_for_it_is_told_when_what_happened(stream: bool) -> None:
+async def test_who_asks_for_it_is_told_when_what_happened(stream: bool) -> None:
     async def slow(request: ReceivedRequest, response: Response) -> None:
         response.start_stream(200, "text/event-stream; charset=utf-8")  # the head long before any token
         await asyncio.sleep(0.03)
         response.write(STREAM[0])
         response.end()
 
-    async def main() -> None:
-        x = await lab("nixl", d=slow if stream else as_json({"choices": []}))
-        before = time.monotonic()
-        reply = await x.complete({"x-kvbench-timing": "1"}, stream=stream)
-        after = time.monotonic()
-        times = told(reply)
-        assert tuple(times) == TIMES
-        assert sorted(times.values()) == list(times.values())
-        assert before - 1e-3 <= times["router-received"] <= times["decode-first-byte"] <= after + 1e-3
-        if stream:
-            assert reply.body == STREAM[0]
-            assert times["decode-first-byte"] - times["decode-sent"] >= 0.029
-        assert told(await x.complete(stream=stream)) == {}
-        await x.close()
-
-    on_loop(main)
+    x = await lab("nixl", d=slow if stream else as_json({"choices": []}))
+    before = time.monotonic()
+    reply = await x.complete({"x-kvbench-timing": "1"}, stream=stream)
+    after = time.monotonic()
+    times = told(reply)
+    assert tuple(times) == TIMES
+    assert sorted(times.values()) == list(times.values())
+    assert before - 1e-3 <= times["router-received"] <= times["decode-first-byte"] <= after + 1e-3
+    if stream:
+        assert reply.body == STREAM[0]
+        assert times["decode-first-byte"] - times["decode-sent"] >= 0.029
+    assert told(await x.complete(stream=stream)) == {}
 
 
-def test_times_of_an_aggregated_answer_and_of_one_without_a_body() -> None:
+async def test_times_of_an_aggregated_answer_and_of_one_without_a_body() -> None:
     def empty(request: ReceivedRequest, response: Response) -> None:
         response.start_stream(200)
         response.end()
 
-    async def main() -> None:
-        x = await lab("aggregated", p=None)
-        assert set(told(await x.complete({"x-kvbench-timing": "1"}))) == {TIMES[0], *TIMES[3:]}
-        await x.close()
-        y = await lab("aggregated", p=None, d=empty)
-        reply = await y.complete({"x-kvbench-timing": "1"})
-        assert (reply.status, reply.body) == (200, b"")
-        assert set(told(reply)) == {TIMES[0], TIMES[3]}
-        await y.close()
-
-    on_loop(main)
+    x = await lab("aggregated", p=None)
+    assert set(told(await x.complete({"x-kvbench-timing": "1"}))) == {TIMES[0], *TIMES[3:]}
+    y = await lab("aggregated", p=None, d=empty)
+    reply = await y.complete({"x-kvbench-timing": "1"})
+    assert (reply.status, reply.body) == (200, b"")
+    assert set(told(reply)) == {TIMES[0], TIMES[3]}
 
 
-def test_round_robin_over_p_and_over_d_each_for_itself() -> None:
-    async def main() -> None:
-        x = await lab("nixl", n=(3, 2))
-        for _ in range(12):
-            await x.complete()
-        assert [len(backend.requests) for backend in x.prefills] == [4, 4, 4]
-        assert [len(backend.requests) for backend in x.decodes] == [6, 6]
-        await x.close()
-
-    on_loop(main)
+async def test_round_robin_over_p_and_over_d_each_for_itself() -> None:
+    x = await lab("nixl", n=(3, 2))
+    for _ in range(12):
+        await x.complete()
+    assert [len(backend.requests) for backend in x.prefills] == [4, 4, 4]
+    assert [len(backend.requests) for backend in x.decodes] == [6, 6]
 
 
-def test_aggregated_goes_to_the_decode_servers_as_it_came() -> None:
-    async def main() -> None:
-        x = await lab("aggregated", p=None)
-        assert (await x.complete()).body == b"".join(STREAM)
-        assert "kv_transfer_params" not in x.d.body
-        await x.close()
-
-    on_loop(main)
+async def test_aggregated_goes_to_the_decode_servers_as_it_came() -> None:
+    x = await lab("aggregated", p=None)
+    assert (await x.complete()).body == b"".join(STREAM)
+    assert "kv_transfer_params" not in x.d.body
 
 
 @pytest.mark.parametrize("connector", ["nixl", "mooncake"])
-def test_an_error_of_p_is_passed_on_and_never_becomes_an_answer(connector: str) -> None:
-    async def main() -> None:
-        d = silent if connector == "mooncake" else streamed
-        x = await lab(connector, as_json({"error": {"message": "no memory"}}, 507), d)
-        reply = await x.complete()
-        assert reply.status == 507
-        assert reply.json() == {"error": {"message": "no memory"}}
-        if connector == "mooncake":
-            await x.d.left.wait()  # D's request is cancelled
-        else:
-            assert x.d.requests == []
-        assert await x.metric('kvbench:router_errors_total{error="prefill_http"}') == 1
-        await x.close()
-
-    on_loop(main)
+async def test_an_error_of_p_is_passed_on_and_never_becomes_an_answer(connector: str) -> None:
+    d = silent if connector == "mooncake" else streamed
+    x = await lab(connector, as_json({"error": {"message": "no memory"}}, 507), d)
+    reply = await x.complete()
+    assert (reply.status, reply.json()) == (507, {"error": {"message": "no memory"}})
+    if connector == "mooncake":
+        await x.d.left.wait()  # D's request is cancelled
+    else:
+        assert x.d.requests == []
+    assert await x.metric('kvbench:router_errors_total{error="prefill_http"}') == 1
 
 
-def test_p_failing_after_d_has_begun_breaks_the_stream() -> None:
-    async def main() -> None:
-        begun = asyncio.Event()
+async def test_p_failing_after_d_has_begun_breaks_the_stream() -> None:
+    begun = asyncio.Event()
 
-        async def late_failure(request: ReceivedRequest, response: Response) -> None:
-            await begun.wait()
-            response.send(500, b"{}")
+    async def late_failure(request: ReceivedRequest, response: Response) -> None:
+        await begun.wait()
+        response.send(500, b"{}")
 
-        async def stream_and_end(request: ReceivedRequest, response: Response) -> None:
-            await streamed(request, response)
-            begun.set()
+    async def stream_and_end(request: ReceivedRequest, response: Response) -> None:
+        await streamed(request, response)
+        begun.set()
 
-        x = await lab("mooncake", late_failure, stream_and_end)
-        with pytest.raises(ConnectionError):
-            await x.complete()
-        assert await x.metric('kvbench:router_errors_total{error="prefill_http"}') == 1
-        await x.close()
-
-    on_loop(main)
+    x = await lab("mooncake", late_failure, stream_and_end)
+    with pytest.raises(ConnectionError):
+        await x.complete()
+    assert await x.metric('kvbench:router_errors_total{error="prefill_http"}') == 1
 
 
 @pytest.mark.parametrize(
@@ -391,320 +343,260 @@ def test_p_failing_after_d_has_begun_breaks_the_stream() -> None:
         (lambda _, response: response.abort(), "no complete answer"),
     ],
 )
-def test_an_unusable_answer_of_p_is_a_502_that_says_why(answer: Answer, words: str) -> None:
-    async def main() -> None:
-        x = await lab("nixl", answer)
-        reply = await x.complete()
-        assert reply.status == 502
-        message = reply.json()["error"]["message"]
-        assert words in message
-        assert x.p.url in message
-        assert x.d.requests == []
-        assert len(x.p.requests) == 1  # not tried again
-        await x.close()
-
-    on_loop(main)
+async def test_an_unusable_answer_of_p_is_a_502_that_says_why(answer: Answer, words: str) -> None:
+    x = await lab("nixl", answer)
+    reply = await x.complete()
+    assert reply.status == 502
+    message = reply.json()["error"]["message"]
+    assert words in message
+    assert x.p.url in message
+    assert x.d.requests == []
+    assert len(x.p.requests) == 1  # not tried again
 
 
 @pytest.mark.parametrize("connector", ["nixl", "mooncake", "aggregated"])
-def test_an_error_of_d_is_passed_on(connector: str) -> None:
-    async def main() -> None:
-        p = None if connector == "aggregated" else (silent if connector == "mooncake" else prefilled)
-        x = await lab(connector, p, as_json({"error": {"message": "too long"}}, 400))
-        reply = await x.complete()
-        assert (reply.status, reply.json()) == (400, {"error": {"message": "too long"}})
-        if connector == "mooncake":
-            await x.p.left.wait()
-        await x.close()
-
-    on_loop(main)
+async def test_an_error_of_d_is_passed_on(connector: str) -> None:
+    p = None if connector == "aggregated" else (silent if connector == "mooncake" else prefilled)
+    x = await lab(connector, p, as_json({"error": {"message": "too long"}}, 400))
+    reply = await x.complete()
+    assert (reply.status, reply.json()) == (400, {"error": {"message": "too long"}})
+    if connector == "mooncake":
+        await x.p.left.wait()
 
 
-def test_d_closing_in_its_stream_breaks_the_client_s() -> None:
-    async def main() -> None:
-        def half(request: ReceivedRequest, response: Response) -> None:
-            response.start_stream()
-            response.write(b"data: 1\n\n")
-            asyncio.get_running_loop().call_later(0.05, response.abort)
+async def test_d_closing_in_its_stream_breaks_the_client_s() -> None:
+    def half(request: ReceivedRequest, response: Response) -> None:
+        response.start_stream()
+        response.write(b"data: 1\n\n")
+        asyncio.get_running_loop().call_later(0.05, response.abort)
 
-        x = await lab("nixl", d=half)
-        with pytest.raises(ConnectionError):
-            await x.complete()
-        assert await x.metric('kvbench:router_errors_total{error="decode_early_close"}') == 1
-        await x.close()
-
-    on_loop(main)
+    x = await lab("nixl", d=half)
+    with pytest.raises(ConnectionError):
+        await x.complete()
+    assert await x.metric('kvbench:router_errors_total{error="decode_early_close"}') == 1
 
 
 @pytest.mark.parametrize("which", ["prefill", "decode"])
-def test_a_backend_that_is_not_there_is_a_502(which: str) -> None:
-    async def main() -> None:
-        x = await lab("nixl")
-        gone = x.p if which == "prefill" else x.d
-        assert gone.server is not None
-        url = gone.url
-        await gone.server.close()
-        reply = await x.complete()
-        assert reply.status == 502
-        assert f"{which} {url}" in reply.json()["error"]["message"]
-        await x.close()
-
-    on_loop(main)
+async def test_a_backend_that_is_not_there_is_a_502(which: str) -> None:
+    x = await lab("nixl")
+    gone = x.p if which == "prefill" else x.d
+    url = gone.url
+    await gone.server.close()
+    reply = await x.complete()
+    assert reply.status == 502
+    assert f"{which} {url}" in reply.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("connector", ["nixl", "mooncake"])
-def test_a_client_that_leaves_cancels_the_requests_on_p_and_d(connector: str) -> None:
-    async def main() -> None:
-        x = await lab(connector, silent, silent)
-        request = asyncio.ensure_future(x.complete())
-        waiting = [x.p] if connector == "nixl" else [x.p, x.d]
-        for backend in waiting:
-            await backend.arrived.wait()
-        request.cancel()
-        for backend in waiting:
-            await backend.left.wait()
-        assert await x.metric('kvbench:router_errors_total{error="client_disconnect"}') == 1
-        assert await x.metric("kvbench:router_requests_in_flight") == 0
-        await x.close()
-
-    on_loop(main)
+async def test_a_client_that_leaves_cancels_the_requests_on_p_and_d(connector: str) -> None:
+    x = await lab(connector, silent, silent)
+    request = asyncio.ensure_future(x.complete())
+    waiting = [x.p] if connector == "nixl" else [x.p, x.d]
+    for backend in waiting:
+        await backend.arrived.wait()
+    request.cancel()
+    for backend in waiting:
+        await backend.left.wait()
+    assert await x.metric('kvbench:router_errors_total{error="client_disconnect"}') == 1
+    assert await x.metric("kvbench:router_requests_in_flight") == 0
 
 
-def test_a_client_that_leaves_the_stream_cancels_d() -> None:
-    async def main() -> None:
-        def endless(request: ReceivedRequest, response: Response) -> None:
-            response.start_stream()
-            response.write(b"data: 1\n\n")
+async def test_a_client_that_leaves_the_stream_cancels_d() -> None:
+    def endless(request: ReceivedRequest, response: Response) -> None:
+        response.start_stream()
+        response.write(b"data: 1\n\n")
 
-        x = await lab("nixl", d=endless)
-        request = asyncio.ensure_future(x.complete())
-        await x.d.arrived.wait()
-        await asyncio.sleep(0.02)
-        request.cancel()
-        await x.d.left.wait()
-        await x.close()
-
-    on_loop(main)
+    x = await lab("nixl", d=endless)
+    request = asyncio.ensure_future(x.complete())
+    await x.d.arrived.wait()
+    await asyncio.sleep(0.02)
+    request.cancel()
+    await x.d.left.wait()
 
 
 @pytest.mark.parametrize("connector", ["nixl", "mooncake"])
-def test_a_deadline_ends_with_504_and_cancels(connector: str) -> None:
-    async def main() -> None:
-        x = await lab(connector, silent, silent, request_timeout_s=0.1)
-        reply = await x.complete()
-        assert reply.status == 504
-        assert reply.json()["error"]["type"] == "timeout"
-        await x.p.left.wait()
-        await x.close()
-
-    on_loop(main)
+async def test_a_deadline_ends_with_504_and_cancels(connector: str) -> None:
+    x = await lab(connector, silent, silent, request_timeout_s=0.1)
+    reply = await x.complete()
+    assert (reply.status, reply.json()["error"]["type"]) == (504, "timeout")
+    await x.p.left.wait()
 
 
-def test_a_slow_client_holds_d_back_and_loses_nothing() -> None:
+async def test_a_slow_client_holds_d_back_and_loses_nothing() -> None:
     size = 3_000_000
 
-    async def main() -> None:
-        async def flood(request: ReceivedRequest, response: Response) -> None:
-            free = asyncio.Event()
-            free.set()
-            response.on_congestion(free.clear, free.set)
-            response.start_stream()
-            for _ in range(size // 10_000):
-                await free.wait()
-                response.write(b"x" * 10_000)
-                await asyncio.sleep(0)
-            response.end()
+    async def flood(request: ReceivedRequest, response: Response) -> None:
+        free = asyncio.Event()
+        free.set()
+        response.on_congestion(free.clear, free.set)
+        response.start_stream()
+        for _ in range(size // 10_000):
+            await free.wait()
+            response.write(b"x" * 10_000)
+            await asyncio.sleep(0)
+        response.end()
 
-        x = await lab("aggregated", None, flood)
-        reader, writer = await asyncio.open_connection(HOST, x.server.port, limit=4096)
-        writer.write(x.pool.request("POST", "/v1/completions", {"connection": "close"}, b"{}"))
-        received = b""
-        while piece := await reader.read(50_000):
-            received += piece
-            await asyncio.sleep(0.0005)
-        assert received.count(b"x") >= size
-        assert received.endswith(b"0\r\n\r\n")
-        writer.close()
-        await x.close()
-
-    on_loop(main)
+    x = await lab("aggregated", None, flood)
+    reader, writer = await asyncio.open_connection(HOST, x.server.port, limit=4096)
+    writer.write(x.pool.request("POST", "/v1/completions", {"connection": "close"}, b"{}"))
+    received = b""
+    while piece := await reader.read(50_000):
+        received += piece
+        await asyncio.sleep(0.0005)
+    assert received.count(b"x") >= size
+    assert received.endswith(b"0\r\n\r\n")
+    writer.close()
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"prompt":[1,2'])
-def test_a_body_that_is_no_json_object_is_a_400(body: bytes) -> None:
-    async def main() -> None:
-        x = await lab("nixl")
-        reply = await fetch(x.pool, x.pool.request("POST", "/v1/completions", None, body))
-        assert reply.status == 400
-        assert x.p.requests == []
-        await x.close()
-
-    on_loop(main)
+async def test_a_body_that_is_no_json_object_is_a_400(body: bytes) -> None:
+    x = await lab("nixl")
+    assert (await fetch(x.pool, x.pool.request("POST", "/v1/completions", None, body))).status == 400
+    assert x.p.requests == []
 
 
-def test_a_body_that_nobody_changes_is_d_s_to_judge() -> None:
+async def test_a_body_that_nobody_changes_is_d_s_to_judge() -> None:
     bodies = [b"{", b"[]", b'{"prompt":[1,2']
 
-    async def main() -> None:
-        seen: list[bytes] = []
+    seen: list[bytes] = []
 
-        def judge(request: ReceivedRequest, response: Response) -> None:
-            seen.append(request.body)
-            response.send(422, b"not for me", "text/plain")
+    def judge(request: ReceivedRequest, response: Response) -> None:
+        seen.append(request.body)
+        response.send(422, b"not for me", "text/plain")
 
-        d = await serve(judge, HOST, 0)
-        spec = RouterSpec(port=0, connector="aggregated", decode=[{"url": f"http://{HOST}:{d.port}"}])
-        router = Router(spec)
-        await router.bootstrap()
-        x = Lab(router, await serve(router.handle, HOST, 0), [], [])
-        for body in bodies:
-            reply = await fetch(x.pool, x.pool.request("POST", "/v1/completions", None, body))
-            assert (reply.status, reply.body) == (422, b"not for me")
-        assert seen == bodies
-        assert await x.metric('kvbench:router_errors_total{error="decode_http"}') == 3
-        await x.close()
-        await d.close()
-
-    on_loop(main)
+    d = await serve(judge, HOST, 0)
+    spec = RouterSpec(port=0, connector="aggregated", decode=[{"url": f"http://{HOST}:{d.port}"}])
+    router = Router(spec)
+    await router.bootstrap()
+    x = Lab(router, await serve(router.handle, HOST, 0), [], [])
+    for body in bodies:
+        reply = await fetch(x.pool, x.pool.request("POST", "/v1/completions", None, body))
+        assert (reply.status, reply.body) == (422, b"not for me")
+    assert seen == bodies
+    assert await x.metric('kvbench:router_errors_total{error="decode_http"}') == 3
+    await x.close()
+    await d.close()
 
 
-def test_requests_are_late_in_the_order_of_their_arrival_and_no_other_is() -> None:
-    async def main() -> None:
-        ended: list[str] = []
+async def test_requests_are_late_in_the_order_of_their_arrival_and_no_other_is() -> None:
+    ended: list[str] = []
 
-        async def some(request: ReceivedRequest, response: Response) -> None:
-            if request.headers["x-request-id"].startswith("slow"):
-                return
-            await asyncio.sleep(1.0)  # past the first one's time, within its own
-            response.send(200, b"{}")
+    async def some(request: ReceivedRequest, response: Response) -> None:
+        if request.headers["x-request-id"].startswith("slow"):
+            return
+        await asyncio.sleep(1.0)  # past the first one's time, within its own
+        response.send(200, b"{}")
 
-        x = await lab("aggregated", None, some, request_timeout_s=1.2)
+    x = await lab("aggregated", None, some, request_timeout_s=1.2)
 
-        async def ask(name: str) -> None:
-            reply = await x.complete({"x-request-id": name})
-            ended.append(f"{name} {reply.status}")
+    async def ask(name: str) -> None:
+        reply = await x.complete({"x-request-id": name})
+        ended.append(f"{name} {reply.status}")
 
-        asking = []
-        for name in ("slow-1", "fine", "slow-2"):
-            asking.append(asyncio.ensure_future(ask(name)))
-            await asyncio.sleep(0.4)
-        await asyncio.gather(*asking)
-        assert ended == ["slow-1 504", "fine 200", "slow-2 504"]
-        assert await x.metric('kvbench:router_errors_total{error="timeout"}') == 2
-        assert await x.metric("kvbench:router_requests_in_flight") == 0
-        await x.close()
-
-    on_loop(main)
+    asking = []
+    for name in ("slow-1", "fine", "slow-2"):
+        asking.append(asyncio.ensure_future(ask(name)))
+        await asyncio.sleep(0.4)
+    await asyncio.gather(*asking)
+    assert ended == ["slow-1 504", "fine 200", "slow-2 504"]
+    assert await x.metric('kvbench:router_errors_total{error="timeout"}') == 2
+    assert await x.metric("kvbench:router_requests_in_flight") == 0
 
 
-def test_the_end_of_d_s_stream_waits_for_p_but_its_tokens_do_not() -> None:
+async def test_the_end_of_d_s_stream_waits_for_p_but_its_tokens_do_not() -> None:
     """What comes in one read with the last chunk goes on at once."""
     data = b"data: 1\n\n"
     framed = b"%x\r\n%b\r\n" % (len(data), data)
 
-    async def main() -> None:
-        release = asyncio.Event()
+    release = asyncio.Event()
 
-        async def late(request: ReceivedRequest, response: Response) -> None:
-            await release.wait()
-            response.send(200, b"{}")
+    async def late(request: ReceivedRequest, response: Response) -> None:
+        await release.wait()
+        response.send(200, b"{}")
 
-        async def at_once(request: ReceivedRequest, response: Response) -> None:
-            response.start_stream(first=framed)
-            for _ in range(3):
-                await asyncio.sleep(0.01)
-                response.pass_on(framed)
+    async def at_once(request: ReceivedRequest, response: Response) -> None:
+        response.start_stream(first=framed)
+        for _ in range(3):
             await asyncio.sleep(0.01)
-            response.end(framed)
+            response.pass_on(framed)
+        await asyncio.sleep(0.01)
+        response.end(framed)
 
-        x = await lab("mooncake", late, at_once)
-        reader, writer = await asyncio.open_connection(HOST, x.server.port)
-        writer.write(x.pool.request("POST", "/v1/completions", None, b"{}"))
-        await reader.readuntil(b"\r\n\r\n")
-        assert await reader.readexactly(5 * len(framed)) == 5 * framed
-        release.set()
-        assert await reader.readexactly(5) == b"0\r\n\r\n"
-        assert await x.metric("kvbench:router_errors_total") == 0
-        writer.close()
+    x = await lab("mooncake", late, at_once)
+    reader, writer = await asyncio.open_connection(HOST, x.server.port)
+    writer.write(x.pool.request("POST", "/v1/completions", None, b"{}"))
+    await reader.readuntil(b"\r\n\r\n")
+    assert await reader.readexactly(5 * len(framed)) == 5 * framed
+    release.set()
+    assert await reader.readexactly(5) == b"0\r\n\r\n"
+    assert await x.metric("kvbench:router_errors_total") == 0
+    writer.close()
+
+
+async def test_a_client_that_leaves_while_a_backend_is_being_reached_is_counted_and_forgotten() -> None:
+    with socket.socket() as full:  # never accepts; its queue is full after some connections
+        full.bind((HOST, 0))
+        full.listen(0)
+        full.setblocking(False)
+        url = f"http://{HOST}:{full.getsockname()[1]}"
+        others = []
+        for _ in range(4):
+            other = socket.socket()
+            other.setblocking(False)
+            other.connect_ex(full.getsockname())
+            others.append(other)
+        router = Router(RouterSpec(port=0, connector="aggregated", decode=[{"url": url}]))
+        await router.bootstrap()
+        x = Lab(router, await serve(router.handle, HOST, 0), [], [])
+        asking = asyncio.ensure_future(x.complete())
+        while not await x.metric("kvbench:router_requests_in_flight"):
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        while not await x.metric('kvbench:router_errors_total{error="client_disconnect"}'):
+            await asyncio.sleep(0.01)
+        assert await x.metric("kvbench:router_requests_in_flight") == 0
+        for other in others:
+            other.close()
         await x.close()
 
-    on_loop(main)
+
+async def test_health_models_reset_and_what_is_not_there() -> None:
+    x = await lab("nixl", as_json({}), as_json({}))
+    assert (await x.get("/health")).status == 200
+    assert (await x.get("/v1/models")).json()["data"][0]["id"] == "tiny"
+    assert (await x.get("/reset_prefix_cache", "POST")).status == 200
+    assert [b.requests[-1][0] for b in (x.p, x.d)] == ["/reset_prefix_cache"] * 2
+    assert (await x.get("/nothing")).status == 404
+    x.d.healthy = False
+    reply = await x.get("/health")
+    assert reply.status == 503
+    assert x.d.url in reply.body.decode()
+    assert x.p.url not in reply.body.decode()
+    x.p.answer = as_json({}, 500)
+    reply = await x.get("/reset_prefix_cache", "POST")
+    assert reply.status == 502
+    assert x.p.url in reply.body.decode()
 
 
-def test_a_client_that_leaves_while_a_backend_is_being_reached_is_counted_and_forgotten() -> None:
-    async def main() -> None:
-        with socket.socket() as full:  # never accepts; its queue is full after some connections
-            full.bind((HOST, 0))
-            full.listen(0)
-            full.setblocking(False)
-            url = f"http://{HOST}:{full.getsockname()[1]}"
-            others = []
-            for _ in range(4):
-                other = socket.socket()
-                other.setblocking(False)
-                other.connect_ex(full.getsockname())
-                others.append(other)
-            router = Router(RouterSpec(port=0, connector="aggregated", decode=[{"url": url}]))
-            await router.bootstrap()
-            x = Lab(router, await serve(router.handle, HOST, 0), [], [])
-            asking = asyncio.ensure_future(x.complete())
-            while not await x.metric("kvbench:router_requests_in_flight"):
-                await asyncio.sleep(0.01)
-            asking.cancel()
-            while not await x.metric('kvbench:router_errors_total{error="client_disconnect"}'):
-                await asyncio.sleep(0.01)
-            assert await x.metric("kvbench:router_requests_in_flight") == 0
-            for other in others:
-                other.close()
-            await x.close()
-
-    on_loop(main)
-
-
-def test_health_models_reset_and_what_is_not_there() -> None:
-    async def main() -> None:
-        x = await lab("nixl", as_json({}), as_json({}))
-        assert (await x.get("/health")).status == 200
-        assert (await x.get("/v1/models")).json()["data"][0]["id"] == "tiny"
-        assert (await x.get("/reset_prefix_cache", "POST")).status == 200
-        assert [b.requests[-1][0] for b in (x.p, x.d)] == ["/reset_prefix_cache"] * 2
-        assert (await x.get("/nothing")).status == 404
-        x.d.healthy = False
-        reply = await x.get("/health")
-        assert reply.status == 503
-        assert x.d.url in reply.body.decode()
-        assert x.p.url not in reply.body.decode()
-        x.p.answer = as_json({}, 500)
-        reply = await x.get("/reset_prefix_cache", "POST")
-        assert reply.status == 502
-        assert x.p.url in reply.body.decode()
-        await x.close()
-
-    on_loop(main)
-
-
-def test_requests_before_the_engine_ids_are_known_are_refused() -> None:
-    async def main() -> None:
-        p, d = await Backend(prefilled).start(), await Backend(streamed).start()
-        p.bootstrapped = False
-        spec = RouterSpec(
-            port=0,
-            connector="mooncake",
-            prefill=[{"url": p.url, "bootstrap_url": p.url}],
-            decode=[{"url": d.url}],
-        )
-        router = Router(spec)
-        x = Lab(router, await serve(router.handle, HOST, 0), [p], [d])
-        asking = asyncio.ensure_future(router.bootstrap())
-        await asyncio.sleep(0.05)
-        assert (await x.complete()).status == 503
-        assert "engine ids" in (await x.get("/health")).body.decode()
-        p.bootstrapped = True
-        await asking
-        assert (await x.get("/health")).status == 200
-        await x.close()
-
-    on_loop(main)
+async def test_requests_before_the_engine_ids_are_known_are_refused() -> None:
+    p, d = await Backend(prefilled).start(), await Backend(streamed).start()
+    p.bootstrapped = False
+    spec = RouterSpec(
+        port=0,
+        connector="mooncake",
+        prefill=[{"url": p.url, "bootstrap_url": p.url}],
+        decode=[{"url": d.url}],
+    )
+    router = Router(spec)
+    x = Lab(router, await serve(router.handle, HOST, 0), [p], [d])
+    asking = asyncio.ensure_future(router.bootstrap())
+    await asyncio.sleep(0.05)
+    assert (await x.complete()).status == 503
+    assert "engine ids" in (await x.get("/health")).body.decode()
+    p.bootstrapped = True
+    await asking
+    assert (await x.get("/health")).status == 200
+    await x.close()
 
 
 @pytest.mark.parametrize(
@@ -741,8 +633,7 @@ values = st.recursive(
 def test_cutting_the_prompt_out_changes_nothing(other: dict[str, Any], prompt: Any) -> None:
     fields = {**other, "prompt": prompt}
     body = ClientBody(json.dumps(fields).encode())
-    again = json.loads(body.encode({**body.fields, "added": 1}))
-    assert again == {**fields, "added": 1}
+    assert json.loads(body.encode({**body.fields, "added": 1})) == {**fields, "added": 1}
 
 
 def test_a_long_prompt_of_token_ids_is_not_decoded() -> None:
@@ -755,8 +646,6 @@ def test_a_long_prompt_of_token_ids_is_not_decoded() -> None:
 
 
 # The process
-
-
 def start(folder: Path, spec: dict[str, Any]) -> subprocess.Popen[str]:
     path = folder / "spec.json"
     path.write_text(json.dumps(spec))
@@ -764,93 +653,24 @@ def start(folder: Path, spec: dict[str, Any]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_process_serves_until_sigterm(tmp_path: Path) -> None:
-    async def main() -> None:
-        p, d = await Backend(prefilled).start(), await Backend(streamed).start()
-        port = free_port()
-        spec = {"port": port, "connector": "tcp", "prefill": [{"url": p.url}], "decode": [{"url": d.url}]}
-        process = start(tmp_path, spec)
-        pool = Pool(f"http://{HOST}:{port}")
-        for _ in range(200):
-            try:
-                reply = await fetch(pool, pool.request("GET", "/health"))
-                break
-            except OSError:
-                await asyncio.sleep(0.05)
-        assert reply.status == 200
-        assert (await fetch(pool, pool.request("POST", "/v1/completions", None, b"{}"))).status == 200
-        process.send_signal(signal.SIGTERM)
-        code = await asyncio.to_thread(process.wait, 5)
-        assert code == 0, process.stderr.read() if process.stderr else ""
-        assert process.stderr is not None
-        process.stderr.close()
-        await pool.close()
-        for backend in (p, d):
-            assert backend.server is not None
-            await backend.server.close()
-
-    on_loop(main)
-
-
-def test_a_busy_port_is_exit_code_98(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind((HOST, 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        spec = {"port": port, "connector": "aggregated", "decode": [{"url": f"http://{HOST}:1"}]}
-        process = start(tmp_path, spec)
-        _, err = process.communicate(timeout=20)
-    assert process.returncode == 98
-    assert f"port {HOST}:{port} is in use" in err
-    assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"connectr": "nixl"}, "did you mean 'connector'"),
-        ({"connector": "nope"}, "no connector is called 'nope'"),
-        ({"decode": []}, "at least one decode"),
-        ({"connector": "nixl"}, "at least one prefill"),
-        ({"connector": "mooncake", "prefill": [{"url": "http://x:1"}]}, "bootstrap_url"),
-        ({"decode": [{"ulr": "http://x:1"}]}, "did you mean 'url'"),
-        ({"decode": [{"url": "x"}]}, "no http"),
-        ({"port": "high"}, "'port'"),
-    ],
-)
-def test_a_wrong_spec_is_exit_code_2(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    spec = {"port": 0, "connector": "aggregated", "decode": [{"url": "http://x:1"}], **changes}
-    process = start(tmp_path, spec)
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 2, err
-    assert words in err
-    assert "Traceback" not in err
-
-
-def test_it_ends_with_its_parent(tmp_path: Path) -> None:
+async def test_a_process_serves_until_sigterm(tmp_path: Path) -> None:
+    p, d = await Backend(prefilled).start(), await Backend(streamed).start()
     port = free_port()
-    path = tmp_path / "spec.json"
-    spec = {"port": port, "connector": "aggregated", "decode": [{"url": f"http://{HOST}:1"}]}
-    path.write_text(json.dumps(spec))
-    middle = (
-        "import subprocess, sys;"
-        "p = subprocess.Popen([sys.executable, '-m', 'kvbench.processes.router', sys.argv[1]], stderr=-3);"
-        "print(p.pid, flush=True); sys.stdin.read()"
-    )
-    pipe = subprocess.PIPE
-    parent = subprocess.Popen([sys.executable, "-c", middle, str(path)], stdin=pipe, stdout=pipe, text=True)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    deadline = time.monotonic() + 10
-    while _refused(port):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    parent.communicate(timeout=10)
-    while lives(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def _refused(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex((HOST, port)) != 0
+    spec = {"port": port, "connector": "tcp", "prefill": [{"url": p.url}], "decode": [{"url": d.url}]}
+    process = start(tmp_path, spec)
+    pool = Pool(f"http://{HOST}:{port}")
+    for _ in range(200):
+        try:
+            reply = await fetch(pool, pool.request("GET", "/health"))
+            break
+        except OSError:
+            await asyncio.sleep(0.05)
+    assert reply.status == 200
+    assert (await fetch(pool, pool.request("POST", "/v1/completions", None, b"{}"))).status == 200
+    process.send_signal(signal.SIGTERM)
+    code = await asyncio.to_thread(process.wait, 5)
+    assert code == 0, process.stderr.read() if process.stderr else ""
+    process.stderr.close()
+    await pool.close()
+    for backend in (p, d):
+        await backend.server.close()

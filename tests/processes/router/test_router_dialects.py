@@ -1,7 +1,5 @@
 """The router with older engines and with SGLang: what P and D really get over HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
@@ -44,12 +42,7 @@ async def one_request(p: Engine, d: Engine, known: dict[str, Any] | None = None,
         RouterSpec(
             port=0,
             prefill=[
-                {
-                    "url": prefill,
-                    "side_address": "10.0.0.1:8998",
-                    "bootstrap_url": bootstrap,
-                    **(known or {}),
-                }
+                {"url": prefill, "side_address": "10.0.0.1:8998", "bootstrap_url": bootstrap, **(known or {})}
             ],
             decode=[{"url": decode, "side_address": "10.0.0.2:22001"}],
             **spec,
@@ -66,7 +59,6 @@ async def one_request(p: Engine, d: Engine, known: dict[str, Any] | None = None,
         await server.close()
         await router.close()
         for engine in (p, d):
-            assert engine.server is not None
             await engine.server.close()
 
 
@@ -139,29 +131,15 @@ def test_what_a_router_cannot_speak(spec: dict[str, Any], said: str) -> None:
 
 
 PARAMS = {
-    "do_remote_prefill": True,
-    "remote_block_ids": [[1]],
-    "remote_engine_id": "engine",
-    "remote_request_id": "theirs",
-    "remote_host": HOST,
-    "remote_port": 1,
-    "tp_size": 1,
-}
+    "do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "engine",
+    "remote_request_id": "theirs", "remote_host": HOST, "remote_port": 1, "tp_size": 1,
+}  # fmt: skip
 MODES = {
-    "aggregated": "none",
-    "custom": "sequential",
-    "decode_bench": "none",
-    "example": "sequential",
-    "lmcache": "sequential",
-    "mooncake": "concurrent",
-    "mooncake_store": "sequential",
-    "multi": "sequential",
-    "nccl": "sequential",
-    "nixl": "sequential",
-    "nixl_push": "sequential",
-    "offloading": "none",
-    "tcp": "sequential",
-}
+    "aggregated": "none", "custom": "sequential", "decode_bench": "none", "example": "sequential",
+    "lmcache": "sequential", "mooncake": "concurrent", "mooncake_store": "sequential",
+    "multi": "sequential", "nccl": "sequential", "nixl": "sequential", "nixl_push": "sequential",
+    "offloading": "none", "tcp": "sequential",
+}  # fmt: skip
 """How each connector's newest profile is dispatched, as vLLM's own proxies do it."""
 
 
@@ -185,7 +163,6 @@ def test_p_and_d_get_over_the_wire_what_the_connector_s_functions_say(name: str)
     connector = connectors.get(name).profile(version)
     p, d = Answering(PARAMS), Engine()
     assert ask(p, d, connector=name, version=version).status == 200
-    assert p.server is not None
     url = f"http://{HOST}:{p.server.port}"
     engine_id = "id-of-p" if connector.needs_bootstrap else ""
     peer = PrefillPeer(url, url if connector.needs_bootstrap else "", engine_id, "10.0.0.1:8998")
@@ -204,23 +181,17 @@ def test_nixl_push_sends_to_both_at_once_if_asked() -> None:
     p, d = Engine(), Engine()
     known = {"engine_ids": ["push-prefill-0"], "tensor_parallel_size": 2}
     given = {"connector": "nixl_push", "version": "0.32.0", "options": {"dispatch": "concurrent"}}
-    reply = asyncio.run(asyncio.wait_for(one_request(p, d, known, **given), 30))
-    assert reply.status == 200
+    assert asyncio.run(asyncio.wait_for(one_request(p, d, known, **given), 30)).status == 200
     [(p_id, first)], [(d_id, second)] = p.seen, d.seen
     assert p_id == d_id == "mine"
     assert first["kv_transfer_params"]["do_remote_decode"] is True
     assert first["max_tokens"] == 1
     assert second["prompt"] == [1, 2]
     assert second["kv_transfer_params"] == {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": "push-prefill-0",
-        "remote_request_id": "mine",
-        "remote_host": "10.0.0.1",
-        "remote_port": 8998,
-        "tp_size": 2,
+        "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": "push-prefill-0",
+        "remote_request_id": "mine", "remote_host": "10.0.0.1", "remote_port": 8998, "tp_size": 2,
         "pp_size": 1,
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -232,12 +203,9 @@ def test_nixl_push_sends_to_both_at_once_if_asked() -> None:
 )
 def test_to_send_at_once_p_s_engine_id_must_be_known(connector: str, options: dict[str, Any]) -> None:
     spec = RouterSpec(
-        port=0,
-        connector=connector,
-        prefill=[{"url": "http://a"}],
-        decode=[{"url": "http://b"}],
+        port=0, connector=connector, prefill=[{"url": "http://a"}], decode=[{"url": "http://b"}],
         options=options,
-    )
+    )  # fmt: skip
     assert spec.profile().dispatch == "concurrent"
     with pytest.raises(InputError, match="needs engine_ids for each prefill"):
         Router(spec)

@@ -1,7 +1,5 @@
 """The router in several processes: one port, one sum, one end."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -76,42 +74,39 @@ def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children()
 
 
-def test_every_process_tells_the_sum_and_goes_round_the_servers(tmp_path: Path) -> None:
+async def test_every_process_tells_the_sum_and_goes_round_the_servers(tmp_path: Path) -> None:
     seen: Counter[str] = Counter()
     count = 60
 
-    async def main() -> None:
-        def engine(request: ReceivedRequest, response: Response) -> None:
-            if request.method == "POST":
-                seen[request.headers["host"]] += 1
-            response.start_stream()
-            response.write(b"data: 1\n\n")
-            response.end()
+    def engine(request: ReceivedRequest, response: Response) -> None:
+        if request.method == "POST":
+            seen[request.headers["host"]] += 1
+        response.start_stream()
+        response.write(b"data: 1\n\n")
+        response.end()
 
-        engines = [await serve(engine, HOST, 0) for _ in range(2)]
-        decode = [{"url": f"http://{HOST}:{each.port}"} for each in engines]
-        with router(tmp_path, connector="aggregated", decode=decode) as (process, port):
-            await until_healthy(port)
-            workers = workers_of(process)
-            assert len(workers) == PROCESSES
-            await asyncio.gather(*(one(port, "POST", "/v1/completions", b"{}") for _ in range(count)))
-            for _ in range(2 * PROCESSES):  # whichever answers
-                page = parse_metrics((await one(port, "GET", "/metrics")).body.decode())
-                assert page.total("kvbench:router_requests_total") == count
-                assert page.total("kvbench:router_streams_total") == count
-                assert page.total("kvbench:router_request_seconds_count") == count
-                assert page.total("kvbench:router_requests_in_flight") == 0
-                assert page.total("kvbench:router_processes") == PROCESSES
-            used = [sum(worker.cpu_times()[:2]) for worker in workers]
-            assert sum(seen.values()) == count
-            assert max(seen.values()) - min(seen.values()) <= PROCESSES
-            told = [page.total("kvbench:router_cpu_seconds_total", process=str(k)) for k in range(PROCESSES)]
-            assert 0 < sum(each or 0.0 for each in told) <= sum(used) + 0.1
-            assert page.total("kvbench:router_loop_lag_seconds_count")
-        for each in engines:
-            await each.close()
-
-    on_loop(main)
+    engines = [await serve(engine, HOST, 0) for _ in range(2)]
+    decode = [{"url": f"http://{HOST}:{each.port}"} for each in engines]
+    with router(tmp_path, connector="aggregated", decode=decode) as (process, port):
+        await until_healthy(port)
+        workers = workers_of(process)
+        assert len(workers) == PROCESSES
+        await asyncio.gather(*(one(port, "POST", "/v1/completions", b"{}") for _ in range(count)))
+        for _ in range(2 * PROCESSES):  # whichever answers
+            page = parse_metrics((await one(port, "GET", "/metrics")).body.decode())
+            assert page.total("kvbench:router_requests_total") == count
+            assert page.total("kvbench:router_streams_total") == count
+            assert page.total("kvbench:router_request_seconds_count") == count
+            assert page.total("kvbench:router_requests_in_flight") == 0
+            assert page.total("kvbench:router_processes") == PROCESSES
+        used = [sum(worker.cpu_times()[:2]) for worker in workers]
+        assert sum(seen.values()) == count
+        assert max(seen.values()) - min(seen.values()) <= PROCESSES
+        told = [page.total("kvbench:router_cpu_seconds_total", process=str(k)) for k in range(PROCESSES)]
+        assert 0 < sum(each or 0.0 for each in told) <= sum(used) + 0.1
+        assert page.total("kvbench:router_loop_lag_seconds_count")
+    for each in engines:
+        await each.close()
 
 
 def test_each_process_begins_with_another_server() -> None:
@@ -162,38 +157,33 @@ def test_round_robin_does_not_look_at_sessions() -> None:
     assert chosen_servers("round_robin") == [in_turn[first : first + 30] for first in range(4)]
 
 
-def test_none_is_healthy_before_all_know_the_engine_ids(tmp_path: Path) -> None:
+async def test_none_is_healthy_before_all_know_the_engine_ids(tmp_path: Path) -> None:
     asked: set[int] = set()
     told = False
 
-    async def main() -> None:
-        nonlocal told
+    def engine(request: ReceivedRequest, response: Response) -> None:
+        known = told and request.path == "/query"
+        response.send(200, b'{"0":{"engine_id":"a"}}' if known else b"{}")
 
-        def engine(request: ReceivedRequest, response: Response) -> None:
-            known = told and request.path == "/query"
-            response.send(200, b'{"0":{"engine_id":"a"}}' if known else b"{}")
-
-        server = await serve(engine, HOST, 0)
-        url = f"http://{HOST}:{server.port}"
-        spec = {
-            "connector": "mooncake",
-            "prefill": [{"url": url, "bootstrap_url": url}],
-            "decode": [{"url": url}],
-        }
-        with router(tmp_path, **spec) as (_, port):
-            while True:
-                with contextlib.suppress(OSError):
-                    asked.add((await one(port, "GET", "/health")).status)
-                    break
-                await asyncio.sleep(0.05)
-            assert asked == {503}
-            told = True
-            await until_healthy(port)
-            for _ in range(2 * PROCESSES):
-                assert (await one(port, "GET", "/health")).status == 200
-        await server.close()
-
-    on_loop(main)
+    server = await serve(engine, HOST, 0)
+    url = f"http://{HOST}:{server.port}"
+    spec = {
+        "connector": "mooncake",
+        "prefill": [{"url": url, "bootstrap_url": url}],
+        "decode": [{"url": url}],
+    }
+    with router(tmp_path, **spec) as (_, port):
+        while True:
+            with contextlib.suppress(OSError):
+                asked.add((await one(port, "GET", "/health")).status)
+                break
+            await asyncio.sleep(0.05)
+        assert asked == {503}
+        told = True
+        await until_healthy(port)
+        for _ in range(2 * PROCESSES):
+            assert (await one(port, "GET", "/health")).status == 200
+    await server.close()
 
 
 NOWHERE = [{"url": f"http://{HOST}:1"}]
@@ -281,8 +271,7 @@ def test_a_mistake_is_told_once(tmp_path: Path, spec: dict[str, Any], code: int,
     path.write_text(json.dumps({"port": 0, "connector": "aggregated", **spec}))
     command = [sys.executable, "-m", "kvbench.processes.router", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == code
-    assert done.stderr.count(words) == 1
+    assert (done.returncode, done.stderr.count(words)) == (code, 1)
     assert "Traceback" not in done.stderr
 
 

@@ -65,7 +65,7 @@ def recorded(folder: Path, slower_from: int | None = None, num_kv_tokens: int | 
 def test_a_profile_is_fitted_checked_written_and_used(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     words = ("calibrate", "--from", str(recorded(tmp_path / "one")), "--machine", "a test", "-o", str(path))
-    done = invoke(*words, "--json").ended(0)
+    done = invoke(*words, "--json").succeeded()
     profile = read_profile(path)
     assert (ProfileFile.model_validate_json(done.out), profile.status) == (profile, "fit")
     assert (profile.name, profile.engine, profile.machine) == ("mine", "vllm 0.19.0", "a test")
@@ -76,7 +76,7 @@ def test_a_profile_is_fitted_checked_written_and_used(tmp_path: Path) -> None:
     assert "KV memory is assumed to suffice" in profile.source
     for said in ("decode_step_ms", "held out: the last 33% of each load", "FIT"):
         assert said in done.text
-    assert "already exists" in invoke(*words).ended(2).text
+    assert "already exists" in invoke(*words).failed(2).text
     sets = (f"simulate.timing={path}", "workload.input_len=[256]", "slo.tpot_ms=60", "search.max_trials=2")
     used = invoke("simulate", "quickstart", "--connector", "aggregated", "-o", str(tmp_path / "r"), sets=sets)
     assert used.status in (0, 3), used.text
@@ -86,7 +86,7 @@ def test_a_profile_is_fitted_checked_written_and_used(tmp_path: Path) -> None:
 def test_what_is_not_predicted_makes_it_unfit(tmp_path: Path) -> None:
     path = tmp_path / "odd.yaml"
     source = recorded(tmp_path / "odd", slower_from=40)
-    done = invoke("calibrate", "--from", str(source), "-o", str(path)).ended(1)
+    done = invoke("calibrate", "--from", str(source), "-o", str(path)).failed(1)
     profile = read_profile(path)
     assert profile.status == "unfit"
     assert any(each.startswith("tpot_mean of the held-out requests") for each in profile.cannot_explain)

@@ -109,24 +109,24 @@ def test_its_report_has_the_table_the_picture_and_the_answers(done: tuple[Finish
 
 def test_it_verifies_and_an_edit_does_not(done: tuple[Finished, RunFolder], tmp_path: Path) -> None:
     _, run = done
-    assert "3 faults" in invoke("verify", str(run.path)).ended(0).out
+    assert "3 faults" in invoke("verify", str(run.path)).succeeded().out
     other = copied(run.path, tmp_path)
     (other / "checksums.jsonl").unlink(missing_ok=True)
     edit_json(other / "manifest.json", lambda manifest: manifest.pop("checksums"))
     cost = rows_in(other / "trials.jsonl")[0]["summary"]["chaos"]["cost"]
     more = {**cost, "goodput_lost": cost["goodput_lost"] + 1}
     edit_rows(other / "trials.jsonl", lambda row: row["summary"]["chaos"].update(cost=more), 0, 1)
-    assert "cost.goodput_lost does not follow from" in invoke("verify", str(other)).ended(1).text
+    assert "cost.goodput_lost does not follow from" in invoke("verify", str(other)).failed(1).text
 
 
 def test_two_runs_are_compared_and_other_kinds_are_refused(done: tuple[Finished, RunFolder]) -> None:
     path = str(done[1].path)
-    both = invoke("compare", path, path, "--json").ended(0)
+    both = invoke("compare", path, path, "--json").succeeded()
     rows = {row["fault"]: row for row in json.loads(both.out)["rows"]}
     assert rows["kill decode"]["back_before"] == rows["kill decode"]["back_after"] == "never"
     assert all(row["word"] == "no significant difference" for row in rows.values())
-    assert "compared as a whole" in invoke("compare", path, path, "--by", "rate").ended(2).text
-    assert f"kvbench chaos --resume {path}" in kvbench("sweep", "--resume", path).ended(2).text
+    assert "compared as a whole" in invoke("compare", path, path, "--by", "rate").failed(2).text
+    assert f"kvbench chaos --resume {path}" in kvbench("sweep", "--resume", path).failed(2).text
     assert "is complete" in kvbench("chaos", "--resume", path).text
 
 
@@ -148,7 +148,7 @@ def test_an_interrupt_leaves_a_readable_folder_and_nothing_running_and_it_goes_o
     assert (run.path / "report.md").exists()
     before = (run.path / "trials.jsonl").read_bytes()
     plan = run.manifest["asked"]["faults"]
-    patient("chaos", "--resume", str(run.path)).ended(0)
+    patient("chaos", "--resume", str(run.path)).succeeded()
     whole = load_run(run.path)
     assert (whole.manifest["status"], whole.manifest["asked"]["faults"]) == ("complete", plan)
     assert (run.path / "trials.jsonl").read_bytes().startswith(before)
@@ -189,11 +189,11 @@ def test_wrong_answers_are_seen(tmp_path: Path) -> None:
     (("--share", "0.5"), "--share scales a measured rate"),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    refused = invoke("chaos", "quickstart", *SHORT, *words, "--output", str(tmp_path), sets=EASY).ended(2)
+    refused = invoke("chaos", "quickstart", *SHORT, *words, "--output", str(tmp_path), sets=EASY).failed(2)
     assert said in refused.text
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["chaos", "soak"])
 def test_a_rate_is_asked_for(command: str) -> None:
-    assert "give the fixed rate" in invoke(command, "quickstart", sets=EASY).ended(2).text
+    assert "give the fixed rate" in invoke(command, "quickstart", sets=EASY).failed(2).text

@@ -189,8 +189,8 @@ def test_the_table_is_printed_with_its_verdict() -> None:
 
 
 def test_bad_options_are_said_at_once(tmp_path: Path) -> None:
-    assert "not a list of numbers" in invoke("selftest", "--streams", "many").ended(2).err
-    done = invoke("selftest", "--output", str(tmp_path / "no" / "file.json")).ended(2)
+    assert "not a list of numbers" in invoke("selftest", "--streams", "many").failed(2).err
+    done = invoke("selftest", "--output", str(tmp_path / "no" / "file.json")).failed(2)
     assert "there is no folder" in done.err
 
 

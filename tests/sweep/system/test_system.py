@@ -198,7 +198,7 @@ def test_the_example_of_the_page_runs_and_tells_the_truth(tmp_path: Path) -> Non
         word.replace("python3 my_sim.py", shlex.join([sys.executable, str(path)]))
         for word in shlex.split(line)
     ]
-    kvbench(*words, "--output", str(tmp_path / "results")).ended(0)
+    kvbench(*words, "--output", str(tmp_path / "results")).succeeded()
     run = the_run(tmp_path / "results")
     assert "external simulator" in (run.path / "report.md").read_text()
     found = float((run.cells[0].answer or {})["max_request_rate"])
@@ -220,9 +220,9 @@ def test_the_scenario_in_the_folder_is_simulated_again_and_nothing_else(tmp_path
     assert [trial.request_rate for trial in again.all_trials] == [2.0]
     assert again.all_trials[0].summary == load_run(first).all_trials[0].summary
     for words in (["sweep", scenario], ["bench", scenario, "--rate", "2"]):
-        done = kvbench(*words).ended(2)
+        done = kvbench(*words).failed(2)
         assert "kvbench simulate" in done.err
-    assert "simulator.py" in kvbench("plan", scenario).ended(0).out
+    assert "simulator.py" in kvbench("plan", scenario).succeeded().out
     with pytest.raises(StoreError, match="an external simulator"):
         reopen(first)
 

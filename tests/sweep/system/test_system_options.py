@@ -22,7 +22,7 @@ LOAD = ("--input-len", "512", "--output-len", "1", "--ttft-ms", "300", "--attain
     (("--system", "true", "--connector", "nixl", "--connector", "tcp", *LOAD), "one system is one"),
 ])  # fmt: skip
 def test_what_cannot_be_asked_is_refused(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
-    done = invoke("simulate", *words, "--output", str(tmp_path / "results")).ended(2)
+    done = invoke("simulate", *words, "--output", str(tmp_path / "results")).failed(2)
     assert said in done.err.replace("\n", " ")
     assert not (tmp_path / "results").exists()
 
