@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 
@@ -106,6 +106,7 @@ def command(
     tables/*.json instead, one document per run; ``brief``: print the result only.
 
     Raises InputError for runs that are not comparable, unless ``force``."""
+    skip_property_lists()
     runs = [load_run(path) for path in paths]
     print_changed_files(runs, None if as_json else console)
     micro = are_microbenchmarks(runs, hint="report them one by one")
@@ -124,6 +125,15 @@ def command(
         print_transfers(runs, console)
     else:
         render_terminal(runs, console, differing, writer="screen" if brief else "terminal")
+
+
+def skip_property_lists() -> None:
+    """Let matplotlib's docstrings do without the lists of properties that it builds when it is imported,
+    a third of the import. Only for a command, which has no use for ``help``."""
+    import matplotlib.artist
+
+    artist: Any = matplotlib.artist
+    artist.kwdoc = lambda _: ""
 
 
 def render_terminal(
@@ -146,8 +156,8 @@ def report_load(path: Path, console: Console) -> None:
     """Print the result of one load at once, while another process draws and writes the report.
 
     So the caller needs neither matplotlib nor pandas. Raises StoreError if the report was not written."""
-    words = "import sys; from kvbench.report.report import write_report; write_report(sys.argv[1])"
-    argv = [sys.executable, "-c", words, str(path)]
+    words = "import sys; from kvbench.report import report; report.skip_property_lists(); "
+    argv = [sys.executable, "-c", f"{words}report.write_report(sys.argv[1])", str(path)]
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as writer:
         run = load_run(path)
         print_changed_files([run], console)
