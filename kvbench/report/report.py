@@ -17,14 +17,12 @@ from kvbench.core.foreign_text import fenced, markdown_words, visible
 from kvbench.core.transfers.records import pairs_of
 from kvbench.errors import StoreError
 from kvbench.files import said_clearly, write_bytes, write_json
-from kvbench.report.html import report_html
-from kvbench.report.plots import PICTURES_AS, write_plots
 from kvbench.report.sections.build import build
 from kvbench.report.sections.facts import Facts, Material, files
 from kvbench.report.side_by_side import Changes, are_microbenchmarks, changes_as_text, earlier_of
 from kvbench.report.tables.table import Table, json_text, markdown_table, write_csv
 from kvbench.report.terminal import LiveBar, print_changed_files, print_sections
-from kvbench.report.value import Block, Note, Report, Writer
+from kvbench.report.value import PICTURES_AS, Block, Note, Report, Writer
 from kvbench.results.provenance import check_comparable
 from kvbench.results.run import RunFolder, load_run
 
@@ -117,6 +115,8 @@ def command(
             bar.say(what=f"writing the report of {run.path.name}", share=place / len(runs))
             write_report(run.path, formats)
             if dark:
+                from kvbench.report.plots import write_plots
+
                 drawn = [kind for kind in PICTURES_AS if kind in formats]
                 write_plots(run, run.path / "figures", drawn, "dark")
     if as_json:
@@ -191,6 +191,9 @@ def print_transfers(runs: Sequence[RunFolder], console: Console) -> None:
 
 def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write the derived files of a run folder; return them."""
+    from kvbench.report.html import report_html
+    from kvbench.report.plots import write_plots
+
     run = load_run(path)
     _require_own_folders(run.path)
     tables, figures = run.path / "tables", run.path / "figures"
