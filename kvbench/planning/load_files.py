@@ -18,7 +18,6 @@ from kvbench.core.sessions.session_load import SessionLoad, load_arrays
 from kvbench.core.sessions.session_source import SessionSource, source_of
 from kvbench.errors import InputError
 from kvbench.files import similar_files
-from kvbench.planning.corpus_files import load_corpus
 
 MOST_BYTES = 2 * 2**30
 """Largest trace in bytes; checked before reading."""
@@ -89,8 +88,11 @@ def write_requests(path: Path, requests: Sequence[TracedRequest]) -> None:
 
 def session_source(wanted: Sessions) -> SessionSource:
     """Read the corpus, if given. Raises InputError."""
-    corpus = None if wanted.source == "shape" else load_corpus(Path(wanted.path), wanted.format)
-    return source_of(wanted, corpus)
+    if wanted.source == "shape":
+        return source_of(wanted, None)
+    from kvbench.planning.corpus_files import load_corpus  # few loads read a corpus
+
+    return source_of(wanted, load_corpus(Path(wanted.path), wanted.format))
 
 
 def write_session_load(path: Path, load: SessionLoad) -> None:

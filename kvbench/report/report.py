@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rich.console import Console
 
@@ -17,14 +17,12 @@ from kvbench.core.foreign_text import fenced, markdown_words, visible
 from kvbench.core.transfers.records import pairs_of
 from kvbench.errors import StoreError
 from kvbench.files import said_clearly, write_bytes, write_json
-from kvbench.report.html import report_html
-from kvbench.report.plots import PICTURES_AS, write_plots
 from kvbench.report.sections.build import build
 from kvbench.report.sections.facts import Facts, Material, files
 from kvbench.report.side_by_side import Changes, are_microbenchmarks, changes_as_text, earlier_of
 from kvbench.report.tables.table import Table, json_text, markdown_table, write_csv
 from kvbench.report.terminal import LiveBar, print_changed_files, print_sections
-from kvbench.report.value import Block, Note, Report, Writer
+from kvbench.report.value import PICTURES_AS, Block, Note, Report, Writer
 from kvbench.results.provenance import check_comparable
 from kvbench.results.run import RunFolder, load_run
 
@@ -106,6 +104,7 @@ def command(
     tables/*.json instead, one document per run; ``brief``: print the result only.
 
     Raises InputError for runs that are not comparable, unless ``force``."""
+    skip_property_lists()
     runs = [load_run(path) for path in paths]
     print_changed_files(runs, None if as_json else console)
     micro = are_microbenchmarks(runs, hint="report them one by one")
@@ -116,6 +115,8 @@ def command(
             bar.say(what=f"writing the report of {run.path.name}", share=place / len(runs))
             write_report(run.path, formats)
             if dark:
+                from kvbench.report.plots import write_plots
+
                 drawn = [kind for kind in PICTURES_AS if kind in formats]
                 write_plots(run, run.path / "figures", drawn, "dark")
     if as_json:
@@ -124,6 +125,15 @@ def command(
         print_transfers(runs, console)
     else:
         render_terminal(runs, console, differing, writer="screen" if brief else "terminal")
+
+
+def skip_property_lists() -> None:
+    """Let matplotlib's docstrings do without the lists of properties that it builds when it is imported,
+    a third of the import. Only for a command, which has no use for ``help``."""
+    import matplotlib.artist
+
+    artist: Any = matplotlib.artist
+    artist.kwdoc = lambda _: ""
 
 
 def render_terminal(
@@ -146,8 +156,8 @@ def report_load(path: Path, console: Console) -> None:
     """Print the result of one load at once, while another process draws and writes the report.
 
     So the caller needs neither matplotlib nor pandas. Raises StoreError if the report was not written."""
-    words = "import sys; from kvbench.report.report import write_report; write_report(sys.argv[1])"
-    argv = [sys.executable, "-c", words, str(path)]
+    words = "import sys; from kvbench.report import report; report.skip_property_lists(); "
+    argv = [sys.executable, "-c", f"{words}report.write_report(sys.argv[1])", str(path)]
     with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as writer:
         run = load_run(path)
         print_changed_files([run], console)
@@ -181,6 +191,9 @@ def print_transfers(runs: Sequence[RunFolder], console: Console) -> None:
 
 def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write the derived files of a run folder; return them."""
+    from kvbench.report.html import report_html
+    from kvbench.report.plots import write_plots
+
     run = load_run(path)
     _require_own_folders(run.path)
     tables, figures = run.path / "tables", run.path / "figures"

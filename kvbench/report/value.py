@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 Writer = Literal["screen", "terminal", "markdown", "html", "notebook"]
 WRITERS: Final[tuple[Writer, ...]] = ("screen", "terminal", "markdown", "html", "notebook")
+PICTURES_AS: Final = ("png", "svg")
+NO_DATA: Final = "no picture: no trial has a result yet"
 
 
 @dataclass(frozen=True)

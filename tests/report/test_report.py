@@ -8,6 +8,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
@@ -394,6 +396,13 @@ def test_gates_that_saw_nothing_are_named_once_for_all_that_lack_the_same(full: 
         blocks = [block for section in report.sections for block in section.blocks]
         assert any("checks not run" in n.text for block in blocks for n in block.notes), name
     assert not [note for note in notes(full, rows) if "not run" in note.text]  # of an older kvbench
+
+
+def test_a_command_imports_matplotlib_without_its_lists_of_properties() -> None:
+    words = "from kvbench.report.report import skip_property_lists; skip_property_lists(); "
+    words += "from matplotlib.text import Text; print('bbox' in Text.__init__.__doc__)"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_a_run_with_nothing_in_it_is_reported(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from kvbench.report.plots.rates import goodput_figure, max_rate_figure, pareto_f
 from kvbench.report.plots.sessions import sessions_figure
 from kvbench.report.plots.style import PALETTES, Theme, save, style
 from kvbench.report.plots.transfer import bandwidth_figure, call_time_figure, nic_share_figure, scaling_figure
+from kvbench.report.value import NO_DATA, PICTURES_AS
 from kvbench.results.run import RunFolder
 
 if TYPE_CHECKING:
@@ -46,9 +47,6 @@ __all__ = [
     "sessions_figure",
     "write_plots",
 ]
-
-PICTURES_AS: Final = ("png", "svg")
-NO_DATA: Final = "no picture: no trial has a result yet"
 
 
 class Drawn(Protocol):

@@ -20,7 +20,6 @@ from kvbench.report.findings.findings import statements
 from kvbench.report.findings.load_rows import IMPORTED
 from kvbench.report.findings.notes import notes, warnings
 from kvbench.report.findings.transfers import answers
-from kvbench.report.plots import pictures_of
 from kvbench.report.side_by_side import Changes
 from kvbench.report.tables.fault_rows import fault_groups, flat
 from kvbench.report.tables.methods import method_tables
@@ -222,6 +221,8 @@ def badge(facts: Facts) -> str:
 
 
 def drawings(run: RunFolder) -> list[Drawing]:
+    from kvbench.report.plots import pictures_of  # a terminal shows none
+
     return [
         Drawing(name, picture.title, picture.alt, partial(picture.draw, run))
         for name, picture in pictures_of(run).items()

@@ -27,14 +27,13 @@ from kvbench.report.findings.notes import (
     run_tally,
     status_lines,
 )
-from kvbench.report.plots import NO_DATA
 from kvbench.report.sections.facts import Facts, Material, drawings
 from kvbench.report.tables import cells
 from kvbench.report.tables.result import Row, interval_word
 from kvbench.report.tables.table import MISSING, STEADY, Table, number, of_texts, percent
 from kvbench.report.tables.trial_values import engine_word, reason_text, time_line, trial_values
 from kvbench.report.tables.vllm_bench import DIFFERENCE, bench_tables, bench_trials, refused_text
-from kvbench.report.value import Block, Note, ReportSection
+from kvbench.report.value import NO_DATA, Block, Note, ReportSection
 from kvbench.results.provenance import caption, mark_of, model_of, scenario_of, server_of, slo_of
 from kvbench.results.run import RunFolder
 
