@@ -271,8 +271,7 @@ def _fitted(
         return replace(model, seconds=(*seconds,))
 
     def residuals(logs: FloatArray) -> FloatArray:
-        found = np.log(np.concatenate(load.compared(moved(logs))))
-        return np.maximum(np.minimum(found, LARGEST), -LARGEST)
+        return np.clip(np.log(np.concatenate(load.compared(moved(logs)))), -LARGEST, LARGEST)
 
     compared = np.concatenate([load.begun, load.ended])
     used = np.ones(len(compared)) if weights is None else weights[compared]
