@@ -35,10 +35,10 @@ STARTS: Final = ((0.05, 0.9, 0.02), (0.05, 0.4, 0.02), (0.4, 0.2, 0.02), (0.05, 
 SAMPLE: Final = 800
 """Requests that the structures are compared on."""
 FINE: Final = 250
-REFIT: Final = 12
+REFIT: Final = 40
 """Largest number of simulations of a fit: of one of the best structures, of a bootstrap."""
 ROUNDS: Final = ((20, 16), (60, 4), (FINE, 1))
-"""The same of a structure in each round of the comparison, and how many structures the next round keeps."""
+"""Rounds in which structures are compared: simulations of each structure, structures to keep."""
 HOPELESS: Final = 0.2
 """Error beyond which no structure near the best one explains the trials: it may halve, not more."""
 WARM_UP: Final = 5
@@ -135,8 +135,8 @@ class EngineModel:
             None if self.engines == 1 else queues.doubles(turn % self.engines),
         )
         if self.pair:
-            order = np.argsort(first_s, kind="stable")
-            first = queues.fifo(first_s[order], np.full(len(order), transfer), 1)
+            order = np.argsort(first_s, kind="stable") if self.engines > 1 else slice(None)
+            first = queues.fifo(first_s[order], np.full(len(tokens), transfer), 1)
             first_s[order] = first
             last_s[order] = queues.shared(first, tokens[order], math.inf, *self.decode)
         return first_s + delay, last_s + delay
@@ -196,10 +196,9 @@ def engine_model(trials: tuple[TrialRequests, ...]) -> EngineModel | None:
     sample = JoinedTrials.of(trials, max(SAMPLE // len(trials), 60))
     starts = list(_starts(float(load.ttft_s.min()), decode))
     best, most = _likeliest(starts, sample), max(map(_most_decoding, trials))
-    if best.error > HOPELESS:
+    if best.error > HOPELESS and not starts[-1].pair:
         limits = [max(float(most - fewer), 1.0) for fewer in FEWER]
-        limited = [replace(starts[-1], engines=1, slots=slots) for slots in limits if not starts[-1].pair]
-        best = min([best, *(_fitted(model, sample, FINE) for model in limited)], key=_error)
+        best = _likeliest([replace(starts[-1], engines=1, slots=slots) for slots in limits], sample)
     if best.error > HOPELESS:
         return None
     best = _fitted(best, load, FINE)
@@ -217,7 +216,7 @@ def engine_model(trials: tuple[TrialRequests, ...]) -> EngineModel | None:
 
 
 def _likeliest(models: Sequence[EngineModel], load: JoinedTrials) -> EngineModel:
-    """Return the model with the smallest error, by ``ROUNDS`` of fits; rough ones if all are hopeless."""
+    """Return the model with the smallest error, after ``ROUNDS`` of fits, or one if all are hopeless."""
     for simulations, kept in ROUNDS:
         models = sorted((_fitted(model, load, simulations) for model in models), key=_error)[:kept]
         if models[0].error > HOPELESS:
