@@ -339,13 +339,15 @@ class CellRunner(CellWork):
         return found is not None and budget.overlaps(cell, found.lower, found.upper) is False
 
     def _foretell(self, attempt: Attempt, strategy: Strategy, records: Sequence[TrialRecord]) -> bool | None:
-        """Report as soon as known that the time is too short, and return whether it is; None before."""
+        """Report as soon as known that the time is too short, and return whether it is; None before. A search
+        that is more precise already, since it replays requests, refutes the estimate."""
         found = self._prospect(attempt.method, strategy, "", records)
         if found is None:
             return None
         search = self._scenario.search
-        at_the_end = records[-1].request_rate >= search.max_rate
-        if at_the_end or may_suffice(search, found[1]):
+        at_the_end, standing = records[-1].request_rate >= search.max_rate, strategy.standing()
+        refuted = standing is not None and standing.width <= found[1].even
+        if at_the_end or refuted or may_suffice(search, found[1]):
             return False
         slo = self._scenario.slo.main()
         text = shortfall_text(search, slo, found[1], found[0])
