@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvbench.core.records import Cell
-from kvbench.planning.overrides import CliOptions
+from kvbench.core.plan.plan import DeploymentPlan
+from kvbench.core.records import Cell, TrialRecord
+from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.load_plan import TrialPlan
+from kvbench.planning.overrides import CliOptions, resolve
+from kvbench.planning.plan import plan_of
 from kvbench.results.run import CellResult, RunFolder, load_run
-from kvbench.sweep import simulate
-from kvbench.sweep.bench import TrialBudget
+from kvbench.results.store import RunStore
+from kvbench.sweep import resume, simulate
+from kvbench.sweep.bench import Bench, Site, TrialBudget, create_store
+from kvbench.sweep.display import Silent
+from kvbench.sweep.strategies import Standing
+from kvbench.sweep.sweep import searching_sweep
+from kvbench.sweep.system import AskedSystem, SystemSite
 from kvbench.sweep.verify.audit import audit
-from tools.random_systems.judge.search import searched
+from tools.random_systems.judge.search import DrawnAnswers, searched
 from tools.random_systems.system import Disturbances, Service, Slo, System, Workload
 
 pytestmark = pytest.mark.timeout(300)
@@ -63,10 +76,10 @@ def test_a_comparison_is_decided_once_every_other_connector_is_known() -> None:
 
 
 # -- one cell ------------------------------------------------------------------------------------------
-def system(service: Service) -> System:
+def system(service: Service, mean_s: float = 0.1) -> System:
     """One server with requests of 100 ms on average; 90 % within 300 ms."""
     return System(
-        "queue", ("queue",), "fifo", 1, 0.1, service, 0.0, 0.0, None, Disturbances(), True,
+        "queue", ("queue",), "fifo", 1, mean_s, service, 0.0, 0.0, None, Disturbances(), True,
         Workload(128, 1, 1.0), Slo(300.0, None, 0.9),
     )  # fmt: skip
 
@@ -102,6 +115,157 @@ def test_a_search_that_cannot_reach_its_precision_in_time_ends_early(tmp_path: P
 
 
 # -- a whole sweep -------------------------------------------------------------------------------------
+@dataclass
+class TwoSystems(Bench):
+    """Two connectors, each a system of its own. ``trials``: number until the process is interrupted."""
+
+    scenario: Scenario
+    store: RunStore
+    systems: Mapping[str, System]
+    trials: float = math.inf
+
+    def open(self) -> AbstractContextManager[Scenario]:
+        return nullcontext(self.scenario)
+
+    @contextmanager
+    def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
+        answers = DrawnAnswers(self.systems[planned.label])
+        site = SystemSite(self.scenario, AskedSystem(self.scenario, answers), self.store)
+        site.run = self.counted(site.run)  # type: ignore[assignment, method-assign]
+        yield site
+
+    def counted(self, run: Callable[[TrialPlan], TrialRecord]) -> Callable[[TrialPlan], TrialRecord]:
+        def once(plan: TrialPlan) -> TrialRecord:
+            self.trials -= 1
+            if self.trials < 0:
+                raise KeyboardInterrupt
+            return run(plan)
+
+        return once
+
+
+class Notes(Silent):
+    """``said``: notes in order, and each trial's connector."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def note(self, text: str, *, caveat: bool = False) -> None:
+        self.said.append(text)
+
+    def trial_finished(self, record: TrialRecord, standing: Standing | None = None) -> None:
+        self.said.append(record.cell.connector)
+
+
+@dataclass
+class Raced:
+    """A sweep of two systems with one budget."""
+
+    first: System
+    second: System
+    budget_s: float
+    precision: float = 0.05
+    notes: Notes = field(default_factory=Notes)
+
+    def __post_init__(self) -> None:
+        sets = (
+            *("connectors=[aggregated,tcp]", "workload.input_len=[128]", "workload.output_len=1", "seed=3"),
+            *("slo={ttft_ms: 300, attainment: 0.9}", "search.max_trial_s=150", "search.equal_rate=false"),
+            *(f"search.precision={self.precision}", "search.max_trials=20"),
+        )
+        self.scenario, self.source = resolve(CliOptions("quickstart", sets, budget_s=self.budget_s))
+        self.plan = plan_of(self.scenario)
+
+    def run(self, folder: Path, until: float = math.inf) -> RunFolder:
+        return self.finish(create_store(folder, self.scenario, self.source, self.plan, "simulate", {}), until)
+
+    def resumed(self, run: RunFolder) -> RunFolder:
+        store = RunStore.reopen(run.path)
+        resume.take_over(store, self.scenario, None)
+        return self.finish(store)
+
+    def finish(self, store: RunStore, until: float = math.inf) -> RunFolder:
+        systems = {"aggregated": self.first, "tcp": self.second}
+        bench = TwoSystems(self.scenario, store, systems, until)
+        with suppress(KeyboardInterrupt), store:
+            searching_sweep(self.scenario, self.plan, store, self.notes, bench).run()
+        return load_run(store.path)
+
+
+def of_cell(run: RunFolder, connector: str) -> tuple[CellResult, float]:
+    """The cell's result, and the seconds of its trials."""
+    (result,) = (each for each in run.cells if each.cell.connector == connector)
+    mine = (trial.duration_s for trial in run.all_trials if trial.cell == result.cell)
+    return result, math.fsum(mine)
+
+
+def width(result: CellResult) -> float:
+    assert result.answer is not None
+    return float(result.answer["upper"] / result.answer["lower"] - 1) / 2
+
+
+def within_budget(run: RunFolder, budget_s: float) -> bool:
+    """Whether all trials but the last are within the budget."""
+    return spent_s(run) <= budget_s + run.all_trials[-1].duration_s
+
+
+def test_a_cell_out_of_reach_gives_its_time_to_the_next(tmp_path: Path) -> None:
+    race = Raced(system(Service("lognormal", 0.7), 0.06), system(Service()), 240.0)
+    run = race.run(tmp_path)
+    (varied, varied_s), (even, even_s) = of_cell(run, "aggregated"), of_cell(run, "tcp")
+    assert varied.reason.endswith("more: its requests vary too much")
+    assert varied_s < 105
+    assert even.answer is not None
+    assert even.answer["status"] == "converged"
+    assert even_s > 120  # its first part
+    assert within_budget(run, 240)
+
+
+def test_time_that_is_left_is_spent_on_a_comparison_that_is_open(tmp_path: Path) -> None:
+    race = Raced(system(Service()), system(Service(), 0.101), 500.0, 0.1)
+    run = race.run(tmp_path)
+    second, _ = of_cell(run, "tcp")
+    assert not [note for note in race.notes.said if "is requested" in note]
+    (note,) = (each for each in race.notes.said if "further trials" in each)
+    assert "tcp" in race.notes.said[race.notes.said.index(note) :]
+    assert second.answer is not None
+    assert second.answer["status"] == "converged"
+    assert width(second) <= 0.05
+    assert within_budget(run, 500)
+
+
+def test_a_cell_that_is_clear_of_all_others_ends_at_twice_the_precision(tmp_path: Path) -> None:
+    run = Raced(system(Service()), system(Service("exponential", 1.0), 0.02), 900.0).run(tmp_path)
+    slow, fast = (of_cell(run, each)[0] for each in ("aggregated", "tcp"))
+    assert width(slow) <= 0.05 < width(fast) <= 0.1
+    assert fast.reason.endswith("its comparison is decided")
+    assert within_budget(run, 900)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Raced, RunFolder]:
+    race = Raced(system(Service()), system(Service(), 0.12), 200.0, 0.1)
+    return race, race.run(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("until", [2, 4])
+def test_an_interrupted_sweep_goes_on_with_the_time_that_is_left(
+    whole: tuple[Raced, RunFolder], tmp_path: Path, until: int
+) -> None:
+    """Its trials are as long as without the interruption: their lengths depend on the time left."""
+    race, expected = whole
+    broken = race.run(tmp_path, until)
+    assert len(broken.all_trials) == until < len(expected.all_trials)
+    found = race.resumed(broken)
+    tried, wanted = (
+        np.array([(each.request_rate, each.duration_s) for each in run.all_trials])
+        for run in (found, expected)
+    )
+    assert tried == pytest.approx(wanted)
+    assert [each.reason for each in found.cells] == [each.reason for each in expected.cells]
+    assert within_budget(found, 200)
+
+
 SETS = (
     *("connectors=[aggregated,tcp]", "workload.input_len=[256]", "search.precision=0.1", "seed=3"),
     *("deployment.engine_options.time_scale=4", "slo.ttft_ms=800", "slo.tpot_ms=80"),

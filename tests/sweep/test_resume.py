@@ -112,7 +112,7 @@ def test_the_command_goes_on_and_a_complete_run_is_left_alone(broken: Path, tmp_
 
 def test_options_may_repeat_the_plan_but_not_contradict_it(broken: Path, tmp_path: Path) -> None:
     folder = copied(broken, tmp_path)
-    with pytest.raises(InputError, match=r"slo\.ttft_ms: 250\.0 in the folder, 300\.0 requested"):
+    with pytest.raises(InputError, match=r"slo\.ttft_ms: 150\.0 in the folder, 300\.0 requested"):
         resume.command(folder, replace(WISHES["listed"], ttft_ms=300.0), "sweep", Console(quiet=True))
     with pytest.raises(InputError, match="is a run of kind simulate"):
         resume.command(folder, CliOptions(), "bench", Console(quiet=True))

@@ -103,7 +103,7 @@ NO_RULES = sessions(lambda each: each.pop("rules_version"))
 NO_CHECKSUMS = both(lambda folder: (folder / CHECKSUMS).unlink(), forgotten("checksums"))
 NO_EMULATED = both(document("manifest.json", without_label), rows("trials.jsonl", without_label))
 ALL_IMPORTED = below("trials.jsonl", method="imported")
-OTHER_SLO = text("scenario.yaml", "ttft_ms: 250", "ttft_ms: 300")
+OTHER_SLO = text("scenario.yaml", "ttft_ms: 150", "ttft_ms: 300")
 RED = plan("scenario", colour="red")
 CHANGED = "the scenario was changed since the run began, in"
 OTHER_TRANSPORT = "its transport is not the one of plan.json"
