@@ -32,7 +32,7 @@ OUTPUT_LEN = 32
 SLO = {"ttft_ms": 500.0, "tpot_ms": 15.0, "attainment": 0.95}
 PLAN: dict[str, Any] = {"scenario": {"name": "perf-report", "model": "tiny", "slo": SLO}}
 REPORT_S, REPORT_MB = 5.0, 400.0
-DEADLINE_S = 300.0
+DEADLINE_S = 300
 MANY_TRIALS = 20
 
 
@@ -130,14 +130,12 @@ def measured(argv: Sequence[str]) -> tuple[float, float, float]:
 
 
 _SUMMARY = """
-import signal, sys; signal.alarm({deadline})
 from kvbench.report.findings.load_rows import load_rows
 from kvbench.results.run import load_run
 rows = load_rows(load_run(sys.argv[1]))
 assert len(rows) == {trials} and all(row.errors["mean_ttft_ms"] > 0 for row in rows)
 """
 _COLUMNS = """
-import signal, sys; signal.alarm({deadline})
 from kvbench.results.run import load_run
 run = load_run(sys.argv[1])
 for trial in run.all_trials:
@@ -145,7 +143,6 @@ for trial in run.all_trials:
     (frame["first_token_s"] - frame["scheduled_s"]).quantile(0.99)
 """
 _REPORT = """
-import signal, sys; signal.alarm({deadline})
 sys.argv = ["kvbench", "report", sys.argv[1]]
 from kvbench.cli import main
 main()
@@ -163,7 +160,7 @@ def main() -> None:
     rows: list[tuple[str, float, float, float, str]] = []
 
     def add(what: str, code: str, folder: Path, limits: str = "", **values: Any) -> None:
-        text = code.format(deadline=int(DEADLINE_S), **values)
+        text = f"import signal, sys; signal.alarm({DEADLINE_S})\n{code.format(**values)}"
         best = min(measured([sys.executable, "-c", text, str(folder)]) for _ in range(chosen.repeats))
         rows.append((what, *best, limits))
 

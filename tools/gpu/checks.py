@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import CDLL
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, Final
 
@@ -328,6 +328,7 @@ COPIED_BYTES: Final = 64 << 20
 
 def facts(folder: Path) -> Figures:
     del folder
+    installed = {each.name.replace("_", "-").lower(): each.version for each in distributions()}
     smi = output_of(["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv"], 10.0)
     return {
         "python": platform.python_version(),
@@ -336,7 +337,7 @@ def facts(folder: Path) -> Figures:
         "nvidia_smi": (smi or "").strip().splitlines(),
         "topology": (output_of(["nvidia-smi", "topo", "-m"], 10.0) or "").strip().splitlines(),
         "devices": sorted(each.name for each in Path("/dev").glob("nvidia*")),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {name: installed[name] for name in PACKAGES if name in installed},
         "libraries": {name: _loads(name) for name in LIBRARIES},
         "nics": [each["name"] for each in nics(Path("/"))],
         "rdma": [each["name"] for each in rdma()],
@@ -344,13 +345,6 @@ def facts(folder: Path) -> Figures:
             k: v for k, v in sorted(os.environ.items()) if re.match(r"UCX_|NCCL_|MC_|CUDA_|NVIDIA_", k)
         },
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def _loads(name: str) -> str:

@@ -194,12 +194,12 @@ class Offers(ABC):
     def misses(self, outcomes: Outcomes) -> float:
         """Return the misses of the whole run relative to those allowed."""
         ttft_s = np.where(outcomes.failed, NEVER_S, outcomes.ttft_s)
-        return max(each.value(ttft_s, outcomes.tpot_s) for each in self.criteria)
+        return float(max(each.value(ttft_s, outcomes.tpot_s) for each in self.criteria))
 
     def margin(self, outcomes: Outcomes) -> float:
         """Return the figure that binds, relative to its limit, less 1: above 0 is a miss."""
         ttft_s = np.where(outcomes.failed, NEVER_S, outcomes.ttft_s)
-        return min(max(each.used(ttft_s, outcomes.tpot_s) for each in self.criteria), 1e3) - 1.0
+        return float(min(max(each.used(ttft_s, outcomes.tpot_s) for each in self.criteria), 1e3)) - 1.0
 
     def kept(self, outcomes: Outcomes) -> bool:
         return self.misses(outcomes) <= 1.0 + 1e-9

@@ -1,7 +1,7 @@
 """The true highest rate of each virtual system: by formula, or by long runs whose result is kept here.
 
 ``truth.json`` holds each rate with a fingerprint of the system it was computed for; a system that was changed
-is computed anew (``python -m tools.perf_search --truth``).
+is computed again (``python -m tools.perf_search --truth``).
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def fingerprint(system: System) -> str:
 
 def known() -> dict[str, Truth]:
     """Return the kept truths by fingerprint."""
-    return known_rows(PATH, Truth, VERSION)
+    found: dict[str, Truth] = known_rows(PATH, Truth, VERSION)
+    return found
 
 
 def keep(found: dict[str, Truth]) -> None:

@@ -27,7 +27,6 @@ from typing import Final
 
 import numpy as np
 
-from tools.bench import ROOT
 from tools.jobs import Row, keep_rows, known_rows
 
 from .roots import Criterion, Root, Runs, criteria
@@ -233,12 +232,17 @@ def _slope(used: Callable[[float], float], load: float) -> float:
 
 def path_of(seed: str) -> Path:
     """Where the truths of a seed are kept: in the repository only those that one may look at."""
-    return PATH if seed in COMMITTED else ROOT / "results" / f"random-systems-{seed}.json"
+    return (
+        PATH
+        if seed in COMMITTED
+        else Path(__file__).resolve().parents[2] / "results" / f"random-systems-{seed}.json"
+    )
 
 
 def known(path: Path = PATH) -> dict[str, Truth]:
     """Return the kept truths by fingerprint."""
-    return known_rows(path, Truth, VERSION)
+    found: dict[str, Truth] = known_rows(path, Truth, VERSION)
+    return found
 
 
 def keep(truths: Mapping[str, Truth], path: Path = PATH) -> None:
