@@ -431,16 +431,16 @@ def test_tokens_that_are_not_listed_as_computed_were_not() -> None:
     assert EngineFigures(prefix_hits=1, prefix_queries=0).hit_rate is None
 
 
-@pytest.mark.parametrize(("gate", "growth_s", "requests", "judged", "fires"), [
-    pytest.param("too_few_requests", 0, 23, 19, True, id="an attainment of 95 % takes 20: 19"),
-    pytest.param("too_few_requests", 0, 24, 20, False, id="an attainment of 95 % takes 20: 20"),
-    pytest.param("not_steady", 3e-4, 44, 39, False, id="a drift takes 40: 39"),
-    pytest.param("not_steady", 3e-4, 45, 40, True, id="a drift takes 40: 40"),
+@pytest.mark.parametrize(("gate", "gap_s", "growth_s", "requests", "judged", "fires"), [
+    pytest.param("too_few_requests", 0.01, 0, 23, 19, True, id="an attainment of 95 % takes 20: 19"),
+    pytest.param("too_few_requests", 0.01, 0, 24, 20, False, id="an attainment of 95 % takes 20: 20"),
+    pytest.param("not_steady", 0.005, 3e-4, 44, 39, False, id="a drift takes 40: 39"),
+    pytest.param("not_steady", 0.005, 3e-4, 45, 40, True, id="a drift takes 40: 40"),
 ])  # fmt: skip
 def test_requests_that_a_gate_takes(
-    gate: str, growth_s: float, requests: int, judged: int, fires: bool
+    gate: str, gap_s: float, growth_s: float, requests: int, judged: int, fires: bool
 ) -> None:
-    found = bare([request(i, gap_s=0.005 + growth_s * i) for i in range(requests)])
+    found = bare([request(i, gap_s=gap_s + growth_s * i) for i in range(requests)])
     assert (found.summary.judged, gate in fired(found)) == (judged, fires)
 
 
