@@ -44,6 +44,12 @@ def read(name: str) -> Imported:
     return importers.get(FORMATS[name]).read(RECORDED / name)
 
 
+def read_text(tmp_path: Path, importer: str, text: str) -> Imported:
+    path = tmp_path / "odd.log"
+    path.write_text(text, encoding="utf-8", newline="")
+    return importers.get(importer).read(path)
+
+
 def serving(name: str) -> ServingRow:
     row = read(name).rows[0]
     assert isinstance(row, ServingRow)
@@ -122,9 +128,7 @@ def test_old_key_names_unbounded_rates_and_metadata(tmp_path: Path) -> None:
 
 def test_appended_results_of_which_the_last_is_torn(tmp_path: Path) -> None:
     one = json.dumps(json.loads((RECORDED / "vllm/result.json").read_text()))
-    path = tmp_path / "appended.json"
-    path.write_text(f"{one}\n{one}\n{one[:300]}")
-    reading = importers.get("vllm_json").read(path)
+    reading = read_text(tmp_path, "vllm_json", f"{one}\n{one}\n{one[:300]}")
     assert [row.origin.line for row in reading.rows] == [1, 2]
     assert [problem.line for problem in reading.problems] == [3]
 
@@ -157,9 +161,7 @@ def test_failed_runs_of_a_sweep_are_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [18, 30, 45])
 def test_a_log_that_ends_inside_a_block(tmp_path: Path, kept: int) -> None:
     lines = (RECORDED / "vllm/serve.log").read_text().split("\n")
-    path = tmp_path / "cut.log"
-    path.write_text("\n".join([*lines[:51], *lines[51 : 51 + kept]]))
-    reading = importers.get("vllm_serve").read(path)
+    reading = read_text(tmp_path, "vllm_serve", "\n".join([*lines[:51], *lines[51 : 51 + kept]]))
     assert len(reading.rows) == 1
     whole = read("vllm/serve.log").rows[0]
     assert isinstance(whole, ServingRow)
@@ -171,9 +173,7 @@ def test_a_log_that_ends_inside_a_block(tmp_path: Path, kept: int) -> None:
 def test_unknown_figures_and_strange_lines_in_a_block(tmp_path: Path) -> None:
     text = (RECORDED / "vllm/serve.log").read_text()
     text = text.replace("Failed requests: ", "Wasted watts: 12\n警告:磁盘已满\nFailed requests: ", 1)
-    path = tmp_path / "odd.log"
-    path.write_text(text, encoding="utf-8")
-    reading = importers.get("vllm_serve").read(path)
+    reading = read_text(tmp_path, "vllm_serve", text)
     assert reading.serving[0].unknown == {"Wasted watts": "12"}
     said = {problem.line: problem.text for problem in reading.problems}
     assert "警告" in said[17]
@@ -197,11 +197,8 @@ def test_blocks_of_the_relatives_of_vllm(tmp_path: Path) -> None:
     block.remove(next(line for line in block if line.startswith("Request rate configured")))
     block.insert(9, "================== Text Result ===================")
     block = [line.replace("E2EL (ms):  ", "E2E Latency (ms):  ") for line in block]
-    path = tmp_path / "sglang.log"
-    path.write_text(
-        "\n".join(["python3 -m sglang.bench_serving --backend sglang --num-prompt 12", *block, ""])
-    )
-    reading = importers.get("vllm_serve").read(path)
+    command = "python3 -m sglang.bench_serving --backend sglang --num-prompt 12"
+    reading = read_text(tmp_path, "vllm_serve", "\n".join([command, *block, ""]))
     (row,) = reading.serving
     assert (row.origin.tool, row.num_prompts, row.request_rate) == ("sglang.bench_serving", 12, math.inf)
     assert row.figures == read("vllm/serve.log").serving[0].figures
@@ -214,11 +211,9 @@ def test_blocks_of_the_relatives_of_vllm(tmp_path: Path) -> None:
 
 def test_lines_count_as_in_an_editor_and_progress_bars_are_written_over(tmp_path: Path) -> None:
     text = (RECORDED / "vllm/serve.log").read_text()
-    path = tmp_path / "bar.log"
     bar = "  0%| | 0/12\r100%|##| 12/12\r============ Serving"
     text = text.replace("============ Serving", bar, 1).replace("Mean TTFT", "\x1b[32mMean TTFT\x1b[0m")
-    path.write_text(text, newline="")
-    rows = importers.get("vllm_serve").read(path).serving
+    rows = read_text(tmp_path, "vllm_serve", text).serving
     assert [row.origin.line for row in rows] == [14, 64]
     assert [row.figures for row in rows] == [row.figures for row in read("vllm/serve.log").serving]
 
@@ -326,14 +321,9 @@ def test_nixlbench_of_two_versions() -> None:
     ("500.00 MB/s", 0.5),
 ])  # fmt: skip
 def test_transfer_engine_bench_in_any_unit(tmp_path: Path, words: str, gb_per_s: float) -> None:
-    text = (
-        (RECORDED / "mooncake/initiator.log")
-        .read_text()
-        .replace("throughput 0.11 GB/s", f"throughput {words}")
-    )
-    path = tmp_path / "initiator.log"
-    path.write_text(text)
-    (row,) = importers.get("transfer_engine_bench").read(path).transfers
+    text = (RECORDED / "mooncake/initiator.log").read_text()
+    text = text.replace("throughput 0.11 GB/s", f"throughput {words}")
+    (row,) = read_text(tmp_path, "transfer_engine_bench", text).transfers
     assert row.record.gb_per_s == pytest.approx(gb_per_s)
     case = row.record.case
     assert (case.op, case.protocol, case.block_bytes, case.batch_size, case.threads) == (
@@ -345,9 +335,8 @@ def test_transfer_engine_bench_in_any_unit(tmp_path: Path, words: str, gb_per_s:
 
 
 def test_a_log_without_the_command_leaves_sizes_missing(tmp_path: Path) -> None:
-    path = tmp_path / "initiator.log"
-    path.write_text((RECORDED / "mooncake/initiator.log").read_text().partition("\n")[2])
-    (row,) = importers.get("transfer_engine_bench").read(path).transfers
+    text = (RECORDED / "mooncake/initiator.log").read_text().partition("\n")[2]
+    (row,) = read_text(tmp_path, "transfer_engine_bench", text).transfers
     assert {"block_bytes", "batch_size", "op", "nics"} <= set(row.missing)
     assert row.record.case.threads == 2
 

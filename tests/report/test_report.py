@@ -483,9 +483,9 @@ def test_text_from_outside_does_not_break_a_markdown_table(full: RunFolder) -> N
 # --- several runs --------------------------------------------------------------------------------
 def test_comparable_runs_share_a_table(tmp_path: Path) -> None:
     paths = [make_run(tmp_path / name, ("mooncake",), (512,)) for name in ("a", "b")]
-    console = Console(file=io.StringIO(), width=100)
-    command(paths, console)
-    text = console.file.getvalue()
+    out = io.StringIO()
+    command(paths, Console(file=out, width=100))
+    text = out.getvalue()
     assert "no significant difference: mooncake@A and mooncake@B" in text
     assert "NOT COMPARABLE" not in text
     assert all((path / "report.md").is_file() for path in paths)
