@@ -155,8 +155,7 @@ class Workers:
         self.all: list[WorkerHandle] = []
 
     def start(self, name: str, side: Side, spec: Mapping[str, Any]) -> WorkerHandle:
-        """Start a worker and send its spec; ``hello`` waits until it is ready. Raises LaunchError,
-        WorkerError."""
+        """Start a worker; ``hello`` waits until it is ready. Raises LaunchError, WorkerError."""
         self._started += 1
         # The last argument is only shown in process lists.
         argv = (*side.prefix, side.python, "-m", TRANSFER_WORKER_MODULE, name)
