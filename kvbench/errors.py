@@ -86,6 +86,10 @@ class LaunchError(KvbenchError):
 class PortInUseError(LaunchError):
     """A port that the plan needs is taken."""
 
+    @classmethod
+    def at(cls, host: str, port: int) -> PortInUseError:
+        return cls(f"port {host}:{port} is in use", hint="choose another port, or stop what listens there")
+
 
 class ProcessDiedError(LaunchError):
     """A process that should be running has ended; the message carries its last lines."""

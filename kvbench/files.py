@@ -235,15 +235,19 @@ def read_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
         warnings.append(f"{path.name}: the last line is cut off and is left out")
     rows = []
     for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
+        if (row := json_row(line)) is not None:
             rows.append(row)
         else:
             warnings.append(f"{path.name}: line {number} cannot be read and is left out")
     return rows
+
+
+def json_row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
 
 
 MARKER: Final = ".kvbench-scratch"

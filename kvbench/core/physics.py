@@ -228,8 +228,7 @@ class ModelShape:
         return self.layers - self.sliding_layers
 
     def kv_bytes_per_token(self) -> int:
-        """Logical KV bytes of one token beyond the sliding windows: each head once, whatever the tensor
-        parallelism."""
+        """Logical KV bytes of one token beyond the sliding windows: each head once."""
         return self.full_layers * self._layer_bytes
 
     @property

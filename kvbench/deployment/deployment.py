@@ -246,8 +246,7 @@ class RunningDeployment:
         return found
 
     def start_again(self, name: str) -> Process:
-        """Restart an ended process with the same command, ports and log. Raises LookupError for an unknown
-        name, LaunchError."""
+        """Restart an ended process: same command, ports, log. Raises LookupError, LaunchError."""
         old = self.process(name)
         again = self._launcher.start(old.spec)
         self.processes[self.processes.index(old)] = again

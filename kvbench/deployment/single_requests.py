@@ -39,8 +39,7 @@ class Completion:
 def greedy_body(
     model: str, prompt: Mapping[str, Any], max_tokens: int, *, scored: bool = False
 ) -> dict[str, Any]:
-    """Body of a request for exactly these tokens. ``prompt``: its field. ``scored``: with log-probabilities,
-    for completions only."""
+    """Body of a request for exactly these tokens. ``scored``: with log-probabilities (completions)."""
     body = {
         "model": model,
         **prompt,

@@ -62,8 +62,7 @@ def output_of(command: list[str], deadline_s: float) -> str | None:
 
 
 def nics(root: Path) -> list[dict[str, Any]]:
-    """Return network interfaces; ``speed_mbit`` is null if the driver does not report it or the link is
-    down."""
+    """Return network interfaces; ``speed_mbit`` is null if unreported or the link is down."""
     found = []
     for folder in children(root / "sys/class/net"):
         if not (folder / "operstate").exists():  # such as the file bonding_masters

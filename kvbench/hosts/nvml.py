@@ -51,8 +51,7 @@ def _opened(name: str) -> ctypes.CDLL | None:
 
 
 def slowed_s(name: str = LIBRARY) -> dict[str, float]:
-    """Return slowed seconds since the driver was loaded by "GPU 0 (power)" and so on; empty without GPUs or
-    NVML."""
+    """Return slowed seconds since the driver's start by "GPU 0 (power)" etc.; empty without NVML."""
 
     def read(library: ctypes.CDLL, index: int, gpu: ctypes.c_void_p) -> Iterator[tuple[str, float]]:
         for policy, word in POLICIES.items():
@@ -64,8 +63,7 @@ def slowed_s(name: str = LIBRARY) -> dict[str, float]:
 
 
 def energy_j(name: str = LIBRARY) -> dict[str, float]:
-    """Return joules since the driver was loaded by GPU number and by UUID; GPUs before Volta do not count
-    them."""
+    """Return joules since the driver's start by GPU number and UUID; none before Volta."""
 
     def read(library: ctypes.CDLL, index: int, gpu: ctypes.c_void_p) -> Iterator[tuple[str, float]]:
         millijoules, uuid = ctypes.c_ulonglong(), ctypes.create_string_buffer(_NAME_BYTES)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -17,6 +18,13 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 _KERNEL = 2
 """kthreadd: the parent of all kernel threads."""
+
+
+def wait_while(condition: Callable[[], object], most_s: float, pause_s: float) -> None:
+    """Look every ``pause_s`` seconds until a condition is false, at most ``most_s`` seconds long."""
+    deadline = time.monotonic() + most_s
+    while condition() and time.monotonic() < deadline:
+        time.sleep(pause_s)
 
 
 @dataclass(frozen=True)

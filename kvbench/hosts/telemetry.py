@@ -313,8 +313,7 @@ def _watts(before: HostReading, after: HostReading, elapsed_s: float) -> dict[st
 
 
 def _takers(before: HostReading, after: HostReading, capacity_s: float) -> list[str]:
-    """Return the names of the processes that used the most CPU, as ``cc1plus 31 %``; ended ones are
-    invisible."""
+    """Return the processes that used the most CPU, as ``cc1plus 31 %``; ended ones are invisible."""
     taken: dict[str, float] = {}
     for key, (name, seconds) in after.others.items():
         grown = seconds - before.others.get(key, (name, 0.0))[1]

@@ -109,8 +109,7 @@ class MicrobenchPlan:
 
 
 def command(options: MicrobenchOptions, output: Path, console: Console) -> int:
-    """Measure the matrix. Exit code 0: all measured · 1: a case failed, or none could run · 130:
-    interrupted."""
+    """Measure the matrix. Exit code 0: all measured · 1: a case failed or none ran · 130: interrupted."""
     before = _earlier(options.compare)
     with _places(options, console) as places:
         asked = ask(options, places.movers, places)

@@ -17,6 +17,7 @@ from kvbench.core.plan.processes import TRANSFER_WORKER_MODULE, ProcessSpec
 from kvbench.core.transfers import cases
 from kvbench.core.transfers.records import Case, Layout, TransferOp, TransferRecord
 from kvbench.errors import KvbenchError, TransferError
+from kvbench.hosts.procfs import wait_while
 from kvbench.launchers.base import Launcher, Process
 from kvbench.launchers.local import LocalLauncher
 from kvbench.microbench.options import Settings
@@ -154,8 +155,7 @@ class Workers:
         self.all: list[WorkerHandle] = []
 
     def start(self, name: str, side: Side, spec: Mapping[str, Any]) -> WorkerHandle:
-        """Start a worker and send its spec; ``hello`` waits until it is ready. Raises LaunchError,
-        WorkerError."""
+        """Start a worker; ``hello`` waits until it is ready. Raises LaunchError, WorkerError."""
         self._started += 1
         # The last argument is only shown in process lists.
         argv = (*side.prefix, side.python, "-m", TRANSFER_WORKER_MODULE, name)
@@ -214,9 +214,8 @@ class Workers:
                 with contextlib.suppress(WorkerError, OSError, ValueError):
                     worker.send("quit", {})
                     worker.process.stdin.close()
-            deadline = time.monotonic() + (QUIT_S if orderly else QUIT_S / 4)
-            while time.monotonic() < deadline and any(worker.process.poll() is None for worker in workers):
-                time.sleep(0.005)
+            left_s = QUIT_S if orderly else QUIT_S / 4
+            wait_while(lambda: any(worker.process.poll() is None for worker in workers), left_s, 0.005)
         finally:
             for worker in workers:
                 worker.process.kill()

@@ -42,8 +42,7 @@ def with_devices(plan: Plan) -> Plan:
 
 
 def require_gpus(plan: Plan, listed: Listed = None) -> None:
-    """Raise InputError with counts if a deployment's hosts have too few GPUs. ``listed``: local GPUs, if
-    known."""
+    """Raise InputError if a deployment's hosts have too few GPUs. ``listed``: local ones, if known."""
     wanted = [_wants_here(plan.scenario, each) for each in plan.deployments]
     if any(wanted):
         pool = pool_here(plan.scenario, listed)

@@ -161,8 +161,7 @@ class Elsewhere:
             yield f"    {role}: {{num_gpus: {ranks}}}"
 
     def server_lines(self) -> tuple[Sequence[str], int | None]:
-        """Model and deployment of a running server, and its max_model_len. Raises InputError or ServerError
-        without one."""
+        """Model, deployment and max_model_len of a running server. Raises InputError, ServerError."""
         served, longest = served_model(self.base_url, ServerAccess(), self.model)
         lines = [
             "model:",

@@ -275,8 +275,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def rendered(plan: Plan, options: K8sOptions, label: str = "") -> str:
-    """Manifests of one deployment as YAML, with usage as a comment. ``label``: required for several. Raises
-    InputError."""
+    """Manifests of a deployment as YAML. ``label``: required for several. Raises InputError."""
     scenario = plan.scenario
     planned = chosen(plan, label)
     manifests = manifests_of(scenario, planned, options)

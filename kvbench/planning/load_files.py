@@ -50,8 +50,7 @@ def _text_of(trace: Trace) -> str:
 
 
 def trace_lengths(trace: Trace) -> tuple[int, int, int, int]:
-    """Mean prompt and output length of a trace, which name its cell; its longest request and output, in
-    tokens."""
+    """A trace's mean prompt and output length, longest request and longest output, in tokens."""
     found = figures(load_trace(trace))
     means = max(1, round(found.mean_input_len)), max(1, round(found.mean_output_len))
     return *means, found.longest, found.longest_output

@@ -46,8 +46,7 @@ NSYS: Final = (
 
 
 def observed(spec: ProcessSpec, role: str, wanted: Deployment, log_dir: Path | None) -> ProcessSpec:
-    """Add the role's prefix and span file to a process. ``log_dir`` None (plan only): ``{logs}`` stands for
-    the folder."""
+    """Add the role's prefix and span file. ``log_dir`` None (plan): ``{logs}`` is the folder."""
     folder = LOGS if log_dir is None else str(log_dir)
     if wanted.trace and spec.spec is not None:
         from kvbench.processes.common.spans import SUFFIX  # it imports logging
@@ -79,8 +78,7 @@ def has_prefix(wanted: Deployment) -> bool:
 
 
 def profile_of(scenario: Scenario, connector: str, label: str) -> Connector:
-    """Connector profile for the scenario's engine. Raises InputError if the engine lacks it, or it cannot
-    connect these ranks."""
+    """Connector profile for the scenario's engine. Raises InputError if there is none for these ranks."""
     engine = engines.get(scenario.deployment.engine)
     version = engine.version(scenario.deployment.engine_options)
     options = scenario.connector_options(label)
@@ -365,8 +363,7 @@ def unusable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
 
 
 def unplannable(scenario: Scenario, plan: DeploymentPlan) -> Problem | None:
-    """Return why a deployment cannot run anywhere, or None: its engine lacks the connector, or ranks do not
-    fit."""
+    """Return why a deployment cannot run anywhere: no such connector, or ranks do not fit."""
     try:
         profile_of(scenario, plan.connector, plan.label)
     except InputError as error:

@@ -23,7 +23,16 @@ from typing import Any, Final
 
 from kvbench.core.scenario.yaml_lines import MAX_CHARS
 from kvbench.errors import StoreError
-from kvbench.files import append_bytes, bytes_of, line_of, open_append, open_read, read_object, write_bytes
+from kvbench.files import (
+    append_bytes,
+    bytes_of,
+    json_row,
+    line_of,
+    open_append,
+    open_read,
+    read_object,
+    write_bytes,
+)
 from kvbench.results.parquet import TRANSFERS
 from kvbench.results.run import (
     CANARIES,
@@ -178,7 +187,7 @@ class _Announced:
 
 def adopted(folder: Path) -> bool:
     """Return whether a session adopted files that had no checksums."""
-    return any(_row(line).get("adopted") for line in _lines_of(folder / CHECKSUMS) or ())
+    return any((json_row(line) or {}).get("adopted") for line in _lines_of(folder / CHECKSUMS) or ())
 
 
 def damages(folder: Path, checked: Counter[str] | None = None) -> Iterator[Damage]:
@@ -192,7 +201,7 @@ def damages(folder: Path, checked: Counter[str] | None = None) -> Iterator[Damag
     if lines is None:
         yield Damage(CHECKSUMS, "is missing")
         return
-    rows = [_row(line) for line in lines]
+    rows = [json_row(line) or {} for line in lines]
     last = _after(b"")
     for number, (line, row) in enumerate(zip(lines, rows, strict=True), start=1):
         if row.get("after") != last:
@@ -218,14 +227,6 @@ def _digests_in(folder: Path, name: str) -> tuple[list[str], bytes]:
         return [sha256_of_file(folder / name)], b""
     *lines, rest = bytes_of(folder / name).split(b"\n")
     return [sha256_of(line + b"\n") for line in lines], rest
-
-
-def _row(line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    return row if isinstance(row, dict) else {}
 
 
 def _sessions(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -37,8 +37,7 @@ INVENTED: Final = "outputs were not checked: this connector's KV is invented, by
 
 
 def scratch_prefix(path: Path) -> str:
-    """Prefix of a run's temporary folders: short because they contain sockets, known for removal after a
-    kill."""
+    """Prefix of a run's temporary folders: short (sockets), known for removal after a kill."""
     return f"kvbench-{path.name[-6:]}-"
 
 

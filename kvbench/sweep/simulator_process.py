@@ -20,6 +20,7 @@ from kvbench.core.plan.processes import ProcessSpec
 from kvbench.core.records import RequestError
 from kvbench.core.scenario.options import Simulator
 from kvbench.errors import InputError, KvbenchError, ProcessDiedError, ProcessHungError
+from kvbench.hosts.procfs import wait_while
 from kvbench.launchers.local import LocalLauncher, LocalProcess
 from kvbench.sweep.trial.loadgen_driver import cause_of
 
@@ -67,7 +68,7 @@ class SimulatorProcess:
             if kind is None:  # a failed one gets no orderly end
                 with contextlib.suppress(OSError):
                     process.stdin.close()
-                _ends_within(process, END_S)
+                wait_while(lambda: process.poll() is None, END_S, 0.01)
         finally:
             self._launcher.stop([process])
 
@@ -142,7 +143,7 @@ class SimulatorProcess:
 
     def _death_error(self) -> ProcessDiedError:
         process = self._running
-        _ends_within(process, GONE_S)
+        wait_while(lambda: process.poll() is None, GONE_S, 0.01)
         cause, status = cause_of(process.tail()), process.poll()
         how = f"ended early (status {status})" if status is not None else "closed its pipes"
         return ProcessDiedError(
@@ -159,15 +160,6 @@ class SimulatorProcess:
             hint="it must end each line with a line feed and flush its stdout; if it needs longer: "
             "--set deployment.engine_options.answer_timeout_s=SECONDS",
         )
-
-
-def _ends_within(process: LocalProcess, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while process.poll() is None:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 ERRORS: Final = frozenset(get_args(RequestError)) - {"cancelled"}

@@ -24,8 +24,7 @@ from kvbench.core.stats import binomial_cdf, upper_bound
 
 CONFIDENCE: Final = 1.0 - SIGNIFICANCE
 DOUBTED_BELOW: Final = 1e-4
-"""p-value below which differences of a noisy server are not attributed to noise: small, because a run has
-dozens of trials."""
+"""p-value below which differences are not noise: small, because a run has dozens of trials."""
 UNSEEN_BELOW: Final = 0.01
 """The same for a server with identical outputs so far and no log-probabilities."""
 _BISECTIONS: Final = 40

@@ -23,8 +23,7 @@ EXTERNAL: Final = "external_kv_transfer"
 
 
 PROMPT_LOOK_MS: Final = 2.5
-"""Upper median of the wait of chunks read together, in ms: a client on time reads its sockets every
-millisecond."""
+"""Upper median of the wait of chunks read together, in ms; a client on time reads every ms."""
 
 
 @dataclass(frozen=True)

@@ -302,8 +302,7 @@ def impossible_prefill(evidence: Evidence) -> Finding | None:
 
 
 def fastest_interval(times: npt.NDArray[np.float64]) -> tuple[float, float, float]:
-    """Return (FLOP/s, FLOP, seconds) of the fastest interval. A row per request: begin and end in seconds,
-    FLOP."""
+    """Return (FLOP/s, FLOP, seconds) of the fastest interval. Rows: begin and end in seconds, FLOP."""
     by_end = times[np.argsort(times[:, 1])]
     starts = np.unique(by_end[:, 0])
     if len(starts) > STARTS:

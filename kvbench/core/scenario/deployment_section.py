@@ -112,8 +112,7 @@ HOST_OR_NOTHING: Final = r"^([A-Za-z0-9][A-Za-z0-9.-]{0,252})?$"
 PrefixWord = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]*$")]
 
 Routing = Literal["session", "round_robin"]
-"""Choice of a request's server: by its session (requests without one go round robin), or round robin for
-every request."""
+"""Choice of a request's server: by its session, if it has one, or round robin for all."""
 
 
 class CommandPrefix(Section):

@@ -146,8 +146,7 @@ class Roles(Section):
         return groups[int(end) % len(groups)] if end.isdecimal() else groups[0]
 
     def host_of(self, process: str) -> str:
-        """Return the name of a process's host; ``decode-1-node1`` names a process on an instance's second
-        host."""
+        """Return a process's host; ``decode-1-node1`` is a process on an instance's second host."""
         number = process.rpartition(NODE)[2] if NODE in process else "0"
         return self.nodes(process)[int(number)]
 

@@ -138,8 +138,7 @@ class EngineOptions(BaseModel):
         return 16
 
     def kv_blocks(self, longest: int) -> int | None:
-        """Return the KV blocks of one instance whose longest request has ``longest`` tokens, if known in
-        advance."""
+        """Return an instance's KV blocks, if known; its longest request has ``longest`` tokens."""
         return None
 
     @property

@@ -249,8 +249,7 @@ def _by_size(scenario: Scenario, path: str) -> Scenario:
 
 
 def _settled(scenario: Scenario) -> Scenario:
-    """Return the scenario with deadlines and connector options as the engine takes them, for the run's
-    record."""
+    """Return the scenario with deadlines and connector options as the engine takes them."""
     workload = scenario.workload.model_copy(update={"request_timeout_s": scenario.request_timeout_s})
     deployment = scenario.deployment
     if "ready_timeout_s" not in deployment.model_fields_set:

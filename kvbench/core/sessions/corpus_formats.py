@@ -117,8 +117,7 @@ class _Clock:
 
 
 def agentic_corpus(rows: Sequence[CorpusRow]) -> Corpus:
-    """Return sessions that all begin at once, since each recording has a separate clock. Raises
-    InputError."""
+    """Return sessions that begin at once: each recording has its own clock. Raises InputError."""
     left = _Left()
     sessions, sizes, scopes = [], set(), set()
     for row in rows:

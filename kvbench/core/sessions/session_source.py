@@ -175,8 +175,7 @@ def _cut(session: Session, max_turns: int | None, max_input_len: int | None) -> 
 
 
 def _paced(session: Session, factor: float, most_s: float | None, most_tokens: int) -> Session:
-    """Return the session with think times times ``factor``, at most ``most_s``, and answers of at most
-    ``most_tokens``."""
+    """Return the session with think times × ``factor`` (at most ``most_s``), and limited answers."""
     limit = math.inf if most_s is None else most_s
     turns = [
         replace(

@@ -206,8 +206,7 @@ class Matrix:
         return {
             "cases": [case.key for case in self.cases],
             "left_out": [
-                {"what": left.what, "reason": left.reason, "absent": left.absent, "cases": left.cases}
-                for left in self.left
+                {name: value for name, value in vars(left).items() if name != "case"} for left in self.left
             ],
         }
 

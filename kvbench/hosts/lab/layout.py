@@ -20,8 +20,7 @@ MIN_BURST_BYTES: Final = 65_536
 QUEUE: Final = "20ms"
 """Maximum queueing time of a packet at the NIC's rate; further packets are dropped."""
 CORE_BITS_PER_S: Final = 5e9
-"""Shaped veth traffic that one core carries: on two cores, 2 × 5 Gbit/s gave 92 % of the rate, 4 × 5 gave
-84."""
+"""Shaped veth traffic per core: on two cores, 2 × 5 Gbit/s gave 92 % of the rate, 4 × 5 gave 84 %."""
 
 _RATE: Final = re.compile(r"(?<!\d)(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s|ps)?", re.IGNORECASE)
 _UNITS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}

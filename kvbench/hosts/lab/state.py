@@ -150,8 +150,7 @@ def unrecorded() -> list[str]:
 
 @contextmanager
 def locked() -> Iterator[None]:
-    """Let one process at a time look for labs, claim a name or remove one. Raises LabError after a
-    timeout."""
+    """Let one process at a time find, claim or remove labs. Raises LabError after a timeout."""
     deadline = time.monotonic() + LOCK_DEADLINE_S
     with (folder() / ".lock").open("w") as file:
         while True:

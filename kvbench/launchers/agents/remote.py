@@ -10,7 +10,6 @@ import base64
 import contextlib
 import shlex
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,6 +24,7 @@ from kvbench.core.scenario.hosts import RemoteHost
 from kvbench.core.scenario.scenario import Deployment
 from kvbench.errors import KvbenchError, LaunchError
 from kvbench.hosts import web
+from kvbench.hosts.procfs import wait_while
 from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.channel import LOST, Channel
 from kvbench.launchers.agents.remote_process import RemoteProcess
@@ -181,7 +181,7 @@ class RemoteLauncher:
         try:
             stop_in_reverse(processes, grace_s)
         finally:
-            self._wait_gone(processes)
+            wait_while(lambda: any(each.poll() is None for each in processes), ENDED_S, POLL_S)
             for process in processes:
                 process.release()
         self._bring_extras({process.host for process in processes})
@@ -223,11 +223,6 @@ class RemoteLauncher:
         if agent is None:
             raise LaunchError(f"{name} belongs on the host {host}, which is not connected")
         return agent
-
-    def _wait_gone(self, killed: Sequence[RemoteProcess]) -> None:
-        deadline = time.monotonic() + ENDED_S
-        while any(process.poll() is None for process in killed) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
 
     def _bring_extras(self, hosts: set[str]) -> None:
         """Copy files that processes left next to their logs; missing ones are no error."""

@@ -53,8 +53,7 @@ def _trackers(group: int) -> set[int]:
 
 
 def _start_watcher(handle: int) -> None:
-    """Start the watcher of the process that ``handle`` (a pidfd) stands for. It holds no pipe of the
-    command's."""
+    """Start the watcher of the process of ``handle`` (a pidfd), without the command's pipes."""
     if os.fork():
         os.close(handle)
         return

@@ -51,8 +51,7 @@ KNOWN_LIMITS: Final = {"mooncake": _LISTENS, "mooncake_store": _LISTENS}
 
 
 def examine(vllm: Path | None = None) -> list[Check]:
-    """Run all checks of this machine; takes 1–2 s as libraries are loaded. ``vllm``: command to check instead
-    of the PATH's."""
+    """Run all checks of this machine, in 1–2 s. ``vllm``: command to check instead of the PATH's."""
     cards = gpus()
     machine = Machine.at(ROOT, len(cards or ()))
     return [
@@ -224,8 +223,7 @@ def print_checks(
     as_json: bool = False,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
-    """Print all checks with fixes; return 1 if something without alternative fails. ``more``: also in the
-    JSON."""
+    """Print checks with fixes; return 1 if a required one fails. ``more``: also in the JSON."""
     if as_json:
         known = {"checks": [vars(check) for check in checks], **more}
         console.file.write(json.dumps(known, indent=2, default=str) + "\n")

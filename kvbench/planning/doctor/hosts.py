@@ -44,8 +44,7 @@ def command(
     as_json: bool = False,
     before: Sequence[Check] = (),
 ) -> int:
-    """Print all checks with hints, and the matrix; return 1 if something without alternative fails.
-    ``before``: earlier checks."""
+    """Print checks and the matrix; return 1 if a required one fails. ``before``: earlier checks."""
     scenario, _ = resolve(CliOptions(scenario_name, overrides))
     require_nodes(scenario, os.environ)
     say = partial(console.print, markup=False) if not as_json else partial(print, file=sys.stderr)

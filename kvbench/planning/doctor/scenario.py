@@ -254,8 +254,7 @@ def command_of(name: str, overrides: Sequence[str]) -> Path | None:
 
 
 def runs_where(name: str, overrides: Sequence[str]) -> Literal["here", "server", "hosts", "later"]:
-    """Where a scenario's engines run: this machine, a running server, hosts, or a scheduler's future
-    nodes."""
+    """Where a scenario's engines run: here, a running server, hosts, or a scheduler's nodes."""
     scenario, _ = resolve(CliOptions(name, tuple(overrides)))
     deployment = scenario.deployment
     if not deployment.engine_options.starts_processes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -112,14 +113,7 @@ class EngineSpec(_Strict):
     """File for the spans of each trial's first requests; empty: none."""
 
     def engine_config(self) -> EngineConfig:
-        return EngineConfig(
-            block_tokens=self.block_tokens,
-            num_blocks=self.num_blocks,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            enable_prefix_caching=self.enable_prefix_caching,
-        )
+        return EngineConfig(**{each.name: getattr(self, each.name) for each in fields(EngineConfig)})
 
     def timing_profile(self) -> TimingProfile:
         if isinstance(self.timing, ProfileFile):

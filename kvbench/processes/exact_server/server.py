@@ -43,9 +43,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortInUseError(
-                f"port {host}:{port} is in use", hint="choose another port, or stop what listens there"
-            ) from error
+            raise PortInUseError.at(host, port) from error
         raise
     return sock
 

@@ -368,8 +368,6 @@ async def serve(handler: Handler, host: str, port: int, *, listening: Sequence[s
         server = await loop.create_server(accept, host, port, backlog=BACKLOG, reuse_address=True)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise PortInUseError(
-                f"port {host}:{port} is in use", hint="choose another port, or stop what listens there"
-            ) from error
+            raise PortInUseError.at(host, port) from error
         raise
     return Server([server], server.sockets[0].getsockname()[1], connections)

@@ -49,32 +49,20 @@ class PlannedRequest:
     """Request the token ids of its answer and keep them."""
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    offset_s: float
-    input_len: int
-    output_len: int
-    prompt: NDArray[np.int32]
-    """Token ids, or the words of a chat's message."""
+_Wanted = tuple[int, float, int, int, NDArray[np.int32]]
+"""Index, offset in seconds, input and output length, and token ids, or the words of a chat's message."""
 
 
 def planned_requests(
-    spec: LoadSpec, watched: Callable[[Iterator[tuple[int, _Wanted]]], Iterator[tuple[int, _Wanted]]] = iter
+    spec: LoadSpec, watched: Callable[[Iterator[_Wanted]], Iterator[_Wanted]] = iter
 ) -> list[PlannedRequest]:
     """Return this worker's requests in scheduled order, a pure function of the spec except the request ids.
     ``watched``: counts them meanwhile. Raises InputError."""
     encode = prompt_encoder(spec)
     run = uuid.uuid4().hex[:12]
     return [
-        PlannedRequest(
-            index=index,
-            request_id=f"kvb-{run}-{index}",
-            offset_s=wanted.offset_s,
-            input_len=wanted.input_len,
-            output_len=wanted.output_len,
-            prompt=encode(wanted.prompt),
-        )
-        for index, wanted in watched(_share(spec))
+        PlannedRequest(index, f"kvb-{run}-{index}", offset_s, input_len, output_len, encode(prompt))
+        for index, offset_s, input_len, output_len, prompt in watched(_share(spec))
     ]
 
 
@@ -85,7 +73,7 @@ def prompt_encoder(spec: LoadSpec) -> Callable[[NDArray[np.int32]], bytes]:
     return lambda words: messages_json(words.tolist())
 
 
-def _share(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
+def _share(spec: LoadSpec) -> Iterator[_Wanted]:
     if spec.requests_path:
         yield from _traced(spec)
         return
@@ -98,10 +86,10 @@ def _share(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
     shape = PromptShape(length, vocabulary, spec.shared_prefix_len)
     prompts = token_prompts(spec.num_requests, shape, spec.seed)
     for index in range(spec.worker, spec.num_requests, spec.workers):
-        yield index, _Wanted(offsets[index], spec.input_len, spec.output_len, prompts[index])
+        yield index, offsets[index], spec.input_len, spec.output_len, prompts[index]
 
 
-def _traced(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
+def _traced(spec: LoadSpec) -> Iterator[_Wanted]:
     from kvbench.core.load.traces import traced_prompt
 
     before_s = 0.0
@@ -114,7 +102,7 @@ def _traced(spec: LoadSpec) -> Iterator[tuple[int, _Wanted]]:
         if index % spec.workers == spec.worker:
             length, vocabulary = _prompt_size(spec, input_len)
             ids = traced_prompt(length, row.get("blocks"), spec.seed, index, vocabulary)
-            yield index, _Wanted(before_s, input_len, output_len, np.asarray(ids, np.int32))
+            yield index, before_s, input_len, output_len, np.asarray(ids, np.int32)
 
 
 def _prompt_size(spec: LoadSpec, input_len: int) -> tuple[int, int]:

@@ -42,9 +42,7 @@ def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
         for each in found:
             each.close()
         if error.errno == errno.EADDRINUSE:
-            raise PortInUseError(
-                f"port {host}:{port} is in use", hint="choose another port, or stop what listens there"
-            ) from error
+            raise PortInUseError.at(host, port) from error
         raise InputError(f"the spec: cannot listen on {host}:{port}: {error}") from error
     return found
 

@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -40,6 +39,7 @@ from kvbench.deployment.deployment import RunningDeployment, with_ports_at
 from kvbench.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, KvbenchError, StoreError
 from kvbench.files import scratch
 from kvbench.hosts.lab.lab import Lab
+from kvbench.hosts.procfs import wait_while
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.local import LocalLauncher, LocalPlace, LocalProcess
 from kvbench.launchers.parts.sockets import free_ports
@@ -107,9 +107,7 @@ def _go_on_inside(lab: Lab) -> int:
         return process.wait()
     except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + STOP_S
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        wait_while(lambda: process.poll() is None, STOP_S, 0.05)
         return EXIT_INTERRUPTED
     finally:
         if process.poll() is None:

@@ -27,6 +27,7 @@ from kvbench.deployment.deployment import RunningDeployment
 from kvbench.errors import KvbenchError
 from kvbench.hosts.lab.lab import Lab
 from kvbench.hosts.log_tail import LogReader
+from kvbench.hosts.procfs import wait_while
 from kvbench.launchers.base import Launcher
 from kvbench.results.store import RunStore
 from kvbench.sweep.chaos_soak.constant_rate import HeldRate, Holdings, grown_bytes, holdings, stranded_blocks
@@ -266,7 +267,7 @@ class FaultTrial:
         with notices, striker, Observer(launcher, deployment, plan.trial_id) as observer:
             load = trials.offer(trial, over, striker.check)
         striker.check()
-        _settle(deployment)
+        wait_while(deployment.under_way, SETTLE_S, LOOK_S)
         after = holdings(deployment)
         self.store.add_telemetry(observer.rows)
         struck = _Struck(scenario, striker, load, before, after)
@@ -311,13 +312,6 @@ class FaultTrial:
         )
         self.store.add_trial(record, load.records)
         return record
-
-
-def _settle(deployment: RunningDeployment) -> None:
-    """Wait until no request runs or waits; tolerates dead processes."""
-    deadline = time.monotonic() + SETTLE_S
-    while deployment.under_way() and time.monotonic() < deadline:
-        time.sleep(LOOK_S)
 
 
 def _answers(canaries: CanaryResult | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from kvbench.core.load.workers import (
 )
 from kvbench.core.plan.processes import LOADGEN_MODULE, ProcessSpec
 from kvbench.errors import KvbenchError, ProcessDiedError, ProcessHungError, StoreError
-from kvbench.hosts.procfs import cpu_s
+from kvbench.hosts.procfs import cpu_s, wait_while
 from kvbench.launchers.base import Launcher, Place, Process
 from kvbench.processes.common.record_file import read_records
 
@@ -306,9 +306,7 @@ class _Worker:
 
 def early_end_error(process: Process) -> ProcessDiedError:
     """Create the error for a generator that ended without an end event."""
-    deadline = time.monotonic() + 2
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_while(lambda: process.poll() is None, 2, 0.01)
     cause = cause_of(process.tail())
     return ProcessDiedError(
         f"the load generator {process.name} ended early (status {process.poll()}){cause and f': {cause}'}",
