@@ -53,7 +53,9 @@ def rows_in(path: Path) -> list[Any]:
 
 def edit_rows(path: Path, edit: Edit, first: int = 0, last: int | None = None) -> None:
     """Change lines of a file of JSON lines in place: all by default."""
-    rows = rows_in(path)
-    for row in rows[first:last]:
+    lines = path.read_text().splitlines()
+    for place in range(len(lines))[first:last]:
+        row = json.loads(lines[place])
         edit(row)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines[place] = json.dumps(row)
+    path.write_text("".join(line + "\n" for line in lines))
