@@ -18,8 +18,6 @@ from kvbench.results.provenance import Mark
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvbench.report.plots.style import Theme
-
 Writer = Literal["screen", "terminal", "markdown", "html", "notebook"]
 WRITERS: Final[tuple[Writer, ...]] = ("screen", "terminal", "markdown", "html", "notebook")
 PICTURES_AS: Final = ("png", "svg")
@@ -42,8 +40,8 @@ class Drawing:
     name: str
     title: str
     alt: str
-    draw: Callable[[Theme], Figure | None]
-    """Draws the picture; returns None without data."""
+    draw: Callable[[Any], Figure | None]
+    """Draws the picture in a ``plots.style.Theme``; returns None without data."""
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,10 @@ class TimeLeft:
         bursts_s = BURST_TRIAL_S * max(BURSTS - bursts, 1) * self._plan.scenario.search.compare_burst
         if bursts and bursts_s:
             return bursts_s
+        last, width = known.records[-1], known.width or math.inf
+        settled = width <= self._plan.scenario.search.precision and last.purpose == "confirm"
+        if bursts_s and settled and last.verdict == "met":
+            return bursts_s  # the next trial is most likely the first burst
         own_s = self._next_trial_s(known) * self._trials_left(known) + bursts_s
         if known.prospect is None:
             # Trials far from the answer are short and do not predict later ones.

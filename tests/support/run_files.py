@@ -29,7 +29,8 @@ def imported(results: Path, *files: Path, **options: Any) -> RunFolder:
 def printed(*runs: RunFolder, width: int = 100, **shown: Any) -> str:
     """Print the report of runs as on a terminal."""
     out = io.StringIO()
-    render_terminal(runs, Console(file=out, width=width, highlight=False), **shown)
+    what = runs[0] if len(runs) == 1 else runs
+    render_terminal(what, Console(file=out, width=width, highlight=False), **shown)
     return out.getvalue()
 
 

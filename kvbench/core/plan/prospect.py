@@ -17,7 +17,7 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.data import LONGEST, SECONDS, TRIAL_LATENCIES, WAITS, requests_s
 from kvbench.core.slo import Criterion, Slo
 
-FLOOR: Final = 0.03
+FLOOR: Final = 0.035
 """Half-width that more requests do not reduce: models differ, and so do trials."""
 EVEN: Final = 1.2
 """Variation (see above) of systems whose requests take about the same time."""

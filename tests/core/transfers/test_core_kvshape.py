@@ -82,7 +82,7 @@ def test_ranks_together_move_the_models_kv(name: str, tokens: int, tp: int, bloc
             kv_work(name, tokens, tp, block)
         return
     work = kv_work(name, tokens, tp, block, version=version)
-    model = model if version == "0.33" else model.whole
+    model = model.whole if version == "0.13" else model
     assert work.wire_bytes == model.wire_bytes(tokens, block, tp)
     assert work.descriptors <= work.pieces <= model.regions() * work.blocks
     assert work.logical_bytes <= work.rank_bytes

@@ -301,7 +301,7 @@ def test_splits_are_compared_by_gpu() -> None:
     found = kvbench.simulate_splits(
         "quickstart",
         splits="1:1,2:1",
-        overrides={"workload.input_len": [512], "search.max_trials": 3},
+        overrides={"workload.input_len": [512], "search.max_trials": 4},
         connectors=["nixl"],
     )
     assert set(found.split) >= {"1P1D", "2P1D"}
