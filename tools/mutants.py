@@ -3,8 +3,9 @@
 Modules come in an order drawn by the seed. Each is changed in a copy below build/mutants, and tested by the
 files that name it in the tests' folder of the same part (tests/core for kvbench/core). mutmut changes the
 bodies of functions, but not constants of modules, properties, or most decorated functions; changes of texts
-alone are not counted. Processes that tests start run without the change. ``mutants.yaml`` lists changes that
-no test can notice. Exit codes: 0 as good as ``--least``, 1 worse.
+alone are not counted. Processes that tests start run without the change, and modules that no test file names
+are listed, not tried. ``mutants.yaml`` lists changes that no test can notice. Exit codes: 0 as good as
+``--least``, 1 worse.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ SETTINGS: Final = """\
 [tool.mutmut]
 source_paths = ["kvbench"]
 only_mutate = [{module!r}]
-pytest_add_cli_args = ["--noconftest", "-p", "no:xdist", "-p", "no:cacheprovider", "--hypothesis-profile=ci"]
+pytest_add_cli_args = [
+  "--noconftest", "-p", "loops", "-p", "no:xdist", "-p", "no:cacheprovider", "--hypothesis-profile=ci",
+]
 pytest_add_cli_args_test_selection = {tests}
 
 [tool.pytest.ini_options]
@@ -72,7 +75,9 @@ def run(module: str, tests: Sequence[str], workers: int, seconds: float) -> dict
         (copy / name).symlink_to(ROOT / name)
     (WORK / "pyproject.toml").write_text(SETTINGS.format(module=module, tests=json.dumps(list(tests))))
     command = ["timeout", "-k", "5", f"{seconds:.0f}", *MUTMUT, "run", "--max-children", str(workers)]
-    status, output = output_of(command, seconds + 60, WORK)
+    # pytest imports the plugin ``loops`` before it reads its own pythonpath.
+    environment = {"PYTHONPATH": str(ROOT / "tests" / "support")}
+    status, output = output_of(command, seconds + 60, WORK, environment)
     if status not in (0, 124):
         raise SystemExit(f"mutmut failed on {module} ({status}): {output[-2000:]}")
     meta = Path(f"{copy / module}.meta")
@@ -120,17 +125,24 @@ def main(given: Sequence[str] | None = None) -> int:
     names = modules(chosen.module or SOURCES)
     random.Random(chosen.seed).shuffle(names)
     excused = {(each["module"], each["change"]) for each in yaml.safe_load(EQUIVALENT.read_text("utf-8"))}
-    tried = left = 0
+    tried = left = late = 0
     for module in names:
-        if (seconds := until - time.monotonic()) < 1 or not (tests := tests_of(module)):
+        if not (tests := tests_of(module)):
+            print(f"{module}: not tried, since no test file names it")
+            continue
+        if (seconds := until - time.monotonic()) < 1:
+            late += 1
             continue
         codes = run(module, tests, chosen.workers, seconds)
-        known = [code for code in codes.values() if code is not None]
-        survived = [(name, change(name)) for name, code in codes.items() if code in SURVIVED]
-        survived = [each for each in survived if (module, each[1]) not in excused]
-        tried, left = tried + len(known), left + len(survived)
-        print(*(f"{name}: {text}" for name, text in survived), sep="\n")
-        print(f"{module}: {len(survived)} of {len(known)} survived, {len(codes)} in all", flush=True)
+        unnoticed = [(name, change(name)) for name, code in codes.items() if code in SURVIVED]
+        survived = [each for each in unnoticed if (module, each[1]) not in excused]
+        known = sum(code is not None for code in codes.values()) - (len(unnoticed) - len(survived))
+        tried, left = tried + known, left + len(survived)
+        for name, text in survived:
+            print(f"{name}: {text}")
+        print(f"{module}: {len(survived)} of {known} survived, {len(codes)} in all", flush=True)
+    if late:
+        print(f"not tried for lack of time: {late} modules")
     score = 100 * (1 - left / max(tried, 1))
     print(f"{tried - left} of {tried} mutants noticed: {score:.1f} %")
     return 0 if tried and score >= chosen.least else 1

@@ -328,7 +328,7 @@ COPIED_BYTES: Final = 64 << 20
 
 def facts(folder: Path) -> Figures:
     del folder
-    installed = {each.name.replace("_", "-").lower(): each.version for each in distributions()}
+    first = {name: next(iter(distributions(name=name)), None) for name in PACKAGES}  # what is imported
     smi = output_of(["nvidia-smi", f"--query-gpu={','.join(SMI)}", "--format=csv"], 10.0)
     return {
         "python": platform.python_version(),
@@ -337,7 +337,7 @@ def facts(folder: Path) -> Figures:
         "nvidia_smi": (smi or "").strip().splitlines(),
         "topology": (output_of(["nvidia-smi", "topo", "-m"], 10.0) or "").strip().splitlines(),
         "devices": sorted(each.name for each in Path("/dev").glob("nvidia*")),
-        "packages": {name: installed[name] for name in PACKAGES if name in installed},
+        "packages": {name: found.version for name, found in first.items() if found},
         "libraries": {name: _loads(name) for name in LIBRARIES},
         "nics": [each["name"] for each in nics(Path("/"))],
         "rdma": [each["name"] for each in rdma()],

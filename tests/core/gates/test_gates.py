@@ -382,7 +382,7 @@ def test_rdma_that_carried_under_half_of_the_kv_did_not_carry_it(share: float, g
 @pytest.mark.parametrize(
     ("nvlink", "tcp", "gates"), [(0.4, 0.6, {"wrong_transport": "warning"}), (0.6, 0.6, {}), (0.4, 0.4, {})]
 )
-def test_kv_of_unnamed_way_went_where_half_was_seen(nvlink: float, tcp: float, gates: dict[str, str]) -> None:
+def test_kv_went_where_half_of_it_was_counted(nvlink: float, tcp: float, gates: dict[str, str]) -> None:
     nics = {
         "GPU 0 NVLink": NicFigures("nvlink", nvlink * 5e6, 0),
         "lo": NicFigures("ip", tcp * 5e6, 0, None, True),

@@ -85,7 +85,7 @@ def test_processes_and_ports() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.none() | st.integers(1, 12))
-def test_engines_without_pd_are_as_many_unless_said(prefill: int, decode: int, said: int | None) -> None:
+def test_aggregated_engines_are_p_plus_d_unless_given(prefill: int, decode: int, said: int | None) -> None:
     sets = (f"deployment.prefill={prefill}", f"deployment.decode={decode}")
     sets += () if said is None else (f"deployment.aggregated={said}",)
     whole, *pairs = plan(*sets).deployments
@@ -146,7 +146,7 @@ _CONNECTORS = st.lists(st.sampled_from(list(INFOS)), min_size=1, max_size=6)
 
 @settings(deadline=None, max_examples=60)
 @given(_CONNECTORS, st.integers(1, 5), st.integers(1, 5), st.integers(1024, 60_000))
-def test_ports_are_unique_plans_repeat(names: list[str], prefill: int, decode: int, base_port: int) -> None:
+def test_unique_ports_and_equal_plans(names: list[str], prefill: int, decode: int, base_port: int) -> None:
     listed = [{"name": name, "label": f"{name}-{number}"} for number, name in enumerate(names)]
     overrides = (f"deployment.prefill={prefill}", f"deployment.decode={decode}")
     made = plan(*overrides, connectors=json.dumps(listed), base_port=base_port)
