@@ -1,7 +1,7 @@
 """Precision that a search's trials allow, by the number of requests near the result.
 
 While replays decide (``core.search.by_replay``), the relative half-width of a 90 % interval falls to a floor:
-√(floor² + z² · variation / requests). Floor and variations are those of 95 searches of random systems of
+√(floor² + z² · variation / requests). Floor and variations are those of 84 searches of random systems of
 known rates, their quartiles."""
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.data import LONGEST, SECONDS, TRIAL_LATENCIES, WAITS, requests_s
 from kvbench.core.slo import Criterion, Slo
 
-FLOOR: Final = 0.035
+FLOOR: Final = 0.034
 """Half-width that more requests do not reduce: models differ, and so do trials."""
-EVEN: Final = 1.2
+EVEN: Final = 0.5
 """Variation (see above) of systems whose requests take about the same time."""
-MODERATE: Final = 7.5
-UNEVEN: Final = 43.0
+MODERATE: Final = 6.0
+UNEVEN: Final = 41.0
 """Variation with heavy tails."""
 Z90: Final = 1.645
 SPENT: Final = 4
@@ -171,7 +171,7 @@ def shortfall_text(search: Search, prospect: Prospect) -> str:
 
 
 def _helps(search: Search, prospect: Prospect) -> list[str]:
-    least = math.ceil(120 * FLOOR) / 100
+    least = round(1.1 * FLOOR, 3)
     if search.precision < least:
         return [f"search.precision={least:g}"]
     wanted = Z90**2 * EVEN / (search.precision**2 - FLOOR**2)

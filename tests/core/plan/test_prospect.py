@@ -34,12 +34,10 @@ def asked_for(slo: str = "{ttft_ms: 400, attainment: 0.9}", *sets: str) -> Scena
     return parse(MINIMAL.replace("slo: {ttft_ms: 250}", f"slo: {slo}"), *sets)
 
 
-@pytest.mark.parametrize(
-    ("requests", "judged"), [(1514, 0.044), (2920, 0.038), (1284, 0.036), (2243, 0.043), (8294, 0.034)]
-)
+@pytest.mark.parametrize(("requests", "judged"), [(1526, 0.044), (2243, 0.043), (2920, 0.038), (4536, 0.033)])
 def test_even_services_need_as_many_requests_as_judged_searches_did(requests: int, judged: float) -> None:
-    """Half-widths of searches of even, batching and bursty systems by replays, with their requests."""
-    assert half_width(requests, EVEN) == pytest.approx(judged, rel=0.7)
+    """Half-widths of four searches of drawn systems with continuous batching, by replays."""
+    assert half_width(requests, EVEN) == pytest.approx(judged, rel=0.16)
 
 
 def test_more_requests_and_evener_services_give_more_precision_down_to_a_floor() -> None:
@@ -86,7 +84,7 @@ def test_a_budget_is_shared_and_limits_the_precision() -> None:
     cells = len(asked_for(slo).connectors) * len(asked_for(slo).workload.input_len)
     assert little.trials * little.trial_s == pytest.approx(200 / cells)
     assert little.even == half_width(10.0 * 200 / cells, EVEN) > free.even
-    search = asked_for(slo, "search.budget_s=200", "search.precision=0.04").search
+    search = asked_for(slo, "search.budget_s=200", "search.precision=0.045").search
     assert "search.budget_s=" in shortfall_text(search, little)
 
 
@@ -139,9 +137,9 @@ def test_the_plan_says_it_in_a_line() -> None:
     ("rate", "sets", "helps"),
     [
         (0.5, (), "more time: few requests come at such a rate"),
-        (2.0, ("search.max_trials=6", "search.max_trial_s=30"), f"search.max_trials={SPENT + 34}"),
+        (2.0, ("search.max_trials=6", "search.max_trial_s=30"), f"search.max_trials={SPENT + 17}"),
         (500.0, ("search.max_requests=200",), "search.max_requests=1000"),
-        (2.0, ("search.precision=0.03",), "search.precision=0.04"),
+        (2.0, ("search.precision=0.03",), "search.precision=0.037"),
     ],
 )
 def test_what_would_help_where_the_time_does_not_suffice(
