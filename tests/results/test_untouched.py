@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from resuming import Taped, cut_off, without_checksums
 from rich.console import Console
-from run_files import copied, edit_json, edit_rows
+from run_files import QUICKSTART, copied, edit_json, edit_rows
 from sample_run import make_run
 
 from kvbench.core.records import Cell
@@ -173,9 +173,6 @@ def test_a_sweep_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
         assert store.path.exists() == bool(log), "what a process has logged stays"
 
 
-REFERENCE = Path(__file__).parents[2] / "results" / "reference" / "quickstart"
-
-
 def next_of(folder: Path, *argv: str) -> str:
     run = load_run(folder)
     run.manifest["argv"] = list(argv)
@@ -184,7 +181,7 @@ def next_of(folder: Path, *argv: str) -> str:
 
 def test_the_next_command_has_each_option_once() -> None:
     own = ("--set", "search.precision=0.2", "--precision=0.3", "--precision", "0.4", "--max-trials", "4")
-    words = next_of(REFERENCE, "kvbench", "sweep", "quickstart", *own, "--slo", "'ttft_ms p90 <= 50'")
+    words = next_of(QUICKSTART, "kvbench", "sweep", "quickstart", *own, "--slo", "'ttft_ms p90 <= 50'")
     kept = "kvbench sweep quickstart --max-trials 4 --slo 'ttft_ms p90 <= 50'"
     assert words.startswith(f"next: {kept} --precision 0.1  (narrower intervals for "), words
 
@@ -192,7 +189,7 @@ def test_the_next_command_has_each_option_once() -> None:
 def test_the_next_command_compares_only_what_can_be_compared(tmp_path: Path) -> None:
     first, second = (tmp_path / f"2026-01-0{day}-quickstart-a" for day in (1, 2))
     for folder in (first, second):
-        shutil.copytree(REFERENCE, folder)
+        shutil.copytree(QUICKSTART, folder)
     assert next_of(second) == f"next: kvbench compare {first} {second}  (shows what has changed since)"
     assert next_of(first).startswith("next: kvbench export timeline ")
     other = {"engine_options": {"base_url": "http://another:1"}}

@@ -15,6 +15,8 @@ from kvbench.importers.parts import importing
 from kvbench.report.report import render_terminal
 from kvbench.results.run import RunFolder, load_run
 
+QUICKSTART = Path(__file__).parents[1] / "recorded" / "runs" / "quickstart"
+"""A run of the quickstart by an earlier search, with other limits."""
 Edit = Callable[[dict[str, Any]], object]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from run_files import QUICKSTART
 from sample_run import ENVIRONMENT, PLAN, SCENARIO, make_requests, make_trial
 
 from kvbench.core.load.workers import Progress
@@ -53,7 +54,8 @@ def text(shown: Console) -> str:
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recorded run of quickstart, where a sweep would have put it."""
     path = tmp_path_factory.mktemp("results") / RUN_NAME
-    shutil.copytree(REFERENCE / "quickstart", path, ignore=shutil.ignore_patterns("figures", "requests"))
+    shutil.copytree(QUICKSTART, path, ignore=shutil.ignore_patterns("requests"))
+    (path / "report.html").touch()
     return path
 
 

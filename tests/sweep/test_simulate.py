@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import Finished, invoke, kvbench, not_spoilt, the_run
+from run_files import QUICKSTART
 
 from kvbench.core.load.arrivals import planned_offsets, trial_seed
 from kvbench.core.load.traces import TracedRequest
@@ -319,7 +320,6 @@ def test_the_best_split_is_found(tmp_path: Path) -> None:
 
 
 # -- against the reference run -------------------------------------------------------------------------
-REFERENCE = Path(__file__).parents[2] / "results" / "reference" / "quickstart"
 
 
 def replayed(run: RunFolder, trial: TrialRecord, system: System) -> tuple[Summary, Summary]:
@@ -342,7 +342,7 @@ def replayed(run: RunFolder, trial: TrialRecord, system: System) -> tuple[Summar
 )
 def test_measured_trials_are_met_again_on_virtual_time(connector: str, ttft_margin: float) -> None:
     """Request by request the same load: medians over all trials of the quickstart's reference run."""
-    run = load_run(REFERENCE)
+    run = load_run(QUICKSTART)
     whole = size_in(
         run.plan, run.environment, "aggregated", EmulatedOptions
     ).engines  # as many as were measured

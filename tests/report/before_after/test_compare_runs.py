@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
+from run_files import QUICKSTART
 from sample_run import make_run
 
 from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, EXIT_WORSE, InputError
@@ -23,7 +24,6 @@ from kvbench.report.compare import CompareOptions
 from kvbench.results.run import RunFolder, load_run
 
 REFERENCE = Path(__file__).parents[3] / "results" / "reference"
-QUICKSTART = REFERENCE / "quickstart"
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from run_files import QUICKSTART
 from sample_run import make_run
 
 import kvbench
@@ -139,8 +140,8 @@ def test_wrong_data_in_a_transfer_is_told_first() -> None:
 
 
 def test_the_api_has_the_same_findings() -> None:
-    table = kvbench.load(REFERENCE / "quickstart").findings
-    said = {each.text for each in statements(load_run(REFERENCE / "quickstart"))}
+    table = kvbench.load(QUICKSTART).findings
+    said = {each.text for each in statements(load_run(QUICKSTART))}
     assert said <= set(table.message)
     assert {"ahead", "untold"} <= set(table.kind)
 

@@ -17,7 +17,7 @@ import matplotlib.image
 import pytest
 import sample_transfers
 from page import Page
-from run_files import edit_json, edit_rows
+from run_files import QUICKSTART, edit_json, edit_rows
 from sample_run import make_run
 
 from kvbench.core.transfers.cases import Axes
@@ -45,8 +45,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("run") / "quickstart"
     path.mkdir()
     for name in RAW:
-        shutil.copy(REFERENCE / "quickstart" / name, path)
-    shutil.copytree(REFERENCE / "quickstart" / "requests", path / "requests")
+        shutil.copy(QUICKSTART / name, path)
+    shutil.copytree(QUICKSTART / "requests", path / "requests")
     write_report(path, ("html", "csv", "svg"))
     return path
 

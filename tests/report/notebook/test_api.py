@@ -14,14 +14,13 @@ import pyarrow.parquet as pq
 import pytest
 import sample_run
 import sample_transfers
-from run_files import edit_json
+from run_files import QUICKSTART, edit_json
 
 import kvbench
 from kvbench.errors import InputError, NewerSchemaError, StoreError
 from kvbench.report.tables.columns import MEANINGS
 
 ROOT = Path(__file__).parents[3]
-QUICKSTART = ROOT / "results/reference/quickstart"
 TABLES = ("summary", "cells", "trials", "requests", "telemetry", "transfers", "calls", "models", "findings")
 
 

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from run_files import QUICKSTART
 from sample_run import make_run
 from sample_transfers import MOVERS, make_record
 from sample_transfers import make_run as make_transfers
@@ -237,7 +238,7 @@ def test_a_burst_is_drawn_beside_the_rate_that_holds_and_only_then(one: RunFolde
 # --- what the pictures are made of -----------------------------------------------------------------
 @pytest.fixture(scope="module")
 def quickstart() -> RunFolder:
-    return load_run(REFERENCE / "quickstart")
+    return load_run(QUICKSTART)
 
 
 def test_goodput_points_are_those_of_the_trials(quickstart: RunFolder) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from run_files import QUICKSTART
 
 from kvbench.core.records import Cell
 from kvbench.errors import InputError
@@ -16,8 +15,6 @@ from kvbench.sweep.chaos_soak.constant_rate import (
     fixed_rate_scenario,
     rates_of,
 )
-
-REFERENCE = Path(__file__).parents[3] / "results" / "reference" / "quickstart"
 
 
 def deadline_s(*sets: str, asked: float | None = None) -> float:
@@ -44,20 +41,20 @@ def test_one_length_is_held_and_pairs_alone_are_struck() -> None:
 def test_a_share_of_what_a_run_has_found() -> None:
     scenario, _ = fixed_rate_scenario(CliOptions("quickstart"), HeldOptions(rate=5.0))
     cells = fixed_rate_cells(plan_of(scenario))
-    found = rates_of(HeldOptions(found=REFERENCE, share=0.5), cells)
-    usual = rates_of(HeldOptions(found=REFERENCE), cells)
+    found = rates_of(HeldOptions(found=QUICKSTART, share=0.5), cells)
+    usual = rates_of(HeldOptions(found=QUICKSTART), cells)
     assert set(found) == {"mooncake", "nixl"}
     assert all(usual[label] == pytest.approx(found[label] * 0.7 / 0.5, rel=1e-3) for label in found)
     assert rates_of(HeldOptions(rate=5.0), cells) == {"mooncake": 5.0, "nixl": 5.0}
     with pytest.raises(InputError, match="has no rate for tcp-in64-out4"):
-        rates_of(HeldOptions(found=REFERENCE), [Cell("tcp", 64, 4)])
+        rates_of(HeldOptions(found=QUICKSTART), [Cell("tcp", 64, 4)])
 
 
 @pytest.mark.parametrize(("given", "said"), [
     ({}, "give the fixed rate"),
-    ({"rate": 1.0, "found": REFERENCE}, "give the fixed rate"),
+    ({"rate": 1.0, "found": QUICKSTART}, "give the fixed rate"),
     ({"rate": 1.0, "share": 0.5}, "--share scales a measured rate"),
-    ({"found": REFERENCE, "share": 7.0}, "--share is a share"),
+    ({"found": QUICKSTART, "share": 7.0}, "--share is a share"),
 ])  # fmt: skip
 def test_what_is_no_rate_is_refused(given: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=said):
