@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from kvbench.core.simulation.scheduler import EngineRequest
@@ -58,8 +57,9 @@ class Api:
             "/version": self._version,
         }
         self._posts: dict[str, http1.Handler] = {
-            "/v1/completions": partial(self._generate, chat=False),
-            "/v1/chat/completions": partial(self._generate, chat=True),
+            # Looked up at each request: a planted lie replaces the method.
+            "/v1/completions": lambda request, response: self._generate(request, response, chat=False),
+            "/v1/chat/completions": lambda request, response: self._generate(request, response, chat=True),
             "/reset_prefix_cache": self._reset,
         }
 

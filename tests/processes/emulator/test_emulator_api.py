@@ -5,6 +5,7 @@ import random
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -55,6 +56,12 @@ def test_completion_answers_as_openai_does(engine: EngineProcess) -> None:
     assert (choice["finish_reason"], choice["text"].count(" t")) == ("length", 5)
     assert (reply["usage"]["prompt_tokens"], reply["usage"]["completion_tokens"]) == (4, 5)
     assert reply["usage"]["total_tokens"] == 9
+
+
+def test_a_planted_lie_reaches_the_api(tmp_path: Path) -> None:
+    with running(tmp_path, spec(lie="shedding")) as engine:
+        body = {"model": "tiny", "prompt": "the quick brown fox", "max_tokens": 1}
+        assert 503 in [engine.post("/v1/completions", body).status_code for _ in range(8)]
 
 
 def test_stream_has_one_event_per_token_and_the_same_tokens(engine: EngineProcess) -> None:
