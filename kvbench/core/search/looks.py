@@ -56,7 +56,8 @@ class LookResult:
 @dataclass(frozen=True)
 class Strictness:
     """Parameters of a look. ``alpha``: chance of error on either side; ``clump``: minimum number of
-    successive requests that count as one; ``pending``: requests of the same time without a result."""
+    successive requests that count as one, for an early end of a full-length trial (otherwise 0);
+    ``pending``: requests of the same time without a result."""
 
     sections: int
     alpha: float
@@ -85,7 +86,7 @@ def share_look(values: FloatArray, margins: FloatArray, target: float, how: Stri
     lower = lower_bound(good / whole * effective, effective, certainty)
     upper = upper_bound((good + how.pending) / whole * effective, effective, certainty)
     reach = _reach(certainty, how.sections, error) if known else math.inf
-    by_margin = how.pending <= PENDING * n and n >= MET_REQUESTS and how.clump <= 1.0
+    by_margin = how.pending <= PENDING * n and n >= MET_REQUESTS and not how.clump
     verdict: Verdict = "undecided"
     # Without a request in the tail, margins prove nothing: the gates refuse that (too_few_requests)
     seen = target == 1.0 or n * (1.0 - target) >= TAIL_REQUESTS
@@ -118,6 +119,13 @@ def mean_look(values: FloatArray, target: float, how: Strictness) -> LookResult:
     text = f"mean {mean:.4g} ± {error:.2g}, limit {target:.4g}"
     reached = mean <= target and how.pending <= PENDING * n
     return LookResult(verdict, score, score_error, share, 0.0, 1.0, n, text, reached)
+
+
+def mean_run(flags: npt.NDArray[np.bool_]) -> float:
+    """Return the mean length of the runs of True, weighted by their length; 0 without one."""
+    edges = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+    lengths = np.diff(edges)[::2].astype(np.float64)
+    return float((lengths**2).sum() / lengths.sum()) if len(lengths) else 0.0
 
 
 def _reach(certainty: float, sections: int, error: float) -> float:

@@ -186,5 +186,4 @@ class RateSearch:
             return Probe(self._start, "start")
         if completed > SATURATED * last.rate and last.rate >= self.limits.max_rate:
             return Probe(last.rate, "start")
-        rising = last.measured is not None and last.measured.grows
-        return Probe(self._history.inside(completed * CEILING_SHARE), "start", thorough=not rising)
+        return Probe(self._history.inside(completed * CEILING_SHARE), "start", thorough=True)

@@ -345,5 +345,5 @@ def test_a_reason_has_no_second_figure_by_a_name_of_the_whole_trial() -> None:
     grown = run_md1(1.3, 0, limit_s=60.0, decode_s=8.0)
     assert "grows by" not in grown.reason
     values = np.ones(400)
-    text = share_look(values, np.full(400, 0.2), 0.9, Strictness(8, 0.01, 1.0, 0)).text
+    text = share_look(values, np.full(400, 0.2), 0.9, Strictness(8, 0.01, 0.0, 0)).text
     assert "; stopping interval " in text
