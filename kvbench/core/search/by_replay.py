@@ -39,6 +39,7 @@ minute, replays of 60 s accepted 14 of 14, replays of 120 s none of 8."""
 WATCHED_COARSE_S: Final = 30.0
 """The same for a precision of ``COARSE`` or more."""
 COARSE: Final = 0.1
+"""Precision from which on trials are also half as long: two of them observe the system for long enough."""
 NEAR: Final = 0.06
 """Relative distance from the answer within which one trial must be long."""
 NEAR_REQUESTS: Final = 200
@@ -153,8 +154,9 @@ def _tried_above(history: TrialHistory, replay: ReplayResult) -> bool:
 
 
 def _shortest_s(history: TrialHistory, rate: float) -> float:
-    wanted = max(LEAST_REQUESTS, 1.2 * _near_requests(history.limits))
-    return max(LEAST_S, wanted / rate, LEAST_LIMITS * history.waiting.limit_s)
+    half = 0.5 if history.limits.precision >= COARSE else 1.0
+    wanted = max(half * LEAST_REQUESTS, 1.2 * _near_requests(history.limits))
+    return max(half * LEAST_S, wanted / rate, LEAST_LIMITS * history.waiting.limit_s)
 
 
 def _longest_s(rate: float) -> float:

@@ -169,7 +169,7 @@ class RateSearch:
             if self._ceiling:
                 most = max(CEILING_MOST, self._start)
                 return Probe(history.inside(min(self._start * CEILING_FACTOR, most)), "ceiling")
-            return Probe(self._start, "start")
+            return Probe(self._start, "start", thorough=self._trusted)
         last = history.outcomes[-1]
         if last.purpose == "ceiling":
             return self._after_ceiling(last)

@@ -72,7 +72,8 @@ BUSY: Final = 2.0
 BUSY_LEAST: Final = 12.0
 """Longest run of late requests that counts as one busy period: the first number times the square of the
 requests that arrive within the TTFT headroom, and at least the second. Delays of a queue near its capacity
-last as the square of their length; with these, 5 of 360 trials at the root of six queues missed early (34 without)."""
+last as the square of their length. With these, 5 of 360 trials at the root of six queues missed early, 44 of
+360 without."""
 FILLS: Final = 8.0
 """Length of a load of sessions after it filled, as a multiple of the time that took."""
 SECTIONED_REQUESTS: Final = 160
