@@ -243,7 +243,7 @@ def test_a_ceiling_that_says_nothing_leaves_the_start() -> None:
     unburdened.tell(512, "undecided", TrialFigures(completion_rate=500))
     assert unburdened.ask() == Probe(512, "start")
     trusted = RateSearch(LIMITS, Hint(20), ceiling=True)
-    assert trusted.ask() == Probe(20, "start")
+    assert trusted.ask() == Probe(20, "start", thorough=True)
 
 
 def test_the_answer_tells_what_it_rests_on() -> None:
