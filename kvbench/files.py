@@ -243,6 +243,7 @@ def read_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
 
 
 def json_row(line: bytes) -> dict[str, Any] | None:
+    """Decode a line, or return None for torn lines and other output, such as a login shell's."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

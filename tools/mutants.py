@@ -37,6 +37,11 @@ SURVIVED: Final = (0, 5)
 UNREACHED: Final = 33
 """mutmut's exit codes for a mutant that no test noticed, and for one that no test reaches within its own
 process. None: not tried."""
+LEAST: Final = 73.0
+"""Score in percent: two standard errors below that of seven small modules, measured before tests were added
+for what survived in them: 81.2 % of 863 mutants, with a standard error over modules of 4.0 %."""
+UNCOVERED: Final = "could not find any test case for any mutant"
+"""What mutmut says, besides a failure, of a module whose tests reach none of its mutants."""
 SETTINGS: Final = """\
 [tool.mutmut]
 source_paths = ["kvbench"]
@@ -80,7 +85,7 @@ def run(module: str, tests: Sequence[str], workers: int, seconds: float) -> dict
     # pytest imports the plugin ``loops`` before it reads its own pythonpath.
     environment = {"PYTHONPATH": str(ROOT / "tests" / "support")}
     status, output = output_of(command, seconds + 60, WORK, environment)
-    if status not in (0, 124):
+    if status not in (0, 124) and UNCOVERED not in output:
         raise SystemExit(f"mutmut failed on {module} ({status}): {output[-2000:]}")
     meta = Path(f"{copy / module}.meta")
     codes = json.loads(meta.read_text())["exit_code_by_key"] if meta.exists() else {}
@@ -120,7 +125,7 @@ def main(given: Sequence[str] | None = None) -> int:
         module=((), f"file or folder to change, repeatable (default: {', '.join(SOURCES)})"),
         minutes=(15.0, "end after this time"),
         seed=(1, "of the order of modules"),
-        least=(75.0, "score in percent below which it fails"),
+        least=(LEAST, "score in percent below which it fails"),
         workers=(os.cpu_count() or 1, "processes"),
     )
     until = time.monotonic() + 60 * chosen.minutes

@@ -187,8 +187,6 @@ class Backend:
     """Whether it uses NICs, so that the option ``nics`` has a meaning."""
     loopback_only: bool = False
     """Whether both sides must be on one host (shared memory, a copy in memory)."""
-    local_protocols: tuple[str, ...] = ()
-    """Those of ``protocols`` that need both sides on one host and use no NIC, unlike others."""
     memories: tuple[str, ...] = ("host",)
     """Possible memory of registered buffers: ``"host"``, ``"cuda"``."""
     check_protocol: Callable[[str], Problem | None] = lambda protocol: None

@@ -458,6 +458,5 @@ BACKEND = Backend(
     load=load,
     protocols=PROTOCOLS,
     needs={"rdma": "rdma", "cuda_ipc": "gpu"},
-    local_protocols=("cma", "shm", "cuda_ipc", "posix"),
     memories=("host", "cuda"),
 )

@@ -52,13 +52,13 @@ def later_part(served: Sequence[ServedLoad], share: float) -> list[Mask]:
     return masks
 
 
-def checked_fit(served: Sequence[ServedLoad], used: Sequence[Mask], by: str, seed: int = 1) -> CheckedFit:
+def checked_fit(served: Sequence[ServedLoad], used: Sequence[Mask], by: str) -> CheckedFit:
     """Fit to the ``used`` requests of each load, and predict the others."""
     found = fit(served, used)
     rest = [each.known & ~mask for each, mask in zip(served, used, strict=True)]
     measured = _figures(served, rest, None)
     predicted = _figures(served, rest, found.values)
-    drawn = [_figures(served, rest, values) for values in found.draws(_DRAWS, seed)]
+    drawn = [_figures(served, rest, values) for values in found.draws(_DRAWS, 1)]
     figures = {}
     for name, value in measured.items():
         spread = float(np.std([each[name] for each in drawn])) / value

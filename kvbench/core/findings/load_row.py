@@ -144,7 +144,7 @@ def has_16bit_weights(model: str) -> bool:
     return any(family in low for family in _SIXTEEN_BIT) and not any(word in low for word in _EIGHT_BIT)
 
 
-def prefill_peaks(hardware: str, model: str, instances: int = 1) -> tuple[float | None, float | None]:
+def prefill_peaks(hardware: str, model: str) -> tuple[float | None, float | None]:
     """Return the prefill GPUs' peaks: (FLOP/s at any precision, FLOP/s in 16 bits), None if unknown.
     ``hardware``: of one instance, such as ``8xH200``. The 16-bit peak needs 16-bit weights."""
     try:
@@ -152,10 +152,7 @@ def prefill_peaks(hardware: str, model: str, instances: int = 1) -> tuple[float 
     except ValueError:
         return None, None
     peak, peak_16 = found.peak_flops, peak_flops_16bit(found.gpu)
-    return (
-        None if peak is None else peak * instances,
-        peak_16 * found.count * instances if peak_16 is not None and has_16bit_weights(model) else None,
-    )
+    return peak, peak_16 * found.count if peak_16 is not None and has_16bit_weights(model) else None
 
 
 def figure_text(value: float | None) -> str:

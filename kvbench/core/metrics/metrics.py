@@ -269,11 +269,10 @@ def summarise(
     offered_rate: float,
     duration_s: float,
     window: Window | None = None,
-    confidence: float = CONFIDENCE,
 ) -> Summary:
     """Return all figures of a trial. ``records``: one per planned request. ``offered_rate``: offered requests
     per second. ``duration_s``: trial's start to end, drain included. ``window``: steady window, computed from
-    the records by default. ``confidence``: of the attainment's two-sided interval."""
+    the records by default."""
     ended_s = ended_at(records, duration_s)
     window = steady_window(records, ended_s) if window is None else window
     judged = judged_records(records, window)
@@ -282,7 +281,7 @@ def summarise(
     attained = sum(decided)
     effective_n = len(decided) / autocorrelation_time([float(verdict) for verdict in decided])
     share = attained / len(decided) if decided else None
-    lower, upper = share_interval((share or 0.0) * effective_n, effective_n, confidence)
+    lower, upper = share_interval((share or 0.0) * effective_n, effective_n, CONFIDENCE)
     waiting = waiting_series(records, ended_s)
     return Summary(
         offered_rate=offered_rate,
@@ -296,7 +295,7 @@ def summarise(
         slo_attainment=share if slo.joint else None,
         attainment_lower=lower,
         attainment_upper=upper,
-        attainment_confidence=confidence,
+        attainment_confidence=CONFIDENCE,
         effective_n=effective_n,
         **_rates(records, slo, duration_s, window),
         **_latencies_of(done),
@@ -305,7 +304,7 @@ def summarise(
         peak_in_flight=in_flight_series(records, ended_s).peak(),
         peak_output_tok_per_s=peak_output(records),
         waiting_trend=trend(waiting, window.start_s, window.end_s) if window.length_s >= MIN_SPAN_S else None,
-        criteria=judge_criteria(judged, slo, ended_s, confidence),
+        criteria=judge_criteria(judged, slo, ended_s),
         arrived=len(judged),
         left=sum(record.ok and window.has(record.last_token_s) for record in records),
         whole_run=WholeRun.of(records, duration_s),
@@ -438,16 +437,16 @@ def _latencies(record: RequestRecord, ended_s: float | None) -> tuple[dict[str, 
 
 
 def judge_criteria(
-    judged: Sequence[RequestRecord], slo: Slo, ended_s: float | None, confidence: float = CONFIDENCE
+    judged: Sequence[RequestRecord], slo: Slo, ended_s: float | None
 ) -> tuple[CriterionResult, ...]:
     """Return each criterion over the judged requests with its two-sided interval. A cancelled request counts
     in a share if it had already exceeded a limit, and never in a mean. Intervals are for the effective sample
     size, since neighbouring requests are correlated."""
-    return tuple(_judge_criterion(criterion, judged, ended_s, confidence) for criterion in slo.all_criteria())
+    return tuple(_judge_criterion(criterion, judged, ended_s) for criterion in slo.all_criteria())
 
 
 def _judge_criterion(
-    criterion: Criterion, judged: Sequence[RequestRecord], ended_s: float | None, confidence: float
+    criterion: Criterion, judged: Sequence[RequestRecord], ended_s: float | None
 ) -> CriterionResult:
     seen = []
     for record in judged:
@@ -468,11 +467,11 @@ def _judge_criterion(
     value = float(data.mean())
     effective = n / autocorrelation_time(data.tolist())
     if criterion.kind == "share":
-        lower, upper = share_interval(value * effective, effective, confidence)
+        lower, upper = share_interval(value * effective, effective, CONFIDENCE)
         good = n - round(value * n) <= misses_allowed(n, criterion.target)
         return CriterionResult(**about, value=value, lower=lower, upper=upper, met=good)
     error = float(data.std(ddof=1)) / math.sqrt(max(effective, 1.0)) if n > 1 else math.inf
-    half = NormalDist().inv_cdf(0.5 + confidence / 2) * error if n > 1 else None
+    half = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * error if n > 1 else None
     return CriterionResult(
         **about,
         value=value,

@@ -69,8 +69,6 @@ class Figures:
     of_line_rate: float | None = None
     of_memcpy: float | None = None
     of_tcp: float | None = None
-    limit_gb_per_s: Mapping[str, float] = field(default_factory=dict)
-    """GB/s of each limit that applies: ``line``, ``memcpy``, ``tcp``."""
     cpu_s_per_gb: float | None = None
     """CPU-seconds of both sides for 10⁹ bytes."""
 
@@ -102,7 +100,6 @@ def figures(record: TransferRecord, run: Iterable[TransferRecord] = ()) -> Figur
         share("line"),
         share("memcpy"),
         share("tcp"),
-        limits,
         sum(spent) / (moved / 1e9) if spent and moved and rate is not None else None,
     )
 

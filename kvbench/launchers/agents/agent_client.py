@@ -16,6 +16,7 @@ from typing import Any, Final, Protocol
 
 from kvbench.core.plan.processes import AGENT_MODULE
 from kvbench.errors import KvbenchError, LaunchError
+from kvbench.files import json_row
 from kvbench.launchers.agents.channel import (
     BEAT_S,
     CHUNK_BYTES,
@@ -26,7 +27,6 @@ from kvbench.launchers.agents.channel import (
     Channel,
     ChannelClosedError,
     HostLostError,
-    decode,
     encode,
     error_of,
 )
@@ -231,7 +231,7 @@ class AgentClient:
                 line = self._channel.receive(left)
             except ChannelClosedError as error:
                 raise no_agent(self.name, error.message, words) from error
-            frame = None if line is None else decode(line)
+            frame = None if line is None else json_row(line)
             if frame is not None and frame.get("event") == "hello":
                 return self._known(frame)
             if line:  # a login shell may greet first
@@ -255,7 +255,7 @@ class AgentClient:
             now = time.monotonic()
             if line is not None:
                 self._heard = now
-                if (frame := decode(line)) is not None:
+                if (frame := json_row(line)) is not None:
                     self._hear(frame)
             elif now - self._heard > SILENT_S:
                 self._lose(f"no frame from it for {SILENT_S:g} s")

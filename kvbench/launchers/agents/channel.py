@@ -255,15 +255,6 @@ def encode(frame: Mapping[str, Any]) -> bytes:
     return json.dumps(frame, separators=(",", ":")).encode()
 
 
-def decode(line: bytes) -> dict[str, Any] | None:
-    """Decode a line, or None for other output, such as a login shell's."""
-    try:
-        frame = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return frame if isinstance(frame, dict) else None
-
-
 def error_frame(error: KvbenchError) -> dict[str, str]:
     return {"kind": type(error).__name__, "message": error.message, "hint": error.hint}
 

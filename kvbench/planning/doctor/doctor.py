@@ -103,10 +103,10 @@ def _connector_check(connector: Connector, problem: Problem | None) -> Check:
     return Check.unless(problem, name, detail)
 
 
-def ports_check(base_port: int, host: str = "127.0.0.1", count: int = PORTS) -> Check:
+def ports_check(base_port: int, count: int = PORTS) -> Check:
     last = min(base_port + count, 65_536) - 1
-    taken = [port for port in range(base_port, last + 1) if not is_free(host, port)]
-    where = f"{host}:{base_port}-{last}"
+    taken = [port for port in range(base_port, last + 1) if not is_free("127.0.0.1", port)]
+    where = f"127.0.0.1:{base_port}-{last}"
     detail = f"of {where} in use: {_some(taken)}" if taken else f"{where} are free"
     fix = "end what listens there, or choose others: --set deployment.base_port=PORT (0: any free ones)"
     return Check.of("ports", not taken, detail, fix)

@@ -21,7 +21,8 @@ from typing import Any, Final
 
 from kvbench.core.plan.processes import ProcessSpec, nic_env
 from kvbench.errors import KvbenchError, LaunchError
-from kvbench.launchers.agents.channel import BEAT_S, LOST_S, Lines, decode, error_frame
+from kvbench.files import json_row
+from kvbench.launchers.agents.channel import BEAT_S, LOST_S, Lines, error_frame
 from kvbench.launchers.local import LocalLauncher
 from kvbench.launchers.parts.liveness import STATE_S, Liveness
 from kvbench.processes.agent.answers import ANSWERS, hello
@@ -158,7 +159,7 @@ class Agent:
             return
         self._heard = time.monotonic()
         for line in self._lines.feed(data):
-            if (frame := decode(line)) is not None:
+            if (frame := json_row(line)) is not None:
                 self._obey(frame)
 
     def _obey(self, frame: Frame) -> None:

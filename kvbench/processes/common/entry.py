@@ -158,14 +158,14 @@ class _SchedAttr(ctypes.Structure):
     )
 
 
-def shorten_slice(seconds: float = SLICE_S) -> bool:
+def shorten_slice() -> bool:
     """Request a time slice for this thread and its later children. False if the system has no such call. An
     older kernel accepts the call without effect."""
     number = _SCHED_SETATTR.get(platform.machine())
     if number is None:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)
-    attr = _SchedAttr(size=ctypes.sizeof(_SchedAttr), nice=nice, runtime=int(seconds * 1e9))
+    attr = _SchedAttr(size=ctypes.sizeof(_SchedAttr), nice=nice, runtime=int(SLICE_S * 1e9))
     try:
         return int(ctypes.CDLL(None, use_errno=True).syscall(number, 0, ctypes.byref(attr), 0)) == 0
     except (OSError, AttributeError):

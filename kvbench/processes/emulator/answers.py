@@ -128,7 +128,7 @@ class StreamAnswer(ApiAnswer):
             return
         self.count += 1
         if not response.started:
-            response.start_stream(200, "text/event-stream; charset=utf-8")
+            response.start_stream("text/event-stream; charset=utf-8")
             if self.wanted.chat:
                 self._write(self._event({"delta": {"role": "assistant", "content": ""}}, None))
         if finish_reason is None and self.plain and self.count > self.reasoning and not self.wanted.tool:

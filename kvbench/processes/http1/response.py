@@ -79,7 +79,6 @@ class Response:
 
     def start_stream(
         self,
-        status: int = 200,
         content_type: str = "text/event-stream",
         headers: Mapping[str, str] | None = None,
         *,
@@ -95,7 +94,7 @@ class Response:
         if self.closed:
             return
         framing = "transfer-encoding: chunked" if self._chunked else ""
-        head = head_bytes(status, content_type, headers, self._keep_alive, framing)
+        head = head_bytes(200, content_type, headers, self._keep_alive, framing)
         self._connection.write_now(head + first)
 
     @property

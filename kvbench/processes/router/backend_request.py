@@ -216,7 +216,7 @@ class Splice(BackendRequest):
         if not self._response.started:
             headers = {**self._headers, **self._timing.headers()}
             self._response.start_stream(
-                200, self._content_type, headers, until_close=self._until_close, first=first
+                self._content_type, headers, until_close=self._until_close, first=first
             )
         elif first:
             self._response.pass_on(first)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.load.arrivals import planned_offsets
+from kvbench.core.load.arrivals import Following, Sends, planned_offsets
 from kvbench.errors import InputError
 
 rates = st.floats(0.01, 5000)
@@ -60,3 +60,24 @@ def test_an_infinite_rate_sends_everything_at_once() -> None:
 def test_impossible_values_are_refused(rate: float, n: int, shape: float) -> None:
     with pytest.raises(InputError):
         planned_offsets(rate, n, shape, 1)
+
+
+def test_a_request_waits_for_its_last_answer_and_falls_with_the_first_that_fails() -> None:
+    """0 starts 1 and 2 at once, 3 waits for both, and 4 for 3."""
+    after, think_s = ((), (0,), (0,), (1, 2), (3,)), (0.0, 1.0, 2.0, 3.0, 4.0)
+    following = Following(after, think_s, [0] * 5, [0] * 5, [False] * 5)
+    sends = Sends([0.5] * 5, following)
+    assert (sends.planned(), sends.planned()) == ((0.5, 0), None)
+    assert sends.answered(0, 10.0) == [(11.0, 1), (12.0, 2)]
+    # Answers may be noticed out of order: the later one counts.
+    assert (sends.answered(2, 20.0), sends.answered(1, 19.0)) == ([], [(23.0, 3)])
+    assert sends.answered(3, 30.0) == [(34.0, 4)]
+    sends = Sends([0.5] * 5, following)
+    sends.sent(0, 0.5)
+    sends.answered(0, 10.0)
+    sends.sent(1, 11.0)
+    sends.failed(1)  # and 3 and 4, each once, but not 2
+    sends.failed(3)
+    assert (sends.left, sends.answered(2, 20.0), sends.begun_s(2)) == (True, [], 0.5)
+    sends.sent(2, 12.0)
+    assert not sends.left

@@ -45,13 +45,15 @@ def test_a_prompt_repeated_in_the_first_event_is_no_token_of_the_answer(prompt_b
 
 
 def test_what_the_first_usage_tells_is_believed_if_it_can_be() -> None:
-    assert untimed_tokens(64, [0.08] * 3, StreamShape(told=16)) == 16
+    for told in (1, 16, 61):  # each later event has one at least
+        assert untimed_tokens(64, [0.08] * 3, StreamShape(told=told)) == told
     assert untimed_tokens(64, [0.08] * 3, StreamShape(64, 256, told=64)) == 16  # of all tokens, in each event
 
 
 def test_events_that_were_flushed_together_are_one() -> None:
     gaps = ([1e-6] * 15 + [16 * TOKEN_S]) * 3 + [1e-6] * 15
     assert tpot_ms(64, gaps, StreamShape()) == pytest.approx(1e3 * TOKEN_S, rel=1e-3)
+    assert untimed_tokens(32, [1e-6, 8 * TOKEN_S] * 3 + [1e-6], StreamShape()) == 8
 
 
 def test_an_answer_in_one_instant_has_no_time_per_token() -> None:
@@ -63,6 +65,8 @@ def test_ends_of_sequence_without_text_are_no_part_of_the_text_s_time() -> None:
     """20 of 64 tokens have text; the others came as events without, after it."""
     shape = StreamShape(5, 100, empty=44, outside=44)
     assert tpot_ms(64, [TOKEN_S] * 19, shape) == pytest.approx(1e3 * TOKEN_S)
+    assert untimed_tokens(36, [8 * TOKEN_S] * 3, StreamShape(40, 160, empty=4, outside=4)) == 8 + 4
+    assert untimed_tokens(20, [TOKEN_S] * 14, StreamShape(empty=5)) == 1  # within the text
 
 
 @given(

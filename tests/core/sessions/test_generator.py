@@ -77,8 +77,20 @@ def test_its_blocks_say_what_its_lengths_say(corpus: Corpus, sessions: int, seed
 def test_sessions_share_what_the_recording_says_they_share() -> None:
     one = session_of([(320, 5, 0.0), (400, 5, 1.0)], 160)
     made = fitted_model(Corpus((one,), SIZE, "session")).generate(9, 0).corpus()
+    assert [(each.name, each.shared_len) for each in made.sessions] == [(str(n), 160) for n in range(9)]
+    alone = [{*each.turns[-1].blocks.tolist()[10:]} for each in made.sessions]
+    assert len(set().union(*alone)) == sum(map(len, alone))
     firsts = [each.turns[0].blocks.tolist() for each in made.sessions]
     assert (len({tuple(each[:10]) for each in firsts}), len({each[10] for each in firsts})) == (1, 9)
+
+
+def test_a_model_is_of_each_turn_s_new_tokens_and_kept_share() -> None:
+    one = session_of([(320, 5, 0.0), (400, 5, 1.0), (160, 5, 1.0)], 500)
+    other = session_of([(64, 5, 0.0), (400, 5, 1.0), (500, 5, 1.0)], 32)
+    model = fitted_model(Corpus((one, other), SIZE, "session"))
+    assert model.unseen_len.tolist() == [320, 80, 160, 64, 336, 100]
+    assert model.kept_share.tolist() == [0, 1, 0, 0, 1, 1]
+    assert model.shared_len.tolist() == [320, 32]  # no more than the first prompt
 
 
 def test_quartiles_are_the_recorded_ones() -> None:

@@ -24,10 +24,10 @@ from kvbench.sweep.trial.readings import kv_bytes_per_request
     ("0.13.0", 96, 2048, 2048, 96),
     ("0.22.0", 96, 2048, 2048, 96),
     # K and V are halves of a block: their neighbours are V and K.
-    ("0.23.0", 48, 4096, 2048, 196_608),
+    ("0.23", 48, 4096, 2048, 196_608),
     ("0.24.0", 48, 4096, 2048, 196_608),
     ("0.25.1", 48, 4096, 2048, 196_608),
-    ("0.26.0", 48, 2048, 4096, 48),
+    ("0.26", 48, 2048, 4096, 48),
     ("0.33.0", 48, 2048, 4096, 48),
     ("", 48, 2048, 4096, 48),
 ])  # fmt: skip
@@ -96,6 +96,7 @@ def test_a_sliding_window_moves_its_last_blocks_only() -> None:
         window = 128 // 16 + 1
         assert work.wire_bytes == (18 * tokens + 18 * window * 16) * 2048
         assert (work.regions, work.region_pieces) == (18, tokens // 16 + window)
+        assert kv_work("gpt-oss-120b", tokens, version="0.23").wire_bytes == work.wire_bytes
         for whole in (kv_work("gpt-oss-120b", tokens, version="0.19.0"), kv_work("gpt-oss-120b", 100)):
             assert whole.request_bytes == whole.input_len * 73_728
 
@@ -123,14 +124,19 @@ def test_all_ranks_are_so_many_initiators() -> None:
     assert work.ranks == 8
     # Nine buffers, each with one free piece in each region.
     assert work.memory_bytes() == 16 * work.rank_bytes + 9 * work.regions * work.piece_bytes
+    assert work.memory_bytes(scattered=True) == work.memory_bytes() + 16 * work.rank_bytes
     assert "8 ranks of 8" in work.shape()
+    with pytest.raises(InputError) as caught:
+        check_memory(work, 1 << 20)
+    assert caught.value.hint == "not even one block fits; one rank needs less (omit --all-ranks)"
 
 
 def test_beyond_memory_the_longest_that_fits_is_told_and_does_fit() -> None:
     work = kv_work("llama-3.1-70b", 131_072, 8)
-    with pytest.raises(InputError, match="needs") as caught:
+    words = "needs 10.7 GB of buffers, and 6.87 GB of 8.59 GB free memory may be used"
+    with pytest.raises(InputError, match=words) as caught:
         check_memory(work, 8 << 30)
-    longest = int(caught.value.hint.split(" is ")[1].split(";")[0])
+    longest = int(caught.value.hint.removeprefix("the largest --input-len that fits is "))
     assert longest % 16 == 0
     check_memory(kv_work("llama-3.1-70b", longest, 8), 8 << 30)
     with pytest.raises(InputError):

@@ -20,6 +20,7 @@ from commands import tagged, wait_until
 from kvbench.core.access import ServerAccess
 from kvbench.core.plan.processes import AGENT_MODULE, RUN_TAG_ENV, ProcessSpec
 from kvbench.errors import InputError, LaunchError, PortInUseError, ProcessDiedError
+from kvbench.files import json_row
 from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.channel import (
     LOST,
@@ -28,7 +29,6 @@ from kvbench.launchers.agents.channel import (
     HostLostError,
     Lines,
     PipeChannel,
-    decode,
     encode,
 )
 from kvbench.launchers.agents.remote import RemoteLauncher, RemoteWeb
@@ -71,8 +71,8 @@ def test_lines_come_whole_however_they_are_cut() -> None:
     lines = Lines()
     assert (lines.feed(b"on"), lines.feed(b"e\n\ntwo\nthr")) == ([], [b"one", b"", b"two"])
     assert lines.feed(b"ee\n") == [b"three"]
-    assert decode(b"Welcome to this machine!") is None
-    assert decode(encode({"event": "beat"})) == {"event": "beat"}
+    assert json_row(b"Welcome to this machine!") is None
+    assert json_row(encode({"event": "beat"})) == {"event": "beat"}
 
 
 def test_a_process_gets_its_spec_files_environment_and_log(site: Site) -> None:

@@ -91,7 +91,7 @@ def prefilled(request: ReceivedRequest, response: Response) -> None:
 
 
 async def streamed(request: ReceivedRequest, response: Response) -> None:
-    response.start_stream(200, "text/event-stream; charset=utf-8")
+    response.start_stream("text/event-stream; charset=utf-8")
     for piece in STREAM:
         response.write(piece)
         await asyncio.sleep(0.005)
@@ -257,7 +257,7 @@ def told(reply: Reply) -> dict[str, float]:
 @pytest.mark.parametrize("stream", [True, False])
 async def test_who_asks_for_it_is_told_when_what_happened(stream: bool) -> None:
     async def slow(request: ReceivedRequest, response: Response) -> None:
-        response.start_stream(200, "text/event-stream; charset=utf-8")  # the head long before any token
+        response.start_stream("text/event-stream; charset=utf-8")  # the head long before any token
         await asyncio.sleep(0.03)
         response.write(STREAM[0])
         response.end()
@@ -278,7 +278,7 @@ async def test_who_asks_for_it_is_told_when_what_happened(stream: bool) -> None:
 
 async def test_times_of_an_aggregated_answer_and_of_one_without_a_body() -> None:
     def empty(request: ReceivedRequest, response: Response) -> None:
-        response.start_stream(200)
+        response.start_stream()
         response.end()
 
     x = await lab("aggregated", p=None)

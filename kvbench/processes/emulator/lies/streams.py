@@ -140,7 +140,7 @@ def _send_ahead(text: str) -> Callable[[EngineServer], None]:
 
     def plant(server: EngineServer) -> None:
         def ahead(answer: StreamAnswer) -> None:
-            answer.response.start_stream(200, "text/event-stream; charset=utf-8")
+            answer.response.start_stream("text/event-stream; charset=utf-8")
             event = json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": None}]})
             answer.response.write(f"data: {event}\n\n".encode())
 
