@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, Final
 
@@ -50,6 +51,17 @@ def with_exit_code(function: Callable[..., int | None]) -> Callable[..., None]:
             raise typer.Exit(function(**options) or EXIT_OK)
 
     return run
+
+
+def import_numpy() -> None:
+    """Import numpy with one BLAS thread. Further ones take 50 ms of CPU time to start, and kvbench's matrices
+    are small. Child processes do not inherit the limit."""
+    if "OPENBLAS_NUM_THREADS" not in os.environ:
+        os.environ["OPENBLAS_NUM_THREADS"] = "1"
+        try:
+            import_module("numpy")
+        finally:
+            del os.environ["OPENBLAS_NUM_THREADS"]
 
 
 @contextmanager
