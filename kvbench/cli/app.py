@@ -207,6 +207,5 @@ def _root(
 def main() -> None:
     """Run the ``kvbench`` command."""
     gc.set_threshold(100_000)  # most objects live as long as the command: a tenth of a report's time
-    sys.modules.setdefault("httpx._main", ModuleType("httpx's own command, which takes 50 ms"))
     allow_any_locale()
     app(prog_name="kvbench")

@@ -15,7 +15,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import IO, Final, Literal
 
-import yaml
 from rich.console import Console
 
 from kvbench.core.gates.evidence import LoggedTransport
@@ -60,7 +59,7 @@ _TABLE: Final = Path(__file__).with_name("log_patterns.yaml")
 
 @cache
 def patterns() -> dict[str, Pattern]:
-    table = yaml.load(_TABLE.read_text(encoding="utf-8"), FAST_LOADER)
+    table = FAST_LOADER(_TABLE.read_text(encoding="utf-8")).get_single_data()
     return {key: Pattern(key, **entry) for key, entry in table.items()}
 
 
