@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from kvbench.cli.console import console
+from kvbench.cli.console import console, import_numpy
 from kvbench.errors import EXIT_OK
 from kvbench.microbench.options import MicrobenchOptions
 from kvbench.planning.options import (
@@ -70,6 +70,7 @@ def sweep(
     force: ForceOption = False,
 ) -> int:
     """Find the highest request rate that meets the SLO, for each connector and input length."""
+    import_numpy()
     from kvbench.sweep import sweep as sweeping
 
     if resume is not None:
@@ -94,6 +95,7 @@ def bench(
     force: ForceOption = False,
 ) -> int:
     """Measure one request rate per connector and input length."""
+    import_numpy()
     from kvbench.sweep import sweep as sweeping
 
     cli = replace(options, both_modes=router_cost, replay=options.trace is not None)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvbench.cli.console import console
+from kvbench.cli.console import console, import_numpy
 from kvbench.planning.options import JsonOption, OutputOption, RunArg, RunsArg, ScenarioArg, SetOption
 
 ForceComparisonOption = Annotated[
@@ -28,6 +28,7 @@ def report(
     json_: JsonOption = False,
 ) -> None:
     """Rebuild a run's report from its raw files, or compare several runs."""
+    import_numpy()
     from kvbench.report import report as reporting
 
     reporting.command(run, console(), force=force, dark=dark, png=png, as_json=json_)

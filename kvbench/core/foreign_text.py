@@ -48,7 +48,10 @@ def _visible_values(value: Any) -> Any:
     if isinstance(value, str):
         return visible(value)
     if isinstance(value, dict):
-        return {visible(str(key)): _visible_values(each) for key, each in value.items()}
+        return {
+            visible(str(key)): each if isinstance(each, (int, float)) else _visible_values(each)
+            for key, each in value.items()
+        }
     return [_visible_values(each) for each in value] if isinstance(value, list) else value
 
 

@@ -15,11 +15,11 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import IO, Final, Literal
 
-import yaml
 from rich.console import Console
 
 from kvbench.core.gates.evidence import LoggedTransport
 from kvbench.core.records import Finding
+from kvbench.core.scenario.yaml_lines import FAST_LOADER
 from kvbench.errors import EXIT_FAILED, EXIT_OK, InputError
 from kvbench.files import similar_files
 from kvbench.hosts.log_tail import MAX_LINE_BYTES, LogReader
@@ -59,7 +59,7 @@ _TABLE: Final = Path(__file__).with_name("log_patterns.yaml")
 
 @cache
 def patterns() -> dict[str, Pattern]:
-    table = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
+    table = FAST_LOADER(_TABLE.read_text(encoding="utf-8")).get_single_data()
     return {key: Pattern(key, **entry) for key, entry in table.items()}
 
 
@@ -175,7 +175,7 @@ class _Followed:
     def taken(self, lines: Sequence[str]) -> list[Diagnosis]:
         """Diagnose new lines, and keep transport lines."""
         self.transports.feed(lines)
-        return diagnose(lines, self.source)
+        return diagnose(lines, self.source) if lines else []
 
 
 @dataclass

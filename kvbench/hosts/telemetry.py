@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -52,14 +53,51 @@ class Metrics:
 
 def parse_metrics(text: str) -> Metrics:
     """Parse Prometheus text. Raises ServerError for an invalid page."""
-    from prometheus_client.parser import text_string_to_metric_families
-
     lines = text.splitlines()
     if len(lines) > METRICS_LINES or any(len(line) > METRICS_LINE_CHARACTERS for line in lines):
         raise ServerError(
             f"a /metrics page has more than {METRICS_LINES} lines,"
             f" or a line of more than {METRICS_LINE_CHARACTERS} characters"
         )
+    return _parse_common(lines) or _parse_all(text)
+
+
+_SAMPLE: Final = re.compile(
+    r"([a-zA-Z_:][\w:]*)"
+    r'(?:\{((?:[a-zA-Z]\w*="[^"\\]*"(?:,[a-zA-Z]\w*="[^"\\]*")*)?)\})?'
+    r" ([-+]?(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|Inf)|NaN)",
+    re.ASCII,
+)
+_LABEL: Final = re.compile(r'(\w+)="([^"]*)"')
+_TYPE: Final = re.compile(
+    r"# TYPE ([a-zA-Z_:][\w:]*) (?:(counter)|gauge|histogram|summary|untyped)", re.ASCII
+)
+
+
+def _parse_common(lines: Iterable[str]) -> Metrics | None:
+    """Parse a page without escapes, timestamps and unusual names of counters, in a third of the library's
+    time; None for any other page."""
+    samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+    for line in lines:
+        if line.startswith("#"):
+            kind = _TYPE.fullmatch(line)
+            if not line.startswith("# HELP ") and (
+                kind is None or (kind[2] and not kind[1].endswith("_total"))
+            ):
+                return None
+        elif line:
+            found = _SAMPLE.fullmatch(line)
+            pairs = _LABEL.findall(found[2] or "") if found else ()
+            labels = dict(pairs)
+            if found is None or len(labels) < len(pairs):
+                return None
+            samples.setdefault(found[1], []).append((labels, float(found[3])))
+    return Metrics(samples)
+
+
+def _parse_all(text: str) -> Metrics:
+    from prometheus_client.parser import text_string_to_metric_families
+
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
         for family in text_string_to_metric_families(text):

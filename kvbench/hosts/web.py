@@ -75,14 +75,18 @@ class _BoundedTransport(httpx.BaseTransport):
 
     def __init__(self, limit_bytes: int, access: ServerAccess) -> None:
         self._limit_bytes = limit_bytes
-        self._context = tls_context(access)
+        self._access = access
+        if access.ca_file:
+            tls_context(access)  # a file that cannot be used is an error before the first request
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         timeouts = request.extensions.get("timeout", {})
         backend = _BoundedBackend(time.monotonic() + float(timeouts.get("read") or TIMEOUT_S))
+        # The certificates take 20 ms to read.
+        context = tls_context(self._access) if request.url.scheme == "https" else None
         with (
             _as_httpx(request),
-            httpcore.ConnectionPool(ssl_context=self._context, network_backend=backend) as pool,
+            httpcore.ConnectionPool(ssl_context=context, network_backend=backend) as pool,
             pool.stream(
                 request.method,
                 httpcore.URL(

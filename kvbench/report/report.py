@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from rich.console import Console
@@ -113,7 +114,7 @@ def command(
     with LiveBar(console) as bar:
         for place, run in enumerate(runs):
             bar.say(what=f"writing the report of {run.path.name}", share=place / len(runs))
-            write_report(run.path, formats)
+            write_report(run, formats)
             if dark:
                 from kvbench.report.plots import write_plots
 
@@ -129,11 +130,16 @@ def command(
 
 def skip_property_lists() -> None:
     """Let matplotlib's docstrings do without the lists of properties that it builds when it is imported,
-    a third of the import. Only for a command, which has no use for ``help``."""
+    a third of the import, and its projections without the third dimension. Only for a command, which has no
+    use for ``help``."""
     import matplotlib.artist
 
     artist: Any = matplotlib.artist
     artist.kwdoc = lambda _: ""
+    artist.Artist._update_set_signature_and_docstring = classmethod(lambda _: None)
+    flat: Any = ModuleType("mpl_toolkits.mplot3d")
+    flat.Axes3D = None
+    sys.modules.setdefault(flat.__name__, flat)
 
 
 def render_terminal(
@@ -189,12 +195,12 @@ def print_transfers(runs: Sequence[RunFolder], console: Console) -> None:
         render_terminal(run, console, before=runs[0] if place else None)
 
 
-def write_report(path: Path | str, formats: Sequence[str] = FORMATS) -> list[Path]:
+def write_report(of: Path | str | RunFolder, formats: Sequence[str] = FORMATS) -> list[Path]:
     """Write the derived files of a run folder; return them."""
     from kvbench.report.html import report_html
     from kvbench.report.plots import write_plots
 
-    run = load_run(path)
+    run = of if isinstance(of, RunFolder) else load_run(of)
     _require_own_folders(run.path)
     tables, figures = run.path / "tables", run.path / "figures"
     drawn = [kind for kind in PICTURES_AS if kind in formats]

@@ -201,16 +201,20 @@ class RunFolder:
 
 
 def _array(column: Any) -> NDArray[Any]:
-    """Return an Arrow column as an array. Its own ``to_numpy`` imports pandas (pyarrow 25)."""
+    """Return an Arrow column as an array. Its ``to_numpy`` imports pandas, its ``cast`` pyarrow.compute
+    (pyarrow 25)."""
     import numpy as np
     import pyarrow as pa
 
     whole = column.combine_chunks()
     if not (pa.types.is_floating(whole.type) or pa.types.is_integer(whole.type)):
         return np.array(whole.to_pylist(), dtype=object)
-    whole = whole.cast(pa.float64())
     valid, data = whole.buffers()
-    values = np.frombuffer(data, np.float64, len(whole), whole.offset * 8)
+    size = whole.type.byte_width
+    letter = (
+        "f" if pa.types.is_floating(whole.type) else "i" if pa.types.is_signed_integer(whole.type) else "u"
+    )
+    values = np.frombuffer(data, f"{letter}{size}", len(whole), whole.offset * size).astype(float)
     if not whole.null_count:
         return values
     known = np.unpackbits(np.frombuffer(valid, np.uint8), bitorder="little")[whole.offset :][: len(whole)]

@@ -33,7 +33,6 @@ import secrets
 import shutil
 import socket
 import time
-from asyncio import CancelledError
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -445,7 +444,7 @@ class RunStore:
     ) -> None:
         if error is None:
             self.finish("complete")
-        elif isinstance(error, (KeyboardInterrupt, CancelledError)):
+        elif isinstance(error, KeyboardInterrupt) or type(error).__name__ == "CancelledError":
             self.finish("interrupted", "interrupted")
         else:
             self.finish("failed", str(error) or type(error).__name__)

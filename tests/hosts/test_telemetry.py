@@ -55,6 +55,23 @@ def test_growth_by_name_and_label() -> None:
     assert difference(before, after, "vllm:unheard_of") is None
 
 
+def test_the_short_way_reads_what_the_library_reads() -> None:
+    page = """# HELP a_total {of} "what"
+# TYPE a_total counter
+a_total{engine="0",le="+Inf"} 12.0
+a_total 1e-05
+
+# TYPE b gauge
+b{} -Inf
+"""
+    library = parse_metrics(f"{page}# EOF\n")
+    assert parse_metrics(page) == library
+    assert library.samples["a_total"] == [({"engine": "0", "le": "+Inf"}, 12.0), ({}, 1e-05)]
+    for line in ('b{x="1" y="2"} 1', 'b{x="1",x="2"} 1', "b 1.2.3", "# TYPE b nothing"):
+        with pytest.raises(ServerError):
+            parse_metrics(page + line)
+
+
 def test_a_page_that_is_none_is_an_error() -> None:
     with pytest.raises(ServerError):
         parse_metrics("<html>not { metrics</html>")

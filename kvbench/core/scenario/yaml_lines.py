@@ -18,7 +18,7 @@ MAX_CHARS: Final = 1 << 18  # a hundred times a long scenario
 MAX_ALIASES: Final = 8  # enough to reuse a block or two; too few for a document to explode
 MAX_DEPTH: Final = 16
 _MAX_DIGITS: Final = 40
-_FAST_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+FAST_LOADER: Final = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """libyaml's parser takes a twentieth of the time of PyYAML's own, but not every installation has it."""
 _READ_DIFFERENTLY: Final = re.compile("[\t\r\x85\u2028\u2029\ufeff]|(?<![^\\s-])[?](?!\\S)|[|>][-+0-9]*#")
 """Text that libyaml reads differently from PyYAML: tabs, unusual line ends, byte order marks, ``?`` keys, and
@@ -120,7 +120,7 @@ def read_yaml(text: str, override: str = "") -> tuple[Node | None, list[Mistake]
     if not _READ_DIFFERENTLY.search(text):
         with suppress(_UnreadableError, yaml.YAMLError, ValueError, OverflowError):
             builder = _Builder(override)
-            return builder.document(yaml.parse(str(text), Loader=_FAST_LOADER)), builder.mistakes
+            return builder.document(yaml.parse(str(text), Loader=FAST_LOADER)), builder.mistakes
     # Again by PyYAML's own parser, whose messages users get on every machine.
     builder = _Builder(override)
     try:

@@ -22,11 +22,13 @@ TRACKER_GRACE_S = 2.0
 def end_group(group: int) -> None:
     """Kill a process group, Python's resource trackers last: they clean up /dev/shm and then end by
     themselves. This process is killed at the very end if it is a member."""
-    for pid in _members(group) - _trackers(group) - {os.getpid()}:
+    members = _members(group)
+    trackers = _trackers(members)
+    for pid in members - trackers - {os.getpid()}:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + TRACKER_GRACE_S
-    while _trackers(group) and time.monotonic() < deadline:
+    while (trackers := _trackers(trackers)) and time.monotonic() < deadline:
         time.sleep(0.01)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
@@ -34,18 +36,17 @@ def end_group(group: int) -> None:
 
 def _members(group: int) -> set[int]:
     found = set()
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                state, _, its_group = (path / "stat").read_text().rpartition(")")[2].split()[:3]
-                if int(its_group) == group and state != "Z":
-                    found.add(int(path.name))
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{name}/stat", "rb") as file:
+            state, _, its_group = file.read().rpartition(b")")[2].split()[:3]
+            if int(its_group) == group and state != b"Z":
+                found.add(int(name))
     return found
 
 
-def _trackers(group: int) -> set[int]:
+def _trackers(pids: set[int]) -> set[int]:
     found = set()
-    for pid in _members(group):
+    for pid in pids:
         with contextlib.suppress(OSError):
             if b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.add(pid)

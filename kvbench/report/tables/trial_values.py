@@ -82,7 +82,9 @@ def _at(data: Mapping[str, Any], place: str) -> float | None:
 def _raw_at(data: Mapping[str, Any], place: str) -> Any:
     value: Any = data
     for key in place.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
+        if not isinstance(value, (dict, Mapping)):
+            return None
+        value = value.get(key)
     return value
 
 

@@ -396,7 +396,7 @@ def test_libyaml_and_pyyaml_read_the_same(text: str) -> None:
     """Values, lines and mistakes; what they read differently goes through PyYAML's own parser."""
     with pytest.MonkeyPatch.context() as patch:
         fast = yaml_lines.read_yaml(text)
-        patch.setattr(yaml_lines, "_FAST_LOADER", yaml.SafeLoader)
+        patch.setattr(yaml_lines, "FAST_LOADER", yaml.SafeLoader)
         assert fast == yaml_lines.read_yaml(text)
 
 
