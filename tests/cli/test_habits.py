@@ -217,4 +217,4 @@ def test_any_locale_will_do(env: dict[str, str]) -> None:
         assert "Unicode" not in done.stderr
         assert "nobody foresaw" not in done.stderr
         assert done.returncode in (0, 1, 2)
-    assert "<= 250 ms" in run_command("plan", "quickstart", env=env).stdout
+    assert "<= 150 ms" in run_command("plan", "quickstart", env=env).stdout
