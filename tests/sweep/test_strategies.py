@@ -93,7 +93,7 @@ def test_what_a_refused_flood_passed_on_is_no_ceiling(verdict: VerdictKind) -> N
     ask = one.ask()
     assert ask is not None
     one.tell(record(ask, verdict, completion_rate=39.3, completion_steady=True))
-    assert one.ask() == Probe(35.37, "start", verdict == "measured")
+    assert one.ask() == Probe(35.37, "start", thorough=True)
     root = search.estimate()
     assert (root is not None and root.upper < 50) == (verdict == "measured")
 
