@@ -180,6 +180,25 @@ def test_it_shows_old_mooncake_the_axes_that_it_knows(tmp_path: Path) -> None:
     assert "heads and tokens swapped" in done.stderr
 
 
+def test_old_engines_sleep_while_transfers_over_nixl_are_in_progress(tmp_path: Path) -> None:
+    folder = tmp_path / "vllm/distributed/kv_transfer/kv_connector/v1"
+    folder.mkdir(parents=True)
+    (folder / "nixl_connector.py").write_text(
+        "class NixlConnectorWorker:\n"
+        "    def _pop_done_transfers(self, transfers): return transfers.pop('done', 'none')\n"
+    )
+    code = (
+        "import time\n"
+        "from vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector import *\n"
+        "slept = []\n"
+        "time.sleep = slept.append\n"
+        "print(*map(NixlConnectorWorker()._pop_done_transfers, ({}, {'done': 1}, {'done': 2, 'open': 3})), slept)"
+    )
+    done = python(code, SHIM, tmp_path)
+    assert done.stdout.strip() == "none 1 2 [0.001]", done.stderr
+    assert "1000 us between two looks" in done.stderr
+
+
 def test_it_does_nothing_where_an_accelerator_is(tmp_path: Path) -> None:
     device = tmp_path / "nvidia0"
     device.touch()

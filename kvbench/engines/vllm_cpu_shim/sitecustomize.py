@@ -4,6 +4,8 @@ until its target module is imported, and is reported once on stderr (vLLM 0.12 t
 
 1. NIXL's progress thread polls without pause, using a core per server. It now sleeps
    ``KVBENCH_SHIM_NIXL_DELAY_US`` (1000 µs) between polls, which may add that to each transfer step.
+   In vLLM 0.12 and 0.13 the engine polls its transfers without pause, too, and holds the lock that this
+   thread needs: a transfer of 1 MiB took up to 30 s. The engine now sleeps as long while one is in progress.
 2. The NIXL connector pins P and D to the same core, the last of each NUMA node; ``os.sched_setaffinity`` does
    nothing.
 3. Mooncake's connector requires an accelerator: its index is 0, and "set the device" succeeds. For vLLM 0.13
@@ -21,6 +23,7 @@ import ctypes
 import glob
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -89,6 +92,21 @@ def _slow_old_nixl_down(module: ModuleType, least: int) -> None:
         return original(*wanted)
 
     module.__dict__["nixlAgentConfig"] = config
+
+
+def pause_between_looks(module: ModuleType) -> None:
+    """Patch ``…v1.nixl_connector``: the engine sleeps while transfers are in progress."""
+    worker = module.__dict__["NixlConnectorWorker"]
+    original = worker._pop_done_transfers
+
+    def pop_done(self: Any, transfers: dict[str, Any]) -> Any:
+        done = original(self, transfers)
+        if transfers:
+            time.sleep(delay_us() / 1e6)
+        return done
+
+    worker._pop_done_transfers = pop_done
+    say(f"the engine sleeps {delay_us()} us between two looks at its transfers over NIXL")
 
 
 def give_way() -> None:
@@ -178,6 +196,7 @@ AFTER_IMPORT: dict[str, Change] = {
     "torch.accelerator": answer_for_accelerator,
     "vllm.platforms.cpu": accept_set_device,
     "vllm.distributed.kv_transfer.kv_connector.v1.mooncake_connector": turn_axes,
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector": pause_between_looks,
 }
 BEFORE_IMPORT: dict[str, Callable[[], None]] = {"mooncake": load_libraries}
 
