@@ -192,7 +192,8 @@ def test_old_engines_sleep_while_transfers_over_nixl_are_in_progress(tmp_path: P
         "from vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector import *\n"
         "slept = []\n"
         "time.sleep = slept.append\n"
-        "print(*map(NixlConnectorWorker()._pop_done_transfers, ({}, {'done': 1}, {'done': 2, 'open': 3})), slept)"
+        "looks = {}, {'done': 1}, {'done': 2, 'open': 3}\n"
+        "print(*map(NixlConnectorWorker()._pop_done_transfers, looks), slept)"
     )
     done = python(code, SHIM, tmp_path)
     assert done.stdout.strip() == "none 1 2 [0.001]", done.stderr
