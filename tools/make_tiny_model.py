@@ -5,7 +5,8 @@ downloaded: the tokenizer is a byte-level BPE trained on Python's own library, t
 a fixed seed. About 13 s on one core.
 
 The weights' standard deviation, 0.08, is four times that of an untrained model: with the usual 0.02 the
-greedy output hardly depends on the prompt, and comparing outputs would prove nothing.
+greedy output hardly depends on the prompt, and comparing outputs would prove nothing. Tokens that are only a
+part of a character have zero weights, so that greedy answers always have text.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def sources() -> list[str]:
     ]
 
 
-def make_tokenizer(folder: Path) -> None:
-    """A byte-level BPE: every sequence of ids is a prompt, and any text has ids."""
+def make_tokenizer(folder: Path) -> list[int]:
+    """A byte-level BPE: every sequence of ids is a prompt, and any text has ids. Returns the tokens without a
+    text of their own: special ones, and parts of characters."""
     tokenizers, transformers = import_module("tokenizers"), import_module("transformers")
     tokenizer: Any = tokenizers.ByteLevelBPETokenizer()
     tokenizer.train(
@@ -66,9 +68,11 @@ def make_tokenizer(folder: Path) -> None:
         model_max_length=MAX_POSITIONS,
     )
     fast.save_pretrained(folder)
+    texts = [fast.decode([token], skip_special_tokens=True) for token in range(VOCAB_SIZE)]
+    return [token for token, text in enumerate(texts) if not text or "\ufffd" in text]
 
 
-def make_weights(folder: Path) -> int:
+def make_weights(folder: Path, without_text: list[int]) -> int:
     torch, transformers = import_module("torch"), import_module("transformers")
     torch.manual_seed(SEED)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG)).float()
@@ -77,6 +81,7 @@ def make_weights(folder: Path) -> int:
         for name, weight in model.named_parameters():
             if "norm" not in name:
                 weight.copy_(torch.randn(weight.shape, generator=generator) * WEIGHT_STD)
+        model.get_input_embeddings().weight[without_text] = 0.0  # tied: their logits are 0, never the highest
     model.save_pretrained(folder)
     return sum(weight.numel() for weight in model.parameters())
 
@@ -89,8 +94,7 @@ def main() -> None:
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    make_tokenizer(unfinished)
-    count = make_weights(unfinished)
+    count = make_weights(unfinished, make_tokenizer(unfinished))
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
     print(f"{folder}: {count} weights, {VOCAB_SIZE} tokens")

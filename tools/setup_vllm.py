@@ -312,7 +312,8 @@ def _sets(lab: Lab) -> str:
     if lab.version == DEFAULT:
         return ""
     place = "deployment.engine_options"
-    return f" --set {place}.command=[{lab.venv.name}/bin/vllm] --set {place}.model={lab.venv.name}/tiny-model"
+    command = f"[nice,-n10,{lab.venv.name}/bin/vllm]"
+    return f" --set {place}.command={command} --set {place}.model={lab.venv.name}/tiny-model"
 
 
 def main() -> None:

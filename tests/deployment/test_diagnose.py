@@ -344,6 +344,8 @@ KNOWN_WORDS = {
     "Send Tensor, Peer Out Of Memory/Threshold": "nccl_out_of_memory",
     "_pickle.UnpicklingError: invalid load key, '\\xb0'.": "garbled_payload",
     "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue": "engine_dead",
+    "Engine core proc EngineCore_DP0 died unexpectedly, shutting down client.": "engine_dead",
+    "[shutdown] MPClient: engine core exited unexpectedly; starting cleanup": "engine_dead",
     "RuntimeError: CUDA error: out of memory": "out_of_memory",
 }
 

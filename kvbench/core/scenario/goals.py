@@ -141,7 +141,7 @@ class Search(Section):
         "certain); by default derived from its latencies, at least trial_s",
     )
     min_requests: int = Field(60, ge=1, le=10_000_000, description="fewest requests of a trial")
-    max_requests: int = Field(5000, ge=1, le=10_000_000, description="most requests of a trial")
+    max_requests: int = Field(20_000, ge=1, le=10_000_000, description="most requests of a trial")
     max_trials: int = Field(16, ge=1, le=1000, description="most trials of one cell")
     budget_s: float | None = Field(
         None,

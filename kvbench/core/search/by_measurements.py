@@ -166,7 +166,10 @@ def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> 
         upper, censored = history.bracket.upper, "below"
     elif estimate.upper >= limits.max_rate:
         upper = None  # that end was assumed, not measured
-    if found is None and tried and history.trials_left <= 0:
+    if found is None and (above := [each.rate for each in tried if each.verdict == "met"]):
+        upper = None if upper is None else max(upper, min(above))
+        reason = f"trials contradict each other: {min(above):g} req/s was met, but all together indicate less"
+    elif found is None and tried and history.trials_left <= 0:
         status, reason = "exhausted", f"{history.end_text} came before any rate was met"
     if settled is not None and settled >= limits.max_rate:
         status, reason = "censored", f"not missed at {settled:g}, the highest rate allowed: raise max_rate"
@@ -284,6 +287,9 @@ def _settled(history: TrialHistory, estimate: RateEstimate) -> float | None:
         return _most_likely(history, estimate) if by_replay.suffices(history, replay) else None
     if all(each.verdict == "met" for each in history.tried) and _capacity(history) == math.inf:
         return None  # nothing bounds it from above
+    watched_s = sum(each.measured.duration_s for each in history.tried if each.measured)
+    if 0 < watched_s < by_replay.watched_s(history.limits):  # 0: unknown
+        return None
     median = history.inside(estimate.median)
     met = [each.rate for each in history.tried if reached_target(each) and each.thorough]
     if not any(median <= rate <= median * (1 + precision) for rate in met):

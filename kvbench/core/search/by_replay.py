@@ -66,28 +66,35 @@ NO_GAIN: Final = 1.1
 
 def next_probe(history: TrialHistory, replay: ReplayResult) -> Probe | None:
     """Return a trial slightly below the answer, long enough for the precision; where models differ, below the
-    highest one's answer. None ends the search."""
+    highest one's answer. A search that cannot reach the precision ends (None) once a trial was met, since an
+    answer needs one."""
     limits = history.limits
-    if too_far(history, replay):
+    some_met = any(each.verdict == "met" for each in history.tried)
+    far = too_far(history, replay)
+    if far and some_met:
         return None
     failed = sum(each.purpose == "confirm" and not reached_target(each) for each in history.tried)
-    some_met = any(each.verdict == "met" for each in history.tried)
     below = min(BELOW + BELOW_STEP * failed, BELOW_MOST) if some_met else BELOW_MOST
     below = min(below * limits.precision, 0.75 * NEAR)
     highest = max(each.rate for each in history.tried)
-    rate = history.inside(min(replay.highest / (1 + below), highest * UP_MOST))
-    unusable = [each for each, tally in history.bracket.tallies.items() if not history.usable(tally)]
-    if unusable and rate >= min(unusable):
-        rate = history.inside(min(unusable) / (1 + limits.precision))
+    target = replay.estimate.lower if far else replay.highest / (1 + below)
+    rate = history.inside(min(target, highest * UP_MOST))
+    unusable = min(
+        (each for each, tally in history.bracket.tallies.items() if not history.usable(tally)),
+        default=math.inf,
+    )
+    if rate >= unusable:
+        rate = history.inside(unusable / (1 + limits.precision))
         if sum(each.rate == rate for each in history.tried) >= 2:
             return None
-    if replay.estimate.width <= limits.precision and not _tried_above(history, replay):
-        return Probe(history.inside(ABOVE * replay.estimate.median), "bisect", True, LEAST_S)
+    above = history.inside(min(ABOVE * replay.estimate.median, highest * UP_MOST))
+    if replay.estimate.width <= limits.precision and not _tried_above(history, replay) and above < unusable:
+        return Probe(above, "bisect", True, LEAST_S)
     seconds = max(
         _shortest_s(history, rate), min(replay.further_requests(limits.precision) / rate, _longest_s(rate))
     )
     if replay.estimate.width <= limits.precision:
-        seconds = max(seconds, min(_watched_s(limits) - replay.seconds, LONGER_S / 2))
+        seconds = max(seconds, min(watched_s(limits) - replay.seconds, LONGER_S / 2))
     purpose: Purpose = "confirm" if replay.estimate.width <= limits.precision * CONFIRMS else "bisect"
     return Probe(rate, purpose, True, seconds)
 
@@ -100,7 +107,7 @@ def suffices(history: TrialHistory, replay: ReplayResult) -> bool:
         for each in history.tried
         if each.requests is not None
     )
-    watched = len(history.tried) >= 2 and replay.seconds >= _watched_s(limits)
+    watched = len(history.tried) - replay.left_out >= 2 and replay.seconds >= watched_s(limits)
     precise = replay.estimate.width <= limits.precision
     return watched and near and precise and _tried_above(history, replay)
 
@@ -114,14 +121,12 @@ def too_far(history: TrialHistory, replay: ReplayResult) -> bool:
     if limits.precision <= FINEST:
         spent = limits.seconds_left == math.inf or replay.estimate.width <= FINEST * NO_GAIN
         return trials >= TOO_FAR_AFTER and spent
-    if further == math.inf:
+    if further == math.inf or not _foreseen(history, replay):
         return False
     each = _longest_s(replay.estimate.median) * replay.estimate.median
     too_long = further > TOO_LONG * max(limits.seconds_left, SHORTEST_S) * replay.estimate.median
     too_many = further > TOO_FAR * each * max(history.trials_left, 1)
-    return (trials >= TOO_LONG_AFTER and too_long and _foreseen(history, replay)) or (
-        trials >= TOO_FAR_AFTER and too_many
-    )
+    return (trials >= TOO_LONG_AFTER and too_long) or (trials >= TOO_FAR_AFTER and too_many)
 
 
 def needed_text(history: TrialHistory, replay: ReplayResult, why: str = "") -> str:
@@ -136,7 +141,7 @@ def needed_text(history: TrialHistory, replay: ReplayResult, why: str = "") -> s
     if further and not _foreseen(history, replay):
         return f"what {wanted} needs is not known before a trial near {replay.estimate.median:.3g} req/s"
     rate = replay.estimate.median
-    seconds = max(further / rate, _watched_s(history.limits) - replay.seconds, _shortest_s(history, rate))
+    seconds = max(further / rate, watched_s(history.limits) - replay.seconds, _shortest_s(history, rate))
     seconds += 0.0 if _tried_above(history, replay) else LEAST_S
     return f"{wanted} needs {estimate_text(seconds, seconds)} more{why}"
 
@@ -163,7 +168,8 @@ def _longest_s(rate: float) -> float:
     return max(LONGER_S, LONGER_REQUESTS / rate)
 
 
-def _watched_s(limits: SearchLimits) -> float:
+def watched_s(limits: SearchLimits) -> float:
+    """Return how long a system must be observed before its answer counts, in seconds."""
     return WATCHED_S if limits.precision < COARSE else WATCHED_COARSE_S
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Final, Literal
 
 from kvbench.core.search.data import Probe, SearchLimits, TrialOutcome
@@ -18,7 +19,7 @@ from kvbench.core.search.posterior.rate_points import (
     waiting_of,
     waiting_of_slow,
 )
-from kvbench.core.search.replay.replay import ReplayResult, replayed
+from kvbench.core.search.replay.replay import ReplayResult, never_better, replayed
 from kvbench.core.search.trial_requests import Objective
 
 UP_COLD: Final = (2.0,)
@@ -34,6 +35,8 @@ VAGUE: Final = 0.25
 """Largest relative standard error of a replayed rate: beyond it, the other posterior is as precise."""
 ALLOWED: Final = 0.98
 """A replayed rate outside this central share of the other posterior is not used."""
+EARLY_S: Final = 120.0
+"""Seconds of trials that a replay leaves out if only they contradict it, as a warm-up does."""
 SHORTEST_S: Final = 5.0
 """Seconds of a budget below which no further trial starts."""
 _DIGITS: Final = 4
@@ -135,11 +138,21 @@ class TrialHistory:
 
     @cached_property
     def replay(self) -> ReplayResult | None:
-        """Replay of the requests of all trials; None without them, or if no model explains them."""
-        if self.objective is None or not self.tried:
-            return None
+        """Replay of the requests of all trials; None without them, or if no model explains them. If they
+        contradict every model, those of the first two minutes are left out unless they were better than later
+        ones indicate: the system may have warmed up."""
         known = tuple(each.requests for each in self.tried if each.requests is not None)
-        return replayed(known, self.objective) if len(known) == len(self.tried) else None
+        if self.objective is None or not known or len(known) < len(self.tried):
+            return None
+        found = replayed(known, self.objective)
+        began_s = accumulate((each.end_s for each in known[:-1]), initial=0.0)
+        early = sum(each < EARLY_S for each in began_s)
+        if found is None or not found.objections or early == len(known):
+            return found
+        later = replayed(known[early:], self.objective)
+        if later is None or later.objections or not never_better(later, known[:early], self.objective):
+            return found
+        return replace(later, left_out=early)
 
     @cached_property
     def trusted_replay(self) -> ReplayResult | None:

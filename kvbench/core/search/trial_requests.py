@@ -22,6 +22,8 @@ COLUMNS: Final = (
 
 FAR: Final = 9.0
 """Value / limit of a request without an observed end."""
+FEW_FAILED: Final = 0.005
+"""Share of failed requests up to which a trial continues after its first one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,14 +66,15 @@ class TrialRequests:
         burstiness: float,
     ) -> TrialRequests:
         """Build it from ``COLUMNS`` of the trial's records; NaN is unknown. Events after the trial was
-        stopped, and requests after its first failed one, are left out."""
+        stopped are left out, and failed requests. If more than ``FEW_FAILED`` failed, the trial ends at the
+        first of them."""
         order = np.argsort(columns["scheduled_s"], kind="stable")
         arrived_s, first_s, last_s, got, asked, untimed = (columns[name][order] for name in COLUMNS[:-1])
         errors = columns["error"][order]
         cancelled = errors == "cancelled"
         failed = (errors != "") & ~cancelled
         end_s = min(duration_s, stopped_s) if cancelled.any() else duration_s
-        if failed.any():
+        if failed.sum() > FEW_FAILED * len(failed):
             end_s = min(end_s, float(arrived_s[failed][0]))
         kept = (arrived_s < end_s) & ~failed
         first_s = np.where(first_s <= end_s, first_s, math.nan)

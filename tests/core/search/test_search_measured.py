@@ -315,6 +315,8 @@ def test_an_answer_is_not_below_all_rates_that_were_met() -> None:
     assert estimate.median < 10
     assert answer.max_request_rate in (10, None)
     assert answer.status != "converged"
+    assert answer.upper >= 10
+    assert answer.max_request_rate or "contradict each other: 10 req/s was met" in answer.reason
 
 
 def test_the_lower_end_is_not_above_all_rates_that_were_met() -> None:
@@ -419,7 +421,7 @@ def test_any_root_is_found(root: float, steepness: float, ceiling: bool, seed: i
     search = RateSearch(LIMITS, ceiling=ceiling)
     answer = run(search, trial)
     if answer.max_request_rate is None:  # no rate is printed that no trial met
-        assert all(each.rate > answer.upper for each in search.history if each.verdict == "met")
+        assert all(each.rate >= answer.upper for each in search.history if each.verdict == "met")
         assert answer.upper >= root
     else:
         assert answer.max_request_rate == pytest.approx(root, rel=0.15)

@@ -45,3 +45,10 @@ def test_what_came_after_the_stop_was_not_seen() -> None:
 def test_a_trial_tells_of_the_time_before_its_first_failure(error: str) -> None:
     found = of((0.0, 0.5, 2.0, 8, 8, 1, ""), (3.0, NONE, NONE, 0, 8, 1, error), (4.0, 4.5, 6.0, 8, 8, 1, ""))
     assert (found.end_s, found.failed, len(found)) == (3.0, 1, 1)
+
+
+def test_a_few_failed_requests_do_not_end_a_trial() -> None:
+    rows = [(0.02 * at, 0.02 * at + 0.5, 0.02 * at + 1.0, 8, 8, 1, "") for at in range(400)]
+    rows[200] = (4.0, NONE, NONE, 0, 8, 1, "timeout")
+    found = of(*rows)
+    assert (found.end_s, found.failed, len(found)) == (10.0, 1, 399)

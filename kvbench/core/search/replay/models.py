@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final, Literal, Protocol
 
 import numpy as np
@@ -108,6 +109,7 @@ class Decode:
         return first_s + (last_s - first_s) * self.noise[places]
 
 
+@lru_cache(maxsize=64)
 def _decode_rows(trial: TrialRequests) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return (1, others decoding, prompts per token), seconds per token, and block of the trial, for each
     request with a last token and more than one."""
@@ -209,8 +211,12 @@ def judged_part(trial: TrialRequests, objective: Objective) -> BoolArray:
     return trial.arrived_s <= trial.end_s - min(longest_s, trial.end_s / 2)
 
 
-SERVERS: Final = (*range(1, 17), *sorted({round(16 * 1.06**step) for step in range(1, 37)}))
-"""Numbers of servers to try first; those next to the most likely one follow."""
+ADJACENT: Final = 16
+SERVERS: Final = (
+    *range(1, ADJACENT + 1),
+    *sorted({round(ADJACENT * 1.06**step) for step in range(1, 37)}),
+)
+"""Numbers of servers to try first; those next to the most likely one from the first number on follow."""
 DELAYED: Final = 4
 """This many of the lowest and of the most likely numbers of servers are also tried with a fixed delay."""
 SHARING: Final = (1, 2, 4, 8, 16)
@@ -248,16 +254,15 @@ def candidates(trials: Sequence[TrialRequests]) -> list[Candidate]:
     at_once = {
         count: _candidate(trials, QueueFamily("fifo", count), lowest_s) for count in SERVERS if count <= most
     }
-    while True:  # numbers next to the most likely one
-        tried = sorted(at_once)
-        place = tried.index(_likeliest(at_once)[0])
+    while tried := sorted(each for each in at_once if each >= ADJACENT):
+        place = tried.index(_likeliest({each: at_once[each] for each in tried})[0])
         gaps = zip(tried[max(place - 1, 0) : place + 1], tried[place : place + 2], strict=False)
         between = {(low + high) // 2 for low, high in gaps if high - low > 1}
         if not between:
             break
         at_once.update({count: _candidate(trials, QueueFamily("fifo", count), lowest_s) for count in between})
     found += at_once.values()
-    for count in {*_likeliest(at_once)[:DELAYED], *(each for each in tried if each <= DELAYED)}:
+    for count in {*_likeliest(at_once)[:DELAYED], *(each for each in at_once if each <= DELAYED)}:
         found += _delayed(trials, count, lowest_s)
     return sorted((each for each in found if each is not None), key=lambda each: -each.log_likelihood)
 
