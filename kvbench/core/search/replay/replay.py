@@ -25,15 +25,15 @@ from kvbench.core.search.replay.engines import (
     engine_objections,
 )
 from kvbench.core.search.replay.models import (
-    FEWEST,
     NATS,
-    RESOLUTION,
     Candidate,
     Decode,
     Model,
     QueueModel,
     candidates,
+    error_between,
     judged_part,
+    work_objections,
 )
 from kvbench.core.search.replay.queues import BoolArray, FloatArray
 from kvbench.core.search.trial_requests import FAR, Goal, Latencies, Objective, TrialRequests
@@ -257,8 +257,8 @@ def replayed(trials: tuple[TrialRequests, ...], objective: Objective) -> ReplayR
         model = QueueModel(
             candidate.family, np.sort(np.concatenate(known)), decode if objective.needs_last else None
         )
-        objections = tuple(_work_checks(trials, candidate, model))
-        roots.append(_root(trials, objective, model, load, objections, _between(candidate)))
+        objections = tuple(work_objections(trials, candidate, model))
+        roots.append(_root(trials, objective, model, load, objections, error_between(candidate)))
     if all(root.objections for root in roots) and decode is not None:
         roots.append(_root(trials, objective, counted_engine(trials, decode), load))
     good = tuple(root for root in roots if not root.objections)
@@ -451,60 +451,3 @@ def _cut(times: Latencies, trial: TrialRequests) -> Latencies:
         np.where(late_last, math.nan, times.tpot_s),
         np.where(late_last, math.nan, times.e2el_s),
     )
-
-
-def _between(candidate: Candidate) -> float:
-    """Return the standard error of the mean work by differences between trials beyond sampling error."""
-    parts = [work[~np.isnan(work)] for work in candidate.work]
-    logs = [
-        (math.log(part.mean()), float(part.std() / part.mean()) ** 2 / len(part))
-        for part in parts
-        if len(part) >= FEWEST and part.mean() > 0
-    ]
-    if len(logs) < 2:
-        return 0.0
-    means, variances = np.array(logs).T
-    excess = float(np.var(means, ddof=1) - variances.mean())
-    return math.sqrt(max(excess, 0.0) / len(logs))
-
-
-def _work_checks(trials: Sequence[TrialRequests], candidate: Candidate, model: QueueModel) -> list[str]:
-    """List objections to work that varies with time, queue length, successive requests, or trial."""
-    objections = []
-    mean, top = float(model.work_s.mean()), float(np.quantile(model.work_s, 0.99))
-    for trial, work in zip(trials, candidate.work, strict=True):
-        known = ~np.isnan(work)
-        values = work[known]
-        count = len(values)
-        if count < 60:
-            continue
-        values = np.minimum(values, np.quantile(values, 0.99))
-        error = float(values.std()) / math.sqrt(count)
-        half = count // 2
-        if abs(values[:half].mean() - values[half:].mean()) / mean > 0.05 + 6.6 * error / mean:
-            objections.append(f"the work drifts within a trial at {trial.rate:.3g} req/s")
-        seen = np.sort(trial.first_s[~np.isnan(trial.first_s)])
-        queue = (np.arange(len(trial)) - np.searchsorted(seen, trial.arrived_s, "right"))[known]
-        many = queue > np.median(queue)
-        if min(int(many.sum()), int((~many).sum())) >= 20:
-            differs = abs(values[many].mean() - values[~many].mean()) / mean
-            allowed = values.std() * math.sqrt(1 / many.sum() + 1 / (~many).sum()) / mean
-            if differs > 0.06 + 3.3 * allowed:
-                objections.append(f"the work depends on the queue at {trial.rate:.3g} req/s")
-        noise = RESOLUTION * mean * np.random.default_rng(2).standard_normal(count)
-        ranks = np.argsort(np.argsort(values + noise)) - count / 2
-        correlation = float((ranks[1:] * ranks[:-1]).mean() / (ranks * ranks).mean())
-        if correlation > 0.15 + 3.3 / math.sqrt(count) and values.std() > 0.03 * mean:
-            objections.append(f"the work of successive requests is correlated at {trial.rate:.3g} req/s")
-    if len(trials) > 1:
-        parts = [np.minimum(work[~np.isnan(work)], top) for work in candidate.work]
-        everything = np.concatenate(parts)
-        for trial, part in zip(trials, parts, strict=True):
-            if len(part) <= 40:
-                continue
-            allowed = (
-                max(float(part.std()), float(everything.std())) / everything.mean() / math.sqrt(len(part))
-            )
-            if abs(part.mean() / everything.mean() - 1) > 0.05 + 4 * allowed:
-                objections.append(f"the work at {trial.rate:.3g} req/s differs from that in the other trials")
-    return objections
