@@ -210,15 +210,17 @@ def within_budget(run: RunFolder, budget_s: float) -> bool:
 
 
 def test_a_cell_out_of_reach_gives_its_time_to_the_next(tmp_path: Path) -> None:
-    race = Raced(system(Service("lognormal", 0.7), 0.06), system(Service()), 200.0)
+    race = Raced(system(Service("lognormal", 0.7), 0.09), system(Service()), 240.0)
     run = race.run(tmp_path)
     (varied, varied_s), (even, even_s) = of_cell(run, "aggregated"), of_cell(run, "tcp")
     assert varied.reason.endswith("more: its requests vary too much")
-    assert varied_s < 90
+    assert varied.answer is not None
+    assert varied.answer["max_request_rate"] is not None  # a trial was met
+    assert varied_s < 120
     assert even.answer is not None
     assert even.answer["status"] == "converged"
-    assert even_s > 100  # its first part
-    assert within_budget(run, 200)
+    assert even_s > 120  # its first part
+    assert within_budget(run, 240)
 
 
 def test_time_that_is_left_is_spent_on_a_comparison_that_is_open(tmp_path: Path) -> None:
