@@ -239,8 +239,9 @@ def _zero(score: Callable[[float], float], begin: float, least: float, most: flo
 
 @lru_cache(maxsize=16)
 def replayed(trials: tuple[TrialRequests, ...], objective: Objective) -> ReplayResult | None:
-    """Replay the trials; None if no family explains them, or if decode steps are needed and missing."""
-    found = candidates(trials)
+    """Replay the trials; None if no family explains them, if decode steps are needed and missing, or if a
+    trial has no request before its first failed one."""
+    found = candidates(trials) if all(map(len, trials)) else ()
     if not found:
         return None
     load = UnitLoad(trials[-1].burstiness, np.concatenate([each.tokens for each in trials]))

@@ -253,6 +253,12 @@ def test_steps_of_an_engine_are_found_from_its_tokens() -> None:
     assert score(found.estimate.lower * 0.97) > 0 > score(found.estimate.upper * 1.03)
 
 
+def test_a_trial_whose_first_request_failed_is_not_replayed() -> None:
+    nothing = dataclasses.replace(trial(even(0.1), 9.0, 0, 1), failed=3)
+    assert len(nothing) == 0
+    assert replayed((trial(even(0.1), 5.5, 60, 12), nothing), TTFT_300) is None
+
+
 def test_too_few_requests_are_not_replayed() -> None:
     assert replayed((trial(even(0.1), 5.0, 3, 1),), TTFT_300) is None
 
