@@ -20,6 +20,7 @@ from kvbench.planning.scenario_files import registry
 from kvbench.results.checksums import Damage
 from kvbench.results.provenance import EMULATED, SIMULATED
 from kvbench.results.run import CELLS, MANIFEST, TRIALS, RunFolder
+from kvbench.results.store import UNVERSIONED, rules_version_of
 from kvbench.sweep.cell import Fixed
 
 SAME: Final = 1e-6
@@ -140,6 +141,12 @@ def _cells(run: RunFolder) -> Iterator[Damage]:
                 yield Damage(where, f"{key} is not a cell of plan.json")
 
 
+FORMER_DEFAULTS: Final[Mapping[int, Mapping[str, str]]] = {
+    key: {"search.max_requests": "5000"} for key in range(UNVERSIONED, 5)
+}
+"""Version of the rules → defaults of that time that are others today, by their path in a scenario."""
+
+
 def scenario_damages(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
     """Compare scenario.yaml, manifest, labels and transports with plan.json's scenario."""
     for key, value in (("seed", scenario.seed), ("scenario", scenario.name)):
@@ -159,6 +166,9 @@ def scenario_damages(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
         if (known is None) != (now is None):
             yield Damage("scenario.yaml", "it does not give the scenario of plan.json")
         for path, then, value in json_differences(known or {}, now or {}):
+            former = FORMER_DEFAULTS.get(rules_version_of(run.manifest), {})
+            if then == ABSENT and former.get(path) == value:
+                continue
             what = f"{path} is not that of plan.json, and no option changed it"
             yield Damage("scenario.yaml", what, then, value)
     yield from _plan(run, scenario)
