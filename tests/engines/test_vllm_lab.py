@@ -60,7 +60,7 @@ LAUNCH = (
     "workload.request_timeout_s=120",
     'deployment.engine_options.env.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT="120"',
     "deployment.aggregated=1",
-    f"deployment.engine_options.command=[nice,-n10,{LAB}/bin/vllm]",
+    f"deployment.engine_options.command=[{LAB}/bin/vllm]",
     f"deployment.engine_options.model={LAB}/tiny-model",
     # Where none was named the command is asked, as users do; on a very busy machine that takes minutes.
     *([f"deployment.engine_options.version={VERSION}+cpu"] if "." in ASKED else []),

@@ -33,7 +33,7 @@ from typing import Any
 
 DELAY_ENV = "KVBENCH_SHIM_NIXL_DELAY_US"
 DEFAULT_DELAY_US = 1000
-NICE = 5
+NICE = 19
 
 # Device files of NVIDIA's, AMD's and other accelerators' drivers, and of WSL's GPU.
 ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/nvidiactl", "/dev/kfd", "/dev/accel/accel*", "/dev/dxg")
