@@ -312,7 +312,7 @@ def _sets(lab: Lab) -> str:
     if lab.version == DEFAULT:
         return ""
     place = "deployment.engine_options"
-    command = f"[nice,-n10,{lab.venv.name}/bin/vllm]"
+    command = f"[{lab.venv.name}/bin/vllm]"
     return f" --set {place}.command={command} --set {place}.model={lab.venv.name}/tiny-model"
 
 

@@ -15,8 +15,11 @@ from kvbench.importers.parts import importing
 from kvbench.report.report import render_terminal
 from kvbench.results.run import RunFolder, load_run
 
-QUICKSTART = Path(__file__).parents[1] / "recorded" / "runs" / "quickstart"
+RUNS = Path(__file__).parents[1] / "recorded" / "runs"
+QUICKSTART = RUNS / "quickstart"
 """A run of the quickstart by an earlier search, with other limits."""
+VLLM_CPU = RUNS / "vllm-cpu-tiny"
+"""Pairs of real vLLM against one aggregated engine, before as many as P and D together were started."""
 Edit = Callable[[dict[str, Any]], object]
 
 

@@ -16,7 +16,7 @@ import sample_run
 from commands import EASY, invoke, kvbench, the_run
 from hypothesis import given
 from hypothesis import strategies as st
-from run_files import printed
+from run_files import VLLM_CPU, printed
 from sample_run import PLAN, make_run
 
 import kvbench as notebook
@@ -45,7 +45,6 @@ from kvbench.report.tables.trial_values import VALUE_COLUMNS
 from kvbench.results.run import RunFolder, load_run
 from kvbench.sweep.verify import cross_checks
 
-ROOT = Path(__file__).parents[3]
 VLLM = {"engine": "vllm", "tensor_parallel_size": 4}
 GPUS = {"gpus": [{"name": "NVIDIA H200"}] * 8}
 
@@ -351,7 +350,7 @@ def test_on_one_host_they_take_prefills_devices_and_then_decodes() -> None:
 
 # --- an older folder, and a real run -------------------------------------------------------------
 def test_an_older_run_goes_on_with_the_engines_that_it_had() -> None:
-    run = load_run(ROOT / "results/reference/vllm-cpu-tiny")
+    run = load_run(VLLM_CPU)
     assert "aggregated" not in run.plan["scenario"]["deployment"]
     run.manifest["asked"] = {}
     run.plan["scenario"]["deployment"]["engine_options"]["version"] = "0.32.0"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from run_files import QUICKSTART
+from run_files import QUICKSTART, VLLM_CPU
 from sample_run import make_run
 
 import kvbench
@@ -43,10 +43,10 @@ def test_every_kind_of_run_says_who_is_ahead_or_that_it_cannot_be_told(path: Pat
         assert " ".join(note.text.split()).replace("|", "\\|")[:80] in text.replace("\\\\|", "\\|")
 
 
-@pytest.mark.parametrize("name", ["quickstart", "vllm-cpu-tiny"])
-def test_what_is_said_of_searched_rates_is_in_the_table(name: str) -> None:
+@pytest.mark.parametrize("path", [REFERENCE / "quickstart", VLLM_CPU], ids=lambda path: path.name)
+def test_what_is_said_of_searched_rates_is_in_the_table(path: Path) -> None:
     """Rates are compared where the numbers of engines are equal, else those per engine."""
-    run = load_run(REFERENCE / name)
+    run = load_run(path)
     rows = summary_table(run)
     known = {(row.cell.connector, row.cell.input_len): row for row in rows}
     checked = 0
@@ -75,12 +75,12 @@ def test_what_is_said_of_searched_rates_is_in_the_table(name: str) -> None:
 
 def test_a_folder_from_before_says_how_many_engines_it_had() -> None:
     """One engine without P/D against P and D: 1.9 times by the rates, which nobody says any more."""
-    rows = summary_table(load_run(REFERENCE / "vllm-cpu-tiny"))
+    rows = summary_table(load_run(VLLM_CPU))
     assert {row.cell.connector: row.size.engines for row in rows} == {
         "aggregated": 1, "nixl": 2, "nixl_push": 2, "mooncake": 2,
     }  # fmt: skip
     assert {row.size.gpus for row in rows} == {None}
-    found = statements(load_run(REFERENCE / "vllm-cpu-tiny"))
+    found = statements(load_run(VLLM_CPU))
     ahead = " ".join(each.text for each in found if each.kind == "ahead")
     assert "aggregated" not in ahead
     unequal = [each for each in found if each.rule == "unequal_size"]
@@ -110,18 +110,18 @@ def test_what_makes_a_number_void_stands_before_who_is_ahead() -> None:
 
 
 def test_refused_trials_and_warnings_are_suspicious_with_their_advice() -> None:
-    found = [each for each in statements(load_run(REFERENCE / "vllm-cpu-tiny")) if each.kind == "suspicious"]
+    found = [each for each in statements(load_run(VLLM_CPU)) if each.kind == "suspicious"]
     those, late = found
     assert those.text.startswith(
         "2 of 60 trials are invalid and count neither as met nor as missed (client_limited 2)"
     )
     assert late.rule == "client_limited"
     assert late.advice
-    assert set(late.places) <= {trial.trial_id for trial in load_run(REFERENCE / "vllm-cpu-tiny").trials}
+    assert set(late.places) <= {trial.trial_id for trial in load_run(VLLM_CPU).trials}
 
 
 def test_a_trial_refused_for_several_reasons_is_one_trial() -> None:
-    run = load_run(REFERENCE / "vllm-cpu-tiny")
+    run = load_run(VLLM_CPU)
     one = next(trial for trial in run.trials if trial.verdict == "invalid")
     late = next(finding for finding in one.findings if finding.level == "invalid")
     one.findings += [replace(late, gate="host_starved"), replace(late, gate="host_starved")]
