@@ -11,10 +11,11 @@ from typing import Any
 import httpx
 
 from kvbench import engines
-from kvbench.connectors.base import Connector
+from kvbench.connectors.base import Connector, PlainConnector
 from kvbench.core.access import ServerAccess
 from kvbench.core.foreign_text import visible
 from kvbench.core.gates.evidence import LoggedTransport
+from kvbench.core.load.dispatch import COMPLETIONS
 from kvbench.core.load.prompts import ChatLength
 from kvbench.core.plan.plan import GROUP_PORTS, DeploymentPlan, InstancePlan
 from kvbench.core.plan.processes import ProcessSpec
@@ -22,7 +23,7 @@ from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Deployment, Scenario
 from kvbench.deployment.diagnose import Diagnosis
 from kvbench.deployment.liveness import ProcessWatch
-from kvbench.deployment.single_requests import Completion, SingleRequests
+from kvbench.deployment.single_requests import Completion, SingleRequests, greedy_body
 from kvbench.errors import LaunchError, ServerError
 from kvbench.hosts import web
 from kvbench.hosts.server_access import access_headers
@@ -158,6 +159,8 @@ class Endpoints:
     metrics_urls: Mapping[str, str] = field(default_factory=dict)
     """Instance name, starting with its role → /metrics."""
     cache_reset_urls: Sequence[str] = ()
+    keeping_urls: Sequence[str] = ()
+    """P instances that keep fetched KV while idle (``Engine.keeps_fetched_kv``)."""
     router_metrics_url: str = ""
     access: ServerAccess = field(default_factory=ServerAccess)
     """Headers and certificates of the server's requests."""
@@ -294,9 +297,11 @@ class RunningDeployment:
 
     def reset_caches(self) -> None:
         """Empty all prefix caches, where the endpoint exists. vLLM (reported by 0.28 and newer) keeps its
-        cache while KV blocks are held, such as unfetched KV; then it is retried. Raises ServerError at the
-        deadline."""
+        cache while KV blocks are held, such as unfetched KV; then it is retried. Older vLLM keeps it without
+        saying so, until a request lets P's engine free them. Raises ServerError at the deadline."""
         deadline = time.monotonic() + KV_HELD_S
+        for url in self.endpoints.keeping_urls:
+            self._send_a_token(url)
         for url in self.endpoints.cache_reset_urls:
             while not self._reset_cache(url):
                 if time.monotonic() > deadline:
@@ -320,6 +325,13 @@ class RunningDeployment:
         except ValueError:
             return True  # older vLLM and SGLang answer without JSON
         return not (isinstance(answer, dict) and answer.get("success") is False)
+
+    def _send_a_token(self, url: str) -> None:
+        body = greedy_body(self._scenario.model.served_model_name, {"prompt": [1]}, 1)
+        try:
+            self._client.post(f"{url}{COMPLETIONS}", json=body).raise_for_status()
+        except httpx.HTTPError as error:
+            raise ServerError(f"POST {url}{COMPLETIONS} failed: {error}") from error
 
     def under_way(self) -> float | None:
         """Running and waiting requests of all instances, or None if one does not report them."""
@@ -421,10 +433,14 @@ class RunningDeployment:
         engine = engines.get(self._scenario.deployment.engine)
         port = self.plan.router_port if self.plan.router_port is not None else members[0].port
         router = f"http://{host}:{port}" if self.plan.router_port is not None else ""
+        # A PlainConnector's KV is sent in the step, and P2pNccl accepts no request without D's address.
+        keeps = not isinstance(self._connector, PlainConnector)
+        keeps = keeps and engine.keeps_fetched_kv(self._scenario.deployment.engine_options)
         return Endpoints(
             base_url=f"http://{host}:{port}",
             metrics_urls={member.name: f"{member.url}/metrics" for member in members},
             cache_reset_urls=[f"{member.url}{engine.cache_reset_path}" for member in members],
+            keeping_urls=[member.url for member in members if keeps and member.role == "prefill"],
             router_metrics_url=f"{router}/metrics" if router else "",
             direct=dispatch_spec(self._scenario, self.plan),
         )

@@ -191,6 +191,10 @@ class Engine(ABC):
     def check(self, connector: Connector, options: EngineOptions | None = None) -> Problem | None:
         """Why this engine cannot run with that connector here, or None."""
 
+    def keeps_fetched_kv(self, options: EngineOptions) -> bool:
+        """Whether an idle P keeps its cache, with KV that D has fetched, until its next request."""
+        return False
+
     def version(self, options: EngineOptions) -> str:
         """Version that selects connector profiles; empty: newest."""
         return ""

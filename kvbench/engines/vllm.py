@@ -148,6 +148,9 @@ class VllmFirstScenario(FirstScenario):
 
 
 SPANS_HOSTS_SINCE: Final[Release] = (0, 12)
+IDLE_FREES_KV_SINCE: Final[Release] = (0, 24)
+"""``Scheduler.has_finished_requests`` counts requests whose KV is held; in 0.13 it does not. Releases between
+were not read."""
 """First release with ``--nnodes`` (vllm-project/vllm#23691, merged in November 2025)."""
 
 
@@ -165,6 +168,9 @@ class Vllm(Engine):
         """Version of the scenario or installation; else the newest known one."""
         assert isinstance(options, VllmOptions)
         return _version_of(options) or dotted(NEWEST_KNOWN)
+
+    def keeps_fetched_kv(self, options: EngineOptions) -> bool:
+        return release(self.version(options)) < IDLE_FREES_KV_SINCE
 
     def check(self, connector: Connector, options: EngineOptions | None = None) -> Problem | None:
         assert isinstance(options, VllmOptions)

@@ -26,11 +26,13 @@ class Kept(BaseHTTPRequestHandler):
     """An engine that keeps its cache for so many questions, as vLLM does while blocks are held."""
 
     refusals: ClassVar[int] = 0
+    paths: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         self.answer({"data": [{"id": "m"}]})
 
     def do_POST(self) -> None:
+        self.paths.append(self.path)
         success = type(self).refusals <= 0
         type(self).refusals -= 1
         self.answer({"success": success})
@@ -72,6 +74,41 @@ def test_a_cache_that_is_kept_is_asked_for_again_and_then_refused(
     finally:
         server.shutdown()
         server.server_close()
+
+
+@pytest.mark.parametrize(("connector", "version", "asked"), [
+    ("nixl", "0.13.0", True), ("mooncake", "0.13.0", True), ("nccl", "0.13.0", False),
+    ("aggregated", "0.13.0", False), ("nixl", "0.24.0", False), ("nixl", "0.32.0", False),
+])  # fmt: skip
+def test_a_request_lets_an_old_idle_p_free_its_kv_before_a_reset(
+    tmp_path: Path, connector: str, version: str, asked: bool
+) -> None:
+    options = json.dumps({"model": "m", "version": version})
+    sets = ("deployment.engine=vllm", f"deployment.engine_options={options}", f"connectors=[{connector}]")
+    scenario, _ = resolve(CliOptions("quickstart", sets))
+    (planned,) = [each for each in plan_of(scenario).deployments if each.label == connector]
+    deployment = RunningDeployment(
+        scenario, planned, LocalLauncher("test-idle", tmp_path / "logs", tmp_path / "specs")
+    )
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Kept)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    keeping = list(deployment.endpoints.keeping_urls)
+    Kept.refusals, Kept.paths = 0, []
+    try:
+        deployment.endpoints = replace(
+            deployment.endpoints,
+            cache_reset_urls=[f"{url}/reset_prefix_cache"],
+            keeping_urls=[url] * len(keeping),
+        )
+        deployment.reset_caches()
+    finally:
+        deployment.stop()
+        server.shutdown()
+        server.server_close()
+    prefill = [each for each in deployment.endpoints.metrics_urls if each.startswith("prefill")]
+    assert len(keeping) == (len(prefill) if asked else 0)
+    assert Kept.paths == ["/v1/completions"] * len(keeping) + ["/reset_prefix_cache"]
 
 
 def test_launch_names_the_ports_that_nobody_can_guess(tmp_path: Path) -> None:

@@ -180,6 +180,32 @@ def test_it_shows_old_mooncake_the_axes_that_it_knows(tmp_path: Path) -> None:
     assert "heads and tokens swapped" in done.stderr
 
 
+def test_it_tells_connectors_of_0_24_that_blocks_come_first(tmp_path: Path) -> None:
+    """vLLM 0.24 knows blocks first in five axes only; on CPUs there are four. 0.32 has no such question."""
+    folder = tmp_path / "vllm/distributed/kv_transfer/kv_connector"
+    folder.mkdir(parents=True)
+    (folder / "utils.py").write_text(
+        "class TransferTopology:\n"
+        "    def __init__(self, shape, is_mla, asked=True):\n"
+        "        backend = type('Backend', (), {'get_kv_cache_shape': staticmethod(lambda *sizes: shape)})\n"
+        "        self.attn_backends, self.is_mla, self.asked = [backend], is_mla, asked\n"
+        "        self.__post_init__()\n"
+        "    def __post_init__(self):\n"
+        "        shape = self.attn_backends[0].get_kv_cache_shape(1, 16, 1, 1)\n"
+        "        if self.asked: self._is_kv_layout_blocks_first = len(shape) == 5 and shape[0] == 1\n"
+    )
+    code = (
+        "from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology as Topology\n"
+        "cpu, gpu, gpu_k_v, mla = (1, 1, 16, 2), (1, 2, 16, 1, 1), (2, 1, 16, 1, 1), (1, 16, 1)\n"
+        "made = Topology(cpu, False), Topology(gpu, False), Topology(gpu_k_v, False), Topology(mla, True)\n"
+        "print(*(int(each._is_kv_layout_blocks_first) for each in made),"
+        " len(vars(Topology(cpu, False, False))))"
+    )
+    done = python(code, SHIM, tmp_path)
+    assert done.stdout.strip() == "1 1 0 0 3", done.stderr
+    assert done.stderr.count("blocks first") == 1
+
+
 def test_old_engines_sleep_while_transfers_over_nixl_are_in_progress(tmp_path: Path) -> None:
     folder = tmp_path / "vllm/distributed/kv_transfer/kv_connector/v1"
     folder.mkdir(parents=True)

@@ -11,6 +11,8 @@ until its target module is imported, and is reported once on stderr (vLLM 0.12 t
 3. Mooncake's connector requires an accelerator: its index is 0, and "set the device" succeeds. For vLLM 0.13
    to 0.15 the KV axes are swapped, as it mistakes heads for a block's tokens; it uses only addresses and
    sizes, which do not change.
+   In vLLM 0.24, NIXL's and Mooncake's connectors mistake the first axis, a cache's blocks, for K and V, as
+   they know five axes only. The answer to this question is changed to "blocks come first".
 4. Libraries unpacked by set-up are loaded before Mooncake, which needs them.
 5. Servers get a lower priority than router and load generator, which would otherwise be late. Linux applies
    nice values within a session's group only, so the group's nice value is set, too.
@@ -176,6 +178,25 @@ def turn_axes(module: ModuleType) -> None:
     worker.register_kv_caches = register
 
 
+def put_blocks_first(module: ModuleType) -> None:
+    """Patch ``…kv_connector.utils``: a cache of (blocks, heads, tokens, K and V) has its blocks first."""
+    topology = module.__dict__.get("TransferTopology")
+    original = getattr(topology, "__post_init__", None)
+    if topology is None or original is None:
+        return
+
+    def post_init(self: Any) -> None:
+        original(self)
+        if getattr(self, "_is_kv_layout_blocks_first", True) or self.is_mla:
+            return
+        shape = self.attn_backends[0].get_kv_cache_shape(1, 16, 1, 1)  # as vLLM asks: 1 block of 16 tokens
+        if len(shape) == 4 and shape[0] == 1:
+            self._is_kv_layout_blocks_first = True
+            say("NIXL's and Mooncake's connectors take the KV caches for blocks first")
+
+    topology.__post_init__ = post_init
+
+
 def load_libraries() -> None:
     """Load missing libraries from set-up's folder; the system's take precedence."""
     folder = Path(sys.prefix) / "lib" / "kvbench-native"
@@ -195,6 +216,7 @@ AFTER_IMPORT: dict[str, Change] = {
     "nixl_cu13._bindings": slow_nixl_down,
     "torch.accelerator": answer_for_accelerator,
     "vllm.platforms.cpu": accept_set_device,
+    "vllm.distributed.kv_transfer.kv_connector.utils": put_blocks_first,
     "vllm.distributed.kv_transfer.kv_connector.v1.mooncake_connector": turn_axes,
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl_connector": pause_between_looks,
 }

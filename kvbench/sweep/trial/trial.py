@@ -126,8 +126,9 @@ class TrialRunner:
             return self.trials.skip_trial(plan, backlog, {"load_mode": self._mode(plan)})
         if plan.twin_of:
             self.deployment.reset_caches()
-        before = self._reader.before()
         trial = self.trials.begin_trial(plan)
+        self._canary_spec(trial)  # it may empty the caches with requests, which the readings must not count
+        before = self._reader.before()
         with Observer(self.launcher, self.deployment, plan.trial_id) as observer:
             load = self.offer(trial)
         undrained = self._idle.drain(load)
@@ -182,8 +183,7 @@ class TrialRunner:
         spec = self._load_spec(trial)
         if over is not None:
             spec["stop_grace_s"] = self.scenario.request_timeout_s
-        if (supply := self.canaries.get(plan.cell)) is not None:
-            spec |= supply.spec(supply.places(offered, trial.begun.seed))
+        spec |= self._canary_spec(trial)
         requests_path = self.store.path / f".requests-{plan.trial_id}.jsonl"
         if plan.closed is not None:
             spec |= {"concurrency": plan.closed.concurrency, "duration_s": plan.closed.duration_s}
@@ -204,6 +204,11 @@ class TrialRunner:
             return generator.run(progressed, check or self.deployment.check_alive, deadline_s)
         finally:
             requests_path.unlink(missing_ok=True)
+
+    def _canary_spec(self, trial: PlannedTrial) -> dict[str, Any]:
+        """Choose the load's canaries; the same until some are sent."""
+        supply = self.canaries.get(trial.plan.cell)
+        return {} if supply is None else supply.spec(supply.places(trial.offered, trial.begun.seed))
 
     def _longest_s(self, plan: TrialPlan, offered: Offered) -> float:
         """Upper bound of the sending time."""
