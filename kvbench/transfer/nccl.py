@@ -4,7 +4,8 @@ All sends, or all receives, of a transfer are one group call. NCCL has one order
 after another. The transport is read from the library's log; ``protocol`` forces one: ``p2p`` (NVLink or
 PCIe), ``shm``, ``tcp``, ``rdma``. Two ranks on one GPU need NCCL 2.30 or newer, experimental, by
 NCCL_MULTI_RANK_GPU_ENABLE (NCCL's docs/userguide/source/env.rst); this tests the code path, not a network's
-speed."""
+speed. NCCL_P2P_DISABLE does not separate them (2.31.2 on an H200). Therefore ``tcp`` and ``rdma`` also name
+a host for each rank: NCCL then takes the network, of any version."""
 
 from __future__ import annotations
 
@@ -52,7 +53,19 @@ def load() -> dict[str, str]:
         raise MissingLibraryError("this build of torch has no NCCL", hint=INSTALL)
     if not torch.cuda.is_available():
         raise MissingLibraryError("torch finds no usable GPU", hint="see nvidia-smi for the driver's state")
-    return {"name": "nccl", "version": ".".join(map(str, torch.cuda.nccl.version()))}
+    return {"name": "nccl", "version": _version(torch)}
+
+
+def _version(torch: Any) -> str:
+    """Return the version of the library in use; torch itself names the one it was built with."""
+    try:
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # linked into torch
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    number = ctypes.c_int(0)
+    library.ncclGetVersion(ctypes.byref(number))
+    # NCCL_VERSION since 2.9 (nccl.h): 23102 is 2.31.2.
+    return f"{number.value // 10_000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
 def env(options: Mapping[str, Any]) -> dict[str, str]:
@@ -64,6 +77,8 @@ def env(options: Mapping[str, Any]) -> dict[str, str]:
         "NCCL_DEBUG": variable_value("NCCL_DEBUG", None, "INFO"),
         "NCCL_MULTI_RANK_GPU_ENABLE": variable_value("NCCL_MULTI_RANK_GPU_ENABLE", None, "1"),
     }
+    if protocol in ("tcp", "rdma"):
+        variables["NCCL_HOSTID"] = variable_value("NCCL_HOSTID", None, str(options.get("role", "")))
     if names:
         # "=" requests exactly these names.
         variables["NCCL_IB_HCA" if protocol == "rdma" else "NCCL_SOCKET_IFNAME"] = f"={names}"

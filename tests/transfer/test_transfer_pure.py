@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvbench import connectors
 from kvbench.core.gates.evidence import EMULATED, LoggedTransport
 from kvbench.deployment.diagnose import LogSource, LogWatch
-from kvbench.transfer import mooncake, nixl
+from kvbench.transfer import mooncake, nccl, nixl
 from kvbench.transfer.base import Layout
 from kvbench.transfer.parts.blocks import (
     BlockSpan,
@@ -22,6 +22,8 @@ from kvbench.transfer.parts.blocks import (
 )
 from kvbench.transfer.parts.transport_log import TransportReader, gpu_transport
 
+SIDES = ("initiator", "target")
+GPU = Path(__file__).parents[1] / "recorded" / "gpu"
 IDS = st.lists(st.integers(0, 200), unique=True, max_size=60)
 
 
@@ -133,6 +135,20 @@ def test_nvidia_gpus_are_counted_on_the_pci_bus(tmp_path: Path) -> None:
 def test_host_memory_beside_a_gpu_needs_cuda_copy(tls: str, gpus: int, set_to: str) -> None:
     """NIXL 1.5 refused UCX_TLS=tcp on an H200 even for host memory: `tests/recorded/gpu/h200.jsonl`."""
     assert nixl.with_cuda_copy(tls, gpus) == set_to
+
+
+@pytest.mark.parametrize("transport", ["p2p", "tcp"])
+def test_the_transport_is_read_from_nccls_log(transport: str) -> None:
+    assert nccl.transport_in_log((GPU / f"nccl-{transport}.log").read_text().splitlines()) == transport
+
+
+@pytest.mark.parametrize(
+    ("protocol", "apart"), [("tcp", True), ("rdma", True), ("shm", False), ("p2p", False)]
+)
+def test_two_ranks_on_one_gpu_are_hosts_of_their_own_for_a_network(protocol: str, apart: bool) -> None:
+    """NCCL_P2P_DISABLE did not keep NCCL 2.31.2 from P2P within an H200: `nccl-p2p.log`."""
+    hosts = [nccl.env({"protocol": protocol, "role": role}).get("NCCL_HOSTID") for role in SIDES]
+    assert hosts == (list(SIDES) if apart else [None, None])
 
 
 def test_a_named_protocol_never_lets_cuda_ipc_take_over() -> None:

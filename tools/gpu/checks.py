@@ -421,5 +421,6 @@ CHECKS: Final = (
     Check("pair_gpu", lambda folder: pair("cuda", "cuda,tcp", folder), 110),
     Check("mooncake_gpu", lambda folder: moved("mooncake", "cuda", folder), 90),
     Check("nccl", nccl, 90),
+    Check("nccl_tcp", lambda folder: moved("nccl", "cuda", folder, {"protocol": "tcp"}), 90),
     Check("bf16_noise", lambda folder: noise(), 120),
 )
