@@ -113,10 +113,6 @@ class Likelihoods:
     def count(self) -> int:
         return len(self._points)
 
-    @property
-    def lengths_s(self) -> list[float]:
-        return [each.end_s for each in self._points]
-
     def of(self, index: int, queue: bool, size: float, effect: FloatArray | None) -> FloatArray:
         """Return one trial's likelihood, shape (rates, variations or steepnesses), at most about 1. ``size``:
         standard deviation of the logarithm of the trial's own speed; ``effect``: average over it, None if

@@ -7,11 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvbench.core.search.data import TrialFigures, TrialOutcome
-from kvbench.core.search.posterior.posterior import PARTS, _shift, fit
+from kvbench.core.search.posterior.posterior import PARTS, fit
 from kvbench.core.search.posterior.queue_model import (
     late_share,
     log_normal_cdf,
@@ -236,15 +234,3 @@ def test_a_steady_drift_is_followed() -> None:
     end = 12.0 * math.exp(-0.02 * 19)
     assert found.median == pytest.approx(end, rel=0.035)
     assert found.wanders > 0.6
-
-
-@given(cells=st.floats(-200, 200), size=st.integers(1, 40))
-def test_a_shift_keeps_what_there_is_and_moves_its_middle(cells: float, size: int) -> None:
-    state = np.zeros((160, 2))
-    state[60 : 60 + size] = 1 / size
-    moved = _shift(state, cells)
-    assert moved.sum(axis=0) == pytest.approx([1, 1])
-    assert (moved >= -1e-12).all()
-    if cells >= -60 and 61 + size + cells <= 160:
-        middle = 60 + (size - 1) / 2
-        assert (moved * np.arange(160)[:, None]).sum(axis=0) == pytest.approx([middle + cells] * 2)
