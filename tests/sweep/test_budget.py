@@ -108,10 +108,10 @@ def test_a_search_whose_time_is_over_says_what_more_it_takes(tmp_path: Path) -> 
 
 
 def test_a_search_that_cannot_reach_its_precision_in_time_ends_early(tmp_path: Path) -> None:
-    result, spent = one_search(Service("lognormal", 0.7), 150.0, tmp_path)
+    result, spent = one_search(Service("lognormal", 0.7), 200.0, tmp_path)
     assert result.reason.startswith("±5 % needs about")
     assert result.reason.endswith("more: its requests vary too much")
-    assert spent < 120
+    assert spent < 190
 
 
 # -- a whole sweep -------------------------------------------------------------------------------------

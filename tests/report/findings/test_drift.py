@@ -75,7 +75,7 @@ def test_it_stands_in_every_report(sample: RunFolder) -> None:
 
 @pytest.mark.parametrize(
     ("warmup_s", "told"),
-    [(0.0, lambda found: found == []), (12.0, lambda found: "became faster" in found[0])],
+    [(0.0, lambda found: found == []), (25.0, lambda found: "became faster" in found[0])],
 )
 def test_a_system_that_warms_up_in_the_middle_of_a_search_is_found_out(
     tmp_path: Path, warmup_s: float, told: Callable[[list[str]], bool]
