@@ -148,10 +148,10 @@ class VllmFirstScenario(FirstScenario):
 
 
 SPANS_HOSTS_SINCE: Final[Release] = (0, 12)
+"""First release with ``--nnodes`` (vllm-project/vllm#23691, merged in November 2025)."""
 IDLE_FREES_KV_SINCE: Final[Release] = (0, 24)
 """``Scheduler.has_finished_requests`` counts requests whose KV is held; in 0.13 it does not. Releases between
 were not read."""
-"""First release with ``--nnodes`` (vllm-project/vllm#23691, merged in November 2025)."""
 
 
 class Vllm(Engine):

@@ -4,8 +4,8 @@ All sends, or all receives, of a transfer are one group call. NCCL has one order
 after another. The transport is read from the library's log; ``protocol`` forces one: ``p2p`` (NVLink or
 PCIe), ``shm``, ``tcp``, ``rdma``. Two ranks on one GPU need NCCL 2.30 or newer, experimental, by
 NCCL_MULTI_RANK_GPU_ENABLE (NCCL's docs/userguide/source/env.rst); this tests the code path, not a network's
-speed. NCCL_P2P_DISABLE does not separate them (2.31.2 on an H200). Therefore ``tcp`` and ``rdma`` also name
-a host for each rank: NCCL then takes the network, of any version."""
+speed. NCCL_P2P_DISABLE does not keep them from P2P (2.31.2 on an H200). Therefore ``tcp`` and ``rdma`` set
+another NCCL_HOSTID for each rank: NCCL, older versions too, then takes the network."""
 
 from __future__ import annotations
 

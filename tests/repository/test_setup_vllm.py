@@ -108,9 +108,14 @@ def test_it_says_nothing_where_nothing_is_changed() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def write_module(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
 def test_it_makes_nixl_pause_and_torch_answer(tmp_path: Path) -> None:
     """Packages of the same names stand in: what counts is that the change comes right after the import."""
-    for name, text in {
+    modules = {
         "nixl_cu12/__init__.py": "",
         "nixl_cu12/_bindings.py": "class nixlAgentConfig:\n"
         "    pthrDelay = 0\n"
@@ -124,10 +129,9 @@ def test_it_makes_nixl_pause_and_torch_answer(tmp_path: Path) -> None:
         "vllm/platforms/cpu.py": "class CpuPlatform:\n"
         "    @classmethod\n"
         "    def set_device(cls, device): 1 / 0\n",
-    }.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    }
+    for name, text in modules.items():
+        write_module(tmp_path / name, text)
     code = (
         "import types, torch, nixl_cu12._bindings as bindings, vllm.platforms.cpu as cpu\n"
         "config = types.SimpleNamespace(pthrDelay=0)\n"
@@ -142,10 +146,10 @@ def test_it_makes_nixl_pause_and_torch_answer(tmp_path: Path) -> None:
 
 def test_it_makes_old_nixl_pause(tmp_path: Path) -> None:
     """NIXL 0.8 takes the delay by its place among the arguments."""
-    (tmp_path / "nixl_cu12").mkdir()
-    (tmp_path / "nixl_cu12" / "__init__.py").write_text("")
-    (tmp_path / "nixl_cu12" / "_bindings.py").write_text(
-        "class nixlAgentConfig:\n    def __init__(self, *given): self.given = given\n"
+    write_module(tmp_path / "nixl_cu12/__init__.py", "")
+    write_module(
+        tmp_path / "nixl_cu12/_bindings.py",
+        "class nixlAgentConfig:\n    def __init__(self, *given): self.given = given\n",
     )
     code = (
         "import nixl_cu12._bindings as bindings\n"
@@ -159,12 +163,11 @@ def test_it_makes_old_nixl_pause(tmp_path: Path) -> None:
 
 def test_it_shows_old_mooncake_the_axes_that_it_knows(tmp_path: Path) -> None:
     """vLLM 0.13's worker demands a block's tokens third from the end; on CPUs the heads are there."""
-    folder = tmp_path / "vllm/distributed/kv_transfer/kv_connector/v1"
-    folder.mkdir(parents=True)
-    (folder / "mooncake_connector.py").write_text(
+    write_module(
+        tmp_path / "vllm/distributed/kv_transfer/kv_connector/v1/mooncake_connector.py",
         "class MooncakeConnectorWorker:\n"
         "    block_size = 128\n"
-        "    def register_kv_caches(self, caches): return [each.shape for each in caches.values()]\n"
+        "    def register_kv_caches(self, caches): return [each.shape for each in caches.values()]\n",
     )
     code = (
         "import numpy\n"
@@ -182,9 +185,8 @@ def test_it_shows_old_mooncake_the_axes_that_it_knows(tmp_path: Path) -> None:
 
 def test_it_tells_connectors_of_0_24_that_blocks_come_first(tmp_path: Path) -> None:
     """vLLM 0.24 knows blocks first in five axes only; on CPUs there are four. 0.32 has no such question."""
-    folder = tmp_path / "vllm/distributed/kv_transfer/kv_connector"
-    folder.mkdir(parents=True)
-    (folder / "utils.py").write_text(
+    write_module(
+        tmp_path / "vllm/distributed/kv_transfer/kv_connector/utils.py",
         "class TransferTopology:\n"
         "    def __init__(self, shape, is_mla, asked=True):\n"
         "        backend = type('Backend', (), {'get_kv_cache_shape': staticmethod(lambda *sizes: shape)})\n"
@@ -192,7 +194,7 @@ def test_it_tells_connectors_of_0_24_that_blocks_come_first(tmp_path: Path) -> N
         "        self.__post_init__()\n"
         "    def __post_init__(self):\n"
         "        shape = self.attn_backends[0].get_kv_cache_shape(1, 16, 1, 1)\n"
-        "        if self.asked: self._is_kv_layout_blocks_first = len(shape) == 5 and shape[0] == 1\n"
+        "        if self.asked: self._is_kv_layout_blocks_first = len(shape) == 5 and shape[0] == 1\n",
     )
     code = (
         "from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology as Topology\n"
@@ -207,11 +209,10 @@ def test_it_tells_connectors_of_0_24_that_blocks_come_first(tmp_path: Path) -> N
 
 
 def test_old_engines_sleep_while_transfers_over_nixl_are_in_progress(tmp_path: Path) -> None:
-    folder = tmp_path / "vllm/distributed/kv_transfer/kv_connector/v1"
-    folder.mkdir(parents=True)
-    (folder / "nixl_connector.py").write_text(
+    write_module(
+        tmp_path / "vllm/distributed/kv_transfer/kv_connector/v1/nixl_connector.py",
         "class NixlConnectorWorker:\n"
-        "    def _pop_done_transfers(self, transfers): return transfers.pop('done', 'none')\n"
+        "    def _pop_done_transfers(self, transfers): return transfers.pop('done', 'none')\n",
     )
     code = (
         "import time\n"

@@ -180,9 +180,9 @@ def turn_axes(module: ModuleType) -> None:
 
 def put_blocks_first(module: ModuleType) -> None:
     """Patch ``…kv_connector.utils``: a cache of (blocks, heads, tokens, K and V) has its blocks first."""
-    topology = module.__dict__.get("TransferTopology")
+    topology: Any = module.__dict__.get("TransferTopology")
     original = getattr(topology, "__post_init__", None)
-    if topology is None or original is None:
+    if original is None:
         return
 
     def post_init(self: Any) -> None:

@@ -15,9 +15,9 @@ the reached TTFT, since no misses alone show little) or a mean; capacities, whic
 verdict.
 
 Systems vary: each trial's speed differs by a factor of unknown size, and the rate may change between trials.
-Early trials then count less, and the answer applies to the end of the search. If misses barely depend
-on the rate, a small bias of all trials is a large one of the rate. Sizes, variation or steepness, kind and
-rate are summed on a grid; no single trial excludes a rate.
+Early trials then count less, and the answer applies to the end of the search. If misses barely depend on the
+rate, a small bias of all trials is a large one of the rate. Sizes, variation or steepness, kind and rate are
+summed on a grid; no single trial excludes a rate.
 """
 
 from __future__ import annotations
@@ -42,14 +42,17 @@ GRID: Final = 160
 PASSES: Final = 3
 """Number of grids, each centred on the last one's result."""
 EFFECTS: Final = ((0.015, 0.92), (0.15, 0.08))
-"""(standard deviation of the logarithm of a trial's own speed, prior weight). Five sizes instead of two, two
-kinds of step and three trends changed the coverage of 427 intervals of seeds develop and check by 0.0 %."""
+"""(standard deviation of the logarithm of a trial's own speed, prior weight). docs/accuracy.md compares them,
+CONSTANT and JUMP with more sizes, jumps and trends: the coverage is the same."""
 CONSTANT: Final = 0.76
 """Prior weight of a constant rate."""
-STEP: Final = (0.1, 0.15)
-"""(standard deviation of the logarithm, probability) of a change between two trials of any other rate."""
+JUMP: Final = 0.1
+JUMP_CHANCE: Final = 0.15
+"""Standard deviation of the logarithm, and probability, of a change between two trials if the rate is not
+constant."""
 QUEUE: Final = 0.85
-"""Prior weight of a queue, if TTFT is limited."""
+"""Prior weight of a queue, if TTFT is limited. It maximises the likelihood of the trials with seed develop
+(expectation maximisation)."""
 BIAS: Final = 0.1
 """Relative bias of the misses of all trials together. With 0.05, 89 % of the intervals with seed develop
 contained the true rate, with 0.12 91 %; those of perf_search stayed as wide."""
@@ -203,24 +206,24 @@ def _kinds(
 def _parts(kind: _Kind, rates: FloatArray) -> Iterator[_Part]:
     """Yield the state of each effect size, for a constant and a changing rate, after all trials."""
     step, likelihoods = math.log(rates[1] / rates[0]), kind.likelihoods
-    steps = _blur(len(rates), step, STEP[0])
+    jumps = _blur(len(rates), step, JUMP)
     for size, weight in EFFECTS:
         effect = _blur(len(rates), step, size)
         tables = [likelihoods.of(index, kind.queue, size, effect) for index in range(likelihoods.count)]
-        for blur, likely in ((None, CONSTANT), (steps, 1 - CONSTANT)):
-            gained, state = _filter(tables, kind.prior, blur)
-            yield _Part(kind.log + math.log(weight * likely) + gained, state, blur is not None)
+        for change, likely in ((None, CONSTANT), (jumps, 1 - CONSTANT)):
+            gained, state = _filter(tables, kind.prior, change)
+            yield _Part(kind.log + math.log(weight * likely) + gained, state, change is not None)
 
 
 def _filter(
-    tables: Sequence[FloatArray], prior: FloatArray, steps: FloatArray | None
+    tables: Sequence[FloatArray], prior: FloatArray, change: FloatArray | None
 ) -> tuple[float, FloatArray]:
     """Return (log evidence, final state) of tables of likelihoods by rate and column, one per trial.
-    ``steps``: the matrix of a change between two trials."""
+    ``change``: the matrix of a jump between two trials."""
     log, state = 0.0, prior
     for index, table in enumerate(tables):
-        if index and steps is not None:
-            state = (1 - STEP[1]) * state + STEP[1] * (steps @ state)
+        if index and change is not None:
+            state = (1 - JUMP_CHANCE) * state + JUMP_CHANCE * (change @ state)
         state = state * table
         total = max(float(state.sum()), 1e-300)
         log += math.log(total)
