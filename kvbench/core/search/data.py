@@ -110,11 +110,9 @@ class TrialFigures:
     the capacity is higher). ``completion_rate``: of a ceiling probe.
 
     ``ttft_limit_s``: the criterion's limit on TTFT; ``ttft_s``: TTFT at the quantile of the required share;
-    ``ttft_attainment``: share of requests within the TTFT limit alone; ``ttft_fast_s``: the 10 % quantile of
-    TTFT, nearly that of a request that does not wait. ``latency_s``: median end-to-end latency.
-    ``queue_rate``: the rate whose average queue equals that of these arrivals (``queue_rate``);
-    ``gap_variation``: squared coefficient of variation of their gaps. ``criteria``: figures of each criterion
-    in order, by the same names, if there are several.
+    ``ttft_fast_s``: the 10 % quantile of TTFT, nearly that of a request that does not wait. ``queue_rate``:
+    the rate whose average queue equals that of these arrivals (``queue_rate``). ``criteria``: figures of each
+    criterion in order, by the same names, if there are several.
     """
 
     attainment: float | None = None
@@ -134,11 +132,8 @@ class TrialFigures:
     completion_rate: float | None = None
     ttft_limit_s: float | None = None
     ttft_s: float | None = None
-    ttft_attainment: float | None = None
     ttft_fast_s: float | None = None
-    latency_s: float = 0.0
     queue_rate: float | None = None
-    gap_variation: float = 1.0
     criteria: tuple[Mapping[str, float | None], ...] = ()
 
     def to_json(self) -> dict[str, Any]:

@@ -116,8 +116,6 @@ class LiveTrial:
         self._max_s = float(planned[-1]) if config.max_s is None else config.max_s
         self._filled_s = 0.0 if turns is None else turns.filled_s
         self._dispersion = dispersion(planned) if turns is None else turns.dispersion
-        gaps = np.diff(planned, prepend=0.0)
-        self._variation = float(gaps.var()) / max(float(gaps.mean()) ** 2, 1e-30)
         first = GROWTH_FIRST / config.rate if turns is not None else planned[min(GROWTH_FIRST, n) - 1]
         self._next_growth_s = self._filled_s + float(first)
         self._sent = 0
@@ -335,7 +333,7 @@ class LiveTrial:
         grows: bool = False,
     ) -> Decision:
         (start, end), looks = found
-        measured = TrialFigures(duration_s=t_s, grows=grows, latency_s=self._latency_s())
+        measured = TrialFigures(duration_s=t_s, grows=grows)
         if (capacity := capacity_of(self._readings(t_s))) is not None:
             per_s, error, n = capacity
             measured = replace(measured, capacity=per_s, capacity_error=error, capacity_n=n)
@@ -347,7 +345,6 @@ class LiveTrial:
             measured = replace(
                 measured,
                 n=n,
-                gap_variation=self._variation,
                 offered_rate=n / (end - start) if end > start else None,
                 **each[worst],
                 criteria=tuple(each) if len(each) > 1 else (),
@@ -385,7 +382,6 @@ class LiveTrial:
             "score_error": look.error,
             "ttft_limit_s": limit_s or None,
             "ttft_s": usual_s if math.isfinite(usual_s) else None,
-            "ttft_attainment": float((waited <= limit_s).mean()) if known else None,
             "ttft_fast_s": fast_s if math.isfinite(fast_s) else None,
         }
 

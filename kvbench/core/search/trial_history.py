@@ -12,13 +12,7 @@ from typing import Any, Final, Literal
 
 from kvbench.core.search.data import Probe, SearchLimits, TrialOutcome
 from kvbench.core.search.posterior.posterior import RateEstimate, fit
-from kvbench.core.search.posterior.rate_points import (
-    RatePoint,
-    Waiting,
-    point_of,
-    waiting_of,
-    waiting_of_slow,
-)
+from kvbench.core.search.posterior.rate_points import RatePoint, Waiting, point_of, waiting_of
 from kvbench.core.search.replay.replay import ReplayResult, never_better, replayed
 from kvbench.core.search.trial_requests import Objective
 
@@ -119,12 +113,6 @@ class TrialHistory:
         return waiting_of(self.binding)
 
     @cached_property
-    def waitings(self) -> list[Waiting]:
-        """Possible TTFT headrooms: also the one if some requests are slow without waiting."""
-        slow = waiting_of_slow(self.binding, self.waiting)
-        return [self.waiting, slow] if slow is not None else [self.waiting]
-
-    @cached_property
     def estimate(self) -> RateEstimate | None:
         """Posterior of the rate, by the replay where it is trusted; None before anything was measured."""
         return self.by_verdicts if self.trusted_replay is None else self.trusted_replay.estimate
@@ -172,7 +160,7 @@ class TrialHistory:
         return self._fitted(self.points[::-1])
 
     def _fitted(self, points: Sequence[RatePoint]) -> RateEstimate:
-        return fit(points, self.limits.min_rate / BELOW_LOWEST, self.limits.max_rate * 1.05, self.waitings)
+        return fit(points, self.limits.min_rate / BELOW_LOWEST, self.limits.max_rate * 1.05, self.waiting)
 
     @cached_property
     def bracket(self) -> Bracket:

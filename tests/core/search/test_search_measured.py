@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvbench.core.records import VerdictKind
 from kvbench.core.search.by_measurements import _aim_below
 from kvbench.core.search.posterior.posterior import fit
-from kvbench.core.search.posterior.rate_points import RatePoint, point_of
+from kvbench.core.search.posterior.rate_points import RatePoint, Waiting, point_of
 from kvbench.core.search.search import (
     Hint,
     Probe,
@@ -344,7 +344,7 @@ def test_a_contradiction_widens_the_interval() -> None:
     def told(*misses: int) -> float:
         steady = [RatePoint(rate, each, 400, 10) for rate, each in ((8, 0), (9, 4), (11, 80), (12, 200))]
         here = [RatePoint(10, each, 400, 10) for each in misses]
-        return fit([*steady, *here], 0.5, 512).width
+        return fit([*steady, *here], 0.5, 512, Waiting()).width
 
     # Three times as many misses as allowed, and none at all, at one rate: less sure than twice as allowed.
     assert told(60, 0, 60, 0) > told(20, 20, 20, 20)
@@ -366,7 +366,7 @@ def test_a_point_is_no_more_than_its_trial() -> None:
     grows = point_of(TrialOutcome(10, "missed", "expand", TrialFigures(grows=True, capacity=9.0)), 0.95)
     assert (grows.bound, grows.capacity) == ("above", 9.0)
     with pytest.raises(ValueError, match="at least one"):
-        fit([], 1, 2)
+        fit([], 1, 2, Waiting())
 
 
 @pytest.mark.heavy
@@ -460,7 +460,7 @@ def test_a_fast_system_has_trials_of_seconds() -> None:
     search = RateSearch(SearchLimits(start_rate=400, min_rate=1, max_rate=5000), None)
     known = TrialFigures(
         0.95, n=900, effective_n=300, target=0.95, score=0.0, score_error=0.1, ttft_limit_s=0.05, ttft_s=0.05,
-        ttft_fast_s=0.01, latency_s=0.02,
+        ttft_fast_s=0.01,
     )  # fmt: skip
     search.tell(400, "missed", replace(known, attainment=0.7, score=-0.3))
     search.tell(300, "met", replace(known, attainment=1.0, score=1.0))

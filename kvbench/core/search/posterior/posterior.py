@@ -39,7 +39,7 @@ from kvbench.core.search.posterior.rate_points import RatePoint, Waiting
 FloatArray = npt.NDArray[np.float64]
 
 GRID: Final = 160
-PASSES: Final = 3
+PASSES: Final = 2
 """Number of grids, each centred on the last one's result."""
 EFFECTS: Final = ((0.015, 0.92), (0.15, 0.08))
 """(standard deviation of the logarithm of a trial's own speed, prior weight). docs/accuracy.md compares them,
@@ -117,20 +117,18 @@ class RateEstimate:
         return np.asarray(np.cumsum(self.density) - self.density / 2, np.float64)
 
 
-def fit(
-    points: Sequence[RatePoint], low: float, high: float, waitings: Sequence[Waiting] = ()
-) -> RateEstimate:
+def fit(points: Sequence[RatePoint], low: float, high: float, waiting: Waiting) -> RateEstimate:
     """Return the posterior within [low, high] with a log-uniform prior. Raises ValueError without points.
-    ``waitings``: possible TTFT headrooms."""
+    ``waiting``: the TTFT headroom."""
     if not points:
         raise ValueError("a fit needs at least one trial")
     rates = [point.rate for point in points] + [p.capacity for p in points if p.capacity is not None]
     low, high = max(low, min(rates) / 100), min(high, max(rates) * 100)
     estimate = None
-    for number in range(PASSES):
+    for _ in range(PASSES):
         grid = np.asarray(np.geomspace(low, high, GRID), np.float64)
         with _threads().limit(limits=1, user_api="blas"):
-            estimate = _posterior_on(points, grid, waitings or [Waiting()], number)
+            estimate = _posterior_on(points, grid, waiting)
         least, most = (estimate.quantile(share) for share in ENDS)
         span = (most / least) ** 0.1
         low, high = max(low, least / span), min(high, most * span)
@@ -164,13 +162,11 @@ class _Part:
     wanders: bool
 
 
-def _posterior_on(
-    points: Sequence[RatePoint], rates: FloatArray, waitings: Sequence[Waiting], number: int
-) -> RateEstimate:
-    """Return the posterior on one grid. The first grids only locate the next one."""
+def _posterior_on(points: Sequence[RatePoint], rates: FloatArray, waiting: Waiting) -> RateEstimate:
+    """Return the posterior on one grid."""
     step = math.log(rates[1] / rates[0])
     tops, found = [], []
-    for kind in _kinds(points, rates, waitings, rough=number < PASSES - 1):
+    for kind in _kinds(points, rates, waiting):
         top, mixed = _mix(list(_parts(kind, rates)))
         likely = np.zeros(1) if kind.queue else kind.likelihoods.line()
         blurred = _blur_by_bias(mixed, kind.likelihoods.steepness(kind.queue, float(rates[GRID // 2])), step)
@@ -191,14 +187,10 @@ def _mix(parts: Sequence[_Part]) -> tuple[float, FloatArray]:
     return top, np.tensordot([weights, weights * wandering], np.array([part.state for part in parts]), 1)
 
 
-def _kinds(
-    points: Sequence[RatePoint], rates: FloatArray, waitings: Sequence[Waiting], *, rough: bool
-) -> Iterator[_Kind]:
-    share = QUEUE if waitings[0].slack_s else 0.0
-    for waiting in waitings:
-        likelihoods = Likelihoods(points, rates, waiting, rough=rough)
-        if share:
-            yield _Kind(math.log(share / len(waitings)), likelihoods.queues(), True, likelihoods)
+def _kinds(points: Sequence[RatePoint], rates: FloatArray, waiting: Waiting) -> Iterator[_Kind]:
+    likelihoods, share = Likelihoods(points, rates, waiting), QUEUE if waiting.slack_s else 0.0
+    if share:
+        yield _Kind(math.log(share), likelihoods.queues(), True, likelihoods)
     even = np.full((len(rates), len(STEEPNESS)), 1 / len(STEEPNESS))
     yield _Kind(math.log(1 - share), even, False, likelihoods)
 

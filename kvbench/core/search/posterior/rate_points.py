@@ -25,10 +25,9 @@ class RatePoint:
     """One trial's rate and evidence; times in seconds since the trial's start.
 
     ``misses`` of ``n`` requests missed the SLO (n = 0: unknown), ``attainment`` of them should meet it;
-    ``clump`` of them count as one; ``together`` were in flight at once. ``mean``: a mean in units of its
-    limit. ``begin_s``, ``end_s``: first and last arrival of the ``n``. ``ttft_s``: TTFT at the quantile of
-    the required share; ``late``: misses beyond the limit on TTFT. ``score``, ``queue_rate``,
-    ``gap_variation``: see ``TrialFigures``. ``bound``: only a verdict: the rate is "above" or "below" the
+    ``clump`` of them count as one. ``mean``: a mean in units of its limit. ``begin_s``, ``end_s``: first and
+    last arrival of the ``n``. ``ttft_s``: TTFT at the quantile of the required share. ``score``,
+    ``queue_rate``: see ``TrialFigures``. ``bound``: only a verdict: the rate is "above" or "below" the
     root. ``capacity``: highest throughput, by ``capacity_n`` first tokens. ``cut``: the trial ended at
     a miss, a worse moment than usual.
     """
@@ -37,7 +36,6 @@ class RatePoint:
     misses: float = 0.0
     n: float = 0.0
     clump: float = 1.0
-    together: float = 1.0
     attainment: float = 0.95
     score: float | None = None
     score_error: float = 0.0
@@ -46,9 +44,7 @@ class RatePoint:
     begin_s: float = 0.0
     end_s: float = 0.0
     ttft_s: float | None = None
-    late: float | None = None
     queue_rate: float | None = None
-    gap_variation: float = 1.0
     bound: Literal["", "above", "below"] = ""
     capacity: float | None = None
     capacity_error: float = 0.0
@@ -86,32 +82,6 @@ def waiting_of(outcomes: Sequence[TrialOutcome]) -> Waiting:
     return Waiting(limit_s, max(limit_s - min(fast), LEAST_SLACK * limit_s))
 
 
-FEWEST: Final = 30
-"""Minimum number of requests of a trial that shows slow requests."""
-ALIKE: Final = 0.9
-"""Share of the headroom below which another one counts as different."""
-
-
-def waiting_of_slow(outcomes: Sequence[TrialOutcome], waiting: Waiting) -> Waiting | None:
-    """Return the headroom if requests at the required quantile (or the mean) did not wait in the best trial,
-    since some are slow by themselves; None if that makes no difference."""
-    known = [each.measured for each in outcomes if each.measured is not None]
-    shown = [own for each in known if each.n >= FEWEST and (own := _typical_ttft_s(each)) is not None]
-    slack_s = waiting.limit_s - min(shown, default=waiting.alone_s)
-    if not LEAST_SLACK * waiting.limit_s < slack_s < ALIKE * waiting.slack_s:
-        return None
-    return Waiting(waiting.limit_s, slack_s)
-
-
-def _typical_ttft_s(measured: TrialFigures) -> float | None:
-    """Return TTFT in seconds at the quantile of the required share, or the mean."""
-    if measured.target is not None:
-        return measured.ttft_s
-    if measured.score is None or measured.score <= -1.0 or not measured.ttft_limit_s:
-        return None
-    return measured.ttft_limit_s / (1.0 + measured.score)
-
-
 def point_of(outcome: TrialOutcome, attainment: float) -> RatePoint | None:
     """Return one trial's evidence. ``attainment``: required share of a trial without figures."""
     measured, rate = outcome.measured, outcome.rate
@@ -147,7 +117,6 @@ def point_of(outcome: TrialOutcome, attainment: float) -> RatePoint | None:
         begin_s=begin_s,
         end_s=end_s,
         queue_rate=measured.queue_rate,
-        gap_variation=measured.gap_variation,
         cut=outcome.verdict == "missed",
         capacity=capacity,
         capacity_error=capacity_error,
@@ -164,11 +133,9 @@ def _of_share(found: RatePoint, measured: TrialFigures) -> RatePoint:
         misses=(1.0 - measured.attainment) * measured.n,
         n=measured.n,
         clump=measured.n / max(measured.effective_n, 1.0),
-        together=max(1.0, found.rate * measured.latency_s),
         score=measured.score,
         score_error=measured.score_error if measured.score_error is not None else math.inf,
         ttft_s=measured.ttft_s,
-        late=None if measured.ttft_attainment is None else (1.0 - measured.ttft_attainment) * measured.n,
     )
 
 

@@ -17,7 +17,7 @@ from kvbench.core.search.posterior.queue_model import (
     memory,
     queue_rate,
 )
-from kvbench.core.search.posterior.rate_points import RatePoint, Waiting, waiting_of, waiting_of_slow
+from kvbench.core.search.posterior.rate_points import RatePoint, Waiting, waiting_of
 
 
 def waits(rate: float, service_s: float, n: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -97,7 +97,7 @@ def points(shares: list[tuple[float, float]], seconds: float = 100.0) -> list[Ra
 
 def test_the_rate_is_where_as_much_is_late_as_may_be() -> None:
     seen = points([(9.0, 0.0), (10.0, 0.05), (10.0, 0.05), (10.5, 0.3), (10.0, 0.05), (9.5, 0.01)])
-    found = fit(seen, 0.1, 1000, [Waiting(1.0, 0.95)])
+    found = fit(seen, 0.1, 1000, Waiting(1.0, 0.95))
     assert found.median == pytest.approx(10, rel=0.04)
     assert found.lower < 10 < found.upper
     assert found.within(found.median, 0.05) > 0.7
@@ -105,7 +105,7 @@ def test_the_rate_is_where_as_much_is_late_as_may_be() -> None:
 
 
 def test_a_rate_that_was_only_met_has_no_end_above() -> None:
-    found = fit(points([(10.0, 0.0)] * 4), 0.1, 1000, [Waiting(1.0, 0.95)])
+    found = fit(points([(10.0, 0.0)] * 4), 0.1, 1000, Waiting(1.0, 0.95))
     assert found.lower > 8
     assert found.upper > 12
 
@@ -113,24 +113,22 @@ def test_a_rate_that_was_only_met_has_no_end_above() -> None:
 def test_a_short_trial_says_little_where_the_limit_leaves_much_time() -> None:
     """No request can be late yet, so that nobody was proves nothing."""
     seen = points([(10.0, 0.0)] * 3, seconds=5.0)
-    patient, strict = (fit(seen, 0.1, 1000, [Waiting(slack + 0.05, slack)]) for slack in (30.0, 0.2))
+    patient, strict = (fit(seen, 0.1, 1000, Waiting(slack + 0.05, slack)) for slack in (30.0, 0.2))
     assert patient.lower < strict.lower
 
 
 def test_the_answer_is_that_of_the_end() -> None:
     """A system that became slower: what early trials said counts less."""
     early, late = [(14.0, 0.0)] * 5, [(10.0, 0.05), (10.5, 0.2), (9.5, 0.0), (10.0, 0.06), (10.2, 0.1)]
-    slower = fit(points(early + late), 0.1, 1000, [Waiting(1.0, 0.95)])
+    slower = fit(points(early + late), 0.1, 1000, Waiting(1.0, 0.95))
     assert slower.median == pytest.approx(10, rel=0.08)
-    same = fit(points(early), 0.1, 1000, [Waiting(1.0, 0.95)])
+    same = fit(points(early), 0.1, 1000, Waiting(1.0, 0.95))
     assert same.lower > 1.1 * slower.median
     assert slower.wanders > same.wanders
 
 
 def test_a_posterior_is_kept_in_equal_parts_of_it() -> None:
-    found = fit(
-        points([(9.0, 0.0), (10.0, 0.05), (10.5, 0.3), (10.0, 0.05)]), 0.1, 1000, [Waiting(1.0, 0.95)]
-    )
+    found = fit(points([(9.0, 0.0), (10.0, 0.05), (10.5, 0.3), (10.0, 0.05)]), 0.1, 1000, Waiting(1.0, 0.95))
     kept = found.equal_parts()
     assert len(kept) == PARTS
     assert list(kept) == sorted(kept)
@@ -146,17 +144,7 @@ def test_trials_that_disagree_make_the_interval_wide() -> None:
     steady, waiting = [(8.0, 0.0), (9.5, 0.01), (10.5, 0.2), (11.0, 0.6)], Waiting(1.0, 0.95)
     agreeing = points([*steady, *[(10.0, 0.05)] * 4])
     apart = points([*steady, (10.0, 0.6), (10.0, 0.0), (10.0, 0.6), (10.0, 0.0)])
-    assert fit(apart, 0.1, 1000, [waiting]).width > 1.2 * fit(agreeing, 0.1, 1000, [waiting]).width
-
-
-def test_misses_that_did_not_wait_are_no_queues() -> None:
-    """Tokens that come too slowly: a queue in which so few wait would be sharp, and is not what this is."""
-    waiting = Waiting(16.0, 15.9)
-    seen = [replace(each, attainment=0.5, late=0.0) for each in points([(7.0, 0.10), (7.3, 0.12)])]
-    by_waiting = [replace(each, late=each.misses) for each in seen]
-    assert fit(seen, 0.1, 1000, [waiting]).upper > 1.15 * fit(by_waiting, 0.1, 1000, [waiting]).upper
-    unknown = [replace(each, late=None) for each in seen]
-    assert fit(unknown, 0.1, 1000, [waiting]).upper == fit(by_waiting, 0.1, 1000, [waiting]).upper
+    assert fit(apart, 0.1, 1000, waiting).width > 1.2 * fit(agreeing, 0.1, 1000, waiting).width
 
 
 def test_scores_that_hardly_change_show_a_rate_far_away() -> None:
@@ -166,61 +154,19 @@ def test_scores_that_hardly_change_show_a_rate_far_away() -> None:
         RatePoint(rate, misses=150, n=1000, clump=5, attainment=0.9, score=score, score_error=0.02)
         for rate, score in scores
     ]
-    assert fit(seen, 0.01, 1000).median < 2.5
+    assert fit(seen, 0.01, 1000, Waiting()).median < 2.5
 
 
 def test_a_first_token_soon_shows_that_nothing_waits_and_a_late_one_nothing() -> None:
     """Nobody was late; but the slowest twentieth came soon, or just in time."""
     seen = points([(9.0, 0.0), (9.2, 0.0), (9.1, 0.0), (11.0, 0.4)])
     unknown, soon, late = (
-        fit([replace(each, ttft_s=ttft_s) for each in seen[:3]] + seen[3:], 0.1, 1000, [Waiting(1.0, 0.95)])
+        fit([replace(each, ttft_s=ttft_s) for each in seen[:3]] + seen[3:], 0.1, 1000, Waiting(1.0, 0.95))
         for ttft_s in (None, 0.1, 0.9)
     )
     assert soon.median > unknown.median
     assert soon.lower > unknown.lower
     assert late.median < soon.median
-
-
-def test_what_a_queue_passes_on_bounds_it_from_below_too() -> None:
-    """15 a second came out of a queue that was never empty: one of 12 does not do that."""
-    seen = points([(8.0, 0.0), (9.0, 0.0), (11.5, 0.0)], seconds=20.0)
-    overloaded = RatePoint(20.0, bound="above", end_s=20.0, capacity=15.0, capacity_error=0.3)
-    ceiling, queue = (
-        fit([*seen, replace(overloaded, capacity_n=n)], 0.1, 1000, [Waiting(1.0, 0.95)]) for n in (0.0, 300.0)
-    )
-    assert queue.median > ceiling.median * 1.02
-    assert queue.upper < 18.0
-
-
-def test_requests_that_are_slow_by_themselves_may_have_waited_for_nothing() -> None:
-    """The share asked for took 2 of 6 seconds at any rate, the fastest 0.1."""
-    trials = [
-        TrialOutcome(
-            rate,
-            "met",
-            "bisect",
-            TrialFigures(
-                attainment=1.0, n=500, effective_n=400, target=0.99, ttft_limit_s=6.0, ttft_s=own,
-                ttft_fast_s=0.1,
-            ),
-        )
-        for rate, own in ((8.0, 2.0), (9.0, 2.1), (10.0, 2.05))
-    ]  # fmt: skip
-    waiting = waiting_of(trials)
-    assert waiting_of_slow(trials, waiting) == Waiting(6.0, pytest.approx(4.0))
-    usual = [replace(each, measured=replace(each.measured, ttft_s=0.3)) for each in trials if each.measured]
-    assert waiting_of_slow(usual, waiting) is None  # hardly slower than the fastest
-    mean = [
-        replace(each, measured=replace(each.measured, target=None, score=2.0))
-        for each in trials
-        if each.measured
-    ]
-    assert waiting_of_slow(mean, waiting) == Waiting(6.0, pytest.approx(4.0))
-    flat = points([(8.0, 0.0), (9.0, 0.0), (9.2, 0.0), (9.1, 0.0)])
-    seen = [*(replace(each, ttft_s=2.0) for each in flat), RatePoint(14.0, bound="above", end_s=20.0)]
-    known, unknown = fit(seen, 0.1, 1000, [waiting, Waiting(6.0, 4.0)]), fit(seen, 0.1, 1000, [waiting])
-    assert known.median > unknown.median * 1.03
-    assert known.upper > unknown.upper
 
 
 def test_a_steady_drift_is_followed() -> None:
@@ -230,7 +176,7 @@ def test_a_steady_drift_is_followed() -> None:
     shares = [
         (root * off, late) for root, (off, late) in zip(roots, [(0.97, 0.01), (1.02, 0.15)] * 5, strict=True)
     ]
-    found = fit(points(shares, seconds=120.0), 0.1, 1000, [Waiting(1.0, 0.95)])
+    found = fit(points(shares, seconds=120.0), 0.1, 1000, Waiting(1.0, 0.95))
     end = 12.0 * math.exp(-0.02 * 19)
     assert found.median == pytest.approx(end, rel=0.035)
     assert found.wanders > 0.6
