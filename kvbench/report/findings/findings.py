@@ -245,13 +245,15 @@ def _bursts(run: RunFolder) -> Iterable[Statement]:
 
 
 def refused(run: RunFolder) -> Iterable[Statement]:
-    """Report the number of refused trials by gate."""
+    """Report the number of refused trials by gate, unless ``disturbed`` reports all of them."""
     invalid = [trial for trial in run.trials if trial.verdict == "invalid"]
     if not invalid:
         return
     causes: Counter[str] = Counter()
     for trial in invalid:
         causes.update({finding.gate for finding in trial.findings if finding.level == "invalid"})
+    if causes and causes.keys() <= set(OF_THE_MACHINE):
+        return
     by_gate = ", ".join(f"{gate} {count}" for gate, count in causes.most_common())
     if causes.total() > len(invalid):
         by_gate += "; some for several reasons"
