@@ -1,8 +1,8 @@
 """Precision that a search's trials allow, by the number of requests near the result.
 
 While replays decide (``core.search.by_replay``), the relative half-width of a 90 % interval falls to a floor:
-√(floor² + z² · variation / requests). Floor and variations are those of 84 searches of random systems of
-known rates, their quartiles."""
+√(floor² + z² · variation / requests). Variations are the quartiles of 127 searches of random systems
+of known rates; the floor is that of four trials near the result."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.data import LONGEST, SECONDS, TRIAL_LATENCIES, WAITS, requests_s
 from kvbench.core.slo import Criterion, Slo
 
-FLOOR: Final = 0.034
+FLOOR: Final = 0.017
 """Half-width that more requests do not reduce: models differ, and so do trials."""
-EVEN: Final = 0.5
+EVEN: Final = 0.8
 """Variation (see above) of systems whose requests take about the same time."""
-MODERATE: Final = 6.0
-UNEVEN: Final = 41.0
+MODERATE: Final = 1.7
+UNEVEN: Final = 17.0
 """Variation with heavy tails."""
 Z90: Final = 1.645
 SPENT: Final = 4

@@ -63,12 +63,15 @@ CLEARLY: Final = 0.7
 """Engines in steps are considered where the best queue of equal requests has a larger error than the first,
 and theirs is below the second share of it."""
 DISCREPANCY: Final = 0.02
-"""Relative error of the rate that a model may have and no check shows (standard deviation)."""
+"""Relative error of the rate that a model may have and no check shows (standard deviation), divided by the
+square root of the number of trials near the rate: each could have shown it."""
+AGREEING: Final = 4
+"""Largest such number."""
 APART: Final = 0.02
 """Relative difference of two models' rates above which they are different."""
 NORMAL_90: Final = 1.645
 """Half of a normal distribution's 90 % interval, in standard deviations."""
-FINEST: Final = math.expm1(2 * NORMAL_90 * DISCREPANCY) / 2
+FINEST: Final = math.expm1(2 * NORMAL_90 * DISCREPANCY / math.sqrt(AGREEING)) / 2
 """Half-width of the interval that remains after any number of requests, for that reason."""
 TOLERATED: Final = 0.25
 """Prior standard deviation of a bias of all trials, as a share of the allowed misses."""
@@ -86,8 +89,8 @@ REPLAYS: Final = 30
 class Root:
     """One model's rate in requests per second, its relative standard error, and objections to the model.
 
-    ``bias``: relative standard error by trials near the rate, a part of ``error``; ``known``: by how much a
-    further request near it raises 1 / ``bias``²."""
+    ``bias``: relative standard error by the ``near`` trials near the rate, a part of ``error``; ``known``: by
+    how much a further request near it raises 1 / ``bias``²."""
 
     model: Model
     rate: float
@@ -95,12 +98,18 @@ class Root:
     objections: tuple[str, ...]
     bias: float = 0.0
     known: float = 0.0
+    near: int = 0
 
     def error_after(self, growth: float, further: float) -> float:
-        """Forecast the error once all requests are ``growth`` times as many, by ``further`` near the rate."""
-        sampling = max(self.error**2 - self.bias**2 - DISCREPANCY**2, 0.0)
+        """Forecast the error once all requests are ``growth`` times as many, by trials with ``further`` near
+        the rate that agree."""
+        sampling = max(self.error**2 - self.bias**2 - _discrepancy(self.near) ** 2, 0.0)
         bias = self.bias and 1 / (self.bias**-2 + further * self.known)
-        return math.sqrt(sampling / growth + bias + DISCREPANCY**2)
+        return math.sqrt(sampling / growth + bias + _discrepancy(AGREEING if further else self.near) ** 2)
+
+
+def _discrepancy(near: int) -> float:
+    return DISCREPANCY / math.sqrt(min(max(near, 1), AGREEING))
 
 
 @dataclass(frozen=True)
@@ -318,10 +327,10 @@ def _root(
     below, above = (load.score(model, objective, rate * factor, SHORT) for factor in (0.96, 1.04))
     slope = max((below - above) / 0.08, 1e-3)
     spread = _bootstrap(trials, objective, model, load, rate, slope)
-    found, bias, bias_error, known = _checks(trials, objective, model, rate, slope, spread)
-    error = math.sqrt((1.2 * spread) ** 2 + DISCREPANCY**2 + (bias_error / slope) ** 2 + between**2)
+    found, bias, bias_error, known, near = _checks(trials, objective, model, rate, slope, spread)
+    error = math.sqrt((1.2 * spread) ** 2 + _discrepancy(near) ** 2 + (bias_error / slope) ** 2 + between**2)
     moved = rate * math.exp(max(-0.1, min(0.1, bias / slope)))
-    return Root(model, moved, error, (*objections, *found), bias_error / slope, known * slope**2)
+    return Root(model, moved, error, (*objections, *found), bias_error / slope, known * slope**2, near)
 
 
 def _bootstrap(
@@ -349,14 +358,14 @@ def _checks(
     rate: float,
     slope: float,
     spread: float,
-) -> tuple[list[str], float, float, float]:
-    """Return (objections, bias of the score near the root, its standard error, and by how much a further
-    request raises 1 / error²)."""
+) -> tuple[list[str], float, float, float, int]:
+    """Return (objections, bias of the score near the root, its standard error, by how much a further request
+    raises 1 / error², and the number of trials near the root)."""
     objections: list[str] = []
     goal = min(objective.goals, key=lambda goal: goal.target)
     tolerated = TOLERATED * max(1 - goal.target if goal.kind == "share" else 0.2, LEAST_ALLOWED)
     precision, weighted, known = 1 / tolerated**2, 0.0, 0.0
-    nearest = math.inf
+    nearest, near = math.inf, 0
     rng = np.random.default_rng(21)
     threshold = 3.0 + 0.12 * len(trials)
     for trial in trials:
@@ -390,7 +399,8 @@ def _checks(
         if 0.8 < trial.rate / rate < 1.1:
             precision += 1 / variance
             weighted += (seen[0] - mean[0]) / variance
-    return objections, weighted / precision, precision**-0.5, known
+            near += 1
+    return objections, weighted / precision, precision**-0.5, known, near
 
 
 def never_better(found: ReplayResult, trials: Sequence[TrialRequests], objective: Objective) -> bool:

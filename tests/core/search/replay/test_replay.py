@@ -145,9 +145,9 @@ def test_a_trial_above_the_answer_is_no_leap_and_not_at_refused_rates() -> None:
 def test_a_precision_that_no_replay_has_ends_a_search_once_trials_gain_nothing() -> None:
     even_trials = [trial(even(0.1), rate, 60, seed) for seed, rate in enumerate((5.7, 5.8, 5.7, 5.8))]
     history, replay = history_of(*even_trials, seconds_left=500)
-    finer = dataclasses.replace(history, limits=dataclasses.replace(history.limits, precision=0.025))
+    finer = dataclasses.replace(history, limits=dataclasses.replace(history.limits, precision=0.012))
     assert by_replay.too_far(finer, replay)
-    assert by_replay.needed_text(finer, replay) == "±2.5 % is finer than any replay of requests (±3.4 %)"
+    assert by_replay.needed_text(finer, replay) == "±1.2 % is finer than any replay of requests (±1.7 %)"
     less = dataclasses.replace(finer, outcomes=finer.outcomes[:3])
     assert not by_replay.too_far(less, asked(less.replay))
 
