@@ -251,7 +251,8 @@ def refused(run: RunFolder) -> Iterable[Statement]:
         return
     causes: Counter[str] = Counter()
     for trial in invalid:
-        causes.update({finding.gate for finding in trial.findings if finding.level == "invalid"})
+        gates = (finding.gate for finding in trial.findings if finding.level == "invalid")
+        causes.update(list(dict.fromkeys(gates)))  # a set's order would change from process to process
     if causes and causes.keys() <= set(OF_THE_MACHINE):
         return
     by_gate = ", ".join(f"{gate} {count}" for gate, count in causes.most_common())

@@ -127,6 +127,7 @@ def test_a_trial_refused_for_several_reasons_is_one_trial() -> None:
     one.findings += [replace(late, gate="host_starved"), replace(late, gate="host_starved")]
     (said,) = refused(run)
     assert "(client_limited 2, host_starved 1; some for several reasons)" in said.text
+    assert list(said.evidence) == ["client_limited", "host_starved"]
 
 
 def test_wrong_data_in_a_transfer_is_told_first() -> None:
