@@ -111,9 +111,8 @@ class InFlightRequest:
         """Return the record, with times in seconds since ``start_s``."""
         record, http_request = self.record, self.stream
         start_ns = int(start_s * 1e9)
-        first = min((each.sent_s for each in self.http_requests if each.sent_s is not None), default=None)
-        if first is not None:
-            record.sent_s = round(first - start_s, DECIMALS)
+        first_ns = min((each.sent_ns for each in self.http_requests if each.sent_ns), default=None)
+        record.sent_s = relative_s(first_ns, start_ns)
         first_http_request = self.first_http_request()
         record.sent_kernel_s = relative_s(
             first_http_request.sent_kernel_ns if first_http_request else None, start_ns

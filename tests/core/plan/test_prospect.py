@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import median
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from kvbench.core.plan.prospect import (
 )
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
+from kvbench.core.search.replay.replay import FINEST
 from kvbench.core.slo import Slo
 from tests.core.scenario.test_scenario import MINIMAL, parse
 
@@ -34,10 +36,12 @@ def asked_for(slo: str = "{ttft_ms: 400, attainment: 0.9}", *sets: str) -> Scena
     return parse(MINIMAL.replace("slo: {ttft_ms: 250}", f"slo: {slo}"), *sets)
 
 
-@pytest.mark.parametrize(("requests", "judged"), [(1121, 0.037), (1440, 0.044), (2807, 0.035), (3622, 0.024)])
-def test_even_services_need_as_many_requests_as_judged_searches_did(requests: int, judged: float) -> None:
-    """Half-widths of four searches of drawn systems with continuous batching, by replays."""
-    assert half_width(requests, EVEN) == pytest.approx(judged, rel=0.3)
+def test_even_services_need_as_many_requests_as_judged_searches_did() -> None:
+    """Requests and half-widths of all searches of `develop` and `check` with continuous batching that replays
+    decided."""
+    judged = [(1121, 0.037), (1440, 0.044), (2455, 0.024), (2807, 0.035), (3604, 0.047), (5999, 0.024)]
+    ratios = [half_width(requests, EVEN) / width for requests, width in judged]
+    assert median(ratios) == pytest.approx(1.0, rel=0.16)
 
 
 def test_more_requests_and_evener_services_give_more_precision_down_to_a_floor() -> None:
@@ -45,6 +49,7 @@ def test_more_requests_and_evener_services_give_more_precision_down_to_a_floor()
     assert math.sqrt(many**2 - FLOOR**2) == pytest.approx(math.sqrt(few**2 - FLOOR**2) / 2)
     assert half_width(1000, UNEVEN) > 1.5 * few
     assert half_width(1e9, UNEVEN) == pytest.approx(FLOOR, rel=1e-3)
+    assert pytest.approx(FINEST, rel=0.03) == FLOOR
 
 
 def test_a_trial_is_as_long_as_the_search_makes_it() -> None:
@@ -137,7 +142,7 @@ def test_the_plan_says_it_in_a_line() -> None:
     ("rate", "sets", "helps"),
     [
         (0.5, (), "more time: few requests come at such a rate"),
-        (2.0, ("search.max_trials=6", "search.max_trial_s=30"), f"search.max_trials={SPENT + 17}"),
+        (2.0, ("search.max_trials=6", "search.max_trial_s=30"), f"search.max_trials={SPENT + 15}"),
         (500.0, ("search.max_requests=200",), "search.max_requests=1000"),
         (2.0, ("search.precision=0.015",), "search.precision=0.019"),
     ],

@@ -126,7 +126,7 @@ async def test_p_and_d_are_asked_one_after_the_other_and_in_turn() -> None:
         times = (record.prefill_sent_s, record.prefill_answered_s, record.decode_sent_s, record.first_token_s)
         assert None not in times
         assert sorted(times) == list(times)
-        assert record.sent_s == pytest.approx(record.prefill_sent_s, abs=2e-7)  # of float seconds and of ns
+        assert record.sent_s == record.prefill_sent_s
         assert record.decode_first_byte_s <= record.first_token_s
         slow = int(record.request_id.rpartition("-")[2]) % 2 == 0
         assert not slow or record.prefill_answered_s - record.prefill_sent_s >= 0.019
