@@ -252,7 +252,7 @@ def load_run(path: Path | str) -> RunFolder:
     cell_rows = [visible_values(row) for row in read_lines(folder / CELLS, warnings)]
     scenario = folder / "scenario.yaml"
     outputs = read_lines(folder / OUTPUTS, warnings) if (folder / OUTPUTS).is_file() else []
-    if manifest.get("status") == "running" and not writer_is_alive(folder):
+    if _is_cut_off(manifest, folder):
         manifest["status"] = "interrupted"
         warnings.append("the run was cut off: its process ended without writing a final status")
     _require_shapes(manifest, warnings)
@@ -314,6 +314,11 @@ def writer_is_alive(folder: Path) -> bool:
     finally:
         os.close(handle)
     return False
+
+
+def _is_cut_off(manifest: Mapping[str, Any], folder: Path) -> bool:
+    """Return whether a run's process ended without writing a final status."""
+    return manifest.get("status") == "running" and not writer_is_alive(folder)
 
 
 def requests_to_replay(folder: Path, trial: TrialRecord, burstiness: float) -> TrialRequests | None:
@@ -405,6 +410,8 @@ class ListedRun:
             key: _run_list_text(known.get(key))
             for key in ("kind", "scenario", "status", "started_at", "kvbench")
         }
+        if _is_cut_off(known, manifest.parent):
+            texts["status"] = "interrupted"
         return cls(manifest.parent, **texts, labels=tuple(map(str, known.get("labels") or ())))
 
 
@@ -444,8 +451,7 @@ def is_empty(folder: Path) -> bool:
 
 
 def _can_be_latest(run: ListedRun) -> bool:
-    running = run.status == "running" and writer_is_alive(run.path)
-    return not run.problem and (running or not is_empty(run.path))
+    return not run.problem and (run.status == "running" or not is_empty(run.path))
 
 
 def find_run(text: str) -> Path:

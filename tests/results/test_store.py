@@ -25,7 +25,7 @@ from kvbench.errors import NewerSchemaError, StoreError
 from kvbench.files import append_bytes, line_of, open_append, write_json
 from kvbench.results.checksums import damages
 from kvbench.results.parquet import write_parquet
-from kvbench.results.run import writer_is_alive
+from kvbench.results.run import listed_runs, writer_is_alive
 from kvbench.results.store import CellResult, RunInfo, RunStore, load_run
 
 CELL = Cell("tcp", 1024, 16)
@@ -120,10 +120,12 @@ def test_a_running_run_can_be_read_and_is_not_taken_for_a_dead_one(tmp_path: Pat
     store.add_trial(trial())
     assert load_run(store.path).trials == [trial()]
     assert writer_is_alive(store.path)
+    assert [each.status for each in listed_runs(tmp_path)] == ["running"]
     store.close()  # what the kernel does when the process dies
     run = load_run(store.path)
     assert run.manifest["status"] == "interrupted"
     assert "cut off" in run.warnings[0]
+    assert [each.status for each in listed_runs(tmp_path)] == ["interrupted"]
 
 
 @pytest.mark.parametrize(("error", "status", "text"), [
