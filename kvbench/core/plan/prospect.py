@@ -1,7 +1,7 @@
 """Precision that a search's trials allow, by the number of requests near the result.
 
 While replays decide (``core.search.by_replay``), the relative half-width of a 90 % interval falls to a floor:
-√(floor² + z² · variation / requests). Variations are the quartiles of 80 searches of random systems of
+√(floor² + z² · variation / requests). Variations are the quartiles of 83 searches of random systems of
 known rates; the floor is that of a replay with four trials near the result."""
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvbench.core.slo import Criterion, Slo
 
 FLOOR: Final = 0.017
 """Half-width that more requests do not reduce: models differ, and so do trials."""
-EVEN: Final = 0.7
+EVEN: Final = 0.5
 """Variation (see above) of systems whose requests take about the same time."""
-MODERATE: Final = 2.4
-UNEVEN: Final = 18.0
+MODERATE: Final = 1.9
+UNEVEN: Final = 9.5
 """Variation with heavy tails."""
 Z90: Final = 1.645
 SPENT: Final = 4

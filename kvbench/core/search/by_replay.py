@@ -26,8 +26,6 @@ UP_MOST: Final = 3.0
 """Longest step up, as a multiple of the highest rate tried."""
 LEAST_S: Final = 20.0
 """Minimum length of a trial, in seconds."""
-LEAST_REQUESTS: Final = 400
-"""Minimum number of requests of a trial."""
 LEAST_LIMITS: Final = 2.0
 """Minimum length of a trial, as a multiple of the TTFT limit."""
 LONGER_S: Final = 150.0
@@ -44,7 +42,7 @@ NEAR: Final = 0.06
 """Relative distance from the answer within which one trial must be long."""
 NEAR_REQUESTS: Final = 200
 """Minimum number of requests of that trial."""
-NEAR_MISSES: Final = 10
+NEAR_MISSES: Final = 5
 NEAR_MOST: Final = 2000
 """It has as many requests as the SLO allows the first number of misses, up to the second number of requests:
 nothing else shows the slowest ones."""
@@ -159,9 +157,9 @@ def _tried_above(history: TrialHistory, replay: ReplayResult) -> bool:
 
 
 def _shortest_s(history: TrialHistory, rate: float) -> float:
-    half = 0.5 if history.limits.precision >= COARSE else 1.0
-    wanted = max(half * LEAST_REQUESTS, 1.2 * _near_requests(history.limits))
-    return max(half * LEAST_S, wanted / rate, LEAST_LIMITS * history.waiting.limit_s)
+    least_s = LEAST_S / 2 if history.limits.precision >= COARSE else LEAST_S
+    requests_s = 1.2 * _near_requests(history.limits) / rate
+    return max(least_s, requests_s, LEAST_LIMITS * history.waiting.limit_s)
 
 
 def _longest_s(rate: float) -> float:

@@ -186,4 +186,9 @@ class RateSearch:
             return Probe(self._start, "start")
         if completed > SATURATED * last.rate and last.rate >= self.limits.max_rate:
             return Probe(last.rate, "start")
-        return Probe(self._history.inside(completed * CEILING_SHARE), "start", thorough=True)
+        # A replay can use a short trial; the other posterior needs queues that had time to build up.
+        return Probe(
+            self._history.inside(completed * CEILING_SHARE),
+            "start",
+            thorough=self._history.objective is None,
+        )

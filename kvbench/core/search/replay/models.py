@@ -95,8 +95,9 @@ class Decode:
         last_s = np.empty(len(first_s))
         if self.prefill_s > 0:
             begins = first_s[order] - prefill_s[order]
+            step_s = self.alone_s - self.each_s
             first, last = queues.engine(
-                begins, prefill_s[order], tokens[order], self.alone_s, self.each_s, len(order)
+                begins, prefill_s[order], tokens[order], step_s, self.each_s, len(order)
             )
             spans = last - first
         else:
@@ -355,18 +356,16 @@ def log_likelihood(work: FloatArray, resolution: float) -> float:
 
 
 def error_between(candidate: Candidate) -> float:
-    """Return the standard error of the mean work by differences between trials beyond sampling error."""
-    parts = [work[~np.isnan(work)] for work in candidate.work]
-    logs = [
-        (math.log(part.mean()), float(part.std() / part.mean()) ** 2 / len(part))
-        for part in parts
-        if len(part) >= FEWEST and part.mean() > 0
-    ]
-    if len(logs) < 2:
+    """Return the standard error of the mean work by differences between trials beyond sampling error, as
+    random effects (Hedges 1983) with equal variation in all trials."""
+    parts = [part for work in candidate.work if len(part := work[~np.isnan(work)]) >= FEWEST]
+    if len(parts) < 2:
         return 0.0
-    means, variances = np.array(logs).T
-    excess = float(np.var(means, ddof=1) - variances.mean())
-    return math.sqrt(max(excess, 0.0) / len(logs))
+    everything = np.concatenate(parts)
+    within = float(np.average([part.var() for part in parts], weights=[len(part) for part in parts]))
+    sampling = within * float(np.mean([1 / len(part) for part in parts]))
+    excess = float(np.var([part.mean() for part in parts], ddof=1)) - sampling
+    return math.sqrt(max(excess, 0.0) / len(parts)) / float(everything.mean())
 
 
 def work_objections(trials: Sequence[TrialRequests], candidate: Candidate, model: QueueModel) -> list[str]:

@@ -10,7 +10,7 @@ contradicts a model is an objection to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final
@@ -25,6 +25,7 @@ from kvbench.core.search.replay.engines import (
     engine_objections,
 )
 from kvbench.core.search.replay.models import (
+    FEWEST,
     NATS,
     Candidate,
     Decode,
@@ -86,30 +87,49 @@ REPLAYS: Final = 30
 
 
 @dataclass(frozen=True)
-class Root:
-    """One model's rate in requests per second, its relative standard error, and objections to the model.
+class NearTrials:
+    """The trials near a model's rate against their replays. ``shift``: relative difference of the rate by
+    them; ``error``: its standard error; ``known``: by how much a further request raises 1 / ``error``²."""
 
-    ``bias``: relative standard error by the ``near`` trials near the rate, a part of ``error``; ``known``: by
-    how much a further request near it raises 1 / ``bias``²."""
+    count: int
+    shift: float
+    error: float
+    known: float
+
+    @property
+    def discrepancy(self) -> float:
+        """Relative error of the rate that they do not show (standard deviation)."""
+        return DISCREPANCY / math.sqrt(min(max(self.count, 1), AGREEING))
+
+    def after(self, further: float) -> NearTrials:
+        """Forecast the same after trials with this many further requests that agree."""
+        error = 1 / math.sqrt(self.error**-2 + further * self.known)
+        return replace(self, error=error, count=AGREEING if further else self.count)
+
+
+@dataclass(frozen=True)
+class Root:
+    """One model's rate in requests per second, and objections to the model. Relative standard errors:
+    ``sampling`` of requests, and differences ``between`` trials."""
 
     model: Model
     rate: float
-    error: float
+    sampling: float
+    between: float
+    near: NearTrials
     objections: tuple[str, ...]
-    bias: float = 0.0
-    known: float = 0.0
-    near: int = 0
 
-    def error_after(self, growth: float, further: float) -> float:
-        """Forecast the error once all requests are ``growth`` times as many, by trials with ``further`` near
+    @property
+    def error(self) -> float:
+        """Relative standard error of the rate."""
+        return math.hypot(self.sampling, self.between, self.near.error, self.near.discrepancy)
+
+    def after(self, growth: float, further: float) -> Root:
+        """Forecast the same once all requests are ``growth`` times as many, by trials with ``further`` near
         the rate that agree."""
-        sampling = max(self.error**2 - self.bias**2 - _discrepancy(self.near) ** 2, 0.0)
-        bias = self.bias and 1 / (self.bias**-2 + further * self.known)
-        return math.sqrt(sampling / growth + bias + _discrepancy(AGREEING if further else self.near) ** 2)
-
-
-def _discrepancy(near: int) -> float:
-    return DISCREPANCY / math.sqrt(min(max(near, 1), AGREEING))
+        return replace(
+            self, sampling=self.sampling / math.sqrt(growth), between=0.0, near=self.near.after(further)
+        )
 
 
 @dataclass(frozen=True)
@@ -156,8 +176,7 @@ class ReplayResult:
     def _after(self, further: float) -> RateEstimate:
         """Forecast the estimate after this many more requests near the rate."""
         growth = 1 + further / self.requests
-        roots = [replace(each, error=each.error_after(growth, further)) for each in self.roots]
-        return replace(self, roots=tuple(roots)).estimate
+        return replace(self, roots=tuple(each.after(growth, further) for each in self.roots)).estimate
 
     def to_json(self) -> dict[str, Any]:
         """Return rate and 90 % interval in requests per second, models and objections."""
@@ -327,10 +346,17 @@ def _root(
     below, above = (load.score(model, objective, rate * factor, SHORT) for factor in (0.96, 1.04))
     slope = max((below - above) / 0.08, 1e-3)
     spread = _bootstrap(trials, objective, model, load, rate, slope)
-    found, bias, bias_error, known, near = _checks(trials, objective, model, rate, slope, spread)
-    error = math.sqrt((1.2 * spread) ** 2 + _discrepancy(near) ** 2 + (bias_error / slope) ** 2 + between**2)
-    moved = rate * math.exp(max(-0.1, min(0.1, bias / slope)))
-    return Root(model, moved, error, (*objections, *found), bias_error / slope, known * slope**2, near)
+    goal = min(objective.goals, key=lambda goal: goal.target)
+    tolerated = TOLERATED * max(1 - goal.target if goal.kind == "share" else 0.2, LEAST_ALLOWED)
+    replays = _replays(trials, objective, model)
+    near = _near(replays, rate, slope, tolerated)
+    found = (
+        *objections,
+        *_failures(trials, rate, FAILED_MOST * (1 - goal.target)),
+        *_differences(replays, rate, slope, spread, tolerated),
+    )
+    moved = rate * math.exp(max(-0.1, min(0.1, near.shift)))
+    return Root(model, moved, 1.2 * spread, between, near, found)
 
 
 def _bootstrap(
@@ -351,85 +377,88 @@ def _bootstrap(
     return float(np.std(moves)) + 1e-4
 
 
-def _checks(
-    trials: Sequence[TrialRequests],
-    objective: Objective,
-    model: Model,
-    rate: float,
-    slope: float,
-    spread: float,
-) -> tuple[list[str], float, float, float, int]:
-    """Return (objections, bias of the score near the root, its standard error, by how much a further request
-    raises 1 / error², and the number of trials near the root)."""
-    objections: list[str] = []
-    goal = min(objective.goals, key=lambda goal: goal.target)
-    tolerated = TOLERATED * max(1 - goal.target if goal.kind == "share" else 0.2, LEAST_ALLOWED)
-    precision, weighted, known = 1 / tolerated**2, 0.0, 0.0
-    nearest, near = math.inf, 0
+@dataclass(frozen=True)
+class TrialReplay:
+    """A trial's figures (``_figures``), and mean and standard deviation of its replays' figures."""
+
+    trial: TrialRequests
+    seen: FloatArray
+    mean: FloatArray
+    deviation: FloatArray
+
+    @property
+    def variance(self) -> float:
+        """Variance of the replays' score."""
+        return float(self.deviation[0]) ** 2 + 1e-5
+
+    @property
+    def better(self) -> bool:
+        """Whether the trial's score is better than that of its replays, beyond chance."""
+        return bool(self.seen[0] > self.mean[0] + 0.05 + 3 * self.deviation[0])
+
+
+def _replays(trials: Sequence[TrialRequests], objective: Objective, model: Model) -> list[TrialReplay]:
+    """Replay each trial that has enough requests to judge."""
     rng = np.random.default_rng(21)
-    threshold = 3.0 + 0.12 * len(trials)
+    found = []
     for trial in trials:
-        failed_most = FAILED_MOST * (1 - goal.target) * len(trial)
-        if trial.failed > failed_most and trial.rate <= 1.12 * rate:
-            objections.append(f"{trial.failed} requests failed at {trial.rate:.3g} req/s")
         part = judged_part(trial, objective)
-        if part.sum() < 20:
+        if part.sum() < FEWEST / 2:
             continue
-        seen, mean, deviation = _predicted(trial, objective, model, part, rng)
-        variance = deviation[0] ** 2 + 1e-5
-        if (distance := abs(math.log(trial.rate / rate))) <= nearest:
-            nearest, known = distance, 1 / (variance * len(trial))
-        if trial.rate > 1.12 * rate:
-            if _better(seen, mean, deviation):
-                objections.append(
-                    f"better at {trial.rate:.3g} req/s than the replay ({seen[0]:+.3f}, {mean[0]:+.3f})"
-                )
+        shown = []
+        for _ in range(REPLAYS):
+            times = model.times(trial.arrived_s, trial.tokens, rng.random((2, len(trial))))
+            shown.append(_figures(objective, _cut(times, trial), part))
+        seen = Latencies.of(trial.arrived_s, trial.first_s, trial.last_s, trial.tokens)
+        mean, deviation = np.mean(shown, axis=0), np.std(shown, axis=0)
+        found.append(TrialReplay(trial, _figures(objective, seen, part), mean, deviation))
+    return found
+
+
+def _near(replays: Sequence[TrialReplay], rate: float, slope: float, tolerated: float) -> NearTrials:
+    """Compare the trials near a rate with their replays. ``tolerated``: prior standard deviation of the
+    difference of their scores."""
+    near = [each for each in replays if 0.8 < each.trial.rate / rate < 1.1]
+    precision = tolerated**-2 + sum(1 / each.variance for each in near)
+    shift = sum(float(each.seen[0] - each.mean[0]) / each.variance for each in near) / precision
+    nearest = min(replays, key=lambda each: abs(math.log(each.trial.rate / rate)), default=None)
+    known = 0.0 if nearest is None else slope**2 / (nearest.variance * len(nearest.trial))
+    return NearTrials(len(near), shift / slope, precision**-0.5 / slope, known)
+
+
+def _failures(trials: Sequence[TrialRequests], rate: float, most: float) -> Iterator[str]:
+    """Describe the trials up to near a rate of which more than the share ``most`` failed."""
+    for trial in trials:
+        if trial.failed > most * len(trial) and trial.rate <= 1.12 * rate:
+            yield f"{trial.failed} requests failed at {trial.rate:.3g} req/s"
+
+
+def _differences(
+    replays: Sequence[TrialReplay], rate: float, slope: float, spread: float, tolerated: float
+) -> Iterator[str]:
+    """Describe what differs between trials and their replays beyond chance and ``spread``, the relative
+    error of the rate by sampling."""
+    threshold = 3.0 + 0.12 * len(replays)
+    for replay in replays:
+        tried, seen, mean, deviation = replay.trial.rate, replay.seen, replay.mean, replay.deviation
+        if tried > 1.12 * rate:
+            if replay.better:
+                yield f"better at {tried:.3g} req/s than the replay ({seen[0]:+.3f}, {mean[0]:+.3f})"
             continue
         relative = np.hypot(deviation[2:], np.hypot(1.5 * spread * mean[2:], 0.1 * mean[2:] + 0.004))
         if np.abs((seen[2:] - mean[2:]) / relative).max() > threshold + 0.3:
-            objections.append(f"latency quantiles at {trial.rate:.3g} req/s differ from the replay")
-        score_error = math.hypot(deviation[0], spread * slope * min(1.0, trial.rate / rate))
+            yield f"latency quantiles at {tried:.3g} req/s differ from the replay"
+        score_error = math.hypot(deviation[0], spread * slope * min(1.0, tried / rate))
         if abs(seen[0] - mean[0]) / math.hypot(score_error, 3 * tolerated) > threshold:
-            objections.append(
-                f"margin of the SLO at {trial.rate:.3g} req/s: {seen[0]:+.3f}, replay {mean[0]:+.3f}"
-            )
+            yield f"margin of the SLO at {tried:.3g} req/s: {seen[0]:+.3f}, replay {mean[0]:+.3f}"
         mean_error = math.hypot(deviation[1], spread * mean[1] * 1.5)
         if abs(seen[1] - mean[1]) / math.hypot(mean_error, 0.03 * mean[1] + 0.004) > threshold:
-            objections.append(f"mean / limit at {trial.rate:.3g} req/s: {seen[1]:.3f}, replay {mean[1]:.3f}")
-        if 0.8 < trial.rate / rate < 1.1:
-            precision += 1 / variance
-            weighted += (seen[0] - mean[0]) / variance
-            near += 1
-    return objections, weighted / precision, precision**-0.5, known, near
+            yield f"mean / limit at {tried:.3g} req/s: {seen[1]:.3f}, replay {mean[1]:.3f}"
 
 
 def never_better(found: ReplayResult, trials: Sequence[TrialRequests], objective: Objective) -> bool:
     """Return whether no trial was better than its replay by the first model."""
-    rng = np.random.default_rng(21)
-    parts = [(trial, judged_part(trial, objective)) for trial in trials]
-    return not any(
-        _better(*_predicted(trial, objective, found.roots[0].model, part, rng))
-        for trial, part in parts
-        if part.sum() >= 20
-    )
-
-
-def _predicted(
-    trial: TrialRequests, objective: Objective, model: Model, part: BoolArray, rng: np.random.Generator
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return the trial's figures (``_figures``), and mean and standard deviation of its replays' figures."""
-    seen = Latencies.of(trial.arrived_s, trial.first_s, trial.last_s, trial.tokens)
-    shown = []
-    for _ in range(REPLAYS):
-        times = model.times(trial.arrived_s, trial.tokens, rng.random((2, len(trial))))
-        shown.append(_figures(objective, _cut(times, trial), part))
-    predicted = np.array(shown)
-    return _figures(objective, seen, part), predicted.mean(axis=0), predicted.std(axis=0)
-
-
-def _better(seen: FloatArray, mean: FloatArray, deviation: FloatArray) -> bool:
-    """Return whether a trial's score is better than that of its replays, beyond chance."""
-    return bool(seen[0] > mean[0] + 0.05 + 3 * deviation[0])
+    return not any(each.better for each in _replays(trials, objective, found.roots[0].model))
 
 
 def _figures(objective: Objective, times: Latencies, part: BoolArray) -> FloatArray:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from kvbench.core.search import by_replay
 from kvbench.core.search.data import SearchLimits, TrialOutcome
 from kvbench.core.search.replay import queues
+from kvbench.core.search.replay.models import Decode
 from kvbench.core.search.replay.queues import FloatArray
-from kvbench.core.search.replay.replay import FINEST, ReplayResult, replayed
+from kvbench.core.search.replay.replay import FINEST, NearTrials, ReplayResult, replayed
 from kvbench.core.search.trial_history import TrialHistory
 from kvbench.core.search.trial_requests import Goal, Latencies, Objective, TrialRequests
 from kvbench.core.slo import Limit, Slo
@@ -130,7 +131,8 @@ def test_a_search_gives_up_for_its_time_only_after_a_trial_near_the_answer() -> 
 
 def test_a_trial_above_the_answer_is_no_leap_and_not_at_refused_rates() -> None:
     history, vague = history_of(trial(even(0.1), 1.5, 400, 1), seconds_left=math.inf)
-    replay = dataclasses.replace(vague, roots=(dataclasses.replace(vague.roots[0], error=0.02),))
+    sure = dataclasses.replace(vague.roots[0], near=NearTrials(1, 0.0, 0.001, 0.0))
+    replay = dataclasses.replace(vague, roots=(sure,))
     assert replay.estimate.width <= history.limits.precision
     assert replay.estimate.median > 3 * 1.5
     above = by_replay.next_probe(history, replay)
@@ -251,6 +253,16 @@ def test_steps_of_an_engine_are_found_from_its_tokens() -> None:
     found = asked(replayed((served(10.0, 1), served(20.0, 2), served(28.0, 3)), objective))
     assert not found.objections
     assert score(found.estimate.lower * 0.97) > 0 > score(found.estimate.upper * 1.03)
+
+
+def test_decoding_beside_prompts_that_take_no_time_is_decoding_without_them() -> None:
+    rng = np.random.default_rng(5)
+    first, tokens = np.cumsum(rng.exponential(0.1, 300)), np.full(300, 50.0)
+    alone, beside = (
+        Decode(0.002, 0.001, prefill_s, np.ones(1)).last_s(first, tokens, np.full(300, 1e-9), np.zeros(300))
+        for prefill_s in (0.0, 1e-9)
+    )
+    np.testing.assert_allclose(beside, alone, rtol=1e-6)
 
 
 def test_a_trial_whose_first_request_failed_is_not_replayed() -> None:
