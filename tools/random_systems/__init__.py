@@ -5,6 +5,6 @@ textbooks, so that an error of kvbench is not repeated in what it is measured ag
 system (system.py says what it is), simulate.py answers a trial with it, truth.py says what is to be found,
 and serve.py speaks the protocol of ``kvbench simulate --system COMMAND``.
 
-Four seeds of the family: ``develop`` to work on, ``check`` to look at with each commit, ``release`` and
-``release-2`` for a release only. Nothing may ever be tuned to these two, nor a system of them examined.
+Seeds of the family: ``develop`` to work on, ``check`` to look at with each commit, ``release`` and those
+named after it for a release only. Nothing may ever be tuned to these, nor a system of them examined.
 """

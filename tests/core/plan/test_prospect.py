@@ -142,7 +142,7 @@ def test_the_plan_says_it_in_a_line() -> None:
     ("rate", "sets", "helps"),
     [
         (0.5, (), "more time: few requests come at such a rate"),
-        (2.0, ("search.max_trials=6", "search.max_trial_s=30"), f"search.max_trials={SPENT + 15}"),
+        (2.0, ("search.max_trials=6", "search.max_trial_s=30"), f"search.max_trials={SPENT + 11}"),
         (500.0, ("search.max_requests=200",), "search.max_requests=1000"),
         (2.0, ("search.precision=0.015",), "search.precision=0.019"),
     ],

@@ -2,7 +2,7 @@
 
 Each system is searched as ``kvbench simulate --system`` does it, with all that a user's search has: first
 latency, trials, drains, waits and limits. Its answer is compared with the true rate. It asserts nothing.
-Of the seeds ``release`` and ``release-2`` no search is shown by itself.
+Of the seeds named ``release`` no search is shown by itself.
 """
 
 from __future__ import annotations
