@@ -131,7 +131,7 @@ play_shared(Py_ssize_t n, const double *arrived, const double *work, double serv
 }
 
 /* One engine: prompts are computed one after another, and nobody decodes meanwhile; of ``present`` that decode
-   each gets a token in alone + each × present seconds. At most ``slots`` at once. */
+   each gets a token in alone + each × (present - 1) seconds. At most ``slots`` at once. */
 static void
 play_engine(Py_ssize_t n, const double *arrived, const double *prefill, const double *tokens, double alone,
             double each, Py_ssize_t slots, double *first, double *last, struct job *heap)
@@ -146,7 +146,7 @@ play_engine(Py_ssize_t n, const double *arrived, const double *prefill, const do
             next++;
             continue;
         }
-        double step = alone + each * (double)present;
+        double step = alone + each * (double)(present - 1);
         double ends = present ? now + (heap[0].key - clock) * step : NEVER;
         if (next < n && present < slots && arrived[next] <= ends) {
             if (present)

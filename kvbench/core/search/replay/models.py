@@ -95,9 +95,8 @@ class Decode:
         last_s = np.empty(len(first_s))
         if self.prefill_s > 0:
             begins = first_s[order] - prefill_s[order]
-            step_s = self.alone_s - self.each_s
             first, last = queues.engine(
-                begins, prefill_s[order], tokens[order], step_s, self.each_s, len(order)
+                begins, prefill_s[order], tokens[order], self.alone_s, self.each_s, len(order)
             )
             spans = last - first
         else:
@@ -358,14 +357,14 @@ def log_likelihood(work: FloatArray, resolution: float) -> float:
 def error_between(candidate: Candidate) -> float:
     """Return the standard error of the mean work by differences between trials beyond sampling error, as
     random effects (Hedges 1983) with equal variation in all trials."""
-    parts = [part for work in candidate.work if len(part := work[~np.isnan(work)]) >= FEWEST]
+    known = (work[~np.isnan(work)] for work in candidate.work)
+    parts = [part for part in known if len(part) >= FEWEST and part.mean() > 0]
     if len(parts) < 2:
         return 0.0
-    everything = np.concatenate(parts)
     within = float(np.average([part.var() for part in parts], weights=[len(part) for part in parts]))
     sampling = within * float(np.mean([1 / len(part) for part in parts]))
     excess = float(np.var([part.mean() for part in parts], ddof=1)) - sampling
-    return math.sqrt(max(excess, 0.0) / len(parts)) / float(everything.mean())
+    return math.sqrt(max(excess, 0.0) / len(parts)) / float(np.concatenate(parts).mean())
 
 
 def work_objections(trials: Sequence[TrialRequests], candidate: Candidate, model: QueueModel) -> list[str]:

@@ -114,7 +114,7 @@ def engine(
 ) -> tuple[FloatArray, FloatArray]:
     """Return first and last tokens of one engine that computes prompts before it decodes. Prompts are
     computed one after another, and decoding pauses meanwhile; each of ``present`` decoding requests gets a
-    token in ``alone + each × present`` seconds. At most ``slots`` are present at once."""
+    token in ``alone + each × (present − 1)`` seconds. At most ``slots`` are present at once."""
     arrived_s, prefill_s, tokens = doubles(arrived_s), doubles(prefill_s), doubles(tokens)
     first_s, last_s = np.empty(len(arrived_s)), np.empty(len(arrived_s))
     if compiled:
@@ -130,7 +130,7 @@ def engine(
             heapq.heappush(heap, (clock + lengths[upcoming], upcoming))
             upcoming += 1
             continue
-        step = alone + each * len(heap)
+        step = alone + each * (len(heap) - 1)
         ends = now + (heap[0][0] - clock) * step if heap else NEVER
         if upcoming < len(arrivals) and len(heap) < slots and arrivals[upcoming] <= ends:
             if heap:
