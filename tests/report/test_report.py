@@ -223,7 +223,19 @@ def test_the_posterior_of_a_search_is_what_decides_where_it_is_kept() -> None:
     assert told.high == pytest.approx(12.3 / 10.0, rel=0.05)
 
 
-def test_a_search_that_did_not_converge_takes_no_part() -> None:
+def test_a_search_that_its_trials_ended_takes_part_with_its_posterior() -> None:
+    rows = [row("a", 10.0, 10.5), row("b", 11.0, 13.0)]
+    ended = replace(rows[1].answer, sure=False, exhausted=True)
+    for low, told in ((11.0, "b"), (10.0, None)):
+        answer = replace(ended, posterior=tuple(low + place * 0.05 for place in range(41)))
+        (pair,) = rate_pairs([rows[0], replace(rows[1], answer=answer)])
+        assert (pair.ratio and pair.ahead) == told
+        assert pair.unconverged == (() if told else ("b",))
+    (pair,) = rate_pairs([rows[0], replace(rows[1], answer=replace(ended, exhausted=False))])
+    assert (pair.ratio, pair.unconverged) == (None, ("b",))
+
+
+def test_a_search_of_invalid_trials_takes_no_part() -> None:
     rows = [row("a", 10.0, 10.5), row("b", 20.0, 20.5), row("c", 40.0, 40.5)]
     rows = [rows[0], *(replace(each, answer=replace(each.answer, sure=False)) for each in rows[1:])]
     assert ahead(rows) == ["1,024 in: inconclusive: the searches of c and b did not converge"]

@@ -63,8 +63,9 @@ def test_who_is_ahead_is_said_as_a_comparison_says_it(tmp_path: Path) -> None:
     assert who_is_ahead([runs[0], runs[0]]) == "?"
     assert who_is_ahead([replace(runs[0], cells=[], trials=[]), runs[1]]) == "no answer"
     (cell,) = runs[0].cells
-    unsure = replace(cell, answer={**(cell.answer or {}), "status": "exhausted"})
-    assert who_is_ahead([replace(runs[0], cells=[unsure]), runs[1]]) == "a search did not converge"
+    for status, told in (("exhausted", "A"), ("undecided", "a search did not converge")):
+        unsure = replace(cell, answer={**(cell.answer or {}), "status": status})
+        assert who_is_ahead([replace(runs[0], cells=[unsure]), runs[1]]) == told
 
 
 @pytest.mark.heavy

@@ -45,6 +45,8 @@ CEILING_SHARE: Final = 0.9
 """Rate of the first trial after it, as a share of its completion rate."""
 HALF_FROM_S: Final = 20.0
 """Trial length in seconds from which a trial takes at most half of a budget: one alone confirms nothing."""
+JUDGED: Final = 1.3
+"""Requests of a trial that the SLO allows to miss: of fewer than one, the gates judge no share."""
 FORESEEN_AFTER: Final = 3 / 8
 """Share of its trials after which a search forecasts whether it converges; earlier forecasts fail, since the
 system's variation is unknown."""
@@ -91,13 +93,18 @@ class RateSearch:
 
     def ask(self) -> Probe | None:
         """Return the next trial, the same one until ``tell`` is called, or None to end the search."""
-        if self._pending is None:
-            self._pending, left_s = self._next(), self.limits.seconds_left
-            if self._pending is not None and left_s < math.inf:
-                most_s = max(left_s / 2, min(left_s, HALF_FROM_S), SHORTEST_S)
-                usual_s = self._pending.least_s or requests_s(self._pending.rate)
-                self._pending = replace(self._pending, least_s=min(usual_s, most_s))
+        if self._pending is None and (found := self._next()) is not None:
+            self._pending = replace(found, least_s=self._least_s(found))
         return self._pending
+
+    def _least_s(self, probe: Probe) -> float:
+        """Return the minimum length in seconds: enough to judge the SLO, if the time left allows it."""
+        left_s, usual_s = self.limits.seconds_left, requests_s(probe.rate)
+        judged_s = JUDGED / max(1.0 - self.limits.attainment, 1e-6) / probe.rate
+        least_s = max(probe.least_s, judged_s if judged_s > usual_s else 0.0)
+        if left_s == math.inf:
+            return least_s
+        return min(least_s or usual_s, max(left_s / 2, min(left_s, HALF_FROM_S), SHORTEST_S))
 
     def allow(self, seconds_left: float, precision: float | None = None) -> None:
         """Set the seconds of trials left, which also end a search, and the precision to reach."""

@@ -1,7 +1,8 @@
 """Comparison of searched rates by rule, and a run's answer in a sentence or two.
 
-Two rates are ordered only if the posteriors of two converged searches put one above the other with
-probability AHEAD. They count as independent, which is cautious: connectors at one length have the same
+Two rates are ordered only if the posteriors of two searches put one above the other with probability AHEAD.
+A search that its trials or its time ended takes part with its wider interval; one with invalid trials does
+not. The rates count as independent, which is cautious: connectors at one length have the same
 arrivals (``TrialPlan.seed``), so their errors are alike in part. With unequal numbers of engines (or GPUs, if
 known) the rates per engine are compared."""
 
@@ -157,11 +158,14 @@ def _compared(one: Row, other: Row) -> RatePair:
     pair = RatePair(*lengths(one), one.name, other.name, per=unit)
     if no_winner := tuple(f"{row.name}: {row.no_winner}" for row in (one, other) if row.no_winner):
         return replace(pair, no_winner=no_winner)
-    if unconverged := tuple(row.name for row in (one, other) if not row.answer.sure):
-        return replace(pair, unconverged=unconverged)
     counts = (1, 1) if unit is None else (one.size.count(unit), other.size.count(unit))
     pair = pair if unit is None else replace(pair, counts=counts)
-    return _with_ratio(pair, one, other, counts[0] or 0, counts[1] or 0)
+    unconverged = tuple(row.name for row in (one, other) if not row.answer.sure)
+    if one.answer.orders and other.answer.orders:
+        found = _with_ratio(pair, one, other, counts[0] or 0, counts[1] or 0)
+        if found.ratio is not None or not unconverged:
+            return found
+    return replace(pair, unconverged=unconverged)
 
 
 def _with_ratio(pair: RatePair, one: Row, other: Row, count: int, other_count: int) -> RatePair:

@@ -173,10 +173,11 @@ def megabytes(row: Row) -> str:
 # --- at the supporting trials ----------------------------------------------------------------------
 
 WHY_AHEAD: Final = (
-    "A connector is ahead only if both searches converged and its rate is higher with a probability of at "
-    f"least {AHEAD:.0%}, computed from all trials of both searches. Brackets show the 90 % interval of the "
-    "ratio. The interval does not cover the variation between repeated runs. Rates with unequal "
-    "numbers of GPUs (engines, if GPUs are unknown) are compared per GPU."
+    f"A connector is ahead only if its rate is higher with a probability of at least {AHEAD:.0%}, computed "
+    "from all trials of both searches. A search that did not converge (?) takes part with its wider "
+    "interval, unless trials were invalid. Brackets show the 90 % interval of the ratio. The interval does "
+    "not cover the variation between repeated runs. Rates with unequal numbers of GPUs (engines, if GPUs "
+    "are unknown) are compared per GPU."
 )
 WHICH_TRIAL: Final = (
     "Milliseconds in the trial with the highest rate that met the SLO, at or below the result; `rate` is "

@@ -79,6 +79,8 @@ class Answer:
     upper: float | None = None
     sure: bool = True
     """Whether the search finished: a trial at that rate was met."""
+    exhausted: bool = False
+    """Whether its trials or its time ended it; its interval is wider than wanted, but holds."""
     level: float | None = None
     """Probability that the interval contains the rate."""
     posterior: tuple[float, ...] = ()
@@ -88,6 +90,11 @@ class Answer:
     mark: str = ""
     """"unfit" or "extrapolated": the fit does not support the prediction, which rules out a winner."""
     mark_reason: str = ""
+
+    @property
+    def orders(self) -> bool:
+        """Whether the answer may be compared with others."""
+        return self.sure or (self.exhausted and self.outcome == "found" and bool(self.posterior))
 
     @property
     def possible(self) -> PossibleRates:
@@ -330,7 +337,8 @@ def read_answer(given: Mapping[str, Any]) -> Answer:
         return Answer("none" if below else "undecided", None, None, upper, sure)
     level = finite(given.get("level"))
     outcome: Outcome = "at_least" if upper is None else "found"
-    return Answer(outcome, rate, lower, upper, sure, level, rates_of(given.get("posterior")))
+    exhausted = given.get("status") == "exhausted"
+    return Answer(outcome, rate, lower, upper, sure, exhausted, level, rates_of(given.get("posterior")))
 
 
 def interval_word(answers: Iterable[Answer]) -> str:

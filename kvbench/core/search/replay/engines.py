@@ -28,10 +28,10 @@ ENGINES: Final = (1, 2, 4)
 PROMPTS: Final = (0.5, 1.0, 2.0, 4.0, 16.0)
 """Numbers of equal engines behind one router, and limits on prompts per step (below 1: chunked prefill), with
 which the fits begin; values near the best ones follow."""
-FEWER: Final = (0, 1, 2)
-"""Limits on sequences to begin with, as differences from the largest number seen, which noise raises."""
 STARTS: Final = ((0.05, 0.9, 0.02), (0.05, 0.4, 0.02), (0.4, 0.2, 0.02), (0.05, 0.1, 0.5))
 """Shares of the lowest TTFT: step, prompt and transfer of a model to begin a fit with."""
+SHARES: Final = (0.95, 0.8, 0.5, 0.2)
+"""Shares of the prompt in the lowest TTFT without the steps: the rest is delay."""
 SAMPLE: Final = 800
 """Requests that the structures are compared on."""
 FINE: Final = 250
@@ -39,8 +39,14 @@ REFIT: Final = 40
 """Largest number of simulations of a fit: of one of the best structures, of a bootstrap."""
 ROUNDS: Final = ((20, 16), (60, 4), (FINE, 1))
 """Rounds in which structures are compared: simulations of each structure, structures to keep."""
-HOPELESS: Final = 0.2
-"""Error beyond which no structure near the best one explains the trials: it may halve, not more."""
+MOVES: Final = 4
+"""Number of times that structures similar to the best one are fitted."""
+VARIED: Final = 4
+VARIATION: Final = 0.02
+"""Number of variations of its times then, and the standard deviation of their logarithms: the times at which
+steps begin make many local optima."""
+HOPELESS: Final = 2.0
+"""Error of the structures, as a multiple of the allowed one, from which none is fitted to all requests."""
 WARM_UP: Final = 5
 """First requests of a trial that are not compared: the simulation starts from an empty system."""
 LARGEST: Final = 1.0
@@ -55,12 +61,6 @@ ENOUGH: Final = 1e-3
 BIASED: Final = 0.1
 """Largest median error of TTFT in half a trial (difference of logarithms), or the mean error of all if
 larger; beyond it the model is wrong."""
-ANY: Final = 1e6
-"""Prompts per step without a limit."""
-FULL_STEPS: Final = 8
-"""Minimum number of steps with a backlog, to count the prompts that a step computes."""
-CROWDED: Final = 4
-"""Number of such steps with the most sequences: if they computed fewer prompts, all slots were in use."""
 Times = tuple[float, ...]
 """Seconds: step, sequence, prompt, transfer, delay. Zero: not part of the structure."""
 
@@ -115,12 +115,6 @@ class EngineModel:
 
     def resampled(self, trials: Sequence[TrialRequests], rng: np.random.Generator) -> EngineModel:
         """Fit it again to parts of the trials drawn with replacement."""
-        if self.error == math.inf:  # counted, not fitted
-            decode = Decode.fitted(trials, blocks(trials, rng))
-            if decode is None:
-                return self
-            seconds = _seconds_of(decode, self.seconds[-1])
-            return replace(self, seconds=seconds, noise=(self.noise[0], decode.noise))
         load = JoinedTrials.of(trials)
         return _fitted(self, load, REFIT, blocks(trials, rng)[load.part])
 
@@ -186,41 +180,33 @@ class JoinedTrials:
 
 
 @lru_cache(maxsize=4)
-def engine_model(trials: tuple[TrialRequests, ...]) -> EngineModel | None:
-    """Return the best fitting model, or None if too few first tokens were seen or nothing is compiled. The
-    last ones are kept: the tiers of an SLO ask for the same fit."""
+def engine_model(trials: tuple[TrialRequests, ...], most_error: float = LARGEST) -> EngineModel | None:
+    """Return the best fitting model, or None with a larger error, if too few first tokens were seen or if
+    nothing is compiled. The last ones are kept: the tiers of an SLO ask for the same fit."""
     decode = Decode.fitted(trials)
     load = JoinedTrials.of(trials)
     if len(load.begun) < FEWEST or not queues.COMPILED:  # Python alone would take minutes
         return None
     sample = JoinedTrials.of(trials, max(SAMPLE // len(trials), 60))
-    starts = list(_starts(float(load.ttft_s.min()), decode))
-    best, most = _likeliest(starts, sample), max(map(_most_decoding, trials))
-    if best.error > HOPELESS and not starts[-1].pair:
-        limits = [max(float(most - fewer), 1.0) for fewer in FEWER]
-        best = _likeliest([replace(starts[-1], engines=1, slots=slots) for slots in limits], sample)
-    if best.error > HOPELESS:
+    most = max(map(_most_decoding, trials))
+    best = _likeliest(list(_starts(float(load.ttft_s.min()), decode, most)), sample)
+    if best.error > HOPELESS * most_error:
         return None
     best = _fitted(best, load, FINE)
-    if not best.pair and best.slots == math.inf:
-        limited = [replace(best, slots=max(float(most // best.engines), 1.0))]
-        best = min([best, *(_fitted(model, load, FINE) for model in limited)], key=_error)
-    done: set[tuple[float | Times, ...]] = set()
-    for near in (_with_other_prompts, _with_other_engines, _with_other_prompts):
-        others = {(each.engines, each.prompts, each.seconds): each for each in near(best)}
-        tried = [_fitted(other, load, FINE) for key, other in others.items() if key not in done]
-        best = min([best, *tried], key=_error)
-        done.update(others)
+    rng = np.random.default_rng(5)
+    for _ in range(MOVES):
+        others = (*_neighbours(best, most), *(_varied(best, rng) for _ in range(VARIED)))
+        best = min(best, *(_fitted(other, load, REFIT) for other in others), key=_error)
+    if best.error > most_error:
+        return None
     simulated, decoded = load.compared(best)
     return replace(best, noise=(np.sort(1 / simulated), np.sort(1 / decoded) if len(decoded) else np.ones(1)))
 
 
 def _likeliest(models: Sequence[EngineModel], load: JoinedTrials) -> EngineModel:
-    """Return the model with the smallest error, after ``ROUNDS`` of fits, or one if all are hopeless."""
+    """Return the model with the smallest error, after ``ROUNDS`` of fits."""
     for simulations, kept in ROUNDS:
         models = sorted((_fitted(model, load, simulations) for model in models), key=_error)[:kept]
-        if models[0].error > HOPELESS:
-            break
     return models[0]
 
 
@@ -240,13 +226,11 @@ def engine_objections(trials: Sequence[TrialRequests], model: EngineModel) -> tu
     return tuple(objections)
 
 
-def _starts(lowest_s: float, decode: Decode | None) -> Iterator[EngineModel]:
-    """Yield models to begin the fits with, by the lowest TTFT and the decode steps."""
-    alone_s, each_s, prompt_s = 0.0, 0.0, 0.0
+def _starts(lowest_s: float, decode: Decode | None, most: int) -> Iterator[EngineModel]:
+    """Yield models to begin the fits with, by the lowest TTFT, the decode steps, and the most sequences."""
+    alone_s, each_s = 0.0, 0.0
     if decode is not None:
         alone_s, each_s = decode.alone_s, max(decode.each_s, 0.01 * decode.alone_s)
-        prompt_s = max(decode.prefill_s, 0.1 * alone_s)
-    together = (alone_s, each_s, prompt_s, 0.0, 0.2 * lowest_s)
     for engines in ENGINES:
         for prompts in PROMPTS:
             for step, prompt, transfer in STARTS:
@@ -254,7 +238,13 @@ def _starts(lowest_s: float, decode: Decode | None) -> Iterator[EngineModel]:
                 separate = (step * lowest_s, 0.0, prompt * lowest_s, transfer * lowest_s, delay * lowest_s)
                 yield EngineModel(True, engines, prompts, math.inf, separate, (max(alone_s, LEAST), each_s))
             if decode is not None:
-                yield EngineModel(False, engines, prompts, math.inf, together)
+                step_s = max(alone_s - each_s, 0.1 * alone_s)
+                rest_s = max(lowest_s - step_s * math.ceil(1 / prompts), 0.02 * alone_s)
+                for share in SHARES:
+                    seconds = (step_s, each_s, share * rest_s, 0.0, (1.0 - share) * rest_s)
+                    yield EngineModel(False, engines, prompts, math.inf, seconds)
+                    if engines == 1:
+                        yield EngineModel(False, engines, prompts, float(most), seconds)
 
 
 def _fitted(
@@ -314,23 +304,21 @@ def _error(model: EngineModel) -> float:
     return model.error
 
 
-def _with_other_prompts(model: EngineModel) -> list[EngineModel]:
-    factors = (0.5, 0.7, 1.4, 2.0)
-    values = {model.prompts * factor for factor in factors}
-    values = {float(round(value)) if value > 1.2 else value for value in values}
-    return [replace(model, prompts=value) for value in values - {model.prompts}]
-
-
-def _with_other_engines(model: EngineModel) -> list[EngineModel]:
-    values = {model.engines + 1, model.engines - 1, 2 * model.engines} - {0, model.engines}
-    found = []
-    for value in values:
-        step, sequence, prompt, transfer, delay = model.seconds
-        factor = value / model.engines
-        found.append(
-            replace(model, engines=value, seconds=(step, sequence * factor, prompt * factor, transfer, delay))
-        )
+def _neighbours(model: EngineModel, most: int) -> list[EngineModel]:
+    """Return similar structures: with other limits on prompts, or on sequences up to ``most``."""
+    values = {model.prompts * factor for factor in (0.5, 0.7, 1.4, 2.0)}
+    values = {float(round(value)) if value > 1.2 else value for value in values} - {model.prompts}
+    found = [replace(model, prompts=value) for value in values]
+    if not model.pair:
+        own = model.slots if model.slots < math.inf else max(most // model.engines, 1) + 1.0
+        found += [replace(model, slots=slots) for slots in (own - 1, own - 2, math.inf) if slots >= 1]
     return found
+
+
+def _varied(model: EngineModel, rng: np.random.Generator) -> EngineModel:
+    """Return the structure with slightly different times."""
+    factors = np.exp(VARIATION * rng.standard_normal(len(model.seconds)))
+    return replace(model, seconds=(*(np.array(model.seconds) * factors).tolist(),))
 
 
 def _most_decoding(trial: TrialRequests) -> int:
@@ -338,56 +326,3 @@ def _most_decoding(trial: TrialRequests) -> int:
     last = np.sort(trial.last_s[~np.isnan(trial.last_s)])
     present = np.arange(1, len(first) + 1) - np.searchsorted(last, first, "right")
     return int(present.max(initial=1))
-
-
-def counted_engine(trials: Sequence[TrialRequests], decode: Decode) -> EngineModel:
-    """Return one engine by the fitted decode steps, the lowest TTFT, and the number of simultaneous first
-    tokens with a backlog: for loads on which no simulation reproduces each request."""
-    lowest_s = min(
-        float(np.nanmin(each.first_s - each.arrived_s)) for each in trials if (~np.isnan(each.first_s)).any()
-    )
-    chunks = max(1, round((lowest_s - decode.prefill_s) / decode.alone_s))
-    delay_s = max(lowest_s - chunks * decode.alone_s - decode.prefill_s, 0.0)
-    found = [_full_steps(trial, decode, delay_s) for trial in trials]
-    prompts, steps, present = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    each, slots = 1.0 / chunks if chunks > 1 else ANY, math.inf
-    if len(prompts) >= FULL_STEPS:
-        most = float(np.sort(present)[-CROWDED])
-        crowded = present >= most - 1.0
-        taken = float((prompts[crowded] / steps[crowded]).mean())
-        if (~crowded).sum() >= FULL_STEPS:
-            each = float(prompts[~crowded].sum() / steps[~crowded].sum())
-            limited = taken < 0.8 * each
-        else:
-            limited = taken < 0.8 / chunks
-        if limited:
-            slots = most
-        else:
-            each = float(prompts.sum() / steps.sum())
-    return EngineModel(False, 1, each, slots, _seconds_of(decode, delay_s), noise=(np.ones(1), decode.noise))
-
-
-def _seconds_of(decode: Decode, delay_s: float) -> Times:
-    return max(decode.alone_s - decode.each_s, LEAST), decode.each_s, decode.prefill_s, 0.0, delay_s
-
-
-def _full_steps(
-    trial: TrialRequests, decode: Decode, delay_s: float
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Return size, steps and running sequences of each group of simultaneous first tokens with a backlog."""
-    first = np.sort(trial.first_s[~np.isnan(trial.first_s)]) - delay_s
-    last = np.sort(trial.last_s[~np.isnan(trial.last_s)]) - delay_s
-    if len(first) < 3:
-        return np.empty(0), np.empty(0), np.empty(0)
-    begins = np.flatnonzero(np.diff(first, prepend=-math.inf) > 0.3 * decode.alone_s)
-    sizes = np.diff(np.append(begins, len(first))).astype(np.float64)
-    ends = first[begins]
-    given = np.append(begins[1:], len(first))
-    before = np.append(0.0, ends[:-1])
-    running = given - np.searchsorted(last, ends - 0.5 * decode.alone_s, "right")
-    waited = np.searchsorted(trial.arrived_s, before, "right") - begins
-    seconds = np.diff(ends, prepend=0.0)
-    step_s = decode.alone_s + decode.each_s * np.maximum(running - sizes, 0.0)
-    steps = np.maximum(np.round((seconds - decode.prefill_s * sizes) / step_s), 1.0)
-    full = (waited > sizes) & (np.arange(len(sizes)) > 0)
-    return sizes[full], steps[full], running[full].astype(np.float64)

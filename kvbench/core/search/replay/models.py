@@ -351,7 +351,8 @@ def log_likelihood(work: FloatArray, resolution: float) -> float:
         density = np.convolve(histogram, kernel, "full")[reach : reach + bins] / count
     places = np.clip(((logs - low) / step).astype(np.int64), 0, bins - 1)
     others = np.maximum(density[places] - float(kernel.max()) / count, 0.02 / count)
-    return float((np.log(others) - logs).sum()) - IMPOSSIBLE * impossible
+    coarse = np.maximum(logs, math.log(resolution / width))  # no finer than the resolution
+    return float((np.log(others) - coarse).sum()) - IMPOSSIBLE * impossible
 
 
 def error_between(candidate: Candidate) -> float:

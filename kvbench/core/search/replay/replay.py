@@ -20,7 +20,6 @@ import numpy as np
 from kvbench.core.search.posterior.posterior import GRID, RateEstimate
 from kvbench.core.search.replay.engines import (
     LARGEST,
-    counted_engine,
     engine_model,
     engine_objections,
 )
@@ -56,13 +55,15 @@ ENOUGH: Final = 5e-5
 BOOTSTRAPS: Final = 24
 MODELS: Final = 3
 """Largest number of families to average."""
-EXACT: Final = 0.08
+EXACT: Final = 0.12
 """Mean error of the latencies, as a share, up to which engines in steps alone explain the trials: they
 predict each request; a queue with random work predicts only how many are late."""
 EVEN: Final = 0.02
 CLEARLY: Final = 0.7
 """Engines in steps are considered where the best queue of equal requests has a larger error than the first,
 and theirs is below the second share of it."""
+PHASES: Final = 0.25
+"""Relative error of their rate, as a share of that error: most of it is that steps begin at other times."""
 DISCREPANCY: Final = 0.02
 """Relative error of the rate that a model may have and no check shows (standard deviation), divided by the
 square root of the number of trials near the rate: each could have shown it."""
@@ -288,8 +289,6 @@ def replayed(trials: tuple[TrialRequests, ...], objective: Objective) -> ReplayR
         )
         objections = tuple(work_objections(trials, candidate, model))
         roots.append(_root(trials, objective, model, load, objections, error_between(candidate)))
-    if all(root.objections for root in roots) and decode is not None:
-        roots.append(_root(trials, objective, counted_engine(trials, decode), load))
     good = tuple(root for root in roots if not root.objections)
     if good:
         return ReplayResult(good, *seen)
@@ -306,10 +305,10 @@ def _stepwise(
     """Return the rate by engines in steps; None if they don't reproduce the requests, or not clearly better
     than a queue of equal requests."""
     even = min(_even_error(trials, each) for each in found)
-    model = engine_model(trials) if even >= EVEN else None
-    if model is None or model.error > min(EXACT, CLEARLY * even):
+    model = engine_model(trials, min(EXACT, CLEARLY * even)) if even >= EVEN else None
+    if model is None:
         return None
-    return _root(trials, objective, model, load, engine_objections(trials, model))
+    return _root(trials, objective, model, load, engine_objections(trials, model), PHASES * model.error)
 
 
 def _even_error(trials: Sequence[TrialRequests], candidate: Candidate) -> float:
@@ -382,6 +381,8 @@ class TrialReplay:
     """A trial's figures (``_figures``), and mean and standard deviation of its replays' figures."""
 
     trial: TrialRequests
+    model: Model
+    objective: Objective
     seen: FloatArray
     mean: FloatArray
     deviation: FloatArray
@@ -393,26 +394,30 @@ class TrialReplay:
 
     @property
     def better(self) -> bool:
-        """Whether the trial's score is better than that of its replays, beyond chance."""
+        """Whether the trial's score is better than the replays', beyond chance and ``DISCREPANCY``."""
+        return self._exceeds and _replay(self.trial, self.model, self.objective, 1 + 2 * DISCREPANCY)._exceeds
+
+    @property
+    def _exceeds(self) -> bool:
         return bool(self.seen[0] > self.mean[0] + 0.05 + 3 * self.deviation[0])
 
 
 def _replays(trials: Sequence[TrialRequests], objective: Objective, model: Model) -> list[TrialReplay]:
     """Replay each trial that has enough requests to judge."""
-    rng = np.random.default_rng(21)
-    found = []
-    for trial in trials:
-        part = judged_part(trial, objective)
-        if part.sum() < FEWEST / 2:
-            continue
-        shown = []
-        for _ in range(REPLAYS):
-            times = model.times(trial.arrived_s, trial.tokens, rng.random((2, len(trial))))
-            shown.append(_figures(objective, _cut(times, trial), part))
-        seen = Latencies.of(trial.arrived_s, trial.first_s, trial.last_s, trial.tokens)
-        mean, deviation = np.mean(shown, axis=0), np.std(shown, axis=0)
-        found.append(TrialReplay(trial, _figures(objective, seen, part), mean, deviation))
-    return found
+    judged = (each for each in trials if judged_part(each, objective).sum() >= FEWEST / 2)
+    return [_replay(each, model, objective) for each in judged]
+
+
+def _replay(trial: TrialRequests, model: Model, objective: Objective, slower: float = 1.0) -> TrialReplay:
+    """Replay a trial at its rate divided by ``slower``."""
+    rng, part = np.random.default_rng(21), judged_part(trial, objective)
+    shown = []
+    for _ in range(REPLAYS):
+        times = model.times(slower * trial.arrived_s, trial.tokens, rng.random((2, len(trial))))
+        shown.append(_figures(objective, _cut(times, trial), part))
+    seen = Latencies.of(trial.arrived_s, trial.first_s, trial.last_s, trial.tokens)
+    mean, deviation = np.mean(shown, axis=0), np.std(shown, axis=0)
+    return TrialReplay(trial, model, objective, _figures(objective, seen, part), mean, deviation)
 
 
 def _near(replays: Sequence[TrialReplay], rate: float, slope: float, tolerated: float) -> NearTrials:
