@@ -100,7 +100,8 @@ class RateSearch:
     def _least_s(self, probe: Probe) -> float:
         """Return the minimum length in seconds: enough to judge the SLO, if the time left allows it."""
         left_s, usual_s = self.limits.seconds_left, requests_s(probe.rate)
-        judged_s = JUDGED / max(1.0 - self.limits.attainment, 1e-6) / probe.rate
+        allowed = 1.0 - self.limits.attainment
+        judged_s = JUDGED / allowed / probe.rate if allowed > 0 else 0.0
         least_s = max(probe.least_s, judged_s if judged_s > usual_s else 0.0)
         if left_s == math.inf:
             return least_s

@@ -61,6 +61,13 @@ def test_the_way_of_a_cold_start() -> None:
     assert answer.confirmed
 
 
+def test_a_trial_has_enough_requests_to_judge_the_slo() -> None:
+    for attainment, least in ((0.9, 0.0), (0.999, 1300.0), (1.0, 0.0)):
+        probe = RateSearch(SearchLimits(8, 0.5, 512, attainment=attainment)).ask()
+        assert probe is not None
+        assert probe.least_s * probe.rate == pytest.approx(least)
+
+
 def test_a_good_hint_costs_few_trials() -> None:
     search = RateSearch(SearchLimits(8, 0.5, 512, 0.1), Hint(19))
     answer = run(search, threshold(20))
