@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, Literal, Protocol
 
 import numpy as np
@@ -22,11 +22,14 @@ BLOCKS: Final = 8
 """Number of parts of a trial that a bootstrap draws: successive requests are correlated."""
 
 
+Kind = Literal["fifo", "sharing"]
+
+
 @dataclass(frozen=True)
 class QueueFamily:
     """How first tokens are served: in order by ``servers``, or sharing them; after a fixed ``delay_s``."""
 
-    kind: Literal["fifo", "sharing"]
+    kind: Kind
     servers: float
     delay_s: float = 0.0
 
@@ -216,10 +219,11 @@ SERVERS: Final = (
     *range(1, ADJACENT + 1),
     *sorted({round(ADJACENT * 1.06**step) for step in range(1, 37)}),
 )
-"""Numbers of servers to try first; those next to the most likely one from the first number on follow."""
+SHARING: Final = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Numbers of servers to try first; those next to the most likely one, of servers in order from ``ADJACENT``
+on, follow."""
 DELAYED: Final = 4
 """This many of the lowest and of the most likely numbers of servers are also tried with a fixed delay."""
-SHARING: Final = (1, 2, 4, 8, 16)
 NATS: Final = 12.0
 """Largest distance of a family's log-likelihood from the best one's."""
 IMPOSSIBLE: Final = 12.0
@@ -248,23 +252,32 @@ def candidates(trials: Sequence[TrialRequests]) -> list[Candidate]:
     if not lowest_s > 0:
         return []
     most = max(1.5 * max(_most_present(trial) for trial in trials), 1.0)
-    found = [
-        _candidate(trials, QueueFamily("sharing", count), lowest_s) for count in SHARING if count <= most
-    ]
-    at_once = {
-        count: _candidate(trials, QueueFamily("fifo", count), lowest_s) for count in SERVERS if count <= most
-    }
-    while tried := sorted(each for each in at_once if each >= ADJACENT):
-        place = tried.index(_likeliest({each: at_once[each] for each in tried})[0])
+
+    def of(kind: Kind, servers: int) -> Candidate | None:
+        return _candidate(trials, QueueFamily(kind, servers), lowest_s)
+
+    sharing = _by_servers(partial(of, "sharing"), SHARING, 1, most)
+    at_once = _by_servers(partial(of, "fifo"), SERVERS, ADJACENT, most)
+    found = [*sharing.values(), *at_once.values()]
+    for count in {*_likeliest(at_once)[:DELAYED], *(each for each in at_once if each <= DELAYED)}:
+        found += _delayed(trials, count, lowest_s)
+    return sorted((each for each in found if each is not None), key=lambda each: -each.log_likelihood)
+
+
+def _by_servers(
+    candidate: Callable[[int], Candidate | None], counts: Sequence[int], least: int, most: float
+) -> dict[int, Candidate | None]:
+    """Return candidates of these numbers of servers up to ``most``, and of those next to the most likely
+    number from ``least`` on."""
+    found = {count: candidate(count) for count in counts if count <= most}
+    while tried := sorted(each for each in found if each >= least):
+        place = tried.index(_likeliest({each: found[each] for each in tried})[0])
         gaps = zip(tried[max(place - 1, 0) : place + 1], tried[place : place + 2], strict=False)
         between = {(low + high) // 2 for low, high in gaps if high - low > 1}
         if not between:
             break
-        at_once.update({count: _candidate(trials, QueueFamily("fifo", count), lowest_s) for count in between})
-    found += at_once.values()
-    for count in {*_likeliest(at_once)[:DELAYED], *(each for each in at_once if each <= DELAYED)}:
-        found += _delayed(trials, count, lowest_s)
-    return sorted((each for each in found if each is not None), key=lambda each: -each.log_likelihood)
+        found.update({count: candidate(count) for count in between})
+    return found
 
 
 def _likeliest(found: Mapping[int, Candidate | None]) -> list[int]:

@@ -184,10 +184,15 @@ def test_a_fixed_part_of_the_latency_is_not_taken_for_work() -> None:
     assert models(found) == ("1 server in order of arrival, 200 ms fixed",)
 
 
-def test_requests_that_share_a_server_are_told_from_those_in_a_line() -> None:
-    shared: Server = lambda arrived, rng: queues.shared(arrived, rng.exponential(0.06, len(arrived)), 1)  # noqa: E731
-    found = asked(replayed((trial(shared, 8.0, 300, 4),), TTFT_300))
-    assert models(found) == ("1 server, shared evenly",)
+@pytest.mark.parametrize(
+    ("servers", "text"), [(1, "1 server, shared evenly"), (28, "28 servers, shared evenly")]
+)
+def test_requests_that_share_a_server_are_told_from_those_in_a_line(servers: int, text: str) -> None:
+    def shared(arrived: FloatArray, rng: np.random.Generator) -> FloatArray:
+        return queues.shared(arrived, servers * rng.uniform(0.05, 0.07, len(arrived)), servers)
+
+    found = asked(replayed((trial(shared, 8.0, 300, 4), trial(shared, 20.0, 60, 5)), TTFT_300))
+    assert models(found)[0] == text
 
 
 def test_a_trial_that_was_stopped_tells_as_much_as_it_has() -> None:
