@@ -161,7 +161,7 @@ def _compared(one: Row, other: Row) -> RatePair:
     counts = (1, 1) if unit is None else (one.size.count(unit), other.size.count(unit))
     pair = pair if unit is None else replace(pair, counts=counts)
     unconverged = tuple(row.name for row in (one, other) if not row.answer.sure)
-    if one.answer.orders and other.answer.orders:
+    if one.answer.comparable and other.answer.comparable:
         found = _with_ratio(pair, one, other, counts[0] or 0, counts[1] or 0)
         if found.ratio is not None or not unconverged:
             return found

@@ -92,7 +92,7 @@ class Answer:
     mark_reason: str = ""
 
     @property
-    def orders(self) -> bool:
+    def comparable(self) -> bool:
         """Whether the answer may be compared with others."""
         return self.sure or (self.exhausted and self.outcome == "found" and bool(self.posterior))
 

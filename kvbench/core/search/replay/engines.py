@@ -36,7 +36,7 @@ SAMPLE: Final = 800
 """Requests that the structures are compared on."""
 FINE: Final = 250
 REFIT: Final = 40
-"""Largest number of simulations of a fit: of one of the best structures, of a bootstrap."""
+"""Largest number of simulations of a fit: of one of the best structures; of a similar one, or a bootstrap."""
 ROUNDS: Final = ((20, 16), (60, 4), (FINE, 1))
 """Rounds in which structures are compared: simulations of each structure, structures to keep."""
 MOVES: Final = 4
