@@ -257,7 +257,7 @@ class CellRunner(CellWork):
         )
         searches = {}
         for tier, slo in self._scenario.slo.by_tier().items():
-            own = replace(limits, attainment=min(slo.shares))
+            own = replace(limits, attainment=max(slo.shares))
             # Saturation gives no rate of sessions, as their turns wait for each other.
             ceiling = CEILING and self._scenario.workload.sessions is None
             objective = Objective.of(slo.all_criteria()) if self._replayable(method) else None

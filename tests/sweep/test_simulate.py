@@ -277,6 +277,15 @@ def test_shared_blocks_of_a_trace_hash_alike_as_far_as_they_are_shared() -> None
     assert len(set(one)) == 75
 
 
+def test_trials_have_enough_requests_for_the_strictest_of_several_limits(tmp_path: Path) -> None:
+    slo = ("--slo", "ttft_ms p50 <= 100", "--slo", "ttft_ms p99.9 <= 400")
+    words = ("quickstart", "--connector", "nixl", "--input-len", "256", "--output", str(tmp_path), *slo)
+    invoke("simulate", *words, sets=("search.max_trial_s=null",)).succeeded()
+    searched = [each for each in the_run(tmp_path).trials if each.purpose != "ceiling"]
+    assert searched
+    assert all(each.verdict != "invalid" for each in searched)
+
+
 # -- splits --------------------------------------------------------------------------------------------
 def test_splits_are_read_and_refused() -> None:
     assert wanted_splits(Choice("1:1, 2:1,1:1")) == [Split(1, 1), Split(2, 1)]

@@ -46,7 +46,7 @@ CEILING_SHARE: Final = 0.9
 HALF_FROM_S: Final = 20.0
 """Trial length in seconds from which a trial takes at most half of a budget: one alone confirms nothing."""
 JUDGED: Final = 1.3
-"""Requests of a trial that the SLO allows to miss: of fewer than one, the gates judge no share."""
+"""Minimum number of misses that the SLO allows in a trial: with fewer than one, gates refuse the trial."""
 FORESEEN_AFTER: Final = 3 / 8
 """Share of its trials after which a search forecasts whether it converges; earlier forecasts fail, since the
 system's variation is unknown."""

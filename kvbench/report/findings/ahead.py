@@ -1,8 +1,8 @@
 """Comparison of searched rates by rule, and a run's answer in a sentence or two.
 
 Two rates are ordered only if the posteriors of two searches put one above the other with probability AHEAD.
-A search that its trials or its time ended takes part with its wider interval; one with invalid trials does
-not. The rates count as independent, which is cautious: connectors at one length have the same
+A search that used all trials or all of its time takes part with its wider interval; one that invalid trials
+ended does not. The rates count as independent, which is cautious: connectors at one length have the same
 arrivals (``TrialPlan.seed``), so their errors are alike in part. With unequal numbers of engines (or GPUs, if
 known) the rates per engine are compared."""
 

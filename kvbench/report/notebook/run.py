@@ -385,8 +385,8 @@ class Comparison:
 def compare(*members: Run | Path | str, by: str = "", force: bool = False) -> Comparison:
     """Compare the connectors of one run, or several runs; of two microbenchmarks the common cases.
 
-    Two searched rates are ordered only if one is higher with a probability of 95 % and neither search ended
-    for invalid trials; two loads only if they were alike and their ratio has an interval. ``by``: compared
+    Two searched rates are ordered only if one is higher with a probability of 95 % and invalid trials
+    ended neither search; two loads only if they were alike and their ratio has an interval. ``by``: compared
     axis (connector, nics, protocol, tp, run, …). Raises InputError for runs that are not comparable (another
     model, SLO or workload) unless ``force``."""
     loaded = [load(member) for member in members]

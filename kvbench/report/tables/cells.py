@@ -175,9 +175,9 @@ def megabytes(row: Row) -> str:
 WHY_AHEAD: Final = (
     f"A connector is ahead only if its rate is higher with a probability of at least {AHEAD:.0%}, computed "
     "from all trials of both searches. A search that did not converge (?) takes part with its wider "
-    "interval, unless trials were invalid. Brackets show the 90 % interval of the ratio. The interval does "
-    "not cover the variation between repeated runs. Rates with unequal numbers of GPUs (engines, if GPUs "
-    "are unknown) are compared per GPU."
+    "interval, unless invalid trials ended it. Brackets show the 90 % interval of the ratio. The interval "
+    "does not cover the variation between repeated runs. Rates with unequal numbers of GPUs (engines, if "
+    "GPUs are unknown) are compared per GPU."
 )
 WHICH_TRIAL: Final = (
     "Milliseconds in the trial with the highest rate that met the SLO, at or below the result; `rate` is "

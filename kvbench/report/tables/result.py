@@ -80,7 +80,7 @@ class Answer:
     sure: bool = True
     """Whether the search finished: a trial at that rate was met."""
     exhausted: bool = False
-    """Whether its trials or its time ended it; its interval is wider than wanted, but holds."""
+    """Whether the search used all trials or all of its time: the interval is valid, but too wide."""
     level: float | None = None
     """Probability that the interval contains the rate."""
     posterior: tuple[float, ...] = ()

@@ -8,7 +8,7 @@ structure with the smallest error is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final
@@ -27,11 +27,11 @@ GAP: Final = 20.0
 ENGINES: Final = (1, 2, 4)
 PROMPTS: Final = (0.5, 1.0, 2.0, 4.0, 16.0)
 """Numbers of equal engines behind one router, and limits on prompts per step (below 1: chunked prefill), with
-which the fits begin; values near the best ones follow."""
+which the fits begin; ``_neighbours`` of the best ones follow."""
 STARTS: Final = ((0.05, 0.9, 0.02), (0.05, 0.4, 0.02), (0.4, 0.2, 0.02), (0.05, 0.1, 0.5))
 """Shares of the lowest TTFT: step, prompt and transfer of a model to begin a fit with."""
 SHARES: Final = (0.95, 0.8, 0.5, 0.2)
-"""Shares of the prompt in the lowest TTFT without the steps: the rest is delay."""
+"""Shares of prompt time in the lowest TTFT without its steps, to begin a fit with; the rest is delay."""
 SAMPLE: Final = 800
 """Requests that the structures are compared on."""
 FINE: Final = 250
@@ -43,10 +43,11 @@ MOVES: Final = 4
 """Number of times that structures similar to the best one are fitted."""
 VARIED: Final = 4
 VARIATION: Final = 0.02
-"""Number of variations of its times then, and the standard deviation of their logarithms: the times at which
-steps begin make many local optima."""
+"""Number of fits that then begin with other times of the best structure, and the standard deviation of these
+times' logarithms: the error has many local minima, since steps begin at other times."""
 HOPELESS: Final = 2.0
-"""Error of the structures, as a multiple of the allowed one, from which none is fitted to all requests."""
+"""Largest error on the sample, as a multiple of the allowed one: beyond it no structure is fitted to all
+requests."""
 WARM_UP: Final = 5
 """First requests of a trial that are not compared: the simulation starts from an empty system."""
 LARGEST: Final = 1.0
@@ -189,7 +190,7 @@ def engine_model(trials: tuple[TrialRequests, ...], most_error: float = LARGEST)
         return None
     sample = JoinedTrials.of(trials, max(SAMPLE // len(trials), 60))
     most = max(map(_most_decoding, trials))
-    best = _likeliest(list(_starts(float(load.ttft_s.min()), decode, most)), sample)
+    best = _likeliest(_starts(float(load.ttft_s.min()), decode, most), sample)
     if best.error > HOPELESS * most_error:
         return None
     best = _fitted(best, load, FINE)
@@ -203,11 +204,12 @@ def engine_model(trials: tuple[TrialRequests, ...], most_error: float = LARGEST)
     return replace(best, noise=(np.sort(1 / simulated), np.sort(1 / decoded) if len(decoded) else np.ones(1)))
 
 
-def _likeliest(models: Sequence[EngineModel], load: JoinedTrials) -> EngineModel:
+def _likeliest(models: Iterable[EngineModel], load: JoinedTrials) -> EngineModel:
     """Return the model with the smallest error, after ``ROUNDS`` of fits."""
+    left = list(models)
     for simulations, kept in ROUNDS:
-        models = sorted((_fitted(model, load, simulations) for model in models), key=_error)[:kept]
-    return models[0]
+        left = sorted((_fitted(model, load, simulations) for model in left), key=_error)[:kept]
+    return left[0]
 
 
 def engine_objections(trials: Sequence[TrialRequests], model: EngineModel) -> tuple[str, ...]:
@@ -305,10 +307,16 @@ def _error(model: EngineModel) -> float:
 
 
 def _neighbours(model: EngineModel, most: int) -> list[EngineModel]:
-    """Return similar structures: with other limits on prompts, or on sequences up to ``most``."""
+    """Return similar structures: other limits on prompts, numbers of engines, or limits on sequences up to
+    ``most``."""
     values = {model.prompts * factor for factor in (0.5, 0.7, 1.4, 2.0)}
     values = {float(round(value)) if value > 1.2 else value for value in values} - {model.prompts}
     found = [replace(model, prompts=value) for value in values]
+    step, sequence, prompt, transfer, delay = model.seconds
+    for engines in {model.engines + 1, max(model.engines - 1, 1), 2 * model.engines} - {model.engines}:
+        factor = engines / model.engines
+        times = (step, sequence * factor, prompt * factor, transfer, delay)
+        found.append(replace(model, engines=engines, seconds=times))
     if not model.pair:
         own = model.slots if model.slots < math.inf else max(most // model.engines, 1) + 1.0
         found += [replace(model, slots=slots) for slots in (own - 1, own - 2, math.inf) if slots >= 1]

@@ -220,8 +220,8 @@ SERVERS: Final = (
     *sorted({round(ADJACENT * 1.06**step) for step in range(1, 37)}),
 )
 SHARING: Final = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Numbers of servers to try first; those next to the most likely one, of servers in order from ``ADJACENT``
-on, follow."""
+"""Numbers of servers to try first. Those next to the most likely one follow; of servers that work in order of
+arrival, only from ``ADJACENT`` on."""
 DELAYED: Final = 4
 """This many of the lowest and of the most likely numbers of servers are also tried with a fixed delay."""
 NATS: Final = 12.0

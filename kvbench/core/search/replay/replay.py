@@ -18,11 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvbench.core.search.posterior.posterior import GRID, RateEstimate
-from kvbench.core.search.replay.engines import (
-    LARGEST,
-    engine_model,
-    engine_objections,
-)
+from kvbench.core.search.replay.engines import LARGEST, engine_model, engine_objections
 from kvbench.core.search.replay.models import (
     FEWEST,
     NATS,
@@ -63,7 +59,8 @@ CLEARLY: Final = 0.7
 """Engines in steps are considered where the best queue of equal requests has a larger error than the first,
 and theirs is below the second share of it."""
 PHASES: Final = 0.25
-"""Relative error of their rate, as a share of that error: most of it is that steps begin at other times."""
+"""Relative error of the rate by engines in steps, as a share of the latencies' mean error: the times at which
+steps begin cause most of the latter."""
 DISCREPANCY: Final = 0.02
 """Relative error of the rate that a model may have and no check shows (standard deviation), divided by the
 square root of the number of trials near the rate: each could have shown it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -45,6 +46,16 @@ def test_the_structure_of_engines_predicts_other_trials(model: EngineModel, rate
     for simulated, true in ((first, other.first_s), (last, other.last_s)):
         waits = (np.quantile(times - other.arrived_s, (0.5, 0.9)) for times in (simulated, true))
         assert next(waits) == pytest.approx(next(waits), rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("base", "count", "rate"), [(TWO, 3, 37.0), (TWO, 5, 37.0), (TWO, 8, 37.0), (PAIR, 3, 66.0)]
+)
+def test_any_number_of_engines_is_found(base: EngineModel, count: int, rate: float) -> None:
+    times = (*base.seconds[:3], base.seconds[3] / count, base.seconds[4])
+    model = dataclasses.replace(base, engines=count, seconds=times)
+    found = engine_model((trial(model, 0.8 * rate * count, 0), trial(model, rate * count, 1)))
+    assert (found.pair, found.engines) == (base.pair, count)
 
 
 def test_a_limit_on_prompts_of_a_step_is_found_where_it_matters() -> None:
