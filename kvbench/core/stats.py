@@ -214,6 +214,15 @@ def sectioned(values: FloatArray, sections: int, share: float | None) -> tuple[f
     return whole, math.sqrt(spread / (sections - 1) / sections * (1 + alike) / (1 - alike))
 
 
+def variance_between(values: FloatArray, variances: FloatArray) -> float:
+    """Return the variance of values beyond their own variances (DerSimonian and Laird 1986)."""
+    if len(values) < 2:
+        return 0.0
+    weights = 1 / variances
+    scatter = float((weights * (values - np.average(values, weights=weights)) ** 2).sum())
+    return max(scatter - len(values) + 1, 0.0) / float(weights.sum() - (weights**2).sum() / weights.sum())
+
+
 def design_effect(flags: FloatArray, sections: int) -> float:
     """Return the effective number of neighbours per independent flag, at least 1."""
     n = len(flags) // sections * sections

@@ -105,8 +105,11 @@ class TrialHistory:
 
     @cached_property
     def points(self) -> list[RatePoint]:
-        target = self.limits.attainment
-        return [point for each in self.binding if (point := point_of(each, target)) is not None]
+        """Evidence of each trial, without capacities that a full-length trial exceeded: some systems complete
+        fewer requests when they are overloaded."""
+        found = [point_of(each, self.limits.attainment) for each in self.binding]
+        met = max((each.rate for each in self.tried if each.verdict == "met" and each.thorough), default=0.0)
+        return [replace(each, capacity=each.capacity_above(met)) for each in found if each is not None]
 
     @cached_property
     def waiting(self) -> Waiting:

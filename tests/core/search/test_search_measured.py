@@ -481,3 +481,22 @@ def test_a_trial_of_which_nothing_came_back_leads_down() -> None:
         probe = search.ask()
         assert 10 <= probe.rate < first.rate
         search.tell(probe.rate, "undecided", TrialFigures(duration_s=200))
+
+
+def test_a_capacity_that_trials_exceeded_is_left_out() -> None:
+    """Servers that share their work complete little of a burst: none of its requests ends early."""
+    some_late = TrialFigures(
+        0.973, n=1200, effective_n=1000, target=0.95, score=0.3, score_error=0.1, duration_s=40.0,
+        ttft_limit_s=1.0, ttft_s=0.7, ttft_fast_s=0.1,
+    )  # fmt: skip
+    search = RateSearch(LIMITS, ceiling=True)
+    search.ask()
+    search.tell(512, "undecided", TrialFigures(completion_rate=40.0))
+    asked = []
+    for _ in range(5):
+        probe = search.ask()
+        assert probe is not None
+        asked.append(probe.rate)
+        search.tell(probe.rate, "met", some_late)
+    assert asked[0] == 36
+    assert asked[-1] > 80

@@ -51,6 +51,11 @@ class RatePoint:
     capacity_n: float = 0.0
     cut: bool = False
 
+    def capacity_above(self, met: float) -> float | None:
+        """Return the capacity, or None if it is below a rate that was met by more than its standard error."""
+        known = self.capacity is not None and self.capacity + self.capacity_error >= met
+        return self.capacity if known else None
+
 
 @dataclass(frozen=True)
 class Waiting:

@@ -8,9 +8,10 @@ structure with the smallest error is kept.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
@@ -28,17 +29,14 @@ ENGINES: Final = (1, 2, 4)
 PROMPTS: Final = (0.5, 1.0, 2.0, 4.0, 16.0)
 """Numbers of equal engines behind one router, and limits on prompts per step (below 1: chunked prefill), with
 which the fits begin; ``_neighbours`` of the best ones follow."""
-STARTS: Final = ((0.05, 0.9, 0.02), (0.05, 0.4, 0.02), (0.4, 0.2, 0.02), (0.05, 0.1, 0.5))
-"""Shares of the lowest TTFT: step, prompt and transfer of a model to begin a fit with."""
+STEP, TRANSFER = 0.05, 0.02
+"""Shares of the lowest TTFT that a step and a transfer of a pair take, to begin a fit with."""
 SHARES: Final = (0.95, 0.8, 0.5, 0.2)
 """Shares of prompt time in the lowest TTFT without its steps, to begin a fit with; the rest is delay."""
-SAMPLE: Final = 800
-"""Requests that the structures are compared on."""
-FINE: Final = 250
-REFIT: Final = 40
-"""Largest number of simulations of a fit: of one of the best structures; of a similar one, or a bootstrap."""
-ROUNDS: Final = ((20, 16), (60, 4), (FINE, 1))
-"""Rounds in which structures are compared: simulations of each structure, structures to keep."""
+SAMPLE, MOST = 800, 8000
+"""Requests of all trials that the first structures are compared on, and the best ones."""
+ROUGH, KEPT, FINE = 20, 8, 100
+"""Simulations of a first fit; structures to keep; simulations of a further fit, at most."""
 MOVES: Final = 4
 """Number of times that structures similar to the best one are fitted."""
 VARIED: Final = 4
@@ -48,8 +46,6 @@ times' logarithms: the error has many local minima, since steps begin at other t
 HOPELESS: Final = 2.0
 """Largest error on the sample, as a multiple of the allowed one: beyond it no structure is fitted to all
 requests."""
-WARM_UP: Final = 5
-"""First requests of a trial that are not compared: the simulation starts from an empty system."""
 LARGEST: Final = 1.0
 """Largest error that one request contributes (difference of logarithms)."""
 DIFFERENCE: Final = 0.03
@@ -116,8 +112,8 @@ class EngineModel:
 
     def resampled(self, trials: Sequence[TrialRequests], rng: np.random.Generator) -> EngineModel:
         """Fit it again to parts of the trials drawn with replacement."""
-        load = JoinedTrials.of(trials)
-        return _fitted(self, load, REFIT, blocks(trials, rng)[load.part])
+        load = JoinedTrials.of(trials, MOST)
+        return _fitted(self, load, FINE, blocks(trials, rng)[load.part])
 
     def played(
         self, arrived_s: FloatArray, tokens: FloatArray, turn: IntArray
@@ -154,7 +150,8 @@ class JoinedTrials:
 
     @classmethod
     def of(cls, trials: Sequence[TrialRequests], most: int = 10**9) -> JoinedTrials:
-        """Join the first ``most`` requests of each trial."""
+        """Join the trials, of each the first part if all have more than ``most`` requests together."""
+        most = max(most // len(trials), 60)
         columns: list[tuple[npt.NDArray[Any], ...]] = []
         now_s = 0.0
         for number, trial in enumerate(trials):
@@ -162,7 +159,6 @@ class JoinedTrials:
             part = number * BLOCKS + turn * BLOCKS // max(len(turn), 1)
             kept = slice(0, len(turn))
             ttft_s = trial.first_s[kept] - trial.arrived_s[kept]
-            ttft_s = np.where(turn < WARM_UP, math.nan, ttft_s)
             rest_s = np.where(trial.tokens[kept] > 0, trial.last_s[kept] - trial.first_s[kept], math.nan)
             columns.append((trial.arrived_s[kept] + now_s, trial.tokens[kept], turn, part, ttft_s, rest_s))
             now_s += GAP * max(trial.end_s, 1.0)
@@ -185,31 +181,26 @@ def engine_model(trials: tuple[TrialRequests, ...], most_error: float = LARGEST)
     """Return the best fitting model, or None with a larger error, if too few first tokens were seen or if
     nothing is compiled. The last ones are kept: the tiers of an SLO ask for the same fit."""
     decode = Decode.fitted(trials)
-    load = JoinedTrials.of(trials)
+    load = JoinedTrials.of(trials, MOST)
     if len(load.begun) < FEWEST or not queues.COMPILED:  # Python alone would take minutes
         return None
-    sample = JoinedTrials.of(trials, max(SAMPLE // len(trials), 60))
+    sample = JoinedTrials.of(trials, SAMPLE)
     most = max(map(_most_decoding, trials))
-    best = _likeliest(_starts(float(load.ttft_s.min()), decode, most), sample)
+    starts = (_fitted(model, sample, ROUGH) for model in _starts(float(load.ttft_s.min()), decode, most))
+    best = min((_fitted(model, sample, FINE) for model in sorted(starts, key=_error)[:KEPT]), key=_error)
     if best.error > HOPELESS * most_error:
         return None
-    best = _fitted(best, load, FINE)
-    rng = np.random.default_rng(5)
+    best, rng = _fitted(best, load, FINE), np.random.default_rng(5)
     for _ in range(MOVES):
+        before = best.error
         others = (*_neighbours(best, most), *(_varied(best, rng) for _ in range(VARIED)))
-        best = min(best, *(_fitted(other, load, REFIT) for other in others), key=_error)
+        best = min(best, *(_fitted(other, load, FINE) for other in others), key=_error)
+        if best.error > (1 - ENOUGH) * before:
+            break
     if best.error > most_error:
         return None
     simulated, decoded = load.compared(best)
     return replace(best, noise=(np.sort(1 / simulated), np.sort(1 / decoded) if len(decoded) else np.ones(1)))
-
-
-def _likeliest(models: Iterable[EngineModel], load: JoinedTrials) -> EngineModel:
-    """Return the model with the smallest error, after ``ROUNDS`` of fits."""
-    left = list(models)
-    for simulations, kept in ROUNDS:
-        left = sorted((_fitted(model, load, simulations) for model in left), key=_error)[:kept]
-    return left[0]
 
 
 def engine_objections(trials: Sequence[TrialRequests], model: EngineModel) -> tuple[str, ...]:
@@ -230,23 +221,19 @@ def engine_objections(trials: Sequence[TrialRequests], model: EngineModel) -> tu
 
 def _starts(lowest_s: float, decode: Decode | None, most: int) -> Iterator[EngineModel]:
     """Yield models to begin the fits with, by the lowest TTFT, the decode steps, and the most sequences."""
-    alone_s, each_s = 0.0, 0.0
-    if decode is not None:
-        alone_s, each_s = decode.alone_s, max(decode.each_s, 0.01 * decode.alone_s)
-    for engines in ENGINES:
-        for prompts in PROMPTS:
-            for step, prompt, transfer in STARTS:
-                delay = 1.0 - step - prompt - transfer
-                separate = (step * lowest_s, 0.0, prompt * lowest_s, transfer * lowest_s, delay * lowest_s)
-                yield EngineModel(True, engines, prompts, math.inf, separate, (max(alone_s, LEAST), each_s))
-            if decode is not None:
-                step_s = max(alone_s - each_s, 0.1 * alone_s)
-                rest_s = max(lowest_s - step_s * math.ceil(1 / prompts), 0.02 * alone_s)
-                for share in SHARES:
-                    seconds = (step_s, each_s, share * rest_s, 0.0, (1.0 - share) * rest_s)
-                    yield EngineModel(False, engines, prompts, math.inf, seconds)
-                    if engines == 1:
-                        yield EngineModel(False, engines, prompts, float(most), seconds)
+    alone_s, each_s = (0.0, 0.0) if decode is None else (decode.alone_s, decode.each_s)
+    each_s = max(each_s, 0.01 * alone_s)
+    step_s, transfer_s = STEP * lowest_s, TRANSFER * lowest_s
+    decode_s = max(alone_s - each_s, 0.1 * alone_s)
+    for engines, prompts, share in product(ENGINES, PROMPTS, SHARES):
+        rest_s = lowest_s - step_s - transfer_s
+        times = (step_s, 0.0, share * rest_s, transfer_s, (1 - share) * rest_s)
+        yield EngineModel(True, engines, prompts, math.inf, times, (max(alone_s, LEAST), each_s))
+        if decode is not None:
+            rest_s = max(lowest_s - decode_s * math.ceil(1 / prompts), 0.02 * alone_s)
+            times = (decode_s, each_s, share * rest_s, 0.0, (1 - share) * rest_s)
+            for slots in {math.inf, float(most) if engines == 1 else math.inf}:
+                yield EngineModel(False, engines, prompts, slots, times)
 
 
 def _fitted(

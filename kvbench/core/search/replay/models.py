@@ -217,7 +217,7 @@ def judged_part(trial: TrialRequests, objective: Objective) -> BoolArray:
 ADJACENT: Final = 16
 SERVERS: Final = (
     *range(1, ADJACENT + 1),
-    *sorted({round(ADJACENT * 1.06**step) for step in range(1, 37)}),
+    *(round(ADJACENT * 1.12**step) for step in range(1, 19)),
 )
 SHARING: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 """Numbers of servers to try first. Those next to the most likely one follow; of servers that work in order of

@@ -33,11 +33,15 @@ from kvbench.core.search.replay.models import (
 )
 from kvbench.core.search.replay.queues import BoolArray, FloatArray
 from kvbench.core.search.trial_requests import FAR, Goal, Latencies, Objective, TrialRequests
+from kvbench.core.stats import variance_between
 
 LONG: Final = 100_000
 SHORT: Final = 24_000
 SHORTEST: Final = 12_000
 """Requests of the longest load, of one that shows how the root moves, and of one that finds it roughly."""
+FLAT, STEEP = 0.06, 12.5
+"""Slopes of the score over the rate's logarithm: below the first, the longest load decides, since a queue of
+many servers grows slowly; the second applies where even that one meets the SLO at the capacity."""
 SATURATING: Final = 3000
 """Requests of a load that arrives at once."""
 BISECTIONS: Final = 12
@@ -119,8 +123,8 @@ class Root:
 
     @property
     def error(self) -> float:
-        """Relative standard error of the rate."""
-        return math.hypot(self.sampling, self.between, self.near.error, self.near.discrepancy)
+        """Relative standard error of the rate, at most 1: nothing is known then."""
+        return min(math.hypot(self.sampling, self.between, self.near.error, self.near.discrepancy), 1.0)
 
     def after(self, growth: float, further: float) -> Root:
         """Forecast the same once all requests are ``growth`` times as many, by trials with ``further`` near
@@ -219,10 +223,19 @@ class UnitLoad:
         cut = Latencies(times.ttft_s[steady], times.tpot_s[steady], times.e2el_s[steady])
         return objective.worst(cut)
 
+    def capacity(self, model: Model) -> float:
+        """Return the highest rate of a model."""
+        return model.capacity(self.tokens[:SATURATING])
+
+    def slope(self, model: Model, objective: Objective, rate: float, count: int) -> float:
+        """Return by how much the score falls, divided by the relative change of the rate."""
+        below, above = (self.score(model, objective, rate * factor, count) for factor in (0.96, 1.04))
+        return max((below - above) / 0.08, 1e-3)
+
     def root(self, model: Model, objective: Objective) -> float:
         """Return the rate at which the SLO is just met, from a hundredth of the capacity: by bisection with a
         short load, then by secants with the longest (Illinois method)."""
-        top = math.log(model.capacity(self.tokens[:SATURATING]))
+        top = math.log(self.capacity(model))
         low, high = top - math.log(100), top
         for _ in range(BISECTIONS):
             rate = (low + high) / 2
@@ -280,10 +293,9 @@ def replayed(trials: tuple[TrialRequests, ...], objective: Objective) -> ReplayR
         return ReplayResult((stepwise,), *seen)
     roots = []
     for candidate in _distinct(found):
-        known = [np.maximum(work[~np.isnan(work)], 1e-9) for work in candidate.work]
-        model = QueueModel(
-            candidate.family, np.sort(np.concatenate(known)), decode if objective.needs_last else None
-        )
+        work = np.concatenate(candidate.work)
+        known = np.sort(np.maximum(work[~np.isnan(work)], 1e-9))
+        model = QueueModel(candidate.family, known, decode if objective.needs_last else None)
         objections = tuple(work_objections(trials, candidate, model))
         roots.append(_root(trials, objective, model, load, objections, error_between(candidate)))
     good = tuple(root for root in roots if not root.objections)
@@ -294,10 +306,7 @@ def replayed(trials: tuple[TrialRequests, ...], objective: Objective) -> ReplayR
 
 
 def _stepwise(
-    trials: tuple[TrialRequests, ...],
-    objective: Objective,
-    load: UnitLoad,
-    found: Sequence[Candidate],
+    trials: tuple[TrialRequests, ...], objective: Objective, load: UnitLoad, found: Sequence[Candidate]
 ) -> Root | None:
     """Return the rate by engines in steps; None if they don't reproduce the requests, or not clearly better
     than a queue of equal requests."""
@@ -339,9 +348,14 @@ def _root(
 ) -> Root:
     """Return the model's rate. ``between``: relative error by differences between trials."""
     rate = load.root(model, objective)
-    below, above = (load.score(model, objective, rate * factor, SHORT) for factor in (0.96, 1.04))
-    slope = max((below - above) / 0.08, 1e-3)
-    spread = _bootstrap(trials, objective, model, load, rate, slope)
+    count, slope = SHORT, load.slope(model, objective, rate, SHORT)
+    if slope < FLAT:
+        count, slope = model.longest, load.slope(model, objective, rate, model.longest)
+    if math.isclose(rate, load.capacity(model)):
+        slope = max(slope, STEEP)
+        spread = _bootstrap(trials, model, lambda again: math.log(load.capacity(again)))
+    else:
+        spread = _bootstrap(trials, model, lambda again: load.score(again, objective, rate, count) / slope)
     goal = min(objective.goals, key=lambda goal: goal.target)
     tolerated = TOLERATED * max(1 - goal.target if goal.kind == "share" else 0.2, LEAST_ALLOWED)
     replays = _replays(trials, objective, model)
@@ -351,26 +365,13 @@ def _root(
         *_failures(trials, rate, FAILED_MOST * (1 - goal.target)),
         *_differences(replays, rate, slope, spread, tolerated),
     )
-    moved = rate * math.exp(max(-0.1, min(0.1, near.shift)))
-    return Root(model, moved, 1.2 * spread, between, near, found)
+    return Root(model, rate * math.exp(near.shift), 1.2 * spread, between, near, found)
 
 
-def _bootstrap(
-    trials: Sequence[TrialRequests],
-    objective: Objective,
-    model: Model,
-    load: UnitLoad,
-    rate: float,
-    slope: float,
-) -> float:
-    """Return the bootstrap standard deviation of the root's logarithm."""
+def _bootstrap(trials: Sequence[TrialRequests], model: Model, figure: Callable[[Model], float]) -> float:
+    """Return the bootstrap standard deviation of a model's figure."""
     rng = np.random.default_rng(9)
-    base = load.score(model, objective, rate, SHORT)
-    moves = []
-    for _ in range(BOOTSTRAPS):
-        again = model.resampled(trials, rng)
-        moves.append((load.score(again, objective, rate, SHORT) - base) / slope)
-    return float(np.std(moves)) + 1e-4
+    return float(np.std([figure(model.resampled(trials, rng)) for _ in range(BOOTSTRAPS)])) + 1e-4
 
 
 @dataclass(frozen=True)
@@ -421,10 +422,14 @@ def _near(replays: Sequence[TrialReplay], rate: float, slope: float, tolerated: 
     """Compare the trials near a rate with their replays. ``tolerated``: prior standard deviation of the
     difference of their scores."""
     near = [each for each in replays if 0.8 < each.trial.rate / rate < 1.1]
-    precision = tolerated**-2 + sum(1 / each.variance for each in near)
-    shift = sum(float(each.seen[0] - each.mean[0]) / each.variance for each in near) / precision
+    differences = np.array([float(each.seen[0] - each.mean[0]) for each in near])
+    variances = np.array([each.variance for each in near])
+    excess = variance_between(differences, variances)
+    weights = 1 / (variances + excess)
+    precision = tolerated**-2 + float(weights.sum())
+    shift = float((differences * weights).sum()) / precision
     nearest = min(replays, key=lambda each: abs(math.log(each.trial.rate / rate)), default=None)
-    known = 0.0 if nearest is None else slope**2 / (nearest.variance * len(nearest.trial))
+    known = 0.0 if nearest is None else slope**2 / ((nearest.variance + excess) * len(nearest.trial))
     return NearTrials(len(near), shift / slope, precision**-0.5 / slope, known)
 
 

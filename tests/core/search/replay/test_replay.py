@@ -84,14 +84,15 @@ def test_random_work_takes_longer() -> None:
 
 @pytest.mark.parametrize("rates", [(8.5, 8.9), (8.9, 20.0)], ids=["near", "one far above"])
 def test_the_forecast_of_requests_is_about_what_the_precision_then_takes(rates: tuple[float, ...]) -> None:
-    """M/M/1 of 60 ms: the interval after that many more requests near the rate is about as narrow."""
+    """M/M/1 of 60 ms: the interval after that many more requests near the rate is about as narrow. How
+    much the trials will scatter is not foreseen."""
     trials = [trial(exponential(0.06), rate, 60, 10 + place) for place, rate in enumerate(rates)]
     short = asked(replayed(tuple(trials), TTFT_300))
     further = short.further_requests(0.08)
     assert further > short.requests
     rate = short.estimate.median
     longer = asked(replayed((*trials, trial(exponential(0.06), rate, further / rate, 30)), TTFT_300))
-    assert longer.estimate.width == pytest.approx(0.08, rel=0.2)
+    assert longer.estimate.width == pytest.approx(0.08, rel=0.3)
 
 
 def test_no_more_requests_are_forecast_exactly_once_the_precision_is_reached() -> None:
@@ -217,6 +218,29 @@ def test_a_server_that_no_queue_explains_is_refuted(server: Server, objection: s
     found = asked(replayed((trial(server, 6.0, 80, 7), trial(server, 9.0, 80, 8)), TTFT_300))
     assert found.objections
     assert any(objection in each for each in found.objections)
+
+
+def test_the_rate_is_the_capacity_where_the_limit_is_far_above_the_latency() -> None:
+    """No load of 100,000 requests reaches the limit at 60 servers' capacity of 60 req/s."""
+    far = Objective((Goal("share", 0.9, (("ttft_ms", 500.0),)),))
+
+    def servers(arrived: FloatArray, rng: np.random.Generator) -> FloatArray:
+        return queues.fifo(arrived, rng.exponential(1.0, len(arrived)), 60)
+
+    found = asked(replayed((trial(servers, 57.0, 100.0, 3),), far))
+    assert found.estimate.lower < 60 < found.estimate.upper
+    assert found.error < 0.05
+
+
+def test_trials_that_differ_by_more_than_their_replays_are_less_certain() -> None:
+    """A machine's speed varies, and the mean TTFT of requests that hardly wait says little on the rate."""
+    near_idle = Objective((Goal("mean", 1.0, (("ttft_ms", 1.25),)),))
+
+    def error(speeds: tuple[float, ...]) -> float:
+        trials = (trial(even(speed), 0.32, 1500.0, seed) for seed, speed in enumerate(speeds))
+        return asked(replayed((*trials,), near_idle)).roots[0].near.error
+
+    assert error((0.94, 1.06, 0.97, 1.03)) > 2 * error((1.0, 1.0, 1.0, 1.0))
 
 
 def test_a_server_that_was_slow_at_first_is_refuted_by_the_next_trial() -> None:
