@@ -91,7 +91,7 @@ REPLAYS: Final = 30
 @dataclass(frozen=True)
 class NearTrials:
     """The trials near a model's rate against their replays. ``shift``: relative difference of the rate by
-    them; ``error``: its standard error; ``known``: by how much a further request raises 1 / ``error``²."""
+    them, up to 1; ``error``: its standard error; ``known``: how much a request raises 1 / ``error``²."""
 
     count: int
     shift: float
@@ -430,7 +430,7 @@ def _near(replays: Sequence[TrialReplay], rate: float, slope: float, tolerated: 
     shift = float((differences * weights).sum()) / precision
     nearest = min(replays, key=lambda each: abs(math.log(each.trial.rate / rate)), default=None)
     known = 0.0 if nearest is None else slope**2 / ((nearest.variance + excess) * len(nearest.trial))
-    return NearTrials(len(near), shift / slope, precision**-0.5 / slope, known)
+    return NearTrials(len(near), max(-1.0, min(1.0, shift / slope)), precision**-0.5 / slope, known)
 
 
 def _failures(trials: Sequence[TrialRequests], rate: float, most: float) -> Iterator[str]:

@@ -243,6 +243,16 @@ def test_trials_that_differ_by_more_than_their_replays_are_less_certain() -> Non
     assert error((0.94, 1.06, 0.97, 1.03)) > 2 * error((1.0, 1.0, 1.0, 1.0))
 
 
+def test_trials_that_contradict_a_flat_score_move_the_rate_by_a_bounded_factor() -> None:
+    """The mean TTFT hardly depends on the rate, and one trial's server was slower."""
+    near_idle = Objective((Goal("mean", 1.0, (("ttft_ms", 1.01),)),))
+    rates = ((1.0, 0.01), (3.0, 0.0102), (1.0, 0.0105))
+    trials = (trial(even(work_s), rate, 30000.0, seed) for seed, (work_s, rate) in enumerate(rates))
+    found = asked(replayed((*trials,), near_idle))
+    assert found.roots[0].near.shift == 1.0
+    assert found.error == 1.0
+
+
 def test_a_server_that_was_slow_at_first_is_refuted_by_the_next_trial() -> None:
     trials = [trial(even(0.15), 4.0, 60, 9), trial(even(0.1), 5.0, 60, 10)]
     assert asked(replayed(tuple(trials), TTFT_300)).objections
