@@ -52,7 +52,7 @@ class RatePoint:
     cut: bool = False
 
     def capacity_above(self, met: float) -> float | None:
-        """Return the capacity, or None if it is below a rate that was met by more than its standard error."""
+        """Return the capacity, or None if it is below a met rate by more than its standard error."""
         known = self.capacity is not None and self.capacity + self.capacity_error >= met
         return self.capacity if known else None
 

@@ -34,9 +34,9 @@ STEP, TRANSFER = 0.05, 0.02
 SHARES: Final = (0.95, 0.8, 0.5, 0.2)
 """Shares of prompt time in the lowest TTFT without its steps, to begin a fit with; the rest is delay."""
 SAMPLE, MOST = 800, 8000
-"""Requests of all trials that the first structures are compared on, and the best ones."""
+"""Number of requests of all trials together: to fit the first structures to, and then the best ones."""
 ROUGH, KEPT, FINE = 20, 8, 100
-"""Simulations of a first fit; structures to keep; simulations of a further fit, at most."""
+"""Most simulations of a first fit; number of structures to keep; most simulations of their fits."""
 MOVES: Final = 4
 """Number of times that structures similar to the best one are fitted."""
 VARIED: Final = 4
@@ -150,7 +150,7 @@ class JoinedTrials:
 
     @classmethod
     def of(cls, trials: Sequence[TrialRequests], most: int = 10**9) -> JoinedTrials:
-        """Join the trials, of each the first part if all have more than ``most`` requests together."""
+        """Join the first requests of each trial: about ``most`` of all together, at least 60 of each."""
         most = max(most // len(trials), 60)
         columns: list[tuple[npt.NDArray[Any], ...]] = []
         now_s = 0.0
@@ -232,7 +232,7 @@ def _starts(lowest_s: float, decode: Decode | None, most: int) -> Iterator[Engin
         if decode is not None:
             rest_s = max(lowest_s - decode_s * math.ceil(1 / prompts), 0.02 * alone_s)
             times = (decode_s, each_s, share * rest_s, 0.0, (1 - share) * rest_s)
-            for slots in {math.inf, float(most) if engines == 1 else math.inf}:
+            for slots in (math.inf, float(most)) if engines == 1 else (math.inf,):
                 yield EngineModel(False, engines, prompts, slots, times)
 
 
