@@ -6,8 +6,8 @@ Forms
   the share of requests within all of them must reach ``attainment``.
 - **A percentile**: ``ttft_ms p90 <= 5000`` requires that 90 % of all requests stay within 5000 ms. An
   unanswered request counts as one beyond the limit.
-- **A mean**: ``tpot_ms mean <= 50``, over the answered requests. An SLO of means alone
-  also requires that the share ``attainment`` is answered, since dropped requests lower the mean.
+- **A mean**: ``tpot_ms mean <= 50``. A failed request misses it, since dropped requests lower the mean.
+  An SLO of means alone also requires that the share ``attainment`` is answered.
 
 Every limit must hold. A failed, late or wrong-length request misses all. The SLO determines the client's
 timeout (``default_timeout_s``)."""
@@ -268,6 +268,18 @@ class Slo:
         joint = all(limit.statistic == "each" for limit in limits)
         return min(parts, whole) if joint and parts and whole else max(parts, whole)
 
+    def timeout_ms(self, output_len: int) -> float:
+        """Time after which a request is given up by default: ``longest_ms`` with each limit multiplied, so
+        that of exponential latencies that just keep it at most a share ``RARE`` takes longer. Such a latency
+        exceeds its mean with the probability 1/e, and n times what a share p keeps with (1 - p)^n."""
+        late = {"each": 1 - self.attainment, "mean": math.exp(-1)}
+        limits = []
+        for limit in (*self.each, *(each for each in self.limits if each.statistic != "each")):
+            beyond = 1 - limit.share if limit.share else late[limit.statistic]
+            times = math.log(RARE) / math.log(beyond) if beyond else 0.0
+            limits.append(replace(limit, limit=limit.limit * max(TIMES, times)))
+        return Slo(limits=tuple(limits)).longest_ms(output_len)
+
     def text(self) -> str:
         """Return the text without the criterion that only requires answers."""
         texts = [criterion.text() for criterion in self.all_criteria() if criterion.limits]
@@ -337,6 +349,8 @@ LEAST_S: Final = 60.0
 LONGEST_TIMEOUT_S: Final = 86_400.0
 TIMES: Final = 3.0
 """Deadline as a multiple of the SLO's allowance, since percentiles permit slower requests."""
+RARE: Final = 1e-6
+"""Share of exponential latencies that the default deadline cuts off, at most."""
 
 
 def allowed_s(slos: Iterable[Slo], output_len: int) -> float:
@@ -344,8 +358,10 @@ def allowed_s(slos: Iterable[Slo], output_len: int) -> float:
     return min(max((slo.longest_ms(output_len) / 1e3 for slo in slos), default=0.0), LONGEST_TIMEOUT_S)
 
 
-def default_timeout_s(allowed: float) -> float:
-    return min(max(LEAST_S, TIMES * allowed), LONGEST_TIMEOUT_S)
+def default_timeout_s(slos: Iterable[Slo], output_len: int) -> float:
+    """Return the deadline of a request of ``output_len`` tokens in seconds."""
+    longest_s = max((slo.timeout_ms(output_len) / 1e3 for slo in slos), default=0.0)
+    return min(max(LEAST_S, longest_s), LONGEST_TIMEOUT_S)
 
 
 def timeout_problem(data: Mapping[str, Any]) -> str:

@@ -164,7 +164,9 @@ class Scenario(Section):
     @property
     def request_timeout_s(self) -> float:
         own = self.workload.request_timeout_s
-        return default_timeout_s(self.allowed_s) if own is None else own
+        if own is not None:
+            return own
+        return default_timeout_s(self.slo.by_tier().values(), self.workload.longest_output)
 
     def resolved(self) -> dict[str, Any]:
         """Return everything with its defaults as plain data, which is valid content of a scenario file."""
