@@ -193,6 +193,10 @@ class Slo:
         return (*joint, *(limit for limit in self.limits if limit.statistic == "each"))
 
     @property
+    def _every_limit(self) -> tuple[Limit, ...]:
+        return (*self.each, *(limit for limit in self.limits if limit.statistic != "each"))
+
+    @property
     def joint(self) -> bool:
         """Return whether single requests can meet the SLO: it has limits on each, or none at all."""
         return bool(self.each) or not self.limits
@@ -258,7 +262,7 @@ class Slo:
     def longest_ms(self, output_len: int) -> float:
         """End-to-end latency up to which a request may keep a limit; a limit not given counts as nothing. Of
         limits on the same metric the loosest counts, of those on each request what they allow together."""
-        limits = (*self.each, *(limit for limit in self.limits if limit.statistic != "each"))
+        limits = self._every_limit
         loosest = {
             metric: max((x.limit for x in limits if x.metric == metric), default=0.0) for metric in METRICS
         }
@@ -269,16 +273,16 @@ class Slo:
         return min(parts, whole) if joint and parts and whole else max(parts, whole)
 
     def timeout_ms(self, output_len: int) -> float:
-        """Time after which a request is given up by default: ``longest_ms`` with each limit multiplied, so
-        that of exponential latencies that just keep it at most a share ``RARE`` takes longer. Such a latency
-        exceeds its mean with the probability 1/e, and n times what a share p keeps with (1 - p)^n."""
-        late = {"each": 1 - self.attainment, "mean": math.exp(-1)}
-        limits = []
-        for limit in (*self.each, *(each for each in self.limits if each.statistic != "each")):
-            beyond = 1 - limit.share if limit.share else late[limit.statistic]
-            times = math.log(RARE) / math.log(beyond) if beyond else 0.0
-            limits.append(replace(limit, limit=limit.limit * max(TIMES, times)))
-        return Slo(limits=tuple(limits)).longest_ms(output_len)
+        """Return the default deadline of a request: ``longest_ms`` with each limit multiplied. If latencies
+        are exponential and just meet the limit, at most the share ``RARE`` takes longer: they exceed n times
+        their mean with probability exp(-n), and n times the limit of a share p with (1 - p)^n."""
+        beyond = {"each": 1 - self.attainment, "mean": math.exp(-1)}
+        patient = []
+        for each in self._every_limit:
+            share = 1 - each.share if each.share else beyond[each.statistic]
+            times = math.log(RARE) / math.log(share) if share else TIMES
+            patient.append(replace(each, limit=each.limit * max(TIMES, times)))
+        return Slo(limits=tuple(patient)).longest_ms(output_len)
 
     def text(self) -> str:
         """Return the text without the criterion that only requires answers."""
@@ -348,9 +352,9 @@ LEAST_S: Final = 60.0
 """Shortest deadline in seconds."""
 LONGEST_TIMEOUT_S: Final = 86_400.0
 TIMES: Final = 3.0
-"""Deadline as a multiple of the SLO's allowance, since percentiles permit slower requests."""
+"""Least multiple of a limit for a deadline, since percentiles permit slower requests."""
 RARE: Final = 1e-6
-"""Share of exponential latencies that the default deadline cuts off, at most."""
+"""Largest share of exponential latencies that the default deadline cuts off."""
 
 
 def allowed_s(slos: Iterable[Slo], output_len: int) -> float:
