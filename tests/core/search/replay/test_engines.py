@@ -8,11 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from kvbench.core.search.replay import queues
 from kvbench.core.search.replay.engines import EngineModel, engine_model
 from kvbench.core.search.trial_requests import TrialRequests
-
-pytestmark = pytest.mark.skipif(not queues.COMPILED, reason="the queues are not compiled")
 
 TWO = EngineModel(False, 2, 8.0, math.inf, (0.004, 0.00012, 0.013, 0.0, 0.003))
 """Two engines behind a router: a step of 4 ms, 13 ms more for each prompt."""
