@@ -319,10 +319,12 @@ class LiveTrial:
         return self._margins[:, column] * criterion.wait_limit_s if criterion.whole else self._ttft_s
 
     def _counts(self, column: int) -> BoolArray:
-        """Return which requests a criterion applies to: in sessions, only some may."""
+        """Return which requests a criterion applies to: in sessions, only some may, and a mean is of answered
+        requests. Those in flight count, but not in sessions."""
+        counts = ~np.isnan(self._values[:, column])
         if self.config.turns is None:
-            return np.ones(len(self._offsets), np.bool_)
-        return np.asarray(~np.isnan(self._values[:, column]), np.bool_)
+            counts |= np.isnan(self._settled_s)
+        return np.asarray(counts, np.bool_)
 
     def _decide(
         self,

@@ -107,7 +107,8 @@ class Latencies:
 @dataclass(frozen=True)
 class Goal:
     """One criterion: a share of requests within all ``limits_s``, or a mean (of the first one's metric).
-    ``limits_s``: (metric, seconds)."""
+    ``limits_s``: (metric, seconds). ``target``: share of requests that it applies to, with a mean the share
+    that must be answered."""
 
     kind: Literal["share", "mean"]
     target: float
@@ -128,7 +129,8 @@ class Goal:
         if not len(ratios):
             return 0.0
         if self.kind == "mean":
-            return 1.0 - float(np.minimum(ratios, 50.0).mean())
+            defined = ratios[~np.isneginf(ratios)]
+            return 1.0 - float(np.minimum(defined, 50.0).mean()) if len(defined) else 1.0
         return float((ratios <= 1.0).mean()) - self.target
 
     @property
@@ -147,12 +149,13 @@ class Objective:
     def of(cls, criteria: Sequence[Criterion]) -> Objective | None:
         """Return the objective, or None if a criterion is of sessions or nothing is limited."""
         goals = []
+        answered = min((each.target for each in criteria if each.kind == "share"), default=1.0)
         for each in criteria:
             limits = tuple((limit.metric, limit.limit / 1e3) for limit in each.limits)
             if any(metric not in METRICS for metric, _ in limits):
                 return None
             if limits:
-                target = each.target if each.kind == "share" else 1.0
+                target = each.target if each.kind == "share" else answered
                 goals.append(Goal(each.kind, target, limits))
         return cls(tuple(goals)) if goals else None
 

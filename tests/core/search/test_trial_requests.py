@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvbench.core.search.trial_requests import COLUMNS, TrialRequests
+from kvbench.core.search.trial_requests import COLUMNS, Goal, Latencies, Objective, TrialRequests
+from kvbench.core.slo import Limit, Slo
 
 NONE = float("nan")
 
@@ -52,3 +53,12 @@ def test_a_few_failed_requests_do_not_end_a_trial() -> None:
     rows[200] = (4.0, NONE, NONE, 0, 8, 1, "timeout")
     found = of(*rows)
     assert (found.end_s, found.failed, len(found)) == (10.0, 1, 399)
+
+
+def test_a_mean_is_of_the_requests_that_have_the_metric() -> None:
+    """An answer of one token has no TPOT; the share that must be answered stands beside the mean."""
+    objective = Objective.of(Slo(attainment=0.9, limits=(Limit.parse("tpot mean <= 50"),)).all_criteria())
+    assert objective == Objective((Goal("mean", 0.9, (("tpot_ms", 0.05),)),))
+    arrived, first, tokens = np.zeros(3), np.full(3, 0.5), np.array([4.0, 0.0, 4.0])
+    times = Latencies.of(arrived, first, first + 0.04 * tokens, tokens)
+    assert objective.worst(times) == pytest.approx(0.2)
