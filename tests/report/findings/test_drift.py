@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from sample_run import make_run
 
+from kvbench.core.search.replay.queues import COMPILED
 from kvbench.report.findings.findings import drifts, statements
 from kvbench.report.findings.notes import notes
 from kvbench.report.tables.result import summary_table
@@ -72,6 +73,7 @@ def test_it_stands_in_every_report(sample: RunFolder) -> None:
     assert not any("became slower" in note.text for note in notes(run, rows, gates=False))
 
 
+@pytest.mark.skipif(not COMPILED, reason="without a compiler such a search takes minutes")
 @pytest.mark.parametrize(("warmup_s", "run_seed"), [(0.0, 2), (25.0, 2), (25.0, 3)])
 def test_a_system_that_warms_up_in_the_middle_of_a_search_is_found_out(
     tmp_path: Path, warmup_s: float, run_seed: int
