@@ -319,12 +319,10 @@ class LiveTrial:
         return self._margins[:, column] * criterion.wait_limit_s if criterion.whole else self._ttft_s
 
     def _counts(self, column: int) -> BoolArray:
-        """Return which requests a criterion applies to: in sessions, only some may, and a mean is of answered
-        requests. Those in flight count, but not in sessions."""
-        counts = ~np.isnan(self._values[:, column])
-        if self.config.turns is None:
-            counts |= np.isnan(self._settled_s)
-        return np.asarray(counts, np.bool_)
+        """Return which requests a criterion applies to: those with a value, and those in flight. In sessions
+        it may apply to some only, so that those in flight are left out."""
+        counts: BoolArray = ~np.isnan(self._values[:, column])
+        return counts if self.config.turns is not None else counts | np.isnan(self._settled_s)
 
     def _decide(
         self,

@@ -107,8 +107,8 @@ class Latencies:
 @dataclass(frozen=True)
 class Goal:
     """One criterion: a share of requests within all ``limits_s``, or a mean (of the first one's metric).
-    ``limits_s``: (metric, seconds). ``target``: share of requests that it applies to, with a mean the share
-    that must be answered."""
+    ``limits_s``: (metric, seconds). ``target``: required share of requests, within the limits or, for a
+    mean, answered."""
 
     kind: Literal["share", "mean"]
     target: float

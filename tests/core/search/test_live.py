@@ -39,7 +39,7 @@ def md1(offsets: np.ndarray, service_s: float) -> np.ndarray:
 
 def told(first: np.ndarray, offsets: np.ndarray, limit_s: float, kind: str) -> list[Observation]:
     """Each request's observation: with its margin, with its TTFT too, without, or its TTFT as the value
-    (of "answered": one in 50 has none)."""
+    ("mean of answered": one in 50 has none)."""
     ttft = first - offsets
     rows: list[Observation] = []
     for index, value in enumerate(ttft.tolist()):

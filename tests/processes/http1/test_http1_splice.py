@@ -327,7 +327,8 @@ def threads() -> list[Path]:
     found = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            found += [task] * ((task / "comm").read_text().strip() == "splice")
+            if (task / "comm").read_text().strip() == "splice":
+                found.append(task)
     return found
 
 
