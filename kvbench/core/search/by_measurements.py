@@ -9,10 +9,10 @@ median, where it is most informative:
 2. **Bisect** at the median of the posterior, within the rates tried. While the interval is wide, trials move
    further up or down the more successive trials had the same outcome. These trials are *full-length*: a
    queue needs time to build up, many times the TTFT headroom. Long searches get longer trials.
-3. **Confirm** a little below the median once the interval is narrow. The search ends when the rate is within
-   the precision with a high probability (``_sure``), and a full-length trial at the median, or up to the
-   precision above it, was met; otherwise the highest met rate below it takes its place. All trials are
-   pooled, so repeating one until it is met proves nothing.
+3. **Confirm** a little below the median once the interval is narrow. The search ends when it still is, the
+   rate is within the precision with a high probability (``_sure``), and a full-length trial at the median, or
+   up to the precision above it, was met; otherwise the highest met rate below it takes its place. All trials
+   are pooled, so repeating one until it is met proves nothing.
 
 An *undecided* trial counts by its share of requests like any other: it is close to the wanted rate.
 Contradictory trials move and widen the posterior, which leads to more trials.
@@ -71,7 +71,8 @@ LEAN_MOST: Final = 0.45
 KEPT_IN_A_ROW: Final = 4
 """Number of successive met trials after which a higher rate is tried instead of a confirmation."""
 NEAR: Final = 1.85
-"""Half-width of the interval, as a multiple of the precision, up to which a trial may confirm."""
+"""Half-width of the interval, as a multiple of the precision, up to which a trial may confirm and a search
+converge."""
 CONFIRM_BELOW: Final = 0.1
 """Distance of a confirming trial below the median, as a share of the precision: half of those at it miss."""
 CONFIRM_STEP: Final = 0.06
@@ -295,7 +296,9 @@ def _settled(history: TrialHistory, estimate: RateEstimate) -> float | None:
     if not any(median <= rate <= median * (1 + precision) for rate in met):
         median = max((rate for rate in met if rate <= median), default=0.0)
     median = _not_below_all_met(history, median, median * (1 + precision)) or 0.0
-    return median if median and estimate.within(median, precision) >= _sure(history) else None
+    # A few trials can leave a long tail outside the precision.
+    narrow = estimate.width <= NEAR * precision
+    return median if median and narrow and estimate.within(median, precision) >= _sure(history) else None
 
 
 def _sure(history: TrialHistory) -> float:

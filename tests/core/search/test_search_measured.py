@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.core.records import VerdictKind
-from kvbench.core.search.by_measurements import _aim_below
-from kvbench.core.search.posterior.posterior import fit
+from kvbench.core.search.by_measurements import SURE, _aim_below, _settled
+from kvbench.core.search.posterior.posterior import RateEstimate, fit
 from kvbench.core.search.posterior.rate_points import RatePoint, Waiting, point_of
 from kvbench.core.search.search import (
     Hint,
@@ -303,6 +303,19 @@ def test_a_rate_that_no_trial_met_is_no_answer() -> None:
     assert (answer.status, answer.censored) == ("exhausted", "")
     assert 8 < answer.upper < 512
     assert "before any rate was met" in answer.reason
+
+
+@pytest.mark.parametrize(("far", "found"), [(56.0, 55.0), (99.0, None)])
+def test_a_long_tail_beyond_the_precision_does_not_converge(far: float, found: float | None) -> None:
+    figures = TrialFigures(attainment=0.97, n=600, effective_n=600, target=0.9, duration_s=60.0)
+    outcomes = (
+        TrialOutcome(55.0, "met", "confirm", figures),
+        TrialOutcome(110.0, "missed", "expand", replace(figures, attainment=0.1)),
+    )
+    history = TrialHistory(replace(LIMITS, precision=0.2), outcomes)
+    estimate = RateEstimate(np.array([53.0, 55.0, 56.0, far]), np.array([0.02, 0.80, 0.06, 0.12]))
+    assert estimate.within(55.0, 0.2) > SURE
+    assert _settled(history, estimate) == found
 
 
 def test_an_answer_is_not_below_all_rates_that_were_met() -> None:
