@@ -245,13 +245,10 @@ class Candidate:
 
 def candidates(trials: Sequence[TrialRequests]) -> list[Candidate]:
     """Return all families that can explain the trials, the most likely one first."""
-    lowest_s = min(
-        (float(np.nanmin(each.first_s - each.arrived_s)) for each in trials if _any_seen(each)),
-        default=math.nan,
-    )
+    lowest_s = float(np.fmin.reduce(np.concatenate([each.first_s - each.arrived_s for each in trials])))
     if not lowest_s > 0:
         return []
-    most = max(1.5 * max(_most_present(trial) for trial in trials), 1.0)
+    most = max(1.5 * max(float(_present(trial).max()) for trial in trials), 1.0)
 
     def of(kind: Kind, servers: int) -> Candidate | None:
         return _candidate(trials, QueueFamily(kind, servers), lowest_s)
@@ -309,14 +306,10 @@ def _delayed(trials: Sequence[TrialRequests], servers: int, lowest_s: float) -> 
     return [_candidate(trials, QueueFamily("fifo", servers, delay_s), lowest_s) for delay_s in sorted(delays)]
 
 
-def _any_seen(trial: TrialRequests) -> bool:
-    return bool((~np.isnan(trial.first_s)).any())
-
-
-def _most_present(trial: TrialRequests) -> int:
-    """Return the largest number of requests that waited for their first token at once."""
-    seen = np.sort(trial.first_s[~np.isnan(trial.first_s)])
-    return int((np.arange(1, len(trial) + 1) - np.searchsorted(seen, trial.arrived_s, "right")).max())
+def _present(trial: TrialRequests) -> FloatArray:
+    """Return how many requests wait for their first token when each one arrives, including itself."""
+    ended = np.searchsorted(np.sort(trial.first_s), trial.arrived_s, "right")
+    return np.asarray(np.arange(1, len(trial) + 1) - ended, np.float64)
 
 
 def _fitted_delay(trials: Sequence[TrialRequests], servers: int, lowest_s: float) -> float | None:
@@ -359,9 +352,7 @@ def log_likelihood(work: FloatArray, resolution: float) -> float:
     reach = int(4 * width / step) + 1
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) * step / width) ** 2)
     kernel /= kernel.sum() * step
-    density = np.convolve(histogram, kernel, "same")[:bins] / count if len(kernel) <= bins else None
-    if density is None:
-        density = np.convolve(histogram, kernel, "full")[reach : reach + bins] / count
+    density = np.convolve(histogram, kernel)[reach : reach + bins] / count
     places = np.clip(((logs - low) / step).astype(np.int64), 0, bins - 1)
     others = np.maximum(density[places] - float(kernel.max()) / count, 0.02 / count)
     coarse = np.maximum(logs, math.log(resolution / width))  # no finer than the resolution
@@ -396,8 +387,7 @@ def work_objections(trials: Sequence[TrialRequests], candidate: Candidate, model
         half = count // 2
         if abs(values[:half].mean() - values[half:].mean()) / mean > 0.05 + 6.6 * error / mean:
             objections.append(f"the work drifts within a trial at {trial.rate:.3g} req/s")
-        seen = np.sort(trial.first_s[~np.isnan(trial.first_s)])
-        queue = (np.arange(len(trial)) - np.searchsorted(seen, trial.arrived_s, "right"))[known]
+        queue = _present(trial)[known]
         many = queue > np.median(queue)
         if min(int(many.sum()), int((~many).sum())) >= 20:
             differs = abs(values[many].mean() - values[~many].mean()) / mean
