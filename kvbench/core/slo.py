@@ -6,8 +6,8 @@ Forms
   the share of requests within all of them must reach ``attainment``.
 - **A percentile**: ``ttft_ms p90 <= 5000`` requires that 90 % of all requests stay within 5000 ms. An
   unanswered request counts as one beyond the limit.
-- **A mean**: ``tpot_ms mean <= 50``, of the answered requests that have one. Dropped requests would lower it:
-  an SLO of means alone also requires that the share ``attainment`` is answered.
+- **A mean**: ``tpot_ms mean <= 50``, of the answered requests that have one. Dropped requests would lower it,
+  so an SLO of means alone also requires that the share ``attainment`` is answered.
 
 Every limit must hold. A failed, late or wrong-length request misses all but the means. The SLO determines
 the client's timeout (``default_timeout_s``)."""

@@ -9,10 +9,10 @@ median, where it is most informative:
 2. **Bisect** at the median of the posterior, within the rates tried. While the interval is wide, trials move
    further up or down the more successive trials had the same outcome. These trials are *full-length*: a
    queue needs time to build up, many times the TTFT headroom. Long searches get longer trials.
-3. **Confirm** a little below the median once the interval is narrow. The search ends when it still is, the
-   rate is within the precision with a high probability (``_sure``), and a full-length trial at the median, or
-   up to the precision above it, was met; otherwise the highest met rate below it takes its place. All trials
-   are pooled, so repeating one until it is met proves nothing.
+3. **Confirm** a little below the median once the interval is narrow. The search ends when the rate is known
+   within the precision (``_precise``), and a full-length trial at the median, or up to the precision above,
+   was met; otherwise the highest met rate below it takes its place. All trials are pooled, so repeating one
+   until it is met proves nothing.
 
 An *undecided* trial counts by its share of requests like any other: it is close to the wanted rate.
 Contradictory trials move and widen the posterior, which leads to more trials.
@@ -218,7 +218,7 @@ def _unsettled(history: TrialHistory, estimate: RateEstimate, finished: bool) ->
         return "undecided", f"trials at and near {history.bracket.unusable or rate:g} were invalid"
     if needed:
         return "exhausted", f"stopped after {history.end_text}: {needed}"
-    if estimate.within(rate, limits.precision) >= _sure(history):
+    if _precise(history, estimate, rate):
         return "undecided", (
             f"{history.end_text} came before a trial at {rate:g} or up to "
             f"{limits.precision:.0%} above it was met"
@@ -296,13 +296,13 @@ def _settled(history: TrialHistory, estimate: RateEstimate) -> float | None:
     if not any(median <= rate <= median * (1 + precision) for rate in met):
         median = max((rate for rate in met if rate <= median), default=0.0)
     median = _not_below_all_met(history, median, median * (1 + precision)) or 0.0
-    # A few trials can leave a long tail outside the precision.
-    narrow = estimate.width <= NEAR * precision
-    return median if median and narrow and estimate.within(median, precision) >= _sure(history) else None
+    return median if median and _precise(history, estimate, median) else None
 
 
-def _sure(history: TrialHistory) -> float:
-    return SURE_SOON if len(history.outcomes) <= SOON else SURE
+def _precise(history: TrialHistory, estimate: RateEstimate, rate: float) -> bool:
+    """Return whether the posterior is within the precision of a rate, without a long tail outside."""
+    precision, sure = history.limits.precision, SURE_SOON if len(history.outcomes) <= SOON else SURE
+    return estimate.width <= NEAR * precision and estimate.within(rate, precision) >= sure
 
 
 def _some_in_time(outcome: TrialOutcome) -> bool:

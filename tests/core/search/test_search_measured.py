@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.core.records import VerdictKind
+from kvbench.core.search import by_measurements
 from kvbench.core.search.by_measurements import SURE, _aim_below, _settled
 from kvbench.core.search.posterior.posterior import RateEstimate, fit
 from kvbench.core.search.posterior.rate_points import RatePoint, Waiting, point_of
@@ -312,10 +313,12 @@ def test_a_long_tail_beyond_the_precision_does_not_converge(far: float, found: f
         TrialOutcome(55.0, "met", "confirm", figures),
         TrialOutcome(110.0, "missed", "expand", replace(figures, attainment=0.1)),
     )
-    history = TrialHistory(replace(LIMITS, precision=0.2), outcomes)
+    history = TrialHistory(replace(LIMITS, precision=0.2, max_trials=2), outcomes)
     estimate = RateEstimate(np.array([53.0, 55.0, 56.0, far]), np.array([0.02, 0.80, 0.06, 0.12]))
     assert estimate.within(55.0, 0.2) > SURE
     assert _settled(history, estimate) == found
+    reason = "met at 55" if found else "stopped after max_trials = 2; the precision is not reached"
+    assert by_measurements.answer(history, estimate, finished=True).reason == reason
 
 
 def test_an_answer_is_not_below_all_rates_that_were_met() -> None:

@@ -248,7 +248,7 @@ def candidates(trials: Sequence[TrialRequests]) -> list[Candidate]:
     lowest_s = float(np.fmin.reduce(np.concatenate([each.first_s - each.arrived_s for each in trials])))
     if not lowest_s > 0:
         return []
-    most = max(1.5 * max(float(_present(trial).max()) for trial in trials), 1.0)
+    most = max(1.5 * max(float(_waiting(trial).max()) for trial in trials), 1.0)
 
     def of(kind: Kind, servers: int) -> Candidate | None:
         return _candidate(trials, QueueFamily(kind, servers), lowest_s)
@@ -306,7 +306,7 @@ def _delayed(trials: Sequence[TrialRequests], servers: int, lowest_s: float) -> 
     return [_candidate(trials, QueueFamily("fifo", servers, delay_s), lowest_s) for delay_s in sorted(delays)]
 
 
-def _present(trial: TrialRequests) -> FloatArray:
+def _waiting(trial: TrialRequests) -> FloatArray:
     """Return how many requests wait for their first token when each one arrives, including itself."""
     ended = np.searchsorted(np.sort(trial.first_s), trial.arrived_s, "right")
     return np.asarray(np.arange(1, len(trial) + 1) - ended, np.float64)
@@ -387,7 +387,7 @@ def work_objections(trials: Sequence[TrialRequests], candidate: Candidate, model
         half = count // 2
         if abs(values[:half].mean() - values[half:].mean()) / mean > 0.05 + 6.6 * error / mean:
             objections.append(f"the work drifts within a trial at {trial.rate:.3g} req/s")
-        queue = _present(trial)[known]
+        queue = _waiting(trial)[known]
         many = queue > np.median(queue)
         if min(int(many.sum()), int((~many).sum())) >= 20:
             differs = abs(values[many].mean() - values[~many].mean()) / mean
