@@ -102,7 +102,7 @@ def command(
     """Write the report of each run and print one table of all of them.
 
     ``dark``: figures for a dark background, too; ``png``: figures as PNG and SVG; ``as_json``: print their
-    tables/*.json instead, one document per run; ``brief``: print the result only.
+    tables/*.json instead, one document per run; ``brief``: print only the result of searches.
 
     Raises InputError for runs that are not comparable, unless ``force``."""
     skip_property_lists()
@@ -125,7 +125,8 @@ def command(
     elif micro:
         print_transfers(runs, console)
     else:
-        render_terminal(runs, console, differing, writer="screen" if brief else "terminal")
+        searched = all(run.manifest.get("kind") not in ("chaos", "soak") for run in runs)
+        render_terminal(runs, console, differing, writer="screen" if brief and searched else "terminal")
 
 
 def skip_property_lists() -> None:

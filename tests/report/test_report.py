@@ -629,3 +629,14 @@ def test_no_table_has_a_formula_of_others(tmp_path: Path) -> None:
     for path in store.path.glob("tables/*.csv"):
         lines = csv.reader(io.StringIO(path.read_text("utf-8")))
         assert not [cell for line in lines for cell in line if cell.startswith(("=", "@", "+"))]
+
+
+@pytest.mark.parametrize("name", ["chaos", "soak-emulated"])
+def test_a_run_of_a_constant_rate_ends_with_its_result(name: str, tmp_path: Path) -> None:
+    shutil.copytree(Path(__file__).parents[2] / "results" / "reference" / name, tmp_path / name)
+    shown, brief = (Console(file=io.StringIO(), width=200) for _ in range(2))
+    render_terminal(load_run(tmp_path / name), shown)
+    command([tmp_path / name], brief, brief=True)
+    assert isinstance(shown.file, io.StringIO)
+    assert isinstance(brief.file, io.StringIO)
+    assert shown.file.getvalue() in brief.file.getvalue()
