@@ -162,7 +162,7 @@ def died(
     elif status == PORT_IN_USE_EXIT:
         message += " since its port is in use"
     if lines:
-        message += "; its last lines:\n" + "\n".join(f"  {line}" for line in lines)
+        message += "\nits last lines:\n" + "\n".join(f"  {line}" for line in lines)
     if diagnosis is None and status != PORT_IN_USE_EXIT:
         message += last_words([each for each in others if each is not process])
     return ProcessDiedError(message, hint=hint)

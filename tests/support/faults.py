@@ -227,7 +227,7 @@ class Seen:
 
 _BEGINS = ("; ", ": ", "kvbench: ", "invalid ")
 _ENDS = (
-    "; its last lines", " last lines of the logs", " (the whole log", " (see ", " (look ", " (free ",
+    " its last lines", " last lines of the logs", " (the whole log", " (see ", " (look ", " (free ",
     "; the first",
 )  # fmt: skip
 

@@ -192,7 +192,7 @@ def test_a_server_killed_in_a_trial_fails_its_cell_and_no_other(tmp_path: Path) 
         done = running.finish()
     run = the_run(tmp_path)
     assert done.status == 1, done.text
-    assert re.search(r"aggregated-[01] was killed by signal 9", done.text)
+    assert re.search(r" in +failed: aggregated-[01] was killed by signal 9  \(\d of", done.text)
     assert [result.status for result in run.cells if result.cell.connector == "tcp"] == ["done", "done"]
     assert "failed" in {result.status for result in run.cells if result.cell.connector == "aggregated"}
 

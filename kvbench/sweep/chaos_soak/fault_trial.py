@@ -135,8 +135,7 @@ class Notices:
         try:
             self.deployment.check_alive()
         except KvbenchError as error:
-            said = error.message.splitlines()[0].removesuffix("; its last lines:")
-            self._own = (now, visible(said)[:MOST_CHARS])
+            self._own = (now, visible(error.message.splitlines()[0])[:MOST_CHARS])
 
 
 SETTLE_S: Final = 10.0
