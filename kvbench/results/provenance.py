@@ -14,7 +14,12 @@ from kvbench.results.run import RunFolder
 
 EMULATED: Final = "emulated"
 SIMULATED: Final = "simulated"
+PACED: Final = "KV paced"
+"""Label of an emulated engine with a transfer model (``kvbench.engines.emulated.PACED``)."""
 EMULATED_WHY: Final = "compute timing is modelled, the KV bytes and their transfer are real"
+PACED_WHY: Final = (
+    "the KV bytes are real; compute timing and the least duration of their transfer are modelled"
+)
 SIMULATED_WHY: Final = "nothing ran: engines, router and KV transfers are a model on virtual time"
 
 
@@ -27,10 +32,14 @@ class Mark:
     badge: str
 
 
-_MARKS: Final = (
-    Mark(SIMULATED, SIMULATED_WHY, "SIMULATED: nothing ran, all of it is a model"),
-    Mark(EMULATED, EMULATED_WHY, "EMULATED: timing modelled, KV bytes real"),
-)
+_MARKS: Final[Mapping[str, Mark]] = {
+    SIMULATED: Mark(SIMULATED, SIMULATED_WHY, "SIMULATED: nothing ran, all of it is a model"),
+    PACED: Mark(
+        f"{EMULATED}, {PACED}", PACED_WHY, "EMULATED: timing and transfer times modelled, KV bytes real"
+    ),
+    EMULATED: Mark(EMULATED, EMULATED_WHY, "EMULATED: timing modelled, KV bytes real"),
+}
+"""Marks by label. A run has the mark of the first label that it carries."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +137,7 @@ def model_of(run: RunFolder) -> str:
 def mark_of(run: RunFolder) -> Mark | None:
     """Return the run's mark, or None for real engines."""
     labels = {*run.labels, *(label for trial in run.trials for label in trial.labels)}
-    mark = next((mark for mark in _MARKS if mark.word in labels), None)
+    mark = next((mark for label, mark in _MARKS.items() if label in labels), None)
     lie = lie_of(sorted(labels))
     if mark is None or not lie:
         return mark

@@ -84,7 +84,11 @@ class TestScenario:
             ({}, {}, "launcher ssh needs deployment.hosts"),
             ({"a": A}, {"prefill": "a"}, "deployment.roles.decode must name a host"),
             ({"a": A}, {"prefill": "a", "decode": "x"}, "no host is called `x`; there are: a"),
-            ({"a": A, "b": {"address": "127.0.0.1"}}, {"prefill": "a", "decode": "b"}, "each host to itself"),
+            (
+                {"a": A, "b": {"address": "127.0.0.1"}},
+                {"prefill": "a", "decode": "b"},
+                "a local address on each host",
+            ),
             ({"a": {**A, "adress": "x"}}, {"prefill": "a", "decode": "a"}, "did you mean `address`"),
             (
                 {"a": {**A, "ssh": {"password": "x"}}},

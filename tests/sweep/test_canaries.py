@@ -133,7 +133,7 @@ def test_a_comparison_has_both_counts_side_by_side(measured: tuple[str, RunFolde
         assert f"0 of {total.checked}, " in text
         assert f"{changed.wrong} of {changed.checked}, " in text
         assert "tcp, 64 in, 4 out" in text
-        assert "answers under load" in text
+        assert "Answers under load" in text
 
 
 def test_the_power_of_a_test_of_noise_is_told(measured: tuple[str, RunFolder], tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_the_run_folder_is_whole(finished: tuple[int, str, RunFolder]) -> None:
     _, _, run = finished
     for name in ("scenario.yaml", "plan.json", "environment.json", "report.md", "tables/summary.csv"):
         assert (run.path / name).stat().st_size > 0, name
-    for name in ("max_request_rate", "latency"):
+    for name in ("max_request_rate", "goodput"):
         assert "emulated" in (run.path / "figures" / f"{name}.svg").read_text().lower()
     assert "emulated" in (run.path / "report.md").read_text().lower()
     plan = json.loads((run.path / "plan.json").read_text())

@@ -232,7 +232,7 @@ async def test_wrong_requests_are_refused_and_do_no_harm(backend: str) -> None:
     async with pair(backend) as (here, there, peer):
         call = here.process.transfer
         wrong = [
-            (("nobody", "write", [0], [0]), "no peer is called"),
+            (("nobody", "write", [0], [0]), "there is no peer"),
             ((peer, "write", [LOCAL.blocks], [0]), "local block 64 is outside the pool"),
             ((peer, "read", [0], [REMOTE.blocks]), "remote block 96 is outside the pool"),
             ((peer, "write", [-1], [0]), "local block -1 is outside"),

@@ -257,7 +257,7 @@ def test_slow(lab: Lab) -> None:
     [
         ("fire", 0, "", "unknown fault"), ("pull", 3, "", "has no NIC 3"),
         ("pull", -1, "", "has no NIC -1"), ("pull", 0, "1%", "takes no amount"),
-        ("loss", 0, "300mbit", "no share"), ("slow", 0, "1%", "no rate"),
+        ("loss", 0, "300mbit", "not a share"), ("slow", 0, "1%", "not a NIC.s rate"),
         ("slow", 0, "2gbit", "not slower"),
     ],
 )  # fmt: skip

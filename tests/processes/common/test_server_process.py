@@ -23,7 +23,7 @@ REFUSED: list[tuple[str, dict[str, Any] | str, str]] = [
     ("router", {**ROUTER, "connector": "nixl"}, "at least one prefill"),
     ("router", {**ROUTER, "connector": "mooncake", "prefill": [{"url": "http://x:1"}]}, "bootstrap_url"),
     ("router", {**ROUTER, "decode": [{"ulr": "http://x:1"}]}, "did you mean 'url'"),
-    ("router", {**ROUTER, "decode": [{"url": "x"}]}, "no http"),
+    ("router", {**ROUTER, "decode": [{"url": "x"}]}, "not an http://"),
     ("router", {**ROUTER, "port": "high"}, "'port'"),
     ("exact_server", {"prot": 1}, "did you mean 'port'?"),
     ("exact_server", {"queue": "mm1"}, "queue 'mm1' is unknown"),

@@ -130,7 +130,7 @@ def test_nobody_left_to_say_go_ends_it(tmp_path: Path) -> None:
         ({"request_rate": -1}, "request_rate must be above 0"),
         ({"output_len": 0}, "output_len"),
         ({"slo": {"ttft": 1}}, "slo.ttft"),
-        ({"base_url": "nowhere"}, "no http"),
+        ({"base_url": "nowhere"}, "not an http://"),
         ({"headers": {"a": "b\nc"}}, "line break"),
         ({"worker": 2, "workers": 2}, "worker must be 0 to 1"),
         ({"direct": "nixl"}, "'direct' must be an object"),
@@ -356,6 +356,7 @@ EXTENSIONS = {
         "kvbench/processes/loadgen/sockets/_reads",
         "kvbench/processes/http1/_heads",
         "kvbench/processes/http1/_splice",
+        "kvbench/core/search/replay/_queues",
     )
 }
 

@@ -168,7 +168,7 @@ def test_a_run_is_offered_for_real_and_told_at_the_speed_that_is_meant(tmp_path:
     sent = [record.scheduled_s for record in records]
     assert sent == pytest.approx([scale * each for each in arrivals(row, scenario.seed)], abs=1e-6)
     assert {record.requested_output_len for record in records} == {row.cell.output_len}
-    assert f"EMULATED · quickstart against {measured.name}: emulated / told" in printed[-1]
+    assert f"EMULATED · quickstart against {measured.name}: emulated / reported" in printed[-1]
     with open(run.path / "tables/against.csv", newline="") as file:
         lines = {line["figure"]: line for line in csv.DictReader(file)}
     whole = trial.summary["whole_run"]

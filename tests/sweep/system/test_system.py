@@ -238,7 +238,7 @@ WRONG = {
     "negative": (ANSWER.replace("AT", "[-1]"), "is negative"),
     "nan": (ANSWER.replace("AT", '[float("nan")]'), "NaN"),
     "infinite": ('print(\'{"first_token_s": [1e999], "last_token_s": [null]}\', flush=True)', "not finite"),
-    "words": (ANSWER.replace("AT", '["now"]'), "no time"),
+    "words": (ANSWER.replace("AT", '["now"]'), "not a time"),
     "a misspelling": (ANSWER.replace("last_token_s", "last_tokens"), "unknown keys"),
     "an error of its own": (ANSWER.replace("}", ', "error": ["oops"]}'), "http_error"),
     "two lines": (ANSWER + "; " + ANSWER, "without a request|more than the one line|1 entries"),
