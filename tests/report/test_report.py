@@ -37,6 +37,7 @@ from kvbench.report.tables.result import Answer, Row, interval_word, read_answer
 from kvbench.report.tables.router_cost import router_costs
 from kvbench.report.tables.table import number, percent
 from kvbench.report.tables.trial_values import VALUE_COLUMNS
+from kvbench.results.provenance import EMULATED_WHY, PACED, differences, mark_of
 from kvbench.results.run import CellResult, RunFolder, load_run
 from kvbench.results.store import RunInfo, RunStore
 
@@ -336,6 +337,15 @@ def test_a_real_engine_is_not_called_emulated(full: RunFolder) -> None:
     trials = [replace(trial, labels=[]) for trial in full.trials]
     run = replace(full, manifest=full.manifest | {"labels": []}, trials=trials)
     assert "mulated" not in printed(run)
+
+
+def test_modelled_transfers_are_not_called_real(full: RunFolder) -> None:
+    trials = [replace(trial, labels=["emulated", PACED]) for trial in full.trials]
+    run = replace(full, manifest=full.manifest | {"labels": ["emulated", PACED]}, trials=trials)
+    assert "EMULATED, KV PACED" in printed(run)
+    assert mark_of(full).why == EMULATED_WHY
+    assert "transfer are modelled" in mark_of(run).why
+    assert any(line.startswith("engine: ") for line in differences([full, run]))
 
 
 def test_what_others_wrote_is_not_read_as_markup(full: RunFolder) -> None:
