@@ -23,7 +23,7 @@ from kvbench.report.sections.facts import Facts, Material, files
 from kvbench.report.side_by_side import Changes, are_microbenchmarks, changes_as_text, earlier_of
 from kvbench.report.tables.table import Table, json_text, markdown_table, write_csv
 from kvbench.report.terminal import LiveBar, print_changed_files, print_sections
-from kvbench.report.value import PICTURES_AS, Block, Note, Report, Writer
+from kvbench.report.value import PICTURES_AS, Block, Note, Report, Writer, advised_once
 from kvbench.results.provenance import check_comparable
 from kvbench.results.run import RunFolder, load_run
 
@@ -76,7 +76,7 @@ def _escaped(text: str) -> str:
 def bullets(notes: Iterable[Note]) -> str:
     """Return a Markdown list; further lines of a note are quoted below it."""
     lines = []
-    for note in notes:
+    for note in advised_once(notes):
         first, *more = note.text.strip().splitlines() or [""]
         advice = f" → {markdown_words(' '.join(note.advice.split()))}" if note.advice else ""
         lines.append(f"- {markdown_words(' '.join(first.split()))}{advice}")

@@ -23,7 +23,7 @@ from kvbench.core.fitted_table import FittedColumn, Grid
 from kvbench.core.foreign_text import visible
 from kvbench.report.tables.table import Table
 from kvbench.report.tables.trial_values import finite
-from kvbench.report.value import Block, Note, ReportSection
+from kvbench.report.value import Block, Note, ReportSection, advised_once
 from kvbench.results.checksums import CHECKSUMS, damages
 from kvbench.results.run import LIVE, RunFolder
 
@@ -105,7 +105,7 @@ def _column(table: Table, place: int, *, first: bool) -> FittedColumn:
 
 def _list(console: Console, notes: Iterable[Note], bullet: str) -> None:
     width, indent = min(console.width, WIDTH), " " * (2 + len(bullet))
-    for note in notes:
+    for note in advised_once(notes):
         lines = f"\n{indent}".join(_wrapped(note.text, width - 4))
         _line(console, f"  {bullet}{lines}", note.style)
         if note.advice:

@@ -7,7 +7,7 @@ the answer alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -31,6 +31,15 @@ class Note:
     text: str
     advice: str = ""
     style: str = ""
+
+
+def advised_once(notes: Iterable[Note]) -> list[Note]:
+    """Leave an advice that several notes in a row share to the last of them."""
+    found = list(notes)
+    return [
+        replace(note, advice="") if note.advice == following.advice else note
+        for note, following in zip(found, [*found[1:], Note("")], strict=False)
+    ]
 
 
 @dataclass(frozen=True)

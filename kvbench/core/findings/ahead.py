@@ -94,9 +94,13 @@ class Pair:
         sides = []
         for first, (name, behind) in ((True, (self.one, self.other)), (False, (self.other, self.one))):
             if mine := [ratio.text() for ratio in self.significant if ratio.first_ahead == first]:
-                sides.append(f"{name} is ahead of {behind} in {'; '.join(mine)}")
-        of = "for these two runs, not for repeated ones" if self.scope == "requests" else "for repeated runs"
-        return f"{'; '.join(sides)} (figures of the whole run, intervals {of})"
+                sides.append(f"{name} is ahead of {behind}: {', '.join(mine)}")
+        return "; ".join(sides)
+
+    def about(self) -> str:
+        """Return what the figures of ``text`` are."""
+        of = "these two runs, not for repeated ones" if self.scope == "requests" else "repeated runs"
+        return f"these are figures of the whole run; the intervals are for {of}"
 
     def reason(self) -> str:
         return "; ".join(self.why_not) or "every interval includes equality"

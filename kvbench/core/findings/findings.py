@@ -251,7 +251,7 @@ def claimed(claims: Sequence[Claim], rows: Sequence[LoadRow]) -> list[Statement]
 
 def _ahead(pair: Pair) -> Statement:
     rows = tuple(row.origin or row.key for row in pair.rows)
-    return Statement("ahead", f"{pair.by}_ahead", pair.text(), "", "note", rows, _evidence([pair]))
+    return Statement("ahead", f"{pair.by}_ahead", pair.text(), pair.about(), "note", rows, _evidence([pair]))
 
 
 def _inconclusive(compared: Sequence[Pair]) -> Iterable[Statement]:

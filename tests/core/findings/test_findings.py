@@ -384,9 +384,9 @@ def test_repeated_runs_tell_who_is_ahead() -> None:
     ]
     pair = one_pair(*rows)
     assert (pair.scope, [ratio.figure for ratio in pair.significant]) == ("runs", ["mean_ttft_ms"])
-    assert pair.text().startswith("1,024 in, 10 req/s: a is ahead of b in mean TTFT 33.0% lower [30.9, 35.1]")
+    assert pair.text().startswith("1,024 in, 10 req/s: a is ahead of b: mean TTFT 33.0% lower [30.9, 35.1]")
     (ahead,) = [each for each in conclude(rows) if each.kind == "ahead"]
-    assert "for repeated runs" in ahead.text
+    assert "for repeated runs" in ahead.advice
 
 
 def test_single_requests_tell_of_two_runs_only() -> None:
@@ -394,7 +394,7 @@ def test_single_requests_tell_of_two_runs_only() -> None:
     one, other = make_row("a", errors=errors), make_row("b", errors=errors, figures={"mean_ttft_ms": 140.0})
     pair = one_pair(one, other)
     assert pair.scope == "requests"
-    assert "for these two runs, not for repeated ones" in pair.text()
+    assert "for these two runs, not for repeated ones" in pair.about()
     close = one_pair(one, make_row("b", errors=errors, figures={"mean_ttft_ms": 102.0}))
     assert not close.significant
     assert "every interval includes equality" in close.text()
