@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -17,6 +18,8 @@ from kvbench.core.search.trial_requests import Latencies, Objective, TrialReques
 UNKNOWN_AFTER: Final = 0.995
 """Quantile of the TTFT: requests that arrived less than this before a trial's end are left out, since only
 the short ones have ended."""
+UNKNOWN_MOST: Final = 0.02
+"""Largest share of work in requests that had been served for longer than any that ended."""
 LEAST: Final = 1e-9
 BLOCKS: Final = 8
 """Number of parts of a trial that a bootstrap draws: successive requests are correlated."""
@@ -41,24 +44,32 @@ class QueueFamily:
 
     def work(self, trial: TrialRequests) -> tuple[FloatArray, FloatArray]:
         """Return work in seconds and log speed at departure of each request; NaN if unknown."""
-        seen = ~np.isnan(trial.first_s)
-        if self.kind == "fifo":
-            work: FloatArray = queues.fifo_work(
-                trial.arrived_s, trial.first_s - self.delay_s, int(self.servers)
-            )
-            log_speed: FloatArray = np.zeros(len(work))
-        else:
-            work, log_speed = queues.shared_work(trial.arrived_s, trial.first_s, self.servers)
-        if seen.any():
-            tail_s = float(np.quantile(trial.first_s[seen] - trial.arrived_s[seen], UNKNOWN_AFTER))
-            if tail_s < 0.5 * trial.end_s:
-                work = np.where(trial.arrived_s <= trial.end_s - tail_s, work, math.nan)
-        return work, log_speed
+        work, log_speed = self._work(trial, trial.first_s)
+        return np.where(_early(trial), work, math.nan), log_speed
+
+    def _work(self, trial: TrialRequests, first_s: FloatArray) -> tuple[FloatArray, FloatArray]:
+        if self.kind == "sharing":
+            return queues.shared_work(trial.arrived_s, first_s, self.servers)
+        work = queues.fifo_work(trial.arrived_s, first_s - self.delay_s, int(self.servers))
+        return work, np.zeros(len(work))
+
+    def unfinished(self, trial: TrialRequests) -> FloatArray:
+        """Return the work in seconds that was done for each request in service when the trial ended."""
+        unseen = np.isnan(trial.first_s)
+        work, _ = self._work(trial, np.where(unseen, trial.end_s, trial.first_s))
+        return work[unseen & _early(trial) & (work > 0)]
 
     def first_s(self, arrived_s: FloatArray, work_s: FloatArray) -> FloatArray:
         if self.kind == "fifo":
             return queues.fifo(arrived_s, work_s, int(self.servers)) + self.delay_s
         return queues.shared(arrived_s, work_s, self.servers)
+
+
+def _early(trial: TrialRequests) -> BoolArray:
+    """Return which requests arrived before the time in which only the short ones end."""
+    seen = ~np.isnan(trial.first_s)
+    tail_s = float(np.quantile((trial.first_s - trial.arrived_s)[seen], UNKNOWN_AFTER)) if seen.any() else 0.0
+    return trial.arrived_s <= trial.end_s - (tail_s if tail_s < 0.5 * trial.end_s else 0.0)
 
 
 @dataclass(frozen=True)
@@ -170,7 +181,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True)
 class QueueModel:
-    """A family with the work of the requests seen (sorted seconds), and the decode steps if they matter."""
+    """A family with the work of the requests served (sorted seconds), and the decode steps if they matter."""
 
     family: QueueFamily
     work_s: FloatArray
@@ -372,9 +383,26 @@ def error_between(candidate: Candidate) -> float:
     return math.sqrt(max(excess, 0.0) / len(parts)) / float(np.concatenate(parts).mean())
 
 
+def whole_work(trials: Sequence[TrialRequests], candidate: Candidate) -> FloatArray:
+    """Return the work of all requests that were served, sorted, in seconds. A request in service at the end
+    of its trial gets the work of one that took longer, drawn with a fixed seed, as the estimate of Kaplan and
+    Meier (1958) divides its share among them; without one it keeps the work that was done."""
+    ended = np.concatenate(candidate.work)
+    found: list[float] = np.sort(np.maximum(ended[~np.isnan(ended)], LEAST)).tolist()
+    rng = np.random.default_rng(3)
+    for done_s in -np.sort(-np.concatenate([candidate.family.unfinished(trial) for trial in trials])):
+        longer = bisect_right(found, done_s)
+        insort(found, found[rng.integers(longer, len(found))] if longer < len(found) else float(done_s))
+    return np.array(found)
+
+
 def work_objections(trials: Sequence[TrialRequests], candidate: Candidate, model: QueueModel) -> list[str]:
     """List objections to work that varies with time, queue length, successive requests, or trial."""
     objections = []
+    ended = max(float(np.nanmax(work)) for work in candidate.work if not np.isnan(work).all())
+    unknown = float(model.work_s[model.work_s > ended].sum() / model.work_s.sum())
+    if unknown > UNKNOWN_MOST:
+        objections.append(f"{unknown:.0%} of the work is of requests that did not end before their trials")
     mean, top = float(model.work_s.mean()), float(np.quantile(model.work_s, 0.99))
     for trial, work in zip(trials, candidate.work, strict=True):
         known = ~np.isnan(work)

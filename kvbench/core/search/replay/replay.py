@@ -29,6 +29,7 @@ from kvbench.core.search.replay.models import (
     candidates,
     error_between,
     judged_part,
+    whole_work,
     work_objections,
 )
 from kvbench.core.search.replay.queues import BoolArray, FloatArray
@@ -293,9 +294,8 @@ def replayed(trials: tuple[TrialRequests, ...], objective: Objective) -> ReplayR
         return ReplayResult((stepwise,), *seen)
     roots = []
     for candidate in _distinct(found):
-        work = np.concatenate(candidate.work)
-        known = np.sort(np.maximum(work[~np.isnan(work)], 1e-9))
-        model = QueueModel(candidate.family, known, decode if objective.needs_last else None)
+        work_s = whole_work(trials, candidate)
+        model = QueueModel(candidate.family, work_s, decode if objective.needs_last else None)
         objections = tuple(work_objections(trials, candidate, model))
         roots.append(_root(trials, objective, model, load, objections, error_between(candidate)))
     good = tuple(root for root in roots if not root.objections)

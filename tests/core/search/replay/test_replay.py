@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvbench.core.search import by_replay
 from kvbench.core.search.data import SearchLimits, TrialOutcome
 from kvbench.core.search.replay import queues
-from kvbench.core.search.replay.models import Decode
+from kvbench.core.search.replay.models import Decode, candidates, whole_work
 from kvbench.core.search.replay.queues import FloatArray
 from kvbench.core.search.replay.replay import FINEST, NearTrials, ReplayResult, replayed
 from kvbench.core.search.trial_history import TrialHistory
@@ -164,6 +164,30 @@ def test_servers_side_by_side_are_counted(servers: int, work_s: float, rates: tu
     trials = tuple(trial(even(work_s, servers), rate, 60, seed) for seed, rate in enumerate(rates))
     found = asked(replayed(trials, objective))
     assert models(found) == (f"{servers} servers in order of arrival, 0 ms fixed",)
+
+
+def rarely_slow(arrived_s: FloatArray, rng: np.random.Generator) -> FloatArray:
+    """Twenty servers: of a hundred requests one takes 45 s, the others 2 s; they hold 8.23 a second."""
+    return queues.fifo(arrived_s, np.where(rng.random(len(arrived_s)) < 0.01, 45.0, 2.0), 20)
+
+
+def test_requests_that_outlast_their_trial_count_with_the_work_of_those_that_ended() -> None:
+    limit = Objective((Goal("share", 0.8, (("ttft_ms", 15.0),)),))
+    trials = tuple(trial(rarely_slow, 8.0, seconds, 20 + seconds) for seconds in range(52, 76, 4))
+    (candidate, *_) = candidates(trials)
+    ended = np.concatenate(candidate.work)
+    assert 20 / np.nanmean(ended) > 9.0, "those that ended were shorter"
+    assert 20 / whole_work(trials, candidate).mean() == pytest.approx(8.23, rel=0.05)
+    found = asked(replayed(trials, limit))
+    assert not found.objections
+    assert found.estimate.lower < 8.23 < found.estimate.upper
+
+
+def test_work_of_which_none_has_ended_is_unknown() -> None:
+    short = tuple(trial(rarely_slow, 9.5, seconds, seconds) for seconds in (30, 35, 40))
+    limit = Objective((Goal("share", 0.8, (("ttft_ms", 15.0),)),))
+    (first, *_) = asked(replayed(short, limit)).objections
+    assert re.fullmatch(r"\d+% of the work is of requests that did not end before their trials", first)
 
 
 def test_many_equal_short_works_are_no_fixed_part_of_the_latency() -> None:
