@@ -34,7 +34,8 @@ def report_markdown(report: Report, figures: Mapping[str, str] | None = None) ->
     parts = [f"# {_escaped(report.titles['markdown'])}"]
     parts += [f"{markdown_words(report.caption)}\n\n{markdown_words(report.goal)}"]
     if report.mark is not None:
-        parts.append(f"> **{report.mark.word.title()}**: {_escaped(report.not_of_a_gpu)}")
+        word = report.mark.word
+        parts.append(f"> **{word[0].upper()}{word[1:]}**: {_escaped(report.not_of_a_gpu)}")
     for section in report.shown("markdown", figures):
         parts += [f"## {_escaped(section.title)}"] if section.title else []
         parts += [part for block in section.blocks for part in _parts(block, figures)]
