@@ -24,7 +24,7 @@ from kvbench.report.side_by_side import Changes, are_microbenchmarks, changes_as
 from kvbench.report.tables.table import Table, json_text, markdown_table, write_csv
 from kvbench.report.terminal import LiveBar, print_changed_files, print_sections
 from kvbench.report.value import PICTURES_AS, Block, Note, Report, Writer, advised_once
-from kvbench.results.provenance import check_comparable
+from kvbench.results.provenance import capitalized, check_comparable
 from kvbench.results.run import RunFolder, load_run
 
 
@@ -34,8 +34,7 @@ def report_markdown(report: Report, figures: Mapping[str, str] | None = None) ->
     parts = [f"# {_escaped(report.titles['markdown'])}"]
     parts += [f"{markdown_words(report.caption)}\n\n{markdown_words(report.goal)}"]
     if report.mark is not None:
-        word = report.mark.word
-        parts.append(f"> **{word[0].upper()}{word[1:]}**: {_escaped(report.not_of_a_gpu)}")
+        parts.append(f"> **{capitalized(report.mark.word)}**: {_escaped(report.not_of_a_gpu)}")
     for section in report.shown("markdown", figures):
         parts += [f"## {_escaped(section.title)}"] if section.title else []
         parts += [part for block in section.blocks for part in _parts(block, figures)]

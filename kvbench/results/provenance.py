@@ -17,9 +17,7 @@ SIMULATED: Final = "simulated"
 PACED: Final = "KV paced"
 """Label of an emulated engine with a transfer model (``kvbench.engines.emulated.PACED``)."""
 EMULATED_WHY: Final = "compute timing is modelled, the KV bytes and their transfer are real"
-PACED_WHY: Final = (
-    "the KV bytes are real; compute timing and the least duration of their transfer are modelled"
-)
+PACED_WHY: Final = "the KV bytes are real; compute timing and minimum transfer times are modelled"
 SIMULATED_WHY: Final = "nothing ran: engines, router and KV transfers are a model on virtual time"
 
 
@@ -30,6 +28,11 @@ class Mark:
     word: str
     why: str
     badge: str
+
+
+def capitalized(word: str) -> str:
+    """Return a mark's word as the beginning of a sentence: ``Emulated, KV paced``."""
+    return word[:1].upper() + word[1:]
 
 
 _MARKS: Final[Mapping[str, Mark]] = {

@@ -25,7 +25,7 @@ from kvbench.files import said_clearly, write_bytes
 from kvbench.report.findings.load_rows import load_rows
 from kvbench.report.tables.table import markdown_table, number, of_texts, write_csv
 from kvbench.report.terminal import print_table
-from kvbench.results.provenance import SIMULATED
+from kvbench.results.provenance import SIMULATED, capitalized
 from kvbench.results.run import RunFolder
 
 OUTSIDE: Final = 0.10
@@ -249,7 +249,7 @@ def write_account(path: Path, account: Account) -> None:
     """Write ``against.md`` and ``tables/against.csv`` of a run folder. Raises StoreError."""
     parts = [
         f"# {account.scenario.name} against {account.run.path.name} ({account.word})",
-        f"> **{account.word.title()}**: {account.how}",
+        f"> **{capitalized(account.word)}**: {account.how}",
         markdown_words(account.scenario.description.strip()),
         markdown_table(*lines_of(account.found, account.short)),
         *(

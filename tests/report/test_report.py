@@ -344,7 +344,7 @@ def test_modelled_transfers_are_not_called_real(full: RunFolder) -> None:
     run = replace(full, manifest=full.manifest | {"labels": ["emulated", PACED]}, trials=trials)
     assert "EMULATED, KV PACED" in printed(run)
     assert mark_of(full).why == EMULATED_WHY
-    assert "transfer are modelled" in mark_of(run).why
+    assert "transfer times are modelled" in mark_of(run).why
     assert any(line.startswith("engine: ") for line in differences([full, run]))
 
 

@@ -19,7 +19,7 @@ UNKNOWN_AFTER: Final = 0.995
 """Quantile of the TTFT: requests that arrived less than this before a trial's end are left out, since only
 the short ones have ended."""
 UNKNOWN_MOST: Final = 0.02
-"""Largest share of work in requests that had been served for longer than any that ended."""
+"""Largest share of the work that may be in requests longer than any that ended."""
 LEAST: Final = 1e-9
 BLOCKS: Final = 8
 """Number of parts of a trial that a bootstrap draws: successive requests are correlated."""
@@ -66,7 +66,7 @@ class QueueFamily:
 
 
 def _early(trial: TrialRequests) -> BoolArray:
-    """Return which requests arrived before the time in which only the short ones end."""
+    """Return which requests arrived so early that the long ones among them ended, too."""
     seen = ~np.isnan(trial.first_s)
     tail_s = float(np.quantile((trial.first_s - trial.arrived_s)[seen], UNKNOWN_AFTER)) if seen.any() else 0.0
     return trial.arrived_s <= trial.end_s - (tail_s if tail_s < 0.5 * trial.end_s else 0.0)
@@ -384,9 +384,9 @@ def error_between(candidate: Candidate) -> float:
 
 
 def whole_work(trials: Sequence[TrialRequests], candidate: Candidate) -> FloatArray:
-    """Return the work of all requests that were served, sorted, in seconds. A request in service at the end
-    of its trial gets the work of one that took longer, drawn with a fixed seed, as the estimate of Kaplan and
-    Meier (1958) divides its share among them; without one it keeps the work that was done."""
+    """Return the work of all requests served, sorted, in seconds. Of a request in service when its trial
+    ended only a minimum is known. It gets the work of a longer request, drawn with a fixed seed: the estimate
+    of Kaplan and Meier (1958) as a sample. If none is longer, it gets the minimum."""
     ended = np.concatenate(candidate.work)
     found: list[float] = np.sort(np.maximum(ended[~np.isnan(ended)], LEAST)).tolist()
     rng = np.random.default_rng(3)
@@ -399,10 +399,10 @@ def whole_work(trials: Sequence[TrialRequests], candidate: Candidate) -> FloatAr
 def work_objections(trials: Sequence[TrialRequests], candidate: Candidate, model: QueueModel) -> list[str]:
     """List objections to work that varies with time, queue length, successive requests, or trial."""
     objections = []
-    ended = max(float(np.nanmax(work)) for work in candidate.work if not np.isnan(work).all())
+    ended = float(np.nanmax(np.concatenate(candidate.work)))
     unknown = float(model.work_s[model.work_s > ended].sum() / model.work_s.sum())
     if unknown > UNKNOWN_MOST:
-        objections.append(f"{unknown:.0%} of the work is of requests that did not end before their trials")
+        objections.append(f"{unknown:.0%} of the work is in requests longer than any that ended")
     mean, top = float(model.work_s.mean()), float(np.quantile(model.work_s, 0.99))
     for trial, work in zip(trials, candidate.work, strict=True):
         known = ~np.isnan(work)

@@ -187,7 +187,7 @@ def test_work_of_which_none_has_ended_is_unknown() -> None:
     short = tuple(trial(rarely_slow, 9.5, seconds, seconds) for seconds in (30, 35, 40))
     limit = Objective((Goal("share", 0.8, (("ttft_ms", 15.0),)),))
     (first, *_) = asked(replayed(short, limit)).objections
-    assert re.fullmatch(r"\d+% of the work is of requests that did not end before their trials", first)
+    assert re.fullmatch(r"\d+% of the work is in requests longer than any that ended", first)
 
 
 def test_many_equal_short_works_are_no_fixed_part_of_the_latency() -> None:
