@@ -332,7 +332,7 @@ def requests_to_replay(folder: Path, trial: TrialRecord, burstiness: float) -> T
     if len(columns) < len(COLUMNS):
         return None
     stopped_s = (trial.summary.get("live") or {}).get("at_s", trial.duration_s)
-    return TrialRequests.of(columns, trial.request_rate, trial.duration_s, stopped_s, burstiness)
+    return TrialRequests.of(columns, trial.request_rate, stopped_s, burstiness)
 
 
 def _columns(path: Path, names: Sequence[str], *, whole: bool) -> dict[str, NDArray[Any]]:

@@ -61,19 +61,17 @@ class TrialRequests:
         cls,
         columns: Mapping[str, npt.NDArray[Any]],
         rate: float,
-        duration_s: float,
-        stopped_s: float,
+        end_s: float,
         burstiness: float,
     ) -> TrialRequests:
-        """Build it from ``COLUMNS`` of the trial's records; NaN is unknown. Events after the trial was
-        stopped are left out, and failed requests. If more than ``FEW_FAILED`` failed, the trial ends at the
-        first of them."""
+        """Build it from ``COLUMNS`` of the trial's records; NaN is unknown. ``end_s``: when sending stopped;
+        what came later is left out, since the load was gone. So are failed requests; if more than
+        ``FEW_FAILED`` failed, the trial ends at the first of them."""
         order = np.argsort(columns["scheduled_s"], kind="stable")
         arrived_s, first_s, last_s, got, asked, untimed = (columns[name][order] for name in COLUMNS[:-1])
         errors = columns["error"][order]
         cancelled = errors == "cancelled"
         failed = (errors != "") & ~cancelled
-        end_s = min(duration_s, stopped_s) if cancelled.any() else duration_s
         if failed.sum() > FEW_FAILED * len(failed):
             end_s = min(end_s, float(arrived_s[failed][0]))
         kept = (arrived_s < end_s) & ~failed

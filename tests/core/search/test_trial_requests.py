@@ -19,8 +19,8 @@ def columns(*rows: tuple[float, float, float, float, float, float, str]) -> dict
     return {**found, "error": np.array([row[-1] for row in rows], dtype=object)}
 
 
-def of(*rows: tuple[float, float, float, float, float, float, str], stopped_s: float = 9.0) -> TrialRequests:
-    return TrialRequests.of(columns(*rows), rate=2.0, duration_s=10.0, stopped_s=stopped_s, burstiness=1.0)
+def of(*rows: tuple[float, float, float, float, float, float, str], end_s: float = 10.0) -> TrialRequests:
+    return TrialRequests.of(columns(*rows), rate=2.0, end_s=end_s, burstiness=1.0)
 
 
 def test_requests_come_in_order_of_arrival_with_their_further_tokens() -> None:
@@ -29,12 +29,13 @@ def test_requests_come_in_order_of_arrival_with_their_further_tokens() -> None:
     assert (found.end_s, found.failed, len(found)) == (10.0, 0, 2)
 
 
-def test_what_came_after_the_stop_was_not_seen() -> None:
-    """A trial that was stopped ends when its verdict was sure, not when its last request was cancelled."""
+def test_nothing_after_the_last_send_counts() -> None:
+    """Requests in flight then ended without further load, or by a simulator as if it had continued."""
     found = of(
         (0.0, 0.5, 2.0, 8, 8, 1, ""),
-        (5.0, 9.5, NONE, 1, 8, 1, "cancelled"),
+        (5.0, 9.5, 9.8, 8, 8, 1, ""),
         (9.2, NONE, NONE, 0, 8, 1, "cancelled"),
+        end_s=9.0,
     )
     assert found.end_s == 9.0
     assert found.arrived_s.tolist() == [0.0, 5.0]
