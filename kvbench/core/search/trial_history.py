@@ -27,8 +27,6 @@ BELOW_LOWEST: Final = 10.0
 """The posterior begins this factor below min_rate, since the wanted rate may be lower."""
 VAGUE: Final = 0.25
 """Largest relative standard error of a replayed rate: beyond it, the other posterior is as precise."""
-ALLOWED: Final = 0.98
-"""A replayed rate outside this central share of the other posterior is not used."""
 EARLY_S: Final = 120.0
 """Seconds of trials that a replay leaves out if only they contradict it, as a warm-up does."""
 SHORTEST_S: Final = 5.0
@@ -147,13 +145,9 @@ class TrialHistory:
 
     @cached_property
     def trusted_replay(self) -> ReplayResult | None:
-        """The replay, if no trial contradicts it, it is precise enough, and the other posterior allows it."""
-        replay, other = self.replay, self.by_verdicts
-        if replay is None or replay.objections or replay.error > VAGUE:
-            return None
-        tail = (1 - ALLOWED) / 2
-        allowed = other is None or other.quantile(tail) <= replay.estimate.median <= other.quantile(1 - tail)
-        return replay if allowed else None
+        """The replay, if no trial contradicts it and it is precise enough."""
+        replay = self.replay
+        return None if replay is None or replay.objections or replay.error > VAGUE else replay
 
     @cached_property
     def estimate_at_first(self) -> RateEstimate | None:
