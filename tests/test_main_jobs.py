@@ -129,7 +129,7 @@ def test_an_interrupt_leaves_a_readable_run_and_no_process(tmp_path: Path) -> No
     assert done.status == 130, done.text
     run = the_run(tmp_path)
     assert run.manifest["status"] == "interrupted"
-    assert not tagged_processes(run)
+    wait_until(lambda: not tagged_processes(run))  # a killed engine's own child may end a moment later
 
 
 def test_bench_measures_a_server_by_its_url(tmp_path: Path) -> None:
