@@ -48,8 +48,6 @@ DOWN_NEAR: Final = 2.0
 """Longest step down, as a divisor, from a trial in which some requests met the limits."""
 CLOSE: Final = 0.75
 """Share of the capacity above which a trial is full-length: a queue builds up slowly there."""
-UP_MOST: Final = 3.0
-"""Longest step up, as a factor."""
 BELOW_CAPACITY: Final = 0.97
 """Highest rate of a step up, as a share of the capacity."""
 BEYOND: Final = 1.1
@@ -70,9 +68,6 @@ LEAN_MOST: Final = 0.45
 """Largest such shift."""
 KEPT_IN_A_ROW: Final = 4
 """Number of successive met trials after which a higher rate is tried instead of a confirmation."""
-NEAR: Final = 1.85
-"""Half-width of the interval, as a multiple of the precision, up to which a trial may confirm and a search
-converge."""
 CONFIRM_BELOW: Final = 0.1
 """Distance of a confirming trial below the median, as a share of the precision: half of those at it miss."""
 CONFIRM_STEP: Final = 0.06
@@ -95,7 +90,7 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
         return history.confirm_highest(highest)
     if history.trusted_replay is not None:
         return by_replay.next_probe(history, history.trusted_replay)
-    near = estimate.width <= limits.precision * NEAR
+    near = estimate.width <= by_replay.CONFIRMS * limits.precision
     sharp = near and not _always_kept(history)
     capacity, target = _capacity(history), estimate.median
     if not sharp:
@@ -105,7 +100,7 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
     if not some_bad:
         step = min(highest * step_factor(UP_TRUSTED, len(tried)), BELOW_CAPACITY * capacity)
         beyond = min(estimate.upper, highest * (1 + limits.precision)) if len(tried) > 1 else 0.0
-        target = min(max(target, step, beyond), highest * UP_MOST)
+        target = min(max(target, step, beyond), highest * by_replay.UP_MOST)
     elif not some_good:
         close = any(_some_in_time(each) for each in tried if each.rate == lowest)
         step = lowest / (DOWN_NEAR if close else step_factor(DOWN_COLD, len(tried)))
@@ -302,7 +297,7 @@ def _settled(history: TrialHistory, estimate: RateEstimate) -> float | None:
 def _precise(history: TrialHistory, estimate: RateEstimate, rate: float) -> bool:
     """Return whether the posterior is within the precision of a rate, without a long tail outside."""
     precision, sure = history.limits.precision, SURE_SOON if len(history.outcomes) <= SOON else SURE
-    return estimate.width <= NEAR * precision and estimate.within(rate, precision) >= sure
+    return estimate.width <= by_replay.CONFIRMS * precision and estimate.within(rate, precision) >= sure
 
 
 def _some_in_time(outcome: TrialOutcome) -> bool:

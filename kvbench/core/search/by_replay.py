@@ -47,7 +47,7 @@ NEAR_MOST: Final = 2000
 """It has as many requests as the SLO allows the first number of misses, up to the second number of requests:
 nothing else shows the slowest ones."""
 CONFIRMS: Final = 1.85
-"""Half-width of the interval, as a multiple of the precision, from which a trial may confirm the answer."""
+"""Half-width of the interval up to which a trial may confirm the answer, as a multiple of the precision."""
 TOO_FAR_AFTER: Final = 4
 TOO_FAR: Final = 3.0
 """A search ends after the first number of trials if the precision needs more than the second multiple of the

@@ -145,9 +145,12 @@ class TrialHistory:
 
     @cached_property
     def trusted_replay(self) -> ReplayResult | None:
-        """The replay, if no trial contradicts it and it is precise enough."""
+        """The replay, if no trial contradicts it, it is precise enough, and a met trial is not above it."""
         replay = self.replay
-        return None if replay is None or replay.objections or replay.error > VAGUE else replay
+        if replay is None or replay.objections or replay.error > VAGUE:
+            return None
+        met = [each.rate for each in self.tried if each.verdict == "met"]
+        return None if met and min(met) > replay.estimate.upper else replay
 
     @cached_property
     def estimate_at_first(self) -> RateEstimate | None:

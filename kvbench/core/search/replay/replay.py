@@ -45,6 +45,8 @@ FLAT, STEEP = 0.06, 12.5
 many servers grows slowly; the second applies where even that one meets the SLO at the capacity."""
 SATURATING: Final = 3000
 """Requests of a load that arrives at once."""
+FALL: Final = math.log(100)
+"""Step down, in log rate, from the capacity to a rate that keeps the SLO; up to three are taken."""
 BISECTIONS: Final = 12
 SECANTS: Final = 12
 """Largest numbers of trial rates, of the shortest load and of the longest."""
@@ -234,23 +236,21 @@ class UnitLoad:
         return max((below - above) / 0.08, 1e-3)
 
     def root(self, model: Model, objective: Objective) -> float:
-        """Return the rate at which the SLO is just met, from a hundredth of the capacity: by bisection with a
-        short load, then by secants with the longest (Illinois method)."""
+        """Return the rate at which the SLO is just met: by bisection with a short load between a rate that
+        keeps it and the capacity, then by secants with the longest load (Illinois method)."""
         top = math.log(self.capacity(model))
-        low, high = top - math.log(100), top
+        low, high = top - FALL, top
+
+        def score(rate: float, count: int = SHORTEST) -> float:
+            return self.score(model, objective, math.exp(rate), count)
+
+        while score(low) < 0 and low > top - 3 * FALL:
+            low -= FALL
+        lowest = low
         for _ in range(BISECTIONS):
             rate = (low + high) / 2
-            low, high = (
-                (rate, high) if self.score(model, objective, math.exp(rate), SHORTEST) >= 0 else (low, rate)
-            )
-        return math.exp(
-            _zero(
-                lambda rate: self.score(model, objective, math.exp(rate), model.longest),
-                (low + high) / 2,
-                top - math.log(100),
-                top,
-            )
-        )
+            low, high = (rate, high) if score(rate) >= 0 else (low, rate)
+        return math.exp(_zero(lambda rate: score(rate, model.longest), (low + high) / 2, lowest, top))
 
 
 def _zero(score: Callable[[float], float], begin: float, least: float, most: float) -> float:

@@ -256,6 +256,27 @@ def test_the_rate_is_the_capacity_where_the_limit_is_far_above_the_latency() -> 
     assert found.error < 0.05
 
 
+def test_a_rate_far_below_the_capacity_is_found() -> None:
+    """M/D/1 of 100 ms: 99.5 % wait for less than 0.1 ms up to 0.05 req/s, since 1 - 0.1 s of rate find no
+    other request (PASTA)."""
+    at_once = Objective((Goal("share", 0.995, (("ttft_ms", 0.1001),)),))
+    found = asked(replayed(tuple(trial(even(0.1), rate, 4000, 3) for rate in (0.5, 0.25)), at_once))
+    assert not found.objections
+    assert found.estimate.median == pytest.approx(0.05, rel=0.1)
+
+
+def test_a_replay_with_all_met_trials_above_its_interval_is_not_trusted() -> None:
+    history, found = history_of(trial(exponential(0.06), 8.0, 400, 1), seconds_left=math.inf)
+    assert history.trusted_replay is found
+    above = trial(exponential(0.06), 12.0, 100, 2)
+    met = TrialOutcome(12.0, "met", requests=above)
+    contradicted = dataclasses.replace(history, outcomes=(*history.outcomes, met))
+    assert not asked(contradicted.replay).objections
+    assert contradicted.trusted_replay is None
+    below = TrialOutcome(8.0, "met", requests=history.outcomes[0].requests)
+    assert dataclasses.replace(history, outcomes=(below, met)).trusted_replay is not None
+
+
 def test_trials_that_differ_by_more_than_their_replays_are_less_certain() -> None:
     """A machine's speed varies, and the mean TTFT of requests that hardly wait says little on the rate."""
     near_idle = Objective((Goal("mean", 1.0, (("ttft_ms", 1.25),)),))
@@ -269,7 +290,7 @@ def test_trials_that_differ_by_more_than_their_replays_are_less_certain() -> Non
 
 def test_trials_that_contradict_a_flat_score_move_the_rate_by_a_bounded_factor() -> None:
     """The mean TTFT hardly depends on the rate, and one trial's server was slower."""
-    near_idle = Objective((Goal("mean", 1.0, (("ttft_ms", 1.01),)),))
+    near_idle = Objective((Goal("mean", 1.0, (("ttft_ms", 1.69),)),))
     rates = ((1.0, 0.01), (3.0, 0.0102), (1.0, 0.0105))
     trials = (trial(even(work_s), rate, 30000.0, seed) for seed, (work_s, rate) in enumerate(rates))
     found = asked(replayed((*trials,), near_idle))
