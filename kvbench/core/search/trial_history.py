@@ -145,7 +145,7 @@ class TrialHistory:
 
     @cached_property
     def trusted_replay(self) -> ReplayResult | None:
-        """The replay, if no trial contradicts it, it is precise enough, and a met trial is not above it."""
+        """The replay, if it is precise enough and no trial contradicts it, nor all met rates together."""
         replay = self.replay
         if replay is None or replay.objections or replay.error > VAGUE:
             return None
