@@ -145,7 +145,7 @@ class TrialHistory:
 
     @cached_property
     def trusted_replay(self) -> ReplayResult | None:
-        """The replay, if it is precise enough and no trial contradicts it, nor all met rates together."""
+        """The replay; None if it is imprecise, a trial contradicts it, or all met rates are above it."""
         replay = self.replay
         if replay is None or replay.objections or replay.error > VAGUE:
             return None

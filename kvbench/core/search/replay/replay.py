@@ -46,7 +46,7 @@ many servers grows slowly; the second applies where even that one meets the SLO 
 SATURATING: Final = 3000
 """Requests of a load that arrives at once."""
 FALL: Final = math.log(100)
-"""Step down, in log rate, from the capacity to a rate that keeps the SLO; up to three are taken."""
+"""Step down from the capacity, in log rate, to a rate that keeps the SLO; up to three are taken."""
 BISECTIONS: Final = 12
 SECANTS: Final = 12
 """Largest numbers of trial rates, of the shortest load and of the longest."""
@@ -239,14 +239,14 @@ class UnitLoad:
         """Return the rate at which the SLO is just met: by bisection with a short load between a rate that
         keeps it and the capacity, then by secants with the longest load (Illinois method)."""
         top = math.log(self.capacity(model))
-        low, high = top - FALL, top
 
         def score(rate: float, count: int = SHORTEST) -> float:
             return self.score(model, objective, math.exp(rate), count)
 
-        while score(low) < 0 and low > top - 3 * FALL:
-            low -= FALL
-        lowest = low
+        for lowest in (top - FALL, top - 2 * FALL, top - 3 * FALL):
+            if score(lowest) >= 0:
+                break
+        low, high = lowest, top
         for _ in range(BISECTIONS):
             rate = (low + high) / 2
             low, high = (rate, high) if score(rate) >= 0 else (low, rate)

@@ -257,8 +257,7 @@ def test_the_rate_is_the_capacity_where_the_limit_is_far_above_the_latency() -> 
 
 
 def test_a_rate_far_below_the_capacity_is_found() -> None:
-    """M/D/1 of 100 ms: 99.5 % wait for less than 0.1 ms up to 0.05 req/s, since 1 - 0.1 s of rate find no
-    other request (PASTA)."""
+    """M/D/1 of 100 ms: at 0.05 req/s it is busy 0.5 % of the time, so 99.5 % of requests don't wait."""
     at_once = Objective((Goal("share", 0.995, (("ttft_ms", 0.1001),)),))
     found = asked(replayed(tuple(trial(even(0.1), rate, 4000, 3) for rate in (0.5, 0.25)), at_once))
     assert not found.objections
