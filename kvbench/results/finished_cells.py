@@ -113,14 +113,15 @@ def canary_pools(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int]
 
 
 def asked_canaries(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[AskedCanary]]:
-    """Return the additional canary answers in canaries.jsonl, by trial."""
+    """Return the additional canary answers in canaries.jsonl, by trial; of an interrupted one that was
+    repeated, the last."""
     from kvbench.core.canaries.answer_kinds import AskedCanary
 
     found: dict[str, list[AskedCanary]] = {}
     for row in rows:
         with suppress(KeyError, TypeError, ValueError):
             if "asked" in row:
-                found.setdefault(str(row["trial_id"]), []).extend(map(AskedCanary.from_json, row["asked"]))
+                found[str(row["trial_id"])] = [*map(AskedCanary.from_json, row["asked"])]
     return found
 
 

@@ -377,8 +377,10 @@ class RunStore:
         self._add_canaries(pool_row(pool))
 
     def add_asked_canaries(self, trial_id: str, asked: Sequence[AskedCanary]) -> None:
-        """Store canary answers requested in addition to a trial's load."""
-        self._add_canaries(asked_row(trial_id, asked))
+        """Store canary answers requested in addition to a trial's load; a later line replaces an earlier one,
+        so a resumed run also stores that there were none."""
+        if asked or self.resumed:
+            self._add_canaries(asked_row(trial_id, asked))
 
     def _add_canaries(self, row: Mapping[str, Any]) -> None:
         with said_clearly(self.path):

@@ -131,8 +131,7 @@ class DeployedSite:
             return None, None
         name = f"{cell.key}-end"
         asked = supply.ask("end_of_cell", name)
-        if asked:
-            self.store.add_asked_canaries(name, asked)
+        self.store.add_asked_canaries(name, asked)
         pool = supply.pool
         if pool is not supply.judged_by:
             self.store.add_canaries(pool)

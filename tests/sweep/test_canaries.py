@@ -82,6 +82,20 @@ def test_all_of_it_is_in_the_folder_and_computed_once_more(measured: tuple[str, 
     assert found.sound, found.damages
 
 
+def test_answers_of_an_interrupted_session_do_not_count(
+    measured: tuple[str, RunFolder], tmp_path: Path
+) -> None:
+    folder = without_checksums(copied(measured[1].path, tmp_path))
+    path, trial = folder / CANARIES, measured[1].trials[0].trial_id
+    lines = path.read_text().splitlines()
+    at_end = next(each for each in lines if '-end"' in each and '"asked"' in each)
+    row = {**json.loads(at_end), "trial_id": trial}
+    # It ended after it had stored answers of a trial and of a cell; the repeated trial needed none.
+    again = [json.dumps(row), json.dumps({**row, "asked": []}), at_end]
+    path.write_text("\n".join([*lines, *again]) + "\n")
+    assert not audit(folder).damages
+
+
 def test_an_edited_answer_is_found_without_checksums(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
     folder = without_checksums(copied(measured[1].path, tmp_path))
     used = next(

@@ -160,8 +160,7 @@ class TrialRunner:
         supply.used(load.records)
         failed = any(not record.ok for record in load.records)
         asked = supply.ask("after_trial", plan.trial_id, load.duration_s) if failed else []
-        if asked:
-            self.store.add_asked_canaries(plan.trial_id, asked)
+        self.store.add_asked_canaries(plan.trial_id, asked)
         return supply.judged(load.records, asked)
 
     def offer(
