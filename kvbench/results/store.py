@@ -168,7 +168,7 @@ RESERVE_BYTES: Final = 256 * 1024
 """Bytes reserved to write a run's end on a full disk."""
 LEAST_ROOM_BYTES: Final = 64 * 1024
 """Free space below which a write failure is attributed to the full disk."""
-_LEFT_BY_A_KILL: Final = (LIVE, ".*.tmp", ".records-*.jsonl*", ".requests-*.jsonl")
+_LEFT_BY_A_KILL: Final = (LIVE, ".*.tmp", ".records-*.jsonl*", ".requests-*")
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,7 @@ class CellRunner(CellWork):
         last = searched.last
         if last is not None and last.wrong:
             results = [replace(each, status="refused", reason=_wrong_at_end(last)) for each in results]
+            self._knowledge.rates.pop(cell, None)
         tally += Tally.of_result(last, at_end=True)
         return [
             replace(

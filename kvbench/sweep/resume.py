@@ -119,9 +119,11 @@ def reopen(path: Path, *, force: bool = False) -> ReadySweep:
         )
     like = (run.manifest.get("asked") or {}).get("like")
     measured = measured_run(Path(like)) if like else None
-    _clear_away(run)
+    _wait_for_earlier_processes(run)
     store = RunStore.reopen(path)
     try:
+        for folder in Path(tempfile.gettempdir()).glob(f"{scratch_prefix(path)}*"):
+            shutil.rmtree(folder, ignore_errors=True)
         if differs:
             store.resumed_elsewhere(differs, ELSEWHERE)
         if damages:
@@ -219,8 +221,7 @@ def _require_trace(run: RunFolder, scenario: Scenario) -> None:
         )
 
 
-def _clear_away(run: RunFolder) -> None:
-    """Wait until the run's earlier processes are gone, and remove their temporary folders."""
+def _wait_for_earlier_processes(run: RunFolder) -> None:
     tags = {str(session.get("run_tag")) for session in run.manifest.get("sessions", [])}
     deadline = time.monotonic() + GONE_DEADLINE_S
     while living := _tagged_processes(tags):
@@ -230,8 +231,6 @@ def _clear_away(run: RunFolder) -> None:
                 hint="end them; their ports and devices may be needed",
             )
         time.sleep(0.1)
-    for folder in Path(tempfile.gettempdir()).glob(f"{scratch_prefix(run.path)}*"):
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tagged_processes(tags: set[str]) -> list[int]:

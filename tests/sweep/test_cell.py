@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbench.core.canaries.answer_kinds import CanaryResult, JudgedCanary
+from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import Cell
-from kvbench.sweep.bench import Knowledge, extrapolated
+from kvbench.planning.overrides import CliOptions, resolve
+from kvbench.planning.plan import plan_of
+from kvbench.results.run import load_run
+from kvbench.sweep.bench import Knowledge, Site, create_store, extrapolated
+from kvbench.sweep.display import Silent
+from kvbench.sweep.simulate import SimulatedBench
+from kvbench.sweep.sweep import searching_sweep
 
 PAIRS = frozenset({"mooncake", "nixl"})
 
@@ -51,3 +63,28 @@ def test_a_cost_linear_in_the_length_is_found(fixed: float, per_token: float, le
 )
 def test_a_guess_is_always_a_rate(known: list[tuple[int, float]], input_len: int) -> None:
     assert 0 < extrapolated(known, input_len) < float("inf")
+
+
+class WrongAfterTcp(SimulatedBench):
+    """After the last trial of tcp an answer is wrong."""
+
+    @contextmanager
+    def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
+        wrong = CanaryResult(8, wrong=(JudgedCanary(0, "x", "garbage", "end_of_cell"),))
+        with super().up(planned, round_) as site:
+            site.last_canaries = lambda cell: (wrong if cell.connector == "tcp" else None, None)
+            yield site
+
+
+def test_a_refused_rate_teaches_nothing(tmp_path: Path) -> None:
+    sets = ("connectors=[aggregated,tcp,nixl]", "workload.input_len=[128]", "search.precision=0.3")
+    scenario, source = resolve(CliOptions("quickstart", sets))
+    plan = plan_of(scenario)
+    store = create_store(tmp_path, scenario, source, plan, "simulate", {})
+    with store:
+        searching_sweep(scenario, plan, store, Silent(), WrongAfterTcp(scenario, store)).run()
+    run = load_run(store.path)
+    assert {each.cell.connector: each.status for each in run.cells}["tcp"] == "refused"
+    first = next(each for each in run.trials if each.cell.connector == "nixl")
+    assert first.purpose == "ceiling"
+    assert not any(each.cell.connector == "tcp" for each in run.all_trials if each.method == "equal_rate")

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from run_files import copied, edit_json, edit_rows
 
 import kvbench as api
 from kvbench.errors import InputError, StoreError
+from kvbench.files import scratch
 from kvbench.planning.overrides import CliOptions
 from kvbench.report import watch as watching
 from kvbench.report.bundle import BundleOptions, bundle
@@ -29,6 +31,7 @@ from kvbench.results.finished_cells import ELSEWHERE, earlier_sessions, host_dif
 from kvbench.results.run import load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
+from kvbench.sweep.deployed import scratch_prefix
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -127,6 +130,25 @@ def test_a_second_process_is_refused_and_told_who_works_there(broken: Path, tmp_
         with pytest.raises(StoreError, match=who):
             resume.reopen(folder)
     assert load_run(folder).manifest["status"] == "complete"
+
+
+def test_a_second_process_leaves_the_first_one_s_temporary_files(
+    broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = copied(broken, tmp_path)
+    describe, first = resume.environment.describe, ExitStack()
+
+    def begun_meanwhile() -> dict[str, Any]:
+        first.enter_context(RunStore.reopen(folder))
+        specs.append(first.enter_context(scratch(scratch_prefix(folder), folder.name)))
+        return describe()
+
+    specs: list[Path] = []
+    monkeypatch.setattr(resume.environment, "describe", begun_meanwhile)
+    with first:
+        with pytest.raises(StoreError, match="being written by another process"):
+            resume.reopen(folder)
+        assert specs[0].exists()
 
 
 def test_other_conditions_are_refused_unless_forced_and_then_marked(broken: Path, tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def judge_canaries(
     answered = [each for each in found if each.kind != "unanswered"]
     certain = [each for each in answered if each.kind in CERTAIN]
     garbage = [each for each in answered if each.kind == "garbage"]
-    noise = pool.noise
+    noise = noise_of(pool.answers) if of_reference else pool.noise
     doubtful: Sequence[JudgedCanary] = ()
     exact = noise.exact and (bool(pool.answers.choices) or not noise_of(pool.answers).asked)
     if of_reference:
@@ -232,7 +232,7 @@ def judge_canaries(
         power=detectable_share(len(answered), noise, singly=singly),
         refused_from=least,
         noise_tested=not exact and not of_reference,
-        noise=noise_of(pool.answers) if of_reference else noise,
+        noise=noise,
         noisy_nats=max((each.gap_nats for each in doubtful if each.gap_nats is not None), default=None),
         repeated=repeated,
         of_reference=of_reference,

@@ -9,7 +9,7 @@ from zlib import crc32
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judge_canaries
+from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judge_canaries, noise_under_load
 from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.metrics.equal_answers import Noise
 from kvbench.core.records import Outputs, RequestRecord, TokenChoice
@@ -148,6 +148,9 @@ def test_the_reference_s_own_garbage_is_its_noise_and_its_crossed_answers_are_wr
     records = [answered(0, "some other garbage", 0), answered(1, RIGHT[1], 1)]
     result = judge_canaries(POOL, records, of_reference=True)
     assert (result.wrong, result.noisy) == ((), 1)
+    later = noise_under_load(POOL, [result])
+    assert later != POOL
+    assert judge_canaries(later, records, of_reference=True) == result
     crossed = [answered(0, RIGHT[1], 0), answered(1, RIGHT[1], 1, sent_s=0.2)]
     assert judge_canaries(POOL, crossed, of_reference=True).wrong
 
