@@ -67,7 +67,9 @@ def earlier_sessions(run: RunFolder, own_method: Method, *, forced: bool = False
     return EarlierSessions(
         trials=trials,
         results={
-            cell: each for cell, each in results.items() if any(_ends(result, own_method) for result in each)
+            cell: each
+            for cell, each in results.items()
+            if any(ends_cell(result, own_method) for result in each)
         },
         outputs=dict(_outputs(run.outputs)),
         canaries=canary_pools(run.canaries),
@@ -157,7 +159,7 @@ def _outputs_of(row: Mapping[str, Any]) -> Outputs:
     )
 
 
-def _ends(result: CellResult, own_method: Method) -> bool:
+def ends_cell(result: CellResult, own_method: Method) -> bool:
     """Return whether the line completes its cell: first tier of its own method."""
     decided = result.status in ("done", "refused", "skipped")
     return decided and (result.main or (result.method == own_method and not result.tier))

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from commands import invoke
-from resuming import without_checksums
+from resuming import Taped, cut_off, without_checksums, write_order
 from rich.console import Console
 from run_files import Edit, copied, edit_json, rows_in
 
@@ -183,6 +183,38 @@ def test_an_edited_tier_is_found(tmp_path: Path) -> None:
     found = found_in(folder)
     assert any(f"{name}: tiers.loose." in each for each in found), found
     assert any(f"{name}: the verdict" in each and "loose missed" in each for each in found), found
+
+
+def test_a_tier_without_its_line_is_found_but_a_kill_between_lines_is_no_damage(tmp_path: Path) -> None:
+    """Of an unfinished cell, trials and lines may be missing, but not of a finished one."""
+    whole = Taped(CliOptions("quickstart", TIERS)).unbroken(tmp_path)
+    order = write_order(whole)
+    ends = [number for number, (name, _) in enumerate(order) if name == CELLS]
+    for lines in sorted({*ends, *(each + 1 for each in ends), len(order)}):
+        cut = cut_off(whole, tmp_path / f"{lines}" / whole.name, lines, torn=False)
+        assert found_in(cut) == [], lines
+    rows = rows_in(whole / CELLS)
+    assert [row["tier"] for row in rows] == ["loose", "strict"] * 2
+    for status in ("complete", "interrupted"):
+        folder = without_checksums(copied(whole, tmp_path / status))
+        edit_json(folder / "manifest.json", status=status)
+        (folder / CELLS).write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+        found = found_in(folder)
+        assert any("loose: this answer follows" in each for each in found), found
+
+
+def test_a_connector_that_a_resume_skipped_needs_no_answers(tmp_path: Path) -> None:
+    """Its trials of an earlier session are left over."""
+    whole = Taped(CliOptions("quickstart", TIERS)).unbroken(tmp_path)
+    last = max(number for number, (name, _) in enumerate(write_order(whole)) if name == CELLS)
+    folder = cut_off(whole, tmp_path / "cut" / whole.name, last - 2, torn=False)
+    with RunStore.reopen(folder) as store:
+        store.skip_connector("tcp", "it is not installed any more")
+        store.put_cell({"cell": rows_in(whole / CELLS)[-1]["cell"], "status": "skipped"})
+    run = load_run(folder)
+    assert (run.manifest["status"], [each.status for each in run.cells]) == ("complete", ["done", "skipped"])
+    assert any(trial.cell.connector == "tcp" for trial in run.all_trials)
+    assert found_in(folder) == []
 
 
 def with_requests(folder: Path, verdict: str, change: Callable[[pa.Table], pa.Table]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from measured_run import measured_run, with_rebuilt_checksums
-from run_files import copied, edit_json, edit_rows
+from run_files import copied, edit_json, edit_rows, rows_in
 from typer.testing import CliRunner
 
 from kvbench.cli.app import app
@@ -98,6 +99,15 @@ def moved_ttft(row: dict[str, Any]) -> None:
     parts["prefill"] = (parts["prefill"] or 0.0) + 5.0
 
 
+def without_lines_of_tcp(*names: str) -> Edit:
+    def removed(folder: Path) -> None:
+        for name in names:
+            kept = [row for row in rows_in(folder / name) if row["cell"]["connector"] != "tcp"]
+            (folder / name).write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+    return removed
+
+
 NOT_SOUND, NOT_VERIFIED, SOUND = "not sound", "not verified", "sound"
 NO_RULES = sessions(lambda each: each.pop("rules_version"))
 NO_CHECKSUMS = both(lambda folder: (folder / CHECKSUMS).unlink(), forgotten("checksums"))
@@ -149,6 +159,12 @@ ATTACKS: dict[str, tuple[Edit, str, str]] = {
     "another seed": (manifest(seed=99), NOT_SOUND, "seed is not that of plan.json"),
     "a cell that nobody planned": (below("cells.jsonl", "cell", -1, connector="mooncake"), NOT_SOUND,
                                    "is not a cell of plan.json"),
+    "a cell's answer removed": (without_lines_of_tcp("cells.jsonl"), NOT_SOUND,
+                                "this answer follows from the trials, but is missing"),
+    "a cell removed with its trials": (without_lines_of_tcp("cells.jsonl", "trials.jsonl"), NOT_SOUND,
+                                       "is missing, although the run is complete"),
+    "a cell skipped": (below("cells.jsonl", "", -1, status="skipped", answer=None, confirmed_by=None),
+                       NOT_SOUND, "is skipped, but manifest.json has no reason"),
     "cells of the plan": (document("plan.json", lambda plan: plan["cells"].pop()), NOT_SOUND,
                           "is not a cell of plan.json"),
     "a part of the TTFT": (rows("trials.jsonl", moved_ttft, -1), NOT_SOUND,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from statistics import fmean
 from typing import Any, Final
@@ -139,6 +139,22 @@ def _cells(run: RunFolder) -> Iterator[Damage]:
         for key in dict.fromkeys(cell.key for cell in cells):
             if key not in known:
                 yield Damage(where, f"{key} is not a cell of plan.json")
+    if run.manifest.get("asked") is not None and run.manifest.get("kind") in SEARCHED_KINDS:
+        yield from _lines_of_cells(run, sorted(map(str, known)))
+
+
+def _lines_of_cells(run: RunFolder, planned: Sequence[str]) -> Iterator[Damage]:
+    """Find cells of a complete run without a line, and skipped cells of a connector that was not skipped."""
+    results = [*run.cells, *run.other_cells]
+    if run.manifest.get("status") == "complete":
+        stored = {each.cell.key for each in results}
+        for key in planned:
+            if key not in stored:
+                yield Damage(CELLS, f"{key} is missing, although the run is complete")
+    skipped = [each.get("connector") for each in run.skipped]
+    for result in results:
+        if result.status == "skipped" and result.cell.connector not in skipped:
+            yield Damage(CELLS, f"{result.cell.key} is skipped, but {MANIFEST} has no reason for that")
 
 
 FORMER_DEFAULTS: Final[Mapping[int, Mapping[str, str]]] = {

@@ -20,7 +20,7 @@ from kvbench.core.search.load_plan import TrialPlan, rate_of
 from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.errors import KvbenchError
 from kvbench.results.checksums import Damage
-from kvbench.results.finished_cells import asked_canaries, earlier_sessions
+from kvbench.results.finished_cells import asked_canaries, earlier_sessions, ends_cell
 from kvbench.results.run import CELLS, TRIALS, CellResult, RunFolder, requests_to_replay
 from kvbench.sweep.bench import Alone, CellWork, Knowledge, Site, TrialBudget
 from kvbench.sweep.calibration import measured_run
@@ -205,10 +205,24 @@ class Searches:
                 yield Damage(TRIALS, f"{name} is not requested by its search")
         for each in finished if found else ():
             yield from self._of_result(each, found)
+        stored = {(each.method, each.tier) for each in finished}
+        for each in found if self._is_complete(repeat, finished) else ():
+            if (each.method, each.tier) not in stored:
+                yield Damage(CELLS, f"{_name(each)}: this answer follows from the trials, but is missing")
+
+    def _is_complete(self, repeat: Repeat, finished: Sequence[CellResult]) -> bool:
+        """Return whether a cell has all its lines. Its last line marks it as complete. A complete run has all
+        lines, except of cells that failed or were skipped when the run was resumed."""
+        if any(ends_cell(each, self._scenario.search.method) for each in finished):
+            return True
+        skipped = [each.get("connector") for each in self._run.skipped]
+        failed = any(each.status == "failed" for each in repeat.stored)
+        complete = self._run.manifest.get("status") == "complete"
+        return complete and not failed and repeat.cell.connector not in skipped
 
     def _of_result(self, stored: CellResult, found: Sequence[CellResult]) -> Iterator[Damage]:
         again = [each for each in found if (each.method, each.tier) == (stored.method, stored.tier)]
-        name = " ".join(filter(None, (stored.cell.key, stored.method, stored.tier)))
+        name = _name(stored)
         if not again:
             yield Damage(CELLS, f"{name}: no such answer follows from the trials")
             return
@@ -236,3 +250,7 @@ class Searches:
             return Alone(1.0, unchecked=INVENTED)
         found = self._outputs.get((cell.connector, cell.input_len))
         return None if found is None else Alone(found.latency_s, found)
+
+
+def _name(result: CellResult) -> str:
+    return " ".join(filter(None, (result.cell.key, result.method, result.tier)))
