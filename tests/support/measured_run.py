@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.core.plan.plan import DeploymentPlan
+from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.records import Cell, Outputs
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
@@ -27,24 +27,26 @@ SETTINGS = (
 class AnsweringSite:
     """A simulated site that also stores greedy outputs, as a real deployment does."""
 
-    def __init__(self, site: Site, store: RunStore) -> None:
+    def __init__(self, site: Site, store: RunStore, text: str) -> None:
         self.trace_rate, self.has_direct = site.trace_rate, site.has_direct
         self.prepare, self.close, self.outputs = site.prepare, site.close, site.outputs
         self.watch_answers, self.last_canaries, self.run = site.watch_answers, site.last_canaries, site.run
         self._alone, self._store, self.requests = site.alone, store, site.requests
+        self._text = text
 
     def alone(self, cell: Cell) -> Alone:
-        outputs = Outputs(("one", "two"), self._alone(cell).latency_s)
+        outputs = Outputs((self._text, "two"), self._alone(cell).latency_s)
         self._store.add_outputs(cell.connector, cell.input_len, outputs)
         return Alone(outputs.latency_s, outputs)
 
 
 @dataclass
 class AnsweringBench:
-    """A simulated bench with such sites."""
+    """A simulated bench with such sites. Deployments with the same reference give the same outputs."""
 
     bench: Bench
     store: RunStore
+    plan: Plan
     alike = True
 
     def __post_init__(self) -> None:
@@ -54,7 +56,7 @@ class AnsweringBench:
     @contextmanager
     def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
         with self.bench.up(planned, round_) as site:
-            yield AnsweringSite(site, self.store)
+            yield AnsweringSite(site, self.store, self.plan.reference_of(planned.label))
 
 
 def measured_run(results: Path, settings: tuple[str, ...] = SETTINGS) -> Path:
@@ -63,7 +65,7 @@ def measured_run(results: Path, settings: tuple[str, ...] = SETTINGS) -> Path:
     plan = plan_of(scenario)
     store = create_store(results, scenario, source, plan, "sweep", {})
     with store:
-        bench = AnsweringBench(SimulatedBench(scenario, store), store)
+        bench = AnsweringBench(SimulatedBench(scenario, store), store, plan)
         searching_sweep(scenario, plan, store, Silent(), bench).run()
     trials = store.path / "trials.jsonl"
     trials.write_text(trials.read_text().replace('"transport": "simulated"', '"transport": "tcp"'))

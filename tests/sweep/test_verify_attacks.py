@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from measured_run import measured_run, with_rebuilt_checksums
+from measured_run import SETTINGS, measured_run, with_rebuilt_checksums
 from run_files import copied, edit_json, edit_rows, rows_in
 from typer.testing import CliRunner
 
@@ -195,6 +195,20 @@ def test_the_folder_is_sound_as_it_is(whole: Path) -> None:
     assert {trial.engine["transport"] for trial in load_run(whole).trials} == {"", "tcp"}
     mark = mark_of(load_run(whole))
     assert mark.word == "emulated"
+
+
+def test_a_run_of_several_parallel_sizes_has_a_reference_for_each(tmp_path: Path) -> None:
+    """Outputs of engines with other tensor-parallel sizes differ, and are not compared."""
+    both_sizes = "{name: %s}, {name: %s, label: %s-2, tensor_parallel_size: 2}"
+    labels = ", ".join(both_sizes % (name, name, name) for name in ("aggregated", "tcp"))
+    folder = measured_run(tmp_path, (f"connectors=[{labels}]", *SETTINGS[1:]))
+    results = {each.cell.connector: each.equal_outputs for each in load_run(folder).cells}
+    equal = {"checked": 2, "equal": 2}
+    assert results == {"aggregated": None, "aggregated-2": None, "tcp": equal, "tcp-2": equal}
+    assert [str(each) for each in audit(folder).damages] == []
+    file = folder / "outputs.jsonl"
+    edit_rows(file, lambda row: row.update(texts=["another", "two"]), -1)
+    assert any("equal_outputs" in str(each) for each in audit(folder).damages)
 
 
 @pytest.mark.parametrize("name", [*ATTACKS, *WITH_DIGESTS])

@@ -14,7 +14,7 @@ from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judge_
 from kvbench.core.canaries.pool import CanaryPool, gave_answers, pool_of_cell
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, Plan
-from kvbench.core.records import Cell, TrialRecord
+from kvbench.core.records import Cell, Outputs, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.load_plan import TrialPlan, rate_of
 from kvbench.core.search.trial_requests import TrialRequests
@@ -136,9 +136,13 @@ class Searches:
 
     def damages(self) -> Iterator[Damage]:
         """Find answers and trials that do not follow from the trials before."""
-        reference = {n: o for (label, n), o in self._outputs.items() if label == self._plan.reference}
-        knowledge = Knowledge(reference, {}, budget=TrialBudget.of(self._scenario, self._plan))
+        references: dict[str, dict[int, Outputs]] = {}
+        for (label, input_len), outputs in self._outputs.items():
+            references.setdefault(label, {})[input_len] = outputs
+        of_all = Knowledge({}, {}, budget=TrialBudget.of(self._scenario, self._plan))
         for planned in self._plan.deployments:
+            reference = references.setdefault(self._plan.reference_of(planned.label), {})
+            knowledge = replace(of_all, reference=reference)
             cells = self._plan.cells_of(planned.label)
             repeats = [each for cell in cells if (each := self._repeated(planned, cell, knowledge))]
             done = {each.cell: each for each in repeats if each.found and each.found[0].status == "done"}
@@ -165,7 +169,7 @@ class Searches:
             site = self._site(cell, trials, alone)
             work = searched_cells(self._scenario, self._plan, Silent(), self._fixed)(site, knowledge)
             repeat = Repeat(cell, stored, site, work)
-            repeat.run(is_reference=planned.label == self._plan.reference)
+            repeat.run(is_reference=planned.label == self._plan.reference_of(planned.label))
         else:
             self.unknown += [cell] if wanted else []
             knowledge.budget.left_s -= math.fsum(each.duration_s for each in trials.values())
