@@ -235,8 +235,10 @@ def _invalid(run: RunFolder, before: dict[str, bytes]) -> Iterator[str]:
         if not len(run.requests(trial.trial_id, ["request_id"])):
             yield f"{run.path}: {trial.trial_id} has no requests"
         key = f"in{trial.cell.input_len}-out{trial.cell.output_len}"
-        key = f"equal-{key}" if trial.method == "equal_rate" else key
-        if trial.seed != trial_seed(int(run.manifest["seed"]), key, int(trial.trial_id.rsplit("-", 1)[1])):
+        number = int(trial.trial_id.rsplit("-", 1)[1])
+        if trial.method == "equal_rate":  # all have the requests of the first one
+            key, number = f"equal-{key}", 1
+        if trial.seed != trial_seed(int(run.manifest["seed"]), key, number):
             yield f"{run.path}: {trial.trial_id} has another seed than planned"
     for name, content in before.items():
         if not _content(run.path / name).startswith(content[: content.rfind(b"\n") + 1]):
@@ -251,7 +253,7 @@ def _wrong_at_the_end(run: RunFolder) -> Iterator[str]:
     planned = {cell["key"] for cell in run.plan["cells"]}
     if run.manifest.get("status") != "complete" or cells != planned:
         yield f"{run.path} is {run.manifest.get('status')} with {sorted(cells)} of {sorted(planned)}"
-    at_one_rate = [trial.request_rate for trial in run.other_trials if trial.method == "equal_rate"]
+    at_one_rate = [trial.request_rate for trial in run.equal_rate_trials]
     known = [rate for result in run.cells if result.answer and (rate := result.answer["max_request_rate"])]
     if len(known) == len(planned) and at_one_rate != [min(known)] * len(planned):
         yield f"{run.path}: {at_one_rate} were offered to all, and the lowest rate is {min(known)}"

@@ -142,6 +142,11 @@ class RunFolder:
         return [*self.trials, *self.other_trials]
 
     @property
+    def equal_rate_trials(self) -> list[TrialRecord]:
+        """Return the newest trial of each cell at the rate that is equal for all connectors."""
+        return list({each.cell: each for each in self.other_trials if each.method == "equal_rate"}.values())
+
+    @property
     def run_id(self) -> str:
         return str(self.manifest.get("run_id") or self.path.name)
 

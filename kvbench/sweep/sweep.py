@@ -426,14 +426,32 @@ class Sweep:
             (cell, rates[cell.input_len, cell.output_len])
             for cell in cells
             if cell in self._knowledge.rates and (cell.input_len, cell.output_len) in rates
-            if not self._earlier.tried(cell, EQUAL)
+            if not self._is_done_at(cell, rates[cell.input_len, cell.output_len])
         ]
+
+    def _is_done_at(self, cell: Cell, rate: float) -> bool:
+        """Return whether the newest equal-rate trial has this rate. A failed cell that succeeds in a resumed
+        run may lower it for all."""
+        return any(
+            math.isclose(each.request_rate, rate, rel_tol=1e-9)
+            for each in self._earlier.tried(cell, EQUAL)[-1:]
+        )
 
     def _at_equal_rates(self, planned: DeploymentPlan, site: Site) -> None:
         """Run one full-length trial per cell, with the same requests for every connector."""
         for cell, rate in self._equal_cells(planned):
             key = f"equal-{cell.lengths_key}"
-            plan = TrialPlan(cell, 1, rate, "equal_rate", method=EQUAL, searched=False, seed_key=key)
+            number = len(self._earlier.tried(cell, EQUAL)) + 1
+            plan = TrialPlan(
+                cell,
+                number,
+                rate,
+                "equal_rate",
+                twin_of=1 if number > 1 else 0,  # the same prompts as for connectors with a single trial
+                method=EQUAL,
+                searched=False,
+                seed_key=key,
+            )
             if (answers := self._knowledge_of(planned).right_answers(cell)) is not None:
                 site.watch_answers(cell, answers)
             try:

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import shutil
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,29 @@ from rich.console import Console
 from run_files import copied, edit_json, edit_rows
 
 import kvbench as api
-from kvbench.errors import InputError, StoreError
+from kvbench.core.plan.plan import DeploymentPlan
+from kvbench.errors import InputError, KvbenchError, StoreError
 from kvbench.files import scratch
-from kvbench.planning.overrides import CliOptions
+from kvbench.planning.overrides import CliOptions, resolve
+from kvbench.planning.plan import plan_of
 from kvbench.report import watch as watching
 from kvbench.report.bundle import BundleOptions, bundle
 from kvbench.report.export import prometheus
+from kvbench.report.findings.load_rows import load_rows
 from kvbench.report.findings.notes import notes
 from kvbench.report.report import render_terminal, write_report
+from kvbench.report.tables.methods import method_tables
 from kvbench.report.tables.result import summary_table
 from kvbench.results.finished_cells import ELSEWHERE, earlier_sessions, host_differences
-from kvbench.results.run import load_run
+from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import resume
+from kvbench.sweep.bench import Site, create_store
 from kvbench.sweep.deployed import scratch_prefix
+from kvbench.sweep.display import Silent
+from kvbench.sweep.simulate import SimulatedBench
+from kvbench.sweep.sweep import searching_sweep
+from kvbench.sweep.verify.audit import audit
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -228,6 +237,55 @@ def test_a_cell_that_failed_is_measured_once_more(broken: Path, tmp_path: Path) 
     run = load_run(resume.resume(folder))
     assert [result.status for result in [*run.cells, *run.other_cells]] == ["done", "done"]
     assert resume.is_complete(run)
+
+
+class FailingBench(SimulatedBench):
+    """A simulated bench on which one connector does not start."""
+
+    failing = ""
+
+    def up(self, planned: DeploymentPlan, round_: str = "") -> AbstractContextManager[Site]:
+        if planned.label == self.failing:
+            raise KvbenchError("decode-0 has ended")
+        return super().up(planned, round_)
+
+
+def test_the_equal_rate_stays_equal_if_a_slower_cell_fails_first(tmp_path: Path) -> None:
+    """The others are measured once more, with the same requests; only their newest trial is shown."""
+    sets = (
+        *QUICK[1:],
+        "connectors=[aggregated,tcp,nixl]",
+        "workload.input_len=[128]",
+        "search.equal_rate=true",
+    )
+    scenario, source = resolve(CliOptions("quickstart", sets))
+    plan = plan_of(scenario)
+
+    def run(store: RunStore, failing: str) -> RunFolder:
+        bench = FailingBench(scenario, store)
+        bench.failing = failing
+        with store:
+            searching_sweep(scenario, plan, store, Silent(), bench).run()
+        return load_run(store.path)
+
+    whole = run(create_store(tmp_path / "whole", scenario, source, plan, "simulate", {}), "")
+    rates = {each.cell.connector: each.answer["max_request_rate"] for each in whole.cells if each.answer}
+    slowest = min(rates, key=lambda connector: rates[connector])
+    first = run(create_store(tmp_path / "failed", scenario, source, plan, "simulate", {}), slowest)
+    assert {each.cell.connector for each in first.equal_rate_trials} == {*rates} - {slowest}
+    store = RunStore.reopen(first.path)
+    resume.take_over(store, scenario, None)
+    again = run(store, "")
+    shown, rows = again.equal_rate_trials, load_rows(again, errors=False)
+    assert (len(again.other_trials), len(shown), len(rows)) == (5, 3, 3)
+    assert len({(each.request_rate, each.seed) for each in shown}) == 1
+    assert shown[0].request_rate < first.equal_rate_trials[0].request_rate
+    (table,) = (each for each in method_tables(again) if each.name == "equal_rate")
+    assert {row["request_rate"] for row in table.rows} == {shown[0].request_rate}
+    assert [str(each) for each in audit(again.path).damages] == []
+    store = RunStore.reopen(first.path)
+    resume.take_over(store, scenario, None)
+    assert len(run(store, "").other_trials) == 5
 
 
 def test_what_an_earlier_cell_taught_after_failing_is_no_other_search(broken: Path, tmp_path: Path) -> None:

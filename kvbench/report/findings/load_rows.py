@@ -53,7 +53,13 @@ _REQUEST_COLUMNS: Final = ("scheduled_s", "first_token_s", "last_token_s", "outp
 def load_rows(run: RunFolder, name: str = "", *, errors: bool = True) -> list[LoadRow]:
     """Return the loads of a run in order of measurement. ``name``: the run, if several share a table;
     ``errors``: also read requests for standard errors."""
-    trials = [trial for trial in run.all_trials if trial.method in OFFERED and trial.verdict != "invalid"]
+    newest = run.equal_rate_trials
+    trials = [
+        trial
+        for trial in run.all_trials
+        if trial.method in OFFERED and trial.verdict != "invalid"
+        if trial.method != "equal_rate" or trial in newest
+    ]
     if run.manifest.get("kind") == "bench":
         trials += [trial for trial in run.trials if trial.verdict != "invalid"]
     return [_row_of(run, trial, name, errors=errors) for trial in trials]

@@ -116,8 +116,7 @@ def _trial_at(run: RunFolder, result: CellResult, rate: float | None) -> TrialRe
 
 
 def _equal_rate(run: RunFolder) -> Table:
-    trials = [trial for trial in run.other_trials if trial.method == "equal_rate"]
-    trials.sort(key=lambda trial: (trial.cell.input_len, trial.cell.output_len))
+    trials = sorted(run.equal_rate_trials, key=lambda trial: (trial.cell.input_len, trial.cell.output_len))
     header = [
         "connector", "input", "rate (req/s)", "met (%)", "TTFT mean / P50 / P99 (ms)",
         "TPOT mean / P50 / P99 (ms)", "E2EL P50 / P99 (ms)", "output tok/s", "KV (ms/req)", "verdict",
