@@ -302,14 +302,22 @@ class Sweep:
         return self._pools.setdefault(self.plan.reference_of(planned.label), {})
 
     def _teaches(self, planned: DeploymentPlan) -> bool:
-        """Whether a deployment without open cells still has to give reference outputs."""
+        """Whether a deployment without open cells still has to give reference outputs or canaries."""
         if not self._is_reference(planned) or not self.bench.gives_reference(planned):
             return False
-        known = self._true_outputs(planned)
+        known, answers = self._true_outputs(planned), self._known_answers(planned)
+        canaries = self.scenario.checks.canary_share > 0 and self.scenario.workload.sessions is None
+        # A connector with canaries of its own began without the reference's, which failed; it keeps its own.
+        canaries = canaries and all(
+            pool.label == planned.label or self.plan.reference_of(pool.label) != planned.label
+            for pool in self._earlier.canaries.values()
+        )
         return any(
-            cell.input_len not in known and not self._earlier.finished(cell)
+            cell.input_len not in known
+            or (canaries and (planned.label, cell.input_len, cell.output_len) not in answers)
             for cell in self.plan.cells
             if cell.connector != planned.label and self.plan.reference_of(cell.connector) == planned.label
+            if not self._earlier.finished(cell)
         )
 
     def _skip(self, deployment: DeploymentPlan) -> bool:

@@ -6,7 +6,8 @@ import io
 import json
 import os
 import shutil
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from rich.console import Console
 from run_files import copied, edit_json, edit_rows
 
 import kvbench as api
+from kvbench.core.canaries.pool import CanaryPool, Proof
 from kvbench.core.plan.plan import DeploymentPlan
+from kvbench.core.records import Cell, Outputs
 from kvbench.errors import InputError, KvbenchError, StoreError
 from kvbench.files import scratch
 from kvbench.planning.overrides import CliOptions, resolve
@@ -286,6 +289,87 @@ def test_the_equal_rate_stays_equal_if_a_slower_cell_fails_first(tmp_path: Path)
     store = RunStore.reopen(first.path)
     resume.take_over(store, scenario, None)
     assert len(run(store, "").other_trials) == 5
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL."""
+
+
+class CanarySite:
+    """A simulated site that stores outputs and canaries as a deployed one does, and notes who collects."""
+
+    def __init__(self, site: Site, label: str, bench: CanaryBench) -> None:
+        self._site, self._label, self._bench = site, label, bench
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._site, name)
+
+    def outputs(self, input_len: int) -> Outputs:
+        outputs = Outputs(("right",), 0.1)
+        self._bench.store.add_outputs(self._label, input_len, outputs)
+        return outputs
+
+    def watch_answers(self, cell: Cell, known: CanaryPool | None) -> CanaryPool | None:
+        if known is not None or self._label in self._bench.without_canaries:
+            return known
+        if self._label == self._bench.killed:
+            raise Killed
+        lengths = (cell.input_len, cell.output_len)
+        proof: Proof = "reference" if self._label == "reference" else "own"
+        outputs = Outputs(("a", "b"), 0.1)
+        pool = CanaryPool(self._label, lengths, (lengths,) * 2, 1, 100, outputs, proof)
+        self._bench.store.add_canaries(pool)
+        self._bench.collected.append(self._label)
+        return pool
+
+
+class CanaryBench(SimulatedBench):
+    """Its deployments collect canaries. ``killed``: the deployment that is killed while it does so."""
+
+    killed = without_canaries = ""
+    started: list[str]
+    collected: list[str]
+
+    def gives_reference(self, planned: DeploymentPlan) -> bool:
+        return True
+
+    @contextmanager
+    def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
+        self.started.append(planned.label)
+        with super().up(planned, round_) as site:
+            yield CanarySite(site, planned.label, self)
+
+
+@pytest.mark.parametrize(
+    ("more", "killed", "without", "started", "collected"),
+    [
+        ((), "reference", "", ["reference", "tcp"], ["reference"]),
+        (("checks.canary_share=0",), "tcp", "reference", ["tcp"], ["tcp"]),
+        ((), "nixl", "reference", ["nixl"], ["nixl"]),
+    ],
+    ids=["killed while it collects", "no canaries wanted", "a connector has its own"],
+)
+def test_a_reference_collects_the_canaries_that_a_kill_prevented(
+    tmp_path: Path, more: tuple[str, ...], killed: str, without: str, started: list[str], collected: list[str]
+) -> None:
+    names = "[tcp,nixl]" if killed == "nixl" else "[tcp]"
+    sets = (*QUICK[1:], f"connectors={names}", "workload.input_len=[128]", "search.equal_rate=false", *more)
+    scenario, source = resolve(CliOptions("quickstart", sets))
+    plan = plan_of(scenario)
+
+    def run(store: RunStore, killed: str) -> CanaryBench:
+        bench = CanaryBench(scenario, store)
+        bench.killed, bench.without_canaries, bench.started, bench.collected = killed, without, [], []
+        with suppress(Killed), store:
+            searching_sweep(scenario, plan, store, Silent(), bench).run()
+        return bench
+
+    first = create_store(tmp_path, scenario, source, plan, "simulate", {})
+    run(first, killed)
+    store = RunStore.reopen(first.path)
+    resume.take_over(store, scenario, None)
+    bench = run(store, "")
+    assert (bench.started, bench.collected) == (started, collected)
 
 
 def test_what_an_earlier_cell_taught_after_failing_is_no_other_search(broken: Path, tmp_path: Path) -> None:
