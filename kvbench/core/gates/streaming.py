@@ -10,8 +10,10 @@ from statistics import fmean, median
 from typing import Final
 
 from kvbench.core.gates.evidence import Evidence, span
+from kvbench.core.metrics.metrics import judged_records
 from kvbench.core.metrics.untimed_tokens import AT_ONCE_TOKEN_S, MERGED
 from kvbench.core.records import Finding, RequestRecord
+from kvbench.core.slo import misses_allowed
 
 LEAST_TOKENS: Final = 4
 """Fewest tokens: P's and D's first tokens are often sent together."""
@@ -22,6 +24,8 @@ BUNDLES: Final = 2.0
 EARLIER_SHARE: Final = 0.1
 EARLIER_S: Final = 1e-3
 """An earlier first event exceeds both: a share of TTFT, and a time."""
+KNOWN_OF_MEAN: Final = 0.95
+"""Share of answers with a known TPOT that a limit on its mean requires."""
 STALL: Final = 10.0
 """A first gap this many times the others, and longer than TTFT, shows an early first text."""
 
@@ -72,6 +76,33 @@ def _at_once(record: RequestRecord) -> bool:
     took_s = _took_s(record)
     return took_s <= AT_ONCE_TOKEN_S * record.output_len and took_s <= AT_ONCE_SHARE * (
         record.last_token_s - since
+    )
+
+
+def unknown_tpot(evidence: Evidence) -> Finding | None:
+    """TPOT is known wherever it is judged.
+
+    evidence: judged answers of several tokens that all arrived together, so that no time lies between them.
+    They count as keeping the limit; refused if they are more than the misses that the SLO allows (5 % if it
+    limits the mean). limits: a smaller share is not detected."""
+    required = [
+        criterion.target if criterion.kind == "share" else KNOWN_OF_MEAN
+        for criterion in evidence.slo.all_criteria()
+        if any(limit.metric == "tpot_ms" for limit in criterion.limits)
+    ]
+    judged = judged_records(evidence.records, evidence.summary.window)
+    answers = [each for each in judged if each.ok and each.output_len > 1]
+    unknown = [each for each in answers if each.tpot_s is None]
+    if not required or len(unknown) <= misses_allowed(len(judged), max(required)):
+        return None
+    return Finding(
+        "unknown_tpot",
+        "invalid",
+        f"TPOT is unknown for {len(unknown)} of {len(answers)} answers: their tokens arrived together, for "
+        f"example {unknown[0].output_len} tokens; whether they keep the limit on TPOT cannot be judged",
+        "let the server send each token in an event of its own (vLLM: stream interval 1), request more "
+        "output tokens, or limit e2el_ms instead of tpot_ms",
+        {"unknown": len(unknown), "answers": len(answers), "tokens": unknown[0].output_len},
     )
 
 

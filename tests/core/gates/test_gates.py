@@ -456,6 +456,32 @@ def test_an_answer_of_few_tokens_may_come_at_once(tokens: int, told: bool) -> No
     assert ("answer_at_once" in fired(bare(short))) == told
 
 
+def merged(records: list[RequestRecord], tokens: int, every: int = 1) -> list[RequestRecord]:
+    """Every ``every``-th answer has so many tokens in one event."""
+    return [
+        replace(r, last_token_s=r.first_token_s, output_len=tokens, itl_s=[], untimed_tokens=float(tokens))
+        if i % every == 0
+        else r
+        for i, r in enumerate(records)
+    ]
+
+
+@pytest.mark.parametrize(("slo", "tokens", "every", "refused"), [
+    pytest.param(SLO, 3, 1, True, id="three tokens in one event"),
+    pytest.param(SLO, 2, 1, True, id="two tokens in one event"),
+    pytest.param(SLO, 1, 1, False, id="one token has no TPOT"),
+    pytest.param(SLO, 3, 10, True, id="a tenth, of which half is allowed"),
+    pytest.param(SLO, 3, 30, False, id="fewer than the misses allowed"),
+    pytest.param(Slo(ttft_ms=200), 3, 1, False, id="TPOT is not judged"),
+    pytest.param(Slo(limits=(Limit("tpot_ms", "mean", 20),)), 3, 10, True, id="a mean of the others"),
+    pytest.param(Slo(limits=(Limit("tpot_ms", "p50", 20),)), 3, 10, False, id="p50 allows half"),
+])  # fmt: skip
+def test_an_unknown_tpot_is_not_judged(slo: Slo, tokens: int, every: int, refused: bool) -> None:
+    found = bare(merged(GOOD, tokens, every), slo)
+    assert ("unknown_tpot" in fired(found)) == refused
+    assert judge(found)[0] == ("invalid" if refused else "met")
+
+
 def test_answers_faster_than_any_model_are_said_with_their_time() -> None:
     quick = [
         replace(
