@@ -156,6 +156,12 @@ def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> 
         ]
         shown = found if settled is not None and history.trusted_replay is not None else max(met)
         lower, upper = min(estimate.lower, shown, found), max(estimate.upper, found)
+        if settled is None and history.replay is not None and not history.replay.objections:
+            # No trial refutes it, though it is imprecise or all met rates are above it.
+            lower, upper = (
+                min(lower, history.replay.estimate.lower),
+                max(upper, history.replay.estimate.upper),
+            )
         if settled is None and lower < limits.min_rate:
             lower = 0.0  # nothing below it was tried
     elif tried and all(each.verdict == "missed" for each in tried):

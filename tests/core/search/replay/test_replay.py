@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.core.search import by_replay
+from kvbench.core.search import by_measurements, by_replay
 from kvbench.core.search.data import SearchLimits, TrialOutcome
+from kvbench.core.search.posterior.posterior import RateEstimate
 from kvbench.core.search.replay import queues
 from kvbench.core.search.replay.models import Decode, candidates, whole_work
 from kvbench.core.search.replay.queues import FloatArray
@@ -264,7 +265,7 @@ def test_a_rate_far_below_the_capacity_is_found() -> None:
     assert found.estimate.median == pytest.approx(0.05, rel=0.1)
 
 
-def test_a_replay_with_all_met_trials_above_its_interval_is_not_trusted() -> None:
+def test_a_replay_with_all_met_trials_above_its_interval_widens_that_of_the_answer() -> None:
     history, found = history_of(trial(exponential(0.06), 8.0, 400, 1), seconds_left=math.inf)
     assert history.trusted_replay is found
     above = trial(exponential(0.06), 12.0, 100, 2)
@@ -272,6 +273,10 @@ def test_a_replay_with_all_met_trials_above_its_interval_is_not_trusted() -> Non
     contradicted = dataclasses.replace(history, outcomes=(*history.outcomes, met))
     assert not asked(contradicted.replay).objections
     assert contradicted.trusted_replay is None
+    by_figures = RateEstimate(np.array([11.0, 12.0, 13.0]), np.array([0.25, 0.5, 0.25]))
+    answer = by_measurements.answer(contradicted, by_figures, finished=False)
+    assert (answer.max_request_rate, answer.upper) == (12.0, by_figures.upper)
+    assert answer.lower == asked(contradicted.replay).estimate.lower < by_figures.lower
     below = TrialOutcome(8.0, "met", requests=history.outcomes[0].requests)
     assert dataclasses.replace(history, outcomes=(below, met)).trusted_replay is not None
 
