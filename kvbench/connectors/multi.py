@@ -41,6 +41,22 @@ class MultiOptions(ConnectorOptions):
             raise ValueError("each mapping under `then` needs its kv_connector")
         return self
 
+    @property
+    def nics_asked(self) -> tuple[str, ...]:
+        return self.own().nics_asked
+
+    @property
+    def protocol_asked(self) -> str | None:
+        return self.own().protocol_asked
+
+    @property
+    def bootstrap_address(self) -> str:
+        return self.own().bootstrap_address
+
+    def own(self) -> ConnectorOptions:
+        """Return the first connector's options."""
+        return connectors.get(self.first).options_model.model_validate(self.first_options)
+
 
 class Multi(Connector):
     """Uses the first connector's handshake, ports and environment, and passes on all configurations."""
@@ -84,7 +100,7 @@ class Multi(Connector):
 
     def _own(self, options: ConnectorOptions) -> ConnectorOptions:
         assert isinstance(options, MultiOptions)
-        return self._first.options_model.model_validate(options.first_options)
+        return options.own()
 
     def kv_transfer_config(
         self, role: Role, engine_id: str, options: ConnectorOptions, seat: Seat | None = None

@@ -158,3 +158,12 @@ def test_which_transports_leave_gpu_memory_out(tls: str, moves: bool) -> None:
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(ValidationError, match="rdma_devices"):
         connectors.get("mooncake").options_model(rdma_devices=["mlx5_0"])
+
+
+def test_several_connectors_ask_for_what_the_first_one_does() -> None:
+    own = {"device_name": "mlx5_0", "extra_config": {"bootstrap_server_address": "10.0.0.9:8998"}}
+    first = connectors.get("mooncake").options_model.model_validate(own)
+    multi = connectors.get("multi").options_model.model_validate({"first": "mooncake", "first_options": own})
+    for name in ("nics_asked", "protocol_asked", "bootstrap_address"):
+        assert getattr(multi, name) == getattr(first, name)
+    assert multi.nics_asked == ("mlx5_0",)

@@ -185,13 +185,13 @@ def rate_change(before: Sequence[Searched], after: Sequence[Searched]) -> RateCh
     sides = _distinct(before), _distinct(after)
     rates = [[math.log(each.rate) for each in side if each.rate] for side in sides]
     runs = len(sides[0]), len(sides[1])
-    if sum(map(len, rates)) == sum(runs) >= LEAST_DEGREES + 2:
+    spreads = [spread_of(each.possible) for side in sides for each in side]
+    if None not in spreads and sum(map(len, rates)) == sum(runs) >= LEAST_DEGREES + 2:
         return _by_scatter(rates[0], rates[1])
     one, other = (_pool([each.possible for each in side]) for side in sides)
     first, last = (math.exp(fmean(side)) if side else None for side in rates)
     ratio = math.inf if first is None else (last or 0.0) / first
     low, high = other.ratio(one)
-    spreads = [spread_of(each.possible) for side in sides for each in side]
     scatter = None if None in spreads else math.sqrt(fmean((each or 0.0) ** 2 for each in spreads))
     return RateChange(
         ratio, min(low, ratio), max(high, ratio), one.above(other), other.above(one), scatter, None, runs

@@ -144,7 +144,7 @@ def _transfer_rate(evidence: Evidence) -> float | None:
 def _unrequested_tcp(evidence: Evidence) -> Finding | None:
     """Report KV on a TCP interface next to idle RDMA or NVLink, without a request or log of it."""
     moved = evidence.kv_bytes or 0.0
-    if evidence.transport_ran or not evidence.engines_here or moved < LEAST_BYTES:
+    if evidence.transport_ran not in ("", "tcp") or not evidence.engines_here or moved < LEAST_BYTES:
         return None
     faster = {name: nic for name, nic in evidence.nics.items() if nic.kind != "ip"}
     name, over_ip = _busiest_interface(evidence)

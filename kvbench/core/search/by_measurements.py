@@ -158,12 +158,14 @@ def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> 
         lower, upper = min(estimate.lower, shown, found), max(estimate.upper, found)
         if settled is None and history.replay is not None and not history.replay.objections:
             # No trial refutes it, though it is imprecise or all met rates are above it.
-            lower, upper = (
-                min(lower, history.replay.estimate.lower),
-                max(upper, history.replay.estimate.upper),
-            )
+            also = history.replay.estimate
+            lower, upper = min(lower, also.lower), max(upper, also.upper)
         if settled is None and lower < limits.min_rate:
             lower = 0.0  # nothing below it was tried
+        bounded = _bracket(history, estimate)[1] < math.inf or _capacity(history) < math.inf
+        if settled is None and history.trusted_replay is None and not bounded:
+            # No trial missed it, so max_rate alone ends the posterior.
+            found, upper, censored = max(met), None, "above"
     elif tried and all(each.verdict == "missed" for each in tried):
         upper, censored = history.bracket.upper, "below"
     elif estimate.upper >= limits.max_rate:

@@ -227,11 +227,8 @@ def judge(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteR
 
 def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> Evidence:
     """Evidence for the gates: the load, figures of the steady part, and the site's readings."""
-    method, decision = trial.plan.method, trial.watch.main_decision
-    turns, end_s = trial.offered.turns, trial.offered.length_s
-    # The steady part of sessions begins when completions match starts, and ends with the last start.
-    filled = None if turns is None else Window(min(turns.filled_s, end_s), end_s)
-    window = judged_window(method, load.records) or _steady_part(decision) or filled
+    method, decision, turns = trial.plan.method, trial.watch.main_decision, trial.offered.turns
+    window = _judged_part(trial, load, decision)
     slo = judged_slo(method, scenario.slo.main())
     evidence = Evidence(
         records=load.records,
@@ -267,7 +264,8 @@ def _by_tier(
     tiers: dict[str, dict[str, Any]] = {}
     for name, slo in scenario.slo.by_tier().items():
         decision = trial.watch.decisions.get(name)
-        summary = summarise(load.records, slo, trial.plan.rate, load.duration_s, _steady_part(decision))
+        window = _judged_part(trial, load, decision)
+        summary = summarise(load.records, slo, trial.plan.rate, load.duration_s, window)
         of_tier = replace(evidence, slo=slo, summary=summary, stopped_as=_stop_verdict(load, decision))
         verdict, reason, _ = _verdict(scenario, trial, of_tier, load, decision)
         known = summary.to_json()
@@ -323,6 +321,14 @@ def _offered_reuse(trial: PlannedTrial, load: LoadResult, evidence: Evidence) ->
     (offered,) = sessions.offered_tokens(sent, (None,))
     sizes = [each.block_tokens for each in evidence.engines.values() if each.block_tokens]
     return offered + len(sent) * max(0, sessions.block_tokens - min(sizes, default=1))
+
+
+def _judged_part(trial: PlannedTrial, load: LoadResult, decision: Decision | None) -> Window | None:
+    """Part of the load that is judged; None without one."""
+    turns, end_s = trial.offered.turns, trial.offered.length_s
+    # The steady part of sessions begins when completions match starts, and ends with the last start.
+    filled = None if turns is None else Window(min(turns.filled_s, end_s), end_s)
+    return judged_window(trial.plan.method, load.records) or _steady_part(decision) or filled
 
 
 def _steady_part(decision: Decision | None) -> Window | None:

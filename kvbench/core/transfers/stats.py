@@ -238,6 +238,7 @@ _MEANS: Final[Mapping[str, Sequence[str]]] = {
     "rdma": ("rdma", "rc_", "dc_", "ud_", "rc/", "verbs", "mlx5", "ib/"),
     "cma": ("cma",),
     "cuda_ipc": ("cuda_ipc",),
+    "p2p": ("p2p",),
     "shm": ("shm", "sysv", "posix", "memfd"),
     "posix": ("posix", "file"),
 }

@@ -315,6 +315,8 @@ def _offered(row: Row) -> str:
     met = row.values.get("slo_attainment")
     share = "" if met is None else f"{percent(met)} % of the requests within the SLO"
     verdict = row.verdict if row.verdict in ("met", "missed") else ""
+    if row.verdict == "invalid":
+        share, verdict = "", "refused, no result"
     told = ", ".join(filter(None, (share, verdict))) or "offered"
     return (
         f"{row.name} at {row.cell.input_len:,} tokens in, {number(row.answer.max_request_rate)} req/s: {told}"

@@ -32,7 +32,7 @@ from kvbench.report.findings.ahead import (
     unconverged_text,
     unequal_text,
 )
-from kvbench.report.tables.result import Row, interval_word, summary_table
+from kvbench.report.tables.result import Row, fit_limits, interval_word, summary_table
 from kvbench.report.tables.trial_values import SUMMARY_KEYS, engine_word, trial_value
 from kvbench.report.tables.vllm_bench import serve_values
 from kvbench.results.provenance import hardware_of, mark_of, model_of, resolved, slo_of
@@ -85,6 +85,7 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
     figures = {key: value for key, value in serve_values(trial).items() if isinstance(value, (int, float))}
     figures |= _more(trial)
     rate = trial.request_rate if trial.request_rate > 0 else None
+    unfit = fit_limits(run, trial.cell).mark
     asked = settings.get("script_request_rate")
     requests = _requests(run, trial) if errors else None
     sent = np.zeros(0) if requests is None else requests["scheduled_s"][~np.isnan(requests["sent_s"])]
@@ -109,7 +110,7 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
         arrived=len(sent) or None,
         arrived_in_s=float(sent.max()) if len(sent) else None,
         sessions=bool(trial.engine.get("sessions")),
-        no_winner=cache_blind(run.plan, trial.cell.connector),
+        no_winner=cache_blind(run.plan, trial.cell.connector) or (f"{unfit} prediction" if unfit else ""),
     )
 
 

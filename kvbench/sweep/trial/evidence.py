@@ -20,6 +20,8 @@ _SOURCES: Final = (LOCAL_COMPUTE, LOCAL_CACHE_HIT, EXTERNAL)
 _GAPS: Final = ("vllm:inter_token_latency_seconds", "vllm:time_per_output_token_seconds")
 """Gap between two tokens: current name, and vLLM's before 0.11."""
 _STARTED: Final = "process_start_time_seconds"
+_COUNTERS: Final = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total")
+"""Counters that every instance has, and that fall only if it restarts."""
 _ROUTER_CPU: Final = "kvbench:router_cpu_seconds_total"
 _ROUTER_LAG: Final = "kvbench:router_loop_lag_seconds"
 RUNNING, WAITING = Sampler.GAUGES[:2]
@@ -72,8 +74,7 @@ def _figures_of(pages: Pages) -> EngineFigures:
     prompt_tokens = grown(pages, "vllm:prompt_tokens_total")
     prefix_hits = grown(pages, "vllm:prefix_cache_hits_total")
     blocks = {label for _, page in pages if (label := page.label("vllm:cache_config_info", "block_size"))}
-    starts = [(start.total(_STARTED), end.total(_STARTED)) for start, end in pages]
-    restarted = [first != last for first, last in starts if None not in (first, last)]
+    restarted = [known for start, end in pages if (known := _restarted(start, end)) is not None]
     return EngineFigures(
         prompt_tokens=prompt_tokens,
         prefix_queries=grown(pages, "vllm:prefix_cache_queries_total"),
@@ -95,6 +96,16 @@ def _figures_of(pages: Pages) -> EngineFigures:
         served=_work_done(pages),
         cache_tokens=_cache_tokens(pages),
     )
+
+
+def _restarted(start: Metrics, end: Metrics) -> bool | None:
+    """Return whether an instance restarted in between: another start time, or a counter that fell; None
+    without its start time."""
+    counts = [(start.total(name), end.total(name)) for name in _COUNTERS]
+    if any(first is not None and last is not None and last < first for first, last in counts):
+        return True
+    times = start.total(_STARTED), end.total(_STARTED)
+    return None if None in times else times[0] != times[1]
 
 
 def _cache_tokens(pages: Pages) -> float | None:

@@ -70,6 +70,7 @@ def test_a_side_without_an_upper_end_is_no_alarm() -> None:
     assert rate_change(side(99.0), [open_ended]).became == "inconclusive"
     assert rate_change(side(50.0, spread=0.01), [open_ended]).became == "better"
     assert not rate_change([open_ended], side(99.0)).alarms(0.0)
+    assert rate_change(side(119.0, 120.0, 121.0, 120.5), [open_ended]).became == "inconclusive"
 
 
 def test_five_runs_are_judged_by_their_scatter() -> None:

@@ -516,3 +516,19 @@ def test_a_capacity_that_trials_exceeded_is_left_out() -> None:
         search.tell(probe.rate, "met", some_late)
     assert asked[0] == 36
     assert asked[-1] > 80
+
+
+def test_a_rate_that_nothing_missed_is_at_least_that() -> None:
+    search = RateSearch(SearchLimits(10.0, 0.01, 20.0, max_trials=2))
+    while (probe := search.ask()) is not None:
+        figures = TrialFigures(
+            attainment=1.0, attainment_lower=0.99, n=600, effective_n=300, target=0.95, score=0.6,
+            score_error=0.02, offered_rate=probe.rate, duration_s=60, ttft_limit_s=0.5, ttft_s=0.2,
+            ttft_fast_s=0.1,
+        )  # fmt: skip
+        search.tell(probe.rate, "met", figures)
+    answer = search.answer()
+    highest = max(each.rate for each in search.history)
+    assert highest < search.limits.max_rate
+    assert (answer.max_request_rate, answer.upper, answer.censored) == (highest, None, "above")
+    assert answer.status == "exhausted"

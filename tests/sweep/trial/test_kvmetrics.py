@@ -278,3 +278,13 @@ def test_parts_of_a_request_are_found_out(finished: int, parts: int, aborted: in
     moved = finished + round(share * aborted)
     kv = RoleKv("x", transfers=moved * parts, batches=False)
     assert moved_requests(kv, Served(finished + aborted, aborted)) == moved
+
+
+def test_a_restart_of_one_of_several_instances_shows_in_its_own_counters() -> None:
+    def page(prompts: int) -> Metrics:
+        return parse_metrics(f"vllm:prompt_tokens_total {prompts}\n")
+
+    before = {"decode-0": page(500), "decode-1": page(500)}
+    found = engine_figures(before, {"decode-0": page(200), "decode-1": page(1400)})
+    assert found["decode"].prompt_tokens == 600
+    assert found["decode"].restarts == 1
