@@ -24,8 +24,8 @@ ends within a character (issue 48853), as 1 % of random prompts do."""
 class StreamShape:
     """Content of a stream's events. Lengths of texts in bytes: ``first_text`` of the first text event,
     ``text`` of all; 0 if unknown. ``told``: tokens by the usage in the first event, if the server reports
-    usage in every event. ``empty``: events without text, of which ``outside`` came before the first text or
-    after the last."""
+    usage in every event. ``empty``: untimed events without text, of which ``outside`` came before the first
+    text or after the last token."""
 
     first_text: int = 0
     text: int = 0

@@ -83,13 +83,14 @@ class Known:
         count, self._plain, self._text = 0, True, b""
         stream = self._stream
         before = stream.text_so_far, stream.empty_events, stream.first_event
-        empty_after, told = stream.empty_after, (stream.completion_tokens, stream.prompt_tokens)
+        empty_after, after = stream.empty_after, len(stream.empty_after)
+        told = stream.completion_tokens, stream.prompt_tokens
         try:
             for chunk in chunks:
                 count += self._is_token(chunk)
         except UnusualError:  # the general path parses all of it again
             stream.text_so_far, stream.empty_events, stream.first_event = before
-            stream.empty_after = empty_after
+            stream.empty_after = empty_after[:after]
             stream.completion_tokens, stream.prompt_tokens = told
             raise
         if rest:
@@ -322,6 +323,7 @@ class ServerAnswer:
                 plain = usual_reads(reads, position, known, tokens)
                 position += plain
                 if not plain:
+                    self.stream.stamp = stamps[position]
                     tokens.append(known.tokens_in(cast(bytes, reads[position])))
                     position += 1
         except UnusualError:

@@ -146,15 +146,15 @@ class InFlightRequest:
         elif tokens and answer.status == 200:
             record.text_crc = stream.text_crc
             record.first_token_s = relative_s(tokens[0], start_ns)
-            record.last_token_s = relative_s(tokens[-1], start_ns)
             assert isinstance(tokens, array)
-            record.itl_s = array("f", gaps(tokens))
+            timed = tokens + array("q", stream.tokens_after)
+            record.last_token_s = relative_s(timed[-1], start_ns)
+            record.itl_s = array("f", gaps(timed))
             if (first := stream.first_event) is not None:
                 record.first_blank = first.blank
-                outside = first.empty_before + stream.empty_after
-                shape = StreamShape(
-                    first.text_bytes, stream.text_bytes, first.told_tokens, stream.empty_events, outside
-                )
+                untimed = stream.empty_events - len(stream.tokens_after)
+                outside = first.empty_before + len(stream.empty_after) - len(stream.tokens_after)
+                shape = StreamShape(first.text_bytes, stream.text_bytes, first.told_tokens, untimed, outside)
                 record.untimed_tokens = untimed_tokens(record.output_len, record.itl_s, shape)
             self._take_router_times(answer.headers, start_s, tokens[0] / 1e9)
 

@@ -56,7 +56,10 @@ class StreamReader:
     token_stamps: MutableSequence[int] = field(default_factory=list)
     empty_events: int = 0
     """Events with ``choices`` and without text."""
-    empty_after: int = 0
+    stamp: int = 0
+    """Stamp of the read in progress."""
+    empty_after: list[int] = field(default_factory=list)
+    """Stamps of the events without text after the last text."""
     completion_tokens: int | None = None
     prompt_tokens: int | None = None
     text: str = ""
@@ -96,6 +99,7 @@ class StreamReader:
         return not self._pending and not self._data
 
     def feed(self, data: bytes, stamp: int) -> None:
+        self.stamp = stamp
         if self._pending:
             if b"\n" not in data and b"\r" not in data and not self._pending.endswith(b"\r"):
                 self._more.append(data)
@@ -124,9 +128,9 @@ class StreamReader:
                 self._data.append(line[5:].removeprefix(b" "))
             elif not line.startswith(_OTHER_FIELDS):
                 self._fail("bad_stream", b"not a server-sent event: " + line)
-        asked = self.asked_tokens
-        if asked is not None and len(self.token_stamps) > EVENTS_A_TOKEN * asked + SPARE_EVENTS:
-            self._give_up(f"{len(self.token_stamps):,} token events where {asked} tokens were requested")
+        asked, events = self.asked_tokens, len(self.token_stamps) + self.empty_events
+        if asked is not None and events > EVENTS_A_TOKEN * asked + SPARE_EVENTS:
+            self._give_up(f"{events:,} token events where {asked} tokens were requested")
 
     def finish(self, whole: bool = True) -> None:
         """Handle the answer's end; ``whole``: by its own framing. The end mark may lack its line break."""
@@ -187,13 +191,20 @@ class StreamReader:
         """Add a token event's text, which may not have been decoded."""
         self.text_crc = crc32(text, self.text_crc)
         self.text_bytes += len(text)
-        self.empty_after = 0
+        self.empty_after = []
         if self.kept is not None:
             self.kept += text
 
     def add_empty(self) -> None:
         self.empty_events += 1
-        self.empty_after += 1
+        self.empty_after.append(self.stamp)
+
+    @property
+    def tokens_after(self) -> list[int]:
+        """Stamps of the tokens without text after the last text, such as ignored end-of-sequence tokens. Only
+        of streams with one event per token: each event above the usage marks a begin or end."""
+        extra = len(self.token_stamps) + self.empty_events - (self.completion_tokens or 0)
+        return self.empty_after[: max(0, len(self.empty_after) - extra)] if extra >= 0 else []
 
     @property
     def text_so_far(self) -> int:
@@ -203,7 +214,7 @@ class StreamReader:
     @text_so_far.setter
     def text_so_far(self, text: int) -> None:
         if text >> 32 != self.text_bytes:
-            self.empty_after = 0
+            self.empty_after = []
         self.text_bytes, self.text_crc = text >> 32, text & 0xFFFFFFFF
         if self.kept is not None:
             del self.kept[self.text_bytes :]

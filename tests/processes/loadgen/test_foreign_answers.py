@@ -119,6 +119,16 @@ def usage_of(tokens: int) -> bytes:
     return b'data: {"choices":[],"usage":{"completion_tokens":%d}}\n\n' % tokens
 
 
+def test_tokens_without_text_at_the_end_are_part_of_the_answer() -> None:
+    """As of ignored end-of-sequence tokens; the finish reason may have an event of its own."""
+    steps: list[Any] = [HEAD, chunk(TOKEN), chunk(TOKEN), 0.1, chunk(EMPTY), 0.05, chunk(EMPTY)]
+    for marks in ([], [0.1, chunk(EMPTY)]):
+        for record in against([*steps, *marks, chunk(usage_of(4)), chunk(DONE), LAST], output_len=4):
+            assert record.ok, record
+            assert record.last_token_s - record.first_token_s >= 0.15 - 1e-3
+            assert (len(record.itl_s), record.untimed_tokens) == (3, 2.0 if record.itl_s[0] <= 1e-4 else 1.0)
+
+
 def test_an_answer_without_any_text_is_refused_by_name() -> None:
     for record in against([HEAD, *[chunk(EMPTY)] * 3, chunk(usage_of(3)), chunk(DONE), LAST]):
         assert record.error == "bad_stream"

@@ -76,8 +76,8 @@ def said_by(answer: ServerAnswer) -> dict[str, Any]:
     return {
         "status": answer.status, "complete": answer.complete,
         "reusable": answer.keep_alive and not answer.surplus, "malformed": bool(answer.malformed),
-        "tokens": list(stream.token_stamps),
-        "text": (stream.text_so_far, stream.first_event, stream.empty_after), "empty": stream.empty_events,
+        "tokens": list(stream.token_stamps), "after": list(stream.empty_after),
+        "text": (stream.text_so_far, stream.first_event), "empty": stream.empty_events,
         "usage": stream.completion_tokens, "prompt": stream.prompt_tokens, "done": stream.done,
         "half": stream.half, "error": (stream.error, stream.detail), "first": answer.first_body_ns,
         "body": b"" if stream.token_stamps else bytes(answer.body),
@@ -236,7 +236,8 @@ def test_where_reads_end_changes_nothing_but_the_stamps(
     data = HEAD + b"".join(stream[0])
     one, other = taken(data, [len(HEAD), *stream[1]]), taken(data, others)
     for outcome in (one, other):
-        outcome["tokens"], outcome["first"] = len(outcome["tokens"]), None
+        outcome["tokens"], outcome["after"] = len(outcome["tokens"]), len(outcome["after"])
+        outcome["first"] = None
         outcome["error"] = outcome["error"][0]  # garbage may be quoted further from a larger read
         outcome["body"] = b""
         del outcome["reusable"]  # what comes after the end may not have been read yet
