@@ -77,12 +77,18 @@ class MooncakeOptions(KvOptions):
     kv_buffer_size: float = Field(2e9, gt=0, description="vLLM up to 0.10.0 only: bytes of the lookup buffer")
 
     def settled(self) -> MooncakeOptions:
-        protocol = "tcp" if self.protocol == "auto" else self.protocol
-        return self.model_copy(update={"protocol": protocol, "num_workers": self.num_workers or 2})
+        return self.model_copy(
+            update={"protocol": self.transport or "tcp", "num_workers": self.num_workers or 2}
+        )
 
     @property
     def protocol_asked(self) -> str:
         return self.protocol
+
+    @property
+    def transport(self) -> str:
+        """The requested transport: RDMA if devices are named; empty leaves the choice open."""
+        return ("rdma" if self.device_name else "") if self.protocol == "auto" else self.protocol
 
     @property
     def bootstrap_address(self) -> str:
@@ -111,8 +117,7 @@ def _options(options: ConnectorOptions) -> MooncakeOptions:
 
 
 def _asked(options: ConnectorOptions) -> str:
-    asked = _options(options).protocol
-    return "" if asked == "auto" else asked
+    return _options(options).transport
 
 
 class _Settings(Connector):

@@ -243,6 +243,13 @@ class Vllm(Engine):
             **cpu_args(options, self.version(options)),
             **options.arguments(role, instance.name),
         }
+        kv_dtype = str(arguments["kv-cache-dtype"] or "auto")
+        if instance.model.known and kv_dtype.startswith("fp8") != (instance.model.kv_dtype == "fp8"):
+            raise InputError(
+                f"kv-cache-dtype {kv_dtype} contradicts model.kv_dtype {instance.model.kv_dtype}, "
+                "which gives the KV bytes of a request",
+                hint="set model.kv_dtype, or leave kv-cache-dtype out",
+            )
         config = self.kv_transfer_config(instance, connector, connector_options, options)
         if config is not None:
             arguments["kv-transfer-config"] = json.dumps(config)

@@ -122,11 +122,12 @@ class SlurmJob:
         return _Step(node, step, self._run_tag, lambda: self._state_words(component))
 
     def address(self, node: str) -> str:
-        """Address of a node in Slurm, resolved to an IP address if possible."""
+        """Address of a node in Slurm, resolved to an IP address unless it is this node's loopback."""
         pairs = parse_pairs(_called(["scontrol", "--oneliner", "show", "node", node]).split("\n")[0])
         name = pairs.get("NodeAddr") or node
         with contextlib.suppress(OSError):
-            return socket.gethostbyname(name)
+            found = socket.gethostbyname(name)
+            return name if found.startswith("127.") else found
         return name
 
     def close(self) -> None:

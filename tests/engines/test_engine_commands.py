@@ -150,6 +150,17 @@ def test_arguments_of_a_role_win_and_null_takes_one_away() -> None:
     assert flags(made["decode-0"])["--block-size"] == "32"
 
 
+def test_what_is_judged_follows_the_arguments() -> None:
+    given = {"max_num_seqs": 32, "block-size": 64, "max-model-len": "8k", "no-enable-prefix-caching": True}
+    own = {"model": "a/b", "decode_args": {"max-num-seqs": 256}}
+    options = VllmOptions(max_num_seqs=64, block_size=32, engine_args=given, **own)
+    assert (options.slots, options.kv_block_tokens, options.longest_request) == (None, 64, None)
+    assert not options.caches_prefixes
+    assert VllmOptions(max_num_seqs=256, **own).slots == 256
+    with pytest.raises(InputError, match=r"kv-cache-dtype fp8_e5m2 contradicts model\.kv_dtype bf16"):
+        specs(scenario(options=without(engine_args={"kv-cache-dtype": "fp8_e5m2"})))
+
+
 def test_environment_word_for_word_by_role_and_devices_by_instance() -> None:
     options = without(
         env={"A": " =x y'\"$", "B": "both"},
@@ -579,3 +590,13 @@ def test_engines_that_load_weights_have_longer(engine: str, usual: float) -> Non
     options = {"max_num_seqs": 4} if engine == "emulated" else {"model": "m"}
     assert scenario(engine, options=options).deployment.ready_timeout_s == usual
     assert scenario(engine, options=options, ready_timeout_s=45).deployment.ready_timeout_s == 45
+
+
+def test_only_kvbench_s_own_folder_is_looked_up_on_the_other_host() -> None:
+    argv = ("serve", "/opt/kv/models/m", "/opt/kv-data", "/opt/kv/kvbench-old", "x=/opt/kv/kvbench/a.yaml")
+    spec = ProcessSpec("p", argv, {"PYTHONPATH": "/mine:/opt/kv"}, one_thread=False)
+    script = shell_script(spec, "/opt/kv")
+    command = script.split("\n", 2)[2].replace("\\\n", "")
+    assert shlex.split(command.replace('"$KVBENCH_CODE"', "THERE")) == [
+        "PYTHONPATH=/mine:THERE", *argv[:-1], "x=THERE/kvbench/a.yaml"
+    ]  # fmt: skip

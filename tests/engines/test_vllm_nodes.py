@@ -297,7 +297,7 @@ def test_what_is_printed_is_what_an_agent_runs(tmp_path: Path) -> None:
         assert told(by_hand.stdout) == ran
         _, env = ran
         assert env["NCCL_DEBUG"] == f"of {host}"
-        assert (env["UCX_NET_DEVICES"], env["NCCL_SOCKET_IFNAME"]) == ("data0,data1", "data0,data1")
+        assert (env["UCX_NET_DEVICES"], env["NCCL_SOCKET_IFNAME"]) == ("data0,data1", "=data0,data1")
         assert len(env["CUDA_VISIBLE_DEVICES"]) == (7 if host == "b" else 15)
         assert env["VLLM_HOST_IP"] == at.address
 

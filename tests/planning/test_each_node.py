@@ -58,7 +58,7 @@ def problems(engine: str, specs: Mapping[str, ProcessSpec]) -> list[str]:
         spec, own = specs[name], HOSTS[host]
         env = {**nic_env(spec.nics, rdma=True), **spec.env}
         wanted = dict.fromkeys(ADDRESSES[engine], own["address"])
-        wanted |= {"OF": host, "NCCL_IB_HCA": ",".join(own["nics"])}
+        wanted |= {"OF": host, "NCCL_IB_HCA": "=" + ",".join(own["nics"])}
         wanted["UCX_NET_DEVICES"] = ",".join(f"{nic}:1" for nic in own["nics"])
         found += [f"{name}: {key} {env.get(key)}" for key, each in wanted.items() if env.get(key) != each]
         if (bound := spec.argv[spec.argv.index("--host") + 1]) != own["address"] or spec.host != bound:

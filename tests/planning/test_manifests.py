@@ -170,7 +170,7 @@ def pod_problems(documents: Sequence[dict[str, Any]]) -> list[str]:
     for end, (host, gpus) in PODS.items():
         pod = container(documents, end)
         env = {each["name"]: each.get("value") for each in pod["env"]}
-        wanted = {"OF": host, "UCX_NET_DEVICES": f"mlx5_{host}:1", "NCCL_IB_HCA": f"mlx5_{host}"}
+        wanted = {"OF": host, "UCX_NET_DEVICES": f"mlx5_{host}:1", "NCCL_IB_HCA": f"=mlx5_{host}"}
         wanted |= dict.fromkeys(("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST"), "$(POD_IP)")
         # vLLM's image has no kvbench, and this machine's folder is not there; nor are its GPUs' numbers.
         wanted |= {"PYTHONPATH": "/mine:/etc/kvbench", "CUDA_VISIBLE_DEVICES": None}

@@ -5,6 +5,7 @@ The modules that are processes (``python -m NAME``) are named only here."""
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,14 +67,15 @@ class ProcessSpec:
 
 
 def nic_env(names: Sequence[str], *, rdma: bool) -> dict[str, str]:
-    """Return the environment that makes UCX, NCCL and gloo use a host's NICs: RDMA devices or interfaces."""
+    """Return the environment that makes UCX, NCCL and gloo use a host's NICs: RDMA devices or interfaces.
+    NCCL takes names for beginnings of names unless they follow an equals sign."""
     if not names:
         return {}
     if not rdma:
         whole = ",".join(names)
-        return {"UCX_NET_DEVICES": whole, "NCCL_SOCKET_IFNAME": whole, "GLOO_SOCKET_IFNAME": whole}
+        return {"UCX_NET_DEVICES": whole, "NCCL_SOCKET_IFNAME": f"={whole}", "GLOO_SOCKET_IFNAME": whole}
     ports = [name if ":" in name else f"{name}:1" for name in names]
-    return {"UCX_NET_DEVICES": ",".join(ports), "NCCL_IB_HCA": ",".join(names)}
+    return {"UCX_NET_DEVICES": ",".join(ports), "NCCL_IB_HCA": f"={','.join(names)}"}
 
 
 def unproxied(environment: Mapping[str, str], addresses: Sequence[str]) -> dict[str, str]:
@@ -90,6 +92,12 @@ _CODE: Final = "KVBENCH_CODE"
 _FIND_CODE: Final = "import os, kvbench; print(os.path.dirname(os.path.dirname(kvbench.__file__)))"
 
 
+def in_code(code: str) -> re.Pattern[str]:
+    """Match the folder that kvbench is imported from, where it or the package in it is named; a host has none
+    of the folder's other files, nor of folders whose names only begin alike."""
+    return re.compile(rf"(?<![\w./-]){re.escape(code)}(?=/kvbench(?![\w.-])|[:,;\s\"']|$)")
+
+
 def shell_script(spec: ProcessSpec, code: str = "") -> str:
     """Return shell commands that start a process in the current folder: its files, and one command. ``code``:
     local folder that kvbench is imported from; the process's host finds its own copy."""
@@ -98,11 +106,13 @@ def shell_script(spec: ProcessSpec, code: str = "") -> str:
     if spec.nics:
         lines += _nic_lines(spec.nics)
 
+    local = in_code(code) if code else None
+
     def quoted(word: str) -> str:
-        parts = word.split(code) if code else [word]
+        parts = local.split(word) if local else [word]
         return f'"${_CODE}"'.join(shlex.quote(part) if part or len(parts) == 1 else "" for part in parts)
 
-    if code and any(code in word for word in (*spec.argv, *spec.env.values())):
+    if local and any(local.search(word) for word in (*spec.argv, *spec.env.values())):
         lines.append(f"{_CODE}=$(python3 -c {shlex.quote(_FIND_CODE)})")
     env = {**(ONE_THREAD_ENV if spec.one_thread else {}), **spec.env}
     argv = list(spec.argv)

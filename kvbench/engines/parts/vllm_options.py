@@ -146,27 +146,35 @@ class VllmOptions(EngineOptions):
 
     @property
     def gpu_memory_share(self) -> float:
-        return self.gpu_memory_utilization or super().gpu_memory_share
+        shares = [self.arguments(role).get("gpu-memory-utilization") for role in ("prefill", "decode")]
+        return max((float(each) for each in shares if each), default=super().gpu_memory_share)
 
     @property
     def kv_block_tokens(self) -> int:
-        return self.block_size or (128 if self.env.get("VLLM_CPU_KVCACHE_SPACE") else 16)
+        return self._number("block-size") or (128 if self.env.get("VLLM_CPU_KVCACHE_SPACE") else 16)
 
     @property
     def slots(self) -> int | None:
-        return self.max_num_seqs
+        return self._number("max-num-seqs")
 
     @property
     def step_tokens(self) -> int | None:
-        return self.max_num_batched_tokens
+        return self._number("max-num-batched-tokens")
 
     @property
     def longest_request(self) -> int | None:
-        return self.max_model_len
+        return self._number("max-model-len")
 
     @property
     def caches_prefixes(self) -> bool:
-        return self.enable_prefix_caching
+        on, off = "enable-prefix-caching", "no-enable-prefix-caching"
+        given = [self.arguments(role) for role in ("prefill", "decode")]
+        return any(each[on] is not False and not each.get(off) for each in given)
+
+    def _number(self, name: str) -> int | None:
+        """Return an argument's whole number, or None if unset, in words, or different for P and D."""
+        prefill, decode = (self.arguments(role).get(name) for role in ("prefill", "decode"))
+        return int(str(prefill)) if prefill == decode and str(prefill).isdecimal() else None
 
     def environment(self, role: Role, rank: int) -> dict[str, str]:
         own = {"prefill": self.prefill_env, "decode": self.decode_env}.get(role, {})

@@ -19,7 +19,7 @@ from typing import Any, Final
 import httpx
 
 from kvbench.core.access import ServerAccess
-from kvbench.core.plan.processes import AGENT_MODULE, RUN_TAG_ENV, ProcessSpec
+from kvbench.core.plan.processes import AGENT_MODULE, RUN_TAG_ENV, ProcessSpec, in_code
 from kvbench.core.scenario.hosts import RemoteHost
 from kvbench.core.scenario.scenario import Deployment
 from kvbench.errors import KvbenchError, LaunchError
@@ -235,14 +235,15 @@ class RemoteLauncher:
     def _translated(self, spec: ProcessSpec, agent: AgentClient) -> ProcessSpec:
         """Translate a spec to the host's Python, kvbench folder and log folder."""
         far_logs = f"{agent.folder}/logs/{self._folder}"
-        words = {str(self.log_dir.absolute()): far_logs, str(self.log_dir): far_logs, CODE: agent.code}
+        near_logs = (str(self.log_dir.absolute()), str(self.log_dir))
+        code = in_code(CODE)
 
         def changed(value: Any) -> Any:
             if isinstance(value, str):
-                for near, far in words.items():
-                    if near in value and near != ".":
-                        value = value.replace(near, far)
-                return value
+                for near in near_logs:
+                    if near != ".":
+                        value = value.replace(near, far_logs)
+                return code.sub(lambda _: agent.code, value)
             if isinstance(value, Mapping):
                 return {key: changed(each) for key, each in value.items()}
             if isinstance(value, (list, tuple)):
