@@ -258,7 +258,7 @@ class Sweep:
                 left = self._recall(deployment)
                 if not left and not self._teaches(deployment):
                     continue
-                if not self._skip(deployment):
+                if not self._skip(deployment, left):
                     self._measure(deployment)
                     last = deployment
             self._equal_round(but=last)
@@ -320,11 +320,11 @@ class Sweep:
             if not self._earlier.finished(cell)
         )
 
-    def _skip(self, deployment: DeploymentPlan) -> bool:
+    def _skip(self, deployment: DeploymentPlan, left: Sequence[Cell]) -> bool:
         problem = skip_unusable(self.bench, deployment, self.store, self.watcher)
         if problem is None:
             return False
-        for cell in self.plan.cells_of(deployment.label):
+        for cell in left:
             self._finish(CellResult(cell, "skipped", reason=problem.reason, hint=problem.fix))
         return True
 

@@ -12,6 +12,7 @@ from run_files import edit_json
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.core.search.load_plan import TrialPlan
+from kvbench.errors import Problem
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.checksums import CHECKSUMS, begin_checksums
@@ -56,8 +57,9 @@ class TapedBench:
 
     alike = True
 
-    def __init__(self, bench: Bench, tape: Tape, store: RunStore) -> None:
-        self.open, self.gives_reference, self.problem = bench.open, bench.gives_reference, bench.problem
+    def __init__(self, bench: Bench, tape: Tape, store: RunStore, missing: str) -> None:
+        self.open, self.gives_reference = bench.open, bench.gives_reference
+        self.problem = lambda planned: Problem("it is not installed") if planned.label == missing else None
         self._up = bench.up
         self._tape = tape
         self._store = store
@@ -73,6 +75,8 @@ class Taped:
 
     def __init__(self, cli: CliOptions) -> None:
         self.tape: Tape = {}
+        self.missing = ""
+        """A connector whose library is not installed any more."""
         self.fixed = Fixed(cli.fixed_rate) if cli.fixed_rate else None
         self.scenario, self._source = resolve(cli)
         self.plan = plan_of(self.scenario)
@@ -93,7 +97,7 @@ class Taped:
 
     def _run(self, store: RunStore) -> None:
         with store:
-            bench = TapedBench(SimulatedBench(self.scenario, store), self.tape, store)
+            bench = TapedBench(SimulatedBench(self.scenario, store), self.tape, store, self.missing)
             searching_sweep(self.scenario, self.plan, store, Silent(), bench, self.fixed).run()
 
 

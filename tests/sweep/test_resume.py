@@ -96,6 +96,17 @@ def test_from_every_cut_the_answer_is_that_of_an_unbroken_run(tmp_path: Path, ki
     assert len(sweep.tape) == tried, "a trial was asked for that the unbroken run had not"
 
 
+def test_what_is_finished_stays_when_its_library_is_gone(tmp_path: Path) -> None:
+    sweep = Taped(WISHES["bench"])
+    whole = sweep.unbroken(tmp_path / "whole")
+    last = len(write_order(whole)) - 1
+    sweep.missing = load_run(whole).cells[-1].cell.connector
+    run = sweep.gone_on(cut_off(whole, tmp_path / "cut" / whole.name, last, torn=True))
+    assert [each.status for each in run.cells] == ["done", "done", "done", "skipped"]
+    assert run.cells[:3] == load_run(whole).cells[:3]
+    assert audit(run.path).damages == []
+
+
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual run that was killed within its second cell."""
