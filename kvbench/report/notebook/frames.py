@@ -21,7 +21,7 @@ from kvbench.report.findings.findings import statements
 from kvbench.report.findings.load_rows import load_rows
 from kvbench.report.findings.notes import notes
 from kvbench.report.tables.columns import MEANINGS
-from kvbench.report.tables.result import read_answer, summary_table
+from kvbench.report.tables.result import stored_answer, summary_table
 from kvbench.report.tables.transfers import flat_row
 from kvbench.report.tables.trial_values import engine_word, reason_text, trial_values
 from kvbench.report.tables.vllm_bench import about, serve_values
@@ -221,11 +221,11 @@ def cells(run: RunFolder) -> pd.DataFrame:
     """Return one row per finished cell, method and SLO tier, with its limit."""
     results = [*run.cells, *run.other_cells]
     counts = pd.Series([(t.cell.key, t.method) for t in run.all_trials], dtype=object).value_counts()
-    return frame((_cell(result, counts) for result in results), MEANINGS["cells"])
+    return frame((_cell(run, result, counts) for result in results), MEANINGS["cells"])
 
 
-def _cell(result: CellResult, counts: pd.Series[int]) -> dict[str, Any]:
-    answer = read_answer(result.answer) if result.answer else None
+def _cell(run: RunFolder, result: CellResult, counts: pd.Series[int]) -> dict[str, Any]:
+    answer = stored_answer(run, result)
     checked = result.equal_outputs or {}
     limit, tally = result.limit or {}, Tally.from_json(result.canaries)
     return {

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvbench.core.records import TrialRecord
 from kvbench.report.tables.columns import OF_WHOLE_RUN
-from kvbench.report.tables.result import highest_met, interval_word, read_answer
+from kvbench.report.tables.result import highest_met, interval_word, stored_answer
 from kvbench.report.tables.table import STEADY, WHOLE_RUN, Table, number, of_method, percent
 from kvbench.report.tables.vllm_bench import (
     FIGURES,
@@ -53,10 +53,10 @@ def _burst(run: RunFolder) -> Table:
     sustained = {result.cell: result for result in run.cells if result.method == "sustained"}
     shown, rows, answers = [], [], []
     for result in run.other_cells:
-        if result.method != "burst" or result.status != "done" or not result.answer:
+        burst, paired = stored_answer(run, result), sustained.get(result.cell)
+        if result.method != "burst" or result.status != "done" or burst is None:
             continue
-        burst, paired = read_answer(result.answer), sustained.get(result.cell)
-        rate = read_answer(paired.answer) if paired and paired.answer else None
+        rate = stored_answer(run, paired) if paired else None
         answers += [] if rate is None else [rate]
         trial = _trial_at(run, result, burst.max_request_rate)
         known = rate.max_request_rate if rate else None
@@ -85,7 +85,7 @@ def _burst(run: RunFolder) -> Table:
                 "burst_lower": burst.lower,
                 "burst_upper": burst.upper,
                 "ratio": ratio,
-                "status": result.answer.get("status"),
+                "status": (result.answer or {}).get("status"),
                 "trial_id": trial.trial_id if trial else None,
                 "requests": summary.get("planned"),
                 "completed_per_s": whole.get("request_throughput"),
@@ -170,7 +170,7 @@ def _tiers(run: RunFolder) -> Table:
     results.sort(key=lambda result: (result.cell.input_len, result.cell.connector))
     shown, rows, answers = [], [], []
     for result in results:
-        answer = read_answer(result.answer) if result.answer else None
+        answer = stored_answer(run, result)
         trial = _trial_at(run, result, answer.max_request_rate if answer else None)
         answers += [] if answer is None else [answer]
         shown.append(

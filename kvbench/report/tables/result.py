@@ -329,6 +329,13 @@ def _as_predicted(answer: Answer, limits: FitLimits) -> Answer:
     return replace(answer, lower=lower, upper=upper, posterior=())
 
 
+def stored_answer(run: RunFolder, result: CellResult) -> Answer | None:
+    """Return a cell's answer for one method and tier, with the limits of a prediction; None without one."""
+    if not result.answer:
+        return None
+    return _as_predicted(read_answer(result.answer), fit_limits(run, result.cell))
+
+
 def read_answer(given: Mapping[str, Any]) -> Answer:
     """Return the search's answer from its JSON."""
     rate, lower, upper = (finite(given.get(key)) for key in ("max_request_rate", "lower", "upper"))

@@ -11,6 +11,7 @@ from sample_run import make_run
 from kvbench.files import read_object, write_json
 from kvbench.report.findings.ahead import answer_text, parted, rate_pairs
 from kvbench.report.findings.notes import ahead, notes
+from kvbench.report.notebook.frames import cells
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.results.run import MANIFEST, RunFolder, load_run
 
@@ -59,12 +60,15 @@ def test_no_winner_is_named_by_a_marked_prediction(folder: Path) -> None:
 
 def test_an_interval_is_no_narrower_than_the_margin_of_the_fit(folder: Path) -> None:
     _, sure = rows_of(folder, margin=0.0)
-    _, rows = rows_of(folder, margin=0.5)
+    run, rows = rows_of(folder, margin=0.5)
+    table = cells(run).set_index(["connector", "input_len"])[["lower", "upper"]]
     for row, before in zip(rows, sure, strict=True):
         rate = row.answer.max_request_rate
         assert row.answer.lower is not None
         assert row.answer.lower <= rate / 1.5 < (before.answer.lower or 0.0)
         assert row.answer.upper >= rate * 1.5
+        named = table.loc[(row.cell.connector, row.cell.input_len)]
+        assert tuple(named) == (row.answer.lower, row.answer.upper)
         possible = row.answer.possible
         assert min(possible.least) < rate / 1.3
         assert max(possible.most) > rate * 1.3
