@@ -95,6 +95,10 @@ class MooncakeOptions(KvOptions):
         return str(self.extra_config.get("bootstrap_server_address", ""))
 
     @property
+    def takes_all_devices(self) -> bool:
+        return not self.device_name
+
+    @property
     def nics_asked(self) -> tuple[str, ...]:
         return nic_names(self.device_name)
 

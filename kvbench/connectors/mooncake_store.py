@@ -60,6 +60,10 @@ class MooncakeStoreOptions(KvOptions):
         return self.protocol
 
     @property
+    def takes_all_devices(self) -> bool:
+        return not self.device_name
+
+    @property
     def nics_asked(self) -> tuple[str, ...]:
         return nic_names(self.device_name)
 

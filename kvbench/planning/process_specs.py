@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,7 +106,7 @@ def engine_warnings(scenario: Scenario) -> list[str]:
         max_concurrency=None if rate is None else rate * per_request_s / deployment.decode.instances,
     )
     warnings = list(engines.get(deployment.engine).warnings(deployment.engine_options, setting))
-    return [*_exposed(scenario), *warnings]
+    return [*_exposed(scenario), *_all_devices(scenario), *warnings]
 
 
 def transport_findings(
@@ -127,6 +127,20 @@ def transport_findings(
             commands = [(each.argv, {**inherited, **each.env}) for each in specs if each.name != "router"]
             found += transport_warnings(planned.label, commands, devices)
     return found
+
+
+def _all_devices(scenario: Scenario) -> Iterator[str]:
+    """Warn if hosts name NICs and Mooncake, which takes them from its own option alone, uses all."""
+    deployment = scenario.deployment
+    named = dict.fromkeys(nic for host in deployment.used_hosts.values() for nic in host.nics)
+    if deployment.slurm is not None:
+        named |= dict.fromkeys(deployment.slurm.nics)
+    for choice in scenario.connectors if named and deployment.engine_options.chooses_transport else ():
+        if choice.options.takes_all_devices:
+            yield (
+                f"{choice.label} uses all RDMA devices, not the hosts' nics ({', '.join(named)}): Mooncake "
+                "takes them from its option device_name only"
+            )
 
 
 def _exposed(scenario: Scenario) -> list[str]:

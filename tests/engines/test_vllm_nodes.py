@@ -22,7 +22,7 @@ from kvbench.launchers.agents.channel import PipeChannel
 from kvbench.launchers.agents.remote import RemoteLauncher
 from kvbench.planning.gpu_dealing import far_device_env
 from kvbench.planning.plan import plan_of
-from kvbench.planning.process_specs import process_specs
+from kvbench.planning.process_specs import engine_warnings, process_specs
 from kvbench.planning.scenario_files import registry
 
 ASKED = os.environ.get("KVBENCH_TEST_VLLM", "")
@@ -318,6 +318,14 @@ def test_nics_are_what_their_host_says(tmp_path: Path) -> None:
     )
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "rdmap79s0:1\n"
+
+
+def test_mooncake_does_not_read_the_hosts_nics() -> None:
+    hosts = {n: {"address": f"10.0.0.{n}", "nics": ["mlx5_0"]} for n in "abcde"}
+    for device, said in (("", 1), ("mlx5_0", 0)):
+        asked = parsed(hosts=hosts, connectors=["nixl", {"name": "mooncake", "device_name": device}])
+        told = [each for each in engine_warnings(asked) if "not the hosts' nics (mlx5_0)" in each]
+        assert len(told) == said
 
 
 def test_plan_json_and_slurms_placeholders(tmp_path: Path) -> None:

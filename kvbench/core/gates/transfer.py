@@ -194,26 +194,30 @@ def _not_over_rdma(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
 
 
 def wrong_nics(evidence: Evidence) -> Finding | None:
-    """The KV moved over all requested NICs. evidence: byte counters of each NIC and RDMA device during the
-    trial; a NIC with less than a tenth of its equal share carried no KV. limits: as for the transport; other
-    traffic hides it."""
+    """The KV moved over all requested NICs, and over no other. evidence: byte counters of each NIC and RDMA
+    device during the trial; a NIC with less than a tenth of its equal share carried no KV; another RDMA
+    device with more than a tenth of the KV carried some of it, unless it has other traffic. limits: as for
+    the transport; other traffic hides it."""
     asked, moved = list(evidence.nics_asked), evidence.kv_bytes or 0.0
     if not asked or not evidence.engines_here or not evidence.nics or moved < LEAST_BYTES * len(asked):
         return None
     share = evidence.limits.nic_share * moved / len(asked)
     carried = {name: nic.most_bytes if (nic := evidence.nics.get(name)) else 0.0 for name in asked}
     idle = [name for name in asked if carried[name] < share]
-    if not idle:
-        return None
+    least = evidence.limits.nic_share * moved
     others = {name: nic.most_bytes for name, nic in evidence.nics.items() if name not in asked}
+    extra = [name for name, most in others.items() if most >= least and evidence.nics[name].kind == "rdma"]
+    if not idle and not extra:
+        return None
     name, most = max(others.items(), key=lambda pair: pair[1], default=("", 0.0))
-    elsewhere = most >= evidence.limits.nic_share * moved
+    elsewhere = most >= least
     seen = elsewhere or len(idle) < len(asked)  # else the bytes show nowhere, so counters may miss them
     return Finding(
         "wrong_nics",
-        "invalid" if seen else "warning",
-        f"{len(asked)} NICs were requested and {len(asked) - len(idle)} carried KV; nothing on "
-        f"{', '.join(idle)}" + (f"; {name} carried {most / 1e6:.1f} MB" * elsewhere),
+        "invalid" if idle and seen else "warning",
+        f"{len(asked)} NICs were requested and {len(asked) - len(idle)} carried KV"
+        + (f"; nothing on {', '.join(idle)}" if idle else f", and so may {', '.join(extra)}")
+        + f"; {name} carried {most / 1e6:.1f} MB" * elsewhere,
         "check names, links and routes; UCX and Mooncake skip NICs that they cannot reach",
         {"asked": asked, "bytes": carried, "others": others, "kv_bytes": moved},
     )

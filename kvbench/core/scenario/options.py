@@ -204,6 +204,11 @@ class ConnectorOptions(BaseModel):
         return ""
 
     @property
+    def takes_all_devices(self) -> bool:
+        """Whether no RDMA device is named, and the library reads no environment variable for them."""
+        return False
+
+    @property
     def nics_asked(self) -> tuple[str, ...]:
         """The requested NICs; empty if the library chooses."""
         return ()

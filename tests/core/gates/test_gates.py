@@ -205,6 +205,7 @@ LIES: list[tuple[str, str, Evidence]] = [
     ("wrong_nics", "invalid", over({"mlx5_0": BUSY_RDMA, "mlx5_1": IDLE_RDMA}, "rdma", "mlx5_0", "mlx5_1")),
     ("wrong_nics", "invalid", over({"mlx5_0": IDLE_RDMA, "mlx5_1": BUSY_RDMA}, "rdma", "mlx5_0")),
     ("wrong_nics", "warning", over({"mlx5_0": IDLE_RDMA, "mlx5_1": IDLE_RDMA}, "", "mlx5_0", "mlx5_1")),
+    ("wrong_nics", "warning", over({"mlx5_0": BUSY_RDMA, "mlx5_1": BUSY_RDMA}, "rdma", "mlx5_0")),
     ("impossible_prefill", "invalid", evidence(GOOD, prefill_work=PrefillWork(1e9), prefill_flops=1e13)),
     ("impossible_transfer", "invalid", counted({"kv_seconds": N * KV_BYTES / 2e9}, kv_line_rate=1e9)),
     ("one_batch", "invalid", evidence([request(i, 0.1, 1000.0, gap_s=0.01) for i in range(N)])),
