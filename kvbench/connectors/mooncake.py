@@ -54,6 +54,7 @@ class MooncakeOptions(KvOptions):
         "bootstrap_server_address": key_since((0, 32), str),
         "preferred_segment": key_since((0, 22), str),
     }
+    reads_nic_variables: ClassVar[bool] = False
     follow: ClassVar[Mapping[str, str]] = {"mooncake_protocol": "protocol", "rdma_devices": "device_name"}
 
     protocol: Literal["auto", "tcp", "rdma"] = Field(
@@ -77,9 +78,8 @@ class MooncakeOptions(KvOptions):
     kv_buffer_size: float = Field(2e9, gt=0, description="vLLM up to 0.10.0 only: bytes of the lookup buffer")
 
     def settled(self) -> MooncakeOptions:
-        return self.model_copy(
-            update={"protocol": self.transport or "tcp", "num_workers": self.num_workers or 2}
-        )
+        protocol = "tcp" if self.protocol == "auto" else self.protocol
+        return self.model_copy(update={"protocol": protocol, "num_workers": self.num_workers or 2})
 
     @property
     def protocol_asked(self) -> str:
@@ -93,10 +93,6 @@ class MooncakeOptions(KvOptions):
     @property
     def bootstrap_address(self) -> str:
         return str(self.extra_config.get("bootstrap_server_address", ""))
-
-    @property
-    def takes_all_devices(self) -> bool:
-        return not self.device_name
 
     @property
     def nics_asked(self) -> tuple[str, ...]:

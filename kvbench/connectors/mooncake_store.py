@@ -24,6 +24,7 @@ from kvbench.core.scenario.options import nic_names
 
 
 class MooncakeStoreOptions(KvOptions):
+    reads_nic_variables: ClassVar[bool] = False
     keys: ClassVar[ExtraKeys] = {
         "cache_prefix": key_since((0, 24), str),
         "custom_mem_pool": key_since((0, 31), str, bool, dict),
@@ -58,10 +59,6 @@ class MooncakeStoreOptions(KvOptions):
     @property
     def protocol_asked(self) -> str:
         return self.protocol
-
-    @property
-    def takes_all_devices(self) -> bool:
-        return not self.device_name
 
     @property
     def nics_asked(self) -> tuple[str, ...]:

@@ -136,7 +136,8 @@ def _all_devices(scenario: Scenario) -> Iterator[str]:
     if deployment.slurm is not None:
         named |= dict.fromkeys(deployment.slurm.nics)
     for choice in scenario.connectors if named and deployment.engine_options.chooses_transport else ():
-        if choice.options.takes_all_devices:
+        options = choice.options
+        if not (options.reads_nic_variables or options.nics_asked or options.protocol_asked == "tcp"):
             yield (
                 f"{choice.label} uses all RDMA devices, not the hosts' nics ({', '.join(named)}): Mooncake "
                 "takes them from its option device_name only"

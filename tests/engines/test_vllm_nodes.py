@@ -322,8 +322,8 @@ def test_nics_are_what_their_host_says(tmp_path: Path) -> None:
 
 def test_mooncake_does_not_read_the_hosts_nics() -> None:
     hosts = {n: {"address": f"10.0.0.{n}", "nics": ["mlx5_0"]} for n in "abcde"}
-    for device, said in (("", 1), ("mlx5_0", 0)):
-        asked = parsed(hosts=hosts, connectors=["nixl", {"name": "mooncake", "device_name": device}])
+    for options, said in (({}, 1), ({"device_name": "mlx5_0"}, 0), ({"protocol": "tcp"}, 0)):
+        asked = parsed(hosts=hosts, connectors=["nixl", {"name": "mooncake", **options}])
         told = [each for each in engine_warnings(asked) if "not the hosts' nics (mlx5_0)" in each]
         assert len(told) == said
 

@@ -186,6 +186,8 @@ class ConnectorOptions(BaseModel):
     """Connector options of the scenario file; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+    reads_nic_variables: ClassVar[bool] = True
+    """Whether the library takes NICs from environment variables (core/plan/processes.py: ``nic_env``)."""
 
     def settled(self) -> ConnectorOptions:
         """Return the options with open choices made: TCP for an engine with KV in host memory.
@@ -202,11 +204,6 @@ class ConnectorOptions(BaseModel):
     def bootstrap_address(self) -> str:
         """Address where prefill instances register their ranks, if it is no server of their own."""
         return ""
-
-    @property
-    def takes_all_devices(self) -> bool:
-        """Whether no RDMA device is named, and the library reads no environment variable for them."""
-        return False
 
     @property
     def nics_asked(self) -> tuple[str, ...]:

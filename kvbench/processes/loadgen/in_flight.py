@@ -147,13 +147,14 @@ class InFlightRequest:
             record.text_crc = stream.text_crc
             record.first_token_s = relative_s(tokens[0], start_ns)
             assert isinstance(tokens, array)
-            timed = tokens + array("q", stream.tokens_after)
+            after = stream.tokens_after
+            timed = tokens + array("q", after)
             record.last_token_s = relative_s(timed[-1], start_ns)
             record.itl_s = array("f", gaps(timed))
             if (first := stream.first_event) is not None:
                 record.first_blank = first.blank
-                untimed = stream.empty_events - len(stream.tokens_after)
-                outside = first.empty_before + len(stream.empty_after) - len(stream.tokens_after)
+                untimed = stream.empty_events - len(after)
+                outside = first.empty_before + len(stream.empty_after) - len(after)
                 shape = StreamShape(first.text_bytes, stream.text_bytes, first.told_tokens, untimed, outside)
                 record.untimed_tokens = untimed_tokens(record.output_len, record.itl_s, shape)
             self._take_router_times(answer.headers, start_s, tokens[0] / 1e9)
