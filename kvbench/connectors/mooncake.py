@@ -54,7 +54,6 @@ class MooncakeOptions(KvOptions):
         "bootstrap_server_address": key_since((0, 32), str),
         "preferred_segment": key_since((0, 22), str),
     }
-    reads_nic_variables: ClassVar[bool] = False
     follow: ClassVar[Mapping[str, str]] = {"mooncake_protocol": "protocol", "rdma_devices": "device_name"}
 
     protocol: Literal["auto", "tcp", "rdma"] = Field(
@@ -80,6 +79,10 @@ class MooncakeOptions(KvOptions):
     def settled(self) -> MooncakeOptions:
         protocol = "tcp" if self.protocol == "auto" else self.protocol
         return self.model_copy(update={"protocol": protocol, "num_workers": self.num_workers or 2})
+
+    @property
+    def reads_nic_variables(self) -> bool:
+        return False
 
     @property
     def protocol_asked(self) -> str:

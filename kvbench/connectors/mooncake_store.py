@@ -24,7 +24,6 @@ from kvbench.core.scenario.options import nic_names
 
 
 class MooncakeStoreOptions(KvOptions):
-    reads_nic_variables: ClassVar[bool] = False
     keys: ClassVar[ExtraKeys] = {
         "cache_prefix": key_since((0, 24), str),
         "custom_mem_pool": key_since((0, 31), str, bool, dict),
@@ -55,6 +54,10 @@ class MooncakeStoreOptions(KvOptions):
     master_command: tuple[str, ...] = Field(
         ("mooncake_master",), min_length=1, description="how the master is started; comes with Mooncake"
     )
+
+    @property
+    def reads_nic_variables(self) -> bool:
+        return False
 
     @property
     def protocol_asked(self) -> str:

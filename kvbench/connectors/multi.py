@@ -42,6 +42,10 @@ class MultiOptions(ConnectorOptions):
         return self
 
     @property
+    def reads_nic_variables(self) -> bool:
+        return self.own().reads_nic_variables
+
+    @property
     def nics_asked(self) -> tuple[str, ...]:
         return self.own().nics_asked
 

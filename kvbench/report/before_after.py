@@ -138,6 +138,11 @@ def _answered(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.outcome in ANSWERED]
 
 
+def _compared(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return the rows whose search converged, or all if none did."""
+    return [row for row in rows if row.answer.sure] or rows
+
+
 def _same_trials(one: Sequence[Row], other: Sequence[Row]) -> bool:
     """Return whether both sides are copies: different searches never give equal posteriors and figures."""
     sides = [{(row.answer, tuple(row.values.items())) for row in rows} for rows in (one, other)]
@@ -157,8 +162,8 @@ def _outcome(rows: Sequence[Row]) -> str:
 
 
 def _rate(rows: Sequence[Row]) -> float | None:
-    """Return the geometric mean of the measured rates."""
-    rates = [row.answer.max_request_rate for row in rows if row.answer.max_request_rate]
+    """Return the geometric mean of the rates that are compared."""
+    rates = [row.answer.max_request_rate for row in _compared(rows) if row.answer.max_request_rate]
     return math.exp(sum(map(math.log, rates)) / len(rates)) if rates else None
 
 
@@ -168,7 +173,9 @@ def _rates(rows: Sequence[Row]) -> str:
         answer = rows[0].answer
         whole = answer.text()
         return whole if answer.outcome != "found" else whole.partition(" ")[0]
-    return f"{number(_rate(rows))} ({len(rows)} runs)" if rows else MISSING
+    used = len(_compared(rows))
+    runs = f"{len(rows)} runs" if used == len(rows) else f"{used} of {len(rows)} runs"
+    return f"{number(_rate(rows))} ({runs})" if rows else MISSING
 
 
 def change_rows(found: Sequence[CellChange]) -> Table:

@@ -186,8 +186,11 @@ class ConnectorOptions(BaseModel):
     """Connector options of the scenario file; unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
-    reads_nic_variables: ClassVar[bool] = True
-    """Whether the library takes NICs from environment variables (core/plan/processes.py: ``nic_env``)."""
+
+    @property
+    def reads_nic_variables(self) -> bool:
+        """Whether the library takes NICs from environment variables (core/plan/processes.py: ``nic_env``)."""
+        return True
 
     def settled(self) -> ConnectorOptions:
         """Return the options with open choices made: TCP for an engine with KV in host memory.

@@ -205,6 +205,8 @@ class RoutedRequest:
             answer = None
         if not isinstance(answer, dict):
             raise BackendError.of(request.backend, "bad_answer", 502, "did not answer a JSON object")
+        if answer.get("error"):
+            raise BackendError.of(request.backend, "bad_answer", 502, "answered an error with status 200")
         if aborted := abort_text(answer.get("choices")):
             raise BackendError.of(request.backend, "bad_answer", 502, aborted)
         connector = self._dispatch.connector

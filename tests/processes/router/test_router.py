@@ -339,6 +339,7 @@ async def test_p_failing_after_d_has_begun_breaks_the_stream() -> None:
         (as_json({"choices": []}), "kv_transfer_params"),
         (as_json({"kv_transfer_params": {**PARAMS, "remote_port": None}}), "remote_port"),
         (as_json({"choices": [{"finish_reason": "abort"}]}), "aborted the answer"),
+        (as_json({"error": {"message": "out of blocks"}}), "answered an error with status 200"),
         (as_json([1]), "did not answer a JSON object"),
         (lambda _, response: response.send(200, b"<html>", "text/html"), "did not answer a JSON object"),
         (lambda _, response: response.abort(), "no complete answer"),

@@ -230,6 +230,20 @@ def test_repeats_say_how_many_more_a_smaller_loss_would_need(copied: Callable[..
     assert table.count("worse") >= 6
 
 
+def test_the_rate_shown_is_that_of_the_searches_compared(copied: Callable[..., Path]) -> None:
+    odd = copied("odd", 3.0)
+    cells = [json.loads(line) for line in (odd / "cells.jsonl").read_text().splitlines()]
+    for cell in cells:
+        cell["answer"]["status"] = "exhausted"
+    (odd / "cells.jsonl").write_text("".join(f"{json.dumps(cell)}\n" for cell in cells))
+    paths = [copied("a"), odd, copied("b", 0.5)]
+    table = printed(paths, before=2)[1]
+    assert "(1 of 2 runs)" in table
+    for each in cell_changes(runs(*paths[:2]), runs(paths[2])):
+        flat = each.flat()
+        assert flat["after"] / flat["before"] == pytest.approx(flat["ratio"])
+
+
 @pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("5 %", 0.05), ("0.05", 0.05), ("0", 0.0)])
 def test_a_share_is_read_as_it_is_written(text: str, share: float) -> None:
     assert share_of(text) == pytest.approx(share)
