@@ -47,11 +47,9 @@ SATURATING: Final = 3000
 """Requests of a load that arrives at once."""
 FALL: Final = math.log(100)
 """Step down from the capacity, in log rate, to a rate that keeps the SLO; up to three are taken."""
-BISECTIONS: Final = 12
-SECANTS: Final = 12
+BISECTIONS, SECANTS = 12, 12
 """Largest numbers of trial rates, of the shortest load and of the longest."""
-ROUGHLY: Final = 0.01
-EXACTLY: Final = 2e-4
+ROUGHLY, EXACTLY = 0.01, 2e-4
 """Relative distance of the first two rates of the longest load, and of two that are near enough."""
 ENOUGH: Final = 5e-5
 """A score this near 0 is 0."""
@@ -387,8 +385,10 @@ class TrialReplay:
 
     @property
     def variance(self) -> float:
-        """Variance of the replays' score."""
-        return float(self.deviation[0]) ** 2 + 1e-5
+        """Variance of the replays' score, and 1e-5, or less if a share is right except for rounding."""
+        shares = all(goal.kind == "share" for goal in self.objective.goals)
+        error = float(self.seen[0] - self.mean[0]) ** 2 + 1 / (12 * len(self.trial) ** 2)
+        return float(self.deviation[0]) ** 2 + (min(1e-5, error) if shares else 1e-5)
 
     @property
     def better(self) -> bool:

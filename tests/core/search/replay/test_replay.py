@@ -71,6 +71,16 @@ def test_a_queue_of_even_work_is_known_after_some_seconds(seed: int) -> None:
     assert found.estimate.width < 0.05
 
 
+def test_one_trial_that_is_replayed_exactly_suffices_where_few_requests_queue() -> None:
+    """M/D/1 of 100 ms with idle servers for 90 %: the share within 1.005 times the service is 1 − load."""
+    near_idle = Objective((Goal("share", 0.9, (("ttft_ms", 0.1005),)),))
+    found = asked(replayed((trial(even(0.1), 0.97, 600, 1),), near_idle))
+    assert found.roots[0].near.error < 0.01
+    assert found.estimate.lower < 1.0 < found.estimate.upper
+    random = asked(replayed((trial(exponential(0.1), 0.97, 600, 1),), TTFT_300))
+    assert random.roots[0].near.error > found.roots[0].near.error
+
+
 def test_random_work_takes_longer() -> None:
     """M/M/1 of 60 ms: P(T > 0.3) = exp(−(μ − λ) 0.3) = 0.1 at λ = μ − ln(10) / 0.3 = 8.99 req/s."""
     short = asked(replayed((trial(exponential(0.06), 8.5, 30, 1),), TTFT_300))
