@@ -50,6 +50,15 @@ def abort_text(choices: Any) -> str:
     return ""
 
 
+def error_in(answer: dict[str, Any]) -> str:
+    """Return the error in a JSON answer, in OpenAI's format or vLLM's older one; empty without one."""
+    if error := answer.get("error"):
+        return str(error.get("message") or error) if isinstance(error, dict) else str(error)
+    if answer.get("object") == "error":
+        return str(answer.get("message") or answer)
+    return ""
+
+
 # "undecided": inconclusive within the trial's time. "measured": valid, without an SLO.
 VerdictKind = Literal["met", "missed", "undecided", "measured", "invalid"]
 

@@ -123,7 +123,7 @@ def _changed(cell: Cell, before: tuple[Row, ...], after: tuple[Row, ...]) -> Cel
         return replace(found, why=f"the numbers of {per}s differ, and some are unknown")
     if marks := dict.fromkeys(row.answer.mark for row in (*one, *other) if row.answer.mark):
         return replace(found, per=per, why=f"predictions that are {' and '.join(marks)}")
-    converged = [[row for row in rows if row.answer.sure] for rows in (one, other)]
+    converged = [_converged(rows) for rows in (one, other)]
     if _same_trials(one, other):
         change = rate_change(*([_searched(row, per) for row in rows] for rows in (one, other)))
         return replace(found, change=change, per=per, same=True, why="the same trials")
@@ -138,9 +138,8 @@ def _answered(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.outcome in ANSWERED]
 
 
-def _compared(rows: Sequence[Row]) -> Sequence[Row]:
-    """Return the rows whose search converged, or all if none did."""
-    return [row for row in rows if row.answer.sure] or rows
+def _converged(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.answer.sure]
 
 
 def _same_trials(one: Sequence[Row], other: Sequence[Row]) -> bool:
@@ -162,8 +161,9 @@ def _outcome(rows: Sequence[Row]) -> str:
 
 
 def _rate(rows: Sequence[Row]) -> float | None:
-    """Return the geometric mean of the rates that are compared."""
-    rates = [row.answer.max_request_rate for row in _compared(rows) if row.answer.max_request_rate]
+    """Return the geometric mean of the rates of the searches that converged, or of all if none did."""
+    used = _converged(rows) or rows
+    rates = [row.answer.max_request_rate for row in used if row.answer.max_request_rate]
     return math.exp(sum(map(math.log, rates)) / len(rates)) if rates else None
 
 
@@ -173,7 +173,7 @@ def _rates(rows: Sequence[Row]) -> str:
         answer = rows[0].answer
         whole = answer.text()
         return whole if answer.outcome != "found" else whole.partition(" ")[0]
-    used = len(_compared(rows))
+    used = len(_converged(rows)) or len(rows)
     runs = f"{len(rows)} runs" if used == len(rows) else f"{used} of {len(rows)} runs"
     return f"{number(_rate(rows))} ({runs})" if rows else MISSING
 

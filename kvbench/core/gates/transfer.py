@@ -206,18 +206,16 @@ def wrong_nics(evidence: Evidence) -> Finding | None:
     idle = [name for name in asked if carried[name] < share]
     least = evidence.limits.nic_share * moved
     others = {name: nic.most_bytes for name, nic in evidence.nics.items() if name not in asked}
-    extra = [name for name, most in others.items() if most >= least and evidence.nics[name].kind == "rdma"]
-    if not idle and not extra:
+    busy = {name: most for name, most in others.items() if most >= least}
+    if not idle and all(evidence.nics[name].kind != "rdma" for name in busy):
         return None
-    name, most = max(others.items(), key=lambda pair: pair[1], default=("", 0.0))
-    elsewhere = most >= least
-    seen = elsewhere or len(idle) < len(asked)  # else the bytes show nowhere, so counters may miss them
+    seen = busy or len(idle) < len(asked)  # else the bytes show nowhere, so counters may miss them
     return Finding(
         "wrong_nics",
         "invalid" if idle and seen else "warning",
-        f"{len(asked)} NICs were requested and {len(asked) - len(idle)} carried KV"
-        + (f"; nothing on {', '.join(idle)}" if idle else f", and so may {', '.join(extra)}")
-        + f"; {name} carried {most / 1e6:.1f} MB" * elsewhere,
+        f"{len(asked) - len(idle)} of {len(asked)} requested NICs carried KV"
+        + (f"; nothing on {', '.join(idle)}" if idle else "")
+        + "".join(f"; {name}, not requested, carried {most / 1e6:.1f} MB" for name, most in busy.items()),
         "check names, links and routes; UCX and Mooncake skip NICs that they cannot reach",
         {"asked": asked, "bytes": carried, "others": others, "kv_bytes": moved},
     )

@@ -9,7 +9,7 @@ from typing import Any, Final
 from zlib import crc32
 
 from kvbench.core.foreign_text import visible
-from kvbench.core.records import RequestError, abort_text
+from kvbench.core.records import RequestError, abort_text, error_in
 
 MAX_DETAIL_CHARS: Final = 300
 MAX_EVENT_BYTES: Final = 1 << 20
@@ -289,15 +289,6 @@ def _delta_texts(delta: dict[str, Any]) -> Iterator[Any]:
         if isinstance(function, dict):
             yield function.get("name")
             yield function.get("arguments")
-
-
-def error_in(event: dict[str, Any]) -> str:
-    """Return the error in a JSON answer, in OpenAI's format or vLLM's older one; empty without one."""
-    if error := event.get("error"):
-        return str(error.get("message") or error) if isinstance(error, dict) else str(error)
-    if event.get("object") == "error":
-        return str(event.get("message") or event)
-    return ""
 
 
 def whole_body_error(body: bytes) -> tuple[RequestError, str]:

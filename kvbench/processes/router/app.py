@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from kvbench.connectors.base import PrefillPeer
 from kvbench.core.load.dispatch import engine_ids_in
-from kvbench.core.records import TIMING_REQUEST_HEADER, abort_text
+from kvbench.core.records import TIMING_REQUEST_HEADER, abort_text, error_in
 from kvbench.errors import InputError, ServerError
 from kvbench.processes.common.spans import Span, SpanLog
 from kvbench.processes.http1 import Pool, ReceivedRequest, Reply, Response, error_body, fetch
@@ -205,10 +205,8 @@ class RoutedRequest:
             answer = None
         if not isinstance(answer, dict):
             raise BackendError.of(request.backend, "bad_answer", 502, "did not answer a JSON object")
-        if answer.get("error"):
-            raise BackendError.of(request.backend, "bad_answer", 502, "answered an error with status 200")
-        if aborted := abort_text(answer.get("choices")):
-            raise BackendError.of(request.backend, "bad_answer", 502, aborted)
+        if problem := error_in(answer) or abort_text(answer.get("choices")):
+            raise BackendError.of(request.backend, "bad_answer", 502, problem)
         connector = self._dispatch.connector
         if connector.dispatch != "sequential":
             return

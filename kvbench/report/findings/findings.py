@@ -244,8 +244,8 @@ def _bursts(run: RunFolder) -> Iterable[Statement]:
                 )
 
 
-def _are(trials: Sequence[Any]) -> str:
-    return "is" if len(trials) == 1 else "are"
+def _invalid(run: RunFolder, count: int) -> str:
+    return f"{count} of {len(run.trials)} trials {'is' if count == 1 else 'are'} invalid"
 
 
 def refused(run: RunFolder) -> Iterable[Statement]:
@@ -262,8 +262,7 @@ def refused(run: RunFolder) -> Iterable[Statement]:
     by_gate = ", ".join(f"{gate} {count}" for gate, count in causes.most_common())
     if causes.total() > len(invalid):
         by_gate += "; some for several reasons"
-    of = f"{len(invalid)} of {len(run.trials)} trials {_are(invalid)}"
-    text = f"{of} invalid and count neither as met nor as missed"
+    text = f"{_invalid(run, len(invalid))} and count neither as met nor as missed"
     yield Statement(
         "suspicious", REFUSED, f"{text} ({by_gate})" if by_gate else text, level="warning",
         places=tuple(trial.trial_id for trial in invalid), evidence=dict(causes),
@@ -283,8 +282,7 @@ def disturbed(run: RunFolder) -> Iterable[Statement]:
             continue
         _, worst = max(found, key=lambda each: float((each[1].evidence or {}).get("other_cpu_share") or 0.0))
         where = dict.fromkeys(f"{trial.cell.connector} at {trial.cell.input_len:,}" for trial, _ in found)
-        of = f"{len(found)} of {len(run.trials)} trials {_are(found)}"
-        text = f"{of} invalid because of {gate} ({'; '.join(where)})"
+        text = f"{_invalid(run, len(found))} because of {gate} ({'; '.join(where)})"
         yield Statement(
             "suspicious", gate, f"{text}: {worst.message}", worst.advice, "warning",
             tuple(trial.trial_id for trial, _ in found),

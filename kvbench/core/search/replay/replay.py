@@ -385,7 +385,7 @@ class TrialReplay:
 
     @property
     def variance(self) -> float:
-        """Variance of the replays' score, and 1e-5, or less if a share is right except for rounding."""
+        """Variance of the replays' score plus 1e-5; of shares at most that of rounding and the error seen."""
         shares = all(goal.kind == "share" for goal in self.objective.goals)
         error = float(self.seen[0] - self.mean[0]) ** 2 + 1 / (12 * len(self.trial) ** 2)
         return float(self.deviation[0]) ** 2 + (min(1e-5, error) if shares else 1e-5)
