@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Console
 from rich.text import Text
 
+from kvbench.core.exposition import family
 from kvbench.core.foreign_text import spreadsheet_cell, visible
 from kvbench.core.records import TrialRecord
 from kvbench.errors import InputError
@@ -333,10 +334,8 @@ def prometheus(run: RunFolder) -> str:
     lines: list[str] = []
     for name, mine in _by_metric(samples(run)).items():
         metric = mine[0].metric
-        lines += [f"# HELP {PREFIX}_{name} {_escaped(metric.help)}", f"# TYPE {PREFIX}_{name} gauge"]
-        for sample in mine:
-            labels = ",".join(f'{key}="{_quoted(value)}"' for key, value in sample.labels.items())
-            lines.append(f"{PREFIX}_{name}{{{labels}}} {sample.value!r}")
+        values = [(sample.labels, sample.value) for sample in mine]
+        lines += family(f"{PREFIX}_{name}", "gauge", values, metric.help)
     return "\n".join(lines) + "\n"
 
 
@@ -345,14 +344,6 @@ def _by_metric(found: Sequence[Sample]) -> dict[str, list[Sample]]:
     for sample in found:
         groups.setdefault(sample.metric.name, []).append(sample)
     return groups
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace("\n", r"\n")
-
-
-def _quoted(text: str) -> str:
-    return _escaped(text).replace('"', r"\"")
 
 
 # --- OpenTelemetry ---------------------------------------------------------------------------------

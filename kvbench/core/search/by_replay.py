@@ -19,7 +19,8 @@ BELOW: Final = 0.3
 BELOW_STEP: Final = 0.1
 """Further distance for each trial that did not confirm the answer, as a share of the precision."""
 BELOW_MOST: Final = 0.6
-"""Largest distance, as a share of the precision; also until a trial is met, since an answer needs one."""
+"""Largest distance, as a share of the precision; also until a trial is met, since an answer needs one. Once
+trials near the answer suffice and none was met, the next one is the whole precision below."""
 ABOVE: Final = 1.15
 """A trial above the answer, as a multiple: it can contradict the replay, and shows what limits the system."""
 UP_MOST: Final = 3.0
@@ -74,6 +75,8 @@ def next_probe(history: TrialHistory, replay: ReplayResult) -> Probe | None:
     failed = sum(each.purpose == "confirm" and not reached_target(each) for each in history.tried)
     below = min(BELOW + BELOW_STEP * failed, BELOW_MOST) if some_met else BELOW_MOST
     below = min(below * limits.precision, 0.75 * NEAR)
+    if not some_met and _tried_near(history, replay):
+        below = limits.precision
     highest = max(each.rate for each in history.tried)
     target = replay.estimate.lower if far else replay.highest / (1 + below)
     rate = history.inside(min(target, highest * UP_MOST))
@@ -99,15 +102,10 @@ def next_probe(history: TrialHistory, replay: ReplayResult) -> Probe | None:
 
 def suffices(history: TrialHistory, replay: ReplayResult) -> bool:
     """Return whether two trials, the time observed and one long trial near the answer suffice."""
-    limits, median = history.limits, replay.estimate.median
-    near = any(
-        abs(each.rate / median - 1) <= NEAR and len(each.requests) >= _near_requests(limits)
-        for each in history.tried
-        if each.requests is not None
-    )
+    limits = history.limits
     watched = len(history.tried) - replay.left_out >= 2 and replay.seconds >= watched_s(limits)
     precise = replay.estimate.width <= limits.precision
-    return watched and near and precise and _tried_above(history, replay)
+    return watched and precise and _tried_near(history, replay) and _tried_above(history, replay)
 
 
 def too_far(history: TrialHistory, replay: ReplayResult) -> bool:
@@ -148,6 +146,16 @@ def _foreseen(history: TrialHistory, replay: ReplayResult) -> bool:
     """Return whether a trial near the answer makes a forecast possible."""
     low, high = (factor * replay.estimate.median for factor in FORESEEN)
     return any(low < each.rate < high for each in history.tried)
+
+
+def _tried_near(history: TrialHistory, replay: ReplayResult) -> bool:
+    """Return whether a trial near the answer was long enough to contradict it."""
+    return any(
+        abs(each.rate / replay.estimate.median - 1) <= NEAR
+        and len(each.requests) >= _near_requests(history.limits)
+        for each in history.tried
+        if each.requests is not None
+    )
 
 
 def _tried_above(history: TrialHistory, replay: ReplayResult) -> bool:

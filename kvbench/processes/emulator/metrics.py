@@ -1,22 +1,14 @@
 """The engine's metrics, under vLLM's names where they exist and under ``kvbench:`` otherwise. ``observe``
-runs for every token, so counting is plain Python; prometheus_client only formats the output."""
+runs for every token, so counting is plain Python."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
+from kvbench.core.exposition import Kind, family, histogram
 
 # vLLM's upper bounds, plus smaller ones for loopback transfers and small steps.
 _TTFT: Final = (
@@ -125,19 +117,6 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts with their upper bounds, as Prometheus wants them."""
-        running = 0
-        pairs: list[tuple[str, float]] = []
-        for bound, count in zip((*map(str, map(float, self.bounds)), "+Inf"), self.counts, strict=True):
-            running += count
-            pairs.append((bound, running))
-        return pairs
-
 
 class TransferMetrics:
     """One family of transfer metrics: ``<prefix>xfer_time_seconds`` and so on."""
@@ -163,7 +142,7 @@ TRANSFER_PREFIX: Final = {
 }
 
 
-class EngineMetrics(Collector):
+class EngineMetrics:
     def __init__(self, model_name: str, connector: str = "") -> None:
         self._labels = {"model_name": model_name, "engine": "0"}
         self._connector = connector
@@ -194,83 +173,62 @@ class EngineMetrics(Collector):
         """Set by the engine: current values by full name; names in ``_total`` are counters."""
         self.infos: Callable[[], dict[str, dict[str, str]]] = dict
         """Set by the server: labels of the ``…_info`` metrics, by name without ``_info``."""
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
+        return ("\n".join(self._lines()) + "\n").encode()
 
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
+    def _lines(self) -> Iterator[str]:
         for name, value in self.gauges().items():
-            if name.endswith("_total"):
-                yield self._counter(name.removesuffix("_total"), value)
-            else:
-                yield self._with_value(GaugeMetricFamily(name, name, labels=list(self._labels)), value)
-        yield GaugeMetricFamily("process_start_time_seconds", "Start of the process.", self.started_s)
-        yield self._counter("vllm:prompt_tokens", self.prompt_tokens)
-        yield self._counter("vllm:generation_tokens", self.generation_tokens)
-        yield self._labelled("vllm:prompt_tokens_by_source", "source", self.by_source)
-        yield self._labelled("vllm:request_success", "finished_reason", self.success)
-        yield from self._request_histograms()
-        yield self._histogram("kvbench:emulator_step_lag_seconds", self.step_lag)
-        yield self._counter("kvbench:emulator_busy_seconds", self.busy_s)
-        yield self._counter("kvbench:emulator_steps", self.steps)
+            kind: Kind = "counter" if name.endswith("_total") else "gauge"
+            yield from family(name, kind, [(self._labels, value)])
+        yield from family("process_start_time_seconds", "gauge", [({}, self.started_s)])
+        yield from self._counter("vllm:prompt_tokens_total", self.prompt_tokens)
+        yield from self._counter("vllm:generation_tokens_total", self.generation_tokens)
+        yield from self._labelled("vllm:prompt_tokens_by_source_total", "source", self.by_source)
+        yield from self._labelled("vllm:request_success_total", "finished_reason", self.success)
+        yield from self._histogram("vllm:time_to_first_token_seconds", self.ttft)
+        yield from self._histogram("vllm:inter_token_latency_seconds", self.itl)
+        yield from self._histogram("vllm:request_time_per_output_token_seconds", self.tpot)
+        yield from self._histogram("vllm:e2e_request_latency_seconds", self.e2e)
+        yield from self._histogram("vllm:request_queue_time_seconds", self.queue)
+        yield from self._histogram("vllm:request_prefill_time_seconds", self.prefill)
+        yield from self._histogram("vllm:request_decode_time_seconds", self.decode)
+        yield from self._histogram("vllm:request_inference_time_seconds", self.inference)
+        yield from self._histogram("kvbench:emulator_step_lag_seconds", self.step_lag)
+        yield from self._counter("kvbench:emulator_busy_seconds_total", self.busy_s)
+        yield from self._counter("kvbench:emulator_steps_total", self.steps)
         yield from self._transfers()
         for name, labels in self.infos().items():
-            yield InfoMetricFamily(name, name, value={**self._labels, **labels})
+            yield from family(f"{name}_info", "gauge", [({**self._labels, **labels}, 1)])
 
-    def _request_histograms(self) -> Iterator[Metric]:
-        names = {
-            "vllm:time_to_first_token_seconds": self.ttft,
-            "vllm:inter_token_latency_seconds": self.itl,
-            "vllm:request_time_per_output_token_seconds": self.tpot,
-            "vllm:e2e_request_latency_seconds": self.e2e,
-            "vllm:request_queue_time_seconds": self.queue,
-            "vllm:request_prefill_time_seconds": self.prefill,
-            "vllm:request_decode_time_seconds": self.decode,
-            "vllm:request_inference_time_seconds": self.inference,
-        }
-        for name, histogram in names.items():
-            yield self._histogram(name, histogram)
-
-    def _transfers(self) -> Iterator[Metric]:
+    def _transfers(self) -> Iterator[str]:
         if not self._connector:
             return
         moved = self.transfer
         prefix = TRANSFER_PREFIX[self._connector]
         time_name = "time_seconds" if prefix.endswith("xfer_") else "xfer_time_seconds"
-        yield self._histogram(f"{prefix}{time_name}", moved.seconds)
-        yield self._histogram(f"{prefix}bytes_transferred", moved.nbytes)
-        yield self._histogram(f"{prefix}num_descriptors", moved.descriptors)
-        yield self._counter(f"{prefix}num_failed_transfers", moved.failed)
-        yield self._counter(f"{prefix}num_kv_expired_reqs", moved.expired)
-        yield self._histogram("kvbench:kv_transfer_seconds", moved.seconds)
-        yield self._histogram("kvbench:kv_transfer_bytes", moved.nbytes)
-        yield self._histogram("kvbench:kv_transfer_descriptors", moved.descriptors)
+        yield from self._histogram(f"{prefix}{time_name}", moved.seconds)
+        yield from self._histogram(f"{prefix}bytes_transferred", moved.nbytes)
+        yield from self._histogram(f"{prefix}num_descriptors", moved.descriptors)
+        yield from self._counter(f"{prefix}num_failed_transfers_total", moved.failed)
+        yield from self._counter(f"{prefix}num_kv_expired_reqs_total", moved.expired)
+        yield from self._histogram("kvbench:kv_transfer_seconds", moved.seconds)
+        yield from self._histogram("kvbench:kv_transfer_bytes", moved.nbytes)
+        yield from self._histogram("kvbench:kv_transfer_descriptors", moved.descriptors)
         if self.paced:
-            yield self._histogram("kvbench:emulator_transfer_lag_seconds", self.transfer_lag)
-            yield self._counter("kvbench:emulator_paced_transfer_seconds", self.paced_s)
-        yield self._counter("kvbench:kv_transfer_failures", moved.failed)
-        yield self._counter("kvbench:kv_blocks_moved", self.blocks_moved)
-        yield self._counter("kvbench:kv_blocks_held_locally", self.blocks_held_locally)
+            yield from self._histogram("kvbench:emulator_transfer_lag_seconds", self.transfer_lag)
+            yield from self._counter("kvbench:emulator_paced_transfer_seconds_total", self.paced_s)
+        yield from self._counter("kvbench:kv_transfer_failures_total", moved.failed)
+        yield from self._counter("kvbench:kv_blocks_moved_total", self.blocks_moved)
+        yield from self._counter("kvbench:kv_blocks_held_locally_total", self.blocks_held_locally)
 
-    def _counter(self, name: str, value: float) -> Metric:
-        return self._with_value(CounterMetricFamily(name, name, labels=list(self._labels)), value)
+    def _counter(self, name: str, value: float) -> list[str]:
+        return family(name, "counter", [(self._labels, value)])
 
-    def _with_value(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
-        family.add_metric(list(self._labels.values()), value)
-        return family
+    def _labelled(self, name: str, label: str, values: dict[str, int]) -> list[str]:
+        return family(
+            name, "counter", [({**self._labels, label: key}, value) for key, value in values.items()]
+        )
 
-    def _labelled(self, name: str, label: str, values: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(name, name, labels=[*self._labels, label])
-        for key, value in values.items():
-            family.add_metric([*self._labels.values(), key], value)
-        return family
-
-    def _histogram(self, name: str, histogram: Histogram) -> Metric:
-        family = HistogramMetricFamily(name, name, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.total)
-        return family
+    def _histogram(self, name: str, values: Histogram) -> list[str]:
+        return histogram(name, self._labels, values.bounds, values.counts, values.total)

@@ -24,10 +24,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
-
+from kvbench.core.exposition import Kind, family, histogram
 from kvbench.processes.common.entry import run_queue_wait_s
 from kvbench.processes.http1 import ChunkWatch
 from kvbench.processes.router.backend_request import Timing
@@ -142,42 +139,24 @@ class RouterMetrics:
 
     def page(self) -> bytes:
         self._note_cpu()
-        registry = CollectorRegistry()
-        registry.register(self)
-        return generate_latest(registry)
+        return ("\n".join(self._lines()) + "\n").encode()
 
-    def collect(self) -> Iterator[Metric]:
+    def _lines(self) -> Iterator[str]:
         for name, text in COUNTERS.items():
-            yield CounterMetricFamily(PREFIX + name, text, value=self._sum(name))
-        errors = CounterMetricFamily(f"{PREFIX}errors", "Requests that failed, by class.", labels=["error"])
-        for name in ERRORS:
-            if count := self._sum(f"error {name}"):
-                errors.add_metric([name], count)
-        yield errors
-        in_flight = self._sum("in_flight")
-        yield GaugeMetricFamily(f"{PREFIX}requests_in_flight", "Requests under way.", value=in_flight)
-        yield GaugeMetricFamily(f"{PREFIX}processes", "Processes of the router.", value=self.processes)
-        cpu = CounterMetricFamily(
-            f"{PREFIX}cpu_seconds", "CPU time, user and system, by process.", labels=["process"]
-        )
-        for process in range(self.processes):
-            cpu.add_metric([str(process)], self._table[process * len(_SLOTS) + _AT["cpu_seconds"]])
-        yield cpu
-        yield CounterMetricFamily(
-            f"{PREFIX}run_queue_wait_seconds",
-            "Ready to run, but without a core.",
-            value=self._sum("wait_seconds"),
-        )
+            yield from _single(f"{name}_total", "counter", self._sum(name), text)
+        errors = [({"error": name}, count) for name in ERRORS if (count := self._sum(f"error {name}"))]
+        yield from family(f"{PREFIX}errors_total", "counter", errors, "Requests that failed, by class.")
+        yield from _single("requests_in_flight", "gauge", self._sum("in_flight"), "Requests under way.")
+        yield from _single("processes", "gauge", self.processes, "Processes of the router.")
+        cpu_s = self._table[_AT["cpu_seconds"] :: len(_SLOTS)]
+        by_process = [({"process": str(process)}, seconds) for process, seconds in enumerate(cpu_s)]
+        text = "CPU time, user and system, by process."
+        yield from family(f"{PREFIX}cpu_seconds_total", "counter", by_process, text)
+        text = "Ready to run, but without a core."
+        yield from _single("run_queue_wait_seconds_total", "counter", self._sum("wait_seconds"), text)
         for name, text in HISTOGRAMS.items():
-            yield self._histogram(name, text)
-
-    def _histogram(self, name: str, text: str) -> HistogramMetricFamily:
-        total = 0.0
-        buckets = []
-        for index, bound in enumerate((*(str(bound_s) for bound_s in BOUNDS_S), "+Inf")):
-            total += self._sum(f"{name} {index}")
-            buckets.append((bound, total))
-        return HistogramMetricFamily(PREFIX + name, text, buckets=buckets, sum_value=self._sum(f"{name} sum"))
+            counts = [self._sum(f"{name} {index}") for index in range(len(BOUNDS_S) + 1)]
+            yield from histogram(PREFIX + name, {}, BOUNDS_S, counts, self._sum(f"{name} sum"), text)
 
     def _sum(self, name: str) -> float:
         return sum(self._table[_AT[name] :: len(_SLOTS)])
@@ -185,3 +164,7 @@ class RouterMetrics:
     def _note_cpu(self) -> None:
         self._row[_AT["cpu_seconds"]] = time.process_time()
         self._row[_AT["wait_seconds"]] = self.waited_s()
+
+
+def _single(name: str, kind: Kind, value: float, text: str) -> list[str]:
+    return family(PREFIX + name, kind, [({}, value)], text)

@@ -156,6 +156,20 @@ def test_a_trial_above_the_answer_is_no_leap_and_not_at_refused_rates() -> None:
     assert after.rate < 4.5
 
 
+def test_once_trials_near_the_answer_suffice_without_a_met_one_the_next_is_further_below() -> None:
+    """Else all trials are at rates where many miss, and a known rate is never shown: an answer needs one."""
+    near = [trial(even(0.1), rate, 60, seed) for seed, rate in enumerate((5.8, 5.9, 6.7))]
+    history, replay = history_of(*near, seconds_left=math.inf)
+    assert replay.estimate.width <= history.limits.precision
+    lower = by_replay.next_probe(history, replay)
+    assert lower is not None
+    assert lower.rate == pytest.approx(replay.highest / 1.05, rel=1e-3)
+    met = dataclasses.replace(history.outcomes[0], verdict="met")
+    after = by_replay.next_probe(dataclasses.replace(history, outcomes=(met, *history.outcomes[1:])), replay)
+    assert after is not None
+    assert after.rate > 1.01 * lower.rate
+
+
 def test_a_precision_that_no_replay_has_ends_a_search_once_trials_gain_nothing() -> None:
     even_trials = [trial(even(0.1), rate, 60, seed) for seed, rate in enumerate((5.7, 5.8, 5.7, 5.8))]
     history, replay = history_of(*even_trials, seconds_left=500)
