@@ -215,17 +215,14 @@ class RunningEngine:
         end = self._now + duration
         runs, singles = self._split(plan)
         tokens = sum(chunk.start + chunk.count - live.digested for live, chunk in runs)
-        work: asyncio.Future[None] | None = None
         if tokens * self.compute.pool.token_bytes > _INLINE_BYTES:
-            work = self._in_thread(lambda: self.compute.runs(runs))
+            await self._in_thread(lambda: self.compute.runs(runs))
         else:
             self.compute.runs(runs)
         self.compute.singles(singles)
-        await alarm.until(end)
-        if work is not None:
-            await work
         sampling = [self.lives.get(chunk.request) for chunk in plan.chunks if chunk.samples]
         self.compute.draw([live for live in sampling if live is not None])
+        await alarm.until(end)
         if self._traces:
             note_step(plan, self._traces, self._now, end)
         self._now = end
