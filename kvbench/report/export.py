@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Console
 from rich.text import Text
 
-from kvbench.core.exposition import family
+from kvbench.core.exposition import family, page
 from kvbench.core.foreign_text import spreadsheet_cell, visible
 from kvbench.core.records import TrialRecord
 from kvbench.errors import InputError
@@ -336,7 +336,7 @@ def prometheus(run: RunFolder) -> str:
         metric = mine[0].metric
         values = [(sample.labels, sample.value) for sample in mine]
         lines += family(f"{PREFIX}_{name}", "gauge", values, metric.help)
-    return "\n".join(lines) + "\n"
+    return page(lines)
 
 
 def _by_metric(found: Sequence[Sample]) -> dict[str, list[Sample]]:

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from kvbench.core.exposition import Kind, family, histogram
+from kvbench.core.exposition import Kind, family, histogram, page
 
 # vLLM's upper bounds, plus smaller ones for loopback transfers and small steps.
 _TTFT: Final = (
@@ -175,7 +175,7 @@ class EngineMetrics:
         """Set by the server: labels of the ``…_info`` metrics, by name without ``_info``."""
 
     def text(self) -> bytes:
-        return ("\n".join(self._lines()) + "\n").encode()
+        return page(self._lines()).encode()
 
     def _lines(self) -> Iterator[str]:
         for name, value in self.gauges().items():

@@ -24,7 +24,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from kvbench.core.exposition import Kind, family, histogram
+from kvbench.core.exposition import Kind, family, histogram, page
 from kvbench.processes.common.entry import run_queue_wait_s
 from kvbench.processes.http1 import ChunkWatch
 from kvbench.processes.router.backend_request import Timing
@@ -139,7 +139,7 @@ class RouterMetrics:
 
     def page(self) -> bytes:
         self._note_cpu()
-        return ("\n".join(self._lines()) + "\n").encode()
+        return page(self._lines()).encode()
 
     def _lines(self) -> Iterator[str]:
         for name, text in COUNTERS.items():
