@@ -33,26 +33,13 @@ from kvbench.core.search.replay.models import (
     work_objections,
 )
 from kvbench.core.search.replay.queues import BoolArray, FloatArray
+from kvbench.core.search.replay.unit_load import BISECTIONS, SHORT, UnitLoad
 from kvbench.core.search.trial_requests import FAR, Goal, Latencies, Objective, TrialRequests
 from kvbench.core.stats import variance_between
 
-LONG: Final = 100_000
-SHORT: Final = 24_000
-SHORTEST: Final = 12_000
-"""Requests of the longest load, of one that shows how the root moves, and of one that finds it roughly."""
 FLAT, STEEP = 0.06, 12.5
 """Slopes of the score over the rate's logarithm: below the first, the longest load decides, since a queue of
 many servers grows slowly; the second applies where even that one meets the SLO at the capacity."""
-SATURATING: Final = 3000
-"""Requests of a load that arrives at once."""
-FALL: Final = math.log(100)
-"""Step down from the capacity, in log rate, to a rate that keeps the SLO; up to three are taken."""
-BISECTIONS, SECANTS = 12, 12
-"""Largest numbers of trial rates, of the shortest load and of the longest."""
-ROUGHLY, EXACTLY = 0.01, 2e-4
-"""Relative distance of the first two rates of the longest load, and of two that are near enough."""
-ENOUGH: Final = 5e-5
-"""A score this near 0 is 0."""
 BOOTSTRAPS: Final = 24
 MODELS: Final = 3
 """Largest number of families to average."""
@@ -208,73 +195,6 @@ class ReplayResult:
         return RateEstimate(np.exp(logs), density / density.sum())
 
 
-class UnitLoad:
-    """Unit gaps and uniform numbers of all replays, which then differ by rate and work only."""
-
-    def __init__(self, burstiness: float, tokens: FloatArray) -> None:
-        rng = np.random.default_rng(3)
-        self.unit = np.cumsum(rng.gamma(burstiness, 1 / burstiness, LONG))
-        self.chance = rng.random((2, LONG))
-        self.tokens = tokens[(rng.random(LONG) * len(tokens)).astype(np.int64)]
-
-    def score(self, model: Model, objective: Objective, rate: float, count: int) -> float:
-        """Return the worst criterion's score at a rate, in steady state."""
-        times = model.times(self.unit[:count] / rate, self.tokens[:count], self.chance[:, :count])
-        steady = slice(count // 30, count - count // 60)
-        cut = Latencies(times.ttft_s[steady], times.tpot_s[steady], times.e2el_s[steady])
-        return objective.worst(cut)
-
-    def capacity(self, model: Model) -> float:
-        """Return the highest rate of a model."""
-        return model.capacity(self.tokens[:SATURATING])
-
-    def slope(self, model: Model, objective: Objective, rate: float, count: int) -> float:
-        """Return by how much the score falls, divided by the relative change of the rate."""
-        below, above = (self.score(model, objective, rate * factor, count) for factor in (0.96, 1.04))
-        return max((below - above) / 0.08, 1e-3)
-
-    def root(self, model: Model, objective: Objective) -> float:
-        """Return the rate at which the SLO is just met: by bisection with a short load between a rate that
-        keeps it and the capacity, then by secants with the longest load (Illinois method)."""
-        top = math.log(self.capacity(model))
-
-        def score(rate: float, count: int = SHORTEST) -> float:
-            return self.score(model, objective, math.exp(rate), count)
-
-        for lowest in (top - FALL, top - 2 * FALL, top - 3 * FALL):
-            if score(lowest) >= 0:
-                break
-        low, high = lowest, top
-        for _ in range(BISECTIONS):
-            rate = (low + high) / 2
-            low, high = (rate, high) if score(rate) >= 0 else (low, rate)
-        return math.exp(_zero(lambda rate: score(rate, model.longest), (low + high) / 2, lowest, top))
-
-
-def _zero(score: Callable[[float], float], begin: float, least: float, most: float) -> float:
-    """Return where a decreasing score crosses 0, by secants within a bracket around ``begin``."""
-    here, before = begin, begin
-    by_here = by_before = score(begin)
-    step = math.copysign(ROUGHLY, by_here)
-    while (by_here >= 0) == (by_before >= 0):
-        if here in (least, most):
-            return here
-        before, by_before = here, by_here
-        here, step = min(max(here + step, least), most), 2 * step
-        by_here = score(here)
-    for _ in range(SECANTS):
-        if abs(here - before) < EXACTLY or abs(by_here) < ENOUGH:
-            break
-        last, by_last = here, by_here
-        here -= by_here * (here - before) / (by_here - by_before)
-        by_here = score(here)
-        if (by_here >= 0) != (by_last >= 0):
-            before, by_before = last, by_last
-        else:
-            by_before /= 2
-    return here
-
-
 @lru_cache(maxsize=16)
 def replayed(trials: tuple[TrialRequests, ...], objective: Objective) -> ReplayResult | None:
     """Replay the trials; None if no family explains them, if decode steps are needed and missing, or if a
@@ -346,14 +266,12 @@ def _root(
 ) -> Root:
     """Return the model's rate. ``between``: relative error by differences between trials."""
     rate = load.root(model, objective)
-    count, slope = SHORT, load.slope(model, objective, rate, SHORT)
+    slope = load.slope(model, objective, rate, SHORT)
     if slope < FLAT:
-        count, slope = model.longest, load.slope(model, objective, rate, model.longest)
+        slope = load.slope(model, objective, rate, model.longest)
     if math.isclose(rate, load.capacity(model)):
         slope = max(slope, STEEP)
-        spread = _bootstrap(trials, model, lambda again: math.log(load.capacity(again)))
-    else:
-        spread = _bootstrap(trials, model, lambda again: load.score(again, objective, rate, count) / slope)
+    spread = _bootstrap(trials, model, lambda again: load.log_root_near(math.log(rate), again, objective))
     goal = min(objective.goals, key=lambda goal: goal.target)
     tolerated = TOLERATED * max(1 - goal.target if goal.kind == "share" else 0.2, LEAST_ALLOWED)
     replays = _replays(trials, objective, model)
