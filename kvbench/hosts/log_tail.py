@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +15,8 @@ MAX_BEHIND_BYTES: Final = 4 * 2**20
 """If a log is further ahead than this, its middle is skipped."""
 MAX_LINE_BYTES: Final = 4096
 """Longer lines are cut: one library writes hundreds of megabytes of descriptors into one line."""
+UCX_REPORT: Final = re.compile(r"\[\d+\.\d+\] \[[^]]+\] +([+|]|\S+ UCX +INFO )")
+"""Line that UCX writes for information: a message, or a row of a table (``UCX_PROTO_INFO=y``)."""
 
 
 class LogReader:
@@ -72,12 +75,13 @@ def size_of(path: Path) -> int:
 
 
 def tail_of(path: Path, lines: int) -> list[str]:
-    """Return the last lines of a text file, from its last 16 KiB; empty if it does not exist."""
+    """Return the last lines of a text file, from its last 64 KiB, without those that UCX writes for
+    information; empty if it does not exist."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 16_384))
+            file.seek(max(0, file.tell() - MAX_READ_BYTES))
             text = visible(file.read().decode("utf-8", "replace"))
     except OSError:
         return []
-    return [line for line in text.splitlines() if line.strip()][-lines:]
+    return [line for line in text.splitlines() if line.strip() and not UCX_REPORT.match(line)][-lines:]

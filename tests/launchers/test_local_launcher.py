@@ -149,6 +149,14 @@ def test_tail_reads_only_the_end(tmp_path: Path) -> None:
     assert tail_of(tmp_path / "absent.log", 2) == []
 
 
+def test_tail_leaves_out_what_ucx_reports_for_information(tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    reported = (Path(__file__).parents[1] / "recorded" / "ucx" / "read-over-tcp.log").read_text()
+    failed = "[1795390662.1] [host:25685:0]  sock.c:328 UCX  ERROR connect() failed: Connection refused"
+    log.write_text(f"ready\n{reported}{failed}\n{reported}")
+    assert tail_of(log, 12) == ["ready", failed]
+
+
 def test_one_that_is_stopped_is_let_go_on_to_its_end(launcher: LocalLauncher) -> None:
     code = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(7)); print('up'); time.sleep(60)"
     process = launcher.start(python(code))
