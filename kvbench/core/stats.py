@@ -20,6 +20,8 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
+NORMAL_90: Final = 1.645
+"""Half of a normal distribution's 90 % interval, in standard deviations."""
 _TINY: Final = 1e-300
 _BISECTIONS: Final = 80
 """Halvings of [0, 1]: an error below 1e-24, under double precision."""

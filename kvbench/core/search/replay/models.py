@@ -14,6 +14,7 @@ import numpy as np
 from kvbench.core.search.replay import queues
 from kvbench.core.search.replay.queues import BoolArray, FloatArray
 from kvbench.core.search.trial_requests import Latencies, Objective, TrialRequests
+from kvbench.core.stats import NORMAL_90, t_quantile
 
 UNKNOWN_AFTER: Final = 0.995
 """Quantile of the TTFT: requests that arrived less than this before a trial's end are left out, since only
@@ -372,7 +373,8 @@ def log_likelihood(work: FloatArray, resolution: float) -> float:
 
 def error_between(candidate: Candidate) -> float:
     """Return the standard error of the mean work by differences between trials beyond sampling error, as
-    random effects (Hedges 1983) with equal variation in all trials."""
+    random effects (Hedges 1983) with equal variation in all trials, times the 90 % quantile of
+    Student's t for this number of trials divided by a normal distribution's."""
     known = (work[~np.isnan(work)] for work in candidate.work)
     parts = [part for part in known if len(part) >= FEWEST and part.mean() > 0]
     if len(parts) < 2:
@@ -380,7 +382,8 @@ def error_between(candidate: Candidate) -> float:
     within = float(np.average([part.var() for part in parts], weights=[len(part) for part in parts]))
     sampling = within * float(np.mean([1 / len(part) for part in parts]))
     excess = float(np.var([part.mean() for part in parts], ddof=1)) - sampling
-    return math.sqrt(max(excess, 0.0) / len(parts)) / float(np.concatenate(parts).mean())
+    wider = t_quantile(0.95, len(parts) - 1) / NORMAL_90
+    return wider * math.sqrt(max(excess, 0.0) / len(parts)) / float(np.concatenate(parts).mean())
 
 
 def whole_work(trials: Sequence[TrialRequests], candidate: Candidate) -> FloatArray:

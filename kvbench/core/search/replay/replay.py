@@ -35,7 +35,7 @@ from kvbench.core.search.replay.models import (
 from kvbench.core.search.replay.queues import BoolArray, FloatArray
 from kvbench.core.search.replay.unit_load import BISECTIONS, SHORT, UnitLoad
 from kvbench.core.search.trial_requests import FAR, Goal, Latencies, Objective, TrialRequests
-from kvbench.core.stats import variance_between
+from kvbench.core.stats import NORMAL_90, variance_between
 
 FLAT, STEEP = 0.06, 12.5
 """Slopes of the score over the rate's logarithm: below the first, the longest load decides, since a queue of
@@ -60,8 +60,6 @@ AGREEING: Final = 4
 """Largest such number."""
 APART: Final = 0.02
 """Relative difference of two models' rates above which they are different."""
-NORMAL_90: Final = 1.645
-"""Half of a normal distribution's 90 % interval, in standard deviations."""
 FINEST: Final = math.expm1(2 * NORMAL_90 * DISCREPANCY / math.sqrt(AGREEING)) / 2
 """Half-width of the interval that remains after any number of requests, for that reason."""
 TOLERATED: Final = 0.25

@@ -17,7 +17,14 @@ from kvbench.core.search import by_measurements, by_replay
 from kvbench.core.search.data import SearchLimits, TrialOutcome
 from kvbench.core.search.posterior.posterior import RateEstimate
 from kvbench.core.search.replay import queues
-from kvbench.core.search.replay.models import Decode, candidates, whole_work
+from kvbench.core.search.replay.models import (
+    Candidate,
+    Decode,
+    QueueFamily,
+    candidates,
+    error_between,
+    whole_work,
+)
 from kvbench.core.search.replay.queues import FloatArray
 from kvbench.core.search.replay.replay import FINEST, NearTrials, ReplayResult, replayed
 from kvbench.core.search.trial_history import TrialHistory
@@ -329,6 +336,15 @@ def test_trials_that_differ_by_more_than_their_replays_are_less_certain() -> Non
         return asked(replayed((*trials,), near_idle)).roots[0].near.error
 
     assert error((0.94, 1.06, 0.97, 1.03)) > 2 * error((1.0, 1.0, 1.0, 1.0))
+
+
+@pytest.mark.parametrize(("count", "t_95"), [(2, 6.314), (4, 2.353), (16, 1.753)])
+def test_differences_between_few_trials_are_less_certain_than_between_many(count: int, t_95: float) -> None:
+    """Half of the trials have even work of 1 s, the others of 1.1 s."""
+    works = tuple(np.full(50, 1.0 + 0.1 * (number % 2)) for number in range(count))
+    normal = math.sqrt(0.05**2 / (count - 1)) / 1.05
+    found = error_between(Candidate(QueueFamily("fifo", 1), 0.0, works))
+    assert found == pytest.approx(normal * t_95 / 1.645, rel=1e-3)
 
 
 def test_trials_that_contradict_a_flat_score_move_the_rate_by_a_bounded_factor() -> None:
