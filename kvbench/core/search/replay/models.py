@@ -373,8 +373,8 @@ def log_likelihood(work: FloatArray, resolution: float) -> float:
 
 def error_between(candidate: Candidate) -> float:
     """Return the standard error of the mean work by differences between trials beyond sampling error, as
-    random effects (Hedges 1983) with equal variation in all trials, times the 90 % quantile of
-    Student's t for this number of trials divided by a normal distribution's."""
+    random effects (Hedges 1983) with equal variation in all trials. Of few trials it is larger, as Student's
+    t has a wider 90 % interval than a normal distribution."""
     known = (work[~np.isnan(work)] for work in candidate.work)
     parts = [part for part in known if len(part) >= FEWEST and part.mean() > 0]
     if len(parts) < 2:

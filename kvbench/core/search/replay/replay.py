@@ -10,7 +10,7 @@ contradicts a model is an objection to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Final
@@ -33,13 +33,10 @@ from kvbench.core.search.replay.models import (
     work_objections,
 )
 from kvbench.core.search.replay.queues import BoolArray, FloatArray
-from kvbench.core.search.replay.unit_load import BISECTIONS, SHORT, UnitLoad
+from kvbench.core.search.replay.unit_load import BISECTIONS, UnitLoad
 from kvbench.core.search.trial_requests import FAR, Goal, Latencies, Objective, TrialRequests
 from kvbench.core.stats import NORMAL_90, variance_between
 
-FLAT, STEEP = 0.06, 12.5
-"""Slopes of the score over the rate's logarithm: below the first, the longest load decides, since a queue of
-many servers grows slowly; the second applies where even that one meets the SLO at the capacity."""
 BOOTSTRAPS: Final = 24
 MODELS: Final = 3
 """Largest number of families to average."""
@@ -264,12 +261,8 @@ def _root(
 ) -> Root:
     """Return the model's rate. ``between``: relative error by differences between trials."""
     rate = load.root(model, objective)
-    slope = load.slope(model, objective, rate, SHORT)
-    if slope < FLAT:
-        slope = load.slope(model, objective, rate, model.longest)
-    if math.isclose(rate, load.capacity(model)):
-        slope = max(slope, STEEP)
-    spread = _bootstrap(trials, model, lambda again: load.log_root_near(math.log(rate), again, objective))
+    slope = load.slope(model, objective, rate)
+    spread = _sampling_error(trials, objective, model, load, rate)
     goal = min(objective.goals, key=lambda goal: goal.target)
     tolerated = TOLERATED * max(1 - goal.target if goal.kind == "share" else 0.2, LEAST_ALLOWED)
     replays = _replays(trials, objective, model)
@@ -282,10 +275,14 @@ def _root(
     return Root(model, rate * math.exp(near.shift), 1.2 * spread, between, near, found)
 
 
-def _bootstrap(trials: Sequence[TrialRequests], model: Model, figure: Callable[[Model], float]) -> float:
-    """Return the bootstrap standard deviation of a model's figure."""
+def _sampling_error(
+    trials: Sequence[TrialRequests], objective: Objective, model: Model, load: UnitLoad, rate: float
+) -> float:
+    """Return the bootstrap standard deviation of the model's rate, relative to it."""
     rng = np.random.default_rng(9)
-    return float(np.std([figure(model.resampled(trials, rng)) for _ in range(BOOTSTRAPS)])) + 1e-4
+    samples = (model.resampled(trials, rng) for _ in range(BOOTSTRAPS))
+    rates = [load.root_of_sample(sample, objective, rate) for sample in samples]
+    return float(np.std(np.log(rates))) + 1e-4
 
 
 @dataclass(frozen=True)

@@ -15,17 +15,22 @@ from kvbench.core.search.trial_requests import Latencies, Objective
 LONG: Final = 100_000
 SHORT: Final = 24_000
 SHORTEST: Final = 12_000
-"""Requests of the longest load, of one that shows how the rate moves, and of one that finds it roughly."""
+"""Requests of the longest load, of one that shows how the score falls, and of one that finds the rate roughly
+or for a bootstrap sample."""
 SATURATING: Final = 3000
 """Requests of a load that arrives at once."""
 FALL: Final = math.log(100)
 """Step down from the capacity, in log rate, to a rate that keeps the SLO; up to three are taken."""
 BISECTIONS, SECANTS = 12, 12
-"""Largest numbers of trial rates, of the shortest load and of the longest."""
-ROUGHLY, EXACTLY = 0.01, 2e-4
-"""Relative distance of the first two rates of the longest load, and of two that are near enough."""
+"""Largest numbers of rates that bisection and secants try."""
+ROUGHLY, NEARLY, EXACTLY = 0.01, 1e-3, 2e-4
+"""Relative distance of the first two rates that secants try, and of two that are near enough for a bootstrap
+sample and for the answer."""
 ENOUGH: Final = 5e-5
 """A score this near 0 is 0."""
+FLAT, STEEP = 0.06, 12.5
+"""Slopes of the score over the rate's logarithm: below the first, the longest load decides, since a queue of
+many servers grows slowly; the second applies where even that one meets the SLO at the capacity."""
 
 
 class UnitLoad:
@@ -48,8 +53,14 @@ class UnitLoad:
         """Return the highest rate of a model."""
         return model.capacity(self.tokens[:SATURATING])
 
-    def slope(self, model: Model, objective: Objective, rate: float, count: int) -> float:
-        """Return by how much the score falls, divided by the relative change of the rate."""
+    def slope(self, model: Model, objective: Objective, rate: float) -> float:
+        """Return by how much the score falls at the rate, divided by the relative change of the rate."""
+        slope = self._slope(model, objective, rate, SHORT)
+        if slope < FLAT:
+            slope = self._slope(model, objective, rate, model.longest)
+        return max(slope, STEEP) if math.isclose(rate, self.capacity(model)) else slope
+
+    def _slope(self, model: Model, objective: Objective, rate: float, count: int) -> float:
         below, above = (self.score(model, objective, rate * factor, count) for factor in (0.96, 1.04))
         return max((below - above) / 0.08, 1e-3)
 
@@ -68,29 +79,26 @@ class UnitLoad:
         for _ in range(BISECTIONS):
             rate = (low + high) / 2
             low, high = (rate, high) if score(rate) >= 0 else (low, rate)
-        return math.exp(self.log_root_near((low + high) / 2, model, objective, model.longest, EXACTLY))
+        return self._root_near(model, objective, math.exp((low + high) / 2), model.longest, EXACTLY)
 
-    def log_root_near(
-        self,
-        begin: float,
-        model: Model,
-        objective: Objective,
-        count: int = SHORTEST,
-        exact: float = ROUGHLY / 10,
-    ) -> float:
-        """Return the logarithm of that rate, at most that of the capacity, by secants from the logarithm of a
-        near one."""
+    def root_of_sample(self, model: Model, objective: Objective, rate: float) -> float:
+        """Return that rate of a bootstrap sample's model, by a short load. ``rate``: that of all requests."""
+        return self._root_near(model, objective, rate, SHORTEST, NEARLY)
+
+    def _root_near(self, model: Model, objective: Objective, rate: float, count: int, exact: float) -> float:
+        """Return the rate, at most the capacity, by secants from one near it."""
         top = math.log(self.capacity(model))
-        begin = min(begin, top)
+        begin = min(math.log(rate), top)
 
-        def score(rate: float) -> float:
-            return self.score(model, objective, math.exp(rate), count)
+        def score(log_rate: float) -> float:
+            return self.score(model, objective, math.exp(log_rate), count)
 
-        return _zero(score, begin, begin - FALL, top, exact)
+        return math.exp(_zero(score, begin, begin - FALL, top, exact))
 
 
 def _zero(score: Callable[[float], float], begin: float, least: float, most: float, exact: float) -> float:
-    """Return where a decreasing score crosses 0, by secants within a bracket around ``begin`` (Illinois)."""
+    """Return where a decreasing score crosses 0, by secants within a bracket around ``begin`` (Illinois
+    method). ``exact``: distance of two values that are near enough."""
     here, before = begin, begin
     by_here = by_before = score(begin)
     step = math.copysign(ROUGHLY, by_here)
