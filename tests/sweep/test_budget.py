@@ -210,7 +210,7 @@ def within_budget(run: RunFolder, budget_s: float) -> bool:
 
 
 def test_a_cell_out_of_reach_gives_its_time_to_the_next(tmp_path: Path) -> None:
-    race = Raced(system(Service("lognormal", 0.7), 0.09), system(Service()), 240.0)
+    race = Raced(system(Service("lognormal", 0.7), 0.09), system(Service(), 0.12), 240.0)
     run = race.run(tmp_path)
     (varied, varied_s), (even, even_s) = of_cell(run, "aggregated"), of_cell(run, "tcp")
     assert varied.reason.endswith("more: its requests vary too much")

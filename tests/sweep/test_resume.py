@@ -271,6 +271,7 @@ def test_the_equal_rate_stays_equal_if_a_slower_cell_fails_first(tmp_path: Path)
         "connectors=[aggregated,tcp,nixl]",
         "workload.input_len=[128]",
         "search.equal_rate=true",
+        "seed=2",
     )
     scenario, source = resolve(CliOptions("quickstart", sets))
     plan = plan_of(scenario)

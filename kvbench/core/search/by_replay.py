@@ -10,7 +10,7 @@ import math
 from typing import Final
 
 from kvbench.core.search.data import Probe, Purpose, SearchLimits
-from kvbench.core.search.replay.replay import FINEST, ReplayResult
+from kvbench.core.search.replay.replay import ReplayResult
 from kvbench.core.search.trial_history import SHORTEST_S, TrialHistory, reached_target
 from kvbench.core.units import estimate_text
 
@@ -114,8 +114,8 @@ def too_far(history: TrialHistory, replay: ReplayResult) -> bool:
     and trials still make the interval narrower."""
     limits, trials = history.limits, len(history.tried)
     further = replay.further_requests(limits.precision)
-    if limits.precision <= FINEST:
-        spent = limits.seconds_left == math.inf or replay.estimate.width <= FINEST * NO_GAIN
+    if limits.precision <= replay.finest:
+        spent = limits.seconds_left == math.inf or replay.estimate.width <= replay.finest * NO_GAIN
         return trials >= TOO_FAR_AFTER and spent
     if further == math.inf or not _foreseen(history, replay):
         return False
@@ -130,8 +130,8 @@ def needed_text(history: TrialHistory, replay: ReplayResult, why: str = "") -> s
     precision = history.limits.precision
     wanted = f"±{100 * precision:.2g} %"
     further = replay.further_requests(precision)
-    if precision <= FINEST:
-        return f"{wanted} is finer than any replay of requests (±{100 * FINEST:.2g} %)"
+    if precision <= replay.finest:
+        return f"{wanted} is finer than any replay of requests (±{100 * replay.finest:.2g} %)"
     if further == math.inf:
         return f"what {wanted} needs is not known, since models of the server differ"
     if further and not _foreseen(history, replay):

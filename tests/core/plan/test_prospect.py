@@ -25,8 +25,9 @@ from kvbench.core.plan.prospect import (
 )
 from kvbench.core.records import Cell, TrialRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.search.replay.replay import FINEST
+from kvbench.core.search.replay.replay import AGREEING, DISCREPANCY
 from kvbench.core.slo import Slo
+from kvbench.core.stats import NORMAL_90
 from tests.core.scenario.test_scenario import MINIMAL, parse
 
 ALONE = KnownCell(10.0, 0.1, 0.1)
@@ -49,7 +50,8 @@ def test_more_requests_and_evener_services_give_more_precision_down_to_a_floor()
     assert math.sqrt(many**2 - FLOOR**2) == pytest.approx(math.sqrt(few**2 - FLOOR**2) / 2)
     assert half_width(1000, UNEVEN) > 1.5 * few
     assert half_width(1e9, UNEVEN) == pytest.approx(FLOOR, rel=1e-3)
-    assert pytest.approx(FINEST, rel=0.03) == FLOOR
+    error = DISCREPANCY / math.sqrt(AGREEING)
+    assert pytest.approx(math.expm1(2 * NORMAL_90 * error) / 2, rel=0.03) == FLOOR
 
 
 def test_a_trial_is_as_long_as_the_search_makes_it() -> None:

@@ -82,7 +82,7 @@ class EngineModel:
     decode: tuple[float, float] = (LEAST, 0.0)
     error: float = math.inf
     noise: tuple[FloatArray, FloatArray] = (np.ones(1), np.ones(1))
-    longest: int = 30_000
+    longest: int = 100_000
 
     def text(self) -> str:
         step, sequence, prompt, transfer, _ = (1e3 * each for each in self.seconds)
@@ -203,16 +203,19 @@ def engine_model(trials: tuple[TrialRequests, ...], most_error: float = LARGEST)
     return replace(best, noise=(np.sort(1 / simulated), np.sort(1 / decoded) if len(decoded) else np.ones(1)))
 
 
-def engine_objections(trials: Sequence[TrialRequests], model: EngineModel) -> tuple[str, ...]:
-    """List the halves of trials whose TTFT differs from the simulated one by more than its scatter."""
+def engine_objections(trials: Sequence[TrialRequests], model: EngineModel, highest: float) -> tuple[str, ...]:
+    """List the halves of trials up to the rate ``highest`` whose TTFT differs from the simulated one by more
+    than its scatter. Far above the capacity a queue grows by the difference between rate and capacity, so a
+    small error of the capacity is a large one of TTFT."""
     load = JoinedTrials.of(trials)
     errors = np.log(load.compared(model)[0])
     halves = load.part[load.begun] // (BLOCKS // 2)
     objections = []
     for half in np.unique(halves):
-        own = errors[halves == half]
-        if len(own) >= FEWEST // 2 and abs(float(np.median(own))) > max(BIASED, model.error):
-            rate = trials[half // 2].rate
+        own, rate = errors[halves == half], trials[half // 2].rate
+        if rate > highest or len(own) < FEWEST // 2:
+            continue
+        if abs(float(np.median(own))) > max(BIASED, model.error):
             objections.append(
                 f"TTFT at {rate:.3g} req/s is {-100 * np.median(own):+.0f} % off the simulated one"
             )

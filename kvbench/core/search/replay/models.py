@@ -22,6 +22,8 @@ the short ones have ended."""
 UNKNOWN_MOST: Final = 0.02
 """Largest share of the work that may be in requests longer than any that ended."""
 LEAST: Final = 1e-9
+FITS, SAME_GROWTH = 6, 1e-3
+"""Largest number of fits of the decode steps, and the relative difference of two that are the same."""
 BLOCKS: Final = 8
 """Number of parts of a trial that a bootstrap draws: successive requests are correlated."""
 
@@ -84,10 +86,32 @@ class Decode:
     noise: FloatArray
 
     @classmethod
-    def fitted(cls, trials: Sequence[TrialRequests], pick: FloatArray | None = None) -> Decode | None:
-        """Fit it by least squares to all requests with a last token; None of too few. ``pick``: weights of
-        the blocks that a bootstrap drew."""
-        parts = [_decode_rows(trial) for trial in trials]
+    def fitted(cls, trials: Sequence[TrialRequests]) -> Decode | None:
+        """Fit it to all requests with a last token; None of too few."""
+        found, growth = cls._fitted(trials, 0.0), 0.0
+        for _ in range(FITS):
+            if found is None or math.isclose(found.growth, growth, rel_tol=SAME_GROWTH):
+                break
+            growth = found.growth
+            found = cls._fitted(trials, growth)
+        return found
+
+    def resampled(self, trials: Sequence[TrialRequests], pick: FloatArray) -> Decode:
+        """Fit it again. ``pick``: weights of the blocks that a bootstrap drew."""
+        return self._fitted(trials, self.growth, pick) or self
+
+    @property
+    def growth(self) -> float:
+        """Time that another decoding request adds, as a share of that of a token alone."""
+        return self.each_s / self.alone_s
+
+    @classmethod
+    def _fitted(
+        cls, trials: Sequence[TrialRequests], growth: float, pick: FloatArray | None = None
+    ) -> Decode | None:
+        """Fit it by least squares with each request's mean number of others over its tokens, which
+        ``growth`` gives: tokens come at a lower rate while there are more."""
+        parts = [_decode_rows(trial, growth) for trial in trials]
         rows = np.concatenate([part[0] for part in parts])
         values = np.concatenate([part[1] for part in parts])
         if len(values) < 20:
@@ -125,9 +149,9 @@ class Decode:
 
 
 @lru_cache(maxsize=64)
-def _decode_rows(trial: TrialRequests) -> tuple[FloatArray, FloatArray, FloatArray]:
+def _decode_rows(trial: TrialRequests, growth: float) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return (1, others decoding, prompts per token), seconds per token, and block of the trial, for each
-    request with a last token and more than one."""
+    request with a last token and more than one. ``growth``: as of ``Decode``."""
     known = ~np.isnan(trial.first_s)
     first, last = np.sort(trial.first_s[known]), np.sort(trial.last_s[~np.isnan(trial.last_s)])
     ended = known & ~np.isnan(trial.last_s) & (trial.tokens > 0) & (trial.last_s > trial.first_s)
@@ -138,10 +162,12 @@ def _decode_rows(trial: TrialRequests) -> tuple[FloatArray, FloatArray, FloatArr
     order = np.argsort(times, kind="stable")
     times = times[order]
     present = np.cumsum(np.where(order < len(first), 1.0, -1.0))
-    total = np.concatenate([[0.0], np.cumsum(np.diff(times) * present[:-1])])
-    mean = (np.interp(end, times, total) - np.interp(begin, times, total)) / (end - begin)
+    others = np.maximum(present[:-1] - 1.0, 0.0)
+    made = np.diff(times) / (1.0 + growth * others)
+    totals = (np.concatenate([[0.0], np.cumsum(each)]) for each in (made * others, made))
+    over, count = (np.interp(end, times, total) - np.interp(begin, times, total) for total in totals)
     prompts = np.searchsorted(first, end, "right") - np.searchsorted(first, begin, "right")
-    rows = np.column_stack([np.ones(len(begin)), mean - 1.0, prompts / tokens])
+    rows = np.column_stack([np.ones(len(begin)), over / count, prompts / tokens])
     block = np.minimum((begin / max(trial.end_s, LEAST) * BLOCKS).astype(np.int64), BLOCKS - 1)
     return rows, (end - begin) / tokens, block
 
@@ -168,7 +194,7 @@ class Model(Protocol):
 
     @property
     def longest(self) -> int:
-        """Requests of the load that finds the rate."""
+        """Largest number of requests of the load that finds the rate."""
 
     def text(self) -> str:
         """Return a description."""
@@ -187,7 +213,7 @@ class QueueModel:
     family: QueueFamily
     work_s: FloatArray
     decode: Decode | None = None
-    longest: int = 100_000
+    longest: int = 1_000_000
 
     def capacity(self, tokens: FloatArray) -> float:
         return self.family.servers / float(self.work_s.mean())
@@ -206,7 +232,7 @@ class QueueModel:
 
     def resampled(self, trials: Sequence[TrialRequests], rng: np.random.Generator) -> QueueModel:
         work = np.sort(rng.choice(self.work_s, len(self.work_s)))
-        decode = self.decode and (Decode.fitted(trials, blocks(trials, rng)) or self.decode)
+        decode = self.decode and self.decode.resampled(trials, blocks(trials, rng))
         return replace(self, work_s=work, decode=decode)
 
 

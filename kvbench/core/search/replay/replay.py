@@ -57,8 +57,6 @@ AGREEING: Final = 4
 """Largest such number."""
 APART: Final = 0.02
 """Relative difference of two models' rates above which they are different."""
-FINEST: Final = math.expm1(2 * NORMAL_90 * DISCREPANCY / math.sqrt(AGREEING)) / 2
-"""Half-width of the interval that remains after any number of requests, for that reason."""
 TOLERATED: Final = 0.25
 """Prior standard deviation of a bias of all trials, as a share of the allowed misses."""
 LEAST_ALLOWED: Final = 1e-3
@@ -67,6 +65,8 @@ FAILED_MOST: Final = 0.1
 """Failed requests that are not an objection, as a share of the allowed misses: no model predicts them."""
 MOST: Final = 1e9
 """Largest forecast of further requests."""
+ABOVE: Final = 1.12
+"""Trials at more than this multiple of the rate can contradict a model only by being better than it says."""
 REPLAYS: Final = 30
 """Number of replays of each trial, to predict its figures."""
 
@@ -95,19 +95,21 @@ class NearTrials:
 @dataclass(frozen=True)
 class Root:
     """One model's rate in requests per second, and objections to the model. Relative standard errors:
-    ``sampling`` of requests, and differences ``between`` trials."""
+    ``sampling`` of requests, differences ``between`` trials, and of the finite ``load`` that is replayed."""
 
     model: Model
     rate: float
     sampling: float
     between: float
+    load: float
     near: NearTrials
     objections: tuple[str, ...]
 
     @property
     def error(self) -> float:
         """Relative standard error of the rate, at most 1: nothing is known then."""
-        return min(math.hypot(self.sampling, self.between, self.near.error, self.near.discrepancy), 1.0)
+        near = self.near
+        return min(math.hypot(self.sampling, self.between, self.load, near.error, near.discrepancy), 1.0)
 
     def after(self, growth: float, further: float) -> Root:
         """Forecast the same once all requests are ``growth`` times as many, by trials with ``further`` near
@@ -136,6 +138,13 @@ class ReplayResult:
     def error(self) -> float:
         """Largest relative standard error of a model's rate."""
         return max(root.error for root in self.roots)
+
+    @property
+    def finest(self) -> float:
+        """Half-width of the interval that remains after any number of requests."""
+        least = DISCREPANCY / math.sqrt(AGREEING)
+        error = max(math.hypot(root.load, least) for root in self.roots)
+        return math.expm1(2 * NORMAL_90 * error) / 2
 
     @property
     def highest(self) -> float:
@@ -197,7 +206,7 @@ def replayed(trials: tuple[TrialRequests, ...], objective: Objective) -> ReplayR
     found = candidates(trials) if all(map(len, trials)) else ()
     if not found:
         return None
-    load = UnitLoad(trials[-1].burstiness, np.concatenate([each.tokens for each in trials]))
+    load = UnitLoad(trials[-1].burstiness, np.concatenate([each.tokens for each in trials]), objective)
     decode = Decode.fitted(trials)
     if objective.needs_last and decode is None:
         return None
@@ -227,7 +236,9 @@ def _stepwise(
     model = engine_model(trials, min(EXACT, CLEARLY * even)) if even >= EVEN else None
     if model is None:
         return None
-    return _root(trials, objective, model, load, engine_objections(trials, model), PHASES * model.error)
+    root = _root(trials, objective, model, load, between=PHASES * model.error)
+    objections = engine_objections(trials, model, ABOVE * root.rate)
+    return replace(root, objections=(*objections, *root.objections))
 
 
 def _even_error(trials: Sequence[TrialRequests], candidate: Candidate) -> float:
@@ -272,7 +283,8 @@ def _root(
         *_failures(trials, rate, FAILED_MOST * (1 - goal.target)),
         *_differences(replays, rate, slope, spread, tolerated),
     )
-    return Root(model, rate * math.exp(near.shift), 1.2 * spread, between, near, found)
+    finite = load.error(model, objective, rate, slope)
+    return Root(model, rate * math.exp(near.shift), 1.2 * spread, between, finite, near, found)
 
 
 def _sampling_error(
@@ -349,7 +361,7 @@ def _near(replays: Sequence[TrialReplay], rate: float, slope: float, tolerated: 
 def _failures(trials: Sequence[TrialRequests], rate: float, most: float) -> Iterator[str]:
     """Describe the trials up to near a rate of which more than the share ``most`` failed."""
     for trial in trials:
-        if trial.failed > most * len(trial) and trial.rate <= 1.12 * rate:
+        if trial.failed > most * len(trial) and trial.rate <= ABOVE * rate:
             yield f"{trial.failed} requests failed at {trial.rate:.3g} req/s"
 
 
@@ -361,7 +373,7 @@ def _differences(
     threshold = 3.0 + 0.12 * len(replays)
     for replay in replays:
         tried, seen, mean, deviation = replay.trial.rate, replay.seen, replay.mean, replay.deviation
-        if tried > 1.12 * rate:
+        if tried > ABOVE * rate:
             if replay.better:
                 yield f"better at {tried:.3g} req/s than the replay ({seen[0]:+.3f}, {mean[0]:+.3f})"
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -12,11 +13,16 @@ from kvbench.core.search.replay.models import Model
 from kvbench.core.search.replay.queues import FloatArray
 from kvbench.core.search.trial_requests import Latencies, Objective
 
-LONG: Final = 100_000
+LATE: Final = 3000
+LONG: Final = (200_000, 1_000_000)
+"""Late requests that the longest load has at the rate, and bounds on its length: a load of 100,000 requests
+has only 100 late ones if an SLO allows 0.1 %, and gives rates of an M/D/1 queue that are 3 % off."""
 SHORT: Final = 24_000
 SHORTEST: Final = 12_000
-"""Requests of the longest load, of one that shows how the score falls, and of one that finds the rate roughly
-or for a bootstrap sample."""
+"""Requests of a load that shows how the score falls, and of one that finds the rate roughly or for a
+bootstrap sample."""
+SECTIONS: Final = 10
+"""Parts of the longest load whose scores are compared."""
 SATURATING: Final = 3000
 """Requests of a load that arrives at once."""
 FALL: Final = math.log(100)
@@ -36,18 +42,37 @@ many servers grows slowly; the second applies where even that one meets the SLO 
 class UnitLoad:
     """Unit gaps and uniform numbers of all replays, which then differ by rate and work only."""
 
-    def __init__(self, burstiness: float, tokens: FloatArray) -> None:
+    def __init__(self, burstiness: float, tokens: FloatArray, objective: Objective) -> None:
+        allowed = min((1 - goal.target for goal in objective.goals if goal.kind == "share"), default=1.0)
+        count = int(np.clip(LATE / max(allowed, 1e-9), *LONG))
         rng = np.random.default_rng(3)
-        self.unit = np.cumsum(rng.gamma(burstiness, 1 / burstiness, LONG))
-        self.chance = rng.random((2, LONG))
-        self.tokens = tokens[(rng.random(LONG) * len(tokens)).astype(np.int64)]
+        self.unit = np.cumsum(rng.gamma(burstiness, 1 / burstiness, count))
+        self.chance = rng.random((2, count))
+        self.tokens = tokens[(rng.random(count) * len(tokens)).astype(np.int64)]
 
     def score(self, model: Model, objective: Objective, rate: float, count: int) -> float:
         """Return the worst criterion's score at a rate, in steady state."""
+        (score,) = self._scores(model, objective, rate, count, 1)
+        return score
+
+    def error(self, model: Model, objective: Objective, rate: float, slope: float) -> float:
+        """Return the relative standard error of the rate, since the longest load is finite."""
+        scores = self._scores(model, objective, rate, self._longest(model), SECTIONS)
+        return float(np.std(scores, ddof=1)) / math.sqrt(SECTIONS) / slope
+
+    def _scores(
+        self, model: Model, objective: Objective, rate: float, count: int, sections: int
+    ) -> list[float]:
         times = model.times(self.unit[:count] / rate, self.tokens[:count], self.chance[:, :count])
-        steady = slice(count // 30, count - count // 60)
-        cut = Latencies(times.ttft_s[steady], times.tpot_s[steady], times.e2el_s[steady])
-        return objective.worst(cut)
+        edges = np.linspace(count // 30, count - count // 60, sections + 1).astype(np.int64).tolist()
+        parts = (slice(begin, end) for begin, end in pairwise(edges))
+        return [
+            objective.worst(Latencies(times.ttft_s[part], times.tpot_s[part], times.e2el_s[part]))
+            for part in parts
+        ]
+
+    def _longest(self, model: Model) -> int:
+        return min(model.longest, len(self.unit))
 
     def capacity(self, model: Model) -> float:
         """Return the highest rate of a model."""
@@ -57,7 +82,7 @@ class UnitLoad:
         """Return by how much the score falls at the rate, divided by the relative change of the rate."""
         slope = self._slope(model, objective, rate, SHORT)
         if slope < FLAT:
-            slope = self._slope(model, objective, rate, model.longest)
+            slope = self._slope(model, objective, rate, self._longest(model))
         return max(slope, STEEP) if math.isclose(rate, self.capacity(model)) else slope
 
     def _slope(self, model: Model, objective: Objective, rate: float, count: int) -> float:
@@ -79,7 +104,7 @@ class UnitLoad:
         for _ in range(BISECTIONS):
             rate = (low + high) / 2
             low, high = (rate, high) if score(rate) >= 0 else (low, rate)
-        return self._root_near(model, objective, math.exp((low + high) / 2), model.longest, EXACTLY)
+        return self._root_near(model, objective, math.exp((low + high) / 2), self._longest(model), EXACTLY)
 
     def root_of_sample(self, model: Model, objective: Objective, rate: float) -> float:
         """Return that rate of a bootstrap sample's model, by a short load. ``rate``: that of all requests."""

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from kvbench.core.search.replay.engines import EngineModel, engine_model
+from kvbench.core.search.replay.engines import EngineModel, engine_model, engine_objections
 from kvbench.core.search.trial_requests import TrialRequests
 
 TWO = EngineModel(False, 2, 8.0, math.inf, (0.004, 0.00012, 0.013, 0.0, 0.003))
@@ -74,3 +74,14 @@ def test_a_limit_on_sequences_shows_in_the_capacity() -> None:
 
 def test_too_few_requests_are_not_fitted() -> None:
     assert engine_model((trial(TWO, 2.0, 1),)) is None
+
+
+def test_a_trial_far_above_the_capacity_is_no_objection() -> None:
+    """There a server that is 5 % slower has a TTFT twice as far off."""
+    slower = dataclasses.replace(TWO, seconds=(*(1.05 * each for each in TWO.seconds),))
+    trials = (trial(slower, 60.0, 1), trial(slower, 150.0, 1, 2.0))
+    model = dataclasses.replace(TWO, error=0.05)
+    assert engine_objections(trials, model, 140.0) == ()
+    found = engine_objections(trials, model, 160.0)
+    assert [each[:26] for each in found] == ["TTFT at 150 req/s is +12 %", "TTFT at 150 req/s is +21 %"]
+    assert engine_objections(trials, dataclasses.replace(model, engines=1), 140.0)
