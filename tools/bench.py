@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, tables, repeats, the machine's load, and a load for the generator."""
+"""Shared parts of the benchmarks: options, tables, repeats, machine load, and a load for the generator."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def table(
     caption: str = "",
     sections: Sequence[int] = (),
 ) -> str:
-    """Return a table as text. ``left`` and ``right`` are the titles of columns of words and of figures, by
-    ``|``; ``sections`` are the rows before which a line is left empty.
+    """Return a table as text. ``left`` and ``right``: titles of the text columns and of the number columns,
+    separated by ``|``; ``sections``: rows with an empty line before them.
     """
     grid = Grid(columns_of(left, right), rows, dict.fromkeys(sections, " "))
     return "\n".join(filter(None, [title, grid.fitted(None).text(), caption]))
@@ -74,7 +74,7 @@ def table(
 
 @dataclass(frozen=True)
 class Row:
-    """A measured figure; ``limit`` is in the same unit, None if there is none."""
+    """A measured figure and its optional ``limit``, in the same unit."""
 
     what: str
     value: float | None
@@ -121,14 +121,14 @@ def conclude(facts: Mapping[str, object], problems: Sequence[str]) -> int:
 
 def near(ratios: Sequence[float]) -> str:
     """Return how many of the ratios found / true are near 1, and their median."""
-    many = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
+    near_count = sum(abs(ratio - 1) <= NEAR for ratio in ratios)
     middle = f"{statistics.median(ratios):.3f}" if ratios else "unknown"
-    return f"found / true: median {middle}; {many} of {len(ratios)} within 5 %"
+    return f"found / true: median {middle}; {near_count} of {len(ratios)} within 5 %"
 
 
 @contextlib.contextmanager
 def workplace(name: str) -> Iterator[tuple[Path, LocalLauncher]]:
-    """A temporary folder, and a launcher whose logs and specs are in it."""
+    """Yield a temporary folder, and a launcher that keeps its logs and specs there."""
     with tempfile.TemporaryDirectory(prefix=f"kvbench-{name}-") as folder:
         path = Path(folder)
         yield path, LocalLauncher(name, path / "logs", path / "specs")
@@ -141,12 +141,15 @@ def load_spec(url: str, records: Path, rate: float, requests: int, **more: Any) 
 
 
 def output_of(
-    words: Sequence[str], deadline_s: float, folder: Path = ROOT, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    deadline_s: float,
+    folder: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
     """Return exit status and output of a command; 124 after the deadline, 127 if it cannot start."""
     try:
         done = subprocess.run(
-            words,
+            command,
             cwd=folder,
             env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
@@ -167,8 +170,8 @@ def output_of(
 def compiled(source: Path, target: Path, *flags: str) -> str:
     """Compile a C file with the compiler that built Python; return the problem, empty if there is none."""
     compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
-    words = [*compiler, "-O2", "-o", str(target), str(source), *flags]
-    status, output = output_of(words, COMPILE_DEADLINE_S, target.parent)
+    command = [*compiler, "-O2", "-o", str(target), str(source), *flags]
+    status, output = output_of(command, COMPILE_DEADLINE_S, target.parent)
     return f"{compiler[0]}: {output.strip()[-200:]}" if status else ""
 
 
@@ -194,9 +197,9 @@ def running(
         deadline = time.monotonic() + deadline_s
         while not ready():
             if process.poll() is not None or time.monotonic() > deadline:
-                said = "; ".join(process.tail(3)) or "no output"
+                output = "; ".join(process.tail(3)) or "no output"
                 raise ProcessDiedError(
-                    f"{process.name} did not get ready: {said}", hint=f"see {process.log_path}"
+                    f"{process.name} did not get ready: {output}", hint=f"see {process.log_path}"
                 )
             time.sleep(0.05)
         yield process

@@ -1,4 +1,4 @@
-"""Many jobs on some processors. Each row is kept as soon as it is there, so that a run can be resumed."""
+"""Run many jobs in parallel. Each row is stored as soon as it is ready, so that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ R = TypeVar("R", bound="Row")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A result that is kept as JSON; a sequence is a tuple."""
+    """A result that is stored as JSON; sequences are tuples."""
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
@@ -34,19 +34,19 @@ class Row:
 
     @classmethod
     def from_json(cls: type[R], row: Mapping[str, Any]) -> R:
-        known = {each.name: row[each.name] for each in dataclasses.fields(cls) if each.name in row}
-        return cls(**{name: tuple(each) if isinstance(each, list) else each for name, each in known.items()})
+        known = {field.name: row[field.name] for field in dataclasses.fields(cls) if field.name in row}
+        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in known.items()})
 
 
 def known_rows(path: Path, kind: type[R], version: int) -> dict[str, R]:
-    """Return the rows of a file by key; none if they were computed in another way."""
+    """Return the rows of a file by key; none if another version computed them."""
     data = json.loads(path.read_text()) if path.exists() else {}
     same = data.get("version") == version
     return {key: kind.from_json(row) for key, row in data["truths"].items()} if same else {}
 
 
 def keep_rows(rows: Mapping[str, Row], path: Path, version: int) -> None:
-    """Write rows by key, whole or not at all."""
+    """Write rows by key, in one atomic step."""
     lines = ",\n".join(f'"{key}": {json.dumps(row.to_json())}' for key, row in sorted(rows.items()))
     fresh = path.with_name(f"{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def keep_rows(rows: Mapping[str, Row], path: Path, version: int) -> None:
 
 
 class Job(Protocol):
-    """What is done in whichever process, once for its key."""
+    """A job that runs once per key, in any process."""
 
     @property
     def key(self) -> str: ...
@@ -65,7 +65,7 @@ class Job(Protocol):
 
 
 def fast_folder() -> Path | None:
-    """Return where run folders, which are synced with each line, are written fastest; None: the default."""
+    """Return the fastest parent for run folders, which are synced with each line; None: the default."""
     return MEMORY if os.access(MEMORY, os.W_OK) else None
 
 
@@ -74,11 +74,11 @@ def code_version(tools: str, left_out: tuple[str, ...] = ()) -> str:
     """Return a hash of the code that a row depends on: kvbench, except for the folders ``left_out``, and the
     module or folder ``tools/TOOLS``.
     """
-    package, own = ROOT / "kvbench", ROOT / "tools" / tools
+    package, source = ROOT / "kvbench", ROOT / "tools" / tools
     skipped = tuple(str(package / name) for name in left_out) or "-"
     paths = [path for path in sorted(package.rglob("*.py")) if not str(path).startswith(skipped)]
     digest = hashlib.sha256()
-    for path in (*paths, *(sorted(own.rglob("*.py")) if own.is_dir() else [own])):
+    for path in (*paths, *(sorted(source.rglob("*.py")) if source.is_dir() else [source])):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -86,7 +86,7 @@ def code_version(tools: str, left_out: tuple[str, ...] = ()) -> str:
 def rows_of(
     jobs: Sequence[Job], workers: int, code: str, path: Path | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row of each job, as they come; what ``path`` has from the same code is not done again."""
+    """Yield each job's row when it is ready; jobs with a row in ``path`` from the same code do not run."""
     kept = _kept(path, code)
     yield from (kept[job.key] for job in jobs if job.key in kept)
     left = [job for job in jobs if job.key not in kept]
@@ -110,7 +110,7 @@ def rows_of(
 
 
 def _end_with(parent_pid: int) -> None:
-    """This process ends when that one does, and takes its temporary folders with it."""
+    """End this process with its parent, and remove its temporary folders."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     die_with_parent(parent_pid, signal.SIGTERM)
 
@@ -118,12 +118,12 @@ def _end_with(parent_pid: int) -> None:
 def _done(code: str, job: Job) -> dict[str, Any]:
     try:
         return {"key": job.key, "code": code, **job.row()}
-    except SystemExit:  # the process that waits for the row has ended
+    except SystemExit:  # the parent process has ended
         os._exit(1)
 
 
 def _kept(path: Path | None, code: str) -> Mapping[str, dict[str, Any]]:
-    """Return the rows of that code by their key, without a torn last line."""
+    """Return the rows of that code by key. Cuts a torn last line off the file."""
     if path is None or not path.exists():
         return {}
     text = path.read_text()

@@ -1,11 +1,11 @@
-"""Queues whose answer is known: what a search has to find when it measures one.
+"""Queues with a known maximum rate, as references for a search.
 
-M/D/1: Poisson arrivals at ``rate``, one server, each request takes ``service_s``, first come, first served.
+M/D/1: Poisson arrivals at ``rate``, one server, constant ``service_s``, first come, first served.
 
 Sources. Number in system: the chain embedded at departures (D. G. Kendall, 1951, 1953), solved by balancing
 how often it goes up and down across a level, in which all terms are positive; Poisson arrivals meet the same
 distribution. Waiting time: G. J. Franx, "A simple solution for the M/D/c waiting time distribution",
-Operations Research Letters 29 (2001), with c = 1. Erlang's own formula of 1909 is the same function as an
+Operations Research Letters 29 (2001), with c = 1. Erlang's formula of 1909 is the same function as an
 alternating sum, which loses all digits for long waits.
 """
 
@@ -23,7 +23,7 @@ _BISECTIONS: Final = 60
 
 
 def md1_wait_cdf(rate: float, service_s: float, wait_s: float) -> float:
-    """P(wait ≤ wait_s), the wait being from arrival to the start of service; 0 if the queue grows for ever.
+    """Return P(wait ≤ wait_s), with the wait from arrival to start of service; 0 for an unstable queue.
 
     Takes O((wait_s / service_s)²) steps. Raises InputError for impossible values.
     """
@@ -40,14 +40,14 @@ def md1_wait_cdf(rate: float, service_s: float, wait_s: float) -> float:
 
 
 def md1_attainment(rate: float, service_s: float, ttft_s: float) -> float:
-    """P(wait + service ≤ ttft_s): the share of first tokens in time, if they come at the end of service."""
+    """Return P(wait + service ≤ ttft_s): the share of first tokens in time, if service ends with them."""
     return md1_wait_cdf(rate, service_s, ttft_s - service_s)
 
 
 def md1_max_rate(service_s: float, ttft_s: float, share: float) -> float:
-    """The highest rate at which at least ``share`` of the requests have their first token within ``ttft_s``.
+    """Return the highest rate at which ``share`` of the requests get their first token within ``ttft_s``.
 
-    0 if not even a lone request does. Raises InputError for impossible values.
+    0 if even a lone request does not. Raises InputError for impossible values.
     """
     if not 0 < share < 1:
         raise InputError(f"share must be between 0 and 1, it is {share}")
@@ -65,7 +65,7 @@ def md1_max_rate(service_s: float, ttft_s: float, share: float) -> float:
 
 
 def md1_in_system(load: float, levels: int) -> npt.NDArray[np.float64]:
-    """P(i in the system) for i = 0 … levels − 1, of a queue with that load (rate × service time), below 1.
+    """Return P(i in the system) for i = 0 … levels − 1. ``load``: rate × service time, below 1.
 
     Across the boundary between j and j + 1 the chain at departures goes up as often as down:
     p(j+1)·a(0) = p(0)·A(j) + Σ_{i=1…j} p(i)·A(j − i + 1), with a the Poisson probabilities of the arrivals
@@ -87,7 +87,7 @@ _FURTHER: Final = 40
 
 
 def _poisson(mean: float, count: int) -> npt.NDArray[np.float64]:
-    """P(j arrivals) for j = 0 … count − 1."""
+    """Return P(j arrivals) for j = 0 … count − 1, of a Poisson distribution."""
     terms = np.empty(count)
     terms[0] = math.exp(-mean)
     for j in range(1, count):

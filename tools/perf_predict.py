@@ -36,8 +36,8 @@ from tools.bench import table
 
 PREFILL_SHARE: Final = 0.3
 BATCH_POWER: Final = 0.8
-"""Both chosen on one half of the InferenceX configurations, by the hash of their settings; figures are of the
-other half (docs/prediction.md)."""
+"""Both were chosen on one half of the InferenceX configurations, split by a hash of their settings. Reported
+figures are of the other half (docs/prediction.md)."""
 _MOST_PREFILL: Final = 0.95
 _ROUNDS: Final = 80
 _APART_POWER: Final = 0.7
@@ -52,7 +52,7 @@ class Measured:
     tpot_ms: float
 
 
-def straight(low: Measured, high: Measured, concurrency: float, name: str) -> float:
+def interpolate(low: Measured, high: Measured, concurrency: float, name: str) -> float:
     share = (concurrency - low.concurrency) / (high.concurrency - low.concurrency)
     begin, end = float(getattr(low, name)), float(getattr(high, name))
     return begin + share * (end - begin)
@@ -60,7 +60,7 @@ def straight(low: Measured, high: Measured, concurrency: float, name: str) -> fl
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """A configuration as two of its loads show it. ``apart``: P and D are, so prefills hold no step up."""
+    """Model of a configuration, from two of its loads. ``apart``: prefill and decode in separate engines."""
 
     low: Measured
     high: Measured
@@ -77,37 +77,37 @@ class ClosedLoop:
         return _APART_POWER if self.apart else BATCH_POWER
 
     def tpot_ms(self, concurrency: float) -> float:
-        """Predicted, within what the two loads show; raises ValueError outside of them."""
+        """Predict TPOT, within the values at the two loads. Raises ValueError for a load outside of them."""
         if not self.low.concurrency <= concurrency <= self.high.concurrency:
             raise ValueError(f"{concurrency:g} is not between the loads that were measured")
         base, slope, prefill_ms = self._coefficients()
-        found = straight(self.low, self.high, concurrency, "tpot_ms")
+        found = interpolate(self.low, self.high, concurrency, "tpot_ms")
         ttft = self.ttft_ms(concurrency)
         least, most = sorted((self.low.tpot_ms, self.high.tpot_ms))
         for _ in range(_ROUNDS):
             at = Measured(concurrency, ttft, found)
-            busy = min(_MOST_PREFILL, self._through(at) * self.input_len * prefill_ms)
+            busy = min(_MOST_PREFILL, self._throughput(at) * self.input_len * prefill_ms)
             found = (found + (base + slope * self._batch(at)) / (1.0 - busy)) / 2
             found = min(max(found, least), most)
         return found
 
     def ttft_ms(self, concurrency: float) -> float:
-        return straight(self.low, self.high, concurrency, "ttft_ms")
+        return interpolate(self.low, self.high, concurrency, "ttft_ms")
 
-    def _through(self, at: Measured) -> float:
+    def _throughput(self, at: Measured) -> float:
         return at.concurrency / (at.ttft_ms + self.output_len * at.tpot_ms)
 
     def _batch(self, at: Measured) -> float:
-        decoding = self._through(at) * self.output_len * at.tpot_ms
+        decoding = self._throughput(at) * self.output_len * at.tpot_ms
         return float(decoding**self.power)
 
     def _coefficients(self) -> tuple[float, float, float]:
-        """a and b, and ms of prefill a prompt token."""
+        """Return a, b, and ms of prefill per prompt token."""
         prefill_ms = 0.0 if self.apart else PREFILL_SHARE * self.low.ttft_ms / self.input_len
         base, slope = self._step(prefill_ms)
         if slope < 0 and not self.apart:
-            # TPOT × (1 − X × input_len × k) is the same at both.
-            spread = [self._through(at) * self.input_len * at.tpot_ms for at in (self.low, self.high)]
+            # TPOT × (1 − X × input_len × k) is equal at both loads.
+            spread = [self._throughput(at) * self.input_len * at.tpot_ms for at in (self.low, self.high)]
             grown = self.high.tpot_ms - self.low.tpot_ms
             prefill_ms = max(0.0, grown / (spread[1] - spread[0])) if spread[1] > spread[0] else 0.0
             base, slope = self._step(prefill_ms)
@@ -116,7 +116,7 @@ class ClosedLoop:
     def _step(self, prefill_ms: float) -> tuple[float, float]:
         steps, batches = [], []
         for at in (self.low, self.high):
-            busy = min(_MOST_PREFILL, self._through(at) * self.input_len * prefill_ms)
+            busy = min(_MOST_PREFILL, self._throughput(at) * self.input_len * prefill_ms)
             steps.append(at.tpot_ms * (1.0 - busy))
             batches.append(self._batch(at))
         slope = (steps[1] - steps[0]) / (batches[1] - batches[0]) if batches[1] != batches[0] else 0.0
@@ -135,7 +135,7 @@ _CONFIG: Final = re.compile(r"config_id=(\d+)")
 
 @dataclass(frozen=True)
 class Configuration:
-    """One deployment at one pair of lengths, and its loads, by rising concurrency."""
+    """One deployment at one pair of lengths, with its loads by rising concurrency."""
 
     settings: dict[str, Any]
     input_len: float
@@ -148,15 +148,15 @@ class Configuration:
 
     @property
     def kind(self) -> str:
-        """What it is told under."""
+        """Label of the row in the table."""
         if not self.apart:
             return f"aggregated, {self.settings['backend']}"
-        named = all(not pd.isna(self.settings.get(each)) for each in _WORKERS)
+        named = all(not pd.isna(self.settings.get(name)) for name in _WORKERS)
         return "P/D" if named else "P/D, workers not named"
 
     @property
     def half(self) -> int:
-        """0: what constants may be chosen on; 1: what is reported. All lengths of a deployment are in one."""
+        """0: for choosing constants; 1: for reported figures. All lengths of a deployment are in one half."""
         of_all = sorted(
             (key, str(value)) for key, value in self.settings.items() if key not in ("isl", "osl")
         )
@@ -173,20 +173,20 @@ class Errors:
 
 
 def read_rows(path: Path) -> tuple[list[Configuration], list[str]]:
-    """The configurations with three loads or more, and what was left out. Raises InputError."""
+    """Return the configurations with at least three loads, and notes on the others. Raises InputError."""
     try:
         rows = pd.read_csv(path)
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
     if missing := [name for name in NEEDED if name not in rows]:
         raise InputError(f"{path} has no columns {', '.join(missing)}")
-    said = (
+    source = (
         rows["silicon_data_source"].astype(str)
         if "silicon_data_source" in rows
         else pd.Series("", rows.index)
     )
-    rows["concurrency"] = said.str.extract(_CONCURRENCY)[0].astype(float).fillna(rows["batch_size"])
-    rows["config_id"] = said.str.extract(_CONFIG)[0]
+    rows["concurrency"] = source.str.extract(_CONCURRENCY)[0].astype(float).fillna(rows["batch_size"])
+    rows["config_id"] = source.str.extract(_CONFIG)[0]
     figures = ["isl", "osl", "silicon_ttft_ms", "silicon_tpot_ms", "concurrency"]
     rows[figures] = rows[figures].apply(pd.to_numeric, errors="coerce")
     sound = rows[figures].notna().all(axis=1) & (rows[figures] > 0).all(axis=1)
@@ -206,42 +206,42 @@ def read_rows(path: Path) -> tuple[list[Configuration], list[str]]:
 
 
 def _loads(group: pd.DataFrame) -> Iterator[Measured]:
-    """Repeats of one load are one, by their medians."""
+    """Yield one value per load: the median of its repeats."""
     for concurrency, same in group.groupby("concurrency", sort=True):
         ttft, tpot = (float(same[name].median()) for name in ("silicon_ttft_ms", "silicon_tpot_ms"))
         yield Measured(float(str(concurrency)), ttft, tpot)
 
 
 def errors_of(configurations: Sequence[Configuration]) -> list[Errors]:
-    """Each load between the lowest and the highest, predicted from these two."""
+    """Predict each load between the lowest and the highest from these two; return the relative errors."""
     found = []
-    for each in configurations:
-        low, *between, high = each.loads
-        model = ClosedLoop(low, high, each.input_len, each.output_len, each.apart)
+    for config in configurations:
+        low, *between, high = config.loads
+        model = ClosedLoop(low, high, config.input_len, config.output_len, config.apart)
         for at in between:
-            line = straight(low, high, at.concurrency, "tpot_ms")
+            line = interpolate(low, high, at.concurrency, "tpot_ms")
             ratios = (
                 model.tpot_ms(at.concurrency) / at.tpot_ms,
                 line / at.tpot_ms,
                 model.ttft_ms(at.concurrency) / at.ttft_ms,
             )
-            found.append(Errors(each.kind, each.half, *(abs(ratio - 1.0) for ratio in ratios)))
+            found.append(Errors(config.kind, config.half, *(abs(ratio - 1.0) for ratio in ratios)))
     return found
 
 
 def table_rows(errors: Sequence[Errors], half: int) -> list[list[str]]:
     rows = []
-    for kind in sorted({each.kind for each in errors}):
-        mine = [each for each in errors if each.kind == kind and each.half == half]
-        if not mine:
+    for kind in sorted({error.kind for error in errors}):
+        selected = [error for error in errors if error.kind == kind and error.half == half]
+        if not selected:
             continue
         cells = [
             " / ".join(
-                f"{100 * np.quantile([getattr(each, name) for each in mine], at):.1f}" for at in (0.5, 0.9)
+                f"{100 * np.quantile([getattr(e, name) for e in selected], at):.1f}" for at in (0.5, 0.9)
             )
             for name in ("tpot", "tpot_line", "ttft")
         ]
-        rows.append([kind, str(len(mine)), *cells])
+        rows.append([kind, str(len(selected)), *cells])
     return rows
 
 
@@ -252,7 +252,7 @@ _THEIRS: Final = re.compile(r"^(T[TP][FO]T \w+)\s+[\d.]+\s+[\d.]+\s+([+-][\d.]+)
 
 @dataclass(frozen=True)
 class Predicted:
-    """Of one run: predicted / measured − 1 by statistic. ``theirs``: LLMServingSim's, of the whole run."""
+    """Predicted / measured − 1 by statistic, for one run. ``theirs``: LLMServingSim's, of the whole run."""
 
     name: str
     fitted: int
@@ -262,9 +262,9 @@ class Predicted:
 
 
 def predicted(folder: Path, share: float) -> Predicted:
-    """Fits to the first ``share`` of the requests; predicts the others, and all of them from their arrivals.
+    """Fit to the first ``share`` of the requests; predict the others, and all, from their arrivals.
 
-    Raises InputError for a folder that is none of theirs.
+    Raises InputError if the folder is not a run of LLMServingSim.
     """
     (served,) = read_inputs([folder], EngineLimits()).loads
     (used,) = later_part([served], 1.0 - share)
@@ -288,7 +288,7 @@ def _statistics(times: Times, output_len: F64, mask: NDArray[np.bool_]) -> dict[
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Print a table for each kind of data that is there; 1 if there is none."""
+    """Print a table for each kind of data in the folder; return 1 if there is none."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--half", type=int, choices=(0, 1), default=1, help="of InferenceX's configurations")
@@ -297,7 +297,7 @@ def main(given: Sequence[str] | None = None) -> int:
     tables, runs = sorted(options.folder.rglob("*.csv")), sorted(options.folder.rglob("requests.jsonl"))
     seen = 0
     for path in tables:
-        if path.with_name("requests.jsonl") not in runs:  # a run's own series are no rows
+        if path.with_name("requests.jsonl") not in runs:  # skip a run's time series
             seen += _print_rows(path, options.half)
     seen += _print_runs([path.parent for path in runs], options.share)
     if not seen:

@@ -16,23 +16,23 @@ from tools.perf_search.rivals import (
     WARMUP_S,
     Bench,
     SmoothIsotonic,
-    ascending,
+    isotonic_fit,
     isotonic_rule,
 )
 from tools.perf_search.systems import SYSTEMS
 
 
 def test_neighbours_that_descend_are_pooled() -> None:
-    assert ascending([1.0, 3.0, 2.0, 4.0]).tolist() == [1.0, 2.5, 2.5, 4.0]
-    assert ascending([3.0, 2.0, 1.0]).tolist() == [2.0, 2.0, 2.0]
+    assert isotonic_fit([1.0, 3.0, 2.0, 4.0]).tolist() == [1.0, 2.5, 2.5, 4.0]
+    assert isotonic_fit([3.0, 2.0, 1.0]).tolist() == [2.0, 2.0, 2.0]
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=30))
 def test_what_is_pooled_ascends_and_keeps_its_mean(values: list[float]) -> None:
-    pooled = ascending(values)
+    pooled = isotonic_fit(values)
     assert np.all(np.diff(pooled) >= 0)
     assert float(pooled.mean()) == pytest.approx(float(np.mean(values)), abs=1e-6)
-    assert ascending(pooled.tolist()).tolist() == pytest.approx(pooled.tolist())
+    assert isotonic_fit(pooled.tolist()).tolist() == pytest.approx(pooled.tolist())
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 17, 100, 333, 999])

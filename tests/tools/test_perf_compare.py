@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvbench.planning.overrides import CliOptions, resolve
-from tools.perf_compare import SearchJob, cells, figures_of, longer
+from tools.perf_compare import SearchJob, cells, figures_of, time_overrides
 
 
 def answers(count: int, rate: float, seed: int) -> list[str]:
@@ -47,7 +47,7 @@ def test_what_is_counted_are_alarms_of_the_product() -> None:
 
 def test_all_times_are_longer_by_the_factor() -> None:
     cli = CliOptions("quickstart", (), ("nixl",), input_len="256")
-    sets = dict(each.split("=") for each in longer(cli, 1.25))
+    sets = dict(each.split("=") for each in time_overrides(cli, 1.25))
     scenario, _ = resolve(CliOptions("quickstart", tuple(f"{k}={v}" for k, v in sets.items()), ("nixl",)))
     plain, _ = resolve(cli)
     assert scenario.slo.ttft_ms == pytest.approx(1.25 * (plain.slo.ttft_ms or 0))

@@ -14,10 +14,10 @@ from tools.perf_predict import (
     ClosedLoop,
     Measured,
     errors_of,
+    interpolate,
     main,
     predicted,
     read_rows,
-    straight,
     table_rows,
 )
 
@@ -39,7 +39,7 @@ def test_what_is_between_stays_between(
     found = loop.tpot_ms(between)
     least, most = sorted((low.tpot_ms, high.tpot_ms))
     assert least <= found <= most
-    assert loop.ttft_ms(between) == pytest.approx(straight(low, high, between, "ttft_ms"))
+    assert loop.ttft_ms(between) == pytest.approx(interpolate(low, high, between, "ttft_ms"))
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -52,7 +52,7 @@ def test_the_two_loads_are_met(input_len: int, apart: bool) -> None:
 
 def test_a_step_that_grows_less_than_its_batch_bends_the_curve_up() -> None:
     loop = ClosedLoop(LOW, HIGH, 1024, 1024)
-    assert straight(LOW, HIGH, 16, "tpot_ms") < loop.tpot_ms(16) < HIGH.tpot_ms
+    assert interpolate(LOW, HIGH, 16, "tpot_ms") < loop.tpot_ms(16) < HIGH.tpot_ms
 
 
 def test_only_what_lies_between_is_predicted() -> None:

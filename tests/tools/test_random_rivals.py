@@ -52,7 +52,7 @@ def test_a_closed_loop_is_an_open_one_at_its_own_arrivals(discipline: str, serve
     arrived, first, last = closed(system, users, work)
     order = np.argsort(arrived, kind="stable")
     assert np.all(np.diff(arrived) >= 0)
-    jobs = Jobs.alike(arrived[order], work[order], system.workload)
+    jobs = Jobs.identical(arrived[order], work[order], system.workload)
     again, again_last = run(system, Clock(system.disturbances), jobs)
     np.testing.assert_allclose(first[order], again, rtol=1e-9)
     np.testing.assert_allclose(last[order], again_last, rtol=1e-9)
@@ -77,7 +77,7 @@ def test_which_systems_can_be_closed() -> None:
 def test_a_bench_pays_for_what_it_offers() -> None:
     bench = DrawnBench(PLAIN, 1)
     below, above = bench.seconds(4.0, 500.0), bench.seconds(8.0, 500.0)
-    assert (bench.kept(below), bench.kept(above)) == (True, False)
+    assert (bench.meets_slo(below), bench.meets_slo(above)) == (True, False)
     assert bench.margin(below) < 0 < bench.margin(above)
     assert bench.measured_s == pytest.approx(1000.0, rel=0.01)
     outcomes, rate = bench.users(2, requests=1000)
@@ -95,7 +95,7 @@ def test_a_mean_is_kept_as_a_mean() -> None:
     bench = DrawnBench(replace(PLAIN, slo=Slo(None, None, 0.9, ("ttft_ms mean <= 200",))), 1)
     outcomes = bench.seconds(5.0, 2000.0)
     assert bench.margin(outcomes) == pytest.approx(float(outcomes.ttft_s.mean()) / 0.2 - 1)
-    assert bench.kept(outcomes) == (bench.margin(outcomes) <= 0)
+    assert bench.meets_slo(outcomes) == (bench.margin(outcomes) <= 0)
 
 
 def test_time_goes_on_between_points() -> None:

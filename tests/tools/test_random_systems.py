@@ -672,7 +672,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_jobs_that_left_before_they_came_are_nobodys() -> None:
-    jobs = Jobs.alike(np.array([0.0, 1.0]), np.ones(2), PLAIN.workload)
+    jobs = Jobs.identical(np.array([0.0, 1.0]), np.ones(2), PLAIN.workload)
     first, _ = run(PLAIN, Clock(PLAIN.disturbances), replace(jobs, gone_s=np.array([0.0, math.inf])))
     assert math.isnan(first[0])
     assert first[1] == pytest.approx(2.0)

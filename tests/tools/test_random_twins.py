@@ -1,4 +1,4 @@
-"""Twins: what they differ in, who is said to be ahead of them, and how that is counted."""
+"""Pairs: what they differ in, which system is reported as ahead, and how that is counted."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from tools.random_systems.judge import __main__ as command
 from tools.random_systems.judge.search import options_of, searched
 from tools.random_systems.judge.twins import (
     FORMS,
-    TwinJob,
-    Twins,
-    judge_twins,
+    Pair,
+    PairJob,
+    compare_pair,
+    pair_figures,
     slower,
-    twin_figures,
     who_is_ahead,
 )
 from tools.random_systems.simulate import State, trial
 
-PAIR = Twins("x", "random", "slower or faster", 1, 1.05, "A", "A", (11.0, 10.0))
+PAIR = Pair("x", "random", "slower or faster", 1, 1.05, "A", "A", (11.0, 10.0))
 QUICK = 54
 """A system of ``develop`` whose capacity is found within a few percent in a second."""
 TRUE = truth.known()[draw(SEEDS["develop"], QUICK).fingerprint]
@@ -79,21 +79,21 @@ def test_identical_systems_are_hardly_ever_put_into_an_order(tmp_path: Path) -> 
 
 
 def test_a_pair_is_judged_and_kept_as_it_was() -> None:
-    row = TwinJob("develop", QUICK, TRUE, 0, 60.0).row()
-    pair = Twins.from_json(json.loads(json.dumps(row)))
+    row = PairJob("develop", QUICK, TRUE, 0, 60.0).row()
+    pair = Pair.from_json(json.loads(json.dumps(row)))
     assert pair.to_json() == row
     assert pair.form == "slower or faster"
     assert 1 / 1.1 <= pair.factor <= 1.1
     assert pair.truly == ("A" if pair.factor > 1 else "B")
     assert pair.told in ("A", "B", "?")
     assert None not in pair.rates
-    again = TwinJob("develop", QUICK, TRUE, 0, 60.0).row()
+    again = PairJob("develop", QUICK, TRUE, 0, 60.0).row()
     assert {**again, "real_s": 0} == {**row, "real_s": 0}
-    assert {TwinJob("develop", QUICK, TRUE, run, 0.02).row()["form"] for run in range(4)} == set(FORMS)
+    assert {PairJob("develop", QUICK, TRUE, run, 0.02).row()["form"] for run in range(4)} == set(FORMS)
 
 
 def test_a_pair_without_answers_is_none() -> None:
-    pair = judge_twins(draw(SEEDS["develop"], QUICK), "equal, other load", 1.0, 1, 0.02)
+    pair = compare_pair(draw(SEEDS["develop"], QUICK), "equal, other load", 1.0, 1, 0.02)
     assert pair.told == "too long to simulate"
     assert not pair.ordered
     assert pair.truly == ""
@@ -104,7 +104,7 @@ def test_wrong_is_any_order_of_equal_twins_and_no_order_is_none() -> None:
     untold, failed = replace(PAIR, told="?"), replace(PAIR, kind="heavy", told="no answer")
     twins = [PAIR, replace(PAIR, told="B"), equal, replace(equal, told="?"), untold, failed]
     assert [each.wrong for each in twins] == [False, True, True, False, False, False]
-    by_name = {each["kind"]: each for each in twin_figures(twins)}
+    by_name = {each["kind"]: each for each in pair_figures(twins)}
     counts = {"kind": "all", "pairs": 6, "answered": 5, "ordered": 3, "wrong": 2}
     assert by_name["all"] == {**counts, "wrong_share": 2 / 3}
     assert by_name["equal, other load"]["wrong_share"] == 1.0

@@ -153,7 +153,7 @@ def test_a_table_has_seconds_and_convergence_beside_what_was_found(
 
 def test_a_bench_counts_what_it_offers() -> None:
     bench = Bench(MD1, 1)
-    assert bench.kept(bench.seconds(5.0, 30.0))
+    assert bench.meets_slo(bench.seconds(5.0, 30.0))
     outcomes = bench.requests(50.0, 100)
     assert outcomes.arrived_s[-1] == pytest.approx(2.0)
     assert bench.margin(outcomes) > 0

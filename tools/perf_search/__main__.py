@@ -1,7 +1,7 @@
 """How true and how fast is the search, beside other tools' rules? ``make perf-search``. It judges nothing.
 
-Virtual systems whose highest rate is known (systems.py) are searched with kvbench's own search and live rule,
-and with rules written from the descriptions of others (rivals.py), on the same simulated pipelines.
+Virtual systems with known maximum rates (systems.py) are searched with kvbench's search and live rule, and
+with rules written from other tools' descriptions (rivals.py), on the same simulated pipelines.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GOALS = "goals: median within ±1 %, 95 % of runs within ±5 %, at most 6 trials
 def show(rows: Sequence[Row]) -> None:
     forms = {"low": ".3f", "median": ".3f", "high": ".3f", "within": ".0%", "trials": "g", "seconds": ".0f"}
     forms |= {"latencies": ".0f", "converged": ".0%", "held": ".0%", "right": ".0%"}
-    first = [not place or rows[place - 1]["system"] != row["system"] for place, row in enumerate(rows)]
+    first = [not index or rows[index - 1]["system"] != row["system"] for index, row in enumerate(rows)]
     cells = [
         [
             row["system"] + " (hard)" * (row["system"] in SYSTEMS and SYSTEMS[row["system"]].hard)
@@ -37,7 +37,7 @@ def show(rows: Sequence[Row]) -> None:
         ]
         for row, new in zip(rows, first, strict=True)
     ]
-    sections = [place for place, new in enumerate(first) if new and place]
+    sections = [index for index, new in enumerate(first) if new and index]
     titles = "5 %|median|95 %|within 5 %|trials|seconds|latencies|converged|truth in interval|right"
     print(table("system|rule", titles, cells, "found / true rate on virtual systems", GOALS, sections))
 
@@ -62,7 +62,7 @@ def main() -> None:
             found = pool.map(truths.compute, everything, chunksize=1)
             truths.keep(dict(zip(map(truths.fingerprint, everything), found, strict=True)))
             return
-        true = dict(zip((each.name for each in systems), pool.map(truth_of, systems), strict=True))
+        true = dict(zip((system.name for system in systems), pool.map(truth_of, systems), strict=True))
         seeds = dict.fromkeys(RULES, chosen.rival_seeds) | {OURS: chosen.seeds, WARM: chosen.warm_seeds}
         jobs = [
             Job(method, system, true[system.name], chosen.first_seed + seed)

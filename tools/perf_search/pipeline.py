@@ -1,8 +1,8 @@
 """A P/D pipeline on virtual time, fast enough for thousands of searches.
 
 A request passes three stations: prefill (FIFO servers, round robin), the transfer (a FIFO link), and decode
-(slots; all requests in the batch advance at one speed, which depends on how many they are). The first token
-comes one decode step after a slot is got, as a P/D pair's client sees it.
+(slots; all requests in the batch advance at one speed, which depends on their number). The first token comes
+one decode step after a request gets a slot, as in a P/D pair.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NEVER_S = 1e9
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one decode step: affine in the number of requests in the batch, and ``factor`` times as long
-    inside the band (a badly tuned kernel shape)."""
+    """Time of a decode step, in seconds: affine in the batch size, and ``factor`` times as long for sizes in
+    ``band`` (a badly tuned kernel shape)."""
 
     base_s: float
     each_s: float = 0.0
@@ -49,10 +49,10 @@ class System:
 
     ``drift``: (relative amplitude, period in seconds) of a sine on the prefill time. ``variation``:
     coefficient of variation of a log-normal prefill time. ``failing``: share of requests that fail at any
-    rate. ``truth`` says how the true rate is known: "md1" by formula, "runs" by long runs as the highest
-    root (a lower rate may miss where there is a dip), "above" or "below" where the search must report that
-    there is none within its limits. ``hard``: in 60 latencies too few requests pass to find it to 5 %;
-    marked, and counted like the others.
+    rate. ``truth``: source of the true rate: "md1" by formula, "runs" by long runs as the highest
+    root (a lower rate may miss where there is a dip), "above" or "below" if it is outside the search's
+    limits. ``hard``: too few requests in 60 latencies to measure the rate to 5 %; marked, but counted like
+    the others.
     """
 
     name: str
@@ -83,7 +83,7 @@ class System:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What became of each request, in order of arrival; times in seconds since the trial's start."""
+    """Result of each request, in order of arrival; times in seconds since the trial's start."""
 
     arrived_s: FloatArray
     first_s: FloatArray
@@ -104,7 +104,7 @@ class Outcomes:
         return (self.end_s - self.first_s) / max(self.tokens - 1, 1)
 
     def load(self, system: System) -> FloatArray:
-        """Each request's worst ratio of a value to its limit: at most 1 keeps the SLO; inf for a failure."""
+        """Return each request's worst value / limit; up to 1 meets the SLO, inf is a failure."""
         worst = np.maximum(self.ttft_s / system.ttft_s, self.tpot_s / system.tpot_s)
         return np.where(self.failed, np.inf, worst)
 
@@ -119,7 +119,7 @@ class Found:
 
 
 def arrivals(shape: float, rate: float, seconds: float, rng: np.random.Generator) -> FloatArray:
-    """Open-loop arrivals for so many seconds: gamma gaps, as kvbench's generator plans them."""
+    """Draw open-loop arrivals for ``seconds``, with gamma gaps as in kvbench's generator."""
     n = max(8, math.ceil(rate * seconds * 1.1 + 6 * math.sqrt(rate * seconds / shape) + 10))
     at: FloatArray = np.cumsum(rng.gamma(shape, 1 / (rate * shape), n))
     return at[: max(2, int(np.searchsorted(at, seconds)))]
@@ -131,7 +131,7 @@ def offsets(system: System, rate: float, seconds: float, rng: np.random.Generato
 
 def run_open(system: System, at: FloatArray, rng: np.random.Generator, clock_s: float = 0.0) -> Outcomes:
     """Serve requests that arrive at ``at``; ``clock_s``: time since the search began (for the drift)."""
-    ready = _through(_prefill(system, at, rng, clock_s), system.transfer_s)
+    ready = _transferred(_prefill(system, at, rng, clock_s), system.transfer_s)
     if system.step.constant and system.slots >= MANY:
         step = system.step(1)
         first, end = ready + step, ready + system.tokens * step
@@ -151,13 +151,13 @@ def _prefill(system: System, at: FloatArray, rng: np.random.Generator, clock_s: 
         work *= 1 + amplitude * np.sin(2 * np.pi * (at + clock_s) / period)
     done = np.empty_like(at)
     for server in range(system.prefill_servers):
-        mine = slice(server, None, system.prefill_servers)
-        done[mine] = fifo(1, at[mine], work[mine])
+        assigned = slice(server, None, system.prefill_servers)
+        done[assigned] = fifo(1, at[assigned], work[assigned])
     return done
 
 
-def _through(at: FloatArray, seconds: float) -> FloatArray:
-    """Through a FIFO station that takes ``seconds`` for each; arrivals may come out of order."""
+def _transferred(at: FloatArray, seconds: float) -> FloatArray:
+    """Return ends of service at a FIFO station, ``seconds`` each; arrivals may be out of order."""
     if not seconds:
         return at
     order = np.argsort(at, kind="stable")
@@ -167,7 +167,7 @@ def _through(at: FloatArray, seconds: float) -> FloatArray:
 
 
 def _decode(system: System, ready: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """(first token, last token) of each request; slots are given in the order of readiness."""
+    """Return (first token, last token) of each request; requests get slots in the order of readiness."""
     order = np.argsort(ready, kind="stable")
     firsts, ends = np.empty(len(ready)), np.empty(len(ready))
     firsts[order], ends[order] = _batch(system, ready[order].tolist())
@@ -177,13 +177,13 @@ def _decode(system: System, ready: FloatArray) -> tuple[FloatArray, FloatArray]:
 def _batch(
     system: System, ready: list[float], ended: Callable[[float], None] = lambda at: None
 ) -> tuple[list[float], list[float]]:
-    """(first token, last token) of requests in the order in which they are ready for decode.
+    """Return (first token, last token) of requests, in the order in which they are ready for decode.
 
     ``ended`` is called with each end, in order, and may add to ``ready``.
     """
     steps, tokens, slots = cache(lambda size: system.step(max(1, size))), system.tokens, system.slots
     first, end, done_at = list[float](), list[float](), list[float]()
-    now = clock = 0.0  # ``clock`` counts the tokens that a request in the batch since the start has got
+    now = clock = 0.0  # ``clock``: tokens of a request in the batch since the start
     head = tail = 0
     while head < len(ready):
         size = tail - head
@@ -207,10 +207,10 @@ def _batch(
 def run_closed(
     system: System, concurrency: int, seconds: float, rng: np.random.Generator, requests: int | None = None
 ) -> Outcomes:
-    """Serve ``concurrency`` users, each of whom sends the next request when its last has ended.
+    """Serve ``concurrency`` users; each sends its next request when the previous one has ended.
 
-    Nothing is sent after ``seconds``, nor beyond so many requests. They begin spread over the latency of one
-    request alone, not all at once, and are all counted.
+    Users send nothing after ``seconds``, nor beyond ``requests``. Their first requests are spread over the
+    idle latency. All requests count.
     """
     sigma = math.sqrt(math.log1p(system.variation**2))
     arrived = (np.arange(concurrency) * system.idle_s / concurrency).tolist()

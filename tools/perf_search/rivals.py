@@ -1,14 +1,14 @@
-"""Other tools' rules for the same question, on the same virtual systems.
+"""Other tools' rules for the maximum rate, on the same virtual systems.
 
-Each is given its best: the right metric (the share of requests within limits, or the percentile that belongs
-to it), no failures of its own, no start-up time, an idle server for each point. What is left is the rule,
-written from its description; MLRsearch (RFC 9971) is the controller of the package of that name.
+Each rule runs under the best conditions: the right metric (share of requests within limits, or its
+percentile), no client failures, no start-up time, an idle server for each point. Each is written from its
+description; MLRsearch (RFC 9971) is the controller of the package of that name.
 
-AIPerf's default is a smooth isotonic search: from 1 the users are doubled up to the first miss, at most to
-1000. Three points fill that bracket. The margins of all points are made to ascend (PAVA) and interpolated
-(PCHIP), and the next point is the root; without one, the bracket's middle. It ends when the bracket is
-narrower than 5 %, after 30 points at most. Left out are repeats and a guard against cliffs, which are off by
-default, or act on brackets of more than 50 users only.
+AIPerf's default is a smooth isotonic search. 1. From 1, double the users up to the first miss, at most 1000.
+2. Measure three points in that bracket. 3. Fit the margins of all points isotonically (PAVA), interpolate
+them (PCHIP), and measure the root, or the bracket's middle if there is none. Repeat until the bracket is
+narrower than 5 %, up to 30 points. Repeats and a guard against cliffs are left out: they are off by default,
+or act only on brackets of more than 50 users.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .pipeline import NEVER_S, FloatArray, Found, Outcomes, System, arrivals, ru
 
 
 def pchip_root(x: FloatArray, y: FloatArray, low: float, high: float) -> float:
-    """Root of the monotone cubic (Fritsch and Carlson's slopes) through the points, between two of them."""
+    """Return the monotone cubic's root (Fritsch-Carlson slopes) between the points ``low`` and ``high``."""
     h, d = np.diff(x), np.diff(y) / np.diff(x)
     slopes = np.empty_like(x)
     slopes[0], slopes[-1] = d[0], d[-1]
@@ -54,17 +54,17 @@ def pchip_root(x: FloatArray, y: FloatArray, low: float, high: float) -> float:
 MOST_USERS: Final = 1000
 MOST_POINTS: Final = 30
 PRECISION: Final = 0.05
-"""Of the lowest concurrency that missed."""
+"""Width of the final bracket, relative to the lowest concurrency that missed."""
 FEWEST_LEVELS: Final = 3
-"""With fewer different margins after PAVA, or fewer than four points, two more are taken, twice at most."""
+"""Fewest distinct margins after PAVA; with fewer, or up to 3 points, measure two more, at most twice."""
 REFITS: Final = 3
 REQUESTS: Final = 1000
 WARMUP_S: Final = 60.0
-"""Of each point, before its requests; they are not counted."""
+"""Warm-up of each point; its requests do not count."""
 
 
-def ascending(values: Sequence[float]) -> FloatArray:
-    """The nearest values, by least squares, that do not descend (pool adjacent violators)."""
+def isotonic_fit(values: Sequence[float]) -> FloatArray:
+    """Return the least-squares fit that does not descend (pool adjacent violators)."""
     blocks: list[tuple[float, int]] = []
     for value in values:
         mean, count = float(value), 1
@@ -77,7 +77,7 @@ def ascending(values: Sequence[float]) -> FloatArray:
 
 @dataclass
 class SmoothIsotonic:
-    """One search. ``margin`` measures a number of users: below 0 their limits are kept."""
+    """One search. ``margin(users)`` measures a concurrency; below 0 it meets the limits."""
 
     margin: Callable[[int], float]
     passed: int | None = None
@@ -86,7 +86,7 @@ class SmoothIsotonic:
     _margins: dict[int, list[float]] = field(default_factory=dict)
 
     def run(self) -> int | None:
-        """The highest number of users that passed; None if a single one missed."""
+        """Return the highest number of users that passed; None if a single user missed."""
         users = 1
         while self._measured(users):
             if users >= MOST_USERS:
@@ -98,7 +98,7 @@ class SmoothIsotonic:
         return self.passed
 
     def _narrow(self, again: int) -> None:
-        """Fits and measures until the bracket is narrow. ``again``: measured where there is nothing new."""
+        """Fit and measure until the bracket is narrow. ``again``: point to measure if there is no new one."""
         queue = self._inside((0.25, 0.5, 0.75))
         fits = 0
         while self.points < MOST_POINTS:
@@ -136,17 +136,17 @@ class SmoothIsotonic:
         return (self.missed or 0) - (self.passed or 0)
 
     def _inside(self, shares: Sequence[float]) -> list[int]:
-        """Points at these shares of the bracket that have not been measured."""
+        """Return the points at these shares of the bracket that are not measured yet."""
         low, high = self.passed or 0, self.missed or 0
-        places = [min(low + max(1, round(self._gap * share)), high - 1) for share in shares]
-        return [each for each in dict.fromkeys(places) if each > low and each not in self._margins]
+        points = [min(low + max(1, round(self._gap * share)), high - 1) for share in shares]
+        return [point for point in dict.fromkeys(points) if point > low and point not in self._margins]
 
     def _levels(self) -> tuple[list[int], FloatArray]:
         users = sorted(self._margins)
-        return users, ascending([float(np.mean(self._margins[each])) for each in users])
+        return users, isotonic_fit([float(np.mean(self._margins[count])) for count in users])
 
     def _root(self) -> int | None:
-        """Where the curve crosses 0 inside the bracket, or its middle; None if there is nothing inside."""
+        """Return the curve's root inside the bracket, or the middle; None if no point is inside."""
         low, high = self.passed or 0, self.missed or 0
         if high - low <= 1:
             return None
@@ -164,10 +164,10 @@ Rule = Callable[["Bench"], float | None]
 
 
 class Offers(ABC):
-    """Offers loads to one system and keeps the bill: trials, and seconds from first send to last answer.
+    """Offer loads to one system, and count trials and seconds from the first request to the last response.
 
     ``allowed``: share of requests that may miss their limits. ``converged``: whether the rule ended by its
-    own criterion; False if it ran out of points, or gave up.
+    criterion; False if it reached its limit of points, or gave up.
     """
 
     idle_s: float
@@ -194,36 +194,36 @@ class Offers(ABC):
     def misses(self, outcomes: Outcomes) -> float:
         """Return the misses of the whole run relative to those allowed."""
         ttft_s = np.where(outcomes.failed, NEVER_S, outcomes.ttft_s)
-        return float(max(each.value(ttft_s, outcomes.tpot_s) for each in self.criteria))
+        return float(max(one.value(ttft_s, outcomes.tpot_s) for one in self.criteria))
 
     def margin(self, outcomes: Outcomes) -> float:
-        """Return the figure that binds, relative to its limit, less 1: above 0 is a miss."""
+        """Return the binding metric relative to its limit, minus 1; above 0 is a miss."""
         ttft_s = np.where(outcomes.failed, NEVER_S, outcomes.ttft_s)
-        return float(min(max(each.used(ttft_s, outcomes.tpot_s) for each in self.criteria), 1e3)) - 1.0
+        return float(min(max(one.used(ttft_s, outcomes.tpot_s) for one in self.criteria), 1e3)) - 1.0
 
-    def kept(self, outcomes: Outcomes) -> bool:
+    def meets_slo(self, outcomes: Outcomes) -> bool:
         return self.misses(outcomes) <= 1.0 + 1e-9
 
     def requests(self, rate: float, count: int) -> Outcomes:
-        """An open loop of so many requests, whose last arrival falls on count / rate (vLLM's rule)."""
+        """Run an open loop of ``count`` requests; the last one arrives at count / rate (vLLM's rule)."""
         at: FloatArray = np.cumsum(self.rng.gamma(self.burstiness, 1.0, count))
-        return self._pay(self.serve(at * (count / rate / at[-1])))
+        return self._count(self.serve(at * (count / rate / at[-1])))
 
     def seconds(self, rate: float, seconds: float) -> Outcomes:
-        return self._pay(self.serve(arrivals(self.burstiness, rate, seconds, self.rng)))
+        return self._count(self.serve(arrivals(self.burstiness, rate, seconds, self.rng)))
 
     def users(
         self, concurrency: int, seconds: float = math.inf, requests: int | None = None
     ) -> tuple[Outcomes, float]:
-        """A closed loop, by time or by number; also its requests per second over the whole run."""
-        outcomes = self._pay(self.serve_users(concurrency, seconds, requests))
+        """Run a closed loop, by time or by number; return also its requests per second over the whole run."""
+        outcomes = self._count(self.serve_users(concurrency, seconds, requests))
         return outcomes, len(outcomes.end_s) / float(outcomes.end_s.max())
 
     def wait(self, seconds: float) -> None:
-        """Time that a rule takes without counting what it offers then."""
+        """Add time in which a rule counts no requests."""
         self.measured_s += seconds
 
-    def _pay(self, outcomes: Outcomes) -> Outcomes:
+    def _count(self, outcomes: Outcomes) -> Outcomes:
         self.trials += 1
         self.measured_s += float(outcomes.end_s[outcomes.end_s < NEVER_S].max(initial=0.0))
         return outcomes
@@ -246,7 +246,7 @@ class Bench(Offers):
 
 
 def seed_rule(bench: Bench) -> float | None:
-    """n = 5 × rate requests at the rate; the mean of TTFT and of TPOT must keep the limits; bisected."""
+    """Bisect the rate; n = 5 × rate requests must meet the limits in mean TTFT and mean TPOT."""
     system = bench.system
 
     def holds(rate: float) -> bool:
@@ -257,12 +257,12 @@ def seed_rule(bench: Bench) -> float | None:
 
 
 def plain_rule(bench: Offers) -> float | None:
-    """60 s at each rate, the percentile of the whole run, doubling, then bisection to 5 %."""
-    return _bisect(lambda rate: bench.kept(bench.seconds(rate, PROBE_S)), bench, 0.05)
+    """Double the rate, then bisect to 5 %; 60 s at each rate, with the percentile of the whole run."""
+    return _bisect(lambda rate: bench.meets_slo(bench.seconds(rate, PROBE_S)), bench, 0.05)
 
 
 def _bisect(holds: Callable[[float], bool], bench: Offers, precision: float) -> float | None:
-    """Double or halve from where the search of kvbench starts, then bisect."""
+    """Double or halve from the start rate of kvbench's search, then bisect."""
     rate = min(max(4.0 / bench.idle_s, bench.min_rate), bench.max_rate)
     lower: float | None = None
     upper: float | None = None
@@ -278,7 +278,7 @@ def _bisect(holds: Callable[[float], bool], bench: Offers, precision: float) -> 
                 return None
             rate = max(rate / 2, bench.min_rate)
         if lower is not None and upper is not None and lower > upper:
-            lower, upper = None, lower  # never seen in order: go on downwards
+            lower, upper = None, lower  # a miss below a pass: continue downwards
     while upper / lower > 1 + precision:
         middle = math.sqrt(lower * upper)
         lower, upper = (middle, upper) if holds(middle) else (lower, middle)
@@ -286,10 +286,10 @@ def _bisect(holds: Callable[[float], bool], bench: Offers, precision: float) -> 
 
 
 def vllm_rule(bench: Offers) -> float | None:
-    """serve_sla (until 2026-02): whole rates from 1 to 65536, PCHIP through the margins of 3 runs of 1000.
+    """Apply serve_sla (until 2026-02): integer rates, 1 to 65536; PCHIP through means of 3 runs of 1000.
 
-    The first points are 65536 and 1; the next is the interpolated root, until the bracket is one wide.
-    A run's percentile is taken over all of it.
+    The first points are 65536 and 1; the next is the interpolated root, until the bracket is 1 wide.
+    Each percentile covers the whole run.
     """
     seen: dict[int, float] = {}
 
@@ -318,7 +318,7 @@ def vllm_rule(bench: Offers) -> float | None:
 
 
 def isotonic_rule(bench: Offers) -> float | None:
-    """AIPerf's default: concurrency by isotonic fits, 60 s of warm-up and 1000 requests at each point."""
+    """Apply AIPerf's default: isotonic fits of concurrency; 60 s of warm-up, 1000 requests per point."""
     rates: dict[int, float] = {}
 
     def margin(users: int) -> float:
@@ -333,12 +333,12 @@ def isotonic_rule(bench: Offers) -> float | None:
 
 
 def aiperf_rule(bench: Offers) -> float | None:
-    """Concurrency: doubling to a bracket, then bisection to 5 %, 60 s a point; the rate is the throughput."""
+    """Double the concurrency, then bisect to 5 %, 60 s a point; the rate is the throughput."""
     return _by_concurrency(bench, 1, 0.05, 1 << 12)
 
 
 def guidellm_rule(bench: Offers) -> float | None:
-    """Goodput: concurrency from 4, doubling up to 1024, bisection to 10 %, at most 15 probes of 60 s."""
+    """Double the concurrency from 4 up to 1024, then bisect to 10 %; at most 15 probes of 60 s (goodput)."""
     return _by_concurrency(bench, 4, 0.10, 1024, most=15)
 
 
@@ -348,7 +348,7 @@ def _by_concurrency(bench: Offers, start: int, precision: float, limit: int, mos
     def holds(users: int) -> bool:
         outcomes, rate = bench.users(users, PROBE_S)
         rates[users] = rate
-        return bench.kept(outcomes)
+        return bench.meets_slo(outcomes)
 
     lower, upper, users = 0, limit + 1, start
     while upper > limit and users <= limit and len(rates) < most:
@@ -367,10 +367,10 @@ def _by_concurrency(bench: Offers, start: int, precision: float, limit: int, mos
 
 
 def mlr_rule(bench: Offers) -> float | None:
-    """MLRsearch with the goal that RFC 9971 takes from ETSI TST009, 5 % wide. A late request is lost.
+    """Apply MLRsearch with RFC 9971's goal from ETSI TST009, 5 % wide. A late request counts as lost.
 
-    A load is a bound after 120 s of trials of 60 s, half of which may be bad, or as soon as no more can
-    change it. The highest load is twice the throughput of 1000 requests that are sent at once.
+    A load is a bound after 120 s of trials of 60 s, half of which may be bad, or as soon as further trials
+    cannot change the result. The highest load is twice the throughput of 1000 simultaneous requests.
     """
     from MLRsearch import AbstractMeasurer, Config, MeasurementResult, MultipleLossRatioSearch, SearchGoal
 
@@ -381,8 +381,8 @@ def mlr_rule(bench: Offers) -> float | None:
             counts = {"offered_count": MILLION, "loss_count": round(min(lost, 1.0) * MILLION)}
             return MeasurementResult(intended_duration, intended_load, **counts)
 
-    flood = bench.requests(65536.0, 1000).end_s
-    highest = min(2 * 1000 / float(flood[flood < NEVER_S].max()), bench.max_rate)
+    burst = bench.requests(65536.0, 1000).end_s
+    highest = min(2 * 1000 / float(burst[burst < NEVER_S].max()), bench.max_rate)
     goal = SearchGoal(
         loss_ratio=round(bench.allowed, 6),
         exceed_ratio=0.5,
@@ -399,20 +399,20 @@ def mlr_rule(bench: Offers) -> float | None:
 
 WINDOW_S: Final = 30.0
 STEP: Final = 0.05
-"""Of the rate: ``step_percent``, 25 % by default; here the precision that other rules end at."""
+"""Step relative to the rate (``step_percent``, 25 % by default); here the precision of the other rules."""
 
 
 def adaptive_rule(bench: Offers) -> float | None:
-    """AIPerf 0.13's adaptive_scale of the request rate: from 1 by whole steps until a window of 30 s misses.
+    """Apply AIPerf 0.13's adaptive_scale: raise the rate from 1 in whole steps until a 30 s window misses.
 
-    The last rate that passed is then sustained for two windows (as in its guide; there is no default). After
-    a miss it goes down by a step, and gives up if the next window misses, too.
+    Then sustain the last rate that passed for two windows (as in its guide; there is no default). After a
+    miss, go down a step; give up if the next window misses, too.
     """
 
     def passes(rate: float) -> bool:
         while not len((outcomes := bench.seconds(rate, WINDOW_S)).end_s):
             pass
-        return bench.kept(outcomes)
+        return bench.meets_slo(outcomes)
 
     def step(rate: float) -> int:
         return max(1, math.ceil(rate * STEP))

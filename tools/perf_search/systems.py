@@ -1,7 +1,7 @@
-"""The table of virtual systems: name, about, prefill_s, tokens, step, ttft_s, tpot_s, and what is special.
+"""Table of virtual systems: name, about, prefill_s, tokens, step, ttft_s, tpot_s, and special properties.
 
-Latencies and batches are those of servers that answer with a few hundred tokens (100 to 300 requests under
-way at the highest rate), but for the two that are marked hard. All are in the figures for all systems.
+Latencies and batches are those of servers with a few hundred output tokens (100 to 300 concurrent requests
+at the maximum rate), except for the two marked hard. The overall figures include all systems.
 """
 
 from __future__ import annotations

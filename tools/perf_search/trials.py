@@ -1,5 +1,5 @@
-"""One search on virtual time: the live rule is fed as a generator's progress lines would feed it. Then the
-figures of many.
+"""Run one search on virtual time, with the live rule fed as by a generator's progress lines; and the figures
+of many searches.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .rivals import RULES, run_rule
 
 BEAT_S: Final = 0.25
 START_CONCURRENCY: Final = 4.0
-"""As the sweep does: a search starts where this many requests would be under way."""
+"""Concurrency at a search's start rate, as in a sweep."""
 
 
 def drive(trial: LiveTrial, outcomes: Outcomes, system: System) -> Decision:
-    """Feed a whole trial in beats, as late and as much out of order as it would be known."""
+    """Feed a trial in beats, with each result at the time and in the order in which it becomes known."""
     late = outcomes.ttft_s > system.ttft_s
     hopeless_s = outcomes.arrived_s + trial.config.hopeless_s
     known = np.minimum(np.where(late, outcomes.arrived_s + system.ttft_s, outcomes.end_s), hopeless_s)
@@ -41,13 +41,13 @@ def drive(trial: LiveTrial, outcomes: Outcomes, system: System) -> Decision:
     last_s = float(known.max()) + 10 * BEAT_S
     while t_s <= last_s:
         t_s += BEAT_S
-        upto = int(np.searchsorted(times, t_s, side="right"))
-        # Of one that is late, no more is known yet than that.
+        stop = int(np.searchsorted(times, t_s, side="right"))
+        # The TTFT of a late request is not known yet.
         fresh = [
             (index, values[index], margins[index], None if late[index] else ttft[index])
-            for index in order[at:upto].tolist()
+            for index in order[at:stop].tolist()
         ]
-        at = upto
+        at = stop
         sent = int(np.searchsorted(outcomes.arrived_s, t_s, side="right"))
         waiting = sent - int(np.searchsorted(firsts, t_s, side="right"))
         decision = trial.feed(t_s, fresh, waiting, sent)
@@ -59,7 +59,7 @@ def drive(trial: LiveTrial, outcomes: Outcomes, system: System) -> Decision:
 def live_trial(
     system: System, probe: Probe, latency_s: float, rng: np.random.Generator, clock_s: float = 0.0
 ) -> tuple[Decision, Outcomes]:
-    """One trial at the probe's rate: the live rule's decision, and what became of all that was planned."""
+    """Run one trial at the probe's rate; return the live rule's decision and the results of all requests."""
     seconds = trial_length_s(probe.rate, latency_s, probe.least_s)
     at = offsets(system, probe.rate, seconds, rng)
     outcomes = run_open(system, at, rng, clock_s)
@@ -101,12 +101,12 @@ def search(system: System, seed: int, hint: Hint | None = None) -> Found:
 
 
 def _ceiling(system: System, probe: Probe, rng: np.random.Generator, clock_s: float) -> TrialFigures:
-    """A flood, and what was completed until that was known well enough."""
-    flood = plan_flood(probe.rate, system.idle_s, system.burstiness, int(rng.integers(2**32)))
-    ends, t_s = np.sort(run_open(system, flood.offsets_s, rng, clock_s).end_s), BEAT_S
-    while not flood.is_over(ends[: int(np.searchsorted(ends, t_s, side="right"))], t_s):
+    """Run a saturation probe until its throughput is precise enough."""
+    probe_plan = plan_flood(probe.rate, system.idle_s, system.burstiness, int(rng.integers(2**32)))
+    ends, t_s = np.sort(run_open(system, probe_plan.offsets_s, rng, clock_s).end_s), BEAT_S
+    while not probe_plan.is_over(ends[: int(np.searchsorted(ends, t_s, side="right"))], t_s):
         t_s += BEAT_S
-    return flood.measured(ends, t_s)
+    return probe_plan.measured(ends, t_s)
 
 
 OURS = "kvbench"
@@ -129,14 +129,14 @@ def run_job(job: Job) -> Found:
         return run_rule(job.method, job.system, job.seed)
     if job.method != WARM:
         return search(job.system, job.seed)
-    # A trusted hint that is off by up to 20 %, as a neighbouring cell's would be.
+    # A trusted hint with an error of up to 20 %, as from a neighbouring cell.
     off = math.exp(float(np.random.default_rng([17, job.seed]).uniform(-0.2, 0.2)))
     rate = min(max(job.truth.rate * off, job.system.min_rate), job.system.max_rate)
     return search(job.system, job.seed, Hint(rate))
 
 
 def is_right(job: Job, found: Found) -> bool:
-    """Of a system without a rate to find: did it say so? A rival that is above the limits is not to blame."""
+    """Return whether a search reports correctly that its limits contain no rate; a rival may exceed them."""
     if job.system.truth == "below":
         return found.rate is None
     if job.method in RULES:
@@ -147,8 +147,8 @@ def is_right(job: Job, found: Found) -> bool:
 def row_of(method: str, name: str, pairs: Sequence[tuple[Job, Found]]) -> Row:
     """Return one method's figures on one system, or on all; None where there is nothing to count.
 
-    ``converged``: share of runs that called their answer so, where there is a rate; ``held``: share of
-    intervals with the true rate; ``right``: share that said rightly that there is none.
+    ``converged``: share of converged runs, among those with a rate; ``held``: share of intervals that contain
+    the true rate; ``right``: share of correct runs, among those without a rate.
     """
     numbers = [(job, found) for job, found in pairs if job.system.truth not in NOWHERE]
     others = [is_right(job, found) for job, found in pairs if job.system.truth in NOWHERE]
@@ -176,7 +176,7 @@ def row_of(method: str, name: str, pairs: Sequence[tuple[Job, Found]]) -> Row:
 
 
 def rows_of(jobs: Sequence[Job], results: Sequence[Found]) -> list[Row]:
-    """A row for each method and system, then one for each method over all systems."""
+    """Return a row per method and system, then a row per method over all systems."""
     pairs = list(zip(jobs, results, strict=True))
     methods = list(dict.fromkeys(job.method for job in jobs))
     names = list(dict.fromkeys(job.system.name for job in jobs))
@@ -189,6 +189,6 @@ def rows_of(jobs: Sequence[Job], results: Sequence[Found]) -> list[Row]:
 
 
 def truth_of(system: System) -> truths.Truth:
-    """As kept, or computed anew for a system that was changed."""
+    """Return the stored truth; compute it if the system was changed."""
     kept = truths.known().get(truths.fingerprint(system))
     return kept if kept is not None else truths.compute(system)

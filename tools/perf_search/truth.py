@@ -1,7 +1,7 @@
-"""The true highest rate of each virtual system: by formula, or by long runs whose result is kept here.
+"""The true maximum rate of each virtual system: by formula, or by long runs with stored results.
 
-``truth.json`` holds each rate with a fingerprint of the system it was computed for; a system that was changed
-is computed again (``python -m tools.perf_search --truth``).
+``truth.json`` stores each rate under the fingerprint of its system. After a change of a system, compute its
+rate again (``python -m tools.perf_search --truth``).
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .pipeline import System, offsets, run_open
 
 PATH: Final = Path(__file__).with_name("truth.json")
 VERSION: Final = 1
-"""Part of what is kept: another way of computing truths makes all of them again."""
+"""Version of the computation. A file with another version is computed again."""
 REQUESTS: Final = 250_000
 SEEDS: Final = 4
 ROUGH_REQUESTS: Final = 40_000
 WIDTHS: Final = (0.04, 0.02, 0.015)
-"""Relative half-widths of the ranges in which misses are fitted over the rate, one after the other."""
+"""Relative half-widths of the successive ranges of rates in which misses are fitted."""
 
 
 @dataclass(frozen=True)
 class Truth(Row):  # type: ignore[misc]
-    """The true rate in requests per second, and the median end-to-end latency there in seconds."""
+    """True rate in requests per second, and median end-to-end latency at that rate in seconds."""
 
     rate: float
     latency_s: float
 
 
 def fingerprint(system: System) -> str:
-    """Changes with anything that could change the rate."""
+    """Return a hash of everything that affects the rate."""
     return hashlib.sha256(repr(system).encode()).hexdigest()[:16]
 
 
@@ -54,7 +54,7 @@ def keep(found: dict[str, Truth]) -> None:
 
 
 def compute(system: System) -> Truth:
-    """Analytic, or from runs of a million requests around the root; a limit where there is no root."""
+    """Compute a truth by formula or from runs of a million requests; without a root, it is a rate limit."""
     if system.truth in ("above", "below"):
         return Truth(system.max_rate if system.truth == "above" else system.min_rate, system.idle_s)
     if system.truth == "md1":  # the first token comes one decode step after the service
@@ -65,7 +65,7 @@ def compute(system: System) -> Truth:
 
 
 def attainment(system: System, rate: float, requests: int, seed: int) -> tuple[float, float]:
-    """(share of requests within the SLO, median end-to-end latency in seconds), without the first 2 %."""
+    """Return (share within the SLO, median end-to-end latency in seconds), without the first 2 %."""
     rng = np.random.default_rng([7, seed])
     outcomes = run_open(system, offsets(system, rate, requests / rate, rng), rng)
     steady = slice(len(outcomes.end_s) // 50, None)
@@ -74,7 +74,7 @@ def attainment(system: System, rate: float, requests: int, seed: int) -> tuple[f
 
 
 def _by_runs(system: System) -> float:
-    """The highest root: bracketed from above, then the logarithm of the misses is fitted over the rate."""
+    """Return the highest root: bracket it from above, then fit the logarithm of the misses over the rate."""
     step, high = 1.25, system.max_rate
     while attainment(system, high / step, ROUGH_REQUESTS, 1)[0] < system.attainment:
         high /= step

@@ -1,7 +1,7 @@
 """``python -m tools.random_systems --seed develop``: the drawn systems, and their true rates.
 
-``--truth`` computes the true rates that are not kept yet (minutes to an hour of a core for a whole seed).
-Those of the release seed and of other numbers are kept in results/, not in the repository.
+``--truth`` computes the missing true rates (minutes to an hour of one core for a whole seed). Those of the
+release seeds and of other numbers are stored in results/, not in the repository.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CALM = Disturbances()
 
 
 def table_of(systems: Sequence[System], known: Mapping[str, truths.Truth]) -> str:
-    """Return a row a system; the truth is empty where it has not been computed."""
+    """Return a table with one row per system; the truth is empty if it is not computed yet."""
     rows = []
     for system in systems:
-        true, form, own = known.get(system.fingerprint), system.service, system.disturbances
+        true, form, changes = known.get(system.fingerprint), system.service, system.disturbances
         service = f"{form.form} {form.spread or '':.4}".strip() + ", mixed" * (len(form.mixture) > 1)
-        shown = {name: value for name, value in vars(own).items() if name != "pause_every_s" or own.pause_s}
+        shown = {name: v for name, v in vars(changes).items() if name != "pause_every_s" or changes.pause_s}
         disturbed = [f"{name} {value:.3g}" for name, value in shown.items() if value != getattr(CALM, name)]
         figures = [system.workload.burstiness, system.idle_ttft_s(), system.capacity]
         rows.append(
@@ -52,12 +52,12 @@ def _rate(true: truths.Truth) -> str:
 
 def compute(systems: Sequence[System], path: Path, workers: int) -> None:
     kept = truths.known(path)
-    missing = [each for each in systems if each.fingerprint not in kept]
+    missing = [system for system in systems if system.fingerprint not in kept]
     spawn = multiprocessing.get_context("spawn")
     with spawn.Pool(workers, die_with_parent, (os.getpid(),)) as pool:
         for system, true in zip(missing, pool.imap(truths.compute, missing), strict=True):
             truths.keep({**truths.known(path), system.fingerprint: true}, path)
-            # The release's systems are not shown one by one.
+            # Print no details of a release's systems.
             shown = f": {_rate(true)} by {true.how}, {true.seconds:.0f} s"
             print(system.name + ("" if system.name.startswith("release-") else shown), flush=True)
 

@@ -1,9 +1,8 @@
-"""Draws a system: ``draw(seed, index)``. The index says which kind leads, so that each has enough members.
+"""Draw a system: ``draw(seed, index)``. The index sets the leading kind, so that each has enough members.
 
-The family is meant to be broader than what anyone has in mind while working on a search. Nothing of it comes
-from a system that a search was developed on. SLOs are a share of .5 to .999, a percentile or a mean, with
-limits of 1.02 to 20 × idle. Choices are rounded, so that machines that differ in the last bit of a logarithm
-choose the same.
+The family is broader than the systems that a search is developed on, and shares none with them. SLOs are a
+share of .5 to .999, a percentile or a mean, with limits of 1.02 to 20 × idle. Draws are rounded, so that
+machines that differ in the last bit of a logarithm draw the same systems.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Dice:
         return rounded(low + (high - low) * float(self.rng.random()))
 
     def scale(self, low: float, high: float) -> float:
-        """Uniform in the logarithm."""
+        """Draw uniformly in the logarithm."""
         return rounded(math.exp(math.log(low) + math.log(high / low) * float(self.rng.random())))
 
     def one(self, choices: Sequence[T]) -> T:
@@ -50,10 +49,10 @@ PERCENTILES = (50, 90, 90, 95, 99)
 
 
 def draw_slo(lead: str, system: System, dice: Dice, looseness: float) -> Slo:
-    """``looseness`` in [0, 1) says how loose the TTFT limit is, evenly over the logarithm.
+    """Draw an SLO. ``looseness`` in [0, 1) sets the TTFT limit, evenly over its logarithm.
 
-    The limit counts from what the share asked for of lone requests keeps. About one in twenty is below that:
-    there is nothing to find.
+    The limit is a multiple of the TTFT that the required share of lone requests meets. About 1 in 20 limits
+    is below that, so that no rate meets the SLO.
     """
     form = dice.one(("share", "share", "share", "percentile", "mean"))
     share = dice.one(SHARES) if form == "share" else dice.one(PERCENTILES) / 100
@@ -61,11 +60,11 @@ def draw_slo(lead: str, system: System, dice: Dice, looseness: float) -> Slo:
     if paused and dice.chance(0.6):
         share = min(share, 0.5 if paused > 0.04 else 0.8)
     work = 1.0 if form == "mean" else system.service.quantile(share)
-    # The steep and the shallow: a limit that most of a queue fits in, or next to nothing.
+    # From a limit that leaves almost no room for queueing to one that allows a long queue.
     factor = 1.02 * (20 / 1.02) ** looseness
     least = 0.0
     if system.disturbances.drift:
-        factor = max(factor, 1.8)  # so that it is not below idle once the drift is over
+        factor = max(factor, 1.8)  # above the idle TTFT even after the drift
     if system.disturbances.pause_s:
         least = system.disturbances.pause_s * dice.between(0.3, 1.5)
     if dice.chance(0.05):
@@ -84,7 +83,7 @@ def draw_slo(lead: str, system: System, dice: Dice, looseness: float) -> Slo:
 
 
 def _tpot_ms(lead: str, system: System, dice: Dice) -> float | None:
-    """Binding where tokens slow down with the batch; elsewhere a limit that is always kept, or none."""
+    """Draw a TPOT limit that binds if the batch slows tokens down; else one that always holds, or None."""
     idle, length = system.idle_tpot_s, system.workload.output_len
     if length == 1:
         return None
@@ -105,7 +104,7 @@ SEEDS: Final[Mapping[str, int]] = {
     "release-4": 57120643, "release-5": 44907218, "release-6": 38158041, "release-7": 61730295,
     "release-8": 90214657,
 }  # fmt: skip
-"""Seeds named ``release`` are run for a release only: never tuned to, no system examined singly."""
+"""Seeds by name. Use those named ``release`` for a release only: no tuning, no look at single systems."""
 SIZES: Final[Mapping[str, int]] = {
     "develop": 60,
     "check": 60,
@@ -122,13 +121,13 @@ LEADS: Final = (
     "deterministic", "random", "heavy", "parallel", "sharing", "batching", "preempting", "decode",
     "bursty", "pauses", "warm-up", "drift", "co-tenants", "noisy", "mixture",
 )  # fmt: skip
-"""The kinds in turn: index 0 is led by the first, index 15 again."""
+"""Leading kinds, in turn: the first leads indices 0, 15, 30, …"""
 EVENLY: Final = (0.8191725133961645, 0.6710436067037893, 0.5497004779019703)
-"""Steps, modulo 1, that fill a cube evenly (powers of the root of x⁴ = x + 1)."""
+"""Steps modulo 1 that fill a cube evenly (negative powers of the positive root of x⁴ = x + 1)."""
 
 
 def seed_of(name: str) -> int:
-    """Of a named seed, or of a number as text. Raises ValueError."""
+    """Return the seed of a name or of a number as text. Raises ValueError."""
     if name in SEEDS:
         return SEEDS[name]
     try:
@@ -147,11 +146,11 @@ def family(name: str) -> list[System]:
 def draw(seed: int, index: int) -> System:
     lead = LEADS[index % len(LEADS)]
     dice = Dice(np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, index]))))
-    # Capacity, limit and what the kind is about are spread evenly over its members, from a random beginning.
-    lead_place, round_ = index % len(LEADS), index // len(LEADS)
-    shift = np.random.default_rng([seed, lead_place, 1]).random(len(EVENLY)).tolist()
+    # Capacity, limit and the kind's main property spread evenly over its members, from a random start.
+    lead_index, round_ = index % len(LEADS), index // len(LEADS)
+    shift = np.random.default_rng([seed, lead_index, 1]).random(len(EVENLY)).tolist()
     speed, looseness, extent = ((at + step * round_) % 1.0 for at, step in zip(shift, EVENLY, strict=True))
-    name = next((each for each, number in SEEDS.items() if number == seed), str(seed))
+    name = next((known for known, number in SEEDS.items() if number == seed), str(seed))
     discipline, servers = _servers(lead, dice, extent)
     service = _service(lead, dice, extent)
     workload = _workload(lead, dice, extent)
@@ -220,19 +219,19 @@ def _workload(lead: str, dice: Dice, extent: float) -> Workload:
 
 
 def _timed(lead: str, bare: System, dice: Dice, speed: float) -> System:
-    """With the times: capacities from 0.05 to 2,000 requests per second, no request beyond some minutes."""
+    """Add the times: capacities from 0.05 to 2,000 requests per second, requests of a few minutes at most."""
     length = bare.workload.output_len
     if bare.discipline == "batching":
         return replace(bare, batch=_batch(lead, bare.workload, dice))
     slowest, fastest = max(0.05, bare.servers / 40), min(2000.0, bare.servers / 0.002)
     capacity = slowest * (fastest / slowest) ** speed
     prefill_s = rounded(bare.servers / capacity)
-    # All tokens together last between a tenth of a prefill and ten, on a machine that is not slower than all.
+    # Decode takes 0.1 to 10 times as long as prefill, but at most a minute.
     decode_s = min(prefill_s * dice.scale(0.1, 10), 60.0)
     token_s = rounded(decode_s / max(length - 1, 1)) if length > 1 else 0.0
     slope_s = 0.0
     if length > 1 and (lead == "decode" or dice.chance(0.1)):
-        # Tokens are so many times slower at the capacity, where so many decode.
+        # ``growth``: slowdown of a token at the capacity, where ``many`` requests decode.
         growth = dice.between(1.5, 6)
         many = max(1.0, capacity * (length - 1) * token_s * growth)
         slope_s = rounded((growth - 1) * token_s / many)
@@ -268,9 +267,9 @@ def _disturbances(lead: str, dice: Dice, extent: float) -> Disturbances:
 
 
 def kinds_of(lead: str, system: System) -> tuple[str, ...]:
-    """The lead, and everything else that coverage may be asked for."""
-    service, own, slo = system.service, system.disturbances, system.slo
-    told: Sequence[tuple[str, Callable[[], bool]]] = (
+    """Return the lead and all other properties that coverage may require."""
+    service, disturbances, slo = system.service, system.disturbances, system.slo
+    kinds: Sequence[tuple[str, Callable[[], bool]]] = (
         (system.discipline, lambda: True),
         (service.form, lambda: True),
         ("mixture", lambda: len(service.mixture) > 1),
@@ -281,7 +280,7 @@ def kinds_of(lead: str, system: System) -> tuple[str, ...]:
         ("decode slows", lambda: system.slope_s > 0),
         ("bursty", lambda: system.workload.burstiness < 0.75),
         ("smooth", lambda: system.workload.burstiness > 1.5),
-        ("noisy", lambda: own.noise > 0),
+        ("noisy", lambda: disturbances.noise > 0),
         ("aborts", lambda: system.aborts),
         ("does not abort", lambda: not system.aborts),
         ("SLO mean", lambda: any(" mean " in limit for limit in slo.limits)),
@@ -292,4 +291,4 @@ def kinds_of(lead: str, system: System) -> tuple[str, ...]:
         ("slow", lambda: system.capacity < 0.5),
         ("fast", lambda: system.capacity > 200),
     )
-    return tuple(dict.fromkeys([lead, *(name for name, holds in told if holds())]))
+    return tuple(dict.fromkeys([lead, *(name for name, applies in kinds if applies())]))

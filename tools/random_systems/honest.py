@@ -1,8 +1,8 @@
 """``python -m tools.random_systems.honest``: honest trials on drawn systems; none may raise an alarm.
 
-Planning, live rule, gates and verdicts are the product's own. Nothing runs: the answers of simulate.py become
-records as an honest server's stream would leave them, with usage, texts and events. An alarm is a gate that
-refuses a trial, or warns of the server; not one that finds the load too high, or the trial too short.
+Planning, live rule, gates and verdicts come from kvbench. No server runs: the times of simulate.py become the
+records that an honest server's stream would leave, with usage, texts and events. An alarm is a finding that
+rejects a trial or accuses the server. A load that is too high or a trial that is too short is no alarm.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from .simulate import latency_s
 from .system import System
 
 SEED: Final = 60_406
-"""Of the family: none of those that a search is judged by."""
+"""Seed of the family; no search is judged by its systems."""
 LOADS: Final = (0.3, 0.6, 0.85, 1.0, 1.3)
-"""Of the system's capacity, in turn: where it idles, near it, at it and above."""
+"""Loads as shares of the system's capacity, used in turn: from mostly idle to overloaded."""
 FASTEST_TOKEN_S: Final = 2e-4
-"""A faster system stands for no model, and nobody could tell what it sends from a buffered answer."""
+"""Shortest realistic TPOT, in seconds. A faster stream looks like a buffered response."""
 PATIENCE: Final = 100.0
-"""Latencies that a client waits: more, and what is late has failed, as of any server that is slow."""
+"""Client timeout, as a multiple of the idle latency; a slower request counts as failed."""
 TEXT_BYTES: Final = 4.5
-"""Of a token of English, about; each answer's own number is drawn around it."""
+"""Mean length of an English token, in bytes; the value of each response varies around it."""
 
 
 @dataclass(frozen=True)
 class HonestTrial:
-    """``load``: of its capacity. ``alarms``: findings that accuse the server; ``others``: of the load."""
+    """``load``: share of the capacity. ``alarms``: server faults; ``others``: about the load."""
 
     system: System
     load: float
@@ -66,48 +66,48 @@ def honest_trials(count: int, seed: int = SEED) -> Iterator[HonestTrial]:
 
 
 def honest_trial(system: System, load: float, number: int) -> HonestTrial:
-    """An honest system under so much load. Half of the trials end by the live rule, the others whole."""
-    alone_s = latency_s(system)
-    patience = f"workload.request_timeout_s={max(60.0, PATIENCE * alone_s):.0f}"
-    scenario, _ = resolve(options_of(system, 0, (patience,)))
+    """Run one trial of an honest system. Half of the trials end by the live rule, the others in full."""
+    idle_latency_s = latency_s(system)
+    timeout = f"workload.request_timeout_s={max(60.0, PATIENCE * idle_latency_s):.0f}"
+    scenario, _ = resolve(options_of(system, 0, (timeout,)))
     (cell,) = plan_of(scenario).cells
     plan = TrialPlan(
-        cell, number + 1, load * system.capacity, "refine", searched=number % 2 == 0, latency_s=alone_s
+        cell, number + 1, load * system.capacity, "refine", searched=number % 2 == 0, latency_s=idle_latency_s
     )
     trial = PlannedTrial.of(scenario, plan, ())
-    asked = simulated_load(scenario, trial)
-    told = {"type": "trial", "seed": plan.seed(scenario.seed), "starts_at_s": 60.0}
-    told |= {"input_len": list(asked.input_len), "output_len": list(asked.output_len)}
-    told["arrivals_s"] = list(asked.offsets_s)
-    line = Session(system).answer(json.dumps(told)) or ""
-    answer = read_answer(line.encode(), asked.offsets_s)
-    replayed = Replay(asked, answer, stop_grace_s(scenario)).run(trial.watch.progressed)
-    records = as_streamed(system, replayed.load.records, number)
+    offered = simulated_load(scenario, trial)
+    message = {"type": "trial", "seed": plan.seed(scenario.seed), "starts_at_s": 60.0}
+    message |= {"input_len": list(offered.input_len), "output_len": list(offered.output_len)}
+    message["arrivals_s"] = list(offered.offsets_s)
+    response = Session(system).answer(json.dumps(message)) or ""
+    answer = read_answer(response.encode(), offered.offsets_s)
+    replayed = Replay(offered, answer, stop_grace_s(scenario)).run(trial.watch.progressed)
+    records = streamed_records(system, replayed.load.records, number)
     result = LoadResult(records, replayed.load.reason, replayed.load.duration_s)
     record = judge(scenario, trial, result, SiteReadings({"client": IDLE_CLIENT}))
     # Above the capacity, requests run into the client's deadline.
-    of_load = STEADY_GATES | ({"failed_requests"} if load > 1 else set())
+    load_gates = STEADY_GATES | ({"failed_requests"} if load > 1 else set())
     alarms, others = (
-        tuple(each for each in record.findings if each.level != "note" and (each.gate in of_load) is wanted)
-        for wanted in (False, True)
+        tuple(f for f in record.findings if f.level != "note" and (f.gate in load_gates) is about_load)
+        for about_load in (False, True)
     )
     return HonestTrial(system, load, len(records), record.verdict, alarms, others)
 
 
-def as_streamed(system: System, records: list[RequestRecord], seed: int) -> list[RequestRecord]:
+def streamed_records(system: System, records: list[RequestRecord], seed: int) -> list[RequestRecord]:
     rng = np.random.default_rng([seed, 4])
     slow_enough = system.workload.output_len == 1 or system.idle_tpot_s >= FASTEST_TOKEN_S
     stamps: Literal["", "kernel"] = "kernel" if slow_enough else ""
     return [
         replace(
-            each,
+            record,
             stamps=stamps,
-            prompt_tokens=each.input_len if each.ok else None,
-            text_crc=int(rng.integers(2**32)) if each.ok else None,
-            text_bytes=round(each.output_len * rng.uniform(0.7, 1.3) * TEXT_BYTES) if each.ok else None,
-            first_event_s=each.first_token_s,
+            prompt_tokens=record.input_len if record.ok else None,
+            text_crc=int(rng.integers(2**32)) if record.ok else None,
+            text_bytes=round(record.output_len * rng.uniform(0.7, 1.3) * TEXT_BYTES) if record.ok else None,
+            first_event_s=record.first_token_s,
         )
-        for each in records
+        for record in records
     ]
 
 
@@ -121,12 +121,12 @@ def main(given: Sequence[str] | None = None) -> int:
     wrong = 0
     verdicts: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for each in honest_trials(chosen.count, chosen.seed):
-        wrong += bool(each.alarms)
-        verdicts[each.verdict] += 1
-        counts.update(f"{finding.gate} ({finding.level})" for finding in each.others)
-        for finding in each.alarms:
-            print(f"{each.system.name} at {each.load:.0%}: ALARM by {finding.gate}: {finding.message}")
+    for trial in honest_trials(chosen.count, chosen.seed):
+        wrong += bool(trial.alarms)
+        verdicts[trial.verdict] += 1
+        counts.update(f"{finding.gate} ({finding.level})" for finding in trial.others)
+        for finding in trial.alarms:
+            print(f"{trial.system.name} at {trial.load:.0%}: ALARM by {finding.gate}: {finding.message}")
     print(
         f"{chosen.count} honest trials on random systems: {wrong} alarms; "
         + ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())

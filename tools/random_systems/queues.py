@@ -1,16 +1,16 @@
-"""Queues in work time, in which a server that is slow or pauses does the same in the same order, only later.
+"""Queues in work time, which is free of slowdowns and pauses (system.py).
 
 ``fifo`` (first come, first served, on parallel servers) and ``shared`` (all share a speed) take arrivals
-(ascending), work, and ``gone`` (when a request leaves unserved; inf for never), and return when the work of
-each is done; NaN for those that left.
+(ascending), work, and ``gone`` (when a request leaves unserved; inf for never). They return the time at which
+each request's work is done; NaN for requests that left.
 
-``closed`` has a number of users, each of whom sends the next request when the last one has ended: for servers
-in line, or shared ones whose tokens take the same time in any company; not for batching or co-tenants.
+``closed`` is a closed loop: each user sends the next request when the last one has ended. It supports FIFO
+and shared servers with a constant time per token, but neither batching nor co-tenants.
 
 ``batching`` is continuous batching by the rules of vLLM's scheduler with chunked prefill. Each step gives one
-token to every sequence that decodes, and the rest of the token budget to prompts in order, while there are
-slots and KV. Where the next step's KV does not fit, the sequence admitted last is dropped to the front of the
-queue and computed again. Steps in which nothing can change are done at once.
+token to every decoding sequence, and the rest of the token budget to prompts in order, while there are slots
+and KV. If the next step's KV does not fit, the sequence admitted last returns to the front of the queue and
+is recomputed. Steps between which nothing can change are computed at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .system import Batch, FloatArray, System
 
 
 def fifo(servers: int, arrived: FloatArray, work: FloatArray, gone: FloatArray | None = None) -> FloatArray:
-    """First come, first served; each of the servers works at speed 1."""
+    """Serve first come, first served; each server works at speed 1."""
     if gone is None and servers == 1:
         # Lindley's recursion by its running maximum: done(n) = max over k ≤ n of arrived(k) + work(k … n).
         total = np.cumsum(work)
@@ -38,37 +38,37 @@ def fifo(servers: int, arrived: FloatArray, work: FloatArray, gone: FloatArray |
     done = np.empty(len(arrived))
     replace = heapq.heapreplace
     if gone is None:
-        for place, (at, needs) in enumerate(zip(arrived.tolist(), work.tolist(), strict=True)):
+        for index, (at, needs) in enumerate(zip(arrived.tolist(), work.tolist(), strict=True)):
             soonest = free[0]
             end = (at if at > soonest else soonest) + needs
-            done[place] = end
+            done[index] = end
             replace(free, end)
         return done
-    for place, (at, needs, leaves) in enumerate(
+    for index, (at, needs, leaves_at) in enumerate(
         zip(arrived.tolist(), work.tolist(), gone.tolist(), strict=True)
     ):
         start = max(at, free[0])
         end = start + needs
-        done[place] = end if end <= leaves else math.nan
-        if start < leaves:
-            replace(free, min(end, leaves))
+        done[index] = end if end <= leaves_at else math.nan
+        if start < leaves_at:
+            replace(free, min(end, leaves_at))
     return done
 
 
 def shared(
     speed: Callable[[int], float], arrived: FloatArray, work: FloatArray, gone: FloatArray | None = None
 ) -> FloatArray:
-    """All that are there progress at the same ``speed(how many)``: processor sharing, or a decode batch.
+    """Serve all present requests at the same ``speed(number)``: processor sharing, or a decode batch.
 
-    One counter of progress serves all: who comes at counter v with work w is done at v + w.
+    One progress counter serves all: a request that arrives at counter v with work w is done at v + w.
     """
     count = len(arrived)
     done = np.full(count, math.nan)
     speeds = [0.0, speed(1)]
     heap: list[tuple[float, int]] = []
     left = [False] * count
-    leaving = [] if gone is None else [each for each in np.argsort(gone) if math.isfinite(gone[each])]
-    leaves_at = [float(gone[each]) for each in leaving] if gone is not None else []
+    leaving = [] if gone is None else [index for index in np.argsort(gone) if math.isfinite(gone[index])]
+    leaves_at = [float(gone[index]) for index in leaving] if gone is not None else []
     coming, needs = arrived.tolist(), work.tolist()
     push, pop = heapq.heappush, heapq.heappop
     next_in = next_out = present = 0
@@ -84,10 +84,10 @@ def shared(
             pace = speeds[present]
             ends = now + (heap[0][0] - progress) / pace
             if ends <= until:
-                progress, place = pop(heap)
+                progress, index = pop(heap)
                 now = ends if ends > now else now
-                done[place] = now
-                left[place] = True
+                done[index] = now
+                left[index] = True
                 present -= 1
                 continue
             if until < math.inf:
@@ -102,11 +102,11 @@ def shared(
             if present == len(speeds):
                 speeds.append(speed(present))
         else:
-            place = int(leaving[next_out])
+            index = int(leaving[next_out])
             next_out += 1
-            # Who is gone before he came has not come yet: he leaves as he comes.
-            if place < next_in and not left[place]:
-                left[place] = True
+            # Ignore a request that has not arrived yet or has left.
+            if index < next_in and not left[index]:
+                left[index] = True
                 present -= 1
 
 
@@ -115,15 +115,15 @@ def can_close(system: System) -> bool:
 
 
 def closed(system: System, users: int, work: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """(arrived, first token, last token) of each request in seconds of work from the start on.
+    """Return (arrived, first token, last token) of each request, in seconds of work from the start.
 
-    ``work``: relative to a nominal request, in the order in which they are sent. The users begin spread over
-    the latency of one request alone.
+    ``work``: relative to a nominal request, in sending order. The users' first requests are spread over the
+    idle latency.
     """
     decode_s = (system.workload.output_len - 1) * system.token_s
-    alone_s = system.prefill_s + decode_s
+    idle_latency_s = system.prefill_s + decode_s
     users = min(users, len(work))
-    coming = [alone_s * each / users for each in range(users)]
+    coming = [idle_latency_s * user / users for user in range(users)]
     needs = (work * system.prefill_s).tolist()
     loop = _in_line if system.discipline == "fifo" else _shared
     arrived, first = loop(system.servers, coming, needs, decode_s)
@@ -157,8 +157,8 @@ def _shared(
         comes = coming[0] if coming and len(arrived) < len(needs) else math.inf
         ends = now + (inside[0][0] - progress) / pace if inside else math.inf
         if ends <= comes:
-            progress, place = heapq.heappop(inside)
-            now = first[place] = max(ends, now)
+            progress, index = heapq.heappop(inside)
+            now = first[index] = max(ends, now)
             heapq.heappush(coming, now + decode_s)
             continue
         heapq.heappop(coming)
@@ -173,8 +173,8 @@ NEVER: Final = 1 << 62
 
 
 class Engine:
-    """One simulated engine. ``tokens``: prompt tokens to compute (fewer than ``prompt`` where a cache knows
-    some), ``prompt``: those that hold KV, ``output``: tokens to generate; a value for each request.
+    """One simulated engine. ``tokens``: prompt tokens to compute (fewer than ``prompt`` after a cache hit),
+    ``prompt``: prompt tokens in the KV cache, ``output``: tokens to generate; one value per request.
     """
 
     def __init__(
@@ -188,42 +188,42 @@ class Engine:
     ) -> None:
         self._batch = batch
         self._coming: list[float] = arrived.tolist()
-        self._tokens = [max(1, round(each)) for each in tokens.tolist()]
-        self._prompt = [int(each) for each in prompt.tolist()]
-        self._output = [int(each) for each in output.tolist()]
-        finite = [] if gone is None else [each for each in np.argsort(gone) if math.isfinite(gone[each])]
-        self._leaving = [(float(gone[each]), int(each)) for each in finite] if gone is not None else []
+        self._tokens = [max(1, round(count)) for count in tokens.tolist()]
+        self._prompt = [int(count) for count in prompt.tolist()]
+        self._output = [int(count) for count in output.tolist()]
+        finite = [] if gone is None else [index for index in np.argsort(gone) if math.isfinite(gone[index])]
+        self._leaving = [(float(gone[index]), int(index)) for index in finite] if gone is not None else []
         count = len(self._coming)
         self.first = np.full(count, math.nan)
         self.last = np.full(count, math.nan)
         self._waiting: deque[int] = deque()
         self._running: dict[int, int] = {}
-        """Those admitted, in that order → prompt tokens still to be computed, 0 for those that decode."""
+        """Request, in order of admission → prompt tokens left to compute, 0 while it decodes."""
         self._prefilling: deque[int] = deque()
         self._started = [0] * count
-        """Of one that decodes: the count of steps at which it would have had no token."""
+        """Step at which a decoding request would have had no token."""
         self._generated = [0] * count
-        """Tokens that one had when it was dropped last."""
+        """Tokens of a request when it was last preempted."""
         self._over = [False] * count
         self._ends: list[tuple[int, int]] = []
-        """Heap of (count of steps at which the last token comes, request); entries of dropped ones stay."""
+        """Heap of (step of the last token, request); may hold outdated entries of preempted requests."""
         self._steps = self._decoding = self._kv = 0
         self.preempted = 0
 
     def run(self) -> tuple[FloatArray, FloatArray]:
-        """(time of the first token, of the last); NaN for those that left, or never fit."""
-        now, came, left, count = 0.0, 0, 0, len(self._coming)
+        """Return (times of the first tokens, of the last); NaN for requests that left or never fit."""
+        now, arrived, left, count = 0.0, 0, 0, len(self._coming)
         while True:
-            while came < count and self._coming[came] <= now:
-                if self._prompt[came] + self._output[came] <= self._batch.kv_tokens:
-                    self._waiting.append(came)
+            while arrived < count and self._coming[arrived] <= now:
+                if self._prompt[arrived] + self._output[arrived] <= self._batch.kv_tokens:
+                    self._waiting.append(arrived)
                 else:
-                    self._over[came] = True
-                came += 1
+                    self._over[arrived] = True
+                arrived += 1
             while left < len(self._leaving) and self._leaving[left][0] <= now:
                 self._leave(self._leaving[left][1])
                 left += 1
-            next_in = self._coming[came] if came < count else math.inf
+            next_in = self._coming[arrived] if arrived < count else math.inf
             next_out = self._leaving[left][0] if left < len(self._leaving) else math.inf
             if not self._running and not self._waiting:
                 if next_in == math.inf:
@@ -245,7 +245,7 @@ class Engine:
             return now
         steps = max(1, self._until_end())
         steps = min(steps, max(1, (batch.kv_tokens - self._kv) // max(decoding, 1)))
-        # Where those that wait wait for a place, one more that comes changes nothing.
+        # While requests wait for a slot or KV, an arrival changes nothing.
         event = next_out if self._waiting else min(next_in, next_out)
         if event < math.inf:
             steps = min(steps, max(1, math.ceil((event - now) / length)))
@@ -254,7 +254,7 @@ class Engine:
         return now
 
     def _make_room(self) -> bool:
-        """Drops those admitted last until the next step's KV fits; whether any was."""
+        """Preempt the last admitted requests until the next step's KV fits; return whether any was."""
         dropped = False
         while self._kv + self._decoding > self._batch.kv_tokens:
             last = next(reversed(self._running))
@@ -285,7 +285,7 @@ class Engine:
             self._waiting.remove(request)
 
     def _chunks(self, admit: bool) -> list[tuple[int, int]]:
-        """(request, prompt tokens) of this step."""
+        """Return (request, prompt tokens) of this step."""
         batch = self._batch
         budget = batch.token_budget - self._decoding
         chunks: list[tuple[int, int]] = []
@@ -302,7 +302,7 @@ class Engine:
                 break
             self._waiting.popleft()
             self._kv += held
-            # What was generated before it was dropped is computed anew, too.
+            # Tokens generated before a preemption are recomputed, too.
             needs = self._tokens[request] + self._generated[request]
             self._running[request] = needs
             self._prefilling.append(request)
@@ -341,7 +341,7 @@ class Engine:
         return not self._over[request] and self._started[request] + self._output[request] == end
 
     def _advance(self, steps: int, now: float) -> None:
-        """So many tokens for each that decodes."""
+        """Generate ``steps`` tokens for each decoding request."""
         self._steps += steps
         self._kv += steps * self._decoding
         ends = self._ends
@@ -364,8 +364,8 @@ def batching(
     output: FloatArray,
     gone: FloatArray | None = None,
 ) -> tuple[FloatArray, FloatArray]:
-    """(first token, last token) of each request; see Engine."""
+    """Return (first token, last token) of each request; see Engine."""
     first, last = Engine(batch, arrived, tokens, prompt, output, gone).run()
-    if gone is not None:  # who left during a step does not get its token
+    if gone is not None:  # a request that leaves during a step does not get its token
         first[first > gone], last[last > gone] = math.nan, math.nan
     return first, last

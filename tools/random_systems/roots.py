@@ -1,9 +1,8 @@
-"""The highest rate that meets an SLO in steady state, by long simulations.
+"""Find the highest rate that meets an SLO in steady state, by long simulations.
 
-Common random numbers: a replication draws its requests' work and the shape of its arrivals once, and each
-rate stretches them. The root is bracketed and bisected with few requests, then interpolated in a narrow
-range of rates with many; the standard error is the jackknife's over the replications, and requests are added
-until it is small enough, or there were as many as can be afforded.
+1. Common random numbers: a replication draws work and arrivals once; the rate only scales the arrival times.
+2. Bracket and bisect the root with few requests, then interpolate it in a narrow range of rates with many.
+3. Add requests until the jackknife standard error over the replications is small enough, or up to a limit.
 """
 
 from __future__ import annotations
@@ -20,38 +19,38 @@ from .system import Clock, FloatArray, Slo, System
 
 REPLICATIONS: Final = 8
 FIRST_REQUESTS: Final = 10_000
-"""Of a replication; more where a rare miss is asked for, or a pause must come a few times."""
+"""Requests of a replication; more if misses must be rare or several pauses must occur."""
 GOOD_ERROR: Final = 0.004
-"""Relative standard error of the rate at which no more requests are asked for."""
-ALIKE: Final = 0.6 * REPLICATIONS
-"""Where misses come in a few clumps, so that some replications have all, their error says nothing."""
+"""Relative standard error of the rate below which no requests are added."""
+MIN_EFFECTIVE: Final = 0.6 * REPLICATIONS
+"""Smallest effective number of replications; below it, few of them hold most misses: no valid error."""
 DISCARDED: Final = 0.15
-"""Of a replication, at its beginning."""
+"""Share of a replication's requests that is discarded at its start."""
 AFFORDED: Final = {"fifo": 1_000_000, "sharing": 250_000, "batching": 100_000}
 AFFORDED_LINE: Final = 4_000_000
-"""Requests of a replication at most; the latter for one server, first come first served."""
+"""Most requests of a replication, by discipline; ``AFFORDED_LINE`` for one FIFO server."""
 RELAXED: Final = 20.0
-"""And so many relaxation times."""
+"""Minimum length of a replication, in relaxation times."""
 LIMITS: Final = 100
-"""A replication lasts so many TTFT limits at least."""
+"""Minimum length of a replication, in TTFT limits."""
 CLIFF: Final = 1.006
-"""Where nobody misses at the lower rate, a root is known when the higher is so near."""
+"""Ratio of a bracket's ends at which the bisection ends, if no request misses at the lower rate."""
 LEAST_SHARE: Final = 1e-4
-"""Of the capacity: below that no root is looked for."""
-PERIODS: Final = 3
+"""Lowest rate searched, as a share of the capacity."""
+PERIODS: Final = 3  # of pauses, in a replication
 _LIMIT: Final = re.compile(r"(ttft|tpot)_ms (mean|p([\d.]+)) <= ([\d.e+-]+)")
 
 
 @dataclass(frozen=True)
 class Criterion:
-    """A share of requests within limits in seconds, or, ``share`` being None, a mean within its only one."""
+    """Limits in seconds for a ``share`` of the requests; with None, one limit for the mean."""
 
     share: float | None
     ttft_s: float | None = None
     tpot_s: float | None = None
 
     def value(self, ttft: FloatArray, tpot: FloatArray) -> float:
-        """How much of what is allowed is used up: misses / misses allowed, or mean / limit."""
+        """Return misses / allowed misses, or mean / limit."""
         if self.share is None:
             return float(
                 np.mean(ttft / self.ttft_s if self.ttft_s is not None else tpot / (self.tpot_s or 1))
@@ -88,9 +87,9 @@ def criteria(slo: Slo) -> list[Criterion]:
 
 @dataclass(frozen=True)
 class Root:
-    """``rate``: the highest that meets the SLO, 0 if none does. ``error``: relative standard error of it.
+    """Highest rate that meets the SLO, 0 if none does, and its relative standard error.
 
-    ``slope``: d ln(value of the criterion that binds) / d ln(rate) there.
+    ``slope``: d ln(value of the binding criterion) / d ln(rate) at that rate.
     """
 
     rate: float
@@ -101,62 +100,62 @@ class Root:
 
 @dataclass(frozen=True)
 class Fit:
-    """``centre``: ln of the root; ``alike``: how many equal replications they are worth."""
+    """``centre``: ln of the root; ``effective``: effective number of replications."""
 
     centre: float
     error: float
     slope: float
-    alike: float
+    effective: float
 
 
 class Runs:
-    """Replications of one system without what changes with time, ``slowness`` times slower than drawn."""
+    """Replications of a system without warm-up, drift and noise, ``slowness`` times slower than drawn."""
 
     def __init__(self, system: System, slowness: float = 1.0) -> None:
         self._system = system
         self._slowness = slowness
-        # A system that is slower as a whole, with its limits, is the same one on a slower clock.
+        # A uniformly slower system equals the drawn one with tighter limits on a slower clock.
         self._criteria = [
             Criterion(
-                each.share,
-                None if each.ttft_s is None else each.ttft_s / slowness,
-                None if each.tpot_s is None else each.tpot_s / slowness,
+                drawn.share,
+                None if drawn.ttft_s is None else drawn.ttft_s / slowness,
+                None if drawn.tpot_s is None else drawn.tpot_s / slowness,
             )
-            for each in criteria(system.slo)
+            for drawn in criteria(system.slo)
         ]
         self._clock = Clock(system.disturbances)
         self.simulated = 0
 
     def values(self, rate: float, requests: int) -> FloatArray:
-        """What Criterion.value says, shape (REPLICATIONS, criteria); ``rate`` of the undisturbed clock."""
-        return np.array([self._one(rate, requests, each) for each in range(REPLICATIONS)])
+        """Return each Criterion.value, shape (REPLICATIONS, criteria); ``rate`` on the undisturbed clock."""
+        return np.array([self._one(rate, requests, replication) for replication in range(REPLICATIONS)])
 
     def _one(self, rate: float, requests: int, replication: int) -> list[float]:
         system, load = self._system, self._system.workload
-        own = system.disturbances
+        pauses = system.disturbances
         rng = np.random.default_rng([31, replication])
-        begins = float(rng.random()) * own.pause_every_s if own.pause_s else 0.0
+        begins = float(rng.random()) * pauses.pause_every_s if pauses.pause_s else 0.0
         work = system.service.draw(requests, np.random.default_rng([37, replication]))
         shape = load.burstiness
         at = begins + np.cumsum(rng.gamma(shape, 1 / shape, requests)) / rate
-        jobs = Jobs.alike(at, work, load)
+        jobs = Jobs.identical(at, work, load)
         first, last = run(system, self._clock, jobs, salt=replication)
         self.simulated += requests
         steady = self._steady(at)
         ttft = (first - at)[steady]
         tpot = ((last - first) / max(load.output_len - 1, 1))[steady]
-        return [each.value(ttft, tpot) for each in self._criteria]
+        return [criterion.value(ttft, tpot) for criterion in self._criteria]
 
     def _steady(self, at: FloatArray) -> slice:
-        """Without the beginning; with pauses a whole number of their periods, if there is one."""
+        """Return the requests after the start; with pauses, of a whole number of periods if possible."""
         begin = int(DISCARDED * len(at))
-        own = self._system.disturbances
-        if not own.pause_s:
+        pauses = self._system.disturbances
+        if not pauses.pause_s:
             return slice(begin, None)
-        periods = math.floor((float(at[-1]) - float(at[begin])) / own.pause_every_s)
+        periods = math.floor((float(at[-1]) - float(at[begin])) / pauses.pause_every_s)
         if periods < 1:
             return slice(begin, None)
-        stop = int(np.searchsorted(at, float(at[begin]) + periods * own.pause_every_s))
+        stop = int(np.searchsorted(at, float(at[begin]) + periods * pauses.pause_every_s))
         return slice(begin, stop)
 
     def score(self, values: FloatArray, requests: int) -> float:
@@ -164,11 +163,11 @@ class Runs:
         return max(math.log(max(float(values.mean(axis=0).max()), 1e-99)), self._floor(requests))
 
     def most(self) -> float:
-        """The rate from which on no steady state is, where that is known (inf: it is not)."""
-        own = self._system.disturbances
+        """Return the rate from which on there is no steady state; inf if unknown."""
+        changes = self._system.disturbances
         if self._system.batch is not None:
             return math.inf
-        return self._system.capacity * (1 - own.pause_s / own.pause_every_s - own.tenants)
+        return self._system.capacity * (1 - changes.pause_s / changes.pause_every_s - changes.tenants)
 
     def afforded(self) -> int:
         system = self._system
@@ -178,12 +177,12 @@ class Runs:
         return most // 2 if system.disturbances.tenants and system.discipline != "fifo" else most
 
     def least(self, rate: float) -> int:
-        """Requests of a replication that show what is asked for at all, at about that rate."""
-        rare = max([40 / (1 - each.share) for each in self._criteria if each.share is not None], default=0.0)
-        own = self._system.disturbances
-        paused = PERIODS * own.pause_every_s * rate / (1 - DISCARDED) if own.pause_s else 0.0
-        # A queue that grows slowly needs many times its limit to be seen.
-        longest = max(each.ttft_s or 0.0 for each in self._criteria)
+        """Return the fewest requests of a replication that can resolve the criteria, at about that rate."""
+        rare = max([40 / (1 - one.share) for one in self._criteria if one.share is not None], default=0.0)
+        pauses = self._system.disturbances
+        paused = PERIODS * pauses.pause_every_s * rate / (1 - DISCARDED) if pauses.pause_s else 0.0
+        # A slowly growing queue shows only after many times the limit.
+        longest = max(criterion.ttft_s or 0.0 for criterion in self._criteria)
         grown = LIMITS * longest * rate
         return int(min(max(FIRST_REQUESTS, rare, paused, grown), self.afforded()))
 
@@ -200,20 +199,20 @@ class Runs:
             low, high = (middle, high) if used <= 0 else (low, middle)
             missed |= self._floor(requests) < used <= 0
         centre, wide = math.log(low * high) / 2, math.log(high / low)
-        if not missed:  # a cliff: nobody misses here, and everybody there
+        if not missed:  # a cliff: no request misses at one end, all do at the other
             return Root(math.exp(centre) / self._slowness, wide / math.sqrt(12), self.simulated, math.inf)
         width = min(0.03, wide)
-        # A queue near its capacity forgets slowly: after 1 / (1 - load)² services or so.
+        # Relaxation time near the capacity: about 1 / (1 - load)² services.
         free = max(1 - math.exp(centre) / self.most(), 0.01)
         requests = min(max(requests, round(RELAXED / free**2)), most)
         while True:
             fit = self._fit(centre, width, requests)
             centre, width = fit.centre, min(max(0.25 / max(fit.slope, 1e-3), 0.001), 0.1)
-            sure = fit.alike >= ALIKE
-            if (sure and fit.error <= GOOD_ERROR) or requests >= most:
-                error = fit.error if sure else max(fit.error, 1 / (math.sqrt(fit.alike) * fit.slope))
+            valid = fit.effective >= MIN_EFFECTIVE
+            if (valid and fit.error <= GOOD_ERROR) or requests >= most:
+                error = fit.error if valid else max(fit.error, 1 / (math.sqrt(fit.effective) * fit.slope))
                 return Root(math.exp(centre) / self._slowness, error, self.simulated, fit.slope)
-            more = (fit.error / GOOD_ERROR) ** 2 * 1.2 if sure else 4
+            more = (fit.error / GOOD_ERROR) ** 2 * 1.2 if valid else 4
             requests = int(min(requests * min(max(more, 2), 12), most))
 
     def _log_used(self, rate: float, requests: int) -> float:
@@ -223,7 +222,7 @@ class Runs:
         return math.log(0.5 / (requests * REPLICATIONS))
 
     def _bracket(self) -> tuple[float, float]:
-        """(a rate that is met, one that is not); (0, 0) if none is met."""
+        """Return (a rate that meets the SLO, one that does not); (0, 0) if none does."""
         high = min(self.most(), 1.3 * self._system.capacity)
         while high < self.most() and self._log_used(high, self.least(high)) <= 0:
             high *= 1.5
@@ -237,7 +236,7 @@ class Runs:
     def _fit(self, centre: float, width: float, requests: int) -> Fit:
         top = math.log(self.most())
         for _ in range(4):
-            # Beyond the stable rates a run's misses say how long it was.
+            # Above the stable rates, the misses depend on the run's length.
             width = min(width, max((top - centre) / 1.5, 0.001))
             centre = min(centre, top - width)
             x = centre + width * np.array([-1.0, 0.0, 1.0])
@@ -248,17 +247,17 @@ class Runs:
             centre = min(max(root, centre - 4 * width), centre + 4 * width) if slope > 0 else centre
             width = width if slope > 0 else 2 * width
         without = [
-            self._curve(x, [np.delete(each, out, axis=0) for each in table], requests)[0]
+            self._curve(x, [np.delete(values, out, axis=0) for values in table], requests)[0]
             for out in range(REPLICATIONS)
         ]
         error = math.sqrt(float(np.var(without)) * (REPLICATIONS - 1))
         binding = table[1][:, int(table[1].mean(axis=0).argmax())]
-        alike = float(binding.sum() ** 2 / max((binding**2).sum(), 1e-99))
-        return Fit(min(root, top), error, slope, max(alike, 1.0))
+        effective = float(binding.sum() ** 2 / max((binding**2).sum(), 1e-99))
+        return Fit(min(root, top), error, slope, max(effective, 1.0))
 
     def _curve(self, x: FloatArray, table: list[FloatArray], requests: int) -> tuple[float, float]:
-        """(root of the parabola through the three that is near, slope of the chord)."""
-        y = np.array([self.score(each, requests) for each in table])
+        """Return (nearest root of the parabola through the three points, slope of the chord)."""
+        y = np.array([self.score(values, requests) for values in table])
         step = float(x[1] - x[0])
         slope = float(y[2] - y[0]) / (2 * step)
         if slope <= 0:

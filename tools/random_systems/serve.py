@@ -4,15 +4,15 @@ One JSON object a line on standard input, times in seconds:
 
 - ``{"type": "trial", "seed": 7, "starts_at_s": 812.4, "arrivals_s": […], "input_len": […],
   "output_len": […]}`` — arrivals from the trial's start, which is at ``starts_at_s`` of the virtual clock;
-  lengths in tokens, one for each request, or one number for all. Answered by one line
+  lengths in tokens, one for each request, or one number for all. The response is one line
   ``{"first_token_s": […], "last_token_s": […]}``, from the trial's start, in the order of the requests; null
   for never.
-- ``{"type": "end", "cut_at_s": 12.1, "cancelled": […]}`` — the trial was ended: what was to arrive later
-  never came, and the requests with these numbers (0 is the first of the trial) were dropped by their client
-  then. No answer. What the server still works on is there when the next trial starts. Without it all
-  requests came.
+- ``{"type": "end", "cut_at_s": 12.1, "cancelled": […]}`` — the trial ended at that time: later requests
+  never arrived, and the client cancelled those with these numbers (0 is the trial's first). No response. The
+  server's unfinished work remains when the next trial starts. Without this line all requests arrived.
 
-Ends with standard input. Exit code 2, with a sentence on standard error, for a line that makes no sense.
+The process ends with its standard input. It exits with code 2 and a message on standard error for an invalid
+line.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ MESSAGE: Final[TypeAdapter[Trial | End]] = TypeAdapter(Annotated[Trial | End, Fi
 
 
 class BadLineError(ValueError):
-    """A line that cannot be answered; the text says why."""
+    """An invalid line; the message gives the reason."""
 
 
 class Session:
@@ -67,7 +67,7 @@ class Session:
         self._running = False
 
     def answer(self, line: str) -> str | None:
-        """The answer to a line, None if there is none. Raises BadLineError."""
+        """Process one line; return the response, None for the end of a trial. Raises BadLineError."""
         try:
             message = MESSAGE.validate_json(line)
             if isinstance(message, Trial):
@@ -103,11 +103,11 @@ class Session:
 
 
 def nulls(times: FloatArray) -> list[float | None]:
-    return [each if math.isfinite(each) else None for each in times.tolist()]
+    return [time if math.isfinite(time) else None for time in times.tolist()]
 
 
 def serve(system: System, lines: Iterable[str], output: TextIO) -> None:
-    """Answers line by line until there is none. Raises BadLineError with the line's number."""
+    """Respond to each line. Raises BadLineError with the line's number."""
     session = Session(system)
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -1,10 +1,10 @@
-"""What a drawn system is: how it serves, what is offered to it, and what it has to keep; and its clock.
+"""A drawn system: its server, workload and SLO; and the virtual clock.
 
 Times are seconds, lengths tokens, loads shares of one. Everything a system does follows from the fields,
 which are plain data, as JSON.
 
 A server that slows down as a whole does the same things in the same order, only later. So queues are
-simulated in *work time*, in which the speed is always 1. The clock turns seconds into work time and back.
+simulated in *work time*, in which the speed is always 1. The clock converts seconds to work time and back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Discipline = Literal["fifo", "sharing", "batching"]
 Form = Literal["deterministic", "exponential", "lognormal", "bimodal"]
 
 SLOW_SHARE: Final = 0.01
-"""Of a bimodal service: so many requests take ``spread`` times as long as the others."""
+"""Share of slow requests in a bimodal service; each takes ``spread`` times as long as a fast one."""
 NORMAL: Final = NormalDist()
 
 
@@ -34,8 +34,8 @@ NORMAL: Final = NormalDist()
 class Service:
     """Work of a request relative to the mean, which is 1. ``spread``: σ of a lognormal, or the slow factor.
 
-    ``mixture``: (share, factor) of requests that look alike but are longer or shorter inside, as prompts
-    are of which a cache knows a part; the factors' mean is 1.
+    ``mixture``: (share, work factor) of request classes with equal lengths but different work, such as
+    prompts with and without cache hits; the mean factor is 1.
     """
 
     form: Form = "deterministic"
@@ -44,12 +44,12 @@ class Service:
 
     @property
     def fast(self) -> float:
-        """Work of the many requests of a bimodal service."""
+        """Work of a fast request in a bimodal service."""
         return 1.0 / (1.0 + SLOW_SHARE * (self.spread - 1.0))
 
     def draw(self, count: int, rng: np.random.Generator) -> FloatArray:
-        """Work of so many requests. Uses the generator's numbers in one order, whatever the form."""
-        uniform, which = rng.random(count), rng.random(count)
+        """Draw the work of ``count`` requests. All forms start with the same draws from the generator."""
+        uniform, class_draw = rng.random(count), rng.random(count)
         if self.form == "exponential":
             work = -np.log1p(-uniform)
         elif self.form == "lognormal":
@@ -60,8 +60,8 @@ class Service:
             work = np.ones(count)
         shares = np.cumsum([share for share, _ in self.mixture])
         factors = np.array([factor for _, factor in self.mixture])
-        place = np.minimum(np.searchsorted(shares, which, side="right"), len(factors) - 1)
-        return np.asarray(work * factors[place], np.float64)
+        index = np.minimum(np.searchsorted(shares, class_draw, side="right"), len(factors) - 1)
+        return np.asarray(work * factors[index], np.float64)
 
     def cdf(self, work: float) -> float:
         return sum(share * self._cdf(work / factor) for share, factor in self.mixture)
@@ -69,7 +69,7 @@ class Service:
     def _cdf(self, work: float) -> float:
         if work <= 0:
             return 0.0
-        edge = work * (1 + 1e-12)  # an atom counts where it stands
+        edge = work * (1 + 1e-12)  # a point mass counts at its position
         if self.form == "exponential":
             return -math.expm1(-work)
         if self.form == "lognormal":
@@ -79,7 +79,7 @@ class Service:
         return float(edge >= 1.0)
 
     def mean_within(self, work: float) -> float:
-        """E[min(work of a request, work)]: the integral of 1 − cdf up to there."""
+        """E[min(work of a request, work)]: the integral of 1 − cdf from 0 to ``work``."""
         return sum(share * factor * self._mean_within(work / factor) for share, factor in self.mixture)
 
     def _mean_within(self, work: float) -> float:
@@ -96,7 +96,7 @@ class Service:
         return min(work, 1.0)
 
     def quantile(self, share: float) -> float:
-        """The least work that at least this share of the requests stays within."""
+        """Return the smallest work that at least ``share`` of the requests do not exceed."""
         low, high = 0.0, 1.0
         while self.cdf(high) < share:
             high *= 2
@@ -108,22 +108,22 @@ class Service:
     @property
     def second_moment(self) -> float:
         """E[work²]; 1 for a deterministic service."""
-        own = {
+        unmixed = {
             "deterministic": 1.0,
             "exponential": 2.0,
             "lognormal": math.exp(self.spread**2),
             "bimodal": self.fast**2 * (1 + SLOW_SHARE * (self.spread**2 - 1)),
         }[self.form]
-        return own * sum(share * factor**2 for share, factor in self.mixture)
+        return unmixed * sum(share * factor**2 for share, factor in self.mixture)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """An engine with continuous batching and chunked prefill. A step takes ``step_s``, and ``sequence_s`` for
-    each sequence that decodes, and ``token_s`` for each prompt token of it.
+    """An engine with continuous batching and chunked prefill. A step takes ``step_s``, plus ``sequence_s``
+    per decoding sequence, plus ``token_s`` per prompt token.
 
-    ``slots``: sequences at most; ``token_budget``: tokens of a step at most; ``kv_tokens``: tokens of KV that
-    fit; where they don't, the sequence admitted last is dropped, and computed anew.
+    ``slots``: most sequences; ``token_budget``: most tokens in a step; ``kv_tokens``: KV capacity in tokens.
+    When the KV does not fit, the engine preempts the sequence admitted last and recomputes it later.
     """
 
     slots: int
@@ -137,22 +137,22 @@ class Batch:
         return math.ceil(max(tokens, 1) / self.token_budget) * self.step_s + self.token_s * tokens
 
     def loaded(self, input_len: int, output_len: int) -> tuple[float, float]:
-        """About (highest throughput in requests per second, time of a step there)."""
+        """Return about (highest throughput in requests per second, step time there in seconds)."""
         fits = self.kv_tokens / (input_len + output_len / 2)
-        each = 1 + input_len / output_len  # tokens a step for each sequence
-        many = max(1.0, min(self.slots, fits, self.token_budget / each))
+        step_tokens = 1 + input_len / output_len  # of one sequence, on average
+        many = max(1.0, min(self.slots, fits, self.token_budget / step_tokens))
         step = self.step_s + self.sequence_s * many + self.token_s * input_len * many / output_len
         return many / (output_len * step), step
 
 
 @dataclass(frozen=True)
 class Disturbances:
-    """What makes a server another one at another time; everything off by default.
+    """Changes of a server's speed over time; all off by default.
 
-    ``pause_s`` of each ``pause_every_s`` nothing moves (the last of them). ``warmup_factor`` times slower for
-    the first ``warmup_s`` of the virtual clock. ``drift``: slower by this share of the first speed each full
-    minute, up to ``drift_most`` times. ``tenants``: Poisson load of others, as a share of the capacity.
-    ``noise``: σ of the logarithm of a trial's own slowness.
+    The server pauses for the last ``pause_s`` of each ``pause_every_s``. It is ``warmup_factor`` times slower
+    for the first ``warmup_s`` of the virtual clock. ``drift``: relative slowdown per full minute, up to
+    ``drift_most`` times. ``tenants``: Poisson load of other clients, as a share of the capacity. ``noise``:
+    σ of the logarithm of a slowdown drawn for each trial.
     """
 
     pause_s: float = 0.0
@@ -165,7 +165,7 @@ class Disturbances:
     noise: float = 0.0
 
     def drift_factor(self, at_s: float) -> float:
-        """How many times slower than at first."""
+        """Return the slowdown at a time, relative to the start."""
         return min(1.0 + self.drift * max(0, math.floor(at_s / 60.0)), self.drift_most)
 
 
@@ -178,7 +178,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Slo:
-    """As a scenario has it: limits on each request for a share of them, or ``limits`` in the short form."""
+    """SLO as in a scenario: limits that a share of the requests meets, or ``limits`` in the short form."""
 
     ttft_ms: float | None
     tpot_ms: float | None
@@ -197,9 +197,9 @@ class Slo:
 
 @dataclass(frozen=True)
 class System:
-    """One drawn system. Without ``batch``, requests are prefilled by ``servers`` in parallel, ``prefill_s``
-    each on average, and then decode; a token takes ``token_s``, and ``slope_s`` for each further request that
-    decodes. ``aborts``: whether the server drops what its client has cancelled.
+    """One drawn system. Without ``batch``, ``servers`` parallel servers prefill the requests, ``prefill_s``
+    each on average; then these decode, ``token_s`` a token, plus ``slope_s`` for each further decoding
+    request. ``aborts``: whether the server drops cancelled requests.
     """
 
     name: str
@@ -237,7 +237,7 @@ class System:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with anything that could change the true rate."""
+        """Hash of everything that affects the true rate."""
         data = {key: value for key, value in self.to_json().items() if key not in ("name", "kinds", "aborts")}
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -245,22 +245,22 @@ class System:
 class Clock:
     """Seconds of the virtual clock ↔ seconds of undisturbed work.
 
-    ``noise``: (start of a trial, its slowness), ascending; the last one goes on, before the first is none.
+    ``noise``: (start of a trial, slowdown until the next), ascending; 1 before the first.
     """
 
     def __init__(self, disturbances: Disturbances, noise: Sequence[tuple[float, float]] = ()) -> None:
-        own = disturbances
-        self._pause_s, self._every_s = own.pause_s, own.pause_every_s
+        self._pause_s, self._every_s = disturbances.pause_s, disturbances.pause_every_s
         knots = {0.0} | {start for start, _ in noise if start > 0}
-        if own.warmup_factor != 1.0:
-            knots.add(own.warmup_s)
-        if own.drift:
-            knots |= {60.0 * minute for minute in range(1, round((own.drift_most - 1) / own.drift) + 2)}
+        if disturbances.warmup_factor != 1.0:
+            knots.add(disturbances.warmup_s)
+        if disturbances.drift:
+            minutes = round((disturbances.drift_most - 1) / disturbances.drift)
+            knots |= {60.0 * minute for minute in range(1, minutes + 2)}
         ordered = np.array(sorted(knots))
         slowness = np.array(
             [
-                (own.warmup_factor if at < own.warmup_s else 1.0)
-                * own.drift_factor(at)
+                (disturbances.warmup_factor if at < disturbances.warmup_s else 1.0)
+                * disturbances.drift_factor(at)
                 * next((factor for start, factor in reversed(noise) if start <= at), 1.0)
                 for at in ordered.tolist()
             ]
@@ -270,27 +270,27 @@ class Clock:
         self._done = np.concatenate(([0.0], np.cumsum(np.diff(self._active) * self._speed[:-1])))
 
     def work(self, at_s: FloatArray) -> FloatArray:
-        """Work done until then. Times before 0 count as undisturbed by warm-up and drift."""
+        """Return the work done until ``at_s``. Warm-up and drift do not affect times before 0."""
         active = self._unpaused(np.asarray(at_s, np.float64))
-        place = np.maximum(np.searchsorted(self._active, active, side="right") - 1, 0)
-        return np.asarray(self._done[place] + (active - self._active[place]) * self._speed[place])
+        knot = np.maximum(np.searchsorted(self._active, active, side="right") - 1, 0)
+        return np.asarray(self._done[knot] + (active - self._active[knot]) * self._speed[knot])
 
     def seconds(self, work: FloatArray) -> FloatArray:
-        """When that much work is done: the inverse. NaN and inf stay what they are."""
-        place = np.maximum(np.searchsorted(self._done, work, side="right") - 1, 0)
-        place = np.minimum(place, len(self._done) - 1)
-        active = self._active[place] + (work - self._done[place]) / self._speed[place]
+        """Return when that work is done: the inverse of ``work``. NaN and inf stay unchanged."""
+        knot = np.maximum(np.searchsorted(self._done, work, side="right") - 1, 0)
+        knot = np.minimum(knot, len(self._done) - 1)
+        active = self._active[knot] + (work - self._done[knot]) / self._speed[knot]
         if not self._pause_s:
             return np.asarray(active)
-        lasts = self._every_s - self._pause_s
+        uptime_s = self._every_s - self._pause_s
         with np.errstate(invalid="ignore"):
-            periods = np.ceil(active / lasts) - 1  # what ends with a period's work ends before its pause
+            periods = np.ceil(active / uptime_s) - 1  # work that ends with its period ends before the pause
             seconds = active + periods * self._pause_s
         return np.asarray(np.where(np.isinf(active), active, seconds))
 
     def _unpaused(self, at_s: FloatArray) -> FloatArray:
         if not self._pause_s:
             return at_s
-        lasts = self._every_s - self._pause_s
+        uptime_s = self._every_s - self._pause_s
         periods = np.floor(at_s / self._every_s)
-        return np.asarray(periods * lasts + np.minimum(at_s - periods * self._every_s, lasts))
+        return np.asarray(periods * uptime_s + np.minimum(at_s - periods * self._every_s, uptime_s))

@@ -1,17 +1,16 @@
-"""What there is to be found: the highest rate that meets a drawn system's SLO in steady state.
+"""The true result of a search: the highest rate that meets a drawn system's SLO in steady state.
 
-What is meant: Poisson or gamma arrivals that never end, all requests counted, the share (or mean) over all of
-them. **Warm-up**: the rate once it is over. **Drift**: the rate at a time, as ``Truth.at`` says; a search is
-judged by the time at which it ends. **Pauses and co-tenants**: over all their phases. **Noise** between
-trials: the rate of the median trial, whose factor is 1. A system whose SLO not even a lone request meets has
-none: its rate is 0, and a search should say that it found nothing.
+Definition: Poisson or gamma arrivals that never end; share (or mean) over all requests. **Warm-up**: the rate
+after it. **Drift**: the rate at a time (``Truth.at``); a search is judged by the time at which it ends.
+**Pauses and co-tenants**: averaged over their phases. **Noise** between trials: the rate of the median trial,
+with factor 1. If even a lone request misses the SLO, the rate is 0, and a search should report none.
 
-By formula where there is one, else by simulation (roots.py). truth.json keeps those of the
-seeds develop and check by fingerprint; others are computed when they are asked for, and kept in results/.
+Source: a formula where there is one, else simulation (roots.py). truth.json stores the rates of the seeds
+develop and check by fingerprint; others are computed on request and stored in results/.
 
 Formulas, independent of the simulations and of kvbench. M/G/1: the wait is a sum of a geometric number of
 residual services (Pollaczek and Khinchine; Beneš). The sum is taken on a grid of times, by Fourier transform
-of a tilted series, so that what wraps around is nothing. M/M/c: Erlang's second formula. Processor sharing,
+of a tilted series, which suppresses wrap-around. M/M/c: Erlang's second formula. Processor sharing,
 on any number of servers: the mean is insensitive to the distribution of the service (Cohen, 1979), so it is
 that of M/M/c.
 """
@@ -34,7 +33,7 @@ from .system import Disturbances, Service, System
 
 GRID: Final = 1 << 15
 TILT: Final = 25.0
-"""What wraps around a transform is smaller by e to this power."""
+"""Exponent of e by which the tilt reduces a transform's wrap-around."""
 _EVEN_LESS: Final = 1e-9
 _BISECTIONS: Final = 50
 
@@ -47,7 +46,7 @@ class Mg1:
     """
 
     def __init__(self, service: Service, limit: float) -> None:
-        # The limit is in the middle of two points of the grid, at which the sums are cut.
+        # The sums end between two grid points; the limit is in their middle.
         step = limit / (GRID - 0.5)
         edges = (np.arange(GRID + 1) - 0.5) * step
         cdf = np.array([service.cdf(edge) for edge in edges.tolist()])
@@ -58,7 +57,7 @@ class Mg1:
         self._service = np.fft.rfft(np.diff(cdf) * self._tilt, 2 * GRID)
 
     def share(self, load: float) -> float:
-        """P(wait + service ≤ limit) at that load; 0 from 1 on."""
+        """Return P(wait + service ≤ limit) at that load; 0 for loads from 1 on."""
         if load >= 1:
             return 0.0
         whole = np.fft.irfft((1 - load) * self._service / (1 - load * self._residual), 2 * GRID)
@@ -75,8 +74,8 @@ def erlang_c(servers: int, load: float) -> float:
     if load >= servers:
         return 1.0
     blocked = 1.0  # Erlang's first formula, by its recursion
-    for each in range(1, servers + 1):
-        blocked = load * blocked / (each + load * blocked)
+    for count in range(1, servers + 1):
+        blocked = load * blocked / (count + load * blocked)
     return blocked / (1 - load / servers * (1 - blocked))
 
 
@@ -97,8 +96,7 @@ def mmc_share(servers: int, load: float, limit: float) -> float:
 
 
 def highest(used: Callable[[float], float], most: float) -> float:
-    """Return the highest load up to ``most`` that uses up no more than is allowed, by bisection of its
-    logarithm; or 0."""
+    """Return the highest load up to ``most`` with ``used(load)`` ≤ 1, or 0; bisects the logarithm."""
     low, high = most * 1e-12, most
     if used(low) > 1.0:
         return 0.0
@@ -111,16 +109,16 @@ def highest(used: Callable[[float], float], most: float) -> float:
 PATH: Final = Path(__file__).with_name("truth.json")
 COMMITTED: Final = ("develop", "check")
 VERSION: Final = 1
-"""Part of what is kept: another way of computing truths makes all of them anew."""
+"""Version of the computation. A file with another version is computed again."""
 STEEPEST: Final = 1e6
 """The slope of a cliff."""
 _ALONE: Final = 1e-9
-"""Below this load a queue is taken for empty."""
+"""Load below which a queue counts as empty."""
 
 
 @dataclass(frozen=True)
 class Truth(Row):  # type: ignore[misc]
-    """``rates[i]`` requests per second where the system is ``slowness[i]`` times slower than at first, or 0.
+    """``rates[i]``: requests per second, or 0, when the system is ``slowness[i]`` times slower than at first.
 
     ``error``: relative standard error of the first rate; ``slope``: d ln misses / d ln rate there.
     """
@@ -140,22 +138,22 @@ class Truth(Row):  # type: ignore[misc]
         return self.rates[0] > 0
 
     def at(self, virtual_s: float) -> float:
-        """The rate at that time of the virtual clock, in requests per second; 0 if there is none."""
+        """Return the rate at that time of the virtual clock, in requests per second, or 0."""
         slow = Disturbances(drift=self.drift, drift_most=self.drift_most).drift_factor(virtual_s)
         if slow in self.slowness:
             return self.rates[self.slowness.index(slow)]
         if not all(self.rates):
             return float(np.interp(slow, self.slowness, self.rates))
-        # A cubic through the logarithms: the five are known to half a percent, and bend a little.
+        # A cubic fits the logarithms of the five rates, which are known to 0.5 % and nearly in line.
         x = np.log(self.slowness)
         return float(np.exp(np.polyval(np.polyfit(x, np.log(self.rates), 3), math.log(slow))))
 
 
 def compute(system: System) -> Truth:
     start = time.perf_counter()
-    own = system.disturbances
-    steady = replace(system, disturbances=replace(own, warmup_factor=1.0, drift=0.0, noise=0.0))
-    slowness = tuple(np.linspace(1.0, own.drift_most, 5).tolist()) if own.drift else (1.0,)
+    disturbances = system.disturbances
+    steady = replace(system, disturbances=replace(disturbances, warmup_factor=1.0, drift=0.0, noise=0.0))
+    slowness = tuple(np.linspace(1.0, disturbances.drift_most, 5).tolist()) if disturbances.drift else (1.0,)
     roots, hows = list[Root](), list[str]()
     for slow in slowness:
         if (known := by_formula(steady, slow)) is not None:
@@ -163,54 +161,55 @@ def compute(system: System) -> Truth:
         else:
             roots.append(Runs(steady, slow).root())
         hows.append(known[0] if known else "simulation")
-    rates = tuple(float(f"{each.rate:.7g}") for each in roots)
+    rates = tuple(float(f"{root.rate:.7g}") for root in roots)
     return Truth(
         hows[0] if rates[0] else "none",
         slowness,
         rates,
-        float(f"{max(each.error for each in roots):.3g}"),
+        float(f"{max(root.error for root in roots):.3g}"),
         min(float(f"{roots[0].slope:.3g}"), STEEPEST),
-        own.drift,
-        own.drift_most,
-        sum(each.requests for each in roots),
+        disturbances.drift,
+        disturbances.drift_most,
+        sum(root.requests for root in roots),
         round(time.perf_counter() - start, 1),
     )
 
 
 def by_formula(system: System, slow: float = 1.0) -> tuple[str, float, float] | None:
-    """(name of the formula, rate, slope) of a system that is ``slow`` times slower; or None."""
-    own = system.disturbances
-    if system.batch or own.pause_s or own.tenants or system.workload.burstiness != 1.0 or system.slope_s:
+    """Return (name of the formula, rate, slope) of a system that is ``slow`` times slower, or None."""
+    changes, burstiness = system.disturbances, system.workload.burstiness
+    if system.batch or changes.pause_s or changes.tenants or burstiness != 1.0 or system.slope_s:
         return None
     service_s = system.prefill_s * slow
     found: list[tuple[str, float, float]] = []
-    for each in criteria(system.slo):
-        # All requests have the same TPOT: within its limit, or not.
-        if each.tpot_s is not None and system.workload.output_len > 1 and system.token_s * slow > each.tpot_s:
+    for criterion in criteria(system.slo):
+        # All requests have the same TPOT, so its limit holds for all or for none.
+        limit_s = criterion.tpot_s
+        if limit_s is not None and system.workload.output_len > 1 and system.token_s * slow > limit_s:
             return "none", 0.0, 0.0
-        if each.ttft_s is None:
+        if criterion.ttft_s is None:
             continue
-        used = _used(system, each, each.ttft_s / service_s)
+        used = _used(system, criterion, criterion.ttft_s / service_s)
         if used is None:
             return None
         name, function = used
         load = highest(function, float(system.servers))
         found.append((name, load / service_s, _slope(function, load)))
-    return min(found, key=lambda each: each[1]) if found else None
+    return min(found, key=lambda result: result[1]) if found else None
 
 
-def _used(system: System, each: Criterion, limit: float) -> tuple[str, Callable[[float], float]] | None:
-    """(formula, load → how much of what is allowed is used up) for a limit in mean services."""
+def _used(system: System, criterion: Criterion, limit: float) -> tuple[str, Callable[[float], float]] | None:
+    """Return (formula, load → used share of the allowance) for a limit in mean services."""
     service, servers = system.service, system.servers
     markov = service.form == "exponential" and len(service.mixture) == 1
-    if each.share is None:
+    if criterion.share is None:
         if system.discipline == "sharing" or markov:
             name = "processor sharing, mean" if system.discipline == "sharing" else "M/M/c, mean"
             return name, lambda load: mmc_mean(servers, load) / limit
         if servers == 1:
             return "Pollaczek-Khinchine", lambda load: (1 + mg1_mean_wait(service, load)) / limit
         return None
-    allowed = 1 - each.share
+    allowed = 1 - criterion.share
     if system.discipline == "sharing":
         return None
     if markov:
@@ -231,7 +230,7 @@ def _slope(used: Callable[[float], float], load: float) -> float:
 
 
 def path_of(seed: str) -> Path:
-    """Where the truths of a seed are kept: in the repository only those that one may look at."""
+    """Return the file of a seed's truths: in the repository only for seeds that anyone may examine."""
     return (
         PATH
         if seed in COMMITTED

@@ -1,7 +1,6 @@
-"""The product's search judged on drawn systems: how near its answers are, and how often its intervals hold.
+"""Judge kvbench's search on drawn systems: the error of its answers, and the coverage of its intervals.
 
-The module ``search`` drives what ``kvbench simulate --system`` drives, in this process and without a report,
-so that a thousand searches take an hour, and compares an answer with the truth; ``figures`` counts, ``twins``
-asks who is ahead of two, and ``rivals`` plays other tools' rules. A run that was broken off is resumed from
-its rows.
+``search`` runs ``kvbench simulate --system`` in this process and without a report (1,000 searches take about
+an hour), and compares each answer with the truth. ``figures`` counts, ``twins`` compares pairs of similar
+systems, and ``rivals`` applies other tools' rules. An interrupted run resumes from its rows.
 """

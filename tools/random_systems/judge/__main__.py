@@ -1,8 +1,8 @@
 """``python -m tools.random_systems.judge --seed develop``: the product's search on the drawn systems.
 
-Each system is searched as ``kvbench simulate --system`` does it, with all that a user's search has: first
-latency, trials, drains, waits and limits. Its answer is compared with the true rate. It asserts nothing.
-Of the seeds named ``release`` no search is shown by itself.
+Each system is searched as by ``kvbench simulate --system``, with first latency, trials, drains, waits and
+limits. The answer is compared with the true rate, without a verdict. For the seeds named ``release``, the
+program shows no single search.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ..family import SEEDS, SIZES, draw, seed_of
 from .figures import figures, table_of
 from .rivals import RivalFound, RivalJob, rival_figures, rival_table, rules_for
 from .search import Judged, SearchJob
-from .twins import TwinJob, Twins, twin_figures, twin_table
+from .twins import Pair, PairJob, pair_figures, pair_table
 
 COUNT = 30
-"""Systems of a seed that has no name."""
+"""Number of systems of a seed without a name."""
 
 
 def run(row: Any, count: Any, show: Any, jobs: Sequence[Job], chosen: argparse.Namespace) -> None:
-    """Do the jobs; print each row, then the figures of all, and write these where that is requested."""
+    """Run the jobs; print each row, then the figures of all; write the figures to a file if requested."""
     code = code_version("random_systems")
     rows = []
     for found in rows_of(jobs, chosen.workers, code, chosen.rows):
         rows.append(row.from_json(found))
-        # Of a release only the number of rows is shown.
+        # Show only the number of a release's rows.
         if not chosen.seed.startswith("release"):
             print(rows[-1], flush=True)
         elif len(rows) % 50 == 0:
@@ -53,16 +53,16 @@ def main(given: Sequence[str] | None = None) -> int:
     numbers = range(chosen.first_system, chosen.first_system + chosen.count)
     known = truths.known(chosen.truths or truths.path_of(chosen.seed))
     drawn = {index: draw(seed_of(chosen.seed), index) for index in numbers}
-    judgeable = {index: known[each.fingerprint] for index, each in drawn.items() if each.fingerprint in known}
-    # All systems by the first seed, then by the next: what is broken off is of all kinds.
+    judgeable = {index: known[one.fingerprint] for index, one in drawn.items() if one.fingerprint in known}
+    # All systems by the first seed, then by the next, so that an interrupted run covers all kinds.
     runs = range(chosen.run_seed, chosen.run_seed + chosen.searches)
     pairs = [(run_seed, index, true) for run_seed in runs for index, true in judgeable.items()]
     chosen.title = f"{chosen.seed}: {len(judgeable)} systems"
     seed, limit_s, sets = chosen.seed, chosen.limit_s, tuple(chosen.set)
     jobs: list[Any]
     if chosen.twins:
-        jobs = [TwinJob(seed, i, true, run_seed, limit_s) for run_seed, i, true in pairs if true.exists]
-        run(Twins, twin_figures, twin_table, jobs, chosen)
+        jobs = [PairJob(seed, i, true, run_seed, limit_s) for run_seed, i, true in pairs if true.exists]
+        run(Pair, pair_figures, pair_table, jobs, chosen)
     elif chosen.rivals:
         jobs = [
             RivalJob(seed, i, true, run_seed, limit_s, rule)

@@ -1,4 +1,4 @@
-"""What many judged searches come to, by kind of system and overall: as a table, and as JSON."""
+"""Figures of many judged searches, by kind of system and overall: as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from .search import Judged
 ALL: Final = "all"
 NOTHING: Final = "–"
 Figures = dict[str, Any]
-"""Figures of one kind, as they are written as JSON. None where there is nothing to count."""
+"""Figures of one kind, in the form of their JSON. A value is None if there is nothing to count."""
 Columns = Mapping[str, Callable[[Figures], str]]
 
 
 def figures_of(kind: str, judged: Sequence[Judged]) -> Figures:
     """Count the searches of one kind.
 
-    ``near``: ``converged`` answers within 5 %. ``held``: ``intervals`` with the truth in them; ``held_some``:
-    drifting systems' intervals with a rate that was true at some time. ``wrong_none``, ``wrong_least``:
-    "none" and "≥ x" that the truth refutes (intervals that do not hold, too). ``promised``: searches whose
-    plan said that the time suffices; ``kept``: those of them that converged. ``replayed``: searches whose
-    requests a replay explains; ``replay_held``: those whose replayed interval has the truth.
+    ``near``: ``converged`` answers within 5 %. ``held``: ``intervals`` that contain the truth; ``held_some``:
+    drifting systems' intervals that contain a rate that was true at some time. ``wrong_none``,
+    ``wrong_least``: wrong "none" and "≥ x" (their intervals miss the truth, too). ``promised``: searches with
+    a plan that states that the time suffices; ``kept``: those of them that converged. ``replayed``: searches
+    with a valid replay; ``replay_held``: those with the truth in the replay's interval.
     """
-    sure = [each for each in judged if each.converged]
-    held = [each.holds for each in judged if each.holds is not None]
-    drifting = [each for each in judged if each.true != each.true_at_first and each.holds is not None]
-    answered = [each for each in judged if each.trials]
-    promised = [each for each in judged if each.promised]
-    replays = [(*each.replayed, each.true) for each in judged if each.replayed is not None]
+    converged = [one for one in judged if one.converged]
+    held = [one.holds for one in judged if one.holds is not None]
+    drifting = [one for one in judged if one.true != one.true_at_first and one.holds is not None]
+    answered = [one for one in judged if one.trials]
+    promised = [one for one in judged if one.promised]
+    replays = [(*one.replayed, one.true) for one in judged if one.replayed is not None]
     counts = {
         "searches": len(judged),
-        "converged": len(sure),
-        "near": sum(each.near for each in sure),
+        "converged": len(converged),
+        "near": sum(one.near for one in converged),
         "intervals": len(held),
         "held": sum(held),
         "drifting": len(drifting),
-        "held_some": sum(bool(each.holds_some) for each in drifting),
-        "wrong_none": sum(each.wrong_none for each in judged),
-        "wrong_least": sum(each.wrong_least for each in judged),
-        "right_none": sum(not each.true and each.said == "none" for each in judged),
+        "held_some": sum(bool(one.holds_some) for one in drifting),
+        "wrong_none": sum(one.wrong_none for one in judged),
+        "wrong_least": sum(one.wrong_least for one in judged),
+        "right_none": sum(not one.true and one.said == "none" for one in judged),
         "promised": len(promised),
-        "kept": sum(each.converged for each in promised),
+        "kept": sum(one.converged for one in promised),
         "replayed": len(replays),
         "replay_held": sum(lower <= true <= upper for lower, upper, true in replays),
     }
@@ -54,10 +54,10 @@ def figures_of(kind: str, judged: Sequence[Judged]) -> Figures:
     return {
         "kind": kind,
         **counts,
-        **ratios_of(each.ratio for each in judged),
-        "half_width": middle_of(each.half_width for each in judged),
-        **{name: middle_of(getattr(each, name) for each in answered) for name in SPENT},
-        "outcomes": dict(Counter(each.outcome.partition(":")[0] for each in judged)),
+        **ratios_of(one.ratio for one in judged),
+        "half_width": middle_of(one.half_width for one in judged),
+        **{name: middle_of(getattr(one, name) for one in answered) for name in SPENT},
+        "outcomes": dict(Counter(one.outcome.partition(":")[0] for one in judged)),
         "replay_width": middle_of((upper / lower - 1) / 2 for lower, upper, _ in replays),
         **{f"{part}_share": share(counts[part], counts[whole]) for part, whole in parts.items()},
     }
@@ -67,34 +67,34 @@ SPENT: Final = ("virtual_s", "offered_s", "latencies")
 
 
 def figures(judged: Sequence[Judged], every_kind: bool = False) -> list[Figures]:
-    """Count by kind and then all. ``every_kind``: by all that a system is, not by what leads it alone."""
+    """Count by kind, then all. ``every_kind``: by all kinds of a system, not only by its lead."""
 
-    def kinds(each: Judged) -> Iterable[str]:
-        return each.kinds if every_kind else each.kinds[:1]
+    def kinds(search: Judged) -> Iterable[str]:
+        return search.kinds if every_kind else search.kinds[:1]
 
-    names = sorted({kind for each in judged for kind in kinds(each)})
-    by_kind = [figures_of(name, [each for each in judged if name in kinds(each)]) for name in names]
+    names = sorted({kind for search in judged for kind in kinds(search)})
+    by_kind = [figures_of(name, [search for search in judged if name in kinds(search)]) for name in names]
     return [*by_kind, figures_of(ALL, judged)]
 
 
 _COLUMNS: Final[Columns] = {
-    "searches": lambda of: str(of["searches"]),
-    "converged": lambda of: counted(of, "converged", "searches"),
-    "within 5 %": lambda of: counted(of, "near", "converged"),
-    "truth in interval": lambda of: counted(of, "held", "intervals"),
-    "± %": lambda of: NOTHING if of["half_width"] is None else f"{of['half_width']:.1%}",
-    "found / true": lambda of: ratio_text(of),
-    "seconds": lambda of: number(of["virtual_s"]),
-    "offered s": lambda of: number(of["offered_s"]),
-    "latencies": lambda of: number(of["latencies"]),
-    "wrong none": lambda of: str(of["wrong_none"] or NOTHING),
-    "wrong ≥": lambda of: str(of["wrong_least"] or NOTHING),
-    "as promised": lambda of: counted(of, "kept", "promised"),
+    "searches": lambda row: str(row["searches"]),
+    "converged": lambda row: counted(row, "converged", "searches"),
+    "within 5 %": lambda row: counted(row, "near", "converged"),
+    "truth in interval": lambda row: counted(row, "held", "intervals"),
+    "± %": lambda row: NOTHING if row["half_width"] is None else f"{row['half_width']:.1%}",
+    "found / true": lambda row: ratio_text(row),
+    "seconds": lambda row: number(row["virtual_s"]),
+    "offered s": lambda row: number(row["offered_s"]),
+    "latencies": lambda row: number(row["latencies"]),
+    "wrong none": lambda row: str(row["wrong_none"] or NOTHING),
+    "wrong ≥": lambda row: str(row["wrong_least"] or NOTHING),
+    "as promised": lambda row: counted(row, "kept", "promised"),
 }
 
 
 def table_of(found: Sequence[Figures], about: str) -> str:
-    """Return a row a kind, and all of them; then what the table has no column for."""
+    """Return a table with a row per kind and one for all, then figures that have no column."""
     caption = f"{about}; found / true: 5 / 50 / 95 %"
     text = figure_table("kind", _COLUMNS, found, "the search on drawn systems", caption, [len(found) - 1])
     return "\n".join([text, *notes(found[-1])])
@@ -108,7 +108,7 @@ def figure_table(
     caption: str,
     sections: Sequence[int] = (),
 ) -> str:
-    rows = [[each[name], *(shown(each) for shown in columns.values())] for each in found]
+    rows = [[row[name], *(shown(row) for shown in columns.values())] for row in found]
     text: str = table(name, "|".join(columns), rows, title, caption, sections)
     return text
 
@@ -128,9 +128,9 @@ def notes(overall: Figures) -> list[str]:
     return found
 
 
-def counted(of: Figures, part: str, whole: str) -> str:
-    """Return ``3/4 75%``; a dash of nothing."""
-    return f"{of[part]}/{of[whole]} {of[part] / of[whole]:.0%}" if of[whole] else NOTHING
+def counted(row: Figures, part: str, whole: str) -> str:
+    """Return ``3/4 75%``; a dash if the whole is 0."""
+    return f"{row[part]}/{row[whole]} {row[part] / row[whole]:.0%}" if row[whole] else NOTHING
 
 
 def share(part: int, whole: int) -> float | None:
@@ -143,8 +143,8 @@ def ratios_of(ratios: Iterable[float | None]) -> dict[str, float | None]:
     return {"low": low, "middle": middle_of(known), "high": high}
 
 
-def ratio_text(of: Figures) -> str:
-    found = [of[name] for name in ("low", "middle", "high")]
+def ratio_text(row: Figures) -> str:
+    found = [row[name] for name in ("low", "middle", "high")]
     return " ".join(f"{ratio:.3f}" for ratio in found if ratio is not None) or NOTHING
 
 

@@ -1,7 +1,7 @@
-"""Other tools' rules on the drawn systems, with the windows that they use by default.
+"""Apply other tools' rules to the drawn systems, with their default windows.
 
-The rules are those of ``tools.perf_search.rivals``. They are given their best: the figures that the SLO is
-about, no start-up time, each point on an idle server, and all answers waited for.
+The rules are those of ``tools.perf_search.rivals``, under the best conditions: the SLO's metrics, no start-up
+time, an idle server for each point, and no cut-off of late responses.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ CLOSED: Final[Mapping[str, Callable[[Offers], float | None]]] = {
 RULES: Final = (*OPEN, *CLOSED)
 LEAST_RATE: Final = 0.01
 MOST_RATE: Final = 10_000.0
-"""What ``kvbench`` looks between by default, too."""
+"""Range of rates, equal to the default of ``kvbench``."""
 MOST_ANSWERS: Final = 100_000
-"""Of a closed loop by time."""
+"""Most requests simulated in a closed loop with a time limit."""
 
 
 class DrawnBench(Offers):  # type: ignore[misc]
-    """A drawn system. ``seed``: of arrivals and work."""
+    """A drawn system under load. ``seed``: seed of arrivals and work."""
 
     min_rate, max_rate = LEAST_RATE, MOST_RATE
 
@@ -63,26 +63,26 @@ class DrawnBench(Offers):  # type: ignore[misc]
         self.idle_s, self.burstiness = latency_s(drawn), drawn.workload.burstiness
         self.noise: list[tuple[float, float]] = []
         self.criteria = criteria(drawn.slo)
-        self.allowed = 1.0 - max((each.share for each in self.criteria if each.share), default=0.9)
+        self.allowed = 1.0 - max((one.share for one in self.criteria if one.share), default=0.9)
 
     def serve(self, at: FloatArray) -> Outcomes:
         load, seed = self.drawn.workload, int(self.rng.integers(2**32))
-        lengths = [np.full(len(at), float(each)) for each in (load.input_len, load.output_len)]
+        lengths = [np.full(len(at), float(length)) for length in (load.input_len, load.output_len)]
         first, last, _ = trial(self.drawn, at, lengths[0], lengths[1], self.measured_s, seed, State())
         return self._outcomes(at, first, last)
 
     def serve_users(self, concurrency: int, seconds: float, requests: int | None) -> Outcomes:
         work = self.drawn.service.draw(requests or MOST_ANSWERS, self.rng)
-        own, begin_s = self.drawn.disturbances, self.measured_s
-        if own.noise:
-            self.noise.append((begin_s, math.exp(own.noise * float(self.rng.standard_normal()))))
-        clock = Clock(own, self.noise)
+        changes, begin_s = self.drawn.disturbances, self.measured_s
+        if changes.noise:
+            self.noise.append((begin_s, math.exp(changes.noise * float(self.rng.standard_normal()))))
+        clock = Clock(changes, self.noise)
         begin = float(clock.work(np.array([begin_s]))[0])
-        if requests is None:  # no more than can be sent in that time, or than is simulated
+        if requests is None:  # no more than users can send in that time
             most = int(4 * (seconds + self.idle_s) * min(concurrency / self.idle_s, self.drawn.capacity)) + 10
             work = work[: most + concurrency]
-        times = [clock.seconds(begin + each) - begin_s for each in closed(self.drawn, concurrency, work)]
-        arrived, first, last = (each[times[0] <= seconds] for each in times)
+        times = [clock.seconds(begin + done) - begin_s for done in closed(self.drawn, concurrency, work)]
+        arrived, first, last = (values[times[0] <= seconds] for values in times)
         return self._outcomes(arrived, first, last)
 
     def _outcomes(self, arrived: FloatArray, first: FloatArray, last: FloatArray) -> Outcomes:
@@ -121,9 +121,9 @@ class RivalJob(DrawnJob):
 
 @dataclass(frozen=True)
 class RivalFound(Row):  # type: ignore[misc]
-    """What a rule said; ``found`` None: that no rate meets the SLO. ``answered``: within the real time.
+    """A rule's result. ``found``: rate, None if no rate meets the SLO. ``answered``: within the real time.
 
-    ``converged``: by its own criterion.
+    ``converged``: whether the rule ended by its criterion.
     """
 
     name: str
@@ -144,42 +144,42 @@ class RivalFound(Row):  # type: ignore[misc]
 
 
 def rule_figures(rule: str, rows: Sequence[RivalFound]) -> Figures:
-    """Count a rule's searches, those answered, and where there is a rate those converged, found, and near."""
-    answered = [each for each in rows if each.answered]
-    possible = [each for each in answered if LEAST_RATE <= each.true <= MOST_RATE]
-    ratios = [each.found / each.true for each in possible if each.found]
+    """Count a rule's searches and answers; for systems with a rate, the converged, found and near ones."""
+    answered = [row for row in rows if row.answered]
+    possible = [row for row in answered if LEAST_RATE <= row.true <= MOST_RATE]
+    ratios = [row.found / row.true for row in possible if row.found]
     return {
         "rule": rule,
         "searches": len(rows),
         "answered": len(answered),
-        "converged": sum(each.converged and each.found is not None for each in possible),
+        "converged": sum(row.converged and row.found is not None for row in possible),
         "possible": len(possible),
         "found": len(ratios),
         "near": sum(abs(ratio - 1) <= NEAR for ratio in ratios),
         **ratios_of(ratios),
-        **{name: middle_of(getattr(each, name) for each in answered) for name in ("virtual_s", "latencies")},
+        **{name: middle_of(getattr(row, name) for row in answered) for name in ("virtual_s", "latencies")},
     }
 
 
 _COLUMNS: Final[Columns] = {
-    "searches": lambda of: str(of["searches"]),
-    "answered": lambda of: counted(of, "answered", "searches"),
-    "converged": lambda of: counted(of, "converged", "possible"),
-    "a rate found": lambda of: counted(of, "found", "possible"),
-    "within 5 %": lambda of: counted(of, "near", "possible"),
-    "found / true": lambda of: ratio_text(of),
-    "seconds": lambda of: number(of["virtual_s"]),
-    "latencies": lambda of: number(of["latencies"]),
+    "searches": lambda row: str(row["searches"]),
+    "answered": lambda row: counted(row, "answered", "searches"),
+    "converged": lambda row: counted(row, "converged", "possible"),
+    "a rate found": lambda row: counted(row, "found", "possible"),
+    "within 5 %": lambda row: counted(row, "near", "possible"),
+    "found / true": lambda row: ratio_text(row),
+    "seconds": lambda row: number(row["virtual_s"]),
+    "latencies": lambda row: number(row["latencies"]),
 }
 
 
 def rules_for(system: System) -> tuple[str, ...]:
-    """Those that can be played on a system: closed loops only where they can be simulated."""
+    """Return the rules that apply to a system; closed loops only if they can be simulated."""
     return RULES if can_close(system) else tuple(OPEN)
 
 
 def rival_figures(rows: Sequence[RivalFound]) -> list[Figures]:
-    return [rule_figures(rule, [each for each in rows if each.rule == rule]) for rule in RULES]
+    return [rule_figures(rule, [row for row in rows if row.rule == rule]) for rule in RULES]
 
 
 def rival_table(found: Sequence[Figures], about: str) -> str:

@@ -1,7 +1,7 @@
-"""One search of the product on a drawn system, in this process, and its answer beside the truth.
+"""Run one kvbench search on a drawn system in this process, and compare its answer with the truth.
 
-It goes the way of ``kvbench simulate --system`` from the options on: planning, single requests, trials,
-drains, waits, gates, search, run folder. But the system is asked without a pipe, and no report is written.
+From the options on it does the same as ``kvbench simulate --system``: planning, single requests, trials,
+drains, waits, gates, search, run folder. But it calls the system without a pipe, and writes no report.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ from tools.random_systems.system import System
 from tools.random_systems.truth import Truth
 
 STRIDE: Final = 0x5DEECE66D1CE4E5B
-"""Far apart, so that no two trials' seeds meet."""
-AGAIN_S: Final = 1.0
+"""Distance between the seeds of different ``dice``; large, so that no two trials share a seed."""
+AGAIN_S: Final = 1.0  # between repeated alarms
 TOO_LONG: Final = "too long to simulate"
 PROMISE: Final = "time_suffices"
-"""Where a search says of its time that it suffices: in its answer, or in the run's plan."""
+"""Key, in an answer or a run's plan, that states whether the search's time suffices."""
 
 
 class TooLongError(BaseException):
-    """A search took more real time than it may. No ``Exception``: a sweep shall not take it for a failure."""
+    """A search exceeded its real time. No ``Exception``, so that a sweep does not handle it as a failure."""
 
 
 class DrawnAnswers:
-    """A drawn system, asked in this process: what ``serve.py`` answers line by line.
+    """A drawn system in this process, with the same responses as ``serve.py``.
 
-    ``dice``: another number draws all anew that is random in the system.
+    ``dice``: number that selects other random draws of the system.
     """
 
     def __init__(self, system: System, dice: int = 0) -> None:
@@ -65,11 +65,11 @@ class DrawnAnswers:
 
     def answer(self, load: SimulatedLoad, seed: int, starts_at_s: float) -> SystemAnswer:
         arrivals, inputs, outputs = (
-            np.asarray(each, np.float64) for each in (load.offsets_s, load.input_len, load.output_len)
+            np.asarray(values, np.float64) for values in (load.offsets_s, load.input_len, load.output_len)
         )
-        own = (seed + self._dice * STRIDE) % (1 << 63)
+        trial_seed = (seed + self._dice * STRIDE) % (1 << 63)
         first, last, self._state = trial(
-            self._system, arrivals, inputs, outputs, starts_at_s, own, self._state
+            self._system, arrivals, inputs, outputs, starts_at_s, trial_seed, self._state
         )
         count = len(arrivals)
         return SystemAnswer(nulls(first), nulls(last), [()] * count, [""] * count)
@@ -79,10 +79,10 @@ class DrawnAnswers:
 
 
 def options_of(system: System, run_seed: int, sets: tuple[str, ...] = ()) -> CliOptions:
-    """What a user would ask for, with the search's own seed. ``sets``: further PATH=VALUE of a scenario."""
+    """Return a user's options, with the search's seed. ``sets``: further PATH=VALUE of a scenario."""
     load, slo = system.workload, system.slo
     ttft_ms, tpot_ms = (
-        None if each is None else float(f"{each:.12g}") for each in (slo.ttft_ms, slo.tpot_ms)
+        None if limit is None else float(f"{limit:.12g}") for limit in (slo.ttft_ms, slo.tpot_ms)
     )
     return CliOptions(
         system="drawn",
@@ -99,10 +99,10 @@ def options_of(system: System, run_seed: int, sets: tuple[str, ...] = ()) -> Cli
 def searched(
     system: System, run_seed: int, folder: Path, limit_s: float, dice: int = 0, sets: tuple[str, ...] = ()
 ) -> RunFolder:
-    """The run folder of a search in this process, made under ``folder``. ``dice``: as of ``DrawnAnswers``;
-    ``sets``: as of ``options_of``.
+    """Run a search in this process; return its run folder, a child of ``folder``. ``dice``: see
+    ``DrawnAnswers``; ``sets``: see ``options_of``.
 
-    Raises TooLongError after ``limit_s`` of real time (in a main thread), and KvbenchError as a sweep does.
+    Raises TooLongError after ``limit_s`` of real time (main thread only), and KvbenchError like a sweep.
     """
     scenario, source = resolve(options_of(system, run_seed, sets))
     plan = plan_of(scenario)
@@ -116,11 +116,11 @@ def searched(
 
 @contextmanager
 def at_most(limit_s: float) -> Iterator[None]:
-    """Raises TooLongError in what is done within it for longer than that. For a main thread."""
+    """Raise TooLongError in the body after ``limit_s`` of real time. Works in the main thread only."""
 
     def over(number: int, frame: FrameType | None) -> None:
-        # What is raised in one of the garbage collector's callbacks is lost: the next alarm comes soon.
-        if frame is None or frame.f_code not in {getattr(each, "__code__", None) for each in gc.callbacks}:
+        # An exception in a garbage collector's callback is lost; the next alarm raises it again.
+        if frame is None or frame.f_code not in {getattr(call, "__code__", None) for call in gc.callbacks}:
             raise TooLongError(f"more than {limit_s:g} s")
 
     before = signal.signal(signal.SIGALRM, over)
@@ -133,19 +133,19 @@ def at_most(limit_s: float) -> Iterator[None]:
 
 
 def failure(error: Exception) -> str:
-    """What is said of a search that ended so: it counts as one without an answer, and ends no others."""
+    """Return the outcome of a failed search. It counts as unanswered and does not end the others."""
     return f"failed: {error.message}" if isinstance(error, KvbenchError) else f"crashed: {error!r}"
 
 
 @dataclass(frozen=True)
 class Judged(Row):  # type: ignore[misc]
-    """One search. ``true``: of a system that drifts the rate at the search's end; 0: there is none.
+    """Result of one search. ``true``: true rate, at the search's end if the system drifts; 0: no rate.
 
-    ``outcome`` is the search's (``converged``, ``exhausted``, …), or why there was no answer; ``said`` that
-    of the result table (``found``, ``at_least``, ``none``, …). ``virtual_s``: the virtual clock at the end;
-    ``offered_s``: the trials alone; ``latencies``: the former in end-to-end latencies of a request alone.
-    ``promised``: whether the plan said that the time suffices; None where it says nothing. ``replay``: what
-    the requests say by themselves (``ReplayResult.to_json``).
+    ``outcome``: the search's status (``converged``, ``exhausted``, …), or why it has no answer; ``said``: the
+    result table's (``found``, ``at_least``, ``none``, …). ``virtual_s``: virtual clock at the end;
+    ``offered_s``: time of the trials alone; ``latencies``: ``virtual_s`` in idle end-to-end latencies.
+    ``promised``: whether the plan stated that the time suffices, if it stated either. ``replay``: estimate
+    from a replay of the requests (``ReplayResult.to_json``).
     """
 
     name: str
@@ -185,7 +185,7 @@ class Judged(Row):  # type: ignore[misc]
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """What the answer allows: ``≥ x`` everything from there on, ``none (< x)`` everything up to there."""
+        """Range of rates that the answer allows: from x for ``≥ x``, up to x for ``none (< x)``."""
         if self.said == "none" or self.outcome == "slo_unattainable":
             return 0.0, 0.0 if self.upper is None else self.upper
         lower = self.lower if self.lower is not None else self.found
@@ -195,16 +195,14 @@ class Judged(Row):  # type: ignore[misc]
 
     @property
     def holds(self) -> bool | None:
-        """Whether the interval holds the truth; None without one, or where it is rightly said that no rate
-        meets the SLO.
-        """
+        """Whether the interval contains the truth; None without one, or for a correct ``none``."""
         if self.interval is None or (not self.true and not self.found):
             return None
         return self.interval[0] <= self.true <= self.interval[1]
 
     @property
     def holds_some(self) -> bool | None:
-        """Of a system that drifts: whether the interval holds a rate that was true at some time."""
+        """Whether a drifting system's interval contains a rate that was true at some time."""
         if self.interval is None or (not self.true and not self.found):
             return None
         low, high = sorted((self.true, self.true_at_first))
@@ -212,26 +210,26 @@ class Judged(Row):  # type: ignore[misc]
 
     @property
     def replayed(self) -> tuple[float, float] | None:
-        """A replay's interval; None of one that its own checks refute, or where there is no truth."""
+        """The replay's interval; None if its checks reject it, or without a truth."""
         if not self.replay or self.replay["objections"] or not self.true:
             return None
         return self.replay["lower"], self.replay["upper"]
 
     @property
     def half_width(self) -> float | None:
-        """Relative, of an interval with two ends."""
+        """Relative half-width of a two-sided interval."""
         if not self.found or self.interval is None or math.isinf(self.interval[1]):
             return None
         return (self.interval[1] - self.interval[0]) / 2 / self.found
 
     @property
     def wrong_none(self) -> bool:
-        """``none`` was said of a system that holds a rate which that excludes."""
+        """Whether the answer is ``none``, but the true rate is above its bound."""
         return not self.found and self.holds is False
 
     @property
     def wrong_least(self) -> bool:
-        """``≥ x`` was said, and x is more than there is."""
+        """Whether the answer is ``≥ x``, but x is above the true rate."""
         return bool(self.found) and self.upper is None and self.holds is False
 
     def __str__(self) -> str:
@@ -241,7 +239,7 @@ class Judged(Row):  # type: ignore[misc]
 
 
 def judge(system: System, true: Truth, run_seed: int, limit_s: float, sets: tuple[str, ...] = ()) -> Judged:
-    """Searches one system in this process, for at most ``limit_s`` of real time. ``sets``: of a scenario."""
+    """Search one system in this process, within ``limit_s`` of real time. ``sets``: see ``options_of``."""
     start = time.perf_counter()
     with scratch("kvbench-judge-", parent=fast_folder()) as folder:
         try:
@@ -264,7 +262,7 @@ def judged_run(system: System, true: Truth, run_seed: int, run: RunFolder) -> Ju
     if len(rows) != 1:
         return unanswered(system, true, run_seed, "failed: no trial")
     (row,) = rows
-    ends = [float(each.engine.get("starts_at_s") or 0.0) + each.duration_s for each in run.trials]
+    ends = [float(one.engine.get("starts_at_s") or 0.0) + one.duration_s for one in run.trials]
     virtual_s = max(ends, default=0.0)
     return Judged(
         name=system.name,
@@ -278,9 +276,9 @@ def judged_run(system: System, true: Truth, run_seed: int, run: RunFolder) -> Ju
         lower=row.answer.lower,
         upper=row.answer.upper,
         trials=row.trials,
-        void=sum(each.verdict == "invalid" for each in run.trials),
+        void=sum(one.verdict == "invalid" for one in run.trials),
         virtual_s=virtual_s,
-        offered_s=sum(each.duration_s for each in run.trials),
+        offered_s=sum(one.duration_s for one in run.trials),
         latencies=virtual_s / latency_s(system),
         promised=promised(run),
         replay=(run.cells[0].answer or {}).get("replay") if run.cells else None,
@@ -288,15 +286,15 @@ def judged_run(system: System, true: Truth, run_seed: int, run: RunFolder) -> Ju
 
 
 def promised(run: RunFolder) -> bool | None:
-    """Whether a search's plan said that its time suffices; None where it says nothing of it."""
-    answers = [each.answer or {} for each in run.cells]
-    said = [place[PROMISE] for place in (*answers, run.plan) if isinstance(place.get(PROMISE), bool)]
-    return bool(said[0]) if said else None
+    """Return whether a search's answer or plan states that its time suffices; None if it states neither."""
+    answers = [cell.answer or {} for cell in run.cells]
+    stated = [part[PROMISE] for part in (*answers, run.plan) if isinstance(part.get(PROMISE), bool)]
+    return bool(stated[0]) if stated else None
 
 
 @dataclass(frozen=True)
 class DrawnJob:
-    """What is done with one system of a family, for at most ``limit_s`` of real time."""
+    """A job on one system of a family, for at most ``limit_s`` of real time."""
 
     seed: str
     index: int
@@ -312,7 +310,7 @@ class DrawnJob:
 @dataclass(frozen=True)
 class SearchJob(DrawnJob):
     sets: tuple[str, ...] = ()
-    """What else of the scenario is set, as PATH=VALUE."""
+    """Further settings of the scenario, as PATH=VALUE."""
 
     @property
     def key(self) -> str:

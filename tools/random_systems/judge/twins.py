@@ -1,9 +1,8 @@
-"""Two systems that hardly differ: is the right one said to be ahead, if one is?
+"""Compare pairs of similar systems: does kvbench rank the faster one first?
 
-Both are searched with the same options, and compared as ``kvbench compare`` does it. A pair that cannot be
-told apart ("?"), or of which a search did not converge, is in no order; of equal twins whichever order is
-told is wrong. Which of two is truly ahead needs no truth of the second: a system all of whose times are
-longer holds a lower rate.
+Both are searched with the same options and compared as by ``kvbench compare``. A pair without a significant
+difference ("?"), or with a search that did not converge, has no order; any order of two equal systems is
+wrong. The second system needs no truth: a system with longer times has a lower maximum rate.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ FORMS: Final[Sequence[Form]] = (
     "slower or faster",
     "equal, other load",
 )
-"""In turn. Dice are all that is drawn in the system: work, noise, co-tenants. The load is the arrivals."""
-MOST: Final = 0.1
-"""All times of one are up to so much longer or shorter than the other's."""
+"""Forms, used in turn. "Dice": work, noise and co-tenants of the system. "Load": the arrivals."""
+MOST_DIFFERENCE: Final = 0.1
+"""Largest relative difference between the times of the two systems."""
 OTHER_LOAD: Final = 1_000_003
-"""Between the run seeds of two twins whose arrivals differ."""
-UNTOLD: Final = "?"
+"""Distance of the run seeds of two systems whose arrivals differ."""
+NO_DIFFERENCE: Final = "?"
 NO_ANSWER: Final = "no answer"
 NO_END: Final = "a search did not converge"
 
 
 @dataclass(frozen=True)
-class Twins(Row):  # type: ignore[misc]
-    """A pair. ``factor``: times of B by those of A. ``truly``: who is ahead, "" if they are equal.
+class Pair(Row):  # type: ignore[misc]
+    """Result of one pair. ``factor``: times of B / times of A. ``truly``: the faster one, "" if equal.
 
-    ``told``: A, B, "?", or why there is nothing to compare. ``rates``: what was found of both.
+    ``told``: kvbench's result: A, B, "?", or why it compares nothing. ``rates``: both measured rates.
     """
 
     name: str
@@ -76,8 +75,8 @@ class Twins(Row):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class TwinJob(DrawnJob):
-    """One pair of a family's system and its twin, each search for at most ``limit_s`` of real time."""
+class PairJob(DrawnJob):
+    """Compare a family's system with a similar one, with at most ``limit_s`` of real time per search."""
 
     @property
     def key(self) -> str:
@@ -88,8 +87,8 @@ class TwinJob(DrawnJob):
         form = FORMS[(self.index + self.run_seed) % len(FORMS)]
         factor = 1.0
         if form == "slower or faster":
-            factor = math.exp(math.log1p(MOST) * float(rng.uniform(-1, 1)))
-        pair = judge_twins(self.system, form, factor, self.run_seed, self.limit_s)
+            factor = math.exp(math.log1p(MOST_DIFFERENCE) * float(rng.uniform(-1, 1)))
+        pair = compare_pair(self.system, form, factor, self.run_seed, self.limit_s)
         row: dict[str, Any] = pair.to_json()
         return row
 
@@ -101,15 +100,15 @@ def slower(system: System, factor: float) -> System:
     return replace(system, batch=batch, **_times(system, factor, "prefill_s", "token_s", "slope_s"))
 
 
-def _times(of: object, factor: float, *names: str) -> dict[str, Any]:
-    return {name: getattr(of, name) * factor for name in names}
+def _times(part: object, factor: float, *names: str) -> dict[str, Any]:
+    return {name: getattr(part, name) * factor for name in names}
 
 
-def judge_twins(system: System, form: Form, factor: float, run_seed: int, limit_s: float) -> Twins:
-    """Searches a system and its twin, and asks the product who is ahead."""
+def compare_pair(system: System, form: Form, factor: float, run_seed: int, limit_s: float) -> Pair:
+    """Search a system and its counterpart, and compare the runs by kvbench's rule."""
     start = time.perf_counter()
     truly = "" if factor == 1.0 else "A" if factor > 1.0 else "B"
-    pair = Twins(system.name, system.kinds[0], form, run_seed, factor, truly, "")
+    pair = Pair(system.name, system.kinds[0], form, run_seed, factor, truly, "")
     other_seed = run_seed + OTHER_LOAD if form == "equal, other load" else run_seed
     with scratch("kvbench-twins-", parent=fast_folder()) as folder:
         try:
@@ -118,52 +117,52 @@ def judge_twins(system: System, form: Form, factor: float, run_seed: int, limit_
                 searched(slower(system, factor), other_seed, folder, limit_s, dice=1),
             ]
         except TooLongError:
-            told = "too long to simulate"
+            result = "too long to simulate"
         except Exception as error:
-            told = failure(error)
+            result = failure(error)
         else:
-            told = who_is_ahead(runs)
-            found = [(each.answer or {}).get("max_request_rate") for run in runs for each in run.cells[:1]]
+            result = who_is_ahead(runs)
+            found = [(cell.answer or {}).get("max_request_rate") for run in runs for cell in run.cells[:1]]
             pair = replace(pair, rates=(found[0], found[1]) if len(found) == 2 else (None, None))
-    return replace(pair, told=told, real_s=round(time.perf_counter() - start, 3))
+    return replace(pair, told=result, real_s=round(time.perf_counter() - start, 3))
 
 
 def who_is_ahead(runs: Sequence[RunFolder]) -> str:
-    """What the product says of two runs: A, B, "?", or why it compares nothing: ``NO_ANSWER``, ``NO_END``."""
-    # Of runs whose load differs in its seed alone it is said so, and they are compared if one asks for it.
+    """Return kvbench's result for two runs: A, B, "?", or the reason for none: ``NO_ANSWER``, ``NO_END``."""
+    # Runs whose loads differ only in the seed are compared on request: ``force``.
     pairs = compared_runs(runs, force=True).searched
     if len(pairs) != 1:
         return NO_ANSWER
     if pairs[0].unconverged:
         return NO_END
     if pairs[0].ratio is None:
-        return UNTOLD
+        return NO_DIFFERENCE
     return pairs[0].ahead.rpartition("@")[2]
 
 
 _COLUMNS: Final[Columns] = {
-    "pairs": lambda of: str(of["pairs"]),
-    "with two answers": lambda of: counted(of, "answered", "pairs"),
-    "in an order": lambda of: counted(of, "ordered", "answered"),
-    "in the wrong one": lambda of: counted(of, "wrong", "ordered"),
+    "pairs": lambda row: str(row["pairs"]),
+    "with two answers": lambda row: counted(row, "answered", "pairs"),
+    "in an order": lambda row: counted(row, "ordered", "answered"),
+    "in the wrong one": lambda row: counted(row, "wrong", "ordered"),
 }
 
 
-def twin_figures(twins: Sequence[Twins]) -> list[Figures]:
-    """Count by form, by kind and overall: pairs, two answers, in an order, and in the wrong one."""
+def pair_figures(pairs: Sequence[Pair]) -> list[Figures]:
+    """Count by form, by kind and overall: pairs, with two answers, in an order, in the wrong order."""
 
-    def counts(kind: str, some: Sequence[Twins]) -> Figures:
-        ordered, wrong = sum(each.ordered for each in some), sum(each.wrong for each in some)
-        answered = ordered + sum(each.told == UNTOLD for each in some)
+    def counts(kind: str, some: Sequence[Pair]) -> Figures:
+        ordered, wrong = sum(pair.ordered for pair in some), sum(pair.wrong for pair in some)
+        answered = ordered + sum(pair.told == NO_DIFFERENCE for pair in some)
         found = {"kind": kind, "pairs": len(some), "answered": answered, "ordered": ordered, "wrong": wrong}
         return {**found, "wrong_share": share(wrong, ordered)}
 
-    names = (*sorted({each.form for each in twins}), *sorted({each.kind for each in twins}))
-    groups = ((name, [each for each in twins if name in (each.form, each.kind)]) for name in names)
-    return [*(counts(*group) for group in groups), counts(ALL, twins)]
+    names = (*sorted({pair.form for pair in pairs}), *sorted({pair.kind for pair in pairs}))
+    groups = ((name, [pair for pair in pairs if name in (pair.form, pair.kind)]) for name in names)
+    return [*(counts(*group) for group in groups), counts(ALL, pairs)]
 
 
-def twin_table(found: Sequence[Figures], about: str) -> str:
-    sections = [len({each["kind"] for each in found} & set(FORMS)), len(found) - 1]
-    caption = f"{about}; times × 1/{1 + MOST:g} … {1 + MOST:g}"
+def pair_table(found: Sequence[Figures], about: str) -> str:
+    sections = [len({row["kind"] for row in found} & set(FORMS)), len(found) - 1]
+    caption = f"{about}; times × 1/{1 + MOST_DIFFERENCE:g} … {1 + MOST_DIFFERENCE:g}"
     return figure_table("kind", _COLUMNS, found, "who is ahead of twins", caption, sections)
