@@ -1,7 +1,7 @@
 """Prometheus' text exposition format 0.0.4, as engines, routers and exports write it.
 
 ``prometheus_client`` takes 3 to 5 ms for an engine's page, and an engine that is read twice a second ends one
-step in a hundred that much later. This takes a tenth of it (measured on two cores)."""
+step in a hundred by this time later. This takes a tenth of it (measured on two cores)."""
 
 from __future__ import annotations
 

@@ -76,16 +76,16 @@ class Grid:
 
     def fitted(self, width: int | None) -> Fitted:
         """Fit into ``width`` characters, unless a single word is longer; None: unlimited."""
-        whole = replace(self, columns=[replace(each, fold=0) for each in self.columns])
+        whole = replace(self, columns=[replace(column, fold=0) for column in self.columns])
         every = range(len(self.columns))
         if width is None or whole._width(every) <= width:
             return Fitted(list(whole._lines(every)))
-        return replace(self, columns=[self._narrow(place) for place in every])._drop_column(width)
+        return replace(self, columns=[self._narrow(index) for index in every])._drop_column(width)
 
-    def _narrow(self, place: int) -> FittedColumn:
-        column = self.columns[place]
+    def _narrow(self, index: int) -> FittedColumn:
+        column = self.columns[index]
         cells = replace(self, columns=[replace(each, title="") for each in self.columns])
-        room = max(cells._column_width(place), LEAST_TITLE)
+        room = max(cells._column_width(index), LEAST_TITLE)
         return replace(column, title="\n".join(_wrap(column.title, room)))
 
     def _drop_column(self, width: int) -> Fitted:
@@ -93,11 +93,11 @@ class Grid:
         if self._width(shown) <= width:
             return Fitted(list(self._lines(shown)))
         droppable = sorted(
-            (place for place in shown if self.columns[place].rank),
-            key=lambda place: (-self.columns[place].rank, -place),
+            (index for index in shown if self.columns[index].rank),
+            key=lambda index: (-self.columns[index].rank, -index),
         )
-        for place in droppable:
-            shown.remove(place)
+        for index in droppable:
+            shown.remove(index)
             if self._width(shown) <= width:
                 left_out = [_one_line(each.title) for at, each in enumerate(self.columns) if at not in shown]
                 return Fitted(list(self._lines(shown)), left_out)
@@ -106,18 +106,18 @@ class Grid:
     def _width(self, shown: Sequence[int]) -> int:
         return len(self.indent) + sum(map(self._column_width, shown)) + len(GAP) * (len(shown) - 1)
 
-    def _column_width(self, place: int) -> int:
-        column = self.columns[place]
+    def _column_width(self, index: int) -> int:
+        column = self.columns[index]
         texts = [
             *column.title.split("\n"),
-            *(part for row in self.cells for part in _wrap(row[place], column.fold)),
+            *(part for row in self.cells for part in _wrap(row[index], column.fold)),
         ]
         return max(map(_cells_of, texts), default=0)
 
     def _lines(self, shown: Sequence[int]) -> Iterator[Line]:
-        widths = {place: self._column_width(place) for place in shown}
+        widths = {index: self._column_width(index) for index in shown}
         for line in self._row(
-            {place: self.columns[place].title.split("\n") for place in shown}, widths, head=True
+            {index: self.columns[index].title.split("\n") for index in shown}, widths, head=True
         ):
             yield Line(line, "head")
         if self.ruled:
@@ -126,7 +126,7 @@ class Grid:
         for number, row in enumerate(self.cells):
             if number in self.groups and (self.groups[number] or number):
                 yield Line(self.groups[number], "group")
-            folded = {place: _wrap(row[place], self.columns[place].fold) for place in shown}
+            folded = {index: _wrap(row[index], self.columns[index].fold) for index in shown}
             *first, last = self._row(folded, widths)
             yield from (Line(text, "row") for text in first)
             yield Line(last, "row", number)
@@ -135,14 +135,14 @@ class Grid:
         self, parts: Mapping[int, Sequence[str]], widths: Mapping[int, int], *, head: bool = False
     ) -> Iterator[str]:
         """Yield the lines of one row; headers are bottom-aligned, cells top-aligned."""
-        height = max((len(each) for each in parts.values()), default=1)
+        height = max((len(part) for part in parts.values()), default=1)
         for level in range(height):
             texts = []
-            for place, lines in parts.items():
+            for index, lines in parts.items():
                 at = level - (height - len(lines)) if head else level
                 text = lines[at] if 0 <= at < len(lines) else ""
-                blanks = " " * (widths[place] - _cells_of(text))
-                texts.append(text + blanks if self.columns[place].align == "left" else blanks + text)
+                blanks = " " * (widths[index] - _cells_of(text))
+                texts.append(text + blanks if self.columns[index].align == "left" else blanks + text)
             yield (self.indent + GAP.join(texts)).rstrip()
 
     def _blocks(self, width: int) -> Iterator[Line]:
@@ -159,8 +159,8 @@ class Grid:
                 for title, part in zip_longest(_wrap(name, longest), _wrap(cell, room), fillvalue=""):
                     blanks = " " * (longest - _cells_of(title))
                     texts.append(f"{self.indent}{GAP}{title}{blanks}{GAP}{part}".rstrip())
-            for place, text in enumerate(texts):
-                yield Line(text, "row", number if place == len(texts) - 1 else -1)
+            for index, text in enumerate(texts):
+                yield Line(text, "row", number if index == len(texts) - 1 else -1)
 
 
 def _wrap(text: str, width: int) -> list[str]:

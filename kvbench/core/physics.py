@@ -1,7 +1,7 @@
 """Hardware limits behind the gates: peak compute, work of a prompt, size of its KV.
 
 Both err on the silent side: the peak is a GPU's highest dense one, and the work counts only what every
-implementation computes. A rate above it is impossible whatever the kernels or data type."""
+implementation computes. No kernel or data type allows a rate above it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 # Dense tensor throughput (no structured sparsity) at the lowest precision that serves language models, in
 # TFLOP/s (INT8: TOP/s), from the vendors' data sheets. Where variants differ and the name does not say which,
-# the fastest one stands. Longer names are looked for first.
+# the table has the fastest one. Longer names are matched first.
 _PEAK_TFLOPS: Final = MappingProxyType(
     {
         "GB300": 15_000,  # FP4

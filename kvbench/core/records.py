@@ -13,10 +13,10 @@ from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hi
 
 SCHEMA_VERSION: Final = 1
 
-# Classes of failure of one request. "" is success. "cancelled" is a request that kvbench itself
-# ended because its trial was stopped; it is neither met nor missed. "no_answer" had nothing of an answer
-# when its time was up, "timeout" a part of one. "early_close" ended in order but too soon, "half_event"
-# in the middle of an event, "reset" by a broken connection. "aborted" is an answer that the server gave up.
+# Classes of failure of one request. "" is success. "cancelled" is a request that kvbench itself ended because
+# its trial was stopped; it is neither met nor missed. "no_answer" had no part of an answer when its time was
+# up, "timeout" a part of one. "early_close" ended in order but too soon, "half_event" in the middle of an
+# event, "reset" by a broken connection. "aborted" is an answer that the server gave up.
 RequestError = Literal[
     "",
     "connect",
@@ -225,7 +225,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Cell:
-    """One place in the result table: a connector and an input length."""
+    """One cell of the result table: a connector and an input length."""
 
     connector: str
     input_len: int

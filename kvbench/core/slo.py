@@ -249,7 +249,7 @@ class Slo:
             self,
             ttft_ms=None if self.ttft_ms is None else self.ttft_ms + ttft_ms,
             tpot_ms=None if self.tpot_ms is None else self.tpot_ms + tpot_ms,
-            limits=tuple(replace(each, limit=each.limit + added[each.metric]) for each in self.limits),
+            limits=tuple(replace(limit, limit=limit.limit + added[limit.metric]) for limit in self.limits),
         )
 
     def e2el_ms(self, output_len: int) -> float:
@@ -308,8 +308,8 @@ def latencies_ms(
 
 
 def misses_allowed(n: int, share: float) -> int:
-    """Most misses among ``n`` that still leave the share."""
-    # The small term keeps 0.95 × 100 = 95.00000000000001 from asking for 96.
+    """Return the largest number of misses among ``n`` that keeps the share."""
+    # The small term prevents 0.95 × 100 = 95.00000000000001 from requiring 96.
     return n - math.ceil(share * n - 1e-9)
 
 
@@ -317,7 +317,7 @@ def burst_slo(slo: Slo) -> Slo:
     """Return the limits of the burst method: means of TTFT and TPOT in every case."""
     metrics = ((metric, slo.tightest(metric)) for metric in METRICS)
     means = tuple(Limit(metric, "mean", limit) for metric, limit in metrics if limit is not None)
-    # The hand that bisects looks at the means of what was answered, and at nothing else.
+    # A bisection by hand uses only the means of answered requests.
     return Slo(attainment=1e-9, limits=means)
 
 
@@ -342,9 +342,9 @@ def tiers_text(tiers: Mapping[str, Slo]) -> str:
 def same_metric_twice(limits: Sequence[Limit]) -> Iterable[int]:
     """Yield the indices of limits that repeat an earlier metric and statistic."""
     seen: set[tuple[str, str]] = set()
-    for place, limit in enumerate(limits):
+    for index, limit in enumerate(limits):
         if (limit.metric, limit.statistic) in seen:
-            yield place
+            yield index
         seen.add((limit.metric, limit.statistic))
 
 
@@ -378,7 +378,7 @@ def timeout_problem(data: Mapping[str, Any]) -> str:
         workload.get("output_len"),
         trace.get("longest_output") if isinstance(trace, Mapping) else None,
     ]
-    output_len = max((each for each in lengths if isinstance(each, int)), default=1)
+    output_len = max((length for length in lengths if isinstance(length, int)), default=1)
     if not isinstance(own_s, (int, float)) or isinstance(own_s, bool):
         return ""
     try:

@@ -108,10 +108,10 @@ def share_interval(successes: float, n: float, confidence: float) -> tuple[float
 
 
 def autocorrelation_time(values: Sequence[float] | FloatArray) -> float:
-    """How many neighbours count as one independent value: 1 + 2 × the sum of the lag autocorrelations. Lags
-    are summed in pairs until a pair's sum is no longer positive (Geyer's initial positive sequence). 1 for
-    constant or short series; never below 1 (negative correlation is not used to narrow an interval) and never
-    above half the length."""
+    """Return how many neighbours count as one independent value: 1 + 2 × the sum of the lag autocorrelations.
+    Lags are summed in pairs until a pair's sum is no longer positive (Geyer's initial positive sequence). 1
+    for constant or short series; never below 1 (negative correlation is not used to narrow an interval) and
+    never above half the length."""
     data = np.asarray(values, dtype=np.float64)
     n = len(data)
     centred = data - data.mean() if n else data
@@ -293,15 +293,15 @@ def added(trials: Sequence[Pairs], confidence: float = CONFIDENCE) -> list[Added
     tail = (1 - confidence) / 2
     lower, upper = np.quantile(drawn, [tail, 1 - tail], axis=0)
     found = [
-        Added(name, float(a[place]), float(b[place]), float(differences[place]), *_ends(lower, upper, place))
-        for place, name in enumerate(_FIGURES)
+        Added(name, float(a[index]), float(b[index]), float(differences[index]), *_ends(lower, upper, index))
+        for index, name in enumerate(_FIGURES)
     ]
     last = len(_FIGURES)
     return [*found, Added("request", None, None, float(differences[last]), *_ends(lower, upper, last))]
 
 
-def _ends(lower: FloatArray, upper: FloatArray, place: int) -> tuple[float, float]:
-    return float(lower[place]), float(upper[place])
+def _ends(lower: FloatArray, upper: FloatArray, index: int) -> tuple[float, float]:
+    return float(lower[index]), float(upper[index])
 
 
 def _figures(values: FloatArray) -> FloatArray:
@@ -324,9 +324,9 @@ def _resampled(trials: Sequence[Pairs]) -> Iterator[Pairs]:
         for (with_, without), length in zip(trials, lengths, strict=True):
             n = len(with_)
             starts = random.integers(0, n, (rows, math.ceil(n / length), 1))
-            places = ((starts + np.arange(length)) % n).reshape(rows, -1)[:, :n]
-            ones.append(with_[places])
-            others.append(without[places])
+            indices = ((starts + np.arange(length)) % n).reshape(rows, -1)[:, :n]
+            ones.append(with_[indices])
+            others.append(without[indices])
         yield np.concatenate(ones, axis=1), np.concatenate(others, axis=1)
 
 

@@ -117,9 +117,9 @@ def joined(sentences: Iterable[str]) -> dict[str, str]:
 
 
 def _range(sentences: list[str]) -> str:
-    places = zip(*(_STANDALONE.findall(sentence) for sentence in sentences), strict=True)
+    positions = zip(*(_STANDALONE.findall(sentence) for sentence in sentences), strict=True)
     texts = []
-    for numbers in places:
+    for numbers in positions:
         least, most = min(numbers, key=_value), max(numbers, key=_value)
         texts.append(least if least == most else f"{least}–{most}")
     return _STANDALONE.sub(lambda _: texts.pop(0), sentences[0])

@@ -58,20 +58,20 @@ class ServedLoad:
     @classmethod
     def of(cls, name: str, system: System, records: Sequence[RequestRecord]) -> ServedLoad:
         """Read one trial; failed requests are part of the load but not fitted."""
-        ordered = sorted(records, key=lambda each: each.scheduled_s)
-        lengths = [max(1, each.output_len or each.requested_output_len) for each in ordered]
+        ordered = sorted(records, key=lambda record: record.scheduled_s)
+        lengths = [max(1, record.output_len or record.requested_output_len) for record in ordered]
         load = SimulatedLoad(
-            [each.scheduled_s for each in ordered],
-            [max(1, each.input_len) for each in ordered],
+            [record.scheduled_s for record in ordered],
+            [max(1, record.input_len) for record in ordered],
             lengths,
             _PATIENCE_S,
         )
         nan = float("nan")
         ttft, decode = [], []
-        for each in ordered:
-            first, last = each.first_token_s, each.last_token_s
-            known = each.ok and first is not None and last is not None
-            ttft.append((first or 0.0) - each.scheduled_s if known else nan)
+        for record in ordered:
+            first, last = record.first_token_s, record.last_token_s
+            known = record.ok and first is not None and last is not None
+            ttft.append((first or 0.0) - record.scheduled_s if known else nan)
             decode.append((last or 0.0) - (first or 0.0) if known else nan)
         return cls(name, system, load, Times(np.array(ttft), np.array(decode)))
 
@@ -102,8 +102,8 @@ class ServedLoad:
         )
         records = simulate(system, self.load).records
         return Times(
-            np.array([each.ttft_s or 0.0 for each in records]),
-            np.array([(each.last_token_s or 0.0) - (each.first_token_s or 0.0) for each in records]),
+            np.array([record.ttft_s or 0.0 for record in records]),
+            np.array([(record.last_token_s or 0.0) - (record.first_token_s or 0.0) for record in records]),
         )
 
 
@@ -160,7 +160,7 @@ def _decodes(served: ServedLoad, mask: NDArray[np.bool_]) -> tuple[F64, F64]:
         begin, end = first[at], last[at]
         rate = (outputs - 1) / np.maximum(last - first, 1e-9)
         since, until = np.maximum(first, begin), np.minimum(last, end)
-        made = np.where(until > since, rate * (until - since), 0.0)
+        generated = np.where(until > since, rate * (until - since), 0.0)
         middle = inputs + rate * np.maximum((since + until) / 2 - first, 0.0)
         others = np.arange(len(first)) != at
         share = np.where(others, 1.0 / engines, 1.0)
@@ -174,8 +174,8 @@ def _decodes(served: ServedLoad, mask: NDArray[np.bool_]) -> tuple[F64, F64]:
                 float(inputs[begun].sum()) / engines,
                 float((inputs[begun] ** 2).sum()) / engines,
                 steps - with_prompts,
-                float((made * share).sum()),
-                float((made * middle * share).sum()),
+                float((generated * share).sum()),
+                float((generated * middle * share).sum()),
             ]
         )
         times.append(1e3 * (end - begin))
@@ -217,7 +217,7 @@ _LONGER: Final = 4
 """Factor on the rounds: the path along a narrow valley is long."""
 _BETTER: Final = 2.0
 """Factor by which the sum of squares must drop to accept a time per prompt."""
-_UNTOLD: Final = 1.0
+_UNDETERMINED: Final = 1.0
 """Relative error above which a coefficient is undetermined."""
 
 
@@ -238,10 +238,10 @@ class FittedTiming:
         )
 
     @property
-    def untold(self) -> list[str]:
-        """Return coefficients whose error exceeds their value."""
+    def undetermined(self) -> list[str]:
+        """Return the coefficients with an error above their value."""
         errors = self.errors
-        return [name for name, value in self.values.items() if errors[name] > _UNTOLD * value]
+        return [name for name, value in self.values.items() if errors[name] > _UNDETERMINED * value]
 
     def draws(self, count: int, seed: int) -> list[dict[str, float]]:
         """Draw coefficients from the fit's uncertainty; none is below 0."""
@@ -360,7 +360,7 @@ class _Problem:
         weights: tuple[float, float],
     ) -> None:
         self._served, self._masks, self._names = served, masks, names
-        self._sigmas = [_sigmas(each.measured, weights) for each in served]
+        self._sigmas = [_sigmas(load.measured, weights) for load in served]
         self._firsts = int(sum(mask.sum() for mask in masks))
 
     def residuals(self, values: F64) -> F64:
@@ -394,11 +394,11 @@ def _clusters(served: Sequence[ServedLoad], masks: Sequence[Mask]) -> list[NDArr
 
 
 def _fitted_names(served: Sequence[ServedLoad]) -> list[str]:
-    moved = any(each.system.prefill for each in served)
-    decodes = any((each.output_len > 1).any() for each in served)
-    lengths = np.unique(np.concatenate([each.input_len for each in served]))
+    moved = any(load.system.prefill for load in served)
+    decodes = any((load.output_len > 1).any() for load in served)
+    lengths = np.unique(np.concatenate([load.input_len for load in served]))
     left_out = {_REQUEST, "front_end_token_ms"}
-    # What a client sees does not tell a front end's time for a token from the engine's own.
+    # A client's times do not separate the front end's time per token from the engine's.
     left_out |= set() if moved else set(_TRANSFER)
     left_out |= {"decode_seq_ms", "decode_context_ms"} if not decodes else set()
     left_out |= {"prefill_attention_ms"} if len(lengths) < 3 else set()
@@ -411,8 +411,8 @@ def _first_guess(
 ) -> tuple[F64, F64]:
     """Return the start values and the scale of each coefficient."""
     found = guess(served, masks)
-    ttft = np.concatenate([each.measured.ttft_s[mask] for each, mask in zip(served, masks, strict=True)])
-    inputs = np.concatenate([each.input_len[mask] for each, mask in zip(served, masks, strict=True)])
+    ttft = np.concatenate([load.measured.ttft_s[mask] for load, mask in zip(served, masks, strict=True)])
+    inputs = np.concatenate([load.input_len[mask] for load, mask in zip(served, masks, strict=True)])
     token, step = max(found["prefill_token_ms"], 1e-6), max(found["decode_step_ms"], 1e-3)
     least = 1e3 * float(np.percentile(ttft, 5))
     usual = {

@@ -40,14 +40,14 @@ class CheckedFit:
 
     @property
     def holds(self) -> bool:
-        return all(each.holds for each in self.held_out.figures.values())
+        return all(figure.holds for figure in self.held_out.figures.values())
 
 
 def later_part(served: Sequence[ServedLoad], share: float) -> list[Mask]:
     """Return the requests to fit: all except the last ``share`` of each load."""
     masks = []
-    for each in served:
-        n = len(each.load.offsets_s)
+    for load in served:
+        n = len(load.load.offsets_s)
         masks.append(np.arange(n) < n - round(share * n))
     return masks
 
@@ -93,7 +93,7 @@ def _figures(
 def _unexplained_loads(
     served: Sequence[ServedLoad], rest: Sequence[Mask], found: FittedTiming, figures: Mapping[str, Checked]
 ) -> list[str]:
-    said = [
+    odd = [
         f"{name} of the held-out requests: predicted / measured is {each.ratio:.2f}, allowed deviation "
         f"{each.stated:.0%}"
         for name, each in figures.items()
@@ -107,13 +107,13 @@ def _unexplained_loads(
         if mask.sum() < 9:
             continue
         predicted = each.predicted(found.values).ttft_s
-        for words, of in thirds:
-            order = np.flatnonzero(mask)[np.argsort(of(each)[mask], kind="stable")]
+        for template, values_of in thirds:
+            order = np.flatnonzero(mask)[np.argsort(values_of(each)[mask], kind="stable")]
             for part in np.array_split(order, 3):
                 ratio = float(np.median(predicted[part]) / np.median(each.measured.ttft_s[part]))
                 if abs(ratio - 1) > _ODD:
-                    where = words.format(of(each)[part].min(), of(each)[part].max())
-                    said.append(f"{each.name}: median TTFT of {where}: predicted / measured is {ratio:.2f}")
-    if found.untold:
-        said.append(f"this load does not determine these coefficients: {', '.join(found.untold)}")
-    return said
+                    where = template.format(values_of(each)[part].min(), values_of(each)[part].max())
+                    odd.append(f"{each.name}: median TTFT of {where}: predicted / measured is {ratio:.2f}")
+    if found.undetermined:
+        odd.append(f"this load does not determine these coefficients: {', '.join(found.undetermined)}")
+    return odd

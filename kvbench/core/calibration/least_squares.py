@@ -60,10 +60,10 @@ def least_squares(
     now = residuals(values)
     if len(now) < len(values):
         raise InputError(f"{len(now)} measured times cannot fit {len(values)} coefficients")
-    cost, damping, made = float(now @ now), _DAMPING[0], 0
+    cost, damping, rounds_done = float(now @ now), _DAMPING[0], 0
     slopes = _slopes(residuals, values, now, scales)
-    while made < rounds and damping < _DAMPING[1]:
-        made += 1
+    while rounds_done < rounds and damping < _DAMPING[1]:
+        rounds_done += 1
         tried = _step(values, slopes, now, damping, scales)
         then = residuals(tried)
         lower = float(then @ then)
@@ -77,15 +77,15 @@ def least_squares(
         slopes = _slopes(residuals, values, now, scales)
     downhill = slopes.T @ now
     at_zero = tuple(bool(value == 0.0 and slope > 0.0) for value, slope in zip(values, downhill, strict=True))
-    return Estimate(values, _sandwich(slopes, now, np.asarray(clusters), scales), now, made, at_zero)
+    return Estimate(values, _sandwich(slopes, now, np.asarray(clusters), scales), now, rounds_done, at_zero)
 
 
 def _slopes(residuals: Callable[[F64], F64], values: F64, now: F64, scales: F64) -> F64:
     columns = []
-    for place in range(len(values)):
-        by = _SHARE * max(values[place], scales[place])
+    for index in range(len(values)):
+        by = _SHARE * max(values[index], scales[index])
         moved = values.copy()
-        moved[place] += by
+        moved[index] += by
         columns.append((residuals(moved) - now) / by)
     return np.stack(columns, axis=1)
 
@@ -113,11 +113,11 @@ def _step(values: F64, slopes: F64, now: F64, damping: float, scales: F64) -> F6
 def _sandwich(slopes: F64, now: F64, clusters: NDArray[np.int64], scales: F64) -> F64:
     scaled = slopes * scales
     levels, ways = np.linalg.eigh(scaled.T @ scaled)
-    # A direction that the data say nothing of gets a very large error, not none.
+    # A direction that the data do not determine gets a very large error, not none.
     bread = (ways / np.maximum(levels, _FLAT * max(levels.max(), 1e-300))) @ ways.T
-    kinds, places = np.unique(clusters, return_inverse=True)
+    kinds, numbers = np.unique(clusters, return_inverse=True)
     sums = np.zeros((len(kinds), scaled.shape[1]))
-    np.add.at(sums, places, scaled * now[:, None])
+    np.add.at(sums, numbers, scaled * now[:, None])
     groups, (rows, columns) = len(kinds), scaled.shape
     small = groups / max(groups - 1, 1) * (rows - 1) / max(rows - columns, 1)
     covariance = small * bread @ (sums.T @ sums) @ bread

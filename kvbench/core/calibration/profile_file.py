@@ -140,9 +140,9 @@ class ProfileFile(Section):
 
     @property
     def margin(self) -> float:
-        """Return the stated or the observed error of predictions, whichever is larger; 0 if neither."""
+        """Return the larger of the stated and the observed error of predictions; 0 without both."""
         figures = self.held_out.figures.values() if self.held_out else ()
-        return max((max(each.stated, abs(each.ratio - 1.0)) for each in figures), default=0.0)
+        return max((max(figure.stated, abs(figure.ratio - 1.0)) for figure in figures), default=0.0)
 
     def reach(self) -> dict[str, Any]:
         """Return what a run folder stores to mark predictions: status, lengths, margin."""
@@ -243,14 +243,14 @@ def _unsound_covariance(
         yield ("rows",), f"must be {len(order)} rows of {len(order)} numbers"
         return
     matrix = np.array(rows)
-    for place, name in enumerate(order):
+    for index, name in enumerate(order):
         error = known[name].error or 0.0
-        if abs(matrix[place, place] - error**2) > 2 * _AGREES * error**2 + 1e-300:
+        if abs(matrix[index, index] - error**2) > 2 * _AGREES * error**2 + 1e-300:
             text = (
-                f"the variance of {name} is {matrix[place, place]:g}, which differs from its error "
+                f"the variance of {name} is {matrix[index, index]:g}, which differs from its error "
                 f"{error:g} squared"
             )
-            yield ("rows", place), text
+            yield ("rows", index), text
     size = float(np.abs(matrix).max())
     if not np.allclose(matrix, matrix.T, rtol=1e-6, atol=1e-12 * size):
         yield ("rows",), "is not symmetric"

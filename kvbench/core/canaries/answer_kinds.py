@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 from zlib import crc32
 
-from kvbench.core.canaries.pool import TELLING_CHARS, CanaryPool, Proof
+from kvbench.core.canaries.pool import IDENTIFYING_CHARS, CanaryPool, Proof
 from kvbench.core.metrics.equal_answers import (
     SIGNIFICANCE,
     Noise,
@@ -23,10 +23,10 @@ from kvbench.core.records import RequestRecord
 from kvbench.core.stats import binomial_cdf, upper_bound
 
 CONFIDENCE: Final = 1.0 - SIGNIFICANCE
-DOUBTED_BELOW: Final = 1e-4
+NOISE_P_VALUE: Final = 1e-4
 """p-value below which differences are not noise: small, because a run has dozens of trials."""
-UNSEEN_BELOW: Final = 0.01
-"""The same for a server with identical outputs so far and no log-probabilities."""
+UNSEEN_NOISE_P_VALUE: Final = 0.01
+"""The same limit for a server without log-probabilities and with identical outputs so far."""
 _BISECTIONS: Final = 40
 
 
@@ -50,18 +50,18 @@ def bound_text(wrong: int, checked: int) -> str:
     """Return for example ``0 of 1,040 wrong: at most 0.3 % (95 % confidence)``."""
     if not checked:
         return "no answers were checked"
-    told = f"{wrong:,} of {checked:,} wrong"
-    return f"{told}: at most {percent_text(wrong_share_bound(wrong, checked))} (95 % confidence)"
+    counts = f"{wrong:,} of {checked:,} wrong"
+    return f"{counts}: at most {percent_text(wrong_share_bound(wrong, checked))} (95 % confidence)"
 
 
 def noise_p_value(noise: Noise) -> float:
     """Return the p-value below which differences are not attributed to noise."""
-    return DOUBTED_BELOW if noise.differed else UNSEEN_BELOW
+    return NOISE_P_VALUE if noise.differed else UNSEEN_NOISE_P_VALUE
 
 
 def detectable_share(of: int, noise: Noise, *, singly: bool) -> float:
-    """Return the share of wrong answers that is detected in ``of`` answers with 95 % probability; 1 if none
-    is. ``singly``: each answer is judged by itself, because the right ones are exact or have
+    """Return the smallest share of wrong answers that ``of`` answers show with 95 % probability; 1 if none.
+    ``singly``: each answer is judged by itself, because the right ones are exact or have
     log-probabilities."""
     if of < 1:
         return 1.0
@@ -72,8 +72,8 @@ def detectable_share(of: int, noise: Noise, *, singly: bool) -> float:
 
 
 def found_in_any(tests: Sequence[tuple[int, int]]) -> float:
-    """Return the share of wrong answers that gets one of several trials refused, with 95 % probability; 1 if
-    none does. ``tests``: per trial, the answers checked and the number that refuses it."""
+    """Return the smallest share of wrong answers that refuses one of several trials with 95 % probability; 1
+    if none does. ``tests``: per trial, the number of checked answers, and of wrong ones that refuse it."""
     possible = [(of, least) for of, least in tests if 0 < least <= of]
     low, high = 0.0, 1.0
     for _ in range(_BISECTIONS if possible else 0):
@@ -115,7 +115,7 @@ class AskedCanary:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> AskedCanary:
-        """Raises KeyError, TypeError or ValueError for malformed rows."""
+        """Parse a row. Raises KeyError, TypeError or ValueError if it is malformed."""
         if row["when"] not in get_args(When):
             raise ValueError(f"when is {str(row['when'])[:40]!r}")
         times = float(row["sent_s"]), float(row["ended_s"])
@@ -124,7 +124,7 @@ class AskedCanary:
 
 @dataclass(frozen=True)
 class JudgedCanary:
-    """``whose``: the request or prompt that the answer belongs to. ``around``: concurrent events.
+    """A judged answer. ``whose``: the request or prompt it belongs to. ``around``: concurrent events.
     ``gap_nats``: margin of the right answer's token where this one differs."""
 
     number: int
@@ -148,9 +148,9 @@ class JudgedCanary:
             what += f" after {self.at_char} characters"
         elif self.at_char:
             what += f" from character {self.at_char + 1} on"
-        asked = {"load": "", "idle": ", sent before the load"}.get(self.when, ", sent besides the load")
-        shown = f"expected {self.expected[:48]!r}, got {self.answer[:48]!r}"
-        return f"{self.request_id} at {self.sent_s:.2f} s{asked}: {what}; {shown}" + (
+        occasion = {"load": "", "idle": ", sent before the load"}.get(self.when, ", sent besides the load")
+        outputs = f"expected {self.expected[:48]!r}, got {self.answer[:48]!r}"
+        return f"{self.request_id} at {self.sent_s:.2f} s{occasion}: {what}; {outputs}" + (
             f"; {self.around}" if self.around else ""
         )
 
@@ -190,7 +190,7 @@ class CanaryResult:
             "power": round(self.power, 6),
             **({"noise_test": {"refused_from": self.refused_from}} if self.noise_tested else {}),
             "repeated": self.repeated,
-            "kinds": dict(Counter(each.kind for each in self.wrong)),
+            "kinds": dict(Counter(answer.kind for answer in self.wrong)),
         }
 
 
@@ -204,11 +204,11 @@ def judge_canaries(
 ) -> CanaryResult:
     """Judge all canaries of a trial. ``records``: all its requests."""
     judge = _Judge(pool, records)
-    found = [judge.of_record(each) for each in records if each.canary is not None]
-    found += [judge.of_asked(each) for each in asked]
-    answered = [each for each in found if each.kind != "unanswered"]
-    certain = [each for each in answered if each.kind in CERTAIN]
-    garbage = [each for each in answered if each.kind == "garbage"]
+    judged = [judge.judge_record(record) for record in records if record.canary is not None]
+    judged += [judge.judge_asked(canary) for canary in asked]
+    answered = [canary for canary in judged if canary.kind != "unanswered"]
+    certain = [answer for answer in answered if answer.kind in CERTAIN]
+    garbage = [answer for answer in answered if answer.kind == "garbage"]
     noise = noise_of(pool.answers) if of_reference else pool.noise
     doubtful: Sequence[JudgedCanary] = ()
     exact = noise.exact and (bool(pool.answers.choices) or not noise_of(pool.answers).asked)
@@ -216,16 +216,16 @@ def judge_canaries(
         doubtful = garbage
     elif not exact:
         near = [each for each in garbage if each.gap_nats is not None and each.gap_nats <= noise.allowed_nats]
-        unplaced = [each for each in garbage if each.gap_nats is None]
+        unplaced = [canary for canary in garbage if canary.gap_nats is None]
         beyond = chance(len(unplaced), len(answered), noise) < noise_p_value(noise)
         doubtful = near if beyond else [*near, *unplaced]
     singly = exact or bool(pool.answers.choices)
     least = 1 if singly else refused_from(len(answered), noise, noise_p_value(noise)) or 0
     crossed = _swapped_idle_answers(pool)
-    wrong = (*crossed, *certain, *(each for each in garbage if each not in doubtful))
+    wrong = (*crossed, *certain, *(canary for canary in garbage if canary not in doubtful))
     return CanaryResult(
         checked=len(answered) + len(crossed),
-        unanswered=len(found) - len(answered),
+        unanswered=len(judged) - len(answered),
         noisy=len(doubtful),
         wrong=tuple(sorted(wrong, key=lambda each: (each.when != "load", each.sent_s))),
         proof=pool.proof,
@@ -233,7 +233,7 @@ def judge_canaries(
         refused_from=least,
         noise_tested=not exact and not of_reference,
         noise=noise,
-        noisy_nats=max((each.gap_nats for each in doubtful if each.gap_nats is not None), default=None),
+        noisy_nats=max((canary.gap_nats for canary in doubtful if canary.gap_nats is not None), default=None),
         repeated=repeated,
         of_reference=of_reference,
         idle=_idle_texts(pool) if exact and answered and not wrong and not doubtful else (),
@@ -273,10 +273,10 @@ def _idle_texts(pool: CanaryPool) -> tuple[tuple[int, int], ...]:
 def noise_under_load(pool: CanaryPool, results: Iterable[CanaryResult]) -> CanaryPool:
     """Return the pool with the noise of its own server's canaries under load."""
     seen, known = list(results), pool.under_load
-    nats = max((each.noisy_nats for each in seen if each.noisy_nats is not None), default=None)
+    nats = max((result.noisy_nats for result in seen if result.noisy_nats is not None), default=None)
     under = Noise(
-        known.asked + sum(each.checked for each in seen),
-        known.differed + sum(each.noisy for each in seen),
+        known.asked + sum(result.checked for result in seen),
+        known.differed + sum(result.noisy for result in seen),
         max((each for each in (known.nats, nats) if each is not None), default=None),
     )
     return replace(pool, under_load=under)
@@ -286,13 +286,13 @@ class _Judge:
     def __init__(self, pool: CanaryPool, records: Sequence[RequestRecord]) -> None:
         self._pool = pool
         self._records = records
-        self._telling = pool.telling
+        self._identifying = pool.identifying
         self._by_text: dict[tuple[int, int], list[RequestRecord]] = {}
-        for each in records:
-            if each.text_crc is not None and (each.text_bytes or 0) >= TELLING_CHARS:
-                self._by_text.setdefault((each.text_crc, each.text_bytes or 0), []).append(each)
+        for record in records:
+            if record.text_crc is not None and (record.text_bytes or 0) >= IDENTIFYING_CHARS:
+                self._by_text.setdefault((record.text_crc, record.text_bytes or 0), []).append(record)
 
-    def of_record(self, record: RequestRecord) -> JudgedCanary:
+    def judge_record(self, record: RequestRecord) -> JudgedCanary:
         number = record.canary or 0
         ended_s = record.last_token_s if record.last_token_s is not None else record.scheduled_s
         asked = AskedCanary(
@@ -302,7 +302,7 @@ class _Judge:
             return self._result(asked, "unanswered")
         return self._judge(asked, record)
 
-    def of_asked(self, asked: AskedCanary) -> JudgedCanary:
+    def judge_asked(self, asked: AskedCanary) -> JudgedCanary:
         known = self._has_answer(asked.number)
         return self._judge(asked, None) if known else self._result(asked, "unanswered")
 
@@ -315,7 +315,7 @@ class _Judge:
         if text.startswith(right):
             return self._result(asked, "right")
         kind, whose = self._owner(asked, record)
-        at_char = _common(right, text)
+        at_char = _common_length(right, text)
         if not kind:
             kind = "cut" if at_char == len(text) else "garbage"
         gap = self._gap(asked) if kind == "garbage" else None
@@ -333,12 +333,12 @@ class _Judge:
         return JudgedCanary(asked.number, asked.request_id, kind, asked.when, round(asked.sent_s, 4))
 
     def _owner(self, asked: AskedCanary, record: RequestRecord | None) -> tuple[Kind | Literal[""], str]:
-        """Return the owner of an answer that belongs to another prompt."""
+        """Return kind and owner of an answer that belongs to another prompt; both empty if it does not."""
         text = asked.text
-        number = next((n for right, n in self._telling.items() if text.startswith(right)), None)
+        number = next((n for right, n in self._identifying.items() if text.startswith(right)), None)
         if number is not None:
-            theirs = [each for each in self._records if each.canary == number]
-            return self._by_owners(asked, theirs) or ("stale", f"that of canary prompt {number}")
+            owners = [each for each in self._records if each.canary == number]
+            return self._by_owners(asked, owners) or ("stale", f"that of canary prompt {number}")
         if record is None or record.text_crc is None:
             return "", ""
         # Other prompts are not stored, only the checksum of each answer's text.
@@ -346,19 +346,19 @@ class _Judge:
         others = [each for each in same if each.request_id != record.request_id]
         if others and len(others) < max(2, len(self._records) // 10):
             return self._by_owners(asked, others) or ("", "")
-        mine = self._recipient(asked)
-        return ("another_prompt", f"crossed with {mine.request_id}") if mine is not None else ("", "")
+        other = self._recipient(asked)
+        return ("another_prompt", f"crossed with {other.request_id}") if other is not None else ("", "")
 
     def _by_owners(
-        self, asked: AskedCanary, theirs: Sequence[RequestRecord]
+        self, asked: AskedCanary, owners: Sequence[RequestRecord]
     ) -> tuple[Literal["another_prompt", "stale"], str] | None:
-        """Decide by whether the owner was in flight at the same time or had ended."""
-        for each in theirs:
-            ended_s = each.last_token_s
+        """Return "another_prompt" if an owner was in flight at the same time, else "stale"; and the owner."""
+        for owner in owners:
+            ended_s = owner.last_token_s
             if ended_s is None or ended_s >= asked.sent_s:
-                return "another_prompt", f"that of {each.request_id}"
-        if theirs:
-            last = max(theirs, key=lambda each: each.last_token_s or 0.0)
+                return "another_prompt", f"that of {owner.request_id}"
+        if owners:
+            last = max(owners, key=lambda owner: owner.last_token_s or 0.0)
             ago = asked.sent_s - (last.last_token_s or 0.0)
             return "stale", f"that of {last.request_id}, which had ended {ago:.2f} s before"
         return None
@@ -369,12 +369,12 @@ class _Judge:
             return None
         right = self._pool.right(asked.number)
         key = _checksum(right)
-        same = self._by_text.get(key, []) if right in self._telling else []
-        return next((each for each in same if each.request_id != asked.request_id), None)
+        same = self._by_text.get(key, []) if right in self._identifying else []
+        return next((record for record in same if record.request_id != asked.request_id), None)
 
     def _gap(self, asked: AskedCanary) -> float | None:
         answers = self._pool.answers
-        repeats = (each.texts for each in answers.repeats)
+        repeats = (repeat.texts for repeat in answers.repeats)
         if any(asked.number < len(texts) and texts[asked.number] == asked.text for texts in repeats):
             return 0.0
         return departure(answers.choices[asked.number], asked.text) if answers.choices else None
@@ -382,35 +382,35 @@ class _Judge:
 
 def around(records: Sequence[RequestRecord], sent_s: float, ended_s: float, own_id: str = "") -> str:
     """Describe a request's surroundings: concurrent requests and recent failures."""
-    others = [each for each in records if each.request_id != own_id]
+    others = [record for record in records if record.request_id != own_id]
     under_way = sum(
-        (each.sent_s or each.scheduled_s) <= sent_s
-        and (each.last_token_s is None or each.last_token_s >= sent_s)
-        for each in others
-        if each.ok
+        (record.sent_s or record.scheduled_s) <= sent_s
+        and (record.last_token_s is None or record.last_token_s >= sent_s)
+        for record in others
+        if record.ok
     )
     parts = [f"{under_way} others were in flight"]
     failed = [
-        each
-        for each in others
-        if not each.ok
-        and each.error != "cancelled"
-        and sent_s - AROUND_S <= (each.last_token_s or each.sent_s or each.scheduled_s) <= ended_s
+        record
+        for record in others
+        if not record.ok
+        and record.error != "cancelled"
+        and sent_s - AROUND_S <= (record.last_token_s or record.sent_s or record.scheduled_s) <= ended_s
     ]
     if failed:
-        counts = Counter(each.error for each in failed)
+        counts = Counter(record.error for record in failed)
         named = ", ".join(f"{count} × {error}" for error, count in counts.most_common(3))
-        last = max(failed, key=lambda each: each.last_token_s or each.sent_s or each.scheduled_s)
+        last = max(failed, key=lambda record: record.last_token_s or record.sent_s or record.scheduled_s)
         parts.append(f"failed in the {AROUND_S:g} s before: {named}, last {last.request_id}")
-    if cancelled := sum(each.error == "cancelled" for each in others):
+    if cancelled := sum(record.error == "cancelled" for record in others):
         parts.append(f"{cancelled} of the trial's requests were cancelled")
     return "; ".join(parts)
 
 
-def _common(one: str, other: str) -> int:
-    for place, (mine, theirs) in enumerate(zip(one, other, strict=False)):
-        if mine != theirs:
-            return place
+def _common_length(one: str, other: str) -> int:
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return index
     return min(len(one), len(other))
 
 

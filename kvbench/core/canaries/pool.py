@@ -19,9 +19,9 @@ from kvbench.core.metrics.equal_answers import LONG_BYTES, LONG_TOKENS, Noise, n
 from kvbench.core.records import Cell, Outputs
 
 COMPARED_TOKENS: Final = 256
-"""Tokens compared of longer answers: wrong KV shows early, and the reference costs less."""
-TELLING_CHARS: Final = 12
-"""Shorter answers may be equal by chance and identify no prompt."""
+"""Most tokens of an answer that are compared: wrong KV shows early, and the reference costs less."""
+IDENTIFYING_CHARS: Final = 12
+"""Shortest answer that identifies its prompt; shorter ones may be equal by chance."""
 SHARED_SHARE: Final = 0.25
 """Share of re-sent prompts with both a shared text and another one, from which a server counts as ignoring
 its prompts. An honest server whose texts are all shared and vary in one of twenty reaches it in 1 of 250
@@ -90,7 +90,7 @@ class CanaryPool:
             (number, tuple(sorted(owners[text] - {number})), text)
             for number, found in enumerate(texts)
             for text in dict.fromkeys(found)
-            if len(set(found)) > 1 and len(text) >= TELLING_CHARS
+            if len(set(found)) > 1 and len(text) >= IDENTIFYING_CHARS
         ]
         single = [
             (number, others, text)
@@ -102,20 +102,20 @@ class CanaryPool:
             for number, others, text in changed
             if len(others) > 1 and self.lengths[number][1] >= LONG_TOKENS and len(text) >= LONG_BYTES
         ]
-        asked_again = sum(len(found) > 1 for found in texts)
+        asked_again = sum(len(answers) > 1 for answers in texts)
         least = max(LEAST_SHARED, math.ceil(SHARED_SHARE * asked_again))
         enough = len({number for number, _, _ in shared}) >= least
         return (*single, *(shared if enough else ()))
 
     @cached_property
-    def telling(self) -> Mapping[str, int]:
+    def identifying(self) -> Mapping[str, int]:
         """Map right answers that identify one prompt to its number."""
         rights = [self.right(number) for number in range(len(self))]
         alike = Counter(rights)
         return {
             text: number
             for number, text in enumerate(rights)
-            if alike[text] == 1 and len(text) >= TELLING_CHARS
+            if alike[text] == 1 and len(text) >= IDENTIFYING_CHARS
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class CanaryPool:
             "proof": self.proof,
         }
         if self.places:
-            row |= {"places": list(self.places), "lengths": [list(each) for each in self.lengths]}
+            row |= {"places": list(self.places), "lengths": [list(length) for length in self.lengths]}
         if self.under_load.asked:
             row["under_load"] = {
                 "asked": self.under_load.asked,
@@ -140,7 +140,7 @@ class CanaryPool:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any], answers: Outputs) -> CanaryPool:
-        """Raises KeyError, TypeError or ValueError for malformed rows."""
+        """Parse a row. Raises KeyError, TypeError or ValueError if it is malformed."""
         cell_lengths = int(row["input_len"]), int(row["output_len"])
         places = tuple(int(each) for each in row.get("places") or ())
         lengths = [(int(one), int(other)) for one, other in row.get("lengths") or ()]
@@ -175,7 +175,7 @@ def canary_prompt(input_len: int, seed: int, number: int, vocab_size: int) -> li
 def pool_of_cell(
     pools: Mapping[tuple[str, int, int], CanaryPool], cell: Cell, reference: str
 ) -> CanaryPool | None:
-    """Return a cell's pool: the reference's, or its deployment's own."""
+    """Return a cell's pool: that of the reference, or of the cell's deployment."""
     lengths = cell.input_len, cell.output_len
     known = [pools.get((label, *lengths)) for label in (reference, cell.connector)]
     of_reference = known[0] if known[0] is not None and known[0].proof == "reference" else None
@@ -224,7 +224,7 @@ def wanted_canaries(requests: int, share: float, least: int) -> int:
 
 
 def canary_places(requests: int, share: float, least: int, early: int, seed: int) -> list[int]:
-    """Return ascending indices: one random place per equal part. ``early``: requests after which the trial
+    """Return ascending indices: one random position per equal part. ``early``: requests after which the trial
     may end; ``least`` canaries come before that if possible, later ones by the share. Deterministic."""
     early = min(max(1, early), requests)
     first = min(wanted_canaries(early, share, least), requests)
@@ -239,9 +239,9 @@ def canary_places(requests: int, share: float, least: int, early: int, seed: int
     return places
 
 
-def placed(places: Sequence[int], numbers: Sequence[int]) -> CanaryPlaces:
-    """Assign prompts to places; left-over prompts are spares. With too few prompts, places are thinned out
-    evenly and spares for one failure remain."""
+def place_canaries(places: Sequence[int], numbers: Sequence[int]) -> CanaryPlaces:
+    """Assign prompts to positions; left-over prompts are spares. With too few prompts, positions are thinned
+    out evenly and spares for one failure remain."""
     few = min(AFTER_FAILURE, max(0, len(numbers) - 1) // 3)
     spares = min(SPARES, max(few, len(numbers) - len(places)))
     usable = len(numbers) - spares

@@ -12,8 +12,8 @@ from kvbench.core.records import TrialRecord
 
 @dataclass(frozen=True)
 class Tally:
-    """``noisy``: answers within the reference's own variation. ``own``: compared with the server's own idle
-    answers. ``at_end``: requested after a cell's last trial."""
+    """Counts of answers. ``noisy``: within the reference's own variation. ``own``: compared with the server's
+    own idle answers. ``at_end``: requested after a cell's last trial."""
 
     checked: int = 0
     wrong: int = 0
@@ -41,7 +41,7 @@ class Tally:
 
     @classmethod
     def of_trials(cls, records: Iterable[TrialRecord]) -> Tally:
-        return sum((cls.of_trial(each) for each in records), cls())
+        return sum((cls.of_trial(record) for record in records), cls())
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any] | None) -> Tally:

@@ -48,7 +48,7 @@ class RequestOutcome:
 
 
 def outcome_of(record: RequestRecord, slo: Slo, wrong: Collection[str] = ()) -> RequestOutcome:
-    """``wrong``: ids of requests with known wrong answers."""
+    """Return a request's outcome. ``wrong``: ids of requests with known wrong answers."""
     return RequestOutcome(
         record.scheduled_s, record.last_token_s if record.ok else None, _fate(record, slo, wrong)
     )
@@ -98,29 +98,29 @@ class FaultCost:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> FaultCost:
-        """Raises KeyError or TypeError for malformed rows."""
+        """Parse a row. Raises KeyError or TypeError if it is malformed."""
         return cls(**{name: row[name] for name in cls.__dataclass_fields__})
 
 
 def fault_cost(outcomes: Iterable[RequestOutcome], rate: float, target: float, struck_s: float) -> FaultCost:
-    """``rate``: offered requests per second; ``target``: the SLO's share."""
+    """Return the cost. ``rate``: offered requests per second; ``target``: the SLO's share."""
     ordered = sorted(outcomes, key=lambda each: each.due_s)
-    before = [each for each in ordered if each.over_s is not None and each.over_s <= struck_s]
+    before = [outcome for outcome in ordered if outcome.over_s is not None and outcome.over_s <= struck_s]
     before += [each for each in ordered if each.over_s is None and _failed_before(each, before, struck_s)]
     known = set(map(id, before))
-    touched = [each for each in ordered if id(each) not in known]
-    held = sum(each.good for each in before) / len(before) if before else None
+    touched = [outcome for outcome in ordered if id(outcome) not in known]
+    held = sum(outcome.good for outcome in before) / len(before) if before else None
     window = max(LEAST_WINDOW, min(MOST_WINDOW, round(rate * WINDOW_S)))
     level = level_of(target, held, window)
-    after = [each for each in touched if each.due_s >= struck_s]
+    after = [outcome for outcome in touched if outcome.due_s >= struck_s]
     back = _back_at(after, window, level)
     until_s = math.inf if back is None else after[back].due_s if back else struck_s
-    # The first window that keeps the level may begin with some of the last that were not good.
+    # The first window that keeps the level may begin with requests that were not good.
     last = len(after) if back is None else back + window
-    meant = [*(each for each in touched if each.due_s < struck_s), *after[:last]]
+    meant = [*(outcome for outcome in touched if outcome.due_s < struck_s), *after[:last]]
     share = 1.0 if held is None else held
-    lost = sum(share - each.good for each in meant)
-    counts = Counter(each.fate for each in touched)
+    lost = sum(share - outcome.good for outcome in meant)
+    counts = Counter(outcome.fate for outcome in touched)
     return FaultCost(
         rate=rate,
         target=target,
@@ -156,7 +156,7 @@ def _failed_before(one: RequestOutcome, before: Sequence[RequestOutcome], struck
 
 
 def _longest(outcomes: Sequence[RequestOutcome]) -> float:
-    return max((each.over_s or each.due_s) - each.due_s for each in outcomes)
+    return max((outcome.over_s or outcome.due_s) - outcome.due_s for outcome in outcomes)
 
 
 def level_of(target: float, held: float | None, window: int) -> float:
@@ -171,15 +171,15 @@ def _back_at(after: Sequence[RequestOutcome], window: int, level: float) -> int 
     """Return the index of recovery, or None if not observed."""
     if len(after) < window:
         return None
-    good = sum(each.good for each in after[-window:])
-    place = len(after) - window
+    good = sum(outcome.good for outcome in after[-window:])
+    index = len(after) - window
     if good < level * window - 1e-9:
         return None
-    while place > 0:
-        good += after[place - 1].good - after[place - 1 + window].good
+    while index > 0:
+        good += after[index - 1].good - after[index - 1 + window].good
         if good < level * window - 1e-9:
-            return place
-        place -= 1
+            return index
+        index -= 1
     return 0
 
 
@@ -194,11 +194,11 @@ class GoodputBin:
 def goodput_bins(outcomes: Iterable[RequestOutcome], width_s: float, end_s: float) -> list[GoodputBin]:
     count = max(1, math.ceil(end_s / width_s - 1e-9))
     bins: list[Counter[str]] = [Counter() for _ in range(count)]
-    for each in outcomes:
-        if 0 <= each.due_s < end_s:
-            bins[min(count - 1, int(each.due_s / width_s))][each.fate] += 1
+    for outcome in outcomes:
+        if 0 <= outcome.due_s < end_s:
+            bins[min(count - 1, int(outcome.due_s / width_s))][outcome.fate] += 1
     return [
-        GoodputBin(place * width_s, {fate: found[fate] for fate in FATES}) for place, found in enumerate(bins)
+        GoodputBin(index * width_s, {fate: found[fate] for fate in FATES}) for index, found in enumerate(bins)
     ]
 
 
@@ -222,12 +222,12 @@ class FaultRow:
 
 
 def fault_row(costs: Sequence[FaultCost]) -> FaultRow:
-    held = [each for each in costs if each.was_held]
-    backs = [each.back_s for each in held if each.back_s is not None]
-    lost = [each.goodput_lost for each in held]
+    held = [cost for cost in costs if cost.was_held]
+    backs = [cost.back_s for cost in held if cost.back_s is not None]
+    lost = [cost.goodput_lost for cost in held]
     fates: Counter[str] = Counter()
-    for each in costs:
-        fates.update(each.fates)
+    for cost in costs:
+        fates.update(cost.fates)
     return FaultRow(
         repeats=len(costs),
         held=len(held),
@@ -236,7 +236,7 @@ def fault_row(costs: Sequence[FaultCost]) -> FaultRow:
         back_worst_s=max(backs, default=None),
         goodput_lost=median(lost) if lost else None,
         goodput_lost_worst=max(lost, default=None),
-        lost_s=median(each.lost_s for each in held) if held else None,
+        lost_s=median(cost.lost_s for cost in held) if held else None,
         fates={fate: fates[fate] for fate in FATES},
     )
 
@@ -273,20 +273,20 @@ def rank_chance(first: Sequence[float], second: Sequence[float]) -> float:
     if not n or not m:
         return 1.0
     wins = _wins(first, second)
-    far = abs(wins - n * m / 2)
+    distance = abs(wins - n * m / 2)
     values = [*first, *second]
     if n * m <= EXACT_MOST and len(set(values)) == len(values):
         ways = _ways(n, m)
         total = math.comb(n + m, n)
         return min(
-            1.0, sum(count for u, count in enumerate(ways) if abs(u - n * m / 2) >= far - 1e-9) / total
+            1.0, sum(count for u, count in enumerate(ways) if abs(u - n * m / 2) >= distance - 1e-9) / total
         )
     ties = sum(values.count(value) ** 3 - values.count(value) for value in set(values))
     size = n + m
     variance = n * m / 12 * ((size + 1) - ties / (size * (size - 1)))
     if variance <= 0:
         return 1.0
-    return 2 * (1 - NormalDist().cdf(max(0.0, far - 0.5) / math.sqrt(variance)))
+    return 2 * (1 - NormalDist().cdf(max(0.0, distance - 0.5) / math.sqrt(variance)))
 
 
 def _wins(first: Sequence[float], second: Sequence[float]) -> float:

@@ -137,7 +137,7 @@ class PlannedFault:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> PlannedFault:
-        """Raises KeyError or TypeError for malformed rows."""
+        """Parse a row. Raises KeyError or TypeError if it is malformed."""
         return cls(**{name: row[name] for name in cls.__dataclass_fields__})
 
 

@@ -77,9 +77,9 @@ def drift(windows: Sequence[SoakWindow], least: float = 0.0) -> Drift:
     half = student_t(CONFIDENCE, freedom) * error
     change = slope * (float(hours.max()) - float(hours.min()))
     growth = change / abs(middle) if middle else (math.copysign(math.inf, change) if change else 0.0)
-    sure = slope - half > 0 or slope + half < 0
+    significant = slope - half > 0 or slope + half < 0
     matters = abs(growth) > MATTERS and abs(change) > least
-    verdict: DriftVerdict = ("grows" if slope > 0 else "falls") if sure and matters else "steady"
+    verdict: DriftVerdict = ("grows" if slope > 0 else "falls") if significant and matters else "steady"
     return Drift(
         verdict, len(known), **ends, per_hour=slope, lower=slope - half, upper=slope + half,
         growth=growth if math.isfinite(growth) else None,
@@ -92,10 +92,10 @@ def settled(windows: Sequence[SoakWindow]) -> list[SoakWindow]:
     first = ordered[0].session if ordered else 0
     begun: set[int] = {first}
     kept = []
-    for place, each in enumerate(ordered):
+    for index, each in enumerate(ordered):
         new = each.session not in begun
         begun.add(each.session)
-        if not new and place >= math.ceil(WARM_UP * len(ordered)):
+        if not new and index >= math.ceil(WARM_UP * len(ordered)):
             kept.append(each)
     return kept
 

@@ -58,7 +58,7 @@ class Ratio:
     def text(self) -> str:
         """Return the better side's text: ``mean TTFT 3.5 % lower [1.2, 5.8]``."""
         words, better = FIGURES[self.figure]
-        # Seen from the side that is ahead; its ratio to the other is inverted where that is the second.
+        # The ratio is that of the side ahead to the other, so it is inverted if the second is ahead.
         ends = [self.low or 0.0, self.high or math.inf]
         ratio = self.ratio if self.first_ahead else 1 / self.ratio
         ends = ends if self.first_ahead else sorted(1 / end if end else math.inf for end in ends)
@@ -98,7 +98,7 @@ class Pair:
         return "; ".join(sides)
 
     def about(self) -> str:
-        """Return what the figures of ``text`` are."""
+        """Describe the figures of ``text``: their runs, and the validity of the intervals."""
         of = "these two runs, not for repeated ones" if self.scope == "requests" else "repeated runs"
         return f"these are figures of the whole run; the intervals are for {of}"
 
@@ -132,12 +132,12 @@ def pairs(rows: Sequence[LoadRow], by: str = "connector") -> list[Pair]:
         if by != "rate" and row.axes.get(by) is not None:
             groups.setdefault(rest, {}).setdefault(level_text(by, row), []).append(row)
     several = {axis for axis in AXES if len({row.axes.get(axis) for row in rows}) > 1}
-    found: list[Pair] = []
+    compared: list[Pair] = []
     for rest, levels in groups.items():
         for one, other in combinations(levels, 2):
             if levels[one][0].axes.get(by) != levels[other][0].axes.get(by):
-                found += _at_rates(by, (one, levels[one]), (other, levels[other]), _place(rest, several))
-    return found
+                compared += _at_rates(by, (one, levels[one]), (other, levels[other]), _place(rest, several))
+    return compared
 
 
 def _constant_within(rows: Sequence[LoadRow], by: str) -> set[str]:
@@ -179,7 +179,7 @@ def _at_rates(
 ) -> Iterable[Pair]:
     names = one[0], other[0]
     if (sizes := first_unequal(row.size for _, rows in (one, other) for row in rows)) is not None:
-        # Latencies at one rate, too: twice the engines have half the load each.
+        # This includes latencies at one rate: with twice the engines, each has half the load.
         why = f"they have unequal size, {sizes[0].text()} against {sizes[1].text()}"
         yield Pair(by, *names, place, (), "", (why,), (*one[1], *other[1]), unequal=True)
         return
@@ -212,7 +212,7 @@ def _scope(left: Sequence[LoadRow], right: Sequence[LoadRow]) -> Literal["runs",
 
 
 def _distinct(rows: Sequence[LoadRow]) -> list[LoadRow]:
-    """Return rows without exact duplicates: these are one run shown twice."""
+    """Return rows without exact duplicates, which are one run shown twice."""
     return list({tuple(sorted(row.figures.items())): row for row in rows}.values())
 
 
@@ -240,15 +240,15 @@ def _ratios(left: Sequence[LoadRow], right: Sequence[LoadRow], scope: str) -> tu
         for name in FIGURES
         if all((value := row.get(name)) is not None and value > 0 for row in (*left, *right))
     ]
-    found = []
+    ratios = []
     for name in known:
         one, other = ([math.log(row.get(name) or 1.0) for row in _distinct(rows)] for rows in (left, right))
         means = sum(one) / len(one), sum(other) / len(other)
         half = _half_width(one, other, left, right, name, len(known)) if scope else None
         ratio = math.exp(means[0] - means[1])
         ends = (None, None) if half is None else (ratio * math.exp(-half), ratio * math.exp(half))
-        found.append(Ratio(name, math.exp(means[0]), math.exp(means[1]), ratio, *ends))
-    return tuple(found)
+        ratios.append(Ratio(name, math.exp(means[0]), math.exp(means[1]), ratio, *ends))
+    return tuple(ratios)
 
 
 def _half_width(

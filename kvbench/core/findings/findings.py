@@ -80,8 +80,8 @@ def read_claims(given: Iterable[Mapping[str, Any]]) -> list[Claim]:
 
 def check_claim(claim: Claim, rows: Sequence[LoadRow]) -> Finding | None:
     """Return the contradictions of a claim, a note if it is confirmed, or None if the rows show neither."""
-    mine = [row for row in rows if not claim.input_len or row.cell.input_len in claim.input_len]
-    checked = [*_values(claim, mine), *_relations(claim, mine)]
+    relevant = [row for row in rows if not claim.input_len or row.cell.input_len in claim.input_len]
+    checked = [*_values(claim, relevant), *_relations(claim, relevant)]
     wrong = [text for good, text in checked if not good]
     if not checked:
         return None
@@ -183,15 +183,15 @@ def suspicious(rows: Sequence[LoadRow]) -> list[Statement]:
     found = [(row, finding) for row in rows for finding in suspicions(row)]
     statements = []
     for rule in RULES:
-        mine = [(row, finding) for row, finding in found if finding.gate == rule.__name__]
-        if not mine:
+        warned = [(row, finding) for row, finding in found if finding.gate == rule.__name__]
+        if not warned:
             continue
-        row, worst = max(mine, key=lambda each: float(each[1].evidence.get("excess", 0.0)))
-        of = f"{_rows_text([row for row, _ in mine])}: "
-        example = f"for example, {row.place()}: " if len(mine) > 1 else ""
-        evidence = {each.key: finding.evidence for each, finding in mine}
-        level = "invalid" if any(finding.level == "invalid" for _, finding in mine) else worst.level
-        places = tuple(each.place() for each, _ in mine)
+        row, worst = max(warned, key=lambda each: float(each[1].evidence.get("excess", 0.0)))
+        of = f"{_rows_text([row for row, _ in warned])}: "
+        example = f"for example, {row.place()}: " if len(warned) > 1 else ""
+        evidence = {each.key: finding.evidence for each, finding in warned}
+        level = "invalid" if any(finding.level == "invalid" for _, finding in warned) else worst.level
+        places = tuple(each.place() for each, _ in warned)
         text = of + example + worst.message
         statements.append(Statement("suspicious", worst.gate, text, worst.advice, level, places, evidence))
     return [*statements, *_other_rates(rows), *_twice(rows)]
@@ -199,17 +199,17 @@ def suspicious(rows: Sequence[LoadRow]) -> list[Statement]:
 
 def _other_rates(rows: Sequence[LoadRow]) -> Iterable[Statement]:
     """Report scripts whose rates differ from the measured ones."""
-    mine = [row for row in rows if row.asked_rate and row.request_rate and row.asked_rate != row.request_rate]
-    if not mine:
+    rows = [row for row in rows if row.asked_rate and row.request_rate and row.asked_rate != row.request_rate]
+    if not rows:
         return
-    places = "; ".join(f"{row.place()}, script: {figure_text(row.asked_rate)}" for row in mine)
+    places = "; ".join(f"{row.place()}, script: {figure_text(row.asked_rate)}" for row in rows)
     yield Statement(
         "suspicious",
         "other_rates",
         f"the scripts next to the results offer other rates than the measured ones: {places}",
         "another script produced the results; store the command with each result",
         "warning",
-        tuple(row.place() for row in mine),
+        tuple(row.place() for row in rows),
     )
 
 

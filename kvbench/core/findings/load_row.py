@@ -43,11 +43,11 @@ class RowConditions:
     prefill_flops_16bit: float | None = None
 
     def differing(self, other: RowConditions) -> list[str]:
-        """Return what is reported for both in model, hardware and engine, and differs."""
+        """Return model, hardware and engine where both rows report them and they differ."""
         return [
-            f"{name}: {mine} / {theirs}"
+            f"{name}: {left} / {right}"
             for name in ("model", "hardware", "engine")
-            if (mine := getattr(self, name)) and (theirs := getattr(other, name)) and mine != theirs
+            if (left := getattr(self, name)) and (right := getattr(other, name)) and left != right
         ]
 
 

@@ -1,4 +1,4 @@
-"""Whether a highest request rate changed between runs before and after; the ratio is after / before.
+"""Compare the highest request rate of runs before and after a change; the ratio is after / before.
 
 Single runs are compared by their searches' posteriors, sets of equally probable rates: P(A > B) is the share
 of pairs in which A's rate is higher, and the ratio's interval is that of the pairs. With repeats (five runs
@@ -41,8 +41,8 @@ class PossibleRates:
 
     def above(self, other: PossibleRates) -> float:
         """Return the lower bound of P(this > other); equal rates count half."""
-        mine, others = _pairs(self.least, other.most)
-        return float((mine > others).mean() + (mine == others).mean() / 2)
+        rates, others = _pairs(self.least, other.most)
+        return float((rates > others).mean() + (rates == others).mean() / 2)
 
     def ratio(self, other: PossibleRates) -> tuple[float, float]:
         """Return the interval of this / other with probability LEVEL; its upper end may be infinite."""
@@ -62,20 +62,20 @@ def within(lower: float | None, upper: float | None, level: float | None = None)
         return PossibleRates((lower or 0.0,), (math.inf if upper is None else upper,))
     middle = math.log(lower * upper) / 2
     spread = math.log(upper / lower) / 2 / NormalDist().inv_cdf((1 + level) / 2)
-    shares = [(place + 0.5) / PARTS for place in range(PARTS)]
+    shares = [(index + 0.5) / PARTS for index in range(PARTS)]
     return known([math.exp(middle + spread * NormalDist().inv_cdf(share)) for share in shares])
 
 
 def _pairs(one: Sequence[float], other: Sequence[float]) -> tuple[FloatArray, FloatArray]:
-    mine, others = np.meshgrid(np.asarray(one, np.float64), np.asarray(other, np.float64))
-    return mine.ravel(), others.ravel()
+    rates, others = np.meshgrid(np.asarray(one, np.float64), np.asarray(other, np.float64))
+    return rates.ravel(), others.ravel()
 
 
-def _share(share: float, mine: FloatArray, others: FloatArray) -> float:
+def _share(share: float, rates: FloatArray, others: FloatArray) -> float:
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.where(others == 0, np.inf, mine / others)
+        ratios = np.where(others == 0, np.inf, rates / others)
         found = np.quantile(np.where(np.isnan(ratios), 0.0, ratios), share, method="hazen")
-    return math.inf if math.isnan(found) else float(found)  # between two infinite ones
+    return math.inf if math.isnan(found) else float(found)  # NaN: between two infinite ratios
 
 
 Became = Literal["better", "worse", "unchanged", "inconclusive"]
@@ -130,7 +130,7 @@ class RateChange:
     def alarms(self, worse_than: float, cells: int = 1) -> bool:
         """Return whether the loss is significant and its estimate exceeds ``worse_than`` (a share).
         ``cells``: number of comparisons; FALSE_ALARMS holds for all together."""
-        return self.lower >= sure_of(cells) and self.ratio < 1 - worse_than
+        return self.lower >= confidence_of(cells) and self.ratio < 1 - worse_than
 
     def seen(self, loss: float, worse_than: float, cells: int = 1) -> float | None:
         """Return the probability of an alarm for a true ``loss`` (a share), or None."""
@@ -171,11 +171,11 @@ def _most_scatter(degrees: int) -> float:
 
 
 def _quantile(cells: int, degrees: int | None) -> float:
-    sure = sure_of(cells)
-    return _NORMAL.inv_cdf(sure) if degrees is None else t_quantile(sure, degrees)
+    confidence = confidence_of(cells)
+    return _NORMAL.inv_cdf(confidence) if degrees is None else t_quantile(confidence, degrees)
 
 
-def sure_of(cells: int) -> float:
+def confidence_of(cells: int) -> float:
     """Return the confidence per loss for FALSE_ALARMS over all (Bonferroni)."""
     return 1 - MARGIN * FALSE_ALARMS / max(1, cells)
 
@@ -183,16 +183,16 @@ def sure_of(cells: int) -> float:
 def rate_change(before: Sequence[Searched], after: Sequence[Searched]) -> RateChange:
     """Compare the answers of runs before and after; copies count once."""
     sides = _distinct(before), _distinct(after)
-    rates = [[math.log(each.rate) for each in side if each.rate] for side in sides]
+    rates = [[math.log(answer.rate) for answer in side if answer.rate] for side in sides]
     runs = len(sides[0]), len(sides[1])
     spreads = [spread_of(each.possible) for side in sides for each in side]
     if None not in spreads and sum(map(len, rates)) == sum(runs) >= LEAST_DEGREES + 2:
         return _by_scatter(rates[0], rates[1])
-    one, other = (_pool([each.possible for each in side]) for side in sides)
+    one, other = (_pool([answer.possible for answer in side]) for side in sides)
     first, last = (math.exp(fmean(side)) if side else None for side in rates)
     ratio = math.inf if first is None else (last or 0.0) / first
     low, high = other.ratio(one)
-    scatter = None if None in spreads else math.sqrt(fmean((each or 0.0) ** 2 for each in spreads))
+    scatter = None if None in spreads else math.sqrt(fmean((spread or 0.0) ** 2 for spread in spreads))
     return RateChange(
         ratio, min(low, ratio), max(high, ratio), one.above(other), other.above(one), scatter, None, runs
     )
@@ -218,13 +218,13 @@ def _distinct(side: Sequence[Searched]) -> list[Searched]:
 
 
 def _pool(repeats: Sequence[PossibleRates]) -> PossibleRates:
-    """Return a side's rates from too few repeats; the first unbounded one if any is."""
-    spreads = [spread_of(each) for each in repeats]
+    """Return the pooled rates of a side with too few repeats; the first repeat's if any is unbounded."""
+    spreads = [spread_of(repeat) for repeat in repeats]
     if len(repeats) == 1 or None in spreads:
         return repeats[0]
-    middle = fmean(fmean(map(math.log, each.least)) for each in repeats)
+    middle = fmean(fmean(map(math.log, repeat.least)) for repeat in repeats)
     spread = math.sqrt(fmean((each or 0.0) ** 2 for each in spreads) / len(repeats))
-    shares = [(place + 0.5) / PARTS for place in range(PARTS)]
+    shares = [(index + 0.5) / PARTS for index in range(PARTS)]
     return known([math.exp(middle + spread * _NORMAL.inv_cdf(share)) for share in shares])
 
 

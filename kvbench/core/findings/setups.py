@@ -70,7 +70,7 @@ def transport_warnings(
 
 
 def _over_ucx(argv: Sequence[str]) -> bool:
-    """Whether a command configures NIXL with UCX alone."""
+    """Return whether a command configures NIXL with UCX alone."""
     return any("Nixl" in word and "UCX" in word and "LIBFABRIC" not in word for word in argv)
 
 
@@ -80,15 +80,15 @@ def _listing(names: Sequence[str]) -> str:
 
 def tcp_beside_rdma(label: str, commands: Iterable[Command], active: Sequence[str]) -> Finding | None:
     """Return a warning where a connector's engines use TCP although these RDMA devices are active."""
-    told = next(filter(None, (forced_tcp(argv, env) for argv, env in commands)), "")
-    if not told or not active:
+    setting = next(filter(None, (forced_tcp(argv, env) for argv, env in commands)), "")
+    if not setting or not active:
         return None
     return Finding(
         "tcp_beside_rdma",
         "warning",
-        f"{label} is configured to move KV over TCP ({told}) although RDMA is active ({_listing(active)})",
+        f"{label} is configured to move KV over TCP ({setting}) although RDMA is active ({_listing(active)})",
         "omit protocol or ucx_tls, or request RDMA, unless you want to measure TCP",
-        {"told": told, "rdma": list(active)},
+        {"told": setting, "rdma": list(active)},
     )
 
 
@@ -99,7 +99,7 @@ def forced_tcp(argv: Sequence[str], env: Mapping[str, str]) -> str:
     rdma = any(_RDMA_TLS.fullmatch(word) for word in words)
     if tls and (rdma if tls.startswith("^") else "tcp" in words and not rdma):
         return f"UCX_TLS={tls}"
-    if "MC_FORCE_TCP" in env:  # its presence counts, whatever its value
+    if "MC_FORCE_TCP" in env:  # its presence counts, not its value
         return f"MC_FORCE_TCP={env['MC_FORCE_TCP']}"
     if env.get("NCCL_IB_DISABLE", "0") not in ("0", ""):
         return f"NCCL_IB_DISABLE={env['NCCL_IB_DISABLE']}"
@@ -129,11 +129,11 @@ def unequal_ranks(plan: Mapping[str, Any], labels: Iterable[str]) -> Iterator[Fi
         )
     sizes.pop((), None)
     if len(sizes) > 1:
-        told = "; ".join(f"{_text(size)}: {', '.join(named)}" for size, named in sorted(sizes.items()))
+        setting = "; ".join(f"{_text(size)}: {', '.join(named)}" for size, named in sorted(sizes.items()))
         yield Finding(
             "unequal_ranks",
             "warning",
-            f"rows have unequal tensor parallel sizes ({told}): a difference may come from the size as "
+            f"rows have unequal tensor parallel sizes ({setting}): a difference may come from the size as "
             "well as from the connector, also per GPU",
             "compare connectors at one size, and sizes at one connector",
             {"sizes": {label: list(size) for size, named in sizes.items() for label in named}},

@@ -215,7 +215,7 @@ def not_kept_up(row: LoadRow) -> Finding | None:
     n, duration_s = row.requests or 0, row.get("duration_s")
     drain_s = (duration_s if duration_s is not None else n / done) - arrivals_s
     median_ms = row.get("p50_e2el_ms") or _median_e2el(row)
-    # The last requests alone make a run longer than its arrivals; that is no failure to keep up.
+    # The last requests alone make a run longer than its arrivals; the server still keeps up.
     ordinary = (
         median_ms is not None
         and (median_ms <= 0.25e3 * arrivals_s or _steady(row, arrivals_s))
@@ -276,7 +276,7 @@ def _wrong_rates(row: LoadRow) -> list[str]:
         if not seconds or not reported or count is None:
             continue
         computed = count / seconds
-        # A reported value is rounded to two digits behind the point.
+        # Reported values are rounded to two decimal places.
         if abs(reported - computed) > TOLERANCE * computed + 0.006:
             wrong.append(
                 f"{name} {figure_text(reported)}, but {figure_text(count)} in {figure_text(seconds)} s"

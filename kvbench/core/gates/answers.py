@@ -19,12 +19,12 @@ BOS: Final = 1
 """Tokens that a tokenizer may add."""
 LEAST_ANSWERS: Final = 20
 """Fewest answers for a conclusion."""
-MOST_TOLD: Final = 3
+MOST_LISTED: Final = 3
 """Most wrong answers named in a message."""
 MOST_KEPT: Final = 20
 """Most wrong answers stored with a finding."""
-TELLING_TOKENS: Final = 8
-"""Shorter answers may be equal by chance."""
+IDENTIFYING_TOKENS: Final = 8
+"""Shortest answer, in tokens, that identifies its prompt; shorter ones may be equal by chance."""
 EQUAL_BY_CHANCE: Final = 0.0005
 """p-value of each of two tests below which equal answers are refused: fewer than 1 in 1,000 honest trials."""
 SAME_SHARE: Final = 0.9
@@ -44,8 +44,8 @@ def wrong_prompt_length(evidence: Evidence) -> Finding | None:
     by more than 1 % of their length.
     limits: one token more or less, as a BOS, is a note, and up to 1 % a warning; a server need not report it.
     Chats have a tolerance of 5 %, since their words vary in tokens."""
-    answers = [each for each in evidence.records if each.ok and each.prompt_tokens is not None]
-    off = Counter((each.input_len, each.prompt_tokens or 0) for each in answers)
+    answers = [record for record in evidence.records if record.ok and record.prompt_tokens is not None]
+    off = Counter((answer.input_len, answer.prompt_tokens or 0) for answer in answers)
     wrong = {pair: count for pair, count in off.items() if pair[0] != pair[1]}
     if not wrong:
         return None
@@ -78,29 +78,29 @@ def wrong_answers(evidence: Evidence) -> Finding | None:
     answer, a stale or a cut one always counts. Any other difference counts if it exceeds the reference's own
     variation under load, in log-probabilities or in frequency. limits: ``power`` is the share of wrong
     answers that would have been detected; a server that is equally wrong when idle is not detected."""
-    found = evidence.canaries
-    if found is None or not found.checked:
+    tally = evidence.canaries
+    if tally is None or not tally.checked:
         return None
-    if found.wrong:
-        more = f"; and {len(found.wrong) - MOST_TOLD} more" if len(found.wrong) > MOST_TOLD else ""
-        told = " | ".join(each.text() for each in found.wrong[:MOST_TOLD])
+    if tally.wrong:
+        more = f"; and {len(tally.wrong) - MOST_LISTED} more" if len(tally.wrong) > MOST_LISTED else ""
+        text = " | ".join(answer.text() for answer in tally.wrong[:MOST_LISTED])
         return Finding(
             "wrong_answers",
             "invalid",
-            f"{len(found.wrong)} of {found.checked} answers with a known right text were wrong: {told}{more}",
+            f"{len(tally.wrong)} of {tally.checked} answers with a known right text were wrong: {text}{more}",
             "answers belong to another prompt, are stale, cut or garbage, and the server reports no "
             "failure: look for "
             "KV blocks freed or reused too early, crossed request ids, and failed transfers",
-            {**found.to_json(), "requests": [asdict(each) for each in found.wrong[:MOST_KEPT]]},
+            {**tally.to_json(), "requests": [asdict(answer) for answer in tally.wrong[:MOST_KEPT]]},
         )
-    if found.of_reference and found.noisy and not found.noise.differed and not found.noise.nats:
+    if tally.of_reference and tally.noisy and not tally.noise.differed and not tally.noise.nats:
         return Finding(
             "wrong_answers",
             "warning",
-            f"{found.noisy} of {found.checked} answers of the reference differ under load from its "
+            f"{tally.noisy} of {tally.checked} answers of the reference differ under load from its "
             "idle answers: this rate is the noise level for the others",
             "batch-dependent kernels cause this; if many answers differ, check the reference",
-            found.to_json(),
+            tally.to_json(),
         )
     return None
 
@@ -109,7 +109,7 @@ def same_answers(evidence: Evidence) -> Finding | None:
     """Different prompts get different answers: a model computes them from the prompts. evidence: the texts (a
     CRC-32 of each) of at least 20 answers of eight tokens and more, 90 % of which are equal. limits: only a
     warning with dummy weights, which may give equal answers; not run if prompts repeat."""
-    found = [each.text_crc for each in evidence.records if each.ok and each.output_len >= TELLING_TOKENS]
+    found = [each.text_crc for each in evidence.records if each.ok and each.output_len >= IDENTIFYING_TOKENS]
     crcs = [crc for crc in found if crc is not None]
     if len(crcs) < LEAST_ANSWERS or evidence.reuse_expected:
         return None
@@ -140,19 +140,19 @@ def repeated_answers(evidence: Evidence) -> Finding | None:
     if evidence.reuse_expected:
         return None
     canaries = evidence.canaries
-    found = equal_answers(evidence.records, canaries.idle if canaries is not None else ())
-    by_time = found.by_time < EQUAL_BY_CHANCE and found.neighbours >= CERTAIN_TEXTS
-    by_idle = found.by_idle < EQUAL_BY_CHANCE
+    equal = equal_answers(evidence.records, canaries.idle if canaries is not None else ())
+    by_time = equal.by_time < EQUAL_BY_CHANCE and equal.neighbours >= CERTAIN_TEXTS
+    by_idle = equal.by_idle < EQUAL_BY_CHANCE
     if not by_time and not by_idle:
         return None
     seen = (
-        f"{found.neighbours} texts occurred twice at about the same time, {found.expected:.2g} expected by "
+        f"{equal.neighbours} texts occurred twice at about the same time, {equal.expected:.2g} expected by "
         "chance"
         if by_time
-        else f"{found.repeated} of {found.answers} answers under load repeat another one's text, "
-        f"of {found.idle} idle ones {found.idle_repeated}"
+        else f"{equal.repeated} of {equal.answers} answers under load repeat another one's text, "
+        f"of {equal.idle} idle ones {equal.idle_repeated}"
     )
-    named = "".join(f"; {one} and {other} got the same text" for one, other in found.pairs[:MOST_TOLD])
+    named = "".join(f"; {one} and {other} got the same text" for one, other in equal.pairs[:MOST_LISTED])
     return Finding(
         "repeated_answers",
         "warning" if evidence.dummy_weights else "invalid",
@@ -162,14 +162,14 @@ def repeated_answers(evidence: Evidence) -> Finding | None:
         else "another user's answer was sent: look for crossed request ids, KV blocks freed or "
         "reused too early, and a cache in front of the server",
         {
-            "answers": found.answers,
-            "repeated": found.repeated,
-            "texts": found.texts,
-            "at_the_same_time": found.neighbours,
-            "expected": round(found.expected, 4),
-            "idle": found.idle,
-            "idle_repeated": found.idle_repeated,
-            "pairs": [list(each) for each in found.pairs[:MOST_KEPT]],
+            "answers": equal.answers,
+            "repeated": equal.repeated,
+            "texts": equal.texts,
+            "at_the_same_time": equal.neighbours,
+            "expected": round(equal.expected, 4),
+            "idle": equal.idle,
+            "idle_repeated": equal.idle_repeated,
+            "pairs": [list(pair) for pair in equal.pairs[:MOST_KEPT]],
         },
     )
 

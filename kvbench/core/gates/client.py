@@ -361,7 +361,7 @@ def _gross_ms(evidence: Evidence) -> float:
 
 def _may_have_caused_the_miss(evidence: Evidence, ttft_ms: float, gap_ms: float) -> bool:
     if evidence.attained:
-        return evidence.queue_growth is not None  # that makes a miss, too, and late sends make queues
+        return evidence.queue_growth is not None  # this causes misses too, and late sends cause queues
     return evidence.attained_with(_relax(evidence, ttft_ms, gap_ms))
 
 

@@ -187,8 +187,8 @@ def _findings(evidence: Evidence) -> list[Finding]:
 def _reason(evidence: Evidence) -> str:
     summary = evidence.summary
     text = "; ".join(
-        f"{each.text}: {_standing(each)}" if len(summary.criteria) > 1 else _standing(each)
-        for each in summary.criteria
+        f"{criterion.text}: {_standing(criterion)}" if len(summary.criteria) > 1 else _standing(criterion)
+        for criterion in summary.criteria
     )
     causes = missed_text(summary.missed_by)
     text += f"; {causes}" if causes else ""
@@ -223,7 +223,7 @@ def _reported(known: Callable[[EngineFigures], object]) -> Callable[[Evidence], 
 
 def _answers_have(known: Callable[[RequestRecord], object]) -> Callable[[Evidence], bool]:
     """Return a test whether some answer has a figure; true without answers."""
-    return lambda evidence: any(known(each) is not None for each in evidence.records if each.ok)
+    return lambda evidence: any(known(record) is not None for record in evidence.records if record.ok)
 
 
 COUNTERS: Final = "no server counters (/metrics)"
@@ -294,7 +294,7 @@ MANY_ANSWERS: Final = Source(
 LONG_ANSWERS: Final = Source(
     "answers are too short to differ",
     lambda evidence: (
-        sum(each.output_len >= answers.TELLING_TOKENS for each in evidence.records if each.ok)
+        sum(each.output_len >= answers.IDENTIFYING_TOKENS for each in evidence.records if each.ok)
         >= answers.LEAST_ANSWERS
     ),
 )

@@ -30,7 +30,7 @@ def too_few_requests(evidence: Evidence) -> Finding | None:
     each share that the SLO requires (0.99 for a P99), unless its interval is already conclusive or another
     criterion is certainly missed. limits: a share near the target still needs many more requests; see its
     interval."""
-    shares = [each for each in evidence.summary.criteria if each.kind == "share"]
+    shares = [criterion for criterion in evidence.summary.criteria if criterion.kind == "share"]
     if evidence.stopped_as == "missed" or any((each.upper or 0.0) < each.target for each in shares if each.n):
         return None
     needed, each = max(((_min_requests(each.target), each) for each in shares), key=lambda pair: pair[0])
@@ -47,7 +47,7 @@ def too_few_requests(evidence: Evidence) -> Finding | None:
 
 
 def _min_requests(share: float) -> int:
-    """Return the fewest requests of which one miss is allowed."""
+    """Return the smallest number of requests that allows one miss."""
     return math.ceil(1 / (1 - share) - 1e-9) if share < 1 else 1
 
 
@@ -214,7 +214,7 @@ def _quarters(values: Sequence[float]) -> tuple[list[float], float]:
     """Return the medians of the quarters, and the standard error between the outer two."""
     parts = np.array_split(np.array(values), QUARTERS)
     medians = [float(np.median(part)) for part in parts]
-    # What is left after the step from quarter to quarter: neighbours depend on each other there, too.
+    # Residuals after the step from quarter to quarter: neighbours are correlated there, too.
     rest = np.concatenate([part - median for part, median in zip(parts, medians, strict=True)])
     spread = max(float(np.median(np.abs(rest))), 1e-3)
     independent = max(1.0, len(parts[0]) / autocorrelation_time(rest.tolist()))
@@ -266,8 +266,8 @@ def two_populations(evidence: Evidence) -> Finding | None:
         return None
     judged = judged_records(evidence.records, evidence.summary.window)
     records = sorted((each for each in judged if each.ok), key=lambda each: each.sent_s or each.scheduled_s)
-    ttft = [(each.ttft_s, float(each.input_len)) for each in records]
-    tpot = [(each.tpot_s, 0.0) for each in records]
+    ttft = [(record.ttft_s, float(record.input_len)) for record in records]
+    tpot = [(record.tpot_s, 0.0) for record in records]
     found = []
     for name, values in (("TTFT", ttft), ("TPOT", tpot)):
         known = [(value, length) for value, length in values if value is not None and value > 0]
@@ -324,10 +324,10 @@ def _best_split(ordered: FloatArray) -> float:
 
 def _are_separate(values: FloatArray, low: float, high: float) -> bool:
     """Return whether the valley between two medians is too deep for one peak. A unimodal density is nowhere
-    between two places below the lower of them, so a value is in the valley at least as often as in an equal
+    between two points below the lower of them, so a value is in the valley at least as often as in an equal
     window at the smaller peak."""
     width = (high - low) / 3
-    inside = [int(np.sum(np.abs(values - place) <= width / 2)) for place in (low, (low + high) / 2, high)]
+    inside = [int(np.sum(np.abs(values - center) <= width / 2)) for center in (low, (low + high) / 2, high)]
     valley, peak = inside[1], min(inside[0], inside[2])
     return peak > valley and _at_most(valley, valley + peak) < BY_CHANCE
 
@@ -363,11 +363,11 @@ def _turn(slow: npt.NDArray[np.bool_]) -> int:
     1 degrees; Chernoff bounds its tail by (x/d · e^(1 − x/d))^(d/2)."""
     share, best, widest = float(slow.mean()), 0, LEAST_TURN_SPREAD
     for turn in range(2, LONGEST_TURN + 1):
-        places = [slow[place::turn] for place in range(turn)]
-        shares = [float(each.mean()) for each in places]
+        groups = [slow[position::turn] for position in range(turn)]
+        shares = [float(group.mean()) for group in groups]
         squares = sum(
-            len(each) * (mine - share) ** 2 / (share * (1 - share))
-            for each, mine in zip(places, shares, strict=True)
+            len(group) * (group_share - share) ** 2 / (share * (1 - share))
+            for group, group_share in zip(groups, shares, strict=True)
         )
         free, spread = turn - 1, max(shares) - min(shares)
         ratio = max(1.0, squares / free)

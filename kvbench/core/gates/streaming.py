@@ -31,7 +31,7 @@ STALL: Final = 10.0
 
 
 def _answers(evidence: Evidence, least: int = LEAST_TOKENS) -> list[RequestRecord]:
-    return [each for each in evidence.records if each.ok and each.output_len >= least]
+    return [record for record in evidence.records if record.ok and record.output_len >= least]
 
 
 def _socket_requests(evidence: Evidence) -> list[RequestRecord]:
@@ -47,7 +47,7 @@ def answer_at_once(evidence: Evidence) -> Finding | None:
     judged, since TTFT is then the whole latency and TPOT nearly 0. limits: not judged if the load generator
     itself read too late, or without a socket."""
     answers = _socket_requests(evidence)
-    flushed = [each for each in answers if _at_once(each)]
+    flushed = [answer for answer in answers if _at_once(answer)]
     if not flushed or 2 * len(flushed) < len(answers) or not evidence.client.reads_in_time:
         return None
     judged = any(evidence.slo.tightest(metric) is not None for metric in ("ttft_ms", "tpot_ms"))
@@ -91,8 +91,8 @@ def unknown_tpot(evidence: Evidence) -> Finding | None:
         if any(limit.metric == "tpot_ms" for limit in criterion.limits)
     ]
     judged = judged_records(evidence.records, evidence.summary.window)
-    answers = [each for each in judged if each.ok and each.output_len > 1]
-    unknown = [each for each in answers if each.tpot_s is None]
+    answers = [record for record in judged if record.ok and record.output_len > 1]
+    unknown = [answer for answer in answers if answer.tpot_s is None]
     if not required or len(unknown) <= misses_allowed(len(judged), max(required)):
         return None
     return Finding(
@@ -113,7 +113,7 @@ def impossible_answers(evidence: Evidence) -> Finding | None:
     0.1 ms in at least half of the answers. limits: canned answers sent at a model's pace pass; not judged if
     the load generator itself read too late."""
     answers = _socket_requests(evidence)
-    fast = [each for each in answers if _impossible(each)]
+    fast = [answer for answer in answers if _impossible(answer)]
     if not fast or 2 * len(fast) < len(answers) or not evidence.client.reads_in_time:
         return None
     one = fast[0]
@@ -143,11 +143,11 @@ def tokens_per_event(evidence: Evidence) -> Finding | None:
     events, tokens = sum(_events(each) for each in streamed), sum(each.output_len for each in streamed)
     if not events or tokens <= MERGED * events:
         return None
-    told = evidence.slo.tightest("tpot_ms") is not None and tokens >= BUNDLES * events
-    first = fmean(each.untimed_tokens for each in streamed)
+    warns = evidence.slo.tightest("tpot_ms") is not None and tokens >= BUNDLES * events
+    first = fmean(record.untimed_tokens for record in streamed)
     return Finding(
         "tokens_per_event",
-        "warning" if told else "note",
+        "warning" if warns else "note",
         f"the server sends {tokens / events:.1f} tokens an event: {tokens} tokens in {events} events. "
         "TPOT is the time from first to last text per token that arrived between them, without the "
         f"{first:.1f} "
@@ -171,7 +171,7 @@ def inflated_usage(evidence: Evidence) -> Finding | None:
     and has at least one byte of text. Refused if an answer has fewer bytes than tokens, since TPOT and all
     token rates use these counts. limits: tokens of several bytes each can be overstated by that factor."""
     answers = [each for each in _answers(evidence) if each.text_bytes is not None and len(each.itl_s)]
-    bundled = [each for each in answers if each.output_len > MERGED * _events(each)]
+    bundled = [answer for answer in answers if answer.output_len > MERGED * _events(answer)]
     inflated = [each for each in bundled if each.output_len > (each.text_bytes or 0)]
     if len(inflated) <= evidence.limits.wrong_length_share * len(answers):
         return None
@@ -194,9 +194,9 @@ def empty_first_event(evidence: Evidence) -> Finding | None:
     precedes the first text by 10 % of TTFT and 1 ms. limits: a warning; TTFT ends at the first text, and is
     right."""
     pairs = [
-        (each.first_event_s - each.scheduled_s, each.ttft_s)
-        for each in evidence.records
-        if each.ok and each.first_event_s is not None and each.ttft_s is not None
+        (record.first_event_s - record.scheduled_s, record.ttft_s)
+        for record in evidence.records
+        if record.ok and record.first_event_s is not None and record.ttft_s is not None
     ]
     earlier = [text - event for event, text in pairs if text - event > max(EARLIER_S, EARLIER_SHARE * text)]
     if not earlier or 2 * len(earlier) < len(pairs):
@@ -225,18 +225,18 @@ def early_first_token(evidence: Evidence) -> Finding | None:
     warning, as P may send the first token before its KV has come to D.
     limits: a stall shorter than TTFT is not detected."""
     answers = [each for each in _answers(evidence) if len(each.itl_s) >= LEAST_TOKENS - 1]
-    ahead = [each for each in answers if _stalls(each.itl_s, each.ttft_sent_s)]
+    ahead = [answer for answer in answers if _stalls(answer.itl_s, answer.ttft_sent_s)]
     if not ahead or 2 * len(ahead) < len(answers):
         return None
-    blank = sum(each.first_blank for each in ahead)
+    blank = sum(answer.first_blank for answer in ahead)
     refused = 2 * blank > len(ahead) and evidence.slo.tightest("ttft_ms") is not None
-    first_ms = 1e3 * median(each.ttft_s or 0.0 for each in ahead)
-    second_ms = 1e3 * median((each.ttft_s or 0.0) + each.itl_s[0] for each in ahead)
-    said = f" ({blank} of them blank)" if blank else ""
+    first_ms = 1e3 * median(answer.ttft_s or 0.0 for answer in ahead)
+    second_ms = 1e3 * median((answer.ttft_s or 0.0) + answer.itl_s[0] for answer in ahead)
+    note = f" ({blank} of them blank)" if blank else ""
     return Finding(
         "early_first_token",
         "invalid" if refused else "warning",
-        f"the first text is sent early: in {len(ahead)} of {len(answers)} answers{said} the next one arrives "
+        f"the first text is sent early: in {len(ahead)} of {len(answers)} answers{note} the next one arrives "
         f"much later; TTFT is {first_ms:.1f} ms at the median, and {second_ms:.1f} ms to the second text",
         "if it is a token of the answer, judge TPOT or e2el_ms too, which include the wait; a blank that the "
         "server sends before it begins is not a token",
@@ -351,20 +351,20 @@ def output_miscounted(evidence: Evidence) -> Finding | None:
     needs the server's counters."""
     for role in ("decode", "aggregated"):
         engine = evidence.engines.get(role)
-        made = engine.generation_tokens if engine is not None else None
-        if engine is None or made is None:
+        counted = engine.generation_tokens if engine is not None else None
+        if engine is None or counted is None:
             continue
         tolerance = evidence.limits.output_tolerance
         least = sum(max(0, record.output_len - 1) for record in evidence.records if record.ok)
         claimed = sum(record.output_len for record in evidence.records)
-        if made >= least * (1 - tolerance):
+        if counted >= least * (1 - tolerance):
             continue
         return Finding(
             "output_miscounted",
             "invalid",
-            f"{role} counted {made:.0f} output tokens, its answers claim {claimed}",
+            f"{role} counted {counted:.0f} output tokens, its answers claim {claimed}",
             "the usage in the answers is wrong, or another server answers: compare one by hand",
-            {"role": role, "made": made, "claimed": claimed},
+            {"role": role, "made": counted, "claimed": claimed},
         )
     return None
 

@@ -13,7 +13,7 @@ from kvbench.core.gates.evidence import EMULATED, Evidence, span
 from kvbench.core.records import Finding
 
 RDMA_TRANSPORTS: Final = frozenset({"rdma", "ib", "rc", "dc", "ud", "rc_x", "dc_x", "ud_x", "rc_v", "ud_v"})
-_BESIDE_RDMA: Final = frozenset({"cuda", "cuda_copy", "gdr_copy", "self"})
+_LOCAL_TRANSPORTS: Final = frozenset({"cuda", "cuda_copy", "gdr_copy", "self"})
 """UCX transports that work only within a machine, listed besides the network transport."""
 _UCX_FAMILIES: Final = {
     "ib": ("rc", "dc", "ud", "gga"),
@@ -65,7 +65,7 @@ def _is_among(ran: str, asked: Sequence[str]) -> bool:
 
 
 def is_another_transport(ran: str, asked: str) -> bool:
-    """Return whether none of the transports that ran was requested; no request allows any."""
+    """Return whether a transport ran that was not requested. An empty request allows all."""
     names = [name.strip().lower() for name in asked.split(",") if name.strip()]
     if not names or "auto" in names or "all" in names:
         return False
@@ -82,57 +82,57 @@ def wrong_transport(evidence: Evidence) -> Finding | None:
     Between hosts without RDMA, unrequested TCP is a warning."""
     asked = [name.strip().lower() for name in evidence.transport_asked.split(",") if name.strip()]
     free = not asked or "auto" in asked or "all" in asked
-    logged = ",".join(name for each in evidence.logged_transports for name in each.transports)
-    for told in dict.fromkeys((evidence.transport_ran, logged)):
-        if is_another_transport(told, evidence.transport_asked):
+    logged = ",".join(name for transport in evidence.logged_transports for name in transport.transports)
+    for ran in dict.fromkeys((evidence.transport_ran, logged)):
+        if is_another_transport(ran, evidence.transport_asked):
             return Finding(
                 "wrong_transport",
                 "invalid",
-                f"the KV moved over {told}, but {evidence.transport_asked} was requested",
+                f"the KV moved over {ran}, but {evidence.transport_asked} was requested",
                 "see `kvbench doctor` and the transfer library's log for the reason",
-                {"asked": evidence.transport_asked, "ran": told},
+                {"asked": evidence.transport_asked, "ran": ran},
             )
-    return _emergency_way(evidence, asked) or (
+    return _slow_fallback(evidence, asked) or (
         _unrequested_tcp(evidence) if free else _not_over_rdma(evidence, asked)
     )
 
 
-def _emergency_way(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
-    """Report a log that proves copying by both CPUs although TCP alone was not requested. vllm-project/vllm
-    issue 52607: UCX writes remote GPU memory of one node over cuda_ipc and reads it over TCP, at 0.5 instead
-    of 49 GB/s; all requests are answered."""
-    if [name for name in asked if name not in _BESIDE_RDMA] == ["tcp"]:
+def _slow_fallback(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
+    """Report a log that proves a slow fallback (TCP, or copying by both CPUs) unless only TCP was requested.
+    vllm-project/vllm issue 52607: UCX writes remote GPU memory of one node over cuda_ipc and reads it over
+    TCP, at 0.5 instead of 49 GB/s; all requests are answered."""
+    if [name for name in asked if name not in _LOCAL_TRANSPORTS] == ["tcp"]:
         return None
-    for each in evidence.logged_transports:
-        over_tcp = {plain_transport(name) for name in each.transports} == {"tcp"}
-        if each.how != EMULATED and not (over_tcp and each.gpu):
+    for log in evidence.logged_transports:
+        over_tcp = {plain_transport(name) for name in log.transports} == {"tcp"}
+        if log.how != EMULATED and not (over_tcp and log.gpu):
             continue
         has_rdma = any(nic.kind == "rdma" for nic in evidence.nics.values())
-        better = each.between != "inter-node" or not over_tcp or has_rdma
+        better = log.between != "inter-node" or not over_tcp or has_rdma
         rate = _transfer_rate(evidence)
         at = f", {rate / 1e9:.2g} GB/s by the engine's times" if rate is not None else ""
         return Finding(
             "wrong_transport",
-            "invalid" if each.gpu and better else "warning",
-            f"{each.process}'s KV moves over {each.text()}{at}: the transfer library found no better "
+            "invalid" if log.gpu and better else "warning",
+            f"{log.process}'s KV moves over {log.text()}{at}: the transfer library found no better "
             "transport, and TCP was not requested",
-            _EMERGENCY_ADVICE[each.gpu and each.operation == "read" and each.between == "intra-node"],
-            {**asdict(each), "asked": evidence.transport_asked, "bytes_per_s": rate},
+            _FALLBACK_ADVICE[log.gpu and log.operation == "read" and log.between == "intra-node"],
+            {**asdict(log), "asked": evidence.transport_asked, "bytes_per_s": rate},
         )
     return None
 
 
-_TCP_MEANT: Final = "if TCP is intended, set ucx_tls: tcp,cuda or protocol: tcp"
-_EMERGENCY_ADVICE: Final = {
+_TCP_ADVICE: Final = "if TCP is intended, set ucx_tls: tcp,cuda or protocol: tcp"
+_FALLBACK_ADVICE: Final = {
     True: "without NVLink, UCX does not read GPU memory over cuda_ipc (vLLM issue 52607): use the "
     "connector nixl_push (vLLM 0.24 and newer), or set UCX_CUDA_IPC_ENABLE_GET_ZCOPY=on; with NVLink, look "
-    f"for memory that cannot be exported (PYTORCH_CUDA_ALLOC_CONF=expandable_segments); {_TCP_MEANT}",
-    False: f"see `kvbench doctor` for RDMA devices and UCX_TLS, UCX_NET_DEVICES; {_TCP_MEANT}",
+    f"for memory that cannot be exported (PYTORCH_CUDA_ALLOC_CONF=expandable_segments); {_TCP_ADVICE}",
+    False: f"see `kvbench doctor` for RDMA devices and UCX_TLS, UCX_NET_DEVICES; {_TCP_ADVICE}",
 }
 
 
 def _transfer_rate(evidence: Evidence) -> float | None:
-    """Return the bytes per second of a KV transfer from the engines' counters."""
+    """Return the highest bytes per second of a KV transfer by an engine's counters."""
     rates = [
         engine.kv_bytes / engine.kv_seconds
         for engine in evidence.engines.values()
@@ -142,7 +142,7 @@ def _transfer_rate(evidence: Evidence) -> float | None:
 
 
 def _unrequested_tcp(evidence: Evidence) -> Finding | None:
-    """Report KV on a TCP interface next to idle RDMA or NVLink, without a request or log of it."""
+    """Report KV on a TCP interface next to idle RDMA or NVLink, if TCP was neither requested nor logged."""
     moved = evidence.kv_bytes or 0.0
     if evidence.transport_ran not in ("", "tcp") or not evidence.engines_here or moved < LEAST_BYTES:
         return None
@@ -156,7 +156,7 @@ def _unrequested_tcp(evidence: Evidence) -> Finding | None:
         "warning",
         f"of {moved / 1e6:.1f} MB of KV {carried / 1e6:.1f} MB went over {', '.join(faster)}, and {name} "
         f"carried {over_ip / 1e6:.1f} MB: the KV may have moved over TCP",
-        f"enable the library's report (UCX_LOG_LEVEL=info, UCX_PROTO_INFO=y); {_TCP_MEANT}",
+        f"enable the library's report (UCX_LOG_LEVEL=info, UCX_PROTO_INFO=y); {_TCP_ADVICE}",
         {"kv_bytes": moved, "faster_bytes": carried, "ip_bytes": over_ip},
     )
 
@@ -170,8 +170,8 @@ def _busiest_interface(evidence: Evidence) -> tuple[str, float]:
 
 
 def _not_over_rdma(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
-    """Report requested RDMA whose counters show no KV."""
-    network = [name for name in asked if name not in _BESIDE_RDMA]
+    """Report that RDMA was requested, but its counters show no KV."""
+    network = [name for name in asked if name not in _LOCAL_TRANSPORTS]
     only_rdma = network and all(name.partition("_")[0] in RDMA_TRANSPORTS for name in network)
     moved = evidence.kv_bytes or 0.0
     if not only_rdma or not evidence.engines_here or not evidence.nics or moved < LEAST_BYTES:
@@ -209,7 +209,7 @@ def wrong_nics(evidence: Evidence) -> Finding | None:
     busy = {name: most for name, most in others.items() if most >= least}
     if not idle and all(evidence.nics[name].kind != "rdma" for name in busy):
         return None
-    seen = busy or len(idle) < len(asked)  # else the bytes show nowhere, so counters may miss them
+    seen = busy or len(idle) < len(asked)  # else no NIC shows the bytes, so counters may miss them
     return Finding(
         "wrong_nics",
         "invalid" if idle and seen else "warning",
@@ -314,10 +314,10 @@ def fastest_interval(times: npt.NDArray[np.float64]) -> tuple[float, float, floa
         inside = by_end[by_end[:, 0] >= start]
         seconds = np.maximum(inside[:, 1] - start, LEAST_S)
         done = np.cumsum(inside[:, 2])
-        place = int(np.argmax(done / seconds))
-        rate = float(done[place] / seconds[place])
+        index = int(np.argmax(done / seconds))
+        rate = float(done[index] / seconds[index])
         if rate > best[0]:
-            best = (rate, float(done[place]), float(seconds[place]))
+            best = (rate, float(done[index]), float(seconds[index]))
     return best
 
 

@@ -77,7 +77,7 @@ def prefill_skipped(evidence: Evidence) -> Finding | None:
         if computed is None or least <= computed <= most:
             continue
         if computed > most and engine is not None and engine.preemptions:
-            continue  # what is preempted is computed again
+            continue  # preempted requests are computed again
         less = computed < least
         return Finding(
             "prefill_skipped" if less else "prefill_repeated",
@@ -104,11 +104,11 @@ def work_unproven(evidence: Evidence) -> Finding | None:
     missing = [role for role, says_nothing in silent.items() if says_nothing]
     if not missing:
         return None
-    words = " and ".join(missing)
+    roles = " and ".join(missing)
     return Finding(
         "work_unproven",
         "warning",
-        f"not proven that P and D both worked: no token counters of {words}",
+        f"not proven that P and D both worked: no token counters of {roles}",
         "set the instances' /metrics: --prefill-metrics-url and --decode-metrics-url; "
         "with vLLM's counter names",
         {"without_counters": missing},
@@ -126,7 +126,7 @@ def decode_recomputed(evidence: Evidence) -> Finding | None:
     local = engine.computed_tokens or 0.0
     external = engine.prompt_tokens_by_source.get(EXTERNAL)
     least, _ = evidence.expected(per_token=True, tolerance=evidence.limits.count_tolerance, fresh=True)
-    # What decode has of earlier prompts need not come again, where reuse is meant.
+    # With reuse, decode need not receive again the KV that it has of earlier prompts.
     kept = engine.prompt_tokens_by_source.get(LOCAL_CACHE_HIT, 0.0) if evidence.reuse_expected else 0.0
     missing = external is not None and external + kept < least - allowed
     if local <= allowed and not missing:
@@ -180,8 +180,8 @@ def unequal_instances(evidence: Evidence) -> Finding | None:
         missing = requests * (1 - least / equal)
         if least >= UNEQUAL * equal or missing <= BY_CHANCE * math.sqrt(requests):
             continue
-        idle = sum(each < IDLE * equal for each in engine.served)
-        shares = ", ".join(f"{each / total:.0%}" for each in engine.served)
+        idle = sum(load < IDLE * equal for load in engine.served)
+        shares = ", ".join(f"{load / total:.0%}" for load in engine.served)
         return Finding(
             "unequal_instances",
             "warning",

@@ -61,12 +61,12 @@ class Sends:
         self._offsets_s = offsets_s
         self._following = following
         after = following.after if following is not None else [()] * len(offsets_s)
-        self._planned = iter([place for place, each in enumerate(after) if not each])
+        self._planned = iter([index for index, each in enumerate(after) if not each])
         self._missing = [len(each) for each in after]
         self._next: dict[int, list[int]] = {}
-        for place, each in enumerate(after):
+        for index, each in enumerate(after):
             for earlier in each:
-                self._next.setdefault(earlier, []).append(place)
+                self._next.setdefault(earlier, []).append(index)
         self._left = len(offsets_s)
         self._begun_s: dict[int, float] = {}
         self._answered_s: dict[int, float] = {}
@@ -79,21 +79,21 @@ class Sends:
 
     def planned(self) -> tuple[float, int] | None:
         """Return time and index of the next planned request; each is returned once."""
-        place = next(self._planned, None)
-        return None if place is None else (self._offsets_s[place], place)
+        index = next(self._planned, None)
+        return None if index is None else (self._offsets_s[index], index)
 
-    def sent(self, place: int, now_s: float) -> None:
+    def sent(self, index: int, now_s: float) -> None:
         self._left -= 1
         if self._following is not None:
-            self._begun_s.setdefault(self._following.session[place], now_s)
+            self._begun_s.setdefault(self._following.session[index], now_s)
 
-    def begun_s(self, place: int) -> float | None:
+    def begun_s(self, index: int) -> float | None:
         """Return when the request's session began, or None without sessions."""
-        return None if self._following is None else self._begun_s[self._following.session[place]]
+        return None if self._following is None else self._begun_s[self._following.session[index]]
 
-    def answered(self, place: int, now_s: float) -> list[tuple[float, int]]:
+    def answered(self, index: int, now_s: float) -> list[tuple[float, int]]:
         found = []
-        for later in self._next.get(place, ()):
+        for later in self._next.get(index, ()):
             self._missing[later] -= 1
             latest_s = max(now_s, self._answered_s.pop(later, now_s))
             if self._missing[later] > 0:
@@ -102,15 +102,15 @@ class Sends:
                 found.append((latest_s + self._following.think_time_s[later], later))
         return found
 
-    def failed(self, place: int) -> None:
+    def failed(self, index: int) -> None:
         """Drop the requests that wait for a failed one."""
-        for later in self._below(place):
+        for later in self._below(index):
             self._missing[later] = -1
             self._left -= 1
 
-    def _below(self, place: int) -> Iterator[int]:
+    def _below(self, index: int) -> Iterator[int]:
         """Yield all requests that depend on one, each once."""
-        seen, todo = set[int](), [place]
+        seen, todo = set[int](), [index]
         while todo:
             for later in self._next.get(todo.pop(), ()):
                 if later not in seen and self._missing[later] > 0:

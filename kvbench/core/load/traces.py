@@ -2,7 +2,7 @@
 
 Formats (a file's text → ``TracedRequest`` values, all mistakes reported with their lines):
 
-- ``mooncake``: a JSON object a line with ``timestamp`` (ms), ``input_length``, ``output_length`` and
+- ``mooncake``: one JSON object per line with ``timestamp`` (ms), ``input_length``, ``output_length`` and
   ``hash_ids``: one id for each 512 tokens of the prompt, the last block may be partial. Equal ids stand for
   equal tokens after equal beginnings (Mooncake, arXiv 2407.00079; its repository's FAST25 traces).
 - ``jsonl`` and ``csv``: ``timestamp`` or ``offset_s`` (both seconds), ``input_len``, ``output_len``.
@@ -106,12 +106,12 @@ def expected_hits(requests: Sequence[TracedRequest], block_tokens: int = 16) -> 
     found = []
     for request in requests:
         node, hit = 0, 0
-        for place, block in enumerate(request.blocks or ()):
-            end = min((place + 1) * BLOCK_TOKENS, request.input_len)
+        for position, block in enumerate(request.blocks or ()):
+            end = min((position + 1) * BLOCK_TOKENS, request.input_len)
             node = tree.setdefault((node, block), len(covered))
             if node == len(covered):
                 covered.append(0)
-            if hit == place * BLOCK_TOKENS:
+            if hit == position * BLOCK_TOKENS:
                 hit = max(hit, min(end, covered[node]))
             covered[node] = max(covered[node], end)
         found.append(min(hit, request.input_len - 1) // block_tokens * block_tokens)

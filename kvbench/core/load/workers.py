@@ -70,14 +70,14 @@ class LoadResult:
 def sum_progress(latest: Sequence[Progress], fresh: Progress) -> Progress:
     """Sum the workers' latest counts; ``fresh`` is the newest report."""
     return Progress(
-        t_s=max(each.t_s for each in latest),
-        sent=sum(each.sent for each in latest),
-        done=sum(each.done for each in latest),
-        met=sum(each.met for each in latest),
-        missed=sum(each.missed for each in latest),
-        in_flight=sum(each.in_flight for each in latest),
-        waiting_first=sum(each.waiting_first for each in latest),
-        lag_ms=max(each.lag_ms for each in latest),
+        t_s=max(progress.t_s for progress in latest),
+        sent=sum(progress.sent for progress in latest),
+        done=sum(progress.done for progress in latest),
+        met=sum(progress.met for progress in latest),
+        missed=sum(progress.missed for progress in latest),
+        in_flight=sum(progress.in_flight for progress in latest),
+        waiting_first=sum(progress.waiting_first for progress in latest),
+        lag_ms=max(progress.lag_ms for progress in latest),
         settled=fresh.settled,
         offsets_s=fresh.offsets_s,
     )
@@ -123,12 +123,12 @@ def merge_clients(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     seconds and streams are added (peaks are an upper bound). Otherwise the worst counts. Differing texts
     become "mixed"."""
     joined: dict[str, Any] = {}
-    for key in dict.fromkeys(key for each in figures for key in each):
-        values = [each[key] for each in figures if each.get(key) is not None]
+    for key in dict.fromkeys(key for figure in figures for key in figure):
+        values = [figure[key] for figure in figures if figure.get(key) is not None]
         joined[key] = _merge(key, values) if values else None
     joined["workers"] = len(figures)
     if len(figures) > 1:
-        joined["per_worker"] = [dict(each) for each in figures]
+        joined["per_worker"] = [dict(figure) for figure in figures]
     return joined
 
 
@@ -156,8 +156,8 @@ def merge_records(shares: Sequence[Sequence[RequestRecord]], planned: int | None
     KvbenchError."""
     placed = {}
     for worker, share in enumerate(shares):
-        for place, record in enumerate(share):
-            index, wanted = index_of(record), worker + place * len(shares)
+        for position, record in enumerate(share):
+            index, wanted = index_of(record), worker + position * len(shares)
             if index != wanted:
                 raise KvbenchError(
                     f"the load generator's records do not match the plan: worker {worker} has request "
@@ -179,15 +179,15 @@ def merge_records(shares: Sequence[Sequence[RequestRecord]], planned: int | None
 def turn_records(share: Sequence[RequestRecord]) -> list[RequestRecord]:
     """Return a session load's records in scheduled order. Answers determine which turns are sent, so only
     duplicates are errors. Raises KvbenchError."""
-    places = Counter(map(index_of, share))
-    if double := [place for place, count in places.items() if count > 1]:
+    counts = Counter(map(index_of, share))
+    if double := [index for index, count in counts.items() if count > 1]:
         raise KvbenchError(f"the load generator has several records of request {double[0]} of a session")
     return sorted(share, key=lambda record: record.scheduled_s)
 
 
 def require_common_start(clients: Sequence[Mapping[str, Any]]) -> None:
     """Raise KvbenchError if the workers' clocks do not share a start."""
-    starts = [float(start) for each in clients if (start := each.get("started_monotonic_s")) is not None]
+    starts = [float(start) for client in clients if (start := client.get("started_monotonic_s")) is not None]
     if starts and max(starts) - min(starts) > APART_S:
         raise KvbenchError(
             f"the load generator's workers began {(max(starts) - min(starts)) * 1e3:.1f} ms apart",

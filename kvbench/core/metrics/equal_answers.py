@@ -70,7 +70,7 @@ class EqualAnswers:
 def equal_answers(records: Iterable[RequestRecord], idle: Sequence[Text] = ()) -> EqualAnswers:
     """Compare the long answers of a load with each other and with ``idle``, an idle server's answers.
     Canaries have the same prompts as the idle answers, so they are left out of that comparison."""
-    long = [each for each in records if is_long(each)]
+    long = [record for record in records if is_long(record)]
     chances: list[float] = []
     pairs: list[tuple[str, str]] = []
     for output_len in sorted({each.output_len for each in long}):
@@ -80,7 +80,7 @@ def equal_answers(records: Iterable[RequestRecord], idle: Sequence[Text] = ()) -
         _neighbours(alike, chances, pairs)
     expected = math.fsum(chances)
     fresh = [_text(each) for each in long if each.canary is None]
-    compared = [each for each in idle if each[1] >= LONG_BYTES]
+    compared = [text for text in idle if text[1] >= LONG_BYTES]
     idle_repeated, by_idle = _idle_chance(fresh, compared)
     return EqualAnswers(
         answers=len(long),
@@ -106,16 +106,16 @@ def _neighbours(alike: Sequence[RequestRecord], chances: list[float], pairs: lis
     """Add the chance of each text that two to four of these requests got, and the pairs of neighbours.
     ``alike``: requests of one output length in the order of their sending."""
     n = len(alike)
-    places: dict[Text, list[int]] = {}
-    for place, each in enumerate(alike):
-        places.setdefault(_text(each), []).append(place)
-    tested = [found for found in places.values() if 2 <= len(found) <= MOST_EQUAL]
+    positions: dict[Text, list[int]] = {}
+    for index, each in enumerate(alike):
+        positions.setdefault(_text(each), []).append(index)
+    tested = [found for found in positions.values() if 2 <= len(found) <= MOST_EQUAL]
     if not tested:
         return
-    starts = np.array([each.sent_s or 0.0 for each in alike])
-    ends = np.array([each.last_token_s or each.sent_s or 0.0 for each in alike])
+    starts = np.array([record.sent_s or 0.0 for record in alike])
+    ends = np.array([record.last_token_s or record.sent_s or 0.0 for record in alike])
     order = np.arange(n)
-    # A request's neighbours are those up to here: sent before its end, or among the next ones.
+    # Last neighbour of each request: it was sent before the request's end, or is among the next ones.
     until = np.minimum(n, np.maximum(np.searchsorted(starts, ends, "right"), order + 1 + NEIGHBOURS))
     of_pair = float((until - order - 1).sum()) / math.comb(n, 2)
     for found in tested:
@@ -137,7 +137,7 @@ def _idle_chance(load: Sequence[Text], idle: Sequence[Text]) -> tuple[int, float
     """Return how many idle answers equal another prompt's, and the probability of so low a number."""
     every = [*load, *idle]
     counts, repeated = Counter(every), _repetitions(every)
-    seen = sum(counts[each] > 1 for each in idle)
+    seen = sum(counts[text] > 1 for text in idle)
     if not idle or not repeated:
         return seen, 1.0
     others = len(every) - repeated
@@ -164,10 +164,10 @@ SIGNIFICANCE: Final = 0.05
 
 @dataclass(frozen=True)
 class Noise:
-    """How far a server's answers to the same prompts differ. ``asked`` answers were compared with the first
-    ones, ``differed`` of them had another text. ``nats``: the most that the gap between a token and its rival
-    changed; None without log-probabilities. ``close``: the share of tokens whose gap is within ``MARGIN`` of
-    that."""
+    """Differences between a server's answers to the same prompts. ``asked`` answers were compared with the
+    first ones, ``differed`` of them had another text. ``nats``: the most that the gap between a token and its
+    rival changed; None without log-probabilities. ``close``: the share of tokens whose gap is within
+    ``MARGIN`` of that."""
 
     asked: int = 0
     differed: int = 0
@@ -188,11 +188,11 @@ def noise_of(reference: Outputs) -> Noise:
     asked = differed = 0
     changes: list[float] = []
     for again in reference.repeats:
-        for place, text in enumerate(again.texts):
+        for index, text in enumerate(again.texts):
             asked += 1
-            differed += text != reference.texts[place]
+            differed += text != reference.texts[index]
             if reference.choices and again.choices:
-                changes += gap_changes(reference.choices[place], again.choices[place])
+                changes += gap_changes(reference.choices[index], again.choices[index])
     if not changes:
         return Noise(asked, differed)
     nats = max(changes)

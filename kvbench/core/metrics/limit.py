@@ -6,7 +6,7 @@ known exactly in a simulated trial, else from samples of gauges). The rule:
 1. More misses over TPOT than over TTFT: **tpot**, the decode step (and prefill chunks of aggregated servers).
 2. Otherwise the TTFT of late requests has parts: *client* (sent late), *router*, *prefill* (time at P beyond
    the least for that length), *after prefill* (the same from P's answer to D's first byte). The last is the
-   transfer as far as transfer times go, else waiting for a place on D: slots or KV pool.
+   transfer for its measured time, and else waiting for D's slots or KV pool.
 3. The largest part names the limit, with two exceptions: P that idles while its KV pool is full of prompts
    not yet fetched is blocked by the next stage; and where almost nothing waits, the work itself takes
    too long. An unknown part (no router times, no gauges) gives "undetermined", not a guess."""
@@ -68,8 +68,8 @@ def sampled_use(rows: Iterable[Mapping[str, Any]], slots: int | None) -> dict[st
     for row in rows:
         role = str(row["source"]).split("-")[0].split("/")[0]
         if row["metric"] in (RUNNING, WAITING, KV_USE) and role in ("prefill", "decode", "aggregated"):
-            place = (float(row["t_s"]), str(row["source"]))
-            moments.setdefault(role, {}).setdefault(place, {})[str(row["metric"])] = float(row["value"])
+            moment = (float(row["t_s"]), str(row["source"]))
+            moments.setdefault(role, {}).setdefault(moment, {})[str(row["metric"])] = float(row["value"])
     return {role: _use_of_samples(seen, slots) for role, seen in moments.items()}
 
 
@@ -78,7 +78,7 @@ def _use_of_samples(seen: Mapping[tuple[float, str], Mapping[str, float]], slots
         [each[name] for each in seen.values() if name in each] for name in (RUNNING, WAITING, KV_USE)
     )
     queued = [each for each in seen.values() if each.get(WAITING, 0.0) > 0]
-    full = None if slots is None else sum(each.get(RUNNING, 0.0) >= slots for each in queued)
+    full = None if slots is None else sum(figures.get(RUNNING, 0.0) >= slots for figures in queued)
     return Use(
         engines=len({source for _, source in seen}),
         running_mean=fmean(running) if running else None,
@@ -141,9 +141,9 @@ class TrialFacts:
         window = trial.summary.get("window") or {}
         use = {role: Use.from_json(row) for role, row in (trial.engine.get("use") or {}).items()}
         for role, figures in (trial.engine.get("roles") or {}).items():
-            mine, busy_s = use.setdefault(role, Use()), figures.get("busy_s")
-            if mine.busy_share is None and busy_s is not None and trial.duration_s > 0:
-                mine.busy_share = min(1.0, busy_s / trial.duration_s / mine.engines)
+            of_role, busy_s = use.setdefault(role, Use()), figures.get("busy_s")
+            if of_role.busy_share is None and busy_s is not None and trial.duration_s > 0:
+                of_role.busy_share = min(1.0, busy_s / trial.duration_s / of_role.engines)
         return cls(
             trial.request_rate,
             trial.duration_s,
@@ -219,7 +219,7 @@ def binding_of(records: Sequence[RequestRecord], slo: Slo, facts: TrialFacts) ->
     if len(over_tpot) > len(over_ttft):
         return _tpot(over_tpot, at, tpot_ms or 0.0, facts)
     if not over_ttft:
-        # A queue may be seen to grow before it is long: in the steady part, or else on the way there.
+        # A growing queue may show before it is long: in the steady part, or else before it.
         judged = next((each for each in (judged, list(records)) if _grows(each)), [])
         if not judged:
             return Binding("none", f"{at}, no limit was exceeded")
@@ -255,19 +255,19 @@ def _grows(judged: Sequence[RequestRecord]) -> bool:
 
 def _tpot(late: Sequence[RequestRecord], at: str, limit_ms: float, facts: TrialFacts) -> Binding:
     gaps = [gap for record in late for gap in record.itl_s]
-    words = f"{at}, {len(late)} requests exceeded a TPOT of {limit_ms:g} ms"
+    text = f"{at}, {len(late)} requests exceeded a TPOT of {limit_ms:g} ms"
     if not gaps:
-        return Binding("tpot", words)
-    plain = float(np.percentile(gaps, 10))  # a step that did nothing else
+        return Binding("tpot", text)
+    plain = float(np.percentile(gaps, 10))  # a step that only decodes
     long_share = sum(gap for gap in gaps if gap > LONG_GAP * plain) / max(sum(gaps), 1e-12)
-    words += f"; their median gap between tokens was {median(gaps) * 1e3:.3g} ms"
+    text += f"; their median gap between tokens was {median(gaps) * 1e3:.3g} ms"
     use = facts.use.get("decode") or facts.use.get("aggregated")
     if use is not None and use.running_mean is not None:
-        words += f" with {use.running_mean:.0f} sequences running on average"
+        text += f" with {use.running_mean:.0f} sequences running on average"
     if long_share >= 0.2:
         cause = "that also computed prompts" if "aggregated" in facts.use else "much longer than others"
-        words += f", and {long_share:.0%} of their decode time was in steps {cause}"
-    return Binding("tpot", words, {"long_gaps": long_share})
+        text += f", and {long_share:.0%} of their decode time was in steps {cause}"
+    return Binding("tpot", text, {"long_gaps": long_share})
 
 
 def _ttft(
@@ -279,28 +279,28 @@ def _ttft(
 ) -> Binding:
     known = [(r, parts) for r in judged if (parts := parts_of(r)) is not None]
     timed = {id(r): parts for r, parts in known}
-    mine = [(r, timed[id(r)]) for r in late if id(r) in timed]
-    if len(mine) < FEW:
-        # Stopped before the late ones were answered: the slowest that were waited for the same things.
-        mine = sorted(known, key=lambda pair: pair[0].ttft_s or 0.0)[-max(FEW, len(known) // 4) :]
-    if len(mine) < FEW:
+    timed_late = [(r, timed[id(r)]) for r in late if id(r) in timed]
+    if len(timed_late) < FEW:
+        # The trial stopped before the late requests were answered: the slowest answered ones show the same.
+        timed_late = sorted(known, key=lambda pair: pair[0].ttft_s or 0.0)[-max(FEW, len(known) // 4) :]
+    if len(timed_late) < FEW:
         return Binding("undetermined", f"{at}, too few late requests have recorded times")
-    pair = any(parts.after is not None for _, parts in mine)
+    pair = any(parts.after is not None for _, parts in timed_late)
     if not pair and ("decode" in facts.use or facts.kv_transfer_ms is not None):
         return Binding("undetermined", f"{at}, requests were late, but the router reported no times")
     if not pair and not facts.use:
         return Binding("undetermined", f"{at}, requests were late, but the server does not report its load")
-    # The least that a request took is looked for in the whole trial: its first ones found empty queues.
+    # The shortest times come from the whole trial, since its first requests found empty queues.
     timed_all = [(r, parts) for r in everyone if (parts := parts_of(r)) is not None]
-    shares = shares_of(mine, timed_all, (facts.kv_transfer_ms or 0.0) / 1e3)
+    shares = shares_of(timed_late, timed_all, (facts.kv_transfer_ms or 0.0) / 1e3)
     return _name_binding(shares, at, facts, pair)
 
 
 def _name_binding(shares: Mapping[str, float], at: str, facts: TrialFacts, pair: bool) -> Binding:
     whole = f"{at}, {{share:.0%}} of the TTFT of late requests was "
 
-    def binds(limit: LimitKind, part: str, words: str) -> Binding:
-        return Binding(limit, whole.format(share=shares[part]) + words, shares)
+    def binds(limit: LimitKind, part: str, text: str) -> Binding:
+        return Binding(limit, whole.format(share=shares[part]) + text, shares)
 
     waits = {part: shares[part] for part in ("client", "router", "prefill_wait", "transfer", "decode_wait")}
     part = max(waits, key=lambda name: waits[name])
@@ -320,12 +320,12 @@ def _name_binding(shares: Mapping[str, float], at: str, facts: TrialFacts, pair:
     busy = prefill.busy_share
     blocked = (prefill.kv_full_share or 0.0) >= FULL_SHARE and busy is not None and busy < IDLE_SHARE
     if blocked:
-        words = (
+        text = (
             f"waiting for P, which was busy only {busy:.0%} of the time: its KV pool was full of prompts "
             "that decode had not fetched yet"
         )
         decode = facts.use.get("decode") or Use()
-        return binds("decode_slots" if _is_full(decode) else "transfer", part, words)
+        return binds("decode_slots" if _is_full(decode) else "transfer", part, text)
     return binds("prefill", part, "waiting for prefill" + ("" if busy is None else f" (P busy {busy:.0%})"))
 
 

@@ -217,7 +217,7 @@ class Summary:
     attainment_upper: float
     attainment_confidence: float
     effective_n: float
-    """Number of independent requests that the judged ones are worth; base of the interval."""
+    """Effective sample size of the judged requests (correlated ones count less); base of the interval."""
 
     achieved_rate: float | None
     """Requests completed in the window / its length."""
@@ -225,7 +225,7 @@ class Summary:
     """Requests within the SLO completed in the window / its length."""
     output_tok_per_s: float | None
     total_tok_per_s: float | None
-    """Output tokens, and with the prompt tokens of requests whose first token is in the window."""
+    """Output tokens; the total includes prompts of requests with their first token in the window."""
     run_request_rate: float | None
     run_output_tok_per_s: float | None
     run_total_tok_per_s: float | None
@@ -248,7 +248,7 @@ class Summary:
     """Result of each SLO criterion over the judged requests."""
     arrived: int = 0
     left: int = 0
-    """Requests scheduled in the window, and ended well inside it."""
+    """Requests that were scheduled in the window and ended well inside it."""
     whole_run: WholeRun = field(default_factory=WholeRun)
 
     @property
@@ -429,7 +429,7 @@ def _latencies(record: RequestRecord, ended_s: float | None) -> tuple[dict[str, 
         if ttft_s is None:
             ttft_s = e2el_s
         if record.first_token_s is not None and record.requested_output_len > 1:
-            # The least that its TPOT can become: all missing tokens in the very next moment.
+            # Lowest TPOT that is still possible: all missing tokens arrive at once.
             tpot_s = (ended_s - record.first_token_s) / (record.requested_output_len - 1)
     turn, session_s = record.turn, record.session_s
     values = latencies_ms(ttft_s, tpot_s, e2el_s, record.ok or cancelled, turn, session_s)

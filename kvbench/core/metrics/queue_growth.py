@@ -1,15 +1,15 @@
 """Does the queue for the first token grow? Computed during a trial, and from its records afterwards. Pure.
 
-An idle system holds rate × latency requests that wait for their first token, and their number climbs until it
-does. So the time in which waiting builds up is left out (twice the wait of the first eighth), and only
-requests that have waited longer than the first ones count. Two questions:
+An idle system holds rate × latency requests that wait for their first token, and their number rises until it
+reaches that. So the time in which waiting builds up is left out (twice the wait of the first eighth), and
+only requests that have waited longer than the first ones count. Two questions:
 
 1. **Does their number grow?** Its slope, minus the part that clustered arrivals explain, must be
-   *significant* (above 4 standard errors of the fit, and above 2 or 3 of a random walk of such arrivals),
-   adds at least half to all that wait, and is *material* (in ten minutes it adds more waiting than the TTFT
+   *significant* (above 4 standard errors of the fit, and above 2 or 3 of a random walk of such arrivals), add
+   at least half to the number that wait, and be *material* (in ten minutes it adds more waiting than the TTFT
    limit).
-2. **Is more offered than comes out?** While most of them have waited longer than the first ones for two
-   latencies, the queue is never empty: the rate of first tokens *is* the capacity.
+2. **Does the offered rate exceed the completion rate?** While most of them have waited longer than the first
+   ones for two latencies, the queue is never empty: the rate of first tokens *is* the capacity.
 
 If a quarter of the later requests is as fast as the first ones, the queue does not count as growing, since
 widely varying latencies look like growth. PERF in the docstrings of constants means results of whole searches
@@ -123,7 +123,7 @@ class QueueReadings:
     ) -> QueueReadings | None:
         """Return the readings while load was offered, up to ``end_s``; None without load. ``duration_s``:
         trial's start to end, drain included."""
-        offered = [each for each in records if each.scheduled_s <= end_s]
+        offered = [record for record in records if record.scheduled_s <= end_s]
         offered.sort(key=lambda each: each.scheduled_s)
         if len(offered) < 2 or end_s <= 0 or rate <= 0:
             return None
@@ -205,7 +205,7 @@ class QueueReadings:
         known = ~np.isnan(settled)
         if self.early_s is None or int(known.sum()) < FAST_LEAST:
             return self.unbroken
-        # A request that is known to be late, and no more, has waited until that was known.
+        # A request of which only its lateness is known has waited until that was known.
         later = np.where(np.isnan(ttft), settled - self.offsets_s[begin:], ttft)[known]
         return bool(np.quantile(later, FAST_SHARE) <= self.early_s.max())
 
@@ -252,7 +252,7 @@ def _slope(readings: QueueReadings, walks: float) -> QueueGrowth | None:
         return None
     by_chance = readings.by_chance(span)
     needed = max(ERRORS * slope.error, walks * by_chance)
-    # Without what is merely a cluster of arrivals: as if they had come evenly.
+    # Subtract clusters of arrivals: count as if requests had arrived evenly.
     came = np.searchsorted(readings.offsets_s, [start_s, readings.now_s])
     even = slope.per_s - max(0.0, float(came[1] - came[0]) / span - readings.rate)
     waiting = StepSeries(readings.times_s, readings.waiting)
@@ -279,6 +279,6 @@ def capacity_of(readings: QueueReadings) -> tuple[float, float, float] | None:
     if readings.may_be_slow_alone(since_s):
         return None
     per_s = counts / (edges[1] - edges[0])
-    # A count is whole: a deterministic server's sections differ by one.
+    # Counts are integers: sections of a deterministic server differ by one.
     error = max(float(per_s.std(ddof=1)) / math.sqrt(len(counts)), 1.0 / length_s)
     return float(per_s.mean()), error, float(counts.sum())

@@ -6,16 +6,16 @@ the client's TTFT, the router's times (in direct mode the load generator's), and
 - ``router``: TTFT that is neither P's nor D's: client, network, router. Without P/D: all that is not the
   engine's queue or prefill, so its HTTP front end, too.
 - ``prefill_queue``, ``prefill``: P's ``request_queue_time_seconds`` and ``request_prefill_time_seconds``.
-- ``kv_transfer``: mean time of a transfer as the engine reports it; of parallel ranks that of one.
-- ``first_decode_step``: no engine reports it; taken as D's mean gap between two tokens in this trial.
-- ``decode_queue``: the rest of D's queue and prefill time, which hold the transfer.
+- ``kv_transfer``: mean time of a transfer as the engine reports it; with parallel ranks, that of one.
+- ``first_decode_step``: D's mean gap between two tokens in this trial, since no engine reports it.
+- ``decode_queue``: the rest of D's queue and prefill time, which include the transfer.
 - ``hand_off``: the rest between P's last compute and D having the request: front ends and the router's turn.
 
 The parts add up to the TTFT. An unknown part is None and its time is in another one: ``decode_queue`` (with
 concurrent dispatch) and ``router`` (without its times) in ``hand_off``; ``kv_transfer`` in ``decode_queue``
-(sequential) or ``hand_off`` (concurrent). The histograms count failed requests, too; so P's and D's parts are
-shortened to what the router waited for them. Without its times a part below zero is shown as 0, and the sum
-exceeds the TTFT by as much."""
+(sequential) or ``hand_off`` (concurrent). The histograms also count failed requests, so P's and D's parts are
+cut to the router's wait for them. Without its times a part below zero is shown as 0, and the sum exceeds the
+TTFT by that much."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def ttft_breakdown(
     """Return the parts of the TTFT in milliseconds by name; None: unknown. ``decode`` is None without P/D."""
     parts: dict[str, float | None] = dict.fromkeys(PARTS)
     if router is not None:
-        # Asked at once, D has its first token only after P is done.
+        # With concurrent dispatch, D has its first token only after P has finished.
         limit_s = router.decode if router.hand_off is None else router.prefill
         prefill, decode = _within(prefill, limit_s), _within(decode, router.decode)
     if prefill is not None:
@@ -168,7 +168,7 @@ class Parts:
 
 
 def parts_of(record: RequestRecord) -> Parts | None:
-    """Return None without its times."""
+    """Return the parts of a request; None without its times."""
     first, sent = record.first_token_s, record.sent_s
     if first is None or sent is None:
         return None
@@ -180,7 +180,7 @@ def parts_of(record: RequestRecord) -> Parts | None:
             return Parts(client, 0.0, first - sent, None)
         if byte is None:
             return None
-        # Engines without P/D behind the router: what it calls decode is all that there is.
+        # Without P/D, the router's decode time is the whole time at the server.
         return Parts(client, max(0.0, begun - sent) + max(0.0, first - byte), max(0.0, byte - begun), None)
     if byte is None:
         return None
@@ -191,7 +191,7 @@ def parts_of(record: RequestRecord) -> Parts | None:
 
 
 def shares_of(
-    mine: Sequence[tuple[RequestRecord, Parts]], known: Sequence[tuple[RequestRecord, Parts]], kv_s: float
+    late: Sequence[tuple[RequestRecord, Parts]], known: Sequence[tuple[RequestRecord, Parts]], kv_s: float
 ) -> dict[str, float]:
     """Return shares of the late requests' TTFT, waiting separate from working; they sum to 1."""
     floor_p = _floors((r, parts.prefill) for r, parts in known)
@@ -202,7 +202,7 @@ def shares_of(
     after_all = fmean(parts.after or 0.0 for _, parts in known)
     kv_s = min(kv_s, after_all)
     moving = kv_s / after_all if after_all > 0 else 0.0
-    for record, parts in mine:
+    for record, parts in late:
         work = min(floor_p[_length(record)], parts.prefill)
         sums["client"] += parts.client
         sums["router"] += parts.router

@@ -23,13 +23,13 @@ ends within a character (issue 48853), as 1 % of random prompts do."""
 @dataclass(frozen=True)
 class StreamShape:
     """Content of a stream's events. Lengths of texts in bytes: ``first_text`` of the first text event,
-    ``text`` of all; 0 if unknown. ``told``: tokens by the usage in the first event, if the server reports
-    usage in every event. ``empty``: untimed events without text, of which ``outside`` came before the first
-    text or after the last token."""
+    ``text`` of all; 0 if unknown. ``first_tokens``: tokens by the usage of the first event, if every event
+    reports it. ``empty``: untimed events without text, of which ``outside`` came before the first text or
+    after the last token."""
 
     first_text: int = 0
     text: int = 0
-    told: int | None = None
+    first_tokens: int | None = None
     empty: int = 0
     outside: int = 0
 
@@ -53,10 +53,10 @@ def untimed_tokens(tokens: int, gaps_s: Sequence[float], shape: StreamShape) -> 
         together += 1
     textless = max(0, tokens - events)
     outside = min(textless, shape.outside)
-    most = tokens - outside - (events - together)  # each later event brings one at least
+    most = tokens - outside - (events - together)  # each later event has at least one
     first = 1.0
-    if shape.told is not None and 1 <= shape.told <= most:
-        first = float(shape.told)
+    if shape.first_tokens is not None and 1 <= shape.first_tokens <= most:
+        first = float(shape.first_tokens)
     elif tokens > MERGED * (events + min(textless, shape.empty)):
         inside = tokens - outside
         known = 0 < shape.text <= MOST_TEXT * inside
@@ -66,9 +66,9 @@ def untimed_tokens(tokens: int, gaps_s: Sequence[float], shape: StreamShape) -> 
 
 
 def peak_output(records: Sequence[RequestRecord]) -> float | None:
-    """Most output tokens of answered requests in one second, with seconds counted from the first send, as in
-    ``vllm bench serve``. That tool counts events; here each event counts as the average number of tokens per
-    event. Without times of single events, tokens are spread evenly from the first to the last."""
+    """Return the most output tokens of answered requests in one second, with seconds counted from the first
+    send, as in ``vllm bench serve``. That tool counts events; here each event counts as the average number of
+    tokens per event. Without times of single events, tokens are spread evenly from the first to the last."""
     done = [record for record in records if record.ok and record.first_token_s is not None]
     if not done:
         return None
@@ -84,7 +84,7 @@ def peak_output(records: Sequence[RequestRecord]) -> float | None:
 
 
 def _gaps_s(record: RequestRecord) -> Sequence[float]:
-    """Times between the events of an answered request, evenly spread where they are not known."""
+    """Return the times between the events of an answered request, evenly spread where unknown."""
     if len(record.itl_s) or record.output_len < 2 or record.first_token_s is None:
         return record.itl_s
     gaps = record.output_len - 1

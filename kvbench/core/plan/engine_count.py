@@ -1,8 +1,8 @@
 """Hardware of a deployment: engines, and GPUs where known. Pure.
 
 Deployments of unequal size are not compared by their rates. GPUs are counted by the devices given to the
-processes, else by the ranks of each instance; for modelled compute by the plan (one a rank); for servers that
-kvbench did not start by ``engine_options.gpus``."""
+processes, else by the ranks of each instance; for modelled compute by the plan (one per rank); for servers
+that kvbench did not start by ``engine_options.gpus``."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def instance_names(plan: Mapping[str, Any], label: str) -> list[str]:
 
 
 def ranks_in(plan: Mapping[str, Any], label: str) -> dict[str, int]:
-    """Return the GPUs of each instance in plan.json, one a rank; 0 where the ranks are no numbers."""
+    """Return the GPUs of each instance in plan.json, one per rank; 0 where the ranks are no numbers."""
     deployment = _mapping(_mapping(plan.get("scenario")).get("deployment"))
     options, own = _mapping(deployment.get("engine_options")), _own_ranks(plan, label)
     return {
@@ -120,7 +120,7 @@ def tensor_ranks_in(plan: Mapping[str, Any], label: str) -> dict[str, int]:
 
 
 def _own_ranks(plan: Mapping[str, Any], label: str) -> dict[str, int]:
-    """Return them from the plan's ranks by instance, which it lists if they differ."""
+    """Return the tensor parallel ranks by instance, which the plan lists if they differ."""
     return {name: math.prod(ranks.values()) for name, ranks in _ranks_by_instance(plan, label).items()}
 
 
@@ -182,14 +182,14 @@ def _named_devices(processes: Mapping[str, Any], names: list[str]) -> int | None
     """Return the number of distinct devices of all instances; None if one has no devices."""
     found: set[tuple[str, str]] = set()
     for name in names:
-        mine = [_mapping(spec) for each, spec in processes.items() if each.partition(NODE)[0] == name]
-        given = [str(_mapping(spec.get("env")).get("CUDA_VISIBLE_DEVICES") or "") for spec in mine]
-        if not mine or not all(given):
+        specs = [_mapping(spec) for process, spec in processes.items() if process.partition(NODE)[0] == name]
+        given = [str(_mapping(spec.get("env")).get("CUDA_VISIBLE_DEVICES") or "") for spec in specs]
+        if not specs or not all(given):
             return None
-        for spec, devices in zip(mine, given, strict=True):
-            # One without an URL of its own is on a further host of its instance.
-            place = urlsplit(str(spec.get("ready_url") or "")).hostname or str(spec.get("name"))
-            found |= {(place, device.strip()) for device in devices.split(",")}
+        for spec, devices in zip(specs, given, strict=True):
+            # A process without a URL is on a further host of its instance.
+            host = urlsplit(str(spec.get("ready_url") or "")).hostname or str(spec.get("name"))
+            found |= {(host, device.strip()) for device in devices.split(",")}
     return len(found)
 
 

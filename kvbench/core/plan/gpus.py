@@ -38,14 +38,14 @@ class GpuWant:
 def pool_of(visible: str | None, listed: int, host: str = "") -> GpuPool | None:
     """Return the GPUs that a host's processes may use; None if unknown. CUDA_VISIBLE_DEVICES decides if set,
     even if empty; else the number that nvidia-smi lists. ``host`` is empty for this machine."""
-    whose = f"host {host}" if host else "this host"
+    owner = f"host {host}" if host else "this host"
     if visible is not None:
         names = [word.strip() for word in visible.split(",")]
-        # As in CUDA: what stands behind the first that does not exist is not seen.
+        # As in CUDA, devices after the first nonexistent one are ignored.
         end = names.index("-1") if "-1" in names else len(names)
-        told = f"CUDA_VISIBLE_DEVICES{f' of {whose}' if host else ''} names"
-        return GpuPool(tuple(name for name in names[:end] if name), told)
-    return GpuPool(tuple(map(str, range(listed))), f"{whose} has") if listed else None
+        source = f"CUDA_VISIBLE_DEVICES{f' of {owner}' if host else ''} names"
+        return GpuPool(tuple(name for name in names[:end] if name), source)
+    return GpuPool(tuple(map(str, range(listed))), f"{owner} has") if listed else None
 
 
 def deal(
@@ -58,9 +58,9 @@ def deal(
     InputError if there are too few."""
     given: dict[str, tuple[str, ...]] = {}
     for host in dict.fromkeys(want.host for want in wants):
-        mine, pool = [want for want in wants if want.host == host], pools.get(host)
-        if len(mine) > 1 if pool is None else pool.devices:
-            given |= _on_one_host(label, mine, pool)
+        host_wants, pool = [want for want in wants if want.host == host], pools.get(host)
+        if len(host_wants) > 1 if pool is None else pool.devices:
+            given |= _on_one_host(label, host_wants, pool)
     return given
 
 

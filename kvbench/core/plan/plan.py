@@ -153,7 +153,7 @@ def time_parts(
 
 
 def notes(scenario: Scenario) -> Iterator[str]:
-    """Yield what a user should know before the run although it is no error."""
+    """Yield notes for the user before the run that are no errors."""
     search, slo = scenario.search, scenario.slo.main()
     if search.method in ("fixed", "burst") or not slo.has_limits:
         return
@@ -177,7 +177,7 @@ def notes(scenario: Scenario) -> Iterator[str]:
             f"since it has at least {search.min_requests} requests"
         )
     expected = prospects(scenario)
-    if expected and all(each.even > search.precision for each in expected):
+    if expected and all(prospect.even > search.precision for prospect in expected):
         best = min(expected, key=lambda each: each.even)
         yield f"the requested precision is out of reach: {shortfall_text(search, best)}"
 
@@ -260,7 +260,7 @@ class DeploymentPlan:
         return (*found, *self.service_ports)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as plain data, without fields that older runs lack, so that these can be resumed."""
+        """Return plain data, without fields that older runs lack, so that these can be resumed."""
         data = asdict(self)
         for each in data["instances"]:
             for key in ("devices", "ranks"):
@@ -291,7 +291,7 @@ class Plan:
     @property
     def ports(self) -> tuple[int, ...]:
         """All ports of all deployments; empty when they are chosen at launch."""
-        return tuple(port for each in self.deployments for port in each.ports if port)
+        return tuple(port for deployment in self.deployments for port in deployment.ports if port)
 
     @property
     def lower_s(self) -> float:
@@ -309,7 +309,7 @@ class Plan:
         return {
             "scenario": self.scenario.resolved(),
             "cells": [{**asdict(cell), "key": cell.key} for cell in self.cells],
-            "deployments": [each.to_json() for each in self.deployments],
+            "deployments": [deployment.to_json() for deployment in self.deployments],
             "reference": self.reference,
             **({"references": dict(self.references)} if self.references else {}),
             "ports": list(self.ports),
@@ -340,9 +340,9 @@ def make_plan(
     chosen = sorted(
         scenario.connectors, key=lambda each: (each.name != AGGREGATED, connectors[each.name].disaggregated)
     )
-    wanted = [(each.label, each.name) for each in chosen]
+    wanted = [(choice.label, choice.name) for choice in chosen]
     truths = scenario.references
-    added = [each.label for each in truths.added]
+    added = [deployment.label for deployment in truths.added]
     wanted = [*((label, AGGREGATED) for label in added), *wanted]
     first = scenario.deployment.base_port if base_port is None else base_port
     ports = _PortCounter(first)
@@ -353,7 +353,7 @@ def make_plan(
     )
     require_fitting_ports(first, ports.given)
     lengths, output_len = scenario.workload.input_len, scenario.workload.output_len
-    cells = tuple(Cell(each.label, length, output_len) for each in chosen for length in lengths)
+    cells = tuple(Cell(choice.label, length, output_len) for choice in chosen for length in lengths)
     return Plan(
         scenario=scenario,
         cells=cells,
@@ -369,9 +369,9 @@ def make_plan(
 
 def _footprints(scenario: Scenario, lengths: Sequence[int]) -> Iterator[KvFootprint]:
     """Yield the KV of a request of each length, for each number of ranks that receive it."""
-    ranks = {scenario.deployed(each.label).wire_ranks for each in scenario.connectors}
+    ranks = {scenario.deployed(connector.label).wire_ranks for connector in scenario.connectors}
     for length in lengths:
-        yield from dict.fromkeys(scenario_footprint(scenario, length, each) for each in sorted(ranks))
+        yield from dict.fromkeys(scenario_footprint(scenario, length, rank) for rank in sorted(ranks))
 
 
 class _PortCounter:
@@ -397,9 +397,9 @@ def _deployment(
     wanted = scenario.deployed(label_and_name[0])
     several = len(scenario.deployment.tensor_parallel_size) > 1
     own_ranks = several or any(
-        size and size.said for size in (wanted.prefill, wanted.decode, wanted.aggregated)
+        size and size.given for size in (wanted.prefill, wanted.decode, wanted.aggregated)
     )
-    # Behind a URL is what is there; and true outputs, which are not timed, one engine gives as well.
+    # The servers behind a URL are given; reference outputs are not timed, so one engine suffices.
     lone = reference_only or not wanted.engine_options.starts_processes
     counts: list[tuple[Role, int]] = [("aggregated", 1 if lone else wanted.aggregated_engines)]
     if info is not None and info.disaggregated:
@@ -413,8 +413,8 @@ def _deployment(
         side = 0 if info is None else info.side_ports(role, ranks)
         port, side_port = ports.take(), ports.take(side) if side else None
         group = ports.take(GROUP_PORTS) if len(wanted.nodes_of(name)) > 1 else None
-        said = ranks if own_ranks else None
-        instances.append(InstancePlan(name, role, rank, port, side_port, max(side, 1), group, ranks=said))
+        given = ranks if own_ranks else None
+        instances.append(InstancePlan(name, role, rank, port, side_port, max(side, 1), group, ranks=given))
     services = 0 if info is None else info.service_ports
     return DeploymentPlan(
         *label_and_name,

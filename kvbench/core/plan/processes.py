@@ -142,7 +142,7 @@ def _nic_lines(names: Sequence[str]) -> Iterator[str]:
 
 def _here_document(name: str, content: Mapping[str, Any]) -> Iterator[str]:
     yield f"cat > {shlex.quote(name)} <<'EOF'"
-    yield json.dumps(content, indent=1)  # a line of JSON is never the word that ends it
+    yield json.dumps(content, indent=1)  # a line of JSON never equals the word that ends it
     yield "EOF"
 
 

@@ -36,8 +36,8 @@ IN_SIGHT: Final = 3.0
 
 @dataclass(frozen=True)
 class KnownCell:
-    """Known about a cell: a rate near the result (requests/s), the TTFT and the latency of one request alone
-    in seconds."""
+    """Known figures of a cell: a rate near the result (requests/s), the TTFT and the latency of one request
+    alone in seconds."""
 
     rate: float
     first_s: float
@@ -129,7 +129,7 @@ def prospects(scenario: Scenario) -> tuple[Prospect, ...]:
     if search.start_rate is not None:
         rates = [search.start_rate]
     found = (prospect_of(scenario, slo, KnownCell(rate, first_s, latency_s)) for rate in rates)
-    return tuple(each for each in found if each is not None)
+    return tuple(prospect for prospect in found if prospect is not None)
 
 
 def _in_sight(criterion: dict[str, Any]) -> bool:
@@ -149,11 +149,11 @@ def prospect_text(prospects: Sequence[Prospect]) -> str:
     """Return one line for all rates; "" without any."""
     if not prospects:
         return ""
-    rates = ", ".join(f"{each.rate:g}" for each in prospects)
+    rates = ", ".join(f"{prospect.rate:g}" for prospect in prospects)
     even, uneven = (
-        ", ".join(_percent(getattr(each, kind)) for each in prospects) for kind in ("even", "uneven")
+        ", ".join(_percent(getattr(prospect, kind)) for prospect in prospects) for kind in ("even", "uneven")
     )
-    seconds = ", ".join(f"{each.trial_s:.3g}" for each in prospects)
+    seconds = ", ".join(f"{prospect.trial_s:.3g}" for prospect in prospects)
     return (
         f"at {rates} req/s the time allows ±{even} % if services are even, ±{uneven} % with heavy tails "
         f"({prospects[0].trials} trials of {seconds} s near the result, if one request alone takes half "

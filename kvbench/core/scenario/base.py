@@ -59,7 +59,7 @@ def typed(info: ValidationInfo, key: str, raw: Any, kind: str, none: Options) ->
     if isinstance(raw, type(none)) and raw != none:
         return raw
     if not isinstance(name, str) or name not in known:
-        return none  # the name itself is refused where it stands
+        return none  # the check of the name refuses it
     data = {} if raw is None or raw == none else raw
     return known[name].model_validate_json(json.dumps(data), strict=True)
 

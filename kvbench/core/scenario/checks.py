@@ -60,7 +60,7 @@ def host_problems(deployment: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ..
 def _names_in(names: Any) -> list[str]:
     """Return the names of a role's hosts, including those that an instance spans."""
     entries = [names] if isinstance(names, str) else names or ()
-    return [name for each in entries for name in ([each] if isinstance(each, str) else each or ())]
+    return [name for entry in entries for name in ([entry] if isinstance(entry, str) else entry or ())]
 
 
 SPAN_HOSTS: Final = ("vllm", "sglang")
@@ -74,7 +74,7 @@ def _spanning(
     engine = deployment.get("engine", "emulated")
     for role in ("prefill", "decode", "aggregated"):
         entries = roles.get(role) or ()
-        groups = [each for each in entries if isinstance(each, (list, tuple)) and len(each) > 1]
+        groups = [entry for entry in entries if isinstance(entry, (list, tuple)) and len(entry) > 1]
         for group in () if isinstance(entries, str) else groups:
             shown, where = ", ".join(map(str, group)), f"deployment.roles.{role}"
             if len(set(map(str, group))) < len(group):
@@ -121,7 +121,7 @@ def _limited(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
         limits = section.get("limits") if isinstance(section, Mapping) else None
         for metric in SESSION_METRICS:
             if any(
-                metric in str(each) for each in (limits if isinstance(limits, (list, tuple)) else [limits])
+                metric in str(limit) for limit in (limits if isinstance(limits, (list, tuple)) else [limits])
             ):
                 yield place, metric
 
@@ -291,7 +291,7 @@ def _labels(data: Mapping[str, Any]) -> Iterator[DataMistake]:
 def _lengths(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     workload = _section(data, "workload")
     if workload.get("trace") is not None or workload.get("sessions") is not None:
-        return  # its own lengths count, and they are looked at when it is read
+        return  # its own lengths count, and are checked when it is read
     lengths = workload.get("input_len")
     if not isinstance(lengths, list):
         lengths = [lengths]
@@ -348,12 +348,12 @@ def explain(
     covered = {mistake.location for mistake in known if mistake.final}
     return [
         Mistake(locate(root, problem.location, key=by_key), problem.location, problem.text)
-        for problem, by_key in _worded(error, keys, what)
+        for problem, by_key in _sentences(error, keys, what)
         if problem.location not in covered
     ]
 
 
-def placed(problems: Iterable[DataMistake], root: Node, known: Sequence[Mistake]) -> list[Mistake]:
+def locate_conflicts(problems: Iterable[DataMistake], root: Node, known: Sequence[Mistake]) -> list[Mistake]:
     """Return the contradictions that ``known`` does not cover, with their lines."""
     covered = {mistake.location for mistake in known if mistake.final}
     found = []
@@ -388,18 +388,18 @@ def _sections_in(annotation: Any) -> list[type[BaseModel]]:
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
 
 
-def _worded(
+def _sentences(
     error: ValidationError, keys: Mapping[str, Sequence[str]], what: str
 ) -> Iterator[tuple[DataMistake, bool]]:
     """Yield each error as a sentence, and whether it concerns the key rather than the value."""
     errors = error.errors(include_url=False)
-    inside = {each["loc"][:depth] for each in errors for depth in range(len(each["loc"]))}
-    for each in errors:
-        location = tuple(each["loc"])
+    inside = {details["loc"][:depth] for details in errors for depth in range(len(details["loc"]))}
+    for details in errors:
+        location = tuple(details["loc"])
         if location[:1] == ("connectors",) and location[2:3] == ("options",):
             location = location[:2] + location[3:]
-        kind = each["type"]
-        if kind == "too_short" and each["loc"] in inside:
+        kind = details["type"]
+        if kind == "too_short" and details["loc"] in inside:
             continue  # pydantic does not count entries that have mistakes of their own
         if kind == "extra_forbidden":
             yield DataMistake(location, _unknown_key(location, keys)), True
@@ -407,9 +407,9 @@ def _worded(
             parent = ".".join(map(str, location[:-1]))
             yield DataMistake(location, f"{parent or what} needs the key `{location[-1]}`"), True
         elif kind == "kvbench":
-            yield DataMistake(location, f"{_dotted(location)}: {each['msg']}"), False
+            yield DataMistake(location, f"{_dotted(location)}: {details['msg']}"), False
         else:
-            yield DataMistake(location, _sentence(location, each)), False
+            yield DataMistake(location, _sentence(location, details)), False
 
 
 def _dotted(location: Location) -> str:

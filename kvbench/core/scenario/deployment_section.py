@@ -70,7 +70,7 @@ class RoleRanks(Section):
     )
 
     @property
-    def said(self) -> Mapping[str, int]:
+    def given(self) -> Mapping[str, int]:
         named = {key: getattr(self, key) for key in RoleRanks.model_fields}
         return {key: value for key, value in named.items() if value is not None}
 
@@ -85,8 +85,8 @@ class RoleRanks(Section):
 
     @model_serializer(mode="wrap")
     def _as_written(self, handler: SerializerFunctionWrapHandler) -> Any:
-        said = {key: value for key, value in handler(self).items() if value is not None}
-        return said["instances"] if set(said) == {"instances"} else said
+        given = {key: value for key, value in handler(self).items() if value is not None}
+        return given["instances"] if set(given) == {"instances"} else given
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -231,7 +231,7 @@ class Deployment(Section):
         """
         role = instance.partition("-")[0]
         size: RoleRanks | None = {"prefill": self.prefill, "decode": self.decode}.get(role, self.aggregated)
-        if size is None or not size.said:
+        if size is None or not size.given:
             size = self.decode if self._place(instance).startswith("decode") else self.prefill
         args = self.engine_options.ranks_in_args(role)
         return Ranks(
@@ -275,9 +275,9 @@ class Deployment(Section):
         number, sign, node = end.partition(NODE)
         if role != "aggregated" or not number.isdecimal():
             return process
-        place, prefill = int(number) % self._engines, self.prefill.instances
-        own = f"prefill-{place}" if place < prefill else f"decode-{place - prefill}"
-        return f"{own}{sign}{node}"
+        index, prefill = int(number) % self._engines, self.prefill.instances
+        replaced = f"prefill-{index}" if index < prefill else f"decode-{index - prefill}"
+        return f"{replaced}{sign}{node}"
 
     @property
     def used_hosts(self) -> dict[str, RemoteHost]:
@@ -303,7 +303,7 @@ class Deployment(Section):
             raise error_at(("routing",), text)
         named = {"prefill": self.prefill, "decode": self.decode, "aggregated": self.aggregated}
         for role, size in named.items():
-            for key in size.said if size is not None else ():
+            for key in size.given if size is not None else ():
                 if key == "tensor_parallel_size":
                     continue
                 if self.engine_options.tensor_parallel_only:
@@ -320,7 +320,7 @@ class Deployment(Section):
                 text = f"no instance is called {name}: {role} has {count}, counted from 0"
                 raise error_at(("engine_options", "instance_args"), text)
         if len(self.tensor_parallel_size) > 1 and all(
-            "tensor_parallel_size" in size.said for size in (self.prefill, self.decode)
+            "tensor_parallel_size" in size.given for size in (self.prefill, self.decode)
         ):
             raise error_at(
                 ("tensor_parallel_size",), "a list has no effect if prefill and decode set their own sizes"

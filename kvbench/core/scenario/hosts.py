@@ -37,7 +37,7 @@ HostNames = Annotated[
 def _groups(raw: Any) -> Any:
     """Return each entry as a tuple of hosts: one, or those that an instance spans."""
     entries = _one_or_more(raw)
-    return tuple((each,) if isinstance(each, str) else as_tuple(each) for each in entries)
+    return tuple((entry,) if isinstance(entry, str) else as_tuple(entry) for entry in entries)
 
 
 _GROUPS_SCHEMA: Final = {

@@ -45,7 +45,7 @@ class EngineOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
-    # -- of the engine, whatever its options
+    # -- of the engine, for all options
 
     starts_processes: ClassVar[bool] = True
     """kvbench starts and stops its processes. If false, only one URL of a running server is known, not its
@@ -69,7 +69,7 @@ class EngineOptions(BaseModel):
     tensor_parallel_only: ClassVar[bool] = False
     """An instance has only tensor parallel ranks."""
 
-    # -- as the options say
+    # -- by the options
 
     @property
     def clips_windows(self) -> bool:

@@ -20,10 +20,10 @@ from kvbench.core.scenario.yaml_lines import (
     shorten,
 )
 
-# What a plain word stands for where an override wants to go into it: `model: tiny` is
+# Key that a plain word stands for, if an override sets a value below it: `model: tiny` is
 # `model: {preset: tiny}`, and `- nixl` is `- {name: nixl}`.
 _WORD_KEY: Final = {"model": "preset", "connectors": "name"}
-# Where a number stands for a mapping with `instances`.
+# Paths at which a number stands for a mapping with `instances`.
 _COUNTS: Final = (("deployment", "prefill"), ("deployment", "decode"), ("deployment", "aggregated"))
 
 

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
 from kvbench.core.physics import ModelShape
 from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, Several, whole_number
-from kvbench.core.scenario.checks import contradictions, explain, keys_below, placed
+from kvbench.core.scenario.checks import contradictions, explain, keys_below, locate_conflicts
 from kvbench.core.scenario.deployment_section import OWN_KEYS, ConnectorChoice, Deployment
 from kvbench.core.scenario.goals import Search, Slo, Tier
 from kvbench.core.scenario.json_schema import scenario_schema_of
@@ -69,8 +69,8 @@ class References:
 
 def references(chosen: Sequence[Sized]) -> References:
     """Return the first aggregated deployment of each size, adding one where a size has none."""
-    sizes = list(dict.fromkeys(each.size for each in chosen))
-    taken = {each.label for each in chosen}
+    sizes = list(dict.fromkeys(deployment.size for deployment in chosen))
+    taken = {deployment.label for deployment in chosen}
     by_size: dict[int, str] = {}
     added = []
     for size in sizes:
@@ -124,7 +124,7 @@ class Scenario(Section):
     def deployed(self, label: str) -> Deployment:
         """Return the deployment of one connector, with its own tensor parallel size."""
         known = (*self._sized, *self.references.added)
-        size = next((each.size for each in known if each.label == label), None)
+        size = next((deployment.size for deployment in known if deployment.label == label), None)
         return (
             self.deployment.model_copy(update={"tensor_parallel_size": (size,)}) if size else self.deployment
         )
@@ -207,7 +207,7 @@ class Draft:
             mistakes += explain(error, self.root, _keys_at(registry, data), mistakes)
         if scenario is None or conflicts:  # the data as written knows what the user gave
             conflicts = contradictions(_with_defaults(data)) or conflicts
-        mistakes += placed(conflicts, self.root, mistakes)
+        mistakes += locate_conflicts(conflicts, self.root, mistakes)
         if scenario is None or mistakes:
             raise scenario_error(mistakes, self.path)
         return _settled(_by_size(scenario, self.path))
@@ -243,7 +243,7 @@ def _by_size(scenario: Scenario, path: str) -> Scenario:
         for each in scenario.connectors
         if not each.tensor_parallel_size or size == sizes[0]
     ]
-    labels = [each.label for each in chosen]
+    labels = [deployment.label for deployment in chosen]
     if twice := [label for label in dict.fromkeys(labels) if labels.count(label) > 1]:
         text = f"the labels {', '.join(map(quoted, twice))} are those of several sizes; choose others"
         raise scenario_error([Mistake(Where(), ("connectors",), text)], path)
@@ -279,7 +279,7 @@ def scenario_schema(registry: Registry) -> dict[str, Any]:
 
 def scenario_error(mistakes: Sequence[Mistake], path: str) -> ScenarioError:
     ordered = sorted(mistakes, key=lambda each: (bool(each.where.override), each.where.line))
-    lines = list(dict.fromkeys(f"{each.where.show(path)}: {_text(each)}" for each in ordered))
+    lines = list(dict.fromkeys(f"{mistake.where.show(path)}: {_text(mistake)}" for mistake in ordered))
     if len(lines) > 50:
         lines = [*lines[:50], f"… and {len(lines) - 50} more mistakes"]
     return ScenarioError("\n".join(lines), hint="`kvbench scenarios schema` prints the format of a scenario")

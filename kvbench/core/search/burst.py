@@ -28,7 +28,7 @@ def burst_requests(rate: float) -> int:
 
 
 def burst_offsets(rate: float, burstiness: float, seed: int) -> NDArray[np.float64]:
-    """Planned sends, stretched so that the last is at n / rate, as ``vllm bench serve`` does."""
+    """Return planned sends, stretched so that the last is at n / rate, as ``vllm bench serve`` does."""
     n = burst_requests(rate)
     offsets = planned_offsets(rate, n, burstiness, seed)
     stretched: NDArray[np.float64] = offsets * (n / rate / offsets[-1])
@@ -70,7 +70,7 @@ class BurstSearch:
         self._trials = self._refused = 0
 
     def ask(self) -> float | None:
-        """The next rate; None when the search is over."""
+        """Return the next rate, or None when the search is over."""
         if self._trials >= self._max_trials or self._refused > RETRIES:
             return None
         if self._lower is None and self._upper is None:

@@ -81,7 +81,7 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
     if _settled(history, estimate) is not None:
         return None
     limits, tried, tallies = history.limits, history.tried, history.bracket.tallies
-    lowest, highest = min(each.rate for each in tried), max(each.rate for each in tried)
+    lowest, highest = min(trial.rate for trial in tried), max(trial.rate for trial in tried)
     good, bad = _bracket(history, estimate)
     some_good, some_bad = good > 0, bad < math.inf
     if not some_good and lowest <= limits.min_rate:
@@ -102,12 +102,12 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
         beyond = min(estimate.upper, highest * (1 + limits.precision)) if len(tried) > 1 else 0.0
         target = min(max(target, step, beyond), highest * by_replay.UP_MOST)
     elif not some_good:
-        close = any(_some_in_time(each) for each in tried if each.rate == lowest)
+        close = any(_some_in_time(trial) for trial in tried if trial.rate == lowest)
         step = lowest / (DOWN_NEAR if close else step_factor(DOWN_COLD, len(tried)))
         target = max(target, step) if close or len(tried) < 3 else step
     else:
         # A short trial proves nothing against the median: no queue had built up yet.
-        proved = max((each.rate for each in tried if each.thorough and _kept(each) is True), default=0.0)
+        proved = max((trial.rate for trial in tried if trial.thorough and _kept(trial) is True), default=0.0)
         outside = good < bad and not min(good, proved) / BEYOND <= target <= bad * BEYOND
         target = math.sqrt(good * bad) if outside else target
         if near and not sharp:
@@ -119,7 +119,7 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
     target = history.inside(min(target, unusable / (1 + limits.precision)))
     if target in tallies and not history.usable(tallies[target]):
         return None
-    if unusable < math.inf and sum(each.rate == target for each in tried) >= 2:
+    if unusable < math.inf and sum(trial.rate == target for trial in tried) >= 2:
         return None
     purpose: Purpose = "confirm" if sharp else "bisect" if some_good and some_bad else "expand"
     thorough = target > CLOSE * capacity or (some_good and some_bad)
@@ -129,7 +129,7 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
 def _least_s(history: TrialHistory, rate: float) -> float:
     """Return the minimum length of a full-length trial in seconds; longer late in a search."""
     waits_s = max(WAITS * history.waiting.slack_s, SECONDS, requests_s(rate))
-    lengths = [each.measured.duration_s for each in history.tried if each.thorough and each.measured]
+    lengths = [trial.measured.duration_s for trial in history.tried if trial.thorough and trial.measured]
     if not lengths or len(history.tried) < STRETCH_AFTER:
         return waits_s
     return max(waits_s, STRETCH * median(lengths[:3]))
@@ -161,16 +161,16 @@ def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> 
             also = history.replay.estimate
             lower, upper = min(lower, also.lower), max(upper, also.upper)
         if settled is None and lower < limits.min_rate:
-            lower = 0.0  # nothing below it was tried
+            lower = 0.0  # no lower rate was tried
         bounded = _bracket(history, estimate)[1] < math.inf or _capacity(history) < math.inf
         if settled is None and history.trusted_replay is None and not bounded:
             # No trial missed it, so max_rate alone ends the posterior.
             found, upper, censored = max(met), None, "above"
-    elif tried and all(each.verdict == "missed" for each in tried):
+    elif tried and all(trial.verdict == "missed" for trial in tried):
         upper, censored = history.bracket.upper, "below"
     elif estimate.upper >= limits.max_rate:
         upper = None  # that end was assumed, not measured
-    if found is None and (above := [each.rate for each in tried if each.verdict == "met"]):
+    if found is None and (above := [trial.rate for trial in tried if trial.verdict == "met"]):
         upper = None if upper is None else max(upper, min(above))
         reason = f"trials contradict each other: {min(above):g} req/s was met, but all together indicate less"
     elif found is None and tried and history.trials_left <= 0:
@@ -184,20 +184,20 @@ def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> 
 
 
 def _most_likely(history: TrialHistory, estimate: RateEstimate) -> float | None:
-    """The median of the posterior, but not below all rates that were met; None if none was met."""
+    """Return the median of the posterior, but not below all met rates; None if no rate was met."""
     return _not_below_all_met(history, history.inside(estimate.median), estimate.upper)
 
 
 def _not_below_all_met(history: TrialHistory, rate: float, highest: float) -> float | None:
-    """That rate if a trial was met at or below it, else the lowest met one, or None beyond ``highest``."""
+    """Return the rate if a trial at or below it was met, else the lowest met one; None beyond ``highest``."""
     if history.supporting(rate) is not None:
         return rate
-    lowest = min((each.rate for each in history.tried if each.verdict == "met"), default=math.inf)
+    lowest = min((trial.rate for trial in history.tried if trial.verdict == "met"), default=math.inf)
     return lowest if lowest <= highest else None
 
 
 def _belief(history: TrialHistory, estimate: RateEstimate, finished: bool) -> dict[str, Any]:
-    """The posterior, as an answer keeps it."""
+    """Return the posterior as an answer stores it."""
     at_first = history.estimate_at_first if finished else None
     return {
         "level": LEVEL,
@@ -232,8 +232,8 @@ def _unsettled(history: TrialHistory, estimate: RateEstimate, finished: bool) ->
 def _bracket(history: TrialHistory, estimate: RateEstimate) -> tuple[float, float]:
     """Return the highest met and the lowest missed rate by measured scores. Rates outside the posterior's
     interval are left out if others remain."""
-    good = [each.rate for each in history.tried if _kept(each) is True]
-    bad = [each.rate for each in history.tried if _kept(each) is False]
+    good = [trial.rate for trial in history.tried if _kept(trial) is True]
+    bad = [trial.rate for trial in history.tried if _kept(trial) is False]
     good = [rate for rate in good if rate <= estimate.upper] or good
     bad = [rate for rate in bad if rate >= estimate.lower] or bad
     return max(good, default=0.0), min(bad, default=math.inf)
@@ -252,29 +252,29 @@ def _kept(outcome: TrialOutcome) -> bool | None:
 def _always_kept(history: TrialHistory) -> bool:
     """Return whether all of the last trials were met, so that another confirmation shows nothing new."""
     last = history.tried[-KEPT_IN_A_ROW:]
-    return len(last) == KEPT_IN_A_ROW and all(_kept(each) is True for each in last)
+    return len(last) == KEPT_IN_A_ROW and all(_kept(trial) is True for trial in last)
 
 
 def _return_to(history: TrialHistory, estimate: RateEstimate) -> float:
     """Return the lowest rate that was missed and not met since, or one above all met rates."""
     kept, missed = 0.0, math.inf
-    for each in reversed(history.tried):
-        known = _kept(each)
-        kept = max(kept, each.rate) if known else kept
-        missed = min(missed, each.rate) if known is False and each.rate > kept else missed
+    for trial in reversed(history.tried):
+        known = _kept(trial)
+        kept = max(kept, trial.rate) if known else kept
+        missed = min(missed, trial.rate) if known is False and trial.rate > kept else missed
     return min(missed, max(kept, estimate.upper) * BEYOND)
 
 
 def _leaning(history: TrialHistory, estimate: RateEstimate) -> float:
     """Return a quantile further from the median the more successive trials had the same outcome."""
-    kept = [known for each in history.tried if (known := _kept(each)) is not None]
+    kept = [known for trial in history.tried if (known := _kept(trial)) is not None]
     same = next((count for count, each in enumerate(reversed(kept)) if each != kept[-1]), len(kept))
     lean = min(LEAN * max(same - 1, 0), LEAN_MOST) * (1 if kept and kept[-1] else -1)
     return estimate.quantile(0.5 + lean)
 
 
 def _aim_below(history: TrialHistory) -> float:
-    failed = sum(each.purpose == "confirm" and not reached_target(each) for each in history.tried)
+    failed = sum(trial.purpose == "confirm" and not reached_target(trial) for trial in history.tried)
     return min(CONFIRM_BELOW + CONFIRM_STEP * failed, CONFIRM_MOST)
 
 
@@ -289,13 +289,13 @@ def _settled(history: TrialHistory, estimate: RateEstimate) -> float | None:
     replay = history.trusted_replay
     if replay is not None:
         return _most_likely(history, estimate) if by_replay.suffices(history, replay) else None
-    if all(each.verdict == "met" for each in history.tried) and _capacity(history) == math.inf:
+    if all(trial.verdict == "met" for trial in history.tried) and _capacity(history) == math.inf:
         return None  # nothing bounds it from above
-    watched_s = sum(each.measured.duration_s for each in history.tried if each.measured)
+    watched_s = sum(trial.measured.duration_s for trial in history.tried if trial.measured)
     if 0 < watched_s < by_replay.watched_s(history.limits):  # 0: unknown
         return None
     median = history.inside(estimate.median)
-    met = [each.rate for each in history.tried if reached_target(each) and each.thorough]
+    met = [trial.rate for trial in history.tried if reached_target(trial) and trial.thorough]
     if not any(median <= rate <= median * (1 + precision) for rate in met):
         median = max((rate for rate in met if rate <= median), default=0.0)
     median = _not_below_all_met(history, median, median * (1 + precision)) or 0.0
@@ -304,8 +304,8 @@ def _settled(history: TrialHistory, estimate: RateEstimate) -> float | None:
 
 def _precise(history: TrialHistory, estimate: RateEstimate, rate: float) -> bool:
     """Return whether the posterior is within the precision of a rate, without a long tail outside."""
-    precision, sure = history.limits.precision, SURE_SOON if len(history.outcomes) <= SOON else SURE
-    return estimate.width <= by_replay.CONFIRMS * precision and estimate.within(rate, precision) >= sure
+    precision, enough = history.limits.precision, SURE_SOON if len(history.outcomes) <= SOON else SURE
+    return estimate.width <= by_replay.CONFIRMS * precision and estimate.within(rate, precision) >= enough
 
 
 def _some_in_time(outcome: TrialOutcome) -> bool:

@@ -68,17 +68,17 @@ def next_probe(history: TrialHistory, replay: ReplayResult) -> Probe | None:
     highest one's answer. A search that cannot reach the precision ends (None) once a trial was met, since an
     answer needs one."""
     limits = history.limits
-    some_met = any(each.verdict == "met" for each in history.tried)
-    far = too_far(history, replay)
-    if far and some_met:
+    some_met = any(trial.verdict == "met" for trial in history.tried)
+    unreachable = too_far(history, replay)
+    if unreachable and some_met:
         return None
-    failed = sum(each.purpose == "confirm" and not reached_target(each) for each in history.tried)
+    failed = sum(trial.purpose == "confirm" and not reached_target(trial) for trial in history.tried)
     below = min(BELOW + BELOW_STEP * failed, BELOW_MOST) if some_met else BELOW_MOST
     below = min(below * limits.precision, 0.75 * NEAR)
     if not some_met and _tried_near(history, replay):
         below = limits.precision
-    highest = max(each.rate for each in history.tried)
-    target = replay.estimate.lower if far else replay.highest / (1 + below)
+    highest = max(trial.rate for trial in history.tried)
+    target = replay.estimate.lower if unreachable else replay.highest / (1 + below)
     rate = history.inside(min(target, highest * UP_MOST))
     unusable = min(
         (each for each, tally in history.bracket.tallies.items() if not history.usable(tally)),
@@ -86,7 +86,7 @@ def next_probe(history: TrialHistory, replay: ReplayResult) -> Probe | None:
     )
     if rate >= unusable:
         rate = history.inside(unusable / (1 + limits.precision))
-        if sum(each.rate == rate for each in history.tried) >= 2:
+        if sum(trial.rate == rate for trial in history.tried) >= 2:
             return None
     above = history.inside(min(ABOVE * replay.estimate.median, highest * UP_MOST))
     if replay.estimate.width <= limits.precision and not _tried_above(history, replay) and above < unusable:
@@ -109,8 +109,8 @@ def suffices(history: TrialHistory, replay: ReplayResult) -> bool:
 
 
 def too_far(history: TrialHistory, replay: ReplayResult) -> bool:
-    """Return whether the precision takes several times what the remaining trials or seconds bring. Where no
-    forecast is possible, a search goes on; to a precision that no replay has, as long as its time is limited
+    """Return whether the precision takes several times what the remaining trials or seconds bring. Without a
+    forecast the search continues. It also continues to a precision that no replay has, if its time is limited
     and trials still make the interval narrower."""
     limits, trials = history.limits, len(history.tried)
     further = replay.further_requests(limits.precision)
@@ -126,7 +126,7 @@ def too_far(history: TrialHistory, replay: ReplayResult) -> bool:
 
 
 def needed_text(history: TrialHistory, replay: ReplayResult, why: str = "") -> str:
-    """Say what the precision needs. ``why``: reason, if that is long."""
+    """Describe what the precision needs. ``why``: reason, if that takes long."""
     precision = history.limits.precision
     wanted = f"±{100 * precision:.2g} %"
     further = replay.further_requests(precision)
@@ -145,22 +145,22 @@ def needed_text(history: TrialHistory, replay: ReplayResult, why: str = "") -> s
 def _foreseen(history: TrialHistory, replay: ReplayResult) -> bool:
     """Return whether a trial near the answer makes a forecast possible."""
     low, high = (factor * replay.estimate.median for factor in FORESEEN)
-    return any(low < each.rate < high for each in history.tried)
+    return any(low < trial.rate < high for trial in history.tried)
 
 
 def _tried_near(history: TrialHistory, replay: ReplayResult) -> bool:
     """Return whether a trial near the answer was long enough to contradict it."""
     return any(
-        abs(each.rate / replay.estimate.median - 1) <= NEAR
-        and len(each.requests) >= _near_requests(history.limits)
-        for each in history.tried
-        if each.requests is not None
+        abs(trial.rate / replay.estimate.median - 1) <= NEAR
+        and len(trial.requests) >= _near_requests(history.limits)
+        for trial in history.tried
+        if trial.requests is not None
     )
 
 
 def _tried_above(history: TrialHistory, replay: ReplayResult) -> bool:
     """Return whether a trial above the answer could contradict it, and shows what limits the system."""
-    highest = max(each.rate for each in history.tried)
+    highest = max(trial.rate for trial in history.tried)
     return highest >= min(replay.estimate.upper, history.limits.max_rate)
 
 

@@ -78,8 +78,8 @@ class Flood:
         if now_s - float(flood.min()) < max(SURE_LATENCIES * self.latency_s, SURE_LEAST_S):
             return False
         left = int(np.searchsorted(self.offsets_s, now_s)) - len(ends_s)
-        sure = len(flood) >= SURE_COMPLETIONS and not found.grows
-        return sure or left > BURIED_LATENCIES * max(rate * self.latency_s, 1.0)
+        is_steady = len(flood) >= SURE_COMPLETIONS and not found.grows
+        return is_steady or left > BURIED_LATENCIES * max(rate * self.latency_s, 1.0)
 
     def _skips_saturation(self, ends_s: FloatArray, now_s: float) -> bool:
         """Return whether the saturation is skipped, since the first requests were slow already."""

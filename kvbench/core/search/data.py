@@ -30,7 +30,7 @@ reaches the limit after 20."""
 SECONDS: Final = 10.0
 """Minimum length of a full-length trial in seconds, for warm-up and disturbances by other processes."""
 MEMORY: Final = 2.5
-"""Correlation time of a queue (``queue_model.memory``), in slacks · depth · (1 − load)²."""
+"""Correlation time of a queue (``queue_model.memory``), in TTFT headrooms · depth · (1 − load)²."""
 BURST_S: Final = 5.0
 """Seconds of a burst's arrivals."""
 

@@ -23,7 +23,7 @@ from kvbench.core.search.live_config import CriterionTarget, Decision, LiveConfi
 from kvbench.core.search.load_plan import Offered, TrialPlan, planned
 from kvbench.core.search.methods import SATURATED, joined_verdict, judged_slo, judged_window
 from kvbench.core.search.sequential_trial import LiveTrial
-from kvbench.core.sessions.session_load import sent_places, session_figures
+from kvbench.core.sessions.session_load import sent_indices, session_figures
 from kvbench.core.sessions.session_source import SessionSource
 from kvbench.core.slo import Criterion, Slo, latencies_ms
 
@@ -89,14 +89,14 @@ class TrialWatch:
                 self.decisions.setdefault(name, decision)
         if self._flood is not None:
             return self._flood_over(self._flood, progress)
-        # Undecided is a decision, too: the time is over.
+        # "undecided" is also a decision: the time is over.
         return self.decision is not None
 
     def _flood_over(self, flood: Flood, progress: Progress) -> bool:
         if self._flooded:
             return True
         answered = (each for each in progress.settled if not each.error and each.e2el_s is not None)
-        ends = [float(flood.offsets_s[each.index]) + (each.e2el_s or 0.0) for each in answered]
+        ends = [float(flood.offsets_s[answer.index]) + (answer.e2el_s or 0.0) for answer in answered]
         self._flood_ends_s = np.append(self._flood_ends_s, ends)
         self.flooded_s = progress.t_s
         self._flooded = flood.is_over(self._flood_ends_s, progress.t_s)
@@ -150,7 +150,7 @@ def new_record(
 
 def _target(criterion: Criterion) -> CriterionTarget:
     """Criterion with its limit on TTFT, else on the whole latency; both include waiting."""
-    limits = {each.metric: each.limit / 1e3 for each in criterion.limits}
+    limits = {limit.metric: limit.limit / 1e3 for limit in criterion.limits}
     waits = [limits[each] for each in ("ttft_ms", "first_ttft_ms", "later_ttft_ms") if each in limits]
     wait_s = min(waits, default=None)
     whole = wait_s is None and set(limits) == {"e2el_ms"}
@@ -317,9 +317,9 @@ def _offered_reuse(trial: PlannedTrial, load: LoadResult, evidence: Evidence) ->
     sessions = trial.offered.sessions
     if sessions is None:
         return None
-    sent = sent_places(load.records)
+    sent = sent_indices(load.records)
     (offered,) = sessions.offered_tokens(sent, (None,))
-    sizes = [each.block_tokens for each in evidence.engines.values() if each.block_tokens]
+    sizes = [engine.block_tokens for engine in evidence.engines.values() if engine.block_tokens]
     return offered + len(sent) * max(0, sessions.block_tokens - min(sizes, default=1))
 
 

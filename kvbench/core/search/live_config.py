@@ -25,7 +25,7 @@ left out while unknown."""
 
 
 def trial_length_s(rate: float, latency_s: float, least_s: float = 0.0) -> float:
-    """Return the planned length of a trial: twice the likely one, in case latencies are longer."""
+    """Return the planned length of a trial: twice the expected one, since latencies may be longer."""
     latencies_s = 2 * TRIAL_LATENCIES * latency_s
     longest_s = LONGEST * max(latencies_s, requests_s(rate))
     return max(latencies_s, min(least_s or requests_s(rate), longest_s))

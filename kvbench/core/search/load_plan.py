@@ -107,7 +107,7 @@ class Offered:
 
 
 def rate_of(trace: Sequence[TracedRequest]) -> float:
-    """Requests per second of a trace; 0 without one, or if all requests come at once."""
+    """Return requests per second of a trace; 0 without one, or if all requests arrive at once."""
     rate = request_rate(trace) if trace else 0.0
     return rate if math.isfinite(rate) else 0.0
 
@@ -135,7 +135,7 @@ def planned(
     if not trace:
         return Offered(planned_offsets(plan.rate, n, burstiness, seed))
     requests = scaled(trace, request_rate(trace) / plan.rate, n if plan.searched else None)
-    offsets = np.array([each.offset_s for each in requests])
+    offsets = np.array([request.offset_s for request in requests])
     flood_of = Flood(offsets, 0.0, float(offsets[-1]), plan.latency_s, plan.rate) if plan.ceiling else None
     return Offered(offsets, requests, flood_of)
 

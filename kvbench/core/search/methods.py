@@ -106,10 +106,10 @@ def _refusal(findings: Sequence[Finding]) -> Finding | None:
 def means_text(summary: Summary) -> str:
     """Return the means that the burst method judges: ``mean TTFT 4120 ms (limit 5000), …``."""
     parts = []
-    for each in summary.criteria:
-        if each.kind == "mean":
-            value = "none answered" if each.value is None else f"{each.value:.4g} ms"
-            parts.append(f"{each.text}: {value}")
+    for criterion in summary.criteria:
+        if criterion.kind == "mean":
+            value = "none answered" if criterion.value is None else f"{criterion.value:.4g} ms"
+            parts.append(f"{criterion.text}: {value}")
     return "burst; " + ", ".join(parts) if parts else "burst; no limit"
 
 

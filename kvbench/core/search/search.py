@@ -1,7 +1,7 @@
-"""Search of the highest request rate that meets an SLO: ``ask`` for a rate, ``tell`` its outcome.
+"""Search of the highest request rate that meets an SLO: ``ask`` returns a rate, ``tell`` takes its outcome.
 
 Two rules share this interface: ``kvbench.core.search.by_verdicts`` until a trial has reported figures, then
-``kvbench.core.search.by_measurements``. A cold start may begin with a *ceiling*: a saturating burst, whose
+``kvbench.core.search.by_measurements``. A cold start may begin with a *ceiling*: a saturating burst; its
 completions per second are the capacity.
 
 An invalid trial is no verdict. It is repeated, and after ``max_retries`` repetitions its rate is *unusable*:

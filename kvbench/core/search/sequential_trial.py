@@ -1,14 +1,14 @@
 """The verdict of a running trial: met, missed, or undecided at its end.
 
 A trial has a longest duration and ends at the first *look* with a significant result. The intervals between
-looks grow geometrically; each gets an equal part of the allowed chance of error, and asks three questions:
+looks grow geometrically; each gets an equal part of the allowed chance of error, and answers three questions:
 
 1. **Does the queue grow?** Judged by the number of requests that wait for their first token longer than
    without a queue, and by the rate of first tokens while it is never empty (``core.metrics.queue_growth``).
 2. **Has the system filled?** The steady part begins when the number in flight first reaches its mean over
    the second half of the time so far (Fishman's crossing rule; rules based on latencies, such as MSER, drop
-   bad values first, so short trials look too good). It ends one latency before now, since of later requests
-   only the fast ones have ended. The load continues until the decision.
+   bad values first, so short trials look too good). It ends one latency before now, since only the fast ones
+   among later requests have ended. The load continues until the decision.
 3. **Is each criterion met?** A share by an exact binomial bound on the *effective* sample size, or by the
    confidence interval of its margin (the quantile of each request's value / limit) by sections; a mean by the
    t interval of section means. Pending requests of the steady part count against either verdict.
@@ -144,16 +144,16 @@ class LiveTrial:
         for due_s in offsets_s:  # ascending, for the binary search in _give_up
             self._due_s[self._sent] = max(due_s, self._due_s[self._sent - 1] if self._sent else due_s)
             self._sent += 1
-        for each in observations:
-            index = each[0]
+        for observation in observations:
+            index = observation[0]
             if not 0 <= index < len(self._offsets):
                 raise ValueError(f"no request {index} was planned")
             self._settle(index, t_s)
-            self._values[index] = each[1]
-            if len(each) > 2:
-                self._margins[index] = each[2]
-            if len(each) > 3 and each[3] is not None:
-                self._ttft_s[index] = each[3]
+            self._values[index] = observation[1]
+            if len(observation) > 2:
+                self._margins[index] = observation[2]
+            if len(observation) > 3 and observation[3] is not None:
+                self._ttft_s[index] = observation[3]
         series = self._series
         series.times_s.append(t_s)
         series.waiting.append(float(waiting_first))

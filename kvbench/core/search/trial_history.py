@@ -94,11 +94,11 @@ class TrialHistory:
         if not known:
             return self.outcomes
         scores = [[row["score"] or 0.0 for row in each.measured.criteria] for each in known if each.measured]
-        broken = [each for each in scores if min(each) < 0] or scores
+        broken = [score for score in scores if min(score) < 0] or scores
         index = Counter(each.index(min(each)) for each in broken).most_common(1)[0][0]
         return tuple(
-            replace(each, measured=each.measured.of_criterion(index)) if each.measured else each
-            for each in self.outcomes
+            replace(outcome, measured=outcome.measured.of_criterion(index)) if outcome.measured else outcome
+            for outcome in self.outcomes
         )
 
     @cached_property
@@ -121,7 +121,7 @@ class TrialHistory:
     @cached_property
     def by_verdicts(self) -> RateEstimate | None:
         """Posterior of the rate by the figures of whole trials."""
-        if not self.points or all(each.measured is None for each in self.outcomes):
+        if not self.points or all(outcome.measured is None for outcome in self.outcomes):
             return None
         return self._fitted(self.points)
 
@@ -130,7 +130,7 @@ class TrialHistory:
         """Replay of the requests of all trials; None without them, or if no model explains them. If they
         contradict every model, those of the first two minutes are left out unless they were better than later
         ones indicate: the system may have warmed up."""
-        known = tuple(each.requests for each in self.tried if each.requests is not None)
+        known = tuple(trial.requests for trial in self.tried if trial.requests is not None)
         if self.objective is None or not known or len(known) < len(self.tried):
             return None
         found = replayed(known, self.objective)
@@ -149,7 +149,7 @@ class TrialHistory:
         replay = self.replay
         if replay is None or replay.objections or replay.error > VAGUE:
             return None
-        met = [each.rate for each in self.tried if each.verdict == "met"]
+        met = [trial.rate for trial in self.tried if trial.verdict == "met"]
         return None if met and min(met) > replay.estimate.upper else replay
 
     @cached_property
@@ -213,13 +213,13 @@ class TrialHistory:
     def confirming(self, rate: float) -> TrialOutcome | None:
         """Return the nearest, then newest met trial at the rate or up to the precision above it."""
         top = rate * (1 + self.limits.precision) * (1 + 1e-9)
-        met = [each for each in reversed(self.tried) if reached_target(each) and rate <= each.rate <= top]
+        met = [trial for trial in reversed(self.tried) if reached_target(trial) and rate <= trial.rate <= top]
         return min(met, key=lambda each: each.rate, default=None)
 
     def supporting(self, rate: float) -> TrialOutcome | None:
         """Return the highest, then newest met trial at or below the rate."""
         top = rate * (1 + 1e-9)
-        met = [each for each in reversed(self.tried) if each.verdict == "met" and each.rate <= top]
+        met = [trial for trial in reversed(self.tried) if trial.verdict == "met" and trial.rate <= top]
         return max(met, key=lambda each: each.rate, default=None)
 
     def figures(self, rate: float | None) -> dict[str, Any]:

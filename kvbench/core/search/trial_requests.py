@@ -28,10 +28,10 @@ FEW_FAILED: Final = 0.005
 
 @dataclass(frozen=True, eq=False)
 class TrialRequests:
-    """The requests of one trial in order of arrival, in seconds since its start; NaN: not seen by ``end_s``.
-    Equal by content, so that fits can be cached. ``tokens``: output tokens after the first one. ``rate``:
-    requests per second offered. ``burstiness``: the gamma shape of the gaps between arrivals (1 is Poisson).
-    ``failed``: requests that ended in an error."""
+    """The requests of one trial in order of arrival, in seconds since its start; NaN: not observed until
+    ``end_s``. Equal by content, so that fits can be cached. ``tokens``: output tokens after the first one.
+    ``rate``: requests per second offered. ``burstiness``: the gamma shape of the gaps between arrivals (1 is
+    Poisson). ``failed``: requests that ended in an error."""
 
     rate: float
     end_s: float
@@ -54,7 +54,7 @@ class TrialRequests:
     @cached_property
     def _content(self) -> tuple[object, ...]:
         columns = self.arrived_s, self.first_s, self.last_s, self.tokens
-        return self.rate, self.end_s, self.burstiness, self.failed, *(each.tobytes() for each in columns)
+        return self.rate, self.end_s, self.burstiness, self.failed, *(column.tobytes() for column in columns)
 
     @classmethod
     def of(
@@ -147,14 +147,14 @@ class Objective:
     def of(cls, criteria: Sequence[Criterion]) -> Objective | None:
         """Return the objective, or None if a criterion is of sessions or nothing is limited."""
         goals = []
-        answered = min((each.target for each in criteria if each.kind == "share"), default=1.0)
-        for each in criteria:
-            limits = tuple((limit.metric, limit.limit / 1e3) for limit in each.limits)
+        answered = min((criterion.target for criterion in criteria if criterion.kind == "share"), default=1.0)
+        for criterion in criteria:
+            limits = tuple((limit.metric, limit.limit / 1e3) for limit in criterion.limits)
             if any(metric not in METRICS for metric, _ in limits):
                 return None
             if limits:
-                target = each.target if each.kind == "share" else answered
-                goals.append(Goal(each.kind, target, limits))
+                target = criterion.target if criterion.kind == "share" else answered
+                goals.append(Goal(criterion.kind, target, limits))
         return cls(tuple(goals)) if goals else None
 
     @property

@@ -50,8 +50,8 @@ class Session:
         """Yield each request, sub-agents' included, with its send time from the corpus's begin."""
         for turn in self.turns:
             yield self.start_s + turn.sent_s, turn
-            for each in turn.subagents:
-                for sent_s, below in each.requests():
+            for subagent in turn.subagents:
+                for sent_s, below in subagent.requests():
                     yield self.start_s + sent_s, below
 
     def subagent_count(self) -> int:
@@ -81,19 +81,19 @@ def prompts_by_time(corpus: Corpus) -> TimedPrompts:
     """Return all prompts as they were sent; sessions without recorded times start together."""
     found: list[tuple[float, int, Blocks]] = []
     first = 0
-    for place, session in enumerate(corpus.sessions):
+    for index, session in enumerate(corpus.sessions):
         sent = list(session.requests())
         blocks = [turn.blocks for _, turn in sent]
         if corpus.scope == "session":
             blocks, nodes = chained(blocks)
-            blocks = [each + first for each in blocks]
+            blocks = [block + first for block in blocks]
             first += nodes
-        found += [(sent_s, place, each) for (sent_s, _), each in zip(sent, blocks, strict=True)]
+        found += [(sent_s, index, each) for (sent_s, _), each in zip(sent, blocks, strict=True)]
     found.sort(key=lambda each: each[0])
     prompts = [blocks for _, _, blocks in found]
     if corpus.scope == "corpus":
         prompts, _ = chained(prompts)
-    return TimedPrompts(prompts, [place for _, place, _ in found])
+    return TimedPrompts(prompts, [index for _, index, _ in found])
 
 
 def chained(prompts: Sequence[Blocks]) -> tuple[list[Blocks], int]:
@@ -124,7 +124,7 @@ def chained(prompts: Sequence[Blocks]) -> tuple[list[Blocks], int]:
 
 @dataclass(frozen=True, eq=False)
 class OfferedReuse:
-    """What was offered for reuse: runs of found blocks, one entry a run in each of the four arrays."""
+    """Blocks that caches could reuse, as runs of found blocks: one entry per run in each of four arrays."""
 
     blocks: int
     distinct: int
@@ -170,19 +170,19 @@ def offered_reuse(prompts: Sequence[Blocks]) -> OfferedReuse:
     user = np.full(nodes, -1, np.int64)  # the last prompt that had this block
     live = _Sums(len(prompts))  # blocks by their last user
     runs: list[tuple[int, int, int]] = []
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         users = user[prompt]
         known = users[: int(np.count_nonzero(users >= 0))]
         starts = np.flatnonzero(np.diff(known, prepend=-1)).tolist()
         lengths = np.diff([*starts, len(known)]).tolist()
         owners = [int(known[start]) for start in starts]
         runs += [
-            (place, live.after(owner) + 1, length) for owner, length in zip(owners, lengths, strict=True)
+            (index, live.after(owner) + 1, length) for owner, length in zip(owners, lengths, strict=True)
         ]
         for owner, length in zip(owners, lengths, strict=True):
             live.add(owner, -length)
-        live.add(place, len(prompt))
-        user[prompt] = place
+        live.add(index, len(prompt))
+        user[prompt] = index
     table = np.array(runs, np.int64).reshape(-1, 3)
     return OfferedReuse(
         blocks=sum(len(each) for each in prompts),
@@ -196,24 +196,24 @@ def offered_reuse(prompts: Sequence[Blocks]) -> OfferedReuse:
 class _Sums:
     """Sums over a list that changes, in O(log n) (Fenwick, Software: Practice and Experience 24, 1994)."""
 
-    def __init__(self, places: int) -> None:
-        self._tree = [0] * (places + 1)
+    def __init__(self, size: int) -> None:
+        self._tree = [0] * (size + 1)
         self._total = 0
 
-    def add(self, place: int, amount: int) -> None:
+    def add(self, index: int, amount: int) -> None:
         self._total += amount
-        place += 1
-        while place < len(self._tree):
-            self._tree[place] += amount
-            place += place & -place
+        index += 1
+        while index < len(self._tree):
+            self._tree[index] += amount
+            index += index & -index
 
-    def after(self, place: int) -> int:
-        """Return the sum over later places."""
-        place += 1
+    def after(self, index: int) -> int:
+        """Return the sum over the elements after this index."""
+        index += 1
         until = 0
-        while place:
-            until += self._tree[place]
-            place &= place - 1
+        while index:
+            until += self._tree[index]
+            index &= index - 1
         return self._total - until
 
 
@@ -232,7 +232,7 @@ class Spread(NamedTuple):
 
 
 class CapacityRow(NamedTuple):
-    """What a cache of a size could have found. Shares are of all blocks of the corpus."""
+    """Blocks that a cache of this size could have found. Shares are of all blocks of the corpus."""
 
     tokens: int | None
     """None: unlimited."""
@@ -274,8 +274,8 @@ class CorpusFigures:
 
     def share_alone(self, blocks: int | None = None) -> float:
         """Return the share of blocks found if each session has a cache of ``blocks`` blocks."""
-        every = sum(each.blocks for each in self.alone)
-        return sum(each.found(blocks) for each in self.alone) / every if every else 0.0
+        every = sum(reuse.blocks for reuse in self.alone)
+        return sum(reuse.found(blocks) for reuse in self.alone) / every if every else 0.0
 
     def capacities(self, tokens: Sequence[int]) -> list[CapacityRow]:
         """Return a row per capacity, the unlimited one last. Partial blocks do not count."""
@@ -307,12 +307,12 @@ class CorpusFigures:
     def spreads(self) -> dict[str, Spread]:
         """Name → spread. Lengths in tokens, times in seconds."""
         sessions = self.corpus.sessions
-        shares = [each.share() for each in self.alone if each.blocks]
+        shares = [reuse.share() for reuse in self.alone if reuse.blocks]
         columns: dict[str, Sequence[float]] = {
             "turns": [len(each.turns) for each in sessions],
-            "prompt_tokens": [each.input_len for each in self.turns],
+            "prompt_tokens": [turn.input_len for turn in self.turns],
             "unseen_tokens": self.unseen(),
-            "output_tokens": [each.output_len for each in self.turns],
+            "output_tokens": [turn.output_len for turn in self.turns],
             "think_time_s": [each.think_time_s for session in sessions for each in session.turns[1:]],
             "session_s": [each.turns[-1].sent_s for each in sessions],
             "session_reuse": shares,

@@ -1,26 +1,26 @@
 """Corpora of sessions in their formats. A mistake is reported with its file and line.
 
-- ``agentic``: coding agents' conversations, as kv-cache-tester writes and AgentX replays them. An object a
+- ``agentic``: coding agents' conversations, as kv-cache-tester writes and AgentX replays them. One object per
   conversation: ``block_size`` tokens, ``hash_id_scope`` (``local``: ids are the conversation's own;
   ``global``: the corpus's), ``tool_tokens`` and ``system_tokens`` with which its prompts begin, and
-  ``requests``: each with ``t`` (s), ``in`` and ``out`` tokens, ``hash_ids`` (one a block of its prompt),
+  ``requests``: each with ``t`` (s), ``in`` and ``out`` tokens, ``hash_ids`` (one per block of its prompt),
   ``api_time`` (s, until its answer's end) and ``think_time`` (s before it). An entry of type ``subagent`` has
   requests of its own, on the same clock; the request after it waited for them. Sources:
   github.com/callanjfox/kv-cache-tester docs/trace_replay_tester.md, and ai-dynamo/aiperf
   docs/tutorials/weka-trace.md, which replays the same files. ``think_time`` counts from the last answer with
   a known end. If the previous answer has no ``api_time``, or after sub-agents, the smaller of ``think_time``
   and the time since they were sent is used.
-- ``aiperf``: an object a session with ``session_id`` and ``turns``: each with ``text``, ``delay`` (ms)
-  and ``output_length``; a leading turn of role ``system`` is part of the first prompt (ai-dynamo/aiperf
+- ``aiperf``: one object per session with ``session_id`` and ``turns``: each with ``text``, ``delay`` (ms) and
+  ``output_length``; a leading turn of role ``system`` is part of the first prompt (ai-dynamo/aiperf
   docs/tutorials/custom-dataset.md, multi_turn).
-- ``sharegpt``: an object a session with ``conversations``: messages with ``from`` and ``value``. A message
+- ``sharegpt``: one object per session with ``conversations``: messages with ``from`` and ``value``. A message
   from ``gpt`` is an answer, all before it is its prompt. There are no times.
-- ``lengths``: an object a turn with ``session_id``, ``input_len`` (the whole prompt), ``output_len``, and
+- ``lengths``: one object per turn with ``session_id``, ``input_len`` (the whole prompt), ``output_len``, and
   where known ``think_time_s``, and ``offset_s`` of a session's first turn. A session's turns are in order.
 - ``mooncake``: each request is a session of one turn (``core/load/traces.py``).
 
 Tokens of texts are estimated: a token for every four bytes of UTF-8. If only lengths are known, blocks are
-made as for a growing conversation: a prompt begins with the previous prompt, unless it is too short for that
+those of a growing conversation: a prompt begins with the previous prompt, unless it is too short for that
 prompt and its answer; then it is unrelated."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CorpusRow:
 
     @classmethod
     def of(cls, value: object, where: str) -> CorpusRow:
-        """Refuses what is no JSON object."""
+        """Return the row. Raises InputError if it is no JSON object."""
         if not isinstance(value, dict):
             raise InputError(f"{where}: must be a JSON object")
         return cls(value, where)
@@ -59,7 +59,7 @@ class CorpusRow:
         if type(value) is not int or not least <= value <= LONGEST:
             raise InputError(
                 f"{self.where}: {name} must be a whole number from {least} to {LONGEST}, "
-                f"not {self._said(name)}"
+                f"not {self._quote(name)}"
             )
         return value
 
@@ -70,37 +70,37 @@ class CorpusRow:
             return None
         known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
         if not known or not 0 <= value * unit_s <= _LATEST_S:
-            raise InputError(f"{self.where}: {name} must be a time of at least 0, not {self._said(name)}")
+            raise InputError(f"{self.where}: {name} must be a time of at least 0, not {self._quote(name)}")
         return float(value) * unit_s
 
     def rows(self, name: str) -> list[CorpusRow]:
         value = self.values.get(name)
         if not isinstance(value, list):
-            raise InputError(f"{self.where}: {name} must be a list, not {self._said(name)}")
-        return [CorpusRow.of(each, f"{self.where}, {name}[{place}]") for place, each in enumerate(value)]
+            raise InputError(f"{self.where}: {name} must be a list, not {self._quote(name)}")
+        return [CorpusRow.of(each, f"{self.where}, {name}[{index}]") for index, each in enumerate(value)]
 
     def text(self, name: str) -> str:
         value = self.values.get(name)
         if not isinstance(value, str):
-            raise InputError(f"{self.where}: {name} must be a text, not {self._said(name)}")
+            raise InputError(f"{self.where}: {name} must be a text, not {self._quote(name)}")
         return value
 
     def name(self, *names: str, otherwise: str) -> str:
-        found = (self.values[each] for each in names if self.values.get(each) is not None)
+        found = (self.values[name] for name in names if self.values.get(name) is not None)
         return str(next(found, otherwise))[:80]
 
-    def _said(self, name: str) -> str:
+    def _quote(self, name: str) -> str:
         return f"{str(self.values[name])[:40]!r}" if name in self.values else "missing"
 
 
 DEEPEST: Final = 8
-"""Sub-agents of sub-agents."""
+"""Deepest nesting of sub-agents."""
 _SHARED: Final = ("tool_tokens", "system_tokens")
 
 
 @dataclass
 class _Left:
-    """What is not in the sessions, or not whole."""
+    """Counts of entries that are missing in the sessions, or incomplete."""
 
     early_subagents: int = 0
     without_blocks: int = 0
@@ -191,7 +191,7 @@ def _turns(
     parent_s: float | None = None,
     depth: int = 0,
 ) -> tuple[Turn, ...]:
-    """``begin_s``: the session's begin on the recording's clock; ``parent_s``: its parent's answer."""
+    """Return turns. ``begin_s``: session's begin on the recording's clock; ``parent_s``: parent's answer."""
     clock = _Clock(free_s=parent_s)
     for row in rows:
         if row.values.get("type") == "subagent":
@@ -273,7 +273,7 @@ _NO_TIMES: Final = "the file has no times: think times are 0, and sessions begin
 
 
 class _Lengths(NamedTuple):
-    """A turn before it has blocks."""
+    """Lengths of a turn, before it has blocks."""
 
     input_len: int
     output_len: int
@@ -283,17 +283,17 @@ class _Lengths(NamedTuple):
 def mooncake_corpus(requests: Sequence[TracedRequest]) -> Corpus:
     """Return each request as a session of one turn at its time; block ids show what they share."""
     sessions = []
-    for place, each in enumerate(requests):
+    for index, each in enumerate(requests):
         whole = each.input_len // BLOCK_TOKENS
         blocks = np.array((each.blocks or ())[:whole], np.int64)
         turn = Turn(each.input_len, each.output_len, 0.0, 0.0, blocks)
-        sessions.append(Session(str(place), each.offset_s, (turn,)))
+        sessions.append(Session(str(index), each.offset_s, (turn,)))
     note = "the trace does not group requests into conversations: each is a session of one turn"
     return Corpus(tuple(sessions), BLOCK_TOKENS, "corpus", (note,))
 
 
 def aiperf_corpus(rows: Iterable[CorpusRow], output_len: int | None = None) -> Corpus:
-    """AIPerf's multi-turn sessions. ``output_len``: of answers without a length. Raises InputError."""
+    """Return AIPerf's multi-turn sessions. ``output_len``: of answers without one. Raises InputError."""
     sessions = []
     for row in rows:
         turns = row.rows("turns")
@@ -320,7 +320,7 @@ def _answer_len(turn: CorpusRow, otherwise: int | None) -> int:
 
 
 def sharegpt_corpus(rows: Iterable[CorpusRow]) -> Corpus:
-    """Conversations of ShareGPT's form; those without an answer are left out. Raises InputError."""
+    """Return ShareGPT's conversations, except those without an answer. Raises InputError."""
     sessions, silent = [], 0
     for row in rows:
         known, asked, lengths = 0, False, []
@@ -340,7 +340,7 @@ def sharegpt_corpus(rows: Iterable[CorpusRow]) -> Corpus:
 
 
 def lengths_corpus(rows: Iterable[CorpusRow]) -> Corpus:
-    """Turns by their lengths. Raises InputError."""
+    """Return sessions from the lengths of their turns. Raises InputError."""
     found: dict[str, list[_Lengths]] = {}
     starts: dict[str, float] = {}
     for row in rows:
@@ -359,9 +359,9 @@ def _grown(sessions: Sequence[Session], *notes: str) -> Corpus:
 
 
 def _session(name: str, start_s: float, lengths: Sequence[_Lengths]) -> Session:
-    """Answers take no time here: only think times are known."""
+    """Return a session in which answers take no time: only think times are known."""
     turns, sent_s = [], 0.0
-    for each, blocks in zip(lengths, grown_blocks([each[:2] for each in lengths]), strict=True):
+    for each, blocks in zip(lengths, grown_blocks([length[:2] for length in lengths]), strict=True):
         sent_s += each.think_time_s
         turns.append(Turn(each.input_len, each.output_len, each.think_time_s, sent_s, blocks))
     return Session(name, start_s, tuple(turns))
@@ -370,7 +370,7 @@ def _session(name: str, start_s: float, lengths: Sequence[_Lengths]) -> Session:
 def grown_blocks(
     lengths: Sequence[tuple[int, int]], block_tokens: int = ASSUMED_BLOCK_TOKENS
 ) -> list[Blocks]:
-    """Blocks of a conversation that grows, of the lengths of its prompts and answers."""
+    """Return the blocks of a growing conversation with these lengths of prompts and answers."""
     fresh, held, known, found = count(), list[int](), 0, []
     for input_len, output_len in lengths:
         if input_len < known:

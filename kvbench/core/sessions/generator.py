@@ -24,7 +24,7 @@ Ints32 = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class SessionPlan:
-    """One entry a turn, a session's turns in a row. Lengths are tokens, times seconds."""
+    """One entry per turn, a session's turns in a row. Lengths are tokens, times seconds."""
 
     block_tokens: int
     first: NDArray[np.int64]
@@ -52,8 +52,8 @@ class SessionPlan:
         for length in np.unique(self.shared_len).tolist():
             shared[length] = np.arange(fresh, fresh + length // self.block_tokens)
             fresh += len(shared[length])
-        for place, (begin, end) in enumerate(pairwise(self.first.tolist())):
-            held = [shared[int(self.shared_len[place])]]
+        for index, (begin, end) in enumerate(pairwise(self.first.tolist())):
+            held = [shared[int(self.shared_len[index])]]
             turns, sent_s = [], 0.0
             for turn in range(begin, end):
                 kept, added = self._kept(turn, held)
@@ -62,7 +62,7 @@ class SessionPlan:
                 sent_s += float(self.think_time_s[turn])
                 lengths = int(self.input_len[turn]), int(self.output_len[turn])
                 turns.append(Turn(*lengths, float(self.think_time_s[turn]), sent_s, held[-1]))
-            sessions.append(Session(str(place), 0.0, tuple(turns), int(self.shared_len[place])))
+            sessions.append(Session(str(index), 0.0, tuple(turns), int(self.shared_len[index])))
         return Corpus(tuple(sessions), self.block_tokens, "corpus")
 
     def _kept(self, turn: int, held: list[Blocks]) -> tuple[Blocks, int]:
@@ -85,7 +85,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class SessionModel:
-    """Recorded sessions as arrays: one entry a turn, and a session's turns in a row."""
+    """Recorded sessions as arrays: one entry per turn, and a session's turns in a row."""
 
     block_tokens: int
     first: Ints
@@ -136,10 +136,10 @@ class SessionModel:
         self, rng: np.random.Generator, donor: Ints, recorded: Ints, turns: Ints, first: Ints
     ) -> Ints:
         """Return the recorded turn that each new one follows."""
-        place = np.arange(first[-1]) - np.repeat(first[:-1], turns)
+        index = np.arange(first[-1]) - np.repeat(first[:-1], turns)
         known = np.repeat(recorded, turns)
-        later = np.minimum(1 + (rng.random(len(place)) * (known - 1)).astype(np.int64), known - 1)
-        found: Ints = np.repeat(self.first[:-1][donor], turns) + np.where(place < known, place, later)
+        later = np.minimum(1 + (rng.random(len(index)) * (known - 1)).astype(np.int64), known - 1)
+        found: Ints = np.repeat(self.first[:-1][donor], turns) + np.where(index < known, index, later)
         return found
 
     def _grow(self, kept_share: Floats, unseen: Ints, turns: Ints, first: Ints) -> tuple[Ints, Ints]:
@@ -148,9 +148,9 @@ class SessionModel:
         input_len, kept_len = unseen.copy(), np.zeros(len(unseen), np.int64)
         np.minimum(input_len, self.longest, out=input_len)
         longest = input_len[first[:-1]]
-        for place in range(1, int(turns.max())):
-            going = np.flatnonzero(turns > place)
-            at = first[going] + place
+        for index in range(1, int(turns.max())):
+            going = np.flatnonzero(turns > index)
+            at = first[going] + index
             added = np.minimum(unseen[at], self.longest)
             kept = np.minimum(np.rint(kept_share[at] * longest[going] / size), longest[going] // size)
             kept = np.minimum(kept.astype(np.int64) * size, (self.longest - added) // size * size)
@@ -165,17 +165,17 @@ def _around_one(rng: np.random.Generator, count: int) -> Floats:
 
 def fitted_model(corpus: Corpus) -> SessionModel:
     """Return the model of a corpus without sub-agents. Raises InputError without a session of two turns."""
-    sessions = [each for each in corpus.sessions if each.turns]
-    if not any(len(each.turns) > 1 for each in sessions):
+    sessions = [session for session in corpus.sessions if session.turns]
+    if not any(len(session.turns) > 1 for session in sessions):
         raise InputError(
             "no session has a second turn, so the corpus has no multi-turn statistics",
             hint="use a corpus with multi-turn sessions; docs/sessions.md describes the formats",
         )
-    alone = Corpus(tuple(_without_subagents(each) for each in sessions), corpus.block_tokens, "session")
-    turns = [turn for each in alone.sessions for turn in each.turns]
+    alone = Corpus(tuple(_without_subagents(session) for session in sessions), corpus.block_tokens, "session")
+    turns = [turn for session in alone.sessions for turn in session.turns]
     unseen = np.array(CorpusFigures(alone).unseen(), np.int64)
     input_len = np.array([each.input_len for each in turns], np.int64)
-    first = np.concatenate([[0], np.cumsum([len(each.turns) for each in sessions])])
+    first = np.concatenate([[0], np.cumsum([len(session.turns) for session in sessions])])
     before = np.concatenate([_longest_before(input_len[start:end]) for start, end in pairwise(first)])
     return SessionModel(
         block_tokens=corpus.block_tokens,

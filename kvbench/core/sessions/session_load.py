@@ -56,16 +56,16 @@ class SessionLoad:
 
     def prompt_tokens(self, sent: Sequence[int]) -> int:
         """Return the tokens in whole blocks of these requests' prompts."""
-        return self.block_tokens * sum(self.input_len[place] // self.block_tokens for place in sent)
+        return self.block_tokens * sum(self.input_len[index] // self.block_tokens for index in sent)
 
     def offered_tokens(self, sent: Sequence[int], capacities: Sequence[int | None]) -> list[int]:
         """Return the prompt tokens that caches of these capacities in tokens (None: unlimited) could find, in
         the order of sending. A prompt and its answer count from the send on; real caches find less."""
-        offered = offered_reuse([self.prompts[place] for place in sent])
-        most = np.array([self.input_len[place] // self.block_tokens for place in sent], np.int64)
+        offered = offered_reuse([self.prompts[index] for index in sent])
+        most = np.array([self.input_len[index] // self.block_tokens for index in sent], np.int64)
         found = []
-        for each in capacities:
-            blocks = offered.of_prompts(len(sent), None if each is None else each // self.block_tokens)
+        for tokens in capacities:
+            blocks = offered.of_prompts(len(sent), None if tokens is None else tokens // self.block_tokens)
             found.append(self.block_tokens * int(np.minimum(blocks, most).sum()))
         return found
 
@@ -82,15 +82,15 @@ class PromptHashes(Sequence[list[int]]):
         return self.load.requests
 
     @overload
-    def __getitem__(self, place: int) -> list[int]: ...
+    def __getitem__(self, index: int) -> list[int]: ...
     @overload
-    def __getitem__(self, place: slice) -> list[list[int]]: ...
-    def __getitem__(self, place: int | slice) -> list[int] | list[list[int]]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        nodes, size = self.load.prompts[place], self.block_tokens
+    def __getitem__(self, index: slice) -> list[list[int]]: ...
+    def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        nodes, size = self.load.prompts[index], self.block_tokens
         count = len(nodes) * self.load.block_tokens // size
-        # A node stands for all tokens up to its end, so it says what lies before it as well.
+        # A node stands for all tokens up to its end, so it identifies the tokens before it too.
         ends = np.arange(1, count + 1) * size - 1
         of_node = nodes[ends // self.load.block_tokens].astype(np.uint64)
         hashes: list[int] = mix64_array(mix64_array(of_node) ^ ends.astype(np.uint64)).tolist()
@@ -99,7 +99,7 @@ class PromptHashes(Sequence[list[int]]):
 
 @dataclass
 class _Drawn:
-    """What becomes a ``SessionLoad``, request by request."""
+    """A ``SessionLoad`` under construction, request by request."""
 
     offsets_s: list[float] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -110,18 +110,18 @@ class _Drawn:
 
     def add(self, session: Session, number: int, offset_s: float, after: tuple[int, ...] = ()) -> int:
         """Add a session, or a sub-agent that waits for ``after``; return the index of its last request."""
-        place = -1
+        last_index = -1
         for index, turn in enumerate(session.turns):
-            place = len(self.turns)
+            last_index = len(self.turns)
             self.offsets_s.append(float("nan") if after else offset_s)
             self.turns.append(turn)
             self.after.append(after)
             self.session.append(number)
             self.turn.append(index)
             self.last.append(False)
-            below = [self.add(each, number, 0.0, (place,)) for each in turn.subagents if each.turns]
-            after = (place, *below)
-        return place
+            below = [self.add(each, number, 0.0, (last_index,)) for each in turn.subagents if each.turns]
+            after = (last_index, *below)
+        return last_index
 
 
 def session_load(
@@ -132,9 +132,9 @@ def session_load(
     *,
     own_answers: bool,
 ) -> SessionLoad:
-    """Sessions that begin at ``offsets_s``, one each. A repeated session is a copy.
-    ``own_answers``: if a prompt begins with the whole prompt before it, the server's own answer follows;
-    else the recorded one, whose KV no server has."""
+    """Return the load of sessions that begin at ``offsets_s``, one at each. A repeated session is a copy.
+    ``own_answers``: if a prompt begins with the whole prompt before it, the server's answer follows; else the
+    recorded one, which no server has KV of."""
     drawn = _Drawn()
     for number, (session, offset_s) in enumerate(zip(sessions, offsets_s, strict=True)):
         drawn.last[drawn.add(session, number, float(offset_s))] = True
@@ -144,9 +144,9 @@ def session_load(
         goes_on = _goes_on(drawn, prompts)
         prompts = _with_answers(drawn, prompts, goes_on, block_tokens)
     following = Following(
-        drawn.after, [each.think_time_s for each in drawn.turns], drawn.session, drawn.turn, drawn.last
+        drawn.after, [turn.think_time_s for turn in drawn.turns], drawn.session, drawn.turn, drawn.last
     )
-    lengths = [each.input_len for each in drawn.turns], [max(1, each.output_len) for each in drawn.turns]
+    lengths = [turn.input_len for turn in drawn.turns], [max(1, turn.output_len) for turn in drawn.turns]
     return SessionLoad(drawn.offsets_s, *lengths, following, prompts, block_tokens, goes_on)
 
 
@@ -172,9 +172,9 @@ def _goes_on(drawn: _Drawn, prompts: Sequence[Blocks]) -> list[int]:
     """Return each prompt's predecessor in its conversation, if it begins with all of its blocks."""
     found = []
     for later, after in enumerate(drawn.after):
-        mine, next_ = prompts[after[0] if after else later], prompts[later]
-        known = len(mine)
-        same = len(next_) >= known and (not known or next_[known - 1] == mine[-1])
+        previous, next_ = prompts[after[0] if after else later], prompts[later]
+        known = len(previous)
+        same = len(next_) >= known and (not known or next_[known - 1] == previous[-1])
         found.append(after[0] if after and drawn.turn[later] and same else -1)
     return found
 
@@ -261,7 +261,7 @@ def session_figures(
     the whole blocks of all sent prompts. ``pool_tokens``: capacity of the prompt caches, if known.
     ``found_tokens``: cached tokens of all prompts, if records lack them."""
     begin_s, end_s = window_s
-    inside = [each for each in records if begin_s <= each.scheduled_s <= end_s and each.ok]
+    inside = [record for record in records if begin_s <= record.scheduled_s <= end_s and record.ok]
     took = [each.session_s for each in inside if each.session_s is not None]
     ttft: dict[int, list[float]] = {}
     for each in inside:
@@ -269,7 +269,7 @@ def session_figures(
             ttft.setdefault(each.turn, []).append(1e3 * each.ttft_s)
     later = [value for turn, values in ttft.items() if turn for value in values]
     return {
-        "begun": len({each.session for each in records if each.session is not None}),
+        "begun": len({record.session for record in records if record.session is not None}),
         "ended": len(took),
         "at_once": _at_once(records, begin_s, end_s),
         "session_s": _quantiles(took),
@@ -296,13 +296,13 @@ def _at_once(records: Sequence[RequestRecord], begin_s: float, end_s: float) -> 
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
     over: set[int] = set()
-    for each in records:
-        if each.session is None:
+    for record in records:
+        if record.session is None:
             continue
-        starts.setdefault(each.session, each.scheduled_s)
-        ends[each.session] = max(ends.get(each.session, 0.0), each.last_token_s or each.scheduled_s)
-        if each.session_s is not None or not each.ok:
-            over.add(each.session)
+        starts.setdefault(record.session, record.scheduled_s)
+        ends[record.session] = max(ends.get(record.session, 0.0), record.last_token_s or record.scheduled_s)
+        if record.session_s is not None or not record.ok:
+            over.add(record.session)
     spans = (
         min(end_s, ends[number] if number in over else end_s) - max(begin_s, start_s)
         for number, start_s in starts.items()
@@ -310,21 +310,21 @@ def _at_once(records: Sequence[RequestRecord], begin_s: float, end_s: float) -> 
     return sum(max(0.0, span) for span in spans) / (end_s - begin_s)
 
 
-def sent_places(records: Sequence[RequestRecord]) -> list[int]:
-    """Places in the load of the requests that were sent, in their order."""
-    return [int(each.request_id.rpartition("-")[2]) for each in records if each.sent_s is not None]
+def sent_indices(records: Sequence[RequestRecord]) -> list[int]:
+    """Return the indices in the load of the requests that were sent, in their order."""
+    return [int(record.request_id.rpartition("-")[2]) for record in records if record.sent_s is not None]
 
 
 def _reuse(
     records: Sequence[RequestRecord], load: SessionLoad, pool_tokens: int | None, found_tokens: float | None
 ) -> dict[str, Any]:
     """Return offered and achieved reuse over the answered requests."""
-    sent = sent_places(records)
+    sent = sent_indices(records)
     whole = load.prompt_tokens(sent)
     if not whole:
         return {}
     unlimited, held = load.offered_tokens(sent, (None, pool_tokens))
-    known = [each.cached_tokens for each in records if each.cached_tokens is not None]
+    known = [record.cached_tokens for record in records if record.cached_tokens is not None]
     found = found_tokens if found_tokens is not None else sum(known) if known else None
     return {
         "pool_tokens": pool_tokens,

@@ -57,13 +57,13 @@ class SessionSource:
             rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([_STREAM, seed])))
             held = self.corpus.sessions
             rounds = [rng.permutation(len(held)) for _ in range(-(-count // len(held)))]
-            chosen = [held[place] for place in np.concatenate(rounds)[:count].tolist()]
+            chosen = [held[index] for index in np.concatenate(rounds)[:count].tolist()]
             found = replace(self.corpus, sessions=tuple(chosen))
         paced = {
-            id(each): _cut(_paced(each, *self.scale, self.longest_output), self.max_turns, None)
-            for each in found.sessions
+            id(session): _cut(_paced(session, *self.scale, self.longest_output), self.max_turns, None)
+            for session in found.sessions
         }
-        return [paced[id(each)] for each in found.sessions], found.scope, found.block_tokens
+        return [paced[id(session)] for session in found.sessions], found.scope, found.block_tokens
 
     @cached_property
     def sample(self) -> list[Session]:
@@ -93,7 +93,7 @@ class SessionSource:
     def load(self, session_rate: float, count: int, burstiness: float, seed: int) -> SessionLoad:
         """Return the requests of a trial of ``count`` sessions. Raises InputError if prompts do not fit."""
         sessions, scope, block_tokens = self.sessions(count, seed)
-        blocks = sum(len(turn.blocks) for each in sessions for _, turn in each.requests())
+        blocks = sum(len(turn.blocks) for session in sessions for _, turn in session.requests())
         if blocks > MOST_BLOCKS:
             raise InputError(
                 f"the prompts of a trial of {count:,} sessions have {blocks:,} blocks; at most "
@@ -107,13 +107,13 @@ class SessionSource:
 def due_times(session: Session, latency_s: float, begin_s: float = 0.0) -> Iterator[float]:
     """Yield each request's send time, if each answer takes ``latency_s``."""
     now = begin_s
-    for place, turn in enumerate(session.turns):
-        now += turn.think_time_s if place or begin_s else 0.0
+    for index, turn in enumerate(session.turns):
+        now += turn.think_time_s if index or begin_s else 0.0
         yield now
         now += latency_s
         ends = [now]
-        for each in turn.subagents:
-            below = list(due_times(each, latency_s, now))
+        for subagent in turn.subagents:
+            below = list(due_times(subagent, latency_s, now))
             yield from below
             ends += [each_s + latency_s for each_s in below]
         now = max(ends)
@@ -130,7 +130,7 @@ def source_of(wanted: Sessions, corpus: Corpus | None) -> SessionSource:
         raise InputError(
             "no session fits within workload.sessions.max_input_len", hint="raise it, or lower length_scale"
         )
-    most = max(turn.output_len for each in corpus.sessions for _, turn in each.requests())
+    most = max(turn.output_len for session in corpus.sessions for _, turn in session.requests())
     if wanted.source == "recorded":
         return SessionSource(corpus, None, own, scale, most, wanted.max_turns)
     return SessionSource(None, fitted_model(corpus), own, scale, most, wanted.max_turns)
@@ -158,7 +158,7 @@ def _scaled(session: Session, size: int, wanted: int) -> Session:
                 turn,
                 input_len=max(1, whole * wanted + rest * wanted // size),
                 output_len=max(1, round(turn.output_len * wanted / size)),
-                subagents=tuple(_scaled(each, size, wanted) for each in turn.subagents),
+                subagents=tuple(_scaled(subagent, size, wanted) for subagent in turn.subagents),
             )
         )
     return replace(session, turns=tuple(turns), shared_len=session.shared_len // size * wanted)
@@ -169,7 +169,7 @@ def _cut(session: Session, max_turns: int | None, max_input_len: int | None) -> 
     for turn in session.turns[:max_turns]:
         if max_input_len is not None and turn.input_len > max_input_len:
             break
-        below = tuple(_cut(each, max_turns, max_input_len) for each in turn.subagents)
+        below = tuple(_cut(subagent, max_turns, max_input_len) for subagent in turn.subagents)
         turns.append(replace(turn, subagents=below))
     return replace(session, turns=tuple(turns))
 
@@ -182,7 +182,7 @@ def _paced(session: Session, factor: float, most_s: float | None, most_tokens: i
             turn,
             think_time_s=min(turn.think_time_s * factor, limit),
             output_len=min(turn.output_len, most_tokens),
-            subagents=tuple(_paced(each, factor, most_s, most_tokens) for each in turn.subagents),
+            subagents=tuple(_paced(subagent, factor, most_s, most_tokens) for subagent in turn.subagents),
         )
         for turn in session.turns
     ]
@@ -190,7 +190,7 @@ def _paced(session: Session, factor: float, most_s: float | None, most_tokens: i
 
 
 def shaped(shape: SessionShape) -> Corpus:
-    """Sessions of a shape, always the same: each prompt is the one before, its answer, and what is added."""
+    """Return the same sessions for a shape: each prompt is the previous one, its answer, and new tokens."""
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([_STREAM, 0])))
 
     def draw(median: float, count: int, least: float = 1.0) -> Sequence[float]:
@@ -199,7 +199,7 @@ def shaped(shape: SessionShape) -> Corpus:
         return found
 
     sessions, fresh = [], 0
-    for place, count in enumerate(draw(shape.turns, SHAPES)):
+    for number, count in enumerate(draw(shape.turns, SHAPES)):
         n = max(1, int(count))
         input_len = shape.shared_prefix_len + int(draw(shape.first_len, 1)[0])
         added, answers = draw(shape.added_len, n), draw(shape.output_len, n)
@@ -212,5 +212,5 @@ def shaped(shape: SessionShape) -> Corpus:
             turns.append(Turn(input_len, int(answers[index]), think_s, sent_s, blocks))
             input_len += int(answers[index] + added[index])
         fresh += len(turns[-1].blocks)
-        sessions.append(Session(str(place), 0.0, tuple(turns), shape.shared_prefix_len))
+        sessions.append(Session(str(number), 0.0, tuple(turns), shape.shared_prefix_len))
     return Corpus(tuple(sessions), SHAPE_BLOCK, "session")

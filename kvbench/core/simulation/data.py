@@ -1,4 +1,4 @@
-"""What a simulation is given and gives back: links, overheads, a system, a load; ticks, an outcome."""
+"""Input and output of a simulation: links, overheads, a system, a load; ticks, an outcome."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A whole deployment on virtual time: router, P instances, KV transfers, D instances; no waiting.
 
 The engines are the emulated engine's model (``core.simulation.scheduler``), the rest is a few constants
-(``Overheads``, ``Link``). Planned sends come in, request records like the load generator's come out.
-Modelled:
+(``Overheads``, ``Link``). Input: planned sends. Output: request records like the load generator's. Modelled:
 
 - **Router**: all turns of a session go to the same P and D, by a hash of its number; single requests, and all
   with ``routing`` round_robin, in turn. *Sequential* dispatch asks D when P has answered; *concurrent* asks
@@ -13,7 +12,7 @@ Modelled:
 - **Client**: never late; turns of sessions come think time after their answers (``Sends``). A request without
   its last token ``timeout_s`` after its scheduled send has failed, and its work is dropped.
 - **Blocking hand-off** (``System.hand_off``): as in vLLM 0.6, P gives KV away between two steps, D takes one
-  after the other in place of a step; only then come their first tokens.
+  after the other instead of a step; only then come their first tokens.
 
 Not modelled: contention for CPUs, failures, leases, the time that HTTP takes under load."""
 
@@ -56,8 +55,8 @@ class BlockingHandOff:
         return engine in self._taking
 
     def begin(self, engine: StepEngine, now: float) -> float | None:
-        """Lets an engine begin a step, or take KV in place of one; returns when its step ends, or None.
-        Requests whose KV just arrived get their first tokens before D takes more KV."""
+        """Let an engine begin a step, or take KV instead; return when its step ends, or None. Requests whose
+        KV just arrived get their first tokens before D takes more KV."""
         end = engine.begin(now, loads_first=engine not in self._filled)
         self._filled.discard(engine)
         if not engine.loads:
@@ -93,7 +92,7 @@ class BlockingHandOff:
 
 @dataclass
 class KvLinks:
-    """When each link is free again, and what has been moved over all of them."""
+    """Times at which the links are free again, and the KV moved over all of them."""
 
     link: Link
     moved: Moved = field(default_factory=Moved)
@@ -128,7 +127,7 @@ def simulate(system: System, load: SimulatedLoad, watch: Callable[[Tick], bool] 
 
 
 class SimulatedTrial:
-    """The event loop: a heap of (time, last?, order, what, with what)."""
+    """The event loop: a heap of (time, last?, order, function, argument)."""
 
     def __init__(self, system: System, load: SimulatedLoad, watch: Callable[[Tick], bool] | None) -> None:
         self.system, self.load, self.watch = system, load, watch
@@ -185,7 +184,7 @@ class SimulatedTrial:
     def _at(
         self, time_s: float, handler: Callable[[Any], None], argument: Any, *, last: bool = False
     ) -> None:
-        """``last``: after all other events of that moment."""
+        """Schedule a call. ``last``: after all other events of that moment."""
         self._count += 1
         heapq.heappush(self._events, (time_s, last, self._count, handler, argument))
 
@@ -212,22 +211,22 @@ class SimulatedTrial:
         if (following := self._sends.planned()) is not None:
             self._at(following[0], self._send_planned, following[1])
 
-    def _send_planned(self, place: int) -> None:
+    def _send_planned(self, load_index: int) -> None:
         self._plan_next()
-        self._send(place)
+        self._send(load_index)
 
-    def _send(self, place: int) -> None:
-        """``place``: in the load. Requests are numbered as they are sent."""
+    def _send(self, load_index: int) -> None:
+        """Send the request at this index of the load. Requests are numbered as they are sent."""
         load, over, index, scheduled = self.load, self.system.overheads, len(self.flows), self.now
-        prompt, output = load.input_len[place], load.output_len[place]
-        record = RequestRecord(f"sim-{place}", scheduled, prompt, output, sent_s=scheduled)
-        self._sends.sent(place, scheduled)
+        prompt, output = load.input_len[load_index], load.output_len[load_index]
+        record = RequestRecord(f"sim-{load_index}", scheduled, prompt, output, sent_s=scheduled)
+        self._sends.sent(load_index, scheduled)
         if load.following is not None:
-            record.session, record.turn = load.following.session[place], load.following.turn[place]
+            record.session, record.turn = load.following.session[load_index], load.following.turn[load_index]
         session = record.session if self.system.routing == "session" else None
-        hashes = list(load.hashes[place]) if load.hashes is not None else []
+        hashes = list(load.hashes[load_index]) if load.hashes is not None else []
         whole = EngineRequest(record.request_id, prompt, output, hashes=hashes)
-        flow = Flow(index, record, whole, self._last.engine_for(index, session), place)
+        flow = Flow(index, record, whole, self._last.engine_for(index, session), load_index)
         self.flows.append(flow)
         self._flow_of[whole] = flow
         self._waiting[index] = None
@@ -364,19 +363,19 @@ class SimulatedTrial:
         for request in sampled:
             flow = self._flow_of[request]
             if request is flow.part:
-                self._made_part(flow, engine, request)
+                self._complete_part(flow, engine, request)
             else:
-                self._made_tokens(flow, engine, ends)
+                self._note_tokens(flow, engine, ends)
         self._poke(engine)
 
-    def _made_part(self, flow: Flow, engine: StepEngine, request: EngineRequest) -> None:
+    def _complete_part(self, flow: Flow, engine: StepEngine, request: EngineRequest) -> None:
         assert self._first is not None
         self._first.first_token(request)
         self._first.finished(request, [self.now])
         self._first.generated += 1
         self._prefilled(flow, engine)
 
-    def _made_tokens(self, flow: Flow, engine: StepEngine, ends: Sequence[float]) -> None:
+    def _note_tokens(self, flow: Flow, engine: StepEngine, ends: Sequence[float]) -> None:
         request, record = flow.whole, flow.record
         if not flow.times:
             record.first_token_s = ends[0]
@@ -407,11 +406,11 @@ class SimulatedTrial:
             record.last_token_s = times[-1]
             record.itl_s = [later - earlier for earlier, later in pairwise(times)]
         if error:
-            self._sends.failed(flow.place)
+            self._sends.failed(flow.load_index)
             return
         self._note_reuse(flow)
-        for time_s, place in self._sends.answered(flow.place, times[-1]):
-            self._at(time_s, self._send, place)
+        for time_s, load_index in self._sends.answered(flow.load_index, times[-1]):
+            self._at(time_s, self._send, load_index)
 
     def _note_reuse(self, flow: Flow) -> None:
         """Note the cached part of an answered request's prompt, and the duration of a finished session."""
@@ -422,8 +421,8 @@ class SimulatedTrial:
         if load.following is None:
             return
         record.cached_tokens = (flow.part or flow.whole).cached_tokens
-        if load.following.last[flow.place]:
-            record.session_s = (record.last_token_s or 0.0) - (self._sends.begun_s(flow.place) or 0.0)
+        if load.following.last[flow.load_index]:
+            record.session_s = (record.last_token_s or 0.0) - (self._sends.begun_s(flow.load_index) or 0.0)
 
     def _time_out(self, flow: Flow) -> None:
         if flow.settled:

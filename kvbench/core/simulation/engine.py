@@ -76,7 +76,7 @@ class _Gauges:
 
 
 class StepEngine:
-    """One engine whose time is kept by others: ``begin`` a run of steps, ``cut`` it short, ``end`` it."""
+    """One engine on its owner's clock: ``begin`` a run of steps, ``cut`` it short, ``end`` it."""
 
     def __init__(
         self, config: EngineConfig, timing: TimingProfile, time_scale: float = 1.0, *, reuse: bool = False
@@ -87,7 +87,7 @@ class StepEngine:
         self.timing = timing
         self.time_scale = time_scale
         self.loads: list[EngineRequest] = []
-        """Requests whose KV may be fetched; the owner takes them after each ``begin``."""
+        """Requests with KV to fetch; the owner takes them after each ``begin``."""
         self.run = 0
         """Number of the current run: ends announced for another number are ignored."""
         self.steps = 0
@@ -102,8 +102,8 @@ class StepEngine:
         return self._plan is not None
 
     def begin(self, now: float, *, loads_first: bool = False) -> float | None:
-        """Start what can be started at ``now``; returns when that ends, None if there is nothing to do.
-        ``loads_first``: nothing is started if there are requests whose KV may be fetched."""
+        """Start a run of steps at ``now``; return its end, or None if there is nothing to do.
+        ``loads_first``: start nothing while there are requests with KV to fetch."""
         assert self._plan is None, "end() must follow begin()"
         while True:
             plan = self.scheduler.schedule(now)
@@ -213,7 +213,7 @@ def use_of(engines: Sequence[StepEngine], until_s: float) -> Use:
 
 @dataclass
 class Moved:
-    """KV transfers: how many, their bytes, and the seconds from when each could have begun to its end."""
+    """KV transfers: count, bytes, and seconds from the moment that each could begin to its end."""
 
     count: int = 0
     nbytes: float = 0.0
@@ -223,13 +223,13 @@ class Moved:
 @dataclass(eq=False)
 class Flow:
     """One request under way. ``whole``: the client's request (D's part, or an aggregated server's).
-    ``index``: in the order of sending; ``place``: in the load."""
+    ``index``: position in the order of sending; ``load_index``: in the load."""
 
     index: int
     record: RequestRecord
     whole: EngineRequest
     last: StepEngine
-    place: int
+    load_index: int
     part: EngineRequest | None = None
     first: StepEngine | None = None
     times: list[float] = field(default_factory=list)

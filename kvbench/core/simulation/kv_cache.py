@@ -96,7 +96,7 @@ class BlockPool:
         return self._refs[block]
 
     def lookup(self, hashes: Sequence[int], limit: int) -> list[int]:
-        """Cached blocks of the longest known prefix, at most ``limit`` blocks; takes no reference."""
+        """Return cached blocks of the longest known prefix, at most ``limit``; takes no reference."""
         found: list[int] = []
         if not self.enable_prefix_caching:
             return found

@@ -47,7 +47,7 @@ class EngineRequest:
     num_tokens: int = 0
     """Prompt and output tokens known so far."""
     num_computed: int = 0
-    """Tokens whose KV lies in ``blocks``."""
+    """Tokens with KV in ``blocks``."""
     blocks: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     external_tokens: int = 0
@@ -63,7 +63,7 @@ class EngineRequest:
         return self.num_tokens - self.prompt_len
 
 
-@dataclass(slots=True)  # not frozen: hundreds are made in each step, and frozen ones cost three times as much
+@dataclass(slots=True)  # not frozen: each step creates hundreds, and frozen ones cost three times as much
 class Chunk:
     """``count`` tokens of one request from position ``start``; ``samples`` if a token follows."""
 
@@ -79,7 +79,7 @@ class Chunk:
 
 @dataclass
 class StepPlan:
-    """What one step does. ``loads`` are requests whose KV may now be fetched into their blocks."""
+    """Work of one step. ``loads``: requests with KV that may now be fetched into their blocks."""
 
     chunks: list[Chunk] = field(default_factory=list)
     loads: list[EngineRequest] = field(default_factory=list)
@@ -162,7 +162,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def kv_arrived(self, request: EngineRequest) -> None:
-        """Move a loading request to the batch: its KV is here, only its last token is left to compute."""
+        """Move a loading request to the batch: its KV has arrived, only its last token is left to compute."""
         del self.loading[request.request_id]
         if request.aborted:
             self._end(request)
@@ -216,7 +216,7 @@ class Scheduler:
 
     @property
     def unfinished(self) -> int:
-        """Requests that still have tokens to make."""
+        """Requests that still have tokens to generate."""
         return len(self.waiting) + len(self.ready) + len(self.loading) + len(self.running)
 
     # -- steps ------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class Scheduler:
         self.pool.release(victim.blocks)
         victim.blocks = []
         victim.num_computed = 0
-        victim.remote_kv = False  # what another engine computed is gone; it is computed here now
+        victim.remote_kv = False  # the other engine's KV is gone; it is computed here now
         victim.preemptions += 1
         victim.status = Status.WAITING
         self.stats.preemptions += 1
@@ -313,7 +313,7 @@ class Scheduler:
                 break
 
     def _reserve(self, request: EngineRequest) -> bool:
-        """Blocks for all its tokens, cached ones first; at least one token is left to compute."""
+        """Reserve blocks for all its tokens, cached ones first; at least one token is left to compute."""
         block_tokens = self.config.block_tokens
         cached = self.pool.lookup(request.hashes, (request.num_tokens - 1) // block_tokens)
         fresh = self._blocks(request.num_tokens) - len(cached)

@@ -9,7 +9,7 @@ with a prefill cost that does not depend on how a prompt is cut into chunks (bes
 and a decode cost from the batch size and its contexts. ``overhead_ms`` is what a request waits
 in the front end (tokenising, scheduling) before the engine sees it; it occupies no step.
 
-Every constant names its source. Times are milliseconds here and seconds in what is returned."""
+Every constant names its source. A time's unit is in its name (``_ms``, ``_s``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _H200_SMS: Final = 132  # streaming multiprocessors: one wave of attention work
 
 @dataclass(frozen=True)
 class StepLoad:
-    """What one step computes. ``prefill`` holds (new tokens, context before them) per chunk."""
+    """Work of one step. ``prefill`` holds (new tokens, context before them) per chunk."""
 
     prefill: Sequence[tuple[int, int]] = ()
     decode_seqs: int = 0
@@ -67,7 +67,7 @@ class TimingProfile:
         return self.decode_seq_ms * seqs + self.decode_context_ms(seqs, context / seqs)
 
     def step_s(self, load: StepLoad, time_scale: float = 1.0) -> float:
-        """Seconds that a step takes; 0 for an empty one."""
+        """Return the seconds that a step takes; 0 for an empty one."""
         base = 0.0
         if load.prefill:
             base = self.prefill_base_ms
@@ -78,7 +78,7 @@ class TimingProfile:
         return total * time_scale / 1000.0
 
     def decode_step_s(self, seqs: int, context: int, time_scale: float = 1.0) -> float:
-        """``step_s`` of a step that only decodes, without the cost of a StepLoad: most steps are such."""
+        """Return ``step_s`` of a step that only decodes, as most do, without the cost of a StepLoad."""
         base = max(0.0, self.decode_base_ms) if seqs else 0.0
         return (base + self.decode_ms(seqs, context)) * time_scale / 1000.0
 

@@ -48,10 +48,10 @@ def _reserved(case: Case) -> int:
 
 
 def pairings(case: Case, seed: int = 0) -> list[Pairing]:
-    """All transfers of a case, by initiator, then thread, then target. Contiguous blocks lie side by side in
-    the same order on both sides. If they are to be merged, the order is ascending. If not, odd positions come
+    """Return a case's transfers, by initiator, thread and target. Contiguous blocks lie side by side in the
+    same order on both sides. If they are to be merged, the order is ascending. If not, odd positions come
     before even ones, so that no library finds a neighbour to merge. Scattered blocks are every other block of
-    their part, in an order of its own on each side, so that no two of them touch, on either side."""
+    their part, in a separate order on each side, so that no two of them touch, on either side."""
     found = []
     for initiator in range(case.initiators):
         for thread in range(case.threads):
@@ -113,7 +113,7 @@ _FILL_BYTES_PER_S: Final = 0.5e9
 
 @dataclass(frozen=True)
 class BackendCapabilities:
-    """What a transfer backend can do, as far as the matrix asks."""
+    """Capabilities of a transfer backend that the matrix needs."""
 
     name: str
     protocols: tuple[str, ...] = ("tcp",)
@@ -342,17 +342,17 @@ def _sense(case: Case, backend: BackendCapabilities, axes: Axes, memory_bytes: i
 
 
 def memory_needed(case: Case) -> int:
-    """Bytes of all sides' buffers, as if all stood on one host."""
+    """Return the bytes of all sides' buffers, as if all were on one host."""
     here = case.initiators * initiator_layout(case).nbytes
     return here + case.targets * target_layout(case).nbytes
 
 
 def _order(chosen: Sequence[BackendCapabilities]) -> Any:
-    places = {backend.name: place for place, backend in enumerate(chosen)}
+    order = {backend.name: position for position, backend in enumerate(chosen)}
 
     def key(case: Case) -> tuple[Any, ...]:
         # Workers are kept from one case to the next one of their group.
-        group = _group(case, places[case.backend])
+        group = _group(case, order[case.backend])
         return (*group, case.op != "write", case.threads, case.nbytes, case.block_bytes)
 
     return key
@@ -373,7 +373,7 @@ def _groups(cases: Iterable[Case]) -> dict[tuple[Any, ...], list[Case]]:
 
 
 def estimate_s(cases: Iterable[Case], seconds: float, nic_gb_per_s: float | None = None) -> float:
-    """Seconds for these cases: starting workers, filling buffers, windows, verifying."""
+    """Return the seconds for these cases: starting workers, filling buffers, windows, verifying."""
     total = 0.0
     for members in _groups(cases).values():
         first = members[0]

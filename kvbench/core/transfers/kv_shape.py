@@ -1,4 +1,4 @@
-"""The transfer that an engine makes of one request's KV cache: which descriptors, how many bytes.
+"""The transfer of one request's KV cache by an engine: its descriptors and bytes.
 
 An instance's cache is cut into blocks of ``block_tokens`` tokens, and each tensor-parallel rank keeps its own
 heads and moves them itself. vLLM has arranged keys (K) and values (V) in three ways, and its connectors for
@@ -84,7 +84,7 @@ class KvWork:
     block_tokens: int
     ranks: int = 1
     version: Release = NEWEST_KNOWN
-    """The vLLM release whose connector makes the descriptors."""
+    """vLLM release of the connector that builds the descriptors."""
 
     @property
     def block_pieces(self) -> KvPieces:
@@ -199,7 +199,7 @@ def kv_work(
     version: str = "",
 ) -> KvWork:
     """Return the work for a model of ``MODELS`` as a vLLM version does it; by default the newest known one.
-    Raises InputError for what cannot be."""
+    Raises InputError for impossible shapes."""
     shape = MODELS.get(model.lower())
     if shape is None:
         raise InputError(f"unknown model {model!r}", hint=f"known: {', '.join(MODEL_NAMES)}")
@@ -219,7 +219,7 @@ def kv_work(
 
 
 def check_memory(work: KvWork, free_bytes: int, *, scattered: bool = False) -> None:
-    """Raises InputError, with the largest input length that fits, if buffers do not fit ``free_bytes``."""
+    """Raise InputError, with the largest input length that fits, if buffers do not fit ``free_bytes``."""
     usable = MEMORY_SHARE * free_bytes
     need = work.memory_bytes(scattered=scattered)
     if need <= usable:

@@ -17,7 +17,7 @@ from kvbench.core.transfers.records import Case, TransferRecord, TransferWarning
 
 PERCENTILES: Final[Mapping[str, float]] = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 LIMIT_BACKENDS: Final[Mapping[str, str]] = {"memcpy": "memcpy", "tcp": "tcp"}
-"""Column → backend whose rows of the same run are a limit to the others."""
+"""Column → backend that is a limit to the other rows of the same run."""
 WITHIN_ONE_HOST: Final = frozenset({"memcpy", "shm"})
 """Backends faster than any network, without a TCP limit."""
 CONFIDENCE: Final = 0.99
@@ -80,7 +80,7 @@ def figures(record: TransferRecord, run: Iterable[TransferRecord] = ()) -> Figur
     limits: dict[str, float] = {}
     if record.line_rate_gb_per_s:
         limits["line"] = record.line_rate_gb_per_s
-    found = _twins(record.case, (other for other in run if other.pair == record.pair))
+    found = _limit_rates(record.case, (other for other in run if other.pair == record.pair))
     limits |= {column: found[name] for column, name in LIMIT_BACKENDS.items() if name in found}
     rate = record.gb_per_s
 
@@ -104,8 +104,8 @@ def figures(record: TransferRecord, run: Iterable[TransferRecord] = ()) -> Figur
     )
 
 
-def _twins(case: Case, run: Iterable[TransferRecord]) -> dict[str, float]:
-    """GB/s of the same transfer by the limit backends, the one with the most equal axes of each."""
+def _limit_rates(case: Case, run: Iterable[TransferRecord]) -> dict[str, float]:
+    """Return GB/s of the same transfer by each limit backend, from the row with the most equal axes."""
     best: dict[str, tuple[int, float]] = {}
     for other in run:
         name = other.case.backend
@@ -113,7 +113,7 @@ def _twins(case: Case, run: Iterable[TransferRecord]) -> dict[str, float]:
             continue
         if _shape(other.case) != _shape(case):
             continue
-        # A limit that passes NICs has to pass as many.
+        # A limit over NICs must use as many NICs.
         if other.case.nics not in (0, case.nics):
             continue
         likeness = (other.case.nics == case.nics) + (other.case.merged == case.merged)

@@ -26,7 +26,7 @@ from kvbench.core.canaries.pool import (
     Proof,
     canary_places,
     canary_prompt,
-    placed,
+    place_canaries,
     wanted_canaries,
 )
 from kvbench.core.load.arrivals import trial_seed
@@ -224,7 +224,7 @@ class CanarySupply:
         wanted = len(found) + SPARES + AFTER_TRIAL
         if len(self._fresh) < wanted:
             self._refill()
-        return placed(found, self._fresh[: len(found) + SPARES])
+        return place_canaries(found, self._fresh[: len(found) + SPARES])
 
     def _places_in_trace(self, offered: Offered) -> CanaryPlaces:
         self._refill()

@@ -114,7 +114,7 @@ def test_what_a_load_does_not_tell_is_said() -> None:
     alike = replace(load, load=replace(load.load, input_len=[512] * 30, output_len=[2] * 30))
     found = fit([served_with(TRUTH, alike, 0.02)])
     assert "prefill_attention_ms" not in found.values
-    assert {"front_end_ms", "prefill_step_ms", "decode_seq_ms", "decode_context_ms"} & set(found.untold)
+    assert {"front_end_ms", "prefill_step_ms", "decode_seq_ms", "decode_context_ms"} & set(found.undetermined)
 
 
 @pytest.mark.parametrize("request_ms", [0.0, 9.0])

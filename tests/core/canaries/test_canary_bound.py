@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbench.core.canaries.answer_kinds import (
-    DOUBTED_BELOW,
+    NOISE_P_VALUE,
     bound_text,
     detectable_share,
     found_in_any,
@@ -42,9 +42,9 @@ def test_rounding_never_claims_more_than_is_known(share: float) -> None:
 
 def test_noise_costs_power_and_says_so() -> None:
     exact, noisy = Noise(100, 0), Noise(100, 20)
-    least = refused_from(50, noisy, DOUBTED_BELOW)
+    least = refused_from(50, noisy, NOISE_P_VALUE)
     assert least > 10
-    assert chance(least, 50, noisy) < DOUBTED_BELOW <= chance(least - 1, 50, noisy)
+    assert chance(least, 50, noisy) < NOISE_P_VALUE <= chance(least - 1, 50, noisy)
     assert detectable_share(50, exact, singly=True) == pytest.approx(1 - 0.05 ** (1 / 50))
     share = detectable_share(50, noisy, singly=False)
     assert 1 - binomial_cdf(least - 1, 50, share) == pytest.approx(0.95, abs=1e-6)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.canaries.pool import AFTER_FAILURE, SPARES, canary_places, placed, wanted_canaries
+from kvbench.core.canaries.pool import AFTER_FAILURE, SPARES, canary_places, place_canaries, wanted_canaries
 
 
 @given(
@@ -40,7 +40,7 @@ def test_no_share_no_canaries() -> None:
 @given(places=st.integers(0, 60), numbers=st.integers(0, 90))
 def test_each_prompt_has_one_place_and_some_are_kept_for_failures(places: int, numbers: int) -> None:
     at = [7 * place for place in range(places)]
-    found = placed(at, range(numbers))
+    found = place_canaries(at, range(numbers))
     used = found.numbers
     assert len(set(used)) == len(used) <= numbers
     assert set(found.at) <= set(at)
@@ -51,11 +51,11 @@ def test_each_prompt_has_one_place_and_some_are_kept_for_failures(places: int, n
 
 
 def test_too_few_prompts_are_spread_over_the_whole_trial() -> None:
-    found = placed(range(0, 1000, 10), range(12))
+    found = place_canaries(range(0, 1000, 10), range(12))
     assert (min(found.at), max(found.at), len(found.spares)) == (0, 990, AFTER_FAILURE)
 
 
 def test_a_pool_for_one_trial_fills_its_places_and_keeps_what_follows_one_failure() -> None:
     places = canary_places(320, 0.02, 10, 40, 3)
-    found = placed(places, range(len(places) + AFTER_FAILURE))
+    found = place_canaries(places, range(len(places) + AFTER_FAILURE))
     assert (list(found.at), len(found.spares)) == (places, AFTER_FAILURE)

@@ -14,10 +14,10 @@ from kvbench.core.findings.rate_change import (
     FALSE_ALARMS,
     PossibleRates,
     Searched,
+    confidence_of,
     known,
     rate_change,
     spread_of,
-    sure_of,
     within,
 )
 
@@ -100,7 +100,7 @@ def test_an_alarm_is_sure_and_larger_than_what_is_allowed() -> None:
 
 
 def test_many_cells_ask_for_more() -> None:
-    assert sure_of(10) > sure_of(1) > 1 - FALSE_ALARMS
+    assert confidence_of(10) > confidence_of(1) > 1 - FALSE_ALARMS
     change = rate_change(side(100.0, spread=0.1), side(84.5, spread=0.1))
     assert change.alarms(0.05, cells=1)
     assert not change.alarms(0.05, cells=100)

@@ -45,9 +45,11 @@ def test_a_prompt_repeated_in_the_first_event_is_no_token_of_the_answer(prompt_b
 
 
 def test_what_the_first_usage_tells_is_believed_if_it_can_be() -> None:
-    for told in (1, 16, 61):  # each later event has one at least
-        assert untimed_tokens(64, [0.08] * 3, StreamShape(told=told)) == told
-    assert untimed_tokens(64, [0.08] * 3, StreamShape(64, 256, told=64)) == 16  # of all tokens, in each event
+    for first_tokens in (1, 16, 61):  # each later event has one at least
+        assert untimed_tokens(64, [0.08] * 3, StreamShape(first_tokens=first_tokens)) == first_tokens
+    assert (
+        untimed_tokens(64, [0.08] * 3, StreamShape(64, 256, first_tokens=64)) == 16
+    )  # of all tokens, in each event
 
 
 def test_events_that_were_flushed_together_are_one() -> None:
@@ -71,11 +73,11 @@ def test_ends_of_sequence_without_text_are_no_part_of_the_text_s_time() -> None:
 
 @given(
     tokens=st.integers(1, 300), gaps=st.lists(st.floats(0, 1), max_size=300), first=st.integers(0, 50),
-    text=st.integers(0, 900), told=st.none() | st.integers(0, 400), empty=st.integers(0, 400),
+    text=st.integers(0, 900), first_tokens=st.none() | st.integers(0, 400), empty=st.integers(0, 400),
     outside=st.integers(0, 400),
 )  # fmt: skip
 def test_it_is_never_beyond_the_answer(
-    tokens: int, gaps: list[float], first: int, text: int, told: int | None, empty: int, outside: int
+    tokens: int, gaps: list[float], first: int, text: int, first_tokens: int | None, empty: int, outside: int
 ) -> None:
-    shape = StreamShape(min(first, text), text, told, empty, min(empty, outside))
+    shape = StreamShape(min(first, text), text, first_tokens, empty, min(empty, outside))
     assert 1.0 <= untimed_tokens(tokens, gaps, shape) <= max(1, tokens)

@@ -11,7 +11,7 @@ Two kinds of system are weighed against each other, since a search does not know
   time of the trial; and with *scores* (``TrialFigures.score``) linear in the rate.
 
 Each trial gives shares (a binomial likelihood with the effective sample size; for a queue also the share at
-the reached TTFT, since no misses alone show little) or a mean; capacities, which no rate exceeds; or a mere
+the reached TTFT, since no misses alone show little) or a mean; capacities, which no rate exceeds; or only a
 verdict.
 
 Systems vary: each trial's speed differs by a factor of unknown size, and the rate may change between trials.
@@ -94,7 +94,7 @@ class RateEstimate:
         return (self.upper / self.lower - 1) / 2
 
     def wider(self, factor: float) -> RateEstimate:
-        """Return it widened about the median by the factor, on a log scale."""
+        """Return the estimate widened about its median by the factor, on a log scale."""
         return RateEstimate(self.median * (self.rates / self.median) ** factor, self.density, self.wanders)
 
     def within(self, rate: float, precision: float) -> float:
@@ -138,8 +138,8 @@ def fit(points: Sequence[RatePoint], low: float, high: float, waiting: Waiting) 
 
 @cache
 def _threads() -> ThreadpoolController:
-    """Limits BLAS to one thread: more of them spin on matrices this small, which took four times the CPU
-    time on two cores and disturbed measurements on them."""
+    """Limit BLAS to one thread: several spin on matrices this small, which took four times the CPU time on
+    two cores and disturbed measurements on them."""
     return ThreadpoolController()
 
 

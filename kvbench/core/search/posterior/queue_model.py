@@ -124,10 +124,10 @@ def queue_rate(
 def _capacity(offsets_s: FloatArray, rate: float, counted: int, slack_s: float, share: float | None) -> float:
     """Return the lowest capacity at which the last ``counted`` of each row together keep the limit."""
     low, high = math.log(SLOWEST * rate), math.log(FASTEST * rate)
-    places = np.arange(offsets_s.shape[1])[None, :]
+    numbers = np.arange(offsets_s.shape[1])[None, :]
     for _ in range(LUCK_STEPS):
         middle = (low + high) / 2
-        ahead = places * math.exp(-middle) - offsets_s
+        ahead = numbers * math.exp(-middle) - offsets_s
         waits = (ahead - np.minimum.accumulate(ahead, axis=1))[:, -counted:]
         kept = waits.mean() <= slack_s if share is None else (waits <= slack_s).mean() >= share
         low, high = (low, middle) if kept else (middle, high)

@@ -78,7 +78,7 @@ LEAST_SLACK: Final = 0.02
 
 def waiting_of(outcomes: Sequence[TrialOutcome]) -> Waiting:
     """Return the headroom by the fastest requests of any trial."""
-    known = [each.measured for each in outcomes if each.measured is not None]
+    known = [outcome.measured for outcome in outcomes if outcome.measured is not None]
     limits = [each.ttft_limit_s for each in known if each.ttft_limit_s]
     fast = [each.ttft_fast_s for each in known if each.ttft_fast_s is not None]
     if not limits or not fast:

@@ -67,12 +67,11 @@ class EngineModel:
     """Equal engines that take turns and work in steps, as continuous batching does.
 
     A step takes ``step + sequence × (sequences that decode) + prompt × (prompts computed)`` and computes at
-    most ``prompts``; an engine holds at most ``slots`` sequences. If ``pair``, engines of their own (P)
-    compute the prompts and hand them over one after another, each in ``transfer``; ``decode`` is (seconds of
-    a token alone, and more for each other sequence). Each request takes ``delay`` in addition. ``error``:
-    mean difference of the logarithms of simulated and measured latencies. ``noise``: measured / simulated
-    TTFT, and decode time, of many requests, sorted.
-    """
+    most ``prompts``; an engine holds at most ``slots`` sequences. If ``pair``, separate engines (P) compute
+    the prompts and hand them over one after another, each in ``transfer``; ``decode`` is (seconds of a token
+    alone, and more for each other sequence). Each request takes ``delay`` in addition. ``error``: mean
+    difference of the logarithms of simulated and measured latencies. ``noise``: measured / simulated TTFT,
+    and decode time, of many requests, sorted."""
 
     pair: bool
     engines: int
@@ -102,16 +101,16 @@ class EngineModel:
     def times(self, arrived_s: FloatArray, tokens: FloatArray, chance: FloatArray) -> Latencies:
         """Return the latencies of simulated requests. ``chance``: uniform numbers, shape (2, requests)."""
         first_s, last_s = self.played(arrived_s, tokens, np.arange(len(tokens)))
-        places = [
+        positions = [
             (part * len(noise)).astype(np.int64) for part, noise in zip(chance, self.noise, strict=True)
         ]
-        begun_s = arrived_s + (first_s - arrived_s) * self.noise[0][places[0]]
+        begun_s = arrived_s + (first_s - arrived_s) * self.noise[0][positions[0]]
         return Latencies.of(
-            arrived_s, begun_s, begun_s + (last_s - first_s) * self.noise[1][places[1]], tokens
+            arrived_s, begun_s, begun_s + (last_s - first_s) * self.noise[1][positions[1]], tokens
         )
 
     def resampled(self, trials: Sequence[TrialRequests], rng: np.random.Generator) -> EngineModel:
-        """Fit it again to parts of the trials drawn with replacement."""
+        """Fit the model again to parts of the trials drawn with replacement."""
         load = JoinedTrials.of(trials, MOST)
         return _fitted(self, load, FINE, blocks(trials, rng)[load.part])
 
@@ -179,7 +178,7 @@ class JoinedTrials:
 @lru_cache(maxsize=4)
 def engine_model(trials: tuple[TrialRequests, ...], most_error: float = LARGEST) -> EngineModel | None:
     """Return the best fitting model, or None with a larger error or if too few first tokens were seen. The
-    last ones are kept: the tiers of an SLO ask for the same fit. In Python alone it takes 1 to 9 s."""
+    last ones are cached: the tiers of an SLO need the same fit. In Python alone it takes 1 to 9 s."""
     decode = Decode.fitted(trials)
     load = JoinedTrials.of(trials, MOST)
     if len(load.begun) < FEWEST:

@@ -87,7 +87,7 @@ class Decode:
 
     @classmethod
     def fitted(cls, trials: Sequence[TrialRequests]) -> Decode | None:
-        """Fit it to all requests with a last token; None of too few."""
+        """Fit the decode steps to all requests with a last token; None if there are too few."""
         found, growth = cls._fitted(trials, 0.0), 0.0
         for _ in range(FITS):
             if found is None or math.isclose(found.growth, growth, rel_tol=SAME_GROWTH):
@@ -97,7 +97,7 @@ class Decode:
         return found
 
     def resampled(self, trials: Sequence[TrialRequests], pick: FloatArray) -> Decode:
-        """Fit it again. ``pick``: weights of the blocks that a bootstrap drew."""
+        """Fit the decode steps again. ``pick``: weights of the blocks that a bootstrap drew."""
         return self._fitted(trials, self.growth, pick) or self
 
     @property
@@ -109,8 +109,8 @@ class Decode:
     def _fitted(
         cls, trials: Sequence[TrialRequests], growth: float, pick: FloatArray | None = None
     ) -> Decode | None:
-        """Fit it by least squares with each request's mean number of others over its tokens, which
-        ``growth`` gives: tokens come at a lower rate while there are more."""
+        """Fit the decode steps by least squares with each request's mean number of others over its tokens,
+        which ``growth`` gives: tokens come at a lower rate while there are more."""
         parts = [_decode_rows(trial, growth) for trial in trials]
         rows = np.concatenate([part[0] for part in parts])
         values = np.concatenate([part[1] for part in parts])
@@ -144,8 +144,8 @@ class Decode:
                 - first_s[order]
             )
         last_s[order] = first_s[order] + spans
-        places = (chance * len(self.noise)).astype(np.int64)
-        return first_s + (last_s - first_s) * self.noise[places]
+        positions = (chance * len(self.noise)).astype(np.int64)
+        return first_s + (last_s - first_s) * self.noise[positions]
 
 
 @lru_cache(maxsize=64)
@@ -163,8 +163,8 @@ def _decode_rows(trial: TrialRequests, growth: float) -> tuple[FloatArray, Float
     times = times[order]
     present = np.cumsum(np.where(order < len(first), 1.0, -1.0))
     others = np.maximum(present[:-1] - 1.0, 0.0)
-    made = np.diff(times) / (1.0 + growth * others)
-    totals = (np.concatenate([[0.0], np.cumsum(each)]) for each in (made * others, made))
+    generated = np.diff(times) / (1.0 + growth * others)
+    totals = (np.concatenate([[0.0], np.cumsum(each)]) for each in (generated * others, generated))
     over, count = (np.interp(end, times, total) - np.interp(begin, times, total) for total in totals)
     prompts = np.searchsorted(first, end, "right") - np.searchsorted(first, begin, "right")
     rows = np.column_stack([np.ones(len(begin)), over / count, prompts / tokens])
@@ -391,8 +391,8 @@ def log_likelihood(work: FloatArray, resolution: float) -> float:
     kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) * step / width) ** 2)
     kernel /= kernel.sum() * step
     density = np.convolve(histogram, kernel)[reach : reach + bins] / count
-    places = np.clip(((logs - low) / step).astype(np.int64), 0, bins - 1)
-    others = np.maximum(density[places] - float(kernel.max()) / count, 0.02 / count)
+    positions = np.clip(((logs - low) / step).astype(np.int64), 0, bins - 1)
+    others = np.maximum(density[positions] - float(kernel.max()) / count, 0.02 / count)
     coarse = np.maximum(logs, math.log(resolution / width))  # no finer than the resolution
     return float((np.log(others) - coarse).sum()) - IMPOSSIBLE * impossible
 
