@@ -44,7 +44,7 @@ class CellChange:
     why: str = ""
     per: Unit | None = None
     same: bool = False
-    """Both sides are the same trials."""
+    """Whether both sides are the same trials."""
 
     @property
     def became(self) -> Became:
@@ -54,7 +54,7 @@ class CellChange:
 
     @property
     def lost(self) -> bool:
-        """Whether it was measured before only."""
+        """Whether only the runs before measured the cell."""
         return bool(_answered(self.before)) and not any(
             row.outcome in (*ANSWERED, "undecided") for row in self.after
         )
@@ -63,7 +63,7 @@ class CellChange:
         return f"{self.cell.connector}, {self.cell.input_len:,} in, {self.cell.output_len:,} out"
 
     def ratio_text(self) -> str:
-        """``0.93 [0.89, 0.98]``, per GPU where it is that."""
+        """Return ``0.93 [0.89, 0.98]``, followed by the unit if sizes differ."""
         change = self.change
         if change is None:
             return MISSING
@@ -104,12 +104,12 @@ def cell_changes(before: Sequence[RunFolder], after: Sequence[RunFolder]) -> lis
     cells = list(dict.fromkeys(row.cell for side in searched for row in side))
     cells.sort(key=lambda cell: (cell.input_len, cell.output_len))
     return [
-        _changed(cell, *(tuple(row for row in side if row.cell == cell) for side in searched))
+        _cell_change(cell, *(tuple(row for row in side if row.cell == cell) for side in searched))
         for cell in cells
     ]
 
 
-def _changed(cell: Cell, before: tuple[Row, ...], after: tuple[Row, ...]) -> CellChange:
+def _cell_change(cell: Cell, before: tuple[Row, ...], after: tuple[Row, ...]) -> CellChange:
     found = CellChange(cell, before, after)
     if {row.run_id for row in before} == {row.run_id for row in after} and not _answered((*before, *after)):
         return replace(found, same=True, why=f"the same trials, {_outcome(before)}")
@@ -168,7 +168,7 @@ def _rate(rows: Sequence[Row]) -> float | None:
 
 
 def _rates(rows: Sequence[Row]) -> str:
-    """Return the rate without its interval, which the run's own table has."""
+    """Return the rate without its interval, which the run's table has."""
     if len(rows) == 1:
         answer = rows[0].answer
         whole = answer.text()
@@ -205,18 +205,18 @@ def change_rows(found: Sequence[CellChange]) -> Table:
 
 
 def counts_text(found: Sequence[CellChange]) -> str:
-    """``6 cells: 1 worse, 2 unchanged, 3 inconclusive``."""
+    """Return ``6 cells: 1 worse, 2 unchanged, 3 inconclusive``."""
     counts = Counter(each.became for each in found)
     order: tuple[Became, ...] = ("better", "worse", "unchanged", "inconclusive")
     parts = ", ".join(f"{counts[word]} {word}" for word in order if counts[word])
     return f"{len(found)} cell{'' if len(found) == 1 else 's'}: {parts}"
 
 
-_SAID_ELSEWHERE: Final = ("version", "description", "connectors", "simulate", "model", "slo")
+_REPORTED_ELSEWHERE: Final = ("version", "description", "connectors", "simulate", "model", "slo")
 
 
 class SettingChange(NamedTuple):
-    """One setting that differs, as text; of repeats with unlike values all of them."""
+    """One setting that differs, as text: all its values if they differ between repeats."""
 
     name: str
     before: str
@@ -227,10 +227,10 @@ class SettingChange(NamedTuple):
 
 
 def setting_changes(before: Sequence[RunFolder], after: Sequence[RunFolder]) -> list[SettingChange]:
-    """Only the settings that differ, those of the scenario first. Neither side is empty."""
+    """Return the settings that differ, the scenario's first. Neither side is empty."""
     sides = [[_settings(run) for run in side] for side in (before, after)]
     names = dict.fromkeys(name for side in sides for each in side for name in each)
-    # Of a connector that one side lacks it is enough to say so.
+    # A connector that one side lacks is reported without its options.
     lacking = set.symmetric_difference(
         *({name.split(".")[0] for each in side for name in each} for side in sides)
     )
@@ -253,10 +253,10 @@ def _settings(run: RunFolder) -> dict[str, str]:
     deployment = filled.get("deployment")
     if isinstance(deployment, Mapping):
         options = _mapping(deployment.get("engine_options"))
-        own = _filled(options, defaults_of(engines.options_model_of(run.plan)))
-        filled["deployment"] = {**deployment, "engine_options": own}
+        engine_options = _filled(options, defaults_of(engines.options_model_of(run.plan)))
+        filled["deployment"] = {**deployment, "engine_options": engine_options}
     simulated = run.manifest.get("kind") == "simulate" or SIMULATED in run.labels
-    kept = {name: value for name, value in filled.items() if name not in _SAID_ELSEWHERE}
+    kept = {name: value for name, value in filled.items() if name not in _REPORTED_ELSEWHERE}
     kept |= {"simulate": filled.get("simulate")} if simulated else {}
     kept["scenario"] = kept.pop("name", "")
     found |= {name: _text(value) for name, value in _flat(kept)}
@@ -283,19 +283,19 @@ def _circumstances(run: RunFolder) -> dict[str, str]:
 
 
 def _connectors(given: Any, settles: bool) -> dict[str, str]:
-    """Return each connector's options by its label. ``settles``: choices left to a library are made first."""
+    """Return each connector's options by its label. ``settles``: resolve choices left to a library."""
     found: dict[str, str] = {}
     listed = [each for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
     for each in listed:
         name = str(each.get("name"))
         label = str(each.get("label") or name)
-        own = {key: value for key, value in each.items() if key not in OWN_KEYS}
+        settings = {key: value for key, value in each.items() if key not in OWN_KEYS}
         try:
-            options = connectors.get(name).options_model.model_validate_json(json.dumps(own))
-            own |= (options.settled() if settles else options).model_dump(mode="json")
-        except (InputError, ValidationError):  # one of another installation, or of a newer one
+            options = connectors.get(name).options_model.model_validate_json(json.dumps(settings))
+            settings |= (options.settled() if settles else options).model_dump(mode="json")
+        except (InputError, ValidationError):  # a connector or option that this installation lacks
             pass
-        found |= {f"{label}.{key}": _text(value) for key, value in _flat(own)}
+        found |= {f"{label}.{key}": _text(value) for key, value in _flat(settings)}
     labels = ", ".join(str(each.get("label") or each.get("name")) for each in listed)
     return {"connectors": labels, **found} if labels else found
 
@@ -317,7 +317,7 @@ def defaults_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _filled(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """``given`` with the defaults of the keys that it does not know."""
+    """Return ``given`` with defaults for its missing keys."""
     found = {key: value for key, value in defaults.items() if key not in given}
     for key, value in given.items():
         known = defaults.get(key)
@@ -326,12 +326,12 @@ def _filled(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def _flat(data: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in data.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{place}{key}.")
+            yield from _flat(value, f"{prefix}{key}.")
         else:
-            yield f"{place}{key}", value
+            yield f"{prefix}{key}", value
 
 
 def _text(value: Any) -> str:

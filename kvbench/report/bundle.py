@@ -33,11 +33,11 @@ from kvbench.results.store import RunInfo
 
 DERIVED: Final = ("report.md", "report.html", "tables", "figures", CHECKSUMS)
 MOST_TEXT: Final = 256 * 2**20
-"""A larger text file is left out."""
+"""Largest text file that is packed, in bytes."""
 _RECORDS: Final = (TrialRecord, Cell, Finding, CellResult, RunInfo, RequestRecord, Summary)
 _MANIFEST: Final = ("schema", "run_id", "status", "kvbench", "scenario", "started_at", "ended_at", "skipped")
 _FIELDS: Final = frozenset([*(each.name for kind in _RECORDS for each in fields(kind)), *_MANIFEST, "cpu"])
-"""Names of fields that a reader of run folders needs: they stay, even if a host has such a name."""
+"""Field names of run folders: they are never replaced, even if a host has the same name."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class Bundled:
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
-def command(path: Path, asked: BundleOptions, console: Console) -> None:
-    """Packs a run and says what was removed. Raises StoreError for what is no run folder or cannot be
-    written."""
-    bundled = bundle(path, asked)
+def command(path: Path, options: BundleOptions, console: Console) -> None:
+    """Pack a run and print what was removed. Raises StoreError if ``path`` is no run folder or the archive
+    cannot be written."""
+    bundled = bundle(path, options)
     for kind, words in KINDS.items():
         values = bundled.removed[kind]
         if values:
@@ -83,16 +83,16 @@ def command(path: Path, asked: BundleOptions, console: Console) -> None:
     _line(console, f"{bundled.archive}: {len(bundled.files)} files; look through it before you share it")
 
 
-def bundle(path: Path, asked: BundleOptions | None = None) -> Bundled:
-    """Packs the run folder ``path`` into a .tar.gz. Raises StoreError."""
-    asked = asked or BundleOptions()
+def bundle(path: Path, options: BundleOptions | None = None) -> Bundled:
+    """Pack the run folder ``path`` into a .tar.gz. Raises StoreError."""
+    options = options or BundleOptions()
     run = load_run(path)
-    scrubber = Scrubber(_hosts(run.environment, run.manifest), _users(), asked.also)
+    scrubber = Scrubber(_hosts(run.environment, run.manifest), _users(), options.also)
     sources = list(_sources(path))
     for file in sources:
         _look(file, scrubber)
     name = scrubber.text(path.resolve().name)
-    archive = asked.output or Path(f"{name}-bundle.tar.gz")
+    archive = options.output or Path(f"{name}-bundle.tar.gz")
     if archive.is_dir() or not archive.resolve().parent.is_dir():
         raise StoreError(
             f"{archive} cannot be written: it is a folder, or its folder does not exist",
@@ -103,7 +103,7 @@ def bundle(path: Path, asked: BundleOptions | None = None) -> Bundled:
         folder = temporary / name
         for file in sources:
             inside = file.relative_to(path)
-            if asked.without_logs and inside.parts[0] == "logs":
+            if options.without_logs and inside.parts[0] == "logs":
                 bundled.left_out[str(inside)] = "logs are not wanted"
                 continue
             target = folder / scrubber.text(inside.as_posix())
@@ -112,7 +112,7 @@ def bundle(path: Path, asked: BundleOptions | None = None) -> Bundled:
                 bundled.left_out[str(inside)] = why
         for empty in ("requests", "telemetry", "logs"):
             (folder / empty).mkdir(exist_ok=True)
-        _sign(folder, asked.label)
+        _sign(folder, options.label)
         write_report(folder)
         _pack(folder, archive)
         bundled.files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
@@ -135,7 +135,7 @@ def _sign(folder: Path, label: str) -> None:
 
 
 def _hosts(environment: Mapping[str, Any], manifest: Mapping[str, Any]) -> Iterable[str]:
-    """Names that the run gives its machines, and this machine's own."""
+    """Return the names of the run's machines and of this machine."""
     names = [environment.get("hostname"), environment.get("host"), *(manifest.get("hosts") or ())]
     return [str(name) for name in (*names, socket.gethostname()) if name]
 
@@ -241,10 +241,10 @@ def _copy_parquet(file: Path, target: Path, scrubber: Scrubber) -> str:
         table = pq.read_table(file)
     except (OSError, pa.ArrowException) as error:
         return f"cannot be read: {error}"
-    for place, each in enumerate(table.schema):
+    for index, each in enumerate(table.schema):
         if _plain_numbers(each.type):
             continue
-        values = table.column(place).to_pylist()
+        values = table.column(index).to_pylist()
         known: dict[str, str] = {}
         clean = [
             known.setdefault(value, scrubber.text(value)) if isinstance(value, str) and value not in known
@@ -252,7 +252,7 @@ def _copy_parquet(file: Path, target: Path, scrubber: Scrubber) -> str:
             else scrubber.value(value, left=_FIELDS)
             for value in values
         ]  # fmt: skip
-        table = table.set_column(place, each.name, pa.array(clean, each.type))
+        table = table.set_column(index, each.name, pa.array(clean, each.type))
     metadata = {
         scrubber.text(key.decode("utf-8", "replace")): scrubber.text(value.decode("utf-8", "replace"))
         for key, value in (table.schema.metadata or {}).items()

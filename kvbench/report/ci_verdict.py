@@ -15,13 +15,13 @@ from kvbench.errors import EXIT_INCONCLUSIVE, EXIT_OK, EXIT_WORSE, InputError
 from kvbench.report.before_after import WHAT, CellChange, SettingChange, change_rows, counts_text
 from kvbench.report.tables.table import markdown_table, number
 
-ASKED_LOSS: Final = 0.1
-"""Loss whose probability of detection is reported, as a share."""
+POWER_LOSS: Final = 0.1
+"""Loss, as a share, for which the probability of detection is reported."""
 
 
 @dataclass(frozen=True)
 class CiVerdict:
-    """The cells of a comparison, and from which loss on one of them is an alarm (a share, as 0.05)."""
+    """Cells of a comparison. ``worse_than``: largest loss without an alarm, as a share (0.05)."""
 
     cells: Sequence[CellChange]
     settings: Sequence[SettingChange]
@@ -37,7 +37,7 @@ class CiVerdict:
 
     @cached_property
     def count(self) -> int:
-        """Cells that are looked at together."""
+        """Number of cells compared, for the correction for multiple tests."""
         return sum(each.change is not None for each in self.cells)
 
     @cached_property
@@ -46,7 +46,7 @@ class CiVerdict:
         return [each for each in self.cells if self.reason(each)]
 
     def reason(self, cell: CellChange) -> str:
-        """Why a cell is an alarm; empty where it is none."""
+        """Return why a cell raises an alarm; empty if it does not."""
         if cell.lost:
             return f"was measured before, and is not now ({cell.why or cell.after[0].outcome})"
         change = cell.change
@@ -91,7 +91,7 @@ class CiVerdict:
         return f"WORSE: {len(self.worse)} of {len(self.cells)} cells {more}: {named}"
 
     def _least_loss(self) -> str:
-        """Return the smallest loss that each inconclusive cell would have shown: the end of a sentence."""
+        """Return the end of a sentence: the smallest loss that each inconclusive cell would have shown."""
         changes = [each.change for each in self.inconclusive if each.change]
         losses = [each.least_loss(self.count) for each in changes]
         known = [loss for loss in losses if loss is not None]
@@ -103,30 +103,30 @@ class CiVerdict:
         known = [change for change in changes if change is not None and change.scatter]
         if not known:
             return "the scatter of results is unknown"
-        change = min(known, key=lambda each: each.seen(ASKED_LOSS, self.worse_than, self.count) or 0.0)
+        change = min(known, key=lambda each: each.seen(POWER_LOSS, self.worse_than, self.count) or 0.0)
         if change.degrees is None:
-            # A search allows for more than most systems do: its posterior is no measure of their scatter.
+            # A search's posterior is wider than the scatter of most systems, so it does not measure it.
             return (
                 f"single searches show no loss below {change.least_loss(self.count) or 0.0:.0%}; from "
                 "five runs on, such as four before and one after (--before 4), their own scatter decides"
             )
-        seen = change.seen(ASKED_LOSS, self.worse_than, self.count) or 0.0
-        smaller = ASKED_LOSS / 2, self.worse_than / 2
+        seen = change.seen(POWER_LOSS, self.worse_than, self.count) or 0.0
+        smaller = POWER_LOSS / 2, self.worse_than / 2
         needed = [
-            f"{change.repeats_for(ASKED_LOSS, self.worse_than, self.count) or 'no number'} runs on each side "
+            f"{change.repeats_for(POWER_LOSS, self.worse_than, self.count) or 'no number'} runs on each side "
             "show it",
             f"{change.repeats_for(*smaller, self.count) or 'no number'} a loss of {smaller[0]:.0%} (with "
             f"--worse-than {smaller[1] * 100:g}%)",
         ]
         return (
-            f"a loss of {ASKED_LOSS:.0%} is seen in {seen * 100:.0f} of 100 comparisons like this, or more "
+            f"a loss of {POWER_LOSS:.0%} is seen in {seen * 100:.0f} of 100 comparisons like this, or more "
             f"(runs scatter by {number((change.scatter or 0.0) * 100)} %); in 80 of 100 {', '.join(needed)}"
         )
 
     # --- for other programs ------------------------------------------------------------------------
 
     def junit(self) -> str:
-        """JUnit XML: a test case for each cell; an alarm is a failure, an inconclusive cell is skipped."""
+        """Return JUnit XML: a test case per cell; an alarm is a failure, an inconclusive cell is skipped."""
         skipped = sum(not self.reason(each) and each.became == "inconclusive" for each in self.cells)
         counts = {"tests": f"{len(self.cells)}", "failures": f"{len(self.worse)}", "skipped": f"{skipped}"}
         suites = ElementTree.Element("testsuites", {**counts, "errors": "0"})
@@ -169,7 +169,7 @@ def _xml(text: str) -> str:
 
 
 def share_of(text: str) -> float:
-    """``5%``, ``5 %`` or ``0.05`` as a share. Raises InputError for anything else."""
+    """Parse ``5%``, ``5 %`` or ``0.05`` into a share. Raises InputError for other texts."""
     plain = text.strip().removesuffix("%").strip()
     try:
         share = float(plain) / (100 if text.strip().endswith("%") else 1)

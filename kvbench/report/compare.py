@@ -33,7 +33,7 @@ from kvbench.report.side_by_side import (
     compared_runs,
     load_tables,
 )
-from kvbench.report.tables.fault_rows import held_comparison
+from kvbench.report.tables.fault_rows import fixed_rate_comparison
 from kvbench.report.tables.table import FORMATS, WRITERS, Column, Table, json_text, rows_of
 from kvbench.report.terminal import print_changed_files, print_sections
 from kvbench.report.value import Block, Note, ReportSection
@@ -64,12 +64,11 @@ class CompareOptions:
     comment: Path | None = None
 
     @property
-    def rows_asked(self) -> bool:
-        """Return whether rows side by side are requested."""
+    def wants_rows(self) -> bool:
         return bool(self.by or self.sort or self.group)
 
     def check(self) -> None:
-        """Raises InputError for an unknown axis or format."""
+        """Raise InputError for an unknown axis or format."""
         for option, value in (
             ("--by", self.by),
             ("--group", self.group),
@@ -83,50 +82,50 @@ class CompareOptions:
             raise InputError(f"--format {self.format}: not known", hint=f"there are: {', '.join(FORMATS)}")
 
 
-def command(paths: Sequence[Path], asked: CompareOptions, console: Console) -> int:
+def command(paths: Sequence[Path], options: CompareOptions, console: Console) -> int:
     """Print the comparison of the runs; return the exit code, ``EXIT_WORSE`` for an alarm.
 
     Raises InputError for runs that are not comparable, unless forced."""
-    asked.check()
+    options.check()
     runs = [load_run(path) for path in paths]
-    print_changed_files(runs, console if asked.format == "terminal" else None)
-    for_sweeps = asked.ci or asked.before or asked.junit or asked.comment
-    if (held := held_comparison(runs)) is not None:
-        if for_sweeps or asked.rows_asked:
+    print_changed_files(runs, console if options.format == "terminal" else None)
+    sweeps_only = options.ci or options.before or options.junit or options.comment
+    if (fixed_rate := fixed_rate_comparison(runs)) is not None:
+        if sweeps_only or options.wants_rows:
             raise InputError("runs at a fixed rate are compared as a whole: omit --ci, --before and the axes")
-        _held(held, runs, asked).write(asked.format, console)
+        _fixed_rate_page(fixed_rate, runs, options).write(options.format, console)
         return EXIT_OK
     micro = are_microbenchmarks(runs)
-    if not micro and (found := _before_after(runs, asked)) is not None:
-        page, alarm = found
-        if alarm is None or not asked.ci or asked.format != "terminal":
-            page.write(asked.format, console)
+    if not micro and (compared := _before_after_page(runs, options)) is not None:
+        page, alarm = compared
+        if alarm is None or not options.ci or options.format != "terminal":
+            page.write(options.format, console)
         else:
             console.file.write("".join(f"{visible(line)}\n" for line in alarm.lines()))
-        return alarm.exit_code if alarm is not None and asked.ci else EXIT_OK
-    if for_sweeps:
+        return alarm.exit_code if alarm is not None and options.ci else EXIT_OK
+    if sweeps_only:
         raise InputError(
             "these runs have no search, so there is no highest rate to compare",
             hint="give two sweeps, the one before first, or several with --before N",
         )
     if not micro:
-        rows_page(compare_runs(runs, asked), asked).write(asked.format, console)
-    elif asked.format == "terminal":
+        rows_page(compare_runs(runs, options), options).write(options.format, console)
+    elif options.format == "terminal":
         print_transfers(runs, console)
     else:
-        console.file.write(changes_as_text(runs, asked.format))
+        console.file.write(changes_as_text(runs, options.format))
     return EXIT_OK
 
 
 @dataclass(frozen=True)
 class ComparisonPage:
     """A comparison in every format. ``heads``: a line per run; ``differing``: why the runs are not
-    comparable; ``said``: conclusions, or differing settings; ``about``: explains the tables; ``document``:
+    comparable; ``conclusions``: also differing settings; ``about``: explanation of the tables; ``document``:
     its JSON."""
 
     heads: Sequence[str]
     differing: Sequence[str]
-    said: Sequence[Block]
+    conclusions: Sequence[Block]
     tables: Sequence[Table]
     answers: Sequence[Table]
     document: Mapping[str, Any]
@@ -141,7 +140,7 @@ class ComparisonPage:
         blocks = [
             *(Block(words=line, style="dim") for line in self.heads),
             *(Block(words=line, style="bold red") for line in self._not_comparable),
-            *self.said,
+            *self.conclusions,
             *([Block(f"\n{each.title}", table=each) for each in self.tables] or [none]),
             *([Block(notes=[Note(self.about, style="dim")], bullets=False)] if self.about else []),
             *(Block(f"\n{each.title}", table=each) for each in self.answers),
@@ -159,7 +158,7 @@ class ComparisonPage:
         if format_ == "json":
             return json_text(self.document)
         parts = [[line] for line in (*self.heads, *self._not_comparable)]
-        for block in self.said:
+        for block in self.conclusions:
             parts.append([f"{block.title.strip()}:", *(f"- {note.text}" for note in block.notes)])
         shown = WRITERS[format_]([*self.tables, *self.answers])
         if format_ == "latex":
@@ -173,16 +172,16 @@ def _settings(changes: Sequence[SettingChange]) -> Block:
     return Block("\nWhat was set otherwise", notes=notes)
 
 
-def _answers(sides: Sequence[tuple[str, Sequence[RunFolder]]]) -> list[Table]:
+def _answer_tables(sides: Sequence[tuple[str, Sequence[RunFolder]]]) -> list[Table]:
     """Return the results of checked answers side by side; empty without any."""
     found = answer_counts(sides)
     return [found] if found is not None else []
 
 
-def _held(table: Table, runs: Sequence[RunFolder], asked: CompareOptions) -> ComparisonPage:
-    """Return two runs at a fixed rate."""
+def _fixed_rate_page(table: Table, runs: Sequence[RunFolder], options: CompareOptions) -> ComparisonPage:
+    """Return the page that compares two runs at a fixed rate."""
     settings = setting_changes(runs[:1], runs[1:])
-    answers = _answers([("before", runs[:1]), ("after", runs[1:])])
+    answers = _answer_tables([("before", runs[:1]), ("after", runs[1:])])
     document = {
         "runs": [run.run_id for run in runs],
         "settings": [each._asdict() for each in settings],
@@ -190,33 +189,33 @@ def _held(table: Table, runs: Sequence[RunFolder], asked: CompareOptions) -> Com
         "rows": rows_of([table]),
     }
     heads = [f"{run.run_id} · {caption(run)}" for run in runs]
-    differing = check_comparable(runs, force=asked.force)
+    differing = check_comparable(runs, force=options.force)
     return ComparisonPage(heads, differing, [_settings(settings)], [table], answers, document, table.words)
 
 
-def _before_after(
-    runs: Sequence[RunFolder], asked: CompareOptions
+def _before_after_page(
+    runs: Sequence[RunFolder], options: CompareOptions
 ) -> tuple[ComparisonPage, CiVerdict | None] | None:
     """Compare two sweeps, or repeats of both: differing settings, and the change of each highest rate. If
     requested, add the verdict for a pipeline and write its files. Raises InputError for runs that are not
     comparable, unless forced, and for an impossible number of repeats."""
-    if asked.rows_asked or not (len(runs) == 2 or asked.before):
+    if options.wants_rows or not (len(runs) == 2 or options.before):
         return None
-    if not 0 <= asked.before < len(runs):
+    if not 0 <= options.before < len(runs):
         raise InputError(
-            f"--before {asked.before} of {len(runs)} runs leaves none after",
+            f"--before {options.before} of {len(runs)} runs leaves none after",
             hint="give the runs before first, then those after",
         )
-    count = asked.before or 1
+    count = options.before or 1
     sides = [("before", runs[:count]), ("after", runs[count:])]
     (_, before), (_, after) = sides
     if not all(any(run.cells and run.manifest.get("kind") != "bench" for run in side) for _, side in sides):
         return None
-    differing = check_comparable(runs, force=asked.force)
+    differing = check_comparable(runs, force=options.force)
     cells = cell_changes(before, after)
     if not cells:
         return None
-    settings, answers = setting_changes(before, after), _answers(sides)
+    settings, answers = setting_changes(before, after), _answer_tables(sides)
     document: dict[str, Any] = {word: [run.run_id for run in side] for word, side in sides} | {
         "settings": [each._asdict() for each in settings],
         "not_comparable": list(differing),
@@ -224,44 +223,44 @@ def _before_after(
         "answers": [row for table in answers for row in table.rows],
     }
     alarm = None
-    if asked.ci or asked.junit or asked.comment:
-        alarm = CiVerdict(cells, settings, asked.worse_than, f"kvbench {scenario_of(after[0])}")
-        for path, text in ((asked.junit, alarm.junit), (asked.comment, alarm.comment)):
+    if options.ci or options.junit or options.comment:
+        alarm = CiVerdict(cells, settings, options.worse_than, f"kvbench {scenario_of(after[0])}")
+        for path, text in ((options.junit, alarm.junit), (options.comment, alarm.comment)):
             if path is not None:
                 with said_clearly(path):
                     write_bytes(path, text().encode())
         document |= {"alarm": bool(alarm.worse), "verdict": alarm.verdict(), "power": alarm.power()}
     table = replace(change_rows(cells), title=counts_text(cells))
-    if asked.format == "csv":
+    if options.format == "csv":
         table = replace(table, columns=[Column(key, key) for key in cells[0].flat()])
     heads = [f"{word}: {run.run_id} · {caption(run)}" for word, side in sides for run in side]
     page = ComparisonPage(heads, differing, [_settings(settings)], [table], answers, document, f"{WHAT}.")
     return page, alarm
 
 
-def compare_runs(runs: Sequence[RunFolder], asked: CompareOptions | None = None) -> Compared:
+def compare_runs(runs: Sequence[RunFolder], options: CompareOptions | None = None) -> Compared:
     """Return the requested comparison. Raises InputError if the runs are not comparable."""
-    asked = asked or CompareOptions()
-    asked.check()
-    return compared_runs(runs, asked.by, force=asked.force)
+    options = options or CompareOptions()
+    options.check()
+    return compared_runs(runs, options.by, force=options.force)
 
 
-def rows_page(compared: Compared, asked: CompareOptions) -> ComparisonPage:
+def rows_page(compared: Compared, options: CompareOptions) -> ComparisonPage:
     """Return rows side by side, as one table or one per level of ``group``, and conclusions by kind."""
-    tables = load_tables(compared.rows, compared.by, asked.sort, asked.group, len(compared.runs) > 1)
-    if asked.format == "terminal":
+    tables = load_tables(compared.rows, compared.by, options.sort, options.group, len(compared.runs) > 1)
+    if options.format == "terminal":
         tables = [_brief(table) for table in tables]
-    answers = _answers([(name or run.run_id, [run]) for run, name in compared.named])
+    answers = _answer_tables([(name or run.run_id, [run]) for run, name in compared.named])
     heads = []
     for run, name in compared.named:
         mark = mark_of(run)
         marked = f"{mark.word.upper()}: " if mark is not None else ""
         heads.append(f"{name}: {marked}{caption(run)}" if name else f"{marked}{caption(run)}")
-    said = []
+    conclusions = []
     for kind, words in KIND_WORDS.items():
         found = [each for each in compared.statements if each.kind == kind]
         notes = [Note(each.text, each.advice, _STYLES.get(each.level, "")) for each in found]
-        said += [Block(words, notes=notes)] if notes else []
+        conclusions += [Block(words, notes=notes)] if notes else []
     document = {
         "runs": [{"name": name, "run": run.run_id} for run, name in compared.named],
         "by": compared.by,
@@ -270,7 +269,7 @@ def rows_page(compared: Compared, asked: CompareOptions) -> ComparisonPage:
         "answers": [row for table in answers for row in table.rows],
         "rows": rows_of(tables),
     }
-    return ComparisonPage(heads, compared.differing, said, tables, answers, document)
+    return ComparisonPage(heads, compared.differing, conclusions, tables, answers, document)
 
 
 def _brief(table: Table) -> Table:

@@ -148,7 +148,7 @@ _STATISTICS: Final = ("mean", "p50", "p90", "p99")
 
 @dataclass(frozen=True)
 class Metric:
-    """One kind of figure. ``unit``: UCUM, as OpenTelemetry wants it; ``scale`` turns ours into it."""
+    """One kind of figure. ``unit``: UCUM, for OpenTelemetry; ``scale``: factor from kvbench's unit to it."""
 
     name: str
     help: str
@@ -214,7 +214,7 @@ _PLAIN: Final = {
     "trials": Metric("trials", "Trials behind the answer.", "{trial}"),
     "findings": Metric("findings", "Gate findings of the trials.", "{finding}"),
 }
-# Of loads that were offered once, over the whole duration, by the names of ``vllm bench serve``.
+# Figures of single loads over the whole duration, named as in ``vllm bench serve``.
 _OFFERED: Final = {
     "request_throughput": Metric(
         "offered_request_throughput_per_second", "Requests completed over the whole load.", "{request}/s"
@@ -304,12 +304,12 @@ def _loads(run: RunFolder) -> Iterable[Sample]:
 
 def _transfers(run: RunFolder) -> Iterable[Sample]:
     records = run.transfer_records() if run.manifest.get("kind") == "microbench" else []
-    for place, record in enumerate(records, start=1):
+    for index, record in enumerate(records, start=1):
         case = record.case
         labels = {"run": run.run_id, "case": case.key, "backend": case.backend, "protocol": case.protocol}
         labels |= {"op": case.op, "block_bytes": str(case.block_bytes), "batch_size": str(case.batch_size)}
-        # Read-in rows may have one case twice; a series has to be one of its own.
-        yield from _sample(_TRANSFER, labels | {"row": str(place)}, record.gb_per_s)
+        # Imported rows may repeat a case; the row number makes each series unique.
+        yield from _sample(_TRANSFER, labels | {"row": str(index)}, record.gb_per_s)
 
 
 def _labels(run: RunFolder, connector: str, input_len: int, output_len: int) -> dict[str, str]:
@@ -332,9 +332,9 @@ def _sample(metric: Metric, labels: Mapping[str, str], value: Any) -> Iterable[S
 def prometheus(run: RunFolder) -> str:
     """Return the text exposition format 0.0.4, for a textfile collector or a push gateway."""
     lines: list[str] = []
-    for name, mine in _by_metric(samples(run)).items():
-        metric = mine[0].metric
-        values = [(sample.labels, sample.value) for sample in mine]
+    for name, group in _by_metric(samples(run)).items():
+        metric = group[0].metric
+        values = [(sample.labels, sample.value) for sample in group]
         lines += family(f"{PREFIX}_{name}", "gauge", values, metric.help)
     return page(lines)
 
@@ -357,16 +357,16 @@ def otel_json(run: RunFolder) -> str:
     metrics = [
         {
             "name": f"{PREFIX}.{re.sub(r'_(seconds|bytes|per_second|ratio)(?=_|$)', '', name)}",
-            "description": mine[0].metric.help,
-            "unit": mine[0].metric.unit,
+            "description": group[0].metric.help,
+            "unit": group[0].metric.unit,
             "gauge": {
                 "dataPoints": [
                     {"attributes": _attributes(each.labels), "timeUnixNano": when, "asDouble": each.value}
-                    for each in mine
+                    for each in group
                 ]
             },
         }
-        for name, mine in found.items()
+        for name, group in found.items()
     ]
     scope = {"scope": {"name": PREFIX}, "metrics": metrics}
     request = {
@@ -380,7 +380,7 @@ def _attributes(labels: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def _nanoseconds(moment: Any) -> str:
-    """OTLP/JSON writes 64-bit integers as text; 0 is unknown."""
+    """Return a time as OTLP/JSON writes it, a 64-bit integer as text; 0 is unknown."""
     try:
         parsed = datetime.fromisoformat(str(moment).replace("Z", "+00:00"))
     except ValueError:

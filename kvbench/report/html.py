@@ -71,7 +71,7 @@ def page_svg(text: str, name: str, alt: str, classes: dict[str, str]) -> str:
     """Return an SVG document of kvbench as an element of a page. ``name``: prefix of its ids; ``alt`` must be
     safe in an attribute; ``classes``: style → class of the page, extended."""
     text = _LEFT_OUT.sub("", text).strip()
-    ids = {each: f"{name}-{place}" for place, each in enumerate(sorted({m[2] for m in _USE.finditer(text)}))}
+    ids = {each: f"{name}-{index}" for index, each in enumerate(sorted({m[2] for m in _USE.finditer(text)}))}
     text = _ID.sub(lambda match: f' id="{ids[match[1]]}"' if match[1] in ids else "", text)
     text = _USE.sub(lambda match: match[1] + ids[match[2]], text)
     text = _PATH.sub(lambda match: _steps(_NUMBER.sub(_short, match[0]).replace("\n", "")), text)
@@ -90,7 +90,7 @@ def page_svg(text: str, name: str, alt: str, classes: dict[str, str]) -> str:
 
 
 def _without_bare_groups(text: str) -> str:
-    """Remove the groups without attributes, and keep what is in them."""
+    """Remove the groups without attributes, but keep their content."""
     bare: list[bool] = []
 
     def kept(match: re.Match[str]) -> str:
@@ -109,7 +109,7 @@ def _short(match: re.Match[str]) -> str:
 
 
 def _steps(path: str) -> str:
-    """A path whose level and upright lines have one coordinate: half of a step curve."""
+    """Shorten level and upright lines of a path to one coordinate, which halves a step curve."""
     last = ("", "")
 
     def shorter(match: re.Match[str]) -> str:
@@ -126,7 +126,7 @@ TEMPLATES: Final = Path(__file__).parent / "templates"
 SERIES: Final = ("connector", "backend")
 _COLOURED: Final = ("met", "missed", "invalid", "warning")
 _LONG_TEXT: Final = 28
-"""A column with a longer text is broken into lines."""
+"""Text length, in characters, above which a column is wrapped."""
 _CODE: Final = re.compile(r"`([^`\n]+)`")
 _EMPHASIS: Final = re.compile(r"\*(\w+)\*")
 _INTERVAL: Final = re.compile(r"\[[^\[\]]*\]")
@@ -188,14 +188,14 @@ def _svg(picture: Drawing, drawn: Path | None, classes: dict[str, str]) -> Marku
 
 
 def marked(text: str) -> Markup:
-    """A sentence with its `code` and *emphasis* as elements of the page."""
+    """Return a sentence with its `code` and *emphasis* as HTML elements."""
     from markupsafe import Markup, escape
 
     return Markup(_EMPHASIS.sub(r"<em>\1</em>", _CODE.sub(r"<code>\1</code>", str(escape(text)))))
 
 
 def small(text: str) -> Markup | str:
-    """A cell with its `code` as an element, and its [interval] in small type on one line."""
+    """Return a cell with its `code` as an element and its [interval] in small type on one line."""
     from markupsafe import Markup, escape
 
     if "`" not in text and "[" not in text:
@@ -209,28 +209,28 @@ def small(text: str) -> Markup | str:
 def numeric_columns(table: Table) -> list[bool]:
     """Return whether each column is numeric; if unspecified, whether all its texts begin with a number."""
     return [
-        column.align == "right" or (not column.align and all(_leading(cells[place]) for cells in table.cells))
-        for place, column in enumerate(table.columns)
+        column.align == "right" or (not column.align and all(_leading(cells[index]) for cells in table.cells))
+        for index, column in enumerate(table.columns)
     ]
 
 
 def series_of(table: Table) -> list[str]:
     """Return each row's connector (or backend), so that a page can hide it; "" without such a column."""
-    place = next((at for at, column in enumerate(table.columns) if column.title in SERIES), None)
-    return ["" if place is None else cells[place] for cells in table.cells]
+    index = next((at for at, column in enumerate(table.columns) if column.title in SERIES), None)
+    return ["" if index is None else cells[index] for cells in table.cells]
 
 
 def rows_of(table: Table, numeric: Sequence[bool]) -> Iterator[list[tuple[str, str, str]]]:
-    """(text, value that it is sorted by, class) of each cell."""
+    """Yield each row's cells as (text, sort value, class)."""
     long = [any(len(text) > _LONG_TEXT for text in column) for column in zip(*table.cells, strict=True)]
     kinds = [
         "number" if number else "long" if wide else "" for number, wide in zip(numeric, long, strict=True)
     ]
-    for place, cells in enumerate(table.cells):
+    for index, cells in enumerate(table.cells):
         row: list[tuple[str, str, str]] = []
         for column, text, number, kind in zip(table.columns, cells, numeric, kinds, strict=True):
             if column.key:
-                value = _plain(table.rows[place].get(column.key))
+                value = _plain(table.rows[index].get(column.key))
             else:
                 value = _leading(text) if number else text
             row.append((text, value, text if text in _COLOURED else kind))

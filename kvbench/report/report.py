@@ -112,8 +112,8 @@ def command(
     differing = [] if micro else check_comparable(runs, force=force)
     formats = (*FORMATS, "png") if png else FORMATS
     with LiveBar(console) as bar:
-        for place, run in enumerate(runs):
-            bar.say(what=f"writing the report of {run.path.name}", share=place / len(runs))
+        for index, run in enumerate(runs):
+            bar.say(what=f"writing the report of {run.path.name}", share=index / len(runs))
             write_report(run, formats)
             if dark:
                 from kvbench.report.plots import write_plots
@@ -156,7 +156,7 @@ def render_terminal(
     microbenchmark is compared with."""
     changes = Changes.between(before, runs) if before is not None and isinstance(runs, RunFolder) else None
     print_sections(build(runs, differing, changes, (writer,)).of(writer), console)
-    tell_program([runs] if isinstance(runs, RunFolder) else runs, console)
+    print_documents([runs] if isinstance(runs, RunFolder) else runs, console)
 
 
 def report_load(path: Path, console: Console) -> None:
@@ -170,17 +170,17 @@ def report_load(path: Path, console: Console) -> None:
         print_changed_files([run], console)
         shown = build(run, writers=("terminal",)).of("terminal")
         print_sections([each for each in shown if each.anchor != "files"], console)
-        _, said = writer.communicate()
+        _, errors = writer.communicate()
     if writer.returncode:
-        last = said.strip().splitlines()[-1:] or [f"exit code {writer.returncode}"]
+        last = errors.strip().splitlines()[-1:] or [f"exit code {writer.returncode}"]
         raise StoreError(
             f"the report of {path} was not written: {last[0]}", hint=f"kvbench report {path} rewrites it"
         )
     print_sections(files(Material([Facts(run)])), console)
-    tell_program([run], console)
+    print_documents([run], console)
 
 
-def tell_program(runs: Sequence[RunFolder], console: Console) -> None:
+def print_documents(runs: Sequence[RunFolder], console: Console) -> None:
     """Print the documents of ``report --json`` to stdout (messages go to stderr then)."""
     if console.stderr:
         sys.stdout.write(_documents(runs))
@@ -192,8 +192,8 @@ def _documents(runs: Sequence[RunFolder]) -> str:
 
 def print_transfers(runs: Sequence[RunFolder], console: Console) -> None:
     """Print the report of each microbenchmark; of several, each compared with the first."""
-    for place, run in enumerate(runs):
-        render_terminal(run, console, before=runs[0] if place else None)
+    for index, run in enumerate(runs):
+        render_terminal(run, console, before=runs[0] if index else None)
 
 
 def write_report(of: Path | str | RunFolder, formats: Sequence[str] = FORMATS) -> list[Path]:
@@ -206,7 +206,7 @@ def write_report(of: Path | str | RunFolder, formats: Sequence[str] = FORMATS) -
     tables, figures = run.path / "tables", run.path / "figures"
     drawn = [kind for kind in PICTURES_AS if kind in formats]
     if len(pairs_of(run.transfer_records())) > 1:
-        drawn = []  # pictures are of one pair of hosts; of several the matrix shows
+        drawn = []  # pictures show one pair of hosts; the matrix shows several
     with said_clearly(run.path):
         written = write_plots(run, figures, drawn) if drawn else []
         tables.mkdir(exist_ok=True)

@@ -104,8 +104,7 @@ class Scrubber:
                 self._learn(kind, name)
 
     def look(self, text: str) -> None:
-        """Learns names from a text before it, or another one, is scrubbed: hosts of URLs, users of home
-        folders."""
+        """Learn the hosts of URLs and the users of home folders before any text is scrubbed."""
         for found in _URL_HOST.finditer(text):
             host = found["value"].rstrip(".")
             if not _is_address(host) and not host.endswith(_PUBLIC) and ("." in host or "-" in host):
@@ -135,9 +134,9 @@ class Scrubber:
         if isinstance(value, list):
             return [
                 self._secret(each)
-                if place and _is_secret_option(value[place - 1])
+                if index and _is_secret_option(value[index - 1])
                 else self.value(each, key, left)
-                for place, each in enumerate(value)
+                for index, each in enumerate(value)
             ]
         if not isinstance(value, str):
             return value

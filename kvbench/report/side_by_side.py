@@ -94,10 +94,10 @@ def load_tables(
         of_values(
             f"{_AXIS_TITLES[group]} = {level if level is not None else 'unknown'}",
             columns,
-            [_flat(row, unit) for row in mine],
+            [_flat(row, unit) for row in level_rows],
             window,
         )
-        for level, mine in groupby(rows, key=lambda row: row.axes.get(group))
+        for level, level_rows in groupby(rows, key=lambda row: row.axes.get(group))
     ]
 
 
@@ -115,11 +115,11 @@ def _columns(rows: Sequence[LoadRow], by: str, unit: Unit, several: bool, window
     varying = [axis for axis in known if len({row.axes.get(axis) for row in rows}) > 1]
     first = [by] if by in known else []
     order = list(dict.fromkeys([*first, *varying, *known]))
-    # What comes with the axis compared, level by level, needs no column of its own in a terminal.
-    with_it = {axis for axis in varying if _comes_with(rows, axis, by)}
-    brief = {*first, *varying, "connector", "input_len"} - (with_it - {"connector"})
+    # An axis that the compared axis determines has no column in a terminal.
+    dependent = {axis for axis in varying if _depends_on(rows, axis, by)}
+    brief = {*first, *varying, "connector", "input_len"} - (dependent - {"connector"})
     answered = any(row.answer for row in rows)
-    # The rate of an answer's row is that of the trial that supports it, as in the run's own tables.
+    # An answer's row has the rate of the supporting trial, as in the run's tables.
     titles = {**_AXIS_TITLES, "rate": "measured at (req/s)"} if answered else _AXIS_TITLES
     brief |= {"rate"} if answered else set()
     columns = [Column(axis, titles[axis], axis in brief) for axis in order]
@@ -134,7 +134,7 @@ def _columns(rows: Sequence[LoadRow], by: str, unit: Unit, several: bool, window
     return [*columns, Column("trial_id", "trial", False), Column("source", "source", False)]
 
 
-def _comes_with(rows: Sequence[LoadRow], axis: str, by: str) -> bool:
+def _depends_on(rows: Sequence[LoadRow], axis: str, by: str) -> bool:
     levels = {(row.axes.get(by), row.axes.get(axis)) for row in rows}
     return axis != by and len(levels) == len({level for level, _ in levels})
 
@@ -173,9 +173,9 @@ def change_table(title: str, cases: Sequence[tuple[Change, str]]) -> Table:
     return of_values(title, columns, rows)
 
 
-def short_name(place: int) -> str:
-    """A, B, … of the runs in one table."""
-    return chr(65 + place) if place < 26 else f"R{place + 1}"
+def short_name(index: int) -> str:
+    """Return the short name of the index-th run of a table: A, B, …"""
+    return chr(65 + index) if index < 26 else f"R{index + 1}"
 
 
 def are_microbenchmarks(runs: Sequence[RunFolder], hint: str = "") -> bool:
@@ -227,7 +227,7 @@ def compared_runs(runs: Sequence[RunFolder], by: str = "", *, force: bool = Fals
 
     Raises InputError for runs that are not comparable, unless ``force``."""
     differing = check_comparable(runs, force=force)
-    names = [short_name(place) if len(runs) > 1 else "" for place in range(len(runs))]
+    names = [short_name(index) if len(runs) > 1 else "" for index in range(len(runs))]
     rows = [
         row
         for run, name in zip(runs, names, strict=True)

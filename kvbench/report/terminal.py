@@ -35,7 +35,6 @@ _COLOURS: Final = {"FAILED": "red", "WRONG": "bold red"}
 
 
 def print_sections(sections: Iterable[ReportSection], console: Console) -> None:
-    """Print the sections in order."""
     for section in sections:
         if section.apart:
             _line(console, "")
@@ -66,10 +65,10 @@ def _block(console: Console, block: Block) -> None:
 def print_table(console: Console, table: Table, *, bare: bool = False) -> None:
     """Print the brief columns, as many as fit; a row's footnotes follow it. ``bare``: without the text on the
     figures' window and on left-out columns."""
-    places = [place for place, column in enumerate(table.columns) if column.brief]
+    indices = [index for index, column in enumerate(table.columns) if column.brief]
     grid = Grid(
-        [_column(table, place, first=place == places[0]) for place in places],
-        [[cells[place] for place in places] for cells in table.cells],
+        [_column(table, index, first=index == indices[0]) for index in indices],
+        [[cells[index] for index in indices] for cells in table.cells],
         table.groups,
         table.ruled,
         "" if table.ruled else "  ",
@@ -92,8 +91,8 @@ def print_table(console: Console, table: Table, *, bare: bool = False) -> None:
         _line(console, fitted.note, "dim")
 
 
-def _column(table: Table, place: int, *, first: bool) -> FittedColumn:
-    column = table.columns[place]
+def _column(table: Table, index: int, *, first: bool) -> FittedColumn:
+    column = table.columns[index]
     align: Literal["left", "right"] = column.align or ("left" if first else "right")
     if not table.ruled:
         align = "left" if column.align == "left" else "right"
@@ -144,13 +143,13 @@ _WORD: Final = re.compile(r"\s*(?:\[[^][]{0,30}\]|\d (?=%)|\S)+\s*")
 
 def broken(line: Text, width: int, indent: int = 0) -> list[Text]:
     """Break a line at blanks into lines of at most ``width`` columns, but not within an interval."""
-    places, column = [], 0
+    indices, column = [], 0
     for word in _WORD.finditer(line.plain):
         if column and column + cell_len(word.group().rstrip()) > width:
-            places.append(word.start())
+            indices.append(word.start())
             column = indent
         column += cell_len(word.group())
-    first, *more = line.divide(places) if places else [line]
+    first, *more = line.divide(indices) if indices else [line]
     for part in (first, *more):
         part.rstrip()
     return [first, *(Text(" " * indent).append_text(part) for part in more)]
@@ -161,7 +160,7 @@ def broken(line: Text, width: int, indent: int = 0) -> list[Text]:
 BAR_CELLS: Final = 8, 24
 """Fewest and most characters of the live line's bar."""
 WRITE_S: Final = 0.5
-"""How often the live line is written into the run folder at most, for ``kvbench watch``."""
+"""Shortest interval, in seconds, of writing the live line for ``kvbench watch``."""
 _GAP: Final = "  "
 
 
@@ -187,7 +186,7 @@ class LiveLine:
         return None
 
     def text(self, width: int, elapsed: str = "") -> Text:
-        """Return one line within ``width``. Where room is short, whole parts are left out."""
+        """Return one line within ``width``. If room is short, whole parts are left out."""
         before = _GAP.join(filter(None, (elapsed, self.what)))
         for left_out in range(4):
             after = _GAP.join(filter(None, (*(self.count, self.trial, self.rate)[left_out:], self.left)))
@@ -244,13 +243,13 @@ class LiveBar:
         if self._path is not None and now - self._written >= WRITE_S:
             self._written = now
             temporary = self._path / f"{LIVE}.tmp"
-            with suppress(OSError):  # it is a comfort, and no part of what is measured
+            with suppress(OSError):  # optional: the measurement continues without it
                 temporary.write_text(json.dumps(asdict(self._line)))
                 os.replace(temporary, self._path / LIVE)
 
 
 def minutes(seconds: float) -> str:
-    """``3:07``."""
+    """Return minutes and seconds: ``3:07``."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
@@ -258,7 +257,7 @@ MOST_NAMED: Final = 3
 
 
 def print_changed_files(runs: Sequence[RunFolder], console: Console | None = None) -> None:
-    """Print one line for each changed run, on stderr where no console is given: stdout may be a document."""
+    """Print one line for each changed run, on stderr without a console: stdout may be a document."""
     for line in changed_files(runs):
         if console is None:
             sys.stderr.write(f"{visible(line)}\n")
@@ -267,7 +266,7 @@ def print_changed_files(runs: Sequence[RunFolder], console: Console | None = Non
 
 
 def changed_files(runs: Sequence[RunFolder]) -> Iterator[str]:
-    """Name files that do not match the checksums of each run; none for a run without checksums. Raises
+    """Yield one line per run with the files that do not match its checksums; none without checksums. Raises
     StoreError for an unreadable file."""
     for run in runs:
         if not (run.manifest.get("checksums") or (run.path / CHECKSUMS).exists()):

@@ -45,7 +45,7 @@ class TimelineProcess:
 
 @dataclass
 class _Lane:
-    """A row of a process: who is in it, and until when, innermost last."""
+    """A lane of a process: its current request and the ends of its open spans (s), innermost last."""
 
     number: int
     request: str = ""
@@ -62,9 +62,9 @@ class _Lane:
 
 
 def command(folder: Path, trial_id: str | None, console: Console) -> int:
-    """Write ``figures/timeline-<trial>.json`` into the run folder and say where.
+    """Write ``figures/timeline-<trial>.json`` into the run folder and print its path.
 
-    Raises StoreError, or InputError for a trial that is not there."""
+    Raises StoreError, or InputError for an unknown trial."""
     run = load_run(folder)
     trial = chosen_trial(run, trial_id)
     processes = processes_of(run, trial)
@@ -119,7 +119,7 @@ def processes_of(run: RunFolder, trial: TrialRecord) -> list[TimelineProcess]:
         }
         if wanted:
             found.append(TimelineProcess(path.name.removesuffix(SUFFIX), wanted))
-    return sorted(found, key=lambda process: (_place(process.name), process.name))
+    return sorted(found, key=lambda process: (_process_order(process.name), process.name))
 
 
 def zero_on(theirs: Clock, ours: Clock) -> float:
@@ -180,7 +180,7 @@ def process_events(process: TimelineProcess, pid: int) -> Iterator[dict[str, Any
     )
     lanes: list[_Lane] = []
     for span, request in ordered:
-        lane = next((each for each in _own_first(lanes, request) if each.takes(request, span)), None)
+        lane = next((each for each in _same_request_first(lanes, request) if each.takes(request, span)), None)
         if lane is None:
             lane = _Lane(len(lanes) + 1)
             lane.takes(request, span)
@@ -198,7 +198,7 @@ def process_events(process: TimelineProcess, pid: int) -> Iterator[dict[str, Any
         }
 
 
-def _own_first(lanes: Sequence[_Lane], request: str) -> list[_Lane]:
+def _same_request_first(lanes: Sequence[_Lane], request: str) -> list[_Lane]:
     return sorted(lanes, key=lambda lane: (lane.request != request, lane.number))
 
 
@@ -252,11 +252,11 @@ def _moved(span: Span, by_s: float) -> Span:
     return Span(span.name, span.begin_s + by_s, span.end_s + by_s, span.args)
 
 
-def _place(name: str) -> int:
+def _process_order(name: str) -> int:
     role = name.split("-")[0]
     return _ORDER.index(role) if role in _ORDER else len(_ORDER)
 
 
 def _us(seconds: float) -> int:
-    """Whole microseconds, so that spans that nest in seconds nest in the file as well."""
+    """Return whole microseconds; spans that nest in seconds stay nested."""
     return round(seconds * 1e6)

@@ -34,7 +34,7 @@ class Note:
 
 
 def advised_once(notes: Iterable[Note]) -> list[Note]:
-    """Leave an advice that several notes in a row share to the last of them."""
+    """Keep an advice that consecutive notes share only in the last of them."""
     found = list(notes)
     return [
         replace(note, advice="") if note.advice == following.advice else note
@@ -84,7 +84,7 @@ class Block:
 
 @dataclass(frozen=True)
 class ReportSection:
-    """``title`` may be empty: its blocks then have no heading. ``apart``: printed after an empty line."""
+    """A section; an empty ``title`` prints no heading. ``apart``: printed after an empty line."""
 
     anchor: str
     title: str
@@ -122,8 +122,8 @@ class Report:
         first = next((name for name in self.pictures(writer) if name in drawn), "")
         sections = []
         for section in self.of(writer):
-            own = {first} if section.anchor == "answer" else set(drawn) - {first}
-            blocks = [each for each in section.blocks if not each.picture or each.picture.name in own]
+            kept = {first} if section.anchor == "answer" else set(drawn) - {first}
+            blocks = [each for each in section.blocks if not each.picture or each.picture.name in kept]
             if blocks or not section.blocks:
                 sections.append(replace(section, blocks=blocks))
         return sections
@@ -134,7 +134,7 @@ class Report:
         return {each.name: each for each in found if each is not None}
 
     def of(self, writer: Writer) -> list[ReportSection]:
-        """Return the sections of one writer in order, with its own blocks."""
+        """Return the sections of one writer in order, with its blocks."""
         return [
             ReportSection(
                 each.anchor, each.title, [block for block in each.blocks if writer in block.writers],

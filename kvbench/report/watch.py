@@ -41,7 +41,7 @@ _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'sel
 
 @contextmanager
 def serving(watch: RunWatch, port: int = 0) -> Iterator[str]:
-    """Serves the live page of a watched run folder in a thread; yields its address. Port 0: any that is free.
+    """Serve the live page of a watched run folder in a thread; yield its address. Port 0: any free port.
 
     Raises LaunchError if the port is taken."""
     try:
@@ -97,15 +97,15 @@ def _handler(watch: RunWatch) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(content)
 
         def log_message(self, format: str, *args: object) -> None:
-            pass  # the terminal belongs to what is watched
+            pass  # the terminal shows the watched run, not the server's log
 
     return Handler
 
 
 LOOK_S: Final = 0.5
-"""How often the folder's files are looked at; they are read only if they have changed."""
+"""Interval of the checks for changed files, in seconds; only changed folders are read."""
 LINGER_S: Final = 2.5
-"""How long the live page stays after the run's end, so that an open one shows how it ended."""
+"""Seconds for which the live page stays after the run's end, so that an open page shows the result."""
 LOG_LINES: Final = 12
 CURVE_BAR: Final = 20
 _COLOURS: Final = {
@@ -145,8 +145,8 @@ def _follow(watch: RunWatch, console: Console) -> int:
         printed = 0
         while True:
             for line in seen.log[printed:]:
-                told = _log_line(line).append(f" {line.reason}", "dim")
-                console.print(told, soft_wrap=True)
+                text = _log_line(line).append(f" {line.reason}", "dim")
+                console.print(text, soft_wrap=True)
             printed = len(seen.log)
             if not seen.running:
                 break
@@ -156,7 +156,7 @@ def _follow(watch: RunWatch, console: Console) -> int:
     return EXIT_OK if seen.status == "complete" else EXIT_FAILED
 
 
-# --- what is seen ----------------------------------------------------------------------------------
+# --- display ---------------------------------------------------------------------------------------
 
 
 def _screen(seen: Seen) -> RenderableType:
@@ -221,22 +221,22 @@ class _Curve:
 
 @dataclass(frozen=True)
 class _Log:
-    """The latest verdicts, a line each, with the reason where there is room for all of it."""
+    """The latest verdicts, one per line, each with its reason if that fits."""
 
     lines: Sequence[TrialLine]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in self.lines:
-            told = _log_line(line)
+            text = _log_line(line)
             reason = Text(f" {' '.join(line.reason.split())}", "dim")
-            yield told.append_text(reason) if told.cell_len + reason.cell_len <= options.max_width else told
+            yield text.append_text(reason) if text.cell_len + reason.cell_len <= options.max_width else text
 
 
 def _pairs(title: str, pairs: Sequence[tuple[str, str]]) -> RenderableType:
-    """Names with their values in one line: the queues, or the NICs."""
+    """Return names and values in one line, for the queues or the NICs."""
     text = Text(f"{title}: ", style="dim")
-    for place, (name, value) in enumerate(pairs):
-        text.append(" · " if place else "", style="dim")
+    for index, (name, value) in enumerate(pairs):
+        text.append(" · " if index else "", style="dim")
         text.append(f"{name} ", style="dim")
         text.append(value)
     return text

@@ -76,9 +76,9 @@ class Seen:
 
 
 class RunWatch:
-    """Looks at one run folder again and again; what has not changed is not read again.
+    """Reader of a growing run folder: it reads the folder again only after a change.
 
-    To be used by several threads at a time. ``look`` raises StoreError if the folder is no run folder, and
+    Several threads may use it at once. ``look`` raises StoreError if the folder is no run folder, and
     NewerSchemaError if a newer kvbench wrote it."""
 
     def __init__(self, path: Path) -> None:
@@ -99,7 +99,7 @@ class RunWatch:
 
 
 def _stamp(path: Path) -> object:
-    """Value that changes when a watched file changes or the writer ends."""
+    """Return a value that changes when a watched file changes or the writer ends."""
     files = [path / name for name in _FILES]
     stats = [file.stat() if file.exists() else None for file in files]
     return writer_is_alive(path), [(stat.st_mtime_ns, stat.st_size) if stat else None for stat in stats]
@@ -201,16 +201,16 @@ def _load(trial: TrialRecord) -> Iterator[tuple[str, str]]:
 
 
 def _nics(run: RunFolder, trial: TrialRecord) -> Iterator[tuple[str, str]]:
-    """Mean MB/s sent and received by each NIC that moved anything while the trial ran."""
+    """Yield each NIC's mean MB/s sent and received during the trial; idle NICs are left out."""
     try:
         rows = run.telemetry(trial.trial_id)
     except StoreError:
         return
     rows = rows[rows.source.str.startswith("nic:")].sort_values("t_s")
-    for source, mine in rows.groupby("source"):
+    for source, nic_rows in rows.groupby("source"):
         rates = []
         for metric in ("tx_bytes", "rx_bytes"):
-            values = mine[mine.metric == metric]
+            values = nic_rows[nic_rows.metric == metric]
             span_s = float(values.t_s.max() - values.t_s.min()) if len(values) > 1 else 0.0
             grown = float(values.value.iloc[-1] - values.value.iloc[0]) if span_s else 0.0
             rates.append(grown / span_s / 1e6 if span_s else 0.0)

@@ -162,7 +162,7 @@ def bench_against(cli: CliOptions, measured: Path, output: Path, console: Consol
         if result.status != "done":
             console.print(f"{result.cell.key}: {result.status}: {result.reason}", markup=False)
     console.print(f"files: {store.path} (against.md, tables/against.csv, report.md, …)", markup=False)
-    report.tell_program([load_run(store.path)], console)
+    report.print_documents([load_run(store.path)], console)
     return exit_code(results)
 
 
@@ -257,7 +257,7 @@ def simulate_against(cli: CliOptions, measured: Path, output: Path, console: Con
     report.write_report(store.path)
     show(account, console)
     console.print(f"files: {store.path} (against.md, tables/against.csv, report.md, …)", markup=False)
-    report.tell_program([load_run(store.path)], console)
+    report.print_documents([load_run(store.path)], console)
     return EXIT_OK
 
 

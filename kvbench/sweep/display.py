@@ -26,7 +26,7 @@ from kvbench.core.plan.prospect import Prospect, prospect_of, seen_of
 from kvbench.core.records import MAIN_METHODS, Cell, TrialRecord
 from kvbench.core.search.by_measurements import SURE
 from kvbench.files import read_object
-from kvbench.report.findings.ahead import parted, rate_pairs
+from kvbench.report.findings.ahead import group_pairs, rate_pairs
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.report.terminal import LiveBar, minutes, print_text
 from kvbench.results.provenance import differences, scenario_of, server_of
@@ -403,7 +403,7 @@ def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
         if any(row.outcome == "at_least" for row in searched) and (most := search.get("max_rate")):
             command = _set_option(again, "", "search.max_rate", f"{10 * float(most):g}")
             return command, "higher rates, since none was too high yet"
-        alike = parted(rate_pairs(rows)).alike
+        alike = group_pairs(rate_pairs(rows)).alike
         if alike and (precision := search.get("precision")):
             names = f"{alike[0].ahead} and {alike[0].behind}"
             command = _set_option(again, "--precision", "search.precision", f"{float(precision) / 2:g}")

@@ -87,9 +87,9 @@ def nothing_left(run: RunFolder, console: Console) -> bool:
     """Whether a run is complete; if so, say it and print its report."""
     if is_complete(run):
         console.print(f"{run.path} is complete", markup=False)
-        from kvbench.report.report import tell_program
+        from kvbench.report.report import print_documents
 
-        tell_program([run], console)
+        print_documents([run], console)
         return True
     return False
 

@@ -26,8 +26,8 @@ from kvbench.core.findings.rate_change import AHEAD
 from kvbench.core.findings.setups import CACHE_BLIND, cache_blind
 from kvbench.core.records import Cell, Finding
 from kvbench.errors import InputError, NewerSchemaError
-from kvbench.report.findings.ahead import answer_text, besides_text, lead_text, rate_pairs
-from kvbench.report.findings.findings import folded, warned
+from kvbench.report.findings.ahead import answer_text, lead_text, limits_text, rate_pairs
+from kvbench.report.findings.findings import folded, gate_warnings
 from kvbench.report.findings.load_rows import searched
 from kvbench.report.findings.notes import ahead, notes
 from kvbench.report.report import FORMATS, command, render_terminal, write_report
@@ -327,10 +327,10 @@ def test_a_limit_that_depends_on_the_length_is_named_with_its_lengths() -> None:
         replace(row(name, 9.0, 10.0), cell=Cell(name, length, 16), limit=limit)
         for (name, length), limit in limits.items()
     ]
-    assert besides_text(rows) == (
+    assert limits_text(rows) == (
         "Limited by: prefill queue for nixl and mooncake at 1,024, TPOT (decode steps) for mooncake at 256."
     )
-    assert besides_text(rows[:2]) == "Limited by: prefill queue for nixl and mooncake."
+    assert limits_text(rows[:2]) == "Limited by: prefill queue for nixl and mooncake."
 
 
 def test_a_real_engine_is_not_called_emulated(full: RunFolder) -> None:
@@ -397,7 +397,7 @@ def test_a_warning_counts_the_trials_that_it_does_not_list(full: RunFolder) -> N
         for trial in full.trials
     ]
     warned_run = replace(full, trials=trials)
-    (said,) = (each.text for each in warned(warned_run, summary_table(full)))
+    (said,) = (each.text for each in gate_warnings(warned_run, summary_table(full)))
     assert said.endswith("; also 3 other trials, 1 of them invalid): late")
     assert said.count(" at ") == 1
 

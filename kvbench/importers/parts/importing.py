@@ -164,9 +164,9 @@ def command(options: ImportOptions, output: Path, console: Console) -> int:
             row.derived["connector"] = "given on kvbench's command line"
     folder = write(sources, options, output)
     _print(sources, rows, folder, console)
-    from kvbench.report.report import tell_program
+    from kvbench.report.report import print_documents
 
-    tell_program([load_run(folder)], console)
+    print_documents([load_run(folder)], console)
     return EXIT_OK
 
 

@@ -28,12 +28,12 @@ from kvbench.report.tables.trial_values import finite
 from kvbench.report.value import Block, Note
 from kvbench.results.run import CellResult, RunFolder
 
-SURE: Final = 0.95
-"""Probability from which the system counts as drifted."""
-LEAST_S: Final = 60.0
-"""Shortest time, in seconds, from which an hourly drift is extrapolated."""
-MOST_AN_HOUR: Final = 10.0
-"""Largest factor per hour that is reported as a trend; more is a jump."""
+DRIFT_PROBABILITY: Final = 0.95
+"""Smallest probability of a change at which the system counts as drifted."""
+MIN_TREND_S: Final = 60.0
+"""Shortest search, in seconds, from which an hourly drift is extrapolated."""
+MAX_HOURLY_FACTOR: Final = 10.0
+"""Largest change reported as a trend, as a factor per hour; a larger one is a jump."""
 _ADVICE: Final = (
     "the result describes the end of the search: let the system warm up, check clocks, heat and other "
     "load, and search again"
@@ -47,29 +47,29 @@ def drifts(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
     names = {row.cell: row.name for row in rows}
     for result in run.cells:
         if result.cell in names:
-            yield from _of_cell(names[result.cell], result, run.trials_of(result.cell))
+            yield from _cell_drift(names[result.cell], result, run.trials_of(result.cell))
 
 
-def _of_cell(name: str, result: CellResult, trials: Sequence[TrialRecord]) -> Iterable[Statement]:
+def _cell_drift(name: str, result: CellResult, trials: Sequence[TrialRecord]) -> Iterable[Statement]:
     answer = result.answer or {}
     first, last = (rates_of(answer.get(key)) for key in ("posterior_at_first", "posterior"))
     if not first or not last:
         return
-    sure = known(last).above(known(first))
-    if SURE > sure > 1 - SURE:
+    probability = known(last).above(known(first))
+    if DRIFT_PROBABILITY > probability > 1 - DRIFT_PROBABILITY:
         return
-    ratio, took_s = median(last) / median(first), _took_s(trials)
-    word, sure = ("faster", sure) if sure > 0.5 else ("slower", 1 - sure)
+    ratio, took_s = median(last) / median(first), _elapsed_s(trials)
+    word, probability = ("faster", probability) if probability > 0.5 else ("slower", 1 - probability)
     text = (
         f"{name} at {result.cell.input_len:,} became {word} during the search: its sustained rate "
-        f"{'rose' if word == 'faster' else 'fell'} by about {abs(ratio - 1):.0%}{_in_time(ratio, took_s)}"
+        f"{'rose' if word == 'faster' else 'fell'} by about {abs(ratio - 1):.0%}{_time_text(ratio, took_s)}"
     )
     places = tuple(trial.trial_id for trial in trials)
-    evidence = {"sure": sure, "ratio": ratio, "took_s": took_s}
+    evidence = {"sure": probability, "ratio": ratio, "took_s": took_s}
     yield Statement("suspicious", "drift", text, _ADVICE, "warning", places, evidence)
 
 
-def _took_s(trials: Sequence[TrialRecord]) -> float | None:
+def _elapsed_s(trials: Sequence[TrialRecord]) -> float | None:
     """Return the time between the first and the last trial's start, on the virtual clock if there is one."""
     if len(trials) < 2:
         return None
@@ -77,58 +77,58 @@ def _took_s(trials: Sequence[TrialRecord]) -> float | None:
     if virtual[0] is not None and virtual[1] is not None:
         return virtual[1] - virtual[0]
     try:
-        begun, ended = (
+        first, last = (
             datetime.fromisoformat(each.started_at.replace("Z", "+00:00")) for each in (trials[0], trials[-1])
         )
     except ValueError:
         return None
-    return (ended - begun).total_seconds()
+    return (last - first).total_seconds()
 
 
-def _in_time(ratio: float, took_s: float | None) -> str:
+def _time_text(ratio: float, took_s: float | None) -> str:
     if took_s is None or took_s <= 0:
         return ""
     time = f"{took_s:.0f} s" if took_s < 2 * 60 else f"{took_s / 60:.0f} minutes"
     hourly = math.log(ratio) * 3600 / took_s
-    if took_s < LEAST_S or abs(hourly) > math.log(MOST_AN_HOUR):
+    if took_s < MIN_TREND_S or abs(hourly) > math.log(MAX_HOURLY_FACTOR):
         return f" in {time}"
     return f" in {time} (about {abs(math.expm1(hourly)):.0%} an hour)"
 
 
-MOST_CHANCE: Final = 0.05
+SIGNIFICANCE_LEVEL: Final = 0.05
 """Significance level: probability that all repeats of one are below all of the other by chance."""
 
 
 def fault_statements(run: RunFolder) -> list[Statement]:
     """Compare the goodput lost, fault by fault; inconclusive faults share one statement."""
     groups = fault_groups(run)
-    pairs = list(dict.fromkeys(each.cell.connector for each in groups))
+    pairs = list(dict.fromkeys(group.cell.connector for group in groups))
     if len(pairs) < 2:
         alone = f"{pairs[0]} is the only pair in this run" if pairs else "no fault was injected"
         return [Statement("untold", "alone", f"comparison of fault costs: {alone}")]
-    found = list(_ahead(groups))
-    untold = [name for name in dict.fromkeys(each.name for each in groups) if name not in dict(found)]
-    said = [
-        Statement("ahead", "fault_cost", text, places=tuple(trial_ids(groups, name))) for name, text in found
+    ahead = list(_fault_comparisons(groups))
+    inconclusive = [name for name in dict.fromkeys(group.name for group in groups) if name not in dict(ahead)]
+    result = [
+        Statement("ahead", "fault_cost", text, places=tuple(trial_ids(groups, name))) for name, text in ahead
     ]
-    if untold:
-        least = min(len(each.trials) for each in groups)
-        which = ", ".join(untold) if found else f"any of {len(untold)} faults"
-        text = f"goodput lost by {which}: no significant difference between {', '.join(pairs)}"
-        if chance(least, least) > MOST_CHANCE:
-            text += f" with {least} repeat{'s' if least > 1 else ''} of each fault"
+    if inconclusive:
+        repeats = min(len(group.trials) for group in groups)
+        faults = ", ".join(inconclusive) if ahead else f"any of {len(inconclusive)} faults"
+        text = f"goodput lost by {faults}: no significant difference between {', '.join(pairs)}"
+        if separation_p_value(repeats, repeats) > SIGNIFICANCE_LEVEL:
+            text += f" with {repeats} repeat{'s' if repeats > 1 else ''} of each fault"
         advice = "use `--repeats 4` or more; then a difference in every repeat is significant"
-        said.append(Statement("untold", "fault_cost", text, advice if least < ENOUGH else ""))
-    return said
+        result.append(Statement("untold", "fault_cost", text, advice if repeats < MIN_REPEATS else ""))
+    return result
 
 
-def chance(one: int, other: int) -> float:
+def separation_p_value(one: int, other: int) -> float:
     """Return the probability that equal distributions give fully separated samples. 2 / C(n + m, n): the
     exact two-sided level of the rank-sum test at its extreme."""
     return 2.0 / comb(one + other, one)
 
 
-ENOUGH: Final = next(count for count in range(1, 10) if chance(count, count) <= MOST_CHANCE)
+MIN_REPEATS: Final = next(n for n in range(1, 10) if separation_p_value(n, n) <= SIGNIFICANCE_LEVEL)
 """Fewest repeats per side that can show a difference."""
 
 
@@ -138,7 +138,7 @@ def trial_ids(groups: Sequence[FaultGroup], name: str) -> Iterator[str]:
             yield from (each.trial.trial_id for each in group.trials)
 
 
-def _ahead(groups: Sequence[FaultGroup]) -> Iterator[tuple[str, str]]:
+def _fault_comparisons(groups: Sequence[FaultGroup]) -> Iterator[tuple[str, str]]:
     """Yield each fault and the pair that lost less, for every two pairs with equal rate and length."""
     for one, other in combinations(groups, 2):
         if one.name != other.name or one.rate != other.rate or one.cell.input_len != other.cell.input_len:
@@ -146,7 +146,7 @@ def _ahead(groups: Sequence[FaultGroup]) -> Iterator[tuple[str, str]]:
         losses = [
             [each.cost.goodput_lost for each in group.trials if each.cost.was_held] for group in (one, other)
         ]
-        if not all(losses) or chance(*map(len, losses)) > MOST_CHANCE:
+        if not all(losses) or separation_p_value(*map(len, losses)) > SIGNIFICANCE_LEVEL:
             continue
         if max(losses[1]) < min(losses[0]):
             one, other, losses = other, one, losses[::-1]
@@ -167,7 +167,7 @@ def _between(values: Sequence[float]) -> str:
 
 _ORDER: Final[tuple[Kind, ...]] = ("ahead", "untold", "measured", "suspicious", "claim")
 
-OF_THE_MACHINE: Final = ("machine_disturbed", "host_starved")
+MACHINE_GATES: Final = ("machine_disturbed", "host_starved")
 """Gates that refuse a trial for a cause outside the system under test."""
 
 
@@ -176,24 +176,24 @@ def statements(run: RunFolder, rows: Sequence[Row] | None = None) -> list[Statem
     if run.manifest.get("kind") == "microbench":
         return transfer_statements(run.transfer_records())
     if run.manifest.get("kind") == "chaos":
-        return [*fault_statements(run), *refused(run), *disturbed(run)]
+        return [*fault_statements(run), *refusals(run), *disturbances(run)]
     if run.manifest.get("kind") == "soak":
         return [
             Statement("untold", "alone", "no comparison: a soak runs one pair at one rate"),
-            *refused(run),
-            *disturbed(run),
+            *refusals(run),
+            *disturbances(run),
         ]
     rows = summary_table(run) if rows is None else rows
-    own = refused(run) if run.manifest.get("kind") != IMPORTED else ()
+    refused_trials = refusals(run) if run.manifest.get("kind") != IMPORTED else ()
     found = [
         *conclusions([run]),
         *_bursts(run),
-        *own,
-        *disturbed(run),
-        *warned(run, rows),
+        *refused_trials,
+        *disturbances(run),
+        *gate_warnings(run, rows),
         *drifts(run, rows),
     ]
-    if not any(each.kind in ("ahead", "untold") for each in found):
+    if not any(statement.kind in ("ahead", "untold") for statement in found):
         found += _alone(run, rows)
     return found
 
@@ -201,10 +201,10 @@ def statements(run: RunFolder, rows: Sequence[Row] | None = None) -> list[Statem
 def by_kind(found: Sequence[Statement]) -> dict[str, list[Statement]]:
     """Group findings by heading, in reading order. Invalid numbers come before comparisons."""
     first: tuple[Kind, ...] = ("suspicious", "claim")
-    void = any(each.level == "invalid" and each.rule != REFUSED and each.kind in first for each in found)
-    order = (*first, *(kind for kind in _ORDER if kind not in first)) if void else _ORDER
+    invalid = any(item.level == "invalid" and item.rule != REFUSED and item.kind in first for item in found)
+    order = (*first, *(kind for kind in _ORDER if kind not in first)) if invalid else _ORDER
     return {
-        KIND_WORDS[kind]: mine for kind in order if (mine := [each for each in found if each.kind == kind])
+        KIND_WORDS[kind]: group for kind in order if (group := [item for item in found if item.kind == kind])
     }
 
 
@@ -248,8 +248,8 @@ def _invalid(run: RunFolder, count: int) -> str:
     return f"{count} of {len(run.trials)} trials {'is' if count == 1 else 'are'} invalid"
 
 
-def refused(run: RunFolder) -> Iterable[Statement]:
-    """Report the number of refused trials by gate, unless ``disturbed`` reports all of them."""
+def refusals(run: RunFolder) -> Iterable[Statement]:
+    """Report the number of refused trials by gate, unless ``disturbances`` reports all of them."""
     invalid = [trial for trial in run.trials if trial.verdict == "invalid"]
     if not invalid:
         return
@@ -257,7 +257,7 @@ def refused(run: RunFolder) -> Iterable[Statement]:
     for trial in invalid:
         gates = (finding.gate for finding in trial.findings if finding.level == "invalid")
         causes.update(list(dict.fromkeys(gates)))  # a set's order would change from process to process
-    if causes and causes.keys() <= set(OF_THE_MACHINE):
+    if causes and causes.keys() <= set(MACHINE_GATES):
         return
     by_gate = ", ".join(f"{gate} {count}" for gate, count in causes.most_common())
     if causes.total() > len(invalid):
@@ -269,9 +269,9 @@ def refused(run: RunFolder) -> Iterable[Statement]:
     )  # fmt: skip
 
 
-def disturbed(run: RunFolder) -> Iterable[Statement]:
+def disturbances(run: RunFolder) -> Iterable[Statement]:
     """Report trials refused because of other load on the machine, with the worst evidence."""
-    for gate in OF_THE_MACHINE:
+    for gate in MACHINE_GATES:
         found = [
             (trial, finding)
             for trial in run.trials
@@ -290,7 +290,7 @@ def disturbed(run: RunFolder) -> Iterable[Statement]:
         )  # fmt: skip
 
 
-def warned(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
+def gate_warnings(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
     """Report the warnings of the trials behind the table, one statement per gate, with the number of the
     other trials in which the gate warned or that it refused."""
     names = {row.trial_id: (row.name, row.cell.input_len) for row in rows if row.trial_id}
@@ -299,31 +299,31 @@ def warned(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
         for finding in trial.findings:
             if trial.trial_id in names and finding.level == "warning":
                 found.setdefault(finding.gate, []).append((trial, finding))
-    for gate, mine in found.items():
+    for gate, flagged in found.items():
         where: dict[str, list[int]] = {}
-        for trial, _ in mine:
+        for trial, _ in flagged:
             name, length = names[trial.trial_id]
             where.setdefault(name, []).append(length)
         listed = "; ".join(
             f"{name} at {', '.join(f'{length:,}' for length in lengths)}" for name, lengths in where.items()
         )
-        shown = {trial.trial_id for trial, _ in mine}
+        shown = {trial.trial_id for trial, _ in flagged}
         listed += _others(gate, [trial for trial in run.trials if trial.trial_id not in shown])
-        last = "" if len(mine) == 1 else "for example, "
-        finding = mine[-1][1]
+        last = "" if len(flagged) == 1 else "for example, "
+        finding = flagged[-1][1]
         yield Statement(
             "suspicious", gate, f"{gate} ({listed}): {last}{finding.message}", finding.advice, "warning",
-            tuple(trial.trial_id for trial, _ in mine),
-            {trial.trial_id: each.evidence for trial, each in mine},
+            tuple(trial.trial_id for trial, _ in flagged),
+            {trial.trial_id: each.evidence for trial, each in flagged},
         )  # fmt: skip
 
 
 def _others(gate: str, trials: Sequence[TrialRecord]) -> str:
-    levels = [{each.level for each in trial.findings if each.gate == gate} for trial in trials]
-    concerned = [found for found in levels if found & {"invalid", "warning"}]
+    levels = [{finding.level for finding in trial.findings if finding.gate == gate} for trial in trials]
+    concerned = [trial_levels for trial_levels in levels if trial_levels & {"invalid", "warning"}]
     if not concerned:
         return ""
-    refused = sum("invalid" in found for found in concerned)
+    refused = sum("invalid" in trial_levels for trial_levels in concerned)
     of = f", {refused} of them invalid" if refused else ""
     return f"; also {len(concerned)} other trial{'s' * (len(concerned) > 1)}{of}"
 
@@ -331,7 +331,7 @@ def _others(gate: str, trials: Sequence[TrialRecord]) -> str:
 WARNINGS: Final = KIND_WORDS["suspicious"]
 OPEN: Final = (KIND_WORDS["ahead"],)
 """Kinds that the HTML report expands by default, besides invalid findings."""
-_UNTOLD: Final = "inconclusive from this data: "
+_INCONCLUSIVE: Final = "inconclusive from this data: "
 
 
 def folded(found: Sequence[Statement], rule: str = "", warnings: Sequence[Note] = ()) -> Iterator[Block]:
@@ -340,51 +340,51 @@ def folded(found: Sequence[Statement], rule: str = "", warnings: Sequence[Note] 
     kinds = by_kind(found)
     if warnings:
         kinds.setdefault(WARNINGS, [])
-    for words, mine in kinds.items():
-        tabled = [each for each in mine if _rows(each)]
-        rows = [row for each in tabled for row in _rows(each)]
-        table = _table(words, rows) if len(rows) > 1 else None
-        notes = as_notes(mine if table is None else (each for each in mine if each not in tabled))
-        if words == WARNINGS and warnings:
+    for heading, group in kinds.items():
+        tabled = [item for item in group if _rows(item)]
+        rows = [row for item in tabled for row in _rows(item)]
+        table = _table(heading, rows) if len(rows) > 1 else None
+        notes = as_notes(group if table is None else (item for item in group if item not in tabled))
+        if heading == WARNINGS and warnings:
             notes = list(warnings)
-        advice = dict.fromkeys(each.advice for each in tabled if each.advice and table is not None)
-        said = [rule if words in OPEN else "", "; or ".join(advice)]
+        advice = dict.fromkeys(item.advice for item in tabled if item.advice and table is not None)
+        texts = [rule if heading in OPEN else "", "; or ".join(advice)]
         count = len(table.cells if table else ()) + len(notes)
-        void = any(each.level == "invalid" for each in mine)
+        has_invalid = any(item.level == "invalid" for item in group)
         yield Block(
-            f"{words} ({count})",
-            " ".join(filter(None, said)),
+            f"{heading} ({count})",
+            " ".join(filter(None, texts)),
             notes,
             table,
-            folded=words not in OPEN and not void,
+            folded=heading not in OPEN and not has_invalid,
         )
 
 
-def _table(words: str, rows: Iterable[tuple[str, str, str]]) -> Table:
+def _table(heading: str, rows: Iterable[tuple[str, str, str]]) -> Table:
     joined: dict[tuple[str, str], dict[str, None]] = {}
-    for which, where, what in rows:
-        joined.setdefault((which, what), {})[where] = None
-    cells = [[which, "; ".join(where), what] for (which, what), where in joined.items()]
-    header = ("pair", "lengths", "difference" if words in OPEN else "why")
-    return of_texts(words, header, cells, "left")
+    for pair, lengths, difference in rows:
+        joined.setdefault((pair, difference), {})[lengths] = None
+    cells = [[pair, "; ".join(lengths), difference] for (pair, difference), lengths in joined.items()]
+    header = ("pair", "lengths", "difference" if heading in OPEN else "why")
+    return of_texts(heading, header, cells, "left")
 
 
-def _rows(of: Statement) -> list[tuple[str, str, str]]:
+def _rows(statement: Statement) -> list[tuple[str, str, str]]:
     """Return (pair, lengths, difference) rows of a comparison; empty for other statements."""
-    if "pairs" in of.evidence:
-        return [_of_pair(of, RatePair(**each)) for each in of.evidence["pairs"]]
-    if "places" in of.evidence and of.kind == "untold":
-        evidence: dict[str, Any] = of.evidence
-        why = of.text.partition(_UNTOLD)[2]
+    if "pairs" in statement.evidence:
+        return [_pair_row(statement, RatePair(**pair)) for pair in statement.evidence["pairs"]]
+    if "places" in statement.evidence and statement.kind == "untold":
+        evidence: dict[str, Any] = statement.evidence
+        why = statement.text.partition(_INCONCLUSIVE)[2]
         return (
             [(f"{evidence['one']} or {evidence['other']}", "; ".join(evidence["places"]), why)] if why else []
         )
     return []
 
 
-def _of_pair(of: Statement, pair: RatePair) -> tuple[str, str, str]:
+def _pair_row(statement: Statement, pair: RatePair) -> tuple[str, str, str]:
     where = f"{pair.input_len:,} in, {pair.output_len:,} out"
-    if of.kind == "ahead":
+    if statement.kind == "ahead":
         return f"{pair.ahead} over {pair.behind}", where, pair.relation().removeprefix(f"{pair.ahead} ")
     if pair.no_winner:
         why = no_winner_text([pair])

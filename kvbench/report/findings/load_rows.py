@@ -26,8 +26,8 @@ from kvbench.errors import StoreError
 from kvbench.report.findings.ahead import (
     RatePair,
     by_lengths,
+    group_pairs,
     no_winner_text,
-    parted,
     rate_pairs,
     unconverged_text,
     unequal_text,
@@ -40,7 +40,7 @@ from kvbench.results.run import RunFolder
 
 IMPORTED: Final = "imported"
 OFFERED: Final = (IMPORTED, "fixed", "equal_rate", "closed_loop")
-"""Methods whose trials are rows by themselves."""
+"""Methods that give each trial a row."""
 SECTIONS: Final = 10
 UNCONVERGED_ADVICE: Final = (
     "allow more trials (search.max_trials), and read in the caveats why the search stopped"
@@ -86,7 +86,7 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
     figures |= _more(trial)
     rate = trial.request_rate if trial.request_rate > 0 else None
     unfit = fit_limits(run, trial.cell).mark
-    asked = settings.get("script_request_rate")
+    script_rate = settings.get("script_request_rate")
     requests = _requests(run, trial) if errors else None
     sent = np.zeros(0) if requests is None else requests["scheduled_s"][~np.isnan(requests["sent_s"])]
     planned = trial.summary.get("planned") or settings.get("num_prompts") or figures.get("completed")
@@ -103,7 +103,7 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
         method=trial.method,
         origin=_origin(trial),
         name=f"{trial.cell.connector}@{name}" if name else trial.cell.connector,
-        asked_rate=asked if isinstance(asked, (int, float)) else None,
+        asked_rate=script_rate if isinstance(script_rate, (int, float)) else None,
         steady={} if trial.method == IMPORTED else {key: trial_value(trial, key) for key in SUMMARY_KEYS},
         size=size_in(run.plan, run.environment, trial.cell.connector, engines.options_model_of(run.plan)),
         client_late=any(finding.gate in ("client_limited", "host_starved") for finding in trial.findings),
@@ -137,12 +137,12 @@ def _more(trial: TrialRecord) -> dict[str, float]:
 
 
 def _axes(run: RunFolder, trial: TrialRecord, settings: Mapping[str, Any], name: str) -> dict[str, Axis]:
-    asked = _connector_options(run, trial.cell.connector)
+    options = _connector_options(run, trial.cell.connector)
     deployment = resolved(run, "deployment")
     tp = deployment.get("tensor_parallel_size") if isinstance(deployment, Mapping) else None
-    tp = asked.get("tensor_parallel_size") or (tp if isinstance(tp, int) else None)
-    protocol = settings.get("protocol") or asked.get("protocol")
-    devices = [device for device in str(asked.get("device_name") or "").split(",") if device]
+    tp = options.get("tensor_parallel_size") or (tp if isinstance(tp, int) else None)
+    protocol = settings.get("protocol") or options.get("protocol")
+    devices = [device for device in str(options.get("device_name") or "").split(",") if device]
     nics = settings.get("nics") or (len(devices) or None)
     return {
         "run": name or run.run_id,
@@ -185,7 +185,7 @@ def _setting(run: RunFolder, trial: TrialRecord, settings: Mapping[str, Any]) ->
         slots=int(slots) if isinstance(slots, (int, float)) else None,
         limits=limits,
         judged=not imported,
-        # Our own trials were checked against physics by a gate that knows every request.
+        # kvbench's trials are checked against physics by a gate, which knows every request.
         work=prefill_work(known_model(model)) if imported else None,
         prefill_flops=peak,
         prefill_flops_16bit=peak_16bit,
@@ -268,32 +268,32 @@ def default_axis(rows: Iterable[LoadRow]) -> str:
 def searched(rows: Sequence[Row]) -> list[Statement]:
     """Compare the searched rates by their posteriors, one statement per length."""
     found = []
-    for (input_len, output_len), mine in by_lengths(rate_pairs(rows)).items():
-        place = f"{input_len:,} in, {output_len:,} out"
-        parts = parted(mine)
+    for (input_len, output_len), group in by_lengths(rate_pairs(rows)).items():
+        where = f"{input_len:,} in, {output_len:,} out"
+        parts = group_pairs(group)
         if parts.ordered:
-            text = f"{place}: highest request rate, {'; '.join(each.text() for each in parts.ordered)}"
-            found.append(Statement("ahead", "rate_ahead", text, evidence=_compared(parts.ordered)))
+            text = f"{where}: highest request rate, {'; '.join(each.text() for each in parts.ordered)}"
+            found.append(Statement("ahead", "rate_ahead", text, evidence=_evidence(parts.ordered)))
         if parts.alike:
             names = "; ".join(f"{each.ahead} or {each.behind}" for each in parts.alike)
             text = (
-                f"{place}: highest request rate, {names}: no significant difference, neither is higher "
+                f"{where}: highest request rate, {names}: no significant difference, neither is higher "
                 f"with a probability of {AHEAD:.0%}"
             )
             advice = "use a finer search.precision, or repeat the search and compare the runs"
-            found.append(Statement("untold", "rate_ahead", text, advice, evidence=_compared(parts.alike)))
+            found.append(Statement("untold", "rate_ahead", text, advice, evidence=_evidence(parts.alike)))
         for rule, pairs, text, advice in (
             ("unequal_size", parts.unequal, unequal_text(parts.unequal), UNEQUAL_ADVICE),
             ("unconverged", parts.unconverged, unconverged_text(parts.unconverged), UNCONVERGED_ADVICE),
             ("no_winner", parts.no_winner, no_winner_text(parts.no_winner), ""),
         ):
             if pairs:
-                words = f"{place}: highest request rate, {text}"
-                found.append(Statement("untold", rule, words, advice, evidence=_compared(pairs)))
+                words = f"{where}: highest request rate, {text}"
+                found.append(Statement("untold", rule, words, advice, evidence=_evidence(pairs)))
     return found
 
 
-def _compared(pairs: Sequence[RatePair]) -> dict[str, Any]:
+def _evidence(pairs: Sequence[RatePair]) -> dict[str, Any]:
     return {"pairs": [vars(each) for each in pairs]}
 
 

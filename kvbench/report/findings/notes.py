@@ -13,8 +13,8 @@ from kvbench.core.findings.setups import transport_warnings, unequal_ranks
 from kvbench.core.gates.gates import CORRUPT
 from kvbench.core.metrics.limit import LIMIT_WORDS
 from kvbench.core.records import Cell
-from kvbench.report.findings.ahead import by_lengths, parted, rate_pairs, withheld_texts
-from kvbench.report.findings.findings import as_notes, drifts, refused, warned
+from kvbench.report.findings.ahead import by_lengths, group_pairs, rate_pairs, withheld_texts
+from kvbench.report.findings.findings import as_notes, drifts, gate_warnings, refusals
 from kvbench.report.tables.result import Row
 from kvbench.report.tables.table import MISSING, Column, Table, number
 from kvbench.report.value import Note
@@ -34,19 +34,20 @@ def unseen_gates(run: RunFolder, rows: Sequence[Row]) -> Iterable[Note]:
     shown = {row.trial_id for row in rows if row.trial_id}
     trials = [trial for trial in run.all_trials if isinstance(trial.summary.get("unseen"), Mapping)]
     behind = [trial for trial in trials if trial.trial_id in shown]
-    told: dict[str, list[_Lacking]] = {}
+    by_connector: dict[str, list[_Lacking]] = {}
     for trial in behind or trials:
-        told.setdefault(trial.cell.connector, []).append(trial.summary["unseen"])
+        by_connector.setdefault(trial.cell.connector, []).append(trial.summary["unseen"])
     compared = {cell.cell.connector for cell in run.cells if cell.equal_outputs is not None}
     reference = {str(row.get("label")) for row in run.outputs}
-    alike: dict[tuple[tuple[str, tuple[str, ...]], ...], list[str]] = {}
-    for name, lacking in told.items():
-        mine = _in_each(lacking)
+    names_by_gaps: dict[tuple[tuple[str, tuple[str, ...]], ...], list[str]] = {}
+    for name, lacking in by_connector.items():
+        gaps = _lacking_in_all(lacking)
         if name not in compared | reference:
-            mine[NO_REFERENCE] = [CORRUPT.name]
-        if mine:
-            alike.setdefault(tuple((why, tuple(gates)) for why, gates in mine.items()), []).append(name)
-    for parts, names in alike.items():
+            gaps[NO_REFERENCE] = [CORRUPT.name]
+        if gaps:
+            key = tuple((why, tuple(gates)) for why, gates in gaps.items())
+            names_by_gaps.setdefault(key, []).append(name)
+    for parts, names in names_by_gaps.items():
         listed = "; ".join(f"{', '.join(gates)} ({why})" for why, gates in parts)
         yield Note(
             f"checks not run for {', '.join(names)}: {listed}",
@@ -54,10 +55,10 @@ def unseen_gates(run: RunFolder, rows: Sequence[Row]) -> Iterable[Note]:
         )
 
 
-def _in_each(lacking: Sequence[_Lacking]) -> dict[str, list[str]]:
-    always = set.intersection(*({gate for gates in each.values() for gate in gates} for each in lacking))
-    last = {why: [gate for gate in gates if gate in always] for why, gates in lacking[-1].items()}
-    return {why: gates for why, gates in last.items() if gates}
+def _lacking_in_all(lacking: Sequence[_Lacking]) -> dict[str, list[str]]:
+    always = set.intersection(*({gate for gates in gaps.values() for gate in gates} for gaps in lacking))
+    latest = {why: [gate for gate in gates if gate in always] for why, gates in lacking[-1].items()}
+    return {why: gates for why, gates in latest.items() if gates}
 
 
 MOST_DIFFERENCES: Final = 5
@@ -68,21 +69,21 @@ def notes(run: RunFolder, rows: Sequence[Row], *, gates: bool = True) -> list[No
     drift."""
     found = [
         *_state(run),
-        *_of_setup(run, rows),
+        *_setup_notes(run, rows),
         *_limits(rows),
         *unseen_gates(run, rows),
     ]
-    return [*found, *_of_gates(run, rows)] if gates else found
+    return [*found, *_gate_notes(run, rows)] if gates else found
 
 
 def warnings(run: RunFolder, rows: Sequence[Row], found: Sequence[Statement]) -> list[Note]:
     """Return the notes that report a problem: the warnings among the findings, then those of folder and
     setup. The terminal counts them, and the report lists them."""
     suspicious = as_notes(each for each in found if each.kind == "suspicious")
-    return [*suspicious, *map(Note, run.warnings), *_of_setup(run, rows)]
+    return [*suspicious, *map(Note, run.warnings), *_setup_notes(run, rows)]
 
 
-def _of_setup(run: RunFolder, rows: Sequence[Row]) -> Iterator[Note]:
+def _setup_notes(run: RunFolder, rows: Sequence[Row]) -> Iterator[Note]:
     yield from _skipped(run)
     yield from _over_tcp(run)
     yield from _unequal(run, rows)
@@ -90,8 +91,8 @@ def _of_setup(run: RunFolder, rows: Sequence[Row]) -> Iterator[Note]:
     yield from _predictions(rows)
 
 
-def _of_gates(run: RunFolder, rows: Sequence[Row]) -> Sequence[Note]:
-    return list(as_notes([*refused(run), *warned(run, rows), *drifts(run, rows)]))
+def _gate_notes(run: RunFolder, rows: Sequence[Row]) -> Sequence[Note]:
+    return list(as_notes([*refusals(run), *gate_warnings(run, rows), *drifts(run, rows)]))
 
 
 def status_lines(run: RunFolder) -> Iterator[str]:
@@ -119,7 +120,7 @@ def notes_of_load(run: RunFolder, rows: Sequence[Row]) -> list[Note]:
         *_over_tcp(run),
         *_unequal(run, rows),
         *_cells([row for row in rows if row.cell not in refused_cells]),
-        *as_notes(warned(run, rows)),
+        *as_notes(gate_warnings(run, rows)),
     ]
 
 
@@ -139,12 +140,12 @@ def _state(run: RunFolder) -> Iterable[Note]:
 
 def _sessions(run: RunFolder) -> Iterable[Note]:
     """Report sessions of a resumed run with other conditions or other greedy outputs."""
-    for place, session in enumerate(run.manifest.get("sessions") or (), 1):
+    for index, session in enumerate(run.manifest.get("sessions") or (), 1):
         differs = session.get("differs") or ()
         if differs:
             more = f", and {len(differs) - MOST_DIFFERENCES} more" if len(differs) > MOST_DIFFERENCES else ""
             yield Note(
-                f"{ELSEWHERE}: session {place} of {len(run.manifest['sessions'])} ran under other "
+                f"{ELSEWHERE}: session {index} of {len(run.manifest['sessions'])} ran under other "
                 f"conditions: {'; '.join(differs[:MOST_DIFFERENCES])}{more}",
                 "compare its results with the rest only where these differences do not matter; "
                 "manifest.json has the sessions' times",
@@ -174,31 +175,30 @@ def _over_tcp(run: RunFolder) -> Iterable[Note]:
     name = deployment.get("engine", "")
     if name not in engines.names() or not engines.options_model(name).chooses_transport:
         return
-    here, far = run.environment, run.environment.get("hosts") or {}
-    devices = {host: each.get("rdma") or () for host, each in far.items()} or {"": here.get("rdma") or ()}
-    inherited = {} if far else here.get("env") or {}
+    local, remote = run.environment, run.environment.get("hosts") or {}
+    devices = {name: host.get("rdma") or () for name, host in remote.items()} or {"": local.get("rdma") or ()}
+    inherited = {} if remote else local.get("env") or {}
     for label, processes in (run.plan.get("processes") or {}).items():
         specs = [spec for process, spec in processes.items() if process != "router"]
         commands = [(spec.get("argv") or (), {**inherited, **(spec.get("env") or {})}) for spec in specs]
-        for found in transport_warnings(label, commands, devices):
-            yield Note(found.message, found.advice)
+        for warning in transport_warnings(label, commands, devices):
+            yield Note(warning.message, warning.advice)
 
 
 def _unequal(run: RunFolder, rows: Sequence[Row]) -> Iterable[Note]:
     labels = dict.fromkeys(row.cell.connector for row in rows if row.outcome != "skipped")
-    for found in unequal_ranks(run.plan, labels):
-        yield Note(found.message, found.advice)
+    for warning in unequal_ranks(run.plan, labels):
+        yield Note(warning.message, warning.advice)
 
 
 def _cells(rows: Sequence[Row]) -> Iterable[Note]:
     """Yield one note per connector and reason, with its input lengths."""
     lengths: dict[tuple[str, str, str], list[int]] = {}
     for row in rows:
-        said = _said_of(row)
-        if said:
-            lengths.setdefault((row.name, said, row.hint), []).append(row.cell.input_len)
-    for (name, said, hint), where in lengths.items():
-        yield Note(f"{name} at {', '.join(f'{length:,}' for length in dict.fromkeys(where))}: {said}", hint)
+        if reason := _row_reason(row):
+            lengths.setdefault((row.name, reason, row.hint), []).append(row.cell.input_len)
+    for (name, reason, hint), where in lengths.items():
+        yield Note(f"{name} at {', '.join(f'{length:,}' for length in dict.fromkeys(where))}: {reason}", hint)
 
 
 def _predictions(rows: Sequence[Row]) -> Iterable[Note]:
@@ -218,12 +218,12 @@ def _limits(rows: Sequence[Row]) -> Iterable[Note]:
     for row in rows:
         if row.limit and row.limit_evidence and row.outcome == "found":
             found.setdefault((row.name, row.limit), []).append(row)
-    for (name, limit), mine in found.items():
-        where = ", ".join(f"{row.cell.input_len:,}" for row in mine)
-        yield Note(f"limit of {name} at {where}: {LIMIT_WORDS[limit]}; {mine[-1].limit_evidence}")
+    for (name, limit), limited in found.items():
+        where = ", ".join(f"{row.cell.input_len:,}" for row in limited)
+        yield Note(f"limit of {name} at {where}: {LIMIT_WORDS[limit]}; {limited[-1].limit_evidence}")
 
 
-def _said_of(row: Row) -> str:
+def _row_reason(row: Row) -> str:
     reasons = "; ".join(filter(None, (row.answer.refusals, row.reason)))
     reason = f": {reasons}" if reasons else ""
     if row.outcome in ("refused", "failed"):
@@ -250,7 +250,7 @@ def ahead(rows: Sequence[Row]) -> list[str]:
     lines = []
     for (input_len, output_len), group in groups.items():
         where = f"{input_len:,} in" + (f", {output_len:,} out" if several else "")
-        parts = parted(group)
+        parts = group_pairs(group)
         sentences = [each.text() for each in parts.ordered]
         if parts.alike:
             names = (f"{each.ahead} and {each.behind}" for each in parts.alike)
@@ -282,8 +282,8 @@ def _at_end(result: CellResult) -> Tally:
 def noise_power(run: RunFolder) -> float | None:
     """Return the share of wrong answers that the run's noise tests detect with 95 % probability in one of its
     trials, or None if no noise test ran."""
-    told = [trial.engine.get("canaries") or {} for trial in run.all_trials]
-    tested = [each for each in told if each.get("noise_test")]
+    canaries = [trial.engine.get("canaries") or {} for trial in run.all_trials]
+    tested = [each for each in canaries if each.get("noise_test")]
     return (
         found_in_any([(each["checked"], each["noise_test"]["refused_from"]) for each in tested])
         if tested
@@ -301,44 +301,44 @@ def checked_lines(run: RunFolder) -> Iterator[str]:
         yield "answers under load: none checked"
         return
     power = noise_power(run)
-    seen = "" if power is None else f"; the noise test detects a share of {percent_text(power)} (95 %)"
-    yield f"answers under load: {total.text()}{seen}"
+    noise_text = "" if power is None else f"; the noise test detects a share of {percent_text(power)} (95 %)"
+    yield f"answers under load: {total.text()}{noise_text}"
     cells = [(result, Tally.from_json(result.canaries)) for result in run.cells]
     if len(cells) > 1:
-        told = [(each.cell.key, tally) for each, tally in cells if tally.checked]
-        if len(told) > MOST_CELLS:
-            told = [(key, tally) for key, tally in told if tally.wrong]
-        yield from (f"  {key}: {tally.text()}" for key, tally in told)
+        tallies = [(each.cell.key, tally) for each, tally in cells if tally.checked]
+        if len(tallies) > MOST_CELLS:
+            tallies = [(key, tally) for key, tally in tallies if tally.wrong]
+        yield from (f"  {key}: {tally.text()}" for key, tally in tallies)
 
 
 TITLE: Final = "Answers under load: wrong of checked, and upper bound of the wrong share (95 %)"
 
 
 def answer_counts(sides: Sequence[tuple[str, Sequence[RunFolder]]]) -> Table | None:
-    """Return the table of checked answers, or None if nothing was checked. ``sides``: name and runs, whose
-    counts are added."""
+    """Return the table of checked answers, or None if nothing was checked. ``sides``: names and runs; the
+    counts of a side's runs are added."""
     rows = [_row("all", [sum((run_tally(run) for run in runs), Tally()) for _, runs in sides])]
     cells = list(dict.fromkeys(each.cell for _, runs in sides for run in runs for each in run.cells))
     for cell in cells if len(cells) > 1 else ():
         tallies = [sum((cell_tally(run, cell) for run in runs), Tally()) for _, runs in sides]
-        rows.append(_row(_place(cell), tallies))
+        rows.append(_row(_cell_name(cell), tallies))
     if not any(tally.checked for tally in rows[0][1]):
         return None
-    names = [name for name, _ in sides]
-    columns = [Column("cell", "cell", align="left"), *(Column(name, name, align="right") for name in names)]
-    shown = [[place, *map(_text, tallies)] for place, tallies in rows]
+    names = [side for side, _ in sides]
+    columns = [Column("cell", "cell", align="left"), *(Column(side, side, align="right") for side in names)]
+    shown = [[name, *map(_text, tallies)] for name, tallies in rows]
     flat = [
-        {"cell": place, **{name: _flat(tally) for name, tally in zip(names, tallies, strict=True)}}
-        for place, tallies in rows
+        {"cell": name, **{side: _flat(tally) for side, tally in zip(names, tallies, strict=True)}}
+        for name, tallies in rows
     ]
     return Table(TITLE, columns, shown, flat, "answers")
 
 
-def _row(place: str, tallies: Sequence[Tally]) -> tuple[str, Sequence[Tally]]:
-    return place, tallies
+def _row(name: str, tallies: Sequence[Tally]) -> tuple[str, Sequence[Tally]]:
+    return name, tallies
 
 
-def _place(cell: Cell) -> str:
+def _cell_name(cell: Cell) -> str:
     return f"{cell.connector}, {cell.input_len:,} in, {cell.output_len:,} out"
 
 

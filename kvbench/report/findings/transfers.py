@@ -70,7 +70,7 @@ def _samples(records: Sequence[TransferRecord], *, large: bool) -> list[Case]:
         cases = [c for c in cases if (c.nbytes >= LARGE_BYTES if large else c.nbytes <= SMALL_BYTES)]
         if cases:
             widest = max(len(_ranked(records, case)) for case in cases)
-            # One way that knows fewer NICs shall not hide what the others do with all of them.
+            # A way that supports fewer NICs must not hide the others' results with all NICs.
             enough = max(min(2, widest), widest - 1)
             shared = [case for case in cases if len(_ranked(records, case)) >= enough]
             sign = 1 if large else -1
@@ -113,9 +113,9 @@ def _scaling(records: Sequence[TransferRecord]) -> Iterator[str]:
     """Report the scaling with NICs at the largest transfer of each configuration and op."""
     ways = dict.fromkeys((r.case.backend, r.case.protocol, r.case.op) for r in records if r.case.nics)
     for backend, protocol, op in ways:
-        mine = [r for r in records if (r.case.backend, r.case.protocol, r.case.op) == (backend, protocol, op)]
+        rows = [r for r in records if (r.case.backend, r.case.protocol, r.case.op) == (backend, protocol, op)]
         sizes: dict[tuple[int, int, int, int], dict[int, TransferRecord]] = {}
-        for record in mine:
+        for record in rows:
             case = record.case
             if case.nics:
                 size = (case.nbytes, case.block_bytes, case.threads, case.initiators)

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 _TRIAL_KEYS: Final = ("trial_id", "connector", "method", "request_rate", "verdict")
-"""Columns that each request takes from its trial; ``input_len`` is the request's own."""
+"""Columns that each request takes from its trial; ``input_len`` is that of the request."""
 REQUEST_COLUMNS: Final = (
     *_TRIAL_KEYS, "request_id", "input_len", "output_len", "requested_output_len", "scheduled_s", "sent_s",
     "first_token_s", "last_token_s", "ttft_ms", "ttft_sent_ms", "tpot_ms", "e2el_ms", "ok", "error", "status",
 )  # fmt: skip
 """The columns of ``requests``; on request also the other fields of a RequestRecord, such as ``itl_s``."""
 
-# Column of a request → the stored columns that it is made of, and how.
+# Column of a request → its stored columns and the function that computes it.
 _Derivation: TypeAlias = tuple[tuple[str, ...], Callable[..., Any]]
 _DERIVED: Final[Mapping[str, _Derivation]] = {
     "ttft_ms": (("first_token_s", "scheduled_s"), lambda first, planned: (first - planned) * 1e3),
@@ -159,7 +159,7 @@ REPORTED_AXES: Final = ("tp", "nics", "protocol")
 
 
 def frame(rows: Rows, columns: Collection[str] = ()) -> pd.DataFrame:
-    """Rows as a DataFrame that has at least ``columns``, in their order, also without any row."""
+    """Return rows as a DataFrame with at least ``columns``, in their order, even without rows."""
     table = pd.DataFrame(list(rows))
     missing = [name for name in columns if name not in table.columns]
     return table.assign(**dict.fromkeys(missing, None))[
@@ -282,13 +282,13 @@ def findings(run: RunFolder) -> pd.DataFrame:
         ]
     rows += [
         {
-            "kind": said.kind,
-            "level": said.level,
-            "gate": said.rule,
-            "message": said.text,
-            "advice": said.advice,
+            "kind": statement.kind,
+            "level": statement.level,
+            "gate": statement.rule,
+            "message": statement.text,
+            "advice": statement.advice,
         }
-        for said in statements(run)
+        for statement in statements(run)
     ]
     rows += [
         {"kind": "run", "level": "note", "gate": "note", "message": note.text, "advice": note.advice}

@@ -66,7 +66,7 @@ class Plots:
         self._folder = folder
 
     def __call__(self, name: str, theme: Theme = "light", ax: Axes | None = None) -> Figure:
-        """Draws the picture of that name. Raises InputError where there is none, or no data for it."""
+        """Draw the picture of that name. Raises InputError for an unknown name, or without data for it."""
         pictures = self._pictures()
         if name not in pictures:
             raise InputError(f"there is no picture called {name!r}", hint=f"there are: {', '.join(pictures)}")
@@ -226,7 +226,7 @@ class Run:
 
     @property
     def mark(self) -> str:
-        """``emulated`` or ``simulated`` where it was; empty for real engines."""
+        """``emulated`` or ``simulated``; empty for real engines."""
         mark = mark_of(self.folder)
         return "" if mark is None else mark.word
 
@@ -262,12 +262,12 @@ class Run:
 
     @cached_property
     def telemetry(self) -> pd.DataFrame:
-        """One row a sample of counters and gauges during the trials."""
+        """One row per sample of counters and gauges during the trials."""
         return frames.telemetry(self.folder, self.folder.all_trials)
 
     @cached_property
     def transfers(self) -> pd.DataFrame:
-        """One row a case of a microbenchmark; empty in other runs."""
+        """One row per case of a microbenchmark; empty in other runs."""
         return frames.transfers(self.folder)
 
     @cached_property
@@ -311,7 +311,7 @@ class Run:
         """The pictures: ``run.plot.latency()``; ``list(run.plot)`` names those that this run has data for."""
         return Plots(self.folder)
 
-    # -- how it looks ---------------------------------------------------------------------------
+    # -- display --------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         if self.kind == "microbench":
@@ -425,15 +425,15 @@ def _offered(found: Iterable[Pair]) -> Iterator[dict[str, Any]]:
         if pair.unequal:
             yield {"figure": "", **names, "told": False, "text": f"inconclusive: {pair.reason()}"}
         for each in pair.ratios:
-            told = each.significant and not pair.why_not
+            significant = each.significant and not pair.why_not
             yield {
                 "figure": each.figure,
                 **names,
                 "ratio": each.ratio,
                 "low": each.low,
                 "high": each.high,
-                "told": told,
-                "text": each.text() if told else f"inconclusive: {pair.reason()}",
+                "told": significant,
+                "text": each.text() if significant else f"inconclusive: {pair.reason()}",
             }
 
 

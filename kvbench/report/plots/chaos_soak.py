@@ -17,8 +17,8 @@ from kvbench.core.records import Cell
 from kvbench.core.slo import Slo
 from kvbench.errors import StoreError
 from kvbench.report.plots.panels import Words, new_sheet
-from kvbench.report.plots.style import PALETTES, Palette, Theme, handle, says, style
-from kvbench.report.tables.fault_rows import FaultFound, FaultGroup, fault_groups
+from kvbench.report.plots.style import PALETTES, Palette, Theme, handle, style, tag
+from kvbench.report.tables.fault_rows import FaultGroup, InjectedFault, fault_groups
 from kvbench.report.tables.soak_rows import SoakSeries, soak_series
 from kvbench.report.tables.table import number
 from kvbench.results.provenance import slo_of
@@ -89,7 +89,7 @@ def _draw(axis: Axes, run: RunFolder, group: FaultGroup, slo: Slo, palette: Pale
         top = [low + value for low, value in zip(below, rates[fate], strict=True)]
         if any(rates[fate]):
             area = axis.fill_between(times, below, top, step="post", color=colours[fate], linewidth=0)
-            says(area, group.cell.connector, f"{group.name}: {SHOWN[fate]}")
+            tag(area, group.cell.connector, f"{group.name}: {SHOWN[fate]}")
         below = top
     axis.axhline(group.rate, color=palette.ink, linewidth=0.9, linestyle=(0, (4, 2)))
     axis.axvline(0, color=palette.limit, linewidth=1.3)
@@ -105,52 +105,52 @@ def _draw(axis: Axes, run: RunFolder, group: FaultGroup, slo: Slo, palette: Pale
 
 
 def _mean_rates(
-    run: RunFolder, trials: Sequence[FaultFound], slo: Slo
+    run: RunFolder, trials: Sequence[InjectedFault], slo: Slo
 ) -> tuple[list[float], dict[str, list[float]]] | None:
     """Return the bins' starts (s since the fault) and the requests per second by outcome."""
     sums: dict[int, list[Mapping[str, int]]] = {}
     for trial in trials:
-        struck_s = float(trial.found["struck_s"])
-        shift = math.ceil(struck_s / BIN_S)  # whole bins, so that the fault lies between two of them
+        struck_s = float(trial.record["struck_s"])
+        shift = math.ceil(struck_s / BIN_S)  # whole bins: the fault is between two bins
         outcomes = _outcomes(run, trial, slo, shift * BIN_S - struck_s)
         if not outcomes:
             continue
         last_s = max(each.due_s for each in outcomes)
-        for place, each in enumerate(goodput_bins(outcomes, BIN_S, last_s)):
-            sums.setdefault(place - shift, []).append(each.fates)
+        for index, each in enumerate(goodput_bins(outcomes, BIN_S, last_s)):
+            sums.setdefault(index - shift, []).append(each.fates)
     if not sums:
         return None
-    places = sorted(sums)[1:]  # the first one is cut by the load's start
-    times = [place * BIN_S for place in places]
+    indices = sorted(sums)[1:]  # the first one is cut by the load's start
+    times = [index * BIN_S for index in indices]
     return times, {
-        fate: [sum(of[fate] for of in sums[place]) / len(sums[place]) / BIN_S for place in places]
+        fate: [sum(fates[fate] for fates in sums[index]) / len(sums[index]) / BIN_S for index in indices]
         for fate in FATES
     }
 
 
-def _outcomes(run: RunFolder, trial: FaultFound, slo: Slo, later_s: float) -> list[RequestOutcome]:
+def _outcomes(run: RunFolder, trial: InjectedFault, slo: Slo, later_s: float) -> list[RequestOutcome]:
     """Return the trial's requests, shifted by ``later_s``; empty if not stored."""
     try:
         records = run.request_records(trial.trial.trial_id)
     except StoreError:
         return []
-    known = outcomes_of(records, slo, trial.found.get("wrong_ids") or ())
+    known = outcomes_of(records, slo, trial.record.get("wrong_ids") or ())
     return [replace(each, due_s=each.due_s + later_s) for each in known]
 
 
-def _median_since(trials: Iterable[FaultFound], key: str) -> float | None:
+def _median_since(trials: Iterable[InjectedFault], key: str) -> float | None:
     return _median(
-        float(each.found[key]) - float(each.found["struck_s"])
+        float(each.record[key]) - float(each.record["struck_s"])
         for each in trials
-        if each.found.get(key) is not None
+        if each.record.get(key) is not None
     )
 
 
-def _median_again(trials: Iterable[FaultFound]) -> float | None:
+def _median_again(trials: Iterable[InjectedFault]) -> float | None:
     known = [
-        (again.get("ready_s"), each.found["struck_s"])
+        (again.get("ready_s"), each.record["struck_s"])
         for each in trials
-        if (again := each.found.get("again")) is not None
+        if (again := each.record.get("again")) is not None
     ]
     return _median(float(ready) - float(struck) for ready, struck in known if ready is not None)
 
@@ -224,18 +224,18 @@ def soak_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) 
 
 def _soak_plot_draw(axis: Axes, series: Sequence[SoakSeries], palette: Palette) -> None:
     colours = [*palette.series.values(), *palette.spare]
-    for place, each in enumerate(series):
-        known = [(window.at_s / 60, window.value) for window in each.windows if window.value is not None]
+    for index, item in enumerate(series):
+        known = [(window.at_s / 60, window.value) for window in item.windows if window.value is not None]
         if not known:
             continue
-        colour, label = colours[place % len(colours)], each.of or each.name.split(" (")[0]
+        colour, label = colours[index % len(colours)], item.of or item.name.split(" (")[0]
         (line,) = axis.plot(
             [at for at, _ in known], [value for _, value in known], ".-",
             color=colour, linewidth=1.0, markersize=3.5, label=label,
         )  # fmt: skip
-        says(line, each.cell.connector, f"{label}: {each.drift.verdict}")
-        if each.drift.per_hour is not None and each.drift.median is not None:
-            _trend(axis, each, colour)
+        tag(line, item.cell.connector, f"{label}: {item.drift.verdict}")
+        if item.drift.per_hour is not None and item.drift.median is not None:
+            _trend(axis, item, colour)
     axis.set_ylim(bottom=0, top=axis.get_ylim()[1] * 1.3)
     if series:
         axis.legend(loc="upper left", fontsize=7, ncols=min(4, len(series)), borderaxespad=0.1)

@@ -26,7 +26,7 @@ from kvbench.report.plots.panels import (
     request_times,
     supporting,
 )
-from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, says, style
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style, tag
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.report.tables.table import number
 from kvbench.results.provenance import slo_of
@@ -136,16 +136,16 @@ def _draw(axes: Axes, name: str, curves: Sequence[_Curve], look: Mapping[str, Pl
         item = look[curve.connector]
         shares = np.arange(1, len(values) + 1) / len(values) * 100
         (line,) = axes.step(*_thinned(values, shares), where="post", color=item.colour, linewidth=1.5)
-        says(line, curve.connector)
+        tag(line, curve.connector)
         marks = [50, 99] if len(values) >= 50 else [50]
-        places = [float(np.percentile(values, mark)) for mark in marks]
+        quantiles = [float(np.percentile(values, mark)) for mark in marks]
         edge: dict[str, Any] = {"markeredgecolor": axes.get_facecolor(), "markeredgewidth": 0.6}
-        (drawn,) = axes.plot(places, marks, item.marker, color=item.colour, markersize=6, zorder=3, **edge)
+        (drawn,) = axes.plot(quantiles, marks, item.marker, color=item.colour, markersize=6, zorder=3, **edge)
         texts = [
-            f"{curve.connector}, {number(curve.rate)} req/s: {name.upper()} P{mark} {number(place)} ms"
-            for mark, place in zip(marks, places, strict=True)
+            f"{curve.connector}, {number(curve.rate)} req/s: {name.upper()} P{mark} {number(value)} ms"
+            for mark, value in zip(marks, quantiles, strict=True)
         ]
-        says(drawn, curve.connector, *texts)
+        tag(drawn, curve.connector, *texts)
 
 
 def _thinned(x: Values, y: Values) -> tuple[Values, Values]:
@@ -232,8 +232,8 @@ def breakdown_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
             if index >= len(panels):
                 axis.set_axis_off()
                 continue
-            mine = [row for row in rows if _panel(row) == panels[index]]
-            _breakdown_draw(axis, mine, COLOURS[theme], palette)
+            panel_rows = [row for row in rows if _panel(row) == panels[index]]
+            _breakdown_draw(axis, panel_rows, COLOURS[theme], palette)
             axis.set_title(f"{panels[index][0]:,} tokens in" + _out(panels[index], panels))
             axis.set_ylabel("TTFT (ms), whole trial" if index % columns == 0 else "")
         if len(panels) == 1:
@@ -264,12 +264,12 @@ def _mixed(row: Row) -> bool:
 
 def _breakdown_draw(axes: Axes, rows: Sequence[Row], colours: Mapping[str, str], palette: Palette) -> None:
     tops = []
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         bottom = 0.0
         for part, value in _parts(row).items():
             mixed = part == "hand_off" and _mixed(row)
             (bar,) = axes.bar(
-                [place],
+                [index],
                 [value],
                 width=0.68,
                 bottom=[bottom],
@@ -278,18 +278,18 @@ def _breakdown_draw(axes: Axes, rows: Sequence[Row], colours: Mapping[str, str],
                 linewidth=0.6,
                 hatch=HATCH if mixed else None,
             )
-            says(bar, row.cell.connector, f"{row.cell.connector}, {PART_WORDS[part]}: {number(value)} ms")
+            tag(bar, row.cell.connector, f"{row.cell.connector}, {PART_WORDS[part]}: {number(value)} ms")
             bottom += value
         tops.append(bottom)
         total = axes.annotate(
             number(bottom),
-            (place, bottom),
+            (index, bottom),
             (0, 3),
             textcoords="offset points",
             ha="center",
             fontsize=8,
         )
-        says(total, row.cell.connector)
+        tag(total, row.cell.connector)
     axes.set_ylim(0, max(tops) * 1.14)
     axes.set_xlim(-0.6, len(rows) - 0.4)
     axes.grid(False, axis="x")

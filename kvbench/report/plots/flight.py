@@ -20,7 +20,7 @@ from kvbench.report.plots.panels import (
     panel_title,
     supporting,
 )
-from kvbench.report.plots.style import PALETTES, Palette, Theme, handle, says, style
+from kvbench.report.plots.style import PALETTES, Palette, Theme, handle, style, tag
 from kvbench.report.tables.result import highest_met, read_answer
 from kvbench.report.tables.table import number
 from kvbench.results.run import CellResult, RunFolder
@@ -39,7 +39,7 @@ Shown = dict[tuple[str, Lengths], tuple[TrialRecord, list[RequestRecord]]]
 
 def in_flight_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """Draw a row of panels per connector, a column per input length; None without stored requests."""
-    found = _found(run)
+    found = _trials_by_panel(run)
     if not found:
         return None
     palette = PALETTES[theme]
@@ -68,7 +68,7 @@ def in_flight_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
     return sheet.figure
 
 
-def _found(run: RunFolder) -> Shown:
+def _trials_by_panel(run: RunFolder) -> Shown:
     found: Shown = {}
     for _, trial in supporting(run):
         records = light_records(run, trial.trial_id)
@@ -88,7 +88,7 @@ def _draw(axes: Axes, trial: TrialRecord, records: list[RequestRecord], palette:
     ):
         times, values = outline(series, trial.duration_s)
         (line,) = axes.step(times, values, where="post", color=colour, linewidth=1.1)
-        says(line, trial.cell.connector, f"{trial.trial_id}: at most {max(values):.0f} {what}")
+        tag(line, trial.cell.connector, f"{trial.trial_id}: at most {max(values):.0f} {what}")
     axes.set_xlim(0, max(trial.duration_s, 1e-3))
     axes.set_ylim(0, axes.get_ylim()[1] * 1.22)
     axes.locator_params(axis="y", integer=True, nbins=5)
@@ -107,8 +107,8 @@ def outline(series: StepSeries, length_s: float) -> tuple[list[float], list[floa
             slots.setdefault(int(time_s / slot), []).append((time_s, value))
         steps = [
             step
-            for mine in slots.values()
-            for step in sorted({max(mine, key=lambda each: each[1]), mine[-1]})
+            for slot_steps in slots.values()
+            for step in sorted({max(slot_steps, key=lambda each: each[1]), slot_steps[-1]})
         ]
     for time_s, value in steps:
         times.append(time_s)
@@ -117,8 +117,8 @@ def outline(series: StepSeries, length_s: float) -> tuple[list[float], list[floa
 
 
 def _say(axes: Axes, text: str, palette: Palette) -> None:
-    place: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8, "color": palette.ink}
-    axes.text(0.985, 0.965, text, transform=axes.transAxes, **place)
+    corner: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 8, "color": palette.ink}
+    axes.text(0.985, 0.965, text, transform=axes.transAxes, **corner)
 
 
 def _legend(palette: Palette, shaded: str) -> list[Artist]:
@@ -173,8 +173,8 @@ def _pairs(run: RunFolder) -> list[tuple[TrialRecord, TrialRecord]]:
 
 
 def _supporting(trials: Sequence[TrialRecord], result: CellResult) -> TrialRecord | None:
-    mine = [trial for trial in trials if trial.cell == result.cell and trial.method == result.method]
-    return highest_met(mine, read_answer(result.answer).max_request_rate if result.answer else None)
+    candidates = [trial for trial in trials if trial.cell == result.cell and trial.method == result.method]
+    return highest_met(candidates, read_answer(result.answer).max_request_rate if result.answer else None)
 
 
 def _draw_burst(axes: Axes, trial: TrialRecord, records: Sequence[RequestRecord], palette: Palette) -> None:
@@ -186,6 +186,6 @@ def _draw_burst(axes: Axes, trial: TrialRecord, records: Sequence[RequestRecord]
     ):
         times, values = outline(series, trial.duration_s)
         (line,) = axes.step(times, values, where="post", color=colour, linewidth=1.4)
-        says(line, trial.cell.connector, f"{trial.trial_id}: at most {max(values):.0f} {what}")
+        tag(line, trial.cell.connector, f"{trial.trial_id}: at most {max(values):.0f} {what}")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)

@@ -18,8 +18,8 @@ from kvbench.report.plots.panels import (
     Lengths,
     Words,
     axis_spans,
-    found_rates,
     lengths_of,
+    mark_rates,
     new_sheet,
     nice_log_ticks,
     panel_title,
@@ -28,7 +28,7 @@ from kvbench.report.plots.panels import (
     request_times,
     series_of,
 )
-from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, says, style
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style, tag
 from kvbench.report.tables.result import summary_table
 from kvbench.report.tables.table import number
 from kvbench.report.tables.trial_values import trial_value
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 STATISTICS: Final = ("p99", "mean", "p50")
-"""Top to bottom: filled mark, dash, hollow mark."""
+"""Statistics of a load, top to bottom: filled mark, dash, hollow mark."""
 
 Load = tuple[Lengths, float]
 
@@ -53,8 +53,8 @@ def single_rates(run: RunFolder) -> list[Lengths]:
     series = series_of(trials)
     rates: dict[Lengths, dict[str, set[float]]] = {}
     for trial in trials:
-        mine = rates.setdefault(lengths_of(trial), {})
-        mine.setdefault(series[trial.trial_id], set()).add(trial.request_rate)
+        by_series = rates.setdefault(lengths_of(trial), {})
+        by_series.setdefault(series[trial.trial_id], set()).add(trial.request_rate)
     single = [lengths for lengths, found in rates.items() if max(map(len, found.values())) == 1]
     searched = any(trial.method == "sustained" for trial in run.all_trials)
     return sorted(single) if len(single) > 1 and not searched else []
@@ -74,21 +74,21 @@ def loads_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None)
     palette, series = PALETTES[theme], series_of(rated_trials(run))
     look = looks(list(dict.fromkeys(series[trial.trial_id] for trial in rated_trials(run))), palette)
     drawn = list(dict.fromkeys(series[trial.trial_id] for trial in trials))
-    places: list[Load] = sorted({(lengths_of(trial), trial.request_rate) for trial in trials})
+    loads: list[Load] = sorted({(lengths_of(trial), trial.request_rate) for trial in trials})
     with style(palette):
         words = Words.of(run, "Latency by load")
-        size = (max(8.2, 1.6 + 1.1 * len(places)), 2.2 * len(names))
+        size = (max(8.2, 1.6 + 1.1 * len(loads)), 2.2 * len(names))
         sheet = new_sheet(size, words, palette, ax, legend_lines=2, right_in=0.8)
         grid = sheet.grid(len(names), 1, hspace=0.12)
         axes = [sheet.figure.add_subplot(grid[line, 0]) for line in range(len(names))]
         for axis, name in zip(axes, names, strict=True):
             for trial in trials:
-                own = drawn.index(series[trial.trial_id])
-                at = places.index((lengths_of(trial), trial.request_rate))
-                x = at + (own - (len(drawn) - 1) / 2) * min(0.22, 0.7 / len(drawn))
-                who = f"{series[trial.trial_id]}, {number(trial.request_rate)} req/s: {name.upper()}"
-                whose = (trial.cell.connector, who)
-                _draw(axis, x, _values(trial, name), look[drawn[own]], palette.paper, whose)
+                index = drawn.index(series[trial.trial_id])
+                load_index = loads.index((lengths_of(trial), trial.request_rate))
+                x = load_index + (index - (len(drawn) - 1) / 2) * min(0.22, 0.7 / len(drawn))
+                text = f"{series[trial.trial_id]}, {number(trial.request_rate)} req/s: {name.upper()}"
+                label = (trial.cell.connector, text)
+                _draw(axis, x, _values(trial, name), look[drawn[index]], palette.paper, label)
             limits = slo_of(run).lines(f"{name}_ms")
             for tier, statistic, limit in limits:
                 axis.axhline(limit, color=palette.limit, linewidth=1.2, linestyle=(0, (5, 2)), zorder=1.5)
@@ -101,8 +101,8 @@ def loads_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None)
             values = [value for trial in trials for value in _values(trial, name).values()]
             _loads_scale(axis, [*values, *(limit for _, _, limit in limits)])
             axis.set_ylabel(f"{name.upper()} (ms)")
-            axis.set_xlim(-0.5, len(places) - 0.5)
-            axis.set_xticks(range(len(places)), [_place(place, places) for place in places])
+            axis.set_xlim(-0.5, len(loads) - 0.5)
+            axis.set_xticks(range(len(loads)), [_load_label(load, loads) for load in loads])
             axis.tick_params(labelbottom=axis is axes[-1])
             axis.grid(visible=False, axis="x")
         sheet.figure.align_ylabels(axes)
@@ -123,12 +123,12 @@ def _values(trial: TrialRecord, name: str) -> dict[str, float]:
 
 
 def _draw(
-    axis: Axes, x: float, values: dict[str, float], look: Any, paper: str, whose: tuple[str, str]
+    axis: Axes, x: float, values: dict[str, float], look: Any, paper: str, label: tuple[str, str]
 ) -> None:
-    """Draw a load's three values on one line. ``whose``: connector and label."""
+    """Draw a load's three values on one line. ``label``: connector and text."""
     span = [min(values.values()), max(values.values())]
     (line,) = axis.plot([x, x], span, color=look.colour, linewidth=1, alpha=0.5)
-    says(line, whose[0])
+    tag(line, label[0])
     marks: dict[str, dict[str, Any]] = {
         "p99": {"marker": look.marker, "markeredgecolor": paper, "markeredgewidth": 0.6},
         "mean": {"marker": "_", "markersize": 10, "markeredgewidth": 2},
@@ -136,7 +136,7 @@ def _draw(
     }
     for statistic, value in values.items():
         (mark,) = axis.plot([x], [value], color=look.colour, linestyle="", zorder=3, **marks[statistic])
-        says(mark, whose[0], f"{whose[1]} {statistic.upper()} {number(value)} ms")
+        tag(mark, label[0], f"{label[1]} {statistic.upper()} {number(value)} ms")
 
 
 def _loads_scale(axis: Axes, values: Sequence[float]) -> None:
@@ -149,20 +149,20 @@ def _loads_scale(axis: Axes, values: Sequence[float]) -> None:
         axis.set_ylim(0, high)
 
 
-def _place(place: Load, places: Sequence[Load]) -> str:
+def _load_label(load: Load, loads: Sequence[Load]) -> str:
     """Return the label ``1,024 in`` over ``tp 4`` and ``2 req/s``; output length and tp only if they
     differ."""
-    (input_len, output_len, ranks), rate = place
+    (input_len, output_len, ranks), rate = load
     lines = [f"{input_len:,} in"]
-    if len({lengths[1] for lengths, _ in places}) > 1:
+    if len({lengths[1] for lengths, _ in loads}) > 1:
         lines.append(f"{output_len:,} out")
-    if len({lengths[2] for lengths, _ in places}) > 1:
+    if len({lengths[2] for lengths, _ in loads}) > 1:
         lines.append(f"tp {ranks or '?'}")
     return "\n".join([*lines, f"{number(rate)} req/s"])
 
 
 PANELS_PER_LINE: Final = 4
-# As many values as a quantile needs on average to have one above it, at P95.
+# Fewest values for a quantile: at P95, one of 20 is above it on average.
 MIN_VALUES: Final = 20
 NAMES: Final = ("ttft", "tpot")
 
@@ -235,17 +235,17 @@ def latency_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = Non
             lines = grid[index // columns, index % columns].subgridspec(len(metrics), 1, hspace=0.12)
             axes = [sheet.figure.add_subplot(lines[line]) for line in range(len(metrics))]
             every += axes
-            mine = [trial for trial in trials if lengths_of(trial) == panel]
+            panel_trials = [trial for trial in trials if lengths_of(trial) == panel]
             for axis, metric in zip(axes, metrics, strict=True):
-                for place, (name, item) in enumerate(look.items()):
-                    own = [trial for trial in mine if series[trial.trial_id] == name]
-                    _draw_trials(axis, metric, own, item, palette, max(4.5, 7.5 - place))
+                for rank, (name, item) in enumerate(look.items()):
+                    series_trials = [trial for trial in panel_trials if series[trial.trial_id] == name]
+                    _draw_trials(axis, metric, series_trials, item, palette, max(4.5, 7.5 - rank))
                 _scale(axis, metric)
                 _draw_limit(axis, metric, palette, labelled=_ends_line(index, columns, panels))
                 axis.set_xlim(*spans[index])
                 axis.tick_params(labelleft=index % columns == 0, labelbottom=axis is axes[-1])
                 axis.set_ylabel(f"{metric.name.upper()} (ms)" if index % columns == 0 else "")
-            found_rates(axes, [row for row in rows if lengths_of(row) == panel], look)
+            mark_rates(axes, [row for row in rows if lengths_of(row) == panel], look)
             axes[0].set_title(panel_title(panel, [*panels, *elsewhere]))
             axes[-1].set_xlabel("offered request rate (req/s)")
         sheet.figure.align_ylabels(every)
@@ -269,13 +269,13 @@ def _metrics(run: RunFolder) -> list[_Metric]:
     found = []
     for name in NAMES:
         lines = slo.lines(f"{name}_ms")
-        asked = lines[0][1] if lines else f"p{share * 100:g}"
-        share_of_name = float(asked[1:]) / 100 if asked.startswith("p") else share
-        limits = [(_line_name(tier, statistic, asked), limit) for tier, statistic, limit in lines]
+        slo_quantile = lines[0][1] if lines else f"p{share * 100:g}"
+        share_of_name = float(slo_quantile[1:]) / 100 if slo_quantile.startswith("p") else share
+        limits = [(_line_name(tier, statistic, slo_quantile), limit) for tier, statistic, limit in lines]
         middle = _column(run, f"{name}_ms_p50")
-        for quantile in (asked, "p99", "p90", "mean"):
+        for quantile in (slo_quantile, "p99", "p90", "mean"):
             high = _column(run, f"{name}_ms_{quantile}")
-            if quantile == asked:
+            if quantile == slo_quantile:
                 high |= _computed(run, name, share_of_name, read, known=high)
             if high:
                 found.append(_Metric(name, limits, quantile, high, middle))
@@ -347,13 +347,13 @@ def _draw_trials(
         *axes.plot(*_means(*high), color=look.colour, linewidth=1.5, zorder=2.5),
     ]
     for line in drawn if ordered else ():
-        says(line, ordered[0].cell.connector)
-    for mine, marks in (
+        tag(line, ordered[0].cell.connector)
+    for group, marks in (
         (used, axes.plot(*high, color=look.colour, linestyle="", zorder=3, **point, **edge)),
         (refused, axes.plot(*_points(refused, metric.high), linestyle="", zorder=2, **point, **hollow)),
     ):
-        if mine:
-            says(marks[0], mine[0].cell.connector, *metric.texts(mine))
+        if group:
+            tag(marks[0], group[0].cell.connector, *metric.texts(group))
 
 
 def _points(trials: Sequence[TrialRecord], values: Mapping[str, float]) -> tuple[list[float], list[float]]:
@@ -363,9 +363,9 @@ def _points(trials: Sequence[TrialRecord], values: Mapping[str, float]) -> tuple
 
 def _means(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return one mean point per rate."""
-    places = list(dict.fromkeys(x))
+    rates = list(dict.fromkeys(x))
     pairs = list(zip(x, y, strict=True))
-    return places, [fmean(value for place, value in pairs if place == each) for each in places]
+    return rates, [fmean(value for x_value, value in pairs if x_value == rate) for rate in rates]
 
 
 def _scale(axes: Axes, metric: _Metric) -> None:

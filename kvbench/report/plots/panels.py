@@ -13,7 +13,7 @@ import numpy as np
 
 from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.errors import InputError, StoreError
-from kvbench.report.plots.style import Palette, PlotStyle, says
+from kvbench.report.plots.style import Palette, PlotStyle, tag
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.results.provenance import caption, mark_of, slo_of
 from kvbench.results.run import RunFolder
@@ -165,10 +165,10 @@ class RequestTimes:
 
 def request_times(run: RunFolder, trial_id: str) -> RequestTimes | None:
     """Return a trial's requests, or None if they were not stored."""
-    return _request_times(_Of(run), trial_id)
+    return _request_times(_RunKey(run), trial_id)
 
 
-class _Of:
+class _RunKey:
     """Cache key of a run folder: several plots read the same requests."""
 
     def __init__(self, run: RunFolder) -> None:
@@ -178,17 +178,17 @@ class _Of:
         return id(self.run)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Of) and other.run is self.run
+        return isinstance(other, _RunKey) and other.run is self.run
 
 
 @lru_cache(maxsize=32)
-def _request_times(of: _Of, trial_id: str) -> RequestTimes | None:
+def _request_times(of: _RunKey, trial_id: str) -> RequestTimes | None:
     run = of.run
     columns = [*TIMES, "output_len", "error"]
     try:
         found = run.columns("requests", trial_id, [*columns, "untimed_tokens"])
     except StoreError:
-        try:  # kept by an older kvbench, perhaps
+        try:  # an older kvbench may lack the last column
             found = run.columns("requests", trial_id, columns)
         except StoreError:
             return None
@@ -215,14 +215,14 @@ def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def found_rates(axes: Sequence[Axes], rows: Sequence[Row], look: Mapping[str, PlotStyle]) -> None:
+def mark_rates(axes: Sequence[Axes], rows: Sequence[Row], look: Mapping[str, PlotStyle]) -> None:
     """Mark the resulting rate: a line through the panels and a triangle on the lowest axis."""
     for row in rows:
         if row.outcome not in ("found", "at_least") or row.answer.max_request_rate is None:
             continue
         colour, rate = look[row.cell.connector].colour, row.answer.max_request_rate
         for axis in axes:
-            says(axis.axvline(rate, color=colour, linewidth=0.9, alpha=0.55, zorder=1), row.cell.connector)
+            tag(axis.axvline(rate, color=colour, linewidth=0.9, alpha=0.55, zorder=1), row.cell.connector)
         (mark,) = axes[-1].plot(
             [rate],
             [0.0],
@@ -235,7 +235,7 @@ def found_rates(axes: Sequence[Axes], rows: Sequence[Row], look: Mapping[str, Pl
             clip_on=False,
             zorder=5,
         )
-        says(mark, row.cell.connector, f"{row.cell.connector}: result {row.answer.text()} req/s")
+        tag(mark, row.cell.connector, f"{row.cell.connector}: result {row.answer.text()} req/s")
 
 
 @dataclass(frozen=True)
@@ -248,9 +248,9 @@ class Words:
     @classmethod
     def of(cls, run: RunFolder, heading: str) -> Words:
         mark = mark_of(run)
-        own = run.manifest.get("kind") != "imported"
+        measured_here = run.manifest.get("kind") != "imported"
         badge = mark.badge if mark is not None else "LAB" if "lab" in run.labels else ""
-        badge = badge or ("" if own else "IMPORTED: measured by another tool")
+        badge = badge or ("" if measured_here else "IMPORTED: measured by another tool")
         return cls(heading, slo_of(run).text(), " · ".join([caption(run), *libraries_of(run)]), badge)
 
 
@@ -280,24 +280,24 @@ MIN_WIDTH_IN: Final = 8.2
 
 @dataclass(frozen=True)
 class Sheet:
-    """Layout of a plot's panels and legends. ``place``: the given Axes."""
+    """Layout of a plot's panels and legends. ``given``: Axes to draw in, or None for the whole figure."""
 
     figure: Figure
-    place: Axes | None = None
+    given: Axes | None = None
 
     def grid(self, lines: int, columns: int, **space: Any) -> GridSpecBase:
         """Return a grid for panels. ``space``: wspace, hspace. Raises InputError for Axes that are no
         subplot."""
-        if self.place is None:
+        if self.given is None:
             return self.figure.add_gridspec(lines, columns, **space)
-        place = self.place.get_subplotspec()
-        if place is None:
+        spec = self.given.get_subplotspec()
+        if spec is None:
             raise InputError(
                 "this picture has several panels, and the given Axes cannot be divided",
                 hint="use Axes from plt.subplots() or figure.add_subplot()",
             )
-        self.place.set_axis_off()
-        return place.subgridspec(lines, columns, **space)
+        self.given.set_axis_off()
+        return spec.subgridspec(lines, columns, **space)
 
     def panels(
         self, lines: int, columns: int, sharey: Literal["none", "row", "all"] = "none", **space: Any
@@ -306,14 +306,14 @@ class Sheet:
         return self.grid(lines, columns, **space).subplots(squeeze=False, sharey=sharey)
 
     def panel(self) -> Axes:
-        return self.figure.add_subplot() if self.place is None else self.place
+        return self.figure.add_subplot() if self.given is None else self.given
 
     def legend(self, lines: Sequence[Sequence[Artist]]) -> None:
         """Add legends above the panels, one per line."""
-        if self.place is not None:
+        if self.given is not None:
             every = [each for line in lines for each in line]
             look: dict[str, Any] = {"fontsize": "small", "columnspacing": 1.2, "handletextpad": 0.5}
-            self.place.legend(
+            self.given.legend(
                 handles=every,
                 loc="lower left",
                 bbox_to_anchor=(0, 1.06),
@@ -383,8 +383,8 @@ def new_sheet(
     )
     if words.badge:
         box = {"boxstyle": "round,pad=0.4", "facecolor": palette.badge, "edgecolor": "none"}
-        place: dict[str, Any] = {"fontsize": 8.5, "ha": "right", "va": "top", "bbox": box}
-        figure.text(1 - 0.25 / width, top - 0.05 / height, _plain(words.badge), **place)
+        corner: dict[str, Any] = {"fontsize": 8.5, "ha": "right", "va": "top", "bbox": box}
+        figure.text(1 - 0.25 / width, top - 0.05 / height, _plain(words.badge), **corner)
     return Sheet(figure)
 
 

@@ -19,8 +19,8 @@ from kvbench.report.plots.panels import (
     Words,
     at_bottom,
     axis_spans,
-    found_rates,
     lengths_of,
+    mark_rates,
     new_sheet,
     nice_log_ticks,
     panel_title,
@@ -28,7 +28,7 @@ from kvbench.report.plots.panels import (
     rated_trials,
     supporting,
 )
-from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, says, style
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style, tag
 from kvbench.report.tables.result import Row, shared_unit, summary_table
 from kvbench.report.tables.table import number
 from kvbench.report.tables.trial_values import trial_value
@@ -64,19 +64,19 @@ def max_rate_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = No
         step = min(0.22, 0.66 / len(names), APART_PT / gap_pt)
         room_pt = gap_pt * step
         for name in names:
-            mine = [row for row in rows if row.cell.connector == name]
-            x = _places(mine, rows, names.index(name) - (len(names) - 1) / 2, step)
-            _draw_rates(axes, mine, x, look[name], labelled=room_pt >= LABEL_PT)
+            connector_rows = [row for row in rows if row.cell.connector == name]
+            x = _shifted_lengths(connector_rows, rows, names.index(name) - (len(names) - 1) / 2, step)
+            _draw_rates(axes, connector_rows, x, look[name], labelled=room_pt >= LABEL_PT)
         sheet.legend([_rate_legend(rows, look, palette)])
     return sheet.figure
 
 
-def _places(mine: Sequence[Row], rows: Sequence[Row], shift: float, step: float) -> list[float]:
+def _shifted_lengths(shown: Sequence[Row], rows: Sequence[Row], shift: float, step: float) -> list[float]:
     """Shift connectors at one length so that their intervals do not overlap. ``step``: distance as a share of
     the smallest distance between lengths."""
     lengths = sorted({row.cell.input_len for row in rows})
     gap = min((math.log2(b / a) for a, b in itertools.pairwise(lengths)), default=1.0)
-    return [row.cell.input_len * 2 ** (shift * step * gap) for row in mine]
+    return [row.cell.input_len * 2 ** (shift * step * gap) for row in shown]
 
 
 def _rate_axes(axes: Axes, rows: Sequence[Row]) -> None:
@@ -88,7 +88,7 @@ def _rate_axes(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlim(lengths[0] / margin, lengths[-1] * margin)
     axes.grid(False, axis="x")
     axes.set_xlabel("input length (tokens)")
-    unit = _uneven(rows)
+    unit = _unequal_unit(rows)
     axes.set_ylabel("max request rate (req/s)" + (f"\nby unequal numbers of {unit}s (n)" if unit else ""))
     rated = [row.answer for row in rows if row.answer.max_request_rate]
     values = [value for each in rated for value in (each.lower, each.max_request_rate, each.upper) if value]
@@ -110,32 +110,32 @@ def _draw_rates(
     """Draw points with intervals, an arrow for lower bounds, and marks on the axis for no rate."""
     rates = [row.answer.max_request_rate or math.nan for row in rows]
     (line,) = axes.plot(x, rates, color=look.colour, linewidth=1.3, alpha=0.35, zorder=2)
-    says(line, rows[0].cell.connector)
-    for place, rate, row in zip(x, rates, rows, strict=True):
+    tag(line, rows[0].cell.connector)
+    for point_x, rate, row in zip(x, rates, rows, strict=True):
         if math.isnan(rate):
             mark = _NONE if row.outcome == "none" else _REFUSED
             (none,) = axes.plot(
-                [place], [0.04], **mark, color=look.colour, transform=at_bottom(axes), zorder=4
+                [point_x], [0.04], **mark, color=look.colour, transform=at_bottom(axes), zorder=4
             )
-            says(none, row.cell.connector, f"{_where(row)}: {row.outcome if mark is _REFUSED else 'no rate'}")
+            tag(none, row.cell.connector, f"{_where(row)}: {row.outcome if mark is _REFUSED else 'no rate'}")
             continue
         lower, upper = row.answer.lower or rate, row.answer.upper or rate
         bar = [[max(0.0, rate - lower)], [max(0.0, upper - rate)]]
         bars: dict[str, Any] = {"elinewidth": 1.6, "capsize": 5.5, "capthick": 1.6}
-        error = axes.errorbar([place], [rate], bar, fmt="none", ecolor=look.colour, zorder=3, **bars)
+        error = axes.errorbar([point_x], [rate], bar, fmt="none", ecolor=look.colour, zorder=3, **bars)
         for part in error.get_children():
-            says(part, row.cell.connector)
-        (point,) = axes.plot([place], [rate], look.marker, markersize=5, color=look.colour, zorder=4)
-        says(point, row.cell.connector, f"{_where(row)}: {row.answer.text()} req/s")
+            tag(part, row.cell.connector)
+        (point,) = axes.plot([point_x], [rate], look.marker, markersize=5, color=look.colour, zorder=4)
+        tag(point, row.cell.connector, f"{_where(row)}: {row.answer.text()} req/s")
         height = 9.0
         if row.outcome == "at_least":
             arrow = {"arrowstyle": "<|-", "color": look.colour, "linewidth": 1.8, "shrinkA": 0, "shrinkB": 2}
-            axes.annotate("", (place, rate), (0, 22), textcoords="offset points", arrowprops=arrow)
+            axes.annotate("", (point_x, rate), (0, 22), textcoords="offset points", arrowprops=arrow)
             height = 25.0
         if labelled:
             label = axes.annotate(
                 row.answer.text().split(" [")[0],
-                (place, upper),
+                (point_x, upper),
                 (0, height),
                 textcoords="offset points",
                 ha="center",
@@ -144,14 +144,14 @@ def _draw_rates(
                 bbox={"boxstyle": "square,pad=0.1", "facecolor": axes.get_facecolor(), "edgecolor": "none"},
                 zorder=3.5,
             )
-            says(label, row.cell.connector)
+            tag(label, row.cell.connector)
 
 
 def _where(row: Row) -> str:
     return f"{row.cell.connector}, {row.cell.input_len:,} tokens in"
 
 
-def _uneven(rows: Sequence[Row]) -> Unit | None:
+def _unequal_unit(rows: Sequence[Row]) -> Unit | None:
     """Return the unit in which the connectors' hardware differs, or None. If set, the legend shows each
     connector's count."""
     pair = first_unequal(row.size for row in rows)
@@ -179,7 +179,7 @@ def _question_mark() -> MarkerStyle:
 
 
 def _rate_legend(rows: Sequence[Row], look: Mapping[str, PlotStyle], palette: Palette) -> list[Line2D]:
-    unit = _uneven(rows)
+    unit = _unequal_unit(rows)
     counts = {row.cell.connector: row.size.count(unit) for row in rows} if unit else {}
     handles = [
         handle(f"{name} ({counts[name] or '?'})" if unit else name, marker=item.marker, color=item.colour)
@@ -229,9 +229,9 @@ def goodput_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = Non
             if index >= len(panels):
                 axes.set_axis_off()
                 continue
-            mine = [trial for trial in trials if lengths_of(trial) == panels[index]]
-            _draw(axes, mine, look, palette)
-            found_rates([axes], [row for row in rows if lengths_of(row) == panels[index]], look)
+            panel_trials = [trial for trial in trials if lengths_of(trial) == panels[index]]
+            _draw(axes, panel_trials, look, palette)
+            mark_rates([axes], [row for row in rows if lengths_of(row) == panels[index]], look)
             axes.set_title(panel_title(panels[index], panels))
             axes.set_ylabel("goodput (req/s)" if index % columns == 0 else "")
             axes.set_xlabel("arrivals (req/s)")
@@ -270,12 +270,12 @@ def _draw(axes: Axes, trials: Sequence[TrialRecord], look: dict[str, PlotStyle],
         colour, marker = look[name].colour, look[name].marker
         means = [sum(values) / len(values) for values in points.values()]
         (line,) = axes.plot(list(points), means, color=colour, linewidth=1.5, zorder=2.5)
-        says(line, name)
+        tag(line, name)
         x = [rate for rate, values in points.items() for _ in values]
         y = [value for values in points.values() for value in values]
         edge: dict[str, Any] = {"markeredgecolor": palette.paper, "markeredgewidth": 0.6}
         (marks,) = axes.plot(x, y, marker, color=colour, markersize=5.5, zorder=3, **edge)
-        says(
+        tag(
             marks,
             name,
             *(
@@ -376,18 +376,18 @@ def front(found: Sequence[Point]) -> list[Point]:
 
 
 def _pareto_draw(axes: Axes, found: Sequence[Point], look: Mapping[str, PlotStyle], palette: Palette) -> None:
-    for place, (name, item) in enumerate(look.items()):
-        size = max(4.5, 7.5 - place)  # a larger mark is seen behind a smaller one
-        mine = [point for point in found if point.connector == name]
-        best = front(mine)
+    for rank, (name, item) in enumerate(look.items()):
+        size = max(4.5, 7.5 - rank)  # a larger mark is seen behind a smaller one
+        connector_points = [point for point in found if point.connector == name]
+        best = front(connector_points)
         x, y = [point.interactivity for point in best], [point.throughput for point in best]
         (line,) = axes.plot(x, y, color=item.colour, linewidth=1.5, alpha=0.8, zorder=2.5)
-        says(line, name)
+        tag(line, name)
         for met in (True, False):
-            those = [point for point in mine if point.met == met]
+            group = [point for point in connector_points if point.met == met]
             (marks,) = axes.plot(
-                [point.interactivity for point in those],
-                [point.throughput for point in those],
+                [point.interactivity for point in group],
+                [point.throughput for point in group],
                 item.marker,
                 markersize=size,
                 markerfacecolor=item.colour if met else "none",
@@ -395,7 +395,7 @@ def _pareto_draw(axes: Axes, found: Sequence[Point], look: Mapping[str, PlotStyl
                 markeredgewidth=0.6 if met else 1.2,
                 zorder=3,
             )
-            says(marks, name, *(point.text() for point in those))
+            tag(marks, name, *(point.text() for point in group))
 
 
 def _legend(connectors: Sequence[str], look: Mapping[str, PlotStyle], palette: Palette) -> list[list[Line2D]]:

@@ -11,7 +11,7 @@ from kvbench.core.physics import ModelShape
 from kvbench.core.sessions.corpus import CorpusFigures
 from kvbench.errors import InputError
 from kvbench.report.plots.panels import Words, new_sheet, nice_log_ticks, plain_ticks
-from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, says, style
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style, tag
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.report.tables.table import number
 from kvbench.results.run import RunFolder
@@ -65,22 +65,22 @@ def _turns(axis: Axes, row: Row, found: dict[str, Any], look: PlotStyle) -> None
     turns, medians = zip(*known, strict=True)
     (line,) = axis.plot(turns, medians, marker=look.marker, color=look.colour)
     name = row.cell.connector
-    says(line, name, *(f"{name}, turn {turn}: TTFT P50 {number(value)} ms" for turn, value in known))
+    tag(line, name, *(f"{name}, turn {turn}: TTFT P50 {number(value)} ms" for turn, value in known))
 
 
 def _bars(
     axis: Axes, rows: Sequence[Row], figures: Sequence[dict[str, Any]], look: Sequence[PlotStyle]
 ) -> None:
     width = 0.8 / len(_KINDS)
-    for place, (row, found) in enumerate(zip(rows, figures, strict=True)):
-        for each, (key, kind, filled) in enumerate(_KINDS):
-            if (share := found.get(key)) is None:
+    for index, (row, shares) in enumerate(zip(rows, figures, strict=True)):
+        for bar_index, (key, kind, opacity) in enumerate(_KINDS):
+            if (share := shares.get(key)) is None:
                 continue
-            at = place + (each - 1) * width
-            (bar,) = axis.bar([at], [100 * share], width=width * 0.92, color=look[place].colour, alpha=filled)
-            says(bar, row.cell.connector, f"{row.cell.connector}, {kind}: {100 * share:.1f} %")
+            x = index + (bar_index - 1) * width
+            (bar,) = axis.bar([x], [100 * share], width=width * 0.92, color=look[index].colour, alpha=opacity)
+            tag(bar, row.cell.connector, f"{row.cell.connector}, {kind}: {100 * share:.1f} %")
             axis.annotate(
-                f"{100 * share:.0f}", (at, 100 * share), (0, 2), textcoords="offset points",
+                f"{100 * share:.0f}", (x, 100 * share), (0, 2), textcoords="offset points",
                 ha="center", fontsize=7.5,
             )  # fmt: skip
     axis.set_ylim(0, 112)
@@ -135,7 +135,7 @@ def offered_reuse_figure(
         for (label, shares), colour in looks:
             values = [100 * each for each in shares]
             (line,) = axes.plot(blocks * scale, values, color=colour)
-            says(line, "", label)
+            tag(line, "", label)
             handles.append(handle(label, color=colour, linestyle="-"))
         unlimited = 100 * together.share()
         axes.axhline(unlimited, color=palette.faint, linestyle="--", linewidth=1.0)

@@ -32,7 +32,7 @@ _TAG: Final = re.compile(r"<g\b[^>]*?(/?)>|</g>")
 _MARK: Final = re.compile(r"<use\b([^>]*?)\s*/>")
 
 
-def says(artist: Artist, series: str, *texts: str) -> None:
+def tag(artist: Artist, series: str, *texts: str) -> None:
     """Mark an artist as part of ``series``. ``texts``: one per mark, or one for all, or none."""
     artist.set_gid(_PREFIX + quote(json.dumps([series, *texts])))
 
@@ -52,10 +52,10 @@ def with_values(svg: str) -> str:
 def _end(svg: str, start: int) -> int:
     """Return the end of the group that begins before ``start``."""
     depth = 1
-    for tag in _TAG.finditer(svg, start):
-        depth += -1 if tag[0] == "</g>" else not tag[1]
+    for match in _TAG.finditer(svg, start):
+        depth += -1 if match[0] == "</g>" else not match[1]
         if not depth:
-            return tag.start()
+            return match.start()
     raise ValueError("a group of the SVG is not closed")
 
 
@@ -89,7 +89,7 @@ class Palette:
 
 
 # Okabe and Ito's colours, which people with any common colour blindness can tell apart; for the dark
-# theme lightened until each has a contrast of at least 4.5 : 1 with the paper.
+# theme they are lightened to a contrast of at least 4.5 : 1 with the paper.
 PALETTES: Final = MappingProxyType(
     {
         "light": Palette(

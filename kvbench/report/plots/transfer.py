@@ -22,7 +22,7 @@ from kvbench.report.plots.panels import (
     plain_ticks,
     supporting,
 )
-from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, says, style
+from kvbench.report.plots.style import PALETTES, Palette, PlotStyle, Theme, handle, looks, style, tag
 from kvbench.report.tables.table import number
 from kvbench.results.provenance import caption
 from kvbench.results.run import RunFolder
@@ -100,8 +100,8 @@ def _panels(
     sheet = new_sheet((9.4, 3.3), words, palette, ax, legend_lines=len(lines), titled=True)
     grid = sheet.panels(1, max(1, len(ops)), wspace=0.18)
     panels = []
-    for place, op in enumerate(ops):
-        axes = grid[0, place]
+    for index, op in enumerate(ops):
+        axes = grid[0, index]
         axes.set_title(op)
         panels.append((op, axes))
     sheet.legend(lines)
@@ -117,7 +117,7 @@ def _looks(series: Sequence[_Series], palette: Palette) -> dict[str, PlotStyle]:
         if first.get(each.points[0].case.backend) == each.name
     }
     found = looks([keys.get(each.name, each.name) for each in series if not each.limit], palette)
-    marks = {each.name: "sX"[place % 2] for place, each in enumerate(e for e in series if e.limit)}
+    marks = {each.name: "sX"[index % 2] for index, each in enumerate(e for e in series if e.limit)}
     return {
         each.name: PlotStyle(palette.faint, marks[each.name])
         if each.limit
@@ -157,7 +157,7 @@ def bandwidth_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
             (op, each.name): _best_by_size(each.points, op) for op, _ in panels for each in _series(rows)
         }
         best = [rate for points in lines.values() for _, rate in points]
-        for place, (op, axes) in enumerate(panels):
+        for index, (op, axes) in enumerate(panels):
             for each in _series(rows):
                 points = lines[op, each.name]
                 texts = [
@@ -169,7 +169,7 @@ def bandwidth_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
             _size_ticks(axes, sizes, ticks)
             axes.set_xlabel("block")
             _log_rates(axes, best)
-            if place == 0:
+            if index == 0:
                 axes.set_ylabel("GB/s")
     return sheet.figure
 
@@ -189,7 +189,7 @@ def _size_ticks(axes: Axes, places: Sequence[float], labels: Sequence[str]) -> N
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(FixedLocator(list(places)))
     steps = math.ceil(len(places) / 6)
-    axes.set_xticklabels([label if not place % steps else "" for place, label in enumerate(labels)])
+    axes.set_xticklabels([label if not index % steps else "" for index, label in enumerate(labels)])
 
 
 def _line(
@@ -203,7 +203,7 @@ def _line(
         x, y = zip(*points, strict=True)
         line = "--" if of.limit else "-"
         (drawn,) = axes.plot(x, y, color=look.colour, marker=look.marker, linestyle=line, markersize=5)
-        says(drawn, of.backend, *texts)
+        tag(drawn, of.backend, *texts)
 
 
 # --- bandwidth by NICs -----------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def scaling_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = Non
     counts = sorted({row.case.nics for row in rows})
     if len(counts) < 2:
         return None
-    # The largest transfer: where NICs, and not single calls, are what limits.
+    # The largest transfer: there NICs are the limit, not single calls.
     rows = _largest_of_each(rows)
     palette = PALETTES[theme]
     known = [row.line_rate_gb_per_s / row.case.nics for row in rows if row.line_rate_gb_per_s]
@@ -226,7 +226,7 @@ def scaling_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = Non
         words = _words(run, heading, rows, "the largest transfer of each backend")
         ideal = handle(what, color=palette.limit, linestyle=":")
         sheet, panels, look = _panels(words, rows, palette, ax, [ideal])
-        for place, (op, axes) in enumerate(panels):
+        for index, (op, axes) in enumerate(panels):
             axes.plot(counts, [one * count for count in counts], color=palette.limit, linestyle=":", zorder=1)
             for each in _series(rows):
                 points = sorted(
@@ -238,7 +238,7 @@ def scaling_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = Non
             axes.set_ylim(0, max(one * counts[-1], *(row.gb_per_s or 0 for row in rows)) * 1.08)
             axes.set_xticks([float(count) for count in counts], [str(count) for count in counts])
             axes.set_xlabel("NICs")
-            if place == 0:
+            if index == 0:
                 axes.set_ylabel("GB/s")
     return sheet.figure
 
@@ -283,18 +283,18 @@ def call_time_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
         words = _words(run, heading, rows, "median, with a line up to P99 where there were enough calls")
         sheet, panels, look = _panels(words, rows, palette, ax)
         names = list(look)
-        for place, (op, axes) in enumerate(panels):
+        for index, (op, axes) in enumerate(panels):
             for each in _series(rows):
                 shift = 0.6 * ((names.index(each.name) + 0.5) / len(names) - 0.5)
-                mine = [row for row in each.points if row.case.op == op]
-                _times(axes, each, mine, transfers, look[each.name], shift)
+                op_rows = [row for row in each.points if row.case.op == op]
+                _times(axes, each, op_rows, transfers, look[each.name], shift)
             labels = [f"{size_text(block)}\n× {batch}" for _, block, batch in transfers]
             _size_ticks(axes, range(len(transfers)), labels)
             axes.set_xlim(-0.5, len(transfers) - 0.5)
             axes.grid(False, axis="x")
             axes.set_xlabel("block × blocks of a transfer")
             _log_rates(axes, [ms for row in rows for ms in _middle_and_tail(row) if ms])
-            if place == 0:
+            if index == 0:
                 axes.set_ylabel("ms")
     return sheet.figure
 
@@ -321,8 +321,8 @@ def _times(
         (mark,) = axes.plot([x], [middle], look.marker, color=look.colour, markersize=5, zorder=3)
         case = row.case
         what = f"{case.op} {size_text(case.block_bytes)} × {case.batch_size}"
-        says(span, of.backend)
-        says(mark, of.backend, f"{of.name}, {what}: P50 {number(middle)} ms, P99 {number(tail)} ms")
+        tag(span, of.backend)
+        tag(mark, of.backend, f"{of.name}, {what}: P50 {number(middle)} ms, P99 {number(tail)} ms")
 
 
 BARS_MOST: Final = 24
@@ -422,20 +422,20 @@ def _of_telemetry(run: RunFolder, trial_id: str) -> dict[str, float]:
 
 
 def _draw(axes: Axes, bars: Shares, colours: Mapping[str, str], palette: Palette) -> None:
-    for place, parts in enumerate(bars.values()):
+    for index, parts in enumerate(bars.values()):
         total, left = sum(parts.values()), 0.0
         amounts = {name: parts.get(name, 0.0) for name in colours if name != REST}
         amounts |= {REST: total - sum(amounts.values())} if REST in colours else {}
         for name, amount in amounts.items():
             share = amount / total * 100
             look: dict[str, Any] = {"color": colours[name], "edgecolor": palette.paper, "linewidth": 0.6}
-            (bar,) = axes.barh([place], [share], left=[left], height=0.7, **look)
-            says(bar, "", f"{name}: {number(share)} % of {number(total / 1e6)} MB")
+            (bar,) = axes.barh([index], [share], left=[left], height=0.7, **look)
+            tag(bar, "", f"{name}: {number(share)} % of {number(total / 1e6)} MB")
             left += share
         spread = max(parts.values()) / total * len(parts)
         axes.annotate(
             f"max / mean {spread:.2f}",
-            (100, place),
+            (100, index),
             (5, 0),
             textcoords="offset points",
             va="center",

@@ -22,8 +22,8 @@ from kvbench.report.tables.fault_rows import (
     answers_text,
     fault_groups,
     fault_table,
-    gist_text,
     notices_rows,
+    recovery_lines,
 )
 from kvbench.report.tables.soak_rows import drift_table, soak_trials, verdict_lines
 from kvbench.report.tables.table import MISSING, WHOLE_RUN, Table, number, of_texts, percent
@@ -42,11 +42,11 @@ def fault_head(of: Material) -> Iterator[ReportSection]:
 
 def fault_answer(of: Material) -> Iterator[ReportSection]:
     groups = fault_groups(of.one.run)
-    said = [Note(text) for text in (answers_text(groups), *gist_text(groups))]
+    notes = [Note(text) for text in (answers_text(groups), *recovery_lines(groups))]
     pictures = [Block(picture=each) for each in drawings(of.one.run)]
-    yield ReportSection("answer", "Answer", [Block(notes=said), *pictures], ("markdown", "html"))
+    yield ReportSection("answer", "Answer", [Block(notes=notes), *pictures], ("markdown", "html"))
     yield ReportSection(
-        "answer", "", [Block(notes=[Note(each) for each in gist_text(groups)])], ("terminal",)
+        "answer", "", [Block(notes=[Note(each) for each in recovery_lines(groups)])], ("terminal",)
     )
 
 
@@ -55,9 +55,9 @@ def fault_section(of: Material) -> Iterator[ReportSection]:
     if not groups:
         yield ReportSection("faults", "", [Block(words="no fault was injected yet")])
         return
-    made = fault_table(groups)
-    yield ReportSection("faults", made.title, [Block(words=made.words, table=made)], ("markdown", "html"))
-    yield ReportSection("faults", "", [Block(table=made)], ("terminal", "notebook"))
+    table = fault_table(groups)
+    yield ReportSection("faults", table.title, [Block(words=table.words, table=table)], ("markdown", "html"))
+    yield ReportSection("faults", "", [Block(table=table)], ("terminal", "notebook"))
 
 
 def notices(of: Material) -> Iterator[ReportSection]:
@@ -75,19 +75,19 @@ def soak_head(of: Material) -> Iterator[ReportSection]:
 
 def soak_answer(of: Material) -> Iterator[ReportSection]:
     run = of.one.run
-    said = [Note(text) for text in verdict_lines(run)]
+    notes = [Note(text) for text in verdict_lines(run)]
     pictures = [Block(picture=each) for each in drawings(run)]
-    yield ReportSection("answer", "Answer", [Block(notes=said), *pictures], ("markdown", "html"))
-    yield ReportSection("answer", "", [Block(notes=said)], ("terminal",))
+    yield ReportSection("answer", "Answer", [Block(notes=notes), *pictures], ("markdown", "html"))
+    yield ReportSection("answer", "", [Block(notes=notes)], ("terminal",))
 
 
 def soak_section(of: Material) -> Iterator[ReportSection]:
     run = of.one.run
     if not soak_trials(run):
         return
-    made = drift_table(run)
-    yield ReportSection("drift", made.title, [Block(words=made.words, table=made)], ("markdown", "html"))
-    yield ReportSection("drift", "", [Block(table=made)], ("terminal", "notebook"))
+    table = drift_table(run)
+    yield ReportSection("drift", table.title, [Block(words=table.words, table=table)], ("markdown", "html"))
+    yield ReportSection("drift", "", [Block(table=table)], ("terminal", "notebook"))
 
 
 _SEARCHED: Final = "highest request rate under the SLO"
@@ -181,18 +181,18 @@ def _moved(records: Sequence[TransferRecord]) -> Table:
             case = record.case
             ways.setdefault((way_text(case), case.nics, case.op), []).append(record)
     rows = []
-    for (way, nics, op), mine in ways.items():
-        measured = [(record, figures(record, records)) for record in mine if record.status == "ok"]
-        wide = max(measured, key=lambda each: each[1].gb_per_s or 0.0, default=None)
-        quick = min(measured, key=lambda each: each[1].times.p50 or math.inf, default=None)
+    for (way, nics, op), group in ways.items():
+        measured = [(record, figures(record, records)) for record in group if record.status == "ok"]
+        highest = max(measured, key=lambda each: each[1].gb_per_s or 0.0, default=None)
+        lowest = min(measured, key=lambda each: each[1].times.p50 or math.inf, default=None)
         widest = (
-            [number(wide[1].gb_per_s), blocks_text(wide[0].case), percent(wide[1].of_memcpy)]
-            if wide
+            [number(highest[1].gb_per_s), blocks_text(highest[0].case), percent(highest[1].of_memcpy)]
+            if highest
             else [MISSING] * 3
         )
-        quickest = [time_text(quick[1].times.p50), blocks_text(quick[0].case)] if quick else [MISSING] * 2
-        failed = sum(record.status == "error" or record.verified is False for record in mine)
-        rows.append([way, nics or MISSING, op, len(mine), *widest, *quickest, failed])
+        quickest = [time_text(lowest[1].times.p50), blocks_text(lowest[0].case)] if lowest else [MISSING] * 2
+        failed = sum(record.status == "error" or record.verified is False for record in group)
+        rows.append([way, nics or MISSING, op, len(group), *widest, *quickest, failed])
     return of_texts("", _MOVED, rows)
 
 
@@ -207,7 +207,7 @@ REQUESTS: Final[_Order] = (
     (requests.sessions, ("terminal",)),
     (requests.clients, ("terminal",)),
     (requests.not_comparable, ("terminal",)),
-    (requests.concluded, ("terminal",)),
+    (requests.conclusions_by_kind, ("terminal",)),
     (requests.answer, _PAGES),
     (requests.result, _PAGES),
     (requests.sessions, _PAGES),
@@ -216,7 +216,7 @@ REQUESTS: Final[_Order] = (
     (requests.methods, ("terminal", "markdown")),
     (requests.who_is_ahead, ("terminal",)),
     (requests.router, ("terminal",)),
-    (requests.every_note, ("terminal",)),
+    (requests.all_notes, ("terminal",)),
     (requests.limits, ("markdown",)),
     (requests.provenance, ("markdown",)),
     (requests.at_supporting_trials, ("markdown",)),
@@ -236,7 +236,7 @@ BENCH: Final[_Order] = (
     (requests.sessions, ("terminal",)),
     (requests.clients, ("terminal",)),
     (requests.not_comparable, ("terminal",)),
-    (requests.concluded, ("terminal",)),
+    (requests.conclusions_by_kind, ("terminal",)),
     (requests.router, ("terminal",)),
     (requests.bench_notes, ("terminal",)),
     (any_run.files, ("terminal",)),
@@ -245,14 +245,14 @@ BENCH: Final[_Order] = (
 """One load: a terminal shows the block of ``vllm bench serve`` in place of tables of rates."""
 TRANSFERS: Final[_Order] = (
     (transfers.head, ("terminal",)),
-    (transfers.asked, ("markdown",)),
+    (transfers.requested, ("markdown",)),
     (transfers.answer, _PAGES),
     (transfers.findings, _PAGES),
     (transfers.pictures, ("markdown",)),
     (transfers.host_pairs, ("markdown",)),
     (transfers.cases, ("terminal", *_PAGES)),
     (transfers.matrices, ("terminal",)),
-    (transfers.besides, ("terminal", "markdown")),
+    (transfers.case_notes, ("terminal", "markdown")),
     (transfers.changes, ("terminal",)),
     (any_run.pictures, ("html",)),
     (any_run.every_column, ("html",)),
@@ -297,7 +297,7 @@ def build(
     ``differing``: differences that make them incomparable. ``changes``: comparison of microbenchmarks."""
     runs = [runs] if isinstance(runs, RunFolder) else list(runs)
     several = len(runs) > 1
-    of = [Facts(run, short_name(place) if several else "") for place, run in enumerate(runs)]
+    of = [Facts(run, short_name(index) if several else "") for index, run in enumerate(runs)]
     material = Material(of, differing, changes)
     one = of[0]
     if several:

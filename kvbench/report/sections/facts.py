@@ -27,7 +27,7 @@ from kvbench.report.tables.result import Row, summary_table
 from kvbench.report.tables.router_cost import RouterCost, router_costs
 from kvbench.report.tables.soak_rows import drift_rows, soak_problems, verdict_lines, window_rows
 from kvbench.report.tables.table import MISSING, Rows, Table, of_csv, of_texts
-from kvbench.report.tables.transfers import Cases, flat_row, tabled
+from kvbench.report.tables.transfers import Cases, build_cases, flat_row
 from kvbench.report.tables.trial_values import engine_word, reason_text, trial_values
 from kvbench.report.value import WRITERS, Block, Drawing, Note, ReportSection
 from kvbench.results.provenance import mark_of, scenario_of, slo_of
@@ -85,7 +85,7 @@ class Facts:
 
     @cached_property
     def cases(self) -> Cases:
-        return tabled(self.records)
+        return build_cases(self.records)
 
     @cached_property
     def models(self) -> list[TransferModel]:
@@ -327,18 +327,18 @@ def _machine(run: RunFolder) -> Iterator[tuple[str, str]]:
             yield name, str(value)
 
 
-def _flat(data: Any, place: str = "") -> Iterator[tuple[str, str]]:
+def _flat(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield (path, value) of known values; a list of plain values stays one row."""
     if isinstance(data, Mapping):
         for key, value in data.items():
-            yield from _flat(value, f"{place} · {key}" if place else str(key))
+            yield from _flat(value, f"{path} · {key}" if path else str(key))
     elif isinstance(data, list) and len(data) > 1 and data[0] and all(each == data[0] for each in data):
-        yield from _flat(data[0], f"{place} 1 to {len(data)}")
+        yield from _flat(data[0], f"{path} 1 to {len(data)}")
     elif isinstance(data, list) and any(isinstance(each, (Mapping, list)) for each in data):
         for number, each in enumerate(data, 1):
-            yield from _flat(each, f"{place} {number}")
+            yield from _flat(each, f"{path} {number}")
     elif data not in (None, "", []):
-        yield place, ", ".join(map(str, data)) if isinstance(data, list) else str(data)
+        yield path, ", ".join(map(str, data)) if isinstance(data, list) else str(data)
 
 
 # --- the commands ----------------------------------------------------------------------------------

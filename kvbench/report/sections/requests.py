@@ -10,11 +10,11 @@ from kvbench.core.findings.findings import KIND_WORDS
 from kvbench.core.records import TrialRecord
 from kvbench.report.findings.ahead import (
     answer_text,
-    besides_text,
     by_lengths,
+    group_pairs,
     lead_text,
     lengths,
-    parted,
+    limits_text,
     rate_pairs,
 )
 from kvbench.report.findings.findings import as_notes, folded
@@ -59,26 +59,26 @@ def sessions_table(run: RunFolder, rows: Sequence[Row]) -> Table | None:
 
 
 def _line(row: Row, trial: TrialRecord) -> list[str]:
-    found: dict[str, Any] = trial.engine["sessions"]
-    each = float(found["requests_each"])
+    figures: dict[str, Any] = trial.engine["sessions"]
+    per_session = float(figures["requests_each"])
     answer = row.answer
-    rate = None if answer.max_request_rate is None else answer.max_request_rate / each
-    ends = [None if end is None else end / each for end in (answer.lower, answer.upper)]
-    said = number(rate)
+    rate = None if answer.max_request_rate is None else answer.max_request_rate / per_session
+    ends = [None if end is None else end / per_session for end in (answer.lower, answer.upper)]
+    rate_text = number(rate)
     if answer.outcome == "found":
-        said += f"{'' if answer.sure else '?'} [{number(ends[0])}, {number(ends[1])}]"
+        rate_text += f"{'' if answer.sure else '?'} [{number(ends[0])}, {number(ends[1])}]"
     elif answer.outcome == "at_least":
-        said = f"≥ {said}"
+        rate_text = f"≥ {rate_text}"
     elif answer.outcome == "one_rate":
-        said = f"at {said}"
-    reuse = [found.get(key) for key in ("offered_reuse", "offered_reuse_in_pool", "achieved_reuse")]
+        rate_text = f"at {rate_text}"
+    reuse = [figures.get(key) for key in ("offered_reuse", "offered_reuse_in_pool", "achieved_reuse")]
     return [
         row.cell.connector,
-        said,
-        number(found["at_once"]),
-        _pair(found["first_ttft_ms"], "p90"),
-        _pair(found["later_ttft_ms"], "p95"),
-        number((found["session_s"] or {}).get("p50")),
+        rate_text,
+        number(figures["at_once"]),
+        _pair(figures["first_ttft_ms"], "p90"),
+        _pair(figures["later_ttft_ms"], "p95"),
+        number((figures["session_s"] or {}).get("p50")),
         " / ".join("–" if share is None else f"{100 * share:.1f}" for share in reuse),
     ]
 
@@ -108,13 +108,13 @@ def _named(facts: Facts, text: str) -> str:
 def brief_result(of: Material) -> Iterator[ReportSection]:
     shown = [(facts.name, row) for facts, row in of.rows() if row.outcome != "skipped"]
     if shown:
-        blocks = [Block(table=cells.brief_result(shown)), *_unsure(row for _, row in shown)]
+        blocks = [Block(table=cells.brief_result(shown)), *_question_mark_note(row for _, row in shown)]
         yield ReportSection("result", "", blocks)
     elif not any(facts.methods for facts in of.runs):
         yield ReportSection("result", "", [Block(words=f"\nno cell was measured; {NO_DATA}")])
 
 
-def _unsure(rows: Iterable[Row]) -> list[Block]:
+def _question_mark_note(rows: Iterable[Row]) -> list[Block]:
     """Return the meaning of a question mark after a rate, if one is shown."""
     marked = any("?" in row.answer.text() for row in rows)
     return [Block(words="? = the search stopped before it converged", style="dim")] if marked else []
@@ -143,9 +143,9 @@ def subject_lines(run: RunFolder) -> tuple[str, str]:
         listed("connector"), lengths,
     )  # fmt: skip
     search = (run.plan.get("scenario") or {}).get("search") or {}
-    asked = "listed request rates" if search.get("method") == "fixed" else "highest request rate"
-    asked = "one load" if run.manifest.get("kind") == "bench" else asked
-    return " · ".join(filter(None, what)), f"{asked} with {slo_of(run).text()}"
+    goal = "listed request rates" if search.get("method") == "fixed" else "highest request rate"
+    goal = "one load" if run.manifest.get("kind") == "bench" else goal
+    return " · ".join(filter(None, what)), f"{goal} with {slo_of(run).text()}"
 
 
 def screen(of: Material) -> Iterator[ReportSection]:
@@ -155,9 +155,9 @@ def screen(of: Material) -> Iterator[ReportSection]:
     shown = [("", row) for row in facts.rows if row.outcome != "skipped"]
     blocks = [Block(table=cells.brief_result(shown), bare=True)] if shown else []
     blocks += [Block(each.title, table=each, bare=True) for each in facts.methods]
-    if (of_sessions := sessions_table(run, facts.rows)) is not None:
-        blocks.append(Block(table=of_sessions, bare=True))
-    blocks += _unsure(facts.rows)
+    if (session_table := sessions_table(run, facts.rows)) is not None:
+        blocks.append(Block(table=session_table, bare=True))
+    blocks += _question_mark_note(facts.rows)
     if not blocks:
         blocks.append(Block(words=f"no cell was measured; {NO_DATA}"))
     yield ReportSection("result", "", blocks, apart=True)
@@ -169,17 +169,17 @@ def screen(of: Material) -> Iterator[ReportSection]:
         (next(checked_lines(run), ""), "bold red" if run_tally(run).wrong else ""),
         (f"report ({counted}): {path if path.exists() else run.path}", "yellow" if count else ""),
     )
-    said = [Block(words=text, style=style) for text, style in lines if text]
-    yield ReportSection("lead", "", said, apart=True)
+    lead = [Block(words=text, style=style) for text, style in lines if text]
+    yield ReportSection("lead", "", lead, apart=True)
 
 
 def clients(of: Material) -> Iterator[ReportSection]:
     """Yield the load generator's quality and the share of time spent measuring."""
     lines = [
-        _named(facts, said)
+        _named(facts, line)
         for facts in of.runs
-        for said in (_client_line(facts.run), time_line(facts.run))
-        if said
+        for line in (_client_line(facts.run), time_line(facts.run))
+        if line
     ]
     yield ReportSection("client", "", [Block(words=each, style="dim") for each in lines])
 
@@ -205,8 +205,8 @@ def _client_line(run: RunFolder) -> str:
 
 
 def checked_answers(of: Material) -> Iterator[ReportSection]:
-    told = [(facts, list(checked_lines(facts.run))) for facts in of.runs]
-    blocks = [Block(words=_named(facts, line)) for facts, lines in told for line in lines]
+    checked = [(facts, list(checked_lines(facts.run))) for facts in of.runs]
+    blocks = [Block(words=_named(facts, line)) for facts, lines in checked for line in lines]
     wrong = any(run_tally(facts.run).wrong for facts in of.runs)
     if wrong:
         blocks = [replace(each, style="bold red") for each in blocks]
@@ -219,13 +219,13 @@ def not_comparable(of: Material) -> Iterator[ReportSection]:
     yield ReportSection("differ", "", [differences] if of.differing else [], apart=True)
 
 
-def concluded(of: Material) -> Iterator[ReportSection]:
+def conclusions_by_kind(of: Material) -> Iterator[ReportSection]:
     for facts in of.runs:
         statements = row_conclusions([facts.run])
-        for kind, words in KIND_WORDS.items():
-            if mine := as_notes(each for each in statements if each.kind == kind):
-                heading = f"{words.lower()}, {facts.name}" if facts.name else words.lower()
-                yield ReportSection(kind, heading, [Block(notes=mine)])
+        for kind, heading in KIND_WORDS.items():
+            if conclusions := as_notes(each for each in statements if each.kind == kind):
+                title = f"{heading.lower()}, {facts.name}" if facts.name else heading.lower()
+                yield ReportSection(kind, title, [Block(notes=conclusions)])
 
 
 def who_is_ahead(of: Material) -> Iterator[ReportSection]:
@@ -245,7 +245,7 @@ def router(of: Material) -> Iterator[ReportSection]:
             yield ReportSection("router", words, [Block(notes=[Note(cost.text()) for cost in facts.costs])])
 
 
-def every_note(of: Material) -> Iterator[ReportSection]:
+def all_notes(of: Material) -> Iterator[ReportSection]:
     for facts in of.runs:
         if found := notes(facts.run, facts.rows):
             yield ReportSection(
@@ -288,40 +288,40 @@ def bench_notes(of: Material) -> Iterator[ReportSection]:
 def answer(of: Material) -> Iterator[ReportSection]:
     """Yield the answer and the first plot; on a page one sentence, and one table row per input length."""
     facts = of.one
-    said, shown = (
+    text, pictures = (
         answer_text(facts.rows, facts.statements),
         [Block(picture=each) for each in drawings(facts.run)],
     )
-    blocks = [Block(words=said)] if said else []
-    yield ReportSection("answer", "Answer", [*blocks, *shown], ("markdown",))
+    blocks = [Block(words=text)] if text else []
+    yield ReportSection("answer", "Answer", [*blocks, *pictures], ("markdown",))
     lead = lead_text(facts.rows)
-    blocks = [Block(words=lead or said, style="lead")] if said else []
+    blocks = [Block(words=lead or text, style="lead")] if text else []
     if run_tally(facts.run).wrong:
         blocks = [Block(words=next(checked_lines(facts.run)), style="bad"), *blocks]
-    if lead and (besides := besides_text(facts.rows)) and besides != lead:
-        blocks.append(Block(words=besides))
+    if lead and (limits := limits_text(facts.rows)) and limits != lead:
+        blocks.append(Block(words=limits))
     if (table := by_input_len(facts.rows)) is not None:
         blocks.append(Block(table=table))
-    yield ReportSection("answer", "Answer", [*blocks, *shown], ("html",))
+    yield ReportSection("answer", "Answer", [*blocks, *pictures], ("html",))
 
 
 def by_input_len(rows: Sequence[Row]) -> Table | None:
     """Return one row per input length: every connector's rate, who is ahead. None without a search."""
     found = [row for row in rows if row.outcome not in ("one_rate", "skipped")]
     names, pairs = list(dict.fromkeys(row.name for row in found)), by_lengths(rate_pairs(found))
-    places = sorted(set(map(lengths, found)))
-    if not places:
+    keys = sorted(set(map(lengths, found)))
+    if not keys:
         return None
-    outputs = len({output_len for _, output_len in places}) > 1
+    outputs = len({output_len for _, output_len in keys}) > 1
     cells = []
-    for place in places:
-        rates = {row.name: row.rate_text() for row in found if lengths(row) == place}
-        parts = parted(pairs.get(place, ()))
+    for key in keys:
+        rates = {row.name: row.rate_text() for row in found if lengths(row) == key}
+        parts = group_pairs(pairs.get(key, ()))
         ordered = ", ".join(pair.relation() for pair in parts.ordered)
         alike = "no significant difference" if parts.alike and not any(parts._replace(alike=[])) else ""
-        said = ordered or alike or ", ".join(dict.fromkeys(pair.text() for pair in pairs.get(place, ())))
-        input_len = f"{place[0]:,}" + (f" ({place[1]:,} out)" if outputs else "")
-        cells.append([input_len, *(rates.get(name, MISSING) for name in names), said or MISSING])
+        comparison = ordered or alike or ", ".join(dict.fromkeys(pair.text() for pair in pairs.get(key, ())))
+        input_len = f"{key[0]:,}" + (f" ({key[1]:,} out)" if outputs else "")
+        cells.append([input_len, *(rates.get(name, MISSING) for name in names), comparison or MISSING])
     word = interval_word(row.answer for row in found)
     header = ["input (tokens)", *names, *(["ahead"] if len(names) > 1 else [])]
     title = f"Highest request rate within the SLO, in req/s {word}"
@@ -334,9 +334,9 @@ def findings(of: Material) -> Iterator[ReportSection]:
     rule = cells.WHY_AHEAD if ahead(facts.rows) else ""
     blocks = list(folded(facts.statements, rule, facts.warnings))
     checked = [Note(line) for line in checked_lines(facts.run)]
-    for title, said in (("Outputs checked", checked), (f"Caveats ({len(facts.limits)})", facts.limits)):
-        if said:
-            blocks.append(Block(title, notes=said, folded=True, writers=("html",)))
+    for title, notes_of in (("Outputs checked", checked), (f"Caveats ({len(facts.limits)})", facts.limits)):
+        if notes_of:
+            blocks.append(Block(title, notes=notes_of, folded=True, writers=("html",)))
     yield ReportSection("findings", "Findings", blocks)
 
 

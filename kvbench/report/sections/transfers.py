@@ -47,9 +47,9 @@ def head(of: Material) -> Iterator[ReportSection]:
     yield ReportSection("head", "", [block, Block(notes=_words(facts))], apart=True)
 
 
-def asked(of: Material) -> Iterator[ReportSection]:
-    if asked_notes := _words(of.one):
-        yield ReportSection("asked", "", [Block(notes=asked_notes)])
+def requested(of: Material) -> Iterator[ReportSection]:
+    if requested_notes := _words(of.one):
+        yield ReportSection("asked", "", [Block(notes=requested_notes)])
 
 
 def findings(of: Material) -> Iterator[ReportSection]:
@@ -70,9 +70,9 @@ def findings(of: Material) -> Iterator[ReportSection]:
 
 def answer(of: Material) -> Iterator[ReportSection]:
     """Yield the first finding and the first plot."""
-    said = answer_text((), of.one.statements)
+    text = answer_text((), of.one.statements)
     pictures = [Block(picture=each) for each in drawings(of.one.run)]
-    yield ReportSection("answer", "Answer", [Block(words=said, style="lead"), *pictures])
+    yield ReportSection("answer", "Answer", [Block(words=text, style="lead"), *pictures])
 
 
 def pictures(of: Material) -> Iterator[ReportSection]:
@@ -108,8 +108,7 @@ def matrices(of: Material) -> Iterator[ReportSection]:
         yield ReportSection("pairs", "", [*blocks, Block(notes=[Note(CAPTION)], bullets=False)])
 
 
-def besides(of: Material) -> Iterator[ReportSection]:
-    """Yield the notes on the cases."""
+def case_notes(of: Material) -> Iterator[ReportSection]:
     facts = of.one
     models = _notes(models_text(facts.records))
     parts = (

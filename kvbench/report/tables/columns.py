@@ -48,7 +48,7 @@ TITLES: Final[Mapping[str, str]] = {
     "of_line_rate": "of line rate", "of_tcp": "of plain TCP", "of_memcpy": "of a memory copy",
     "call_s_p50": "P50", "call_s_p99": "P99", "cpu_s_per_gb": "CPU s/GB", "verified": "data verified",
 }  # fmt: skip
-"""Heading of a column by its key; of other columns the key itself."""
+"""Column headings by key; the heading of other columns is their key."""
 
 _ABOUT: Final = {
     "trial_id": "name of the trial; its requests are in requests/<trial_id>.parquet",

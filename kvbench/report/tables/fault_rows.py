@@ -31,26 +31,26 @@ NEVER: Final = "never"
 
 
 @dataclass(frozen=True)
-class FaultFound:
+class InjectedFault:
     """One trial of a chaos run with its stored fault."""
 
     trial: TrialRecord
     cost: FaultCost
-    found: Mapping[str, Any]
+    record: Mapping[str, Any]
 
     @property
     def name(self) -> str:
-        return str(self.found["name"])
+        return str(self.record["name"])
 
     @classmethod
-    def of(cls, trial: TrialRecord) -> FaultFound | None:
+    def of(cls, trial: TrialRecord) -> InjectedFault | None:
         """Return None for another kind of trial, or an edited one."""
-        found = trial.summary.get("chaos")
-        if trial.method != "chaos" or not isinstance(found, Mapping):
+        record = trial.summary.get("chaos")
+        if trial.method != "chaos" or not isinstance(record, Mapping):
             return None
         try:
-            str(found["name"]), float(found["struck_s"])
-            return cls(trial, FaultCost.from_json(found["cost"]), found)
+            str(record["name"]), float(record["struck_s"])
+            return cls(trial, FaultCost.from_json(record["cost"]), record)
         except (KeyError, TypeError, ValueError):
             return None
 
@@ -60,7 +60,7 @@ class FaultGroup:
     cell: Cell
     rate: float
     name: str
-    trials: Sequence[FaultFound] = field(default_factory=tuple)
+    trials: Sequence[InjectedFault] = field(default_factory=tuple)
 
     @property
     def row(self) -> FaultRow:
@@ -70,33 +70,33 @@ class FaultGroup:
     def answers(self) -> Counter[str]:
         """Return the counts of checked and wrong answers."""
         counts: Counter[str] = Counter()
-        for each in self.trials:
-            told = each.found.get("answers") or {}
-            counts.update({key: int(told.get(key) or 0) for key in ("checked", "wrong", "unanswered")})
+        for trial in self.trials:
+            answers = trial.record.get("answers") or {}
+            counts.update({key: int(answers.get(key) or 0) for key in ("checked", "wrong", "unanswered")})
         return counts
 
     @property
     def stranded_blocks(self) -> float:
         """Return the median over the repeats, summed over all processes."""
-        return float(median(sum((each.found.get("stranded_blocks") or {}).values()) for each in self.trials))
+        return float(median(sum((each.record.get("stranded_blocks") or {}).values()) for each in self.trials))
 
     @property
     def stranded_mb(self) -> float | None:
-        known = [each.found.get("stranded_bytes") for each in self.trials]
-        found = [float(each) for each in known if isinstance(each, (int, float))]
-        return median(found) / 1e6 if found else None
+        stranded = [trial.record.get("stranded_bytes") for trial in self.trials]
+        known = [float(value) for value in stranded if isinstance(value, (int, float))]
+        return median(known) / 1e6 if known else None
 
     @property
     def grown_mb(self) -> float | None:
         """Return the memory growth of the surviving processes together (median, MB)."""
-        found = [sum((each.found.get("grown_bytes") or {}).values()) for each in self.trials]
+        found = [sum((each.record.get("grown_bytes") or {}).values()) for each in self.trials]
         return median(found) / 1e6 if found else None
 
     @property
     def taken_up(self) -> str:
         """Return in how many repeats a restarted process served again; empty for other faults."""
-        told = [each.found.get("again") for each in self.trials]
-        known = [bool(each.get("taken_up")) for each in told if isinstance(each, Mapping)]
+        restarts = [trial.record.get("again") for trial in self.trials]
+        known = [bool(restart.get("taken_up")) for restart in restarts if isinstance(restart, Mapping)]
         return f"{sum(known)} of {len(known)}" if known else ""
 
     @property
@@ -105,29 +105,29 @@ class FaultGroup:
         firsts = [
             (str(each["who"]), float(each["after_s"]))
             for trial in self.trials
-            for each in (trial.found.get("noticed") or [])[:1]
+            for each in (trial.record.get("noticed") or [])[:1]
         ]
         if not firsts:
             return "not detected"
-        who = Counter(name for name, _ in firsts).most_common(1)[0][0]
-        return f"{who} {median(after for name, after in firsts if name == who):.1f} s"
+        detector = Counter(name for name, _ in firsts).most_common(1)[0][0]
+        return f"{detector} {median(after for name, after in firsts if name == detector):.1f} s"
 
 
 def fault_groups(run: RunFolder) -> list[FaultGroup]:
     """Return the faults by pair, then by kind and target in documented order."""
-    found: dict[tuple[Cell, str], list[FaultFound]] = {}
+    found: dict[tuple[Cell, str], list[InjectedFault]] = {}
     for trial in run.all_trials:
-        if (each := FaultFound.of(trial)) is not None:
+        if (each := InjectedFault.of(trial)) is not None:
             found.setdefault((trial.cell, each.name), []).append(each)
     cells = list(dict.fromkeys(cell for cell, _ in found))
     groups = [
-        FaultGroup(cell, mine[0].trial.request_rate, name, tuple(mine))
-        for (cell, name), mine in found.items()
+        FaultGroup(cell, trials[0].trial.request_rate, name, tuple(trials))
+        for (cell, name), trials in found.items()
     ]
-    return sorted(groups, key=lambda each: (cells.index(each.cell), _place(each.name)))
+    return sorted(groups, key=lambda each: (cells.index(each.cell), _fault_order(each.name)))
 
 
-def _place(name: str) -> tuple[int, int]:
+def _fault_order(name: str) -> tuple[int, int]:
     kind, _, target = name.partition(" ")
     return (
         list(KINDS).index(kind) if kind in KINDS else len(KINDS),
@@ -205,7 +205,7 @@ def _cells(group: FaultGroup) -> list[str]:
     head = [group.cell.connector, group.name, str(row.repeats)]
     if not row.held:
         return [*head, "not sustained", *[MISSING] * (len(COLUMNS) - len(head) - 1)]
-    # The median of all repeats is "never" where half of them or more never came back.
+    # The median is "never" if at least half of the repeats never recovered.
     back = NEVER if 2 * row.never >= row.held else number(row.back_s)
     worst = f"{NEVER} {row.never}×" if row.never else number(row.back_worst_s)
     checked = answers["checked"] + answers["wrong"]
@@ -233,21 +233,21 @@ def answers_text(groups: Iterable[FaultGroup]) -> str:
     return f"{wrong} of {checked} answers wrong: at most {most:.1%} ({CONFIDENCE:.0%} confidence)"
 
 
-def gist_text(groups: Sequence[FaultGroup]) -> list[str]:
-    said = []
-    for cell in dict.fromkeys(each.cell for each in groups):
-        mine = [each for each in groups if each.cell == cell]
-        held = [each for each in mine if each.row.held]
-        never = [each.name for each in held if each.row.never]
-        backs = [each.row.back_worst_s for each in held if each.row.back_worst_s is not None]
-        text = f"{cell.connector} at {number(mine[0].rate)} req/s: "
-        text += f"recovered from {len(held) - len(never)} of {len(held)} faults in every repeat"
+def recovery_lines(groups: Sequence[FaultGroup]) -> list[str]:
+    lines = []
+    for cell in dict.fromkeys(group.cell for group in groups):
+        cell_groups = [group for group in groups if group.cell == cell]
+        judged = [group for group in cell_groups if group.row.held]
+        never = [group.name for group in judged if group.row.never]
+        backs = [group.row.back_worst_s for group in judged if group.row.back_worst_s is not None]
+        text = f"{cell.connector} at {number(cell_groups[0].rate)} req/s: "
+        text += f"recovered from {len(judged) - len(never)} of {len(judged)} faults in every repeat"
         text += f", within {max(backs):.1f} s" if backs else ""
         text += f"; not recovered within the observed time: {', '.join(never)}" if never else ""
-        if len(held) < len(mine):
-            text += f"; {len(mine) - len(held)} not judged, because the rate was not sustained before them"
-        said.append(text)
-    return said
+        if rest := len(cell_groups) - len(judged):
+            text += f"; {rest} not judged, because the rate was not sustained before them"
+        lines.append(text)
+    return lines
 
 
 def notices_rows(groups: Iterable[FaultGroup]) -> list[list[str]]:
@@ -255,7 +255,7 @@ def notices_rows(groups: Iterable[FaultGroup]) -> list[list[str]]:
     return [
         [group.cell.connector, group.name, str(each["who"]), f"{each['after_s']:.2f}", _words(each)]
         for group in groups
-        for each in (group.trials[0].found.get("noticed") or [])
+        for each in (group.trials[0].record.get("noticed") or [])
     ]
 
 
@@ -295,7 +295,7 @@ _DRIFT: Final = (
 )
 
 
-def held_comparison(runs: Sequence[RunFolder]) -> Table | None:
+def fixed_rate_comparison(runs: Sequence[RunFolder]) -> Table | None:
     """Return the comparison of two chaos or soak runs, or None for other kinds. Raises InputError for mixed
     kinds, more than two runs, or different rates."""
     kinds = {str(run.manifest.get("kind")) for run in runs}
@@ -329,7 +329,7 @@ def _faults(before: RunFolder, after: RunFolder) -> Table:
 
 
 def _fault_row(before: FaultGroup, after: FaultGroup) -> dict[str, Any]:
-    change = _change(before, after)
+    change = _goodput_change(before, after)
     return {
         "connector": before.cell.connector,
         "input_len": before.cell.input_len,
@@ -339,8 +339,8 @@ def _fault_row(before: FaultGroup, after: FaultGroup) -> dict[str, Any]:
         "lost_after": change.after,
         "word": change.word,
         "chance": change.chance,
-        "back_before": _back(before),
-        "back_after": _back(after),
+        "back_before": _recovery_s(before),
+        "back_after": _recovery_s(after),
         "stranded_before": before.stranded_blocks,
         "stranded_after": after.stranded_blocks,
         "taken_before": before.taken_up,
@@ -348,14 +348,14 @@ def _fault_row(before: FaultGroup, after: FaultGroup) -> dict[str, Any]:
     }
 
 
-def _change(before: FaultGroup, after: FaultGroup) -> FaultChange:
+def _goodput_change(before: FaultGroup, after: FaultGroup) -> FaultChange:
     lost = [
         [each.cost.goodput_lost for each in side.trials if each.cost.was_held] for side in (before, after)
     ]
     return fault_change(lost[0], lost[1])
 
 
-def _back(group: FaultGroup) -> float | str | None:
+def _recovery_s(group: FaultGroup) -> float | str | None:
     row = group.row
     return "never" if row.held and 2 * row.never >= row.held else row.back_s
 

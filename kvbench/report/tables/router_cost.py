@@ -93,19 +93,19 @@ def router_costs(run: RunFolder) -> list[RouterCost]:
     groups: dict[tuple[Cell, float], dict[int, list[TrialRecord]]] = {}
     for trial in run.trials:
         if trial.engine.get("load_mode"):
-            twins = groups.setdefault((trial.cell, trial.request_rate), {})
-            twins.setdefault(trial.seed, []).append(trial)
+            by_seed = groups.setdefault((trial.cell, trial.request_rate), {})
+            by_seed.setdefault(trial.seed, []).append(trial)
     costs = []
     for (cell, rate), by_seed in groups.items():
-        pairs = [pair for twins in by_seed.values() if (pair := _both_ways(twins)) is not None]
+        pairs = [pair for trials in by_seed.values() if (pair := _both_ways(trials)) is not None]
         if pairs:
             costs.append(_cost(run, cell, rate, pairs))
     return costs
 
 
-def _both_ways(twins: Sequence[TrialRecord]) -> tuple[TrialRecord, TrialRecord] | None:
+def _both_ways(trials: Sequence[TrialRecord]) -> tuple[TrialRecord, TrialRecord] | None:
     """Return the last trial (through the router, directly), or None if one is missing."""
-    ways = {str(trial.engine["load_mode"]): trial for trial in twins}
+    ways = {str(trial.engine["load_mode"]): trial for trial in trials}
     return (ways["router"], ways["direct"]) if {"router", "direct"} <= set(ways) else None
 
 
@@ -115,21 +115,21 @@ def _cost(
     names = tuple(trial.trial_id for pair in pairs for trial in pair)
     refused = [trial for pair in pairs for trial in pair if trial.verdict == "invalid"]
     if refused:
-        said = f"no router cost, since {refused[0].trial_id} is not a valid measurement: {refused[0].reason}"
-        return RouterCost(cell, rate, names, reason=said)
+        why = f"no router cost, since {refused[0].trial_id} is not a valid measurement: {refused[0].reason}"
+        return RouterCost(cell, rate, names, reason=why)
     measured: list[Pairs] = []
     left_out = 0
     try:
         for routed, direct in pairs:
-            twins, missing = _paired(run, routed, direct)
-            measured.append(twins)
+            ttft_pairs, missing = _paired(run, routed, direct)
+            measured.append(ttft_pairs)
             left_out += missing
     except StoreError as error:
         return RouterCost(cell, rate, names, reason=error.message)
     count = sum(len(with_) for with_, _ in measured)
     found = tuple(added(measured))
-    reason = "" if found else f"no router cost: only {count} requests were answered in both runs"
-    return RouterCost(cell, rate, names, count, left_out, found, reason)
+    why = "" if found else f"no router cost: only {count} requests were answered in both runs"
+    return RouterCost(cell, rate, names, count, left_out, found, why)
 
 
 def _paired(run: RunFolder, routed: TrialRecord, direct: TrialRecord) -> tuple[Pairs, int]:

@@ -46,8 +46,8 @@ class SoakSeries:
 def soak_trials(run: RunFolder) -> dict[Cell, list[TrialRecord]]:
     found: dict[Cell, list[TrialRecord]] = {}
     for trial in run.all_trials:
-        told = trial.engine.get("soak")
-        known = isinstance(told, Mapping) and None not in (told.get("at_s"), told.get("session"))
+        soak = trial.engine.get("soak")
+        known = isinstance(soak, Mapping) and None not in (soak.get("at_s"), soak.get("session"))
         if trial.method == "soak" and known:
             found.setdefault(trial.cell, []).append(trial)
     return found
@@ -153,14 +153,14 @@ def answers_of(trials: Sequence[TrialRecord]) -> Counter[str]:
     """Return the counts of checked, wrong and missing answers."""
     counts: Counter[str] = Counter()
     for trial in trials:
-        told = trial.engine.get("canaries") or {}
-        counts.update({key: int(told.get(key) or 0) for key in ("checked", "wrong", "unanswered")})
+        canaries = trial.engine.get("canaries") or {}
+        counts.update({key: int(canaries.get(key) or 0) for key in ("checked", "wrong", "unanswered")})
     return counts
 
 
 def verdict_lines(run: RunFolder) -> list[str]:
     """Return a summary sentence per pair, then the problems."""
-    said = []
+    lines = []
     for cell, trials in soak_trials(run).items():
         requests = sum(int(each.summary.get("planned") or 0) for each in trials)
         seconds = sum(each.duration_s for each in trials)
@@ -171,7 +171,7 @@ def verdict_lines(run: RunFolder) -> list[str]:
             most = upper_bound(counts["wrong"], counts["checked"], ANSWERS)
             checked = f"{counts['wrong']} of {counts['checked']:,} answers wrong"
             answers = f"{checked}: at most {most:.2%} ({ANSWERS:.0%} confidence)"
-        said.append(
+        lines.append(
             f"{cell.connector} at {number(trials[0].request_rate)} req/s for {seconds / 3600:.2f} hours: "
             f"{requests:,} requests in {len(trials)} windows"
             + (f" of {sessions} sessions" if sessions > 1 else "")
@@ -180,8 +180,8 @@ def verdict_lines(run: RunFolder) -> list[str]:
     problems = soak_problems(run)
     short = [each for each in soak_series(run) if each.drift.verdict == "too short"]
     if not problems and short and len(short) == len(soak_series(run)):
-        return [*said, "too short to detect drift"]
-    return [*said, *(problems or ["no drift, and no wrong answer"] if said else ["no window yet"])]
+        return [*lines, "too short to detect drift"]
+    return [*lines, *(problems or ["no drift, and no wrong answer"] if lines else ["no window yet"])]
 
 
 COLUMNS: Final = (
@@ -234,21 +234,21 @@ def window_rows(run: RunFolder) -> list[dict[str, Any]]:
     rows = []
     for trials in soak_trials(run).values():
         for trial in trials:
-            told, told_of = trial.engine["soak"], trial.engine.get("canaries") or {}
+            soak, canaries = trial.engine["soak"], trial.engine.get("canaries") or {}
             row: dict[str, Any] = {
                 "trial_id": trial.trial_id,
                 "connector": trial.cell.connector,
-                "at_s": told["at_s"],
-                "session": told["session"],
+                "at_s": soak["at_s"],
+                "session": soak["session"],
                 "verdict": trial.verdict,
                 "requests": trial.summary.get("planned"),
                 "completed": trial.summary.get("completed"),
                 "slo_attainment": trial.summary.get("slo_attainment"),
                 **{name: _latency(key, statistic)(trial) for name, key, statistic, _ in _LATENCIES},
-                **{name: told_of.get(name) for name in ("checked", "wrong", "unanswered")},
+                **{name: canaries.get(name) for name in ("checked", "wrong", "unanswered")},
             }
-            for process, held in _holdings(trial).items():
-                row |= {f"{process}.{key}": held.get(key) for _, key, _, _ in _HELD}
+            for process, holdings in _holdings(trial).items():
+                row |= {f"{process}.{key}": holdings.get(key) for _, key, _, _ in _HELD}
             rows.append(row)
     keys = list(dict.fromkeys(key for row in rows for key in row))
     return [{key: row.get(key) for key in keys} for row in rows]

@@ -104,7 +104,7 @@ class Table:
             yield self.groups.get(start, ""), self.cells[start:end], self.marks[start:end]
 
 
-# --- ways to make one ------------------------------------------------------------------------------
+# --- constructors ----------------------------------------------------------------------------------
 
 
 def of_texts(
@@ -173,8 +173,8 @@ def of_csv(
         Column(key, titles.get(key, key), align="right" if _numeric(key, rows) else "left") for key in keys
     ]
     cells = [
-        [texts[key][place] if key in texts else _rounded(key, row.get(key)) for key in keys]
-        for place, row in enumerate(rows)
+        [texts[key][index] if key in texts else _rounded(key, row.get(key)) for key in keys]
+        for index, row in enumerate(rows)
     ]
     trials = [str(row.get("trial_id") or "") for row in rows]
     return Table(title, columns, cells, rows, name, every_column=shown is None, window=window, trials=trials)

@@ -43,28 +43,28 @@ class Cases:
     skipped: tuple[str, ...] = ()
 
 
-def tabled(records: Sequence[TransferRecord]) -> Cases:
+def build_cases(records: Sequence[TransferRecord]) -> Cases:
     """Build the cases of a run. A note shared by all rows is not a footnote."""
     measured = [record for record in records if record.status != "skipped"]
-    said = joined(_note(warning) for record in measured for warning in record.warnings)
-    shared = _shared([record for record in measured if record.status == "ok"], said)
+    merged = joined(_note(warning) for record in measured for warning in record.warnings)
+    shared = _shared([record for record in measured if record.status == "ok"], merged)
     notes: dict[str, int] = {}
     groups: dict[int, str] = {}
     cells: list[list[str]] = []
     marks: list[tuple[int, ...]] = []
     for _, members in groupby(measured, key=lambda record: (record.pair, *_way(record.case))):
-        own = list(members)
-        groups[len(cells)] = _title(own)
-        for record in own:
-            numbers = [notes.setdefault(note, len(notes) + 1) for note in _said(record, said, shared)]
+        group = list(members)
+        groups[len(cells)] = _title(group)
+        for record in group:
+            numbers = [notes.setdefault(note, len(notes) + 1) for note in _row_notes(record, merged, shared)]
             cells.append(_cells(record, records))
             marks.append(tuple(dict.fromkeys(numbers)))
-    footnotes = [f"{place}. {note}" for note, place in notes.items()]
+    footnotes = [f"{number}. {note}" for note, number in notes.items()]
     every = [f"every row: {note}" for note in shared]
     last = len(HEADER) - 1
     columns = [
-        Column("", title, align="left" if place in (0, 1, last) else "right", rank=_RANKS.get(title, 0))
-        for place, title in enumerate(HEADER)
+        Column("", title, align="left" if number in (0, 1, last) else "right", rank=_RANKS.get(title, 0))
+        for number, title in enumerate(HEADER)
     ]
     table = Table("", columns, cells, groups=groups, marks=marks, ruled=False)
     return Cases(
@@ -87,17 +87,17 @@ def _errors(records: Sequence[TransferRecord]) -> list[str]:
     return lines
 
 
-def _said(record: TransferRecord, said: Mapping[str, str], but: Sequence[str] = ()) -> list[str]:
+def _row_notes(record: TransferRecord, merged: Mapping[str, str], left_out: Sequence[str] = ()) -> list[str]:
     """Return a row's notes in their merged wording."""
-    found = dict.fromkeys(said[_note(warning)] for warning in record.warnings)
-    return [note for note in found if note not in but]
+    notes = dict.fromkeys(merged[_note(warning)] for warning in record.warnings)
+    return [note for note in notes if note not in left_out]
 
 
-def _shared(records: Sequence[TransferRecord], said: Mapping[str, str]) -> list[str]:
-    found = [_said(record, said) for record in records]
-    if len(found) < 2:
+def _shared(records: Sequence[TransferRecord], merged: Mapping[str, str]) -> list[str]:
+    notes_by_row = [_row_notes(record, merged) for record in records]
+    if len(notes_by_row) < 2:
         return []
-    return [note for note in found[0] if all(note in other for other in found)]
+    return [note for note in notes_by_row[0] if all(note in notes for notes in notes_by_row)]
 
 
 def _note(warning: TransferWarning) -> str:
@@ -160,7 +160,7 @@ def _title(records: Sequence[TransferRecord]) -> str:
 def _cells(record: TransferRecord, run: Sequence[TransferRecord]) -> list[str]:
     case = record.case
     if record.status == "error":
-        # Its cause stands whole below the table.
+        # The whole cause is below the table.
         return [case.op, blocks_text(case), *[MISSING] * (len(HEADER) - 3), "FAILED"]
     measured = figures(record, run)
     return [

@@ -52,8 +52,8 @@ VALUE_COLUMNS: Final = (*SUMMARY_KEYS, *ENGINE_KEYS)
 def trial_values(trial: TrialRecord | None) -> dict[str, float | None]:
     summary = trial.summary if trial else {}
     engine = trial.engine if trial else {}
-    values = {column: _at(summary, place) for column, place in SUMMARY_KEYS.items()}
-    return values | {column: _at(engine, place) for column, place in ENGINE_KEYS.items()}
+    values = {column: _at(summary, path) for column, path in SUMMARY_KEYS.items()}
+    return values | {column: _at(engine, path) for column, path in ENGINE_KEYS.items()}
 
 
 def trial_value(trial: TrialRecord, column: str) -> float | None:
@@ -70,18 +70,18 @@ def reason_text(trial: TrialRecord) -> str:
     return re.sub(r"grows by \S+ requests a second of (\S+) offered", r"grows at \1 req/s offered", text)
 
 
-def engine_word(trial: TrialRecord | None, place: str) -> str:
-    value = _raw_at(trial.engine, place) if trial else None
+def engine_word(trial: TrialRecord | None, path: str) -> str:
+    value = _raw_at(trial.engine, path) if trial else None
     return value if isinstance(value, str) else ""
 
 
-def _at(data: Mapping[str, Any], place: str) -> float | None:
-    return finite(_raw_at(data, place))
+def _at(data: Mapping[str, Any], path: str) -> float | None:
+    return finite(_raw_at(data, path))
 
 
-def _raw_at(data: Mapping[str, Any], place: str) -> Any:
+def _raw_at(data: Mapping[str, Any], path: str) -> Any:
     value: Any = data
-    for key in place.split("."):
+    for key in path.split("."):
         if not isinstance(value, (dict, Mapping)):
             return None
         value = value.get(key)

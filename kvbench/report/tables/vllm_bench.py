@@ -28,7 +28,7 @@ _LATENCIES: Final = ("ttft", "tpot", "itl")
 
 DIFFERENCE: Final = "Latency counts from the scheduled send; `vllm bench serve` counts from the real one."
 BLOCK_COLUMNS: Final = 4
-"""Loads that stand side by side in one block."""
+"""Most loads side by side in one block."""
 _LATENCY_TITLES: Final = {
     "ttft": "Time to First Token",
     "tpot": "Time per Output Token (excl. 1st token)",
@@ -119,9 +119,9 @@ def _block(found: Sequence[tuple[str, TrialRecord, float | None]], ways: bool) -
 
 
 def _column_title(name: str, trial: TrialRecord, ways: bool) -> str:
-    who = f"{trial.cell.connector}@{name}" if name else trial.cell.connector
+    label = f"{trial.cell.connector}@{name}" if name else trial.cell.connector
     lengths = f"{trial.cell.input_len:,} in, {trial.cell.output_len:,} out"
-    return "\n".join([who, lengths, *([str(trial.engine.get("load_mode"))] if ways else [])])
+    return "\n".join([label, lengths, *([str(trial.engine.get("load_mode"))] if ways else [])])
 
 
 def _whole(trial: TrialRecord) -> Mapping[str, Any]:
@@ -209,8 +209,8 @@ def _failed(trial: TrialRecord) -> int | None:
 
 def _serve_cells(trial: TrialRecord) -> list[str]:
     whole = trial.summary.get("whole_run") or {}
-    asked = [whole.get("successful"), _failed(trial), trial.summary.get("cancelled")]
-    counts = [f"{count or 0:,}" for count in asked]
+    counted = [whole.get("successful"), _failed(trial), trial.summary.get("cancelled")]
+    counts = [f"{count or 0:,}" for count in counted]
     tokens = [f"{whole.get(key, 0):,}" for key in ("input_tokens", "output_tokens")]
     rates = [number(whole.get(f"{key}_throughput")) for key in ("request", "output", "total")]
     latencies = [
@@ -249,8 +249,8 @@ def fixed_tables(run: RunFolder) -> Iterable[Table]:
     chosen = [view for view, varies in several.items() if varies] or ["by_rate"]
     for view in chosen:
         title, key = views[view]
-        places = [(key(trial), place) for place, trial in enumerate(trials)]
-        ordered = [place for _, place in sorted(places)]
+        keyed = [(key(trial), index) for index, trial in enumerate(trials)]
+        ordered = [index for _, index in sorted(keyed)]
         yield of_method(
             f"fixed_{view}",
             f"Listed rates, {title}",
@@ -258,16 +258,16 @@ def fixed_tables(run: RunFolder) -> Iterable[Table]:
             ["connector", "input", "output", "offered req/s", *_SERVE_HEADER, "state"],
             [
                 [
-                    trials[place].cell.connector,
-                    f"{trials[place].cell.input_len}",
-                    f"{trials[place].cell.output_len}",
-                    number(trials[place].request_rate),
-                    *_serve_cells(trials[place]),
-                    _state(trials[place]),
+                    trials[index].cell.connector,
+                    f"{trials[index].cell.input_len}",
+                    f"{trials[index].cell.output_len}",
+                    number(trials[index].request_rate),
+                    *_serve_cells(trials[index]),
+                    _state(trials[index]),
                 ]
-                for place in ordered
+                for index in ordered
             ],
-            [rows[place] for place in ordered],
+            [rows[index] for index in ordered],
             _FIXED_BRIEF if view == chosen[0] else (),
             WHOLE_RUN,
         )
@@ -322,7 +322,7 @@ def about(trial: TrialRecord) -> dict[str, Any]:
     }
 
 
-# --- read-in results -------------------------------------------------------------------------------
+# --- imported results ------------------------------------------------------------------------------
 
 _IMPORTED_WORDS: Final = (
     "Figures as the measuring tool reported them; kvbench judged nothing. Unreported figures are "
@@ -341,9 +341,9 @@ def imported_table(run: RunFolder) -> Table:
     for trial in trials:
         settings, source = trial.engine.get("settings") or {}, trial.engine.get("source") or {}
         lines = dict.fromkeys((source.get("line"), source.get("last_line")))
-        place = f"{source.get('file')}:{'-'.join(str(line) for line in lines)}"
-        values, asked = serve_values(trial), {axis: settings.get(axis) for axis in axes}
-        rows.append({**about(trial), **asked, **values, "source": place})
+        source_lines = f"{source.get('file')}:{'-'.join(str(line) for line in lines)}"
+        values, varied = serve_values(trial), {axis: settings.get(axis) for axis in axes}
+        rows.append({**about(trial), **varied, **values, "source": source_lines})
         counts = [_count(values[key]) for key in ("completed", "failed")]
         tokens = [_count(values[key]) for key in ("total_input_tokens", "total_output_tokens")]
         rates = [number(values[f"{key}_throughput"]) for key in ("request", "output", "total_token")]
@@ -352,11 +352,11 @@ def imported_table(run: RunFolder) -> Table:
                 trial.cell.connector,
                 f"{trial.cell.input_len}",
                 f"{trial.cell.output_len}",
-                *("–" if asked[axis] is None else str(asked[axis]) for axis in axes),
+                *("–" if varied[axis] is None else str(varied[axis]) for axis in axes),
                 number(trial.request_rate or None),
                 *[*counts, number(values["duration_s"]), *tokens, *rates],
                 *(_figures(values, latency) for latency in (*_LATENCIES, "e2el")),
-                place,
+                source_lines,
             ]
         )
     header = ["connector", "input", "output", *axes, "offered req/s", *_IMPORTED_HEADER, "source"]

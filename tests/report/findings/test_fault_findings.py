@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.report.findings.findings import ENOUGH, chance, statements
+from kvbench.report.findings.findings import MIN_REPEATS, separation_p_value, statements
 from kvbench.results.run import load_run
 
 CHAOS = Path(__file__).parents[3] / "results/reference/chaos"
@@ -38,8 +38,8 @@ def repeated(path: Path, repeats: int, lost: Callable[[str, str, int], float]) -
 
 
 def test_the_level_is_that_of_the_rank_sum_test() -> None:
-    assert (chance(3, 3), chance(4, 4)) == (pytest.approx(0.1), pytest.approx(2 / 70))
-    assert ENOUGH == 4
+    assert (separation_p_value(3, 3), separation_p_value(4, 4)) == (pytest.approx(0.1), pytest.approx(2 / 70))
+    assert MIN_REPEATS == 4
 
 
 def test_a_difference_in_every_repeat_is_told_and_the_rest_is_not(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kvbench.core.records import Finding
 from kvbench.core.transfers.records import TransferRecord
 from kvbench.errors import StoreError
 from kvbench.report.findings.ahead import rate_pairs
-from kvbench.report.findings.findings import as_notes, by_kind, refused, statements
+from kvbench.report.findings.findings import as_notes, by_kind, refusals, statements
 from kvbench.report.findings.transfers import transfer_statements
 from kvbench.report.report import report_markdown
 from kvbench.report.sections.build import build
@@ -125,7 +125,7 @@ def test_a_trial_refused_for_several_reasons_is_one_trial() -> None:
     one = next(trial for trial in run.trials if trial.verdict == "invalid")
     late = next(finding for finding in one.findings if finding.level == "invalid")
     one.findings += [replace(late, gate="host_starved"), replace(late, gate="host_starved")]
-    (said,) = refused(run)
+    (said,) = refusals(run)
     assert "(client_limited 2, host_starved 1; some for several reasons)" in said.text
     assert list(said.evidence) == ["client_limited", "host_starved"]
 

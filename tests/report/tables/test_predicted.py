@@ -9,7 +9,7 @@ import pytest
 from sample_run import make_run
 
 from kvbench.files import read_object, write_json
-from kvbench.report.findings.ahead import answer_text, parted, rate_pairs
+from kvbench.report.findings.ahead import answer_text, group_pairs, rate_pairs
 from kvbench.report.findings.notes import ahead, notes
 from kvbench.report.notebook.frames import cells
 from kvbench.report.tables.result import Row, summary_table
@@ -52,7 +52,7 @@ def test_every_number_of_an_unfit_profile_is_marked(folder: Path) -> None:
 
 def test_no_winner_is_named_by_a_marked_prediction(folder: Path) -> None:
     _, rows = rows_of(folder, status="unfit")
-    assert not parted(rate_pairs(rows)).ordered
+    assert not group_pairs(rate_pairs(rows)).ordered
     for text in (*ahead(rows), answer_text(rows)):
         assert "no winner" in text
         assert "×" not in text

@@ -22,7 +22,7 @@ from kvbench.errors import NewerSchemaError, StoreError
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.report.findings.transfers import answers
 from kvbench.report.report import write_report
-from kvbench.report.tables.transfers import HEADER, flat_row, tabled
+from kvbench.report.tables.transfers import HEADER, build_cases, flat_row
 from kvbench.results.parquet import TRANSFERS, read_transfers
 from kvbench.results.run import RunFolder, load_run
 from kvbench.results.store import RunInfo, RunStore
@@ -155,7 +155,7 @@ def test_a_note_of_every_row_marks_none() -> None:
     for row in rows:
         row.warnings = [TransferWarning("machine_busy", "the load average was 9", "wait")]
     rows[0].warnings.append(TransferWarning("few_repeats", "3 calls only", "--seconds"))
-    table = tabled(rows)
+    table = build_cases(rows)
     assert table.footnotes == ("every row: the load average was 9 → wait", "1. 3 calls only → --seconds")
     assert table.table.marks[:8] == [(1,), *[()] * 7]
 
@@ -166,7 +166,7 @@ def test_notes_that_differ_in_numbers_only_are_one_with_the_range() -> None:
         rows, ("only 9 calls in 5.06 s", "only 18 calls in 5.05 s", "nic3 idle"), strict=False
     ):
         row.warnings = [TransferWarning("few_repeats", text)]
-    table = tabled(rows)
+    table = build_cases(rows)
     assert table.footnotes == ("1. only 9–18 calls in 5.05–5.06 s", "2. nic3 idle")
     assert table.table.marks[:3] == [(1,), (1,), (2,)]
 
@@ -174,7 +174,7 @@ def test_notes_that_differ_in_numbers_only_are_one_with_the_range() -> None:
 def test_equal_causes_are_told_once() -> None:
     cases = build(Axes(backends=("tcp",)), MOVERS).cases
     rows = [TransferRecord(case, "error", "the peer is gone", ["E1121 connection reset"]) for case in cases]
-    (line,) = tabled(rows).errors
+    (line,) = build_cases(rows).errors
     assert line == "tcp, write 4 KiB × 1 and 7 more: the peer is gone (library: E1121 connection reset)"
 
 
