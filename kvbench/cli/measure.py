@@ -383,7 +383,7 @@ def chaos(
         if place.status is not None:
             return place.status
         if resume is not None:
-            return running.resumed(resume, shown, force=force, lab=place.lab)
+            return running.resume_run(resume, shown, force=force, lab=place.lab)
         held, times = _held(rate, from_, share, deadline), FaultTimes(before, down, after)
         asked = running.ChaosOptions(held, tuple(fault or ()), times, repeats, place.lab)
         return running.command(options, asked, output, shown, only_plan=plan)
@@ -415,7 +415,7 @@ def soak(
 
     shown = console(as_json=json_)
     if resume is not None:
-        return running.resumed(resume, shown, force=force)
+        return running.resume_run(resume, shown, force=force)
     asked = running.SoakOptions(_held(rate, from_, share, deadline), hours * 3600.0, window)
     return running.command(options, asked, output, shown)
 

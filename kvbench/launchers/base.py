@@ -54,7 +54,7 @@ class Process(Protocol):
         """Exit status, or None while it runs."""
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM."""
 
     def kill(self) -> None:
         """Kill it and its whole group."""

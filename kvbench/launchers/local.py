@@ -49,8 +49,8 @@ class LocalPlace:
         return None
 
     def forget(self, path: Path) -> None:
-        for each in path.parent.glob(f"{path.name}*"):
-            each.unlink(missing_ok=True)
+        for match in path.parent.glob(f"{path.name}*"):
+            match.unlink(missing_ok=True)
 
     def require_free(self, address: str, ports: Sequence[tuple[str, int]]) -> None:
         for name, port in ports:
@@ -73,7 +73,7 @@ _BLOCK: Final = 4096
 
 
 class Logged(Protocol):
-    """A writer of a log, whose path may change."""
+    """A writer of a log; the log's path may change."""
 
     @property
     def log_path(self) -> Path: ...

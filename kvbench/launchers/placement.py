@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it imports httpx, which takes 0.1 s
     from kvbench.launchers.agents.channel import Channel
     from kvbench.launchers.agents.remote import Fleet
 
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class ChosenNodes(Protocol):
@@ -46,12 +46,12 @@ class Nodes(ChosenNodes, Protocol):
         """Release the nodes."""
 
 
-def allocated(scenario: Scenario, run_tag: str, tell: Tell) -> tuple[Scenario, Fleet]:
-    """Return the scenario with its hosts, and their fleet, which releases the nodes when closed. ``tell``:
+def allocated(scenario: Scenario, run_tag: str, notify: Notify) -> tuple[Scenario, Fleet]:
+    """Return the scenario with its hosts, and their fleet, which releases the nodes when closed. ``notify``:
     reports reasons to wait. Raises LaunchError."""
     from kvbench.launchers.agents.remote import Fleet
 
-    nodes = _nodes(scenario.deployment, run_tag, tell)
+    nodes = _nodes(scenario.deployment, run_tag, notify)
     try:
         nodes.open()
         deployment = placed_on(scenario.deployment, nodes)
@@ -62,17 +62,17 @@ def allocated(scenario: Scenario, run_tag: str, tell: Tell) -> tuple[Scenario, F
     return placed, Fleet(deployment, run_tag, nodes.channel, nodes.close)
 
 
-def _nodes(deployment: Deployment, run_tag: str, tell: Tell) -> Nodes:
+def _nodes(deployment: Deployment, run_tag: str, notify: Notify) -> Nodes:
     loadgen_only = not deployment.engine_options.starts_processes
     if deployment.launcher == "slurm":
         from kvbench.launchers.slurm import SlurmJob
 
         instances = (deployment.prefill.instances, deployment.decode.instances)
         options = deployment.slurm or SlurmOptions()
-        return SlurmJob(options, instances, run_tag, tell, loadgen_only=loadgen_only)
+        return SlurmJob(options, instances, run_tag, notify, loadgen_only=loadgen_only)
     from kvbench.launchers.ray import RayNodesOf
 
-    return RayNodesOf(deployment.ray or RayOptions(), run_tag, tell, loadgen_only=loadgen_only)
+    return RayNodesOf(deployment.ray or RayOptions(), run_tag, notify, loadgen_only=loadgen_only)
 
 
 def placed_on(deployment: Deployment, nodes: ChosenNodes) -> Deployment:
@@ -105,27 +105,27 @@ def _host_options(options: SlurmOptions | RayOptions, roles: list[str]) -> dict[
     if options.workdir:
         values["workdir"] = options.workdir
     for name in ("nics", "devices"):
-        own = [getattr(wanted, name) for role in roles if (wanted := getattr(options, role, None))]
-        values[name] = next(filter(None, own), everywhere.get(name, ()))
+        by_role = [getattr(wanted, name) for role in roles if (wanted := getattr(options, role, None))]
+        values[name] = next(filter(None, by_role), everywhere.get(name, ()))
     return values
 
 
 class Places:
     """Context manager for shared resources of a run's launchers, such as connections. ``scenario``: with all
-    hosts after ``open``. ``tell``: reports reasons to wait."""
+    hosts after ``open``. ``notify``: reports reasons to wait."""
 
     def __init__(
-        self, scenario: Scenario, run_tag: str, tell: Callable[[str], None] = lambda words: None
+        self, scenario: Scenario, run_tag: str, notify: Callable[[str], None] = lambda words: None
     ) -> None:
         self.scenario = scenario
         self.run_tag = run_tag
-        self._tell = tell
+        self._notify = notify
         self._fleet: Fleet | None = None
 
     def open(self) -> None:
         if self.scenario.deployment.launcher == "local" or self._fleet is not None:
             return
-        self.scenario, fleet = fleet_with(self.scenario, self.run_tag, self._tell)
+        self.scenario, fleet = fleet_with(self.scenario, self.run_tag, self._notify)
         try:
             fleet.require()
         except BaseException:
@@ -164,8 +164,8 @@ class Places:
             self._fleet.require()
         except KvbenchError:
             return None  # its start will show it
-        for each in planned.instances:
-            for host in deployment.nodes_of(each.name):
+        for instance in planned.instances:
+            for host in deployment.nodes_of(instance.name):
                 problem = self._fleet[host].ask(
                     "unusable",
                     120.0,
@@ -194,13 +194,13 @@ class Places:
         if not options.asks_version:
             return scenario
         host = deployment.roles.host_of("prefill-0")
-        asked = {"engine": deployment.engine, "options": options.model_dump_json()}
+        request = {"engine": deployment.engine, "options": options.model_dump_json()}
         try:
-            version = str(fleet[host].ask("engine_version", 150.0, **asked)["version"])
+            version = str(fleet[host].ask("engine_version", 150.0, **request)["version"])
         except KvbenchError:
             return scenario  # ``unusable`` reports the problem
-        known = deployment.model_copy(update={"engine_options": options.with_version(version)})
-        return scenario.model_copy(update={"deployment": known})
+        updated = deployment.model_copy(update={"engine_options": options.with_version(version)})
+        return scenario.model_copy(update={"deployment": updated})
 
     def __enter__(self) -> Places:
         return self
@@ -210,7 +210,7 @@ class Places:
 
 
 def fleet_with(
-    scenario: Scenario, run_tag: str, tell: Callable[[str], None] = lambda words: None
+    scenario: Scenario, run_tag: str, notify: Callable[[str], None] = lambda words: None
 ) -> tuple[Scenario, Fleet]:
     """Return the scenario with all hosts, and their unconnected fleet. Waits for a scheduler's nodes; closing
     the fleet releases them. Raises InputError for a scenario without remote hosts, LaunchError."""
@@ -220,7 +220,7 @@ def fleet_with(
         )
     if scenario.deployment.launcher == "ssh":
         return scenario, fleet_of(scenario, run_tag)
-    return allocated(scenario, run_tag, tell)
+    return allocated(scenario, run_tag, notify)
 
 
 def fleet_of(scenario: Scenario, run_tag: str) -> Fleet:

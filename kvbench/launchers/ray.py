@@ -85,8 +85,8 @@ def _fits(bundle: Bundle, node: Mapping[str, Any]) -> bool:
     )
 
 
-def listed(nodes: Sequence[Mapping[str, Any]]) -> str:
-    words = []
+def describe_nodes(nodes: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
     for node in nodes:
         if node.get("Alive", node.get("alive")):
             amounts = [
@@ -94,8 +94,8 @@ def listed(nodes: Sequence[Mapping[str, Any]]) -> str:
                 for name, amount in sorted(node.get("Resources", {}).items())
                 if not name.startswith(("node:", "object_store_memory", "memory", "accelerator_type:"))
             ]
-            words.append(f"{node.get('NodeName') or node.get('NodeManagerAddress')}: {', '.join(amounts)}")
-    return "; ".join(words) or "no nodes"
+            lines.append(f"{node.get('NodeName') or node.get('NodeManagerAddress')}: {', '.join(amounts)}")
+    return "; ".join(lines) or "no nodes"
 
 
 def unique_names(nodes: Mapping[str, str]) -> dict[str, str]:
@@ -112,12 +112,12 @@ WAIT_S: Final = 1.0
 
 
 def problem() -> str:
-    """What is missing for Ray on this machine, or ""."""
+    """Return what is missing for Ray on this machine, or ""."""
     return "" if importlib.util.find_spec("ray") else "Ray is not installed here"
 
 
 class RayNodesOf:
-    """Context manager: nodes of one run by role. ``tell``: reports reasons to wait. Raises
+    """Context manager: nodes of one run by role. ``notify``: reports reasons to wait. Raises
     MissingLibraryError without Ray; LaunchError without a cluster, for other versions of Ray or Python, or
     without nodes within ``options.wait_s``."""
 
@@ -125,14 +125,14 @@ class RayNodesOf:
         self,
         options: RayOptions,
         run_tag: str,
-        tell: Callable[[str], None] = lambda words: None,
+        notify: Callable[[str], None] = lambda words: None,
         *,
         loadgen_only: bool = False,
     ) -> None:
         self.hosts: Mapping[str, tuple[str, ...]] = {}
         self._options = options
         self._run_tag = run_tag
-        self._tell = tell
+        self._notify = notify
         self._bundles = bundles_of(options, loadgen_only=loadgen_only)
         self._group: Any = None
         self._bundle_of: dict[str, int] = {}
@@ -221,52 +221,52 @@ class RayNodesOf:
         import ray
         from ray.util import placement_group, placement_group_table
 
-        more: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         if any(bundle.labels for bundle in self._bundles):
             if "bundle_label_selector" not in inspect.signature(placement_group).parameters:
                 raise LaunchError(
                     f"Ray {ray.__version__} cannot choose nodes by labels",
                     hint="request custom resources under deployment.ray, or install a newer Ray",
                 )
-            more["bundle_label_selector"] = [dict(bundle.labels) for bundle in self._bundles]
+            options["bundle_label_selector"] = [dict(bundle.labels) for bundle in self._bundles]
         spread = self._options.spread
         self._group = placement_group(
             [dict(bundle.resources) for bundle in self._bundles],
             strategy="STRICT_SPREAD" if spread else "PACK",
-            **more,
+            **options,
         )
         self._wait_reserved()
-        landed = placement_group_table(self._group)["bundles_to_node_id"]
+        node_ids = placement_group_table(self._group)["bundles_to_node_id"]
         nodes = {str(node["NodeID"]): node for node in ray.nodes()}
-        here = [str(landed[index]) for index in range(len(self._bundles))]
+        placed_nodes = [str(node_ids[index]) for index in range(len(self._bundles))]
         names = unique_names(
             {
                 node: str(nodes[node].get("NodeName") or nodes[node]["NodeManagerAddress"])
-                for node in dict.fromkeys(here)
+                for node in dict.fromkeys(placed_nodes)
             }
         )
-        for index, node in enumerate(here):
+        for index, node in enumerate(placed_nodes):
             self._bundle_of.setdefault(names[node], index)
             self._addresses[names[node]] = str(nodes[node]["NodeManagerAddress"])
-        self.hosts = placed(self._bundles, [names[node] for node in here])
+        self.hosts = placed(self._bundles, [names[node] for node in placed_nodes])
 
     def _wait_reserved(self) -> None:
         import ray
 
         began = time.monotonic()
-        last = ""
+        last_reason = ""
         while not self._group.wait(timeout_seconds=WAIT_S):
             waited_s = time.monotonic() - began
             nodes = ray.nodes()
             lacking = missing(self._bundles, nodes, spread=self._options.spread)
-            words = "; ".join(lacking) or "the cluster has the requested resources, but they are in use"
-            if words != last:
-                last = words
-                self._tell(f"Ray: {words}")
+            reason = "; ".join(lacking) or "the cluster has the requested resources, but they are in use"
+            if reason != last_reason:
+                last_reason = reason
+                self._notify(f"Ray: {reason}")
             if waited_s > self._options.wait_s:
                 raise LaunchError(
-                    f"the Ray cluster has not granted the request in {waited_s:.0f} s: {words} "
-                    f"(it has {listed(nodes)})",
+                    f"the Ray cluster has not granted the request in {waited_s:.0f} s: {reason} "
+                    f"(it has {describe_nodes(nodes)})",
                     hint="start nodes with `ray start --address=… --resources='{\"NAME\": 1}'`, request "
                     "less in deployment.ray, or raise deployment.ray.wait_s",
                 )
@@ -276,12 +276,12 @@ class RayNodesOf:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         wanted: Bundle = self._bundles[bundle]
-        own = {name: amount for name, amount in wanted.resources.items() if name not in ("CPU", "GPU")}
+        custom = {name: amount for name, amount in wanted.resources.items() if name not in ("CPU", "GPU")}
         remote = ray.remote(concurrency_groups={"send": 1, "receive": 1})(agent_actor())
         return remote.options(
             num_cpus=wanted.resources.get("CPU", 0),
             num_gpus=wanted.resources.get("GPU", 0),
-            resources=own,
+            resources=custom,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=self._group, placement_group_bundle_index=bundle

@@ -1,4 +1,4 @@
-"""Hosts from Slurm: one job per run, and a step per node whose stdin and stdout are a channel.
+"""Hosts from Slurm: one job per run, and a step per node with its stdin and stdout as a channel.
 
 The job is new, or existing (``deployment.slurm.job``, or kvbench runs inside it). A new job is owned by
 ``launchers/parts/slurm_guard.py``, which cancels it when kvbench is gone; steps end with their agents, which
@@ -56,7 +56,7 @@ def problem() -> str:
 
 
 class SlurmJob:
-    """Context manager: the allocation of one run, and its nodes by role. ``tell``: reports each new reason to
+    """Context manager: the allocation of one run, and its nodes by role. ``notify`` gets each new reason to
     wait. Raises LaunchError without Slurm, or if the job is refused, ends or waits too long;
     KeyboardInterrupt cancels it."""
 
@@ -65,7 +65,7 @@ class SlurmJob:
         options: SlurmOptions,
         instances: tuple[int, int],
         run_tag: str,
-        tell: Callable[[str], None] = lambda words: None,
+        notify: Callable[[str], None] = lambda words: None,
         *,
         loadgen_only: bool = False,
     ) -> None:
@@ -73,11 +73,11 @@ class SlurmJob:
         self._options = options
         self._instances = instances
         self._run_tag = run_tag
-        self._tell = tell
+        self._notify = notify
         self._groups = groups_of(options, loadgen_only=loadgen_only)
         self._name = f"kvbench-{run_tag}"
         self._guard: subprocess.Popen[bytes] | None = None
-        self._said: deque[str] = deque(maxlen=TAIL_LINES)
+        self._stderr_lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._listener: threading.Thread | None = None
         self._components: list[Component] = []
         self._of_node: dict[str, Component] = {}
@@ -107,10 +107,10 @@ class SlurmJob:
         given = self._options.job or os.environ.get("SLURM_JOB_ID", "")
         if given:
             # Inside a component, the number of the whole is another variable.
-            self._components = self._shown(self._options.job or os.environ.get("SLURM_HET_JOB_ID_0") or given)
+            self._components = self._parts(self._options.job or os.environ.get("SLURM_HET_JOB_ID_0") or given)
             self._require_running()
         else:
-            self._components = self._allocated()
+            self._components = self._allocate()
         self._place()
 
     def channel(self, node: str, command: str) -> PipeChannel:
@@ -123,7 +123,7 @@ class SlurmJob:
 
     def address(self, node: str) -> str:
         """Address of a node in Slurm, resolved to an IP address unless it is this node's loopback."""
-        pairs = parse_pairs(_called(["scontrol", "--oneliner", "show", "node", node]).split("\n")[0])
+        pairs = parse_pairs(_output_of(["scontrol", "--oneliner", "show", "node", node]).split("\n")[0])
         name = pairs.get("NodeAddr") or node
         with contextlib.suppress(OSError):
             found = socket.gethostbyname(name)
@@ -141,15 +141,15 @@ class SlurmJob:
         try:
             guard.wait(END_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            self._tell(f"Slurm does not answer; if the job is still there: scancel --name={self._name}")
+            self._notify(f"Slurm does not answer; if the job is still there: scancel --name={self._name}")
             guard.kill()
             guard.wait()
         if self._listener is not None:
             self._listener.join(2.0)
 
-    # -- a job of our own ---------------------------------------------------------------------------
+    # -- a job of kvbench ---------------------------------------------------------------------------
 
-    def _allocated(self) -> list[Component]:
+    def _allocate(self) -> list[Component]:
         command = salloc_command(self._options, self._groups, self._name)
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", _GUARD, self._name, *command],
@@ -160,26 +160,26 @@ class SlurmJob:
         )
         self._listener = threading.Thread(target=self._listen, args=(self._guard,), daemon=True)
         self._listener.start()
-        began = heard = time.monotonic()
+        began = answered_s = time.monotonic()
         last = ""
         while True:
             now = time.monotonic()
             try:
-                queued, heard = self._queued(), now
+                queued, answered_s = self._queued(), now
             except LaunchError:  # a restarting controller does not respond for a while
-                if now - heard > SILENT_S:
+                if now - answered_s > SILENT_S:
                     raise
                 queued = []
-            if queued and all(each.state == "RUNNING" for each in queued):
-                return self._shown(queued[0].job_id.split("+")[0])
-            waits = next((each for each in queued if each.state != "RUNNING"), None)
-            if waits is not None and waits.words() != last:
-                last = waits.words()
-                self._tell(last)
+            if queued and all(job.state == "RUNNING" for job in queued):
+                return self._parts(queued[0].job_id.split("+")[0])
+            pending = next((job for job in queued if job.state != "RUNNING"), None)
+            if pending is not None and pending.words() != last:
+                last = pending.words()
+                self._notify(last)
             if self._guard.poll() is not None:
                 self._listener.join(2.0)
                 raise LaunchError(
-                    f"Slurm grants no job: {' | '.join(self._said) or 'salloc ended'}",
+                    f"Slurm grants no job: {' | '.join(self._stderr_lines) or 'salloc ended'}",
                     hint="check the options under deployment.slurm; `sinfo` shows partitions and features",
                 )
             if now - began > self._options.pending_timeout_s:
@@ -196,28 +196,28 @@ class SlurmJob:
         with guard.stderr as pipe:
             for line in pipe:
                 if text := line.decode("utf-8", "replace").strip():
-                    self._said.append(text.removeprefix("salloc: ").removeprefix("error: "))
+                    self._stderr_lines.append(text.removeprefix("salloc: ").removeprefix("error: "))
 
     def _queued(self) -> list[Queued]:
-        mine = [f"--name={self._name}", f"--user={os.getuid()}", f"--format={SQUEUE_FORMAT}"]
-        return parse_squeue(_called(["squeue", "--noheader", *mine]))
+        selection = [f"--name={self._name}", f"--user={os.getuid()}", f"--format={SQUEUE_FORMAT}"]
+        return parse_squeue(_output_of(["squeue", "--noheader", *selection]))
 
     # -- its nodes ----------------------------------------------------------------------------------
 
-    def _shown(self, job_id: str) -> list[Component]:
-        return parse_job(_called(["scontrol", "--oneliner", "show", "job", job_id]))
+    def _parts(self, job_id: str) -> list[Component]:
+        return parse_job(_output_of(["scontrol", "--oneliner", "show", "job", job_id]))
 
     def _require_running(self) -> None:
-        for each in self._components:
-            if each.state != "RUNNING":
+        for part in self._components:
+            if part.state != "RUNNING":
                 raise LaunchError(
-                    f"{each.words()}: it cannot be measured on", hint="name another in deployment.slurm.job"
+                    f"{part.words()}: it cannot be measured on", hint="name another in deployment.slurm.job"
                 )
 
     def _place(self) -> None:
         nodes = []
         for component in self._components:
-            names = _called(["scontrol", "show", "hostnames", component.node_list]).split()
+            names = _output_of(["scontrol", "show", "hostnames", component.node_list]).split()
             nodes.append(names)
             self._of_node |= dict.fromkeys(names, component)
         groups = self._groups
@@ -227,7 +227,7 @@ class SlurmJob:
             else:
                 raise LaunchError(
                     f"the Slurm job {self.job_id} has {len(nodes)} parts, and the scenario requires "
-                    f"{len(groups)}: {'; '.join(' and '.join(each.roles) for each in groups)}",
+                    f"{len(groups)}: {'; '.join(' and '.join(group.roles) for group in groups)}",
                     hint="give nodes per role under deployment.slurm to match the job's parts",
                 )
         self.hosts = placed(groups, nodes, *self._instances)
@@ -237,10 +237,10 @@ class SlurmJob:
         deadline = time.monotonic() + SETTLE_S
         while True:
             try:
-                shown = self._shown(component.job_id)
+                shown = self._parts(component.job_id)
             except LaunchError as error:
                 return error.message
-            found = next((each for each in shown if each.job_id == component.job_id), shown[0])
+            found = next((candidate for candidate in shown if candidate.job_id == component.job_id), shown[0])
             if found.state != "COMPLETING" or time.monotonic() > deadline:
                 return found.words() if found.state in ENDED else ""
             time.sleep(POLL_S)
@@ -260,7 +260,7 @@ class _Step(PipeChannel):
         return f"{words}; {state}" if state else words
 
 
-def _called(command: Sequence[str]) -> str:
+def _output_of(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=CALL_DEADLINE_S, text=True

@@ -45,27 +45,27 @@ def ssh_library() -> Any:
     return asyncssh
 
 
-def by_hand(name: str, wanted: Ssh) -> str:
-    words = ["ssh"]
-    words += [f"-F {wanted.config}"] if wanted.config else []
-    words += [f"-o UserKnownHostsFile={wanted.known_hosts}"] if wanted.known_hosts else []
-    words += [f"-i {wanted.key}"] if wanted.key else []
-    words += [f"-p {wanted.port}"] if wanted.port else []
-    words.append(f"{wanted.user}@{wanted.host or name}" if wanted.user else wanted.host or name)
-    return " ".join(words)
+def by_hand(name: str, ssh: Ssh) -> str:
+    parts = ["ssh"]
+    parts += [f"-F {ssh.config}"] if ssh.config else []
+    parts += [f"-o UserKnownHostsFile={ssh.known_hosts}"] if ssh.known_hosts else []
+    parts += [f"-i {ssh.key}"] if ssh.key else []
+    parts += [f"-p {ssh.port}"] if ssh.port else []
+    parts.append(f"{ssh.user}@{ssh.host or name}" if ssh.user else ssh.host or name)
+    return " ".join(parts)
 
 
-def explained(error: Exception, name: str, wanted: Ssh) -> LaunchError:
+def connection_error(error: Exception, name: str, ssh: Ssh) -> LaunchError:
     """Create the error for a failed connection, with a hint."""
     asyncssh = ssh_library()
-    port = wanted.port or DEFAULT_PORT
-    where = f"{name} ({wanted.host or name}:{port})"
-    trying = f"try it by hand: {by_hand(name, wanted)} true"
+    port = ssh.port or DEFAULT_PORT
+    where = f"{name} ({ssh.host or name}:{port})"
+    trying = f"try it by hand: {by_hand(name, ssh)} true"
     if isinstance(error, asyncssh.HostKeyNotVerifiable):
-        return _unverified(name, wanted, port)
+        return _unverified(name, ssh, port)
     if isinstance(error, asyncssh.PermissionDenied):
-        user = wanted.user or getpass.getuser()
-        key = wanted.key or "the keys of ~/.ssh and of the ssh agent"
+        user = ssh.user or getpass.getuser()
+        key = ssh.key or "the keys of ~/.ssh and of the ssh agent"
         return LaunchError(
             f"{where} refuses the login of {user} with {key}",
             hint=f"put its public half into ~{user}/.ssh/authorized_keys there, or set ssh.user and ssh.key; "
@@ -73,7 +73,7 @@ def explained(error: Exception, name: str, wanted: Ssh) -> LaunchError:
         )
     if isinstance(error, (asyncssh.KeyImportError, asyncssh.KeyEncryptionError)):
         return LaunchError(
-            f"the key {wanted.key} for {where} cannot be used: {error}",
+            f"the key {ssh.key} for {where} cannot be used: {error}",
             hint="give an OpenSSH private key; one with a passphrase goes into the ssh agent: ssh-add",
         )
     if isinstance(error, FileNotFoundError):
@@ -86,7 +86,7 @@ def explained(error: Exception, name: str, wanted: Ssh) -> LaunchError:
         )
     if isinstance(error, (asyncio.TimeoutError, FutureTimeoutError, TimeoutError)):
         return LaunchError(
-            f"{where} did not answer within {wanted.connect_timeout_s:g} s",
+            f"{where} did not answer within {ssh.connect_timeout_s:g} s",
             hint=f"is it up, and no firewall in between? {trying}",
         )
     if isinstance(error, MissingLibraryError):
@@ -94,11 +94,11 @@ def explained(error: Exception, name: str, wanted: Ssh) -> LaunchError:
     return LaunchError(f"no ssh connection to {where}: {str(error) or type(error).__name__}", hint=trying)
 
 
-def _unverified(name: str, wanted: Ssh, port: int) -> LaunchError:
+def _unverified(name: str, ssh: Ssh, port: int) -> LaunchError:
     """Create the error for a failed host key check: unknown host, or changed key."""
     asyncssh = ssh_library()
-    path = Path(wanted.known_hosts or "~/.ssh/known_hosts").expanduser()
-    host = wanted.host or name
+    path = Path(ssh.known_hosts or "~/.ssh/known_hosts").expanduser()
+    host = ssh.host or name
     known: tuple[Any, ...] = ()
     with contextlib.suppress(OSError, ValueError):
         known = asyncssh.read_known_hosts(str(path)).match(host, host, port)
@@ -107,11 +107,11 @@ def _unverified(name: str, wanted: Ssh, port: int) -> LaunchError:
         return LaunchError(
             f"{name} has a different key than in {path}: it was reinstalled, or another machine answers",
             hint=f"if you know that it was reinstalled: ssh-keygen -f {path} -R '{shown}', then connect once "
-            f"by hand: {by_hand(name, wanted)}",
+            f"by hand: {by_hand(name, ssh)}",
         )
     return LaunchError(
         f"{name} is not in {path}, so its identity cannot be verified",
-        hint=f"connect once by hand and compare its key's fingerprint: {by_hand(name, wanted)}",
+        hint=f"connect once by hand and compare its key's fingerprint: {by_hand(name, ssh)}",
     )
 
 
@@ -138,7 +138,7 @@ class SshChannel:
         self._connection = connection
         self._process = process
         self._inbox = Inbox(host)
-        self._said: deque[str] = deque(maxlen=TAIL_LINES)
+        self._stderr_lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._closing = False
         self._reading = asyncio.run_coroutine_threadsafe(self._read(), loop)
 
@@ -155,7 +155,7 @@ class SshChannel:
         except FutureTimeoutError:
             sent.cancel()
             raise self._inbox.stuck() from None
-        except Exception as error:  # asyncssh's own and the system's: whatever it is, the line did not go
+        except Exception as error:  # asyncssh's or the system's: the line was not sent
             why = self._inbox.ended or f"the connection to {self.host} was lost: {error}"
             raise ChannelClosedError(why) from error
 
@@ -184,22 +184,22 @@ class SshChannel:
             await asyncio.wait_for(self._process.wait_closed(), 2.0)
             await asyncio.wait_for(err, 1.0)
         except Exception as error:  # the connection was lost, in one of asyncssh's many ways
-            self._said.append(str(error) or type(error).__name__)
+            self._stderr_lines.append(str(error) or type(error).__name__)
         finally:
             err.cancel()
             status = self._process.exit_status
             self._inbox.finish(
                 f"the connection to {self.host} was lost"
-                + "".join(f": {text}" for text in [*self._said][-1:])
+                + "".join(f": {text}" for text in [*self._stderr_lines][-1:])
                 if status is None
-                else ended_words(self.host, status, list(self._said))
+                else ended_words(self.host, status, list(self._stderr_lines))
             )
 
     async def _read_err(self) -> None:
         with contextlib.suppress(Exception):
             async for line in self._process.stderr:
                 if text := line.decode("utf-8", "replace").strip():
-                    self._said.append(text)
+                    self._stderr_lines.append(text)
 
     async def _close(self) -> None:
         with contextlib.suppress(Exception):
@@ -219,25 +219,25 @@ class SshConnections:
         self._thread = threading.Thread(target=self._loop.run_forever, name="ssh", daemon=True)
         self._thread.start()
 
-    def channel(self, name: str, wanted: Ssh, command: str) -> SshChannel:
+    def channel(self, name: str, ssh: Ssh, command: str) -> SshChannel:
         """Run ``command`` on the host ``name``. Raises LaunchError with a hint."""
-        connection = self._connected(name, wanted)
+        connection = self._open_connection(name, ssh)
 
         async def begin() -> asyncssh.SSHClientProcess[bytes]:
             return await connection.create_process(command, encoding=None)
 
         try:
-            process = self._run(begin(), wanted.connect_timeout_s)
+            process = self._run(begin(), ssh.connect_timeout_s)
         except Exception as error:
             self._disconnect(connection)
             raise LaunchError(
-                f"{name} accepts no command by ssh: {error}", hint=by_hand(name, wanted)
+                f"{name} accepts no command by ssh: {error}", hint=by_hand(name, ssh)
             ) from error
         return SshChannel(name, self._loop, connection, process)
 
-    def put(self, name: str, wanted: Ssh, source: Path, folder: str) -> str:
+    def put(self, name: str, ssh: Ssh, source: Path, folder: str) -> str:
         """Copy a file to a remote folder, created if missing; return its path there."""
-        connection = self._connected(name, wanted)
+        connection = self._open_connection(name, ssh)
 
         async def copy() -> str:
             async with connection.start_sftp_client() as sftp:
@@ -254,18 +254,18 @@ class SshConnections:
         finally:
             self._disconnect(connection)
 
-    def output(self, name: str, wanted: Ssh, command: str, deadline_s: float) -> tuple[int, str]:
+    def output(self, name: str, ssh: Ssh, command: str, deadline_s: float) -> tuple[int, str]:
         """Return a command's exit status and output with stderr. Raises LaunchError."""
-        connection = self._connected(name, wanted)
+        connection = self._open_connection(name, ssh)
 
-        async def ask() -> tuple[int, str]:
+        async def run_command() -> tuple[int, str]:
             # The end of a connection does not end the remote command.
             bounded = f"timeout -k 1 {deadline_s:g} sh -c {shlex.quote(command)} 2>&1"
             done = await connection.run(bounded, encoding="utf-8", errors="replace")
             return (-1 if done.exit_status is None else done.exit_status), str(done.stdout)
 
         try:
-            status, text = self._run(ask(), deadline_s + 2.0)
+            status, text = self._run(run_command(), deadline_s + 2.0)
         except FutureTimeoutError:
             raise LaunchError(f"{name}: {command!r} took longer than {deadline_s:g} s") from None
         except Exception as error:
@@ -305,39 +305,39 @@ class SshConnections:
         with contextlib.suppress(Exception):
             self._run(disconnect(), 2.0)
 
-    def _connected(self, name: str, wanted: Ssh) -> asyncssh.SSHClientConnection:
+    def _open_connection(self, name: str, ssh: Ssh) -> asyncssh.SSHClientConnection:
         library = ssh_library()
-        options = connect_options(wanted)
+        options = connect_options(ssh)
 
         async def connect() -> asyncssh.SSHClientConnection:
-            connection: asyncssh.SSHClientConnection = await library.connect(wanted.host or name, **options)
+            connection: asyncssh.SSHClientConnection = await library.connect(ssh.host or name, **options)
             return connection
 
         try:
-            return self._run(connect(), wanted.connect_timeout_s + 5.0)
+            return self._run(connect(), ssh.connect_timeout_s + 5.0)
         except Exception as error:
-            raise explained(error, name, wanted) from error
+            raise connection_error(error, name, ssh) from error
 
 
-def connect_options(wanted: Ssh) -> dict[str, Any]:
+def connect_options(ssh: Ssh) -> dict[str, Any]:
     """Options for asyncssh; unset ones come from ~/.ssh/config."""
     options: dict[str, Any] = {
-        "connect_timeout": wanted.connect_timeout_s,
-        "login_timeout": wanted.connect_timeout_s,
+        "connect_timeout": ssh.connect_timeout_s,
+        "login_timeout": ssh.connect_timeout_s,
         "keepalive_interval": KEEPALIVE_S,
         "keepalive_count_max": KEEPALIVES,
         "preferred_auth": "publickey,gssapi-with-mic,hostbased",  # a password cannot be typed
     }
-    if wanted.port is not None:
-        options["port"] = wanted.port
-    if wanted.user:
-        options["username"] = wanted.user
-    if wanted.key:
-        options["client_keys"] = [str(Path(wanted.key).expanduser())]
-    if wanted.known_hosts:
-        options["known_hosts"] = str(Path(wanted.known_hosts).expanduser())
-    if wanted.config:
-        options["config"] = [str(Path(wanted.config).expanduser())]
+    if ssh.port is not None:
+        options["port"] = ssh.port
+    if ssh.user:
+        options["username"] = ssh.user
+    if ssh.key:
+        options["client_keys"] = [str(Path(ssh.key).expanduser())]
+    if ssh.known_hosts:
+        options["known_hosts"] = str(Path(ssh.known_hosts).expanduser())
+    if ssh.config:
+        options["config"] = [str(Path(ssh.config).expanduser())]
     return options
 
 

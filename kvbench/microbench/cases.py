@@ -24,7 +24,7 @@ from kvbench.launchers.local import LocalLauncher
 from kvbench.microbench.options import Settings
 from kvbench.microbench.sides import (
     ANSWER_S,
-    Asked,
+    Request,
     Side,
     Team,
     Teams,
@@ -93,8 +93,8 @@ class CaseRun:
         self._pairs = transferplan.pairings(self.case, self.settings.seed)
         self._moves = transfer.get(self.case.backend).moves_bytes
         size = max(layout.nbytes for layout in self.team.layouts)
-        under_way = self.case.nbytes * self.case.threads * self.case.initiators * self.case.targets
-        self._call_s = max(self.settings.call_s, under_way / SLOWEST_BYTES_PER_S)
+        in_flight = self.case.nbytes * self.case.threads * self.case.initiators * self.case.targets
+        self._call_s = max(self.settings.call_s, in_flight / SLOWEST_BYTES_PER_S)
         self._repeats: int | None = None
         self._offered = False
         self._bytes_s = ANSWER_S + size / BYTES_PER_S
@@ -142,14 +142,14 @@ class CaseRun:
             self._offered = True
 
     def _to_targets(self, command: str, deadline_s: float) -> None:
-        asked: list[Asked] = []
+        requests: list[Request] = []
         for number, worker in enumerate(self.team.targets):
             blocks = [block for pair in self._pairs if pair.target == number for block in pair.remote]
-            asked.append((worker, command, {"blocks": pack_ids(blocks)}))
-        self.workers.ask(asked, deadline_s)
+            requests.append((worker, command, {"blocks": pack_ids(blocks)}))
+        self.workers.ask(requests, deadline_s)
 
     def _prepare(self) -> None:
-        asked: list[Asked] = []
+        requests: list[Request] = []
         for number, worker in enumerate(self.team.initiators):
             transfers = [
                 {
@@ -160,8 +160,8 @@ class CaseRun:
                 for pair in self._pairs
                 if pair.initiator == number
             ]
-            asked.append((worker, "prepare", {"op": self.case.op, "transfers": transfers}))
-        answers = self.workers.ask(asked, self._bytes_s + self._call_s)
+            requests.append((worker, "prepare", {"op": self.case.op, "transfers": transfers}))
+        answers = self.workers.ask(requests, self._bytes_s + self._call_s)
         self.record.prepare_s = statistics.median(s for answer in answers for s in answer["prepare_s"])
         self.record.descriptors = answers[0]["descriptors"]
         self.record.nbytes = answers[0]["nbytes"]
@@ -186,19 +186,19 @@ class CaseRun:
 
     def _run(self, limits: Limits) -> _Timed:
         """Run all transfers up to the limits, in rounds if the target must offer again."""
-        done, left = _Timed(), limits
+        done, remaining = _Timed(), limits
         while True:
             if self._repeats is not None and not self._offered:
                 self._offer()
-            done.add(self._round(replace(left, repeats=self._repeats)))
+            done.add(self._round(replace(remaining, repeats=self._repeats)))
             self._offered = False
-            left = replace(
+            remaining = replace(
                 limits,
                 seconds=limits.seconds - done.window_s,
                 min_calls=limits.min_calls - done.calls,
                 max_seconds=limits.max_seconds - done.window_s,
             )
-            over = left.seconds <= 0 and (left.min_calls <= 0 or left.max_seconds <= 0)
+            over = remaining.seconds <= 0 and (remaining.min_calls <= 0 or remaining.max_seconds <= 0)
             if self._repeats is None or over or done.calls >= limits.max_calls:
                 return done
 
@@ -219,14 +219,14 @@ class CaseRun:
         """Compare all blocks at their destination. Raises WorkerError for the first wrong byte."""
         if self.case.op == "write":
             self._to_targets("collect", self._bytes_s + self.settings.connect_s)
-        asked = [self._comparison(pair, generation) for pair in self._pairs]
+        calls = [self._comparison(pair, generation) for pair in self._pairs]
         # Answers arrive in order, so all pairs of all workers can be requested at once.
-        for answer, (worker, _, _) in zip(self.workers.ask(asked, self._bytes_s * 2), asked, strict=True):
+        for answer, (worker, _, _) in zip(self.workers.ask(calls, self._bytes_s * 2), calls, strict=True):
             if answer["difference"]:
                 self.record.verified = False
                 raise WorkerError(f"wrong bytes arrived at the {worker.name}: {answer['difference']}")
 
-    def _comparison(self, pair: Pairing, generation: int) -> Asked:
+    def _comparison(self, pair: Pairing, generation: int) -> Request:
         if self.case.op == "write":
             worker, side = self.team.targets[pair.target], side_number("initiator", pair.initiator)
             blocks, source = pair.remote, pair.local
@@ -333,10 +333,10 @@ class Microbench:
         record = TransferRecord(case, started_at=now.isoformat(timespec="seconds"), lab=self._settings.lab)
         record.nbytes = case.nbytes
         record.initiator_host, record.target_host = (side.name for side in self._sides.values())
-        far = all(side.launcher for side in self._sides.values())
+        remote = all(side.launcher for side in self._sides.values())
         try:
             # Other hosts have already reported missing libraries.
-            if reason := "" if far else skip_reason(case):
+            if reason := "" if remote else skip_reason(case):
                 record.status, record.error = "skipped", reason
                 return record
             if reason := self._too_large(case, room) or self._too_few_nics(case):
@@ -373,9 +373,9 @@ class Microbench:
     def _too_large(self, case: Case, room: int | None) -> str:
         if room is None or case.memory != "host":
             return ""
-        here = {name: not side.elsewhere for name, side in self._sides.items()}
-        needed = here["initiator"] * case.initiators * initiator_layout(case).nbytes
-        needed += here["target"] * case.targets * target_layout(case).nbytes
+        local = {name: not side.elsewhere for name, side in self._sides.items()}
+        needed = local["initiator"] * case.initiators * initiator_layout(case).nbytes
+        needed += local["target"] * case.targets * target_layout(case).nbytes
         if needed <= MEMORY_SHARE * room:
             return ""
         return f"its buffers need {needed:,} bytes, and {room:,} bytes of memory are free"
@@ -383,8 +383,8 @@ class Microbench:
     def _too_few_nics(self, case: Case) -> str:
         for name, side in self._sides.items():
             if case.nics and len(side.nics) < case.nics:
-                there = ", ".join(str(nic["name"]) for nic in side.nics) or "none"
-                return f"{case.nics} NICs are requested, but the {name} has {len(side.nics)}: {there}"
+                found = ", ".join(str(nic["name"]) for nic in side.nics) or "none"
+                return f"{case.nics} NICs are requested, but the {name} has {len(side.nics)}: {found}"
         return ""
 
     # --- judging
@@ -395,32 +395,32 @@ class Microbench:
         record.load_average = before["load"]
         record.line_rate_gb_per_s = self._line_rate(case, window)
         moved = nic_bytes(team.everyone, window)
-        asked = {role: [str(nic["name"]) for nic in side.nics[: case.nics]] for role, side in sides.items()}
+        wanted = {role: [str(nic["name"]) for nic in side.nics[: case.nics]] for role, side in sides.items()}
         little = 0.01 * record.calls * record.nbytes
         record.nic_bytes = {
             f"{role}:{name}": count
             for role, nics in moved.items()
             for name, count in nics.items()
-            if name in asked[role] or count > little
+            if name in wanted[role] or count > little
         }
-        ours = (record.initiator_cpu_s or 0.0) + (
+        workers_cpu_s = (record.initiator_cpu_s or 0.0) + (
             0.0 if sides["target"].elsewhere else record.target_cpu_s or 0.0
         )
         backend = transfer.get(case.backend)
-        seen = stats.CaseConditions(
+        conditions = stats.CaseConditions(
             cores=before["cores"],
             load_before=self._load,
-            others_cpu_s=after["host_cpu_s"] - before["host_cpu_s"] - ours,
+            others_cpu_s=after["host_cpu_s"] - before["host_cpu_s"] - workers_cpu_s,
             steal_s=after["steal_s"] - before["steal_s"],
             burst_bytes=self._settings.burst_bytes if case.nics else None,
             memcpy_gb_per_s=self._memcpy,
             moves_bytes=backend.moves_bytes,
             carried=moved,
-            asked=asked if backend.nics else {},
+            asked=wanted if backend.nics else {},
         )
         if case.backend == "memcpy":
             self._memcpy = max(self._memcpy or 0.0, record.gb_per_s or 0.0)
-        record.warnings = stats.warnings(record, seen)
+        record.warnings = stats.warnings(record, conditions)
 
     def _line_rate(self, case: Case, window: CounterWindow) -> float | None:
         """Line rate of the requested NICs of the slower side together, in GB/s."""

@@ -55,7 +55,7 @@ class CaseProgress:
 
     def on_stage(self, index: int, case: Case, stage: str) -> None:
         """Show progress within a case, as ``run_cases`` reports it."""
-        self._say_live(what=f"{case_text(case)}: {stage}")
+        self._update_bar(what=f"{case_text(case)}: {stage}")
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
@@ -64,27 +64,27 @@ class CaseProgress:
         """Show a finished case: failures at once, others only without a bar."""
         self._done += 1
         if record.status == "error":
-            self._say(f"{_where(record)}{case_text(record.case)}: {record.error}", "red")
+            self._print_line(f"{_pair_prefix(record)}{case_text(record.case)}: {record.error}", "red")
         elif not self._bar.shown:
-            self._say(f"{_where(record)}{case_text(record.case)}: {_figures(record)}", "")
-        self._say_live()
+            self._print_line(f"{_pair_prefix(record)}{case_text(record.case)}: {_figures(record)}", "")
+        self._update_bar()
 
-    def _say(self, text: str, style: str) -> None:
+    def _print_line(self, text: str, style: str) -> None:
         clock = f"{minutes(self._bar.elapsed_s)}  {self._done}/{self._cases}  "
         print_text(self._console, Text(clock + text, style=style))
 
-    def _say_live(self, **what: str) -> None:
+    def _update_bar(self, **what: str) -> None:
         count, share = f"case {self._done}/{self._cases}", self._done / max(1, self._cases)
-        self._bar.say(count=count, left=self._left(share), share=share, **what)
+        self._bar.say(count=count, left=self._time_left(share), share=share, **what)
 
-    def _left(self, share: float) -> str:
-        gone = self._bar.elapsed_s
+    def _time_left(self, share: float) -> str:
+        elapsed_s = self._bar.elapsed_s
         # The estimate counts less the more cases have shown how long one takes.
-        whole = self._estimate_s if not self._done else (1 - share) * self._estimate_s + gone
-        return f"about {duration_text(max(0.0, whole - gone))} left"
+        total_s = self._estimate_s if not self._done else (1 - share) * self._estimate_s + elapsed_s
+        return f"about {duration_text(max(0.0, total_s - elapsed_s))} left"
 
 
-def _where(record: TransferRecord) -> str:
+def _pair_prefix(record: TransferRecord) -> str:
     return f"{record.pair}: " if record.pair else ""
 
 
@@ -112,13 +112,13 @@ def command(options: MicrobenchOptions, output: Path, console: Console) -> int:
     """Measure the matrix. Exit code 0: all measured · 1: a case failed or none ran · 130: interrupted."""
     before = _earlier(options.compare)
     with _places(options, console) as places:
-        asked = ask(options, places.movers, places)
-        _announce(asked, places, console)
+        plan = ask(options, places.movers, places)
+        _announce(plan, places, console)
         if options.dry_run:
-            _print_matrix(asked.matrix, console)
+            _print_matrix(plan.matrix, console)
             return EXIT_OK
-        store = _create(output, asked, places, options)
-        _measure(asked, places, store, console)
+        store = _create(output, plan, places, options)
+        _measure(plan, places, store, console)
     run = load_run(store.path)
     report.write_report(run.path)
     report.render_terminal(run, console, before=before)
@@ -251,20 +251,20 @@ def _memory(text: str) -> Memory:
 # --- output ----------------------------------------------------------------------------------------
 
 
-def _announce(asked: MicrobenchPlan, places: MicrobenchPlaces | BetweenHosts, console: Console) -> None:
-    matrix = asked.matrix
-    each = f" for each of {places.repeats} pairs of hosts" if places.repeats > 1 else ""
+def _announce(plan: MicrobenchPlan, places: MicrobenchPlaces | BetweenHosts, console: Console) -> None:
+    matrix = plan.matrix
+    per_pair = f" for each of {places.repeats} pairs of hosts" if places.repeats > 1 else ""
     console.print(
-        f"{len(matrix.cases)} cases{each}, {matrix.groups()} pairs of workers, {asked.seconds:g} s each: "
-        f"about {duration_text(asked.estimate_s)}",
+        f"{len(matrix.cases)} cases{per_pair}, {matrix.groups()} pairs of workers, {plan.seconds:g} s each: "
+        f"about {duration_text(plan.estimate_s)}",
         markup=False,
     )
-    for word in asked.words:
-        console.print(f"  {word}", markup=False, soft_wrap=True)
-    for left in matrix.left:
-        count = f" ({left.cases} cases)" if left.cases > 1 else ""
-        here = "not run here: " if left.absent else "left out: "
-        console.print(f"  {left.what}{count}: {here}{left.reason}", markup=False, style="dim", soft_wrap=True)
+    for note in plan.words:
+        console.print(f"  {note}", markup=False, soft_wrap=True)
+    for gap in matrix.left:
+        count = f" ({gap.cases} cases)" if gap.cases > 1 else ""
+        label = "not run here: " if gap.absent else "left out: "
+        console.print(f"  {gap.what}{count}: {label}{gap.reason}", markup=False, style="dim", soft_wrap=True)
 
 
 def _print_matrix(matrix: Matrix, console: Console) -> None:
@@ -274,15 +274,15 @@ def _print_matrix(matrix: Matrix, console: Console) -> None:
         more += [f"{case.nics} NICs"] if case.nics else []
         more += [f"{case.initiators} to {case.targets}"] if case.initiators + case.targets > 2 else []
         size = f"{size_text(case.block_bytes)} × {case.batch_size}"
-        words = f"{case.backend:<15} {case.protocol:<7} {case.op:<6} {size:<14} {', '.join(more)}"
-        console.print(words.rstrip(), markup=False, soft_wrap=True)
+        line = f"{case.backend:<15} {case.protocol:<7} {case.op:<6} {size:<14} {', '.join(more)}"
+        console.print(line.rstrip(), markup=False, soft_wrap=True)
 
 
 # --- measuring -------------------------------------------------------------------------------------
 
 
 def _create(
-    output: Path, asked: MicrobenchPlan, places: MicrobenchPlaces | BetweenHosts, options: MicrobenchOptions
+    output: Path, plan: MicrobenchPlan, places: MicrobenchPlaces | BetweenHosts, options: MicrobenchOptions
 ) -> RunStore:
     machine = environment.describe()
     hosts = places.environments()
@@ -294,52 +294,52 @@ def _create(
         hosts=[str(machine.get("hostname")), *places.hosts],
         labels=["lab"] if places.in_lab else [],
     )
-    plan = {
-        **asked.matrix.to_json(),
-        "seconds": asked.seconds,
-        "estimate_s": asked.estimate_s,
-        "words": list(asked.words),
+    stored = {
+        **plan.matrix.to_json(),
+        "seconds": plan.seconds,
+        "estimate_s": plan.estimate_s,
+        "words": list(plan.words),
         "compared_with": str(options.compare.resolve()) if options.compare else None,
     }
-    return RunStore.create(output, "microbench", places.source, plan, machine, info)
+    return RunStore.create(output, "microbench", places.source, stored, machine, info)
 
 
 def _measure(
-    asked: MicrobenchPlan, places: MicrobenchPlaces | BetweenHosts, store: RunStore, console: Console
+    plan: MicrobenchPlan, places: MicrobenchPlaces | BetweenHosts, store: RunStore, console: Console
 ) -> None:
     """Store a row for each case; Ctrl-C ends the run and keeps the rows."""
-    cases = asked.matrix.cases
+    cases = plan.matrix.cases
     count = len(cases) * places.repeats
     places.log_dir = store.logs
     with store:
-        for left in asked.matrix.left:
-            if left.absent:
-                store.add_transfer(TransferRecord(left.case, "skipped", left.reason))
+        for omitted in plan.matrix.left:
+            if omitted.absent:
+                store.add_transfer(TransferRecord(omitted.case, "skipped", omitted.reason))
         try:
-            with ExitStack() as stack, CaseProgress(console, store.path, count, asked.estimate_s) as progress:
+            with ExitStack() as stack, CaseProgress(console, store.path, count, plan.estimate_s) as progress:
                 if places.in_lab:
                     progress.note(f"lab: {places.describe()}")
                 for place, members in places.by_place(cases, stack):
-                    _measure_at(asked, place, members, store, progress)
+                    _measure_at(plan, place, members, store, progress)
                 if places.in_lab:
                     store.update(lab=places.record())
         except KeyboardInterrupt:
-            kept = sum(record.status != "skipped" for record in load_run(store.path).transfer_records())
-            store.finish("interrupted", f"interrupted after {kept} of {count} cases")
-            console.print(f"interrupted: the rows of {kept} of {count} cases are kept", style="yellow")
+            measured = sum(record.status != "skipped" for record in load_run(store.path).transfer_records())
+            store.finish("interrupted", f"interrupted after {measured} of {count} cases")
+            console.print(f"interrupted: the rows of {measured} of {count} cases are kept", style="yellow")
 
 
 def _measure_at(
-    asked: MicrobenchPlan,
+    plan: MicrobenchPlan,
     place: MicrobenchPlace,
     members: Sequence[Case],
     store: RunStore,
     progress: CaseProgress,
 ) -> None:
-    settings = place.settings(asked.seconds, members)
-    if place.trouble:
+    settings = place.settings(plan.seconds, members)
+    if place.problem:
         for case in members:
-            record = TransferRecord(case, "error", place.trouble, nbytes=case.nbytes)
+            record = TransferRecord(case, "error", place.problem, nbytes=case.nbytes)
             record.initiator_host, record.target_host = place.initiator.name, place.target.name
             store.add_transfer(record)
             progress.finished(record)
@@ -348,7 +348,7 @@ def _measure_at(
     # Close it when interrupted: this ends the workers.
     with closing(cast("Generator[TransferRecord, None, None]", rows)):
         for record in rows:
-            whole = asked.work.logical_bytes if asked.work is not None else record.nbytes
-            record.logical_bytes = whole
+            nbytes = plan.work.logical_bytes if plan.work is not None else record.nbytes
+            record.logical_bytes = nbytes
             store.add_transfer(record)
             progress.finished(record)

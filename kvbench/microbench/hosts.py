@@ -1,4 +1,4 @@
-"""Where the two sides of a microbenchmark run: this host, a lab on it, another one, a scenario's hosts."""
+"""Places for the two sides of a microbenchmark: this host, a lab on it, another host, a scenario's hosts."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class MicrobenchPlace:
     lab: str = ""
     burst_bytes: int | None = None
     nic_gb_per_s: float | None = None
-    trouble: str = ""
-    """Why nothing can be measured there; empty if it can."""
+    problem: str = ""
+    """Reason why nothing can be measured there, or an empty text."""
 
     def settings(self, seconds: float, cases: Sequence[Case]) -> Settings:
         """Return how to measure here: a call's deadline grows with its bytes."""
@@ -62,7 +62,7 @@ class MicrobenchPlace:
 
 
 class MicrobenchPlaces:
-    """Where the cases of a run are measured, from its options."""
+    """Places at which the cases of a run are measured, from its options."""
 
     def __init__(self, options: MicrobenchOptions) -> None:
         self._options = options
@@ -71,15 +71,15 @@ class MicrobenchPlaces:
         self._lab: Lab | None = None
         self._plan: LabPlan | None = None
         self._chosen: dict[str, tuple[Sequence[nics.Nic], Sequence[nics.Nic]]] = {}
-        given = parse_counts(options.nics) if options.nics else ()
-        self.counts: tuple[int, ...] = given
+        requested = parse_counts(options.nics) if options.nics else ()
+        self.counts: tuple[int, ...] = requested
         if options.lab_name is not None:
             self._lab = Lab.standing(options.lab_name)
             self._plan = self._lab.plan
         if self.in_lab:
-            most = self._plan.nics if self._plan else max(given or DEFAULT_LAB_COUNTS)
+            most = self._plan.nics if self._plan else max(requested or DEFAULT_LAB_COUNTS)
             self._plan = self._plan or LabPlan("run", most, options.rate)
-            self.counts = given or tuple(count for count in DEFAULT_LAB_COUNTS if count <= most)
+            self.counts = requested or tuple(count for count in DEFAULT_LAB_COUNTS if count <= most)
             if max(self.counts) > most:
                 raise InputError(
                     f"{max(self.counts)} NICs are requested, but the lab {options.lab_name!r} has {most}",
@@ -169,18 +169,18 @@ class MicrobenchPlaces:
 
     def check(self, cases: Sequence[Case]) -> None:
         """Choose the NICs of both sides. Raises InputError if there are too few."""
-        asked: dict[str, int] = {}
+        requested: dict[str, int] = {}
         for case in cases:
             if case.nics and not self.in_lab:
-                asked[self._kind(case)] = max(case.nics, asked.get(self._kind(case), 0))
-        for kind, most in asked.items():
+                requested[self._kind(case)] = max(case.nics, requested.get(self._kind(case), 0))
+        for kind, most in requested.items():
             which: nics.Kind = "rdma" if kind == "rdma" else "tcp"
-            own = nics.choose(most, nics.find(which))
-            others = own
+            local = nics.choose(most, nics.find(which))
+            remote = local
             if self.remote:
                 prefix = shlex.split(self._options.peer_prefix or "")
-                others = nics.choose(most, there(prefix, self._python, which))
-            self._chosen[kind] = (own, others)
+                remote = nics.choose(most, there(prefix, self._python, which))
+            self._chosen[kind] = (local, remote)
 
     def by_place(
         self, cases: Sequence[Case], stack: ExitStack
@@ -197,14 +197,14 @@ class MicrobenchPlaces:
         if kind == "lab":
             return self._lab_place(stack)
         most = max(case.nics for case in cases)
-        own, others = self._chosen.get(kind, ((), ()))
-        own, others = own[:most], others[:most]
-        here = Side(host=self._options.host or "127.0.0.1", nics=_plain(own))
+        local_nics, peer_nics = self._chosen.get(kind, ((), ()))
+        local_nics, peer_nics = local_nics[:most], peer_nics[:most]
+        local = Side(host=self._options.host or "127.0.0.1", nics=_plain(local_nics))
         if not self.remote:
-            return MicrobenchPlace(here, Side(host=here.host, nics=_plain(others)))
+            return MicrobenchPlace(local, Side(host=local.host, nics=_plain(peer_nics)))
         prefix = shlex.split(self._options.peer_prefix or "")
-        peer = Side(self.peer, tuple(prefix), _plain(others), self._python, elsewhere=True)
-        return MicrobenchPlace(here, peer)
+        peer = Side(self.peer, tuple(prefix), _plain(peer_nics), self._python, elsewhere=True)
+        return MicrobenchPlace(local, peer)
 
     @property
     def _python(self) -> str:
@@ -228,8 +228,8 @@ def kind_of(case: Case) -> str:
 
 
 def _lab_side(lab: Lab, name: str) -> Side:
-    own = lab.nics(name)
-    return Side(own[0]["address"], tuple(lab.prefix(name)), tuple(own))
+    found = lab.nics(name)
+    return Side(found[0]["address"], tuple(lab.prefix(name)), tuple(found))
 
 
 def _plain(chosen: Sequence[nics.Nic]) -> tuple[dict[str, Any], ...]:
@@ -251,7 +251,7 @@ class BetweenHosts:
     log_dir: Path
     """Folder of the workers' logs; set it before ``by_place``."""
 
-    def __init__(self, options: MicrobenchOptions, tell: Callable[[str], None] = lambda words: None) -> None:
+    def __init__(self, options: MicrobenchOptions, notify: Callable[[str], None] = lambda text: None) -> None:
         for name, given in (("--lab", options.lab), ("--lab-name", options.lab_name)):
             if given:
                 raise InputError(f"{name} makes hosts on this machine, and --scenario names other ones")
@@ -264,17 +264,17 @@ class BetweenHosts:
             hint = "all, or name two with --from and --to"
             raise InputError(f"--pairs knows no {options.pairs!r}", hint=hint)
         self._options = options
-        self._tell = tell
+        self._notify = notify
         self._scenario, self.source = resolve(CliOptions(str(options.scenario)))
         self._tag = f"microbench-{secrets.token_hex(4)}"
         self._fleet: Fleet | None = None
-        self._gone: dict[str, str] = {}
+        self._unreachable: dict[str, str] = {}
         self._nics: dict[tuple[str, str], list[nics.Nic]] = {}
         self.pairs: list[tuple[str, str]] = []
         self.counts: tuple[int, ...] = parse_counts(options.nics) if options.nics else ()
 
     def __enter__(self) -> BetweenHosts:
-        self._scenario, self._fleet = fleet_with(self._scenario, self._tag, self._tell)
+        self._scenario, self._fleet = fleet_with(self._scenario, self._tag, self._notify)
         try:
             self.pairs = choose_pairs(self._scenario, self._options)
             self._reach()
@@ -311,7 +311,7 @@ class BetweenHosts:
 
     def movers(self) -> list[BackendCapabilities]:
         """Return every backend, with what the hosts lack for it."""
-        names = [name for name in self.hosts if name not in self._gone]
+        names = [name for name in self.hosts if name not in self._unreachable]
         with ThreadPoolExecutor(len(names)) as pool:
             lacking = list(pool.map(lambda name: self._agents[name].ask("lacking", CHECK_S), names))
         return movers_on(dict(zip(names, lacking, strict=True)))
@@ -321,11 +321,11 @@ class BetweenHosts:
 
     def words(self) -> list[str]:
         """Return notes about the place that are needed to read the numbers."""
-        shown = [f"{one} → {other}" for one, other in self.pairs[:LISTED]]
+        shown = [f"{initiator} → {target}" for initiator, target in self.pairs[:LISTED]]
         more = [f"… and {len(self.pairs) - LISTED} more"] if len(self.pairs) > LISTED else []
         where = ", ".join(f"{name} is {self._hosts[name].address}" for name in self.hosts)
         words = [f"initiators → targets: {', '.join([*shown, *more])} ({where})"]
-        return [*words, *(f"{name} is not measured: {why}" for name, why in self._gone.items())]
+        return [*words, *(f"{name} is not measured: {why}" for name, why in self._unreachable.items())]
 
     def describe(self) -> str:
         return ""
@@ -342,13 +342,13 @@ class BetweenHosts:
                 most[kind] = max(case.nics, most.get(kind, 0))
         for kind, count in most.items():
             for name in self.hosts:
-                if name not in self._gone:
-                    self._nics[name, kind] = self._chosen(name, kind, count)
+                if name not in self._unreachable:
+                    self._nics[name, kind] = self._choose_nics(name, kind, count)
 
-    def _chosen(self, name: str, kind: str, count: int) -> list[nics.Nic]:
+    def _choose_nics(self, name: str, kind: str, count: int) -> list[nics.Nic]:
         wanted = list(self._hosts[name].nics)
         answer = self._agents[name].ask("nics", kind=kind, names=wanted)
-        found = nics.Found(tuple(nics.Nic(**each) for each in answer["usable"]), answer["left_out"])
+        found = nics.Found(tuple(nics.Nic(**nic) for nic in answer["usable"]), answer["left_out"])
         try:
             chosen = nics.choose(count, found)
         except InputError as error:
@@ -360,11 +360,11 @@ class BetweenHosts:
     def by_place(
         self, cases: Sequence[Case], stack: ExitStack
     ) -> Iterator[tuple[MicrobenchPlace, list[Case]]]:
-        """Yield all cases for each pair in turn; for an unreachable pair ``trouble`` has the reason."""
+        """Yield all cases for each pair in turn; for an unreachable pair ``problem`` has the reason."""
         for one, other in self.pairs:
-            trouble = self._lost(one) or self._lost(other)
-            if trouble:
-                yield MicrobenchPlace(Side(name=one), Side(name=other), trouble=trouble), list(cases)
+            problem = self._unreachable_reason(one) or self._unreachable_reason(other)
+            if problem:
+                yield MicrobenchPlace(Side(name=one), Side(name=other), problem=problem), list(cases)
                 continue
             for kind, group in groupby(cases, key=kind_of):
                 pair = (one, other)
@@ -373,27 +373,27 @@ class BetweenHosts:
     def _side(self, name: str, kind: str, pair: tuple[str, str]) -> Side:
         folder = self.log_dir / "-".join(pair)
         launcher = RemoteLauncher({name: self._agents[name]}, lambda _: name, self._tag, folder)
-        own = tuple(nic.to_json() for nic in self._nics.get((name, kind), ()))
+        interfaces = tuple(nic.to_json() for nic in self._nics.get((name, kind), ()))
         address = str(self._hosts[name].address)
-        return Side(address, nics=own, elsewhere=True, name=name, launcher=launcher)
+        return Side(address, nics=interfaces, elsewhere=True, name=name, launcher=launcher)
 
     def _reach(self) -> None:
         with ThreadPoolExecutor(32) as pool:
-            list(pool.map(self._lost, self.hosts))
-        if not any(one not in self._gone and other not in self._gone for one, other in self.pairs):
+            list(pool.map(self._unreachable_reason, self.hosts))
+        if not any(a not in self._unreachable and b not in self._unreachable for a, b in self.pairs):
             raise InputError(
-                f"no two hosts can be reached: {'; '.join(self._gone.values())}",
+                f"no two hosts can be reached: {'; '.join(self._unreachable.values())}",
                 hint=f"kvbench doctor --hosts {self._options.scenario}",
             )
 
-    def _lost(self, name: str) -> str:
+    def _unreachable_reason(self, name: str) -> str:
         """Return why a host is out of reach, or an empty text. A lost host is tried again once."""
-        if name not in self._gone:
+        if name not in self._unreachable:
             try:
                 self._agents.require([name])
             except KvbenchError as error:
-                self._gone[name] = error.message
-        return self._gone.get(name, "")
+                self._unreachable[name] = error.message
+        return self._unreachable.get(name, "")
 
 
 def choose_pairs(scenario: Scenario, options: MicrobenchOptions) -> list[tuple[str, str]]:

@@ -153,7 +153,7 @@ class MicrobenchOptions:
 
 @dataclass(frozen=True)
 class Settings:
-    """How to measure. Times in seconds; ``options`` are those of backends, by backend name."""
+    """Settings of a measurement. Times in seconds; ``options`` are those of backends, by backend name."""
 
     seconds: float = 0.5
     min_calls: int = 20

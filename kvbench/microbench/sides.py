@@ -28,13 +28,13 @@ QUIT_S: Final = 2.0
 """Time for a library to close properly, in seconds; it may own shared memory that only it can remove."""
 LOG_LINES: Final = 8
 READ_BYTES: Final = 1 << 20
-LAST_WORDS_S: Final = 1.0
+LAST_OUTPUT_S: Final = 1.0
 """Time to read the last output of an ended worker from the pipe, in seconds."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """Where the initiators, or the targets, run. ``host``: address for the other side. ``prefix``: put in
+    """Location of the initiators or the targets. ``host``: address for the other side. ``prefix``: put in
     front of the worker's command (``ip netns exec …``, ``ssh node``). ``nics``: usable NICs, best first:
     ``{"name", "address"}``."""
 
@@ -98,7 +98,7 @@ class WorkerHandle:
 
     def _read_rest(self) -> None:
         """Read everything that was sent before the end. Raises WorkerError."""
-        deadline = time.monotonic() + LAST_WORDS_S
+        deadline = time.monotonic() + LAST_OUTPUT_S
         while select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
             self.read()
 
@@ -143,7 +143,7 @@ class WorkerHandle:
         return self.process.tail(LOG_LINES)
 
 
-Asked = tuple[WorkerHandle, str, Mapping[str, Any]]
+Request = tuple[WorkerHandle, str, Mapping[str, Any]]
 
 
 class Workers:
@@ -172,15 +172,15 @@ class Workers:
         for worker, answer in zip(workers, answers, strict=True):
             worker.hello = answer
 
-    def ask(self, asked: Sequence[Asked], deadline_s: float) -> list[dict[str, Any]]:
+    def ask(self, requests: Sequence[Request], deadline_s: float) -> list[dict[str, Any]]:
         """Send requests to workers at the same time and return their answers in order. Raises WorkerError for
         the first error, dead worker (even an idle one), or missed deadline."""
-        numbers = [(worker, worker.send(command, content)) for worker, command, content in asked]
-        commands = " and ".join(dict.fromkeys(command for _, command, _ in asked))
+        numbers = [(worker, worker.send(command, content)) for worker, command, content in requests]
+        commands = " and ".join(dict.fromkeys(command for _, command, _ in requests))
         return self._gather(numbers, deadline_s, f"gave no answer to {commands}")
 
     def _gather(
-        self, wanted: Sequence[tuple[WorkerHandle, int]], deadline_s: float, what: str
+        self, pending: Sequence[tuple[WorkerHandle, int]], deadline_s: float, what: str
     ) -> list[dict[str, Any]]:
         deadline = time.monotonic() + deadline_s
         found: dict[int, dict[str, Any]] = {}
@@ -189,14 +189,14 @@ class Workers:
         for fd in by_fd:
             poller.register(fd, select.POLLIN)
         while True:
-            for at, (worker, number) in enumerate(wanted):
-                if at not in found and (answer := worker.take(number)) is not None:
-                    found[at] = answer
-            if len(found) == len(wanted):
-                return [found[at] for at in range(len(wanted))]
+            for index, (worker, number) in enumerate(pending):
+                if index not in found and (answer := worker.take(number)) is not None:
+                    found[index] = answer
+            if len(found) == len(pending):
+                return [found[index] for index in range(len(pending))]
             left = deadline - time.monotonic()
             if left <= 0:
-                silent = [worker for at, (worker, _) in enumerate(wanted) if at not in found]
+                silent = [worker for index, (worker, _) in enumerate(pending) if index not in found]
                 names = " and the ".join(worker.name for worker in silent)
                 raise WorkerError(f"the {names} {what} within {deadline_s:.3g} s", silent[0].tail())
             for fd, _ in poller.poll(left * 1e3):
@@ -278,16 +278,16 @@ class Teams:
 
     def fitting(self, case: Case, record: TransferRecord, on_stage: Callable[[str], None]) -> Team:
         """Return a connected team for a case: the previous one if possible, else a new one."""
-        wanted = (cases.initiator_layout(case), cases.target_layout(case))
+        layouts = (cases.initiator_layout(case), cases.target_layout(case))
         key = worker_key(case)
         if self._team is None or self._team.key != key or self._workers.unexpected_ends():
             self.disband(orderly=True)
             rigid = case.backend in self._rigid
-            self._team = self._assemble(case, wanted if rigid else self._largest[key])
-        if self._team.layouts != wanted and not self._reshape(self._team, wanted):
+            self._team = self._assemble(case, layouts if rigid else self._largest[key])
+        if self._team.layouts != layouts and not self._reshape(self._team, layouts):
             self._rigid.add(case.backend)
             self.disband(orderly=True)
-            self._team = self._assemble(case, wanted)
+            self._team = self._assemble(case, layouts)
         team = self._team
         if team.connect_s is None:
             on_stage("connecting")
@@ -350,12 +350,12 @@ class Teams:
         return {"memory": "cuda", "gpu_turn": number + key.initiators * (together and role == "target")}
 
     def _reshape(self, team: Team, layouts: tuple[Layout, Layout]) -> bool:
-        asked: list[Asked] = [
+        requests: list[Request] = [
             (worker, "reshape", {"layout": layout.to_json()})
             for workers, layout in ((team.initiators, layouts[0]), (team.targets, layouts[1]))
             for worker in workers
         ]
-        answers = self._workers.ask(asked, self._settings.connect_s)
+        answers = self._workers.ask(requests, self._settings.connect_s)
         if any(answer["agent"] is None for answer in answers):
             return False
         team.agents = [answer["agent"] for answer in answers[len(team.initiators) :]]
@@ -367,10 +367,10 @@ class Teams:
         limit = self._settings.connect_s
         longest = 0.0
         for agent in team.agents:
-            asked: list[Asked] = [
+            requests: list[Request] = [
                 (worker, "connect", {"peer": agent, "deadline_s": limit}) for worker in team.initiators
             ]
-            answers = self._workers.ask(asked, limit + ANSWER_S)
+            answers = self._workers.ask(requests, limit + ANSWER_S)
             longest = max(longest, *(answer["connect_s"] for answer in answers))
         return longest
 

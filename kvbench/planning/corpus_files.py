@@ -57,10 +57,10 @@ def load_corpus(path: Path, kind: str = AUTO, output_len: int | None = None) -> 
     if unreadable, of another format, or empty."""
     if kind != AUTO and kind not in FORMATS:
         raise InputError(f"unknown corpus format {kind!r}", hint=f"there are: {', '.join((AUTO, *FORMATS))}")
-    rows = [CorpusRow.of(value, where) for each in _files(path) for where, value in _values(each)]
+    rows = [CorpusRow.of(value, where) for file in _files(path) for where, value in _values(file)]
     if not rows:
         raise InputError(f"{path}: it has no session")
-    kind = _guess(rows[0]) if kind == AUTO else kind
+    kind = _guess_format(rows[0]) if kind == AUTO else kind
     if kind == "agentic":
         corpus = agentic_corpus(rows)
     elif kind == "aiperf":
@@ -77,7 +77,7 @@ def load_corpus(path: Path, kind: str = AUTO, output_len: int | None = None) -> 
     return corpus
 
 
-def _guess(first: CorpusRow) -> CorpusFormat:
+def _guess_format(first: CorpusRow) -> CorpusFormat:
     for key, kind in _KEYS:
         if key in first.values:
             return kind
@@ -90,7 +90,7 @@ def _guess(first: CorpusRow) -> CorpusFormat:
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
-    found = sorted(each for each in path.iterdir() if each.suffix == ".json")
+    found = sorted(entry for entry in path.iterdir() if entry.suffix == ".json")
     if not found:
         raise InputError(f"{path} is a folder without JSON files", hint="name a file, or the right folder")
     return found
@@ -106,14 +106,14 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
     if not line:
         return
     try:
-        yield from _members(f"{path}:{line}", _parsed(first))
+        yield from _members(f"{path}:{line}", _parse_json(first))
     except ValueError:
         # Not an object per line: an object over several lines, or an error of the whole text.
         text = first + "".join(rest for _, rest in lines)
-        yield from _members(str(path), _checked(text, str(path)))
+        yield from _members(str(path), _parse_or_fail(text, str(path)))
         return
     for line, text in lines:
-        yield from _members(f"{path}:{line}", _checked(text, f"{path}:{line}"))
+        yield from _members(f"{path}:{line}", _parse_or_fail(text, f"{path}:{line}"))
 
 
 def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -138,21 +138,21 @@ def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _members(where: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, list):
-        yield from ((f"{where}, [{place}]", each) for place, each in enumerate(value))
+        yield from ((f"{where}, [{index}]", item) for index, item in enumerate(value))
     else:
         yield where, value
 
 
-def _checked(text: str, where: str) -> Any:
+def _parse_or_fail(text: str, where: str) -> Any:
     try:
-        return _parsed(text)
+        return _parse_json(text)
     except ValueError as error:
         raise InputError(
             f"{where}: is not JSON: {error}", hint="a corpus is JSON, one object per line"
         ) from None
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse)
     except RecursionError:
@@ -166,7 +166,7 @@ def _refuse(word: str) -> float:
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
     read = 0
     try:
-        with _opened(path) as file:
+        with _open(path) as file:
             for number, line in enumerate(file, start=1):
                 read += len(line)
                 if read > MOST_BYTES:
@@ -186,7 +186,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
         raise InputError(f"{path} is not text: byte {error.start} of a line is not UTF-8") from error
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     if path.exists() and not path.is_file():
         raise InputError(f"the corpus {path} is a pipe or a device, not a file")
     with path.open("rb") as file:
@@ -229,15 +229,15 @@ class CorpusReport:
             "notes": list(corpus.notes),
             "sessions": len(corpus.sessions),
             "requests": len(self.figures.turns),
-            "subagents": sum(each.subagent_count() for each in corpus.sessions),
+            "subagents": sum(session.subagent_count() for session in corpus.sessions),
             "block_tokens": corpus.block_tokens,
             "blocks": together.blocks,
             "distinct_blocks": together.distinct,
             "found_blocks": together.found(),
             "offered_reuse": together.share(),
             "spreads": {
-                name: dict(zip(map(str, QUANTILES), each, strict=True))
-                for name, each in self.figures.spreads().items()
+                name: dict(zip(map(str, QUANTILES), spread, strict=True))
+                for name, spread in self.figures.spreads().items()
             },
             "model": self.model.name if self.model else None,
             "capacities": [
@@ -254,7 +254,7 @@ class CorpusReport:
     def print_to(self, terminal: Console) -> None:
         """Print two tables and caveats."""
         corpus, together = self.figures.corpus, self.figures.together
-        subagents = sum(each.subagent_count() for each in corpus.sessions)
+        subagents = sum(session.subagent_count() for session in corpus.sessions)
         terminal.print(
             f"{self.source}: {len(corpus.sessions):,} sessions, {len(self.figures.turns):,} requests, "
             f"{subagents:,} sub-agents",
@@ -283,11 +283,11 @@ def corpus_report(
         raise InputError(
             "how many tokens a capacity in GB holds depends on the model", hint="give --model as well"
         )
-    asked = list(tokens)
+    capacities = list(tokens)
     if shape is not None:
-        asked += [int(each * 1e9 // shape.kv_bytes_per_token()) for each in gb]
-    asked = sorted(set(asked)) or figures.usual_capacities()
-    return CorpusReport(source, figures, figures.capacities(asked), shape)
+        capacities += [int(size * 1e9 // shape.kv_bytes_per_token()) for size in gb]
+    capacities = sorted(set(capacities)) or figures.usual_capacities()
+    return CorpusReport(source, figures, figures.capacities(capacities), shape)
 
 
 def print_report(report: CorpusReport, terminal: Console, *, as_json: bool) -> None:
@@ -330,7 +330,7 @@ def _capacity_table(report: CorpusReport) -> Any:
 
 
 MOST_BLOCKS: Final = 50_000_000
-"""Most blocks of all prompts: 400 MB of ids."""
+"""Maximum number of blocks over all prompts: 400 MB of ids."""
 
 
 def made_after(
@@ -346,7 +346,7 @@ def made_after(
 def generated_corpus(corpus: Corpus, sessions: int, seed: int) -> Corpus:
     """Generate sessions like a corpus. Raises InputError if they exceed memory limits."""
     model = fitted_model(corpus)
-    held = sum(len(turn.blocks) for each in corpus.sessions for turn in each.turns) / model.sessions
+    held = sum(len(turn.blocks) for session in corpus.sessions for turn in session.turns) / model.sessions
     if sessions * held > MOST_BLOCKS:
         raise InputError(
             f"the prompts of {sessions:,} sessions have about {sessions * held:,.0f} blocks; "
@@ -354,7 +354,7 @@ def generated_corpus(corpus: Corpus, sessions: int, seed: int) -> Corpus:
             hint=f"request {max(1, int(MOST_BLOCKS / held)):,} sessions or fewer",
         )
     plan = model.generate(sessions, seed)
-    left = sum(each.subagent_count() for each in corpus.sessions)
+    left = sum(session.subagent_count() for session in corpus.sessions)
     notes = (
         "sessions with equally long tools and system prompts are assumed to share them",
         "servers are assumed to respond at once: a session lasts its think times",
@@ -371,5 +371,5 @@ def write_corpus(path: Path, corpus: Corpus) -> None:
     with said_clearly(path), replaced(path) as temporary, temporary.open("wb") as file:
         packed = gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0, compresslevel=6)
         with packed, io.TextIOWrapper(packed, encoding="ascii") as text:
-            for each in agentic_lines(corpus):
-                text.write(json.dumps(each, separators=(",", ":")) + "\n")
+            for line in agentic_lines(corpus):
+                text.write(json.dumps(line, separators=(",", ":")) + "\n")

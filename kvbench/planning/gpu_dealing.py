@@ -26,28 +26,28 @@ Listed = Sequence[Mapping[str, Any]] | None
 def with_devices(plan: Plan) -> Plan:
     """Add each instance's GPUs to the plan. Missing ones are numbered on, for commands printed for another
     machine; ``require_gpus`` prevents a start. Remote hosts: ``far_device_env``."""
-    wanted = [_wants_here(plan.scenario, each) for each in plan.deployments]
+    wanted = [_local_wants(plan.scenario, each) for each in plan.deployments]
     if not any(wanted):
         return plan
     pool = pool_here(plan.scenario)
     found = []
     for planned, wants in zip(plan.deployments, wanted, strict=True):
         try:
-            given = _dealt_here(planned.label, wants, pool)
+            dealt = _deal_local(planned.label, wants, pool)
         except InputError:
-            given = _dealt_here(planned.label, wants, None)
-        mine = (replace(each, devices=given.get(each.name, each.devices)) for each in planned.instances)
-        found.append(replace(planned, instances=tuple(mine)))
+            dealt = _deal_local(planned.label, wants, None)
+        instances = (replace(each, devices=dealt.get(each.name, each.devices)) for each in planned.instances)
+        found.append(replace(planned, instances=tuple(instances)))
     return replace(plan, deployments=tuple(found))
 
 
 def require_gpus(plan: Plan, listed: Listed = None) -> None:
     """Raise InputError if a deployment's hosts have too few GPUs. ``listed``: local ones, if known."""
-    wanted = [_wants_here(plan.scenario, each) for each in plan.deployments]
+    wanted = [_local_wants(plan.scenario, each) for each in plan.deployments]
     if any(wanted):
         pool = pool_here(plan.scenario, listed)
         for planned, wants in zip(plan.deployments, wanted, strict=True):
-            _dealt_here(planned.label, wants, pool)
+            _deal_local(planned.label, wants, pool)
     for planned in plan.deployments if plan.scenario.deployment.hosts else ():
         far_device_env(plan.scenario, planned)
 
@@ -87,13 +87,13 @@ def far_device_env(
         elif numbered:
             pools[name] = None
     wants = [
-        want for each in planned.instances for want in _far_wants(deployment, each) if want.host in pools
+        want for each in planned.instances for want in _remote_wants(deployment, each) if want.host in pools
     ]
-    given = deal(planned.label, wants, pools)
-    return {process: {VISIBLE: ",".join(mine)} for process, mine in given.items()}
+    dealt = deal(planned.label, wants, pools)
+    return {process: {VISIBLE: ",".join(numbers)} for process, numbers in dealt.items()}
 
 
-def _far_wants(deployment: Deployment, instance: InstancePlan) -> Iterator[GpuWant]:
+def _remote_wants(deployment: Deployment, instance: InstancePlan) -> Iterator[GpuWant]:
     """Yield an instance's request on each of its hosts."""
     need = _need(deployment, instance)
     nodes = deployment.nodes_of(instance.name)
@@ -112,7 +112,7 @@ def _need(deployment: Deployment, instance: InstancePlan) -> GpuNeed:
     return engine.gpus(deployment.engine_options, instance.role, instance.rank, ranks)
 
 
-def _wants_here(scenario: Scenario, planned: DeploymentPlan) -> list[GpuWant]:
+def _local_wants(scenario: Scenario, planned: DeploymentPlan) -> list[GpuWant]:
     """GPU requests of each local instance; empty if another system assigns GPUs."""
     deployment = scenario.deployed(planned.label)
     if deployment.hosts or deployment.launcher != "local":
@@ -124,5 +124,5 @@ def _wants_here(scenario: Scenario, planned: DeploymentPlan) -> list[GpuWant]:
     return [want for want in wants if want.need.count]
 
 
-def _dealt_here(label: str, wants: Sequence[GpuWant], pool: GpuPool | None) -> dict[str, tuple[str, ...]]:
+def _deal_local(label: str, wants: Sequence[GpuWant], pool: GpuPool | None) -> dict[str, tuple[str, ...]]:
     return deal(label, wants, {want.host: pool for want in wants})

@@ -52,26 +52,26 @@ class Answers:
     partition: str = ""
 
 
-def described(machine: FoundMachine) -> list[str]:
+def machine_lines(machine: FoundMachine) -> list[str]:
     cards = [str(card.get("name")) for card in machine.gpus]
     lines = [f"GPUs      {', '.join(cards) or 'none'}", f"RDMA      {', '.join(machine.nics) or 'none'}"]
     for name in engines.names():
-        first, there = engines.get(name).first_scenario, machine.installed(name)
-        if first and first.title:
-            where = f"{there.version} at {there.command}" if there.command else "none on the PATH"
-            lines.append(f"{first.title:<10}{where}")
+        offer, found = engines.get(name).first_scenario, machine.installed(name)
+        if offer and offer.title:
+            where = f"{found.version} at {found.command}" if found.command else "none on the PATH"
+            lines.append(f"{offer.title:<10}{where}")
     return lines
 
 
-def written(
-    answers: Answers, machine: FoundMachine, able: Sequence[Check], elsewhere: Elsewhere | None = None
+def scenario_text(
+    answers: Answers, machine: FoundMachine, checks: Sequence[Check], elsewhere: Elsewhere | None = None
 ) -> str:
     """Scenario text with a comment on each choice."""
     offered = first_scenario(answers.engine)
     ready_s = offered.ready_s
     if elsewhere:
         ready_s = max(ready_s, READY_S) if offered.loads_model else ready_s
-    cannot = [f"  # {each.name} cannot run here: {each.detail}" for each in able if each.detail]
+    unusable = [f"  # {check.name} cannot run here: {check.detail}" for check in checks if check.detail]
     lines = [
         *(f"# {line}" for line in _header(machine, elsewhere)),
         "version: 1",
@@ -87,17 +87,17 @@ def written(
         "",
         "connectors:                # each gets a line in the plot; aggregated gives the reference outputs",
         *_connector_lines(answers, machine),
-        *(("  " + " ".join(text.split())) for text in cannot),
+        *(("  " + " ".join(text.split())) for text in unusable),
         *_load_lines(answers, offered.trial_s),
     ]
     return "\n".join(lines) + "\n"
 
 
-def written_for_server(answers: Answers, elsewhere: Elsewhere) -> str:
+def server_scenario_text(answers: Answers, elsewhere: Elsewhere) -> str:
     """Scenario text for a running server. Raises InputError or ServerError without one."""
     server, longest = elsewhere.server_lines()
     room = math.inf if longest is None else longest - answers.output_len
-    fitting = tuple(each for each in answers.input_len if each <= room) or (max(1, int(room)),)
+    fitting = tuple(length for length in answers.input_len if length <= room) or (max(1, int(room)),)
     answers = replace(answers, input_len=fitting)
     lines = [
         *(f"# {line}" for line in _header(None, elsewhere)),
@@ -114,7 +114,7 @@ def written_for_server(answers: Answers, elsewhere: Elsewhere) -> str:
 def _header(machine: FoundMachine | None, elsewhere: Elsewhere | None) -> Sequence[str]:
     if elsewhere:
         return [f"Written by `kvbench init` for {elsewhere.words()}."]
-    return ["Written by `kvbench init` for this machine:", *(described(machine) if machine else ())]
+    return ["Written by `kvbench init` for this machine:", *(machine_lines(machine) if machine else ())]
 
 
 def _load_lines(answers: Answers, trial_s: float) -> Sequence[str]:
@@ -155,7 +155,7 @@ def _model_lines(answers: Answers) -> list[str]:
 def _deployment_lines(answers: Answers, machine: FoundMachine) -> list[str]:
     longest = max(answers.input_len) + answers.output_len
     gpus = [str(card.get("index", number)) for number, card in enumerate(machine.gpus)]
-    own = first_scenario(answers.engine).option_lines(
+    option_lines = first_scenario(answers.engine).option_lines(
         answers.model, longest, machine.installed(answers.engine), gpus
     )
     return [
@@ -164,7 +164,7 @@ def _deployment_lines(answers: Answers, machine: FoundMachine) -> list[str]:
         f"  decode: {answers.decode}",
         f"  tensor_parallel_size: {answers.ranks}",
         "  engine_options:",
-        *(f"    {line}" for line in own),
+        *(f"    {line}" for line in option_lines),
     ]
 
 
@@ -211,23 +211,23 @@ def command(
     name = str(file) if "/" in str(file) or file.suffix in (".yaml", ".yml") else f"./{file}"
     console.print(f"\nwritten: {file}\nnext:", markup=False)
     install = ("hosts install",) if elsewhere and elsewhere.hosts else ()
-    for words in (*install, "doctor", "plan", "sweep"):
-        console.print(f"  kvbench {words} {name}", markup=False)
+    for step in (*install, "doctor", "plan", "sweep"):
+        console.print(f"  kvbench {step} {name}", markup=False)
     return EXIT_OK
 
 
 def _text_of(elsewhere: Elsewhere, ask: Ask, console: Console) -> str:
     if elsewhere.base_url:
-        return written_for_server(_load_answers(ask), elsewhere)
+        return server_scenario_text(_load_answers(ask), elsewhere)
     if elsewhere:
         machine = machine_elsewhere()
-        answers, able = gather(machine, ask, console, elsewhere)
-        return written(answers, machine, able, elsewhere)
+        answers, checks = gather(machine, ask, console, elsewhere)
+        return scenario_text(answers, machine, checks, elsewhere)
     machine = look_around()
-    for line in described(machine):
+    for line in machine_lines(machine):
         console.print(line, markup=False)
-    answers, able = gather(machine, ask, console)
-    return written(answers, machine, able)
+    answers, checks = gather(machine, ask, console)
+    return scenario_text(answers, machine, checks)
 
 
 # Questions
@@ -276,14 +276,14 @@ def gather(
     else:
         model = ask(f"model ({', '.join(MODELS)}; or a folder)", offered.model, _known_model)
         shape = MODELS.get(model) or _known_shape(model)
-    able = preferred(engine) if elsewhere else able_connectors(engine, machine)
-    for each in able:
-        if each.detail:
-            console.print(f"  {each.name} cannot run here: {each.detail}. Fix: {each.fix}", markup=False)
-    runs = tuple(each.name for each in able if not each.detail)
-    if not runs:
+    checks = preferred(engine) if elsewhere else able_connectors(engine, machine)
+    for check in checks:
+        if check.detail:
+            console.print(f"  {check.name} cannot run here: {check.detail}. Fix: {check.fix}", markup=False)
+    usable = tuple(check.name for check in checks if not check.detail)
+    if not usable:
         raise InputError("no connector can run here", hint="`kvbench doctor` shows what is missing")
-    chosen = ask("connectors", ",".join(runs), _some_of(runs))
+    chosen = ask("connectors", ",".join(usable), _some_of(usable))
     ranks = ask("tensor parallel size, GPUs of an instance", 1, _ranks) if elsewhere else 1
     on_slurm = elsewhere is not None and elsewhere.scheduler == "slurm"
     partition = ask("Slurm partition (- for the default)", "-", _text) if on_slurm else ""
@@ -301,7 +301,7 @@ def gather(
             ranks=ranks,
             partition=partition.strip("-"),
         ),
-        able,
+        checks,
     )
 
 

@@ -44,13 +44,13 @@ def look_around() -> FoundMachine:
     active = [device for device in rdma() if any(port["state"] == "ACTIVE" for port in device["ports"])]
     usable = active if Path("/dev/infiniband").is_dir() else []
     efa = any(device["driver"] == "efa" for device in usable)
-    return FoundMachine(gpus() or (), [str(each["name"]) for each in usable], efa, _installed())
+    return FoundMachine(gpus() or (), [str(nic["name"]) for nic in usable], efa, _installed())
 
 
 def _installed() -> dict[str, Installed]:
     offered = {name: first for name in engines.names() if (first := engines.get(name).first_scenario)}
-    found = {name: there for name, first in offered.items() if (there := first.found()) is not None}
-    return dict(sorted(found.items(), key=lambda each: engines.options_model(each[0]).models_compute))
+    found = {name: installed for name, first in offered.items() if (installed := first.found()) is not None}
+    return dict(sorted(found.items(), key=lambda item: engines.options_model(item[0]).models_compute))
 
 
 def first_scenario(engine: str) -> FirstScenario:
@@ -67,12 +67,12 @@ def preferred(engine: str) -> list[Check]:
 
 
 def able_connectors(engine: str, machine: FoundMachine) -> list[Check]:
-    first, there = first_scenario(engine), machine.installed(engine)
+    first, installed = first_scenario(engine), machine.installed(engine)
     known = [connectors.get(name) for name in PREFERRED if name in connectors.names()]
-    options = first.options(there)
+    options = first.options(installed)
     found = []
     for connector in filter(first.has, known):
-        problem = engines.get(engine).check(connector, options) or first.lacks(connector, there)
+        problem = engines.get(engine).check(connector, options) or first.lacks(connector, installed)
         found.append(Check.unless(problem, connector.name, ""))
     return found
 
@@ -83,7 +83,7 @@ READY_S = 1800
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """Where engines run, by the command line; empty: this machine."""
+    """Location of the engines, from the command line; empty: this machine."""
 
     hosts: tuple[str, ...] = ()
     scheduler: str = ""
@@ -110,7 +110,7 @@ class Elsewhere:
             )
         if base_url and (problem := url_problem(base_url)):
             raise InputError(f"--base-url {problem}")
-        names = tuple(dict.fromkeys(each.strip() for each in (hosts or "").split(",") if each.strip()))
+        names = tuple(dict.fromkeys(host.strip() for host in (hosts or "").split(",") if host.strip()))
         if hosts is not None and not names:
             raise InputError("--hosts takes comma-separated names: --hosts node1,node2")
         root = (base_url or "").rstrip("/").removesuffix("/v1")

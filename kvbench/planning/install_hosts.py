@@ -33,7 +33,7 @@ _NOT_BUILT_FROM: Final = ("results", "notebooks", "docs", "tests", "build", "dis
 
 @dataclass(frozen=True)
 class Install:
-    """What to install, and its source."""
+    """Options of an installation: wheel, dependencies, extras."""
 
     wheel: Path | None = None
     """Wheel of kvbench; None builds one of the running version."""
@@ -63,27 +63,27 @@ def command(scenario_name: str, overrides: tuple[str, ...], wanted: Install, con
 
     def install(name: str) -> KvbenchError | str:
         try:
-            return installed(name, hosts[name], ready, connections)
+            return install_on(name, hosts[name], ready, connections)
         except KvbenchError as error:
             return error
 
     with scratch("kvbench-wheel-") as folder:
         try:
-            ready = prepared(wanted, folder)
+            ready = prepare(wanted, folder)
             with ThreadPoolExecutor(16) as pool:
                 results = dict(zip(hosts, pool.map(install, hosts), strict=True))
         finally:
             connections.close()
     for name, result in results.items():
-        words = f"failed: {result.message}\n  {result.hint}" if isinstance(result, KvbenchError) else result
-        console.print(f"{name}: {words}", markup=False)
-    return EXIT_FAILED if any(isinstance(each, KvbenchError) for each in results.values()) else EXIT_OK
+        text = f"failed: {result.message}\n  {result.hint}" if isinstance(result, KvbenchError) else result
+        console.print(f"{name}: {text}", markup=False)
+    return EXIT_FAILED if any(isinstance(outcome, KvbenchError) for outcome in results.values()) else EXIT_OK
 
 
-def prepared(wanted: Install, folder: Path) -> Ready:
+def prepare(wanted: Install, folder: Path) -> Ready:
     """Prepare all files in ``folder``. Raises LaunchError."""
-    wheel = wanted.wheel or built(folder)
-    house = fetched(wheel, wanted.extras, folder / "wheels") if wanted.bring else wanted.wheelhouse
+    wheel = wanted.wheel or build_wheel(folder)
+    house = fetch_dependencies(wheel, wanted.extras, folder / "wheels") if wanted.bring else wanted.wheelhouse
     if house is None:
         return Ready(wheel, wanted.extras)
     wheels = sorted(house.glob("*.whl"))
@@ -91,12 +91,12 @@ def prepared(wanted: Install, folder: Path) -> Ready:
         raise InputError(f"{house} has no wheels", hint="pip download --dest DIR kvbench-*.whl fills it")
     packed = folder / "kvbench-wheels.tar"
     with tarfile.open(packed, "w") as tar:
-        for each in wheels:
-            tar.add(each, each.name)
+        for file in wheels:
+            tar.add(file, file.name)
     return Ready(wheel, wanted.extras, packed)
 
 
-def built(folder: Path) -> Path:
+def build_wheel(folder: Path) -> Path:
     """Build a wheel of the running sources. Raises LaunchError on failure."""
     if not (SOURCES / "pyproject.toml").is_file():
         raise LaunchError(
@@ -104,7 +104,7 @@ def built(folder: Path) -> Path:
             hint="give the wheel that was installed: --wheel FILE",
         )
     copy = folder / "sources"  # keeps build files out of the user's folder
-    shutil.copytree(SOURCES, copy, ignore=_not_built_from, symlinks=True)
+    shutil.copytree(SOURCES, copy, ignore=_ignored, symlinks=True)
     options = ["--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
     _pip(["wheel", *options, str(copy)], BUILD_DEADLINE_S)
     wheels = sorted(folder.glob("kvbench-*.whl"))
@@ -113,17 +113,17 @@ def built(folder: Path) -> Path:
     return wheels[-1]
 
 
-def _not_built_from(folder: str, names: list[str]) -> set[str]:
-    left = {name for name in names if name == "__pycache__" or name.endswith((".pyc", ".so", ".egg-info"))}
+def _ignored(folder: str, names: list[str]) -> set[str]:
+    ignored = {name for name in names if name == "__pycache__" or name.endswith((".pyc", ".so", ".egg-info"))}
     if Path(folder) == SOURCES:
-        left |= {name for name in names if name.startswith(".") or name in _NOT_BUILT_FROM}
-    return left
+        ignored |= {name for name in names if name.startswith(".") or name in _NOT_BUILT_FROM}
+    return ignored
 
 
-def fetched(wheel: Path, extras: Sequence[str], folder: Path) -> Path:
+def fetch_dependencies(wheel: Path, extras: Sequence[str], folder: Path) -> Path:
     """Download dependencies of ``wheel`` in the locally installed versions; return the folder."""
     folder.mkdir()
-    here = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    here = {found.metadata["Name"]: found.version for found in metadata.distributions()}
     limits = folder / "constraints.txt"
     limits.write_text("".join(f"{name}=={version}\n" for name, version in here.items() if name != "kvbench"))
     what = str(wheel) + (f"[{','.join(extras)}]" if extras else "")
@@ -164,21 +164,21 @@ def install_commands(host: RemoteHost, wheel: str, extras: Sequence[str] = (), w
     )
 
 
-def installed(name: str, host: RemoteHost, ready: Ready, connections: SshConnections) -> str:
+def install_on(name: str, host: RemoteHost, ready: Ready, connections: SshConnections) -> str:
     """Copy and install; return the result. Raises LaunchError with manual commands."""
-    there = connections.put(name, host.ssh, ready.wheel, host.workdir)
+    remote_wheel = connections.put(name, host.ssh, ready.wheel, host.workdir)
     wheels = connections.put(name, host.ssh, ready.wheels, host.workdir) if ready.wheels else ""
-    words = install_commands(host, there, ready.extras, wheels)
-    status, text = connections.output(name, host.ssh, words, INSTALL_DEADLINE_S)
+    commands = install_commands(host, remote_wheel, ready.extras, wheels)
+    status, text = connections.output(name, host.ssh, commands, INSTALL_DEADLINE_S)
     if status:
-        hint = f"manually on the host: {words}"
+        hint = f"manually on the host: {commands}"
         if not wheels and ("Could not find a version" in text or "No matching distribution" in text):
             hint = f"if it cannot reach a registry: kvbench hosts install --bring SCENARIO; {hint}"
         raise LaunchError(f"status {status}: {text.strip()[-400:]}", hint=hint)
     version = text.strip().splitlines()[-1]
     if version != __version__:
         raise LaunchError(f"it has kvbench {version} now, and here it is {__version__}", hint="give --wheel")
-    words = f"kvbench {version} in {host.workdir}/venv"
+    commands = f"kvbench {version} in {host.workdir}/venv"
     if host.python:
-        words += f"; now set deployment.hosts.{name}.python to that venv's bin/python, or omit it"
-    return words
+        commands += f"; now set deployment.hosts.{name}.python to that venv's bin/python, or omit it"
+    return commands

@@ -1,7 +1,7 @@
 """Kubernetes manifests of a deployment.
 
-Each instance, and the router with its helpers, is a StatefulSet of one pod behind a headless Service, whose
-name is its address. Specs and input files are ConfigMaps."""
+Each instance, and the router with its helpers, is a StatefulSet of one pod behind a headless Service; the
+Service's name is its address. Specs and input files are ConfigMaps."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def options_from(words: Sequence[str]) -> K8sOptions:
     try:
         return K8sOptions.model_validate(given)
     except ValidationError as error:
-        problems = [f"--with {each['loc'][0]}: {each['msg']}" for each in error.errors()]
+        problems = [f"--with {mistake['loc'][0]}: {mistake['msg']}" for mistake in error.errors()]
         known = ", ".join(K8sOptions.model_fields)
         raise InputError("\n".join(problems), hint=f"known are: {known}") from None
 
@@ -81,7 +81,7 @@ def pod_manifests(
 ) -> list[Manifest]:
     """Manifests of the pod ``name`` with these processes; the instance or router is last."""
     role = members[-1].name.partition("-")[0]
-    nodes = {each.name: len(scenario.deployment.nodes_of(each.name)) for each in planned.instances}
+    nodes = {inst.name: len(scenario.deployment.nodes_of(inst.name)) for inst in planned.instances}
     labels = {
         "app.kubernetes.io/name": "kvbench",
         "app.kubernetes.io/instance": name,
@@ -105,7 +105,7 @@ def pod_manifests(
         # Headless: the name resolves to the pod's own address, for binding, before it is ready.
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": ports},
     }
-    files = {file: text for each in members for file, text in _files(each).items()}
+    files = {file: text for member in members for file, text in _files(member).items()}
     files |= _modules(members[-1])
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": files}
     pod = _pod_spec(scenario, options, name, members, run_tag(scenario, planned))
@@ -127,7 +127,7 @@ def _pod_spec(
     scenario: Scenario, options: K8sOptions, name: str, members: Sequence[ProcessSpec], tag: str
 ) -> Manifest:
     volumes: list[Manifest] = []
-    if any(_files(each) or _modules(each) for each in members):
+    if any(_files(member) or _modules(member) for member in members):
         volumes.append({"name": "specs", "configMap": {"name": name}})
     if members[-1].name != "router":
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shared_memory}})
@@ -141,7 +141,7 @@ def _pod_spec(
     pod: Manifest = {
         "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": 10,
-        "containers": [_container(scenario, options, name, each, tag) for each in members],
+        "containers": [_container(scenario, options, name, member, tag) for member in members],
     }
     if volumes:
         pod["volumes"] = volumes
@@ -163,10 +163,10 @@ def _container(scenario: Scenario, options: K8sOptions, name: str, spec: Process
     container: Manifest = {
         "name": k8s_name(spec.name),
         "image": (engine and options.engine_image) or options.image,
-        "command": [_expanded(word, name) for word in argv],
+        "command": [_with_pod_ip(word, name) for word in argv],
         "env": [
             {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
-            *({"name": key, "value": _expanded(value, name)} for key, value in env.items()),
+            *({"name": key, "value": _with_pod_ip(value, name)} for key, value in env.items()),
         ],
     }
     mounts = (
@@ -202,24 +202,24 @@ def _resources(scenario: Scenario, options: K8sOptions, instance: str) -> Manife
 
 
 def _probes(spec: ProcessSpec, ready_s: float) -> Manifest:
-    """Readiness probe as kvbench's own; startup limit of the scenario."""
+    """Readiness probe with kvbench's health URL; startup probe with the scenario's limit."""
     path = re.sub(r"^https?://[^/]+", "", spec.ready_url)
-    asked: Manifest = {"httpGet": {"path": path, "port": spec.port}} if path else {}
-    asked = asked or {"tcpSocket": {"port": spec.port}}
+    probe: Manifest = {"httpGet": {"path": path, "port": spec.port}} if path else {}
+    probe = probe or {"tcpSocket": {"port": spec.port}}
     return {
-        "startupProbe": {**asked, "periodSeconds": 2, "failureThreshold": max(15, round(ready_s / 2))},
-        "readinessProbe": {**asked, "periodSeconds": 2},
+        "startupProbe": {**probe, "periodSeconds": 2, "failureThreshold": max(15, round(ready_s / 2))},
+        "readinessProbe": {**probe, "periodSeconds": 2},
     }
 
 
 def _ports(planned: DeploymentPlan, members: Sequence[ProcessSpec], nodes: Mapping[str, int]) -> list[int]:
     """All ports of a pod's processes: HTTP, side channels, helpers. ``nodes``: hosts by instance."""
-    of_instance = {each.name: each for each in planned.instances}
+    of_instance = {inst.name: inst for inst in planned.instances}
     ports: list[int] = []
-    for each in members:
-        name, _, node = each.name.partition(NODE)
-        own = of_instance.get(name)
-        ports += (each.port,) if own is None else own.ports_on(int(node or 0), nodes.get(name, 1))
+    for spec in members:
+        name, _, node = spec.name.partition(NODE)
+        instance = of_instance.get(name)
+        ports += (spec.port,) if instance is None else instance.ports_on(int(node or 0), nodes.get(name, 1))
     if members[-1].name == "router" or planned.router_port is None:
         ports += planned.service_ports
     return [port for port in dict.fromkeys(ports) if port]
@@ -233,7 +233,7 @@ def _files(spec: ProcessSpec) -> dict[str, str]:
 
 
 def _modules(spec: ProcessSpec) -> dict[str, str]:
-    """File → source of kvbench modules for the engine, whose image has no kvbench."""
+    """File → source of kvbench modules for an engine image without kvbench."""
     if str(IN_VLLM) not in spec.env.get("PYTHONPATH", ""):
         return {}
     return {path.name: path.read_text(encoding="utf-8") for path in sorted(IN_VLLM.glob("*.py"))}
@@ -243,9 +243,9 @@ def _file_name(spec: ProcessSpec, variable: str) -> str:
     return f"{spec.name}-{variable.lower()}.json"
 
 
-def _expanded(word: str, own: str) -> str:
+def _with_pod_ip(word: str, address: str) -> str:
     """Escape an existing $(NAME), which Kubernetes would expand."""
-    return re.sub(rf"(?<![\w.-]){re.escape(own)}(?![\w-])", "$(POD_IP)", word.replace("$(", "$$("))
+    return re.sub(rf"(?<![\w.-]){re.escape(address)}(?![\w-])", "$(POD_IP)", word.replace("$(", "$$("))
 
 
 def k8s_name(text: str) -> str:
@@ -274,26 +274,26 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
-def rendered(plan: Plan, options: K8sOptions, label: str = "") -> str:
+def render_manifests(plan: Plan, options: K8sOptions, label: str = "") -> str:
     """Manifests of a deployment as YAML. ``label``: required for several. Raises InputError."""
     scenario = plan.scenario
-    planned = chosen(plan, label)
+    planned = choose_deployment(plan, label)
     manifests = manifests_of(scenario, planned, options)
     names = dns_names(scenario, planned)
     documents = "---\n".join(
-        yaml.dump(each, Dumper=_Dumper, sort_keys=False, width=110) for each in manifests
+        yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=110) for manifest in manifests
     )
     return f"{_header(scenario, planned, names)}{documents}"
 
 
-def chosen(plan: Plan, label: str) -> DeploymentPlan:
+def choose_deployment(plan: Plan, label: str) -> DeploymentPlan:
     """Deployment of that label, or the only one. Raises InputError."""
-    there = [each for each in plan.deployments if not each.reference_only]
-    found = [each for each in there if each.label == label] if label else there
+    measured = [deployment for deployment in plan.deployments if not deployment.reference_only]
+    found = [deployment for deployment in measured if deployment.label == label] if label else measured
     if len(found) != 1:
         raise InputError(
             f"unknown deployment {label}" if label else "the scenario has several deployments",
-            hint=f"choose one with --connector: {', '.join(each.label for each in there)}",
+            hint=f"choose one with --connector: {', '.join(deployment.label for deployment in measured)}",
         )
     return found[0]
 
@@ -302,9 +302,9 @@ def dns_names(scenario: Scenario, planned: DeploymentPlan) -> dict[str, str]:
     """Process → Service name. Raises InputError if a name is too long or not unique."""
     nodes_of = scenario.deployment.nodes_of
     processes = [
-        f"{each.name}{NODE}{node}" if node else each.name
-        for each in planned.instances
-        for node in range(max(1, len(nodes_of(each.name))))
+        f"{instance.name}{NODE}{node}" if node else instance.name
+        for instance in planned.instances
+        for node in range(max(1, len(nodes_of(instance.name))))
     ]
     processes += ["router"] if planned.router_port is not None else []
     names = {name: k8s_name(f"{scenario.name}-{planned.label}-{name}") for name in processes}
@@ -323,14 +323,14 @@ def manifests_of(scenario: Scenario, planned: DeploymentPlan, options: K8sOption
     if not scenario.deployment.engine_options.starts_processes:
         raise InputError("an external server is not launched by kvbench", hint="choose another engine")
     names = dns_names(scenario, planned)
-    if any(each.port == 0 for each in planned.instances) or planned.router_port == 0:
+    if any(instance.port == 0 for instance in planned.instances) or planned.router_port == 0:
         raise InputError("pods need fixed ports", hint="set one: --set deployment.base_port=21000")
-    undealt = tuple(replace(each, devices=()) for each in planned.instances)
+    undealt = tuple(replace(instance, devices=()) for instance in planned.instances)
     specs, _ = placed_specs(_placed(scenario, names), replace(planned, instances=undealt), dealt=False)
-    home = "router" if "router" in names else planned.instances[0].name
+    router_pod = "router" if "router" in names else planned.instances[0].name
     pods: dict[str, list[ProcessSpec]] = {name: [] for name in names}
     for spec in specs:  # helpers are in the router's pod
-        pods[spec.name if spec.name in pods else home].append(spec)
+        pods[spec.name if spec.name in pods else router_pod].append(spec)
     found: list[Manifest] = []
     for name, members in pods.items():
         found += pod_manifests(scenario, planned, options, names[name], members)
@@ -350,8 +350,8 @@ def _placed(scenario: Scenario, names: Mapping[str, str]) -> Scenario:
     roles = {**groups, "router": [names["router"]] if "router" in names else groups["aggregated"][0]}
     hosts = {}
     for name, pod in names.items():
-        own = deployment.hosts[deployment.host_name(name)] if deployment.hosts else RemoteHost(address=pod)
-        hosts[pod] = RemoteHost(address=pod, env=own.env, nics=own.nics)
+        host = deployment.hosts[deployment.host_name(name)] if deployment.hosts else RemoteHost(address=pod)
+        hosts[pod] = RemoteHost(address=pod, env=host.env, nics=host.nics)
     # Device numbers are valid on one machine; a pod sees only its own devices.
     deployment = deployment.model_copy(
         update={
@@ -364,7 +364,7 @@ def _placed(scenario: Scenario, names: Mapping[str, str]) -> Scenario:
 
 
 def _header(scenario: Scenario, planned: DeploymentPlan, names: Mapping[str, str]) -> str:
-    ports = {each.name: each.port for each in planned.instances}
+    ports = {instance.name: instance.port for instance in planned.instances}
     first = planned.instances[0].name
     base = (
         f"{names['router']}:{planned.router_port}" if "router" in names else f"{names[first]}:{ports[first]}"

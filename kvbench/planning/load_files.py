@@ -61,8 +61,8 @@ def require_fitting(scenario: Scenario, requests: Sequence[TracedRequest]) -> No
     longest = scenario.deployment.engine_options.longest_request
     if not longest:
         return
-    if wrong := [each for each in requests if each.input_len + each.output_len > longest]:
-        most = max(each.input_len + each.output_len for each in wrong)
+    if wrong := [request for request in requests if request.input_len + request.output_len > longest]:
+        most = max(request.input_len + request.output_len for request in wrong)
         raise InputError(
             f"{len(wrong)} of the trace's {len(requests)} requests exceed the engine's max_model_len of "
             f"{longest}; the longest has {most} tokens",
@@ -82,7 +82,7 @@ def trace_digest(trace: Trace) -> str:
 def write_requests(path: Path, requests: Sequence[TracedRequest]) -> None:
     """Write a load generator's file (``LoadSpec.requests_path``): one JSON object per line."""
     with path.open("w", encoding="ascii") as file:
-        file.writelines(json.dumps(vars(each), separators=(",", ":")) + "\n" for each in requests)
+        file.writelines(json.dumps(vars(request), separators=(",", ":")) + "\n" for request in requests)
 
 
 def session_source(wanted: Sessions) -> SessionSource:

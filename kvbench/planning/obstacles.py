@@ -93,8 +93,8 @@ def scheduler_problem(launcher: str) -> Problem | None:
 def require_start(scenario: Scenario, plan: Plan, named: str) -> None:
     """Raise LaunchError with every problem, before a run folder is created."""
     if problems := obstacles(scenario, plan, named):
-        reasons = "\n  ".join(each.reason for each in problems)
-        fixes = "\n  ".join(each.fix for each in problems if each.fix)
+        reasons = "\n  ".join(problem.reason for problem in problems)
+        fixes = "\n  ".join(problem.fix for problem in problems if problem.fix)
         raise LaunchError(f"cannot start: {reasons}", hint=fixes)
 
 
@@ -124,16 +124,16 @@ def _gpus(plan: Plan) -> Iterator[Problem]:
 
 
 def _ports(scenario: Scenario, plan: Plan) -> Iterator[Problem]:
-    if taken := ports_in_use(scenario, plan)[0]:
-        more = f" and {len(taken) - MOST_NAMED} more" if len(taken) > MOST_NAMED else ""
+    if used := ports_in_use(scenario, plan)[0]:
+        more = f" and {len(used) - MOST_NAMED} more" if len(used) > MOST_NAMED else ""
         yield Problem(
-            f"ports in use: {', '.join(map(str, taken[:MOST_NAMED]))}{more}",
+            f"ports in use: {', '.join(map(str, used[:MOST_NAMED]))}{more}",
             "end what listens there, or use free ports: --set deployment.base_port=0",
         )
 
 
 def ports_in_use(scenario: Scenario, plan: Plan) -> tuple[list[int], list[str]]:
-    """Return the plan's ports in use, and the hosts whose ports cannot be checked from here."""
+    """Return the plan's ports in use, and the hosts with ports that cannot be checked from here."""
     where, wanted = scenario.deployment.address_of, set[tuple[str, int]]()
     for planned in plan.deployments:
         wanted |= {(where("router"), port) for port in (*planned.service_ports, planned.router_port or 0)}
@@ -141,8 +141,8 @@ def ports_in_use(scenario: Scenario, plan: Plan) -> tuple[list[int], list[str]]:
             wanted |= {(where(instance.name), port) for port in instance.ports_on(0, 1)}
     wanted = {(host, port) for host, port in wanted if port}
     remote = {host for host, _ in wanted if not is_here(host)}
-    taken = {port for host, port in wanted if host not in remote and not is_free(host, port)}
-    return sorted(taken), sorted(remote)
+    used = {port for host, port in wanted if host not in remote and not is_free(host, port)}
+    return sorted(used), sorted(remote)
 
 
 def _hosts(scenario: Scenario, named: str) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """Options shared by several commands, and their shell completion.
 
-A command decorated with ``asks`` whose parameter ``options`` is a ``CliOptions`` shows that class's options
-in its help."""
+A command decorated with ``asks``, with a parameter ``options`` of type ``CliOptions``, shows that class's
+options in its help."""
 
 from __future__ import annotations
 
@@ -351,16 +351,16 @@ def with_options(command: Callable[..., Result]) -> Callable[..., Result]:
     hints = get_type_hints(command, include_extras=True)
     kind: type[Any] = hints["options"]
     kinds = get_type_hints(kind, include_extras=True)
-    asked = [
+    shown = [
         _parameter(field.name, field.default, kinds[field.name])
         for field in fields(kind)
         if field.name not in _WITHOUT[command] and hasattr(kinds[field.name], "__metadata__")
     ]
-    names = {parameter.name for parameter in asked}
+    names = {parameter.name for parameter in shown}
     parameters: list[Parameter] = []
-    for name, own in signature(command).parameters.items():
-        own = own.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
-        parameters += asked if name == "options" else [own]
+    for name, given_parameter in signature(command).parameters.items():
+        given_parameter = given_parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name])
+        parameters += shown if name == "options" else [given_parameter]
 
     @functools.wraps(command)
     def run(**given: Any) -> Result:

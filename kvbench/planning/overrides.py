@@ -24,7 +24,7 @@ from kvbench.planning.scenario_files import load_draft, plain_name, registry
 
 ASK_TIMEOUT_S = 10.0
 MOST_NAMED = 12
-"""Most models listed in a message."""
+"""Maximum models listed in a message."""
 
 
 def served_model(root: str, access: ServerAccess, wanted: str = "") -> tuple[str, int | None]:
@@ -60,17 +60,17 @@ def served_models(root: str, access: ServerAccess) -> dict[str, int | None]:
             f"GET {url} failed: {type(error).__name__} {error}".rstrip(), hint=failure_hint(url, error)
         ) from error
     if response.status_code != 200:
-        said = redact(visible(response.text[:200].strip()), variables(access))
+        detail = redact(visible(response.text[:200].strip()), variables(access))
         raise ServerError(
-            f"GET {url} answered {status_text(response.status_code)}" + (f": {said}" if said else ""),
+            f"GET {url} answered {status_text(response.status_code)}" + (f": {detail}" if detail else ""),
             hint=status_hint(response.status_code, "authorization" in {name.lower() for name in headers}),
         )
     try:
         found = {
-            visible(str(each["id"])): longest
-            if isinstance(longest := each.get("max_model_len"), int) and longest > 0
+            visible(str(model["id"])): longest
+            if isinstance(longest := model.get("max_model_len"), int) and longest > 0
             else None
-            for each in web.json_of(response)["data"]
+            for model in web.json_of(response)["data"]
         }
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ServerError(
@@ -92,7 +92,7 @@ def resolve(cli: CliOptions, *, sessions: bool = True) -> tuple[Scenario, bytes]
     Raises InputError with all mistakes."""
     bare = "--base-url" if cli.base_url is not None else "--system" if cli.system is not None else ""
     if bare:
-        text = _system(cli, cli.system or "") if cli.base_url is None else _external(cli, cli.base_url)
+        text = _system(cli, cli.system or "") if cli.base_url is None else _server_scenario(cli, cli.base_url)
         draft, source = read_scenario(text, bare), text.encode()
     else:
         _require_no_server_options(cli)
@@ -106,8 +106,8 @@ def resolve(cli: CliOptions, *, sessions: bool = True) -> tuple[Scenario, bytes]
             hint="use kvbench sweep, bench or simulate; or omit sessions",
         )
     # Available in a checked scenario only: the chosen connectors' entries, and the trace's lengths.
-    chosen = {} if bare else _chosen(scenario, cli.connectors)
-    if more := merged(_traced(scenario), chosen):
+    chosen = {} if bare else _connector_entries(scenario, cli.connectors)
+    if more := merged(_lengths_of_load(scenario), chosen):
         scenario = draft.put(more).checked(known)
     if scenario.workload.trace:
         from kvbench.planning.load_files import load_trace, require_fitting
@@ -119,8 +119,8 @@ def resolve(cli: CliOptions, *, sessions: bool = True) -> tuple[Scenario, bytes]
 
 
 def _require_no_server_options(cli: CliOptions) -> None:
-    own = [field for field in SERVER if field not in ("base_url", "api_key_env")]
-    if names := [option_name(field) for field in own if getattr(cli, field)]:
+    server_only = [field for field in SERVER if field not in ("base_url", "api_key_env")]
+    if names := [option_name(field) for field in server_only if getattr(cli, field)]:
         raise InputError(
             f"{', '.join(names)} {'goes' if len(names) == 1 else 'go'} with a --base-url",
             hint="a scenario says the same in model and in deployment.engine_options",
@@ -177,7 +177,7 @@ def _method(cli: CliOptions) -> Overrides:
     return {"search.method": Unread(names[0])} if names else {}
 
 
-def _traced(scenario: Scenario) -> Overrides:
+def _lengths_of_load(scenario: Scenario) -> Overrides:
     """Set lengths to the means of a trace or of sessions, which name the cell."""
     if scenario.workload.sessions is not None:
         return _of_sessions(scenario.workload.sessions)
@@ -200,22 +200,22 @@ def _of_sessions(wanted: Sessions) -> Overrides:
     source = session_source(wanted)
     turns = source.turns
     return {
-        "workload.input_len": [max(1, round(sum(each.input_len for each in turns) / len(turns)))],
-        "workload.output_len": max(1, round(sum(each.output_len for each in turns) / len(turns))),
+        "workload.input_len": [max(1, round(sum(turn.input_len for turn in turns) / len(turns)))],
+        "workload.output_len": max(1, round(sum(turn.output_len for turn in turns) / len(turns))),
         "workload.sessions.longest": source.longest_input + source.longest_output,
         "workload.sessions.longest_output": source.longest_output,
     }
 
 
-def _chosen(scenario: Scenario, names: tuple[str, ...]) -> Overrides:
+def _connector_entries(scenario: Scenario, names: tuple[str, ...]) -> Overrides:
     """Scenario entries of these names with their options; missing ones get defaults."""
     if not names:
         return {}
-    entries = {str(each["label"]): each for each in scenario.resolved()["connectors"]}
+    entries = {str(entry["label"]): entry for entry in scenario.resolved()["connectors"]}
     return {"connectors": [entries.get(name, name) for name in dict.fromkeys(names)]}
 
 
-def _external(cli: CliOptions, base_url: str) -> str:
+def _server_scenario(cli: CliOptions, base_url: str) -> str:
     """Scenario text for a running server. Raises InputError, ServerError."""
     if problem := url_problem(base_url):
         raise InputError(f"--base-url {problem}")
@@ -230,7 +230,7 @@ def _external(cli: CliOptions, base_url: str) -> str:
     access = ServerAccess(cli.api_key_env or "", headers, cli.ca_file or "", cli.insecure)
     served, longest = served_model(root, access, cli.model or "")
     options = _engine_options(root, name, cli)
-    return _bare(cli, "external", name, served, options | ({"max_model_len": longest} if longest else {}))
+    return _minimal(cli, "external", name, served, options | ({"max_model_len": longest} if longest else {}))
 
 
 def _system(cli: CliOptions, command: str) -> str:
@@ -241,7 +241,7 @@ def _system(cli: CliOptions, command: str) -> str:
             hint="give lengths and SLO by options, or use the scenario.yaml of an earlier run",
         )
     name = _connector_of(cli, "--system", "one system")
-    return _bare(cli, "system", name, "system", {"command": command})
+    return _minimal(cli, "system", name, "system", {"command": command})
 
 
 def _connector_of(cli: CliOptions, option: str, one: str) -> str:
@@ -249,7 +249,7 @@ def _connector_of(cli: CliOptions, option: str, one: str) -> str:
     missing = [
         option
         for option, value in (("--input-len", cli.input_len), ("--output-len", cli.output_len))
-        if value is None and not _own_lengths(cli)
+        if value is None and not _has_lengths(cli)
     ]
     unsearched = cli.rates is not None or cli.trace is not None or _is_one_load(cli)
     if cli.ttft_ms is None and cli.tpot_ms is None and not cli.slo and not unsearched:
@@ -269,12 +269,12 @@ def _is_one_load(cli: CliOptions) -> bool:
     return cli.fixed_rate is not None or cli.concurrency is not None
 
 
-def _own_lengths(cli: CliOptions) -> bool:
+def _has_lengths(cli: CliOptions) -> bool:
     """Whether the load has its own lengths: a trace, or sessions set by ``--set``."""
-    return cli.trace is not None or any(each.startswith("workload.sessions") for each in cli.overrides)
+    return cli.trace is not None or any(text.startswith("workload.sessions") for text in cli.overrides)
 
 
-def _bare(cli: CliOptions, engine: str, connector: str, served: str, options: dict[str, Any]) -> str:
+def _minimal(cli: CliOptions, engine: str, connector: str, served: str, options: dict[str, Any]) -> str:
     """Scenario text with a served model, workload and SLO only."""
     document = {
         "version": 1,
@@ -288,7 +288,7 @@ def _bare(cli: CliOptions, engine: str, connector: str, served: str, options: di
             else connector
         ],
         "workload": {}
-        if _own_lengths(cli)
+        if _has_lengths(cli)
         else {"input_len": _lengths(cli.input_len or ""), "output_len": cli.output_len},
         "slo": {key: getattr(cli, key) for key in ("ttft_ms", "tpot_ms", "attainment") if getattr(cli, key)}
         | ({"limits": list(cli.slo)} if cli.slo else {}),
@@ -337,7 +337,7 @@ def overridden(text: str, scenario: Mapping[str, Any]) -> dict[str, Any] | None:
         written = parse_scenario(text, "scenario.yaml", registry()).resolved()
     except KvbenchError:
         return None
-    pair = (json.loads(json.dumps(each, default=str)) for each in (written, scenario))
+    pair = (json.loads(json.dumps(values, default=str)) for values in (written, scenario))
     # A file without a name is named after the file.
     return {path: value for path, value in _changed(*pair) if path != "name"}
 

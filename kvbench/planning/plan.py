@@ -31,17 +31,17 @@ def plan_of(scenario: Scenario) -> Plan:
     """Plan a scenario with the installed connectors and its engine's information."""
     named = dict.fromkeys([AGGREGATED, *(choice.name for choice in scenario.connectors)])
     known = {name: connectors.get(name) for name in named}
-    profiles, lacking = {}, []
+    profiles, problems = {}, []
     for choice in scenario.connectors:
         try:
             profiles[choice.label] = profile_of(scenario, choice.name, choice.label)
         except InputError as error:  # ends the connector at its launch
-            lacking.append(f"{choice.label} cannot run: {error.message}; {error.hint}")
+            problems.append(f"{choice.label} cannot run: {error.message}; {error.hint}")
     launch_s = engines.get(scenario.deployment.engine).launch_s
     plan = make_plan(scenario, known, launch_s=launch_s, profiles=profiles)
     measured = [each.label for each in plan.deployments if not each.reference_only]
     unequal = [f"{each.message}; {each.advice}" for each in unequal_ranks(plan.to_json(), measured)]
-    return with_devices(replace(plan, notes=(*plan.notes, *lacking, *engine_warnings(scenario), *unequal)))
+    return with_devices(replace(plan, notes=(*plan.notes, *problems, *engine_warnings(scenario), *unequal)))
 
 
 def command(cli: CliOptions, console: Console, *, as_json: bool) -> int:
@@ -53,9 +53,9 @@ def command(cli: CliOptions, console: Console, *, as_json: bool) -> int:
     code = EXIT_BAD_INPUT if problems else EXIT_OK
     if as_json:
         processes = {each.label: _processes(scenario, each) for each in plan.deployments}
-        said = [{"what": each.reason, "fix": each.fix} for each in problems]
-        gone = {label: {"why": each.reason, "fix": each.fix} for label, each in skipped.items()}
-        whole = {**plan.to_json(), "processes": processes, "obstacles": said, "left_out": gone}
+        reasons = [{"what": each.reason, "fix": each.fix} for each in problems]
+        skips = {label: {"why": each.reason, "fix": each.fix} for label, each in skipped.items()}
+        whole = {**plan.to_json(), "processes": processes, "obstacles": reasons, "left_out": skips}
         print(json.dumps(whole, indent=2))
         return code
     _print_obstacles(plan, skipped, problems, console)
@@ -82,21 +82,21 @@ def _print_obstacles(
     plan: Plan, skipped: Mapping[str, Problem], problems: Sequence[Problem], console: Console
 ) -> None:
     """Print first what prevents a start, and what would be skipped."""
-    said = [("cannot start: ", each) for each in problems]
-    said += [(f"left out: {label}: ", each) for label, each in skipped.items()]
-    for words, each in said:
-        console.print(f"{words}{each.reason}", markup=False, style="yellow")
-        if each.fix:
-            console.print(f"  fix: {each.fix}", markup=False)
-    if set(skipped) >= {each.label for each in plan.deployments}:
+    lines = [("cannot start: ", problem) for problem in problems]
+    lines += [(f"left out: {label}: ", problem) for label, problem in skipped.items()]
+    for heading, problem in lines:
+        console.print(f"{heading}{problem.reason}", markup=False, style="yellow")
+        if problem.fix:
+            console.print(f"  fix: {problem.fix}", markup=False)
+    if set(skipped) >= {planned.label for planned in plan.deployments}:
         console.print("nothing would be measured", markup=False, style="yellow")
-    if said:
+    if lines:
         console.print()
 
 
 def _print_time(plan: Plan, skipped: Mapping[str, Problem], console: Console) -> None:
     scenario = plan.scenario
-    kept = tuple(each for each in scenario.connectors if each.label not in skipped)
+    kept = tuple(connector for connector in scenario.connectors if connector.label not in skipped)
     if skipped and kept:
         plan = plan_of(scenario.model_copy(update={"connectors": kept}))
     if not kept:
@@ -122,7 +122,7 @@ def _of_this_machine(plan: Plan) -> Iterator[str]:
         return
     for each in transport_findings(plan.scenario, plan, {"": rdma()}):
         yield f"{each.message}; {each.advice}"
-    dealt = {device for mine in plan.deployments for each in mine.instances for device in each.devices}
+    dealt = {device for planned in plan.deployments for each in planned.instances for device in each.devices}
     for card in (with_affinity(gpus()) or ()) if dealt else ():
         if card["index"] in dealt:
             yield f"GPU {card['index']}: {affinity_text(card)}"
@@ -130,10 +130,10 @@ def _of_this_machine(plan: Plan) -> Iterator[str]:
 
 def render(cli: CliOptions, words: Sequence[str]) -> None:
     """Print the deployment's manifests. ``words``: NAME=VALUE of ``K8sOptions``."""
-    from kvbench.planning.kubernetes import options_from, rendered
+    from kvbench.planning.kubernetes import options_from, render_manifests
 
     scenario, _ = resolve(cli)
-    print(rendered(plan_of(scenario), options_from(words)), end="")
+    print(render_manifests(plan_of(scenario), options_from(words)), end="")
 
 
 def _processes(scenario: Scenario, deployment: DeploymentPlan) -> list[dict[str, Any]]:
@@ -152,25 +152,25 @@ def _print_header(plan: Plan, console: Console) -> None:
     model = scenario.model
     served = deployment.engine_options.server.base_url
     what = f"{model.name}, {model.kv_dtype} KV, {_ranks(scenario)}"
-    asked = f"{model.served_model_name} at {served}, by {scenario.load.endpoint}"
-    console.print(f"model      {asked if served else what}", markup=False)
+    served_model = f"{model.served_model_name} at {served}, by {scenario.load.endpoint}"
+    console.print(f"model      {served_model if served else what}", markup=False)
     console.print(f"engine     {deployment.engine}, {_engines(plan)}", markup=False)
     for heading, (tier, slo) in zip(["SLO", *[""] * len(slos)], slos.items(), strict=False):
         console.print(f"{heading:<10} {tier + ': ' if tier else ''}{slo.text()}", markup=False)
     rates = f" at {', '.join(f'{rate:g}' for rate in search.rates)} req/s" if search.rates else ""
-    beside = ", and burst" if search.compare_burst else ""
-    console.print(f"method     {search.method}{rates}{beside}", markup=False)
+    burst = ", and burst" if search.compare_burst else ""
+    console.print(f"method     {search.method}{rates}{burst}", markup=False)
     console.print(f"seed       {scenario.seed}\n", markup=False)
 
 
 def _ranks(scenario: Scenario) -> str:
     """Ranks as ``TP 8``, ``P TP 4, D TP 8``, or ``TP 1, TP 2`` for several sizes."""
-    said = []
-    for label in dict.fromkeys(each.label for each in scenario.connectors):
+    texts = []
+    for label in dict.fromkeys(connector.label for connector in scenario.connectors):
         deployed = scenario.deployed(label)
         prefill, decode = (deployed.ranks_of(f"{role}-0").text() for role in ("prefill", "decode"))
-        said.append(prefill if prefill == decode else f"P {prefill}, D {decode}")
-    return ", ".join(dict.fromkeys(said))
+        texts.append(prefill if prefill == decode else f"P {prefill}, D {decode}")
+    return ", ".join(dict.fromkeys(texts))
 
 
 def _engines(plan: Plan) -> str:
@@ -179,16 +179,16 @@ def _engines(plan: Plan) -> str:
     if not deployment.engine_options.starts_processes:
         simulated = deployment.engine_options.simulator.command
         return f"as the simulator has: {simulated}" if simulated else "as many as the URL has"
-    measured = [each.instances for each in plan.deployments if not each.reference_only]
-    whole = next((mine for mine in measured if mine[0].role == "aggregated"), ())
+    measured = [planned.instances for planned in plan.deployments if not planned.reference_only]
+    whole = next((instances for instances in measured if instances[0].role == "aggregated"), ())
     pair = f"{deployment.prefill.instances}P{deployment.decode.instances}D"
-    words = [pair] * any(m[0].role != "aggregated" for m in measured)
-    words += [f"{len(whole)} engine{'s' * (len(whole) > 1)} without P/D"] * bool(whole)
-    return " against ".join(words)
+    parts = [pair] * any(instances[0].role != "aggregated" for instances in measured)
+    parts += [f"{len(whole)} engine{'s' * (len(whole) > 1)} without P/D"] * bool(whole)
+    return " against ".join(parts)
 
 
 def _deployments(plan: Plan) -> Grid:
-    dealt = any(each.devices for mine in plan.deployments for each in mine.instances)
+    dealt = any(each.devices for planned in plan.deployments for each in planned.instances)
     rows: list[list[str]] = []
     none = [""] * dealt
     for each in plan.deployments:

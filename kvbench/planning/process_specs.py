@@ -124,7 +124,7 @@ def transport_findings(
             specs: list[ProcessSpec] = []
             with suppress(InputError):  # one that the engine lacks is reported by ``unusable``
                 specs = process_specs(scenario, planned)
-            commands = [(each.argv, {**inherited, **each.env}) for each in specs if each.name != "router"]
+            commands = [(spec.argv, {**inherited, **spec.env}) for spec in specs if spec.name != "router"]
             found += transport_warnings(planned.label, commands, devices)
     return found
 
@@ -174,9 +174,9 @@ def _neighbours(scenario: Scenario, plan: DeploymentPlan) -> Neighbours:
 
     def addresses(role: str) -> tuple[str, ...]:
         return tuple(
-            f"{where(each.name)}:{each.side_port}"
-            for each in plan.instances
-            if each.role == role and each.side_port
+            f"{where(instance.name)}:{instance.side_port}"
+            for instance in plan.instances
+            if instance.role == role and instance.side_port
         )
 
     services = tuple(f"{where('router')}:{port}" for port in plan.service_ports)
@@ -232,11 +232,11 @@ def process_specs(scenario: Scenario, plan: DeploymentPlan, log_dir: Path | None
         specs.append(_router_spec(scenario, plan))
     roles = {member.name: member.role for member in members}
     addresses = [services_at, *(address for member in members for address in (member.host, *member.nodes))]
-    beside = tuple(dict.fromkeys([*addresses, "localhost", "127.0.0.1"]))
+    unproxied = tuple(dict.fromkeys([*addresses, "localhost", "127.0.0.1"]))
     return [
         replace(
             observed(spec, roles.get(spec.name.partition(NODE)[0], ""), scenario.deployment, log_dir),
-            beside=beside,
+            beside=unproxied,
         )
         for spec in specs
     ]
@@ -256,8 +256,8 @@ def placed_specs(
     placed = []
     for spec in specs:
         host = hosts[scenario.deployment.host_name(spec.name)]
-        own = {**(ONE_THREAD_ENV if spec.one_thread else {}), **spec.env}
-        env = {**host.env, **own, **gpus.get(spec.name, {})}
+        variables = {**(ONE_THREAD_ENV if spec.one_thread else {}), **spec.env}
+        env = {**host.env, **variables, **gpus.get(spec.name, {})}
         placed.append(replace(spec, env=env, host=host.address, nics=host.nics))
     return placed, placeholders
 

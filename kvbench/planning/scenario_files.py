@@ -76,12 +76,12 @@ def find_scenario(name_or_path: str) -> tuple[bytes, str]:
             return _read(path), str(path)
         if path.exists():
             kind = "folder" if path.is_dir() else "special file"
-            raise InputError(f"{path} is a {kind}, not a scenario file", hint=_there_are(name_or_path))
+            raise InputError(f"{path} is a {kind}, not a scenario file", hint=_available(name_or_path))
     except (ValueError, OSError) as error:
         # A name with a null byte, far too long, or in a folder that may not be entered.
-        raise InputError(f"{name_or_path[:80]!r} cannot be opened: {error}", hint=_there_are("")) from error
+        raise InputError(f"{name_or_path[:80]!r} cannot be opened: {error}", hint=_available("")) from error
     what = f"there is no file {name_or_path!r}" if is_path else f"unknown scenario {name_or_path!r}"
-    raise InputError(what, hint=_there_are(name_or_path))
+    raise InputError(what, hint=_available(name_or_path))
 
 
 def load_draft(name_or_path: str) -> tuple[Draft, bytes]:
@@ -118,7 +118,7 @@ def _read(path: Path) -> bytes:
     return data
 
 
-def _there_are(wanted: str) -> str:
+def _available(wanted: str) -> str:
     names = bundled_names()
-    near = similar_files(Path(wanted.replace("\0", "") or "-"), *names)
-    return f"{near}bundled scenarios: {', '.join(names) or 'none'}; or give the path of a .yaml file"
+    similar = similar_files(Path(wanted.replace("\0", "") or "-"), *names)
+    return f"{similar}bundled scenarios: {', '.join(names) or 'none'}; or give the path of a .yaml file"

@@ -182,10 +182,10 @@ def _account(
         if trial is not None:
             found += deviations_of(row, [serve_values(trial)], scale)
     mark = mark_of(measured)
-    return Account(reported, scenario, found, mark.word if mark else "measured", _how(scenario, scale, mark))
+    return Account(reported, scenario, found, mark.word if mark else "measured", _sent(scenario, scale, mark))
 
 
-def _how(scenario: Scenario, scale: float, mark: Mark | None) -> str:
+def _sent(scenario: Scenario, scale: float, mark: Mark | None) -> str:
     known = scenario.simulate.arrivals != "drawn"
     when = "at which vLLM's client sends with its default seed" if known else "of a new random sequence"
     slower = (
@@ -247,9 +247,9 @@ def simulate_against(cli: CliOptions, measured: Path, output: Path, console: Con
     with store:
         systems = dict(systems_of(scenario))
         for row in rows:
-            mine, trial, records = compared(row, systems[label_of(row, scenario)], scenario)
+            deviations, trial, records = compared(row, systems[label_of(row, scenario)], scenario)
             store.add_trial(trial, records)
-            found += mine
+            found += deviations
             console.print(f"{place_of(row)}: simulated", markup=False)
     how = f"{SIMULATED_WHY}. Each load of the run was simulated {_draws(scenario)}."
     account = Account(run, scenario, found, SIMULATED, how)

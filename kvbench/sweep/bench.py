@@ -83,11 +83,11 @@ class TrialBudget:
         """Return whether a cell's interval overlaps another connector's at its lengths; None if none overlaps
         so far, but some have not ended, or none has a result."""
         lower, upper = self._per_engine(cell, lower, upper)
-        rivals = [each for each in self.cells if each != cell and each.lengths_key == cell.lengths_key]
-        known = [bounds for each in rivals if (bounds := self.intervals.get(each)) is not None]
+        rivals = [other for other in self.cells if other != cell and other.lengths_key == cell.lengths_key]
+        known = [bounds for other in rivals if (bounds := self.intervals.get(other)) is not None]
         if any(low <= upper and lower <= high for low, high in known):
             return True
-        return False if known and all(each in self.intervals for each in rivals) else None
+        return False if known and all(other in self.intervals for other in rivals) else None
 
     def _per_engine(self, cell: Cell, lower: float, upper: float) -> tuple[float, float]:
         count = self.engines.get(cell.connector, 1)
@@ -120,14 +120,14 @@ class Knowledge:
 
     def hint(self, cell: Cell, disaggregated: frozenset[str]) -> Hint | None:
         """Estimate a start rate from the same length on a similar connector, or from other lengths."""
-        alike = [
+        similar = [
             rate
             for known, rate in self.rates.items()
             if known.input_len == cell.input_len
             and (known.connector in disaggregated) == (cell.connector in disaggregated)
         ]
-        if alike:
-            return Hint(alike[-1], trusted=True)
+        if similar:
+            return Hint(similar[-1], trusted=True)
         own = [
             (known.input_len, rate) for known, rate in self.rates.items() if known.connector == cell.connector
         ]
@@ -148,7 +148,7 @@ def extrapolated(known: Sequence[tuple[int, float]], input_len: int) -> float:
 
 
 @dataclass(frozen=True)
-class Alone:
+class IdleResult:
     """Result of single requests on the idle site. ``outputs`` is None if they are not compared; ``unchecked``
     gives the reason if a check was expected."""
 
@@ -176,7 +176,7 @@ class Site(Protocol):
     def close(self) -> None:
         return
 
-    def alone(self, cell: Cell) -> Alone:
+    def alone(self, cell: Cell) -> IdleResult:
         """Measure latency and greedy outputs of single requests. Raises KvbenchError."""
 
     def outputs(self, input_len: int) -> Outputs | None:

@@ -167,7 +167,7 @@ def _usable(trial: TrialRecord) -> bool:
 
 def _spread(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
     """Pick at most MOST_LOADS trials: the lowest and highest rate of each length first."""
-    ordered = sorted(trials, key=lambda each: (each.cell.input_len, each.request_rate))
+    ordered = sorted(trials, key=lambda trial: (trial.cell.input_len, trial.request_rate))
     if len(ordered) <= MOST_LOADS:
         return ordered
     picked = np.unique(np.linspace(0, len(ordered) - 1, MOST_LOADS).round().astype(int))
@@ -175,7 +175,7 @@ def _spread(trials: Sequence[TrialRecord]) -> list[TrialRecord]:
 
 
 def _cut(name: str, system: System, records: Sequence[RequestRecord]) -> ServedLoad:
-    ordered = sorted(records, key=lambda each: each.scheduled_s)
+    ordered = sorted(records, key=lambda record: record.scheduled_s)
     whole = ServedLoad.of(name, system, ordered[: MOST_REQUESTS + _AFTER])
     if len(ordered) <= MOST_REQUESTS:
         return whole
@@ -275,56 +275,56 @@ def command(options: CalibrateOptions, console: Console) -> int:
     """Fit, check, write, print; return 0 for a usable profile, else 1. Raises InputError."""
     if options.output.exists():
         raise InputError(f"{options.output} already exists", hint="give another --output, or remove it")
-    profile = calibrated(options)
+    profile = calibrate(options)
     write_bytes(options.output, profile_text(profile).encode())
     _print(profile, options.output, console)
     return EXIT_OK if profile.status == "fit" else EXIT_FAILED
 
 
-def calibrated(options: CalibrateOptions) -> ProfileFile:
+def calibrate(options: CalibrateOptions) -> ProfileFile:
     """Return the fitted profile. Raises InputError for too little data."""
-    given = read_inputs(options.sources, options.limits)
-    used, by = _split(given.loads, options.held_out)
-    checked = checked_fit(given.loads, used, by)
-    return _profile(given, checked, options)
+    source = read_inputs(options.sources, options.limits)
+    used, by = _split(source.loads, options.held_out)
+    checked = checked_fit(source.loads, used, by)
+    return _profile(source, checked, options)
 
 
 def _split(loads: Sequence[ServedLoad], share: float) -> tuple[list[NDArray[np.bool_]], str]:
     """Select the requests to fit: all lengths except the middle one, or the earlier requests of each load."""
-    lengths = [float(np.median(each.input_len)) for each in loads]
-    alike = all(np.ptp(each.input_len) <= 0.1 * length for each, length in zip(loads, lengths, strict=True))
+    lengths = [float(np.median(load.input_len)) for load in loads]
+    uniform = all(np.ptp(load.input_len) <= 0.1 * length for load, length in zip(loads, lengths, strict=True))
     known = sorted(set(np.round(lengths, -1).tolist()))
-    if not alike or len(known) < 3:
+    if not uniform or len(known) < 3:
         return later_part(loads, share), f"the last {share:.0%} of each load"
     middle = known[len(known) // 2]
     masks: list[NDArray[np.bool_]] = [
-        np.full(len(each.load.offsets_s), round(length, -1) != middle)
-        for each, length in zip(loads, lengths, strict=True)
+        np.full(len(load.load.offsets_s), round(length, -1) != middle)
+        for load, length in zip(loads, lengths, strict=True)
     ]
     return masks, f"the prompts of {middle:g} tokens"
 
 
-def _profile(given: CalibrationInput, checked: CheckedFit, options: CalibrateOptions) -> ProfileFile:
+def _profile(source: CalibrationInput, checked: CheckedFit, options: CalibrateOptions) -> ProfileFile:
     fitted = checked.fitted
-    inputs = np.concatenate([each.input_len for each in given.loads])
-    outputs = np.concatenate([each.output_len for each in given.loads])
-    notes = "".join(f"; {note}" for note in dict.fromkeys(given.notes))
-    engine = options.engine or given.engine or "not recorded"
+    inputs = np.concatenate([load.input_len for load in source.loads])
+    outputs = np.concatenate([load.output_len for load in source.loads])
+    notes = "".join(f"; {note}" for note in dict.fromkeys(source.notes))
+    engine = options.engine or source.engine or "not recorded"
     return ProfileFile(
         version=1,
         name=options.name or re.sub(r"[^A-Za-z0-9._-]+", "-", options.output.stem).lstrip("._-") or "profile",
-        source=f"kvbench calibrate, fitted to {', '.join(given.inputs)}{notes}"[:2000],
+        source=f"kvbench calibrate, fitted to {', '.join(source.inputs)}{notes}"[:2000],
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         engine=engine[:200],
-        machine=(options.machine or given.machine or "not recorded")[:500],
-        scenario_sha256=given.scenario_sha256,
-        tensor_parallel_size=given.tensor_parallel_size,
-        num_kv_tokens=given.num_kv_tokens,
+        machine=(options.machine or source.machine or "not recorded")[:500],
+        scenario_sha256=source.scenario_sha256,
+        tensor_parallel_size=source.tensor_parallel_size,
+        num_kv_tokens=source.num_kv_tokens,
         status="fit" if checked.holds else "unfit",
         cannot_explain=checked.cannot_explain[:64],
         fitted_to=FittedTo(
             requests=fitted.requests,
-            inputs=given.inputs[:64],
+            inputs=source.inputs[:64],
             input_len=[int(inputs.min()), int(inputs.max())],
             output_len=[int(outputs.min()), int(outputs.max())],
         ),
@@ -351,8 +351,8 @@ def _round(value: float, digits: int = _DIGITS) -> float:
 
 def _print(profile: ProfileFile, path: Path, console: Console) -> None:
     rows = [
-        [name, f"{each.value:.4g}", f"{each.error:.2g}" if each.error is not None else "–"]
-        for name, each in profile.coefficients.items()
+        [name, f"{fit.value:.4g}", f"{fit.error:.2g}" if fit.error is not None else "–"]
+        for name, fit in profile.coefficients.items()
     ]
     table = Grid(columns_of("coefficient", "value ms|± error"), rows)
     fitted = table.fitted(console.width if console.is_terminal else None)
@@ -360,14 +360,14 @@ def _print(profile: ProfileFile, path: Path, console: Console) -> None:
     held = profile.held_out
     assert held is not None
     words = ", ".join(
-        f"{name} {each.ratio:.3f} of measured (stated within {each.stated:.0%})"
-        for name, each in held.figures.items()
+        f"{name} {figure.ratio:.3f} of measured (stated within {figure.stated:.0%})"
+        for name, figure in held.figures.items()
     )
     more = len(profile.cannot_explain) - _SHOWN
     lines = [
         "",
         f"held out: {held.by}, {held.requests} requests: predicted {words}",
-        *(f"cannot explain: {each}" for each in profile.cannot_explain[:_SHOWN]),
+        *(f"cannot explain: {text}" for text in profile.cannot_explain[:_SHOWN]),
         *([f"and {more} more: cannot_explain in the file"] if more > 0 else []),
         f"{path}: {profile.status.upper()}",
     ]

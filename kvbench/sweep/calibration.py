@@ -54,7 +54,7 @@ NETWORK: Final = Surroundings(
     Overheads(1.0, 0.0, 0.2, 0.0),
     "default: 0.57 ms + bytes / 154.3 GB/s, fit to Mooncake's published vLLM P/D figures, 8 × 200 Gb/s RDMA",
 )
-"""Default for real engines, whose profile includes the front end's time."""
+"""Default for real engines; their profile includes the front end's time."""
 
 
 def surroundings(
@@ -104,42 +104,42 @@ def measured_run(path: Path) -> RunFolder:
     return run
 
 
-def _of_microbench(run: RunFolder, scenario: Scenario, backend: str, otherwise: Surroundings) -> Surroundings:
+def _of_microbench(run: RunFolder, scenario: Scenario, backend: str, default: Surroundings) -> Surroundings:
     """Take the link from a backend's fitted transfers; a microbenchmark has no overheads."""
     models = [model for model in fit_all(run.transfer_records()) if model.backend == backend]
     if not models:
-        lacking = f" ({backend} is not in the run)" if backend else ""
-        return replace(otherwise, source=otherwise.source + lacking)
+        note = f" ({backend} is not in the run)" if backend else ""
+        return replace(default, source=default.source + note)
     model = model_for(models, backend)
     link = _link_of(model, scenario, backend)
-    return Surroundings(link, otherwise.overheads, f"link: {model.way} of {run.run_id}; {otherwise.source}")
+    return Surroundings(link, default.overheads, f"link: {model.way} of {run.run_id}; {default.source}")
 
 
-def _emulated_surroundings(scenario: Scenario, backend: str, otherwise: Surroundings) -> Surroundings:
+def _emulated_surroundings(scenario: Scenario, backend: str, default: Surroundings) -> Surroundings:
     """Take the link of an emulated engine from its transfer model."""
     options = scenario.deployment.engine_options
     model = options.pace(backend) if backend else None
     if model is None:
-        return otherwise
+        return default
     link, scale = _link_of(model, scenario, backend), scenario.simulate.time_scale or options.time_factor
     scaled = Link(gb_per_s=link.gb_per_s / scale, latency_ms=link.latency_ms * scale)
-    return replace(otherwise, link=scaled, source=f"link: the engine's transfer model; {otherwise.source}")
+    return replace(default, link=scaled, source=f"link: the engine's transfer model; {default.source}")
 
 
-def _of_profile(scenario: Scenario, otherwise: Surroundings) -> Surroundings:
+def _of_profile(scenario: Scenario, default: Surroundings) -> Surroundings:
     """Use a profile file (``simulate.timing``). It was fitted to client-side times, so it includes all
     overheads. A profile of the emulated engine itself is measured behind the real router and transfer library
     instead."""
     profile = profile_file(scenario.simulate.timing) if scenario.simulate.timing else None
     if profile is None:
-        return otherwise
-    link, whose = otherwise.link, f"; link: {otherwise.source}"
+        return default
+    link, link_source = default.link, f"; link: {default.source}"
     if profile.moves_kv:
         shape, tokens = scenario.kv_shape, scenario.deployment.engine_options.kv_block_tokens
         block_bytes = shape.block_bytes(tokens, scenario.deployment.wire_ranks) * shape.regions()
         link = link_of(profile.value("transfer_token_ms"), profile.value("transfer_ms"), block_bytes / tokens)
-        whose = ""
-    return Surroundings(link, Overheads(), f"timing profile {profile.name}{whose}")
+        link_source = ""
+    return Surroundings(link, Overheads(), f"timing profile {profile.name}{link_source}")
 
 
 def _link_of(model: TransferModel, scenario: Scenario, backend: str) -> Link:
@@ -195,7 +195,7 @@ def _parts(trial: TrialRecord) -> dict[str, Any]:
     hand_off = trial.engine.get("hand_off_parts_ms") or {}
     ends = [hand_off.get("prefill_front_end"), hand_off.get("decode_front_end")]
     known = [end for end in ends if end is not None]
-    # With concurrent dispatch D's queue lies within the hand-off.
+    # With concurrent dispatch D's queue is part of the hand-off.
     queue = ttft.get("decode_queue") if ttft.get("decode_queue") is not None else ttft.get("hand_off")
     step = ttft.get("first_decode_step")
     return {

@@ -32,9 +32,9 @@ START_CONCURRENCY = 4.0
 CEILING = True
 """A search without a hint starts with a ceiling probe, which is cheaper than climbing."""
 DECIDED = 2.0
-"""Precision of a cell whose comparison is decided, as a multiple of the requested one, if time is limited."""
+"""Precision of a cell with a decided comparison, as a multiple of the requested one, if time is limited."""
 CLOSER = 0.5
-"""Precision of further trials of a converged cell whose comparison is open, as a multiple."""
+"""Precision of further trials of a converged cell with an open comparison, as a multiple."""
 FINEST = 0.002
 """Smallest precision of a search."""
 UNCOMPARED = "outputs were not checked: there is no aggregated server to compare with"
@@ -51,7 +51,7 @@ class Attempt:
 
 @dataclass
 class _Searched:
-    """A cell's searches so far, which may go on while its deployment runs. ``last``: canaries after it."""
+    """A cell's searches so far, which may continue while its deployment runs. ``last``: canaries after it."""
 
     latency_s: float
     checked: dict[str, Any] | None
@@ -84,12 +84,12 @@ class Fixed:
         closed = self.closed(scenario.search.max_requests, latency_s)
         return closed.num_requests if closed is not None else fixed_requests(scenario, self.rate)
 
-    def turns(self, own: LoadMode) -> tuple[tuple[LoadMode, int], ...]:
-        """Return each trial's mode and the number of the trial whose load it repeats, in the order own,
-        other, other, own. So neither mode always comes first, and drift affects both equally. The last trial,
-        shown in tables, uses the scenario's ``own`` mode."""
-        other: LoadMode = "direct" if own == "router" else "router"
-        return (own, 1), (other, 1), (other, 3), (own, 3)
+    def turns(self, mode: LoadMode) -> tuple[tuple[LoadMode, int], ...]:
+        """Return each trial's mode and the number of the trial whose load it repeats, in the order mode,
+        other, other, mode. So neither mode always comes first, and drift affects both equally. The last
+        trial, shown in tables, uses the scenario's ``mode``."""
+        other: LoadMode = "direct" if mode == "router" else "router"
+        return (mode, 1), (other, 1), (other, 3), (mode, 3)
 
 
 def searched_cells(
@@ -130,8 +130,8 @@ class CellRunner(CellWork):
             self._site.close()
 
     def further(self, cell: Cell, seconds: float) -> list[CellResult]:
-        """Continue a search that has not converged, or at a finer precision one whose interval overlaps
-        another connector's."""
+        """Continue a search that has not converged, or at a finer precision a converged one with an
+        interval that overlaps another connector's."""
         searched, precision = self._searched.get(cell), self._scenario.search.precision
         strategy = next((each for each, _ in searched.searches.values()), None) if searched else None
         answer = next(iter(strategy.answers().values()), None) if strategy else None
@@ -170,7 +170,7 @@ class CellRunner(CellWork):
         self, cell: Cell, searched: _Searched, seconds: float, precisions: Sequence[float]
     ) -> list[CellResult]:
         """Search by each method with this time, to one precision after the other."""
-        results, tally, again = [], Tally(), bool(searched.searches)
+        results, tally, continued = [], Tally(), bool(searched.searches)
         for method in self._methods():
             if method not in searched.searches:
                 searched.searches[method] = self._strategy(method, cell, searched.latency_s), []
@@ -180,22 +180,22 @@ class CellRunner(CellWork):
                 seconds = self._try_rates(attempt, strategy, records, seconds, precision)
             tally += Tally.of_trials(records)
             results += self._results(cell, method, strategy, records)
-        if not again:
+        if not continued:
             searched.last, pool = self._site.last_canaries(cell)
             self._knowledge.learn_answers(pool)
         last = searched.last
         if last is not None and last.wrong:
-            results = [replace(each, status="refused", reason=_wrong_at_end(last)) for each in results]
+            results = [replace(result, status="refused", reason=_wrong_at_end(last)) for result in results]
             self._knowledge.rates.pop(cell, None)
         tally += Tally.of_result(last, at_end=True)
         return [
             replace(
-                each,
+                result,
                 equal_outputs=searched.checked,
-                reason=each.reason or searched.note,
-                canaries=tally.to_json() or None if each.main else None,
+                reason=result.reason or searched.note,
+                canaries=tally.to_json() or None if result.main else None,
             )
-            for each in results
+            for result in results
         ]
 
     def _methods(self) -> Sequence[Method]:
@@ -207,22 +207,22 @@ class CellRunner(CellWork):
         return (search.method, "burst") if search.compare_burst else (search.method,)
 
     def _check_outputs(self, cell: Cell, is_reference: bool) -> tuple[float, Equality | None, str]:
-        alone = self._site.alone(cell)
-        if alone.outputs is None:
-            return alone.latency_s, None, alone.unchecked
+        idle = self._site.alone(cell)
+        if idle.outputs is None:
+            return idle.latency_s, None, idle.unchecked
         if is_reference:
-            self._knowledge.reference[cell.input_len] = alone.outputs
-            return alone.latency_s, None, ""
+            self._knowledge.reference[cell.input_len] = idle.outputs
+            return idle.latency_s, None, ""
         reference = self._knowledge.reference.get(cell.input_len)
         if reference is None:
-            return alone.latency_s, None, UNCOMPARED
-        equality = compare(reference, alone.outputs)
+            return idle.latency_s, None, UNCOMPARED
+        equality = compare(reference, idle.outputs)
         if not equality.within_noise:
-            return alone.latency_s, equality, ""
+            return idle.latency_s, equality, ""
         text = (
             f"{equality.within_noise} of {equality.checked} outputs differ within the reference's own noise"
         )
-        return alone.latency_s, equality, f"{text}: {equality.power}"
+        return idle.latency_s, equality, f"{text}: {equality.power}"
 
     def _strategy(self, method: Method, cell: Cell, latency_s: float) -> Strategy:
         search = self._scenario.search
@@ -258,11 +258,11 @@ class CellRunner(CellWork):
         )
         searches = {}
         for tier, slo in self._scenario.slo.by_tier().items():
-            own = replace(limits, attainment=max(slo.shares))
+            limits_of_tier = replace(limits, attainment=max(slo.shares))
             # Saturation gives no rate of sessions, as their turns wait for each other.
             ceiling = CEILING and self._scenario.workload.sessions is None
             objective = Objective.of(slo.all_criteria()) if self._replayable(method) else None
-            searches[tier] = RateSearch(own, hint, ceiling=ceiling, objective=objective)
+            searches[tier] = RateSearch(limits_of_tier, hint, ceiling=ceiling, objective=objective)
         return Tiered(searches, self._site.requests)
 
     def _replayable(self, method: Method) -> bool:
@@ -289,16 +289,16 @@ class CellRunner(CellWork):
         if stored:
             self._watcher.stage(f"{attempt.cell.key}: {len(stored)} trials are reused from the folder")
         latency_s, search = attempt.latency_s, self._scenario.search
-        self._allow(attempt.cell, strategy, left_s, precision)
+        self._set_budget(attempt.cell, strategy, left_s, precision)
         while (ask := strategy.ask()) is not None:
-            for mode, twin_of in self._turns():
+            for mode, repeat_of in self._turns():
                 plan = TrialPlan(
                     attempt.cell,
                     len(records) + 1,
                     ask.rate,
                     ask.purpose,
                     mode,
-                    twin_of,
+                    repeat_of,
                     method=attempt.method,
                     tier=ask.tier,
                     searched=strategy.searched,
@@ -307,8 +307,8 @@ class CellRunner(CellWork):
                     least_s=ask.least_s,
                     closed=self._fixed.closed(search.max_requests, latency_s) if self._fixed else None,
                 )
-                again = bool(stored)
-                if again:
+                replayed = bool(stored)
+                if replayed:
                     record = stored.pop(0)
                     earlier.check(record, plan.trial_id, plan.rate, plan.purpose)
                 else:
@@ -317,18 +317,18 @@ class CellRunner(CellWork):
                 left_s -= record.duration_s
                 strategy.allow(left_s)
                 strategy.tell(record)
-                self._allow(attempt.cell, strategy, left_s, precision)
+                self._set_budget(attempt.cell, strategy, left_s, precision)
                 records.append(record)
                 median_ms = (record.summary.get("e2el_ms") or {}).get("p50")
                 if record.verdict in ("met", "undecided") and median_ms:
                     latency_s = median_ms / 1e3
-                if not again:
+                if not replayed:
                     self._watcher.trial_finished(record, strategy.standing())
                 if len(records) == foreseen_after(search.max_trials):
-                    self._foresee(attempt, strategy)
+                    self._warn_if_imprecise(attempt, strategy)
         return left_s
 
-    def _allow(self, cell: Cell, strategy: Strategy, left_s: float, precision: float) -> None:
+    def _set_budget(self, cell: Cell, strategy: Strategy, left_s: float, precision: float) -> None:
         strategy.allow(left_s, precision * (DECIDED if self._decided(cell, strategy) else 1))
 
     def _decided(self, cell: Cell, strategy: Strategy) -> bool:
@@ -336,7 +336,7 @@ class CellRunner(CellWork):
         budget, found = self._knowledge.budget, strategy.standing() if self._knowledge.budget.cells else None
         return found is not None and budget.overlaps(cell, found.lower, found.upper) is False
 
-    def _foresee(self, attempt: Attempt, strategy: Strategy) -> None:
+    def _warn_if_imprecise(self, attempt: Attempt, strategy: Strategy) -> None:
         """Report after some trials if the rest will probably not suffice."""
         standing, search = strategy.standing(), self._scenario.search
         if standing is None or standing.width <= FORESEEN * search.precision or strategy.ask() is None:
@@ -389,12 +389,12 @@ class CellRunner(CellWork):
         wide = standing is not None and standing.width > self._scenario.search.precision
         if standing and wide and len(answers) == 1 and self._decided(cell, strategy):
             decided = f"ended at ±{100 * standing.width:.2g} %: its comparison is decided"
-        for place, (tier, found) in enumerate(answers.items()):
+        for index, (tier, found) in enumerate(answers.items()):
             answer = dict(found)
             if (prospect := self._prospect(method, strategy, tier, records)) is not None:
                 answer["time_allows"] = round(prospect.moderate, 4)
             rate = answer["max_request_rate"]
-            if main and place == 0 and rate is not None:
+            if main and index == 0 and rate is not None:
                 self._knowledge.rates[cell] = rate
             results.append(
                 CellResult(
@@ -405,17 +405,17 @@ class CellRunner(CellWork):
                     confirmed_by=confirmed_by(records, tier, rate, self._scenario.search.precision),
                     method=method,
                     tier=tier,
-                    main=main and place == 0,
-                    limit=limit_of_cell(records, answer["lower"]) if place == 0 else None,
+                    main=main and index == 0,
+                    limit=limit_of_cell(records, answer["lower"]) if index == 0 else None,
                 )
             )
         return results
 
 
 def _wrong_at_end(last: CanaryResult) -> str:
-    """Explain why a cell is refused whose canaries were right in its trials and wrong afterwards."""
-    told = " | ".join(each.text() for each in last.wrong)
-    return f"wrong_answers: after the trials {len(last.wrong)} of {last.checked} answers were wrong: {told}"
+    """Explain a refusal: canaries correct during the cell's trials, wrong afterwards."""
+    texts = " | ".join(answer.text() for answer in last.wrong)
+    return f"wrong_answers: after the trials {len(last.wrong)} of {last.checked} answers were wrong: {texts}"
 
 
 def confirmed_by(

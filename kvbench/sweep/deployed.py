@@ -25,7 +25,7 @@ from kvbench.planning.load_files import session_source
 from kvbench.planning.process_specs import process_specs, unplannable, unusable
 from kvbench.results.finished_cells import ELSEWHERE, host_differences
 from kvbench.results.store import RunStore
-from kvbench.sweep.bench import Alone, Bench, Site
+from kvbench.sweep.bench import Bench, IdleResult, Site
 from kvbench.sweep.cell import Fixed
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.trial.canary_supply import CanarySupply, right_answers
@@ -64,10 +64,10 @@ class DeployedSite:
         # A modelled engine always gives the same answer; for a real one the noise is measured.
         self._asked_again = self.compared and not self.scenario.deployment.engine_options.repeats_exactly
 
-    def alone(self, cell: Cell) -> Alone:
+    def alone(self, cell: Cell) -> IdleResult:
         """Store the greedy outputs for a resume."""
         if not self.deployment.connector.true_outputs:
-            return Alone(1.0, unchecked=INVENTED)
+            return IdleResult(1.0, unchecked=INVENTED)
         self.watcher.stage(f"{cell.connector}: checking outputs at {cell.input_len} tokens")
         outputs = self._greedy(cell.input_len, cell.output_len)
         known = self.store.earlier.outputs.get((cell.connector, cell.input_len))
@@ -77,7 +77,7 @@ class DeployedSite:
         self.deployment.reset_caches()
         self.store.add_outputs(cell.connector, cell.input_len, outputs)
         self._latency_s = outputs.latency_s
-        return Alone(outputs.latency_s, outputs)
+        return IdleResult(outputs.latency_s, outputs)
 
     def outputs(self, input_len: int) -> Outputs | None:
         outputs = self._greedy(input_len, self.scenario.workload.output_len)
@@ -98,8 +98,8 @@ class DeployedSite:
             if known is None:
                 return None
             self.store.add_canaries(known)
-        own = known.proof == "reference" and known.label == self.deployment.plan.label
-        supplies[cell] = CanarySupply(self.scenario, self.deployment, known, of_reference=own)
+        of_reference = known.proof == "reference" and known.label == self.deployment.plan.label
+        supplies[cell] = CanarySupply(self.scenario, self.deployment, known, of_reference=of_reference)
         return known
 
     def _right_answers(self, cell: Cell) -> CanaryPool | None:
@@ -130,12 +130,12 @@ class DeployedSite:
         if supply is None:
             return None, None
         name = f"{cell.key}-end"
-        asked = supply.ask("end_of_cell", name)
-        self.store.add_asked_canaries(name, asked)
+        answers = supply.ask("end_of_cell", name)
+        self.store.add_asked_canaries(name, answers)
         pool = supply.pool
         if pool is not supply.judged_by:
             self.store.add_canaries(pool)
-        return (supply.judged((), asked) if asked else None), pool
+        return (supply.judged((), answers) if answers else None), pool
 
     def _greedy(self, input_len: int, output_len: int) -> Outputs:
         prompts = check_prompts(self.scenario.seed, input_len, self.scenario.model.vocab_size)
@@ -181,9 +181,9 @@ class DeployedBench(Bench):
         if self.store.earlier.hosts:
             self._compare_hosts(hosts)
             return
-        here = environment.describe()
-        self.store.write_environment({**here, "hosts": hosts})
-        names = [here.get("hostname"), *(each.get("hostname") for each in hosts.values())]
+        local = environment.describe()
+        self.store.write_environment({**local, "hosts": hosts})
+        names = [local.get("hostname"), *(facts.get("hostname") for facts in hosts.values())]
         self.store.update(hosts=list(dict.fromkeys(str(name) for name in names)))
 
     def _compare_hosts(self, hosts: Mapping[str, Any]) -> None:
@@ -197,8 +197,8 @@ class DeployedBench(Bench):
             )
         if differs:
             self.store.resumed_elsewhere(differs, ELSEWHERE)
-            for each in differs:
-                self.watcher.note(f"changed: {each}")
+            for difference in differs:
+                self.watcher.note(f"changed: {difference}")
 
     def gives_reference(self, planned: DeploymentPlan) -> bool:
         return not (planned.reference_only and not self.scenario.deployment.engine_options.starts_processes)

@@ -105,7 +105,7 @@ def deviations_of(row: LoadRow, drawn: Sequence[Mapping[str, Any]], scale: float
     found = []
     for figure in FIGURES:
         reported, factor = row.get(figure), scale if figure == "request_throughput" else 1 / scale
-        reproduced = [float(each[figure]) * factor for each in drawn if each.get(figure) is not None]
+        reproduced = [float(figures[figure]) * factor for figures in drawn if figures.get(figure) is not None]
         if reported and reproduced:
             mean = math.fsum(reproduced) / len(reproduced)
             found.append(Deviation(row, figure, reported, mean, min(reproduced), max(reproduced)))
@@ -117,7 +117,7 @@ def deviations_of(row: LoadRow, drawn: Sequence[Mapping[str, Any]], scale: float
 
 def rows_of(run: RunFolder, scenario: Scenario) -> list[LoadRow]:
     """Loads of a run that match the scenario. Raises InputError if there is none."""
-    labels = [each.label for each in scenario.connectors]
+    labels = [connector.label for connector in scenario.connectors]
     workload, sizes = scenario.workload, scenario.deployment.tensor_parallel_size
     rows = [
         row
@@ -141,18 +141,18 @@ def rows_of(run: RunFolder, scenario: Scenario) -> list[LoadRow]:
 
 def label_of(row: LoadRow, scenario: Scenario) -> str:
     """Return the row's connector in the scenario, by label or by name, protocol and NICs; or ""."""
-    labels = {each.label for each in scenario.connectors}
+    labels = {connector.label for connector in scenario.connectors}
     if row.cell.connector in labels:
         return row.cell.connector
-    for each in scenario.connectors:
-        if each.tensor_parallel_size not in (None, row.axes.get("tp")):
+    for connector in scenario.connectors:
+        if connector.tensor_parallel_size not in (None, row.axes.get("tp")):
             continue
-        protocol = each.options.protocol_asked
-        nics = 0 if protocol is None else len(each.options.nics_asked)
-        if (each.name, protocol) == (row.cell.connector, row.axes.get("protocol")) and (
+        protocol = connector.options.protocol_asked
+        nics = 0 if protocol is None else len(connector.options.nics_asked)
+        if (connector.name, protocol) == (row.cell.connector, row.axes.get("protocol")) and (
             row.axes.get("nics") == nics or not nics
         ):
-            return each.label
+            return connector.label
     return ""
 
 
@@ -184,11 +184,11 @@ def lines_of(found: Sequence[Deviation], short: str = "sim") -> tuple[list[str],
     """Return header and one line per row; cells show reproduced / reported."""
     header = ["row", "input", "offered req/s", *(f"{word} {short} / told" for word in _WORDS)]
     lines = []
-    for row in dict.fromkeys(each.row.key for each in found):
-        mine = {each.figure: each for each in found if each.row.key == row}
-        one = next(iter(mine.values())).row
-        cells = [_cell(mine.get(figure)) for figure in FIGURES]
-        lines.append([_row(one), f"{one.cell.input_len:,}", number(one.request_rate), *cells])
+    for row in dict.fromkeys(deviation.row.key for deviation in found):
+        by_figure = {deviation.figure: deviation for deviation in found if deviation.row.key == row}
+        first = next(iter(by_figure.values())).row
+        cells = [_cell(by_figure.get(figure)) for figure in FIGURES]
+        lines.append([_row(first), f"{first.cell.input_len:,}", number(first.request_rate), *cells])
     return header, lines
 
 
@@ -196,8 +196,8 @@ def _cell(each: Deviation | None) -> str:
     return "–" if each is None else f"{number(each.reproduced)} / {number(each.reported)} = {_ratio(each)}"
 
 
-def _ratio(each: Deviation) -> str:
-    return f"{each.ratio:.2f}" + (" !" if each.outside else "")
+def _ratio(deviation: Deviation) -> str:
+    return f"{deviation.ratio:.2f}" + (" !" if deviation.outside else "")
 
 
 def place_of(row: LoadRow) -> str:
@@ -210,8 +210,8 @@ def place_of(row: LoadRow) -> str:
 
 def off(found: Sequence[Deviation], *, word: str = SIMULATED, kept_up: bool | None = None) -> list[str]:
     """Deviations outside the limit, the worst first. ``kept_up``: only rows that kept up, or only others."""
-    mine = [each for each in found if kept_up in (None, not_kept_up(each.row) is None)]
-    wrong = sorted((each for each in mine if each.outside), key=lambda each: -abs(each.ratio - 1))
+    chosen = [each for each in found if kept_up in (None, not_kept_up(each.row) is None)]
+    wrong = sorted((each for each in chosen if each.outside), key=lambda each: -abs(each.ratio - 1))
     return [
         f"{place_of(each.row)}: {each.figure} {each.ratio - 1:+.0%}; reported {number(each.reported)}, "
         f"{word} "
@@ -259,7 +259,7 @@ def write_account(path: Path, account: Account) -> None:
     ]
     with said_clearly(path):
         (path / "tables").mkdir(exist_ok=True)
-        write_csv(path / "tables/against.csv", [each.flat(account.word) for each in account.found])
+        write_csv(path / "tables/against.csv", [deviation.flat(account.word) for deviation in account.found])
         write_bytes(path / "against.md", ("\n\n".join(part for part in parts if part) + "\n").encode())
 
 
@@ -270,11 +270,11 @@ def show(account: Account, console: Console) -> None:
     )
     console.print(f"\n{title}", style="bold", markup=False)
     shown = []
-    for row in dict.fromkeys(each.row.key for each in found):
-        mine = {each.figure: each for each in found if each.row.key == row}
-        one = next(iter(mine.values())).row
-        cells = [_ratio(mine[figure]) if figure in mine else "–" for figure in FIGURES]
-        shown.append([_row(one), f"{one.cell.input_len:,}", number(one.request_rate), *cells])
+    for row in dict.fromkeys(deviation.row.key for deviation in found):
+        by_figure = {deviation.figure: deviation for deviation in found if deviation.row.key == row}
+        first = next(iter(by_figure.values())).row
+        cells = [_ratio(by_figure[figure]) if figure in by_figure else "–" for figure in FIGURES]
+        shown.append([_row(first), f"{first.cell.input_len:,}", number(first.request_rate), *cells])
     print_table(console, of_texts("", ["row", "input", "offered", *_WORDS], shown))
     for heading, lines in _outside(account):
         console.print(heading, style="bold", markup=False)

@@ -34,7 +34,7 @@ from kvbench.results.run import MANIFEST, CellResult, RunFolder, load_run
 from kvbench.sweep.strategies import Standing
 
 GROWS_MOST: Final = 1.15
-"""Largest growth of the displayed time within a cell, as a factor; a jumping number does not help."""
+"""Largest growth of the displayed time within a cell, as a factor; it prevents jumps."""
 NEAR_TRIALS: Final = 3
 """Number of last trials that predict the length of the next one."""
 MOST_NEEDED: Final = 0.6
@@ -55,7 +55,7 @@ _TRIALS: Final = "trials"
 class _Measured:
     records: list[TrialRecord] = field(default_factory=list)
     prospect: Prospect | None = None
-    sure: float | None = None
+    confidence: float | None = None
     width: float | None = None
     ended: bool = False
 
@@ -76,7 +76,7 @@ class TimeLeft:
         self._paced = paced
         part_s = {part.name: math.sqrt(max(part.lower_s, 0.1) * max(part.upper_s, 0.1)) for part in plan.time}
         self._cell_s = part_s.get(_TRIALS, sum(part_s.values())) / max(1, len(plan.cells))
-        self._besides_s = sum(part_s.values()) - part_s.get(_TRIALS, sum(part_s.values()))
+        self._overhead_s = sum(part_s.values()) - part_s.get(_TRIALS, sum(part_s.values()))
         self._least_s: dict[Cell, float] = {}
         self._begun: tuple[tuple[Cell, int] | None, float] = None, 0.0
         """The running trial: its cell and number, and the time left when it began."""
@@ -84,12 +84,12 @@ class TimeLeft:
     def trial_ended(self, record: TrialRecord, sure: float | None = None, width: float | None = None) -> None:
         """Take a trial. ``sure``: probability that the answer is within its precision; ``width``: relative
         half-width of its interval."""
-        known = self._known.setdefault(record.cell, _Measured())
-        known.records.append(record)
-        known.sure, known.width = sure, width
-        if known.prospect is None and (seen := seen_of(known.records)) is not None:
+        measured = self._known.setdefault(record.cell, _Measured())
+        measured.records.append(record)
+        measured.confidence, measured.width = sure, width
+        if measured.prospect is None and (seen := seen_of(measured.records)) is not None:
             slo = next(iter(self._plan.scenario.slo.by_tier().values()))
-            known.prospect = prospect_of(self._plan.scenario, slo, seen)
+            measured.prospect = prospect_of(self._plan.scenario, slo, seen)
 
     def cell_ended(self, cell: Cell) -> None:
         self._known.setdefault(cell, _Measured()).ended = True
@@ -103,22 +103,22 @@ class TimeLeft:
             return None
         most_s = pace * max((self._plan.scenario.search.budget_s or math.inf) - done_s - in_trial_s, 0.0)
         others_s = pace * math.fsum(
-            self._cell_left_s(each) for each in self._cells if each != cell and not self._of(each).ended
+            self._cell_left_s(each) for each in self._cells if each != cell and not self._measured(each).ended
         )
         others_s = min(others_s, most_s)
         if cell is None:
             return others_s
         least_s = self._least_s.get(cell, math.inf)
-        place = cell, len(self._of(cell).records)
-        if self._begun[0] != place:  # a trial starts: count down from here
+        position = cell, len(self._measured(cell).records)
+        if self._begun[0] != position:  # a trial starts: count down from here
             whole_s = others_s + pace * self._cell_left_s(cell)
-            self._begun = place, min(whole_s, most_s, GROWS_MOST * least_s)
+            self._begun = position, min(whole_s, most_s, GROWS_MOST * least_s)
         # A delayed cell must not consume the time of later cells.
         left_s = max(self._begun[1] - pace * in_trial_s, min(others_s, least_s))
         self._least_s[cell] = min(least_s, left_s)
         return left_s
 
-    def _of(self, cell: Cell) -> _Measured:
+    def _measured(self, cell: Cell) -> _Measured:
         return self._known.get(cell) or _Measured()
 
     def _pace(self, elapsed_s: float, trials_s: float) -> float | None:
@@ -126,63 +126,63 @@ class TimeLeft:
         if not self._paced:
             return elapsed_s / trials_s if trials_s > 0 else None
         whole = self._cell_s * len(self._plan.cells)
-        planned = 1 + self._besides_s / max(whole, 1e-9)
+        planned = 1 + self._overhead_s / max(whole, 1e-9)
         return (elapsed_s + planned * self._cell_s) / (trials_s + self._cell_s)
 
     def _cell_left_s(self, cell: Cell) -> float:
-        known = self._of(cell)
-        if not known.records:
-            return self._cell_of_others_s(cell)
-        bursts = sum(record.method == "burst" for record in known.records)
+        measured = self._measured(cell)
+        if not measured.records:
+            return self._similar_cell_s(cell)
+        bursts = sum(record.method == "burst" for record in measured.records)
         bursts_s = BURST_TRIAL_S * max(BURSTS - bursts, 1) * self._plan.scenario.search.compare_burst
         if bursts and bursts_s:
             return bursts_s
-        last, width = known.records[-1], known.width or math.inf
+        last, width = measured.records[-1], measured.width or math.inf
         settled = width <= self._plan.scenario.search.precision and last.purpose == "confirm"
         if bursts_s and settled and last.verdict == "met":
             return bursts_s  # the next trial is most likely the first burst
-        own_s = self._next_trial_s(known) * self._trials_left(known) + bursts_s
-        if known.prospect is None:
+        search_s = self._next_trial_s(measured) * self._trials_left(measured) + bursts_s
+        if measured.prospect is None:
             # Trials far from the answer are short and do not predict later ones.
-            return max(own_s, self._cell_of_others_s(cell) - known.spent_s)
-        return own_s
+            return max(search_s, self._similar_cell_s(cell) - measured.spent_s)
+        return search_s
 
-    def _next_trial_s(self, known: _Measured) -> float:
-        usual_s = [record.duration_s for record in known.records if record.purpose != "ceiling"]
-        if known.prospect is None:
+    def _next_trial_s(self, measured: _Measured) -> float:
+        lengths_s = [record.duration_s for record in measured.records if record.purpose != "ceiling"]
+        if measured.prospect is None:
             return max(
-                usual_s[-NEAR_TRIALS:],
+                lengths_s[-NEAR_TRIALS:],
                 default=self._cell_s / (MOST_NEEDED * self._plan.scenario.search.max_trials),
             )
-        near_s = known.prospect.trial_s
-        seen = usual_s[-NEAR_TRIALS:]
-        return fmean([near_s, median(seen)]) if len(usual_s) > NEAR_TRIALS else near_s
+        near_s = measured.prospect.trial_s
+        seen = lengths_s[-NEAR_TRIALS:]
+        return fmean([near_s, median(seen)]) if len(lengths_s) > NEAR_TRIALS else near_s
 
-    def _trials_left(self, known: _Measured) -> float:
+    def _trials_left(self, measured: _Measured) -> float:
         """Remaining trials of a running cell, at least one."""
-        search, done = self._plan.scenario.search, len(known.records)
+        search, done = self._plan.scenario.search, len(measured.records)
         if search.method == "fixed":
             return max(1.0, len(search.rates) - done)
-        unsure = max(0.0, 1 - (known.sure or 0.0) / SURE)
-        needed = 1 + MOST_NEEDED * search.max_trials * unsure
-        if known.width is not None:
-            tried = sum(record.purpose != "ceiling" for record in known.records)
+        uncertainty = max(0.0, 1 - (measured.confidence or 0.0) / SURE)
+        needed = 1 + MOST_NEEDED * search.max_trials * uncertainty
+        if measured.width is not None:
+            tried = sum(record.purpose != "ceiling" for record in measured.records)
             weight = min(max((tried - FROM) / (TO - FROM), 0.0), 1.0)
-            more = tried * ((known.width / search.precision) ** 2 - 1)
+            more = tried * ((measured.width / search.precision) ** 2 - 1)
             needed = max(1.0, (1 - weight) * needed + weight * more)
         return min(needed, max(1, search.max_trials - done))
 
-    def _cell_of_others_s(self, cell: Cell) -> float:
+    def _similar_cell_s(self, cell: Cell) -> float:
         """Estimate a cell's time from cells of the same length or connector."""
-        known = {
-            other: (each.spent_s + (0.0 if each.ended else self._cell_left_s(other)))
+        estimates = {
+            other: (measured.spent_s + (0.0 if measured.ended else self._cell_left_s(other)))
             * (cell.input_len / other.input_len) ** LONGER
-            for other, each in self._known.items()
-            if each.records and (each.ended or each.prospect is not None)
+            for other, measured in self._known.items()
+            if measured.records and (measured.ended or measured.prospect is not None)
         }
-        alike = [time_s for other, time_s in known.items() if other.input_len == cell.input_len]
-        same = [time_s for other, time_s in known.items() if other.connector == cell.connector]
-        found = alike or same or list(known.values())
+        same_length = [time_s for other, time_s in estimates.items() if other.input_len == cell.input_len]
+        same_connector = [time_s for other, time_s in estimates.items() if other.connector == cell.connector]
+        found = same_length or same_connector or list(estimates.values())
         return fmean(found) if found else self._cell_s
 
 
@@ -192,8 +192,8 @@ FAR: Final = 3.0
 
 
 def why(record: TrialRecord) -> str:
-    """Reason behind a trial's verdict: causes of misses, a growing queue, a refusal, missing evidence, or a
-    saturation probe's result."""
+    """Explain a trial's verdict: causes of misses, a growing queue, a refusal, missing evidence,
+    or a saturation probe's result."""
     if record.verdict == "invalid":
         return record.reason
     if record.purpose == "ceiling":
@@ -221,7 +221,7 @@ def _completions_text(record: TrialRecord) -> str:
 
 
 def _open(record: TrialRecord) -> str:
-    """Why a trial was inconclusive, with its effective sample size."""
+    """Return why a trial was inconclusive, with its effective sample size."""
     summary = record.summary
     judged = (summary.get("judged_met") or 0) + (summary.get("judged_missed") or 0)
     effective = summary.get("effective_n")
@@ -274,7 +274,7 @@ class Display:
     def __post_init__(self) -> None:
         self._done = 0
         self._trials: Counter[Cell] = Counter()
-        self._whole = self.verbose or not self.console.is_terminal
+        self._lists_trials = self.verbose or not self.console.is_terminal
         """Whether trials have lines."""
         self._bar = LiveBar(self.console, self.path)
 
@@ -287,9 +287,9 @@ class Display:
         self._bar.__exit__(*error)
 
     def stage(self, text: str) -> None:
-        if self._whole:
+        if self._lists_trials:
             self._print(text)
-        self._say({"what": text, "trial": "", "rate": ""})
+        self._update_bar({"what": text, "trial": "", "rate": ""})
 
     def note(self, text: str, *, caveat: bool = False) -> None:
         if self.verbose or not caveat:
@@ -300,7 +300,7 @@ class Display:
         if progress.prepared is not None:
             doing, done = f"preparing {progress.prepared:,} of {planned:,} requests", progress.prepared
         texts = _live_texts(cell, self._trials[cell] + 1, doing)
-        self._say(texts, cell, progress.t_s, done / max(1, planned))
+        self._update_bar(texts, cell, progress.t_s, done / max(1, planned))
 
     def trial_finished(self, record: TrialRecord, standing: Standing | None = None) -> None:
         self._trials[record.cell] += 1
@@ -308,9 +308,9 @@ class Display:
             so_far = (standing.sure, standing.width) if standing else (None, None)
             self.left.trial_ended(record, *so_far)
         number = self._trials[record.cell]
-        if self._whole:
+        if self._lists_trials:
             self._print(_trial_text(record, number, standing))
-        self._say(_live_texts(record.cell, number, _load_text(record).strip()), record.cell)
+        self._update_bar(_live_texts(record.cell, number, _load_text(record).strip()), record.cell)
 
     def cell_finished(self, result: CellResult) -> None:
         self._done += 1
@@ -318,9 +318,9 @@ class Display:
             self.left.cell_ended(result.cell)
         if result.status != "skipped":
             left = self._left_text(self._left_s())
-            more = f"  ({self._done} of {self.cells} cells, {left})" if left and self._whole else ""
+            more = f"  ({self._done} of {self.cells} cells, {left})" if left and self._lists_trials else ""
             self._print(self._cell_text(result) + more)
-        self._say({})
+        self._update_bar({})
 
     def _cell_text(self, result: CellResult) -> str:
         """The cell as the table will show it."""
@@ -330,13 +330,13 @@ class Display:
             return where + ": ".join(filter(None, (result.status, *result.reason.splitlines()[:1])))
         return f"{where}{row.rate_text()}{' req/s' if row.answer.max_request_rate else ''}"
 
-    def _say(
+    def _update_bar(
         self, texts: Mapping[str, str], cell: Cell | None = None, in_trial_s: float = 0.0, part: float = 0.0
     ) -> None:
         """Update the live line. ``part``: done share of the trial."""
-        gone_s, left_s = self._bar.elapsed_s, self._left_s(cell, in_trial_s)
+        elapsed_s, left_s = self._bar.elapsed_s, self._left_s(cell, in_trial_s)
         if left_s is not None:
-            share = gone_s / max(gone_s + left_s, 1e-9)
+            share = elapsed_s / max(elapsed_s + left_s, 1e-9)
         else:
             share = (self._done + (part if self.left is None else 0.0)) / max(1, self.cells)
         count = f"cell {min(self._done + 1, self.cells)}/{self.cells}"
@@ -367,14 +367,14 @@ def _trial_text(record: TrialRecord, number: int, standing: Standing | None) -> 
     # In a saturation probe no request is within the SLO, as intended.
     known = attainment is not None and record.purpose != "ceiling"
     # Far from the answer an interval is meaningless.
-    near = standing is not None and standing.upper < FAR * standing.lower
-    said = "; ".join(filter(None, (why(record), standing.text() if standing and near else "")))
+    narrow = standing is not None and standing.upper < FAR * standing.lower
+    detail = "; ".join(filter(None, (why(record), standing.text() if standing and narrow else "")))
     return Text.assemble(
         f"{record.cell.connector:<11} {record.cell.input_len:>6,} in  trial {number:<2}  ",
         f"{_load_text(record):>14}  ",
         f"{f'{attainment:.1%} within SLO' if known else '':>17}  ",
         (f"{record.verdict:<7}", _COLOURS[record.verdict]),
-        ("  " + said if said else "", "dim"),
+        ("  " + detail if detail else "", "dim"),
     )
 
 
@@ -403,9 +403,9 @@ def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
         if any(row.outcome == "at_least" for row in searched) and (most := search.get("max_rate")):
             command = _set_option(again, "", "search.max_rate", f"{10 * float(most):g}")
             return command, "higher rates, since none was too high yet"
-        alike = group_pairs(rate_pairs(rows)).alike
-        if alike and (precision := search.get("precision")):
-            names = f"{alike[0].ahead} and {alike[0].behind}"
+        undecided = group_pairs(rate_pairs(rows)).alike
+        if undecided and (precision := search.get("precision")):
+            names = f"{undecided[0].ahead} and {undecided[0].behind}"
             command = _set_option(again, "--precision", "search.precision", f"{float(precision) / 2:g}")
             return command, f"narrower intervals for {names}"
     if (earlier := _earlier(run)) is not None:
@@ -442,6 +442,6 @@ def _earlier(run: RunFolder) -> Path | None:
 
 
 def _can_be_compared(earlier: RunFolder, run: RunFolder) -> bool:
-    done = [{each.cell for each in of.cells if each.status == "done"} for of in (earlier, run)]
-    alike = server_of(earlier) == server_of(run) and not differences([earlier, run])
-    return alike and bool(done[0] & done[1])
+    done = [{result.cell for result in each.cells if result.status == "done"} for each in (earlier, run)]
+    same_system = server_of(earlier) == server_of(run) and not differences([earlier, run])
+    return same_system and bool(done[0] & done[1])

@@ -1,6 +1,6 @@
 """Send a sweep's metrics to an OpenTelemetry collector while it runs (``--otlp URL``).
 
-Requires the optional OpenTelemetry SDK, whose thread sends; a slow collector delays no trial. Names are those
+Requires the optional OpenTelemetry SDK. Its thread sends: a slow collector delays no trial. Names are those
 of ``kvbench export --format otel-json``; figures of a running trial end in ``.live``."""
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def is_complete(run: RunFolder) -> bool:
 
 
 def nothing_left(run: RunFolder, console: Console) -> bool:
-    """Whether a run is complete; if so, say it and print its report."""
+    """Print the report of a complete run; return whether it is complete."""
     if is_complete(run):
         console.print(f"{run.path} is complete", markup=False)
         from kvbench.report.report import print_documents
@@ -102,7 +102,7 @@ def reopen(path: Path, *, force: bool = False) -> ReadySweep:
     if run.manifest.get("status") == "running" and writer_is_alive(path):
         RunStore.reopen(path)  # its error names the process
     require_untouched(run)
-    damages = [str(each) for each in islice(damages_before_resume(run), MOST_SAID)]
+    damages = [str(damage) for damage in islice(damages_before_resume(run), MOST_SAID)]
     if damages and not force:
         raise StoreError(
             f"{path} has changed since it was written:\n  " + "\n  ".join(damages),
@@ -137,10 +137,10 @@ def reopen(path: Path, *, force: bool = False) -> ReadySweep:
 
 def take_over(store: RunStore, scenario: Scenario, fixed: Fixed | None, *, forced: bool = False) -> None:
     """Give a reopened store the folder's content; no other process writes from here on."""
-    own: Method = scenario.search.method
+    method: Method = scenario.search.method
     if fixed is not None:
-        own = "trace" if scenario.workload.trace else "sustained"
-    store.earlier = earlier_sessions(load_run(store.path), own, forced=forced)
+        method = "trace" if scenario.workload.trace else "sustained"
+    store.earlier = earlier_sessions(load_run(store.path), method, forced=forced)
 
 
 def planned(run: RunFolder) -> tuple[Scenario, Plan, Fixed | None]:
@@ -168,15 +168,15 @@ def planned(run: RunFolder) -> tuple[Scenario, Plan, Fixed | None]:
 
 
 def _require_kind(run: RunFolder, kind: str) -> None:
-    own = str(run.manifest.get("kind"))
-    if own in HELD_METHODS:
-        raise InputError(f"{run.path} is a run of kind {own}", hint=resume_words(own, run.path))
-    if own not in ("sweep", "bench", "simulate"):
+    run_kind = str(run.manifest.get("kind"))
+    if run_kind in HELD_METHODS:
+        raise InputError(f"{run.path} is a run of kind {run_kind}", hint=resume_words(run_kind, run.path))
+    if run_kind not in ("sweep", "bench", "simulate"):
         raise InputError(
-            f"{run.path} is a run of kind {own}, which cannot be resumed", hint="start a new run"
+            f"{run.path} is a run of kind {run_kind}, which cannot be resumed", hint="start a new run"
         )
-    if (own == "bench") != (kind == "bench"):
-        raise InputError(f"{run.path} is a run of kind {own}", hint=resume_words(own, run.path))
+    if (run_kind == "bench") != (kind == "bench"):
+        raise InputError(f"{run.path} is a run of kind {run_kind}", hint=resume_words(run_kind, run.path))
 
 
 def _require_agreement(run: RunFolder, cli: CliOptions) -> None:
@@ -186,8 +186,8 @@ def _require_agreement(run: RunFolder, cli: CliOptions) -> None:
         dict(_flat(run.plan.get("scenario"))),
         dict(_flat(json.loads(json.dumps(scenario.resolved())))),
     )
-    asked = run.manifest.get("asked") or {}
-    then |= {"the rate": asked.get("rate"), "router cost": asked.get("both_modes", False)}
+    settings = run.manifest.get("asked") or {}
+    then |= {"the rate": settings.get("rate"), "router cost": settings.get("both_modes", False)}
     now |= {"the rate": cli.fixed_rate, "router cost": cli.both_modes}
     if cli.fixed_rate is None:
         now["the rate"] = then["the rate"]

@@ -74,7 +74,7 @@ def least_disturbed(
             return LeastDisturbed(found, host, len(passes))
         say(f"{label}: {disturbed}{', so it is repeated' if len(passes) < TRIES else ''}")
     found, host = min(
-        passes, key=lambda each: (each[1].steal_share or 0.0) + (each[1].other_cpu_share or 0.0)
+        passes, key=lambda attempt: (attempt[1].steal_share or 0.0) + (attempt[1].other_cpu_share or 0.0)
     )
     return LeastDisturbed(found, host, TRIES)
 
@@ -140,21 +140,21 @@ class Level:
             "gaps between tokens are wrong by": self.itl_error_p99_ms,
             "requests are sent late by": self.send_lag_p99_ms,
         }
-        said = [
+        found = [
             f"{what} {value:.1f} ms"
             for what, value in named.items()
             if value is not None and value > ALLOWED_MS
         ]
         if self.failed:
-            said.append(f"{self.failed} requests failed")
+            found.append(f"{self.failed} requests failed")
         if not self.requests:
-            said.append("no request ended")
+            found.append("no request ended")
         late = self.server_late_further_p99_ms
-        if said and self.disturbed:
-            said.append(f"{self.disturbed} meanwhile")
-        elif said and late is not None and late > ALLOWED_MS:
-            said.append(f"the built-in server was itself late by {late:.1f} ms, so this is the host's limit")
-        return said
+        if found and self.disturbed:
+            found.append(f"{self.disturbed} meanwhile")
+        elif found and late is not None and late > ALLOWED_MS:
+            found.append(f"the built-in server was itself late by {late:.1f} ms, so this is the host's limit")
+        return found
 
 
 @dataclass(frozen=True)
@@ -187,17 +187,17 @@ class Selftest:
             )
         rate = best.chunks_per_s / QUOTED_OUTPUT_LEN
         more = "at least" if best is self.levels[-1] else "up to"
-        said = (
+        text = (
             f"Trusted with {more} {best.streams} streams, {best.chunks_per_s:,.0f} tokens/s: "
             f"{more} {rate:.0f} req/s of {QUOTED_OUTPUT_LEN} output tokens with one worker."
         )
         # The cost per token falls with the load, as each wake-up handles more.
         if ceiling := max((level.chunks_per_core_s or 0 for level in self.levels), default=0):
             full = ceiling / QUOTED_OUTPUT_LEN
-            said += f" A core would be full at about {ceiling:,.0f} tokens/s ({full:.0f} req/s)."
+            text += f" A core would be full at about {ceiling:,.0f} tokens/s ({full:.0f} req/s)."
         if following := self.levels[self.levels.index(best) + 1 :]:
-            said += f" With {following[0].streams} streams " + "; ".join(following[0].faults()) + " (P99)."
-        return said
+            text += f" With {following[0].streams} streams " + "; ".join(following[0].faults()) + " (P99)."
+        return text
 
     def to_json(self) -> dict[str, Any]:
         best = self.best
@@ -231,13 +231,13 @@ def measure(
     launcher = LocalLauncher("selftest", folder / "logs", folder / "specs")
     host, skipped = host_facts(), []
     levels = []
-    for wanted in sorted(set(streams)):
-        if problem := descriptors_lacking(wanted):
+    for count in sorted(set(streams)):
+        if problem := descriptor_problem(count):
             skipped.append(problem)
             say(problem)
             continue
-        say(f"{wanted} streams: {wanted / DURATION_S:.0f} req/s for {seconds + DURATION_S:.0f} s")
-        level = least_disturbed(partial(_level, launcher, wanted, seconds, folder), f"{wanted}-streams", say)
+        say(f"{count} streams: {count / DURATION_S:.0f} req/s for {seconds + DURATION_S:.0f} s")
+        level = least_disturbed(partial(_level, launcher, count, seconds, folder), f"{count}-streams", say)
         shares = _share(level.host.steal_share), _share(level.host.other_cpu_share)
         levels.append(
             replace(level.found, steal_share=shares[0], other_cpu_share=shares[1], tries=level.tries)
@@ -260,15 +260,15 @@ def host_facts() -> dict[str, Any]:
     }
 
 
-def descriptors_lacking(streams: int) -> str:
-    """Why this many streams cannot be opened, or "". Both ends raise their soft limit."""
+def descriptor_problem(streams: int) -> str:
+    """Return why this many streams cannot be opened, or "". Both ends raise their soft limit."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    wanted = 2 * streams + RESERVED_FDS
-    if hard == resource.RLIM_INFINITY or hard >= wanted:
+    needed = 2 * streams + RESERVED_FDS
+    if hard == resource.RLIM_INFINITY or hard >= needed:
         return ""
     return (
-        f"{streams} streams skipped: {wanted} open files may be needed and {hard} are allowed "
-        f"(ulimit -Hn {wanted})"
+        f"{streams} streams skipped: {needed} open files may be needed and {hard} are allowed "
+        f"(ulimit -Hn {needed})"
     )
 
 
@@ -422,8 +422,8 @@ def _print(found: Selftest, console: Console) -> None:
     )
     for level in found.levels:
         if level.disturbed:
-            said = f"{level.streams} streams: {level.disturbed} meanwhile"
-            console.print(f"{said}, in the calmest of {level.tries} tries.", markup=False)
+            note = f"{level.streams} streams: {level.disturbed} meanwhile"
+            console.print(f"{note}, in the calmest of {level.tries} tries.", markup=False)
     for problem in found.skipped:
         console.print(problem, markup=False)
     console.print(found.verdict(), markup=False)

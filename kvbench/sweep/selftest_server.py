@@ -80,7 +80,7 @@ def _ready(process: LocalProcess) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Errors:
     """Client figure minus true figure in ms, one per request or token gap. ``ttft_ms``: signed. ``itl_ms``:
-    absolute difference of gaps. ``unmatched``: requests whose tokens arrived merged, so that gaps cannot be
+    absolute difference of gaps. ``unmatched``: requests with merged tokens, so that gaps cannot be
     compared."""
 
     ttft_ms: NDArray[np.float64]

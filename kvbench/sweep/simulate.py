@@ -162,9 +162,9 @@ def _ready(cli: CliOptions, output: Path, like: Path | None) -> ReadySweep:
     plan = plan_of(scenario)
     trace = load_trace(scenario.workload.trace) if scenario.workload.trace else []
     fixed = Fixed(cli.fixed_rate) if cli.fixed_rate else None
-    asked = {**(asdict(fixed) if fixed else {}), "like": None if like is None else str(like.absolute())}
-    once = bool(simulator.command) or scenario.workload.sessions is not None
+    settings = {**(asdict(fixed) if fixed else {}), "like": None if like is None else str(like.absolute())}
+    final = bool(simulator.command) or scenario.workload.sessions is not None
     # A system's state is lost with its process, so its run cannot be resumed;
     # nor can one of sessions, whose corpus may have changed.
-    store = create_store(output, scenario, source, plan, "simulate", None if once else asked)
+    store = create_store(output, scenario, source, plan, "simulate", None if final else settings)
     return ReadySweep(scenario, plan, store, trace, fixed, measured)

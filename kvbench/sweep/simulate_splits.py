@@ -81,13 +81,13 @@ class Prediction:
 
 
 def predictions(
-    run: RunFolder, meaning: Mapping[str, tuple[str, Split]], scenario: Scenario
+    run: RunFolder, splits: Mapping[str, tuple[str, Split]], scenario: Scenario
 ) -> list[Prediction]:
     """Return one prediction per split and input length, in plan order; the best rate per GPU is marked."""
     found = [
-        _prediction(row, *meaning[row.cell.connector], scenario)
+        _prediction(row, *splits[row.cell.connector], scenario)
         for row in summary_table(run)
-        if row.cell.connector in meaning
+        if row.cell.connector in splits
     ]
     best = {
         lengths: max(
@@ -152,25 +152,22 @@ HEADER: Final = (
 )
 
 
-def cells_of(each: Prediction) -> list[str]:
+def cells_of(row: Prediction) -> list[str]:
     """Prediction as table cells; HEADER has the columns."""
     interval = ""
-    if each.max_request_rate is not None:
-        interval = f" [{number(each.lower)}, {MISSING if each.upper is None else number(each.upper)}]"
-    rate = each.outcome if each.max_request_rate is None else number(each.max_request_rate)
+    if row.max_request_rate is not None:
+        interval = f" [{number(row.lower)}, {MISSING if row.upper is None else number(row.upper)}]"
+    rate = row.outcome if row.max_request_rate is None else number(row.max_request_rate)
     return [
-        each.connector,
-        each.split + (" ← best" if each.best else ""),
-        f"{each.gpus}",
-        ("≥ " if each.outcome == "at_least" else "")
-        + rate
-        + interval
-        + (f" {each.mark}" if each.mark else ""),
-        number(each.goodput_per_gpu),
-        percent(each.slo_attainment),
-        f"{number(each.ttft_ms_p50)} / {number(each.ttft_ms_p99)}",
-        number(each.tpot_ms_p50),
-        LIMIT_SHORT.get(each.limit, MISSING),
+        row.connector,
+        row.split + (" ← best" if row.best else ""),
+        f"{row.gpus}",
+        ("≥ " if row.outcome == "at_least" else "") + rate + interval + (f" {row.mark}" if row.mark else ""),
+        number(row.goodput_per_gpu),
+        percent(row.slo_attainment),
+        f"{number(row.ttft_ms_p50)} / {number(row.ttft_ms_p99)}",
+        number(row.tpot_ms_p50),
+        LIMIT_SHORT.get(row.limit, MISSING),
     ]
 
 
@@ -182,14 +179,14 @@ def markdown(scenario: Scenario, found: Sequence[Prediction]) -> str:
         "`per GPU` is the rate of requests that meet the SLO, divided by all GPUs of the split; the highest "
         "of an input length is the best. `limit` is what limits it above the rate.",
     ]
-    for length in dict.fromkeys(each.input_len for each in found):
-        mine = [each for each in found if each.input_len == length]
+    for length in dict.fromkeys(row.input_len for row in found):
+        rows = [row for row in found if row.input_len == length]
         parts += [
-            f"## {length:,} in, {mine[0].output_len:,} out",
-            markdown_table(HEADER, map(cells_of, mine)),
+            f"## {length:,} in, {rows[0].output_len:,} out",
+            markdown_table(HEADER, map(cells_of, rows)),
         ]
         limits = [
-            f"- {each.connector} {each.split}: {each.limit_evidence}" for each in mine if each.limit_evidence
+            f"- {row.connector} {row.split}: {row.limit_evidence}" for row in rows if row.limit_evidence
         ]
         if limits:
             parts.append("\n".join(["What limits each:", "", *limits]))
@@ -199,13 +196,13 @@ def markdown(scenario: Scenario, found: Sequence[Prediction]) -> str:
 def show(scenario: Scenario, found: Sequence[Prediction], console: Console) -> None:
     title = f"{SIMULATED.upper()} · {scenario.name} · {scenario.slo.main().text()}"
     console.print(f"\n{title}", style="bold", markup=False)
-    for length in dict.fromkeys(each.input_len for each in found):
-        cells = [[*cells_of(each), "best" * each.best] for each in found if each.input_len == length]
+    for length in dict.fromkeys(row.input_len for row in found):
+        cells = [[*cells_of(row), "best" * row.best] for row in found if row.input_len == length]
         console.print(f"{length:,} in", style="bold", markup=False)
         print_table(console, of_texts("", [*HEADER, ""], cells))
-        for each in found:
-            if each.input_len == length and each.best and each.limit_evidence:
-                console.print(f"best: {each.connector} {each.split}; {each.limit_evidence}", markup=False)
+        for row in found:
+            if row.input_len == length and row.best and row.limit_evidence:
+                console.print(f"best: {row.connector} {row.split}; {row.limit_evidence}", markup=False)
 
 
 _SPLIT: Final = re.compile(r"(\d{1,2}):(\d{1,2})")
@@ -242,7 +239,7 @@ def split_plan(scenario: Scenario, splits: Sequence[Split]) -> tuple[Plan, dict[
     baseline has as many servers as the splits have instances. Raises InputError for too many splits, or
     without a P/D connector."""
     plan = plan_of(scenario)
-    meaning: dict[str, tuple[str, Split]] = {}
+    split_of: dict[str, tuple[str, Split]] = {}
     deployments, cells = [], []
     for planned in plan.deployments:
         if planned.reference_only:
@@ -251,10 +248,10 @@ def split_plan(scenario: Scenario, splits: Sequence[Split]) -> tuple[Plan, dict[
         sizes = sorted({split.instances for split in splits})
         for split in splits if pair else [Split(0, size) for size in sizes]:
             label = f"{planned.label}-{split.text.replace(' ', '-')}"
-            meaning[label] = (planned.label, split)
+            split_of[label] = (planned.label, split)
             deployments.append(_deployment(planned, label, split))
             cells += [replace(cell, connector=label) for cell in plan.cells_of(planned.label)]
-    if not any(split.prefill for _, split in meaning.values()):
+    if not any(split.prefill for _, split in split_of.values()):
         raise InputError(
             "the scenario has no connector with separate prefill and decode",
             hint="add one: --connector nixl, for example",
@@ -267,7 +264,7 @@ def split_plan(scenario: Scenario, splits: Sequence[Split]) -> tuple[Plan, dict[
     reference = deployments[0].label
     return replace(
         plan, deployments=tuple(deployments), cells=tuple(cells), reference=reference, references={}
-    ), meaning
+    ), split_of
 
 
 def _deployment(planned: DeploymentPlan, label: str, split: Split) -> DeploymentPlan:
@@ -284,19 +281,19 @@ def command(cli: CliOptions, choice: Choice, output: Path, console: Console, lik
     """Simulate all splits, print and store the comparison; return the exit code."""
     from kvbench.report import report
 
-    ready, meaning = _ready(cli, choice, output, like)
+    ready, splits = _ready(cli, choice, output, like)
     scenario, store = ready.scenario, ready.store
     quiet = Console(stderr=True, quiet=choice.as_json)
     shown = quiet if choice.as_json else console
     with store, Display(shown, store.path, len(ready.plan.cells)) as display:
         results = ready.sweep(display).run()
     run = load_run(store.path)
-    found = predictions(run, meaning, scenario)
+    found = predictions(run, splits, scenario)
     data: dict[str, Any] = {
         "schema": SCHEMA_VERSION,
         "run": run.run_id,
         "labels": [SIMULATED],
-        "splits": [asdict(each) for each in found],
+        "splits": [asdict(prediction) for prediction in found],
     }
     with said_clearly(store.path):
         write_json(store.path / "splits.json", data)
@@ -312,10 +309,10 @@ def command(cli: CliOptions, choice: Choice, output: Path, console: Console, lik
 
 def predicted(cli: CliOptions, choice: Choice, output: Path, like: Path | None = None) -> list[Prediction]:
     """Simulate all splits without output; ``output``: parent of the run folder."""
-    ready, meaning = _ready(cli, choice, output, like)
+    ready, splits = _ready(cli, choice, output, like)
     with ready.store:
         ready.sweep(Silent()).run()
-    return predictions(load_run(ready.store.path), meaning, ready.scenario)
+    return predictions(load_run(ready.store.path), splits, ready.scenario)
 
 
 def _ready(
@@ -325,10 +322,10 @@ def _ready(
     splits = wanted_splits(choice)
     scenario, source = simulable(cli)
     # Splits differ too much: no split is run at another's rate or starts from it.
-    alone = scenario.search.model_copy(update={"equal_rate": False})
-    scenario = scenario.model_copy(update={"search": alone})
+    search = scenario.search.model_copy(update={"equal_rate": False})
+    scenario = scenario.model_copy(update={"search": search})
     measured = None if like is None else measured_run(like)
-    plan, meaning = split_plan(scenario, splits)
+    plan, split_of = split_plan(scenario, splits)
     store = create_store(output, scenario, source, plan, "simulate")
-    labels = {label: connector for label, (connector, _) in meaning.items()}
-    return ReadySweep(scenario, plan, store, measured=measured, labels=labels), meaning
+    labels = {label: connector for label, (connector, _) in split_of.items()}
+    return ReadySweep(scenario, plan, store, measured=measured, labels=labels), split_of

@@ -32,7 +32,7 @@ from kvbench.planning.process_specs import profile_of
 from kvbench.results.provenance import SIMULATED
 from kvbench.results.run import RunFolder
 from kvbench.results.store import RunStore
-from kvbench.sweep.bench import Alone, Site
+from kvbench.sweep.bench import IdleResult, Site
 from kvbench.sweep.calibration import Surroundings, surroundings
 from kvbench.sweep.trial.evidence import router_times
 from kvbench.sweep.trial.trial import Trials
@@ -163,7 +163,7 @@ def simulated_load(scenario: Scenario, trial: PlannedTrial) -> SimulatedLoad:
     cell, requests = trial.plan.cell, trial.offered.requests
     if requests is None:
         return SimulatedLoad.alike(offsets, cell.input_len, cell.output_len, timeout_s)
-    lengths = [each.input_len for each in requests], [each.output_len for each in requests]
+    lengths = [request.input_len for request in requests], [request.output_len for request in requests]
     return SimulatedLoad(offsets, *lengths, timeout_s)
 
 
@@ -174,7 +174,7 @@ def alone_s(system: System, cell: Cell) -> float:
 
 
 class TrialsSite(Site):
-    """A site whose loads and stored requests are those of ``_trials``."""
+    """A site with the loads and stored requests of ``_trials``."""
 
     _trials: Trials
 
@@ -199,9 +199,9 @@ class SimulatedSite(TrialsSite):
         self._trials = Trials(scenario, store, trace, source)
         self._deployment = deployment
 
-    def alone(self, cell: Cell) -> Alone:
+    def alone(self, cell: Cell) -> IdleResult:
         """End-to-end latency of one idle request. Raises InputError if it never fits."""
-        return Alone(alone_s(self.system, cell))
+        return IdleResult(alone_s(self.system, cell))
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Simulate the load, judge and store it. Raises InputError for a request that never fits."""
@@ -219,7 +219,7 @@ class SimulatedSite(TrialsSite):
             return replace(load, hashes=PromptHashes(trial.offered.sessions, block_tokens))
         if requests is None or not shares_prefixes(requests):
             return load
-        hashes = [prompt_hashes(each, self.system.config.block_tokens) for each in requests]
+        hashes = [prompt_hashes(request, self.system.config.block_tokens) for request in requests]
         return replace(load, hashes=hashes)
 
     def _site_readings(self, trial: PlannedTrial, outcome: Outcome) -> SiteReadings:

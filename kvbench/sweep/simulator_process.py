@@ -79,23 +79,23 @@ class SimulatorProcess:
         with contextlib.suppress(BlockingIOError):
             self._read += os.read(self._running.stdout.fileno(), READ_BYTES)
         if self._read:
-            raise self.nonsense("a line without a request", bytes(self._read))
+            raise self.bad_output("a line without a request", bytes(self._read))
         if not self._exchange(question, answered=True):
-            raise self._death_error()
+            raise self._end_error()
         line, _, rest = bytes(self._read).partition(b"\n")
         if rest:
-            raise self.nonsense("more than the one line of its answer", rest)
+            raise self.bad_output("more than the one line of its answer", rest)
         self._read.clear()
         return line
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Send a message without an answer; the next ``ask`` detects an ended process. Raises as ``ask``."""
         self._exchange(message, answered=False)
 
-    def nonsense(self, what: str, said: bytes) -> KvbenchError:
+    def bad_output(self, what: str, output: bytes) -> KvbenchError:
         """Create the error for an invalid answer, quoted."""
-        quoted = said[:200].decode("utf-8", "replace").strip()
-        more = "…" if len(said) > 200 else ""
+        quoted = output[:200].decode("utf-8", "replace").strip()
+        more = "…" if len(output) > 200 else ""
         log = "; ".join(self._running.tail(3))
         return KvbenchError(
             f"the system wrote {what}: {quoted!r}{more}" + (f"; its stderr ends: {log}" if log else ""),
@@ -136,12 +136,12 @@ class SimulatorProcess:
                     except (BrokenPipeError, ConnectionResetError):
                         return False
                     if len(self._read) > MOST_BYTES:
-                        raise self.nonsense(f"more than {MOST_BYTES >> 20} MiB", bytes(self._read[:300]))
+                        raise self.bad_output(f"more than {MOST_BYTES >> 20} MiB", bytes(self._read[:300]))
                 if not left and writes in selector.get_map():
                     selector.unregister(writes)
         return True
 
-    def _death_error(self) -> ProcessDiedError:
+    def _end_error(self) -> ProcessDiedError:
         process = self._running
         wait_while(lambda: process.poll() is None, GONE_S, 0.01)
         cause, status = cause_of(process.tail()), process.poll()

@@ -125,20 +125,20 @@ class Tiered(Strategy):
         return None
 
     def tell(self, record: TrialRecord) -> None:
-        asked = self.ask()
+        request = self.ask()
         judged = record.purpose != "ceiling" and record.verdict != "invalid"
         requests = self._requests_of(record) if judged else None
         for tier, search in self._searches.items():
             verdict = record.verdict_of(tier)
-            own = asked is not None and asked.tier == tier
+            requested = request is not None and request.tier == tier
             if record.purpose == "ceiling":
                 # It gives a start and no verdict, so even a disturbed one is not repeated.
                 verdict = "undecided"
-            if own or (verdict in ("met", "missed") and search.ask() is not None):
+            if requested or (verdict in ("met", "missed") and search.ask() is not None):
                 search.tell(record.request_rate, verdict, measured_of(record, tier), requests)
 
     def allow(self, seconds_left: float, precision: float | None = None) -> None:
-        """A precision counts for a single tier, since each tier has comparisons of its own."""
+        """Use the precision for a single tier only, since each tier has separate comparisons."""
         for search in self._searches.values():
             search.allow(seconds_left, precision if len(self._searches) == 1 else None)
 
@@ -146,8 +146,8 @@ class Tiered(Strategy):
         return {tier: search.answer().to_json() for tier, search in self._searches.items()}
 
     def standing(self) -> Standing | None:
-        asking = self.ask()
-        search = self._searches[asking.tier] if asking is not None else list(self._searches.values())[-1]
+        probe = self.ask()
+        search = self._searches[probe.tier] if probe is not None else list(self._searches.values())[-1]
         found = search.estimate()
         if found is None:
             return None
@@ -159,7 +159,7 @@ def common_rates(found: Mapping[Cell, float]) -> dict[tuple[int, int], float]:
     rates: dict[tuple[int, int], list[float]] = {}
     for cell, rate in found.items():
         rates.setdefault((cell.input_len, cell.output_len), []).append(rate)
-    return {lengths: min(each) for lengths, each in rates.items() if len(each) > 1}
+    return {lengths: min(values) for lengths, values in rates.items() if len(values) > 1}
 
 
 def measured_of(record: TrialRecord, tier: str) -> TrialFigures | None:

@@ -66,10 +66,10 @@ def command(cli: CliOptions, output: Path, console: Console, otlp: str = "", *, 
     require_open_files(scenario, *((fixed.rate, fixed.concurrency) if fixed is not None else ()))
     require_start(scenario, plan, cli.scenario)
     kind = "sweep" if fixed is None else "bench"
-    asked = {} if fixed is None else asdict(fixed)
+    settings = {} if fixed is None else asdict(fixed)
     # A run of sessions cannot be resumed: their corpus may have changed.
-    once = scenario.workload.sessions is not None
-    store = create_store(output, scenario, source, plan, kind, None if once else asked)
+    final = scenario.workload.sessions is not None
+    store = create_store(output, scenario, source, plan, kind, None if final else settings)
     left = TimeLeft(plan) if fixed is None else None
     if scenario.workload.trace:
         store.update(trace=trace_summary(scenario.workload.trace, figures(trace)))
@@ -155,8 +155,8 @@ def _how_to_resume(store: RunStore) -> str:
 
 
 def resume_words(kind: str, path: Path) -> str:
-    own = kind if kind in ("bench", *HELD_METHODS) else "sweep"
-    return f"kvbench {own} --resume {shlex.quote(str(path))}"
+    command_name = kind if kind in ("bench", *HELD_METHODS) else "sweep"
+    return f"kvbench {command_name} --resume {shlex.quote(str(path))}"
 
 
 def _fixed_load(cli: CliOptions, scenario: Scenario, trace: Sequence[TracedRequest]) -> Fixed | None:
@@ -255,16 +255,16 @@ class Sweep:
                 self.watcher.note(text, caveat=True)
             last: DeploymentPlan | None = None
             for deployment in self.plan.deployments:
-                left = self._recall(deployment)
-                if not left and not self._teaches(deployment):
+                left = self._load_stored(deployment)
+                if not left and not self._gives_reference(deployment):
                     continue
                 if not self._skip(deployment, left):
                     self._measure(deployment)
                     last = deployment
-            self._equal_round(but=last)
+            self._equal_round(last=last)
             return self._results
 
-    def _recall(self, planned: DeploymentPlan) -> list[Cell]:
+    def _load_stored(self, planned: DeploymentPlan) -> list[Cell]:
         """Load a deployment's stored results; return its unfinished cells. Done per deployment, so a cell
         learns only from earlier ones, as without an interruption."""
         left = []
@@ -301,13 +301,13 @@ class Sweep:
     def _known_answers(self, planned: DeploymentPlan) -> dict[tuple[str, int, int], CanaryPool]:
         return self._pools.setdefault(self.plan.reference_of(planned.label), {})
 
-    def _teaches(self, planned: DeploymentPlan) -> bool:
+    def _gives_reference(self, planned: DeploymentPlan) -> bool:
         """Whether a deployment without open cells still has to give reference outputs or canaries."""
         if not self._is_reference(planned) or not self.bench.gives_reference(planned):
             return False
         known, answers = self._true_outputs(planned), self._known_answers(planned)
         canaries = self.scenario.checks.canary_share > 0 and self.scenario.workload.sessions is None
-        # A connector with canaries of its own began without the reference's, which failed; it keeps its own.
+        # A connector with its own canaries began after the reference's had failed; it keeps its own.
         canaries = canaries and all(
             pool.label == planned.label or self.plan.reference_of(pool.label) != planned.label
             for pool in self._earlier.canaries.values()
@@ -365,12 +365,12 @@ class Sweep:
                 self._at_equal_rates(planned, site)
 
     def _search_further(self, planned: DeploymentPlan, work: CellWork) -> None:
-        """Give the time that a connector's cells left to those whose comparison is open, while it runs."""
-        own = [each for each in self._results if each.cell.connector == planned.label and each.main]
-        cells = [each.cell for each in own if each.status == "done"]
+        """Give unused time of a connector's cells to those with an open comparison, while it runs."""
+        main = [result for result in self._results if result.cell.connector == planned.label and result.main]
+        cells = [result.cell for result in main if result.status == "done"]
         for cell, seconds in self._knowledge.budget.spare_parts(cells):
             if results := work.further(cell, seconds):
-                self._results = [each for each in self._results if each.cell != cell]
+                self._results = [result for result in self._results if result.cell != cell]
                 self._keep(results)
 
     def _knowledge_of(self, planned: DeploymentPlan) -> Knowledge:
@@ -391,9 +391,9 @@ class Sweep:
                     known[length] = outputs
         answers = self._knowledge_of(planned)
         for cell in self.plan.cells:
-            own = replace(cell, connector=planned.label)
-            if self.plan.reference_of(cell.connector) == planned.label and not answers.right_answers(own):
-                answers.learn_answers(site.watch_answers(own, None))
+            probe = replace(cell, connector=planned.label)
+            if self.plan.reference_of(cell.connector) == planned.label and not answers.right_answers(probe):
+                answers.learn_answers(site.watch_answers(probe, None))
 
     def _finish(self, *results: CellResult) -> None:
         self._keep(results)
@@ -408,11 +408,11 @@ class Sweep:
 
     # -- one equal rate ---------------------------------------------------------------------------
 
-    def _equal_round(self, but: DeploymentPlan | None) -> None:
+    def _equal_round(self, last: DeploymentPlan | None) -> None:
         """Restart the deployments and measure each cell at the lowest rate found for its length, which is
-        known only after all searches. The last deployment (``but``) was still running and is done."""
+        known only after all searches. The last deployment (``last``) was still running and is done."""
         for planned in reversed(self.plan.deployments):
-            done = planned is but and planned is self.plan.deployments[-1]
+            done = planned is last and planned is self.plan.deployments[-1]
             if done or not self._equal_cells(planned):
                 continue
             try:
@@ -441,8 +441,8 @@ class Sweep:
         """Return whether the newest equal-rate trial has this rate. A failed cell that succeeds in a resumed
         run may lower it for all."""
         return any(
-            math.isclose(each.request_rate, rate, rel_tol=1e-9)
-            for each in self._earlier.tried(cell, EQUAL)[-1:]
+            math.isclose(trial.request_rate, rate, rel_tol=1e-9)
+            for trial in self._earlier.tried(cell, EQUAL)[-1:]
         )
 
     def _at_equal_rates(self, planned: DeploymentPlan, site: Site) -> None:

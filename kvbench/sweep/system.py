@@ -30,7 +30,7 @@ from kvbench.errors import ServerError
 from kvbench.files import scratch
 from kvbench.launchers.local import LocalLauncher
 from kvbench.results.store import RunStore
-from kvbench.sweep.bench import Alone, Bench, Site
+from kvbench.sweep.bench import Bench, IdleResult, Site
 from kvbench.sweep.deployed import scratch_prefix
 from kvbench.sweep.simulated_trial import IDLE_CLIENT, TrialsSite, simulated_load
 from kvbench.sweep.simulator_process import SimulatorProcess, SystemAnswer, read_answer
@@ -41,8 +41,8 @@ from kvbench.sweep.trial.trial import Trials, stop_grace_s
 
 @dataclass(frozen=True)
 class Replayed:
-    """``cut_at_s``: when sending stopped; ``dropped``: requests cancelled at the load's end or after their
-    timeout."""
+    """``cut_at_s``: time at which sending stopped; ``dropped``: requests cancelled at the load's end or after
+    their timeout."""
 
     load: LoadResult
     cut_at_s: float
@@ -67,7 +67,7 @@ class Replay:
                 self.answer.first_token_s, self._ends_s, self.load.offsets_s, strict=True
             )
         ]
-        """When each request stops waiting for its first token."""
+        """Time at which each request stops waiting for its first token."""
         self._records: dict[int, RequestRecord] = {}
 
     def run(self, watch: Callable[[Progress], bool]) -> Replayed:
@@ -102,7 +102,7 @@ class Replay:
         ends_s = [self._ends_s[index] for index in ends]
         firsts_s = sorted(self._firsts_s[index] for index in indices)
         offsets_s = self.load.offsets_s[: len(indices)]
-        told, tick = bisect_right(ends_s, after_s) if after_s else 0, round(after_s / TICK_S)
+        reported, tick = bisect_right(ends_s, after_s) if after_s else 0, round(after_s / TICK_S)
         while True:
             tick += 1
             now_s = min(tick * TICK_S, end_s)
@@ -113,9 +113,9 @@ class Replay:
                 done=done,
                 in_flight=sent - done,
                 waiting_first=sent - bisect_right(firsts_s, now_s),
-                settled=tuple([self._settle(index) for index in ends[told:done]]),
+                settled=tuple([self._settle(index) for index in ends[reported:done]]),
             )
-            told = done
+            reported = done
             if now_s >= end_s:
                 return
 
@@ -125,8 +125,8 @@ class Replay:
         first_s, last_s, error = answer.first_token_s[index], answer.last_token_s[index], answer.errors[index]
         late_s = arrival_s + self.load.timeout_s
         if error:
-            told_s = last_s if last_s is not None else first_s
-            end_s = arrival_s if told_s is None else max(told_s, arrival_s)
+            reported_s = last_s if last_s is not None else first_s
+            end_s = arrival_s if reported_s is None else max(reported_s, arrival_s)
         else:
             end_s = late_s if last_s is None else max(last_s, arrival_s)
             if last_s is not None and end_s <= late_s:
@@ -223,10 +223,10 @@ class CommandAnswers:
         try:
             return read_answer(line, load.offsets_s)
         except ValueError as error:
-            raise self._process.nonsense(f"an invalid answer: {error}; the line", line) from error
+            raise self._process.bad_output(f"an invalid answer: {error}; the line", line) from error
 
     def ended(self, replayed: Replayed) -> None:
-        self._process.tell(
+        self._process.send(
             {
                 "type": "end",
                 "cut_at_s": replayed.cut_at_s,
@@ -249,14 +249,14 @@ class VirtualClock:
         self._now_s += seconds
 
 
-class AskedSystem:
+class ExternalSystem:
     """A simulator and its clock, used as a deployment without metrics."""
 
     def __init__(self, scenario: Scenario, answering: Answering) -> None:
         self.clock = VirtualClock()
         self._scenario = scenario
         self._answering = answering
-        self._singles = 0
+        self._single_requests = 0
 
     def ask(self, load: SimulatedLoad, seed: int) -> SystemAnswer:
         """Return the outcome of a load from now on, if sent completely. Raises KvbenchError."""
@@ -275,10 +275,10 @@ class AskedSystem:
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
         """Run a single request as a trial. Raises ServerError if it fails."""
-        self._singles += 1
+        self._single_requests += 1
         timeout_s = self._scenario.request_timeout_s
         load = SimulatedLoad.alike([0.0], len(prompt), max_tokens, timeout_s)
-        answer = self.ask(load, trial_seed(self._scenario.seed, "single", self._singles))
+        answer = self.ask(load, trial_seed(self._scenario.seed, "single", self._single_requests))
         replayed = Replay(load, answer, 0.0).run(lambda _: False)
         self.ended(replayed)
         (record,) = replayed.load.records
@@ -293,18 +293,18 @@ class AskedSystem:
 
 class SystemSite(TrialsSite):
     def __init__(
-        self, scenario: Scenario, system: AskedSystem, store: RunStore, trace: Sequence[TracedRequest] = ()
+        self, scenario: Scenario, system: ExternalSystem, store: RunStore, trace: Sequence[TracedRequest] = ()
     ) -> None:
         self._scenario = scenario
         self._system = system
         self._trials = Trials(scenario, store, trace)
         self._idle = Idleness(scenario, system, clock=system.clock)
 
-    def alone(self, cell: Cell) -> Alone:
+    def alone(self, cell: Cell) -> IdleResult:
         """Measure a single request's latency, as for greedy outputs. Raises KvbenchError."""
         prompts = check_prompts(self._scenario.seed, cell.input_len, self._scenario.model.vocab_size)
         clock = self._system.clock
-        return Alone(greedy_outputs(self._system.complete, prompts, cell.output_len, clock).latency_s)
+        return IdleResult(greedy_outputs(self._system.complete, prompts, cell.output_len, clock).latency_s)
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Run a load on the idle system; if it does not become idle, the trial is void."""
@@ -341,11 +341,11 @@ class SystemBench(Bench):
     @contextmanager
     def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
         simulator = self.scenario.deployment.engine_options.simulator
-        told = dict(self.store.manifest.get("simulated_with") or {})
-        who = f"external simulator, the command: {simulator.command}"
-        self.store.update(simulated_with=told | {planned.label: who})
+        reported = dict(self.store.manifest.get("simulated_with") or {})
+        source = f"external simulator, the command: {simulator.command}"
+        self.store.update(simulated_with=reported | {planned.label: source})
         with self._answering("-".join(filter(None, (planned.label, round_)))) as answering:
-            yield SystemSite(self.scenario, AskedSystem(self.scenario, answering), self.store, self.trace)
+            yield SystemSite(self.scenario, ExternalSystem(self.scenario, answering), self.store, self.trace)
 
     @contextmanager
     def _answering(self, name: str) -> Iterator[Answering]:

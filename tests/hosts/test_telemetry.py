@@ -27,7 +27,7 @@ from kvbench.hosts.telemetry import (
     scrape,
 )
 from kvbench.sweep.trial.evidence import engine_figures, router_figures, transport_of, with_slots
-from kvbench.sweep.trial.readings import Readings, joined
+from kvbench.sweep.trial.readings import Readings, join_hosts
 
 BEFORE = """
 # TYPE vllm:prompt_tokens counter
@@ -218,7 +218,7 @@ def test_power_is_the_energy_between_two_readings() -> None:
     after = HostReading(0.5, 0, 0, 0, 20.0, gpu_energy_j={"0": 4500.0, "GPU-a": 4500.0, "1": 3.0, "2": 8.0})
     figures = host_figures(before, after)
     assert figures.gpu_watts == {"0": 400.0, "GPU-a": 400.0}  # the second one's driver was loaded anew
-    assert joined({"a": figures, "b": figures}).gpu_watts["b/0"] == 400.0
+    assert join_hosts({"a": figures, "b": figures}).gpu_watts["b/0"] == 400.0
     known = Readings({}, {}, {}, (), figures, gpus=("GPU-a", "0"))
     assert (known.gpu_watts, known.watts) == ({"GPU-a": 400.0, "0": 400.0}, 800.0)
     for some in ((), ("0", "2")):

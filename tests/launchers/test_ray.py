@@ -13,7 +13,7 @@ from kvbench.launchers.ray import (
     Bundle,
     RayNodesOf,
     bundles_of,
-    listed,
+    describe_nodes,
     missing,
     placed,
     problem,
@@ -77,7 +77,7 @@ def test_what_the_cluster_never_has_is_told_and_what_is_in_use_is_not() -> None:
     many = [Bundle("prefill", {"CPU": 1})] * 3
     assert missing(many, NODES, spread=True) == ["3 nodes are requested, and the cluster has 2"]
     assert missing(many, NODES, spread=False) == []
-    assert listed(NODES) == "a: CPU 8, prefill_node 1; b: CPU 2"
+    assert describe_nodes(NODES) == "a: CPU 8, prefill_node 1; b: CPU 2"
 
 
 def test_roles_get_the_nodes_that_their_bundles_landed_on() -> None:

@@ -21,7 +21,7 @@ from kvbench.core.scenario.scenario import parse_scenario
 from kvbench.errors import InputError, LaunchError, ScenarioError, StoreError
 from kvbench.launchers.agents.remote import Fleet, agent_command, in_shell
 from kvbench.launchers.ssh import SshConnections, connector
-from kvbench.planning.doctor.hosts import gid_checks, nics_reached, require_nodes
+from kvbench.planning.doctor.hosts import gid_checks, measure_nics, require_nodes
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import registry
@@ -237,7 +237,7 @@ def test_each_nic_reaches_the_one_of_its_place(hosts: Hosts) -> None:
     reach = connector(lambda each: scenario.deployment.hosts[each].ssh, connections)
     with Fleet(scenario.deployment, f"nics-{os.getpid()}", reach, connections.close) as fleet:
         fleet.require()
-        told = nics_reached(scenario, fleet)
+        told = measure_nics(scenario, fleet)
     assert list(told) == [
         ("a/data0", "b/data0"), ("a/ssh0", "b/ssh0"), ("b/data0", "a/data0"), ("b/ssh0", "a/ssh0"),
     ]  # fmt: skip

@@ -16,7 +16,7 @@ from referencing import Registry, Resource
 
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
-from kvbench.planning.kubernetes import K8sOptions, options_from, rendered, run_tag
+from kvbench.planning.kubernetes import K8sOptions, options_from, render_manifests, run_tag
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 
@@ -32,7 +32,7 @@ def scenario_of(name: str, *settings: str, connector: str = "") -> Scenario:
 
 
 def manifests(scenario: Scenario, words: Sequence[str] = ()) -> list[dict[str, Any]]:
-    text = rendered(plan_of(scenario), options_from(words))
+    text = render_manifests(plan_of(scenario), options_from(words))
     return [document for document in yaml.safe_load_all(text) if document]
 
 
@@ -273,7 +273,7 @@ def test_wrong_options_are_refused_with_what_is_known(words: list[str], told: st
 
 def test_what_cannot_be_rendered_is_told() -> None:
     with pytest.raises(InputError, match="several deployments"):
-        rendered(plan_of(scenario_of("quickstart")), K8sOptions())
+        render_manifests(plan_of(scenario_of("quickstart")), K8sOptions())
     with pytest.raises(InputError, match="fixed ports"):
         manifests(scenario_of("quickstart", "deployment.base_port=0", connector="nixl"))
     with pytest.raises(InputError, match="too long"):
@@ -287,4 +287,4 @@ def test_the_words_that_kubernetes_would_expand_stay_as_they_are(tmp_path: Path)
     documents = manifests(scenario.model_copy(update={"deployment": deployment}))
     env = {each["name"]: each.get("value") for each in container(documents, "prefill-0")["env"]}
     assert env["ODD"] == "$$(HOME) and $PATH"
-    assert not re.search(r"[&*]id\d", rendered(plan_of(scenario), K8sOptions()))
+    assert not re.search(r"[&*]id\d", render_manifests(plan_of(scenario), K8sOptions()))

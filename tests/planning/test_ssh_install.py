@@ -13,7 +13,7 @@ from sshhosts import no_hosts_reason, standing
 
 from kvbench.core.scenario.hosts import RemoteHost
 from kvbench.errors import InputError
-from kvbench.planning.install_hosts import Install, built, install_commands, prepared
+from kvbench.planning.install_hosts import Install, build_wheel, install_commands, prepare
 from kvbench.version import __version__
 
 REASON = no_hosts_reason()
@@ -41,19 +41,19 @@ def test_wheels_are_packed_as_they_are(tmp_path: Path) -> None:
     out.mkdir()
     wheel = tmp_path / "kvbench-1-py3-none-any.whl"
     with pytest.raises(InputError, match="has no wheels"):
-        prepared(Install(wheel, house), out)
+        prepare(Install(wheel, house), out)
     (house / "one-1-py3-none-any.whl").write_text("1")
-    ready = prepared(Install(wheel, house), out)
+    ready = prepare(Install(wheel, house), out)
     assert ready.wheels is not None
     with tarfile.open(ready.wheels) as tar:
         assert tar.getnames() == ["one-1-py3-none-any.whl"]
-    assert prepared(Install(wheel), out).wheels is None
+    assert prepare(Install(wheel), out).wheels is None
 
 
 @asked
 def test_a_build_leaves_nothing_beside_the_sources(tmp_path: Path) -> None:
     before = sorted(path.name for path in ROOT.iterdir())
-    assert built(tmp_path).name.startswith(f"kvbench-{__version__}-")
+    assert build_wheel(tmp_path).name.startswith(f"kvbench-{__version__}-")
     assert sorted(path.name for path in ROOT.iterdir()) == before
     assert not (ROOT / "build").exists()
 

@@ -17,7 +17,7 @@ from kvbench.core.physics import MODELS
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.engines.base import Installed
 from kvbench.hosts.version_rules import Check
-from kvbench.planning.init import Answers, described, shape_of, written
+from kvbench.planning.init import Answers, machine_lines, scenario_text, shape_of
 from kvbench.planning.init_elsewhere import FoundMachine, able_connectors, look_around
 from kvbench.planning.scenario_files import load_scenario, registry
 
@@ -134,7 +134,7 @@ def vllm_at(command: str) -> dict[str, Installed]:
 
 
 def parsed(answers: Answers, machine: FoundMachine, able: list[Check] | None = None) -> Scenario:
-    return parse_scenario(written(answers, machine, able or []), "mine.yaml", registry())
+    return parse_scenario(scenario_text(answers, machine, able or []), "mine.yaml", registry())
 
 
 def test_two_gpus_are_one_for_each_role() -> None:
@@ -164,7 +164,7 @@ def test_rdma_devices_go_into_the_connectors() -> None:
 
 def test_what_cannot_run_is_a_comment() -> None:
     able = [Check("aggregated", "ok", ""), Check("nixl", "missing", "a cause\nin two lines", "a fix")]
-    text = written(ANSWERS, FoundMachine(engines=vllm_at("vllm")), able)
+    text = scenario_text(ANSWERS, FoundMachine(engines=vllm_at("vllm")), able)
     assert "  # nixl cannot run here: a cause in two lines\n" in text
     assert parsed(ANSWERS, FoundMachine(engines=vllm_at("vllm")), able)
 
@@ -180,7 +180,7 @@ def test_a_vllm_without_the_library_cannot_run_its_connector() -> None:
 
 
 def test_what_was_found_is_told() -> None:
-    assert described(FoundMachine(gpus=(CARD,), nics=("mlx5_0",), engines=vllm_at("/opt/vllm"))) == [
+    assert machine_lines(FoundMachine(gpus=(CARD,), nics=("mlx5_0",), engines=vllm_at("/opt/vllm"))) == [
         "GPUs      NVIDIA H200",
         "RDMA      mlx5_0",
         "vLLM      0.33.0 at /opt/vllm",

@@ -12,7 +12,7 @@ from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.results.checksums import CHECKSUMS, begin_checksums, digests
 from kvbench.results.store import RunStore
-from kvbench.sweep.bench import Alone, Bench, Site, create_store
+from kvbench.sweep.bench import Bench, IdleResult, Site, create_store
 from kvbench.sweep.display import Silent
 from kvbench.sweep.simulate import SimulatedBench
 from kvbench.sweep.sweep import searching_sweep
@@ -34,10 +34,10 @@ class AnsweringSite:
         self._alone, self._store, self.requests = site.alone, store, site.requests
         self._text = text
 
-    def alone(self, cell: Cell) -> Alone:
+    def alone(self, cell: Cell) -> IdleResult:
         outputs = Outputs((self._text, "two"), self._alone(cell).latency_s)
         self._store.add_outputs(cell.connector, cell.input_len, outputs)
-        return Alone(outputs.latency_s, outputs)
+        return IdleResult(outputs.latency_s, outputs)
 
 
 @dataclass

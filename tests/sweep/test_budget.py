@@ -24,7 +24,7 @@ from kvbench.sweep.bench import Bench, Site, TrialBudget, create_store
 from kvbench.sweep.display import Silent
 from kvbench.sweep.strategies import Standing
 from kvbench.sweep.sweep import searching_sweep
-from kvbench.sweep.system import AskedSystem, SystemSite
+from kvbench.sweep.system import ExternalSystem, SystemSite
 from kvbench.sweep.verify.audit import audit
 from tools.random_systems.judge.search import DrawnAnswers, searched
 from tools.random_systems.system import Disturbances, Service, Slo, System, Workload
@@ -130,7 +130,7 @@ class TwoSystems(Bench):
     @contextmanager
     def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
         answers = DrawnAnswers(self.systems[planned.label])
-        site = SystemSite(self.scenario, AskedSystem(self.scenario, answers), self.store)
+        site = SystemSite(self.scenario, ExternalSystem(self.scenario, answers), self.store)
         site.run = self.counted(site.run)  # type: ignore[assignment, method-assign]
         yield site
 

@@ -42,24 +42,24 @@ def another_version(host: str, hello: Mapping[str, Any]) -> LaunchError:
     )
 
 
-def no_agent(host: str, why: str, words: list[str]) -> LaunchError:
+def no_agent(host: str, why: str, output: list[str]) -> LaunchError:
     """Create the error for an agent that did not start, with a hint for the usual causes."""
-    said = " | ".join([why, *words[-3:]])
+    reason = " | ".join([why, *output[-3:]])
     hint = f"try it by hand: ssh {host} PYTHON -m {AGENT_MODULE}"
-    if re.search(r"No module named '?kvbench\.", said):  # a kvbench that has no such module
-        said = f"another kvbench is installed there, and here it is {__version__} ({why})"
+    if re.search(r"No module named '?kvbench\.", reason):  # a kvbench that has no such module
+        reason = f"another kvbench is installed there, and here it is {__version__} ({why})"
         hint = f"install kvbench {__version__} there: kvbench hosts install SCENARIO"
-    elif "No module named" in said and "kvbench" in said:
-        said = f"kvbench is not installed there ({why})"
+    elif "No module named" in reason and "kvbench" in reason:
+        reason = f"kvbench is not installed there ({why})"
         hint = (
             "kvbench hosts install SCENARIO does it; by hand: copy the wheel there, then "
             "python3 -m venv WORKDIR/venv && WORKDIR/venv/bin/pip install kvbench-*.whl"
         )
-    elif "not found" in said or "No such file" in said:
+    elif "not found" in reason or "No such file" in reason:
         hint = (
             "set deployment.hosts.NAME.python to a Python there that has kvbench; or: kvbench hosts install"
         )
-    return LaunchError(f"no agent started on {host}: {said}", hint=hint)
+    return LaunchError(f"no agent started on {host}: {reason}", hint=hint)
 
 
 HELLO_DEADLINE_S: Final = 60.0
@@ -83,7 +83,7 @@ class FollowedProcess(Protocol):
     def logged(self, text: str) -> None:
         """Append to its log."""
 
-    def said(self, data: bytes) -> None:
+    def feed_stdout(self, data: bytes) -> None:
         """Append to its stdout."""
 
     def ended(self, status: int) -> None:
@@ -104,7 +104,7 @@ class AgentClient:
         self.name = channel.host
         self._channel = channel
         self._lock = threading.Lock()
-        self._asked: dict[int, Future[dict[str, Any]]] = {}
+        self._pending: dict[int, Future[dict[str, Any]]] = {}
         self._numbers = itertools.count(1)
         self._processes: dict[str, FollowedProcess] = {}
         self._lost = ""
@@ -114,10 +114,10 @@ class AgentClient:
         except KvbenchError:
             channel.close()
             raise
-        self._heard = time.monotonic()
+        self._last_frame_s = time.monotonic()
         self._threads = [
-            threading.Thread(target=each, name=f"agent-{self.name}", daemon=True)
-            for each in (self._listen, self._beat)
+            threading.Thread(target=loop, name=f"agent-{self.name}", daemon=True)
+            for loop in (self._listen, self._beat)
         ]
         for thread in self._threads:
             thread.start()
@@ -159,7 +159,7 @@ class AgentClient:
         """Return the agent's answer. Raises its error, HostLostError, or LaunchError after the deadline."""
         number, answer = next(self._numbers), Future[dict[str, Any]]()
         with self._lock:
-            self._asked[number] = answer
+            self._pending[number] = answer
         try:
             self._send({"id": number, "do": what, **more})
             return answer.result(deadline_s)
@@ -168,7 +168,7 @@ class AgentClient:
             raise LaunchError(f"{self.name} did not answer {what!r} within {deadline_s:g} s") from None
         finally:
             with self._lock:
-                self._asked.pop(number, None)
+                self._pending.pop(number, None)
 
     def say(self, what: str, **more: Any) -> None:
         """Send a message without an answer. Raises HostLostError."""
@@ -182,24 +182,24 @@ class AgentClient:
                 self.ask("put", path=name, data=base64.b64encode(data).decode(), first=first)
                 data, first = file.read(CHUNK_BYTES), False
 
-    def fetch(self, there: str, path: Path) -> None:
+    def fetch(self, remote_path: str, path: Path) -> None:
         """Move a file from the host to ``path``, atomically."""
         partial = path.with_name(path.name + ".part")
         with partial.open("wb") as file:
-            while piece := base64.b64decode(self.ask("read", path=there, offset=file.tell())["data"]):
+            while piece := base64.b64decode(self.ask("read", path=remote_path, offset=file.tell())["data"]):
                 file.write(piece)
         partial.replace(path)
-        self.ask("forget", path=there)
+        self.ask("forget", path=remote_path)
 
     def clock_ahead_s(self) -> float:
         """Offset of the host's clock, from the fastest of several answers (± half its time)."""
         best_s, ahead_s = float("inf"), 0.0
         for _ in range(CLOCK_ASKS):
             began = time.monotonic()
-            there = float(self.ask("clock")["monotonic_s"])
+            remote_s = float(self.ask("clock")["monotonic_s"])
             took_s = time.monotonic() - began
             if took_s < best_s:
-                best_s, ahead_s = took_s, there - (began + took_s / 2)
+                best_s, ahead_s = took_s, remote_s - (began + took_s / 2)
         return ahead_s
 
     def adopt(self, process: FollowedProcess) -> None:
@@ -225,23 +225,23 @@ class AgentClient:
 
     def _wait_hello(self) -> dict[str, Any]:
         deadline = time.monotonic() + HELLO_DEADLINE_S
-        words: list[str] = []
-        while (left := deadline - time.monotonic()) > 0:
+        greeting: list[str] = []
+        while (left_s := deadline - time.monotonic()) > 0:
             try:
-                line = self._channel.receive(left)
+                line = self._channel.receive(left_s)
             except ChannelClosedError as error:
-                raise no_agent(self.name, error.message, words) from error
+                raise no_agent(self.name, error.message, greeting) from error
             frame = None if line is None else json_row(line)
             if frame is not None and frame.get("event") == "hello":
-                return self._known(frame)
+                return self._checked_hello(frame)
             if line:  # a login shell may greet first
-                words.append(line.decode("utf-8", "replace")[:200])
-        raise no_agent(self.name, f"no hello within {HELLO_DEADLINE_S:g} s", words)
+                greeting.append(line.decode("utf-8", "replace")[:200])
+        raise no_agent(self.name, f"no hello within {HELLO_DEADLINE_S:g} s", greeting)
 
-    def _known(self, hello: dict[str, Any]) -> dict[str, Any]:
+    def _checked_hello(self, hello: dict[str, Any]) -> dict[str, Any]:
         self.seen_unix_s = time.time()
-        theirs = (hello.get("version"), hello.get("protocol"))
-        if theirs != (__version__, PROTOCOL):
+        found = (hello.get("version"), hello.get("protocol"))
+        if found != (__version__, PROTOCOL):
             raise another_version(self.name, hello)
         return hello
 
@@ -254,18 +254,18 @@ class AgentClient:
                 return
             now = time.monotonic()
             if line is not None:
-                self._heard = now
+                self._last_frame_s = now
                 if (frame := json_row(line)) is not None:
-                    self._hear(frame)
-            elif now - self._heard > SILENT_S:
+                    self._handle_frame(frame)
+            elif now - self._last_frame_s > SILENT_S:
                 self._lose(f"no frame from it for {SILENT_S:g} s")
                 threading.Thread(target=self._channel.close, daemon=True).start()
                 return
 
-    def _hear(self, frame: Mapping[str, Any]) -> None:
+    def _handle_frame(self, frame: Mapping[str, Any]) -> None:
         if "id" in frame:
             with self._lock:
-                answer = self._asked.pop(int(frame["id"]), None)
+                answer = self._pending.pop(int(frame["id"]), None)
             if answer is not None and "error" in frame:
                 answer.set_exception(error_of(frame["error"], self.name))
             elif answer is not None:
@@ -280,7 +280,7 @@ class AgentClient:
         if event == "log":
             process.logged(str(frame["text"]))
         elif event == "out":
-            process.said(str(frame["data"]).encode(ENCODING))
+            process.feed_stdout(str(frame["data"]).encode(ENCODING))
         elif event == "hung":
             process.hung = (str(frame["what"]), str(frame["fix"]))
         elif event == "exit":
@@ -306,9 +306,9 @@ class AgentClient:
             if self._lost:
                 return
             self._lost = why
-            asked, self._asked = list(self._asked.values()), {}
+            unanswered, self._pending = list(self._pending.values()), {}
             processes, self._processes = list(self._processes.values()), {}
-        for answer in asked:
+        for answer in unanswered:
             with contextlib.suppress(Exception):  # it may have been answered or cancelled meanwhile
                 answer.set_exception(HostLostError(f"the host {self.name} is lost: {why}"))
         for process in processes:

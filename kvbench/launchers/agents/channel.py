@@ -141,7 +141,7 @@ class PipeChannel:
         assert self._popen.stdin is not None
         os.set_blocking(self._popen.stdin.fileno(), False)
         self._inbox = Inbox(host)
-        self._said: deque[str] = deque(maxlen=TAIL_LINES)
+        self._stderr_lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._sending = threading.Lock()
         self._closing = False
         self._readers = [
@@ -212,20 +212,20 @@ class PipeChannel:
         with self._popen.stderr as pipe:
             for line in pipe:
                 if text := line.decode("utf-8", "replace").strip():
-                    self._said.append(text)
+                    self._stderr_lines.append(text)
 
     def _why(self) -> str:
         try:
             status: object = self._popen.wait(1.0)
         except subprocess.TimeoutExpired:
             status = "unknown"
-        return ended_words(self.host, status, list(self._said))
+        return ended_words(self.host, status, list(self._stderr_lines))
 
 
-def ended_words(host: str, status: object, said: Sequence[str]) -> str:
+def ended_words(host: str, status: object, stderr_lines: Sequence[str]) -> str:
     """Explain the end of an agent's program: its status and last stderr lines."""
-    words = f"the agent on {host} ended (status {status})"
-    return f"{words}: {' | '.join(said[-3:])}" if said else words
+    message = f"the agent on {host} ended (status {status})"
+    return f"{message}: {' | '.join(stderr_lines[-3:])}" if stderr_lines else message
 
 
 PROTOCOL: Final = 2

@@ -66,7 +66,7 @@ class RemotePlace:
         self._agent.say("forget", path=path.name)
 
     def require_free(self, address: str, ports: Sequence[tuple[str, int]]) -> None:
-        self._agent.ask("require_free", address=address, ports=[list(each) for each in ports])
+        self._agent.ask("require_free", address=address, ports=[list(pair) for pair in ports])
 
     def free_ports(self, address: str, counts: Sequence[int]) -> list[int]:
         return [int(port) for port in self._agent.ask("free_ports", address=address, counts=counts)["ports"]]
@@ -81,12 +81,12 @@ class RemoteWeb(httpx.BaseTransport):
 
     def __init__(self, agent_of: Mapping[str, AgentClient], access: ServerAccess) -> None:
         self._agent_of = agent_of
-        self._own = web.transport(access=access)
+        self._local = web.transport(access=access)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         agent = self._agent_of.get(request.url.host)
         if agent is None:
-            return self._own.handle_request(request)
+            return self._local.handle_request(request)
         timeout_s = float(request.extensions.get("timeout", {}).get("read") or 10.0)
         answer = agent.ask(
             "http",
@@ -108,7 +108,7 @@ class RemoteWeb(httpx.BaseTransport):
         )
 
     def close(self) -> None:
-        self._own.close()
+        self._local.close()
 
 
 CODE: Final = str(Path(__file__).resolve().parents[3])
@@ -163,7 +163,7 @@ class RemoteLauncher:
                 piped=piped,
                 one_thread=spec.one_thread,
                 beside=list(spec.beside),
-                spec=self._translated(spec, agent).to_json(),
+                spec=self._translate(spec, agent).to_json(),
                 secrets=dict(self._secrets.get(spec.name.partition("-")[0], {})),
             )
         except KvbenchError:
@@ -184,7 +184,7 @@ class RemoteLauncher:
             wait_while(lambda: any(each.poll() is None for each in processes), ENDED_S, POLL_S)
             for process in processes:
                 process.release()
-        self._bring_extras({process.host for process in processes})
+        self._fetch_extras({process.host for process in processes})
 
     def check(self) -> None:
         for agent in self._agents.values():
@@ -224,38 +224,38 @@ class RemoteLauncher:
             raise LaunchError(f"{name} belongs on the host {host}, which is not connected")
         return agent
 
-    def _bring_extras(self, hosts: set[str]) -> None:
+    def _fetch_extras(self, hosts: set[str]) -> None:
         """Copy files that processes left next to their logs; missing ones are no error."""
         for host in hosts:
             agent = self._agents[host]
             with contextlib.suppress(KvbenchError):
-                for there in agent.ask("list", folder=self._folder)["names"]:
-                    agent.fetch(str(there), self.log_dir / Path(str(there)).name)
+                for remote_path in agent.ask("list", folder=self._folder)["names"]:
+                    agent.fetch(str(remote_path), self.log_dir / Path(str(remote_path)).name)
 
-    def _translated(self, spec: ProcessSpec, agent: AgentClient) -> ProcessSpec:
+    def _translate(self, spec: ProcessSpec, agent: AgentClient) -> ProcessSpec:
         """Translate a spec to the host's Python, kvbench folder and log folder."""
-        far_logs = f"{agent.folder}/logs/{self._folder}"
-        near_logs = (str(self.log_dir.absolute()), str(self.log_dir))
+        remote_logs = f"{agent.folder}/logs/{self._folder}"
+        local_logs = (str(self.log_dir.absolute()), str(self.log_dir))
         code = in_code(CODE)
 
-        def changed(value: Any) -> Any:
+        def translate(value: Any) -> Any:
             if isinstance(value, str):
-                for near in near_logs:
-                    if near != ".":
-                        value = value.replace(near, far_logs)
+                for local in local_logs:
+                    if local != ".":
+                        value = value.replace(local, remote_logs)
                 return code.sub(lambda _: agent.code, value)
             if isinstance(value, Mapping):
-                return {key: changed(each) for key, each in value.items()}
+                return {key: translate(item) for key, item in value.items()}
             if isinstance(value, (list, tuple)):
-                return [changed(each) for each in value]
+                return [translate(item) for item in value]
             return value
 
         return replace(
             spec,
-            argv=tuple(agent.python if word == sys.executable else changed(word) for word in spec.argv),
-            env={**changed(spec.env), **self._env.get(spec.name, {})},
-            spec=changed(spec.spec) if spec.spec is not None else None,
-            files={name: changed(content) for name, content in spec.files.items()},
+            argv=tuple(agent.python if word == sys.executable else translate(word) for word in spec.argv),
+            env={**translate(spec.env), **self._env.get(spec.name, {})},
+            spec=translate(spec.spec) if spec.spec is not None else None,
+            files={name: translate(content) for name, content in spec.files.items()},
         )
 
 
@@ -288,15 +288,15 @@ class Fleet(Mapping[str, AgentClient]):
         if not missing:
             return
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            found = list(pool.map(self._tried, missing))
-        problems = [each for each in found if isinstance(each, KvbenchError)]
-        for name, agent in zip(missing, found, strict=True):
+            results = list(pool.map(self._try_connect, missing))
+        problems = [problem for problem in results if isinstance(problem, KvbenchError)]
+        for name, agent in zip(missing, results, strict=True):
             if isinstance(agent, AgentClient):
                 self._agents[name] = agent
         if problems:
             raise LaunchError(
-                "; ".join(each.message for each in problems),
-                hint="; ".join(dict.fromkeys(each.hint for each in problems if each.hint)),
+                "; ".join(problem.message for problem in problems),
+                hint="; ".join(dict.fromkeys(problem.hint for problem in problems if problem.hint)),
             )
 
     def launcher(self, log_dir: Path, env: Mapping[str, Mapping[str, str]] | None = None) -> RemoteLauncher:
@@ -310,13 +310,13 @@ class Fleet(Mapping[str, AgentClient]):
         return launcher.with_env(env or {})
 
     def environments(self) -> dict[str, Any]:
-        return self._asked("environment")
+        return self._ask_all("environment")
 
     def gpus(self) -> dict[str, Any]:
         """Return host → its agent's GPUs, or the problem."""
-        return self._asked("gpus")
+        return self._ask_all("gpus")
 
-    def _asked(self, what: str) -> dict[str, Any]:
+    def _ask_all(self, what: str) -> dict[str, Any]:
         def describe(name: str) -> Any:
             try:
                 return self._agents[name].ask(what, 60.0)
@@ -333,7 +333,7 @@ class Fleet(Mapping[str, AgentClient]):
                 list(pool.map(lambda agent: agent.close(), agents))
         self._close_too()
 
-    def _tried(self, name: str) -> AgentClient | KvbenchError:
+    def _try_connect(self, name: str) -> AgentClient | KvbenchError:
         old = self._agents.get(name)
         try:
             if old is not None:
@@ -366,8 +366,8 @@ def agent_command(host: RemoteHost, run_tag: str) -> str:
     begin = f"cd / && exec env {RUN_TAG_ENV}={shlex.quote(run_tag)}"
     if host.python:
         return f"{begin} {in_shell(host.python)} {agent}"
-    own = in_shell(f"{host.workdir}/venv/bin/python")
-    return f"if [ -x {own} ]; then {begin} {own} {agent}; else {begin} python3 {agent}; fi"
+    venv_python = in_shell(f"{host.workdir}/venv/bin/python")
+    return f"if [ -x {venv_python} ]; then {begin} {venv_python} {agent}; else {begin} python3 {agent}; fi"
 
 
 def in_shell(path: str) -> str:

@@ -105,11 +105,11 @@ class RemoteProcess:
         return self._status
 
     def terminate(self) -> None:
-        self._tell("terminate")
+        self._order("terminate")
 
     def kill(self) -> None:
         """Kill its whole group; ``poll`` reports the end."""
-        self._tell("kill")
+        self._order("kill")
 
     def tail(self, lines: int = 12) -> list[str]:
         return tail_of(self.log_path, lines)
@@ -118,7 +118,7 @@ class RemoteProcess:
         with self._logging:
             self.spec = replace(self.spec, name=name)
             self.log_path = self.log_path.rename(self.log_path.with_name(f"{name}.log"))
-        self._tell("rename", name=name)
+        self._order("rename", name=name)
 
     def release(self) -> None:
         """Discard further stdout."""
@@ -133,7 +133,7 @@ class RemoteProcess:
                 self._log.write(text.encode())
                 self._log.flush()
 
-    def said(self, data: bytes) -> None:
+    def feed_stdout(self, data: bytes) -> None:
         if self._stdout is not None:
             self._stdout.feed(data)
 
@@ -146,7 +146,7 @@ class RemoteProcess:
         if self._stdout is not None:
             self._stdout.feed(None)
 
-    def _tell(self, what: str, **more: str) -> None:
+    def _order(self, what: str, **more: str) -> None:
         if self._status is None:
             with contextlib.suppress(KvbenchError):
                 self.agent.say(what, key=self.key, **more)

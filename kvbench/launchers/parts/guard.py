@@ -76,7 +76,7 @@ def main() -> None:
         handle = os.pidfd_open(parent)
     except ProcessLookupError:
         sys.exit(1)
-    if os.getppid() != parent:  # the parent died before the request was made
+    if os.getppid() != parent:  # the parent died before prctl
         sys.exit(1)
     if sys.argv[2] == "family":
         _start_watcher(handle)

@@ -33,8 +33,8 @@ class Heartbeat:
     def __init__(self, urls: Mapping[str, str], every_s: float = ASK_EVERY_S) -> None:
         self._every_s = every_s
         self._questions = {name: _question(url) for name, url in urls.items()}
-        self._looked = time.monotonic()
-        self._answered = dict.fromkeys(urls, self._looked)
+        self._polled = time.monotonic()
+        self._answered = dict.fromkeys(urls, self._polled)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -46,9 +46,9 @@ class Heartbeat:
         self.close()
 
     def start(self) -> None:
-        """Start; all servers count as just heard."""
-        self._looked = time.monotonic()
-        self._answered = dict.fromkeys(self._questions, self._looked)
+        """Start polling; count all servers as having just responded."""
+        self._polled = time.monotonic()
+        self._answered = dict.fromkeys(self._questions, self._polled)
         if self._questions:
             self._thread.start()
 
@@ -60,7 +60,7 @@ class Heartbeat:
     def silent_s(self) -> dict[str, float]:
         """Return name → seconds without a response, about ``every_s`` for a healthy one. Counted up to the
         last poll, so that a stall of this process blames no server."""
-        return {name: max(0.0, self._looked - at) for name, at in self._answered.items()}
+        return {name: max(0.0, self._polled - at) for name, at in self._answered.items()}
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -76,8 +76,8 @@ class Heartbeat:
                             self._stop.wait(left)
                             continue
                         for key, events in selector.select(min(left, LOOK_S)):
-                            self._go_on(key, events, selector)
-                        self._looked = time.monotonic()
+                            self._advance(key, events, selector)
+                        self._polled = time.monotonic()
             finally:
                 for key in list(selector.get_map().values()):
                     _close(key, selector)
@@ -91,7 +91,7 @@ class Heartbeat:
             sock.connect_ex(address)  # the result shows when it is writable
             selector.register(sock, selectors.EVENT_WRITE, name)
 
-    def _go_on(self, key: selectors.SelectorKey, events: int, selector: selectors.BaseSelector) -> None:
+    def _advance(self, key: selectors.SelectorKey, events: int, selector: selectors.BaseSelector) -> None:
         """Take the next step of one request."""
         sock = key.fileobj
         assert isinstance(sock, socket.socket)
@@ -143,82 +143,82 @@ class Liveness:
     def __init__(self, processes: Sequence[Process]) -> None:
         # The page need not exist, and causes no work: an engine's health page may generate
         # a token, and a router's queries all servers behind it.
-        asked = [each.spec for each in _here(processes) if each.spec.ready_url]
-        self._heartbeat = Heartbeat({each.name: urljoin(each.ready_url, "/version") for each in asked})
-        self._far: dict[str, list[RemoteProcess]] = {}
+        specs = [each.spec for each in _local_processes(processes) if each.spec.ready_url]
+        self._heartbeat = Heartbeat({each.name: urljoin(each.ready_url, "/version") for each in specs})
+        self._remote: dict[str, list[RemoteProcess]] = {}
         for each in processes:
             if isinstance(each, RemoteProcess):
-                self._far.setdefault(each.host, []).append(each)
+                self._remote.setdefault(each.host, []).append(each)
         self._families: dict[str, list[int]] = {}
         self._families_at = -math.inf
-        self._looked_at = -math.inf
+        self._checked_at = -math.inf
         self._stopped_at: dict[int, tuple[float, float]] = {}
-        self._taken: dict[str, tuple[float, float]] = {}
+        self._cpu_s: dict[str, tuple[float, float]] = {}
 
     def start(self) -> None:
         self._heartbeat.start()
-        self._tell_agents("watch")
+        self._notify_agents("watch")
 
     def close(self) -> None:
         self._heartbeat.close()
-        self._tell_agents("unwatch")
+        self._notify_agents("unwatch")
 
-    def _tell_agents(self, what: str) -> None:
-        for processes in self._far.values():
-            keys = [each.key for each in processes]
+    def _notify_agents(self, what: str) -> None:
+        for processes in self._remote.values():
+            keys = [process.key for process in processes]
             with contextlib.suppress(KvbenchError):  # a host that is lost is reported by others
                 processes[0].agent.say(what, watch=keys[0], keys=keys)
 
     def problem(self, processes: Sequence[Process]) -> tuple[Process, str, str] | None:
         """Return (process, symptom, hint) of a frozen or hung process, or None."""
         now = time.monotonic()
-        if now - self._looked_at < STATE_S:
+        if now - self._checked_at < STATE_S:
             return None
-        if now - self._looked_at > 4 * STATE_S:  # states in between are unknown
-            self._stopped_at, self._taken = {}, {}
-        self._looked_at = now
+        if now - self._checked_at > 4 * STATE_S:  # states in between are unknown
+            self._stopped_at, self._cpu_s = {}, {}
+        self._checked_at = now
         if now - self._families_at > FAMILY_S:
             self._families_at = now
-            self._families = {each.name: family(each.pid) for each in _here(processes)}
-        return self._reported() or self._stopped(processes, now) or self._silent(processes, now)
+            self._families = {process.name: family(process.pid) for process in _local_processes(processes)}
+        return self._reported() or self._find_stopped(processes, now) or self._find_silent(processes, now)
 
     def _reported(self) -> tuple[Process, str, str] | None:
-        for process in (each for processes in self._far.values() for each in processes):
+        for process in (each for processes in self._remote.values() for each in processes):
             if process.hung is not None and process.poll() is None:
                 what, fix = process.hung
                 return process, f"on the host {process.host}: {what}", f"on {process.host}: {fix}"
         return None
 
-    def _stopped(self, processes: Sequence[Process], now: float) -> tuple[Process, str, str] | None:
+    def _find_stopped(self, processes: Sequence[Process], now: float) -> tuple[Process, str, str] | None:
         for process in processes:
             for pid in self._families.get(process.name, ()):
                 if not is_stopped(pid):
                     self._stopped_at.pop(pid, None)
                     continue
-                taken_s = cpu_s([pid])
-                since, before_s = self._stopped_at.setdefault(pid, (now, taken_s))
-                if taken_s > before_s:  # it ran between two checks
-                    self._stopped_at[pid] = now, taken_s
+                used_s = cpu_s([pid])
+                since, before_s = self._stopped_at.setdefault(pid, (now, used_s))
+                if used_s > before_s:  # it ran between two checks
+                    self._stopped_at[pid] = now, used_s
                 elif now - since >= FROZEN_S:
-                    whose = process.name if pid == process.pid else f"{process.name}'s child process"
+                    owner = process.name if pid == process.pid else f"{process.name}'s child process"
                     return (
                         process,
-                        f"{whose} {pid} is frozen: stopped by a signal for {FROZEN_S:g} s",
+                        f"{owner} {pid} is frozen: stopped by a signal for {FROZEN_S:g} s",
                         f"find out what stops it; `kill -CONT {pid}` continues it",
                     )
         return None
 
-    def _silent(self, processes: Sequence[Process], now: float) -> tuple[Process, str, str] | None:
+    def _find_silent(self, processes: Sequence[Process], now: float) -> tuple[Process, str, str] | None:
         silent = self._heartbeat.silent_s()
         for process in processes:
             seconds = silent.get(process.name, 0.0)
             if seconds < SILENT_S / 2:
-                self._taken.pop(process.name, None)
+                self._cpu_s.pop(process.name, None)
                 continue
             members = self._families.get(process.name)
-            taken_s = cpu_s(members) if members else math.inf
-            since, before_s = self._taken.setdefault(process.name, (now, taken_s))
-            idle = members is not None and taken_s - before_s <= IDLE_SHARE * (now - since)
+            used_s = cpu_s(members) if members else math.inf
+            since, before_s = self._cpu_s.setdefault(process.name, (now, used_s))
+            idle = members is not None and used_s - before_s <= IDLE_SHARE * (now - since)
             if seconds >= (SILENT_S if idle else BUSY_SILENT_S):
                 busy = "uses no CPU time" if idle else "is busy with something else"
                 return (
@@ -229,5 +229,5 @@ class Liveness:
         return None
 
 
-def _here(processes: Sequence[Process]) -> list[Process]:
-    return [each for each in processes if not isinstance(each, RemoteProcess)]
+def _local_processes(processes: Sequence[Process]) -> list[Process]:
+    return [process for process in processes if not isinstance(process, RemoteProcess)]

@@ -16,7 +16,7 @@ START_DEADLINE_S: Final = 120.0
 """Longest start of an actor, in seconds; a busy node takes half a minute."""
 RECEIVE_S: Final = 1.0
 UNSENT: Final = 64
-"""Most lines in transit; further ones wait for the oldest."""
+"""Maximum lines in transit; further ones wait for the oldest."""
 
 
 class ActorChannel:
@@ -96,7 +96,7 @@ class ActorChannel:
 
 
 def agent_actor() -> type:
-    """Create the actor's class. Ray sends the code of a class made in a function, as the node may lack
+    """Create the actor's class. Ray sends the code of a class defined in a function, as the node may lack
     kvbench; it uses the standard library only."""
     import ray
 
@@ -125,7 +125,7 @@ def agent_actor() -> type:
                             break
                         line = self.lines.get_nowait()
                     self.over = line is None
-            return lines, ((self.child.returncode, self.said) if self.over else None)
+            return lines, ((self.child.returncode, self.tail) if self.over else None)
 
     return KvbenchAgent
 
@@ -137,7 +137,7 @@ def _child() -> type:
         def __init__(self) -> None:
             self.child: Any = None
             self.lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-            self.said: list[str] = []
+            self.tail: list[str] = []
             self.over = False
 
         def start(self, command: str, env: dict[str, str]) -> str:
@@ -157,8 +157,8 @@ def _child() -> type:
                 )
             except OSError as error:
                 return str(error)
-            for each in (self.read_out, self.read_err):
-                threading.Thread(target=each, daemon=True).start()
+            for target in (self.read_out, self.read_err):
+                threading.Thread(target=target, daemon=True).start()
             return ""
 
         def read_out(self) -> None:
@@ -169,7 +169,7 @@ def _child() -> type:
 
         def read_err(self) -> None:
             for line in self.child.stderr:
-                self.said = [*self.said[1 - TAIL_LINES :], line.decode("utf-8", "replace").strip()]
+                self.tail = [*self.tail[1 - TAIL_LINES :], line.decode("utf-8", "replace").strip()]
 
         def close(self, grace_s: float) -> None:
             import signal

@@ -1,7 +1,7 @@
 """Request a Slurm job, and cancel it when the starting process is gone.
 
 ``python -I -S slurm_guard.py JOB_NAME salloc --no-shell …`` needs no kvbench. The job lasts until stdin ends.
-It is cancelled by its unique name, which also covers a job whose number is not yet known."""
+It is cancelled by its unique name, which also covers a job with a still unknown number."""
 
 import ctypes
 import os
@@ -41,12 +41,12 @@ def wait(salloc: "subprocess.Popen[bytes]") -> int:
 def cancel(name: str) -> None:
     """Cancel all jobs of that name until Slurm lists none."""
     deadline = time.monotonic() + CANCEL_DEADLINE_S
-    mine = [f"--name={name}", f"--user={os.getuid()}"]
+    selection = [f"--name={name}", f"--user={os.getuid()}"]
     while time.monotonic() < deadline:
         try:
-            subprocess.run(["scancel", "--quiet", *mine], timeout=CALL_DEADLINE_S)
+            subprocess.run(["scancel", "--quiet", *selection], timeout=CALL_DEADLINE_S)
             listed = subprocess.run(
-                ["squeue", "--noheader", "--format=%i %T", *mine],
+                ["squeue", "--noheader", "--format=%i %T", *selection],
                 timeout=CALL_DEADLINE_S,
                 stdout=subprocess.PIPE,
             )

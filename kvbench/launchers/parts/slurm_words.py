@@ -99,14 +99,14 @@ class Component:
 def groups_of(options: SlurmOptions, *, loadgen_only: bool = False) -> list[SlurmGroup]:
     """Return the job's parts: one per role with its own nodes."""
     if loadgen_only:
-        return [SlurmGroup(("loadgen",), _merged(options, options.loadgen or SlurmNodes(), 1))]
-    own = [role for role in SCHEDULED_ROLES if getattr(options, role) is not None]
-    shared = tuple(role for role in ("prefill", "decode") if role not in own)
-    groups = [SlurmGroup(shared, _merged(options, SlurmNodes(), 2))] if shared else []
-    return groups + [SlurmGroup((role,), _merged(options, getattr(options, role), 1)) for role in own]
+        return [SlurmGroup(("loadgen",), _merge(options, options.loadgen or SlurmNodes(), 1))]
+    separate = [role for role in SCHEDULED_ROLES if getattr(options, role) is not None]
+    shared = tuple(role for role in ("prefill", "decode") if role not in separate)
+    groups = [SlurmGroup(shared, _merge(options, SlurmNodes(), 2))] if shared else []
+    return groups + [SlurmGroup((role,), _merge(options, getattr(options, role), 1)) for role in separate]
 
 
-def _merged(options: SlurmOptions, wanted: SlurmNodes, nodes: int) -> SlurmNodes:
+def _merge(options: SlurmOptions, wanted: SlurmNodes, nodes: int) -> SlurmNodes:
     """Merge the role's options over the common ones; further options are concatenated."""
     both = {name: getattr(wanted, name) or getattr(options, name) for name in _VALUES}
     count = wanted.nodes or (options.nodes if wanted == SlurmNodes() else None) or nodes
@@ -176,8 +176,8 @@ def parse_squeue(text: str) -> list[Queued]:
 def parse_pairs(line: str) -> dict[str, str]:
     """Parse the KEY=VALUE pairs of a line of ``scontrol --oneliner show``; values may have spaces."""
     found = list(_PAIR.finditer(line))
-    ends = [*(each.start() for each in found[1:]), len(line)]
-    return {each.group(1): line[each.end() : end].strip() for each, end in zip(found, ends, strict=False)}
+    ends = [*(match.start() for match in found[1:]), len(line)]
+    return {match.group(1): line[match.end() : end].strip() for match, end in zip(found, ends, strict=False)}
 
 
 def parse_job(text: str) -> list[Component]:

@@ -45,7 +45,7 @@ def tagged(but: Collection[str] = ()) -> list[Tagged]:
                 command = b" ".join(words).decode("utf-8", "replace").strip()
                 age_s = boot_s - int(fields[19]) / tick
                 found.append(Tagged(int(path.name), tag, command, round(age_s, 1)))
-    return sorted(found, key=lambda each: (each.tag, each.pid))
+    return sorted(found, key=lambda process: (process.tag, process.pid))
 
 
 def tag_of(pid: int) -> str:
@@ -78,8 +78,8 @@ def end(wanted: Iterable[tuple[int, str]]) -> int:
             _signal(handle, signal.SIGTERM)
         deadline, left = time.monotonic() + GRACE_S, list(handles)
         while left and (wait_s := deadline - time.monotonic()) > 0:
-            gone, _, _ = select.select(left, [], [], wait_s)
-            left = [handle for handle in left if handle not in gone]
+            exited, _, _ = select.select(left, [], [], wait_s)
+            left = [handle for handle in left if handle not in exited]
         for handle in left:
             _signal(handle, signal.SIGKILL)
     finally:

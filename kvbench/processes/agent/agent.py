@@ -30,8 +30,8 @@ from kvbench.processes.agent.jobs import AgentJob, Outbox
 
 
 class LivenessThread:
-    """Watches processes in its own thread until ``close``. The first hung one is reported: ``{"event":
-    "hung", "key", "what", "fix"}``."""
+    """Watches processes in a thread until ``close``. Reports the first hung one: ``{"event": "hung", "key",
+    "what", "fix"}``."""
 
     def __init__(self, jobs: Sequence[AgentJob], outbox: Outbox) -> None:
         self._jobs = list(jobs)
@@ -62,7 +62,7 @@ class LivenessThread:
 TURN_S: Final = 0.1
 """Seconds between two checks of processes and logs; input is read at once."""
 READ_BYTES: Final = 65_536
-LAST_WORDS_S: Final = 1.0
+FLUSH_S: Final = 1.0
 KILL_S: Final = 3.0
 POOL_THREADS: Final = 16
 
@@ -84,26 +84,26 @@ class Agent:
         self._folder: Path | None = None
         self._pool = ThreadPoolExecutor(POOL_THREADS, thread_name_prefix="answer")
         self._why_ending = ""
-        self._heard = self._beaten = time.monotonic()
-        self._here: dict[str, Callable[[Frame], Any]] = {
+        self._last_input_s = self._beaten = time.monotonic()
+        self._quick: dict[str, Callable[[Frame], Any]] = {
             "open": self._open,
             "start": self._start,
-            "terminate": lambda asked: self._job(asked).process.terminate(),
-            "rename": lambda asked: self._job(asked).rename(str(asked["name"])),
-            "clock": lambda asked: {"monotonic_s": time.monotonic()},
-            "close_stdin": lambda asked: self._job(asked).close_stdin(),
-            "write": lambda asked: self._job(asked).write(str(asked["data"])),
-            "beat": lambda asked: None,
+            "terminate": lambda frame: self._job(frame).process.terminate(),
+            "rename": lambda frame: self._job(frame).rename(str(frame["name"])),
+            "clock": lambda frame: {"monotonic_s": time.monotonic()},
+            "close_stdin": lambda frame: self._job(frame).close_stdin(),
+            "write": lambda frame: self._job(frame).write(str(frame["data"])),
+            "beat": lambda frame: None,
             "unwatch": self._unwatch,
         }
-        self._beside: dict[str, Callable[[Frame], Any]] = {
-            "kill": lambda asked: self._job(asked).kill(),
+        self._slow: dict[str, Callable[[Frame], Any]] = {
+            "kill": lambda frame: self._job(frame).kill(),
             "watch": self._watch,
             "cpu_s": self._cpu_s,
             "sample": self._sample,
-            "sampled": lambda asked: self._samples.pop(str(asked["trial_id"])).taken(),
-            "list": lambda asked: {"names": self._extra_files(asked)},
-            **{name: self._answered(name) for name in ANSWERS},
+            "sampled": lambda frame: self._samples.pop(str(frame["trial_id"])).taken(),
+            "list": lambda frame: {"names": self._extra_files(frame)},
+            **{name: self._handler(name) for name in ANSWERS},
         }
 
     def run(self) -> None:
@@ -113,7 +113,7 @@ class Agent:
             while not self._why_ending:
                 self._turn()
         finally:
-            self._leave_nothing()
+            self._clean_up()
 
     def end(self, why: str) -> None:
         self._why_ending = self._why_ending or why
@@ -122,32 +122,32 @@ class Agent:
 
     def _turn(self) -> None:
         live = [job for job in list(self._jobs.values()) if not job.end_reported]
-        talking = {} if self._outbox.full else {job.stdout: job for job in live if job.stdout is not None}
-        writing = {job.stdin: job for job in live if job.wants_to_write}
+        readable = {} if self._outbox.full else {job.stdout: job for job in live if job.stdout is not None}
+        with_input = {job.stdin: job for job in live if job.wants_to_write}
         try:
-            ready, writable, _ = select.select([self._stdin, *talking], list(writing), [], TURN_S)
+            ready, writable, _ = select.select([self._stdin, *readable], list(with_input), [], TURN_S)
         except OSError:  # a process was just killed and its pipes closed
             return
         for handle in writable:
-            writing[handle].flush()
+            with_input[handle].flush()
         for handle in ready:
             if handle != self._stdin:
-                talking[handle].relay()
+                readable[handle].relay()
         if self._stdin in ready:
-            self._hear()
+            self._read_input()
         now = time.monotonic()
         if now - self._beaten >= BEAT_S:
             self._beaten = now
             if not self._outbox.full:
                 self._outbox.put({"event": "beat"})
-        if now - self._heard > LOST_S:
+        if now - self._last_input_s > LOST_S:
             self.end(f"no frame received for {LOST_S:g} s")
         for job in live:
             if not self._outbox.full:
                 job.send_log()
             job.look()
 
-    def _hear(self) -> None:
+    def _read_input(self) -> None:
         try:
             data = os.read(self._stdin, READ_BYTES)
         except BlockingIOError:
@@ -157,26 +157,26 @@ class Agent:
         if not data:
             self.end("the connection has ended")
             return
-        self._heard = time.monotonic()
+        self._last_input_s = time.monotonic()
         for line in self._lines.feed(data):
             if (frame := json_row(line)) is not None:
-                self._obey(frame)
+                self._dispatch(frame)
 
-    def _obey(self, frame: Frame) -> None:
-        wanted = str(frame.get("do"))
-        if wanted in self._here:
-            self._answer(frame, self._here[wanted])
-        elif wanted == "stop":
+    def _dispatch(self, frame: Frame) -> None:
+        name = str(frame.get("do"))
+        if name in self._quick:
+            self._answer(frame, self._quick[name])
+        elif name == "stop":
             self.end("kvbench requested the stop")
-        elif wanted in self._beside:
-            self._pool.submit(self._answer, frame, self._beside[wanted])
+        elif name in self._slow:
+            self._pool.submit(self._answer, frame, self._slow[name])
         else:
             self._answer(frame, _unknown)
 
-    def _answer(self, frame: Frame, how: Callable[[Frame], Any]) -> None:
+    def _answer(self, frame: Frame, handler: Callable[[Frame], Any]) -> None:
         number = frame.get("id")
         try:
-            answer = how(frame) or {}
+            answer = handler(frame) or {}
         except KvbenchError as error:
             reply: dict[str, Any] = {"error": error_frame(error)}
         except Exception as error:  # no error may end the agent, and the caller waits for an answer
@@ -194,20 +194,20 @@ class Agent:
             raise LaunchError("the agent has no working folder yet: send `open` first")
         return self._folder
 
-    def _answered(self, name: str) -> Callable[[Frame], Any]:
-        return lambda asked: ANSWERS[name](self._root, asked)
+    def _handler(self, name: str) -> Callable[[Frame], Any]:
+        return lambda frame: ANSWERS[name](self._root, frame)
 
-    def _open(self, asked: Frame) -> dict[str, Any]:
+    def _open(self, frame: Frame) -> dict[str, Any]:
         """Set the working folder and environment. Must be the first request, once."""
         self._pool.submit(importlib.import_module, "kvbench.hosts.telemetry")  # while engines get ready
-        if nics := [str(name) for name in asked.get("nics", ())]:
+        if nics := [str(name) for name in frame.get("nics", ())]:
             from kvbench.hosts.nics.choice import are_rdma
 
             os.environ.update(nic_env(nics, rdma=are_rdma(nics)))
-        os.environ.update({str(name): str(value) for name, value in dict(asked.get("env", {})).items()})
+        os.environ.update({str(name): str(value) for name, value in dict(frame.get("env", {})).items()})
         # A shell started by ssh does not have this Python's environment.
         os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-        base = Path(str(asked["workdir"])).expanduser() if asked.get("workdir") else None
+        base = Path(str(frame["workdir"])).expanduser() if frame.get("workdir") else None
         try:
             if base is not None:
                 base.mkdir(parents=True, exist_ok=True)
@@ -229,60 +229,60 @@ class Agent:
     def _logs(self, folder: str) -> Path:
         return self._root / "logs" / (Path(folder).name or "run")
 
-    def _start(self, asked: Frame) -> dict[str, Any]:
-        given = asked["spec"]
+    def _start(self, frame: Frame) -> dict[str, Any]:
+        values = frame["spec"]
         spec = ProcessSpec(
-            name=str(given["name"]),
-            argv=tuple(given["argv"]),
-            env={**given["env"], **asked.get("secrets", {})},
-            spec=given["spec"],
-            files=given.get("files", {}),
-            ready_url=str(given.get("ready_url", "")),
-            one_thread=bool(asked.get("one_thread", True)),
-            beside=tuple(map(str, asked.get("beside", ()))),
+            name=str(values["name"]),
+            argv=tuple(values["argv"]),
+            env={**values["env"], **frame.get("secrets", {})},
+            spec=values["spec"],
+            files=values.get("files", {}),
+            ready_url=str(values.get("ready_url", "")),
+            one_thread=bool(frame.get("one_thread", True)),
+            beside=tuple(map(str, frame.get("beside", ()))),
         )
-        piped, key = bool(asked.get("piped")), str(asked["key"])
-        process = self._launcher(str(asked["folder"])).start(spec, piped=piped)
+        piped, key = bool(frame.get("piped")), str(frame["key"])
+        process = self._launcher(str(frame["folder"])).start(spec, piped=piped)
         self._jobs[key] = AgentJob(key, process, self._outbox, piped=piped)
         return {"pid": process.pid}
 
-    def _job(self, asked: Frame) -> AgentJob:
-        job = self._jobs.get(str(asked.get("key")))
+    def _job(self, frame: Frame) -> AgentJob:
+        job = self._jobs.get(str(frame.get("key")))
         if job is None:
-            raise LaunchError(f"no process {asked.get('key')} was started here")
+            raise LaunchError(f"no process {frame.get('key')} was started here")
         return job
 
-    def _extra_files(self, asked: Frame) -> list[str]:
-        folder = self._logs(str(asked["folder"]))
+    def _extra_files(self, frame: Frame) -> list[str]:
+        folder = self._logs(str(frame["folder"]))
         return sorted(str(path) for path in folder.glob("*") if path.suffix != ".log" and path.is_file())
 
-    def _sample(self, asked: Frame) -> dict[str, Any]:
+    def _sample(self, frame: Frame) -> dict[str, Any]:
         from kvbench.hosts.telemetry import TrialSamples
 
         pids = {job.process.name: job.process.pid for job in self._jobs.values() if not job.end_reported}
         sample = TrialSamples(
-            str(asked["trial_id"]), pids, dict(asked["metrics_urls"]), dict(asked["headers"])
+            str(frame["trial_id"]), pids, dict(frame["metrics_urls"]), dict(frame["headers"])
         )
-        self._samples[str(asked["trial_id"])] = sample
+        self._samples[str(frame["trial_id"])] = sample
         return {}
 
-    def _watch(self, asked: Frame) -> None:
-        jobs = [self._jobs[key] for key in map(str, asked["keys"]) if key in self._jobs]
-        self._watches[str(asked["watch"])] = LivenessThread(jobs, self._outbox)
+    def _watch(self, frame: Frame) -> None:
+        jobs = [self._jobs[key] for key in map(str, frame["keys"]) if key in self._jobs]
+        self._watches[str(frame["watch"])] = LivenessThread(jobs, self._outbox)
 
-    def _unwatch(self, asked: Frame) -> None:
-        if (watch := self._watches.pop(str(asked["watch"]), None)) is not None:
+    def _unwatch(self, frame: Frame) -> None:
+        if (watch := self._watches.pop(str(frame["watch"]), None)) is not None:
             watch.close()
 
-    def _cpu_s(self, asked: Frame) -> dict[str, Any]:
+    def _cpu_s(self, frame: Frame) -> dict[str, Any]:
         from kvbench.hosts.procfs import cpu_s, family
 
         pids = [job.process.pid for job in self._jobs.values() if not job.end_reported]
-        return {"cpu_s": cpu_s(family(int(asked["pid"]))) if int(asked["pid"]) in pids else None}
+        return {"cpu_s": cpu_s(family(int(frame["pid"]))) if int(frame["pid"]) in pids else None}
 
     # -- the end ------------------------------------------------------------------------------------
 
-    def _leave_nothing(self) -> None:
+    def _clean_up(self) -> None:
         threads = [
             threading.Thread(target=job.kill, daemon=True)
             for job in self._jobs.values()
@@ -294,14 +294,14 @@ class Agent:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         self._outbox.put({"event": "end", "why": self._why_ending})
-        self._outbox.close(LAST_WORDS_S)
+        self._outbox.close(FLUSH_S)
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _unknown(asked: Frame) -> None:
+def _unknown(frame: Frame) -> None:
     raise LaunchError(
-        f"this agent does not know {asked.get('do')!r}",
+        f"this agent does not know {frame.get('do')!r}",
         hint="do both hosts have the same version of kvbench?",
     )

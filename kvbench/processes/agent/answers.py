@@ -1,4 +1,4 @@
-"""Answers of an agent about its host: files, ports, web pages, environment, backends, data network. Slow
+"""Answer requests about the agent's host: files, ports, web pages, environment, backends, data network. Slow
 imports are inside functions: the whole run waits until the agent is up."""
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from kvbench.version import __version__
 
 PINGS: Final = 20
 FLOW_S: Final = 0.5
-TAKEN_S: Final = 8.0
-"""Time for a caller to connect to ``listen``, in seconds."""
+PEER_TIMEOUT_S: Final = 8.0
+"""Longest wait for the peer to connect or to answer, in seconds."""
 _CHUNK: Final = bytes(1 << 18)
 
 
 def listen(address: str) -> int:
     """Serve one caller at a free port of ``address``: echo its pings, then discard its data."""
     listener = socket.create_server((address, 0))
-    listener.settimeout(TAKEN_S)
+    listener.settimeout(PEER_TIMEOUT_S)
     threading.Thread(target=_serve, args=(listener,), daemon=True).start()
     return int(listener.getsockname()[1])
 
@@ -41,22 +41,22 @@ def _serve(listener: socket.socket) -> None:
         with listener:
             peer, _ = listener.accept()
         with peer:
-            peer.settimeout(TAKEN_S)
+            peer.settimeout(PEER_TIMEOUT_S)
             for _ in range(PINGS):
                 peer.sendall(peer.recv(1))
-            taken = 0
+            received_bytes = 0
             while data := peer.recv(1 << 18):
-                taken += len(data)
-            peer.sendall(taken.to_bytes(8, "big"))
+                received_bytes += len(data)
+            peer.sendall(received_bytes.to_bytes(8, "big"))
     except OSError:
         return  # the caller reports the error
 
 
-def call(own: str, address: str, port: int) -> dict[str, Any]:
-    """Measure from the address ``own``: median round trip in seconds and bytes per second, or the error."""
+def call(local_address: str, address: str, port: int) -> dict[str, Any]:
+    """Measure median round trip (s) and bytes per second from ``local_address``, or return the error."""
     try:
-        with socket.create_connection((address, port), TAKEN_S / 2, (own, 0)) as peer:
-            peer.settimeout(TAKEN_S)
+        with socket.create_connection((address, port), PEER_TIMEOUT_S / 2, (local_address, 0)) as peer:
+            peer.settimeout(PEER_TIMEOUT_S)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             times = []
             for _ in range(PINGS):
@@ -69,10 +69,10 @@ def call(own: str, address: str, port: int) -> dict[str, Any]:
             while time.monotonic() - began < FLOW_S:
                 peer.sendall(_CHUNK)
             peer.shutdown(socket.SHUT_WR)
-            taken = int.from_bytes(peer.recv(8), "big")
+            received_bytes = int.from_bytes(peer.recv(8), "big")
             return {
                 "rtt_s": sorted(times)[len(times) // 2],
-                "bytes_per_s": taken / (time.monotonic() - began),
+                "bytes_per_s": received_bytes / (time.monotonic() - began),
             }
     except OSError as error:
         return {"error": error.strerror or type(error).__name__}
@@ -100,8 +100,8 @@ def hello() -> dict[str, Any]:
     }
 
 
-def _file_path(root: Path, asked: Frame) -> Path:
-    path = Path(str(asked["path"]))
+def _file_path(root: Path, frame: Frame) -> Path:
+    path = Path(str(frame["path"]))
     if not path.is_absolute():
         return root / "files" / path.name
     if root not in path.resolve().parents:
@@ -109,28 +109,28 @@ def _file_path(root: Path, asked: Frame) -> Path:
     return path
 
 
-def _put(root: Path, asked: Frame) -> None:
+def _put(root: Path, frame: Frame) -> None:
     """Write one piece of a file; the first piece replaces the old content."""
-    with _file_path(root, asked).open("wb" if asked.get("first") else "ab") as file:
-        file.write(base64.b64decode(asked["data"]))
+    with _file_path(root, frame).open("wb" if frame.get("first") else "ab") as file:
+        file.write(base64.b64decode(frame["data"]))
 
 
-def _read(root: Path, asked: Frame) -> dict[str, Any]:
-    with _file_path(root, asked).open("rb") as file:
-        file.seek(int(asked["offset"]))
+def _read(root: Path, frame: Frame) -> dict[str, Any]:
+    with _file_path(root, frame).open("rb") as file:
+        file.seek(int(frame["offset"]))
         return {"data": base64.b64encode(file.read(CHUNK_BYTES)).decode()}
 
 
-def _forget(root: Path, asked: Frame) -> None:
-    place = _file_path(root, asked)
-    for path in place.parent.glob(f"{place.name}*"):
+def _forget(root: Path, frame: Frame) -> None:
+    path = _file_path(root, frame)
+    for match in path.parent.glob(f"{path.name}*"):
         with contextlib.suppress(OSError):
-            path.unlink()
+            match.unlink()
 
 
-def _require_free(root: Path, asked: Frame) -> None:
-    for name, port in asked["ports"]:
-        require_free_port(str(asked["address"]), int(port), str(name))
+def _require_free(root: Path, frame: Frame) -> None:
+    for name, port in frame["ports"]:
+        require_free_port(str(frame["address"]), int(port), str(name))
 
 
 @functools.cache
@@ -140,17 +140,17 @@ def _client() -> Any:
     return web.client()
 
 
-def _http(root: Path, asked: Frame) -> dict[str, Any]:
+def _http(root: Path, frame: Frame) -> dict[str, Any]:
     """Make one HTTP request from this host. A library's exception is reported by its name."""
     import httpx
 
     try:
         response = _client().request(
-            str(asked["method"]),
-            str(asked["url"]),
-            headers=[(str(name), str(value)) for name, value in asked.get("headers", ())],
-            content=base64.b64decode(asked.get("body", "")),
-            timeout=float(asked["timeout_s"]),
+            str(frame["method"]),
+            str(frame["url"]),
+            headers=[(str(name), str(value)) for name, value in frame.get("headers", ())],
+            content=base64.b64decode(frame.get("body", "")),
+            timeout=float(frame["timeout_s"]),
         )
     except httpx.TransportError as error:
         return {"http_error": type(error).__name__, "text": str(error)}
@@ -162,65 +162,65 @@ def _http(root: Path, asked: Frame) -> dict[str, Any]:
     }
 
 
-def _environment(root: Path, asked: Frame) -> dict[str, Any]:
+def _environment(root: Path, frame: Frame) -> dict[str, Any]:
     from kvbench.hosts import environment
 
     return environment.describe()
 
 
-def _engine_problem(root: Path, asked: Frame) -> dict[str, Any]:
+def _engine_problem(root: Path, frame: Frame) -> dict[str, Any]:
     """Return reason and fix if an engine cannot run with a connector on this host, else empty."""
     from kvbench import connectors, engines
 
-    engine = engines.get(str(asked["engine"]))
-    options = engine.options_model.model_validate_json(str(asked["options"]))
-    problem = engine.check(connectors.get(str(asked["connector"])), options)
+    engine = engines.get(str(frame["engine"]))
+    options = engine.options_model.model_validate_json(str(frame["options"]))
+    problem = engine.check(connectors.get(str(frame["connector"])), options)
     return {} if problem is None else {"reason": problem.reason, "fix": problem.fix}
 
 
-def _engine_version(root: Path, asked: Frame) -> dict[str, Any]:
+def _engine_version(root: Path, frame: Frame) -> dict[str, Any]:
     from kvbench import engines
 
-    engine = engines.get(str(asked["engine"]))
-    return {"version": engine.version(engine.options_model.model_validate_json(str(asked["options"])))}
+    engine = engines.get(str(frame["engine"]))
+    return {"version": engine.version(engine.options_model.model_validate_json(str(frame["options"])))}
 
 
-def _tagged(root: Path, asked: Frame) -> dict[str, Any]:
+def _tagged(root: Path, frame: Frame) -> dict[str, Any]:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return {"found": [vars(each) for each in tagged.tagged(set(asked["but"]))], "boot_id": boot}
+    return {"found": [vars(process) for process in tagged.tagged(set(frame["but"]))], "boot_id": boot}
 
 
-def _end(root: Path, asked: Frame) -> dict[str, Any]:
-    return {"ended": tagged.end((int(pid), str(tag)) for pid, tag in asked["wanted"])}
+def _end(root: Path, frame: Frame) -> dict[str, Any]:
+    return {"ended": tagged.end((int(pid), str(tag)) for pid, tag in frame["wanted"])}
 
 
-def _listen(root: Path, asked: Frame) -> dict[str, Any]:
-    return {"port": listen(str(asked["address"]))}
+def _listen(root: Path, frame: Frame) -> dict[str, Any]:
+    return {"port": listen(str(frame["address"]))}
 
 
-def _call(root: Path, asked: Frame) -> dict[str, Any]:
-    return call(str(asked["own"]), str(asked["address"]), int(asked["port"]))
+def _call(root: Path, frame: Frame) -> dict[str, Any]:
+    return call(str(frame["own"]), str(frame["address"]), int(frame["port"]))
 
 
-def _nics(root: Path, asked: Frame) -> dict[str, Any]:
+def _nics(root: Path, frame: Frame) -> dict[str, Any]:
     from kvbench.hosts.nics.listing import listing
 
-    return listing("rdma" if asked["kind"] == "rdma" else "tcp", list(asked.get("names", ())))
+    return listing("rdma" if frame["kind"] == "rdma" else "tcp", list(frame.get("names", ())))
 
 
-def _missing_backends(root: Path, asked: Frame) -> dict[str, Any]:
+def _missing_backends(root: Path, frame: Frame) -> dict[str, Any]:
     from kvbench.transfer.parts.usable import lacking
 
     return lacking()
 
 
-def _gpus(root: Path, asked: Frame) -> dict[str, Any]:
+def _gpus(root: Path, frame: Frame) -> dict[str, Any]:
     """Return the used memory of each GPU in bytes (nvidia-smi), empty without GPUs. ``visible``: this agent's
     CUDA_VISIBLE_DEVICES, which its processes inherit; null if unset."""
     from kvbench.hosts.devices import output_of
 
-    question = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
-    lines = (output_of(question, 20.0) or "").splitlines()
+    command = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
+    lines = (output_of(command, 20.0) or "").splitlines()
     pairs = [line.split(",") for line in lines if line.count(",") == 1]
     used = {int(index): int(used) * 2**20 for index, used in pairs}
     return {"used_bytes": used, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
@@ -231,21 +231,21 @@ ANSWERS: Final[Mapping[str, Callable[[Path, Frame], Any]]] = {
     "read": _read,
     "forget": _forget,
     "require_free": _require_free,
-    "free_ports": lambda root, asked: {
-        "ports": free_ports(str(asked["address"]), [int(count) for count in asked["counts"]])
+    "free_ports": lambda root, frame: {
+        "ports": free_ports(str(frame["address"]), [int(count) for count in frame["counts"]])
     },
-    "listens": lambda root, asked: {"listens": listens(str(asked["address"]), int(asked["port"]))},
+    "listens": lambda root, frame: {"listens": listens(str(frame["address"]), int(frame["port"]))},
     "http": _http,
     "environment": _environment,
     "tagged": _tagged,
     "end": _end,
     "listen": _listen,
     "call": _call,
-    "exists": lambda root, asked: {"exists": Path(str(asked["path"])).expanduser().exists()},
+    "exists": lambda root, frame: {"exists": Path(str(frame["path"])).expanduser().exists()},
     "gpus": _gpus,
     "nics": _nics,
     "lacking": _missing_backends,
     "unusable": _engine_problem,
     "engine_version": _engine_version,
 }
-"""Request → function of the agent's folder and the frame. They may take long and run concurrently."""
+"""Request → function of the agent's folder and the frame; the functions may be slow and run concurrently."""

@@ -61,7 +61,7 @@ class Outbox:
 LOG_BYTES_AT_ONCE: Final = 128 * 1024
 """Bytes of one process's log sent in one turn: with ``TURN_S`` 0.1 s, 1.3 MB/s."""
 LOG_BEHIND_BYTES: Final = 4 * 2**20
-"""If a log is further ahead than this, its middle is left out, with a note."""
+"""Maximum unsent bytes of a log; beyond it the middle is left out, with a note."""
 LOG_END_BYTES: Final = 2**20
 """Maximum bytes of a log's end sent after its process has ended."""
 LOG_MOST_BYTES: Final = 256 * 2**20
@@ -178,7 +178,7 @@ class AgentJob:
     # -- its end ------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """If the process has ended, send the rest of its output and log, then its exit status."""
+        """Send the rest of an ended process's output and log, then its exit status."""
         if self.end_reported or not self._reaping.acquire(blocking=False):
             return  # a thread is killing it
         try:

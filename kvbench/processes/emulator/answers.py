@@ -77,7 +77,7 @@ class WholeAnswer(ApiAnswer):
         self._tokens.append(token)
         if finish_reason is None or self.response.closed:
             return
-        thought, content = (
+        reasoning, content = (
             "".join(f" t{item}" for item in part if item)
             for part in (self._tokens[: self.reasoning], self._tokens[self.reasoning :])
         )
@@ -91,7 +91,7 @@ class WholeAnswer(ApiAnswer):
             message: dict[str, Any] = {"role": "assistant", "content": content}
             if self.wanted.tool:
                 message |= {"content": None, "tool_calls": [_call(self.wanted.tool, content, self.public_id)]}
-            choice["message"] = message | ({"reasoning": thought} if thought else {})
+            choice["message"] = message | ({"reasoning": reasoning} if reasoning else {})
         else:
             choice["text"] = content
         document: dict[str, Any] = {

@@ -49,7 +49,7 @@ class Alarm:
             raise OSError(ctypes.get_errno(), "timerfd_create failed")
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._fd, self._rang)
+        self._loop.add_reader(self._fd, self._on_alarm)
 
     async def until(self, moment_s: float) -> None:
         """Return at ``moment_s`` of ``time.monotonic()``, or after one turn of the loop if that is past."""
@@ -63,7 +63,7 @@ class Alarm:
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
         await waiter
 
-    def _rang(self) -> None:
+    def _on_alarm(self) -> None:
         try:
             os.read(self._fd, 8)
         except BlockingIOError:
@@ -99,7 +99,7 @@ class RunningEngine:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config)
-        self.lives: dict[EngineRequest, LiveRequest] = {}
+        self.active: dict[EngineRequest, LiveRequest] = {}
         self._traces: dict[EngineRequest, RequestTrace] = {}
         self.on_load: Callable[[LiveRequest], None] = _no_hand_off
         """Called when a remote request's blocks are reserved: fetch its KV, then call ``kv_arrived``."""
@@ -127,13 +127,13 @@ class RunningEngine:
             overhead = self.timing.overhead_s(self.time_scale, request.prompt_len)
         request.arrival_s = now + overhead
         self.scheduler.add(request)
-        self.lives[request] = live
+        self.active[request] = live
         if live.trace is not None:
             self._traces[request] = live.trace
         self.wake()
 
     def abort(self, live: LiveRequest) -> None:
-        """Drop a request whose client has gone; free its blocks once no transfer uses them."""
+        """Drop a request after its client has gone; free its blocks once no transfer uses them."""
         if live.ended:
             return
         self._end(live, "abort")
@@ -151,7 +151,7 @@ class RunningEngine:
         self.wake()
 
     def kv_failed(self, live: LiveRequest) -> None:
-        """End a loading request whose KV will not arrive and whose blocks are no longer written."""
+        """End a loading request: its KV will not arrive, and its blocks are no longer written."""
         self.scheduler.kv_failed(live.request)
         self.wake()
 
@@ -198,10 +198,10 @@ class RunningEngine:
             while True:
                 plan = self.scheduler.schedule(self._now)
                 for victim in plan.preempted:
-                    live = self.lives[victim]
+                    live = self.active[victim]
                     live.state = live.digested = 0
                 for request in plan.loads:
-                    self.on_load(self.lives[request])
+                    self.on_load(self.active[request])
                 if plan.chunks:
                     await self._step(plan, alarm)
                 elif not plan.preempted:
@@ -220,7 +220,7 @@ class RunningEngine:
         else:
             self.compute.runs(runs)
         self.compute.singles(singles)
-        sampling = [self.lives.get(chunk.request) for chunk in plan.chunks if chunk.samples]
+        sampling = [self.active.get(chunk.request) for chunk in plan.chunks if chunk.samples]
         self.compute.draw([live for live in sampling if live is not None])
         await alarm.until(end)
         if self._traces:
@@ -250,7 +250,7 @@ class RunningEngine:
         runs: list[Work] = []
         singles: list[Work] = []
         for chunk in plan.chunks:
-            live = self.lives[chunk.request]
+            live = self.active[chunk.request]
             if live.digested >= chunk.start + chunk.count:
                 continue  # its bytes came from another engine and have been read
             single = chunk.count == 1 and live.digested == chunk.start >= chunk.request.prompt_len
@@ -262,7 +262,7 @@ class RunningEngine:
         sampled = self.scheduler.complete(plan)
         gaps: dict[float, int] = {}
         for request in sampled:
-            live = self.lives[request]
+            live = self.active[request]
             token = live.drawn
             live.tokens.append(token)
             if live.first_token_s is None:
@@ -296,7 +296,7 @@ class RunningEngine:
 
     def _end(self, live: LiveRequest, reason: str) -> None:
         live.ended = True
-        del self.lives[live.request]
+        del self.active[live.request]
         if live.trace is not None:
             del self._traces[live.request]
             live.trace.ended(live, reason)

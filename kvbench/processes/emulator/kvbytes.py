@@ -125,7 +125,7 @@ class KvPool:
 
 
 def _selector(blocks: Sequence[int]) -> slice | NDArray[np.int64]:
-    """Return a slice if the blocks are consecutive (no copy is made), else their ids."""
+    """Return a slice if the blocks are consecutive (no copy), else their ids."""
     first, count = blocks[0], len(blocks)
     if blocks[-1] == first + count - 1 and list(blocks) == list(range(first, first + count)):
         return slice(first, first + count)
@@ -202,17 +202,17 @@ class KvCompute:
             live.digested += 1
             self._append_hash(live, value)
 
-    def draw(self, lives: Sequence[LiveRequest]) -> None:
-        if not lives:
+    def draw(self, requests: Sequence[LiveRequest]) -> None:
+        if not requests:
             return
-        states = np.array([live.state for live in lives], dtype=np.uint64)
-        if self._noise and len(lives) > 1:
-            other = self._draws.random(len(lives)) < self._noise
+        states = np.array([live.state for live in requests], dtype=np.uint64)
+        if self._noise and len(requests) > 1:
+            other = self._draws.random(len(requests)) < self._noise
             drawn = next_tokens(np.where(other, ~states, states), self.vocab_size).tolist()
         else:
             drawn = next_tokens(states, self.vocab_size).tolist()
         ends = wants_eos(states).tolist()
-        for live, token, eos in zip(lives, drawn, ends, strict=True):
+        for live, token, eos in zip(requests, drawn, ends, strict=True):
             may_end = eos and not live.ignore_eos and len(live.tokens) >= live.min_tokens
             live.drawn = EOS_TOKEN if may_end else token
 

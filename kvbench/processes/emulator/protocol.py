@@ -25,9 +25,9 @@ def encode(text: str, vocab_size: int) -> list[int]:
 
 
 def _word_token(word: str, vocab_size: int) -> int:
-    own = _TOKEN.fullmatch(word)
-    if own is not None and 0 < int(own[1]) < vocab_size:
-        return int(own[1])
+    match = _TOKEN.fullmatch(word)
+    if match is not None and 0 < int(match[1]) < vocab_size:
+        return int(match[1])
     return 1 + zlib.crc32(word.encode("utf-8", "surrogatepass")) % (vocab_size - 1)
 
 
@@ -90,7 +90,7 @@ class Generate:
     return_token_ids: bool
     cache_salt: str
     tool: str
-    """Function whose arguments are the answer (a named ``tool_choice``); empty: the answer is text."""
+    """Function to call; the answer is its arguments (a named ``tool_choice``); empty: the answer is text."""
     kv_transfer_params: Mapping[str, Any] | None
     """None if the body has none; an empty mapping if it has a null."""
 

@@ -36,14 +36,14 @@ class LiveRequest:
     token_hashes: list[int] = field(default_factory=list)
     state: int = 0
     digested: int = 0
-    """Tokens whose bytes have been read into ``state``."""
+    """Number of tokens that have been read into ``state``."""
     drawn: int = 0
     first_token_s: float | None = None
     last_token_s: float = 0.0
     received_s: float = 0.0
     ended: bool = False
     trace: RequestTrace | None = None
-    """Set for the few requests whose spans are recorded."""
+    """Set for the few requests with recorded spans."""
 
     def last_hash(self) -> int:
         return self.token_hashes[-1] if self.token_hashes else int(self.prompt_hashes[-1])
@@ -74,7 +74,7 @@ class RequestTrace:
 
 
 def note_step(plan: StepPlan, traces: dict[Any, RequestTrace], begin_s: float, end_s: float) -> None:
-    """Record a step for those of its requests that have made no token yet. ``traces``: by request."""
+    """Record a step for its requests without a token so far. ``traces``: by request."""
     for chunk in plan.chunks:
         trace = traces.get(chunk.request)
         if trace is not None and chunk.request.output_len == 0:

@@ -210,7 +210,7 @@ class EngineServer:
         if not task.cancelled():
             log.critical("the engine's loop ended", exc_info=task.exception())
             self._problem = "the engine's loop ended; see its log"
-            for live in list(self.engine.lives.values()):
+            for live in list(self.engine.active.values()):
                 self.engine.fail(live, self._problem)
 
     async def _watch_parent(self, parent: int) -> None:
@@ -250,7 +250,7 @@ class EngineServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for live in list(self.engine.lives.values()):
+        for live in list(self.engine.active.values()):
             self.engine.fail(live, "the engine was stopped")
         if self._http is not None:
             await self._http.close(_STOP_GRACE_S)

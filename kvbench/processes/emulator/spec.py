@@ -113,7 +113,7 @@ class EngineSpec(_Strict):
     """File for the spans of each trial's first requests; empty: none."""
 
     def engine_config(self) -> EngineConfig:
-        return EngineConfig(**{each.name: getattr(self, each.name) for each in fields(EngineConfig)})
+        return EngineConfig(**{field.name: getattr(self, field.name) for field in fields(EngineConfig)})
 
     def timing_profile(self) -> TimingProfile:
         if isinstance(self.timing, ProfileFile):

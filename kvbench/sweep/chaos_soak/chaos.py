@@ -49,10 +49,10 @@ from kvbench.results.store import RunStore
 from kvbench.sweep import resume
 from kvbench.sweep.bench import create_store
 from kvbench.sweep.chaos_soak.constant_rate import (
+    CellRate,
+    FixedRatePlan,
+    FixedRateRun,
     HeldOptions,
-    HeldPlan,
-    HeldRate,
-    HeldRun,
     open_unfinished_run,
     rates_in,
     with_canaries,
@@ -63,7 +63,7 @@ from kvbench.sweep.chaos_soak.strikes import target_counts
 from kvbench.sweep.deployed import DeployedBench, scratch_prefix
 
 INSIDE_ENV: Final = "KVBENCH_FAULT_LAB"
-"""Set in the child process: name of the lab in whose host A it runs."""
+"""Set in the child process: name of the lab; the child runs in its host A."""
 STOP_S: Final = 60.0
 """Longest wait for the interrupted child process to end its run, in seconds."""
 _SHAPE: Final = re.compile(r"(?P<nics>\d{1,2})(?:x(?P<rate>\d+(?:\.\d+)?[kmgt]?bit))?")
@@ -79,27 +79,27 @@ class FaultPlace:
 
 
 @contextmanager
-def fault_lab(words: str, console: Console) -> Iterator[FaultPlace]:
+def fault_lab(lab_text: str, console: Console) -> Iterator[FaultPlace]:
     """Create the lab of ``--lab``, or none if empty. Raises InputError, LabError."""
-    inside = os.environ.get(INSIDE_ENV, "")
-    if not words:
+    running_in = os.environ.get(INSIDE_ENV, "")
+    if not lab_text:
         yield FaultPlace()
         return
-    if inside:
-        yield FaultPlace(Lab.standing(inside))
+    if running_in:
+        yield FaultPlace(Lab.standing(running_in))
         return
-    shape = _SHAPE.fullmatch(words.strip())
+    shape = _SHAPE.fullmatch(lab_text.strip())
     if shape is None:
-        raise InputError(f"--lab {words!r} is invalid", hint="number of NICs and their rate: 2 or 2x1gbit")
+        raise InputError(f"--lab {lab_text!r} is invalid", hint="number of NICs and their rate: 2 or 2x1gbit")
     with Lab.up(int(shape["nics"]), shape["rate"] or "1gbit") as lab:
         console.print(f"lab {lab.plan.name}: {lab.describe()}", markup=False)
-        yield FaultPlace(status=_go_on_inside(lab))
+        yield FaultPlace(status=_rerun_in_lab(lab))
 
 
-def _go_on_inside(lab: Lab) -> int:
+def _rerun_in_lab(lab: Lab) -> int:
     """Run this command in host A and return its exit code. Waits for it after an interrupt, too."""
     command = [*lab.prefix(MAIN), sys.executable, "-m", "kvbench.cli", *sys.argv[1:]]
-    nics = ",".join(each["name"] for each in lab.nics(MAIN))
+    nics = ",".join(nic["name"] for nic in lab.nics(MAIN))
     # UCX uses every device, including each host's loopback, which reaches no other host.
     env = {"UCX_NET_DEVICES": nics, **os.environ, INSIDE_ENV: lab.plan.name}
     process = subprocess.Popen(command, env=env)
@@ -115,17 +115,17 @@ def _go_on_inside(lab: Lab) -> int:
             process.wait()
 
 
-class _LabHere(LocalPlace):
+class _HostAPlace(LocalPlace):
     """This machine as seen from host B of a lab: its addresses are not local."""
 
     def __init__(self, near: str) -> None:
-        self._near = near
+        self._address = near
 
     def require_free(self, address: str, ports: Sequence[tuple[str, int]]) -> None:
         return None  # no other process is in that host
 
     def free_ports(self, address: str, counts: Sequence[int]) -> list[int]:
-        return free_ports(self._near, counts)
+        return free_ports(self._address, counts)
 
 
 class LabLauncher(LocalLauncher):
@@ -145,18 +145,18 @@ class LabLauncher(LocalLauncher):
         return process
 
     def place_of(self, name: str) -> LocalPlace:
-        near = self._lab.plan.address("A", 0)
-        return _LabHere(near) if name in self._alone else LocalPlace()
+        address = self._lab.plan.address("A", 0)
+        return _HostAPlace(address) if name in self._alone else LocalPlace()
 
 
-def alone_in_lab(fault: PlannedFault, planned: DeploymentPlan) -> frozenset[str]:
+def isolated_processes(fault: PlannedFault, planned: DeploymentPlan) -> frozenset[str]:
     """Names of the processes for host B: the one to isolate, or D's for NIC faults."""
     if fault.target == "metadata":
         raise InputError("the metadata service cannot be isolated", hint="kill or freeze it")
     if fault.target == "router":
         return frozenset(["router"])
     role = "prefill" if fault.target == "prefill" else "decode"
-    return frozenset(each.name for each in planned.instances if each.role == role)
+    return frozenset(instance.name for instance in planned.instances if instance.role == role)
 
 
 def lab_scenario(scenario: Scenario, lab: Lab, alone: frozenset[str]) -> Scenario:
@@ -166,11 +166,11 @@ def lab_scenario(scenario: Scenario, lab: Lab, alone: frozenset[str]) -> Scenari
         ALONE: RemoteHost(address=lab.plan.address("B", 0)),
     }
     roles = {name.partition("-")[0] for name in alone}
-    seats = {role: ALONE if role in roles else MAIN for role in ("prefill", "decode", "router")}
+    hosts_by_role = {role: ALONE if role in roles else MAIN for role in ("prefill", "decode", "router")}
     placed = Roles(
-        prefill=((seats["prefill"],),),
-        decode=((seats["decode"],),),
-        router=(seats["router"],),
+        prefill=((hosts_by_role["prefill"],),),
+        decode=((hosts_by_role["decode"],),),
+        router=(hosts_by_role["router"],),
         loadgen=(MAIN,),
     )
     update = {"hosts": hosts, "roles": placed}
@@ -182,7 +182,7 @@ def running_in_lab(
     scenario: Scenario, planned: DeploymentPlan, store: RunStore, lab: Lab, fault: PlannedFault
 ) -> Iterator[tuple[Scenario, Launcher, RunningDeployment]]:
     """Run a deployment on the lab's hosts; yields its scenario, launcher and processes."""
-    alone = alone_in_lab(fault, planned)
+    alone = isolated_processes(fault, planned)
     inside = lab_scenario(scenario, lab, alone)
     with scratch(scratch_prefix(store.path), store.path.name) as specs:
         folder = store.logs / f"{planned.label}-{fault.number:02d}"
@@ -191,8 +191,8 @@ def running_in_lab(
             planned,
             router_port=None if planned.router_port is None else 0,
             instances=tuple(
-                replace(each, port=0, side_port=None if each.side_port is None else 0)
-                for each in planned.instances
+                replace(instance, port=0, side_port=None if instance.side_port is None else 0)
+                for instance in planned.instances
             ),
             service_ports=tuple(0 for _ in planned.service_ports),
         )
@@ -212,34 +212,34 @@ class ChaosOptions:
     lab: Lab | None = None
 
 
-def command(cli: CliOptions, asked: ChaosOptions, output: Path, console: Console, *, only_plan: bool) -> int:
+def command(cli: CliOptions, chaos: ChaosOptions, output: Path, console: Console, *, only_plan: bool) -> int:
     """Inject all faults, write and print the report; return the exit code. ``only_plan``: print the plan
     only. Raises InputError for impossible faults."""
-    held = HeldPlan.of(cli, asked.held)
+    held = FixedRatePlan.of(cli, chaos.held)
     scenario, plan, rates = held.scenario, held.plan, held.rates
-    faults = planned_faults(scenario, plan, held.cells, asked)
-    rows = {label: [each.to_json() for each in mine] for label, mine in faults.items()}
+    faults = planned_faults(scenario, plan, held.cells, chaos)
+    rows = {label: [fault.to_json() for fault in planned] for label, planned in faults.items()}
     if only_plan:
         _print_plan(faults, rates, console)
         return EXIT_OK
-    lab = None if asked.lab is None else asked.lab.record()
+    lab = None if chaos.lab is None else chaos.lab.record()
     more = {"faults": rows, "rates": rates, "lab": lab}
     store = create_store(output, scenario, held.source, plan, "chaos", more)
     if lab is not None:
         store.update(labels=[*store.manifest["labels"], "lab"])
-    return ChaosRun(scenario, plan, store, rates, faults, asked.lab).carry_out(console)
+    return ChaosRun(scenario, plan, store, rates, faults, chaos.lab).carry_out(console)
 
 
-def resumed(path: Path, console: Console, *, force: bool, lab: Lab | None = None) -> int:
+def resume_run(path: Path, console: Console, *, force: bool, lab: Lab | None = None) -> int:
     """Resume a chaos run: run the planned faults that have no trial. Raises InputError, StoreError."""
     run = open_unfinished_run(path, "chaos", console)
     if run is None:
         return EXIT_OK
-    asked = run.manifest.get("asked") or {}
-    if asked.get("lab") and lab is None:
+    saved = run.manifest.get("asked") or {}
+    if saved.get("lab") and lab is None:
         raise InputError(f"{path} was run in a lab", hint="resume with --lab")
     try:
-        faults, rates = {label: faults_of(rows) for label, rows in asked["faults"].items()}, rates_in(asked)
+        faults, rates = {label: faults_of(rows) for label, rows in saved["faults"].items()}, rates_in(saved)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(
             f"{path}/manifest.json has no plan of faults: {error}", hint="start a new run"
@@ -250,35 +250,35 @@ def resumed(path: Path, console: Console, *, force: bool, lab: Lab | None = None
 
 
 def planned_faults(
-    scenario: Scenario, plan: Plan, cells: Sequence[Cell], asked: ChaosOptions
+    scenario: Scenario, plan: Plan, cells: Sequence[Cell], options: ChaosOptions
 ) -> dict[str, list[PlannedFault]]:
     """Plan the faults of each pair, by its label. Raises InputError for impossible ones."""
-    wanted = [WantedFault.parse(each) for each in asked.faults]
-    for each in wanted:
-        if each.kind in LAB_KINDS and asked.lab is None:
+    wanted = [WantedFault.parse(text) for text in options.faults]
+    for fault in wanted:
+        if fault.kind in LAB_KINDS and options.lab is None:
             raise InputError(
-                f"{each.text}: kvbench may drop packets only in a lab's network",
+                f"{fault.text}: kvbench may drop packets only in a lab's network",
                 hint="--lab runs the deployment on two separate hosts (network namespaces)",
             )
     deployment = scenario.deployment
-    if deployment.launcher != "local" and any(each.kind == "freeze" for each in wanted):
+    if deployment.launcher != "local" and any(fault.kind == "freeze" for fault in wanted):
         raise InputError("freeze works on local processes only", hint="kill and restart work anywhere")
     found = {}
     for cell in cells:
         planned = next(each for each in plan.deployments if each.label == cell.connector)
-        counts = target_counts(planned, asked.lab)
+        counts = target_counts(planned, options.lab)
         usual = [
-            each
-            for each in usual_faults(counts, lab=asked.lab is not None)
-            if deployment.launcher == "local" or each.kind != "freeze"
+            fault
+            for fault in usual_faults(counts, lab=options.lab is not None)
+            if deployment.launcher == "local" or fault.kind != "freeze"
         ]
-        times = replace(asked.times, ready_s=deployment.ready_timeout_s)
-        found[cell.connector] = plan_faults(wanted or usual, counts, times, asked.repeats, scenario.seed)
+        times = replace(options.times, ready_s=deployment.ready_timeout_s)
+        found[cell.connector] = plan_faults(wanted or usual, counts, times, options.repeats, scenario.seed)
     return found
 
 
 @dataclass(frozen=True)
-class ChaosRun(HeldRun):
+class ChaosRun(FixedRateRun):
     """Injects the faults of all pairs that have no trial yet."""
 
     method: ClassVar[Method] = "chaos"
@@ -286,7 +286,7 @@ class ChaosRun(HeldRun):
     lab: Lab | None = None
 
     def pair(
-        self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, done: set[str]
+        self, bench: DeployedBench, planned: DeploymentPlan, held: CellRate, done: set[str]
     ) -> KvbenchError | None:
         problems: list[KvbenchError] = []
         for fault in self.faults[planned.label]:
@@ -294,7 +294,7 @@ class ChaosRun(HeldRun):
                 continue
             self.watcher.stage(f"{planned.label}: {fault.name}, repeat {fault.repeat}")
             try:
-                record = self._one(bench, planned, held, fault)
+                record = self._run_fault(bench, planned, held, fault)
             except StoreError:
                 raise
             except KvbenchError as error:
@@ -306,8 +306,8 @@ class ChaosRun(HeldRun):
             self.watcher.stage(f"{planned.label}: {fault_text(record)}")
         return problems[0] if problems else None
 
-    def _one(
-        self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, fault: PlannedFault
+    def _run_fault(
+        self, bench: DeployedBench, planned: DeploymentPlan, held: CellRate, fault: PlannedFault
     ) -> TrialRecord:
         requests = held.rate * fault.most_s
         scenario = with_canaries(with_length(self.scenario, fault.most_s, held.rate), requests, held.pool)
@@ -333,19 +333,19 @@ def _print_plan(
     faults: Mapping[str, Sequence[PlannedFault]], rates: Mapping[str, float], console: Console
 ) -> None:
     if console.stderr:
-        rows = {label: [each.to_json() for each in mine] for label, mine in faults.items()}
+        rows = {label: [fault.to_json() for fault in planned] for label, planned in faults.items()}
         sys.stdout.write(json_text({"faults": rows, "rates": dict(rates)}))
         return
-    for label, mine in faults.items():
-        seconds = sum(each.most_s for each in mine)
+    for label, planned in faults.items():
+        seconds = sum(fault.most_s for fault in planned)
         console.print(
-            f"{label}: {len(mine)} faults at {rates[label]:g} req/s, {seconds / 60:.1f} minutes at most",
+            f"{label}: {len(planned)} faults at {rates[label]:g} req/s, {seconds / 60:.1f} minutes at most",
             markup=False,
         )
-        for each in mine:
-            down = f", undone after {each.down_s:g} s" if each.down_s else ""
+        for fault in planned:
+            down = f", undone after {fault.down_s:g} s" if fault.down_s else ""
             console.print(
-                f"  {each.number:3}  repeat {each.repeat}  {each.kind} {each.process} at {each.at_s:.2f} s"
-                f"{down}, watched for {each.after_s:g} s",
+                f"  {fault.number:3}  repeat {fault.repeat}  {fault.kind} {fault.process}"
+                f" at {fault.at_s:.2f} s{down}, watched for {fault.after_s:g} s",
                 markup=False,
             )

@@ -66,35 +66,35 @@ class HeldOptions:
             raise InputError(f"--share is a share of the measured rate, such as 0.7, not {self.share:g}")
 
 
-def fixed_rate_scenario(cli: CliOptions, asked: HeldOptions) -> tuple[Scenario, bytes]:
+def fixed_rate_scenario(cli: CliOptions, options: HeldOptions) -> tuple[Scenario, bytes]:
     """Scenario with one input length and a deadline. Raises InputError if it does not fit."""
     scenario, source = resolve(cli, sessions=False)
-    options = scenario.deployment.engine_options
-    if not options.starts_processes or options.simulator.command:
+    engine = scenario.deployment.engine_options
+    if not engine.starts_processes or engine.simulator.command:
         raise InputError(
             "this run stops and starts processes, but kvbench did not start those of the scenario",
             hint="give a scenario whose engine kvbench starts (emulated, vllm)",
         )
     if scenario.workload.trace:
         raise InputError("a trace has its own arrivals, so it needs a fixed rate", hint="--rate")
-    more = []
+    overrides = []
     if len(scenario.workload.input_len) > 1:
-        more.append(f"workload.input_len=[{scenario.workload.input_len[0]}]")
-    usual_s = min(scenario.request_timeout_s, max(DEADLINE_S, DEADLINE_TIMES * scenario.allowed_s))
-    deadline_s = usual_s if asked.deadline_s is None else asked.deadline_s
-    if asked.deadline_s is not None and deadline_s < scenario.allowed_s:
+        overrides.append(f"workload.input_len=[{scenario.workload.input_len[0]}]")
+    default_s = min(scenario.request_timeout_s, max(DEADLINE_S, DEADLINE_TIMES * scenario.allowed_s))
+    deadline_s = default_s if options.deadline_s is None else options.deadline_s
+    if options.deadline_s is not None and deadline_s < scenario.allowed_s:
         raise InputError(
             f"--deadline {deadline_s:g} is shorter than the {scenario.allowed_s:g} s that the SLO allows one "
             "request, so answers within the SLO would be cut off",
             hint="give at least that, omit it, or set a tighter SLO",
         )
     if deadline_s != scenario.request_timeout_s:
-        more.append(f"workload.request_timeout_s={deadline_s:g}")
-    return resolve(replace(cli, overrides=(*cli.overrides, *more))) if more else (scenario, source)
+        overrides.append(f"workload.request_timeout_s={deadline_s:g}")
+    return resolve(replace(cli, overrides=(*cli.overrides, *overrides))) if overrides else (scenario, source)
 
 
 @dataclass(frozen=True)
-class HeldPlan:
+class FixedRatePlan:
     """Plan of a chaos run or soak, before its folder exists. ``rates``: connector label → rate."""
 
     scenario: Scenario
@@ -104,36 +104,36 @@ class HeldPlan:
     rates: Mapping[str, float]
 
     @classmethod
-    def of(cls, cli: CliOptions, asked: HeldOptions) -> HeldPlan:
+    def of(cls, cli: CliOptions, options: HeldOptions) -> FixedRatePlan:
         """Create the plan. Raises InputError if it cannot run here."""
-        scenario, source = fixed_rate_scenario(cli, asked)
+        scenario, source = fixed_rate_scenario(cli, options)
         plan = plan_of(scenario)
         require_gpus(plan)
         require_open_files(scenario)
         cells = fixed_rate_cells(plan)
-        return cls(scenario, source, plan, cells, rates_of(asked, cells))
+        return cls(scenario, source, plan, cells, rates_of(options, cells))
 
 
-def rates_of(asked: HeldOptions, cells: Sequence[Cell]) -> dict[str, float]:
+def rates_of(options: HeldOptions, cells: Sequence[Cell]) -> dict[str, float]:
     """Return connector label → fixed rate. Raises InputError if the run lacks one."""
-    if asked.rate is not None:
-        return {cell.connector: asked.rate for cell in cells}
-    assert asked.found is not None
-    run, share = load_run(asked.found), SHARE if asked.share is None else asked.share
-    found = {}
+    if options.rate is not None:
+        return {cell.connector: options.rate for cell in cells}
+    assert options.found is not None
+    run, share = load_run(options.found), SHARE if options.share is None else options.share
+    rates = {}
     for cell in cells:
-        answers = [each.answer for each in run.cells if each.cell == cell and each.answer]
-        rate = next((each.get("max_request_rate") for each in answers), None)
+        answers = [measured.answer for measured in run.cells if measured.cell == cell and measured.answer]
+        rate = next((answer.get("max_request_rate") for answer in answers), None)
         if not rate:
             known = ", ".join(
-                each.cell.key for each in run.cells if (each.answer or {}).get("max_request_rate")
+                measured.cell.key for measured in run.cells if (measured.answer or {}).get("max_request_rate")
             )
             raise InputError(
-                f"{asked.found} has no rate for {cell.key}",
+                f"{options.found} has no rate for {cell.key}",
                 hint=f"it has: {known or 'none'}; choose by --connector, --input-len and --output-len",
             )
-        found[cell.connector] = round(share * float(rate), 4)
-    return found
+        rates[cell.connector] = round(share * float(rate), 4)
+    return rates
 
 
 def fixed_rate_cells(plan: Plan) -> tuple[Cell, ...]:
@@ -145,7 +145,7 @@ def fixed_rate_cells(plan: Plan) -> tuple[Cell, ...]:
 
 
 def _connector(plan: Plan, cell: Cell) -> str:
-    return next(each.connector for each in plan.deployments if each.label == cell.connector)
+    return next(planned.connector for planned in plan.deployments if planned.label == cell.connector)
 
 
 def with_canaries(scenario: Scenario, requests: float, pool: CanaryPool | None) -> Scenario:
@@ -164,7 +164,7 @@ def with_length(scenario: Scenario, seconds: float, rate: float) -> Scenario:
     return scenario.model_copy(update={"search": scenario.search.model_copy(update=search)})
 
 
-def _canary_pool(run: HeldRun, scenario: Scenario, bench: DeployedBench, cell: Cell) -> CanaryPool | None:
+def _pool_for(run: FixedRateRun, scenario: Scenario, bench: DeployedBench, cell: Cell) -> CanaryPool | None:
     """Return reference outputs of an aggregated server, queried once per run, or None with a note."""
     plan, store, watcher = run.plan, run.store, run.watcher
     label = plan.reference_of(cell.connector)
@@ -178,12 +178,12 @@ def _canary_pool(run: HeldRun, scenario: Scenario, bench: DeployedBench, cell: C
         return None
     with bench.running(planned, "reference") as (_, deployment):
         watcher.stage(f"{label}: querying reference outputs of canaries at {cell.input_len} tokens")
-        own = replace(cell, connector=label)
-        many = scenario.checks.model_copy(update={"canary_share": CANARY_SHARE})
-        wanted = scenario.model_copy(update={"checks": many}) if scenario.checks.canary_share else scenario
+        served_cell = replace(cell, connector=label)
+        checks = scenario.checks.model_copy(update={"canary_share": CANARY_SHARE})
+        sampled = scenario.model_copy(update={"checks": checks}) if scenario.checks.canary_share else scenario
         exact = scenario.deployment.engine_options.repeats_exactly
         pool = right_answers(
-            wanted, deployment, label, own, CANARY_BUDGET_S, proof="reference", scored=not exact
+            sampled, deployment, label, served_cell, CANARY_BUDGET_S, proof="reference", scored=not exact
         )
     if pool is not None:
         store.add_canaries(pool)
@@ -192,7 +192,7 @@ def _canary_pool(run: HeldRun, scenario: Scenario, bench: DeployedBench, cell: C
 
 
 @dataclass(frozen=True)
-class HeldRate:
+class CellRate:
     """A cell's fixed rate, and the reference outputs of its canaries, if known."""
 
     cell: Cell
@@ -201,7 +201,7 @@ class HeldRate:
 
 
 @dataclass(frozen=True)
-class HeldRun(ABC):
+class FixedRateRun(ABC):
     """Measures, pair by pair, what the folder of a chaos run or soak lacks."""
 
     method: ClassVar[Method]
@@ -216,13 +216,13 @@ class HeldRun(ABC):
         results = run_and_report(
             self.store, len(self.rates), console, lambda display: replace(self, watcher=display).run()
         )
-        return EXIT_FAILED if any(each.status == "failed" for each in results) else EXIT_OK
+        return EXIT_FAILED if any(result.status == "failed" for result in results) else EXIT_OK
 
     def run(self) -> list[CellResult]:
         """Measure all pairs, one result each. Raises StoreError, LaunchError."""
         scenario, results = self.measured_scenario(), []
         bench = DeployedBench(scenario, self.plan, self.store, self.watcher)
-        done = {each.trial_id for each in load_run(self.store.path).all_trials}
+        done = {trial.trial_id for trial in load_run(self.store.path).all_trials}
         with bench.open():
             for planned in self.plan.deployments:
                 if planned.label not in self.rates or skip_unusable(bench, planned, self.store, self.watcher):
@@ -237,18 +237,18 @@ class HeldRun(ABC):
 
     @abstractmethod
     def pair(
-        self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, done: set[str]
+        self, bench: DeployedBench, planned: DeploymentPlan, held: CellRate, done: set[str]
     ) -> KvbenchError | None:
         """Measure one pair; return an error that did not stop it. Raises KvbenchError."""
 
     def _result(
         self, bench: DeployedBench, scenario: Scenario, planned: DeploymentPlan, done: set[str]
     ) -> CellResult:
-        cell = next(each for each in self.plan.cells if each.connector == planned.label)
+        cell = next(candidate for candidate in self.plan.cells if candidate.connector == planned.label)
         result = CellResult(cell, "done", method=self.method, main=False)
         try:
-            pool = _canary_pool(self, scenario, bench, cell)
-            error = self.pair(bench, planned, HeldRate(cell, self.rates[planned.label], pool), done)
+            pool = _pool_for(self, scenario, bench, cell)
+            error = self.pair(bench, planned, CellRate(cell, self.rates[planned.label], pool), done)
         except StoreError:
             raise
         except KvbenchError as raised:
@@ -266,9 +266,9 @@ def open_unfinished_run(path: Path, kind: str, console: Console) -> RunFolder | 
     return None if resume.nothing_left(run, console) else run
 
 
-def rates_in(asked: Mapping[str, object]) -> dict[str, float]:
+def rates_in(manifest_plan: Mapping[str, object]) -> dict[str, float]:
     """Read the fixed rates of a manifest's ``asked``. Raises KeyError, TypeError or ValueError."""
-    rates = asked["rates"]
+    rates = manifest_plan["rates"]
     if not isinstance(rates, Mapping):
         raise TypeError("rates")
     return {str(label): float(rate) for label, rate in rates.items()}
@@ -327,9 +327,9 @@ def holdings(deployment: RunningDeployment) -> Holdings:
 def _of_family(pid: int) -> dict[str, int]:
     """Sum figures over a process and its children on this machine; zeros for a remote one."""
     sums = {"rss_bytes": 0, "descriptors": 0, "threads": 0}
-    for each in family(pid):
+    for member in family(pid):
         try:
-            process = psutil.Process(each)
+            process = psutil.Process(member)
             with process.oneshot():
                 sums["rss_bytes"] += process.memory_info().rss
                 sums["descriptors"] += process.num_fds()
@@ -341,12 +341,12 @@ def _of_family(pid: int) -> dict[str, int]:
 
 def stranded_blocks(before: Holdings, after: Holdings) -> dict[str, float]:
     """Blocks still in use after all requests ended, minus those before, by process; positive ones only."""
-    found = {}
-    for name, each in after.of.items():
-        known = before.of.get(name, ProcessHoldings())
-        if each.blocks is not None and (more := each.blocks - (known.blocks or 0.0)) > 0.5:
-            found[name] = round(more)
-    return dict(found)
+    stranded = {}
+    for name, now in after.of.items():
+        earlier = before.of.get(name, ProcessHoldings())
+        if now.blocks is not None and (extra := now.blocks - (earlier.blocks or 0.0)) > 0.5:
+            stranded[name] = round(extra)
+    return dict(stranded)
 
 
 def grown_bytes(before: Holdings, after: Holdings) -> dict[str, int]:

@@ -30,8 +30,8 @@ from kvbench.hosts.log_tail import LogReader
 from kvbench.hosts.procfs import wait_while
 from kvbench.launchers.base import Launcher
 from kvbench.results.store import RunStore
-from kvbench.sweep.chaos_soak.constant_rate import HeldRate, Holdings, grown_bytes, holdings, stranded_blocks
-from kvbench.sweep.chaos_soak.strikes import DecodeFlood, OrphanedKv, Strike, process_name, strike_of
+from kvbench.sweep.chaos_soak.constant_rate import CellRate, Holdings, grown_bytes, holdings, stranded_blocks
+from kvbench.sweep.chaos_soak.strikes import DecodePoolFault, OrphanedKvFault, Strike, process_name, strike_of
 from kvbench.sweep.display import Watcher
 from kvbench.sweep.trial.canary_supply import CanarySupply
 from kvbench.sweep.trial.idle import Idleness
@@ -40,7 +40,7 @@ from kvbench.sweep.trial.trial import TrialRunner
 
 POLL_S: Final = 0.05
 MOST_LINES: Final = 5
-"""Maximum lines per log; the first ones tell the cause."""
+"""Maximum lines per log; the first ones show the cause."""
 MOST_CHARS: Final = 240
 COMPLAINT: Final = re.compile(r"\b(?:WARN|WARNING|ERROR|CRITICAL|FATAL|Traceback)\b|\b[EWF]\d{4} \d\d:")
 """Python's levels, and the first letter of glog's lines (``E1122 01:03:45``)."""
@@ -72,7 +72,7 @@ class Notices:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        logs: Mapping[str, Path] = {each.name: each.log_path for each in self.deployment.processes}
+        logs: Mapping[str, Path] = {process.name: process.log_path for process in self.deployment.processes}
         self._readers = {name: LogReader(path) for name, path in logs.items()}
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
 
@@ -103,13 +103,13 @@ class Notices:
         if began is None:
             return []
         notices = [
-            Notice(who, round(lines[0][0] - began, 3), words, self._counts[who] - len(lines))
-            for who, lines in self._found.items()
-            for words in [" | ".join(line for _, line in lines)]
+            Notice(source, round(lines[0][0] - began, 3), text, self._counts[source] - len(lines))
+            for source, lines in self._found.items()
+            for text in [" | ".join(line for _, line in lines)]
         ]
         if self._own is not None:
             notices.append(Notice(OWN, round(self._own[0] - began, 3), self._own[1]))
-        return sorted(notices, key=lambda each: each.after_s)
+        return sorted(notices, key=lambda notice: notice.after_s)
 
     def _run(self) -> None:
         while not self._stop.wait(POLL_S):
@@ -124,9 +124,9 @@ class Notices:
             for line in lines:
                 if COMPLAINT.search(line):
                     self._counts[name] = self._counts.get(name, 0) + 1
-                    mine = self._found.setdefault(name, [])
-                    if len(mine) < MOST_LINES:
-                        mine.append((now, visible(line.strip())[:MOST_CHARS]))
+                    own_lines = self._found.setdefault(name, [])
+                    if len(own_lines) < MOST_LINES:
+                        own_lines.append((now, visible(line.strip())[:MOST_CHARS]))
         if self._struck_at is not None and self._own is None:
             self._watch(now)
 
@@ -239,7 +239,7 @@ class FaultTrial:
     """Runs and stores one fault trial on a running deployment."""
 
     scenario: Scenario
-    held: HeldRate
+    held: CellRate
     store: RunStore
     watcher: Watcher
     lab: Lab | None = None
@@ -269,22 +269,22 @@ class FaultTrial:
         wait_while(deployment.under_way, SETTLE_S, LOOK_S)
         after = holdings(deployment)
         self.store.add_telemetry(observer.rows)
-        struck = _Struck(scenario, striker, load, before, after)
+        struck = _Observations(scenario, striker, load, before, after)
         found = struck.to_json() | {
             "fault": fault.to_json(),
             "name": fault.name,
-            "noticed": [asdict(each) for each in notices.found()],
+            "noticed": [asdict(notice) for notice in notices.found()],
         }
         return self._record(trial.begun, load, found, None if supply is None else supply.judged(load.records))
 
     def _striker(
         self, fault: PlannedFault, launcher: Launcher, deployment: RunningDeployment, notices: Notices
     ) -> Striker:
-        def hogs(of: PlannedFault) -> OrphanedKv | DecodeFlood:
-            kind = OrphanedKv if of.target == "prefill" else DecodeFlood
-            return kind(self.scenario, deployment, launcher, of)
+        def pool_fault(planned: PlannedFault) -> OrphanedKvFault | DecodePoolFault:
+            fault_class = OrphanedKvFault if planned.target == "prefill" else DecodePoolFault
+            return fault_class(self.scenario, deployment, launcher, planned)
 
-        strike = strike_of(fault, deployment, self.lab, hogs)
+        strike = strike_of(fault, deployment, self.lab, pool_fault)
         name = "" if fault.target == "nic" else process_name(fault, deployment.plan, list(deployment.pids()))
         return Striker(fault, deployment, strike, notices.struck, name)
 
@@ -292,14 +292,14 @@ class FaultTrial:
         self, begun: TrialRecord, load: LoadResult, found: dict[str, Any], canaries: CanaryResult | None
     ) -> TrialRecord:
         slo, rate = self.scenario.slo.main(), self.held.rate
-        found["wrong_ids"] = [each.request_id for each in canaries.wrong] if canaries else []
+        found["wrong_ids"] = [answer.request_id for answer in canaries.wrong] if canaries else []
         found["answers"] = _answers(canaries)
         cost = cost_of(load.records, slo, rate, found["struck_s"], found["wrong_ids"])
         if found.get("again") is not None:
             found["again"]["taken_up"] = bool(found["again"]["served"]) and cost.back_s is not None
         found["cost"] = cost.to_json()
         summary = summarise(load.records, slo, rate, load.duration_s).to_json()
-        findings = [] if cost.was_held else [_not_held(cost)]
+        findings = [] if cost.was_held else [_rate_too_high(cost)]
         record = replace(
             begun,
             verdict="invalid" if findings else "measured",
@@ -320,11 +320,11 @@ def _answers(canaries: CanaryResult | None) -> dict[str, Any]:
         "checked": canaries.checked,
         "unanswered": canaries.unanswered,
         "wrong": len(canaries.wrong),
-        "examples": [each.text() for each in canaries.wrong[:3]],
+        "examples": [answer.text() for answer in canaries.wrong[:3]],
     }
 
 
-def _not_held(cost: FaultCost) -> Finding:
+def _rate_too_high(cost: FaultCost) -> Finding:
     share = "none had ended" if cost.held_before is None else f"{cost.held_before:.0%} were good"
     return Finding(
         NOT_HELD,
@@ -337,7 +337,7 @@ def _not_held(cost: FaultCost) -> Finding:
 
 
 @dataclass(frozen=True)
-class _Struck:
+class _Observations:
     """Observations of a fault, on the trial's clock."""
 
     scenario: Scenario
@@ -354,7 +354,7 @@ class _Struck:
             "struck_s": self._since(striker.struck_at, began, striker.fault.at_s),
             "undone_s": self._since(striker.undone_at, began, None),
             "done": striker.done,
-            "again": self._again(began),
+            "again": self._restart(began),
             "stranded_blocks": stranded,
             "stranded_bytes": self._bytes(stranded),
             "grown_bytes": grown_bytes(self.before, self.after),
@@ -364,14 +364,14 @@ class _Struck:
         }
 
     def _began(self) -> float:
-        told = self.load.client.get("started_monotonic_s")
-        return float(told) if isinstance(told, (int, float)) else self.striker._started_at
+        started_s = self.load.client.get("started_monotonic_s")
+        return float(started_s) if isinstance(started_s, (int, float)) else self.striker._started_at
 
     @staticmethod
     def _since(moment: float | None, began: float, unknown: float | None) -> float | None:
         return unknown if moment is None else round(moment - began, 4)
 
-    def _again(self, began: float) -> dict[str, Any] | None:
+    def _restart(self, began: float) -> dict[str, Any] | None:
         """Ready time and served requests of a restarted process, or None."""
         striker = self.striker
         if striker.fault.kind != "restart":

@@ -23,10 +23,10 @@ from kvbench.results.run import load_run
 from kvbench.sweep import resume
 from kvbench.sweep.bench import create_store
 from kvbench.sweep.chaos_soak.constant_rate import (
+    CellRate,
+    FixedRatePlan,
+    FixedRateRun,
     HeldOptions,
-    HeldPlan,
-    HeldRate,
-    HeldRun,
     holdings,
     open_unfinished_run,
     rates_in,
@@ -60,25 +60,25 @@ class SoakOptions:
         return max(1, math.ceil(self.seconds / self.window - 1e-9))
 
 
-def command(cli: CliOptions, asked: SoakOptions, output: Path, console: Console) -> int:
+def command(cli: CliOptions, options: SoakOptions, output: Path, console: Console) -> int:
     """Run the soak, write and print the report; return 1 on drift, wrong outputs or a dead process. Raises
     InputError for an impossible one."""
-    held = HeldPlan.of(cli, asked.held)
-    more = {"rates": held.rates, "window_s": asked.window, "windows": asked.windows}
+    held = FixedRatePlan.of(cli, options.held)
+    more = {"rates": held.rates, "window_s": options.window, "windows": options.windows}
     store = create_store(output, held.scenario, held.source, held.plan, "soak", more)
     return _carry_out(
-        SoakRun(held.scenario, held.plan, store, held.rates, asked.window, asked.windows), console
+        SoakRun(held.scenario, held.plan, store, held.rates, options.window, options.windows), console
     )
 
 
-def resumed(path: Path, console: Console, *, force: bool) -> int:
+def resume_run(path: Path, console: Console, *, force: bool) -> int:
     """Resume a soak: run the remaining windows. Raises InputError, StoreError."""
     run = open_unfinished_run(path, "soak", console)
     if run is None:
         return EXIT_OK
-    asked = run.manifest.get("asked") or {}
+    planned = run.manifest.get("asked") or {}
     try:
-        rates, window_s, windows = rates_in(asked), float(asked["window_s"]), int(asked["windows"])
+        rates, window_s, windows = rates_in(planned), float(planned["window_s"]), int(planned["windows"])
     except (KeyError, TypeError, ValueError) as error:
         raise StoreError(
             f"{path}/manifest.json has no plan of a soak: {error}", hint="start a new run"
@@ -94,7 +94,7 @@ def _carry_out(soak: SoakRun, console: Console) -> int:
 
 
 @dataclass(frozen=True)
-class SoakRun(HeldRun):
+class SoakRun(FixedRateRun):
     """Measures the windows of all pairs that the folder lacks."""
 
     method: ClassVar[Method] = "soak"
@@ -104,7 +104,7 @@ class SoakRun(HeldRun):
     def measured_scenario(self) -> Scenario:
         return with_length(self.scenario, self.window_s, min(self.rates.values()))
 
-    def pair(self, bench: DeployedBench, planned: DeploymentPlan, held: HeldRate, done: set[str]) -> None:
+    def pair(self, bench: DeployedBench, planned: DeploymentPlan, held: CellRate, done: set[str]) -> None:
         scenario, progress = self.measured_scenario(), self.watcher.trial_progress
         with bench.running(planned) as (launcher, deployment):
 

@@ -39,7 +39,7 @@ from kvbench.launchers.base import Launcher, Process
 
 USAGE: Final = "vllm:kv_cache_usage_perc"
 LEASED: Final = 8
-"""Requests whose KV the fault ``lease`` leaves on P."""
+"""Requests for which the fault ``lease`` leaves KV on P."""
 MOST: Final = 4000
 AT_ONCE: Final = 16
 ASK_S: Final = 10.0
@@ -66,7 +66,7 @@ class PooledEngine:
     backend: BackendSpec
 
 
-class _Hog:
+class _PoolFault:
     """Common part of both pool faults: targets and unique prompts."""
 
     def __init__(
@@ -75,7 +75,7 @@ class _Hog:
         self._fault = fault
         self._scenario = scenario
         self._deployment = deployment
-        self._far = launcher.web(deployment.endpoints.access)
+        self._remote_web = launcher.web(deployment.endpoints.access)
         self._access = deployment.endpoints.access
         self._over = threading.Event()
         self._salt = uuid.uuid4().hex
@@ -83,7 +83,7 @@ class _Hog:
 
     def _server(self, role: str, index: int) -> PooledEngine:
         direct = self._deployment.endpoints.direct
-        names = [each.name for each in self._deployment.plan.instances if each.role == role]
+        names = [instance.name for instance in self._deployment.plan.instances if instance.role == role]
         if direct is None or index >= len(names):
             raise InputError(f"no {role} instance of this deployment can be addressed directly")
         backend = BackendSpec(**direct["prefill" if role == "prefill" else "decode"][index])
@@ -92,7 +92,7 @@ class _Hog:
 
     def _client(self) -> httpx.Client:
         return web.client(
-            headers=access_headers(self._access), timeout_s=ASK_S, over=self._far, access=self._access
+            headers=access_headers(self._access), timeout_s=ASK_S, over=self._remote_web, access=self._access
         )
 
     def _prompt(self, number: int) -> list[int]:
@@ -122,22 +122,22 @@ class _Hog:
         self._workers.shutdown(wait=False, cancel_futures=True)
 
 
-class OrphanedKv(_Hog):
+class OrphanedKvFault(_PoolFault):
     """Prefills on P without a decode: a few (``lease``), or until the pool is full (``pool``). P keeps the
     blocks until their lease ends, as after a client or D that fails between P and D."""
 
     def begin(self) -> str:
         server = self._server("prefill", self._fault.index)
-        wanted = LEASED if self._fault.kind == "lease" else min(MOST, self._fits(server) + 1)
-        asked = [self._workers.submit(self._orphan, server, number) for number in range(wanted)]
-        wait(asked, BEGIN_S)
-        held = sum(each.done() and not each.cancelled() and each.result() for each in asked)
+        count = LEASED if self._fault.kind == "lease" else min(MOST, self._fits(server) + 1)
+        prefills = [self._workers.submit(self._prefill_only, server, number) for number in range(count)]
+        wait(prefills, BEGIN_S)
+        held = sum(prefill.done() and not prefill.cancelled() and prefill.result() for prefill in prefills)
         share = self._used_share(server)
         return (
             f"{server.name} holds KV of {held} requests that no D fetches; {share:.0%} of its pool is in use"
         )
 
-    def _orphan(self, server: PooledEngine, number: int) -> bool:
+    def _prefill_only(self, server: PooledEngine, number: int) -> bool:
         """Send one prefill; return whether P accepted it."""
         if self._over.is_set():
             return False
@@ -146,12 +146,12 @@ class OrphanedKv(_Hog):
         request_id = uuid.uuid4().hex
         body = greedy_body(self._scenario.model.served_model_name, {"prompt": self._prompt(number)}, 1)
         fields = connector.prefill_request(body, request_id, peer)
-        named = connector.backend_request_id(request_id, peer, "")
-        headers = {"x-request-id": named, **peer.headers}
+        backend_id = connector.backend_request_id(request_id, peer, "")
+        headers = {"x-request-id": backend_id, **peer.headers}
         return _post(self._client(), f"{server.url}{COMPLETIONS}", fields, headers)
 
 
-class DecodeFlood(_Hog):
+class DecodePoolFault(_PoolFault):
     """Sends generations to D directly in several threads until the fault is undone."""
 
     def __init__(
@@ -210,10 +210,10 @@ class Strike(Protocol):
 class _Kill:
     """SIGKILL to the process and its group."""
 
-    def __init__(self, deployment: RunningDeployment, name: str, *, again: bool) -> None:
+    def __init__(self, deployment: RunningDeployment, name: str, *, restart: bool) -> None:
         self._deployment = deployment
         self._name = name
-        self._again = again
+        self._restart = restart
         self._done = False
 
     def begin(self) -> str:
@@ -224,8 +224,8 @@ class _Kill:
         return f"{self._name} {pid} was killed"
 
     def undo(self, *, ending: bool = False) -> None:
-        if self._again and self._done and not ending:
-            self._again = False
+        if self._restart and self._done and not ending:
+            self._restart = False
             self._deployment.start_again(self._name)
 
 
@@ -254,7 +254,7 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-class _LabFault:
+class _NicFault:
     """Faults of one lab NIC, or of all NICs to the isolated process."""
 
     def __init__(self, lab: Lab, kind: str, nics: list[int], amount: str = "") -> None:
@@ -279,8 +279,8 @@ class _LabFault:
 def process_name(fault: PlannedFault, planned: DeploymentPlan, names: list[str]) -> str:
     """Name of the process that a fault hits. Raises InputError."""
     if fault.target == "metadata":
-        own = {each.name for each in planned.instances} | {"router"}
-        helpers = [name for name in names if name not in own]
+        engines = {instance.name for instance in planned.instances} | {"router"}
+        helpers = [name for name in names if name not in engines]
         if fault.index < len(helpers):
             return helpers[fault.index]
         raise InputError(f"{planned.label} has no metadata service of its own")
@@ -290,7 +290,7 @@ def process_name(fault: PlannedFault, planned: DeploymentPlan, names: list[str])
 
 
 def target_counts(planned: DeploymentPlan, lab: Lab | None = None) -> dict[FaultTarget, int]:
-    roles = [each.role for each in planned.instances]
+    roles = [instance.role for instance in planned.instances]
     return {
         "prefill": roles.count("prefill"),
         "decode": roles.count("decode"),
@@ -304,22 +304,22 @@ def strike_of(
     fault: PlannedFault,
     deployment: RunningDeployment,
     lab: Lab | None,
-    orphans: Callable[[PlannedFault], OrphanedKv | DecodeFlood],
+    fill_pool: Callable[[PlannedFault], OrphanedKvFault | DecodePoolFault],
 ) -> Strike:
-    """Create a fault's strike. ``orphans``: fills KV pools. Raises InputError for an impossible one."""
+    """Create a fault's strike. ``fill_pool`` creates pool faults. Raises InputError if impossible."""
     if fault.kind in ("lease", "pool"):
-        return orphans(fault)
+        return fill_pool(fault)
     if fault.kind in ("partition", "pull", "slow"):
         if lab is None:
             raise InputError(
                 f"{fault.name}: kvbench may drop packets only in a lab's network",
                 hint="--lab runs the deployment on two separate hosts (network namespaces)",
             )
-        alone = fault.target != "nic"
-        nics = list(range(lab.plan.nics)) if alone else [fault.index]
+        isolate = fault.target != "nic"
+        nics = list(range(lab.plan.nics)) if isolate else [fault.index]
         rate = f"{lab.plan.bits_per_s * SLOW_SHARE / 1e6:g}mbit" if fault.kind == "slow" else ""
-        return _LabFault(lab, fault.kind, nics, rate)
+        return _NicFault(lab, fault.kind, nics, rate)
     name = process_name(fault, deployment.plan, list(deployment.pids()))
     if fault.kind == "freeze":
         return _Freeze(deployment.process(name))
-    return _Kill(deployment, name, again=fault.kind == "restart")
+    return _Kill(deployment, name, restart=fault.kind == "restart")

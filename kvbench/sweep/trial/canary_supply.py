@@ -43,19 +43,19 @@ TOGETHER: Final = 8
 LONGEST_S: Final = 30.0
 """Longest time for all idle answers of a cell, with repeats, in seconds."""
 LEAST_IDLE: Final = 4
-"""Idle answers that are requested however slow the server is."""
+"""Minimum number of idle answers, even from a slow server."""
 AFTER_TRIAL: Final = 2
-"""Most canaries after a trial with failed or cancelled requests."""
+"""Maximum canaries after a trial with failed or cancelled requests."""
 AT_END: Final = 8
-"""Most canaries after a cell's last trial."""
-BESIDE: Final = 0.5
+"""Maximum canaries after a cell's last trial."""
+EXTRA: Final = 0.5
 """Upper limit of extra canaries, as a part of the share; one each time is always allowed."""
 LEAST_REPEATED: Final = 2
 """Canaries of a trial if prompts repeat; more only within the share."""
 MOST: Final = 512
 
 
-class AskedDeployment(Protocol):
+class QueriedDeployment(Protocol):
     @property
     def empties_caches(self) -> bool: ...
     def reset_caches(self) -> None: ...
@@ -66,7 +66,7 @@ class AskedDeployment(Protocol):
 
 def right_answers(
     scenario: Scenario,
-    deployment: AskedDeployment,
+    deployment: QueriedDeployment,
     label: str,
     cell: Cell,
     budget_s: float,
@@ -87,30 +87,30 @@ def right_answers(
     checks, search = scenario.checks, scenario.search
     if not checks.canary_share:
         return None
-    more = AFTER_FAILURE if proof == "reference" else SPARES
+    spares = AFTER_FAILURE if proof == "reference" else SPARES
     shortest = requests or search.min_requests
     share, fewest = checks.canary_share, checks.min_canaries
-    least = len(canary_places(shortest, share, fewest, search.min_requests, 0)) + more
+    least = len(canary_places(shortest, share, fewest, search.min_requests, 0)) + spares
     most = wanted_canaries(search.max_requests, share, fewest) + SPARES
     wanted = min(MOST, max(least, most))
     places = _trace_places(scenario, trace)[:wanted]
-    lengths = [(trace[place].input_len, trace[place].output_len) for place in places]
+    lengths = [(trace[position].input_len, trace[position].output_len) for position in places]
     lengths = lengths or [(cell.input_len, cell.output_len)] * wanted
     seed = trial_seed(scenario.seed, f"canaries-{cell.input_len}-{cell.output_len}", 0)
     vocab_size = scenario.model.vocab_size
 
-    def asked(numbers: Sequence[int]) -> list[Completion]:
+    def complete(numbers: Sequence[int]) -> list[Completion]:
         most_tokens = max(min(COMPARED_TOKENS, lengths[number][1]) for number in numbers)
         prompts = [canary_prompt(lengths[number][0], seed, number, vocab_size) for number in numbers]
         return deployment.complete_all(prompts, most_tokens, scored=scored)
 
     began = clock()
-    part = 0.5 if scored else 1.0  # of the time: the rest is for repeats
+    part = 0.5 if scored else 1.0  # share of the time; the rest is for repeats
     found = _send_alone(
-        asked, (min(least, len(lengths)), len(lengths)), part * budget_s, part * LONGEST_S, clock
+        complete, (min(least, len(lengths)), len(lengths)), part * budget_s, part * LONGEST_S, clock
     )
     seconds, count = clock() - began, len(found)
-    repeats = _repeat_prompts(deployment, asked, lengths[:count], clock) if scored else []
+    repeats = _repeat_prompts(deployment, complete, lengths[:count], clock) if scored else []
     deployment.reset_caches()
     return CanaryPool(
         label,
@@ -125,7 +125,7 @@ def right_answers(
 
 
 def _send_alone(
-    asked: Callable[[Sequence[int]], list[Completion]],
+    complete: Callable[[Sequence[int]], list[Completion]],
     least_most: tuple[int, int],
     budget_s: float,
     longest_s: float,
@@ -140,13 +140,13 @@ def _send_alone(
         wanted = most if seconds <= budget_s else least
         if len(found) >= (LEAST_IDLE if seconds > max(budget_s, longest_s) else wanted):
             break
-        found += asked([len(found)])
+        found += complete([len(found)])
     return found
 
 
 def _repeat_prompts(
-    deployment: AskedDeployment,
-    asked: Callable[[Sequence[int]], list[Completion]],
+    deployment: QueriedDeployment,
+    complete: Callable[[Sequence[int]], list[Completion]],
     lengths: Sequence[tuple[int, int]],
     clock: Callable[[], float],
 ) -> list[Outputs]:
@@ -156,37 +156,37 @@ def _repeat_prompts(
     for number in range(min(TOGETHER, len(lengths))):
         if alone and clock() - began > LONGEST_S / 4:
             break
-        alone += asked([number])
+        alone += complete([number])
     deployment.reset_caches()
-    again = {
+    together = {
         number: answer
-        for batch in _others_together(lengths)
-        for number, answer in zip(batch, asked(batch), strict=True)
+        for batch in _regrouped(lengths)
+        for number, answer in zip(batch, complete(batch), strict=True)
     }
-    return [join_outputs(alone), join_outputs([again[number] for number in sorted(again)])]
+    return [join_outputs(alone), join_outputs([together[number] for number in sorted(together)])]
 
 
-def _others_together(lengths: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
+def _regrouped(lengths: Sequence[tuple[int, int]]) -> Iterator[list[int]]:
     """Regroup all prompts, so that each is computed next to others."""
     count = len(lengths)
     step = max(1, count // TOGETHER)
     order = [number for start in range(step) for number in range(start, count, step)]
     for begin in range(0, count, TOGETHER):
         batch = order[begin : begin + TOGETHER]
-        alike: dict[int, list[int]] = {}
+        by_length: dict[int, list[int]] = {}
         for number in batch:
-            alike.setdefault(lengths[number][1], []).append(number)
-        yield from alike.values()
+            by_length.setdefault(lengths[number][1], []).append(number)
+        yield from by_length.values()
 
 
 def _trace_places(scenario: Scenario, trace: Sequence[TracedRequest]) -> list[int]:
     """Canary positions in a trace: requests that share no earlier prompt."""
     if not trace:
         return []
-    fresh = [place for place, hit in enumerate(expected_hits(trace)) if not hit]
+    fresh = [position for position, hit in enumerate(expected_hits(trace)) if not hit]
     checks, early = scenario.checks, scenario.search.min_requests
     found = canary_places(len(fresh), checks.canary_share, checks.min_canaries, early, scenario.seed)
-    return [fresh[each] for each in found]
+    return [fresh[index] for index in found]
 
 
 @dataclass
@@ -195,7 +195,7 @@ class CanarySupply:
     trial."""
 
     scenario: Scenario
-    deployment: AskedDeployment
+    deployment: QueriedDeployment
     judged_by: CanaryPool
     of_reference: bool = field(default=False, kw_only=True)
     clock: Callable[[], float] = field(default=time.monotonic, kw_only=True)
@@ -203,7 +203,7 @@ class CanarySupply:
     def __post_init__(self) -> None:
         self.results: list[CanaryResult] = []
         self._fresh = list(range(len(self.judged_by)))
-        self._sent = self._beside = 0
+        self._sent = self._extra = 0
         """Requests of the cell's loads, and extra canaries."""
         self._holds_kv = False
         """Caches could not be emptied, as dropped requests still hold KV."""
@@ -230,18 +230,18 @@ class CanarySupply:
         self._refill()
         requests = offered.requests or ()
         at = {
-            place: number
-            for number, place in enumerate(self.judged_by.places)
+            index: number
+            for number, index in enumerate(self.judged_by.places)
             if number in self._fresh
-            and place < len(requests)
-            and (requests[place].input_len, requests[place].output_len) == self.judged_by.lengths[number]
+            and index < len(requests)
+            and (requests[index].input_len, requests[index].output_len) == self.judged_by.lengths[number]
         }
         return CanaryPlaces(at)
 
     def spec(self, places: CanaryPlaces) -> dict[str, Any]:
         if not places.numbers:
             return {}
-        at = [[place, number] for place, number in sorted(places.at.items())]
+        at = [[position, number] for position, number in sorted(places.at.items())]
         return {"canaries": {"seed": self.judged_by.seed, "at": at, "spares": list(places.spares)}}
 
     def _refill(self) -> None:
@@ -266,7 +266,7 @@ class CanarySupply:
 
     def ask(self, when: When, name: str, began_s: float = 0.0) -> list[AskedCanary]:
         """Send extra canaries. ``began_s``: seconds since the trial's start."""
-        allowed = int(BESIDE * self.scenario.checks.canary_share * self._sent) - self._beside
+        allowed = int(EXTRA * self.scenario.checks.canary_share * self._sent) - self._extra
         count = min(AFTER_TRIAL if when == "after_trial" else AT_END, max(1, allowed))
         if len(self._fresh) < count:
             self._refill()
@@ -275,7 +275,7 @@ class CanarySupply:
         if not same:
             return []
         self._fresh = [number for number in self._fresh if number not in same]
-        self._beside += len(same)
+        self._extra += len(same)
         prompts = [self.judged_by.prompt(number) for number in same]
         length = min(COMPARED_TOKENS, self.judged_by.lengths[same[0]][1])
         began = self.clock()
@@ -291,10 +291,10 @@ class CanarySupply:
             for number, answer in zip(same, answers, strict=True)
         ]
 
-    def judged(self, records: Sequence[RequestRecord], asked: Sequence[AskedCanary] = ()) -> CanaryResult:
+    def judged(self, records: Sequence[RequestRecord], extra: Sequence[AskedCanary] = ()) -> CanaryResult:
         """Judge and keep a trial's canaries."""
         result = judge_canaries(
-            self.judged_by, records, asked, of_reference=self.of_reference, repeated=self._repeats
+            self.judged_by, records, extra, of_reference=self.of_reference, repeated=self._repeats
         )
         self.results.append(result)
         return result

@@ -143,11 +143,11 @@ def with_slots(
         for name, moments in seen.items():
             if name.split("-")[0] != role:
                 continue
-            own = max((each.get(RUNNING, 0.0) for each in moments.values()), default=0.0)
-            waiting = [each for each in moments.values() if each.get(WAITING, 0.0) >= 1]
+            highest = max((gauges.get(RUNNING, 0.0) for gauges in moments.values()), default=0.0)
+            waiting = [gauges for gauges in moments.values() if gauges.get(WAITING, 0.0) >= 1]
             queued += len(waiting)
-            full += sum(each.get(RUNNING, 0.0) == own for each in waiting)
-            peak = max(peak, own)
+            full += sum(gauges.get(RUNNING, 0.0) == highest for gauges in waiting)
+            peak = max(peak, highest)
         found[role] = replace(
             known, running_peak=peak or None, queued_samples=queued, full_samples=full, slots=slots
         )
@@ -250,15 +250,15 @@ def router_times(
 ) -> RouterTimes | None:
     """Mean router times: from the answers that carry them, else from its histograms."""
     timed = [record for record in records if record.ok and record.decode_first_byte_s is not None]
-    asked = [record for record in timed if None not in (record.prefill_sent_s, record.decode_sent_s)]
-    if asked:
-        answered = [record for record in asked if record.prefill_answered_s is not None]
+    sent = [record for record in timed if None not in (record.prefill_sent_s, record.decode_sent_s)]
+    if sent:
+        answered = [record for record in sent if record.prefill_answered_s is not None]
         turns = [_from(record.prefill_answered_s, record.decode_sent_s) for record in answered]
-        in_turn = len(answered) == len(asked) and min(turns) >= 0
+        in_turn = len(answered) == len(sent) and min(turns) >= 0
         known = [_from(record.prefill_sent_s, record.prefill_answered_s) for record in answered]
         return RouterTimes(
-            prefill=fmean(known) if 2 * len(known) > len(asked) else None,
-            decode=fmean(_from(record.decode_sent_s, record.decode_first_byte_s) for record in asked),
+            prefill=fmean(known) if 2 * len(known) > len(sent) else None,
+            decode=fmean(_from(record.decode_sent_s, record.decode_first_byte_s) for record in sent),
             hand_off=fmean(turns) if in_turn else None,
         )
     if before is None or after is None:

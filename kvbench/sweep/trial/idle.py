@@ -100,7 +100,7 @@ class Idleness:
         self._patience_s = patience_s
         self._first_s: dict[int, float] = {}
         """Input length → seconds of a single request before that length's first trial."""
-        self._asked = 0
+        self._sent = 0
         self._salt = uuid.uuid4().hex
         self._left_s = 0.0
 
@@ -139,14 +139,14 @@ class Idleness:
         began = self._clock.now()
         deadline = began + self.deadline_s
         if not self._wait_until_drained(deadline):
-            left = self._deployment.under_way() or 0.0
+            open_requests = self._deployment.under_way() or 0.0
             return _finding(
-                f"{left:g} requests are running or waiting {self._clock.now() - began:.0f} s later",
-                {"under_way": left},
+                f"{open_requests:g} requests are running or waiting {self._clock.now() - began:.0f} s later",
+                {"under_way": open_requests},
             )
         if self._deployment.under_way() is not None:
             return None
-        return self._wait_as_fast(cell, began, deadline)
+        return self._wait_until_fast(cell, began, deadline)
 
     def _wait_until_drained(self, deadline: float) -> bool:
         while self._deployment.under_way():
@@ -156,14 +156,14 @@ class Idleness:
             self._clock.sleep(POLL_S)
         return True
 
-    def _wait_as_fast(self, cell: Cell, began: float, deadline: float) -> Finding | None:
-        usual_s = self._first_s.get(cell.input_len)
-        if usual_s is None and self._first_s:
+    def _wait_until_fast(self, cell: Cell, began: float, deadline: float) -> Finding | None:
+        idle_s = self._first_s.get(cell.input_len)
+        if idle_s is None and self._first_s:
             # The time of this length must also be measured on the idle system.
-            known = replace(cell, input_len=min(self._first_s))
-            if (finding := self._wait_as_fast(known, began, deadline)) is not None:
+            measured_cell = replace(cell, input_len=min(self._first_s))
+            if (finding := self._wait_until_fast(measured_cell, began, deadline)) is not None:
                 return finding
-        if usual_s is None:
+        if idle_s is None:
             times = [each for _ in range(FIRST_REQUESTS) if (each := self._ask(cell)) is not None]
             if times:
                 self._first_s[cell.input_len] = median(times)
@@ -172,20 +172,20 @@ class Idleness:
         agreed = 0
         while agreed < AGREE:
             took_s = self._ask(cell)
-            agreed = agreed + 1 if took_s is not None and took_s <= SLOWER * usual_s + SLACK_S else 0
+            agreed = agreed + 1 if took_s is not None and took_s <= SLOWER * idle_s + SLACK_S else 0
             if not agreed and self._clock.now() > deadline:
-                said = "failed" if took_s is None else f"took {took_s * 1e3:.0f} ms"
+                outcome = "failed" if took_s is None else f"took {took_s * 1e3:.0f} ms"
                 return _finding(
-                    f"a single request {said} {self._clock.now() - began:.0f} s later, where one takes "
-                    f"{usual_s * 1e3:.0f} ms on the idle system",
-                    {"took_s": took_s, "usual_s": usual_s},
+                    f"a single request {outcome} {self._clock.now() - began:.0f} s later, where one takes "
+                    f"{idle_s * 1e3:.0f} ms on the idle system",
+                    {"took_s": took_s, "usual_s": idle_s},
                 )
         return None
 
     def _ask(self, cell: Cell) -> float | None:
         """Seconds of a one-token request with a unique prompt, or None if it failed."""
-        self._asked += 1
-        seed = trial_seed(self._scenario.seed, f"idle-{self._salt}", self._asked)
+        self._sent += 1
+        seed = trial_seed(self._scenario.seed, f"idle-{self._salt}", self._sent)
         shape = PromptShape(cell.input_len, self._scenario.model.vocab_size)
         (prompt,) = token_prompts(1, shape, seed).tolist()
         began = self._clock.now()

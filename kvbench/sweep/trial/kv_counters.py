@@ -87,8 +87,8 @@ def grown(pages: Pages, name: str, **labels: str) -> float | None:
 
 def role_kv(pages: Pages) -> RoleKv:
     """Read the first family that counted something, else the first one reported."""
-    there = [(family, grown(pages, f"{family.seconds}_count")) for family in FAMILIES]
-    known = [(family, count) for family, count in there if count is not None]
+    counts = [(family, grown(pages, f"{family.seconds}_count")) for family in FAMILIES]
+    known = [(family, count) for family, count in counts if count is not None]
     if not known:
         return RoleKv()
     family, count = next((pair for pair in known if pair[1]), known[0])
@@ -209,4 +209,4 @@ class KvLogs:
         """Return role → counts since the last call."""
         self.poll()
         lines, self._lines = self._lines, {}
-        return {role: logged_kv(mine, whole=whole) for role, mine in lines.items()}
+        return {role: logged_kv(role_lines, whole=whole) for role, role_lines in lines.items()}

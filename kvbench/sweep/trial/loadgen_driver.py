@@ -58,15 +58,15 @@ class Spare:
 
     def prepare(self) -> None:
         if self._process is None or self._process.poll() is not None:
-            wanted = ProcessSpec(name="loadgen-spare", argv=(*COMMAND, "-"))
-            self._process = self.launcher.start(wanted, piped=True)
+            spec = ProcessSpec(name="loadgen-spare", argv=(*COMMAND, "-"))
+            self._process = self.launcher.start(spec, piped=True)
 
     def take(self, spec: Mapping[str, Any], name: str) -> Process | None:
         """Give the waiting process its spec and a name and return it, or None."""
         process, self._process = self._process, None
         if process is None or process.poll() is not None:
             return None
-        _say(process, json.dumps(dict(spec)))
+        _send(process, json.dumps(dict(spec)))
         process.rename(name)
         return process
 
@@ -79,7 +79,7 @@ class Spare:
 
 @dataclass
 class LoadGenerator:
-    """One run of ``workers`` processes of ``command``, whose argument is the path of its spec. ``spare``: a
+    """One run of ``workers`` processes of ``command`` with the path of its spec. ``spare``: a
     waiting process; the next one starts once this load runs."""
 
     launcher: Launcher
@@ -104,7 +104,7 @@ class LoadGenerator:
         try:
             for index in range(self.workers):
                 self._running.append(self._start(index))
-            self._converse(on_progress, check, deadline_s)
+            self._handle_events(on_progress, check, deadline_s)
             return self._join()
         finally:
             self.launcher.stop([worker.process for worker in self._running])
@@ -130,15 +130,15 @@ class LoadGenerator:
                 requests = Path(str(self.spec[key]))
                 place.put(requests)
                 spec[key] = place.path_of(requests)
-        # The waiting process is on the host of the first.
-        waits = self.spare is not None and place.host == self.launcher.host_of("loadgen-spare")
-        process = self.spare.take(spec, name) if self.spare is not None and waits else None
+        # The waiting process runs on the first worker's host.
+        fits = self.spare is not None and place.host == self.launcher.host_of("loadgen-spare")
+        process = self.spare.take(spec, name) if self.spare is not None and fits else None
         if process is None:
-            wanted = ProcessSpec(name=name, argv=tuple(self.command), spec=spec)
-            process = self.launcher.start(wanted, piped=True)
+            process_spec = ProcessSpec(name=name, argv=tuple(self.command), spec=spec)
+            process = self.launcher.start(process_spec, piped=True)
         return _Worker(process, path, place)
 
-    def _converse(
+    def _handle_events(
         self, on_progress: Callable[[Progress], bool], check: Callable[[], None], deadline_s: float
     ) -> None:
         """Handle the workers from the first event to the last end."""
@@ -150,7 +150,7 @@ class LoadGenerator:
                 waiting -= 1
                 if not waiting:
                     self._deadline = time.monotonic() + deadline_s
-                    self._go()
+                    self._start_load()
                     if self.spare is not None:
                         self.spare.prepare()
             elif kind == "preparing":
@@ -164,7 +164,7 @@ class LoadGenerator:
                     stopping = True
                     grace_s = float(self.spec.get("stop_grace_s", 0.0))
                     self._deadline = min(self._deadline, time.monotonic() + grace_s + STOP_DEADLINE_S)
-                    self._say_to_all("stop")
+                    self._send_to_all("stop")
             elif kind == "unwritten":
                 raise StoreError(
                     f"the load generator {worker.process.name} cannot write its records to "
@@ -192,14 +192,14 @@ class LoadGenerator:
                     if data:
                         yield from ((key.data, json.loads(line)) for line in key.data.lines(data))
                     elif key.data.end is not None:
-                        selector.unregister(key.fd)  # it is done; others still run
+                        selector.unregister(key.fd)  # it has ended; others still run
                     else:
                         raise early_end_error(key.data.process)
 
     def _check_workers(self) -> None:
         """Raise ProcessHungError for a worker that neither reports nor uses CPU time."""
         for worker in self._running:
-            silent_s = time.monotonic() - worker.heard_at
+            silent_s = time.monotonic() - worker.reported_at
             if worker.end is None and silent_s > SILENT_S / 2 and worker.idle() and silent_s > SILENT_S:
                 process = worker.process
                 raise ProcessHungError(
@@ -216,23 +216,23 @@ class LoadGenerator:
             hint=f"see {', '.join(str(process.log_path) for process in late)}",
         )
 
-    def _go(self) -> None:
+    def _start_load(self) -> None:
         """Start all workers at one moment, given on each host's clock; expect their progress from now on."""
         for worker in self._running:
-            worker.heard_at = time.monotonic()
+            worker.reported_at = time.monotonic()
         if self.workers == 1:
-            self._say_to_all("go")
+            self._send_to_all("go")
             return
         ahead_s = {worker.place.host: worker.place.clock_ahead_s for worker in self._running}
         for worker in self._running:
             worker.ahead_s = ahead_s[worker.place.host]
         began = time.monotonic() + TOGETHER_S
         for worker in self._running:
-            _say(worker.process, f"go {began + worker.ahead_s:.6f}")
+            _send(worker.process, f"go {began + worker.ahead_s:.6f}")
 
-    def _say_to_all(self, words: str) -> None:
+    def _send_to_all(self, command: str) -> None:
         for worker in self._running:
-            _say(worker.process, words)
+            _send(worker.process, command)
 
     def _count_planned(self) -> int:
         """Requests in the plan: the lines of its trace, if any."""
@@ -272,7 +272,7 @@ class _Worker:
     ahead_s: float = 0.0
     """Offset of its host's clock, ahead of this one."""
     end: dict[str, Any] | None = None
-    heard_at: float = math.inf
+    reported_at: float = math.inf
     """Time of its last report; infinite while none is due."""
     _silent_cpu_s: float | None = None
     _rest: bytes = b""
@@ -280,12 +280,12 @@ class _Worker:
     def idle(self) -> bool:
         """Whether it used no CPU time since the first call in this silence, which rules out writing records.
         A remote one is checked by its agent."""
-        taken_s = self.place.cpu_s(self.process.pid) if self.place.host else cpu_s([self.process.pid])
-        if taken_s is None:
+        used_s = self.place.cpu_s(self.process.pid) if self.place.host else cpu_s([self.process.pid])
+        if used_s is None:
             return False
         if self._silent_cpu_s is None:
-            self._silent_cpu_s = taken_s
-        return taken_s - self._silent_cpu_s <= IDLE_S
+            self._silent_cpu_s = used_s
+        return used_s - self._silent_cpu_s <= IDLE_S
 
     def client(self) -> dict[str, Any]:
         """Its own figures, its start on this host's clock."""
@@ -297,8 +297,8 @@ class _Worker:
         return figures
 
     def lines(self, data: bytes) -> list[bytes]:
-        if self.heard_at < math.inf:
-            self.heard_at = time.monotonic()
+        if self.reported_at < math.inf:
+            self.reported_at = time.monotonic()
             self._silent_cpu_s = None
         *lines, self._rest = (self._rest + data).split(b"\n")
         return lines
@@ -321,7 +321,7 @@ def cause_of(lines: Sequence[str]) -> str:
     return (errors or stripped or [""])[-1][:CAUSE_CHARS]
 
 
-def _say(process: Process, words: str) -> None:
+def _send(process: Process, words: str) -> None:
     with contextlib.suppress(OSError):  # it has just ended; its end event or its exit status says why
         process.stdin.write(words.encode() + b"\n")
         process.stdin.flush()

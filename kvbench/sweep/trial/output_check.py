@@ -153,11 +153,11 @@ def _power(checked: int, noise: Noise) -> str:
     seen = f"a fault that changes {detectable_fault_share(checked):.0%} of outputs is seen with 95 %"
     if noise.exact:
         return f"the reference repeats exactly ({noise.asked} answers), so outputs must be equal: {seen}"
-    own = f"the reference differs from itself in {noise.differed} of {noise.asked} answers"
+    self_noise = f"the reference differs from itself in {noise.differed} of {noise.asked} answers"
     if noise.nats is not None:
         close = f"; {noise.close:.0%} of its tokens are as close" if noise.close is not None else ""
         return (
-            f"{own}, with gaps up to {noise.nats:.2g} nats: another token is accepted within "
+            f"{self_noise}, with gaps up to {noise.nats:.2g} nats: another token is accepted within "
             f"{noise.allowed_nats:.2g} nats{close}; elsewhere {seen}"
         )
     least = refused_from(checked, noise)
@@ -166,4 +166,4 @@ def _power(checked: int, noise: Noise) -> str:
         if least
         else f"even {checked} of {checked} would not suffice"
     )
-    return f"{own}, and reports no log-probabilities: {told} to exceed its own noise"
+    return f"{self_noise}, and reports no log-probabilities: {told} to exceed its own noise"

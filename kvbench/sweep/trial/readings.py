@@ -47,8 +47,8 @@ class Observer:
         self._launcher = launcher
         self._urls = deployment.endpoints.metrics_urls
         self._trial_id = trial_id
-        self._far = bool(launcher.hosts)
-        if self._far:
+        self._remote = bool(launcher.hosts)
+        if self._remote:
             launcher.ask_hosts("sample", self._samples_by_host(trial_id, headers))
         else:
             # A server that kvbench did not start may run here: it is measured, and is no disturbance.
@@ -63,14 +63,14 @@ class Observer:
             )
 
     def __enter__(self) -> Observer:
-        if not self._far:
+        if not self._remote:
             self._sampler.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._far:
+        if not self._remote:
             self._sampler.__exit__()
             self.rows = [{**row, "host": ""} for row in self._sampler.rows]
             host = host_figures(self._before, read_host(also=self._system))
@@ -82,11 +82,11 @@ class Observer:
                 self._end_samples()
 
     def _end_samples(self) -> dict[str, dict[str, Any]]:
-        asked = {"trial_id": self._trial_id}
-        return self._launcher.ask_hosts("sampled", dict.fromkeys(self._launcher.hosts, asked))
+        request = {"trial_id": self._trial_id}
+        return self._launcher.ask_hosts("sampled", dict.fromkeys(self._launcher.hosts, request))
 
     def _samples_by_host(self, trial_id: str, headers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-        """What each host samples: itself and its servers."""
+        """Return what each host samples: itself and its servers."""
         urls: dict[str, dict[str, str]] = {}
         for name, url in self._urls.items():
             urls.setdefault(self._launcher.host_of(name), {})[name] = url
@@ -99,12 +99,12 @@ class Observer:
                 # NICs of two hosts often have the same names.
                 source = str(row["source"]).replace("nic:", f"nic:{host}/", 1)
                 self.rows.append({**row, "source": source, "host": host})
-        self.host = joined({host: figures_of(answer["figures"]) for host, answer in answers.items()})
+        self.host = join_hosts({host: figures_of(answer["figures"]) for host, answer in answers.items()})
 
 
 def unknown_owner(listeners: Listeners) -> str:
-    """Why other CPU use may still be the server's, or "". ``listeners``: of a server that kvbench did not
-    start; the listening processes and their children work for it, others may too."""
+    """Return why other CPU use may still be the server's, or "". ``listeners``: of a server that kvbench did
+    not start; the listening processes and their children work for it, others may too."""
     if listeners.unseen:
         return (
             f"the process that listens at {listeners.unseen[0]} cannot be seen (a container's or another "
@@ -121,11 +121,11 @@ def unknown_owner(listeners: Listeners) -> str:
 def figures_of(figures: Mapping[str, Any]) -> HostFigures:
     """A host's figures by its agent's report."""
     nics = {name: NicFigures(**nic) for name, nic in figures["nics"].items()}
-    words = {name: tuple(figures.get(name, ())) for name in ("gpu_slowdowns", "takers")}
-    return HostFigures(**{**figures, **words, "nics": nics})
+    texts = {name: tuple(figures.get(name, ())) for name in ("gpu_slowdowns", "takers")}
+    return HostFigures(**{**figures, **texts, "nics": nics})
 
 
-def joined(hosts: Mapping[str, HostFigures]) -> HostFigures:
+def join_hosts(hosts: Mapping[str, HostFigures]) -> HostFigures:
     """Join hosts to one machine: the worst of each figure, NICs as ``host/nic``."""
 
     def worst(name: str) -> Any:
@@ -171,7 +171,7 @@ class Readings:
     @property
     def transport(self) -> str:
         """Actual transport, reported by the engines, else proven by logs."""
-        logged = dict.fromkeys(name for each in self.logged_transports for name in each.transports)
+        logged = dict.fromkeys(name for transport in self.logged_transports for name in transport.transports)
         return transport_of(self.after) or ",".join(logged)
 
     @property
@@ -249,9 +249,9 @@ class MetricsReader:
         return self._kv_logs.take(whole=whole)
 
     def _log_interval_s(self) -> float:
-        said = [process.spec.env.get(LOG_INTERVAL_ENV, "") for process in self._deployment.processes]
+        envs = [process.spec.env.get(LOG_INTERVAL_ENV, "") for process in self._deployment.processes]
         try:
-            return float(next(filter(None, said), os.environ.get(LOG_INTERVAL_ENV) or DEFAULT_LOG_INTERVAL_S))
+            return float(next(filter(None, envs), os.environ.get(LOG_INTERVAL_ENV) or DEFAULT_LOG_INTERVAL_S))
         except ValueError:
             return DEFAULT_LOG_INTERVAL_S
 
@@ -284,13 +284,13 @@ def surroundings(scenario: Scenario, connector: Connector, options: ConnectorOpt
     instances = deployed.prefill.instances if connector.disaggregated else deployed.aggregated_engines
     if peak is not None:
         peak /= deployed.engine_options.time_factor
-    asked = options.nics_asked
+    nics = options.nics_asked
     here = deployed.engine_options.starts_processes and not deployed.several_hosts
     return {
-        "nics_asked": asked,
+        "nics_asked": nics,
         "engines_here": here,
         "hosts_watched": deployed.engine_options.starts_processes,
-        "kv_line_rate": line_rate(scenario, connector.transport_asked(options), asked, here),
+        "kv_line_rate": line_rate(scenario, connector.transport_asked(options), nics, here),
         "prefill_work": prefill_work(scenario.model.name, scenario.model.active_parameters),
         "prefill_flops": None if peak is None else peak * instances,
         "hardware": "" if hardware is None else f"{instances} × {hardware.text()}" * (peak is not None),
@@ -315,7 +315,7 @@ def slots_of(scenario: Scenario) -> int | None:
     return scenario.deployment.engine_options.slots
 
 
-def line_rate(scenario: Scenario, transport_asked: str, asked: tuple[str, ...], here: bool) -> float | None:
+def line_rate(scenario: Scenario, transport_asked: str, nics: tuple[str, ...], here: bool) -> float | None:
     """Peak bytes per second of an instance's NICs, one way."""
     if scenario.deployment.nic_gbit is not None:
         return scenario.deployment.nic_gbit * 1e9 / 8
@@ -324,9 +324,7 @@ def line_rate(scenario: Scenario, transport_asked: str, asked: tuple[str, ...], 
         # Within one host TCP uses loopback, which has no line rate; a library that may choose uses NVLink.
         return None
     devices: dict[str, NicReading] = {
-        name: nic
-        for name, nic in nic_counters().items()
-        if nic.kind == "rdma" and (not asked or name in asked)
+        name: nic for name, nic in nic_counters().items() if nic.kind == "rdma" and (not nics or name in nics)
     }
     rates = [nic.bytes_per_s for nic in devices.values()]
     known = [rate for rate in rates if rate is not None]

@@ -111,7 +111,7 @@ class TrialRunner:
         self._idle = self.idle or Idleness(self.scenario, self.deployment)
         self._reader = MetricsReader(self.deployment)
         self._may_expire = 0.0
-        """Number of cancelled requests of earlier trials whose KV may still expire."""
+        """Number of cancelled requests of earlier trials with KV that may still expire."""
 
     def prepare(self) -> None:
         """Start a load generator for the next trial; ``close`` ends an unused one."""
@@ -159,9 +159,9 @@ class TrialRunner:
             return None
         supply.used(load.records)
         failed = any(not record.ok for record in load.records)
-        asked = supply.ask("after_trial", plan.trial_id, load.duration_s) if failed else []
-        self.store.add_asked_canaries(plan.trial_id, asked)
-        return supply.judged(load.records, asked)
+        extra = supply.ask("after_trial", plan.trial_id, load.duration_s) if failed else []
+        self.store.add_asked_canaries(plan.trial_id, extra)
+        return supply.judged(load.records, extra)
 
     def offer(
         self,
@@ -294,7 +294,7 @@ class TrialRunner:
         may_expire = self._may_expire + load.cancelled
         lost = [(role.kv_expired or 0.0) + (role.kv_failures or 0.0) for role in readings.engines.values()]
         self._may_expire = max(0.0, may_expire - sum(lost))
-        logged = [each.finding(excused=may_expire > 0) for each in self.deployment.diagnoses()]
+        logged = [diagnosis.finding(excused=may_expire > 0) for diagnosis in self.deployment.diagnoses()]
         # In direct mode the router is idle and limits nothing.
         idle_router = self._mode(trial.plan) == "direct"
         return {

@@ -117,7 +117,7 @@ READINGS: Final = (
 
 @dataclass
 class Audit:
-    """Result of an audit. ``checked``: how much, by check. ``unverified``: inputs that could not be
+    """Result of an audit. ``checked``: number of items, by check. ``unverified``: inputs that could not be
     recomputed or compared, and why. ``unproven``: files with at most a checksum. ``notes``: the rest."""
 
     run: str
@@ -146,7 +146,7 @@ class Audit:
             "run": self.run,
             "verdict": self.verdict,
             "sound": self.sound,
-            "damages": [asdict(each) for each in self.damages],
+            "damages": [asdict(damage) for damage in self.damages],
             "not_verified": self.unverified,
             "only_checksummed": self.unproven,
             "notes": self.notes,
@@ -181,7 +181,7 @@ def require_sound(path: Path, *, force: bool = False) -> bool:
     """Return whether a run is sound. Raises StoreError with the problems, unless ``force``."""
     found = audit(path).damages
     if found and not force:
-        words = "\n  ".join(str(each) for each in found[:5])
+        words = "\n  ".join(str(damage) for damage in found[:5])
         raise StoreError(
             f"{path} has changed since it was written:\n  {words}",
             hint=f"`kvbench verify` lists everything; --force accepts it, labelled {DAMAGED}",
@@ -194,8 +194,8 @@ def audit(path: Path) -> Audit:
     run = load_run(path)
     found = Audit(str(path))
     found.damages += _as_read(run, found)
-    found.damages += _as_written(run, found)
-    found.damages += _as_requested(run, found)
+    found.damages += _check_checksums(run, found)
+    found.damages += _check_digests(run, found)
     found.damages += _missing_files(run, found.damages)
     found.damages += statement_damages(run)
     kind = run.manifest.get("kind")
@@ -209,7 +209,7 @@ def audit(path: Path) -> Audit:
     found.unverified += stale_files(run, found.checked)
     checksums = _has_checksums(run)
     found.unproven += unproven_files(run.path, checksums=checksums)
-    if missing := [each for each in run.all_trials if not _has_telemetry(run, each)]:
+    if missing := [trial for trial in run.all_trials if not _has_telemetry(run, trial)]:
         found.unproven.append(f"trials without telemetry: {len(missing)} of {len(run.all_trials)}")
     if run.all_trials:
         found.unproven.append(f"{'only' if checksums else 'not'} checksummed: {READINGS}")
@@ -245,7 +245,7 @@ def _from_scenario(run: RunFolder, found: Audit) -> None:
 def damages_before_resume(run: RunFolder) -> Iterator[Damage]:
     """Find damage that prevents a resume."""
     found = Audit(str(run.path))
-    changed = [*_as_written(run, found), *_as_requested(run, found)]
+    changed = [*_check_checksums(run, found), *_check_digests(run, found)]
     yield from (*changed, *_missing_files(run, changed))
     if _has_checksums(run):
         return
@@ -270,7 +270,7 @@ def _has_checksums(run: RunFolder) -> bool:
     return bool(run.manifest.get("checksums")) or (run.path / CHECKSUMS).exists()
 
 
-def _as_written(run: RunFolder, found: Audit) -> Iterator[Damage]:
+def _check_checksums(run: RunFolder, found: Audit) -> Iterator[Damage]:
     if not _has_checksums(run):
         found.unverified.append(
             "it has no checksums: an edit is detected only if it contradicts something else"
@@ -283,7 +283,7 @@ def _as_written(run: RunFolder, found: Audit) -> Iterator[Damage]:
     yield from damages(run.path, found.checked)
 
 
-def _as_requested(run: RunFolder, found: Audit) -> Iterator[Damage]:
+def _check_digests(run: RunFolder, found: Audit) -> Iterator[Damage]:
     """Compare the scenario with the digests in the manifest."""
     if not isinstance(run.manifest.get("asked_digests"), dict):
         found.unverified.append(f"{MANIFEST} has no digests of scenario.yaml and plan.json")
@@ -297,7 +297,7 @@ def _as_requested(run: RunFolder, found: Audit) -> Iterator[Damage]:
 def _missing_files(run: RunFolder, known: Sequence[Damage]) -> Iterator[Damage]:
     for text in lost_requests(run):
         name, _, what = text.partition(" ")
-        if name not in {each.file for each in known}:
+        if name not in {trial.file for trial in known}:
             yield Damage(name, what)
 
 
@@ -305,12 +305,12 @@ def _recompute(run: RunFolder, scenario: Scenario, found: Audit) -> None:
     version = rules_version_of(run.manifest)
     trace = _trace_of(scenario, found)
     by_rules: list[Damage] = []
-    asked: dict[str, TrialPlan] = {}
+    plans: dict[str, TrialPlan] = {}
     if run.manifest.get("kind") in HELD_METHODS:
         by_rules += fixed_rate_damages(run, found.checked)
     elif trace is not None and _is_repeatable(run, found):
-        by_rules += _repeat_searches(run, scenario, trace, asked, found)
-    for trial in _stored_trials(run, scenario, asked, trace or (), found):
+        by_rules += _repeat_searches(run, scenario, trace, plans, found)
+    for trial in _stored_trials(run, scenario, plans, trace or (), found):
         figures = [*trial.figures(), *breakdown_damages(trial.record, trial.requests)]
         found.damages += figures
         by_rules += () if figures or trial.record.method == "chaos" else trial.judgement()
@@ -319,9 +319,9 @@ def _recompute(run: RunFolder, scenario: Scenario, found: Audit) -> None:
     if version == RULES_VERSION:
         found.damages += by_rules
         return
-    of = f"{_who(run)} measured it by {_rules(version)}; this kvbench has {_rules(RULES_VERSION)}"
-    found.unverified.append(f"verdicts and answers: {of}")
-    words = "; ".join(str(each) for each in by_rules[:MOST_NOTED]) or "the same"
+    reason = f"{_version(run)} measured it by {_rules(version)}; this kvbench has {_rules(RULES_VERSION)}"
+    found.unverified.append(f"verdicts and answers: {reason}")
+    words = "; ".join(str(damage) for damage in by_rules[:MOST_NOTED]) or "the same"
     more = f"; and {len(by_rules) - MOST_NOTED} more" if len(by_rules) > MOST_NOTED else ""
     found.notes.append(f"by the rules of this kvbench the result would be: {words}{more}")
 
@@ -334,7 +334,7 @@ def _is_repeatable(run: RunFolder, found: Audit) -> bool:
     """Whether a run's searches can be repeated, or there are none."""
     if run.manifest.get("asked") is not None:
         return True
-    if any(each.answer for each in (*run.cells, *run.other_cells)):
+    if any(cell.answer for cell in (*run.cells, *run.other_cells)):
         found.unverified.append("answers: its searches cannot be repeated, as their start is unknown")
     elif run.manifest.get("kind") == "sweep":
         found.unverified.append("a sweep without answers, which does not say what was requested")
@@ -347,20 +347,20 @@ def _repeat_searches(
     run: RunFolder,
     scenario: Scenario,
     trace: Sequence[TracedRequest],
-    asked: dict[str, TrialPlan],
+    plans: dict[str, TrialPlan],
     found: Audit,
 ) -> list[Damage]:
-    """Repeat the searches with their stored trials. ``asked`` gets each trial's plan."""
+    """Repeat the searches with their stored trials. ``plans`` gets each trial's plan."""
     searches = Searches(run, scenario, plan_of(scenario), fixed_of(run), trace)
     answers = list(searches.damages())
-    asked |= searches.asked
-    found.checked["answers"] += len([each for each in run.cells if each.cell not in searches.unknown])
+    plans |= searches.asked
+    found.checked["answers"] += len([cell for cell in run.cells if cell.cell not in searches.unknown])
     if searches.unknown:
         found.unverified.append(
             f"answers of {len(searches.unknown)} cells: the search cannot be repeated, as its start "
             "is not stored"
         )
-    if answers and not searches.as_then:
+    if answers and not searches.repeatable:
         found.unverified.append(
             "answers: a cell failed and was measured later; other cells did not know its rate at their time"
         )
@@ -368,10 +368,10 @@ def _repeat_searches(
     return answers
 
 
-def _who(run: RunFolder) -> str:
-    git = run.manifest.get("git") or {}
+def _version(run: RunFolder) -> str:
+    commit = run.manifest.get("git") or {}
     return " ".join(
-        filter(None, ("kvbench", str(run.manifest.get("kvbench", "")), str(git.get("commit", ""))[:12]))
+        filter(None, ("kvbench", str(run.manifest.get("kvbench", "")), str(commit.get("commit", ""))[:12]))
     )
 
 
@@ -386,9 +386,9 @@ def _trace_of(scenario: Scenario, found: Audit) -> Sequence[TracedRequest] | Non
 
 
 def _stored_trials(
-    run: RunFolder, scenario: Scenario, asked: dict[str, Any], trace: Sequence[TracedRequest], found: Audit
+    run: RunFolder, scenario: Scenario, plans: dict[str, Any], trace: Sequence[TracedRequest], found: Audit
 ) -> Iterator[StoredTrial]:
-    pools, beside = canary_pools(run.canaries), asked_canaries(run.canaries)
+    pools, extra = canary_pools(run.canaries), asked_canaries(run.canaries)
     references = plan_of(scenario) if pools else None
     for record in run.all_trials:
         if record.method == "imported":
@@ -406,10 +406,10 @@ def _stored_trials(
             record,
             requests,
             scenario,
-            asked.get(record.trial_id),
+            plans.get(record.trial_id),
             trace,
             pool,
-            beside.get(record.trial_id, ()),
+            extra.get(record.trial_id, ()),
         )
 
 

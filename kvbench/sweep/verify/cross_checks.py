@@ -106,16 +106,16 @@ def _marks(run: RunFolder) -> Iterator[Damage]:
             yield Damage(MANIFEST, f"the label {IMPORTED} is missing, which runs of other tools have")
         return
     expected = _expected_mark(run, simulated=kind == "simulate")
-    of = "the kind simulate" if expected == SIMULATED else "the engine of plan.json"
+    reason = "the kind simulate" if expected == SIMULATED else "the engine of plan.json"
     for name, labels, where in (
         ("the run", run.labels, MANIFEST),
         *((trial.trial_id, trial.labels, TRIALS) for trial in run.all_trials),
     ):
         for mark in (EMULATED, SIMULATED):
             if (mark == expected) and mark not in labels:
-                yield Damage(where, f"{name}: the label {mark} is missing, which {of} requires")
+                yield Damage(where, f"{name}: the label {mark} is missing, which {reason} requires")
             elif mark != expected and mark in labels:
-                yield Damage(where, f"{name}: the label {mark} does not fit {of}")
+                yield Damage(where, f"{name}: the label {mark} does not fit {reason}")
 
 
 def _expected_mark(run: RunFolder, *, simulated: bool) -> str:
@@ -160,7 +160,7 @@ def _lines_of_cells(run: RunFolder, planned: Sequence[str]) -> Iterator[Damage]:
 FORMER_DEFAULTS: Final[Mapping[int, Mapping[str, str]]] = {
     key: {"search.max_requests": "5000"} for key in range(UNVERSIONED, 5)
 }
-"""Version of the rules → defaults of that time that are others today, by their path in a scenario."""
+"""Version of the rules → former defaults that have changed since, by scenario path."""
 
 
 def scenario_damages(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
@@ -203,8 +203,8 @@ def _plan(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
     )
     pairs = ("label", "connector", "reference_only")
     stored, planned = (
-        [{key: each.get(key) for key in pairs} for each in of if isinstance(each, Mapping)]
-        for of in (run.plan.get("deployments") or (), plan["deployments"])
+        [{key: row.get(key) for key in pairs} for row in rows if isinstance(row, Mapping)]
+        for rows in (run.plan.get("deployments") or (), plan["deployments"])
     )
     for path, then, now in json_differences(stored, planned, "deployments"):
         yield Damage("plan.json", f"{path} does not follow from its scenario", then, now)
@@ -226,9 +226,9 @@ def _transports(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
         if choice is None or choice.name not in connectors.names():
             continue
         connector = connectors.get(choice.name)
-        asked = connector.transport_asked(choice.options) if connector.disaggregated else "none"
-        if is_another_transport(found, asked):
-            yield Damage(TRIALS, f"{trial.trial_id}: its transport is not the one of plan.json", found, asked)
+        plan = connector.transport_asked(choice.options) if connector.disaggregated else "none"
+        if is_another_transport(found, plan):
+            yield Damage(TRIALS, f"{trial.trial_id}: its transport is not the one of plan.json", found, plan)
 
 
 def transport_of(trial: TrialRecord) -> str:
@@ -238,7 +238,7 @@ def transport_of(trial: TrialRecord) -> str:
 
 
 def mixed_transports(run: RunFolder) -> Iterator[str]:
-    """Name connectors whose trials report different transports."""
+    """Name connectors with trials that report different transports."""
     found: dict[str, dict[str, str]] = {}
     for trial in run.all_trials:
         if name := transport_of(trial):
@@ -287,8 +287,8 @@ def claim_damages(run: RunFolder) -> Iterator[Damage]:
         low, rate, high = (answer.get(key) for key in ("lower", "max_request_rate", "upper"))
         if rate is not None and not ((low or 0) * (1 - 1e-9) <= rate <= (high or rate) * (1 + 1e-9)):
             yield Damage(CELLS, f"{name}: {rate} is outside its interval [{low}, {high}]")
-        mine = [(each.request_rate, each.verdict) for each in trials.values() if each.cell == result.cell]
-        rates = {f"{each:.6g}" for each, _ in mine}
+        tries = [(each.request_rate, each.verdict) for each in trials.values() if each.cell == result.cell]
+        rates = {f"{each:.6g}" for each, _ in tries}
         for point in answer.get("curve") or ():
             if f"{point.get('rate'):.6g}" not in rates:
                 yield Damage(
@@ -298,19 +298,19 @@ def claim_damages(run: RunFolder) -> Iterator[Damage]:
 
 def scenario_of(run: RunFolder) -> Scenario:
     """Scenario of plan.json. Raises ScenarioError if this kvbench cannot read it."""
-    return parse_scenario(json.dumps(_as_it_was(run)), f"{run.path}/plan.json", registry())
+    return parse_scenario(json.dumps(_with_engine_count(run)), f"{run.path}/plan.json", registry())
 
 
 def fixed_of(run: RunFolder) -> Fixed | None:
     """Fixed load, or None for a search."""
-    asked = run.manifest.get("asked") or {}
-    known = {each.name for each in fields(Fixed)}
-    given = {key: value for key, value in asked.items() if key in known}
-    return Fixed(**given) if given.get("rate") is not None else None
+    stored = run.manifest.get("asked") or {}
+    known = {field.name for field in fields(Fixed)}
+    values = {key: value for key, value in stored.items() if key in known}
+    return Fixed(**values) if values.get("rate") is not None else None
 
 
-def _as_it_was(run: RunFolder) -> Any:
-    """The folder's scenario; if older than the number of aggregated engines, with the number it had."""
+def _with_engine_count(run: RunFolder) -> Any:
+    """Return the folder's scenario; if it predates ``deployment.aggregated``, with the number it had."""
     scenario = run.plan.get("scenario")
     deployment = scenario.get("deployment") if isinstance(scenario, dict) else None
     if not isinstance(deployment, dict) or "aggregated" in deployment:

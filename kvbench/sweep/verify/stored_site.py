@@ -22,7 +22,7 @@ from kvbench.errors import KvbenchError
 from kvbench.results.checksums import Damage
 from kvbench.results.finished_cells import asked_canaries, earlier_sessions, ends_cell
 from kvbench.results.run import CELLS, TRIALS, CellResult, RunFolder, requests_to_replay
-from kvbench.sweep.bench import Alone, CellWork, Knowledge, Site, TrialBudget
+from kvbench.sweep.bench import CellWork, IdleResult, Knowledge, Site, TrialBudget
 from kvbench.sweep.calibration import measured_run
 from kvbench.sweep.cell import Fixed, searched_cells
 from kvbench.sweep.deployed import INVENTED
@@ -44,7 +44,7 @@ class StoredSite(Site):
     """A former deployment; its trials come from the folder."""
 
     trials: Mapping[str, TrialRecord]
-    known_alone: Alone
+    known_idle: IdleResult
     trace_rate: float = 0.0
     has_direct: bool = True
     canaries: CanaryPool | None = None
@@ -54,18 +54,18 @@ class StoredSite(Site):
     """Stored trials that differ from the request."""
     requests_of: Callable[[TrialRecord], TrialRequests | None] = lambda record: None
 
-    def alone(self, cell: Cell) -> Alone:
+    def alone(self, cell: Cell) -> IdleResult:
         """Stored result of the idle requests."""
-        return self.known_alone
+        return self.known_idle
 
     def requests(self, record: TrialRecord) -> TrialRequests | None:
         return self.requests_of(record)
 
     def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, None]:
-        asked = self.asked_last.get(f"{cell.key}-end")
-        if self.canaries is None or not asked:
+        extra = self.asked_last.get(f"{cell.key}-end")
+        if self.canaries is None or not extra:
             return None, None
-        return judge_canaries(self.canaries, (), asked, of_reference=gave_answers(self.canaries, cell)), None
+        return judge_canaries(self.canaries, (), extra, of_reference=gave_answers(self.canaries, cell)), None
 
     def run(self, plan: TrialPlan) -> TrialRecord:
         """Return a stored trial. Raises UnansweredError if missing."""
@@ -103,7 +103,7 @@ class Repeat:
         """Repeat further trials. An interrupted run may lack some; its answer is then the earlier one."""
         with suppress(UnansweredError):
             found = self.work.further(self.cell, seconds)
-            if found and all(_as_long(each, found) for each in self.stored if each.main):
+            if found and all(_as_long(trial, found) for trial in self.stored if trial.main):
                 self.found = found
                 knowledge.budget.end(found[0])
 
@@ -128,11 +128,11 @@ class Searches:
         self._outputs = earlier.outputs
         self._pools, self._asked_last = earlier.canaries, asked_canaries(run.canaries)
         # A failed cell that succeeded later gave the others no hint at their time.
-        self.as_then = not earlier.had_failures
+        self.repeatable = not earlier.had_failures
         self._trace_rate = rate_of(trace)
         self.asked: dict[str, TrialPlan] = {}
         self.unknown: list[Cell] = []
-        """Cells whose search cannot be repeated, as its start is not stored."""
+        """Cells with a search that cannot be repeated, as its start is not stored."""
 
     def damages(self) -> Iterator[Damage]:
         """Find answers and trials that do not follow from the trials before."""
@@ -144,17 +144,17 @@ class Searches:
             reference = references.setdefault(self._plan.reference_of(planned.label), {})
             knowledge = replace(of_all, reference=reference)
             cells = self._plan.cells_of(planned.label)
-            repeats = [each for cell in cells if (each := self._repeated(planned, cell, knowledge))]
+            repeats = [each for cell in cells if (each := self._repeat(planned, cell, knowledge))]
             done = {each.cell: each for each in repeats if each.found and each.found[0].status == "done"}
             for cell, seconds in knowledge.budget.spare_parts(list(done)):
                 done[cell].go_on(seconds, knowledge)
             for each in repeats:
-                yield from self._of_cell(each)
+                yield from self._check_cell(each)
 
     def _results(self) -> list[CellResult]:
         return [*self._run.cells, *self._run.other_cells]
 
-    def _repeated(self, planned: DeploymentPlan, cell: Cell, knowledge: Knowledge) -> Repeat | None:
+    def _repeat(self, planned: DeploymentPlan, cell: Cell, knowledge: Knowledge) -> Repeat | None:
         """Repeat a cell's search; None if there is none, or its start is not stored."""
         stored = [each for each in self._results() if each.cell == cell]
         trials = {
@@ -163,10 +163,10 @@ class Searches:
             if each.cell == cell and each.method != "equal_rate"
         }
         wanted = bool(trials) or any(each.status in ("done", "refused") for each in stored)
-        alone = self._alone(planned, cell) if wanted else None
+        idle = self._idle_result(planned, cell) if wanted else None
         repeat = None
-        if alone is not None:
-            site = self._site(cell, trials, alone)
+        if idle is not None:
+            site = self._site(cell, trials, idle)
             work = searched_cells(self._scenario, self._plan, Silent(), self._fixed)(site, knowledge)
             repeat = Repeat(cell, stored, site, work)
             repeat.run(is_reference=planned.label == self._plan.reference_of(planned.label))
@@ -184,20 +184,20 @@ class Searches:
             knowledge.budget.end(found[0])
         return repeat
 
-    def _site(self, cell: Cell, trials: Mapping[str, TrialRecord], alone: Alone) -> StoredSite:
+    def _site(self, cell: Cell, trials: Mapping[str, TrialRecord], idle: IdleResult) -> StoredSite:
         burstiness = self._scenario.workload.burstiness
         return StoredSite(
             trials,
-            alone,
+            idle,
             self._trace_rate,
             canaries=pool_of_cell(self._pools, cell, self._plan.reference_of(cell.connector)),
             asked_last=self._asked_last,
             requests_of=lambda record: requests_to_replay(self._run.path, record, burstiness),
         )
 
-    def _of_cell(self, repeat: Repeat) -> Iterator[Damage]:
+    def _check_cell(self, repeat: Repeat) -> Iterator[Damage]:
         site, found = repeat.site, repeat.found
-        finished = [each for each in repeat.stored if each.status in ("done", "refused")]
+        finished = [result for result in repeat.stored if result.status in ("done", "refused")]
         if repeat.missing and finished:
             yield Damage(
                 CELLS, f"{repeat.cell.key} has an answer, but its search still requests {repeat.missing}"
@@ -207,12 +207,12 @@ class Searches:
         for name in site.trials.keys() - site.asked.keys():
             if found:
                 yield Damage(TRIALS, f"{name} is not requested by its search")
-        for each in finished if found else ():
-            yield from self._of_result(each, found)
-        stored = {(each.method, each.tier) for each in finished}
-        for each in found if self._is_complete(repeat, finished) else ():
-            if (each.method, each.tier) not in stored:
-                yield Damage(CELLS, f"{_name(each)}: this answer follows from the trials, but is missing")
+        for result in finished if found else ():
+            yield from self._check_result(result, found)
+        stored = {(result.method, result.tier) for result in finished}
+        for result in found if self._is_complete(repeat, finished) else ():
+            if (result.method, result.tier) not in stored:
+                yield Damage(CELLS, f"{_name(result)}: this answer follows from the trials, but is missing")
 
     def _is_complete(self, repeat: Repeat, finished: Sequence[CellResult]) -> bool:
         """Return whether a cell has all its lines. Its last line marks it as complete. A complete run has all
@@ -224,8 +224,8 @@ class Searches:
         complete = self._run.manifest.get("status") == "complete"
         return complete and not failed and repeat.cell.connector not in skipped
 
-    def _of_result(self, stored: CellResult, found: Sequence[CellResult]) -> Iterator[Damage]:
-        again = [each for each in found if (each.method, each.tier) == (stored.method, stored.tier)]
+    def _check_result(self, stored: CellResult, found: Sequence[CellResult]) -> Iterator[Damage]:
+        again = [result for result in found if (result.method, result.tier) == (stored.method, stored.tier)]
         name = _name(stored)
         if not again:
             yield Damage(CELLS, f"{name}: no such answer follows from the trials")
@@ -241,19 +241,19 @@ class Searches:
         for path, then, value in list(differs)[:MOST_SAID]:
             yield Damage(CELLS, f"{name}: {path} does not follow from the trials", then, value)
 
-    def _alone(self, planned: DeploymentPlan, cell: Cell) -> Alone | None:
+    def _idle_result(self, planned: DeploymentPlan, cell: Cell) -> IdleResult | None:
         """Idle result at a search's start, or None if not stored."""
         if self._run.manifest.get("kind") == "simulate":
             like = (self._run.manifest.get("asked") or {}).get("like")
             with suppress(KvbenchError):
                 measured = measured_run(Path(like)) if like else None
                 deployment = SimulatedDeployment.of(self._scenario, planned, "", measured)
-                return Alone(alone_s(system_of(self._scenario, deployment), cell))
+                return IdleResult(alone_s(system_of(self._scenario, deployment), cell))
             return None
         if not connectors.get(planned.connector).true_outputs:
-            return Alone(1.0, unchecked=INVENTED)
+            return IdleResult(1.0, unchecked=INVENTED)
         found = self._outputs.get((cell.connector, cell.input_len))
-        return None if found is None else Alone(found.latency_s, found)
+        return None if found is None else IdleResult(found.latency_s, found)
 
 
 def _name(result: CellResult) -> str:

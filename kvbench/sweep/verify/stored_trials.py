@@ -99,7 +99,7 @@ class StoredTrial:
             other = self._judge("complete")
             best = other if _outcome(other) == _outcome(record) else best
         if _outcome(best) != _outcome(record):
-            yield self.damage("the verdict does not follow from the requests", _words(record), _words(best))
+            yield self.damage("the verdict does not follow from the requests", _text(record), _text(best))
         for then, again, what in (
             (_names(record.findings), _names(best.findings), "findings"),
             (_without_live(record.summary), _without_live(best.summary), "tiers"),
@@ -117,8 +117,8 @@ class StoredTrial:
         if stored is not None and self.canaries is None:
             yield self.damage("its canaries' reference outputs are missing")
             return
-        for path, then, again in list(json_differences(stored or {}, now or {}, "canaries"))[:1]:
-            yield self.damage(f"{path} does not follow from the answers", then, again)
+        for path, before, value in list(json_differences(stored or {}, now or {}, "canaries"))[:1]:
+            yield self.damage(f"{path} does not follow from the answers", before, value)
 
     def _judge_canaries(self) -> CanaryResult | None:
         """Judge the canaries again; None without them or without reference outputs."""
@@ -136,13 +136,13 @@ class StoredTrial:
         return binding_of(self.requests, self.scenario.slo.main(), TrialFacts.of(record)).to_json()
 
     def _limit(self, row: Any) -> Any:
-        """Return a limit without its text, whose figures are rounded."""
+        """Return a limit without its text, since figures in it are rounded."""
         return (
             {key: row[key] for key in ("limit", "shares") if key in row} if isinstance(row, Mapping) else row
         )
 
     def _judge(self, reason: str) -> TrialRecord:
-        """Judge by the rules from requests, stored decisions, and findings whose evidence is gone."""
+        """Judge by the rules from requests, stored decisions, and findings without stored evidence."""
         record = self.record
         plan = TrialPlan(record.cell, 1, record.request_rate, record.purpose, method=record.method)
         offered = rebuild_offer(record)
@@ -183,7 +183,7 @@ class StoredTrial:
             yield self.damage("its seed is not that of its position", self.record.seed, seed)
             return
         due = planned(self.scenario, plan, self.trace).offsets_s
-        stored = np.sort([each.scheduled_s for each in self.requests])
+        stored = np.sort([request.scheduled_s for request in self.requests])
         if len(stored) > len(due) or (len(stored) and np.abs(stored - due[: len(stored)]).max() > ARRIVAL_S):
             yield self.damage("its requests are not those that its seed plans")
 
@@ -235,17 +235,17 @@ def _without_live(summary: Mapping[str, Any]) -> Any:
 
 
 def _names(findings: Sequence[Finding]) -> list[str]:
-    return sorted(f"{each.gate}: {each.level}" for each in findings)
+    return sorted(f"{finding.gate}: {finding.level}" for finding in findings)
 
 
-def _outcome(of: TrialRecord) -> tuple[str, list[str], dict[str, Any]]:
+def _outcome(record: TrialRecord) -> tuple[str, list[str], dict[str, Any]]:
     """Verdict, figures in the reason, and tiers' verdicts; the reason's wording may change."""
-    return of.verdict, re.findall(r"\d+(?:\.\d+)?", of.reason), _verdicts(of.summary)
+    return record.verdict, re.findall(r"\d+(?:\.\d+)?", record.reason), _verdicts(record.summary)
 
 
-def _words(of: TrialRecord) -> str:
-    each = "".join(f", {name} {verdict}" for name, verdict in _verdicts(of.summary).items())
-    return f"{of.verdict}{each} ({of.reason})" if of.reason else f"{of.verdict}{each}"
+def _text(record: TrialRecord) -> str:
+    tiers = "".join(f", {name} {verdict}" for name, verdict in _verdicts(record.summary).items())
+    return f"{record.verdict}{tiers} ({record.reason})" if record.reason else f"{record.verdict}{tiers}"
 
 
 def _share_then(
@@ -259,15 +259,15 @@ def _share_then(
             continue
         counts = [0, 0, 0, 0]
         """Known and within, known and missed, perhaps known: within, missed."""
-        for each in requests:
-            latencies = each.ttft_s, each.tpot_s, each.e2el_s
-            seen = criterion.observe(latencies_ms(*latencies, each.ok, each.turn, each.session_s), each.ok)
-            if math.isnan(seen):
+        for one in requests:
+            latencies = one.ttft_s, one.tpot_s, one.e2el_s
+            result = criterion.observe(latencies_ms(*latencies, one.ok, one.turn, one.session_s), one.ok)
+            if math.isnan(result):
                 continue  # it does not cover that criterion
-            kept = seen >= 0.5
-            end_s = each.last_token_s if each.ok and each.last_token_s is not None else math.inf
-            perhaps = end_s > at_s - KNOWN_LATE_S
-            counts[2 * perhaps + (not kept or end_s > at_s)] += 1
+            within = result >= 0.5
+            end_s = one.last_token_s if one.ok and one.last_token_s is not None else math.inf
+            uncertain = end_s > at_s - KNOWN_LATE_S
+            counts[2 * uncertain + (not within or end_s > at_s)] += 1
         good, bad, may_keep, may_break = counts
         known = good + bad
         shares.append(good / max(1, known + may_break))
@@ -286,10 +286,10 @@ def fixed_rate_damages(run: RunFolder, checked: Counter[str]) -> Iterator[Damage
 
 def _of_chaos(run: RunFolder, checked: Counter[str]) -> Iterator[Damage]:
     try:
-        asked = run.manifest["asked"]
+        manifest_plan = run.manifest["asked"]
         planned = {
             f"{label} {fault.number}": fault
-            for label, rows in asked["faults"].items()
+            for label, rows in manifest_plan["faults"].items()
             for fault in faults_of(rows)
         }
     except (KeyError, TypeError, AttributeError) as error:
@@ -316,9 +316,9 @@ def _of_chaos(run: RunFolder, checked: Counter[str]) -> Iterator[Damage]:
             requests, slo_of(run).main(), trial.request_rate, struck_s, stored.get("wrong_ids") or ()
         )
         now = as_read(json.loads(json.dumps(cost.to_json())))
-        for path, then, value in list(json_differences(stored["cost"], now, "cost"))[:FAULTS_SAID_MOST]:
+        for path, before, value in list(json_differences(stored["cost"], now, "cost"))[:FAULTS_SAID_MOST]:
             what = f"{trial.trial_id}: {path} does not follow from requests/{trial.trial_id}.parquet"
-            yield Damage(TRIALS, what, then, value)
+            yield Damage(TRIALS, what, before, value)
 
 
 def transfer_damages(run: RunFolder, checked: Counter[str]) -> Iterator[Damage]:

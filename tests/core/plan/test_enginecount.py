@@ -354,7 +354,7 @@ def test_an_older_run_goes_on_with_the_engines_that_it_had() -> None:
     assert "aggregated" not in run.plan["scenario"]["deployment"]
     run.manifest["asked"] = {}
     run.plan["scenario"]["deployment"]["engine_options"]["version"] = "0.32.0"
-    scenario = cross_checks._as_it_was(run)
+    scenario = cross_checks._with_engine_count(run)
     assert scenario["deployment"]["aggregated"] == 1
     assert "aggregated" not in run.plan["scenario"]["deployment"]
 

@@ -17,7 +17,7 @@ from kvbench.core.simulation.scheduler import EngineConfig
 from kvbench.engines.parts.timing_files import read_profile
 from kvbench.errors import InputError
 from kvbench.importers.llmservingsim import read, recognise
-from kvbench.sweep.calibrate import CalibrateOptions, EngineLimits, calibrated, read_inputs
+from kvbench.sweep.calibrate import CalibrateOptions, EngineLimits, calibrate, read_inputs
 
 RECORDED = Path(__file__).parents[2] / "recorded"
 TRUTH = {
@@ -94,7 +94,7 @@ def test_what_is_not_predicted_makes_it_unfit(tmp_path: Path) -> None:
 
 
 def calibrated_from(*paths: Path, **limits: int) -> ProfileFile:
-    return calibrated(CalibrateOptions(paths, Path("x.yaml"), limits=EngineLimits(**limits)))
+    return calibrate(CalibrateOptions(paths, Path("x.yaml"), limits=EngineLimits(**limits)))
 
 
 def test_sums_and_engines_that_differ_are_refused(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_an_emulated_engine_s_step_times_are_found(tmp_path: Path) -> None:
         return next((each for each in trials if each.verdict == "invalid"), trials[0])
 
     _, scale = not_spoilt(measured, (5, 12))
-    profile = calibrated(CalibrateOptions([the_run(tmp_path / f"{runs}").path], Path("emulated.yaml")))
+    profile = calibrate(CalibrateOptions([the_run(tmp_path / f"{runs}").path], Path("emulated.yaml")))
     assert profile.held_out.by == "the prompts of 1020 tokens"
     assert profile.scenario_sha256
     # The profile quick: 4 ms a decode step, 0.12 ms a sequence.

@@ -12,7 +12,7 @@ from kvbench.core.records import RequestRecord
 from kvbench.deployment.deployment import RunningDeployment
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.sweep.chaos_soak.constant_rate import Holdings, ProcessHoldings
-from kvbench.sweep.chaos_soak.fault_trial import Striker, _Struck
+from kvbench.sweep.chaos_soak.fault_trial import Striker, _Observations
 from kvbench.sweep.chaos_soak.strikes import Strike
 
 BEGAN_S = 100.0
@@ -44,7 +44,7 @@ def told(target: FaultTarget, name: str, ready_at: float | None, served: float |
     records = [request(0, 1.0), request(1, 4.0, "connect"), request(2, 7.0), request(3, 8.0, "timeout")]
     load = LoadResult(records, "", 10.0, {"started_monotonic_s": BEGAN_S})
     after = Holdings({name: ProcessHoldings(served=served)})
-    found = _Struck(scenario, striker, load, Holdings(), after)._again(BEGAN_S)
+    found = _Observations(scenario, striker, load, Holdings(), after)._restart(BEGAN_S)
     assert found is not None
     return found
 

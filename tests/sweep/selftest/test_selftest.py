@@ -20,7 +20,7 @@ from kvbench.sweep.selftest import (
     DURATION_S,
     Level,
     Selftest,
-    descriptors_lacking,
+    descriptor_problem,
     level_of,
     parse_streams,
 )
@@ -144,8 +144,8 @@ def test_a_host_that_is_off_at_once_cannot_be_trusted(changes: dict[str, Any], s
 
 
 def test_streams_that_cannot_be_opened_are_named() -> None:
-    assert descriptors_lacking(1) == ""
-    assert "open files may be needed" in descriptors_lacking(10**12)
+    assert descriptor_problem(1) == ""
+    assert "open files may be needed" in descriptor_problem(10**12)
     assert "100 streams skipped" in Selftest(HOST, (), ("100 streams skipped: …",)).verdict()
 
 

@@ -160,14 +160,14 @@ class Handoff(ABC):
         raise AssertionError("only a consumer loads KV")
 
     def on_prefilled(self, live: LiveRequest) -> None:
-        """P: the request has made its token; its blocks are held."""
+        """P: the request has its one token; its blocks are held."""
         raise AssertionError("only a producer holds KV")
 
     def on_dropped(self, live: LiveRequest) -> None:  # noqa: B027 - optional
         """The client has gone."""
 
     def status(self) -> dict[str, Any]:
-        """What a peer must have in common with this engine."""
+        """Return what a peer must have in common with this engine."""
         return {
             "engine_id": self.config.engine_id,
             "kv_connector": self.config.kv_connector,
@@ -181,13 +181,13 @@ class Handoff(ABC):
         """Answer how to connect to this engine."""
         return {**self.status(), "agent": self.transfers.started.agent}
 
-    def check_peer(self, theirs: Mapping[str, Any]) -> None:
-        ours = self.status()
+    def check_peer(self, peer: Mapping[str, Any]) -> None:
+        local = self.status()
         for key in ("kv_connector", "model", "block_tokens", "regions", "block_bytes"):
-            if theirs.get(key) != ours[key]:
+            if peer.get(key) != local[key]:
                 raise TransferError(
-                    f"engines {ours['engine_id']} and {theirs.get('engine_id')} do not match: "
-                    f"{key} is {ours[key]!r} here, {theirs.get(key)!r} at the peer"
+                    f"engines {local['engine_id']} and {peer.get('engine_id')} do not match: "
+                    f"{key} is {local[key]!r} here, {peer.get(key)!r} at the peer"
                 )
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -149,18 +149,18 @@ class PullConsumer(Handoff):
         # During a transfer `_load` cleans up; a request that only waited notifies P here.
         if live.request.remote_kv and live.request.first_scheduled_s is None:
             self._waiting.pop(live.remote.request_id, None)
-            self.spawn(self._let_go(live.remote))
+            self.spawn(self._release(live.remote))
 
     async def _load(self, live: LiveRequest) -> None:
         source: _Source = live.remote
-        have = live.request.cached_tokens // self.spec.block_tokens
+        first = live.request.cached_tokens // self.spec.block_tokens
         try:
             peer = await self._peer(source)
             try:
                 if self.transfers.memory != "host":  # P computes in a mirror and copies the requested blocks
                     await peer.client.call("offer", {"ids": [source.request_id]}, self.transfers.timeout_s)
-                local = live.request.blocks[have:]
-                await self.transfers.move(peer.peer_id, "read", local, source.blocks[have:], live.trace)
+                local = live.request.blocks[first:]
+                await self.transfers.move(peer.peer_id, "read", local, source.blocks[first:], live.trace)
             except TransferError:
                 peer.peer_id = ""  # connect again: P may have been restarted
                 raise
@@ -172,9 +172,9 @@ class PullConsumer(Handoff):
             self.metrics.transfer.failed += 1
             self.engine.kv_failed(live)
             self.engine.fail(live, f"KV transfer from engine {source.engine_id} failed: {error.message}")
-            self.spawn(self._let_go(source))
+            self.spawn(self._release(source))
         else:
-            self.metrics.blocks_held_locally += have
+            self.metrics.blocks_held_locally += first
             await self.engine.kv_arrived(live)
         finally:
             self._waiting.pop(source.request_id, None)
@@ -187,14 +187,14 @@ class PullConsumer(Handoff):
             peer = self._peers[key] = _Peer(RpcClient(*source.address), asyncio.Lock())
         async with peer.lock:
             if not peer.peer_id:
-                theirs = await peer.client.call("agent", {}, self.transfers.timeout_s)
-                if theirs.get("engine_id") != source.engine_id:
-                    raise TransferError(f"{peer.client.address} is engine {theirs.get('engine_id')}")
-                self.check_peer(theirs)
-                peer.peer_id = await self.transfers.connect(theirs["agent"])
+                answer = await peer.client.call("agent", {}, self.transfers.timeout_s)
+                if answer.get("engine_id") != source.engine_id:
+                    raise TransferError(f"{peer.client.address} is engine {answer.get('engine_id')}")
+                self.check_peer(answer)
+                peer.peer_id = await self.transfers.connect(answer["agent"])
         return peer
 
-    async def _let_go(self, source: _Source) -> None:
+    async def _release(self, source: _Source) -> None:
         peer = self._peers.get((source.engine_id, source.address))
         client = peer.client if peer else RpcClient(*source.address)
         try:

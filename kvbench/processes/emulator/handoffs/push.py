@@ -37,7 +37,7 @@ async def worker_address(bootstrap: str, engine_id: str, timeout_s: float) -> tu
         raise TransferError(f"remote_bootstrap_addr: {error.message}") from None
     try:
         reply = await asyncio.wait_for(http1.fetch(pool, pool.request("GET", "/query")), timeout_s)
-        found: dict[str, str] = {
+        addresses: dict[str, str] = {
             str(rank["engine_id"]): rank["worker_addr"]["0"]["0"] for rank in reply.json().values()
         }
     except asyncio.TimeoutError:
@@ -48,9 +48,9 @@ async def worker_address(bootstrap: str, engine_id: str, timeout_s: float) -> tu
         raise TransferError(f"{bootstrap} is not a bootstrap server: {error!r}") from None
     finally:
         await pool.close()
-    address = urlsplit(found.get(engine_id, ""))
+    address = urlsplit(addresses.get(engine_id, ""))
     if not address.hostname or not address.port:
-        raise TransferError(f"{bootstrap} serves engine {', '.join(found) or 'none'}, not {engine_id}")
+        raise TransferError(f"{bootstrap} serves engine {', '.join(addresses) or 'none'}, not {engine_id}")
     return address.hostname, address.port
 
 
@@ -62,13 +62,13 @@ class _CancelledError(TransferError):
 
 
 @dataclass
-class _Entry:
+class _Transfer:
     """P's state of one transfer id: its request, its held blocks, and whether D has called."""
 
     seen: asyncio.Event = field(default_factory=asyncio.Event)
     prefilled: asyncio.Event = field(default_factory=asyncio.Event)
     held: HeldKv | None = None
-    asked: bool = False
+    requested: bool = False
 
 
 class PushProducer(Handoff):
@@ -76,7 +76,7 @@ class PushProducer(Handoff):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _Transfer] = {}
         self._peers: dict[str, str] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._rpc = RpcServer({"push": self._push, "renew": self._renew, "release": self._release})
@@ -101,7 +101,7 @@ class PushProducer(Handoff):
         transfer_id = params.get("transfer_id")
         if not isinstance(transfer_id, str) or not transfer_id:
             raise ApiError(400, "Missing transfer_id in kv_transfer_params from router")
-        entry = self._entries.setdefault(transfer_id, _Entry())
+        entry = self._entries.setdefault(transfer_id, _Transfer())
         if entry.seen.is_set():
             raise ApiError(400, f"transfer_id {transfer_id!r} is in use")
         entry.seen.set()
@@ -128,10 +128,10 @@ class PushProducer(Handoff):
     async def _push(self, args: Mapping[str, Any]) -> Mapping[str, Any]:
         self.check_peer(args["status"])
         transfer_id: str = args["transfer_id"]
-        entry = self._entries.setdefault(transfer_id, _Entry())
-        if entry.asked:
+        entry = self._entries.setdefault(transfer_id, _Transfer())
+        if entry.requested:
             raise TransferError(f"transfer {transfer_id} was already requested")
-        entry.asked = True
+        entry.requested = True
         try:
             held = await self._wait_for_prefill(transfer_id, entry)
             held.using += 1
@@ -144,7 +144,7 @@ class PushProducer(Handoff):
         finally:
             self._drop(transfer_id, entry)
 
-    async def _wait_for_prefill(self, transfer_id: str, entry: _Entry) -> HeldKv:
+    async def _wait_for_prefill(self, transfer_id: str, entry: _Transfer) -> HeldKv:
         """Return the prefilled request. A long queue on P is no failure; a request that never arrives is."""
         try:
             await asyncio.wait_for(entry.seen.wait(), self.transfers.timeout_s)
@@ -179,7 +179,7 @@ class PushProducer(Handoff):
                 self._peers[engine_id] = await self.transfers.connect(agent)
             return self._peers[engine_id]
 
-    def _drop(self, transfer_id: str, entry: _Entry) -> None:
+    def _drop(self, transfer_id: str, entry: _Transfer) -> None:
         if self._entries.get(transfer_id) is entry:
             del self._entries[transfer_id]
         if entry.held is not None:
@@ -202,7 +202,7 @@ class PushProducer(Handoff):
             if not entry.seen.is_set():
                 entry.seen.set()
                 entry.prefilled.set()
-            elif not entry.asked and entry.held is not None:
+            elif not entry.requested and entry.held is not None:
                 self._drop(name, entry)
         return {}
 
@@ -254,21 +254,21 @@ class PushConsumer(Handoff):
 
     async def _load(self, live: LiveRequest) -> None:
         source: _Source = live.remote
-        have = live.request.cached_tokens // self.spec.block_tokens
+        held_locally = live.request.cached_tokens // self.spec.block_tokens
         try:
             client = await self._client(source)
-            if live.ended:  # its client has gone meanwhile, and P has been notified
+            if live.ended:  # its client has gone, and P has been notified
                 self.engine.kv_failed(live)
                 return
-            ask = {
+            request = {
                 "status": self.status(),
                 "agent": self.transfers.started.agent,
                 "transfer_id": source.transfer_id,
-                "block_ids": live.request.blocks[have:],
-                "first_block": have,
+                "block_ids": live.request.blocks[held_locally:],
+                "first_block": held_locally,
                 "num_tokens": live.request.prompt_len,
             }
-            answer = await client.call("push", ask, self.transfers.timeout_s)
+            answer = await client.call("push", request, self.transfers.timeout_s)
         except TransferError as error:
             log.error("KV of %s from engine %s: %s", live.request.request_id, source.engine_id, error)
             self.metrics.transfer.failed += 1
@@ -282,7 +282,7 @@ class PushConsumer(Handoff):
                 self.engine.fail(live, f"the request was cancelled on engine {source.engine_id}")
                 self.engine.kv_failed(live)
                 return
-            self.metrics.blocks_held_locally += have
+            self.metrics.blocks_held_locally += held_locally
             await self.engine.kv_arrived(live)
         finally:
             self._waiting.pop(source.transfer_id, None)

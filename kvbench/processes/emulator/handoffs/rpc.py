@@ -117,14 +117,14 @@ class RpcClient:
         self._next += 1
         number = self._next
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        heard = asyncio.Event()
-        self._pending[number] = (answer, heard)
+        alive = asyncio.Event()
+        self._pending[number] = (answer, alive)
         _send(writer, {"id": number, "op": op, "args": dict(args)})
         try:
             while True:
-                heard.clear()
+                alive.clear()
                 try:
-                    await asyncio.wait_for(heard.wait(), silence_s)
+                    await asyncio.wait_for(alive.wait(), silence_s)
                 except asyncio.TimeoutError:
                     raise RpcSilenceError(
                         f"no answer to {op} from {self.address} within {silence_s:g} s"
@@ -160,20 +160,20 @@ class RpcClient:
             cause = str(error)
         finally:
             writer.close()
-            for answer, heard in self._pending.values():
+            for answer, alive in self._pending.values():
                 if not answer.done():
                     answer.set_exception(RpcSilenceError(f"lost the peer at {self.address}: {cause}"))
-                    heard.set()
+                    alive.set()
 
     def _receive(self, message: Mapping[str, Any]) -> None:
-        answer, heard = self._pending.get(message.get("id", -1), (None, None))
-        if answer is None or heard is None or answer.done():
+        answer, alive = self._pending.get(message.get("id", -1), (None, None))
+        if answer is None or alive is None or answer.done():
             return
         if "ok" in message:
             answer.set_result(message["ok"])
         elif "error" in message:
             answer.set_exception(TransferError(str(message["error"])))
-        heard.set()
+        alive.set()
 
     async def close(self) -> None:
         if self._listener is not None:

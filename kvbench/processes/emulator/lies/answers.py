@@ -145,12 +145,12 @@ def stale_kv(server: EngineServer) -> None:
 
     def spoil(live: LiveRequest) -> None:
         blocks = np.array(live.request.blocks)
-        mine = words[:, blocks].copy(), live.prompt_hashes
-        before = last[0] if last else mine
-        if turn() and before[0].shape == mine[0].shape and len(before[1]) == len(mine[1]):
-            words[:, blocks] = before[0]
-            live.prompt_hashes = before[1]
-        last[:] = [mine]
+        current = words[:, blocks].copy(), live.prompt_hashes
+        previous = last[0] if last else current
+        if turn() and previous[0].shape == current[0].shape and len(previous[1]) == len(current[1]):
+            words[:, blocks] = previous[0]
+            live.prompt_hashes = previous[1]
+        last[:] = [current]
 
     _on_arrival(server, spoil)
 
@@ -167,7 +167,7 @@ def corrupt_last_block(server: EngineServer) -> None:
 
 def corrupt_under_load(server: EngineServer) -> None:
     def spoil(live: LiveRequest) -> None:
-        if len(server.engine.lives) > CROWD:
+        if len(server.engine.active) > CROWD:
             _flip(server, live, 0)
 
     _on_arrival(server, spoil)
@@ -200,15 +200,15 @@ def corrupt_after_failure(server: EngineServer) -> None:
 def recompute_silently(server: EngineServer) -> None:
     """D computes the KV and counts it as received; no bytes move, and the answers are right."""
     engine = server.engine
-    asked = [0]
+    arrivals = [0]
 
     def spoil(live: LiveRequest) -> None:
-        asked[0] += 1
-        if asked[0] > QUIET:
+        arrivals[0] += 1
+        if arrivals[0] > QUIET:
             engine.compute.pool.write(live.request.blocks, 0, live.prompt_hashes)
 
     async def move(original: Callable[..., Any], *arguments: Any) -> Any:
-        if asked[0] < QUIET:
+        if arrivals[0] < QUIET:
             return await original(*arguments)
         return {"bytes": 0, "descriptors": 0, "seconds": 0.0}
 

@@ -67,8 +67,8 @@ def _in_streams(server: EngineServer, spoil: Callable[[StreamAnswer], None]) -> 
 
 def cut_prompt(server: EngineServer) -> None:
     def halved(usage: Callable[[int], dict[str, Any]], tokens: int) -> dict[str, Any]:
-        honest = usage(tokens)
-        return {**honest, "prompt_tokens": honest["prompt_tokens"] // 2}
+        true_usage = usage(tokens)
+        return {**true_usage, "prompt_tokens": true_usage["prompt_tokens"] // 2}
 
     _in_streams(server, lambda answer: wrap(answer, "usage", halved))
 
@@ -101,7 +101,7 @@ def merged_tokens(server: EngineServer) -> None:
 
 
 class _Buffered:
-    """A response whose stream is sent at its end."""
+    """A response that sends its stream at the end."""
 
     def __init__(self, response: http1.Response) -> None:
         self._response = response
