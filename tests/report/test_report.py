@@ -200,6 +200,11 @@ def test_rates_are_ordered_only_where_that_is_almost_sure() -> None:
     ]
 
 
+def test_an_interval_above_one_never_seems_to_contain_it() -> None:
+    found = ahead([row("a", 10.0, 10.5), row("b", 10.372, 10.372 * 1.05)])
+    assert found == ["1,024 in: b 1.04× a [>1.00, 1.07]"]
+
+
 def test_rates_of_two_lengths_are_not_put_into_one_span() -> None:
     short = [row("a", 10.0, 10.5), row("b", 10.1, 10.6)]
     long = [

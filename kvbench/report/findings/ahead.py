@@ -59,8 +59,10 @@ class RatePair:
             return f"{self.ahead} sustains a rate, {self.behind} none of the tested rates"
         if self.high is None or math.isinf(self.high):
             return f"{self.ahead} at least {number(self.low)}× {self.behind}"
-        interval = f"[{number(self.low)}, {number(self.high)}]"
-        return f"{self.ahead} {number(self.ratio)}× {self.behind} {interval}"
+        low = number(self.low)
+        if self.low is not None and float(low) == 1.0 < self.low:
+            low = f">{low}"
+        return f"{self.ahead} {number(self.ratio)}× {self.behind} [{low}, {number(self.high)}]"
 
 
 def unequal_text(pairs: Sequence[RatePair]) -> str:

@@ -55,7 +55,7 @@ def test_what_is_said_of_searched_rates_is_in_the_table(path: Path) -> None:
             continue
         length = int(each.text.split(" in,")[0].replace(",", ""))
         for one, ratio, other, low, high in re.findall(
-            r"(\w+) ([\d.]+)× (\w+) \[([\d.]+), ([\d.]+)\]", each.text
+            r"(\w+) ([\d.]+)× (\w+) \[>?([\d.]+), ([\d.]+)\]", each.text
         ):
             ahead, behind = known[one, length], known[other, length]
             fair = ahead.size == behind.size

@@ -142,8 +142,7 @@ class ReplayResult:
     @property
     def finest(self) -> float:
         """Half-width of the interval that remains after any number of requests."""
-        least = DISCREPANCY / math.sqrt(AGREEING)
-        error = max(math.hypot(root.load, least) for root in self.roots)
+        error = max(math.hypot(root.load, root.near.after(1).discrepancy) for root in self.roots)
         return math.expm1(2 * NORMAL_90 * error) / 2
 
     @property
