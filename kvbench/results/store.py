@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 __all__ = ["CellResult", "RunInfo", "RunStatus", "RunStore", "load_run"]
 
 
-RULES_VERSION: Final = 23
+RULES_VERSION: Final = 24
 """Version of the rules in ``core`` and ``sweep``. Raise it by one when the same stored requests can get
 another verdict, finding or limit, the same trials another answer, or a default changes; not for wording,
 renaming or speed. ``tests/sweep/test_verify.py`` verifies the reference runs with this version."""

@@ -93,7 +93,7 @@ class Decode:
             if found is None or math.isclose(found.growth, growth, rel_tol=SAME_GROWTH):
                 break
             growth = found.growth
-            found = cls._fitted(trials, growth)
+            found = cls._fitted(trials, growth) or found
         return found
 
     def resampled(self, trials: Sequence[TrialRequests], pick: FloatArray) -> Decode:

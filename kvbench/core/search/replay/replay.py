@@ -35,7 +35,7 @@ from kvbench.core.search.replay.models import (
 from kvbench.core.search.replay.queues import BoolArray, FloatArray
 from kvbench.core.search.replay.unit_load import BISECTIONS, UnitLoad
 from kvbench.core.search.trial_requests import FAR, Goal, Latencies, Objective, TrialRequests
-from kvbench.core.stats import NORMAL_90, variance_between
+from kvbench.core.stats import NORMAL_90, t_quantile, variance_between
 
 BOOTSTRAPS: Final = 24
 MODELS: Final = 3
@@ -349,6 +349,8 @@ def _near(replays: Sequence[TrialReplay], rate: float, slope: float, tolerated: 
     differences = np.array([float(each.seen[0] - each.mean[0]) for each in near])
     variances = np.array([each.variance for each in near])
     excess = variance_between(differences, variances)
+    if excess:  # a few trials estimate it poorly
+        excess *= (t_quantile(0.95, len(near) - 1) / NORMAL_90) ** 2
     weights = 1 / (variances + excess)
     precision = tolerated**-2 + float(weights.sum())
     shift = float((differences * weights).sum()) / precision

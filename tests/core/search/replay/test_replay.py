@@ -151,6 +151,22 @@ def test_a_search_gives_up_for_its_time_only_after_a_trial_near_the_answer() -> 
     assert not by_replay.too_far(*history_of(near, seconds_left=100))
 
 
+def test_requests_of_a_rare_kind_had_a_chance_to_appear_before_an_answer() -> None:
+    """At ±5 %, a kind with a share of 0.5 % is absent from 600 requests with 5 %: 0.995 ** 600."""
+    trials = [trial(even(10.0), rate, 4000, seed) for seed, rate in enumerate((0.057, 0.062))]
+    slow = dataclasses.replace(TTFT_300, goals=(Goal("share", 0.9, (("ttft_ms", 30.0),)),))
+    outcomes = tuple(TrialOutcome(each.rate, "met", requests=each) for each in trials)
+    history = TrialHistory(SearchLimits(0.06, 0.01, 100.0), outcomes, slow)
+    replay = asked(history.replay)
+    assert replay.estimate.width < 0.05
+    assert replay.requests == 450
+    assert not by_replay.suffices(history, replay)
+    probe = by_replay.next_probe(history, replay)
+    assert probe is not None
+    assert probe.least_s * probe.rate >= 600 - replay.requests
+    assert by_replay.suffices(history, dataclasses.replace(replay, requests=600))
+
+
 def test_a_trial_above_the_answer_is_no_leap_and_not_at_refused_rates() -> None:
     history, vague = history_of(trial(even(0.1), 1.5, 400, 1), seconds_left=math.inf)
     sure = dataclasses.replace(vague.roots[0], near=NearTrials(1, 0.0, 0.001, 0.0))
