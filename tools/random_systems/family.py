@@ -102,7 +102,7 @@ def _tpot_ms(lead: str, system: System, dice: Dice) -> float | None:
 SEEDS: Final[Mapping[str, int]] = {
     "develop": 20261122, "check": 48271, "release": 7919102, "release-2": 38150413, "release-3": 83891668,
     "release-4": 57120643, "release-5": 44907218, "release-6": 38158041, "release-7": 61730295,
-    "release-8": 90214657,
+    "release-8": 90214657, "release-9": 22963885,
 }  # fmt: skip
 """Seeds by name. Use those named ``release`` for a release only: no tuning, no look at single systems."""
 SIZES: Final[Mapping[str, int]] = {
@@ -116,6 +116,7 @@ SIZES: Final[Mapping[str, int]] = {
     "release-6": 240,
     "release-7": 240,
     "release-8": 240,
+    "release-9": 240,
 }
 LEADS: Final = (
     "deterministic", "random", "heavy", "parallel", "sharing", "batching", "preempting", "decode",
