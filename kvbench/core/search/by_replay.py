@@ -40,9 +40,9 @@ WATCHED_COARSE_S: Final = 30.0
 COARSE: Final = 0.1
 """Precision from which on trials are also half as long: two of them observe the system for long enough."""
 UNSEEN: Final = 0.1
-"""Share of requests, as a multiple of the precision, that may be of a kind which no trial has shown. Of two
-random systems, one request in 100 took 22 times as long as the others; 312 and 507 requests had none of them,
-and the answers were 43 and 25 % too high."""
+"""Largest share of a kind of request that no trial has shown, as a multiple of the precision. On two random
+systems one request in 100 took 22 times as long as the others. Few or none of 312 and 507 requests were of
+that kind, and the answers were 43 and 25 % too high."""
 RULE_OF_THREE: Final = 3.0
 """A kind that is absent from n requests has a share of up to 3 / n (95 %; Hanley and Lippman-Hand, 1983)."""
 NEAR: Final = 0.06
