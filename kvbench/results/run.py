@@ -70,6 +70,7 @@ _SAFE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _LISTS: Final[Mapping[str, type]] = {
     "sessions": dict,
     "skipped": dict,
+    "incomplete": str,
     "labels": str,
     "hosts": str,
     "argv": str,

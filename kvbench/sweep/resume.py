@@ -80,7 +80,8 @@ def resume(path: Path, *, force: bool = False) -> Path:
 
 def is_complete(run: RunFolder) -> bool:
     failed = any(result.status == "failed" for result in [*run.cells, *run.other_cells])
-    return run.manifest.get("status") == "complete" and not failed
+    incomplete = failed or bool(run.manifest.get("incomplete"))
+    return run.manifest.get("status") == "complete" and not incomplete
 
 
 def nothing_left(run: RunFolder, console: Console) -> bool:

@@ -245,6 +245,8 @@ class Sweep:
         self._pools: dict[str, dict[tuple[str, int, int], CanaryPool]] = {}
         """Reference label → reference outputs of canaries for all compared deployments."""
         self._results: list[CellResult] = []
+        self._incomplete: list[str] = []
+        """Failures after the searches: no cell's result tells them."""
 
     def run(self) -> list[CellResult]:
         """Measure all cells in plan order. Raises LaunchError for an unreachable host."""
@@ -258,10 +260,11 @@ class Sweep:
                 left = self._load_stored(deployment)
                 if not left and not self._gives_reference(deployment):
                     continue
-                if not self._skip(deployment, left):
-                    self._measure(deployment)
+                if not self._skip(deployment, left) and self._measure(deployment):
                     last = deployment
             self._equal_round(last=last)
+            if self._incomplete or self.store.manifest.get("incomplete"):
+                self.store.update(incomplete=self._incomplete)
             return self._results
 
     def _load_stored(self, planned: DeploymentPlan) -> list[Cell]:
@@ -328,11 +331,13 @@ class Sweep:
             self._finish(CellResult(cell, "skipped", reason=problem.reason, hint=problem.fix))
         return True
 
-    def _measure(self, planned: DeploymentPlan) -> None:
+    def _measure(self, planned: DeploymentPlan) -> bool:
+        """Measure a deployment's open cells; return whether it ran to the end."""
         left = [cell for cell in self.plan.cells_of(planned.label) if not self._earlier.finished(cell)]
         while True:
             try:
-                return self._measure_cells(planned, left)
+                self._measure_cells(planned, left)
+                return True
             except StoreError:
                 raise  # no cell can continue without the folder
             except (KvbenchError, OSError) as error:
@@ -340,14 +345,17 @@ class Sweep:
                 message, hint = (
                     (error.message, error.hint) if isinstance(error, KvbenchError) else (str(error), "")
                 )
-                self.watcher.note(f"{planned.label} failed: {message}")
+                if left:
+                    self.watcher.note(f"{planned.label} failed: {message}")
+                else:
+                    self._note_incomplete(f"{planned.label} failed after its searches: {message}")
                 # A lost host may be back: its next cells get a new deployment, if it starts.
                 failed = left[:1] if isinstance(error, HostLostError) else list(left)
                 for cell in failed:
                     left.remove(cell)
                     self._finish(CellResult(cell, "failed", reason=message, hint=hint))
                 if not left:
-                    return None
+                    return False
 
     def _measure_cells(self, planned: DeploymentPlan, left: list[Cell]) -> None:
         with self.bench.up(planned) as site:
@@ -410,7 +418,8 @@ class Sweep:
 
     def _equal_round(self, last: DeploymentPlan | None) -> None:
         """Restart the deployments and measure each cell at the lowest rate found for its length, which is
-        known only after all searches. The last deployment (``last``) was still running and is done."""
+        known only after all searches. ``last``: the last deployment that ran to the end; if it is the plan's
+        last one, its trials are done."""
         for planned in reversed(self.plan.deployments):
             done = planned is last and planned is self.plan.deployments[-1]
             if done or not self._equal_cells(planned):
@@ -422,7 +431,11 @@ class Sweep:
                 raise
             except KvbenchError as error:
                 self.store.require_room()
-                self.watcher.note(f"{planned.label} was not measured at an equal rate: {error.message}")
+                self._note_incomplete(f"{planned.label} was not measured at an equal rate: {error.message}")
+
+    def _note_incomplete(self, text: str) -> None:
+        self._incomplete.append(text)
+        self.watcher.note(text)
 
     def _equal_cells(self, planned: DeploymentPlan) -> list[tuple[Cell, float]]:
         search = self.scenario.search

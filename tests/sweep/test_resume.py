@@ -30,7 +30,7 @@ from kvbench.report import watch as watching
 from kvbench.report.bundle import BundleOptions, bundle
 from kvbench.report.export import prometheus
 from kvbench.report.findings.load_rows import load_rows
-from kvbench.report.findings.notes import notes
+from kvbench.report.findings.notes import notes, warnings
 from kvbench.report.report import render_terminal, write_report
 from kvbench.report.tables.methods import method_tables
 from kvbench.report.tables.result import summary_table
@@ -254,12 +254,13 @@ def test_a_cell_that_failed_is_measured_once_more(broken: Path, tmp_path: Path) 
 
 
 class FailingBench(SimulatedBench):
-    """A simulated bench on which one connector does not start."""
+    """A simulated bench on which one connector does not start, or not for one round."""
 
     failing = ""
+    failing_round = ""
 
     def up(self, planned: DeploymentPlan, round_: str = "") -> AbstractContextManager[Site]:
-        if planned.label == self.failing:
+        if planned.label == self.failing and round_ == self.failing_round:
             raise KvbenchError("decode-0 has ended")
         return super().up(planned, round_)
 
@@ -301,6 +302,25 @@ def test_the_equal_rate_stays_equal_if_a_slower_cell_fails_first(tmp_path: Path)
     store = RunStore.reopen(first.path)
     resume.take_over(store, scenario, None)
     assert len(run(store, "").other_trials) == 5
+
+
+def test_a_deployment_that_dies_after_its_searches_is_reported_and_resumed(tmp_path: Path) -> None:
+    sets = (*QUICK[1:], "connectors=[aggregated,tcp]", "workload.input_len=[128]", "search.equal_rate=true")
+    scenario, source = resolve(CliOptions("quickstart", sets))
+    plan = plan_of(scenario)
+    with create_store(tmp_path / "run", scenario, source, plan, "simulate", {}) as store:
+        bench = FailingBench(scenario, store)
+        bench.failing, bench.failing_round = "aggregated", "equal-rate"
+        searching_sweep(scenario, plan, store, Silent(), bench).run()
+    run = load_run(store.path)
+    (note,) = warnings(run, [], [])
+    assert note.text == "aggregated was not measured at an equal rate: decode-0 has ended"
+    assert [each.cell.connector for each in run.equal_rate_trials] == ["tcp"]
+    assert not resume.is_complete(run)
+    again = load_run(resume.resume(store.path))
+    assert {each.cell.connector for each in again.equal_rate_trials} == {"aggregated", "tcp"}
+    assert resume.is_complete(again)
+    assert warnings(again, [], []) == []
 
 
 class Killed(BaseException):

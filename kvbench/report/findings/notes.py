@@ -84,7 +84,7 @@ def warnings(run: RunFolder, rows: Sequence[Row], found: Sequence[Statement]) ->
 
 
 def _setup_notes(run: RunFolder, rows: Sequence[Row]) -> Iterator[Note]:
-    yield from _skipped(run)
+    yield from _not_measured(run)
     yield from _over_tcp(run)
     yield from _unequal(run, rows)
     yield from _cells(rows)
@@ -116,7 +116,7 @@ def notes_of_load(run: RunFolder, rows: Sequence[Row]) -> list[Note]:
     mark, refused_cells = mark_of(run), {each.cell for each in run.all_trials if each.verdict == "invalid"}
     return [
         *(note for note in _state(run) if mark is None or mark.why not in note.text),
-        *_skipped(run),
+        *_not_measured(run),
         *_over_tcp(run),
         *_unequal(run, rows),
         *_cells([row for row in rows if row.cell not in refused_cells]),
@@ -164,9 +164,11 @@ def _quoted(text: str, most: int = 40) -> str:
     return repr(text if len(text) <= most else f"{text[:most]}…")
 
 
-def _skipped(run: RunFolder) -> Iterable[Note]:
+def _not_measured(run: RunFolder) -> Iterable[Note]:
     for entry in run.skipped:
         yield Note(f"{entry['connector']} was skipped: {entry['reason']}", entry.get("hint", ""))
+    for text in run.manifest.get("incomplete") or ():
+        yield Note(str(text), "kvbench sweep --resume measures what is missing")
 
 
 def _over_tcp(run: RunFolder) -> Iterable[Note]:
