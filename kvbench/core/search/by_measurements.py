@@ -67,7 +67,8 @@ with the same outcome: a median that is always met is too low."""
 LEAN_MOST: Final = 0.45
 """Largest such shift."""
 KEPT_IN_A_ROW: Final = 4
-"""Number of successive met trials after which a higher rate is tried instead of a confirmation."""
+"""Number of successive met trials after which a higher rate is tried instead of a confirmation, and of trials
+without a met one after which a lower rate is tried than the median."""
 CONFIRM_BELOW: Final = 0.1
 """Distance of a confirming trial below the median, as a share of the precision: half of those at it miss."""
 CONFIRM_STEP: Final = 0.06
@@ -114,15 +115,19 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
             # Repeat a missed rate: if it is met now, the system has changed.
             target = _return_to(history, estimate)
     unusable = min((rate for rate, tally in tallies.items() if not history.usable(tally)), default=math.inf)
-    if sharp and some_good and some_bad:
+    bracketed = some_good and some_bad
+    if sharp and bracketed:
         target /= 1 + _aim_below(history) * limits.precision
+    if bracketed and len(tried) >= KEPT_IN_A_ROW and all(trial.verdict != "met" for trial in tried):
+        # An answer needs a met trial: near the median, every one may be undecided.
+        target = min(target, estimate.lower / (1 + limits.precision))
     target = history.inside(min(target, unusable / (1 + limits.precision)))
     if target in tallies and not history.usable(tallies[target]):
         return None
     if unusable < math.inf and sum(trial.rate == target for trial in tried) >= 2:
         return None
-    purpose: Purpose = "confirm" if sharp else "bisect" if some_good and some_bad else "expand"
-    thorough = target > CLOSE * capacity or (some_good and some_bad)
+    purpose: Purpose = "confirm" if sharp else "bisect" if bracketed else "expand"
+    thorough = target > CLOSE * capacity or bracketed
     return Probe(target, purpose, thorough, _least_s(history, target) if thorough else 0.0)
 
 

@@ -38,7 +38,8 @@ minute, replays of 60 s accepted 14 of 14, replays of 120 s none of 8."""
 WATCHED_COARSE_S: Final = 30.0
 """The same for a precision of ``COARSE`` or more."""
 COARSE: Final = 0.1
-"""Precision from which on trials are also half as long: two of them observe the system for long enough."""
+"""Precision from which on trials are also half as long: two of them observe the system for long enough, since
+each one that may confirm the answer lasts as long as there is still to observe."""
 UNSEEN: Final = 0.1
 """Largest share of a kind of request that no trial has shown, as a multiple of the precision. On two random
 systems one request in 100 took 22 times as long as the others. Few or none of 312 and 507 requests were of
@@ -100,9 +101,9 @@ def next_probe(history: TrialHistory, replay: ReplayResult) -> Probe | None:
     seconds = max(
         _shortest_s(history, rate), min(replay.further_requests(limits.precision) / rate, _longest_s(rate))
     )
-    if replay.estimate.width <= limits.precision:
-        seconds = max(seconds, min(_unobserved_s(history, replay, rate), _longest_s(rate) / 2))
     purpose: Purpose = "confirm" if replay.estimate.width <= limits.precision * CONFIRMS else "bisect"
+    if replay.estimate.width <= limits.precision * (CONFIRMS if limits.precision >= COARSE else 1.0):
+        seconds = max(seconds, min(_unobserved_s(history, replay, rate), _longest_s(rate) / 2))
     return Probe(rate, purpose, True, seconds)
 
 

@@ -175,7 +175,7 @@ def confirming(verdict: VerdictKind, attainment: float) -> RateSearch:
     def trial(probe: Probe) -> Outcome:
         told, measured = truth(probe)
         if probe.purpose != "confirm" or measured is None:
-            return ("undecided" if told == "met" and probe.rate > 25 else told), measured
+            return ("undecided" if told == "met" else told), measured
         return verdict, replace(measured, attainment=attainment)
 
     search = RateSearch(replace(LIMITS, max_trials=9), ceiling=True)
